@@ -1,0 +1,1 @@
+"""Environments, one folder each. They know nothing of hgpo_jax."""
