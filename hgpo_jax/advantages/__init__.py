@@ -1,0 +1,115 @@
+"""Advantage estimators for groups of multi-step trajectories: pure functions of arrays, importable alone.
+
+    from hgpo_jax.advantages import estimate
+    record = estimate("hgpo", rewards=rewards, mask=mask, states=states, groups=groups, history_length=2)
+
+A new estimator is one function in one file, `def name(batch, *, options) -> Estimate`, and one line in `ESTIMATORS`.
+Its keyword arguments with a default are options; those without one are further arrays (`checks.ARRAYS`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from hgpo_jax.advantages import checks
+from hgpo_jax.advantages.gigpo import gigpo
+from hgpo_jax.advantages.grouping import state_ids
+from hgpo_jax.advantages.grpo import grpo
+from hgpo_jax.advantages.hgpo import hgpo
+from hgpo_jax.advantages.record import Batch, Estimate
+
+__all__ = ["ESTIMATORS", "Batch", "Estimate", "estimate", "parameters", "state_ids"]
+
+ESTIMATORS = {
+    "gigpo": gigpo,
+    "grpo": grpo,
+    "hgpo": hgpo,
+}
+
+
+def estimate(
+    name: str,
+    *,
+    rewards: jax.Array,
+    mask: jax.Array,
+    states: jax.Array,
+    groups: jax.Array,
+    invalid: jax.Array | None = None,
+    **options: Any,
+) -> Estimate:
+    """Advantages of all steps of B trajectories of at most T steps.
+
+    name: a key of `ESTIMATORS`.
+    rewards, mask, states, groups, invalid: the fields of `Batch`; what padding holds is ignored.
+    options: the estimator's own keyword arguments, see its docstring.
+
+    Jittable: inside `jax.jit` only shapes, dtypes and options are checked. Called on concrete arrays it also checks
+    their values and compiles once per shape and options. Arrays sharded over a mesh are gathered first (they are
+    small), so that the result is the same on every number of devices; inside `jax.jit` that takes a mesh in context
+    (`jax.set_mesh`) or inputs that are replicated already.
+
+    Raises ValueError: an unknown estimator or option, a shape or dtype that does not fit, a mask with holes,
+    numbers that are not finite, ids below 0.
+    """
+    arrays_known, options_known = parameters(name)
+    shape = checks.mask_shape(mask)
+    arrays = {"rewards": rewards, "mask": mask, "states": states, "groups": groups}
+    arrays["invalid"] = np.zeros(shape, bool) if invalid is None else invalid
+    for option in options:
+        if option not in (*arrays_known, *options_known):
+            raise ValueError(checks.nearest(f"option of {name}", option, (*arrays_known, *options_known)))
+    for array in arrays_known:
+        if array not in options:
+            raise ValueError(f"{name} needs {array}: give {array}=<{checks.describe(array)}>")
+        arrays[array] = options.pop(array)
+    for option, value in options.items():
+        checks.check_option(option, value)
+    arrays = {field: checks.check_array(field, value, shape) for field, value in arrays.items()}
+    if checks.is_concrete(arrays["mask"]):
+        host_mask = np.asarray(arrays["mask"])
+        checks.check_mask(host_mask)
+        for field, value in arrays.items():
+            if checks.is_concrete(value):
+                checks.check_values(field, np.asarray(value), host_mask)
+    arrays = {field: _replicated(value) for field, value in arrays.items()}
+    return _estimate(name, tuple(sorted(options.items())), arrays)
+
+
+def parameters(name: str) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The further arrays that an estimator needs, and its options with their defaults."""
+    if name not in ESTIMATORS:
+        raise ValueError(checks.nearest("estimator", name, ESTIMATORS))
+    keywords = list(inspect.signature(ESTIMATORS[name]).parameters.values())[1:]
+    arrays = tuple(p.name for p in keywords if p.default is p.empty)
+    return arrays, {p.name: p.default for p in keywords if p.default is not p.empty}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _estimate(name: str, options: tuple[tuple[str, Any], ...], arrays: dict[str, jax.Array]) -> Estimate:
+    arrays = {field: jnp.asarray(value, checks.ARRAYS[field][0]) for field, value in arrays.items()}
+    mask = arrays["mask"]
+    batch = Batch(
+        rewards=jnp.where(mask, arrays.pop("rewards"), 0.0),
+        mask=arrays.pop("mask"),
+        states=arrays.pop("states"),
+        groups=arrays.pop("groups"),
+        invalid=arrays.pop("invalid") & mask,
+    )
+    return ESTIMATORS[name](batch, **arrays, **dict(options))
+
+
+def _replicated(value: Any) -> Any:
+    if isinstance(value, jax.core.Tracer):
+        if jax.sharding.get_abstract_mesh().empty:
+            return value
+        return jax.lax.with_sharding_constraint(value, PartitionSpec())
+    if isinstance(value, jax.Array) and isinstance(value.sharding, NamedSharding):
+        return jax.device_put(value, NamedSharding(value.sharding.mesh, PartitionSpec()))
+    return value

@@ -1,0 +1,122 @@
+"""Refusals, before anything is traced: each error is one line that names the field, the value and the mend.
+
+Shapes, dtypes and options are checked always; values only on concrete arrays, because a tracer has none.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hgpo_jax.advantages.grouping import PADDING_KEY
+
+# Array arguments: dtype and number of leading axes of [B, T].
+ARRAYS = {
+    "rewards": (jnp.float32, 2),
+    "mask": (jnp.bool_, 2),
+    "states": (jnp.int32, 2),
+    "groups": (jnp.int32, 1),
+    "invalid": (jnp.bool_, 2),
+    "values": (jnp.float32, 2),
+    "next_states": (jnp.int32, 2),
+    "agents": (jnp.int32, 2),
+    "success": (jnp.bool_, 1),
+}
+
+
+def _number(low: float, high: float) -> Callable[[object], bool]:
+    return lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and low <= x <= high
+
+
+def _one_of(*names: str) -> Callable[[object], bool]:
+    return lambda x: x in names
+
+
+# Options share their names, and so their meaning, among all estimators.
+OPTIONS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "history_length": (lambda x: isinstance(x, int) and not isinstance(x, bool) and x >= 0, "an integer of 0 or more"),
+    "gamma": (_number(0, 1), "a number from 0 to 1"),
+    "lam": (_number(0, 1), "a number from 0 to 1"),
+    "alpha": (_number(0, 1e3), "a number of 0 or more"),
+    "weight_offset": (_number(1, 1e6), "a number of 1 or more"),
+    "step_weight": (_number(0, 1e6), "a number of 0 or more"),
+    "potential_weight": (_number(0, 1e6), "a number of 0 or more"),
+    "invalid_penalty": (_number(0, 1e6), "a number of 0 or more"),
+    "base_group": (lambda x: isinstance(x, bool), "True or False"),
+    "whiten": (lambda x: isinstance(x, bool), "True or False"),
+    "normalize": (_one_of("mean", "mean_std"), "'mean' or 'mean_std'"),
+    "statistics": (_one_of("per_step", "per_trajectory"), "'per_step' or 'per_trajectory'"),
+}
+
+
+def nearest(kind: str, name: str, known: Iterable[str]) -> str:
+    """The text of an error about an unknown name."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    return f"unknown {kind} '{name}': did you mean '{close[0]}'? Known: {', '.join(known)}"
+
+
+def check_option(name: str, value: object) -> None:
+    """Refuse an option's value outside its range."""
+    accepts, wanted = OPTIONS[name]
+    if not accepts(value):
+        raise ValueError(f"{name}={value!r}: give {wanted}")
+
+
+def describe(name: str) -> str:
+    """The dtype and axes of an array argument, such as `int32[B, T]`."""
+    dtype, axes = ARRAYS[name]
+    return f"{jnp.dtype(dtype).name}[{', '.join('BT'[:axes])}]"
+
+
+def mask_shape(mask: object) -> tuple[int, int]:
+    """The shape [B, T] that every other argument follows."""
+    shape = np.shape(mask)
+    if len(shape) != 2 or 0 in shape:
+        raise ValueError(f"mask has shape {shape}: give [trajectories, steps] with at least one of each")
+    return shape
+
+
+def check_array(name: str, value: object, shape: tuple[int, int]) -> jax.Array | np.ndarray:
+    """The argument as an array, after checking its kind of dtype and its shape [B, T] or [B]."""
+    dtype, axes = ARRAYS[name]
+    if not isinstance(value, jax.Array):
+        value = np.asarray(value)
+    kinds = {jnp.float32: (np.floating, np.integer), jnp.int32: (np.integer,), jnp.bool_: (np.bool_,)}[dtype]
+    if not any(jnp.issubdtype(value.dtype, kind) for kind in kinds):
+        raise ValueError(f"{name} has dtype {value.dtype}: give {jnp.dtype(dtype).name}")
+    if value.shape != shape[:axes]:
+        raise ValueError(f"{name} has shape {value.shape}: give {shape[:axes]}, because mask has shape {shape}")
+    return value
+
+
+def is_concrete(value: object) -> bool:
+    """Whether this process can read the array's values."""
+    return not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True)
+
+
+def check_mask(mask: np.ndarray) -> None:
+    """Refuse a trajectory whose steps are not a prefix of its row."""
+    holes = mask[:, 1:] & ~mask[:, :-1]
+    if holes.any():
+        row, step = (int(i) for i in np.argwhere(holes)[0])
+        raise ValueError(f"mask[{row}] has a hole before step {step + 1}: steps must fill a row from its left")
+
+
+def check_values(name: str, value: np.ndarray, mask: np.ndarray) -> None:
+    """Refuse numbers that are not finite and ids that cannot be sorted, on steps that happened."""
+    dtype, axes = ARRAYS[name]
+    happened = mask if axes == 2 else mask.any(axis=1)
+    if dtype == jnp.float32:
+        bad, mend = happened & ~np.isfinite(value), "give finite numbers where mask is True"
+    elif dtype == jnp.int32:
+        bad, mend = happened & ((value < 0) | (value >= PADDING_KEY)), f"ids must be from 0 to {PADDING_KEY - 1}"
+    else:
+        return
+    if bad.any():
+        where = tuple(int(i) for i in np.argwhere(bad)[0])
+        raise ValueError(f"{name}{list(where)} is {value[where]}: {mend}")

@@ -1,0 +1,67 @@
+"""GiGPO: the episode's advantage plus that of the step among the visits of its state (Feng et al., arXiv 2505.10978)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from hgpo_jax.advantages import grouping
+from hgpo_jax.advantages.grpo import compare_episodes, normalized
+from hgpo_jax.advantages.record import Batch, Estimate
+from hgpo_jax.advantages.returns import step_returns
+
+
+def gigpo(
+    batch: Batch,
+    *,
+    gamma: float = 0.95,
+    step_weight: float = 1.0,
+    statistics: str = "per_step",
+    normalize: str = "mean_std",
+    invalid_penalty: float = 0.1,
+) -> Estimate:
+    """GRPO's advantage plus `step_weight` times the step advantage (eq. 8).
+
+    The record's two levels are the prompt group (-1), whose advantage is the episode's, and the state's group (0).
+    """
+    returns = step_returns(batch, gamma, invalid_penalty)
+    episodes = compare_episodes(batch, statistics, invalid_penalty)
+    episode = normalized(episodes, normalize)
+    step, sizes = step_advantages(batch, returns, normalize)
+    return two_levels(batch, returns, episode, step, episodes.sizes, sizes, step_weight)
+
+
+def step_advantages(batch: Batch, returns: jax.Array, normalize: str) -> tuple[jax.Array, jax.Array]:
+    """Returns f32[B, T] against the other visits of the state in the prompt group: (f32[B, T], group sizes i32[B, T]).
+
+    `mean_std` divides by (sample std + 1e-6). A state visited once gives 0.
+    """
+    steps = grouping.sort_contexts(batch, history_length=0)
+    segment = steps.segments[1]
+    size = grouping.group_size(segment)
+    advantages = grouping.deviation(grouping.steps_in_order(returns, steps), segment, size)
+    if normalize == "mean_std":
+        advantages = advantages / (grouping.spread(advantages, segment, size - 1) + grouping.EPSILON)
+    shape = batch.mask.shape
+    return grouping.steps_in_place(advantages, steps, shape), grouping.steps_in_place(size, steps, shape)
+
+
+def two_levels(
+    batch: Batch,
+    returns: jax.Array,
+    episode: jax.Array,
+    step: jax.Array,
+    episode_sizes: jax.Array,
+    step_sizes: jax.Array,
+    step_weight: float,
+) -> Estimate:
+    """The record of `episode + step_weight * step`."""
+    weights = jnp.where(batch.mask[..., None], jnp.array([1.0, step_weight]), 0.0)
+    return Estimate(
+        advantages=episode + step_weight * step,
+        returns=returns,
+        level_advantages=jnp.stack([episode, step], axis=-1),
+        level_sizes=jnp.stack([episode_sizes, step_sizes], axis=-1),
+        level_weights=weights,
+        levels=(-1, 0),
+    )

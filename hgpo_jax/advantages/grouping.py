@@ -1,0 +1,126 @@
+"""Groups of steps from one lexicographic sort.
+
+Sorted by (prompt group, s_t, s_{t-1}, ..., s_{t-K}), the steps of every group of every level lie side by side, because
+a longer context only refines a shorter one: level k's groups end where one of the first k + 2 sort columns changes.
+Ids are compared themselves, never their hashes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from hgpo_jax.advantages.record import Batch
+
+# Steps that never happened sort behind all others, which keeps the segment ids sorted.
+PADDING_KEY = jnp.iinfo(jnp.int32).max
+# Stands for the observation before the first step; real ids start at 0.
+NO_STATE = -1
+# Added to a standard deviation before dividing by it, as in the released code of GRPO, GiGPO and HGPO.
+EPSILON = 1e-6
+
+
+class Sorted(NamedTuple):
+    """Rows in sorted order, N = B * T.
+
+    order:    i32[N], the flat index b * T + t of each sorted row.
+    segments: one i32[N] per sort column, ascending: rows share an id where the columns up to this one are equal.
+    mask:     bool[N], rows that are steps which happened.
+    """
+
+    order: jax.Array
+    segments: tuple[jax.Array, ...]
+    mask: jax.Array
+
+
+def sort_steps(columns: list[jax.Array], mask: jax.Array) -> Sorted:
+    """Sort the steps by i32[B, T] columns, the first one most significant."""
+    mask = mask.ravel()
+    keys = [jnp.where(mask, column.ravel(), PADDING_KEY) for column in columns]
+    rows = jnp.arange(mask.size, dtype=jnp.int32)
+    *keys, order = jax.lax.sort((*keys, rows), num_keys=len(keys), is_stable=True)
+    segments = []
+    change = jnp.zeros(mask.size, bool)
+    for key in keys:
+        change = change | jnp.pad(key[1:] != key[:-1], (1, 0))
+        segments.append(jnp.cumsum(change, dtype=jnp.int32))
+    return Sorted(order, tuple(segments), mask[order])
+
+
+def sort_contexts(batch: Batch, history_length: int) -> Sorted:
+    """Sort by prompt group and context; `segments[k + 1]` are the level-k groups and `segments[0]` the prompt groups.
+
+    A step with t < k carries `NO_STATE` for the observations it has not seen, so that it never meets a step that has.
+    """
+    columns = [jnp.broadcast_to(batch.groups[:, None], batch.mask.shape)]
+    for lag in range(history_length + 1):
+        seen = batch.states[:, : max(batch.states.shape[1] - lag, 0)]
+        columns.append(jnp.pad(seen, ((0, 0), (batch.states.shape[1] - seen.shape[1], 0)), constant_values=NO_STATE))
+    return sort_steps(columns, batch.mask)
+
+
+def steps_in_order(values: jax.Array, steps: Sorted) -> jax.Array:
+    """[B, T] -> [N] in sorted order."""
+    return values.ravel()[steps.order]
+
+
+def steps_in_place(values: jax.Array, steps: Sorted, shape: tuple[int, ...]) -> jax.Array:
+    """[..., N] in sorted order -> [*shape, ...], zero where no step happened."""
+    values = jnp.where(steps.mask, values, 0).T
+    placed = jnp.zeros_like(values).at[steps.order].set(values, unique_indices=True)
+    return placed.reshape(*shape, *values.shape[1:])
+
+
+def group_sum(values: jax.Array, segment: jax.Array) -> jax.Array:
+    """[N] -> [N]: the sum over each row's group."""
+    return jax.ops.segment_sum(values, segment, values.size, indices_are_sorted=True)[segment]
+
+
+def group_min(values: jax.Array, segment: jax.Array) -> jax.Array:
+    """[N] -> [N]: the least value of each row's group."""
+    return jax.ops.segment_min(values, segment, values.size, indices_are_sorted=True)[segment]
+
+
+def group_size(segment: jax.Array) -> jax.Array:
+    """i32[N]: members of each row's group."""
+    return group_sum(jnp.ones_like(segment), segment)
+
+
+def deviation(values: jax.Array, segment: jax.Array, size: jax.Array, counted: jax.Array | float = 1.0) -> jax.Array:
+    """f32[N]: value minus group mean; rows with `counted` 0 get a deviation but no say in the mean.
+
+    The mean is taken of the distances to the group's least value. Equal values thus deviate by exactly 0; a plain
+    float32 mean of equal returns such as 10 * 0.95^n can miss them, and a later zero test with it.
+    """
+    above = values - group_min(values, segment)
+    return above - group_sum(above * counted, segment) / size
+
+
+def spread(
+    deviations: jax.Array, segment: jax.Array, degrees: jax.Array, counted: jax.Array | float = 1.0
+) -> jax.Array:
+    """f32[N]: the group's standard deviation from its deviations (the second pass), over `degrees` of freedom."""
+    return jnp.sqrt(group_sum(deviations**2 * counted, segment) / jnp.maximum(degrees, 1))
+
+
+def state_ids(rows: jax.Array, mask: jax.Array) -> jax.Array:
+    """Dense ids of equal rows, exact: i32[..., W] token ids and bool[...] -> i32[...].
+
+    Ids count from 0 in the lexicographic order of the distinct rows; rows outside the mask share one id of their own,
+    the largest. Four columns at a time refine the ids of the columns before them: one sort with W keys would take
+    minutes to compile.
+    """
+    flat_mask = mask.ravel()
+    flat = rows.reshape(flat_mask.size, -1)
+    per_sort = 4
+    flat = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % per_sort)))
+    chunks = flat.reshape(flat_mask.size, -1, per_sort).transpose(1, 2, 0)
+
+    def refine(ids, chunk):
+        steps = sort_steps([ids, *chunk], flat_mask)
+        return jnp.zeros_like(ids).at[steps.order].set(steps.segments[-1], unique_indices=True), None
+
+    ids, _ = jax.lax.scan(refine, jnp.zeros(flat_mask.size, jnp.int32), chunks)
+    return ids.reshape(mask.shape)

@@ -1,0 +1,65 @@
+"""HGPO: a step against the steps that share its last k observations, for every k at once (arXiv 2602.22817)."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from hgpo_jax.advantages import grouping
+from hgpo_jax.advantages.grpo import compare_episodes, normalized
+from hgpo_jax.advantages.record import Batch, Estimate
+from hgpo_jax.advantages.returns import step_returns
+
+
+def hgpo(
+    batch: Batch,
+    *,
+    history_length: int = 2,
+    gamma: float = 0.95,
+    alpha: float = 1.0,
+    normalize: str = "mean_std",
+    weight_offset: float = 2,
+    base_group: bool = False,
+    invalid_penalty: float = 0.1,
+) -> Estimate:
+    """`A = sum_k w_k A_k / (sum_k w_k + 1e-6)` over the levels whose `A_k` is not 0, `w_k = (k + weight_offset)^alpha`.
+
+    history_length: K. Level k = 0..K compares the return with those of the steps of the same prompt group with the same
+        (s_{t-k}, ..., s_t); steps with t < k have no level k.
+    normalize: `mean_std` divides by (population std + 1e-6), `mean` only centres.
+    weight_offset: 2 in the released code, 1 in the paper.
+    base_group: adds GRPO's advantage over the step rows as one more level (-1), of weight `(weight_offset - 1)^alpha`.
+    """
+    shape = batch.mask.shape
+    returns = step_returns(batch, gamma, invalid_penalty)
+    steps = grouping.sort_contexts(batch, history_length)
+    ordered = grouping.steps_in_order(returns, steps)
+    time = steps.order % shape[1]
+    columns, sizes = [], []
+    for level in range(history_length + 1):
+        segment = steps.segments[level + 1]
+        size = grouping.group_size(segment)
+        column = grouping.deviation(ordered, segment, size)
+        if normalize == "mean_std":
+            column = column / (grouping.spread(column, segment, size) + grouping.EPSILON)
+        columns.append(jnp.where(time >= level, column, 0.0))
+        sizes.append(jnp.where(time >= level, size, 0))
+    level_advantages = grouping.steps_in_place(jnp.stack(columns), steps, shape)
+    level_sizes = grouping.steps_in_place(jnp.stack(sizes), steps, shape)
+    levels = tuple(range(history_length + 1))
+    if base_group:
+        episodes = compare_episodes(batch, "per_step", invalid_penalty)
+        base = normalized(episodes, normalize)
+        level_advantages = jnp.concatenate([base[..., None], level_advantages], axis=-1)
+        level_sizes = jnp.concatenate([episodes.sizes[..., None], level_sizes], axis=-1)
+        levels = (-1, *levels)
+    weights = jnp.array([float(level + weight_offset) ** alpha for level in levels], jnp.float32)
+    weights = jnp.where(level_advantages != 0, weights, 0.0)
+    weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + grouping.EPSILON)
+    return Estimate(
+        advantages=jnp.sum(weights * level_advantages, axis=-1),
+        returns=returns,
+        level_advantages=level_advantages,
+        level_sizes=level_sizes,
+        level_weights=weights,
+        levels=levels,
+    )

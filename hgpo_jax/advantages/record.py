@@ -1,0 +1,55 @@
+"""What goes into an estimator and what comes out of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import NamedTuple
+
+import jax
+
+
+class Batch(NamedTuple):
+    """One iteration's trajectories, trajectory-major: B trajectories of at most T steps.
+
+    rewards: f32[B, T], the environment's rewards; zero where `mask` is False.
+    mask:    bool[B, T], steps that happened; a prefix of every row.
+    states:  i32[B, T], 0 or more; equal ids exactly where the raw observations are equal.
+    groups:  i32[B], 0 or more; the prompt group (same task, same initial state) of each trajectory.
+    invalid: bool[B, T], steps whose response held no valid action.
+    """
+
+    rewards: jax.Array
+    mask: jax.Array
+    states: jax.Array
+    groups: jax.Array
+    invalid: jax.Array
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["advantages", "returns", "level_advantages", "level_sizes", "level_weights", "stats"],
+    meta_fields=["levels"],
+)
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """The result of `estimate`; all arrays are zero where no step happened.
+
+    advantages:       f32[B, T].
+    returns:          f32[B, T], the quantity that the estimator compared inside its groups: the discounted return, or
+                      the episode score for estimators that know no steps; the value target for `gae`. The penalty for
+                      an invalid action is in it.
+    level_advantages: f32[B, T, L], the advantage inside each level's group; None for estimators without levels.
+    level_sizes:      i32[B, T, L], members of that group, 0 where the step has no such level.
+    level_weights:    f32[B, T, L], the weights really used, normalised; 0 where a level was dropped.
+    stats:            scalars or short vectors, by name.
+    levels:           the level k of each of the L columns; -1 is the prompt group.
+    """
+
+    advantages: jax.Array
+    returns: jax.Array
+    level_advantages: jax.Array | None = None
+    level_sizes: jax.Array | None = None
+    level_weights: jax.Array | None = None
+    stats: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    levels: tuple[int, ...] = ()
