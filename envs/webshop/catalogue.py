@@ -1,0 +1,171 @@
+"""The read-only catalogue: products and search index, shared by all shops, seeds and environments.
+
+One format for a thousand products and for a million: numpy arrays, kept in memory (`build` without a folder) or built
+once into a folder and mapped from there (`build` with a folder, then `Catalogue.open`). Build a folder with
+    python -m envs.webshop.catalogue ITEMS ATTRIBUTES FOLDER
+"""
+
+import functools
+import io
+import json
+import math
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from envs.webshop.index import Index, IndexBuilder
+from envs.webshop.products import Product, read_products, search_text
+
+FORMAT = {"format": "hgpo_jax webshop catalogue", "version": 1}
+_META = "meta.json"
+_RECORDS = "records.bin"
+
+
+class Catalogue:
+    """Products by position (their order in the file, which is the order of the original's random draws).
+
+    Attributes:
+        asins: bytes array, sorted; `asin_order` (int32) gives the position of each.
+        low, high: float64 price per position; `high` is nan where there is a single price.
+        goal_position, goal_count: int32, int64 per product with an instruction: position, number of option choices.
+        goal_weight: float64, the original's sampling weight of each of its goals.
+        index: the search index.
+    """
+
+    def __init__(self, arrays: dict[str, np.ndarray], meta: dict):
+        self._arrays = arrays
+        self._meta = meta
+        self.asins, self.asin_order = arrays["asins"], arrays["asin_order"]
+        self.low, self.high = arrays["low"], arrays["high"]
+        self.goal_position, self.goal_count = arrays["goal_position"], arrays["goal_count"]
+        self.goal_weight = arrays["goal_weight"]
+        self.ranged = np.flatnonzero(~np.isnan(self.high))  # positions whose price is drawn
+        self.index = Index(arrays, meta["documents"])
+        # The caches hold decoded products and search results; both are pure functions of the files.
+        self.product = functools.lru_cache(maxsize=1 << 14)(self._product)
+        self.search = functools.lru_cache(maxsize=1 << 10)(self._search)
+
+    def __len__(self) -> int:
+        return len(self.low)
+
+    @classmethod
+    def open(cls, folder: Path | str) -> "Catalogue":
+        """Map a folder that `build` made.
+
+        Raises:
+            ValueError: the folder is not such a folder, or of another version.
+        """
+        folder = Path(folder)
+        try:
+            meta = json.loads((folder / _META).read_text("utf-8"))
+            if {key: meta.get(key) for key in FORMAT} != FORMAT:
+                raise ValueError("another format or version")
+            arrays = {path.stem: np.load(path, mmap_mode="r") for path in folder.glob("*.npy")}
+            arrays["records"] = np.memmap(folder / _RECORDS, np.uint8, "r")
+            return cls(arrays, meta)
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"{folder.name}: no built catalogue ({error}); build it again") from None
+
+    def position(self, asin: str) -> int | None:
+        """Return the position of an asin, None if the catalogue lacks it."""
+        key = asin.encode("utf-8", "surrogatepass")
+        i = int(np.searchsorted(self.asins, key))
+        return int(self.asin_order[i]) if i < len(self.asins) and self.asins[i] == key else None
+
+    def _product(self, position: int) -> Product:
+        start, end = self._arrays["record_start"][position : position + 2]
+        return Product(*json.loads(self._arrays["records"][start:end].tobytes()))
+
+    def _search(self, query: str) -> tuple[tuple[int, float], ...]:
+        """Return (position, score) of the best 50 products, best first."""
+        positions, scores = self.index.search(query)
+        return tuple(zip(positions.tolist(), scores.tolist(), strict=True))
+
+    def with_label(self, label: str, value: str) -> tuple[int, ...]:
+        """Return the positions of all products whose `label` ("category" or "query") is `value`."""
+        codes = self._meta[label]
+        code = codes.index(value) if value in codes else -1
+        return tuple(np.flatnonzero(self._arrays[label] == code).tolist())
+
+
+def build(products: Iterable[Product], folder: Path | str | None = None) -> Catalogue:
+    """Build a catalogue from products in file order.
+
+    Args:
+        products: from `read_products`.
+        folder: where to write it, for catalogues that should not lie in memory; None keeps it in memory.
+
+    Raises:
+        ValueError: there is no product.
+    """
+    if folder is not None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    index = IndexBuilder()
+    labels: dict[str, dict[str, int]] = {"category": {}, "query": {}}
+    rows = {name: [] for name in ("asins", "low", "high", "category", "query")}
+    record_start, goals = [0], []
+    with io.BytesIO() if folder is None else open(Path(folder) / _RECORDS, "wb") as records:
+        for position, product in enumerate(products):
+            record_start.append(record_start[-1] + records.write(json.dumps(product).encode()))
+            index.add(search_text(product))
+            rows["asins"].append(product.asin.encode("utf-8", "surrogatepass"))
+            rows["low"].append(product.prices[0])
+            rows["high"].append(product.prices[1] if len(product.prices) == 2 else math.nan)
+            for label, codes in labels.items():
+                rows[label].append(codes.setdefault(getattr(product, label), len(codes)))
+            if product.instruction is not None:
+                count = math.prod(len(values) for values in product.options.values())
+                goals.append((position, count, product.instruction_attributes))
+        content = None if folder else np.frombuffer(records.getvalue(), np.uint8)
+    if not rows["asins"]:
+        raise ValueError("the catalogue holds no product; pass a file with at least one")
+
+    arrays = index.finish()
+    asins = np.array(rows["asins"])
+    order = np.argsort(asins, kind="stable").astype(np.int32)
+    arrays |= {
+        "asins": asins[order],
+        "asin_order": order,
+        "asin_rank": np.argsort(order).astype(np.int32),
+        "record_start": np.array(record_start, np.int64),
+        "low": np.array(rows["low"]),
+        "high": np.array(rows["high"]),
+        "category": np.array(rows["category"], np.int32),
+        "query": np.array(rows["query"], np.int32),
+        "goal_position": np.array([position for position, _, _ in goals], np.int32),
+        "goal_count": np.array([count for _, count, _ in goals], np.int64),
+        "goal_weight": _goal_weights(goals),
+    }
+    meta = FORMAT | {"documents": index.documents} | {label: list(codes) for label, codes in labels.items()}
+    if folder is None:
+        return Catalogue(arrays | {"records": content}, meta)
+    for name, values in arrays.items():
+        np.save(Path(folder) / f"{name}.npy", values)
+    (Path(folder) / _META).write_text(json.dumps(meta), "utf-8")  # last: a folder without it is unfinished
+    return Catalogue.open(folder)
+
+
+def _goal_weights(goals: list[tuple[int, int, list[str]]]) -> np.ndarray:
+    """Return per product the weight of each of its goals: the mean over attributes of 1 / goals with the attribute."""
+    goals_with: dict[str, int] = {}
+    for _, count, attributes in goals:
+        for attribute in attributes:
+            goals_with[attribute] = goals_with.get(attribute, 0) + count
+    return np.array(
+        [sum(1.0 / (goals_with[a] or 1) for a in attributes) / len(attributes) for _, _, attributes in goals], float
+    )
+
+
+def main(arguments: list[str]) -> None:
+    """Build a folder from the two files."""
+    if len(arguments) != 3:
+        raise SystemExit("usage: python -m envs.webshop.catalogue ITEMS ATTRIBUTES FOLDER")
+    items, attributes, folder = arguments
+    catalogue = build(read_products(items, attributes), folder)
+    print(f"{len(catalogue)} products in {folder}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

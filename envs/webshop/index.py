@@ -1,0 +1,136 @@
+"""BM25 over the catalogue, equal to Lucene's to the last bit of its 32-bit scores.
+
+An index is a handful of numpy arrays, in memory or mapped from files alike:
+    term_text (bytes), term_start (int64)     sorted terms, concatenated UTF-8
+    post_start (int64)                        first posting of each term
+    post_doc (int32), post_damp (float32)     per posting: document, and 1 + f / (k1 (1 - b + b length / average))
+"""
+
+from array import array
+from bisect import bisect_left
+from collections import Counter
+
+import numpy as np
+
+from envs.webshop.analyzer import analyze, term, tokens
+
+K1 = np.float32(0.9)
+B = np.float32(0.4)
+TOP_K = 50
+_TOKEN_CACHE = 1 << 20
+
+
+def lossy_length(length: int) -> int:
+    """Return a document length as Lucene's one-byte norm keeps it: exact below 40, then four significant bits."""
+    if length < 40:
+        return length
+    shift = (length - 24).bit_length() - 4
+    return 24 + (((length - 24) >> shift) << shift)
+
+
+class IndexBuilder:
+    """Collects documents, then makes the arrays. About 8 bytes a posting while collecting, 24 while finishing."""
+
+    def __init__(self):
+        self._term_ids: dict[str, int] = {}
+        self._token_ids: dict[str, int] = {}  # token -> term id, -1 for a stop word
+        self._terms, self._freqs = array("i"), array("i")
+        self._distinct, self._lengths = array("i"), array("i")
+
+    def add(self, text: str) -> None:
+        """Add the next document."""
+        if len(self._token_ids) > _TOKEN_CACHE:
+            self._token_ids.clear()
+        counts = Counter(map(self._token_id, tokens(text)))
+        counts.pop(-1, None)
+        self._terms.extend(counts.keys())
+        self._freqs.extend(counts.values())
+        self._distinct.append(len(counts))
+        self._lengths.append(counts.total())
+
+    @property
+    def documents(self) -> int:
+        """Number of documents that hold at least one term."""
+        return sum(length > 0 for length in self._lengths)
+
+    def _token_id(self, token: str) -> int:
+        known = self._token_ids.get(token)
+        if known is None:
+            word = term(token)
+            known = self._term_ids.setdefault(word, len(self._term_ids)) if word else -1
+            self._token_ids[token] = known
+        return known
+
+    def finish(self) -> dict[str, np.ndarray]:
+        """Return the arrays of the index."""
+        vocabulary = sorted((word.encode("utf-8", "surrogatepass"), i) for word, i in self._term_ids.items())
+        rank = np.empty(len(vocabulary), np.int32)
+        rank[[i for _, i in vocabulary]] = np.arange(len(vocabulary), dtype=np.int32)
+        term_rank = rank[np.frombuffer(self._terms, np.int32)]
+
+        lengths = np.frombuffer(self._lengths, np.int32)
+        average = np.float32(int(lengths.sum(dtype=np.int64)) / max(self.documents, 1))
+        lossy = np.array([lossy_length(int(length)) for length in lengths], np.float32)
+        one = np.float32(1)
+        with np.errstate(divide="ignore"):
+            scale = one / (K1 * ((one - B) + B * lossy / average)) if average else lossy
+
+        doc = np.repeat(np.arange(len(lengths), dtype=np.int32), np.frombuffer(self._distinct, np.int32))
+        order = np.argsort(term_rank, kind="stable")
+        post_doc = doc[order]
+        post_damp = np.frombuffer(self._freqs, np.int32)[order].astype(np.float32)
+        post_damp *= scale[post_doc]
+        post_damp += one
+        return {
+            "term_text": np.frombuffer(b"".join(word for word, _ in vocabulary), np.uint8),
+            "term_start": _starts([len(word) for word, _ in vocabulary]),
+            "post_start": _starts(np.bincount(term_rank, minlength=len(vocabulary))),
+            "post_doc": post_doc,
+            "post_damp": post_damp,
+        }
+
+
+class Index:
+    """A read-only search index.
+
+    Args:
+        arrays: what `IndexBuilder.finish` returned, plus `asin_rank` (int32), which settles equal scores.
+        documents: number of documents that hold at least one term.
+    """
+
+    def __init__(self, arrays: dict[str, np.ndarray], documents: int):
+        self._arrays = arrays
+        self._documents = documents
+        self._vocabulary = range(len(arrays["term_start"]) - 1)
+
+    def search(self, query: str, k: int = TOP_K) -> tuple[np.ndarray, np.ndarray]:
+        """Return the positions (int64) and scores (float32) of the best `k` documents, best first."""
+        scores = np.zeros(len(self._arrays["asin_rank"]))
+        for word, count in Counter(analyze(query)).items():
+            docs, damp = self._postings(word)
+            if len(docs):
+                frequency = len(docs)
+                idf = np.float32(np.log(1 + (self._documents - frequency + 0.5) / (frequency + 0.5)))
+                weight = np.float32(count) * idf
+                scores[docs] += weight - weight / damp  # Lucene adds 32-bit parts in 64 bits
+        scores = scores.astype(np.float32)
+        floor = np.partition(scores, -k)[-k] if len(scores) > k else 0
+        found = np.flatnonzero(scores >= floor if floor > 0 else scores)
+        order = np.lexsort((self._arrays["asin_rank"][found], -scores[found]))[:k]
+        return found[order], scores[found[order]]
+
+    def _postings(self, word: str) -> tuple[np.ndarray, np.ndarray]:
+        key = word.encode("utf-8", "surrogatepass")
+        i = bisect_left(self._vocabulary, key, key=self._term)
+        if i == len(self._vocabulary) or self._term(i) != key:
+            return self._arrays["post_doc"][:0], self._arrays["post_damp"][:0]
+        start, end = self._arrays["post_start"][i : i + 2]
+        return self._arrays["post_doc"][start:end], self._arrays["post_damp"][start:end]
+
+    def _term(self, i: int) -> bytes:
+        start, end = self._arrays["term_start"][i : i + 2]
+        return self._arrays["term_text"][start:end].tobytes()
+
+
+def _starts(sizes) -> np.ndarray:
+    return np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
