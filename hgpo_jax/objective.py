@@ -81,7 +81,7 @@ def policy_loss(
 def kl(new_logp: jax.Array, ref_logp: jax.Array, kind: str = "k3") -> jax.Array:
     """Estimates of KL(new || ref) on tokens sampled from the new policy, elementwise f32 (Schulman, 2020).
 
-    With d = ref - new: `k1` -d, `k2` d^2 / 2, `k3` exp(d) - d - 1 (clamped to at most 10, as in the released code), `abs` |d|.
+    With d = ref - new: `k1` -d, `k2` d^2 / 2, `k3` exp(d) - d - 1 (at most 10, as in the released code), `abs` |d|.
     """
     d = ref_logp - new_logp
     if kind == "k1":

@@ -19,18 +19,46 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from hgpo_jax.advantages import checks
+from hgpo_jax.advantages.dr_mas import dr_mas
+from hgpo_jax.advantages.dynamic_sampling import informative
+from hgpo_jax.advantages.eb_gae import eb_gae
+from hgpo_jax.advantages.gae import gae
+from hgpo_jax.advantages.gagpo import gagpo
 from hgpo_jax.advantages.gigpo import gigpo
+from hgpo_jax.advantages.graphgpo import graphgpo
 from hgpo_jax.advantages.grouping import state_ids
 from hgpo_jax.advantages.grpo import grpo
 from hgpo_jax.advantages.hgpo import hgpo
+from hgpo_jax.advantages.pgpo import pgpo
 from hgpo_jax.advantages.record import Batch, Estimate
+from hgpo_jax.advantages.reinforce_pp import reinforce_pp, reinforce_pp_baseline
+from hgpo_jax.advantages.rloo import rloo
+from hgpo_jax.advantages.similarity import similar_states
 
-__all__ = ["ESTIMATORS", "Batch", "Estimate", "estimate", "parameters", "state_ids"]
+__all__ = [
+    "ESTIMATORS",
+    "Batch",
+    "Estimate",
+    "estimate",
+    "informative",
+    "parameters",
+    "similar_states",
+    "state_ids",
+]
 
 ESTIMATORS = {
+    "dr_mas": dr_mas,
+    "eb_gae": eb_gae,
+    "gae": gae,
+    "gagpo": gagpo,
     "gigpo": gigpo,
+    "graphgpo": graphgpo,
     "grpo": grpo,
     "hgpo": hgpo,
+    "pgpo": pgpo,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "rloo": rloo,
 }
 
 

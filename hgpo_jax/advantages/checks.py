@@ -44,7 +44,6 @@ OPTIONS: dict[str, tuple[Callable[[object], bool], str]] = {
     "alpha": (_number(0, 1e3), "a number of 0 or more"),
     "weight_offset": (_number(1, 1e6), "a number of 1 or more"),
     "step_weight": (_number(0, 1e6), "a number of 0 or more"),
-    "potential_weight": (_number(0, 1e6), "a number of 0 or more"),
     "invalid_penalty": (_number(0, 1e6), "a number of 0 or more"),
     "base_group": (lambda x: isinstance(x, bool), "True or False"),
     "whiten": (lambda x: isinstance(x, bool), "True or False"),

@@ -1,4 +1,4 @@
-"""GiGPO: the episode's advantage plus that of the step among the visits of its state (Feng et al., arXiv 2505.10978)."""
+"""GiGPO: the episode's advantage plus the step's among the visits of its state (Feng et al., arXiv 2505.10978)."""
 
 from __future__ import annotations
 
@@ -25,10 +25,8 @@ def gigpo(
     The record's two levels are the prompt group (-1), whose advantage is the episode's, and the state's group (0).
     """
     returns = step_returns(batch, gamma, invalid_penalty)
-    episodes = compare_episodes(batch, statistics, invalid_penalty)
-    episode = normalized(episodes, normalize)
-    step, sizes = step_advantages(batch, returns, normalize)
-    return two_levels(batch, returns, episode, step, episodes.sizes, sizes, step_weight)
+    step, step_sizes = step_advantages(batch, returns, normalize)
+    return with_episode(batch, returns, step, step_sizes, step_weight, statistics, normalize, invalid_penalty)
 
 
 def step_advantages(batch: Batch, returns: jax.Array, normalize: str) -> tuple[jax.Array, jax.Array]:
@@ -39,29 +37,32 @@ def step_advantages(batch: Batch, returns: jax.Array, normalize: str) -> tuple[j
     steps = grouping.sort_contexts(batch, history_length=0)
     segment = steps.segments[1]
     size = grouping.group_size(segment)
-    advantages = grouping.deviation(grouping.steps_in_order(returns, steps), segment, size)
+    ordered = grouping.steps_in_order(returns, steps)
+    advantages = ordered - grouping.group_mean(ordered, segment, size)
     if normalize == "mean_std":
         advantages = advantages / (grouping.spread(advantages, segment, size - 1) + grouping.EPSILON)
     shape = batch.mask.shape
     return grouping.steps_in_place(advantages, steps, shape), grouping.steps_in_place(size, steps, shape)
 
 
-def two_levels(
+def with_episode(
     batch: Batch,
     returns: jax.Array,
-    episode: jax.Array,
     step: jax.Array,
-    episode_sizes: jax.Array,
     step_sizes: jax.Array,
     step_weight: float,
+    statistics: str,
+    normalize: str,
+    invalid_penalty: float,
 ) -> Estimate:
-    """The record of `episode + step_weight * step`."""
-    weights = jnp.where(batch.mask[..., None], jnp.array([1.0, step_weight]), 0.0)
+    """The record of GRPO's advantage plus `step_weight` times the advantage `step` f32[B, T]."""
+    episodes = compare_episodes(batch, statistics, invalid_penalty)
+    episode = normalized(episodes, normalize)
     return Estimate(
         advantages=episode + step_weight * step,
         returns=returns,
         level_advantages=jnp.stack([episode, step], axis=-1),
-        level_sizes=jnp.stack([episode_sizes, step_sizes], axis=-1),
-        level_weights=weights,
+        level_sizes=jnp.stack([episodes.sizes, step_sizes], axis=-1),
+        level_weights=jnp.where(batch.mask[..., None], jnp.array([1.0, step_weight]), 0.0),
         levels=(-1, 0),
     )

@@ -68,7 +68,7 @@ def steps_in_order(values: jax.Array, steps: Sorted) -> jax.Array:
 
 def steps_in_place(values: jax.Array, steps: Sorted, shape: tuple[int, ...]) -> jax.Array:
     """[..., N] in sorted order -> [*shape, ...], zero where no step happened."""
-    values = jnp.where(steps.mask, values, 0).T
+    values = jnp.where(steps.mask, values, jnp.zeros((), values.dtype)).T
     placed = jnp.zeros_like(values).at[steps.order].set(values, unique_indices=True)
     return placed.reshape(*shape, *values.shape[1:])
 
@@ -88,20 +88,20 @@ def group_size(segment: jax.Array) -> jax.Array:
     return group_sum(jnp.ones_like(segment), segment)
 
 
-def deviation(values: jax.Array, segment: jax.Array, size: jax.Array, counted: jax.Array | float = 1.0) -> jax.Array:
-    """f32[N]: value minus group mean; rows with `counted` 0 get a deviation but no say in the mean.
+def group_mean(values: jax.Array, segment: jax.Array, size: jax.Array, counted: jax.Array | float = 1.0) -> jax.Array:
+    """f32[N]: each row's group mean; rows with `counted` 0 are given it without a say in it.
 
-    The mean is taken of the distances to the group's least value. Equal values thus deviate by exactly 0; a plain
-    float32 mean of equal returns such as 10 * 0.95^n can miss them, and a later zero test with it.
+    Summed as distances to the group's least value, so that the mean of equal values is that value to the bit. A plain
+    float32 mean of equal returns such as 10 * 0.95^n can miss them, and with them a later test of deviations against 0.
     """
-    above = values - group_min(values, segment)
-    return above - group_sum(above * counted, segment) / size
+    least = group_min(values, segment)
+    return least + group_sum((values - least) * counted, segment) / size
 
 
 def spread(
     deviations: jax.Array, segment: jax.Array, degrees: jax.Array, counted: jax.Array | float = 1.0
 ) -> jax.Array:
-    """f32[N]: the group's standard deviation from its deviations (the second pass), over `degrees` of freedom."""
+    """f32[N]: the group's standard deviation from its deviations (a second pass), over `degrees` of freedom."""
     return jnp.sqrt(group_sum(deviations**2 * counted, segment) / jnp.maximum(degrees, 1))
 
 

@@ -45,27 +45,27 @@ def compare_episodes(
     batch: Batch, statistics: str, invalid_penalty: float, agents: jax.Array | None = None
 ) -> Episodes:
     """Compare the episode scores inside each prompt group, or each (prompt group, agent) with `agents` i32[B, T]."""
+    shape = batch.mask.shape
     scores, penalty = episode_scores(batch), penalties(batch, invalid_penalty)
-    columns = [jnp.broadcast_to(batch.groups[:, None], batch.mask.shape)] + ([] if agents is None else [agents])
-    key_columns = len(columns)
+    keys = [jnp.broadcast_to(batch.groups[:, None], shape)] + ([] if agents is None else [agents])
     if statistics == "per_step":
-        values, after = scores - penalty, 0.0
+        values = scores - penalty
+        steps = grouping.sort_steps(keys, batch.mask)
+        counted = jnp.ones_like(steps.order)
     else:
-        values, after = scores, penalty
-        trajectories = jnp.arange(batch.mask.shape[0], dtype=jnp.int32)
-        columns.append(jnp.broadcast_to(trajectories[:, None], batch.mask.shape))
-    steps = grouping.sort_steps(columns, batch.mask)
-    segment = steps.segments[key_columns - 1]
-    if statistics == "per_step":
-        counted = jnp.ones_like(segment)
-    else:  # the first row of each trajectory in each group
-        counted = jnp.diff(steps.segments[-1], prepend=-1)
+        values = scores
+        trajectories = jnp.broadcast_to(jnp.arange(shape[0], dtype=jnp.int32)[:, None], shape)
+        steps = grouping.sort_steps([*keys, trajectories], batch.mask)
+        counted = jnp.diff(steps.segments[-1], prepend=-1)  # 1 on the first row of each trajectory in each group
+    segment = steps.segments[len(keys) - 1]
     ordered = grouping.steps_in_order(values, steps)
     size = grouping.group_sum(counted, segment)
-    deviations = grouping.deviation(ordered, segment, size, counted)
+    deviations = ordered - grouping.group_mean(ordered, segment, size, counted)
     std = grouping.spread(deviations, segment, size - 1, counted)
-    sizes, deviations, stds = (grouping.steps_in_place(x, steps, batch.mask.shape) for x in (size, deviations, std))
-    return Episodes(scores - penalty, sizes, deviations - after, stds)
+    sizes, deviations, stds = (grouping.steps_in_place(x, steps, shape) for x in (size, deviations, std))
+    if statistics == "per_trajectory":
+        deviations = deviations - penalty
+    return Episodes(scores - penalty, sizes, deviations, stds)
 
 
 def normalized(episodes: Episodes, normalize: str) -> jax.Array:

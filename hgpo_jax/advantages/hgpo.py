@@ -38,7 +38,7 @@ def hgpo(
     for level in range(history_length + 1):
         segment = steps.segments[level + 1]
         size = grouping.group_size(segment)
-        column = grouping.deviation(ordered, segment, size)
+        column = ordered - grouping.group_mean(ordered, segment, size)
         if normalize == "mean_std":
             column = column / (grouping.spread(column, segment, size) + grouping.EPSILON)
         columns.append(jnp.where(time >= level, column, 0.0))

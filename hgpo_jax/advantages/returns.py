@@ -43,12 +43,34 @@ def following(values: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.pad(values[:, 1:], ((0, 0), (0, 1)))
 
 
+# A temporal difference this small beside its own terms is what float32 leaves of a difference that is really zero.
+ROUNDING = 64 * jnp.finfo(jnp.float32).eps
+
+
 def generalized_advantages(
     rewards: jax.Array, values: jax.Array, mask: jax.Array, gamma: float, lam: float
 ) -> jax.Array:
     """GAE (Schulman et al., 2016, eq. 16), f32[B, T]; the value after the last step is 0.
 
     Serves tokens as well as steps: the rows may be responses and the columns their tokens.
+    Temporal differences below rounding are 0, so that a later division by their spread cannot blow them up: where all
+    trajectories of a prompt group are the same, group means as values leave nothing else.
     """
-    deltas = rewards + gamma * following(values, mask) - values
-    return discounted_sum(jnp.where(mask, deltas, 0.0), gamma * lam)
+    after = gamma * following(values, mask)
+    deltas = rewards + after - values
+    scale = jnp.maximum(jnp.abs(rewards), jnp.maximum(jnp.abs(after), jnp.abs(values)))
+    deltas = jnp.where(mask & (jnp.abs(deltas) > ROUNDING * scale), deltas, 0.0)
+    return discounted_sum(deltas, gamma * lam)
+
+
+def whitened(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """f32[B, T] with mean 0 and variance 1 over the batch's steps (sample variance + 1e-8), 0 elsewhere.
+
+    Equal values give exactly 0: the mean is taken of the distances to the least value, as in the groups.
+    """
+    count = jnp.sum(mask)
+    least = jnp.min(jnp.where(mask, values, jnp.inf))
+    above = jnp.where(mask, values - least, 0.0)
+    centred = jnp.where(mask, above - jnp.sum(above) / jnp.maximum(count, 1), 0.0)
+    variance = jnp.sum(centred**2) / jnp.maximum(count - 1, 1)
+    return centred * jax.lax.rsqrt(variance + 1e-8)

@@ -13,7 +13,8 @@ def worked_example(**changes):
         states[row, : len(path)] = ["ABCD".index(letter) for letter in path]
         rewards[row, : len(path)] = reward
         mask[row, : len(path)] = True
-    return {"rewards": rewards, "mask": mask, "states": states, "groups": np.zeros(3, np.int32), "gamma": 0.5, **changes}
+    groups = np.zeros(3, np.int32)
+    return {"rewards": rewards, "mask": mask, "states": states, "groups": groups, "gamma": 0.5, **changes}
 
 
 def ragged(*rows):

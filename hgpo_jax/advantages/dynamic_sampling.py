@@ -1,0 +1,22 @@
+"""DAPO's dynamic sampling: which prompt groups have anything to teach (Yu et al., 2025, arXiv 2503.14476)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from hgpo_jax.advantages import grouping
+
+
+def informative(rewards: jax.Array, mask: jax.Array, groups: jax.Array) -> jax.Array:
+    """bool[B]: trajectories whose prompt group holds two different episode rewards; the others are to be dropped.
+
+    rewards: f32[B, T], mask: bool[B, T], groups: i32[B]. Trajectories without a step are never informative.
+    """
+    scores = jnp.sum(jnp.where(mask, rewards, 0.0), axis=1)
+    trajectories = grouping.sort_steps([groups[:, None]], mask[:, :1])
+    ordered = grouping.steps_in_order(scores, trajectories)
+    segment = trajectories.segments[0]
+    differs = ordered != grouping.group_min(ordered, segment)
+    mixed = grouping.group_sum(differs.astype(jnp.int32), segment) > 0
+    return grouping.steps_in_place(mixed, trajectories, scores.shape)

@@ -1,0 +1,65 @@
+"""GraphGPO: steps valued by the distance to success in the graph of observed transitions (arXiv 2605.26684)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from hgpo_jax.advantages import grouping
+from hgpo_jax.advantages.gigpo import step_advantages, with_episode
+from hgpo_jax.advantages.record import Batch, Estimate
+from hgpo_jax.advantages.returns import penalties
+
+
+def graphgpo(
+    batch: Batch,
+    *,
+    next_states: jax.Array,
+    success: jax.Array,
+    step_weight: float = 1.0,
+    statistics: str = "per_step",
+    normalize: str = "mean_std",
+    invalid_penalty: float = 0.1,
+) -> Estimate:
+    """GiGPO with step returns `10 * 0.1^d`, d the distance from the step's next state to success.
+
+    next_states: i32[B, T], ids as in `states`, of the observation after each step (the last one included).
+    success: bool[B]; the state after a successful trajectory's last step is a goal of its prompt group.
+    The graph of a prompt group joins s to s' for every observed step. A next state from which no goal can be reached
+    is one step further than the furthest that can; in a prompt group without success all step returns are 0.
+    Other options as in `gigpo`.
+    """
+    distance = goal_distances(batch, next_states, success)
+    returns = jnp.where(distance >= 0, 10 * 0.1 ** distance.astype(jnp.float32), 0.0)
+    returns = jnp.where(batch.mask, returns, 0.0) - penalties(batch, invalid_penalty)
+    step, sizes = step_advantages(batch, returns, normalize)
+    return with_episode(batch, returns, step, sizes, step_weight, statistics, normalize, invalid_penalty)
+
+
+def goal_distances(batch: Batch, next_states: jax.Array, success: jax.Array) -> jax.Array:
+    """i32[B, T]: transitions from each step's next state to the nearest goal, -1 in a prompt group without success."""
+    shape = batch.mask.shape
+    both = jnp.concatenate([batch.mask, batch.mask], axis=1)
+    group = jnp.broadcast_to(batch.groups[:, None], both.shape)
+    rows = grouping.sort_steps([group, jnp.concatenate([batch.states, next_states], axis=1)], both)
+    nodes = jnp.zeros(both.size, jnp.int32).at[rows.order].set(rows.segments[1], unique_indices=True)
+    nodes = nodes.reshape(both.shape)
+    source, target = nodes[:, : shape[1]].ravel(), nodes[:, shape[1] :].ravel()
+
+    unreachable = both.size  # longer than any path
+    last = batch.mask & ~jnp.pad(batch.mask[:, 1:], ((0, 0), (0, 1)))
+    at_goal = (last & success[:, None]).ravel()
+    start = jnp.full(both.size, unreachable, jnp.int32).at[target].min(jnp.where(at_goal, 0, unreachable))
+
+    def relax(carry):
+        distance, _ = carry
+        shorter = distance.at[source].min(distance[target] + 1)
+        return shorter, jnp.any(shorter != distance)
+
+    distance, _ = jax.lax.while_loop(lambda carry: carry[1], relax, (start, jnp.array(True)))
+    reachable = distance < unreachable
+    ordered = jnp.where(reachable, distance, -1)[rows.segments[1]]
+    furthest = jax.ops.segment_max(ordered, rows.segments[0], both.size, indices_are_sorted=True)[rows.segments[0]]
+    furthest = grouping.steps_in_place(furthest, rows, both.shape)[:, : shape[1]]
+    distance = distance[target].reshape(shape)
+    return jnp.where(distance < unreachable, distance, jnp.where(furthest >= 0, furthest + 1, -1))

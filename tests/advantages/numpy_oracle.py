@@ -1,0 +1,279 @@
+"""The estimators as their definitions read: plain loops over steps and dictionaries, float64. Slow on purpose.
+
+Nothing here is taken from `hgpo_jax`: groups are dictionaries of contexts, means are sums over lists.
+Each function takes the arrays of `estimate` and returns {(trajectory, step): advantage} or a tuple that starts with it.
+"""
+
+import numpy as np
+
+EPSILON = 1e-6
+
+
+class Steps:
+    """The batch as lists: `of[b]` is the list of steps of trajectory b."""
+
+    def __init__(self, rewards, mask, states, groups, invalid=None):
+        self.length = [int(sum(row)) for row in mask]
+        self.rewards = [[float(x) for x in row[:n]] for row, n in zip(rewards, self.length, strict=True)]
+        self.states = [[int(x) for x in row[:n]] for row, n in zip(states, self.length, strict=True)]
+        self.groups = [int(x) for x in groups]
+        if invalid is None:
+            invalid = np.zeros(np.shape(mask), bool)
+        self.invalid = [[bool(x) for x in row[:n]] for row, n in zip(invalid, self.length, strict=True)]
+        self.all = [(b, t) for b, n in enumerate(self.length) for t in range(n)]
+
+    def penalty(self, step, size):
+        return size if self.invalid[step[0]][step[1]] else 0.0
+
+    def returns(self, gamma, penalty=0.0):
+        result = {}
+        for b, t in self.all:
+            later = self.rewards[b][t:]
+            result[b, t] = sum(gamma**j * r for j, r in enumerate(later)) - self.penalty((b, t), penalty)
+        return result
+
+    def score(self, b):
+        return sum(self.rewards[b])
+
+    def context(self, step, k):
+        b, t = step
+        return tuple(self.states[b][t - k : t + 1]) if t >= k else None
+
+    def padded_context(self, step, k):
+        b, t = step
+        return tuple(self.states[b][t - j] if t >= j else None for j in range(k + 1))
+
+
+def grouped(steps, key):
+    """{key(step): [steps]}, steps whose key is None left out."""
+    found = {}
+    for step in steps:
+        if key(step) is not None:
+            found.setdefault(key(step), []).append(step)
+    return found
+
+
+def deviations(values, members, ddof, normalize):
+    """{step: (value - mean) [/ (std + 1e-6)]} over one group; 0 where all are equal."""
+    numbers = [values[step] for step in members]
+    if max(numbers) == min(numbers):
+        return dict.fromkeys(members, 0.0)
+    mean = sum(numbers) / len(numbers)
+    scale = 1.0
+    if normalize == "mean_std":
+        scale = np.sqrt(sum((x - mean) ** 2 for x in numbers) / (len(numbers) - ddof)) + EPSILON
+    return {step: (values[step] - mean) / scale for step in members}
+
+
+def hgpo(
+    data, history_length=2, gamma=0.95, alpha=1.0, normalize="mean_std", weight_offset=2, base_group=False,
+    invalid_penalty=0.1,
+):
+    returns = data.returns(gamma, invalid_penalty)
+    items = {step: [] for step in data.all}
+    for k in range(history_length + 1):
+        groups = grouped(
+            data.all, lambda s, k=k: None if data.context(s, k) is None else (data.groups[s[0]], data.context(s, k))
+        )
+        for members in groups.values():
+            for step, advantage in deviations(returns, members, 0, normalize).items():
+                items[step].append(((k + weight_offset) ** alpha, advantage))
+    if base_group:
+        for step, advantage in grpo(data, "per_step", normalize, invalid_penalty).items():
+            items[step].append((float(weight_offset - 1) ** alpha, advantage))
+    result = {}
+    for step, pairs in items.items():
+        kept = [(w, a) for w, a in pairs if a != 0]
+        result[step] = sum(w * a for w, a in kept) / (sum(w for w, _ in kept) + EPSILON)
+    return result
+
+
+def episode_comparison(data, statistics, invalid_penalty, key):
+    """{step: (score, rows counted, deviation, sample std)}."""
+    scores = {s: data.score(s[0]) - data.penalty(s, invalid_penalty) for s in data.all}
+    result = {}
+    for members in grouped(data.all, key).values():
+        if statistics == "per_step":
+            numbers = [scores[s] for s in members]
+        else:
+            numbers = [data.score(b) for b in sorted({b for b, _ in members})]
+        mean = numbers[0] if len(set(numbers)) == 1 else sum(numbers) / len(numbers)
+        std = np.sqrt(sum((x - mean) ** 2 for x in numbers) / max(len(numbers) - 1, 1))
+        for s in members:
+            result[s] = (scores[s], len(numbers), scores[s] - mean, std)
+    return result
+
+
+def grpo(data, statistics="per_step", normalize="mean_std", invalid_penalty=0.1, agents=None):
+    key = (lambda s: data.groups[s[0]]) if agents is None else (lambda s: (data.groups[s[0]], int(agents[s])))
+    result = {}
+    for step, (score, count, deviation, std) in episode_comparison(data, statistics, invalid_penalty, key).items():
+        value, scale = (score, 1.0) if count == 1 else (deviation, std)
+        result[step] = value / (scale + EPSILON) if normalize == "mean_std" else value
+    return result
+
+
+def dr_mas(data, agents, **options):
+    return grpo(data, agents=agents, **options)
+
+
+def rloo(data, statistics="per_step", invalid_penalty=0.1):
+    compared = episode_comparison(data, statistics, invalid_penalty, lambda s: data.groups[s[0]])
+    return {
+        s: score if count == 1 else count / (count - 1) * deviation for s, (score, count, deviation, _) in compared.items()
+    }
+
+
+def state_group(data):
+    return lambda s: (data.groups[s[0]], data.states[s[0]][s[1]])
+
+
+def step_part(data, values, normalize):
+    result = {}
+    for members in grouped(data.all, state_group(data)).values():
+        result |= deviations(values, members, 1, normalize)
+    return result
+
+
+def gigpo(data, gamma=0.95, step_weight=1.0, statistics="per_step", normalize="mean_std", invalid_penalty=0.1):
+    episode = grpo(data, statistics, normalize, invalid_penalty)
+    step = step_part(data, data.returns(gamma, invalid_penalty), normalize)
+    return {s: episode[s] + step_weight * step[s] for s in data.all}
+
+
+def whiten(values):
+    numbers = list(values.values())
+    if not numbers or max(numbers) == min(numbers):
+        return dict.fromkeys(values, 0.0)
+    mean = sum(numbers) / len(numbers)
+    variance = sum((x - mean) ** 2 for x in numbers) / (len(numbers) - 1)
+    return {s: (x - mean) / np.sqrt(variance + 1e-8) for s, x in values.items()}
+
+
+def reinforce_pp(data, gamma=0.95, invalid_penalty=0.1):
+    return whiten(data.returns(gamma, invalid_penalty))
+
+
+def reinforce_pp_baseline(data, statistics="per_step", invalid_penalty=0.1):
+    return whiten(grpo(data, statistics, "mean", invalid_penalty))
+
+
+def temporal(data, values, gamma, lam):
+    """GAE as the explicit double sum over later temporal differences."""
+    result = {}
+    for b, n in enumerate(data.length):
+        delta = [
+            data.rewards[b][t] + (gamma * values[b, t + 1] if t + 1 < n else 0.0) - values[b, t] for t in range(n)
+        ]
+        for t in range(n):
+            result[b, t] = sum((gamma * lam) ** (j - t) * delta[j] for j in range(t, n))
+    return result
+
+
+def gae(data, values, gamma=0.95, lam=0.95, whiten=True, invalid_penalty=0.1):
+    advantages = temporal(data, {s: float(values[s]) for s in data.all}, gamma, lam)
+    advantages = {s: a - data.penalty(s, invalid_penalty) for s, a in advantages.items()}
+    return globals()["whiten"](advantages) if whiten else advantages
+
+
+def state_means(data, gamma):
+    returns = data.returns(gamma)
+    result = {}
+    for members in grouped(data.all, state_group(data)).values():
+        numbers = [returns[s] for s in members]
+        result |= dict.fromkeys(members, numbers[0] if len(set(numbers)) == 1 else sum(numbers) / len(numbers))
+    return result
+
+
+def gagpo(data, gamma=0.95, lam=0.95, normalize="mean_std", invalid_penalty=0.1):
+    advantages = temporal(data, state_means(data, gamma), gamma, lam)
+    advantages = {s: a - data.penalty(s, invalid_penalty) for s, a in advantages.items()}
+    result = {}
+    for members in grouped(data.all, lambda s: data.groups[s[0]]).values():
+        result |= deviations(advantages, members, 1, normalize)
+    return result
+
+
+def pgpo(
+    data, success, gamma=0.95, step_weight=1.0, statistics="per_step", normalize="mean_std", invalid_penalty=0.1
+):
+    potential = state_means(data, gamma)
+    gain = {}
+    for b, t in data.all:
+        ended = t + 1 == data.length[b]
+        gain[b, t] = gamma * (data.rewards[b][t] if ended else potential[b, t + 1]) - potential[b, t]
+    z = step_part(data, gain, "mean_std")
+    step = step_part(data, data.returns(gamma, invalid_penalty), normalize)
+    episode = grpo(data, statistics, normalize, invalid_penalty)
+    result = {}
+    for b, t in data.all:
+        peers = [i for i, n in enumerate(data.length) if n and data.groups[i] == data.groups[b]]
+        rate = sum(bool(success[i]) for i in peers) / len(peers)
+        result[b, t] = episode[b, t] + step_weight * (step[b, t] + (1 - rate) ** 2 * z[b, t])
+    return result
+
+
+def goal_distances(data, next_states, success):
+    """{step: distance of its next state to a goal}: breadth-first from each node, by prompt group."""
+    result = {}
+    for group in set(data.groups):
+        steps = [s for s in data.all if data.groups[s[0]] == group]
+        after = {s: int(next_states[s]) for s in steps}
+        edges = {(data.states[b][t], after[b, t]) for b, t in steps}
+        goals = {after[b, t] for b, t in steps if success[b] and t + 1 == data.length[b]}
+        distance, frontier = dict.fromkeys(goals, 0), goals
+        while frontier:
+            frontier = {a for a, b in edges if b in frontier and a not in distance}
+            distance |= dict.fromkeys(frontier, max(distance.values(), default=0) + 1)
+        for s in steps:
+            result[s] = distance.get(after[s], max(distance.values()) + 1) if goals else None
+    return result
+
+
+def graphgpo(
+    data, next_states, success, step_weight=1.0, statistics="per_step", normalize="mean_std", invalid_penalty=0.1
+):
+    distances = goal_distances(data, next_states, success)
+    returns = {
+        s: (0.0 if d is None else 10 * 0.1**d) - data.penalty(s, invalid_penalty) for s, d in distances.items()
+    }
+    step = step_part(data, returns, normalize)
+    episode = grpo(data, statistics, normalize, invalid_penalty)
+    return {s: episode[s] + step_weight * step[s] for s in data.all}
+
+
+def eb_value(data, history_length, gamma):
+    """(V by step, tau2 list, s2 list) from the sums as they are written."""
+    returns = data.returns(gamma)
+    keys = [lambda s: (data.groups[s[0]],)]
+    keys += [lambda s, k=k: (data.groups[s[0]], data.padded_context(s, k)) for k in range(history_length + 1)]
+    mean, size, ssw, s2, number = [], [], [], [], []
+    for key in keys:
+        found = grouped(data.all, key)
+        mean.append({s: sum(returns[m] for m in members) / len(members) for members in found.values() for s in members})
+        size.append({s: len(members) for members in found.values() for s in members})
+        ssw.append(sum((returns[s] - mean[-1][s]) ** 2 for s in data.all))
+        number.append(sum(1 / size[-1][s] for s in data.all))
+        s2.append(ssw[-1] / max(len(data.all) - number[-1], 1))
+    value, tau2 = dict(mean[0]), []
+    for j in range(1, len(keys)):
+        d = len(data.all) - sum(size[j][s] / size[j - 1][s] for s in data.all)
+        if abs(d) < 1e-9:
+            tau2.append(0.0)
+        else:
+            tau2.append(max(0.0, (ssw[j - 1] - ssw[j] - (number[j] - number[j - 1]) * s2[j]) / d))
+        for s in data.all:
+            top = size[j][s] * tau2[-1]
+            w = top / (top + s2[j]) if top + s2[j] > 0 else 0.0
+            value[s] = w * mean[j][s] + (1 - w) * value[s]
+    return value, tau2, s2
+
+
+def eb_gae(data, history_length=2, gamma=0.95, lam=0.65, invalid_penalty=0.1):
+    value, _, _ = eb_value(data, history_length, gamma)
+    advantages = temporal(data, value, gamma, lam)
+    returns = data.returns(gamma)
+    for members in grouped(data.all, lambda s: data.groups[s[0]]).values():
+        if len({returns[s] for s in members}) == 1:
+            advantages |= dict.fromkeys(members, 0.0)
+    return {s: a - data.penalty(s, invalid_penalty) for s, a in advantages.items()}
