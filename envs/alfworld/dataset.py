@@ -1,0 +1,114 @@
+"""Finds the games of a data folder: `list_games("valid_seen")`.
+
+The folder is the argument `data` or the environment variable `ALFWORLD_DATA`; in it the splits lie directly or below
+`json_<release>/`, as the official download unpacks them. Kept are the games ALFWorld's own environment keeps: a trial
+with `traj_data.json` of one of the six task types, a path without "movable" and "Sliced", and a `game.tw-pddl` marked
+solvable. The order is that of the sorted paths (ALFWorld's depends on the file system).
+"""
+
+import json
+import os
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+TASK_TYPES = (
+    "pick_and_place_simple",
+    "look_at_obj_in_light",
+    "pick_clean_then_place_in_recep",
+    "pick_heat_then_place_in_recep",
+    "pick_cool_then_place_in_recep",
+    "pick_two_obj_and_place",
+)
+SPLITS = ("train", "valid_seen", "valid_unseen", "valid_train")
+GAME_FILE = "game.tw-pddl"
+ENVIRONMENT_VARIABLE = "ALFWORLD_DATA"
+
+
+class GameFile(NamedTuple):
+    """A game on disk. `trial` is its path below the split folder, `task_type` one of `TASK_TYPES`."""
+
+    path: Path
+    split: str
+    task_type: str
+    trial: str
+
+
+def data_folder(data: str | os.PathLike | None = None) -> Path:
+    """The data folder: `data`, or else `ALFWORLD_DATA`.
+
+    Raises:
+        ValueError: neither is given, or it is no folder.
+    """
+    given = data if data is not None else os.environ.get(ENVIRONMENT_VARIABLE)
+    if not given:
+        raise ValueError(
+            f"no ALFWorld data: set {ENVIRONMENT_VARIABLE} to the folder that holds json_2.1.1/, or name it in the call"
+        )
+    folder = Path(os.path.expandvars(given)).expanduser()
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder; set {ENVIRONMENT_VARIABLE} or the argument to the ALFWorld data")
+    return folder
+
+
+def _release(path: Path) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", path.name)]
+
+
+def split_folder(split: str, data: str | os.PathLike | None = None) -> Path:
+    """Where the trials of `split` lie; of several releases, the newest that has the split.
+
+    Raises:
+        ValueError: an unknown split, or one that is not there.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"unknown split {split!r}; choose one of {', '.join(SPLITS)}")
+    folder = data_folder(data)
+    releases = sorted((path for path in folder.glob("json_*") if path.is_dir()), key=_release, reverse=True)
+    for candidate in [folder, *releases]:
+        if (candidate / split).is_dir():
+            return candidate / split
+    raise ValueError(f"{folder}: no {split}/ or json_*/{split}/ in it; unpack the ALFWorld games there")
+
+
+def list_games(
+    split: str, data: str | os.PathLike | None = None, task_types: Collection[str] = TASK_TYPES
+) -> list[GameFile]:
+    """The solvable games of a split, sorted by path.
+
+    Args:
+        split: one of `SPLITS`.
+        data: the data folder; default `ALFWORLD_DATA`.
+        task_types: which of `TASK_TYPES` to keep.
+
+    Raises:
+        ValueError: no such folder, split or task type, a file that is not what it should be, or no game left.
+    """
+    unknown = sorted(set(task_types) - set(TASK_TYPES))
+    if unknown or not task_types:
+        raise ValueError(f"unknown or missing task types {unknown}; choose from {', '.join(TASK_TYPES)}")
+    folder = split_folder(split, data)
+    found = []
+    for root, _, files in os.walk(folder):
+        trial = Path(root).relative_to(folder).as_posix()
+        if "traj_data.json" not in files or GAME_FILE not in files or "movable" in trial or "Sliced" in trial:
+            continue
+        path = Path(root) / GAME_FILE
+        task_type = _load(Path(root) / "traj_data.json").get("task_type")
+        if task_type in task_types and _load(path).get("solvable") is True:
+            found.append(GameFile(path, split, task_type, trial))
+    if not found:
+        raise ValueError(f"{folder}: no solvable game of {', '.join(task_types)}; is the download complete?")
+    return sorted(found, key=lambda game: game.trial)
+
+
+def _load(path: Path) -> dict:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: broken JSON ({error}); unpack the released file again") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path}: expected a JSON object; unpack the released file again")
+    return data
+
