@@ -112,8 +112,8 @@ def state_ids(rows: jax.Array, mask: jax.Array) -> jax.Array:
     the largest. Four columns at a time refine the ids of the columns before them: one sort with W keys would take
     minutes to compile.
     """
-    flat_mask = mask.ravel()
-    flat = rows.reshape(flat_mask.size, -1)
+    flat_mask = jnp.ravel(mask)
+    flat = jnp.asarray(rows, jnp.int32).reshape(flat_mask.size, -1)
     per_sort = 4
     flat = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % per_sort)))
     chunks = flat.reshape(flat_mask.size, -1, per_sort).transpose(1, 2, 0)

@@ -120,7 +120,8 @@ def dr_mas(data, agents, **options):
 def rloo(data, statistics="per_step", invalid_penalty=0.1):
     compared = episode_comparison(data, statistics, invalid_penalty, lambda s: data.groups[s[0]])
     return {
-        s: score if count == 1 else count / (count - 1) * deviation for s, (score, count, deviation, _) in compared.items()
+        s: score if count == 1 else count / (count - 1) * deviation
+        for s, (score, count, deviation, _) in compared.items()
     }
 
 

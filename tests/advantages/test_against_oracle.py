@@ -54,7 +54,7 @@ def compare(name, options, batch):
     assert not np.asarray(record.returns)[~batch["mask"]].any()
     if record.levels:
         weighted = np.sum(np.asarray(record.level_weights) * np.asarray(record.level_advantages), -1)
-        assert record.level_sizes.shape == weighted.shape + (len(record.levels),)
+        assert record.level_sizes.shape == (*weighted.shape, len(record.levels))
         if name != "eb_gae":  # there the levels make up the value, not the advantage
             np.testing.assert_allclose(weighted, record.advantages, rtol=1e-5, atol=1e-5)
 

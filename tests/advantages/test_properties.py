@@ -1,0 +1,191 @@
+"""What must hold whatever the numbers: symmetries, nesting, exact zeros, sharding."""
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from batches import GAMMA, B, T, batches, further_arrays
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from hgpo_jax.advantages import ESTIMATORS, estimate, informative, parameters
+
+
+
+def run(name, batch, **options):
+    batch = batch if "success" in batch else with_further(batch)
+    wanted = ("rewards", "mask", "states", "groups", "invalid", *parameters(name)[0])
+    return estimate(name, **{key: batch[key] for key in wanted}, **options)
+
+
+def with_further(batch):
+    return {**batch, **further_arrays(batch, ("values", "next_states", "agents", "success"))}
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+@settings(max_examples=10, deadline=None)
+@given(batch=batches(continuous=True), data=st.data())
+def test_permuting_trajectories_permutes_the_result(name, batch, data):
+    batch = with_further(batch)
+    order = np.array(data.draw(st.permutations(range(B))))
+    permuted = {key: value[order] for key, value in batch.items()}
+    expected = np.asarray(run(name, batch).advantages)[order]
+    np.testing.assert_allclose(run(name, permuted).advantages, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+@settings(max_examples=10, deadline=None)
+@given(batch=batches(continuous=True))
+def test_padding_and_empty_trajectories_change_nothing(name, batch):
+    batch = with_further(batch)
+    padded = {}
+    for key, value in batch.items():
+        widths = ((2, 1), (0, 3))[: value.ndim]
+        padded[key] = np.pad(value, widths, constant_values=False if value.dtype == bool else 1)
+    result = np.asarray(run(name, padded).advantages)
+    np.testing.assert_allclose(result[2:-1, :T], run(name, batch).advantages, rtol=1e-4, atol=1e-5)
+    assert not result[:, T:].any() and not result[[0, 1, -1]].any()
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+@settings(max_examples=10, deadline=None)
+@given(batch=batches(continuous=True), seed=st.integers(0, 2**32 - 1))
+def test_renaming_ids_changes_nothing(name, batch, seed):
+    batch = with_further(batch)
+    rng = np.random.default_rng(seed)
+
+    def renamed(values):
+        names = rng.choice(2**31 - 2, size=8, replace=False).astype(np.int32)
+        return names[np.clip(values, 0, 7)]
+
+    both = renamed(np.stack([batch["states"], batch["next_states"]]))
+    other = {**batch, "states": both[0], "next_states": both[1], "groups": renamed(batch["groups"])}
+    other["agents"] = renamed(batch["agents"])
+    expected = run(name, batch).advantages
+    np.testing.assert_allclose(run(name, other).advantages, expected, rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(batch=batches())
+def test_groups_are_nested(batch):
+    sizes = np.asarray(run("hgpo", batch, history_length=4).level_sizes)
+    assert (np.diff(sizes, axis=-1) <= 0).all()
+    assert (sizes[..., 0] > 0).tolist() == batch["mask"].tolist()
+    for level in range(5):
+        has_level = batch["mask"] & (np.arange(T) >= level)
+        assert ((sizes[..., level] > 0) == has_level).all()
+        # A group of n members is seen n times.
+        numbers, seen = np.unique(sizes[..., level][has_level], return_counts=True)
+        assert not (seen % numbers).any()
+
+
+@settings(max_examples=30, deadline=None)
+@given(batch=batches())
+def test_without_history_it_is_the_step_part_of_gigpo(batch):
+    step = np.asarray(run("gigpo", batch, gamma=GAMMA, normalize="mean").level_advantages)[..., 1]
+    alone = run("hgpo", batch, gamma=GAMMA, normalize="mean", history_length=0)
+    np.testing.assert_allclose(alone.advantages, step, rtol=1e-5, atol=1e-6)
+    # Over the population's standard deviation instead of the sample's.
+    sample = np.asarray(run("gigpo", batch, gamma=GAMMA).level_advantages)[..., 1]
+    alone = run("hgpo", batch, gamma=GAMMA, history_length=0)
+    size = np.maximum(np.asarray(alone.level_sizes)[..., 0], 2)
+    np.testing.assert_allclose(alone.advantages, sample * np.sqrt(size / (size - 1)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["hgpo", "grpo", "gigpo", "rloo", "eb_gae", "gagpo"])
+@pytest.mark.parametrize("normalize", ["mean", "mean_std"])
+def test_equal_returns_give_exact_zeros(name, normalize):
+    """Every value 10 * 0.95^n at every group size from 2 to 64, one-step trajectories, one batch."""
+    values, sizes = np.float32(10) * np.float32(0.95) ** np.arange(50, dtype=np.float32), range(2, 65)
+    rewards = np.concatenate([np.full(size, value) for value in values for size in sizes])
+    groups = np.repeat(np.arange(len(values) * len(sizes)), np.tile(list(sizes), len(values)))
+    options = {"normalize": normalize} if "normalize" in parameters(name)[1] else {}
+    record = estimate(
+        name,
+        rewards=rewards[:, None].astype(np.float32),
+        mask=np.ones((rewards.size, 1), bool),
+        states=np.zeros((rewards.size, 1), np.int32),
+        groups=groups,
+        **options,
+    )
+    assert not np.asarray(record.advantages).any()
+
+
+@pytest.mark.parametrize("name", ["hgpo", "gigpo", "eb_gae", "gagpo", "pgpo"])
+def test_a_group_of_equal_trajectories_gives_no_step_advantage(name):
+    """Eight copies of one successful trajectory, beside another group that does differ."""
+    rng = np.random.default_rng(0)
+    rewards = np.zeros((16, 30), np.float32)
+    rewards[:8, -1] = 10
+    rewards[8:, -1] = rng.integers(0, 2, 8) * 10
+    states = np.concatenate([np.tile(rng.integers(0, 9, 30), (8, 1)), rng.integers(0, 9, (8, 30))])
+    arrays, _ = parameters(name)
+    record = estimate(
+        name,
+        rewards=rewards,
+        mask=np.ones((16, 30), bool),
+        states=states,
+        groups=np.repeat([3, 1], 8),
+        **({"success": rewards[:, -1] > 0} if arrays else {}),
+        **({"history_length": 29} if name == "hgpo" else {}),
+    )
+    if name == "hgpo":  # repeat visits of one trajectory differ; its full history does not
+        assert not np.asarray(record.level_advantages)[:8, :, 29].any()
+    if name in ("gigpo", "pgpo"):
+        assert not np.asarray(record.level_advantages)[:8, :, 0].any()
+    assert np.asarray(record.advantages)[8:].any()
+
+
+def test_rounding_is_not_divided_by_its_own_spread():
+    """GAGPO where the group's values explain everything: distinct states, equal trajectories."""
+    rewards = np.zeros((8, 50), np.float32)
+    rewards[:, -1] = 10
+    record = estimate(
+        "gagpo",
+        rewards=rewards,
+        mask=np.ones((8, 50), bool),
+        states=np.tile(np.arange(50), (8, 1)),
+        groups=np.zeros(8, int),
+    )
+    assert not np.asarray(record.advantages).any()
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+def test_every_number_of_devices_gives_the_same(name):
+    assert jax.device_count() >= 8
+    rng = np.random.default_rng(1)
+    shape = (32, 10)
+    mask = np.arange(10) < rng.integers(1, 11, 32)[:, None]
+    batch = {
+        "rewards": rng.normal(size=shape).astype(np.float32),
+        "mask": mask,
+        "states": rng.integers(0, 6, shape).astype(np.int32),
+        "groups": np.repeat(np.arange(4), 8).astype(np.int32),
+        "invalid": rng.random(shape) < 0.1,
+        "values": rng.normal(size=shape).astype(np.float32),
+        "next_states": rng.integers(0, 6, shape).astype(np.int32),
+        "agents": rng.integers(0, 2, shape).astype(np.int32),
+        "success": rng.random(32) < 0.5,
+    }
+    alone = jax.tree.map(np.asarray, run(name, batch))
+    for devices in (1, 2, 8):
+        mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
+        placed = {k: jax.device_put(v, NamedSharding(mesh, PartitionSpec("data"))) for k, v in batch.items()}
+        outside = run(name, placed)
+        with jax.set_mesh(mesh):
+            inside = jax.jit(partial(run, name))(placed)
+        for result in (outside, inside):
+            jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, result), alone)
+
+
+@settings(max_examples=30, deadline=None)
+@given(batch=batches())
+def test_informative_groups_hold_two_different_scores(batch):
+    kept = np.asarray(informative(batch["rewards"], batch["mask"], batch["groups"]))
+    scores = np.where(batch["mask"], batch["rewards"], 0).sum(1)
+    happened = batch["mask"].any(1)
+    for b in range(B):
+        peers = scores[(batch["groups"] == batch["groups"][b]) & happened]
+        assert kept[b] == (happened[b] and peers.min() < peers.max())

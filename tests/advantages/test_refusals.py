@@ -1,0 +1,86 @@
+"""Bad input is refused before anything is traced, in one line that names it."""
+
+import jax
+import numpy as np
+import pytest
+from worked_example import worked_example
+
+from hgpo_jax.advantages import ESTIMATORS, checks, estimate, parameters
+
+
+def changed(field, change):
+    arguments = worked_example()
+    arguments[field] = change(arguments[field].copy())
+    return arguments
+
+
+def put(index, value):
+    def change(array):
+        array[index] = value
+        return array
+
+    return change
+
+
+CASES = {
+    "unknown estimator": ("hgop", worked_example(), "unknown estimator 'hgop': did you mean 'hgpo'"),
+    "unknown option": ("hgpo", worked_example(histroy_length=2), "'histroy_length': did you mean 'history_length'"),
+    "another's option": ("grpo", worked_example(), "unknown option of grpo 'gamma'"),
+    "negative history": ("hgpo", worked_example(history_length=-1), "history_length=-1: give an integer of 0 or more"),
+    "history as bool": ("hgpo", worked_example(history_length=True), "history_length=True"),
+    "gamma": ("hgpo", worked_example(gamma=1.5), "gamma=1.5: give a number from 0 to 1"),
+    "gamma nan": ("hgpo", worked_example(gamma=float("nan")), "gamma=nan"),
+    "normalize": ("hgpo", worked_example(normalize="std"), "normalize='std': give 'mean' or 'mean_std'"),
+    "missing array": ("pgpo", worked_example(), "pgpo needs success"),
+    "shape": ("hgpo", changed("rewards", lambda x: x[:, :4]), r"rewards has shape \(3, 4\): give \(3, 6\)"),
+    "groups shape": ("hgpo", changed("groups", lambda x: x[:2]), r"groups has shape \(2,\): give \(3,\)"),
+    "mask shape": ("hgpo", changed("mask", lambda x: x[0]), r"mask has shape \(6,\)"),
+    "mask dtype": ("hgpo", changed("mask", lambda x: x.astype(int)), "mask has dtype int64: give bool"),
+    "states dtype": ("hgpo", changed("states", lambda x: x + 0.5), "states has dtype float64: give int32"),
+    "hole": ("hgpo", changed("mask", put((1, 2), False)), r"mask\[1\] has a hole before step 3"),
+    "starts late": ("hgpo", changed("mask", put((2, 0), False)), r"mask\[2\] has a hole before step 1"),
+    "nan": ("hgpo", changed("rewards", put((2, 4), np.nan)), r"rewards\[2, 4\] is nan: give finite"),
+    "infinite": ("grpo", {**changed("rewards", put((0, 0), -np.inf)), "gamma": None}, r"rewards\[0, 0\] is -inf"),
+    "negative id": ("hgpo", changed("states", put((0, 1), -1)), r"states\[0, 1\] is -1: ids must be from 0"),
+    "padding's id": ("hgpo", changed("states", put((0, 1), 2**31 - 1)), r"states\[0, 1\] is 2147483647"),
+    "64-bit id": ("hgpo", changed("groups", lambda x: x.astype(np.int64) + 2**40), r"groups\[0\] is 1099511627776"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refused(case):
+    name, arguments, message = CASES[case]
+    arguments = {key: value for key, value in arguments.items() if value is not None}
+    with pytest.raises(ValueError, match=message) as error:
+        estimate(name, **arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_padding_may_hold_anything():
+    arguments = worked_example()
+    expected = estimate("hgpo", **arguments).advantages
+    hidden = ~arguments["mask"]
+    arguments["rewards"][hidden], arguments["states"][hidden] = np.nan, -5
+    np.testing.assert_array_equal(estimate("hgpo", **arguments).advantages, expected)
+
+
+def test_shapes_and_options_are_checked_under_jit():
+    arguments = worked_example()
+
+    def traced(rewards, **options):
+        return estimate("hgpo", **{**arguments, "rewards": rewards, **options}).advantages
+
+    expected = estimate("hgpo", **arguments).advantages
+    np.testing.assert_allclose(jax.jit(traced)(arguments["rewards"]), expected, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match="rewards has shape"):
+        jax.jit(traced)(arguments["rewards"][:2])
+    with pytest.raises(ValueError, match="history_length=-3"):
+        jax.jit(lambda r: traced(r, history_length=-3))(arguments["rewards"])
+
+
+def test_every_option_is_known_and_its_default_accepted():
+    for name in ESTIMATORS:
+        arrays, options = parameters(name)
+        assert set(arrays) <= set(checks.ARRAYS)
+        for option, default in options.items():
+            checks.check_option(option, default)

@@ -1,0 +1,57 @@
+"""State ids: exact ones from token rows, and merged ones from similar texts."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hgpo_jax.advantages import similar_states, state_ids
+
+
+@pytest.mark.parametrize("width", [1, 4, 11])
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), letters=st.integers(1, 3))
+def test_ids_are_the_ranks_of_the_distinct_rows(width, seed, letters):
+    rng = np.random.default_rng(seed)
+    rows = rng.integers(-letters, letters, (4, 6, width)).astype(np.int32)
+    mask = rng.random((4, 6)) < 0.7
+    ids = np.asarray(jax.jit(state_ids)(rows, mask))
+    # numpy.unique sorts rows lexicographically too.
+    _, ranks = np.unique(rows[mask], axis=0, return_inverse=True)
+    np.testing.assert_array_equal(ids[mask], ranks.ravel())
+    assert (ids[~mask] == (ranks.max() + 1 if mask.any() else 0)).all()
+
+
+def test_rows_that_differ_in_their_last_token_only():
+    rows = np.zeros((3, 40), np.int32)
+    rows[1, -1] = 1
+    assert state_ids(rows, np.ones(3, bool)).tolist() == [0, 1, 0]
+
+
+def test_similar_texts_join_the_first_cluster_that_fits():
+    base = "You are in the kitchen. You see a cabinet 1, a drawer 2 and a fridge 1."
+    near = base.replace("cabinet 1", "cabinet 2")
+    far = "You are in the garden. Nothing happens."
+    observations = [[base, near, far], [far, base], [near]]
+    assert similar_states(observations, [0, 0, 1]) == [[0, 0, 1], [1, 0], [2]]
+    assert similar_states(observations, [0, 0, 1], threshold=1.0) == [[0, 1, 2], [2, 0], [3]]
+
+
+def test_a_chain_is_cut_where_it_leaves_the_representative():
+    # Neighbours share 18 of 20 characters (ratio 0.9), the ends only 16 (0.8): the third founds its own cluster, and
+    # the fourth, alike to both the second and the third, is compared with representatives only.
+    texts = ["a" * 20, "a" * 18 + "bb", "a" * 16 + "b" * 4, "a" * 15 + "b" * 5]
+    assert similar_states([texts], [0], threshold=0.9) == [[0, 0, 1, 1]]
+
+
+def test_long_texts_are_compared_by_all_their_characters():
+    text = "the quick brown fox jumps over the lazy dog " * 10
+    assert similar_states([[text, text.replace("lazy dog", "lazy cat", 1)]], [0]) == [[0, 0]]
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match=r"threshold=1.5"):
+        similar_states([["a"]], [0], threshold=1.5)
+    with pytest.raises(ValueError, match="groups has 2 entries: give 1"):
+        similar_states([["a"]], [0, 1])
