@@ -68,7 +68,8 @@ def tokens(text: str) -> list[str]:
     for piece in [text] if text.isascii() else text.split(" "):  # no word spans a space
         pattern = _ASCII if piece.isascii() else _UNICODE
         words = pattern.findall(piece)
-        if words and len(max(words, key=len)) > MAX_TOKEN_LENGTH // 2:  # a character outside the BMP counts twice
+        # A character outside the BMP counts twice.
+        if len(piece) > MAX_TOKEN_LENGTH // 2 and any(len(word) > MAX_TOKEN_LENGTH // 2 for word in words):
             words = _cut_tokens(piece, pattern)
         found += words
     return found

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from envs.webshop.index import Index, IndexBuilder
+from envs.webshop.pages import item_page
 from envs.webshop.products import Product, read_products, search_text
 
 FORMAT = {"format": "hgpo_jax webshop catalogue", "version": 1}
@@ -43,8 +44,9 @@ class Catalogue:
         self.goal_weight = arrays["goal_weight"]
         self.ranged = np.flatnonzero(~np.isnan(self.high))  # positions whose price is drawn
         self.index = Index(arrays, meta["documents"])
-        # The caches hold decoded products and search results; both are pure functions of the files.
+        # Pure functions of the files: decoded products, their pages, search results.
         self.product = functools.lru_cache(maxsize=1 << 14)(self._product)
+        self.item_page = functools.lru_cache(maxsize=1 << 12)(lambda position: item_page(self.product(position)))
         self.search = functools.lru_cache(maxsize=1 << 10)(self._search)
 
     def __len__(self) -> int:

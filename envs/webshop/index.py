@@ -28,12 +28,24 @@ def lossy_length(length: int) -> int:
     return 24 + (((length - 24) >> shift) << shift)
 
 
+class _TokenIds(dict):
+    """Token -> term id, filled on first sight; -1 for a stop word."""
+
+    def __init__(self, term_ids: dict[str, int]):
+        self._term_ids = term_ids
+
+    def __missing__(self, token: str) -> int:
+        word = term(token)
+        self[token] = self._term_ids.setdefault(word, len(self._term_ids)) if word else -1
+        return self[token]
+
+
 class IndexBuilder:
     """Collects documents, then makes the arrays. About 8 bytes a posting while collecting, 24 while finishing."""
 
     def __init__(self):
         self._term_ids: dict[str, int] = {}
-        self._token_ids: dict[str, int] = {}  # token -> term id, -1 for a stop word
+        self._token_ids = _TokenIds(self._term_ids)
         self._terms, self._freqs = array("i"), array("i")
         self._distinct, self._lengths = array("i"), array("i")
 
@@ -41,7 +53,7 @@ class IndexBuilder:
         """Add the next document."""
         if len(self._token_ids) > _TOKEN_CACHE:
             self._token_ids.clear()
-        counts = Counter(map(self._token_id, tokens(text)))
+        counts = Counter(map(self._token_ids.__getitem__, tokens(text)))
         counts.pop(-1, None)
         self._terms.extend(counts.keys())
         self._freqs.extend(counts.values())
@@ -52,14 +64,6 @@ class IndexBuilder:
     def documents(self) -> int:
         """Number of documents that hold at least one term."""
         return sum(length > 0 for length in self._lengths)
-
-    def _token_id(self, token: str) -> int:
-        known = self._token_ids.get(token)
-        if known is None:
-            word = term(token)
-            known = self._term_ids.setdefault(word, len(self._term_ids)) if word else -1
-            self._token_ids[token] = known
-        return known
 
     def finish(self) -> dict[str, np.ndarray]:
         """Return the arrays of the index."""
@@ -102,6 +106,8 @@ class Index:
         self._arrays = arrays
         self._documents = documents
         self._vocabulary = range(len(arrays["term_start"]) - 1)
+        # Views: reading one element is ten times cheaper than from a numpy array.
+        self._term_text, self._term_start = memoryview(arrays["term_text"]), memoryview(arrays["term_start"])
 
     def search(self, query: str, k: int = TOP_K) -> tuple[np.ndarray, np.ndarray]:
         """Return the positions (int64) and scores (float32) of the best `k` documents, best first."""
@@ -128,8 +134,7 @@ class Index:
         return self._arrays["post_doc"][start:end], self._arrays["post_damp"][start:end]
 
     def _term(self, i: int) -> bytes:
-        start, end = self._arrays["term_start"][i : i + 2]
-        return self._arrays["term_text"][start:end].tobytes()
+        return self._term_text[self._term_start[i] : self._term_start[i + 1]].tobytes()
 
 
 def _starts(sizes) -> np.ndarray:

@@ -19,11 +19,15 @@ _STEP4 = dict.fromkeys((
 ), "")  # fmt: skip
 
 
+_ENDS = frozenset(key[-2:] for table in (_STEP2, _STEP3, _STEP4) for key in table)
+
+
 def _longest(word: str, table: dict[str, str]) -> str:
     """Return the longest key of `table` that ends `word`, or ""."""
-    for length in range(7, 1, -1):
-        if word[-length:] in table:
-            return word[-length:]
+    if word[-2:] in _ENDS:  # most words end in none: not worth seven look-ups
+        for length in range(7, 1, -1):
+            if word[-length:] in table:
+                return word[-length:]
     return ""
 
 

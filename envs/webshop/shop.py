@@ -1,0 +1,127 @@
+"""The shop: a catalogue under one seed, with its goals, prices, search and reward."""
+
+import functools
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+
+from envs.webshop.catalogue import Catalogue, build
+from envs.webshop.goals import ORDERS, GoalBook, GoalList, HumanGoals, SyntheticGoals
+from envs.webshop.nouns import title_nouns
+from envs.webshop.products import read_products
+from envs.webshop.reward import Nouns, purchase_reward
+from envs.webshop.session import Session
+
+_open_catalogues: weakref.WeakValueDictionary[tuple, Catalogue] = weakref.WeakValueDictionary()
+
+
+class Shop:
+    """One seed's shop. Shops over the same catalogue share everything that the seed does not change.
+
+    Attributes:
+        goals: sequence of goals, see `GoalList`.
+        catalogue: the products and the index.
+        seed, order: as given to `load_shop`.
+    """
+
+    def __init__(self, book: GoalBook, seed: int, order: str, nouns: Nouns, reachable_only: bool):
+        if order not in ORDERS:
+            raise ValueError(f"order={order!r}: choose one of {', '.join(map(repr, ORDERS))}")
+        self._book, self._nouns, self._reachable_only = book, nouns, reachable_only
+        self.seed, self.order = seed, order
+        self.catalogue = book.catalogue
+        self.goals = GoalList(book, seed, order, reachable_only)
+
+    def with_seed(self, seed: int, order: str | None = None) -> "Shop":
+        """Return the shop of another seed (and order); it shares catalogue, index and caches with this one."""
+        return Shop(self._book, seed, order or self.order, self._nouns, self._reachable_only)
+
+    def session(self, goal_index: int) -> Session:
+        """Return an episode towards `goals[goal_index]`.
+
+        Raises:
+            IndexError: there is no such goal.
+        """
+        if not -len(self.goals) <= goal_index < len(self.goals):
+            raise IndexError(f"goal_index={goal_index}: there are {len(self.goals)} goals")
+        return Session(self, goal_index)
+
+    def search(self, query: str) -> list[tuple[str, float]]:
+        """Return (asin, score) of the 50 best products for `query`, best first, scores to four decimals."""
+        found = self.catalogue.search(query.lower())
+        return [(self.catalogue.product(position).asin, round(score, 4)) for position, score in found]
+
+    def reward(
+        self, goal: Mapping, asin: str, options: Mapping[str, str], price: float
+    ) -> dict[str, float | bool | None]:
+        """Return `reward`, `r_type`, `r_att`, `r_option`, `r_price` and more for a purchase; see `purchase_reward`.
+
+        Raises:
+            KeyError: the catalogue has no such asin.
+        """
+        return purchase_reward(self.catalogue.product(self._position(asin)), goal, options, price, self._nouns)
+
+    def price(self, asin: str) -> float:
+        """Return the price of a product under this seed.
+
+        Raises:
+            KeyError: the catalogue has no such asin.
+        """
+        return self.goals.price(self._position(asin))
+
+    def _position(self, asin: str) -> int:
+        position = self.catalogue.position(asin)
+        if position is None:
+            raise KeyError(f"no product {asin!r} in the catalogue")
+        return position
+
+
+def load_shop(
+    items: Path | str,
+    attributes: Path | str | None = None,
+    human: Path | str | None = None,
+    human_goals: bool = False,
+    seed: int = 0,
+    order: str = "verl-agent",
+    *,
+    reachable_only: bool = False,
+    nouns: Nouns = title_nouns,
+) -> Shop:
+    """Load WebShop's data files.
+
+    Args:
+        items: the catalogue, `.json` or `.json.gz`, or a folder built with `python -m envs.webshop.catalogue`.
+        attributes: the attributes and synthetic instructions; not needed with a built folder, which holds them.
+        human: the human instructions; needed for `human_goals`.
+        human_goals: play the human instructions instead of the synthetic ones.
+        seed: of prices, price limits and (in order "verl-agent") the order of the goals.
+        order: "verl-agent" (each seed its own order) or "original" (one order for all seeds).
+        reachable_only: leave out goals that cannot reach a reward of 1.0.
+        nouns: finds the nouns of a title, see `envs.webshop.nouns`.
+
+    Raises:
+        ValueError: a file is broken or an argument is wrong or missing; one line with the mend.
+        FileNotFoundError: a file is missing.
+    """
+    if human_goals and human is None:
+        raise ValueError("human_goals=True needs the human instructions; pass human=items_human_ins*.json")
+    catalogue = _catalogue(Path(items), attributes and Path(attributes))
+    nouns = functools.lru_cache(maxsize=1 << 14)(nouns)
+    book = HumanGoals(catalogue, nouns, human) if human_goals else SyntheticGoals(catalogue, nouns)
+    return Shop(book, seed, order, nouns, reachable_only)
+
+
+def _catalogue(items: Path, attributes: Path | None) -> Catalogue:
+    """Return the catalogue of the files, the same object for as long as a shop uses it and the files stay the same."""
+    if items.is_dir():
+        files = [items / "meta.json"]
+    elif attributes is None:
+        raise ValueError("attributes is missing; pass items_ins_v2*.json, or a built catalogue folder as items")
+    else:
+        files = [items, attributes]
+    key = tuple((file.resolve(), file.stat().st_mtime_ns, file.stat().st_size) for file in files if file.exists())
+    catalogue = _open_catalogues.get(key)
+    if catalogue is None:
+        catalogue = Catalogue.open(items) if items.is_dir() else build(read_products(items, attributes))
+        _open_catalogues[key] = catalogue
+    return catalogue
