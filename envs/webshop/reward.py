@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 
 from envs.webshop.fuzzy import similar
 from envs.webshop.products import Product
@@ -74,6 +75,7 @@ def has_attribute(product: Product, attribute: str) -> bool:
     )
 
 
+@lru_cache(maxsize=1 << 16)
 def option_hit(value: str, wanted: str | tuple[str, str]) -> bool:
     """Tell whether the chosen `value` satisfies the `wanted` option.
 

@@ -1,0 +1,77 @@
+"""A shopper who knows the goal: search, page on if need be, open the product, choose the options, buy.
+
+The upper bound in tables and the source of warm-start episodes. Over all goals of a catalogue:
+    python -m envs.webshop.oracle ITEMS ATTRIBUTES
+"""
+
+import re
+import sys
+from collections.abc import Mapping
+
+from envs.webshop.commands import click, search
+from envs.webshop.pages import PAGE_SIZE
+from envs.webshop.purchase import asked_values, option_owner
+from envs.webshop.shop import Shop, load_shop
+
+_PRICE = re.compile(r", and price lower than [\d.]+ dollars$")
+
+
+def shortest_purchase(shop: Shop, goal: Mapping) -> list[str] | None:
+    """Return the commands that buy what `goal` asks for; None if no tried search finds the product.
+
+    Tried are the words of the instruction, as an agent would, then the product's name. The first search that shows the
+    product on its first page is taken, else the one that shows it earliest.
+    """
+    wanted = shop.catalogue.position(goal["asin"])
+    product = shop.catalogue.product(wanted)
+    best = None
+    for words in (_PRICE.sub("", goal["instruction_text"]).removeprefix("Find me "), goal["name"]):
+        command = search(words)
+        found = [position for position, _ in shop.catalogue.search(command[len("search[") : -1].lower())]
+        if wanted in found:
+            turns = found.index(wanted) // PAGE_SIZE
+            if best is None or turns < best.count(click("next >")):
+                best = [command] + [click("next >")] * turns
+            if turns == 0:
+                break
+    if best is None:
+        return None
+    owner = option_owner(product)
+    options = [click(value) for value in asked_values(product, goal) if value in owner]
+    return [*best, click(product.asin.lower()), *options, click("buy now")]
+
+
+def success(shop: Shop) -> dict[str, float]:
+    """Play the oracle on every goal of `shop`.
+
+    Returns:
+        `goals`, `won` (reward exactly 1.0) and `reachable` (goals not marked unreachable) as counts, `success` and
+        `success_reachable` as fractions, `score` (mean reward), `steps` (mean commands of the won goals).
+    """
+    won, won_reachable, reachable, scores, steps = 0, 0, 0, 0.0, 0
+    for index in range(len(shop.goals)):
+        session = shop.session(index)
+        session.reset()
+        commands = shortest_purchase(shop, session.goal) or []
+        reward = 0.0
+        for command in commands:
+            _, reward, _, _ = session.step(command)
+        scores += reward
+        reachable += session.goal["unreachable"] is None
+        if reward == 1.0:
+            won += 1
+            won_reachable += session.goal["unreachable"] is None
+            steps += len(commands)
+    goals = len(shop.goals)
+    return {
+        "goals": goals, "won": won, "reachable": reachable,
+        "success": won / max(goals, 1), "success_reachable": won_reachable / max(reachable, 1),
+        "score": scores / max(goals, 1), "steps": steps / max(won, 1),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        raise SystemExit("usage: python -m envs.webshop.oracle ITEMS ATTRIBUTES")
+    for name, value in success(load_shop(*sys.argv[1:])).items():
+        print(f"{name}: {value:g}")
