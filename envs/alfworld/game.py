@@ -22,6 +22,7 @@ from envs.alfworld.rules import ActionRule, Rules, State, rules_for
 
 NOTHING_HAPPENS = "Nothing happens."
 MEMO_LIMIT = 256  # remembered command lists per action and game; a house has about 40 places
+INTRO = parse_text("#intro#")
 _GOAL = re.compile(r'Your task is to: ([^"]*?)\.?"')
 _PLACE_HOLDER = "UNKNOWN GOAL"  # what the official grammar file has where a game's file has its goal
 
@@ -68,7 +69,7 @@ class GameData:
                 raise ValueError(f"the domain has an action '{rule.name}' but the grammar has no command for it")
             self.commands.append(command)
         roots = [part for command in self.commands for part in command]
-        self.narrator.check([parse_text("#intro#"), *roots])
+        self.narrator.check([INTRO, *roots])
         self._memo: dict[int, dict] = {}
         self._texts = [self._text_cache(rule) for rule in self.rules.actions]
 
@@ -165,32 +166,36 @@ class Game:
     @property
     def task(self) -> str:
         """The task as the first observation states it, with its full stop."""
-        data = self.data
-        return data.narrator.text(parse_text("#intro#"), data.view(data.initial), {}).partition(
-            "Your task is to: "
-        )[2].strip()
+        intro = self.data.narrator.text(INTRO, self.data.view(self.data.initial), {})
+        return intro.partition("Your task is to: ")[2].strip()
 
     def reset(self) -> tuple[str, list[str]]:
         """Back to the start; returns the first observation and the admissible commands."""
         self._state, self._choices = self.data.initial, None
         view = self.data.view(self._state)
-        return self.data.narrator.text(parse_text("#intro#"), view, {}), self.commands
+        return self.data.narrator.text(INTRO, view, {}), self.commands
 
     def step(self, command: str) -> tuple[str, list[str], bool]:
         """Does `command`; returns the observation, the admissible commands and whether the goal is reached.
 
         A command must be one of the admissible ones, letter by letter after stripping blanks; for any other text the
         observation is "Nothing happens." and the state stays. An episode may go on after it is won, as in TextWorld.
+
+        Raises:
+            ValueError: the file's grammar or domain has a fault that shows only now; no released game has one.
         """
         choice = self.choices.get(command.strip())
         if choice is None:
             return NOTHING_HAPPENS, self.commands, self.won
         rule, values = choice
         data = self.data
-        self._state, self._choices = data.rules.apply(rule, values, data.view(self._state)), None
-        known = dict(zip(rule.keys, values, strict=True))
-        observation = data.narrator.text(data.commands[rule.index].feedback, data.view(self._state), known)
-        return observation, self.commands, self.won
+        try:
+            self._state, self._choices = data.rules.apply(rule, values, data.view(self._state)), None
+            known = dict(zip(rule.keys, values, strict=True))
+            observation = data.narrator.text(data.commands[rule.index].feedback, data.view(self._state), known)
+            return observation, self.commands, self.won
+        except ValueError as error:
+            raise ValueError(f"{data.path}: {error}; mend its grammar or domain") from None
 
 
 def _type_facts(domain: Domain, problem: Problem) -> dict[str, frozenset[Row]]:
@@ -252,7 +257,9 @@ def load_game(path: str | os.PathLike, logic: str | os.PathLike | None = None) -
         texts["grammar"] = _read_text(logic / "alfred.twl2").replace(_PLACE_HOLDER, goal[1])
     try:
         grammar = parse_grammar(texts["grammar"])
-        return Game(GameData(str(path), texts["pddl_domain"], grammar, texts["pddl_problem"]))
+        game = Game(GameData(str(path), texts["pddl_domain"], grammar, texts["pddl_problem"]))
+        game.reset()  # what the first texts need must be there: better said now than in the middle of a run
+        return game
     except (ValueError, RecursionError) as error:
         where = f"{path} with the logic in {logic}" if logic is not None else str(path)
         raise ValueError(f"{where}: {error}; unpack the released file again or mend its PDDL or grammar") from None

@@ -1,0 +1,77 @@
+"""The planner: the games beside this file at once, all 474 solvable games of ../shared in the slow set."""
+
+import random
+import tarfile
+from pathlib import Path
+
+import pytest
+from alfworld_places import ARCHIVE, GAMES, LOGIC
+
+from envs.alfworld import Game, load_game
+from envs.alfworld.dataset import list_games
+from envs.alfworld.pddl import parse_domain, parse_problem
+from envs.alfworld.planner import Unsolvable, plan, read_goal
+
+
+def check(game: Game) -> int:
+    """Plays the plan: each command admissible, won at the last one and not before. Returns its length."""
+    commands = plan(game)
+    copy = game.copy()
+    results = []
+    for command in commands:
+        assert command in copy.commands
+        results.append(copy.step(command)[2])
+    assert results == [False] * (len(commands) - 1) + [True]
+    return len(commands)
+
+
+@pytest.mark.parametrize("logic", [None, LOGIC], ids=["own wording", "current wording"])
+@pytest.mark.parametrize("path", GAMES, ids=lambda path: path.parent.parent.name)
+def test_from_the_start_and_from_anywhere(path: Path, logic: Path | None) -> None:
+    game = load_game(path, logic)
+    state = game.state
+    assert 3 <= check(game) <= 12
+    assert game.state is state
+    chance = random.Random(5)
+    for _ in range(40):
+        game.step(chance.choice(game.commands))
+        if not game.won:
+            assert check(game) <= 50
+
+
+def test_nothing_to_do_when_won() -> None:
+    game = load_game(GAMES[0])
+    for command in plan(game):
+        game.step(command)
+    assert plan(game) == []
+
+
+def test_says_why_not() -> None:
+    game = load_game(GAMES[0])
+    with pytest.raises(Unsolvable, match="more than 2"):
+        plan(game, max_steps=2)
+    domain = parse_domain((LOGIC / "alfred.pddl").read_text())
+
+    def goal(text: str):
+        return parse_problem(f"(define (problem x) (:objects BoxType - otype) (:init) (:goal {text}))", domain).goal
+
+    with pytest.raises(Unsolvable, match="none of the six"):
+        read_goal(goal("(exists (?o - object) (and (objectType ?o BoxType) (isSliced ?o)))"))
+    with pytest.raises(Unsolvable, match="on all objects"):
+        read_goal(goal("(forall (?r - receptacle) (not (opened ?r)))"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ARCHIVE.exists(), reason="../shared/data is not there")
+@pytest.mark.parametrize("logic", [None, LOGIC], ids=["own wording", "current wording"])
+def test_all_solvable_games(tmp_path: Path, logic: Path | None) -> None:
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    lengths = {
+        split: [check(load_game(game.path, logic)) for game in list_games(split, tmp_path)]
+        for split in ("valid_seen", "valid_unseen", "valid_train")
+    }
+    assert {split: len(of_split) for split, of_split in lengths.items()} == {
+        "valid_seen": 140, "valid_unseen": 134, "valid_train": 200
+    }
+    assert max(map(max, lengths.values())) <= 50
