@@ -73,9 +73,67 @@ def policy_loss(
     aggregate, norm_length: see `reduce_tokens`.
     """
     mask = mask.astype(bool)
-    log_ratio = jnp.where(mask, new_logp - old_logp, 0.0)
-    token_loss, stats = _surrogate(log_ratio, advantages, mask, clip_low, clip_high, dual_clip)
-    return _with_loss(reduce_tokens(token_loss, mask, aggregate, norm_length), stats)
+    log_ratio = _log_ratio(new_logp, old_logp, mask)
+    loss, stats = _surrogate(log_ratio, advantages, mask, clip_low, clip_high, dual_clip)
+    return _with_loss(reduce_tokens(loss, mask, aggregate, norm_length), stats)
+
+
+def gspo_loss(
+    new_logp: jax.Array,
+    old_logp: jax.Array,
+    advantages: jax.Array,
+    mask: jax.Array,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> tuple[jax.Array, Stats]:
+    """GSPO (Zheng et al., 2025, arXiv 2507.18071, eq. 5): whole responses are clipped, and every response counts once.
+
+    The ratio of a response is the geometric mean of its tokens' ratios. advantages: f32[N]; the rest as in
+    `policy_loss`. The statistics count responses.
+    """
+    mask = mask.astype(bool)
+    lengths = jnp.sum(mask, axis=-1, keepdims=True)
+    log_ratio = jnp.sum(_log_ratio(new_logp, old_logp, mask), axis=-1, keepdims=True) / jnp.maximum(lengths, 1)
+    loss, stats = _surrogate(log_ratio, advantages, lengths > 0, clip_low, clip_high, dual_clip=None)
+    return _with_loss(reduce_tokens(loss, lengths > 0, "token-mean"), stats)
+
+
+def kpo_loss(
+    new_logp: jax.Array,
+    old_logp: jax.Array,
+    advantages: jax.Array,
+    mask: jax.Array,
+    *,
+    process_noise: float = 1e-6,
+    observation_noise: float = 1.0,
+    initial_variance: float = 1.0,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = 3.0,
+    aggregate: str = "token-mean",
+    norm_length: float | None = None,
+) -> tuple[jax.Array, Stats]:
+    """`policy_loss` with the log-ratios smoothed along each response by a Kalman filter (KPO, arXiv 2602.10609).
+
+    gain = (P + Q) / (P + Q + V); rho_t = rho_{t-1} + gain (z_t - rho_{t-1}); P = (1 - gain)(P + Q), from rho_0 = 0 and
+    P_0 = `initial_variance`. Q is `process_noise`, V `observation_noise`; the tokens of a response are a prefix.
+    """
+    mask = mask.astype(bool)
+
+    def filter_token(carry, z):
+        rho, variance = carry
+        predicted = variance + process_noise
+        gain = predicted / (predicted + observation_noise)
+        rho = rho + gain * (z - rho)
+        return (rho, (1 - gain) * predicted), rho
+
+    log_ratio = _log_ratio(new_logp, old_logp, mask)
+    start = (jnp.zeros_like(log_ratio[:, 0]), jnp.asarray(initial_variance, log_ratio.dtype))
+    _, filtered = jax.lax.scan(filter_token, start, log_ratio.T)
+    filtered = jnp.where(mask, filtered.T, 0.0)
+    loss, stats = _surrogate(filtered, advantages, mask, clip_low, clip_high, dual_clip)
+    return _with_loss(reduce_tokens(loss, mask, aggregate, norm_length), stats)
 
 
 def kl(new_logp: jax.Array, ref_logp: jax.Array, kind: str = "k3") -> jax.Array:
@@ -107,10 +165,39 @@ def kl_loss(
 ) -> tuple[jax.Array, Stats]:
     """`kl` aggregated over tokens; f32[N, R] each."""
     mask = mask.astype(bool)
-    # Padding is made harmless before `kl`, because a gradient through inf times 0 is nan.
     values = kl(jnp.where(mask, new_logp, 0.0), jnp.where(mask, ref_logp, 0.0), kind)
     stats = {"kl": reduce_tokens(values, mask, "token-mean")}
     return _with_loss(reduce_tokens(values, mask, aggregate, norm_length), stats)
+
+
+def entropy_bonus(
+    entropy: jax.Array, mask: jax.Array, *, aggregate: str = "token-mean", norm_length: float | None = None
+) -> tuple[jax.Array, Stats]:
+    """Aggregated entropy of the policy at each token, f32[N, R]; a learner subtracts it times a coefficient."""
+    mask = mask.astype(bool)
+    part = reduce_tokens(jnp.where(mask, entropy, 0.0), mask, aggregate, norm_length)
+    return _with_loss(part, {})
+
+
+def value_loss(
+    values: jax.Array, old_values: jax.Array, returns: jax.Array, mask: jax.Array, *, clip: float = 0.5
+) -> tuple[jax.Array, Stats]:
+    """PPO's clipped value loss: the mean of `max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2) / 2`.
+
+    All of one shape, f32[N, R] for values by token or f32[N] for values by step.
+    """
+    mask = mask.astype(bool)
+    values, old_values, returns = (jnp.where(mask, x, 0.0) for x in (values, old_values, returns))
+    near = jnp.clip(values, old_values - clip, old_values + clip)
+    plain, bounded = (values - returns) ** 2, (near - returns) ** 2
+    count = jnp.sum(mask).astype(values.dtype)
+    stats = {"value_clip_fraction": (jnp.sum(jnp.where(mask, bounded > plain, False)).astype(values.dtype), count)}
+    return _with_loss((jnp.sum(jnp.maximum(plain, bounded)) / 2, count), stats)
+
+
+def _log_ratio(new_logp: jax.Array, old_logp: jax.Array, mask: jax.Array) -> jax.Array:
+    """new - old, 0 outside the mask; masked before subtracting, because a gradient through inf times 0 is nan."""
+    return jnp.where(mask, new_logp, 0.0) - jnp.where(mask, old_logp, 0.0)
 
 
 def _surrogate(

@@ -1,0 +1,90 @@
+"""Two scripted players: a local expert that can be imitated, and random admissible play.
+
+The expert decides from what an agent with a short memory could know: the task, what it sees where it stands, what it
+carries and where its last few actions led. It does not know where things are, so it searches, avoiding the receptacles of
+its recent `go_to`s. A player that knows the whole state solves more tasks but cannot be imitated from observations.
+"""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from envs.household import world
+from envs.household.env import CLEAN, COLD, HOT, Household, State
+
+
+def random_action(env: Household, state: State, key: chex.PRNGKey) -> chex.Array:
+    """i32[2]: one of the admissible actions, all equally likely."""
+    legal, words = env.admissible(state)
+    return words[jax.random.categorical(key, jnp.where(legal, 0.0, -jnp.inf))]
+
+
+def expert_action(env: Household, state: State, recent: chex.Array, key: chex.PRNGKey) -> chex.Array:
+    """The local expert's action.
+
+    Args:
+      env, state: the household.
+      recent: i32[K, 2], the last K actions, oldest first, 0 where there was none.
+      key: breaks ties between places to search.
+
+    Returns: i32[2], verb and argument.
+    """
+    P = env.places
+    word = env.word_id
+    place_words, thing_words = env.place_words(state), env.thing_words(state)
+    at, here = state.at, jnp.arange(P) == state.at
+    open_here = jnp.append(env.accessible(state), False)[at]
+    closed_here = (at < P) & ~open_here
+    is_goal = jnp.asarray(env._place_kind)[state.room] == state.goal_place
+    at_goal = (here & is_goal).any()
+    task = world.TASK_ID
+    places_it = state.task != task["look"]
+
+    wanted = state.kind == state.goal_kind
+    needed = jnp.array([-1, -1, -1, CLEAN, HOT, COLD])[state.task]
+    ready = (needed < 0) | (state.condition == needed)
+    carried = state.where == P
+    holds_wanted, holds_other = (carried & wanted).any(), (carried & ~wanted).any()
+    holds_ready = (carried & wanted & ready).any()
+    carried_word = (thing_words * carried).sum()
+
+    # A wanted thing within reach, unless it already lies where it should.
+    settled = at_goal & ready & places_it
+    takeable = wanted & (state.where == at) & open_here & ~settled
+    take = thing_words[jnp.argmax(takeable)]
+
+    def go(target):
+        return jnp.stack([jnp.int32(word["go_to"]), place_words[target]])
+
+    def act(verb, argument=0):
+        return jnp.stack([jnp.int32(word[verb]), jnp.int32(argument)])
+
+    # Somewhere to search: not here, not where the last few go_to actions led.
+    went = ((recent[:, :1] == word["go_to"]) & (recent[:, 1:] == place_words)).any(0)
+    noise = jax.random.uniform(key, (P,))
+    search = go(jnp.argmax(noise - 2.0 * went - 4.0 * here))
+
+    tool = jnp.asarray(env._tool_at)[state.room]  # heat, cool, clean
+    verbs = jnp.array([0, 0, 0, word["clean"], word["heat"], word["cool"]])
+    at_tool = tool[jnp.array([0, 0, 0, 2, 0, 1])[state.task]]
+    treat = jnp.where(at == at_tool, jnp.stack([verbs[state.task], carried_word]), go(at_tool))
+    lamp = jnp.asarray(env._lamp_at)[state.room]
+    examine = jnp.where(at == lamp, act("use", word[world.LAMP]), go(lamp))
+    goal_place = jnp.argmax(is_goal * (1 + noise))
+    here_word = jnp.append(place_words, 0)[at]
+    open_it = act("open", here_word)
+    put_it = act("put", carried_word)
+    deliver = jnp.where(at_goal, jnp.where(closed_here, open_it, put_it), go(goal_place))
+    get_rid = jnp.where(at == P, search, jnp.where(closed_here, open_it, put_it))
+
+    choices = [
+        (holds_wanted & ~places_it, examine),
+        (holds_ready, deliver),
+        (holds_wanted, treat),
+        (holds_other, get_rid),
+        (closed_here, open_it),
+        (takeable.any(), act("take", take)),
+    ]
+    return jnp.select([c for c, _ in choices], [a for _, a in choices], search)

@@ -1,0 +1,276 @@
+"""The configuration of a run: one typed tree, filled from a YAML file and `field=value` overrides.
+
+Every field says what it means (`--help` prints that), what values it takes, and has the default of the embedded job, so
+that `python -m hgpo_jax.train` needs no file. `load` refuses what it does not know before anything else happens.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import pydantic
+import yaml
+from pydantic import Field
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+Positive = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+
+
+class ConfigError(ValueError):
+    """A user's mistake in one line: the field, the value and the mend."""
+
+
+class Section(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def field(default, meaning, **limits):
+    return Field(default, description=meaning, validate_default=True, **limits)
+
+
+class EnvConfig(Section):
+    """The environment. `household` is embedded and compiled together with the policy."""
+
+    name: Literal["household"] = field("household", "which environment")
+    tasks: tuple[Literal["place", "two", "look", "clean", "heat", "cool"], ...] = field(("place",), "task types to draw from")
+    rooms: tuple[Literal["kitchen", "bathroom", "bedroom", "livingroom"], ...] = field(("kitchen",), "rooms to draw from")
+    places: int = field(6, "receptacles per room", ge=6, le=12)
+    things: int = field(4, "things per room", ge=2, le=8)
+    max_turns: int = field(20, "actions after which an episode ends", ge=1, le=1000)
+
+
+class PolicyConfig(Section):
+    """The size of the policy, a Qwen2.5 with the environment's own vocabulary; names as in a Hugging Face config."""
+
+    hidden_size: Positive = field(64, "width")
+    intermediate_size: Positive = field(176, "width of the feed-forward layer")
+    num_hidden_layers: Positive = field(2, "layers")
+    num_attention_heads: Positive = field(2, "query heads")
+    num_key_value_heads: Positive = field(1, "key-value heads")
+    rope_theta: float = field(10_000.0, "base of the rotary embedding's wave lengths", gt=1)
+    tie_word_embeddings: bool = field(True, "whether the head is the embedding")
+    initializer_range: float = field(0.1, "std of the initial weights", gt=0)
+
+
+class RolloutConfig(Section):
+    """How episodes are sampled."""
+
+    prompt_groups: Positive = field(32, "tasks per iteration; the episodes of one task form a prompt group")
+    group_size: Positive = field(8, "episodes per task, all from the same initial state")
+    history_length: int = field(2, "K: past observations and actions in the prompt, and the deepest HGPO level", ge=0, le=64)
+    temperature: float = field(1.0, "sampling temperature in training", gt=0, le=10)
+    chunk: Positive = field(64, "episodes that one device generates for at a time; finished ones stop costing in steps of this")
+
+
+class CloningConfig(Section):
+    """The warm start: behaviour cloning on generated play (see README for what it does and what success it gives)."""
+
+    steps: Positive = field(600, "optimizer steps")
+    batch_size: Positive = field(256, "decisions per optimizer step")
+    episodes: Positive = field(8192, "generated episodes to learn from")
+    noise: Share = field(0.3, "share of random admissible actions in the generated play; the expert's choice stays the label")
+    lr: float = field(3e-3, "peak learning rate, decayed to 0 along a cosine", gt=0)
+
+
+class AdvantageConfig(Section):
+    """Options of the advantage estimators; each method uses the ones that it has (hgpo_jax/advantages)."""
+
+    gamma: Share = field(0.95, "discount per turn")
+    normalize: Literal["mean", "mean_std"] = field("mean", "centre a group's returns, or also divide by their std")
+    alpha: float = field(1.0, "exponent of a level's weight (k + weight_offset)^alpha in hgpo")
+    weight_offset: NonNegative = field(2.0, "offset of a level's weight: 2 in the released code, 1 in the paper")
+    base_group: bool = field(False, "whether hgpo also compares whole episodes")
+    statistics: Literal["per_step", "per_trajectory"] = field("per_step", "what the episode part's mean and std run over")
+    step_weight: NonNegative = field(1.0, "weight of the step part in gigpo, pgpo and graphgpo")
+    lam: Share = field(0.95, "lambda of the generalised estimators (gae, gagpo, eb_gae)")
+    invalid_penalty: NonNegative = field(0.1, "subtracted from the return of a step whose action is invalid")
+    scale: float = field(0.2, "factor on the advantages (rewards are 10, a policy gradient likes about 1)", gt=0)
+
+
+class LearnerConfig(Section):
+    """The update: PPO-clip with AdamW."""
+
+    lr: float = field(1e-3, "learning rate", gt=0)
+    warmup_steps: int = field(5, "optimizer steps over which the learning rate rises from 0", ge=0)
+    weight_decay: NonNegative = field(0.01, "AdamW's weight decay")
+    beta1: float = field(0.9, "AdamW's beta1", ge=0, lt=1)
+    beta2: float = field(0.999, "AdamW's beta2", ge=0, lt=1)
+    grad_clip: float = field(1.0, "largest global gradient norm", gt=0)
+    minibatch_size: Positive = field(512, "steps per optimizer step, over all devices")
+    microbatch_size: Positive = field(32, "steps per device and gradient computation; changes speed and memory, not results")
+    remat: bool = field(False, "recompute activations in the backward pass to save memory")
+    clip_low: float = field(0.2, "PPO clip below", gt=0, lt=1)
+    clip_high: float = field(0.2, "PPO clip above", gt=0)
+    dual_clip: float = field(3.0, "bound on the loss of steps with a negative advantage, in units of it", gt=1)
+    kl_weight: NonNegative = field(0.01, "weight of the KL to the reference policy (the policy as it starts)")
+    kl_kind: Literal["k1", "k2", "k3", "abs"] = field("k3", "estimator of that KL")
+    entropy_weight: NonNegative = field(0.001, "weight of the entropy bonus")
+    aggregate: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = field(
+        "token-mean", "how token losses become one number"
+    )
+
+
+class LogConfig(Section):
+    """What a run writes, and when."""
+
+    checkpoint_every: Positive = field(25, "iterations between checkpoints; the last iteration always has one")
+    keep_checkpoints: Positive = field(2, "checkpoints kept")
+    dump_every: Positive = field(25, "iterations between dumps of the sampled episodes")
+    tensorboard: bool = field(True, "write TensorBoard events")
+
+
+class EvaluationConfig(Section):
+    """The evaluation on held-out tasks at the end of a run."""
+
+    episodes: Positive = field(512, "held-out tasks")
+    temperature: float = field(1.0, "temperature of the sampled evaluation; a greedy one is always made too", gt=0, le=10)
+
+
+class Config(Section):
+    """One run."""
+
+    name: str = field("household", "name of the run, used for its folder", pattern=r"^[A-Za-z0-9][\w.-]*$")
+    run_dir: str = field("", "the run's folder; default runs/NAME-METHOD-sSEED")
+    seed: int = field(0, "seed of everything random", ge=0, lt=2**31)
+    iterations: int = field(60, "iterations of rollout and update", ge=0)
+    method: Literal["hgpo", "gigpo", "grpo"] = field("hgpo", "advantage estimator")
+    warm_start: Literal["cloning", "none"] = field("cloning", "where the policy starts")
+    mesh: str = field("auto", "device mesh: auto, or sizes as in data=2,fsdp=4,tensor=1 with at most one -1")
+    cache_dir: str = field("runs/cache", "folder of warm starts and compiled programs, shared by runs")
+    env: EnvConfig = EnvConfig()
+    policy: PolicyConfig = PolicyConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    cloning: CloningConfig = CloningConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    learner: LearnerConfig = LearnerConfig()
+    log: LogConfig = LogConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.run_dir or f"runs/{self.name}-{self.method}-s{self.seed}")
+
+
+def fields(section: type[Section] = Config, prefix: str = "") -> dict[str, Any]:
+    """Dotted name -> pydantic field of every leaf of the tree."""
+    leaves = {}
+    for name, info in section.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+            leaves |= fields(info.annotation, f"{prefix}{name}.")
+        else:
+            leaves[prefix + name] = info
+    return leaves
+
+
+def describe() -> str:
+    """Every field with its default and meaning, as `--help` shows it."""
+    lines, section = [], None
+    for name, info in fields().items():
+        head = name.rpartition(".")[0]
+        if head != section and head:
+            doc = Config.model_fields[head].annotation.__doc__.strip()
+            lines += ["", f"{head}: {doc}"]
+        section = head
+        default = ",".join(info.default) if isinstance(info.default, tuple) else info.default
+        lines.append(f"  {name}={default}")
+        lines.append(f"      {info.description}{_choices(info.annotation)}")
+    return "\n".join(lines)
+
+
+def _literals(annotation) -> tuple[str, ...]:
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    return tuple(value for inner in get_args(annotation) for value in _literals(inner))
+
+
+def _choices(annotation) -> str:
+    options = _literals(annotation)
+    return f" ({' | '.join(options)})" if options else ""
+
+
+def parse_value(text: str):
+    """An override's text as YAML would read it; `a,b` and `[a, b]` are lists."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    return value if value is not None else text
+
+
+def load(path: str | None = None, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """The configuration of a YAML file (a path, or a name in configs/) with overrides `field=value` on top.
+
+    Raises:
+      ConfigError: one line that names the field, the value and the nearest right one.
+    """
+    tree = _read(path) if path else {}
+    known = fields()
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        if not equals:
+            raise ConfigError(f"{override!r}: an override is written field=value, as in learner.lr=3e-4")
+        if name not in known:
+            raise ConfigError(f"{name}={text}: no such field; {_nearest(name, list(known))}")
+        *heads, leaf = name.split(".")
+        node = tree
+        for head in heads:
+            node = node.setdefault(head, {})
+            if not isinstance(node, dict):
+                raise ConfigError(f"{head}={node!r}: is a section; its fields are written {head}.field=value")
+        value = parse_value(text)
+        if get_origin(known[name].annotation) is tuple and not isinstance(value, list):
+            value = [part.strip() for part in text.split(",")]
+        node[leaf] = text if known[name].annotation is str else value
+    try:
+        return Config.model_validate(tree)
+    except pydantic.ValidationError as error:
+        raise ConfigError(_one_line(error, known)) from None
+
+
+def _read(path: str) -> dict:
+    file = Path(path)
+    if not file.is_file():
+        file = CONFIGS / f"{path}.yaml"
+    if not file.is_file():
+        names = sorted(p.stem for p in CONFIGS.glob("*.yaml"))
+        raise ConfigError(f"--config {path}: no such file; {_nearest(path, names)}")
+    try:
+        tree = yaml.safe_load(file.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"--config {path}: not a YAML file: {reason}") from None
+    if tree is not None and not isinstance(tree, dict):
+        raise ConfigError(f"--config {path}: expected fields with values, found {type(tree).__name__}")
+    return tree or {}
+
+
+def _nearest(name: str, names: list[str]) -> str:
+    # A field's last part alone is what people remember: `lr` should find `learner.lr`.
+    close = [n for n in names if n.rpartition(".")[2] == name] or difflib.get_close_matches(name, names, 1, 0.5)
+    return f"did you mean {' or '.join(close)}?" if close else "--help lists them all"
+
+
+def _one_line(error: pydantic.ValidationError, known: dict) -> str:
+    first = error.errors()[0]
+    location = [str(part) for part in first["loc"]]
+    name = ".".join(part for part in location if not part.isdigit())
+    if first["type"] == "extra_forbidden":
+        section = name.rpartition(".")[0]
+        value = "" if isinstance(first["input"], dict) else f"={first['input']}"
+        siblings = [n for n in known if n.startswith(f"{section}." if section else "")]
+        return f"{name}{value}: no such field; {_nearest(name, siblings)}"
+    message = first["msg"].removeprefix("Value error, ")
+    message = message.replace("Input should be", "must be").replace("Input", "the value")
+    if first["type"] == "literal_error":
+        message += f"; {_nearest(str(first['input']), list(_literals(known[name].annotation)))}"
+    return f"{name}={first['input']!r}: {message}" if name else message
+
+
+def dump(config: Config) -> str:
+    """The configuration as YAML, every field written out."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)

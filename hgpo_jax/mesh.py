@@ -1,0 +1,99 @@
+"""The device mesh, and the one table that says which mesh axis splits which dimension.
+
+Three axes: `data` splits the batch, `fsdp` splits the batch and the parameters, `tensor` splits heads, feed-forward and
+vocabulary. A spec is written `data=2,fsdp=4,tensor=1`; one axis may be -1 (what is left), and `auto` puts every device on
+`data`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+AXES = ("data", "fsdp", "tensor")
+
+# Logical axis of an array's dimension -> mesh axes that split it.
+RULES: dict[str, tuple[str, ...]] = {
+    "batch": ("data", "fsdp"),
+    "embed": ("fsdp",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "vocab": ("tensor",),
+}
+
+
+def parse_mesh(spec: str, devices: int) -> dict[str, int]:
+    """Axis sizes from a spec; axes that are left out have size 1.
+
+    Raises:
+      ValueError: a malformed or unknown axis, or sizes that do not multiply to `devices`.
+    """
+    if spec.strip() == "auto":
+        return {"data": devices, "fsdp": 1, "tensor": 1}
+    sizes = dict.fromkeys(AXES, 1)
+    given = set()
+    for part in spec.split(","):
+        name, equals, number = (piece.strip() for piece in part.partition("="))
+        if name not in AXES or not equals or name in given:
+            raise ValueError(f"mesh={spec!r}: expected auto or each of {', '.join(AXES)} at most once, as in data=2,fsdp=4")
+        try:
+            sizes[name] = int(number)
+        except ValueError:
+            raise ValueError(f"mesh={spec!r}: the size of {name} must be a whole number, not {number!r}") from None
+        if sizes[name] == 0 or sizes[name] < -1:
+            raise ValueError(f"mesh={spec!r}: the size of {name} must be positive, or -1 for what is left")
+        given.add(name)
+    open_axes = [name for name, size in sizes.items() if size == -1]
+    if len(open_axes) > 1:
+        raise ValueError(f"mesh={spec!r}: only one axis can be -1")
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if open_axes and devices % fixed == 0:
+        sizes[open_axes[0]] = devices // fixed
+    if math.prod(sizes.values()) != devices:
+        raise ValueError(f"mesh={spec!r}: the sizes must multiply to the {devices} devices at hand; one axis may be -1")
+    return sizes
+
+
+def make_mesh(spec: str, devices: list | None = None) -> Mesh:
+    """A mesh over all devices (or the given ones) from a spec. Axis types are Auto: the compiler places collectives."""
+    devices = jax.devices() if devices is None else devices
+    sizes = parse_mesh(spec, len(devices))
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
+
+
+def partition(axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh, name: str = "array", free=AXES) -> PartitionSpec:
+    """The PartitionSpec of an array whose dimensions have these logical axes, over the `free` ones of the mesh axes.
+
+    Key-value heads that the tensor axis does not divide are replicated, the usual layout of grouped-query attention; any
+    other dimension that does not divide is an error.
+    """
+    spec = []
+    for axis, size in zip(axes, shape, strict=True):
+        names = tuple(n for n in RULES.get(axis, ()) if n in free and mesh.shape[n] > 1)
+        parts = math.prod(mesh.shape[n] for n in names)
+        if size % parts:
+            if axis != "kv_heads":
+                raise ValueError(
+                    f"mesh {dict(mesh.shape)}: {name} of shape {shape} has a {axis} dimension of {size}, "
+                    f"which {' x '.join(names)} = {parts} does not divide; choose a smaller {names[-1]} axis"
+                )
+            names = ()
+        spec.append(names if len(names) > 1 else (names[0] if names else None))
+    return PartitionSpec(*spec)
+
+
+def sharding(axes, shape, mesh: Mesh, name: str = "array") -> NamedSharding:
+    """`partition` bound to the mesh."""
+    return NamedSharding(mesh, partition(axes, shape, mesh, name))
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+    """Pins the layout of an intermediate to the mesh of `jax.set_mesh`; without one (or on one device) does nothing."""
+    mesh = jax.sharding.get_abstract_mesh()
+    free = tuple(n for n in mesh.axis_names if mesh.shape[n] > 1 and n not in mesh.manual_axes)
+    if not free:
+        return x
+    return jax.lax.with_sharding_constraint(x, partition(axes, x.shape, mesh, free=free))

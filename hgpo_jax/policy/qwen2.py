@@ -1,0 +1,221 @@
+"""Qwen2.5 in Flax NNX: RMSNorm, rotary embeddings, grouped-query attention with QKV bias, SwiGLU, tied or untied head.
+
+Sequences are right-padded, so that causal masking alone is enough: a query at slot t sees slots 0..t, and what a padded
+slot computes is never looked at. Three faces, one set of weights:
+
+* `hidden(tokens, slots)`: training. The last block computes its queries and feed-forward only at `slots`, the positions
+  whose logits the caller wants; for short responses to long prompts that saves nearly the whole block.
+* `prefill(tokens, last, cache_length)` and `decode(token, position, cache)`: sampling, one key-value buffer per layer.
+
+Shape suffixes: B rows, S slots, R wanted slots, D width, N query heads, K key-value heads, H head width.
+Source: Qwen2.5 technical report (arXiv 2412.15115); the weights' names and conventions follow transformers' Qwen2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from hgpo_jax.mesh import constrain
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The sizes of a Qwen2.5, named as in its Hugging Face config.json."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    rope_theta: float = 1e6
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = True
+    initializer_range: float = 0.02
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    def __post_init__(self):
+        if self.hidden_size % self.num_attention_heads or self.head_dim % 2:
+            raise ValueError(
+                f"hidden_size={self.hidden_size}: must be an even multiple of num_attention_heads={self.num_attention_heads}"
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads={self.num_key_value_heads}: must divide num_attention_heads={self.num_attention_heads}"
+            )
+
+
+def rotate(x, positions, theta):
+    """Rotary embedding of x [B, S, heads, H] at positions i32[B, S] (Su et al., arXiv 2104.09864; halves convention)."""
+    half = x.shape[-1] // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = positions[..., None, None].astype(jnp.float32) * frequency
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def attend(q_BRNH, k_BSKH, v_BSKH, positions_BR):
+    """Attention of queries at `positions` to the slots not after them: [B, R, N, H]."""
+    mask = jnp.arange(k_BSKH.shape[1]) <= positions_BR[..., None]
+    return jax.nn.dot_product_attention(q_BRNH, k_BSKH, v_BSKH, mask=mask[:, None])
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * weight, in float32."""
+
+    def __init__(self, size, eps):
+        self.weight, self.eps = nnx.Param(jnp.ones(size)), eps
+
+    def __call__(self, x):
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        return (y * self.weight[...]).astype(x.dtype)
+
+
+def linear(c, inputs, outputs, rngs, bias=False):
+    init = nnx.initializers.normal(c.initializer_range)
+    return nnx.Linear(inputs, outputs, use_bias=bias, kernel_init=init, rngs=rngs)
+
+
+class Attention(nnx.Module):
+    def __init__(self, c: ModelConfig, rngs):
+        self.c = c
+        self.q_proj = linear(c, c.hidden_size, c.num_attention_heads * c.head_dim, rngs, bias=True)
+        self.k_proj = linear(c, c.hidden_size, c.num_key_value_heads * c.head_dim, rngs, bias=True)
+        self.v_proj = linear(c, c.hidden_size, c.num_key_value_heads * c.head_dim, rngs, bias=True)
+        self.o_proj = linear(c, c.num_attention_heads * c.head_dim, c.hidden_size, rngs)
+
+    def _heads(self, x):
+        return x.reshape(*x.shape[:2], -1, self.c.head_dim)
+
+    def keys_values(self, x, positions):
+        return rotate(self._heads(self.k_proj(x)), positions, self.c.rope_theta), self._heads(self.v_proj(x))
+
+    def __call__(self, x, positions, k, v):
+        q = rotate(self._heads(self.q_proj(x)), positions, self.c.rope_theta)
+        y = attend(q, k, v, positions)
+        return self.o_proj(y.reshape(*y.shape[:2], -1))
+
+
+class MLP(nnx.Module):
+    def __init__(self, c: ModelConfig, rngs):
+        self.gate_proj = linear(c, c.hidden_size, c.intermediate_size, rngs)
+        self.up_proj = linear(c, c.hidden_size, c.intermediate_size, rngs)
+        self.down_proj = linear(c, c.intermediate_size, c.hidden_size, rngs)
+
+    def __call__(self, x):
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nnx.Module):
+    """One transformer layer. `wanted` (i32[B, R]) restricts the output, not the attention, to some slots."""
+
+    def __init__(self, c: ModelConfig, rngs):
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.self_attn = Attention(c, rngs)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.mlp = MLP(c, rngs)
+
+    def __call__(self, x, positions, cache=None, wanted=None):
+        """x [B, S, D] at positions i32[B, S] -> (y [B, S or R, D], (k, v)).
+
+        With a cache (k, v) [B, C, K, H] the new keys and values are written into it at `positions` first.
+        """
+        y = self.input_layernorm(x)
+        k, v = self.self_attn.keys_values(y, positions)
+        if cache is not None:
+            rows = jnp.arange(x.shape[0])[:, None]
+            k, v = (old.at[rows, positions].set(new) for old, new in zip(cache, (k, v), strict=True))
+        if wanted is not None:
+            x, y = (jnp.take_along_axis(a, wanted[..., None], axis=1) for a in (x, y))
+            positions = wanted
+        x = x + self.self_attn(y, positions, k, v)
+        x = x + self.mlp(self.post_attention_layernorm(x))
+        return constrain(x, "batch", None, None), (k, v)
+
+
+class Qwen2(nnx.Module):
+    """The language model. `layers` holds all blocks but the last, stacked for `lax.scan`; `last` is the last one."""
+
+    def __init__(self, c: ModelConfig, rngs: nnx.Rngs):
+        self.c = c
+        self.embed_tokens = nnx.Embed(c.vocab_size, c.hidden_size, embedding_init=nnx.initializers.normal(c.initializer_range), rngs=rngs)
+        stacked = c.num_hidden_layers - 1
+        make = nnx.split_rngs(splits=stacked)(nnx.vmap(lambda rngs: Block(c, rngs), in_axes=0, out_axes=0))
+        self.layers = make(rngs) if stacked else None
+        self.last = Block(c, rngs)
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.lm_head = None if c.tie_word_embeddings else linear(c, c.hidden_size, c.vocab_size, rngs)
+
+    def logits(self, hidden):
+        """hidden [..., D] -> logits f32[..., V]."""
+        x = self.embed_tokens.attend(hidden) if self.lm_head is None else self.lm_head(hidden)
+        return x.astype(jnp.float32)
+
+    def _stack(self, x, positions, remat=False, keep=False):
+        """All blocks but the last; with `keep`, also their keys and values stacked [L-1, B, S, K, H]."""
+        if self.layers is None:
+            return x, None
+        graphdef, weights = nnx.split(self.layers)
+
+        def body(x, layer):
+            y, kv = nnx.merge(graphdef, layer)(x, positions)
+            return y, kv if keep else None
+
+        return jax.lax.scan(jax.checkpoint(body) if remat else body, x, weights)
+
+    def hidden(self, tokens, slots, remat=False):
+        """Final hidden states at some slots.
+
+        Args:
+          tokens: i32[B, S], right-padded.
+          slots: i32[B, R], the slots to compute; slot t predicts token t + 1.
+          remat: recompute each block in the backward pass instead of keeping its activations.
+
+        Returns: [B, R, D], to be passed to `logits`.
+        """
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        x, _ = self._stack(constrain(self.embed_tokens(tokens), "batch", None, None), positions, remat)
+        x, _ = self.last(x, positions, wanted=slots)
+        return self.norm(x)
+
+    def prefill(self, tokens, last, cache_length):
+        """Reads prompts and fills the cache.
+
+        Args:
+          tokens: i32[B, S], right-padded prompts.
+          last: i32[B], the last slot of each prompt.
+          cache_length: slots of the cache, S plus what will be decoded.
+
+        Returns: (hidden [B, D] at `last`, cache: one (k, v) [B, cache_length, K, H] per layer).
+        """
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        x = constrain(self.embed_tokens(tokens), "batch", None, None)
+        x, stacked = self._stack(x, positions, keep=True)
+        x, kv = self.last(x, positions, wanted=last[:, None])
+        per_layer = [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(self.c.num_hidden_layers - 1)]
+        room = [(0, 0), (0, cache_length - tokens.shape[1]), (0, 0), (0, 0)]
+        cache = jax.tree.map(lambda a: jnp.pad(a, room), [*per_layer, kv])
+        return self.norm(x)[:, 0], cache
+
+    def decode(self, token, position, cache):
+        """One token i32[B] at slot i32[B] for each row: (hidden [B, D], cache)."""
+        x, at = self.embed_tokens(token[:, None]), position[:, None]
+        blocks = [self.last]
+        if self.layers is not None:
+            graphdef, weights = nnx.split(self.layers)
+            unstacked = [jax.tree.map(lambda a, i=i: a[i], weights) for i in range(self.c.num_hidden_layers - 1)]
+            blocks = [nnx.merge(graphdef, layer) for layer in unstacked] + blocks
+        new_cache = []
+        for block, kv in zip(blocks, cache, strict=True):
+            x, kv = block(x, at, cache=kv)
+            new_cache.append(kv)
+        return self.norm(x)[:, 0], new_cache

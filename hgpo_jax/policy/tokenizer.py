@@ -1,0 +1,28 @@
+"""A word-level tokenizer for embedded environments: one token per word of the environment.
+
+The environment's word indices are the token ids, so a compiled rollout writes ids straight into prompts. Three tokens
+follow them: padding, the end of a response and the mark after which the agent acts.
+"""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+BLANK, PAD, END, ACT = "_", "<|endoftext|>", "<|im_end|>", ">"
+
+
+def word_tokenizer(words: tuple[str, ...]) -> PreTrainedTokenizerFast:
+    """A transformers tokenizer whose id of words[i] is i; words[0], the empty slot, reads "_".
+
+    Text is words with blanks between them; a word that it does not know becomes the padding token.
+    """
+    vocabulary = {word: index for index, word in enumerate((BLANK, *words[1:], PAD, END, ACT))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, unk_token=PAD)
+
+
+def vocabulary_size(words: tuple[str, ...]) -> int:
+    """Embedding rows for these words: the tokenizer's size rounded up to a multiple of 8, which meshes divide."""
+    return -(-(len(words) + 3) // 8) * 8

@@ -1,0 +1,1 @@
+"""Rollouts: a policy and environments in, Episodes out."""

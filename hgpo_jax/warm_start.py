@@ -1,0 +1,144 @@
+"""The warm start: behaviour cloning on generated play.
+
+The household's local expert plays with some random actions mixed in, so that its play also visits the states that a
+clumsy policy gets into; at every turn the label is what the expert would do there. The labels use nothing but what the
+prompt holds or held (`envs/household/expert.py`). Reinforcement learning needs this start because random admissible play
+almost never succeeds. The result is cached on disk under a hash of all that it depends on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tqdm import tqdm
+
+from envs.household.expert import expert_action, random_action
+from hgpo_jax.config import Config
+from hgpo_jax.learner import Rows, make_cloning_loss, make_update
+from hgpo_jax.policy import Policy, load_policy
+from hgpo_jax.rollout.compiled import start
+from hgpo_jax.rollout.prompts import build_prompt
+from hgpo_jax.rollout.tasks import task_keys
+
+# A change to any of these files can change the warm start.
+SOURCES = (
+    "warm_start.py", "learner.py", "policy/qwen2.py", "policy/tokenizer.py", "rollout/prompts.py", "rollout/compiled.py",
+    "rollout/tasks.py", "../envs/household/env.py", "../envs/household/world.py", "../envs/household/expert.py",
+)  # fmt: skip
+
+
+def generate_play(env, key, seed: int, *, episodes: int, noise: float, history_length: int, end: int, act: int) -> tuple[Rows, jax.Array]:
+    """Plays and labels.
+
+    Returns: (Rows of episodes * max_turns decisions, response_lengths 0 where an episode had ended; success bool[episodes]).
+    """
+
+    def episode(task_key, key):
+        row = start(env, max(history_length, 1), task_key, key)
+
+        def turn(row, t):
+            keys = jax.random.split(jax.random.fold_in(row.key, t), 3)
+            label = expert_action(env, row.env, row.memory.actions, keys[0])
+            played = jnp.where(jax.random.uniform(keys[1]) < noise, random_action(env, row.env, keys[2]), label)
+            memory = row.memory if history_length else jax.tree.map(lambda a: a[:0], row.memory)
+            prompt = build_prompt(row.goal, memory, row.observation, act)
+            words = (label != 0).sum()
+            response = jnp.concatenate([label, jnp.zeros(1, jnp.int32)]).at[words].set(end)
+            state, observation, reward, done, _ = env.step(row.env, played)
+            after = row.replace(env=state, observation=observation, memory=row.memory.push(row.observation, played))
+            after = after.replace(done=row.done | done)
+            rows = Rows(
+                prompts=prompt,
+                prompt_lengths=jnp.int32(prompt.shape[0]),
+                responses=response,
+                response_lengths=jnp.where(row.done, 0, words + 1),
+                old_logp=jnp.zeros(response.shape),
+                advantages=jnp.float32(0),
+            )
+            return after, (rows, (reward > 0) & ~row.done)
+
+        _, (rows, won) = jax.lax.scan(turn, row, jnp.arange(env.max_turns))
+        return rows, won.any()
+
+    tasks = task_keys("warm_start", seed, jnp.arange(episodes))
+    rows, success = jax.jit(jax.vmap(episode))(tasks, jax.random.split(key, episodes))
+    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), rows), success
+
+
+def clone(env, policy: Policy, config: Config, mesh) -> dict:
+    """Trains a fresh policy on generated play; returns its parameters. Prints its progress."""
+    settings = config.cloning
+    key = jax.random.key(config.seed)
+    end, act = policy.tokenizer.eos_token_id, policy.tokenizer.convert_tokens_to_ids(">")
+    rows, success = generate_play(
+        env, jax.random.fold_in(key, 1), config.seed, episodes=settings.episodes, noise=settings.noise,
+        history_length=config.rollout.history_length, end=end, act=act,
+    )  # fmt: skip
+    total = rows.response_lengths.shape[0]
+    count = int((rows.response_lengths > 0).sum())
+    schedule = optax.cosine_decay_schedule(settings.lr, settings.steps)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98))
+    per_call = 25
+    update = make_update(
+        make_cloning_loss(policy.graphdef), optimizer, mesh,
+        minibatch_size=settings.batch_size, microbatch_size=config.learner.microbatch_size,
+    )  # fmt: skip
+
+    @jax.jit(donate_argnums=(0, 1))
+    def some_steps(params, opt_state, rows, key):
+        # Rows of decisions that happened come first in a random order.
+        order = jnp.argsort(jax.random.uniform(key, (total,)) + 2.0 * (rows.response_lengths == 0))
+        return update(params, opt_state, None, rows, order, jnp.minimum(per_call * settings.batch_size, count))
+
+    params = jax.tree.map(jnp.copy, policy.params)
+    opt_state = jax.jit(optimizer.init)(params)
+    calls = -(-settings.steps // per_call)
+    with tqdm(total=calls * per_call, desc="warm start", unit="step", disable=None) as bar:
+        for call in range(calls):
+            params, opt_state, stats = some_steps(params, opt_state, rows, jax.random.fold_in(key, 2 + call))
+            bar.set_postfix(loss=f"{float(stats['loss']):.3f}", refresh=False)
+            bar.update(per_call)
+    print(
+        f"warm start: cloned {count:,} decisions of {settings.episodes:,} generated episodes "
+        f"({float(success.mean()):.0%} of them successful), loss {float(stats['loss']):.3f}",
+        flush=True,
+    )
+    return params
+
+
+def cache_key(config: Config) -> str:
+    """A hash of everything that the warm start depends on."""
+    here = Path(__file__).parent
+    parts = [
+        config.model_dump_json(include={"seed", "env", "policy", "cloning"}),
+        str(config.rollout.history_length),
+        str(config.learner.microbatch_size),
+        jax.__version__,
+        *((here / name).read_text() for name in SOURCES),
+    ]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def warm_start(env, policy: Policy, config: Config, mesh) -> dict:
+    """The parameters to start from, out of the cache or freshly cloned."""
+    folder = Path(config.cache_dir) / "warm_start" / cache_key(config)
+    if folder.is_dir():
+        print(f"warm start: read from {folder}", flush=True)
+        return load_policy(folder, mesh).params
+    params = clone(env, policy, config, mesh)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(dir=folder.parent))
+    Policy(policy.config, params, policy.tokenizer).save(partial)
+    try:
+        os.replace(partial, folder)
+    except OSError:  # another run was faster
+        shutil.rmtree(partial, ignore_errors=True)
+    return params
