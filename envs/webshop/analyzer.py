@@ -33,6 +33,7 @@ _PICTOGRAPHS = (
 
 def _unicode_pattern() -> regex.Pattern:
     """Compile the word rules for any text; names follow the Word_Break classes of UAX #29."""
+    # Leading characters are counted only to keep endless rows of them from taking quadratic time.
     x = r"[\p{WB=Format}\p{WB=Extend}\p{WB=ZWJ}]*+"  # marks stay with the character before them
     letter = rf"[\p{{WB=ALetter}}\p{{WB=Hebrew_Letter}}]{x}"
     digit = rf"[\p{{WB=Numeric}}\uFF10-\uFF19]{x}"
@@ -44,11 +45,11 @@ def _unicode_pattern() -> regex.Pattern:
     letters = rf"{letter}(?:{mid_letter}{letter}|(?!{hebrew}){letter})*+"
     digits = rf"{digit}(?:(?:{mid_digit})?{digit})*+"
     run = rf"(?:(?:{hebrew}|{letters}|{digits})++|(?:\p{{WB=Katakana}}{x})++)"
-    word = rf"(?:{low_line})*{run}(?:(?:{low_line})+{run})*(?:{low_line})*"
+    word = rf"(?:{low_line}){{0,254}}{run}(?:(?:{low_line})+{run})*(?:{low_line})*"
 
     skin = r"\U0001F3FB-\U0001F3FF"
     mark = rf"(?!\uFE0E|\uFE0F|\u200D[{_PICTOGRAPHS}{skin}])[\p{{WB=Format}}\p{{WB=Extend}}\p{{WB=ZWJ}}]"
-    picture = rf"(?:\u200D*[{_PICTOGRAPHS}](?:{mark})*\uFE0F?|[{skin}](?:{mark})*)"
+    picture = rf"(?:\u200D{{0,254}}[{_PICTOGRAPHS}](?:{mark})*\uFE0F?|[{skin}](?:{mark})*)"
     emoji = rf"{picture}(?:[\U000E0020-\U000E007E]+\U000E007F|(?:\u200D{picture})*)"
     keycap = rf"[0-9#*](?:{mark})*\uFE0F?\u20E3(?:{mark})*"
     flag = rf"(?:\p{{WB=Regional_Indicator}}{x}){{2}}"
@@ -70,22 +71,22 @@ def tokens(text: str) -> list[str]:
         words = pattern.findall(piece)
         # A character outside the BMP counts twice.
         if len(piece) > MAX_TOKEN_LENGTH // 2 and any(len(word) > MAX_TOKEN_LENGTH // 2 for word in words):
-            words = _cut_tokens(piece, pattern)
+            words = [part for word in words for part in _cut(word, pattern)]
         found += words
     return found
 
 
-def _cut_tokens(text: str, pattern) -> list[str]:
-    """Return the words of `text`, none longer than MAX_TOKEN_LENGTH UTF-16 units, as Lucene's scanner cuts them."""
+def _cut(word: str, pattern) -> list[str]:
+    """Return the words Lucene's scanner, which sees MAX_TOKEN_LENGTH UTF-16 units at a time, makes of one long word."""
     found = []
-    start = 0
-    while match := pattern.search(text, start):
-        units, end = 0, match.start()
-        while end < match.end() and (units := units + 1 + (text[end] > "\uffff")) <= MAX_TOKEN_LENGTH:
+    while word:
+        units, end = 0, 0
+        while end < len(word) and (units := units + 1 + (word[end] > "\uffff")) <= MAX_TOKEN_LENGTH:
             end += 1
-        match = pattern.match(text, match.start(), end)
-        found.append(match.group())
-        start = match.end()
+        match = pattern.match(word[:end])
+        if match:
+            found.append(match.group())
+        word = word[match.end() if match else 1 :]
     return found
 
 

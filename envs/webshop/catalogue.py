@@ -155,9 +155,13 @@ def _goal_weights(goals: list[tuple[int, int, list[str]]]) -> np.ndarray:
     for _, count, attributes in goals:
         for attribute in attributes:
             goals_with[attribute] = goals_with.get(attribute, 0) + count
-    return np.array(
-        [sum(1.0 / (goals_with[a] or 1) for a in attributes) / len(attributes) for _, _, attributes in goals], float
-    )
+    weights = []
+    for _, _, attributes in goals:
+        total = 0.0
+        for attribute in attributes:  # not sum(): since Python 3.12 it rounds otherwise than the original did
+            total += 1.0 / (goals_with[attribute] or 1)
+        weights.append(total / len(attributes))
+    return np.array(weights, float)
 
 
 def main(arguments: list[str]) -> None:

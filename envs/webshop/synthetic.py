@@ -35,7 +35,7 @@ def _product(rng: np.random.Generator, words: np.ndarray, number: int) -> tuple[
     text = [*words[ranks], _asin(number * 7919), f"{number % 97}.{number % 10}oz", _word(number + len(words))]
     options = {}
     for name in ("color", "size", "style")[: int(rng.choice(4, p=(0.58, 0.15, 0.2, 0.07)))]:
-        values = words[rng.integers(0, 2000, int(rng.integers(2, 8)))]
+        values = _pick(rng, words, 2000, int(rng.integers(2, 8)))
         options[name] = [{"value": str(value)} for value in dict.fromkeys(values)]
     low = round(float(rng.uniform(5, 200)), 2)
     product = {
@@ -46,15 +46,19 @@ def _product(rng: np.random.Generator, words: np.ndarray, number: int) -> tuple[
         "pricing": f"${low}${low + 10:.2f}" if rng.random() < 0.09 else f"${low}",
         "images": [""],
         "category": _CATEGORIES[number % 5],
-        "query": " ".join(words[rng.integers(0, 300, 2)]),
-        "product_category": " › ".join(words[rng.integers(0, 200, 3)]),
+        "query": " ".join(_pick(rng, words, 300, 2)),
+        "product_category": " › ".join(_pick(rng, words, 200, 3)),
         "customization_options": options,
     }
-    named = [" ".join(pair) for pair in words[rng.integers(0, 500, (3, 2))]]
+    named = [" ".join(pair) for pair in _pick(rng, words, 500, (3, 2))]
     wish = {"attributes": named}
     if rng.random() < 0.4:
         wish |= {"instruction": f"Find me {named[0]} {product['query']}", "instruction_attributes": named[:1]}
     return product, wish
+
+
+def _pick(rng: np.random.Generator, words: np.ndarray, commonest: int, size: int | tuple[int, int]) -> np.ndarray:
+    return words[rng.integers(0, min(commonest, len(words)), size)]
 
 
 def _word(rank: int) -> str:

@@ -1,0 +1,135 @@
+"""Goals, prices and orders: the original's draws, replayed here with the random calls written out."""
+
+import itertools
+import random
+
+import pytest
+from webshop_tiny import ATTRIBUTES, ITEMS, write
+
+from envs.webshop import load_shop
+
+PRICES = {"B000000002": (1010.0, 1020.5), "B000000007": (5.0, 35.0)}
+OPTIONS = {  # option names sorted, values in file order
+    "B000000001": {"color": ["red", "blue | white"], "size": ["small", "large"]},
+    "B000000004": {"fit": ["medium", "features"], "none": [], "size": ["medium", "tall"]},
+    "B000000006": {"flavor name": ["peppermint cookie", "plain"]},
+}
+
+
+def expected_goals(seed, shuffle_seed):
+    """Draw the tiny catalogue's goals in the original's order of random calls, from one generator."""
+    rng = random.Random(seed)
+    prices = {item["asin"]: 19.99 for item in ITEMS}
+    for asin, ends in PRICES.items():  # catalogue order
+        prices[asin] = rng.uniform(*ends)
+    goals = []
+    for asin, wish in ATTRIBUTES.items():  # catalogue order as well
+        if "instruction" not in wish:
+            continue
+        above = [10.0 * i for i in range(1, 100) if 10.0 * i > prices[asin]][:4]
+        limit, text = 1000000, ""
+        if len(above) >= 2:
+            limit = sorted(rng.sample(above, 2))[1]
+            text = f", and price lower than {limit:.2f} dollars"
+        options = OPTIONS.get(asin, {})
+        for choice in itertools.product(*options.values()):
+            chosen = dict(zip(options, choice, strict=True))
+            named = ", and ".join(f"{name}: {value}" for name, value in chosen.items())
+            wanted = wish["instruction"] + (f" with {named}" if named else "") + text
+            goals.append((asin, wanted, limit, chosen))
+    rng.seed(shuffle_seed)
+    rng.shuffle(goals)
+    return goals, prices
+
+
+def drawn(shop):
+    return [(g["asin"], g["instruction_text"], g["price_upper"], g["goal_options"]) for g in shop.goals]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 1000])
+@pytest.mark.parametrize("order", ["verl-agent", "original"])
+def test_draws_follow_the_original(tiny_files, seed, order):
+    shop = load_shop(*tiny_files[:2], seed=seed, order=order)
+    goals, prices = expected_goals(seed, seed if order == "verl-agent" else 233)
+    assert drawn(shop) == goals
+    assert {asin: shop.price(asin) for asin in PRICES} == {asin: prices[asin] for asin in PRICES}
+    assert shop.price("B000000003") == 100.0 and shop.price("B00000000B") == 100.0
+    assert len(goals) == 8  # 2 x 2 options, a hat, no coat (an option without values), two flavours, a cap
+
+
+def test_orders(tiny):
+    def wishes(shop):
+        return [(goal["asin"], goal["goal_options"]) for goal in shop.goals]
+
+    assert wishes(tiny.with_seed(5)) == wishes(tiny)  # "original": one order for all seeds
+    shuffled = [wishes(tiny.with_seed(seed, "verl-agent")) for seed in range(5)]
+    assert any(order != shuffled[0] for order in shuffled)
+    assert tiny.with_seed(5).catalogue is tiny.catalogue
+    with pytest.raises(ValueError, match="order='other': choose one of 'verl-agent', 'original'"):
+        tiny.with_seed(0, "other")
+
+
+def test_the_same_files_are_read_once(tiny, tiny_files):
+    assert load_shop(*tiny_files[:2], seed=9).catalogue is tiny.catalogue
+
+
+def test_weights(tiny):
+    weights = {goal["asin"]: goal["weight"] for goal in tiny.goals}
+    # goals per attribute: machine wash 4, soft 4, warm 1 + 1, waterproof 1, sweet 2
+    assert weights["B000000001"] == (1 / 4 + 1 / 4) / 2
+    assert weights["B000000007"] == (1 / 2 + 1 / 1) / 2
+    assert weights["B000000002"] == 1 / 2 and weights["B000000006"] == 1 / 2
+
+
+def test_goal_fields(tiny):
+    goal = next(g for g in tiny.goals if g["asin"] == "B000000001")
+    assert {key: goal[key] for key in ("category", "query", "name", "product_category", "attributes")} == {
+        "category": "fashion", "query": "cotton things", "name": "Red Cotton Shirt",
+        "product_category": "Clothing › Women › Tops", "attributes": ["machine wash", "soft"],
+    }  # fmt: skip
+    assert tiny.goals[-1] == tiny.goals[len(tiny.goals) - 1]
+    with pytest.raises(IndexError, match="there are 8 goals"):
+        tiny.session(8)
+
+
+def test_unreachable_goals_are_marked_and_left_out(tiny, tiny_files):
+    marks = {(g["asin"], *g["goal_options"].values()): g["unreachable"] for g in tiny.goals}
+    mint = marks["B000000006", "peppermint cookie"]
+    assert mint == "option flavor name: 'peppermint cookie' is not counted when chosen"
+    assert marks["B000000006", "plain"] is None
+    assert marks["B000000007",] == "no attribute 'waterproof'"
+    assert marks["B000000001", "red", "small"] is None
+    assert marks["B000000001", "blue | white", "small"] is None
+    left = load_shop(*tiny_files[:2], order="original", reachable_only=True)
+    assert drawn(left) == [goal for goal, g in zip(drawn(tiny), tiny.goals, strict=True) if g["unreachable"] is None]
+
+
+def test_a_value_that_only_another_option_can_set_makes_a_goal_unreachable(tmp_path):
+    # Both options have "m"; a click on it sets the second, and the click on "l" then replaces it.
+    both = {"a": [{"value": "m"}], "b": [{"value": "m"}, {"value": "l"}]}
+    item = ITEMS[0] | {"customization_options": both}
+    shop = load_shop(*write(tmp_path, [item], {item["asin"]: ATTRIBUTES[item["asin"]]})[:2])
+    marks = {tuple(g["goal_options"].values()): g["unreachable"] for g in shop.goals}
+    assert marks["m", "m"] is None
+    assert marks["m", "l"] == "option a: 'm' not choosable"
+
+
+def test_human_goals(tiny_files):
+    shop = load_shop(*tiny_files, human_goals=True, order="original")
+    goals = {goal["asin"]: goal for goal in shop.goals}
+    assert set(goals) == {"B000000001", "B000000007"}  # the one without attributes and the one not sold are left out
+    shirt = goals["B000000001"]
+    assert shirt["instruction_text"].startswith("i want a large shirt in blue, and price lower than ")
+    assert (shirt["goal_options"], shirt["attributes"], shirt["weight"]) == (["blue", "large"], ["soft"], 1)
+    assert shirt["unreachable"] is None
+    rng = random.Random(0)
+    prices = [rng.uniform(*ends) for ends in PRICES.values()]
+    limits = [
+        max(rng.sample([10.0 * i for i in range(1, 100) if 10.0 * i > price][:4], 2)) for price in (19.99, prices[1])
+    ]
+    assert [goals[asin]["price_upper"] for asin in ("B000000001", "B000000007")] == limits
+
+
+def test_human_goals_need_their_file(tiny_files):
+    with pytest.raises(ValueError, match="pass human="):
+        load_shop(*tiny_files[:2], human_goals=True)

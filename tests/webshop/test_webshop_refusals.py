@@ -1,0 +1,128 @@
+"""Broken data: one line that names file, field, fault and mend."""
+
+import gzip
+import json
+
+import pytest
+from webshop_tiny import ATTRIBUTES, HUMAN, ITEMS, values, write
+
+from envs.webshop import load_shop
+from envs.webshop.catalogue import Catalogue
+
+GOOD = ITEMS[0]
+WISH = ATTRIBUTES["B000000001"]
+
+
+def refusal(function, *arguments, **options):
+    with pytest.raises(ValueError) as caught:
+        function(*arguments, **options)
+    message = str(caught.value)
+    assert "\n" not in message and ";" in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"name": None}, ("B000000001", "'name'", "no text")),
+        ({"asin": 5}, ("product 0", "'asin'")),
+        ({"full_description": ["x"]}, ("'full_description'",)),
+        ({"small_description": [None]}, ("'small_description'", "no list of texts")),
+        ({"small_description": None}, ("'small_description'",)),
+        ({"pricing": 5}, ("'pricing'", "no text")),
+        ({"pricing": "$"}, ("'pricing'", "no number")),
+        ({"pricing": "$1.2.3"}, ("'pricing'", "$1.2.3")),
+        ({"query": None}, ("'query'",)),
+        ({"product_category": 1}, ("'product_category'",)),
+        ({"customization_options": ["x"]}, ("'customization_options'", "no JSON object")),
+        ({"customization_options": {"size": [{"label": "x"}]}}, ("'customization_options'", "'size'")),
+    ],
+)
+def test_broken_product(tmp_path, change, parts):
+    message = refusal(load_shop, *write(tmp_path, [GOOD | change])[:2])
+    assert message.startswith("items.json: ")
+    assert all(part in message for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("wish", "part"),
+    [
+        (WISH | {"attributes": "soft"}, "'attributes'"),
+        (WISH | {"instruction": 3}, "'instruction'"),
+        (WISH | {"instruction_attributes": []}, "'instruction_attributes' is missing or empty"),
+        (WISH | {"instruction_attributes": [1]}, "'instruction_attributes'"),
+        ([], "no JSON object"),
+    ],
+)
+def test_broken_attributes(tmp_path, wish, part):
+    message = refusal(load_shop, *write(tmp_path, [GOOD], {"B000000001": wish})[:2])
+    assert message.startswith("attributes.json: product B000000001") and part in message
+
+
+@pytest.mark.parametrize(
+    ("entry", "part"),
+    [
+        ("text", "'instruction'"),
+        ([{"instruction": "x", "instruction_attributes": ["y"]}], "'instruction_options'"),
+        ([{"instruction": "x", "instruction_attributes": [1], "instruction_options": []}], "'instruction_attributes'"),
+    ],
+)
+def test_broken_human_goals(tmp_path, entry, part):
+    files = write(tmp_path, human=HUMAN | {"B000000002": entry})
+    message = refusal(load_shop, *files, human_goals=True)
+    assert message.startswith("human.json: product B000000002") and part in message
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '[{"asin"', '[{"asin": "nan"} oops', "[{}", '[{"asin": "nan"}'])
+def test_broken_items_file(tmp_path, text):
+    items, attributes, _ = write(tmp_path)
+    items.write_text(text)
+    assert refusal(load_shop, items, attributes).startswith("items.json: ")
+
+
+def test_empty_catalogue(tmp_path):
+    assert "holds no product" in refusal(load_shop, *write(tmp_path, [])[:2])
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"a": '])
+def test_broken_attributes_and_human_files(tmp_path, text):
+    items, attributes, human = write(tmp_path)
+    human.write_text(text)
+    assert refusal(load_shop, items, attributes, human, human_goals=True).startswith("human.json: ")
+    attributes.write_text(text)
+    assert refusal(load_shop, items, attributes).startswith("attributes.json: ")
+
+
+def test_broken_gzip(tmp_path):
+    items, attributes, _ = write(tmp_path)
+    packed = tmp_path / "items.json.gz"
+    packed.write_bytes(gzip.compress(items.read_bytes())[:-200])
+    assert refusal(load_shop, packed, attributes).startswith("items.json.gz: ")
+    packed.write_bytes(b"not gzip")
+    assert refusal(load_shop, packed, attributes).startswith("items.json.gz: ")
+
+
+def test_gzip_and_a_file_longer_than_one_read(tmp_path, monkeypatch, tiny):
+    monkeypatch.setattr("envs.webshop.products._CHUNK", 50)
+    items, attributes, _ = write(tmp_path)
+    packed = tmp_path / "items.json.gz"
+    packed.write_bytes(gzip.compress(items.read_bytes()))
+    shop = load_shop(packed, attributes, order="original")
+    assert list(shop.goals) == list(tiny.goals)
+
+
+def test_missing_pieces(tmp_path, tiny_files):
+    assert "attributes is missing" in refusal(load_shop, tiny_files[0])
+    with pytest.raises(FileNotFoundError):
+        load_shop(tmp_path / "none.json", tiny_files[1])
+    assert "build it again" in refusal(Catalogue.open, tmp_path)
+    (tmp_path / "meta.json").write_text(json.dumps({"format": "other"}))
+    assert "another format or version" in refusal(load_shop, tmp_path)
+
+
+def test_missing_price_and_options_are_fine(tmp_path):
+    item = {k: v for k, v in GOOD.items() if k not in ("pricing", "customization_options", "images")}
+    shop = load_shop(*write(tmp_path, [item, GOOD | {"asin": "B2", "customization_options": {"size": values()}}])[:2])
+    assert shop.price("B000000001") == 100.0
+    with pytest.raises(KeyError, match="no product 'B3'"):
+        shop.price("B3")
