@@ -60,7 +60,7 @@ def compare(name, options, batch):
 
 
 @pytest.mark.parametrize(("name", "options"), EXACT)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(batch=batches())
 def test_exact_returns(name, options, batch):
     compare(name, options, batch)
@@ -69,7 +69,7 @@ def test_exact_returns(name, options, batch):
 # Differences of means are rounded, and two that happen to be equal in theory may round apart and then be divided by a
 # standard deviation of nearly nothing; continuous rewards have no such coincidences.
 @pytest.mark.parametrize(("name", "options"), CONTINUOUS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(batch=batches(continuous=True))
 def test_continuous_rewards(name, options, batch):
     compare(name, options, batch)
@@ -79,7 +79,7 @@ def test_every_estimator_is_compared():
     assert {name for name, _ in EXACT + CONTINUOUS} == set(ESTIMATORS)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(batch=batches(), history_length=st.sampled_from([0, 3]))
 def test_statistics_of_eb_gae(batch, history_length):
     record = estimate("eb_gae", **batch, history_length=history_length, gamma=GAMMA)
@@ -94,7 +94,7 @@ def test_statistics_of_eb_gae(batch, history_length):
     np.testing.assert_allclose(shrunk, dense({s: returns[s] - value[s] for s in value}), rtol=1e-3, atol=1e-4)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(batch=batches())
 def test_returns_take_the_penalty_only_where_it_fell(batch):
     record = estimate("hgpo", **batch, gamma=GAMMA, invalid_penalty=PENALTY)

@@ -8,10 +8,9 @@ import pytest
 from batches import GAMMA, B, T, batches, further_arrays
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from hgpo_jax.advantages import ESTIMATORS, estimate, informative, parameters
-
 
 
 def run(name, batch, **options):
@@ -35,7 +34,11 @@ def test_permuting_trajectories_permutes_the_result(name, batch, data):
     np.testing.assert_allclose(run(name, permuted).advantages, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+# The others share the code of these.
+PADDED = ("hgpo", "gigpo", "eb_gae", "gagpo", "graphgpo", "reinforce_pp")
+
+
+@pytest.mark.parametrize("name", [n if n in PADDED else pytest.param(n, marks=pytest.mark.slow) for n in ESTIMATORS])
 @settings(max_examples=10, deadline=None)
 @given(batch=batches(continuous=True))
 def test_padding_and_empty_trajectories_change_nothing(name, batch):
@@ -67,7 +70,7 @@ def test_renaming_ids_changes_nothing(name, batch, seed):
     np.testing.assert_allclose(run(name, other).advantages, expected, rtol=1e-4, atol=1e-5)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(batch=batches())
 def test_groups_are_nested(batch):
     sizes = np.asarray(run("hgpo", batch, history_length=4).level_sizes)
@@ -81,7 +84,7 @@ def test_groups_are_nested(batch):
         assert not (seen % numbers).any()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(batch=batches())
 def test_without_history_it_is_the_step_part_of_gigpo(batch):
     step = np.asarray(run("gigpo", batch, gamma=GAMMA, normalize="mean").level_advantages)[..., 1]
@@ -94,45 +97,42 @@ def test_without_history_it_is_the_step_part_of_gigpo(batch):
     np.testing.assert_allclose(alone.advantages, sample * np.sqrt(size / (size - 1)), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["hgpo", "grpo", "gigpo", "rloo", "eb_gae", "gagpo"])
-@pytest.mark.parametrize("normalize", ["mean", "mean_std"])
-def test_equal_returns_give_exact_zeros(name, normalize):
+@pytest.mark.parametrize("name", ["hgpo", "grpo", "gigpo", "eb_gae", "gagpo"])
+def test_equal_returns_give_exact_zeros(name):
     """Every value 10 * 0.95^n at every group size from 2 to 64, one-step trajectories, one batch."""
     values, sizes = np.float32(10) * np.float32(0.95) ** np.arange(50, dtype=np.float32), range(2, 65)
     rewards = np.concatenate([np.full(size, value) for value in values for size in sizes])
     groups = np.repeat(np.arange(len(values) * len(sizes)), np.tile(list(sizes), len(values)))
-    options = {"normalize": normalize} if "normalize" in parameters(name)[1] else {}
     record = estimate(
         name,
         rewards=rewards[:, None].astype(np.float32),
         mask=np.ones((rewards.size, 1), bool),
         states=np.zeros((rewards.size, 1), np.int32),
         groups=groups,
-        **options,
     )
     assert not np.asarray(record.advantages).any()
 
 
-@pytest.mark.parametrize("name", ["hgpo", "gigpo", "eb_gae", "gagpo", "pgpo"])
+@pytest.mark.parametrize("name", ["hgpo", "gigpo", "pgpo"])
 def test_a_group_of_equal_trajectories_gives_no_step_advantage(name):
     """Eight copies of one successful trajectory, beside another group that does differ."""
     rng = np.random.default_rng(0)
-    rewards = np.zeros((16, 30), np.float32)
+    rewards = np.zeros((16, 8), np.float32)
     rewards[:8, -1] = 10
     rewards[8:, -1] = rng.integers(0, 2, 8) * 10
-    states = np.concatenate([np.tile(rng.integers(0, 9, 30), (8, 1)), rng.integers(0, 9, (8, 30))])
+    states = np.concatenate([np.tile(rng.integers(0, 3, 8), (8, 1)), rng.integers(0, 3, (8, 8))])
     arrays, _ = parameters(name)
     record = estimate(
         name,
         rewards=rewards,
-        mask=np.ones((16, 30), bool),
+        mask=np.ones((16, 8), bool),
         states=states,
         groups=np.repeat([3, 1], 8),
         **({"success": rewards[:, -1] > 0} if arrays else {}),
-        **({"history_length": 29} if name == "hgpo" else {}),
+        **({"history_length": 7} if name == "hgpo" else {}),
     )
     if name == "hgpo":  # repeat visits of one trajectory differ; its full history does not
-        assert not np.asarray(record.level_advantages)[:8, :, 29].any()
+        assert not np.asarray(record.level_advantages)[:8, :, 7].any()
     if name in ("gigpo", "pgpo"):
         assert not np.asarray(record.level_advantages)[:8, :, 0].any()
     assert np.asarray(record.advantages)[8:].any()
@@ -152,15 +152,34 @@ def test_rounding_is_not_divided_by_its_own_spread():
     assert not np.asarray(record.advantages).any()
 
 
-@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+# Compiling for a mesh takes seconds each. These two have both kinds of reduction: by group and over the batch.
+QUICK = ("hgpo", "reinforce_pp")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in ESTIMATORS])
 def test_every_number_of_devices_gives_the_same(name):
+    alone, placed = on_meshes(name)
+    for arrays in placed.values():
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, run(name, arrays)), alone)
+
+
+@pytest.mark.parametrize("name", ["hgpo", pytest.param("eb_gae", marks=pytest.mark.slow)])
+def test_every_number_of_devices_gives_the_same_under_jit(name):
+    alone, placed = on_meshes(name)
+    for mesh, arrays in placed.items():
+        with jax.set_mesh(mesh):
+            result = jax.jit(partial(run, name))(arrays)
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, result), alone)
+
+
+def on_meshes(name):
+    """The result on one device, and the arrays split by trajectory over meshes of 1, 2 and 8 devices."""
     assert jax.device_count() >= 8
     rng = np.random.default_rng(1)
     shape = (32, 10)
-    mask = np.arange(10) < rng.integers(1, 11, 32)[:, None]
     batch = {
         "rewards": rng.normal(size=shape).astype(np.float32),
-        "mask": mask,
+        "mask": np.arange(10) < rng.integers(1, 11, 32)[:, None],
         "states": rng.integers(0, 6, shape).astype(np.int32),
         "groups": np.repeat(np.arange(4), 8).astype(np.int32),
         "invalid": rng.random(shape) < 0.1,
@@ -170,17 +189,15 @@ def test_every_number_of_devices_gives_the_same(name):
         "success": rng.random(32) < 0.5,
     }
     alone = jax.tree.map(np.asarray, run(name, batch))
+    placed = {}
     for devices in (1, 2, 8):
-        mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
-        placed = {k: jax.device_put(v, NamedSharding(mesh, PartitionSpec("data"))) for k, v in batch.items()}
-        outside = run(name, placed)
-        with jax.set_mesh(mesh):
-            inside = jax.jit(partial(run, name))(placed)
-        for result in (outside, inside):
-            jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, result), alone)
+        mesh = Mesh(np.array(jax.devices()[:devices]), ("data",), axis_types=(AxisType.Auto,))
+        split = NamedSharding(mesh, PartitionSpec("data"))
+        placed[mesh] = {key: jax.device_put(value, split) for key, value in batch.items()}
+    return alone, placed
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(batch=batches())
 def test_informative_groups_hold_two_different_scores(batch):
     kept = np.asarray(informative(batch["rewards"], batch["mask"], batch["groups"]))

@@ -1,0 +1,91 @@
+"""What the argument for a hierarchy of groups rests on, measured on a batch: peers, group sizes, bias and variance.
+
+Plain NumPy functions on the host, for notebooks and metrics: arrays in, numbers out. B trajectories of at most T steps,
+`mask` bool[B, T] a prefix of every row. The Oracle group of a step holds the steps with the same full history: the same
+prompt group and the same observations from the first to this one. Only its members were in truly the same situation,
+but few steps have company there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def peer_share(level_sizes: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """f64[L]: share of steps that have a peer, that is a group of two or more, at each level.
+
+    level_sizes: i32[B, T, L] as in the record of `hgpo_jax.advantages.estimate`, or [B, T, 1] from `oracle_sizes`.
+    A step without that level (t < k) has no peer there. All zeros for a batch without steps.
+    """
+    sizes = np.asarray(level_sizes)[np.asarray(mask)]
+    return (sizes > 1).mean(axis=0) if len(sizes) else np.zeros(sizes.shape[-1])
+
+
+def group_sizes(level_sizes: np.ndarray, mask: np.ndarray) -> list[dict[int, int]]:
+    """For each level the number of groups by group size, sizes ascending."""
+    sizes = np.asarray(level_sizes)[np.asarray(mask)]
+    distribution = []
+    for column in sizes.T:
+        numbers, steps = np.unique(column[column > 0], return_counts=True)
+        # A group of n members is met once by each of them.
+        distribution.append({int(n): int(count // n) for n, count in zip(numbers, steps, strict=True)})
+    return distribution
+
+
+def oracle_groups(states: np.ndarray, mask: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """i64[B, T]: dense ids of the Oracle groups, -1 where no step happened.
+
+    states i32[B, T], groups i32[B]. Two trajectories share a history as long as they have not parted, so one pass over
+    time refines the prompt groups observation by observation.
+    """
+    states, mask = np.asarray(states), np.asarray(mask)
+    history, ids, found = np.asarray(groups, np.int64), np.full(mask.shape, -1, np.int64), 0
+    for t in range(mask.shape[1]):
+        alive = mask[:, t]
+        if not alive.any():
+            break
+        pairs = np.stack([history[alive], states[alive, t]], axis=1)
+        distinct, index = np.unique(pairs, axis=0, return_inverse=True)
+        ids[alive, t] = index.ravel() + found
+        history = ids[:, t]
+        found += len(distinct)
+    return ids
+
+
+def oracle_sizes(ids: np.ndarray) -> np.ndarray:
+    """i64[B, T, 1]: members of each step's Oracle group, 0 where no step happened."""
+    happened = ids >= 0
+    sizes = np.zeros(ids.shape, np.int64)
+    sizes[happened] = np.bincount(ids[happened])[ids[happened]]
+    return sizes[..., None]
+
+
+def against_oracle(advantages: np.ndarray, returns: np.ndarray, ids: np.ndarray) -> dict[str, float]:
+    """Error of an estimator's advantages against those of the Oracle groups, over the steps with an Oracle peer.
+
+    advantages: f32[B, T], with `normalize="mean"`, or the scales do not compare. returns: f32[B, T] as in the record of
+    `hgpo`. ids: from `oracle_groups`. The Oracle's advantage is the return minus the mean of its group.
+    The error e = A - A_oracle is split by Oracle group: what a group's members share is bias, what is left is variance.
+        steps: steps with an Oracle peer, the ones counted.
+        bias: root of the mean square of the group means of e. variance: mean square of e about its group's mean.
+        mse: mean square of e, which is bias^2 + variance.
+    All but `steps` are nan when no step has an Oracle peer.
+    """
+    advantages, returns = np.asarray(advantages, np.float64), np.asarray(returns, np.float64)
+    counted = oracle_sizes(ids)[..., 0] > 1
+    if not counted.any():
+        return {"steps": 0, "bias": np.nan, "variance": np.nan, "mse": np.nan}
+    _, group = np.unique(ids[counted], return_inverse=True)
+    size = np.bincount(group)
+
+    def group_mean(values):
+        return (np.bincount(group, values) / size)[group]
+
+    error = advantages[counted] - (returns[counted] - group_mean(returns[counted]))
+    shared = group_mean(error)
+    return {
+        "steps": int(counted.sum()),
+        "bias": float(np.sqrt(np.mean(shared**2))),
+        "variance": float(np.mean((error - shared) ** 2)),
+        "mse": float(np.mean(error**2)),
+    }

@@ -1,0 +1,220 @@
+"""Losses against plain NumPy in float64, their gradients, and the exactness of micro-batches."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hgpo_jax import objective
+
+N, R = 6, 5
+RNG = np.random.default_rng(0)
+LENGTHS = np.array([5, 1, 3, 0, 4, 2])
+MASK = np.arange(R) < LENGTHS[:, None]
+OLD = (-2 * RNG.random((N, R))).astype(np.float32)
+# Wide enough that every clip is met; the dual clip by the only token of row 1.
+NEW = (OLD + RNG.normal(0, 0.8, (N, R))).astype(np.float32)
+NEW[1, 0] = OLD[1, 0] + 1.5
+ADVANTAGES = np.array([1.5, -2.0, 0.0, 3.0, -0.5, 1.0], np.float32)
+
+
+def surrogate(ratio, advantage, low, high, dual):
+    """PPO's clipped loss of one token, as its cases read."""
+    loss = -min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
+    return min(loss, -dual * advantage) if advantage < 0 and dual is not None else loss
+
+
+def token_losses(low=0.2, high=0.2, dual=3.0):
+    table = np.zeros((N, R))
+    for i in range(N):
+        for j in range(LENGTHS[i]):
+            ratio = np.exp(float(NEW[i, j]) - float(OLD[i, j]))
+            table[i, j] = surrogate(ratio, float(ADVANTAGES[i]), low, high, dual)
+    return table
+
+
+def aggregated(table, aggregate):
+    rows = [table[i, : LENGTHS[i]] for i in range(N) if LENGTHS[i]]
+    return {
+        "token-mean": np.concatenate(rows).mean(),
+        "seq-mean-token-sum": np.mean([row.sum() for row in rows]),
+        "seq-mean-token-mean": np.mean([row.mean() for row in rows]),
+        "seq-mean-token-sum-norm": np.mean([row.sum() / R for row in rows]),
+    }[aggregate]
+
+
+@pytest.mark.parametrize("aggregate", objective.AGGREGATES)
+def test_policy_loss(aggregate):
+    loss, stats = objective.policy_loss(NEW, OLD, ADVANTAGES, MASK, aggregate=aggregate)
+    np.testing.assert_allclose(loss, aggregated(token_losses(), aggregate), rtol=1e-5)
+    np.testing.assert_allclose(stats["loss"][0] / stats["loss"][1], loss, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("low", "high", "dual"), [(0.2, 0.28, 3.0), (0.1, 0.2, None), (0.2, 0.2, 1.3)])
+def test_clips(low, high, dual):
+    options = {"clip_low": low, "clip_high": high, "dual_clip": dual}
+    loss, stats = objective.policy_loss(NEW, OLD, ADVANTAGES, MASK, **options)
+    np.testing.assert_allclose(loss, aggregated(token_losses(low, high, dual), "token-mean"), rtol=1e-5)
+    ratio, advantage = np.exp(NEW - OLD)[MASK], np.broadcast_to(ADVANTAGES[:, None], (N, R))[MASK]
+    counts = {
+        "clip_fraction_low": ((advantage < 0) & (ratio < 1 - low)).sum(),
+        "clip_fraction_high": ((advantage > 0) & (ratio > 1 + high)).sum(),
+    }
+    if dual is not None:
+        counts["clip_fraction_dual"] = ((advantage < 0) & (ratio > dual)).sum()
+    for name, count in counts.items():
+        assert stats[name] == (count, MASK.sum())
+        assert count > 0
+    assert ("clip_fraction_dual" in stats) == (dual is not None)
+
+
+def test_norm_length_is_a_constant_of_the_run():
+    options = {"aggregate": "seq-mean-token-sum-norm"}
+    loss, _ = objective.policy_loss(NEW, OLD, ADVANTAGES, MASK, norm_length=512, **options)
+    default, _ = objective.policy_loss(NEW, OLD, ADVANTAGES, MASK, **options)
+    np.testing.assert_allclose(loss * 512, default * R, rtol=1e-6)
+
+
+def test_advantages_by_token_and_by_response_agree():
+    by_token = np.broadcast_to(ADVANTAGES[:, None], (N, R))
+    expected, _ = objective.policy_loss(NEW, OLD, ADVANTAGES, MASK)
+    np.testing.assert_array_equal(objective.policy_loss(NEW, OLD, by_token, MASK)[0], expected)
+
+
+def test_gradient_is_reinforce_where_nothing_is_clipped_and_zero_where_it_is():
+    gradient = jax.grad(lambda new: objective.policy_loss(new, OLD, ADVANTAGES, MASK, dual_clip=None)[0])
+    np.testing.assert_allclose(gradient(OLD), np.where(MASK, -ADVANTAGES[:, None], 0) / MASK.sum(), rtol=1e-6)
+    moved = gradient(jnp.asarray(NEW))
+    ratio = np.exp(NEW - OLD)
+    clipped = ((ratio > 1.2) & (ADVANTAGES[:, None] > 0)) | ((ratio < 0.8) & (ADVANTAGES[:, None] < 0)) | ~MASK
+    assert not np.asarray(moved)[clipped].any()
+    expected = np.where(clipped, 0, -ADVANTAGES[:, None] * ratio / MASK.sum())
+    np.testing.assert_allclose(moved, expected, rtol=1e-5)
+
+
+LOSSES = {
+    **{
+        f"policy {a}": lambda s, a=a: objective.policy_loss(NEW[s], OLD[s], ADVANTAGES[s], MASK[s], aggregate=a)
+        for a in objective.AGGREGATES
+    },
+    "gspo": lambda s: objective.gspo_loss(NEW[s], OLD[s], ADVANTAGES[s], MASK[s]),
+    "kpo": lambda s: objective.kpo_loss(NEW[s], OLD[s], ADVANTAGES[s], MASK[s]),
+    "kl": lambda s: objective.kl_loss(NEW[s], OLD[s], MASK[s]),
+    "entropy": lambda s: objective.entropy_bonus(-NEW[s], MASK[s]),
+    "value": lambda s: objective.value_loss(NEW[s], OLD[s], OLD[s] + 1, MASK[s]),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_micro_batches_add_up(name):
+    whole_loss, whole = LOSSES[name](slice(None))
+    # Unequal parts, one of them without a single token.
+    parts = [LOSSES[name](part)[1] for part in (slice(0, 1), slice(1, 3), slice(3, 4), slice(4, None))]
+    summed = jax.tree.map(lambda *x: sum(x), *parts)
+    for key, (numerator, denominator) in whole.items():
+        np.testing.assert_allclose(summed[key], (numerator, denominator), rtol=1e-5)
+    np.testing.assert_allclose(summed["loss"][0] / summed["loss"][1], whole_loss, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["policy token-mean", "gspo", "kpo", "kl", "entropy", "value"])
+def test_what_padding_holds_does_not_matter(name):
+    function = {
+        "policy token-mean": lambda new, old: objective.policy_loss(new, old, ADVANTAGES, MASK),
+        "gspo": lambda new, old: objective.gspo_loss(new, old, ADVANTAGES, MASK),
+        "kpo": lambda new, old: objective.kpo_loss(new, old, ADVANTAGES, MASK),
+        "kl": lambda new, old: objective.kl_loss(new, old, MASK),
+        "entropy": lambda new, old: objective.entropy_bonus(new, MASK),
+        "value": lambda new, old: objective.value_loss(new, old, OLD, MASK),
+    }[name]
+    clean = jax.value_and_grad(function, has_aux=True)(jnp.asarray(NEW), OLD)
+    for bad in (np.nan, -np.inf):
+        new, old = np.where(MASK, NEW, bad), np.where(MASK, OLD, 0)
+        jax.tree.map(np.testing.assert_array_equal, jax.value_and_grad(function, has_aux=True)(new, old), clean)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_batch_without_tokens_costs_nothing(name):
+    loss, stats = LOSSES[name](slice(3, 4))
+    assert loss == 0
+    assert all(part == (0, 0) for part in stats.values())
+
+
+def test_gspo_clips_whole_responses():
+    low, high = 0.1, 0.3
+    loss, stats = objective.gspo_loss(NEW, OLD, ADVANTAGES, MASK, clip_low=low, clip_high=high)
+    rows = [i for i in range(N) if LENGTHS[i]]
+    ratios = [np.exp(np.mean((NEW - OLD)[i, : LENGTHS[i]].astype(float))) for i in rows]
+    expected = [surrogate(r, float(ADVANTAGES[i]), low, high, None) for i, r in zip(rows, ratios, strict=True)]
+    np.testing.assert_allclose(loss, np.mean(expected), rtol=1e-5)
+    assert stats["clip_fraction_low"][1] == len(rows)
+    gradient = jax.grad(lambda new: objective.gspo_loss(new, OLD, ADVANTAGES, MASK)[0])(jnp.asarray(OLD))
+    by_length = np.where(MASK, -ADVANTAGES[:, None] / np.maximum(LENGTHS, 1)[:, None], 0) / len(rows)
+    np.testing.assert_allclose(gradient, by_length, rtol=1e-5)
+
+
+def kalman(z, noise, observation, variance):
+    """The filter of one response, token by token."""
+    rho, filtered = 0.0, []
+    for value in z:
+        gain = (variance + noise) / (variance + noise + observation)
+        rho, variance = rho + gain * (value - rho), (1 - gain) * (variance + noise)
+        filtered.append(rho)
+    return filtered
+
+
+@pytest.mark.parametrize("noise", [1e-6, 0.5])
+def test_kpo_filters_the_log_ratios(noise):
+    loss, _ = objective.kpo_loss(NEW, OLD, ADVANTAGES, MASK, process_noise=noise)
+    table = np.zeros((N, R))
+    for i in range(N):
+        filtered = kalman((NEW - OLD)[i, : LENGTHS[i]].astype(float), noise, 1.0, 1.0)
+        table[i, : LENGTHS[i]] = [surrogate(np.exp(x), float(ADVANTAGES[i]), 0.2, 0.2, 3.0) for x in filtered]
+    np.testing.assert_allclose(loss, aggregated(table, "token-mean"), rtol=1e-5)
+
+
+def test_kl_kinds():
+    d = OLD.astype(float) - NEW
+    expected = {"k1": -d, "k2": d**2 / 2, "k3": np.minimum(np.exp(d) - d - 1, 10), "abs": abs(d)}
+    for kind in objective.KL_KINDS:
+        np.testing.assert_allclose(objective.kl(NEW, OLD, kind), expected[kind], rtol=1e-4, atol=1e-6)
+        loss, stats = objective.kl_loss(NEW, OLD, MASK, kind=kind, aggregate="seq-mean-token-mean")
+        np.testing.assert_allclose(loss, aggregated(expected[kind], "seq-mean-token-mean"), rtol=1e-5)
+        np.testing.assert_allclose(stats["kl"][0] / stats["kl"][1], expected[kind][MASK].mean(), rtol=1e-5)
+    assert objective.kl(jnp.array([-60.0]), jnp.array([0.0]))[0] == 10
+
+
+def test_low_variance_kl_keeps_its_digits_near_zero():
+    # exp(d) - d - 1 is 0 or noise in float32 here; the exact value is d^2 / 2.
+    np.testing.assert_allclose(objective.kl(np.float32([-1.0]), np.float32([-1.0 + 2**-14])), [2**-29], rtol=1e-2)
+
+
+def test_approximate_kl():
+    _, stats = objective.policy_loss(NEW, OLD, ADVANTAGES, MASK)
+    z = (NEW - OLD).astype(float)[MASK]
+    np.testing.assert_allclose(stats["approx_kl"][0] / stats["approx_kl"][1], np.mean(np.exp(z) - 1 - z), rtol=1e-5)
+    np.testing.assert_allclose(stats["ratio"][0] / stats["ratio"][1], np.mean(np.exp(z)), rtol=1e-5)
+
+
+def test_value_loss():
+    values, old, returns = NEW, OLD, (OLD + RNG.normal(size=(N, R))).astype(np.float32)
+    loss, stats = objective.value_loss(values, old, returns, MASK, clip=0.5)
+    table, clipped = np.zeros((N, R)), 0
+    for i in range(N):
+        for j in range(LENGTHS[i]):
+            near = min(max(values[i, j], old[i, j] - 0.5), old[i, j] + 0.5)
+            plain, bounded = (values[i, j] - returns[i, j]) ** 2, (near - returns[i, j]) ** 2
+            table[i, j] = max(plain, bounded) / 2
+            clipped += bounded > plain
+    np.testing.assert_allclose(loss, aggregated(table, "token-mean"), rtol=1e-5)
+    assert stats["value_clip_fraction"] == (clipped, MASK.sum())
+    assert clipped > 0
+    # One value per step serves as well.
+    by_step, _ = objective.value_loss(values[:, 0], old[:, 0], returns[:, 0], MASK[:, 0], clip=0.5)
+    np.testing.assert_allclose(by_step, table[MASK[:, 0], 0].mean(), rtol=1e-5)
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="aggregate='mean': give one of token-mean"):
+        objective.policy_loss(NEW, OLD, ADVANTAGES, MASK, aggregate="mean")
+    with pytest.raises(ValueError, match="kind='k4': give one of k1"):
+        objective.kl(NEW, OLD, kind="k4")
