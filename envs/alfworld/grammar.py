@@ -18,6 +18,7 @@ import ast
 import json
 import re
 import textwrap
+import warnings
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
@@ -151,7 +152,8 @@ def parse_expression(text: str) -> Expression:
         ValueError: any other kind of expression.
     """
     try:
-        tree = ast.parse(text, mode="eval").body
+        with warnings.catch_warnings(action="ignore"):  # odd escapes in a broken file: nobody's code, no warning
+            tree = ast.parse(text, mode="eval").body
     except (SyntaxError, RecursionError, MemoryError):  # the last two: hundreds of nested brackets
         raise ValueError(f"cannot read the expression {text[:60]!r} in the grammar") from None
     names = frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))

@@ -9,6 +9,7 @@ HERE = Path(__file__).resolve().parent
 DATA = HERE / "data"
 LOGIC = DATA / "logic"
 GAMES = sorted(DATA.glob("json_*/*/*/*/game.tw-pddl"))
+TINY = DATA / "tiny.tw-pddl"  # made up: what PDDL and grammars allow but the official games never use
 SHARED = HERE.parents[1].parent / "shared" / "data"
 RECORDINGS = SHARED / "conformance" / "alfworld.jsonl"
 ARCHIVE = SHARED / "alfworld" / "json_2.1.1.tar.xz"

@@ -21,7 +21,7 @@ def replay(path: Path, logic: Path | None, reset: dict, steps: list[dict]) -> in
     return len(steps)
 
 
-@pytest.mark.parametrize("story", OWN, ids=[f"{s['game'].split('/')[2]} logic={s['logic']}" for s in OWN])
+@pytest.mark.parametrize("story", OWN, ids=[f"{Path(s['game']).parent.parent.name} logic={s['logic']}" for s in OWN])
 def test_own_recordings(story: dict) -> None:
     assert replay(DATA / story["game"], LOGIC if story["logic"] else None, story, story["steps"]) == 40
 

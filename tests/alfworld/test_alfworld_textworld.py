@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from alfworld_places import GAMES, LOGIC, some_games
+from alfworld_places import GAMES, LOGIC, TINY, some_games
 
 from envs.alfworld import load_game
 
@@ -25,9 +25,11 @@ STEPS = 30
 PATHS = GAMES + some_games(int(os.environ.get("ALFWORLD_CHECK_GAMES", "0")))
 
 
+CASES = [(path, logic) for path in PATHS for logic in (None, LOGIC)] + [(TINY, None)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("logic", [None, LOGIC], ids=["own wording", "current wording"])
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.parent.parent.name)
+@pytest.mark.parametrize(("path", "logic"), CASES, ids=lambda path: str(path and path.parent.parent.name))
 def test_same_as_textworld(path: Path, logic: Path | None) -> None:
     chance = random.Random(f"{path.parent.name} {logic is None} {os.environ.get('ALFWORLD_CHECK_SEED', '0')}")
     original, ours = Original(path, logic), load_game(path, logic)

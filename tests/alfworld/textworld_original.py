@@ -88,10 +88,11 @@ def record(path: Path, logic: Path | None, seed: int, steps: int) -> dict:
 
 
 if __name__ == "__main__":
-    from alfworld_places import DATA, GAMES, LOGIC
+    from alfworld_places import DATA, GAMES, LOGIC, TINY
 
+    episodes = [(path, logic, seed) for seed, path in enumerate(GAMES) for logic in (None, LOGIC)]
+    episodes += [(TINY, None, seed) for seed in range(4)]
     with (DATA / "recorded.jsonl").open("w") as out:
-        for seed, game_path in enumerate(GAMES):
-            for folder in (None, LOGIC):
-                story = {"game": game_path.relative_to(DATA).as_posix(), "logic": folder is not None}
-                out.write(json.dumps(story | record(game_path, folder, seed, steps=40)) + "\n")
+        for game_path, folder, seed in episodes:
+            story = {"game": game_path.relative_to(DATA).as_posix(), "logic": folder is not None}
+            out.write(json.dumps(story | record(game_path, folder, seed, steps=40)) + "\n")
