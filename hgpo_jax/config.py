@@ -96,6 +96,7 @@ class LearnerConfig(Section):
     """The update: PPO-clip with AdamW."""
 
     lr: float = field(1e-3, "learning rate", gt=0)
+    final_lr: Share = field(1.0, "share of the learning rate left at the last iteration; it falls linearly")
     warmup_steps: int = field(5, "optimizer steps over which the learning rate rises from 0", ge=0)
     weight_decay: NonNegative = field(0.01, "AdamW's weight decay")
     beta1: float = field(0.9, "AdamW's beta1", ge=0, lt=1)

@@ -105,7 +105,7 @@ def make_optimizer(config: LearnerConfig) -> optax.GradientTransformation:
 
 
 def make_update(loss: Callable, optimizer, mesh: Mesh, *, minibatch_size: int, microbatch_size: int, per_token: bool = True):
-    """Builds `update(params, opt_state, reference, rows, order, count)`, to be called under `jax.jit`.
+    """Builds `update(params, opt_state, reference, rows, order, count, lr_share)`, to be called under `jax.jit`.
 
     Args:
       loss: `(params, reference, rows) -> (numerator, stats, worst)`; the numerator is a sum over tokens (`per_token`) or
@@ -114,12 +114,12 @@ def make_update(loss: Callable, optimizer, mesh: Mesh, *, minibatch_size: int, m
       minibatch_size: rows per optimizer step at most; an epoch is cut into equal steps.
       microbatch_size: rows per device and gradient computation.
 
-    `order` i32[N] lists the rows to learn from in its first `count` entries. Returns (params, opt_state, stats), with
+    `order` i32[N] lists the rows to learn from in its first `count` entries; `lr_share` scales the optimizer's step. Returns (params, opt_state, stats), with
     every stat a scalar mean over what it counts, plus `grad_norm` (mean), `optimizer_steps` and `worst`.
     """
     devices, C = mesh.shape["data"], microbatch_size
 
-    def epoch(params, opt_state, reference, rows: Rows, order, count):
+    def epoch(params, opt_state, reference, rows: Rows, order, count, lr_share):
         device = jax.lax.axis_index("data")
         steps = jnp.maximum(-(-count // minibatch_size), 1)
         size = -(-count // steps)
@@ -157,7 +157,7 @@ def make_update(loss: Callable, optimizer, mesh: Mesh, *, minibatch_size: int, m
             scale = 1.0 / jnp.maximum(before[stop] - before[begin], 1)
             gradient = jax.tree.map(lambda g: g * scale, gradient)
             updates, opt_state = optimizer.update(gradient, opt_state, params)
-            params = optax.apply_updates(params, updates)
+            params = optax.apply_updates(params, jax.tree.map(lambda u: u * lr_share, updates))
             stats = jax.tree.map(jnp.add, stats, new_stats)
             worst = jnp.where(j == 0, jax.lax.pmax(new_worst, "data"), worst)
             return params, opt_state, stats, worst, norms + optax.global_norm(gradient)

@@ -1,4 +1,4 @@
-"""Token losses: PPO's clipped surrogate and its relatives, KL, entropy, value loss. Pure functions of arrays.
+"""Token losses: PPO's clipped surrogate and its relatives, KL, value loss. Pure functions of arrays.
 
 Rows are steps (one response each) and columns its tokens: N rows of R tokens. Every loss returns `(loss, stats)`.
 `stats` maps a name to `(numerator, denominator)`, and `stats["loss"]` is the loss itself in that form: sums over
@@ -32,8 +32,9 @@ def reduce_tokens(
         sum / norm_length (Dr.GRPO), a constant such as the longest response allowed (default R).
     Rows without a token are padding and count nowhere.
     """
-    mask = mask.astype(values.dtype)
-    row_sums, lengths = jnp.sum(values * mask, axis=-1), jnp.sum(mask, axis=-1)
+    mask = mask.astype(bool)
+    row_sums = jnp.sum(jnp.where(mask, values, 0.0), axis=-1)
+    lengths = jnp.sum(mask, axis=-1).astype(values.dtype)
     rows = jnp.sum(lengths > 0).astype(values.dtype)
     if aggregate == "token-mean":
         return jnp.sum(row_sums), jnp.sum(lengths)
@@ -69,7 +70,7 @@ def policy_loss(
     new_logp, old_logp: f32[N, R], log-probabilities of the sampled tokens.
     advantages: f32[N], shared by the tokens of a response, or f32[N, R].
     mask: [N, R], true on response tokens; what the others hold is ignored.
-    dual_clip: where A < 0 the loss is at most `-dual_clip * A` (Ye et al., 2020, eq. 5); None for no bound.
+    dual_clip: where A < 0 the loss is at most `-dual_clip * A` (Ye et al., 2020, arXiv 1912.09729); None for no bound.
     aggregate, norm_length: see `reduce_tokens`.
     """
     mask = mask.astype(bool)
@@ -87,7 +88,7 @@ def gspo_loss(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> tuple[jax.Array, Stats]:
-    """GSPO (Zheng et al., 2025, arXiv 2507.18071, eq. 5): whole responses are clipped, and every response counts once.
+    """GSPO (Zheng et al., 2025, arXiv 2507.18071): whole responses are clipped, and every response counts once.
 
     The ratio of a response is the geometric mean of its tokens' ratios. advantages: f32[N]; the rest as in
     `policy_loss`. The statistics count responses.
@@ -168,15 +169,6 @@ def kl_loss(
     values = kl(jnp.where(mask, new_logp, 0.0), jnp.where(mask, ref_logp, 0.0), kind)
     stats = {"kl": reduce_tokens(values, mask, "token-mean")}
     return _with_loss(reduce_tokens(values, mask, aggregate, norm_length), stats)
-
-
-def entropy_bonus(
-    entropy: jax.Array, mask: jax.Array, *, aggregate: str = "token-mean", norm_length: float | None = None
-) -> tuple[jax.Array, Stats]:
-    """Aggregated entropy of the policy at each token, f32[N, R]; a learner subtracts it times a coefficient."""
-    mask = mask.astype(bool)
-    part = reduce_tokens(jnp.where(mask, entropy, 0.0), mask, aggregate, norm_length)
-    return _with_loss(part, {})
 
 
 def value_loss(

@@ -96,7 +96,7 @@ def clone(env, policy: Policy, config: Config, mesh) -> dict:
     def some_steps(params, opt_state, rows, key):
         # Rows of decisions that happened come first in a random order.
         order = jnp.argsort(jax.random.uniform(key, (total,)) + 2.0 * (rows.response_lengths == 0))
-        return update(params, opt_state, None, rows, order, jnp.minimum(per_call * settings.batch_size, count))
+        return update(params, opt_state, None, rows, order, jnp.minimum(per_call * settings.batch_size, count), 1.0)
 
     params = jax.tree.map(jnp.copy, policy.params)
     opt_state = jax.jit(optimizer.init)(params)

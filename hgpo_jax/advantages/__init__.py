@@ -4,13 +4,15 @@
     record = estimate("hgpo", rewards=rewards, mask=mask, states=states, groups=groups, history_length=2)
 
 A new estimator is one function in one file, `def name(batch, *, options) -> Estimate`, and one line in `ESTIMATORS`.
-Its keyword arguments with a default are options; those without one are further arrays (`checks.ARRAYS`).
+Its keyword arguments with a default are options (give a new one its range in `checks.OPTIONS`); those without are
+further arrays (`checks.ARRAYS`).
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -107,7 +109,7 @@ def estimate(
             if checks.is_concrete(value):
                 checks.check_values(field, np.asarray(value), host_mask)
     arrays = {field: _replicated(value) for field, value in arrays.items()}
-    return _estimate(name, tuple(sorted(options.items())), arrays)
+    return _estimate(ESTIMATORS[name], tuple(sorted(options.items())), arrays)
 
 
 def parameters(name: str) -> tuple[tuple[str, ...], dict[str, Any]]:
@@ -120,7 +122,9 @@ def parameters(name: str) -> tuple[tuple[str, ...], dict[str, Any]]:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _estimate(name: str, options: tuple[tuple[str, Any], ...], arrays: dict[str, jax.Array]) -> Estimate:
+def _estimate(
+    estimator: Callable[..., Estimate], options: tuple[tuple[str, Any], ...], arrays: dict[str, jax.Array]
+) -> Estimate:
     arrays = {field: jnp.asarray(value, checks.ARRAYS[field][0]) for field, value in arrays.items()}
     mask = arrays["mask"]
     batch = Batch(
@@ -130,7 +134,7 @@ def _estimate(name: str, options: tuple[tuple[str, Any], ...], arrays: dict[str,
         groups=arrays.pop("groups"),
         invalid=arrays.pop("invalid") & mask,
     )
-    return ESTIMATORS[name](batch, **arrays, **dict(options))
+    return estimator(batch, **arrays, **dict(options))
 
 
 def _replicated(value: Any) -> Any:

@@ -60,8 +60,8 @@ def nearest(kind: str, name: str, known: Iterable[str]) -> str:
 
 
 def check_option(name: str, value: object) -> None:
-    """Refuse an option's value outside its range."""
-    accepts, wanted = OPTIONS[name]
+    """Refuse an option's value outside its range; options without an entry in `OPTIONS` are taken as they are."""
+    accepts, wanted = OPTIONS.get(name, (lambda x: True, ""))
     if not accepts(value):
         raise ValueError(f"{name}={value!r}: give {wanted}")
 

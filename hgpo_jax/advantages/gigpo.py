@@ -20,7 +20,7 @@ def gigpo(
     normalize: str = "mean_std",
     invalid_penalty: float = 0.1,
 ) -> Estimate:
-    """GRPO's advantage plus `step_weight` times the step advantage (eq. 8).
+    """GRPO's advantage plus `step_weight` times the step advantage.
 
     The record's two levels are the prompt group (-1), whose advantage is the episode's, and the state's group (0).
     """

@@ -13,26 +13,30 @@ import numpy as np
 
 
 def similar_states(
-    observations: Sequence[Sequence[str]], groups: Sequence[int], threshold: float = 0.95
-) -> list[list[int]]:
-    """Ids of observations merged by similarity, one row per trajectory, in the shape of `observations`.
+    observations: Sequence[Sequence[str]], mask: np.ndarray, groups: np.ndarray, threshold: float = 0.95
+) -> np.ndarray:
+    """State ids i32[B, T] of observations merged by similarity, 0 where no step happened.
 
-    observations: per trajectory its observations, one per step. groups: the prompt group of each trajectory.
+    observations: per trajectory the text of each step; what stands beyond its last step is not read.
+    mask: bool[B, T], groups: i32[B], as in `estimate`.
     threshold: least `SequenceMatcher` ratio (2 * matching characters / all characters) to a cluster's representative,
         which is its first member. At 1 only equal texts share an id.
     Ids are unique across prompt groups. Raises ValueError where the threshold or the lengths do not fit.
     """
     if not 0 <= threshold <= 1:
         raise ValueError(f"threshold={threshold}: give a ratio from 0 to 1")
-    if len(observations) != len(groups):
-        raise ValueError(f"groups has {len(groups)} entries: give {len(observations)}, one per trajectory")
+    lengths = np.asarray(mask).sum(axis=1).tolist()
+    if not len(observations) == len(groups) == len(lengths):
+        given = f"observations has {len(observations)} rows and groups {len(groups)}"
+        raise ValueError(f"{given}: give {len(lengths)} each, because mask has that many")
     clusters: dict[int, list[tuple[str, int]]] = {}
     known: dict[tuple[int, str], int] = {}
     founded = 0
-    states = []
-    for group, texts in zip(np.asarray(groups).tolist(), observations, strict=True):
-        row = []
-        for text in texts:
+    states = np.zeros(np.shape(mask), np.int32)
+    for b, (group, texts, length) in enumerate(zip(np.asarray(groups).tolist(), observations, lengths, strict=True)):
+        if len(texts) < length:
+            raise ValueError(f"observations[{b}] has {len(texts)} texts: give {length}, one per step")
+        for t, text in enumerate(texts[:length]):
             # An equal text meets the same representatives in the same order, so its id is already decided.
             if (group, text) not in known:
                 found = next((i for first, i in clusters.get(group, []) if _similar(first, text, threshold)), None)
@@ -40,8 +44,7 @@ def similar_states(
                     found, founded = founded, founded + 1
                     clusters.setdefault(group, []).append((text, found))
                 known[group, text] = found
-            row.append(known[group, text])
-        states.append(row)
+            states[b, t] = known[group, text]
     return states
 
 

@@ -1,0 +1,124 @@
+"""What a run writes for people: metrics.jsonl, TensorBoard events and curves.png."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import matplotlib
+from tensorboardX import SummaryWriter
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+# (title, metric) of each panel of curves.png; a panel whose metric never occurs is left out.
+PANELS = (
+    ("success", "success"),
+    ("episode length (turns)", "turns"),
+    ("invalid actions (share)", "invalid"),
+    ("return", "return"),
+    ("KL to the reference policy", "kl"),
+    ("entropy (nats per token)", "entropy"),
+    ("gradient norm", "grad_norm"),
+    ("steps with a peer, by level (share)", "peers/"),
+    ("seconds per iteration", "seconds."),
+)
+
+
+class MetricsWriter:
+    """Appends one JSON object per iteration to metrics.jsonl, and the same numbers to TensorBoard.
+
+    Args:
+      folder: the run's folder.
+      keep: iterations that stand; later lines of an interrupted run are dropped.
+      tensorboard: whether to write events too.
+    """
+
+    def __init__(self, folder: Path, keep: int = 0, tensorboard: bool = True):
+        self.path = folder / "metrics.jsonl"
+        rows = [row for row in read_metrics(folder) if row["iteration"] < keep]
+        partial = self.path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        partial.replace(self.path)
+        self._file = open(self.path, "a")
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=keep) if tensorboard else None
+
+    def write(self, row: dict) -> None:
+        """`row` maps names to numbers or to one more such mapping, and has `iteration`. NaN is written as null."""
+        clean = {k: {n: _finite(v) for n, v in x.items()} if isinstance(x, dict) else _finite(x) for k, x in row.items()}
+        self._file.write(json.dumps(clean) + "\n")
+        self._file.flush()
+        if self._board:
+            for name, value in flatten(row).items():
+                self._board.add_scalar(name.replace(".", "/"), value, row["iteration"])
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board:
+            self._board.close()
+
+
+def _finite(value):
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def flatten(row: dict) -> dict:
+    """Nested numbers by dotted name."""
+    flat = {}
+    for name, value in row.items():
+        if isinstance(value, dict):
+            flat |= {f"{name}.{inner}": number for inner, number in value.items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def read_metrics(folder: Path) -> list[dict]:
+    """The rows of a run's metrics.jsonl; an unfinished last line is left out, a missing file is no rows."""
+    path = Path(folder) / "metrics.jsonl"
+    rows = []
+    if path.is_file():
+        for line in path.read_text().splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+    return rows
+
+
+def plot_curves(folder: Path, title: str = "") -> None:
+    """Draws curves.png from metrics.jsonl."""
+    rows = [flatten(row) for row in read_metrics(folder)]
+    if not rows:
+        return
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    panels = []
+    for label, metric in PANELS:
+        lines = [n for n in names if n == metric or (metric[-1] in "./" and n.startswith(metric))]
+        if lines:
+            panels.append((label, metric, lines))
+    columns = 3
+    height = -(-len(panels) // columns)
+    figure, axes = plt.subplots(height, columns, figsize=(4.2 * columns, 2.7 * height), squeeze=False, layout="constrained")
+    x = [row["iteration"] for row in rows]
+    for axis, (label, metric, lines) in zip(axes.flat, panels, strict=False):
+        for name in lines:
+            y = [row[name] if row.get(name) is not None else math.nan for row in rows]
+            axis.plot(x, y, linewidth=1.3, label=name.removeprefix(metric) if len(lines) > 1 else None)
+        axis.set_title(label, fontsize=10)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+        if len(lines) > 1:
+            axis.legend(fontsize=8, frameon=False)
+        if metric in ("success", "invalid", "peers/"):
+            axis.set_ylim(-0.02, 1.02)
+    for axis in axes.flat[len(panels):]:
+        axis.set_visible(False)
+    for axis in axes[-1]:
+        axis.set_xlabel("iteration", fontsize=9)
+    figure.suptitle(title, fontsize=11)
+    partial = folder / "curves.partial.png"
+    figure.savefig(partial, dpi=110)
+    plt.close(figure)
+    partial.replace(folder / "curves.png")

@@ -1,0 +1,170 @@
+"""`python -m hgpo_jax.train`: trains an agent, by default a tiny Qwen2.5 on the embedded household.
+
+    python -m hgpo_jax.train                                   the embedded job, on any CPU
+    python -m hgpo_jax.train --config household_six            all six task types
+    python -m hgpo_jax.train method=gigpo seed=1 learner.lr=1e-3
+
+Writes a run folder: config.yaml (resolved), metrics.jsonl, tensorboard/, curves.png, checkpoints/, episodes/, start/ and
+policy/ (Hugging Face folders of the policy before and after), evaluation.json and transcripts.txt.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime
+from pathlib import Path
+
+import jax
+import yaml
+from tqdm import tqdm
+
+from hgpo_jax import cli
+from hgpo_jax import config as configuration
+from hgpo_jax.checkpoint import Checkpoints
+from hgpo_jax.config import Config, ConfigError
+from hgpo_jax.evaluate import evaluate, report, transcript
+from hgpo_jax.job import Job, build, make_learn
+from hgpo_jax.metrics import MetricsWriter, plot_curves
+from hgpo_jax.policy import Policy, load_policy
+from hgpo_jax.warm_start import warm_start
+
+# Fields that may differ when a run goes on: they do not change what is learned.
+FREE_TO_CHANGE = ("run_dir", "cache_dir", "mesh", "iterations", "rollout.chunk", "learner.microbatch_size", "log.", "evaluation.")
+
+
+def run_folder(config: Config, resume: str) -> tuple[Path, bool]:
+    """Where the run lives, and whether it goes on there.
+
+    Raises:
+      ConfigError: the folder holds a run and resuming was not asked for, or there is nothing to resume.
+    """
+    stem = f"{config.name}-{config.method}-s{config.seed}"
+    if resume not in ("auto", "never"):
+        if not (Path(resume) / "config.yaml").is_file():
+            raise ConfigError(f"--resume {resume}: not a run's folder, it holds no config.yaml")
+        return Path(resume), True
+    if config.run_dir:
+        folder = Path(config.run_dir)
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"run_dir={folder}: is a file; choose another folder")
+        begun = (folder / "config.yaml").is_file()
+        if begun and resume == "never":
+            raise ConfigError(f"run_dir={folder}: holds a run already; go on with --resume auto or choose another folder")
+        if folder.is_dir() and not begun and any(folder.iterdir()):
+            raise ConfigError(f"run_dir={folder}: is not empty and not a run; choose another folder")
+        return folder, begun
+    if resume == "auto":
+        begun = [p.parent for p in Path("runs").glob(f"{stem}-*/config.yaml") if not (p.parent / "evaluation.json").exists()]
+        if begun:
+            return max(begun), True
+    return Path("runs") / f"{stem}-{datetime.now():%Y%m%d-%H%M%S}", False
+
+
+def check_unchanged(config: Config, folder: Path) -> None:
+    """Raises ConfigError where a resumed run's configuration is not the one it began with."""
+    old = yaml.safe_load((folder / "config.yaml").read_text())
+    new = config.model_dump(mode="json")
+    for name in configuration.fields():
+        before, now = old, new
+        for part in name.split("."):
+            before, now = (before or {}).get(part), now[part]
+        if before != now and not name.startswith(FREE_TO_CHANGE):
+            raise ConfigError(f"{name}={now}: the run in {folder} began with {name}={before}; give that, or another run_dir")
+
+
+def live_line(row: dict) -> dict:
+    """What the live line shows of an iteration."""
+    return {
+        "success": f"{row['success']:.2f}",
+        "return": f"{row['return']:.2f}",
+        "tok/s": f"{row['tokens_per_second'] / 1e3:.0f}k",
+        "rollout": f"{row['seconds']['rollout']:.2f}s",
+        "update": f"{row['seconds']['update']:.2f}s",
+    }
+
+
+def train(job: Job, folder: Path, resuming: bool) -> dict:
+    """Runs the job in its folder; returns the final parameters."""
+    config = job.config
+    learn, init = make_learn(job)
+    checkpoints = Checkpoints(folder / "checkpoints", config.log.keep_checkpoints)
+    done = checkpoints.latest() if resuming else None
+    if (folder / "start" / "model.safetensors").is_file():
+        reference = load_policy(folder / "start", job.mesh).params
+    else:
+        reference = warm_start(job.env, job.policy, config, job.mesh) if config.warm_start == "cloning" else job.policy.params
+        Policy(job.policy.config, reference, job.policy.tokenizer).save(folder / "start")
+    # The update donates its parameters, and the reference must outlive them.
+    params = jax.tree.map(lambda a: a.copy(), reference)
+    opt_state = init(params)
+    if done:
+        params, opt_state = checkpoints.restore(done, (params, opt_state))
+        print(f"resumed after iteration {done} in {folder}", flush=True)
+    first = done or 0
+    (folder / "episodes").mkdir(exist_ok=True)
+    writer = MetricsWriter(folder, keep=first, tensorboard=config.log.tensorboard)
+    bar = tqdm(total=config.iterations, initial=first, desc="training", unit="it", disable=None, dynamic_ncols=True)
+    printed = 0.0
+    for iteration in range(first, config.iterations):
+        began = time.perf_counter()
+        episodes = jax.block_until_ready(job.training_episodes(params, iteration))
+        sampled = time.perf_counter()
+        lr_share = 1 - (1 - config.learner.final_lr) * iteration / config.iterations
+        params, opt_state, metrics = learn(params, opt_state, reference, episodes, job.key(iteration, 1), lr_share)
+        metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        ended = time.perf_counter()
+        row = {
+            "iteration": iteration,
+            **metrics,
+            "lr": config.learner.lr * lr_share,
+            "seconds": {"rollout": sampled - began, "update": ended - sampled},
+            "tokens_per_second": metrics["tokens"] / (ended - began),
+        }
+        writer.write(row)
+        last = iteration + 1 == config.iterations
+        if last or (iteration + 1) % config.log.dump_every == 0:
+            jax.device_get(episodes).save(folder / "episodes" / f"iteration-{iteration:05d}.npz")
+        if last or (iteration + 1) % config.log.checkpoint_every == 0:
+            checkpoints.save(iteration + 1, (params, opt_state))
+        bar.set_postfix(live_line(row), refresh=False)
+        bar.update()
+        if bar.disable and (last or time.perf_counter() - printed > 5):
+            printed = time.perf_counter()
+            left = (config.iterations - iteration - 1) * (ended - began)
+            line = "  ".join(f"{name} {value}" for name, value in live_line(row).items())
+            print(f"iteration {iteration + 1}/{config.iterations}  {line}  left {left:.0f}s", flush=True)
+    bar.close()
+    writer.close()
+    checkpoints.close()
+    return params
+
+
+def main() -> None:
+    p = cli.parser("train", __doc__, epilog="fields:\n" + configuration.describe())
+    cli.add_config_arguments(p)
+    p.add_argument("--resume", metavar="auto|never|PATH", default="never", help="go on with an interrupted run")
+    args = p.parse_args()
+    began = time.perf_counter()
+    config = cli.load_config(args)
+    folder, resuming = run_folder(config, args.resume)
+    if resuming:
+        check_unchanged(config, folder)
+    job = build(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(configuration.dump(config))
+    devices = f"{job.mesh.size} {jax.devices()[0].platform} device{'s' if job.mesh.size > 1 else ''}"
+    count = sum(a.size for a in jax.tree.leaves(job.policy.params))
+    print(f"{folder}: {config.method}, {count:,} parameters, {devices}, mesh {dict(job.mesh.shape)}", flush=True)
+
+    params = train(job, folder, resuming)
+    Policy(job.policy.config, params, job.policy.tokenizer).save(folder / "policy")
+    plot_curves(folder, f"{config.name}, {config.method}, seed {config.seed}")
+    result, episodes = evaluate(job, params, folder)
+    shown = "\n\n".join(transcript(job, episodes, i) for i in range(min(3, config.evaluation.episodes)))
+    (folder / "transcripts.txt").write_text(shown + "\n")
+    print(f"\n{shown}\n\n{report(result)}")
+    print(f"{time.perf_counter() - began:.0f} s in all; everything is in {folder}")
+
+
+if __name__ == "__main__":
+    cli.run(main)
