@@ -100,7 +100,6 @@ LOSSES = {
     "gspo": lambda s: objective.gspo_loss(NEW[s], OLD[s], ADVANTAGES[s], MASK[s]),
     "kpo": lambda s: objective.kpo_loss(NEW[s], OLD[s], ADVANTAGES[s], MASK[s]),
     "kl": lambda s: objective.kl_loss(NEW[s], OLD[s], MASK[s]),
-    "entropy": lambda s: objective.entropy_bonus(-NEW[s], MASK[s]),
     "value": lambda s: objective.value_loss(NEW[s], OLD[s], OLD[s] + 1, MASK[s]),
 }
 
@@ -116,14 +115,13 @@ def test_micro_batches_add_up(name):
     np.testing.assert_allclose(summed["loss"][0] / summed["loss"][1], whole_loss, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["policy token-mean", "gspo", "kpo", "kl", "entropy", "value"])
+@pytest.mark.parametrize("name", ["policy token-mean", "gspo", "kpo", "kl", "value"])
 def test_what_padding_holds_does_not_matter(name):
     function = {
         "policy token-mean": lambda new, old: objective.policy_loss(new, old, ADVANTAGES, MASK),
         "gspo": lambda new, old: objective.gspo_loss(new, old, ADVANTAGES, MASK),
         "kpo": lambda new, old: objective.kpo_loss(new, old, ADVANTAGES, MASK),
         "kl": lambda new, old: objective.kl_loss(new, old, MASK),
-        "entropy": lambda new, old: objective.entropy_bonus(new, MASK),
         "value": lambda new, old: objective.value_loss(new, old, OLD, MASK),
     }[name]
     clean = jax.value_and_grad(function, has_aux=True)(jnp.asarray(NEW), OLD)

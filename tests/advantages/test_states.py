@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hgpo_jax.advantages import similar_states, state_ids
+from hgpo_jax.advantages import estimate, similar_states, state_ids
 
 
 @pytest.mark.parametrize("width", [1, 4, 11])
@@ -29,29 +29,51 @@ def test_rows_that_differ_in_their_last_token_only():
     assert state_ids(rows, np.ones(3, bool)).tolist() == [0, 1, 0]
 
 
+def similar(observations, groups, **options):
+    """The ids as ragged lists."""
+    lengths = [len(row) for row in observations]
+    mask = np.arange(max(lengths)) < np.array(lengths)[:, None]
+    states = similar_states(observations, mask, np.array(groups), **options)
+    assert not states[~mask].any()
+    return [row[:length].tolist() for row, length in zip(states, lengths, strict=True)]
+
+
 def test_similar_texts_join_the_first_cluster_that_fits():
     base = "You are in the kitchen. You see a cabinet 1, a drawer 2 and a fridge 1."
     near = base.replace("cabinet 1", "cabinet 2")
     far = "You are in the garden. Nothing happens."
     observations = [[base, near, far], [far, base], [near]]
-    assert similar_states(observations, [0, 0, 1]) == [[0, 0, 1], [1, 0], [2]]
-    assert similar_states(observations, [0, 0, 1], threshold=1.0) == [[0, 1, 2], [2, 0], [3]]
+    assert similar(observations, [0, 0, 1]) == [[0, 0, 1], [1, 0], [2]]
+    assert similar(observations, [0, 0, 1], threshold=1.0) == [[0, 1, 2], [2, 0], [3]]
 
 
 def test_a_chain_is_cut_where_it_leaves_the_representative():
-    # Neighbours share 18 of 20 characters (ratio 0.9), the ends only 16 (0.8): the third founds its own cluster, and
-    # the fourth, alike to both the second and the third, is compared with representatives only.
+    # Neighbours share 18 or 19 of 20 characters (ratio 0.9 or more). The third shares 16 with the first (0.8), so it
+    # founds a cluster; the fourth is compared with these two representatives only.
     texts = ["a" * 20, "a" * 18 + "bb", "a" * 16 + "b" * 4, "a" * 15 + "b" * 5]
-    assert similar_states([texts], [0], threshold=0.9) == [[0, 0, 1, 1]]
+    assert similar([texts], [0], threshold=0.9) == [[0, 0, 1, 1]]
 
 
 def test_long_texts_are_compared_by_all_their_characters():
     text = "the quick brown fox jumps over the lazy dog " * 10
-    assert similar_states([[text, text.replace("lazy dog", "lazy cat", 1)]], [0]) == [[0, 0]]
+    assert similar([[text, text.replace("lazy dog", "lazy cat", 1)]], [0]) == [[0, 0]]
+
+
+def test_merged_states_serve_every_estimator():
+    texts = [["a hall", "a desk"], ["a hall!", "a bed"]]
+    mask, rewards = np.ones((2, 2), bool), np.array([[0, 8], [0, 0]], np.float32)
+    sizes = [
+        estimate("hgpo", rewards=rewards, mask=mask, groups=np.zeros(2, int), history_length=0, states=states)
+        .level_sizes[..., 0].tolist()
+        for states in (similar_states(texts, mask, [0, 0], t) for t in (0.9, 1.0))
+    ]
+    assert sizes == [[[2, 1], [2, 1]], [[1, 1], [1, 1]]]
 
 
 def test_bad_arguments():
     with pytest.raises(ValueError, match=r"threshold=1.5"):
-        similar_states([["a"]], [0], threshold=1.5)
-    with pytest.raises(ValueError, match="groups has 2 entries: give 1"):
-        similar_states([["a"]], [0, 1])
+        similar_states([["a"]], np.ones((1, 1), bool), [0], threshold=1.5)
+    with pytest.raises(ValueError, match="observations has 1 rows and groups 2: give 1 each"):
+        similar_states([["a"]], np.ones((1, 1), bool), [0, 1])
+    with pytest.raises(ValueError, match=r"observations\[0\] has 1 texts: give 2"):
+        similar_states([["a"]], np.ones((1, 2), bool), [0])
