@@ -27,7 +27,8 @@ def eb_gae(
     s2_j   = SSW_j / max(N - M_j, 1), the within-group sum of squares over its degrees of freedom;
     tau2_j = max(0, (SSW_{j-1} - SSW_j - (M_j - M_{j-1}) s2_j) / D_j), D_j = N - sum n_j / n_{j-1}, and 0 if D_j = 0;
     b_{-1} = mean_{-1}, b_j = w_j mean_j + (1 - w_j) b_{j-1}, w_j = n_j tau2_j / (n_j tau2_j + s2_j), V = b_K.
-    A prompt group whose returns are all equal gives exactly 0. The penalty is subtracted from the advantage last.
+    A prompt group whose returns are all equal gives exactly 0: equal values have exact means, and
+    `generalized_advantages` drops what rounding leaves. The penalty is subtracted from the advantage last.
 
     level_advantages are `R - mean_j` and level_weights each mean's share in V. stats: `s2` f32[K + 2],
     `tau2` f32[K + 1], and `rho = sum_{k >= 1} tau2_k / s2_K`, what depth can add (s2 floored at 1e-12).
@@ -62,10 +63,8 @@ def eb_gae(
         value = value + weight * (means[j] - value)
         shares = [share * (1 - weight) for share in shares] + [weight]
 
-    differs = grouping.group_sum((ordered != means[0]).astype(jnp.int32), steps.segments[0]) > 0
     values = grouping.steps_in_place(value, steps, shape)
     advantages = generalized_advantages(batch.rewards, values, batch.mask, gamma, lam)
-    advantages = jnp.where(grouping.steps_in_place(differs, steps, shape), advantages, 0.0)
     penalty = penalties(batch, invalid_penalty)
     return Estimate(
         advantages=advantages - penalty,

@@ -13,27 +13,29 @@ EXACT = [
     ("hgpo", {}),
     ("hgpo", {"normalize": "mean", "history_length": 4, "weight_offset": 1}),
     ("hgpo", {"normalize": "mean", "base_group": True, "alpha": 2.0}),
-    pytest.param("hgpo", {"history_length": 1, "base_group": True, "alpha": 0.0}, marks=pytest.mark.slow),
     ("hgpo", {"history_length": 0}),
-    pytest.param("hgpo", {"history_length": 7}, marks=pytest.mark.slow),
     ("grpo", {}),
     ("grpo", {"statistics": "per_trajectory"}),
     ("grpo", {"statistics": "per_trajectory", "normalize": "mean"}),
     ("gigpo", {}),
     ("gigpo", {"statistics": "per_trajectory", "normalize": "mean", "step_weight": 0.5}),
     ("rloo", {}),
-    pytest.param("rloo", {"statistics": "per_trajectory"}, marks=pytest.mark.slow),
     ("reinforce_pp", {}),
     ("reinforce_pp_baseline", {}),
-    pytest.param("reinforce_pp_baseline", {"statistics": "per_trajectory"}, marks=pytest.mark.slow),
     ("dr_mas", {}),
     ("dr_mas", {"statistics": "per_trajectory", "normalize": "mean"}),
     ("eb_gae", {}),
-    pytest.param("eb_gae", {"history_length": 0, "lam": 1.0}, marks=pytest.mark.slow),
     ("eb_gae", {"history_length": 4, "lam": 0.0}),
     ("graphgpo", {}),
-    pytest.param("graphgpo", {"normalize": "mean"}, marks=pytest.mark.slow),
     ("gagpo", {"normalize": "mean"}),
+]
+RARE = [
+    ("hgpo", {"history_length": 1, "base_group": True, "alpha": 0.0}),
+    ("hgpo", {"history_length": 7}),
+    ("rloo", {"statistics": "per_trajectory"}),
+    ("reinforce_pp_baseline", {"statistics": "per_trajectory"}),
+    ("eb_gae", {"history_length": 0, "lam": 1.0}),
+    ("graphgpo", {"normalize": "mean"}),
 ]
 CONTINUOUS = [
     ("gae", {}),
@@ -59,7 +61,7 @@ def compare(name, options, batch):
             np.testing.assert_allclose(weighted, record.advantages, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "options"), EXACT)
+@pytest.mark.parametrize(("name", "options"), EXACT + [pytest.param(*case, marks=pytest.mark.slow) for case in RARE])
 @settings(max_examples=20, deadline=None)
 @given(batch=batches())
 def test_exact_returns(name, options, batch):
@@ -76,8 +78,7 @@ def test_continuous_rewards(name, options, batch):
 
 
 def test_every_estimator_is_compared():
-    quick = [case for case in EXACT + CONTINUOUS if case[0] in ESTIMATORS]  # a slow one is a pytest.param
-    assert {name for name, _ in quick} == set(ESTIMATORS)
+    assert {name for name, _ in EXACT + CONTINUOUS} == set(ESTIMATORS)
 
 
 @settings(max_examples=20, deadline=None)

@@ -137,16 +137,23 @@ def test_equal_trajectories_differ_in_no_way_that_counts(name):
     assert np.asarray(record.advantages)[8:].any()
 
 
-def test_rounding_is_not_divided_by_its_own_spread():
-    """GAGPO where the group's values explain everything: distinct states, equal trajectories."""
-    rewards = np.zeros((8, 50), np.float32)
+@pytest.mark.parametrize("name", ["gae", "gagpo", "eb_gae"])
+@pytest.mark.parametrize("steady", [False, True])
+def test_rounding_is_not_taken_for_an_advantage(name, steady):
+    """Where values explain everything, nothing is left that a division by its own spread could blow up."""
+    # Equal trajectories through distinct states; or one state, where a reward in each step keeps the return at 10.
+    rewards = np.full((8, 50), 10 * (1 - 0.95) if steady else 0.0, np.float32)
     rewards[:, -1] = 10
+    exact = 10 * 0.95 ** (np.zeros(50) if steady else np.arange(49, -1, -1))
     record = estimate(
-        "gagpo",
+        name,
         rewards=rewards,
         mask=np.ones((8, 50), bool),
-        states=np.tile(np.arange(50), (8, 1)),
+        states=np.tile(np.arange(50) * (not steady), (8, 1)),
         groups=np.zeros(8, int),
+        gamma=0.95,
+        # The learned values are right up to float32's rounding.
+        **({"values": np.tile(exact.astype(np.float32), (8, 1))} if name == "gae" else {}),
     )
     assert not np.asarray(record.advantages).any()
 
