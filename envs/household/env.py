@@ -63,11 +63,14 @@ class Household:
 
     def __init__(self, tasks=("place",), rooms=("kitchen",), places=6, things=4, max_turns=20):
         for field, given, known in (("tasks", tasks, world.TASKS), ("rooms", rooms, world.ROOMS)):
-            if not given or len(set(given)) != len(given) or set(given) - set(known):
-                raise ValueError(f"{field}={list(given)}: give one or more of {', '.join(known)}, each once")
-        for field, value, low, high in (("places", places, 6, 12), ("things", things, 2, 8), ("max_turns", max_turns, 1, 1000)):
-            if not low <= value <= high:
-                raise ValueError(f"{field}={value}: must be between {low} and {high}")
+            names = list(given) if isinstance(given, list | tuple) else []
+            if not names or any(name not in list(known) for name in names) or len(set(names)) != len(names):
+                raise ValueError(f"{field}={names or given!r}: list one or more of {', '.join(known)}, each once")
+        sizes = (("places", places, 6, 12), ("things", things, 2, 8), ("max_turns", max_turns, 1, 1000))
+        for field, value, low, high in sizes:
+            whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+            if not whole or not low <= value <= high:
+                raise ValueError(f"{field}={value!r}: must be a whole number between {low} and {high}")
         self.tasks, self.rooms = tuple(tasks), tuple(rooms)
         self.places, self.things, self.max_turns = places, things, max_turns
         settings = [[(world.TASK_ID[t], r) for r, room in enumerate(rooms) if room in world.TASKS[t]] for t in tasks]
@@ -76,7 +79,8 @@ class Household:
                 raise ValueError(f"rooms={list(rooms)}: task {task!r} needs one of {', '.join(world.TASKS[task])}")
         # A task type is drawn first, then one of its rooms.
         self._settings = np.array([pair for pairs in settings for pair in pairs], np.int32)
-        self._settings_logp = np.log([1 / len(pairs) / len(tasks) for pairs in settings for _ in pairs], dtype=np.float32)
+        chances = [1 / len(pairs) / len(tasks) for pairs in settings for _ in pairs]
+        self._settings_logp = np.log(chances, dtype=np.float32)
         self.words = world.vocabulary(self.rooms, places)
         self._tabulate()
 

@@ -1,8 +1,8 @@
 """Two scripted players: a local expert that can be imitated, and random admissible play.
 
 The expert decides from what an agent with a short memory could know: the task, what it sees where it stands, what it
-carries and where its last few actions led. It does not know where things are, so it searches, avoiding the receptacles of
-its recent `go_to`s. A player that knows the whole state solves more tasks but cannot be imitated from observations.
+carries and where its last few actions led. It does not know where things are, so it searches, avoiding the receptacles
+of its recent `go_to`s. A player that knows the whole state solves more tasks but cannot be imitated from observations.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from envs.household import world
-from envs.household.env import CLEAN, COLD, HOT, Household, State
+from envs.household.env import CAPACITY, CLEAN, COLD, HOT, Household, State
 
 
 def random_action(env: Household, state: State, key: chex.PRNGKey) -> chex.Array:
@@ -72,12 +72,15 @@ def expert_action(env: Household, state: State, recent: chex.Array, key: chex.PR
     treat = jnp.where(at == at_tool, jnp.stack([verbs[state.task], carried_word]), go(at_tool))
     lamp = jnp.asarray(env._lamp_at)[state.room]
     examine = jnp.where(at == lamp, act("use", word[world.LAMP]), go(lamp))
-    goal_place = jnp.argmax(is_goal * (1 + noise))
+    # The first receptacle of the goal's kind, so that two things meet; the next one when that was just found full.
+    goal_place = jnp.argmax(is_goal * (4.0 - went - 2.0 * here))
     here_word = jnp.append(place_words, 0)[at]
     open_it = act("open", here_word)
+    full_here = open_here & ((state.where == at).sum() >= CAPACITY)
     put_it = act("put", carried_word)
-    deliver = jnp.where(at_goal, jnp.where(closed_here, open_it, put_it), go(goal_place))
-    get_rid = jnp.where(at == P, search, jnp.where(closed_here, open_it, put_it))
+    next_goal = jnp.where(goal_place == at, search, go(goal_place))
+    deliver = jnp.where(at_goal & ~full_here, jnp.where(closed_here, open_it, put_it), next_goal)
+    get_rid = jnp.where((at == P) | full_here, search, jnp.where(closed_here, open_it, put_it))
 
     choices = [
         (holds_wanted & ~places_it, examine),
