@@ -52,7 +52,7 @@ class PolicyConfig(Section):
     num_hidden_layers: Positive = field(2, "layers")
     num_attention_heads: Positive = field(2, "query heads")
     num_key_value_heads: Positive = field(1, "key-value heads")
-    rope_theta: float = field(10_000.0, "base of the rotary embedding's wave lengths", gt=1)
+    rope_theta: float = field(1_000.0, "base of the rotary embedding's wave lengths", gt=1)
     tie_word_embeddings: bool = field(True, "whether the head is the embedding")
     initializer_range: float = field(0.1, "std of the initial weights", gt=0)
 
@@ -70,11 +70,12 @@ class RolloutConfig(Section):
 class CloningConfig(Section):
     """The warm start: behaviour cloning on generated play (see README for what it does and what success it gives)."""
 
-    steps: Positive = field(600, "optimizer steps")
-    batch_size: Positive = field(256, "decisions per optimizer step")
-    episodes: Positive = field(8192, "generated episodes to learn from")
+    stop_at: Share = field(0.4, "sampled success on practice tasks at which cloning ends, so that every run starts alike")
+    max_steps: Positive = field(1000, "optimizer steps at most")
+    batch_size: Positive = field(64, "decisions per optimizer step")
+    episodes: Positive = field(4096, "generated episodes to learn from")
     noise: Share = field(0.3, "share of random admissible actions in the generated play; the expert's choice stays the label")
-    lr: float = field(3e-3, "peak learning rate, decayed to 0 along a cosine", gt=0)
+    lr: float = field(2e-3, "peak learning rate; rises over 100 steps, then falls to a tenth along a cosine", gt=0)
 
 
 class AdvantageConfig(Section):
@@ -95,14 +96,14 @@ class AdvantageConfig(Section):
 class LearnerConfig(Section):
     """The update: PPO-clip with AdamW."""
 
-    lr: float = field(1e-3, "learning rate", gt=0)
-    final_lr: Share = field(1.0, "share of the learning rate left at the last iteration; it falls linearly")
+    lr: float = field(2e-3, "learning rate", gt=0)
+    final_lr: Share = field(0.1, "share of the learning rate left at the last iteration; it falls linearly")
     warmup_steps: int = field(5, "optimizer steps over which the learning rate rises from 0", ge=0)
     weight_decay: NonNegative = field(0.01, "AdamW's weight decay")
     beta1: float = field(0.9, "AdamW's beta1", ge=0, lt=1)
     beta2: float = field(0.999, "AdamW's beta2", ge=0, lt=1)
     grad_clip: float = field(1.0, "largest global gradient norm", gt=0)
-    minibatch_size: Positive = field(512, "steps per optimizer step, over all devices")
+    minibatch_size: Positive = field(1024, "steps per optimizer step, over all devices")
     microbatch_size: Positive = field(32, "steps per device and gradient computation; changes speed and memory, not results")
     remat: bool = field(False, "recompute activations in the backward pass to save memory")
     clip_low: float = field(0.2, "PPO clip below", gt=0, lt=1)
@@ -138,7 +139,7 @@ class Config(Section):
     name: str = field("household", "name of the run, used for its folder", pattern=r"^[A-Za-z0-9][\w.-]*$")
     run_dir: str = field("", "the run's folder; default runs/NAME-METHOD-sSEED")
     seed: int = field(0, "seed of everything random", ge=0, lt=2**31)
-    iterations: int = field(60, "iterations of rollout and update", ge=0)
+    iterations: int = field(100, "iterations of rollout and update", ge=0)
     method: Literal["hgpo", "gigpo", "grpo"] = field("hgpo", "advantage estimator")
     warm_start: Literal["cloning", "none"] = field("cloning", "where the policy starts")
     mesh: str = field("auto", "device mesh: auto, or sizes as in data=2,fsdp=4,tensor=1 with at most one -1")

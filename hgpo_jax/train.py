@@ -92,7 +92,7 @@ def train(job: Job, folder: Path, resuming: bool) -> dict:
     if (folder / "start" / "model.safetensors").is_file():
         reference = load_policy(folder / "start", job.mesh).params
     else:
-        reference = warm_start(job.env, job.policy, config, job.mesh) if config.warm_start == "cloning" else job.policy.params
+        reference = warm_start(job) if config.warm_start == "cloning" else job.policy.params
         Policy(job.policy.config, reference, job.policy.tokenizer).save(folder / "start")
     # The update donates its parameters, and the reference must outlive them.
     params = jax.tree.map(lambda a: a.copy(), reference)

@@ -8,6 +8,7 @@ almost never succeeds. The result is cached on disk under a hash of all that it 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import shutil
@@ -22,16 +23,20 @@ from tqdm import tqdm
 
 from envs.household.expert import expert_action, random_action
 from hgpo_jax.config import Config
+from hgpo_jax.job import Job
 from hgpo_jax.learner import Rows, make_cloning_loss, make_update
 from hgpo_jax.policy import Policy, load_policy
+from hgpo_jax.policy.tokenizer import ACT
 from hgpo_jax.rollout.compiled import start
 from hgpo_jax.rollout.prompts import build_prompt
 from hgpo_jax.rollout.tasks import task_keys
 
+STEPS_PER_CALL = 50  # between looks at the success
+
 # A change to any of these files can change the warm start.
 SOURCES = (
     "warm_start.py", "learner.py", "policy/qwen2.py", "policy/tokenizer.py", "rollout/prompts.py", "rollout/compiled.py",
-    "rollout/tasks.py", "../envs/household/env.py", "../envs/household/world.py", "../envs/household/expert.py",
+    "rollout/tasks.py", "sampling.py", "../envs/household/env.py", "../envs/household/world.py", "../envs/household/expert.py",
 )  # fmt: skip
 
 
@@ -73,42 +78,53 @@ def generate_play(env, key, seed: int, *, episodes: int, noise: float, history_l
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), rows), success
 
 
-def clone(env, policy: Policy, config: Config, mesh) -> dict:
-    """Trains a fresh policy on generated play; returns its parameters. Prints its progress."""
+def clone(job: Job) -> dict:
+    """Trains the job's fresh policy on generated play; returns its parameters. Prints its progress."""
+    config, policy, env = job.config, job.policy, job.env
     settings = config.cloning
     key = jax.random.key(config.seed)
-    end, act = policy.tokenizer.eos_token_id, policy.tokenizer.convert_tokens_to_ids(">")
+    end, act = policy.tokenizer.eos_token_id, policy.tokenizer.convert_tokens_to_ids(ACT)
     rows, success = generate_play(
         env, jax.random.fold_in(key, 1), config.seed, episodes=settings.episodes, noise=settings.noise,
         history_length=config.rollout.history_length, end=end, act=act,
     )  # fmt: skip
     total = rows.response_lengths.shape[0]
     count = int((rows.response_lengths > 0).sum())
-    schedule = optax.cosine_decay_schedule(settings.lr, settings.steps)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, settings.lr, 100, max(settings.max_steps, 101), settings.lr / 10)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98))
-    per_call = 25
     update = make_update(
-        make_cloning_loss(policy.graphdef), optimizer, mesh,
+        make_cloning_loss(policy.graphdef), optimizer, job.mesh,
         minibatch_size=settings.batch_size, microbatch_size=config.learner.microbatch_size,
     )  # fmt: skip
 
-    @jax.jit(donate_argnums=(0, 1))
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
     def some_steps(params, opt_state, rows, key):
         # Rows of decisions that happened come first in a random order.
         order = jnp.argsort(jax.random.uniform(key, (total,)) + 2.0 * (rows.response_lengths == 0))
-        return update(params, opt_state, None, rows, order, jnp.minimum(per_call * settings.batch_size, count), 1.0)
+        return update(params, opt_state, None, rows, order, jnp.minimum(STEPS_PER_CALL * settings.batch_size, count), 1.0)
+
+    practice = task_keys("warm_start", config.seed, settings.episodes + jnp.arange(job.batch))
+    groups = jnp.arange(job.batch, dtype=jnp.int32)
+
+    def practice_success(params, step):
+        keys = jax.random.split(jax.random.fold_in(jax.random.fold_in(key, 1), step), job.batch)
+        return float(job.rollout(params, practice, keys, groups, config.rollout.temperature).success.mean())
 
     params = jax.tree.map(jnp.copy, policy.params)
     opt_state = jax.jit(optimizer.init)(params)
-    calls = -(-settings.steps // per_call)
-    with tqdm(total=calls * per_call, desc="warm start", unit="step", disable=None) as bar:
-        for call in range(calls):
-            params, opt_state, stats = some_steps(params, opt_state, rows, jax.random.fold_in(key, 2 + call))
-            bar.set_postfix(loss=f"{float(stats['loss']):.3f}", refresh=False)
-            bar.update(per_call)
+    solved = 0.0
+    with tqdm(total=settings.max_steps, desc="warm start", unit="step", disable=None) as bar:
+        for step in range(0, settings.max_steps, STEPS_PER_CALL):
+            params, opt_state, stats = some_steps(params, opt_state, rows, jax.random.fold_in(key, 2 + step))
+            bar.update(STEPS_PER_CALL)
+            loss = float(stats["loss"])
+            solved = practice_success(params, step)
+            bar.set_postfix(loss=f"{loss:.3f}", success=f"{solved:.2f}", refresh=False)
+            if solved >= settings.stop_at:
+                break
     print(
-        f"warm start: cloned {count:,} decisions of {settings.episodes:,} generated episodes "
-        f"({float(success.mean()):.0%} of them successful), loss {float(stats['loss']):.3f}",
+        f"warm start: {step + STEPS_PER_CALL} steps of behaviour cloning on {count:,} decisions of {settings.episodes:,} "
+        f"generated episodes ({float(success.mean()):.0%} of them successful); loss {loss:.3f}, success {solved:.0%}",
         flush=True,
     )
     return params
@@ -118,8 +134,7 @@ def cache_key(config: Config) -> str:
     """A hash of everything that the warm start depends on."""
     here = Path(__file__).parent
     parts = [
-        config.model_dump_json(include={"seed", "env", "policy", "cloning"}),
-        str(config.rollout.history_length),
+        config.model_dump_json(include={"seed", "env", "policy", "cloning", "rollout"}),
         str(config.learner.microbatch_size),
         jax.__version__,
         *((here / name).read_text() for name in SOURCES),
@@ -127,16 +142,16 @@ def cache_key(config: Config) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def warm_start(env, policy: Policy, config: Config, mesh) -> dict:
+def warm_start(job: Job) -> dict:
     """The parameters to start from, out of the cache or freshly cloned."""
-    folder = Path(config.cache_dir) / "warm_start" / cache_key(config)
+    folder = Path(job.config.cache_dir) / "warm_start" / cache_key(job.config)
     if folder.is_dir():
         print(f"warm start: read from {folder}", flush=True)
-        return load_policy(folder, mesh).params
-    params = clone(env, policy, config, mesh)
+        return load_policy(folder, job.mesh).params
+    params = clone(job)
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(dir=folder.parent))
-    Policy(policy.config, params, policy.tokenizer).save(partial)
+    Policy(job.policy.config, params, job.policy.tokenizer).save(partial)
     try:
         os.replace(partial, folder)
     except OSError:  # another run was faster

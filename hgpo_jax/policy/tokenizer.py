@@ -6,7 +6,7 @@ follow them: padding, the end of a response and the mark after which the agent a
 
 from __future__ import annotations
 
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 BLANK, PAD, END, ACT = "_", "<|endoftext|>", "<|im_end|>", ">"
@@ -17,9 +17,12 @@ def word_tokenizer(words: tuple[str, ...]) -> PreTrainedTokenizerFast:
 
     Text is words with blanks between them; a word that it does not know becomes the padding token.
     """
-    vocabulary = {word: index for index, word in enumerate((BLANK, *words[1:], PAD, END, ACT))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    names = (BLANK, *words[1:], PAD, END, ACT)
+    tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    # Words are added tokens besides: transformers 5 gives every folder of model type qwen2 its own splitting rules and
+    # byte-level model, and added tokens are what survives that.
+    tokenizer.add_tokens([AddedToken(name, lstrip=True, single_word=True, normalized=False) for name in names])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, unk_token=PAD)
 
 

@@ -1,0 +1,101 @@
+"""The configuration: what it accepts, and that every refusal names field, value and mend in one line."""
+
+import pytest
+import yaml
+
+from hgpo_jax import config as configuration
+from hgpo_jax.config import CONFIGS, ConfigError, load
+
+
+def test_defaults_need_no_file():
+    config = load()
+    assert config.method == "hgpo"
+    assert config.env.tasks == ("place",)
+
+
+def test_overrides_win_over_the_file_and_take_yaml_values(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("seed: 3\nlearner:\n  lr: 0.1\n  kl_weight: 0.5\n")
+    config = load(str(file), ["learner.lr=3e-4", "env.tasks=place,heat", "log.tensorboard=false", "mesh=data=2,fsdp=4"])
+    assert (config.seed, config.learner.lr, config.learner.kl_weight) == (3, 3e-4, 0.5)
+    assert config.env.tasks == ("place", "heat")
+    assert config.log.tensorboard is False
+    assert config.mesh == "data=2,fsdp=4"
+
+
+def test_dump_is_complete_and_loads_back(tmp_path):
+    config = load(None, ["seed=7", "learner.lr=1e-5", "env.rooms=kitchen,bedroom"])
+    file = tmp_path / "config.yaml"
+    file.write_text(configuration.dump(config))
+    assert load(str(file)) == config
+    written = yaml.safe_load(file.read_text())
+    for name in configuration.fields():
+        node = written
+        for part in name.split("."):
+            node = node[part]
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_config_of_the_project_loads_by_name(path):
+    assert load(path.stem) == load(str(path))
+
+
+def test_help_names_every_field_with_default_and_meaning():
+    text = configuration.describe()
+    for name, info in configuration.fields().items():
+        assert f"\n  {name}=" in "\n" + text
+        assert info.description
+        assert info.description in text
+
+
+@pytest.mark.parametrize(
+    ("override", "fragments"),
+    [
+        ("learner.lrr=1", ["learner.lrr=1", "did you mean learner.lr?"]),
+        ("lr=1", ["lr=1", "learner.lr"]),
+        ("learner.lr=-1", ["learner.lr=-1", "greater than 0"]),
+        ("learner.lr=fast", ["learner.lr='fast'", "number"]),
+        ("learner.lr=nan", ["learner.lr", "finite"]),
+        ("learner.lr=.inf", ["learner.lr", "finite"]),
+        ("method=hpgo", ["method='hpgo'", "did you mean hgpo?"]),
+        ("env.tasks=plase", ["env.tasks='plase'", "did you mean place?"]),
+        ("iterations=1.5", ["iterations=1.5", "integer"]),
+        ("rollout.group_size=0", ["rollout.group_size=0", "greater than 0"]),
+        ("seed=-1", ["seed=-1", "greater than or equal to 0"]),
+        ("name=../x", ["name='../x'"]),
+        ("learner=3", ["learner=3"]),
+        ("just_a_word", ["just_a_word", "field=value"]),
+    ],
+)
+def test_refusals(override, fragments):
+    with pytest.raises(ConfigError) as caught:
+        load(None, [override])
+    message = str(caught.value)
+    assert "\n" not in message
+    for fragment in fragments:
+        assert fragment in message
+
+
+@pytest.mark.parametrize(
+    ("content", "fragment"),
+    [
+        ("learner: {lr: 1", "not a YAML file"),
+        ("- a\n- b\n", "expected fields"),
+        ("learnr:\n  lr: 1\n", "no such field"),
+        ("learner:\n  lrr: 1\n", "did you mean learner.lr?"),
+        ("learner: 3\n", "learner"),
+        (b"\xff\xfe\x00", "not a YAML file"),
+    ],
+)
+def test_broken_files(tmp_path, content, fragment):
+    file = tmp_path / "run.yaml"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError) as caught:
+        load(str(file))
+    assert fragment in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_suggests_a_known_one():
+    with pytest.raises(ConfigError, match="did you mean household_six"):
+        load("household_sx")
