@@ -90,7 +90,6 @@ class AdvantageConfig(Section):
     step_weight: NonNegative = field(1.0, "weight of the step part in gigpo, pgpo and graphgpo")
     lam: Share = field(0.95, "lambda of the generalised estimators (gae, gagpo, eb_gae)")
     invalid_penalty: NonNegative = field(0.1, "subtracted from the return of a step whose action is invalid")
-    scale: float = field(0.2, "factor on the advantages (rewards are 10, a policy gradient likes about 1)", gt=0)
 
 
 class LearnerConfig(Section):

@@ -146,7 +146,7 @@ def make_learn(job: Job):
             responses=flat(e.responses),
             response_lengths=flat(e.response_lengths),
             old_logp=flat(e.logp),
-            advantages=flat(estimate.advantages) * config.advantage.scale,
+            advantages=flat(estimate.advantages),
         )
         happened = flat(e.mask)
         order = jnp.argsort(jax.random.uniform(key, happened.shape) + 2.0 * ~happened)

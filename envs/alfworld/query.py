@@ -178,7 +178,8 @@ def _compile(parts, bound, out, changing, sizes) -> tuple[Step, list]:
     parts = list(dict.fromkeys(parts))
     if len(parts) > MAX_PARTS:
         raise ValueError(f"a condition has more than {MAX_PARTS} parts")
-    for term in dict.fromkeys(t for part in parts if part[0] == "atom" for t in part[2] if not is_variable(t)):
+    facts = [part[1] if part[0] == "not" else part for part in parts]
+    for term in dict.fromkeys(t for fact in facts if fact[0] == "atom" for t in fact[2] if not is_variable(t)):
         slots[term] = len(env)  # a constant is a slot that is filled from the start
         env.append(term)
     known = set(slots)
