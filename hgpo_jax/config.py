@@ -138,7 +138,7 @@ class Config(Section):
     name: str = field("household", "name of the run, used for its folder", pattern=r"^[A-Za-z0-9][\w.-]*$")
     run_dir: str = field("", "the run's folder; default runs/NAME-METHOD-sSEED")
     seed: int = field(0, "seed of everything random", ge=0, lt=2**31)
-    iterations: int = field(100, "iterations of rollout and update", ge=0)
+    iterations: int = field(80, "iterations of rollout and update", ge=0)
     method: Literal["hgpo", "gigpo", "grpo"] = field("hgpo", "advantage estimator")
     warm_start: Literal["cloning", "none"] = field("cloning", "where the policy starts")
     mesh: str = field("auto", "device mesh: auto, or sizes as in data=2,fsdp=4,tensor=1 with at most one -1")

@@ -47,6 +47,10 @@ class Job:
         keys = jax.random.split(self.key(iteration, 0), self.batch)
         return self.rollout(params, tasks, keys, groups, self.config.rollout.temperature)
 
+    def abstract_episodes(self) -> Episodes:
+        """The shapes of `training_episodes`, nothing computed."""
+        return jax.eval_shape(self.training_episodes, self.policy.params, 0)
+
     def key(self, iteration: int, purpose: int):
         """The random key of an iteration for one purpose (0 sampling, 1 shuffling)."""
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.config.seed), iteration), purpose)

@@ -11,11 +11,14 @@ policy/ (Hugging Face folders of the policy before and after), evaluation.json a
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import yaml
+from jax.sharding import NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 from hgpo_jax import cli
@@ -83,10 +86,23 @@ def live_line(row: dict) -> dict:
     }
 
 
+def compile_update(job: Job, learn, opt_state):
+    """The update, compiled for this job's shapes from another thread than the one that set the mesh."""
+    with jax.set_mesh(job.mesh):
+        whole = NamedSharding(job.mesh, PartitionSpec())
+        abstract = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole)  # noqa: E731
+        episodes = jax.tree.map(abstract, job.abstract_episodes())
+        params = job.policy.params
+        return learn.lower(params, opt_state, params, episodes, job.key(0, 1), jnp.float32(0)).compile()
+
+
 def train(job: Job, folder: Path, resuming: bool) -> dict:
     """Runs the job in its folder; returns the final parameters."""
     config = job.config
     learn, init = make_learn(job)
+    opt_state = init(job.policy.params)
+    # The update compiles while the warm start runs.
+    compiling = ThreadPoolExecutor(1).submit(compile_update, job, learn, opt_state)
     checkpoints = Checkpoints(folder / "checkpoints", config.log.keep_checkpoints)
     done = checkpoints.latest() if resuming else None
     if (folder / "start" / "model.safetensors").is_file():
@@ -96,10 +112,10 @@ def train(job: Job, folder: Path, resuming: bool) -> dict:
         Policy(job.policy.config, reference, job.policy.tokenizer).save(folder / "start")
     # The update donates its parameters, and the reference must outlive them.
     params = jax.tree.map(lambda a: a.copy(), reference)
-    opt_state = init(params)
     if done:
         params, opt_state = checkpoints.restore(done, (params, opt_state))
         print(f"resumed after iteration {done} in {folder}", flush=True)
+    learn = compiling.result()
     first = done or 0
     (folder / "episodes").mkdir(exist_ok=True)
     writer = MetricsWriter(folder, keep=first, tensorboard=config.log.tensorboard)
@@ -110,7 +126,8 @@ def train(job: Job, folder: Path, resuming: bool) -> dict:
         episodes = jax.block_until_ready(job.training_episodes(params, iteration))
         sampled = time.perf_counter()
         lr_share = 1 - (1 - config.learner.final_lr) * iteration / config.iterations
-        params, opt_state, metrics = learn(params, opt_state, reference, episodes, job.key(iteration, 1), lr_share)
+        key, share = job.key(iteration, 1), jnp.float32(lr_share)
+        params, opt_state, metrics = learn(params, opt_state, reference, episodes, key, share)
         metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
         ended = time.perf_counter()
         row = {

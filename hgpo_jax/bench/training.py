@@ -1,0 +1,91 @@
+"""One iteration of the main job by phase: seconds, tokens/s, compile seconds and the share of the matmul rate.
+
+The policy is freshly initialized, so every episode runs to its last turn: the most work that an iteration can hold. The
+limit is the rate of large float32 matrix products on the same devices in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+
+from hgpo_jax import cli
+from hgpo_jax.job import build, make_learn
+from hgpo_jax.policy import ModelConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    cli.add_config_arguments(parser)
+    parser.add_argument("--repeats", type=int, default=7, help="timed iterations, of which the median counts")
+
+
+def forward_flops(c: ModelConfig, tokens: int, wanted: int) -> float:
+    """Operations of `Qwen2.hidden` and the head for one row of `tokens` slots of which `wanted` are asked for."""
+    D, F, H = c.hidden_size, c.intermediate_size, c.head_dim
+    N, K = c.num_attention_heads, c.num_key_value_heads
+
+    def block(queries):
+        projections = 2 * D * 2 * K * H * tokens + 2 * queries * (2 * D * N * H + 3 * D * F)
+        return projections + 4 * queries * tokens * N * H
+
+    return (c.num_hidden_layers - 1) * block(tokens) + block(wanted) + 2 * wanted * D * c.vocab_size
+
+
+def matmul_rate(mesh, size: int = 1536) -> float:
+    """Operations per second of float32 products [size, size] x [size, size], one on each device at once."""
+    spec = jax.sharding.PartitionSpec(mesh.axis_names)
+    a = jnp.ones((mesh.size, size, size), jnp.float32)
+    a = jax.device_put(a, jax.sharding.NamedSharding(mesh, spec))
+    multiply = jax.jit(lambda a: jnp.einsum("nij,njk->nik", a, a))
+    jax.block_until_ready(multiply(a))
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        jax.block_until_ready(multiply(a))
+        times.append(time.perf_counter() - began)
+    return 2 * size**3 * mesh.size / min(times)
+
+
+def run(args: argparse.Namespace) -> list[dict]:
+    """Rows of name, value, unit, limit_share (of the matmul rate, more is better) and ratio (None: no peer)."""
+    job = build(cli.load_config(args))
+    learn, init = make_learn(job)
+    rate = matmul_rate(job.mesh)
+    params, reference = job.policy.params, jax.tree.map(jnp.copy, job.policy.params)
+    opt_state = init(params)
+    seconds = {"rollout": [], "update": []}
+    for iteration in range(args.repeats + 1):
+        began = time.perf_counter()
+        episodes = jax.block_until_ready(job.training_episodes(params, iteration))
+        sampled = time.perf_counter()
+        params, opt_state, metrics = learn(params, opt_state, reference, episodes, job.key(iteration, 1), 0.0)
+        jax.block_until_ready(params)
+        seconds["rollout"].append(sampled - began)
+        seconds["update"].append(time.perf_counter() - sampled)
+    first = {name: times.pop(0) for name, times in seconds.items()}
+    rollout, update = (statistics.median(seconds[name]) for name in ("rollout", "update"))
+    steps, tokens = int(metrics["steps"]), int(metrics["tokens"])
+    model, width = job.policy.config, episodes.prompts.shape[-1]
+    answer = episodes.responses.shape[-1]
+    decode = forward_flops(model, width + answer, width + answer) / (width + answer) * (answer - 1)
+    rollout_flops = steps * (forward_flops(model, width, 1) + decode)
+    passes = 4 if job.config.learner.kl_weight else 3  # backward counts twice; the reference policy once
+    update_flops = steps * passes * forward_flops(model, width + answer - 1, answer)
+    shape = f"{job.config.rollout.prompt_groups} x {job.config.rollout.group_size} episodes of {job.env.max_turns} turns"
+
+    def row(name, value, unit, limit_share=None):
+        return {"name": name, "value": value, "unit": unit, "limit_share": limit_share, "ratio": None}
+
+    return [
+        row(f"rollout, {shape}", rollout, "s", rollout_flops / rollout / rate),
+        row("update, the same steps", update, "s", update_flops / update / rate),
+        row("iteration", rollout + update, "s", (rollout_flops + update_flops) / (rollout + update) / rate),
+        row("prompt and response tokens", tokens / (rollout + update), "tokens/s"),
+        row("matmul rate (limit)", rate / 1e9, "GFLOP/s"),
+        row("compile rollout", first["rollout"] - rollout, "s"),
+        row("compile update", first["update"] - update, "s"),
+    ]
