@@ -28,8 +28,12 @@ def parser(command: str, description: str, *, epilog: str = "") -> Parser:
 
 def add_config_arguments(p: argparse.ArgumentParser) -> None:
     """--config, --mesh and the field=value overrides."""
-    p.add_argument("--config", metavar="FILE", help="a YAML file, or the name of one in configs/; default: the embedded job")
-    p.add_argument("--mesh", metavar="SPEC", help="device mesh, as in data=2,fsdp=4,tensor=1; -1 takes what is left; auto")
+    p.add_argument(
+        "--config", metavar="FILE", help="a YAML file, or the name of one in configs/; default: the embedded job"
+    )
+    p.add_argument(
+        "--mesh", metavar="SPEC", help="device mesh, as in data=2,fsdp=4,tensor=1; -1 takes what is left; auto"
+    )
     p.add_argument("overrides", nargs="*", metavar="field=value", help="fields to change, as in learner.lr=3e-4 seed=1")
 
 

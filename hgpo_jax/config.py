@@ -37,8 +37,12 @@ class EnvConfig(Section):
     """The environment. `household` is embedded and compiled together with the policy."""
 
     name: Literal["household"] = field("household", "which environment")
-    tasks: tuple[Literal["place", "two", "look", "clean", "heat", "cool"], ...] = field(("place",), "task types to draw from")
-    rooms: tuple[Literal["kitchen", "bathroom", "bedroom", "livingroom"], ...] = field(("kitchen",), "rooms to draw from")
+    tasks: tuple[Literal["place", "two", "look", "clean", "heat", "cool"], ...] = field(
+        ("place",), "task types to draw from"
+    )
+    rooms: tuple[Literal["kitchen", "bathroom", "bedroom", "livingroom"], ...] = field(
+        ("kitchen",), "rooms to draw from"
+    )
     places: int = field(6, "receptacles per room", ge=6, le=12)
     things: int = field(4, "things per room", ge=2, le=8)
     max_turns: int = field(20, "actions after which an episode ends", ge=1, le=1000)
@@ -62,19 +66,27 @@ class RolloutConfig(Section):
 
     prompt_groups: Positive = field(32, "tasks per iteration; the episodes of one task form a prompt group")
     group_size: Positive = field(8, "episodes per task, all from the same initial state")
-    history_length: int = field(2, "K: past observations and actions in the prompt, and the deepest HGPO level", ge=0, le=64)
+    history_length: int = field(
+        2, "K: past observations and actions in the prompt, and the deepest HGPO level", ge=0, le=64
+    )
     temperature: float = field(1.0, "sampling temperature in training", gt=0, le=10)
-    chunk: Positive = field(64, "episodes that one device generates for at a time; finished ones stop costing in steps of this")
+    chunk: Positive = field(
+        64, "episodes that one device generates for at a time; finished ones stop costing in steps of this"
+    )
 
 
 class CloningConfig(Section):
     """The warm start: behaviour cloning on generated play (see README for what it does and what success it gives)."""
 
-    stop_at: Share = field(0.4, "sampled success on practice tasks at which cloning ends, so that every run starts alike")
+    stop_at: Share = field(
+        0.4, "sampled success on practice tasks at which cloning ends, so that every run starts alike"
+    )
     max_steps: Positive = field(1000, "optimizer steps at most")
     batch_size: Positive = field(64, "decisions per optimizer step")
     episodes: Positive = field(4096, "generated episodes to learn from")
-    noise: Share = field(0.3, "share of random admissible actions in the generated play; the expert's choice stays the label")
+    noise: Share = field(
+        0.3, "share of random admissible actions in the generated play; the expert's choice stays the label"
+    )
     lr: float = field(2e-3, "peak learning rate; rises over 100 steps, then falls to a tenth along a cosine", gt=0)
 
 
@@ -86,7 +98,9 @@ class AdvantageConfig(Section):
     alpha: float = field(1.0, "exponent of a level's weight (k + weight_offset)^alpha in hgpo")
     weight_offset: NonNegative = field(2.0, "offset of a level's weight: 2 in the released code, 1 in the paper")
     base_group: bool = field(False, "whether hgpo also compares whole episodes")
-    statistics: Literal["per_step", "per_trajectory"] = field("per_step", "what the episode part's mean and std run over")
+    statistics: Literal["per_step", "per_trajectory"] = field(
+        "per_step", "what the episode part's mean and std run over"
+    )
     step_weight: NonNegative = field(1.0, "weight of the step part in gigpo, pgpo and graphgpo")
     lam: Share = field(0.95, "lambda of the generalised estimators (gae, gagpo, eb_gae)")
     invalid_penalty: NonNegative = field(0.1, "subtracted from the return of a step whose action is invalid")
@@ -103,7 +117,9 @@ class LearnerConfig(Section):
     beta2: float = field(0.999, "AdamW's beta2", ge=0, lt=1)
     grad_clip: float = field(1.0, "largest global gradient norm", gt=0)
     minibatch_size: Positive = field(1024, "steps per optimizer step, over all devices")
-    microbatch_size: Positive = field(32, "steps per device and gradient computation; changes speed and memory, not results")
+    microbatch_size: Positive = field(
+        32, "steps per device and gradient computation; changes speed and memory, not results"
+    )
     remat: bool = field(False, "recompute activations in the backward pass to save memory")
     clip_low: float = field(0.2, "PPO clip below", gt=0, lt=1)
     clip_high: float = field(0.2, "PPO clip above", gt=0)
@@ -129,7 +145,9 @@ class EvaluationConfig(Section):
     """The evaluation on held-out tasks at the end of a run."""
 
     episodes: Positive = field(512, "held-out tasks")
-    temperature: float = field(1.0, "temperature of the sampled evaluation; a greedy one is always made too", gt=0, le=10)
+    temperature: float = field(
+        1.0, "temperature of the sampled evaluation; a greedy one is always made too", gt=0, le=10
+    )
 
 
 class Config(Section):

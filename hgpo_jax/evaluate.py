@@ -104,7 +104,9 @@ def transcript(job: Job, episodes: Episodes, index: int) -> str:
 def main() -> None:
     p = cli.parser("evaluate", __doc__)
     p.add_argument("run", metavar="RUN", help="a run's folder")
-    p.add_argument("overrides", nargs="*", metavar="field=value", help="fields to change, as in evaluation.episodes=2048")
+    p.add_argument(
+        "overrides", nargs="*", metavar="field=value", help="fields to change, as in evaluation.episodes=2048"
+    )
     args = p.parse_args()
     folder = Path(args.run)
     if not (folder / "config.yaml").is_file() or not (folder / "policy").is_dir():

@@ -141,7 +141,13 @@ def make_learn(job: Job):
     def learn(params, opt_state, reference, episodes: Episodes, key, lr_share):
         e = episodes
         estimate = advantages.estimate(
-            config.method, rewards=e.rewards, mask=e.mask, states=e.states, groups=e.groups, invalid=e.invalid, **options
+            config.method,
+            rewards=e.rewards,
+            mask=e.mask,
+            states=e.states,
+            groups=e.groups,
+            invalid=e.invalid,
+            **options,
         )
         flat = lambda a: a.reshape(-1, *a.shape[2:])  # noqa: E731
         rows = Rows(
@@ -163,7 +169,10 @@ def make_learn(job: Job):
 
 def _make_init(optimizer, job: Job):
     """`init(params)` with the optimizer's moments placed like their parameters."""
-    place = {jax.tree_util.keystr(p): s for p, s in jax.tree_util.tree_leaves_with_path(shardings(job.policy.config, job.mesh))}
+    place = {
+        jax.tree_util.keystr(p): s
+        for p, s in jax.tree_util.tree_leaves_with_path(shardings(job.policy.config, job.mesh))
+    }
     everywhere = NamedSharding(job.mesh, PartitionSpec())
 
     def sharding_of(path, _):

@@ -41,8 +41,7 @@ def token_logprobs(model, rows: Rows, *, temperature=1.0, remat=False):
 
     temperature: of the distribution, as in sampling.
     """
-    n, width = rows.prompts.shape
-    R = rows.responses.shape[1]
+    n, R = rows.responses.shape
     slots = rows.prompt_lengths[:, None] + jnp.arange(R)
     tokens = jnp.pad(rows.prompts, ((0, 0), (0, R - 1)))
     # The last response token is only a target; its slot may lie past the end.
@@ -72,7 +71,9 @@ def make_policy_loss(graphdef, config: LearnerConfig, temperature: float):
         total = stats["loss"][0]
         if config.kl_weight:
             reference_logp, _ = token_logprobs(nnx.merge(graphdef, reference), rows, temperature=temperature)
-            _, kl = objective.kl_loss(logp, jax.lax.stop_gradient(reference_logp), mask, kind=config.kl_kind, aggregate=aggregate)
+            _, kl = objective.kl_loss(
+                logp, jax.lax.stop_gradient(reference_logp), mask, kind=config.kl_kind, aggregate=aggregate
+            )
             total += config.kl_weight * kl["loss"][0]
             stats["kl"] = kl["kl"]
         stats["entropy"] = objective.reduce_tokens(entropy, mask, "token-mean")
@@ -97,14 +98,18 @@ def make_cloning_loss(graphdef):
 
 def make_optimizer(config: LearnerConfig) -> optax.GradientTransformation:
     """AdamW behind a global-norm clip, with a linear warm-up."""
-    schedule = optax.linear_schedule(config.lr / max(config.warmup_steps, 1), config.lr, max(config.warmup_steps - 1, 1))
+    schedule = optax.linear_schedule(
+        config.lr / max(config.warmup_steps, 1), config.lr, max(config.warmup_steps - 1, 1)
+    )
     return optax.chain(
         optax.clip_by_global_norm(config.grad_clip),
         optax.adamw(schedule, b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay),
     )
 
 
-def make_update(loss: Callable, optimizer, mesh: Mesh, *, minibatch_size: int, microbatch_size: int, per_token: bool = True):
+def make_update(
+    loss: Callable, optimizer, mesh: Mesh, *, minibatch_size: int, microbatch_size: int, per_token: bool = True
+):
     """Builds `update(params, opt_state, reference, rows, order, count, lr_share)`, to be called under `jax.jit`.
 
     Args:
@@ -114,8 +119,9 @@ def make_update(loss: Callable, optimizer, mesh: Mesh, *, minibatch_size: int, m
       minibatch_size: rows per optimizer step at most; an epoch is cut into equal steps.
       microbatch_size: rows per device and gradient computation.
 
-    `order` i32[N] lists the rows to learn from in its first `count` entries; `lr_share` scales the optimizer's step. Returns (params, opt_state, stats), with
-    every stat a scalar mean over what it counts, plus `grad_norm` (mean), `optimizer_steps` and `worst`.
+    `order` i32[N] lists the rows to learn from in its first `count` entries; `lr_share` scales the optimizer's step.
+    Returns (params, opt_state, stats), with every stat a scalar mean over what it counts, plus `grad_norm` (mean),
+    `optimizer_steps` and `worst`.
     """
     devices, C = mesh.shape["data"], microbatch_size
 

@@ -38,7 +38,9 @@ def parse_mesh(spec: str, devices: int) -> dict[str, int]:
     for part in spec.split(","):
         name, equals, number = (piece.strip() for piece in part.partition("="))
         if name not in AXES or not equals or name in given:
-            raise ValueError(f"mesh={spec!r}: expected auto or each of {', '.join(AXES)} at most once, as in data=2,fsdp=4")
+            raise ValueError(
+                f"mesh={spec!r}: expected auto or each of {', '.join(AXES)} at most once, as in data=2,fsdp=4"
+            )
         try:
             sizes[name] = int(number)
         except ValueError:
@@ -64,7 +66,9 @@ def make_mesh(spec: str, devices: list | None = None) -> Mesh:
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
 
 
-def partition(axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh, name: str = "array", free=AXES) -> PartitionSpec:
+def partition(
+    axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh, name: str = "array", free=AXES
+) -> PartitionSpec:
     """The PartitionSpec of an array whose dimensions have these logical axes, over the `free` ones of the mesh axes.
 
     Key-value heads that the tensor axis does not divide are replicated, the usual layout of grouped-query attention; any

@@ -41,12 +41,14 @@ class MetricsWriter:
         partial = self.path.with_suffix(".partial")
         partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
         partial.replace(self.path)
-        self._file = open(self.path, "a")
+        self._file = open(self.path, "a")  # noqa: SIM115 - open as long as the run
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=keep) if tensorboard else None
 
     def write(self, row: dict) -> None:
         """`row` maps names to numbers or to one more such mapping, and has `iteration`. NaN is written as null."""
-        clean = {k: {n: _finite(v) for n, v in x.items()} if isinstance(x, dict) else _finite(x) for k, x in row.items()}
+        clean = {
+            k: {n: _finite(v) for n, v in x.items()} if isinstance(x, dict) else _finite(x) for k, x in row.items()
+        }
         self._file.write(json.dumps(clean) + "\n")
         self._file.flush()
         if self._board:
@@ -100,7 +102,9 @@ def plot_curves(folder: Path, title: str = "") -> None:
             panels.append((label, metric, lines))
     columns = 3
     height = -(-len(panels) // columns)
-    figure, axes = plt.subplots(height, columns, figsize=(4.2 * columns, 2.7 * height), squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(
+        height, columns, figsize=(4.2 * columns, 2.7 * height), squeeze=False, layout="constrained"
+    )
     x = [row["iteration"] for row in rows]
     for axis, (label, metric, lines) in zip(axes.flat, panels, strict=False):
         for name in lines:
@@ -113,7 +117,7 @@ def plot_curves(folder: Path, title: str = "") -> None:
             axis.legend(fontsize=8, frameon=False)
         if metric in ("success", "invalid", "peers/"):
             axis.set_ylim(-0.02, 1.02)
-    for axis in axes.flat[len(panels):]:
+    for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     for axis in axes[-1]:
         axis.set_xlabel("iteration", fontsize=9)

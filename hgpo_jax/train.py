@@ -32,7 +32,16 @@ from hgpo_jax.policy import Policy, load_policy
 from hgpo_jax.warm_start import warm_start
 
 # Fields that may differ when a run goes on: they do not change what is learned.
-FREE_TO_CHANGE = ("run_dir", "cache_dir", "mesh", "iterations", "rollout.chunk", "learner.microbatch_size", "log.", "evaluation.")
+FREE_TO_CHANGE = (
+    "run_dir",
+    "cache_dir",
+    "mesh",
+    "iterations",
+    "rollout.chunk",
+    "learner.microbatch_size",
+    "log.",
+    "evaluation.",
+)
 
 
 def run_folder(config: Config, resume: str) -> tuple[Path, bool]:
@@ -52,12 +61,16 @@ def run_folder(config: Config, resume: str) -> tuple[Path, bool]:
             raise ConfigError(f"run_dir={folder}: is a file; choose another folder")
         begun = (folder / "config.yaml").is_file()
         if begun and resume == "never":
-            raise ConfigError(f"run_dir={folder}: holds a run already; go on with --resume auto or choose another folder")
+            raise ConfigError(
+                f"run_dir={folder}: holds a run already; go on with --resume auto or choose another folder"
+            )
         if folder.is_dir() and not begun and any(folder.iterdir()):
             raise ConfigError(f"run_dir={folder}: is not empty and not a run; choose another folder")
         return folder, begun
     if resume == "auto":
-        begun = [p.parent for p in Path("runs").glob(f"{stem}-*/config.yaml") if not (p.parent / "evaluation.json").exists()]
+        begun = [
+            p.parent for p in Path("runs").glob(f"{stem}-*/config.yaml") if not (p.parent / "evaluation.json").exists()
+        ]
         if begun:
             return max(begun), True
     return Path("runs") / f"{stem}-{datetime.now():%Y%m%d-%H%M%S}", False
@@ -72,7 +85,9 @@ def check_unchanged(config: Config, folder: Path) -> None:
         for part in name.split("."):
             before, now = (before or {}).get(part), now[part]
         if before != now and not name.startswith(FREE_TO_CHANGE):
-            raise ConfigError(f"{name}={now}: the run in {folder} began with {name}={before}; give that, or another run_dir")
+            raise ConfigError(
+                f"{name}={now}: the run in {folder} began with {name}={before}; give that, or another run_dir"
+            )
 
 
 def live_line(row: dict) -> dict:

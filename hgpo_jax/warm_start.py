@@ -17,7 +17,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from tqdm import tqdm
 
@@ -40,7 +39,9 @@ SOURCES = (
 )  # fmt: skip
 
 
-def generate_play(env, key, seed: int, *, episodes: int, noise: float, history_length: int, end: int, act: int) -> tuple[Rows, jax.Array]:
+def generate_play(
+    env, key, seed: int, *, episodes: int, noise: float, history_length: int, end: int, act: int
+) -> tuple[Rows, jax.Array]:
     """Plays and labels.
 
     Returns: (Rows of episodes * max_turns decisions, response_lengths 0 where an episode had ended; success bool[episodes]).
@@ -101,7 +102,9 @@ def clone(job: Job) -> dict:
     def some_steps(params, opt_state, rows, key):
         # Rows of decisions that happened come first in a random order.
         order = jnp.argsort(jax.random.uniform(key, (total,)) + 2.0 * (rows.response_lengths == 0))
-        return update(params, opt_state, None, rows, order, jnp.minimum(STEPS_PER_CALL * settings.batch_size, count), 1.0)
+        return update(
+            params, opt_state, None, rows, order, jnp.minimum(STEPS_PER_CALL * settings.batch_size, count), 1.0
+        )
 
     practice = task_keys("warm_start", config.seed, settings.episodes + jnp.arange(job.batch))
     groups = jnp.arange(job.batch, dtype=jnp.int32)

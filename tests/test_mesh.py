@@ -25,7 +25,20 @@ def test_specs(spec, sizes):
 
 
 @pytest.mark.parametrize(
-    "spec", ["", "data", "data=", "data=x", "data=3", "data=2", "data=-1,fsdp=-1", "data=0", "data=-2", "batch=8", "data=2,data=4"]
+    "spec",
+    [
+        "",
+        "data",
+        "data=",
+        "data=x",
+        "data=3",
+        "data=2",
+        "data=-1,fsdp=-1",
+        "data=0",
+        "data=-2",
+        "batch=8",
+        "data=2,data=4",
+    ],
 )
 def test_bad_specs_are_named(spec):
     with pytest.raises(ValueError, match="mesh=") as caught:

@@ -75,7 +75,9 @@ def run(args: argparse.Namespace) -> list[dict]:
     rollout_flops = steps * (forward_flops(model, width, 1) + decode)
     passes = 4 if job.config.learner.kl_weight else 3  # backward counts twice; the reference policy once
     update_flops = steps * passes * forward_flops(model, width + answer - 1, answer)
-    shape = f"{job.config.rollout.prompt_groups} x {job.config.rollout.group_size} episodes of {job.env.max_turns} turns"
+    shape = (
+        f"{job.config.rollout.prompt_groups} x {job.config.rollout.group_size} episodes of {job.env.max_turns} turns"
+    )
 
     def row(name, value, unit, limit_share=None):
         return {"name": name, "value": value, "unit": unit, "limit_share": limit_share, "ratio": None}

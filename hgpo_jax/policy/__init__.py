@@ -1,14 +1,13 @@
 """The policy: a Qwen2.5 (`qwen2.py`), its tokenizer, and both as a Hugging Face folder.
 
-    policy = load_policy("runs/household-hgpo-s0/policy")
-    logits = policy.logits(input_ids, lengths)
+policy = load_policy("runs/household-hgpo-s0/policy")
+logits = policy.logits(input_ids, lengths)
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-
 from pathlib import Path
 
 import jax

@@ -51,7 +51,9 @@ def from_huggingface(tensors: dict[str, np.ndarray], like: dict, layers: int) ->
         left.discard(name)
         value = _turn(path, tensors[name])
         if value.shape != shape:
-            raise ValueError(f"weights: tensor {name} has shape {tensors[name].shape}, the config asks for {shape[::-1]}")
+            raise ValueError(
+                f"weights: tensor {name} has shape {tensors[name].shape}, the config asks for {shape[::-1]}"
+            )
         return value
 
     def leaf(path, target):

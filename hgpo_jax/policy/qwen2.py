@@ -147,7 +147,9 @@ class Qwen2(nnx.Module):
 
     def __init__(self, c: ModelConfig, rngs: nnx.Rngs):
         self.c = c
-        self.embed_tokens = nnx.Embed(c.vocab_size, c.hidden_size, embedding_init=nnx.initializers.normal(c.initializer_range), rngs=rngs)
+        self.embed_tokens = nnx.Embed(
+            c.vocab_size, c.hidden_size, embedding_init=nnx.initializers.normal(c.initializer_range), rngs=rngs
+        )
         stacked = c.num_hidden_layers - 1
         make = nnx.split_rngs(splits=stacked)(nnx.vmap(lambda rngs: Block(c, rngs), in_axes=0, out_axes=0))
         self.layers = make(rngs) if stacked else None

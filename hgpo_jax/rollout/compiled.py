@@ -119,8 +119,13 @@ def make_rollout(env, graphdef, mesh: Mesh, *, history_length: int, chunk: int, 
                 index = jax.lax.dynamic_slice(order, (i * C,), (C,))
                 before = jax.tree.map(lambda a: a[index], rows)
                 after, new = act_and_step(model, before, turn, temperature)
-                rows = jax.tree.map(lambda a, old, new: a.at[index].set(_select(before.done, old, new)), rows, before, after)
-                new = {name: jnp.where(_like(before.done, value), jnp.zeros_like(value), value) for name, value in new.items()}
+                rows = jax.tree.map(
+                    lambda a, old, new: a.at[index].set(_select(before.done, old, new)), rows, before, after
+                )
+                new = {
+                    name: jnp.where(_like(before.done, value), jnp.zeros_like(value), value)
+                    for name, value in new.items()
+                }
                 record = {name: record[name].at[index, turn].set(new[name]) for name in record}
                 return rows, record
 
@@ -132,7 +137,12 @@ def make_rollout(env, graphdef, mesh: Mesh, *, history_length: int, chunk: int, 
         return record, rows.env.task
 
     split = jax.shard_map(
-        play, mesh=mesh, in_specs=(P(), P("data"), P("data"), P()), out_specs=P("data"), axis_names={"data"}, check_vma=False
+        play,
+        mesh=mesh,
+        in_specs=(P(), P("data"), P("data"), P()),
+        out_specs=P("data"),
+        axis_names={"data"},
+        check_vma=False,
     )
 
     def rollout(params, task_keys, keys, groups, temperature) -> Episodes:

@@ -1,6 +1,6 @@
 """Writes data/qwen2_tiny: a random tiny Qwen2 by transformers' PyTorch, with the logits it gives. Run by hand with torch:
 
-    python tests/policy/make_reference.py
+python tests/policy/make_reference.py
 """
 
 from pathlib import Path

@@ -15,7 +15,9 @@ from hgpo_jax.policy.tokenizer import word_tokenizer
 REFERENCE = Path(__file__).parent / "data" / "qwen2_tiny"
 VARIANTS = {
     "grouped heads 7:1, tied": dict(hidden_size=56, num_hidden_layers=3, num_attention_heads=14, num_key_value_heads=2),
-    "one layer, untied": dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=False),
+    "one layer, untied": dict(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=False
+    ),
     "one key-value head": dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1),
 }  # fmt: skip
 TINY = ModelConfig(
