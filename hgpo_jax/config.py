@@ -102,7 +102,7 @@ class AdvantageConfig(Section):
         "per_step", "what the episode part's mean and std run over"
     )
     step_weight: NonNegative = field(1.0, "weight of the step part in gigpo, pgpo and graphgpo")
-    lam: Share = field(0.95, "lambda of the generalised estimators (gae, gagpo, eb_gae)")
+    lam: Share | None = field(None, "lambda of gagpo and eb_gae; default: the method's own, 0.95 and 0.65")
     invalid_penalty: NonNegative = field(0.1, "subtracted from the return of a step whose action is invalid")
 
 
@@ -154,10 +154,10 @@ class Config(Section):
     """One run."""
 
     name: str = field("household", "name of the run, used for its folder", pattern=r"^[A-Za-z0-9][\w.-]*$")
-    run_dir: str = field("", "the run's folder; default runs/NAME-METHOD-sSEED")
+    run_dir: str = field("", "the run's folder; default runs/NAME-METHOD-sSEED-TIME")
     seed: int = field(0, "seed of everything random", ge=0, lt=2**31)
     iterations: int = field(80, "iterations of rollout and update", ge=0)
-    method: Literal["hgpo", "gigpo", "grpo"] = field("hgpo", "advantage estimator")
+    method: Literal["hgpo", "gigpo", "grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gagpo", "eb_gae"] = field("hgpo", "advantage estimator")
     warm_start: Literal["cloning", "none"] = field("cloning", "where the policy starts")
     mesh: str = field("auto", "device mesh: auto, or sizes as in data=2,fsdp=4,tensor=1 with at most one -1")
     cache_dir: str = field("runs/cache", "folder of warm starts and compiled programs, shared by runs")
@@ -169,10 +169,6 @@ class Config(Section):
     learner: LearnerConfig = LearnerConfig()
     log: LogConfig = LogConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.run_dir or f"runs/{self.name}-{self.method}-s{self.seed}")
 
 
 def fields(section: type[Section] = Config, prefix: str = "") -> dict[str, Any]:

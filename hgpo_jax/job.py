@@ -70,8 +70,6 @@ def prepare_devices(config: Config) -> Mesh:
     if not forced:
         with contextlib.suppress(RuntimeError):  # a program that used jax before keeps its devices
             jax.config.update("jax_num_cpu_devices", cores)
-    os.makedirs(config.cache_dir, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", os.path.join(config.cache_dir, "compiled"))
     devices, spec = jax.devices(), config.mesh
     episodes = config.rollout.prompt_groups * config.rollout.group_size
     if spec == "auto":
@@ -94,6 +92,7 @@ def build(config: Config) -> Job:
     """Builds a job. Raises ConfigError for what cannot work, before any real computation."""
     mesh = prepare_devices(config)
     jax.set_mesh(mesh)
+    jax.config.update("jax_compilation_cache_dir", os.path.join(config.cache_dir, "compiled"))
     try:
         env = Household(**config.env.model_dump(exclude={"name"}))
     except ValueError as error:
@@ -119,7 +118,7 @@ def estimator_options(config: Config) -> dict:
     """The options of the configured method's estimator."""
     values = config.advantage.model_dump() | {"history_length": config.rollout.history_length}
     _, known = advantages.parameters(config.method)
-    return {name: values[name] for name in known}
+    return {name: values[name] for name in known if values[name] is not None}
 
 
 def make_learn(job: Job):
