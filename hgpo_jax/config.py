@@ -157,7 +157,9 @@ class Config(Section):
     run_dir: str = field("", "the run's folder; default runs/NAME-METHOD-sSEED-TIME")
     seed: int = field(0, "seed of everything random", ge=0, lt=2**31)
     iterations: int = field(80, "iterations of rollout and update", ge=0)
-    method: Literal["hgpo", "gigpo", "grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gagpo", "eb_gae"] = field("hgpo", "advantage estimator")
+    method: Literal["hgpo", "gigpo", "grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gagpo", "eb_gae"] = field(
+        "hgpo", "advantage estimator"
+    )
     warm_start: Literal["cloning", "none"] = field("cloning", "where the policy starts")
     mesh: str = field("auto", "device mesh: auto, or sizes as in data=2,fsdp=4,tensor=1 with at most one -1")
     cache_dir: str = field("runs/cache", "folder of warm starts and compiled programs, shared by runs")

@@ -11,7 +11,8 @@ import pytest
 @pytest.mark.slow
 def test_the_default_run_teaches_the_agent(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    command = [sys.executable, "-m", "hgpo_jax.train", f"run_dir={tmp_path / 'run'}", f"cache_dir={tmp_path / 'cache'}", "seed=5"]
+    folders = [f"run_dir={tmp_path / 'run'}", f"cache_dir={tmp_path / 'cache'}"]
+    command = [sys.executable, "-m", "hgpo_jax.train", *folders, "seed=5"]
     subprocess.run(command, check=True, env=environment, timeout=1500)
     result = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert result["episodes"] == 512
