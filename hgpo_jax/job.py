@@ -39,13 +39,16 @@ class Job:
         """Episodes per rollout."""
         return self.config.rollout.prompt_groups * self.config.rollout.group_size
 
+    def episode_inputs(self, iteration: int) -> tuple:
+        """What `rollout` takes beside the parameters for one training iteration; equal for equal seed and iteration."""
+        settings = self.config.rollout
+        groups = jnp.arange(self.batch, dtype=jnp.int32) // settings.group_size
+        tasks = task_keys("train", self.config.seed, iteration * settings.prompt_groups + groups)
+        return tasks, jax.random.split(self.key(iteration, 0), self.batch), groups, settings.temperature
+
     def training_episodes(self, params, iteration: int) -> Episodes:
-        """One iteration's episodes; the same for equal seed, iteration and parameters."""
-        size = self.config.rollout.group_size
-        groups = jnp.arange(self.batch, dtype=jnp.int32) // size
-        tasks = task_keys("train", self.config.seed, iteration * self.config.rollout.prompt_groups + groups)
-        keys = jax.random.split(self.key(iteration, 0), self.batch)
-        return self.rollout(params, tasks, keys, groups, self.config.rollout.temperature)
+        """One iteration's episodes."""
+        return self.rollout(params, *self.episode_inputs(iteration))
 
     def abstract_episodes(self) -> Episodes:
         """The shapes of `training_episodes`, nothing computed."""

@@ -101,13 +101,17 @@ def live_line(row: dict) -> dict:
     }
 
 
-def compile_update(job: Job, learn, opt_state):
-    """The update, compiled for this job's shapes from another thread than the one that set the mesh."""
-    with jax.set_mesh(job.mesh):
+def compile_ahead(job: Job, learn, opt_state):
+    """Compiles rollout and update in another thread while the warm start prepares; returns the compiled update.
+
+    The rollout's first call then finds it in the compilation cache.
+    """
+    with jax.set_mesh(job.mesh):  # a mesh is only set for the thread that set it
+        params = job.policy.params
+        job.rollout.lower(params, *job.episode_inputs(0)).compile()
         whole = NamedSharding(job.mesh, PartitionSpec())
         abstract = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole)  # noqa: E731
         episodes = jax.tree.map(abstract, job.abstract_episodes())
-        params = job.policy.params
         return learn.lower(params, opt_state, params, episodes, job.key(0, 1), jnp.float32(0)).compile()
 
 
@@ -116,8 +120,7 @@ def train(job: Job, folder: Path, resuming: bool) -> dict:
     config = job.config
     learn, init = make_learn(job)
     opt_state = init(job.policy.params)
-    # The update compiles while the warm start runs.
-    compiling = ThreadPoolExecutor(1).submit(compile_update, job, learn, opt_state)
+    compiling = ThreadPoolExecutor(1).submit(compile_ahead, job, learn, opt_state)
     checkpoints = Checkpoints(folder / "checkpoints", config.log.keep_checkpoints)
     done = checkpoints.latest() if resuming else None
     if (folder / "start" / "model.safetensors").is_file():
