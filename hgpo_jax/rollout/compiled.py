@@ -11,7 +11,7 @@ import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hgpo_jax.advantages import state_ids
@@ -148,7 +148,7 @@ def make_rollout(env, graphdef, mesh: Mesh, *, history_length: int, chunk: int, 
     def rollout(params, task_keys, keys, groups, temperature) -> Episodes:
         record, task = split(params, task_keys, keys, jnp.float32(temperature))
         # Episodes are small: every device gets all of them, so that groups and mini-batches can cut across devices.
-        record, task = jax.lax.with_sharding_constraint((record, task), P())
+        record, task = jax.lax.with_sharding_constraint((record, task), NamedSharding(mesh, P()))
         return Episodes(
             **record,
             states=state_ids(record["observations"], record["mask"]),
