@@ -1,0 +1,249 @@
+"""The update: equal to plain optax on the plain loss, whatever the micro-batches, the padding and the devices."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from hgpo_jax.config import LearnerConfig
+from hgpo_jax.learner import Rows, make_optimizer, make_policy_loss, make_update
+from hgpo_jax.mesh import make_mesh
+from hgpo_jax.policy import ModelConfig, initialize, network, shardings
+from hgpo_jax.sampling import generate
+
+MODEL = ModelConfig(
+    vocab_size=8, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=2, initializer_range=0.2, tie_word_embeddings=False,
+)  # fmt: skip
+CONFIG = LearnerConfig(lr=3e-3, warmup_steps=2, kl_weight=0.1, entropy_weight=0.02, weight_decay=0.05, grad_clip=0.5)
+TEMPERATURE, END, WIDTH, MAX_NEW = 0.8, 3, 5, 3
+ROWS, COUNT, MINIBATCH = 30, 20, 8  # 20 of 30 rows are learned from, in ceil(20 / 8) = 3 mini-batches
+MINIBATCHES = [(0, 7), (7, 14), (14, 20)]  # of ceil(20 / 3) = 7 rows, the last one of what is left
+LR_SHARE = 0.6
+# Adam divides by the gradient's own size, so that the rounding of an element that is nearly zero (the keys' bias has such)
+# moves its parameter by a whole step. With this epsilon a rounding of 1e-7 moves it by 3e-3 * 1e-7 / 1e-4 = 3e-6 at most.
+EPSILON = 1e-4
+
+
+def mesh_of(spec):
+    count = int(np.prod([int(part.split("=")[1]) for part in spec.split(",")]))
+    return make_mesh(spec, jax.devices()[:count])
+
+
+@functools.cache
+def parameters(seed):
+    return jax.device_get(initialize(MODEL, seed, mesh_of("data=1")))
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Sampled decisions of all lengths, with old log-probabilities a little off so that ratios get clipped."""
+    lengths = 1 + jnp.arange(ROWS) % WIDTH
+    prompts = jax.random.randint(jax.random.key(0), (ROWS, WIDTH), 0, 8) * (jnp.arange(WIDTH) < lengths[:, None])
+    keys = jax.random.split(jax.random.key(1), ROWS)
+
+    @jax.jit
+    def sample(params):
+        model = nnx.merge(network(MODEL), params)
+        return generate(model, prompts, lengths, keys, max_new=MAX_NEW, end=END, temperature=TEMPERATURE)
+
+    out = jax.device_get(sample(parameters(0)))
+    assert len(set(out.lengths.tolist())) == MAX_NEW
+    return Rows(
+        prompts=np.asarray(prompts), prompt_lengths=np.asarray(lengths), responses=out.tokens,
+        response_lengths=out.lengths, old_logp=out.logp,
+        advantages=np.random.default_rng(2).normal(size=ROWS).astype(np.float32),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def off_policy(rows):
+    noise = np.random.default_rng(3).normal(size=rows.old_logp.shape).astype(np.float32)
+    return rows.replace(old_logp=rows.old_logp + 0.4 * noise)
+
+
+ORDER = np.random.default_rng(4).permutation(ROWS)
+
+
+def adamw(lr, eps=EPSILON):
+    """The configured optimizer as optax writes it."""
+    return optax.chain(
+        optax.clip_by_global_norm(CONFIG.grad_clip),
+        optax.adamw(lr, CONFIG.beta1, CONFIG.beta2, eps, weight_decay=CONFIG.weight_decay),
+    )
+
+
+@functools.cache
+def compiled(spec, microbatch):
+    mesh, optimizer = mesh_of(spec), adamw(CONFIG.lr)
+    loss = make_policy_loss(network(MODEL), CONFIG, TEMPERATURE)
+    update = make_update(loss, optimizer, mesh, minibatch_size=MINIBATCH, microbatch_size=microbatch)
+    return mesh, jax.jit(optimizer.init), jax.jit(update)
+
+
+def run(rows, order=ORDER, *, spec="data=1", microbatch=8):
+    mesh, init, update = compiled(spec, microbatch)
+    params, reference = (jax.device_put(parameters(seed), shardings(MODEL, mesh)) for seed in (0, 1))
+    args = jax.device_put((rows, jnp.int32(order), COUNT, LR_SHARE), NamedSharding(mesh, PartitionSpec()))
+    params, _, stats = jax.device_get(update(params, init(params), reference, *args))
+    return params, stats
+
+
+def plain_logp(params, rows):
+    """Token log-probabilities [N, R] and entropies by one full forward pass over prompt and response."""
+    text = np.zeros((len(rows.prompts), WIDTH + MAX_NEW), np.int32)
+    slots = rows.prompt_lengths[:, None] + np.arange(MAX_NEW)
+    text[:, :WIDTH] = rows.prompts
+    np.put_along_axis(text, slots, rows.responses, axis=1)
+    model = nnx.merge(network(MODEL), params)
+    logits = model.logits(model.hidden(text, np.broadcast_to(np.arange(text.shape[1]), text.shape))) / TEMPERATURE
+    logp = jax.nn.log_softmax(jnp.take_along_axis(logits, slots[..., None] - 1, axis=1))
+    return jnp.take_along_axis(logp, rows.responses[..., None], axis=2)[..., 0], -(jnp.exp(logp) * logp).sum(2)
+
+
+def plain_loss(params, reference, rows):
+    """PPO with a dual clip + KL (k3) - entropy, the mean over the tokens of the rows, term by term."""
+    c = CONFIG
+    logp, entropy = plain_logp(params, rows)
+    ratio, advantage = jnp.exp(logp - rows.old_logp), rows.advantages[:, None]
+    clipped = jnp.clip(ratio, 1 - c.clip_low, 1 + c.clip_high)
+    surrogate = -jnp.minimum(ratio * advantage, clipped * advantage)
+    surrogate = jnp.where(advantage < 0, jnp.minimum(surrogate, -c.dual_clip * advantage), surrogate)
+    d = plain_logp(reference, rows)[0] - logp
+    kl = jnp.exp(d) - d - 1
+    tokens = np.arange(MAX_NEW) < rows.response_lengths[:, None]
+    mean = lambda values: (values * tokens).sum() / tokens.sum()  # noqa: E731
+    total = mean(surrogate) + c.kl_weight * mean(kl) - c.entropy_weight * mean(entropy)
+    return total, {"loss": surrogate, "kl": kl, "entropy": entropy, "ratio": ratio}
+
+
+@pytest.fixture(scope="module")
+def expected(off_policy):
+    """(parameters, token means, mean gradient norm) of the plain reference."""
+    params, reference = parameters(0), parameters(1)
+    optimizer = adamw(CONFIG.lr)
+    state, sums, norms = optimizer.init(params), {}, []
+    for first, stop in MINIBATCHES:
+        part = jax.tree.map(lambda a, at=ORDER[first:stop]: a[at], off_policy)
+        grad = jax.jit(jax.grad(lambda p, part=part: plain_loss(p, reference, part), has_aux=True))
+        gradient, values = grad(params)
+        norms.append(float(optax.global_norm(gradient)))
+        tokens = np.arange(MAX_NEW) < part.response_lengths[:, None]
+        for name, value in values.items():
+            sums[name] = sums.get(name, 0) + float((value * tokens).sum())
+        updates, state = optimizer.update(gradient, state, params)
+        params = jax.tree.map(lambda p, u: p + LR_SHARE * u, params, updates)
+    tokens = off_policy.response_lengths[ORDER[:COUNT]].sum()
+    return params, {name: total / tokens for name, total in sums.items()}, np.mean(norms)
+
+
+def assert_same(got, wanted):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=0), got, wanted)
+
+
+def test_equals_plain_optax_on_the_plain_loss(off_policy, expected):
+    params, stats = run(off_policy)
+    assert_same(params, expected[0])
+    for name, value in expected[1].items():
+        np.testing.assert_allclose(stats[name], value, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(stats["grad_norm"], expected[2], rtol=1e-4)
+    assert stats["optimizer_steps"] == len(MINIBATCHES)
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), params, parameters(0))
+    assert min(jax.tree.leaves(moved)) > 1e-4  # far beyond the tolerance, in every array
+    assert stats["clip_fraction_low"] > 0
+    assert stats["clip_fraction_high"] > 0
+
+
+@pytest.mark.parametrize("microbatch", [1, 3, 64])
+def test_micro_batches_change_nothing(off_policy, expected, microbatch):
+    assert_same(run(off_policy, microbatch=microbatch)[0], expected[0])
+
+
+@pytest.mark.parametrize("spec", ["data=2", "data=8", pytest.param("data=2,fsdp=2,tensor=2", marks=pytest.mark.slow)])
+def test_devices_change_nothing(off_policy, expected, spec):
+    params, stats = run(off_policy, spec=spec, microbatch=3)
+    assert_same(params, expected[0])
+    np.testing.assert_allclose(stats["kl"], expected[1]["kl"], rtol=1e-4)
+
+
+def test_padding_rows_change_nothing(off_policy, expected):
+    """Rows beyond `count` may hold anything, and need not be there."""
+    assert_same(run(off_policy, ORDER[:COUNT])[0], expected[0])
+    bad = off_policy.replace(advantages=np.where(np.isin(np.arange(ROWS), ORDER[COUNT:]), 1e6, off_policy.advantages))
+    assert_same(run(bad)[0], expected[0])
+
+
+def test_the_optimizer_is_adamw_with_a_clip_and_a_linear_warm_up():
+    """Gradients far from zero, so that optax's own epsilon does not matter."""
+    params = {"w": jnp.array([1.0, -2.0, 0.5])}
+    optimizer = make_optimizer(CONFIG)
+    mine, theirs = optimizer.init(params), adamw(0.0, 1e-8).init(params)
+    for number, size in enumerate((3.0, 0.1, 5.0, 0.2)):
+        gradient = {"w": size * jnp.array([0.5, -1.0, 0.7 + number])}
+        # Over warmup_steps = 2 steps: half the rate, then all of it.
+        expected, theirs = adamw(CONFIG.lr * min((number + 1) / 2, 1), 1e-8).update(gradient, theirs, params)
+        got, mine = optimizer.update(gradient, mine, params)
+        np.testing.assert_allclose(got["w"], expected["w"], rtol=1e-5)
+        params = optax.apply_updates(params, got)
+
+
+def test_worst_is_the_difference_to_the_sampler_in_the_first_mini_batch(rows):
+    params, stats = run(rows)
+    assert stats["worst"] < 1e-4
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), params, parameters(0))
+    assert max(jax.tree.leaves(moved)) > 1e-3  # later mini-batches did see other parameters
+    for at, seen in ((ORDER[3], True), (ORDER[10], False)):
+        shifted = rows.old_logp.copy()
+        shifted[at, 0] -= 0.5
+        worst = run(rows.replace(old_logp=shifted))[1]["worst"]
+        assert abs(worst - 0.5) < 1e-4 if seen else worst < 1e-4
+
+
+def linear_loss(params, _, rows):
+    """One parameter per row (its number stands in the prompt): the gradient counts how often a row is used."""
+    tokens = rows.response_lengths.astype(jnp.float32)
+    total = (params[rows.prompts[:, 0]] * tokens).sum()
+    stats = {"tokens": (tokens.sum(), jnp.float32(1)), "length": (tokens.sum(), (tokens > 0).sum().astype(jnp.float32))}
+    return total, stats, jnp.float32(0)
+
+
+@pytest.mark.parametrize("spec", ["data=1", "data=2", "data=8"])
+@pytest.mark.parametrize("microbatch", [1, 3, 16])
+def test_every_row_is_used_exactly_once(spec, microbatch):
+    mesh, N = mesh_of(spec), 24
+    update = jax.jit(make_update(linear_loss, optax.sgd(1.0), mesh, minibatch_size=MINIBATCH, microbatch_size=microbatch))
+    lengths = 1 + np.arange(N) % 3
+    rows = Rows(
+        prompts=np.arange(N)[:, None], prompt_lengths=np.ones(N, int), responses=np.zeros((N, 3), int),
+        response_lengths=lengths, old_logp=np.zeros((N, 3)), advantages=np.zeros(N),
+    )  # fmt: skip
+    order = np.random.default_rng(5).permutation(N)
+    for count in (1, 8, 9, 17, 23, 24):
+        weights, _, stats = update(jnp.zeros(N), optax.sgd(1.0).init(jnp.zeros(N)), None, rows, order, count, 1.0)
+        steps = -(-count // MINIBATCH)
+        size = -(-count // steps)
+        wanted = np.zeros(N)
+        for first in range(0, count, size):
+            used = order[first : min(first + size, count)]
+            wanted[used] = -lengths[used] / lengths[used].sum()
+        np.testing.assert_allclose(weights, wanted, atol=1e-6)
+        assert stats["optimizer_steps"] == steps
+        assert stats["length"] == pytest.approx(lengths[order[:count]].mean())
+    assert update._cache_size() == 1  # one program for every number of rows
+
+
+def test_losses_per_row_divide_by_rows():
+    mesh, N = mesh_of("data=1"), 6
+    loss = lambda w, _, rows: ((w[rows.prompts[:, 0]] * (rows.response_lengths > 0)).sum(), {}, jnp.float32(0))  # noqa: E731
+    rows = Rows(
+        prompts=np.arange(N)[:, None], prompt_lengths=np.ones(N, int), responses=np.zeros((N, 3), int),
+        response_lengths=np.array([1, 2, 3, 1, 2, 3]), old_logp=np.zeros((N, 3)), advantages=np.zeros(N),
+    )  # fmt: skip
+    update = jax.jit(make_update(loss, optax.sgd(1.0), mesh, minibatch_size=8, microbatch_size=4, per_token=False))
+    weights, _, _ = update(jnp.zeros(N), optax.sgd(1.0).init(jnp.zeros(N)), None, rows, np.arange(N), 5, 1.0)
+    np.testing.assert_allclose(weights, [-0.2] * 5 + [0], atol=1e-6)
