@@ -12,10 +12,10 @@ sets in a state, which makes states immutable and cheap to share.
 from collections.abc import Callable, Collection, Mapping
 from operator import itemgetter
 
+from envs.alfworld.formulas import Splitter, free_variables, is_variable
 from envs.alfworld.pddl import Formula
 
 WORK_LIMIT = 300_000  # facts looked at by one request; the largest real game needs about 3,000
-MAX_CONJUNCTIONS = 64
 MAX_PARTS = 200  # of one conjunction; each is one level of calls when it is walked
 
 Row = tuple[str, ...]
@@ -51,78 +51,6 @@ class View:
         return table.get(value, ())
 
 
-def free_variables(node: Formula) -> frozenset[str]:
-    """Variables of a formula that no `exists` inside it binds. A variable starts with '?' or holds a ':' (grammar)."""
-    if node[0] == "atom":
-        return frozenset(term for term in node[2] if is_variable(term))
-    if node[0] == "exists":
-        return free_variables(node[2]) - set(node[1])
-    parts = node[1] if node[0] in ("and", "or") else node[1:]
-    return frozenset().union(*map(free_variables, parts))
-
-
-def predicates(node: Formula) -> frozenset[str]:
-    """Predicates a formula mentions."""
-    if node[0] == "atom":
-        return frozenset((node[1],))
-    parts = node[1] if node[0] in ("and", "or") else node[2:] if node[0] == "exists" else node[1:]
-    return frozenset().union(*map(predicates, parts))
-
-
-def is_variable(term: str) -> bool:
-    """PDDL variables start with '?'; variables of a text grammar are written `name:type`."""
-    return term.startswith("?") or ":" in term
-
-
-def _rename(node: Formula, names: dict[str, str]) -> Formula:
-    if node[0] == "atom":
-        return ("atom", node[1], tuple(names.get(term, term) for term in node[2]))
-    if node[0] == "exists":
-        return ("exists", node[1], _rename(node[2], {k: v for k, v in names.items() if k not in node[1]}))
-    if node[0] == "not":
-        return ("not", _rename(node[1], names))
-    return (node[0], tuple(_rename(part, names) for part in node[1]))
-
-
-class _Splitter:
-    """Turns a formula into alternative conjunctions whose parts are facts, negations, or `or`s kept as tests."""
-
-    def __init__(self, bound: Collection[str]) -> None:
-        self.bound = set(bound)
-        self.fresh = 0
-
-    def conjunctions(self, node: Formula) -> list[tuple[Formula, ...]]:
-        alternatives: list[tuple[Formula, ...]] = [()]
-        parts = self._flat(node)
-        known = self.bound.union(
-            *(part[2] for part in parts if part[0] == "atom" and part[1] != "=" and not part[1].startswith("type "))
-        )
-        for part in parts:
-            if part[0] == "or" and len(part[1]) == 1:
-                choices = self.conjunctions(part[1][0])
-            elif part[0] == "or" and not free_variables(part) <= known:
-                # It may be what finds a variable's values (else all objects would be tried): one conjunction each.
-                choices = [choice for option in part[1] for choice in self.conjunctions(option)]
-            else:
-                choices = [(part,)]
-            alternatives = [a + b for a in alternatives for b in choices]
-            if len(alternatives) > MAX_CONJUNCTIONS:
-                raise ValueError(f"a condition needs more than {MAX_CONJUNCTIONS} cases")
-        return alternatives
-
-    def _flat(self, node: Formula) -> list[Formula]:
-        if node[0] == "and":
-            return [part for child in node[1] for part in self._flat(child)]
-        if node[0] == "exists":
-            # The new names cannot clash: '!' occurs in no variable.
-            names = {name: f"?!{self.fresh + i}" for i, name in enumerate(node[1])}
-            self.fresh += len(names)
-            return self._flat(_rename(node[2], names))
-        if node[0] == "not" and node[1][0] == "not":
-            return self._flat(node[1][1])
-        return [node]
-
-
 Step = Callable[[View, list, set | None], bool]
 
 
@@ -149,7 +77,7 @@ class Query:
     ) -> None:
         self._bound = len(bound)
         self._chains = [
-            _compile(parts, bound, out, changing, sizes) for parts in _Splitter(bound).conjunctions(node)
+            _compile(parts, bound, out, changing, sizes) for parts in Splitter(bound).conjunctions(node)
         ]
 
     def rows(self, view: View, values: Row = ()) -> set[Row]:

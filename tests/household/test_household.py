@@ -10,7 +10,7 @@ from plain_household import PlainHousehold
 from envs.household import Household, State, world
 from hgpo_jax.rollout.tasks import task_keys
 
-COMPARED = 250  # episodes that the plain household replays
+COMPARED = 400  # episodes that the plain household replays
 SLOW = [pytest.param(size, marks=pytest.mark.slow) for size in OTHERS]
 
 
