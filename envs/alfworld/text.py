@@ -1,0 +1,77 @@
+"""ALFWorld as text tasks: `reset(task)` and `step(action)`, with reward, turn limit and a choice of games.
+
+    env = AlfworldText([game.path for game in list_games("valid_seen")])
+    observation, commands = env.reset(3)
+    observation, commands, reward, done, info = env.step("go to desk 1")
+"""
+
+import functools
+import os
+from collections.abc import Sequence
+
+from envs.alfworld.dataset import TASK_TYPES
+from envs.alfworld.game import Game, load_game
+
+WON_REWARD = 10.0  # as verl-agent pays
+HELP = "help"  # admissible in newer releases, but no command to show an agent
+
+
+class AlfworldText:
+    """Games played one at a time, at most `max_turns` actions each. Task n is `games[n]`.
+
+    Args:
+      games: paths of `game.tw-pddl` files.
+      logic: as for `load_game`.
+      max_turns: actions after which an episode ends (50 in ALFWorld).
+
+    Attributes:
+      task_types: their names; `task_type` is an index into it, read from the game's path.
+      goal: the task of the running episode, with its full stop.
+
+    Raises:
+      ValueError: no games, or a turn limit below 1.
+    """
+
+    task_types = (*TASK_TYPES, "unknown")
+
+    def __init__(self, games: Sequence[str | os.PathLike], logic: str | os.PathLike | None = None, max_turns: int = 50):
+        if not games:
+            raise ValueError("games: is empty; name at least one game.tw-pddl file")
+        if max_turns < 1:
+            raise ValueError(f"max_turns={max_turns}: must be at least 1")
+        self._games, self._logic, self.max_turns = [os.fspath(game) for game in games], logic, max_turns
+
+    def __len__(self) -> int:
+        return len(self._games)
+
+    def reset(self, task: int) -> tuple[str, list[str]]:
+        """Starts task number `task`; returns the first observation and the commands to choose from."""
+        if not 0 <= task < len(self):
+            raise IndexError(f"task={task}: there are {len(self)} games")
+        path = self._games[task]
+        self._game = _load(path, self._logic).fresh()
+        self._turns = 0
+        self.goal = self._game.task
+        found = [number for number, name in enumerate(TASK_TYPES) if name in path]
+        self.task_type = found[0] if found else len(TASK_TYPES)
+        observation, _ = self._game.reset()
+        return observation, self._commands()
+
+    def step(self, action: str) -> tuple[str, list[str], float, bool, dict]:
+        """Does one action; an inadmissible one shows "Nothing happens.".
+
+        Returns: (observation, commands, reward 10 on success else 0, done, info with `won` and `admissible`).
+        """
+        admissible = action.strip() in self._game.choices
+        observation, _, won = self._game.step(action)
+        self._turns += 1
+        info = {"won": won, "admissible": admissible}
+        return observation, self._commands(), WON_REWARD * won, won or self._turns >= self.max_turns, info
+
+    def _commands(self) -> list[str]:
+        return [command for command in self._game.commands if command != HELP]
+
+
+@functools.lru_cache(maxsize=1024)  # a game takes less than 1 MB, and a prompt group plays the same one
+def _load(path: str, logic: str | os.PathLike | None) -> Game:
+    return load_game(path, logic)

@@ -1,0 +1,160 @@
+"""`python -m envs.play`: play an environment in the terminal and see what an agent sees.
+
+    python -m envs.play household --seed 3 --tasks place two --rooms kitchen bedroom
+    python -m envs.play alfworld path/to/game.tw-pddl
+    python -m envs.play alfworld path/to/json_2.1.1/valid_seen --seed 7
+    python -m envs.play webshop items_shuffle_1000.json.gz items_ins_v2_1000.json.gz --seed 7
+
+A command is typed as it stands in the list, or by its number there. Without a terminal, commands are read from standard
+input, one a line. An empty line, or the end of the input, ends the game.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from pathlib import Path
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage text."""
+
+    def error(self, message):
+        self.exit(2, f"error: {message}; {self.prog} --help explains\n")
+
+
+def household(args):
+    """The household in ALFWorld's wording, and the task to play."""
+    from envs.household import Household
+    from envs.household.text import HouseholdText
+
+    sizes = {"places": args.places, "things": args.things, "max_turns": args.turns or 20}
+    return HouseholdText(Household(tasks=tuple(args.tasks), rooms=tuple(args.rooms), **sizes)), args.seed
+
+
+def alfworld(args):
+    """One game, or of a folder's games the one that the seed picks."""
+    from envs.alfworld.text import AlfworldText
+
+    games = [args.game]
+    if args.game.is_dir():
+        games = sorted(args.game.rglob("game.tw-pddl"))
+        if not games:
+            raise ValueError(f"{args.game}: no game.tw-pddl below this folder; unpack the ALFWorld games there")
+    return AlfworldText(games, args.logic, args.turns or 50), args.seed % len(games)
+
+
+def webshop(args):
+    """The goal that the seed picks."""
+    from envs.webshop.text import WebshopText
+
+    files = [file for file in (args.items, args.attributes, args.human) if file]
+    env = WebshopText.open(*files, human_goals=bool(args.human), max_turns=args.turns or 15)
+    return env, args.seed % len(env)
+
+
+def parser() -> Parser:
+    p = Parser(
+        prog="python -m envs.play",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--seed", type=_whole_number(0), default=0, metavar="N", help="which task; default 0")
+    common.add_argument("--turns", type=_whole_number(1), metavar="N", help="actions after which the game ends")
+    games = p.add_subparsers(metavar="ENVIRONMENT", required=True, parser_class=Parser)
+    add = lambda name, start: games.add_parser(name, parents=[common], help=start.__doc__, allow_abbrev=False)  # noqa: E731
+
+    g = add("household", household)
+    g.set_defaults(start=household)
+    g.add_argument("--tasks", nargs="+", default=["place"], metavar="TASK", help="task types to draw from")
+    g.add_argument("--rooms", nargs="+", default=["kitchen"], metavar="ROOM", help="rooms to draw from")
+    g.add_argument("--places", type=int, default=6, metavar="N", help="receptacles, 6 to 12")
+    g.add_argument("--things", type=int, default=4, metavar="N", help="things, 2 to 8")
+
+    g = add("alfworld", alfworld)
+    g.set_defaults(start=alfworld)
+    g.add_argument("game", type=Path, metavar="GAME", help="a game.tw-pddl file, or a folder with such files")
+    g.add_argument("--logic", type=Path, metavar="DIR", help="folder whose alfred.pddl and alfred.twl2 replace the file's")
+
+    g = add("webshop", webshop)
+    g.set_defaults(start=webshop)
+    g.add_argument("items", type=Path, metavar="ITEMS", help="the catalogue, .json or .json.gz, or a built folder")
+    g.add_argument("attributes", type=Path, nargs="?", metavar="ATTRIBUTES", help="attributes and synthetic instructions")
+    g.add_argument("--human", type=Path, metavar="FILE", help="play the human instructions of this file")
+    return p
+
+
+def _whole_number(low: int):
+    def read(text: str) -> int:
+        if not text.isdecimal() or not low <= int(text) < 2**31:
+            raise argparse.ArgumentTypeError(f"{text}: must be a whole number between {low} and {2**31 - 1}")
+        return int(text)
+
+    return read
+
+
+def printable(text: str) -> str:
+    """Text that cannot steer a terminal: control characters and lone surrogates become question marks."""
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+
+
+def play(env, task: int) -> None:
+    """One episode, from the first observation to its end or the player's."""
+    observation, commands = env.reset(task)
+    print(f"Task: {printable(env.goal)}\n")
+    for turn in range(1, env.max_turns + 1):
+        print(printable(observation))
+        for number, command in enumerate(commands, 1):
+            print(f"  {number:3d}  {printable(command)}")
+        action = _ask(f"turn {turn} of {env.max_turns}> ")
+        if not action:
+            print("Stopped.")
+            return
+        if action.isdecimal() and 1 <= int(action) <= len(commands):
+            action = commands[int(action) - 1]
+        observation, commands, reward, done, info = env.step(action)
+        print()
+        if not info["admissible"]:
+            print("(That was not admissible; an agent that is held to the list pays for it.)")
+        if done:
+            break
+    score = f", score {info['score']:g}" if "score" in info else ""
+    print(printable(observation))
+    print(f"\n{'Solved' if info['won'] else 'Not solved'} after {turn} turns: reward {reward:g}{score}.")
+
+
+def _ask(prompt: str) -> str:
+    """The next line; empty at the end of the input. Without a terminal the line is shown, as typing would."""
+    if sys.stdin.isatty():
+        with contextlib.suppress(EOFError):
+            return input(prompt).strip()
+        return ""
+    line = sys.stdin.readline().strip()
+    print(f"{prompt}{printable(line)}")
+    return line
+
+
+def main() -> None:
+    args = parser().parse_args()
+    sys.stdin.reconfigure(errors="replace")
+    sys.stdout.reconfigure(errors="replace")
+    try:
+        play(*args.start(args))
+    except BrokenPipeError:  # the reader of our output has gone
+        sys.stdout = None
+        sys.exit(1)
+    except (ValueError, OSError, ImportError) as error:
+        text = str(error)
+        if isinstance(error, OSError):
+            text = f"{error.filename}: {error.strerror.lower()}; check the path"
+        print(f"error: {printable(' '.join(text.split()))}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
