@@ -1,6 +1,7 @@
-"""The policy: a Qwen2.5 (`qwen2.py`), its tokenizer, and both as a Hugging Face folder.
+"""The policy: a Qwen2.5 or Qwen3 (`qwen2.py`), its tokenizer, and both as a Hugging Face folder.
 
 policy = load_policy("runs/household-hgpo-s0/policy")
+policy = load_policy("Qwen/Qwen2.5-1.5B-Instruct", make_mesh("fsdp=8"), "bfloat16")
 logits = policy.logits(input_ids, lengths)
 """
 
@@ -8,40 +9,38 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from hgpo_jax.mesh import sharding
-from hgpo_jax.policy import huggingface
+from hgpo_jax.mesh import make_mesh
+from hgpo_jax.policy import huggingface, weights
+from hgpo_jax.policy.placement import PARAMETER_AXES, initialize, network, shapes, shardings
 from hgpo_jax.policy.qwen2 import ModelConfig, Qwen2
 
-# Logical axes of each parameter by its last two names; a leading "layers" axis is never split.
-PARAMETER_AXES = {
-    "embed_tokens.embedding": ("vocab", "embed"),
-    "q_proj.kernel": ("embed", "heads"),
-    "q_proj.bias": ("heads",),
-    "k_proj.kernel": ("embed", "kv_heads"),
-    "k_proj.bias": ("kv_heads",),
-    "v_proj.kernel": ("embed", "kv_heads"),
-    "v_proj.bias": ("kv_heads",),
-    "o_proj.kernel": ("heads", "embed"),
-    "gate_proj.kernel": ("embed", "mlp"),
-    "up_proj.kernel": ("embed", "mlp"),
-    "down_proj.kernel": ("mlp", "embed"),
-    "lm_head.kernel": ("embed", "vocab"),
-}
+__all__ = [
+    "PARAMETER_AXES",
+    "ModelConfig",
+    "Policy",
+    "Qwen2",
+    "initialize",
+    "load_policy",
+    "network",
+    "shapes",
+    "shardings",
+]
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
     """Weights and what it takes to use them.
 
-    params: nested dict of f32 or bf16 arrays, the state of `Qwen2`. `model(params)` binds any such tree to the network.
+    params: nested dict of f32 or bf16 arrays, the state of `Qwen2`. tokenizer: a transformers tokenizer, or None.
     """
 
     config: ModelConfig
@@ -57,15 +56,29 @@ class Policy:
         tokens = jnp.where(jnp.arange(input_ids.shape[1]) < jnp.asarray(lengths)[:, None], jnp.asarray(input_ids), 0)
         return _logits(self.graphdef, self.params, tokens)
 
-    def save(self, folder: str | Path) -> None:
-        """Writes a Hugging Face folder: config.json, model.safetensors and the tokenizer."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        eos, pad = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id
-        huggingface.config_to_huggingface(self.config, eos, pad).save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
-        params = jax.device_get(self.params)
-        huggingface.write_weights(folder, huggingface.to_huggingface(params, self.config.num_hidden_layers))
+    def save(self, folder: str | Path, size: int = weights.SHARD_SIZE) -> None:
+        """Writes a Hugging Face folder: config.json, safetensors of at most `size` bytes each, and the tokenizer.
+
+        The folder appears whole or not at all; an older policy in it is replaced. Where there are several processes all of
+        them call this, and the first one writes.
+
+        Raises:
+          ValueError: the folder holds something that is not a policy's.
+        """
+        tensors = weights.layout(self.params, self.config.num_hidden_layers)
+        gather = weights.to_host(self.params)
+        if jax.process_index() == 0:
+            with huggingface.written_whole(Path(folder)) as partial:
+                eos, pad = (getattr(self.tokenizer, name, None) for name in ("eos_token_id", "pad_token_id"))
+                config = huggingface.config_json(self.config, eos, pad, tensors[0].dtype)
+                (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+                if self.tokenizer is not None:
+                    self.tokenizer.save_pretrained(partial)
+                weights.write(partial, tensors, gather, size=size)
+        else:
+            for tensor in tensors:
+                gather(tensor)
+        multihost_utils.sync_global_devices("policy saved")
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -74,42 +87,12 @@ def _logits(graphdef, params, tokens):
     return model.logits(model.hidden(tokens, jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)))
 
 
-def network(config: ModelConfig):
-    """The network's graph definition: `nnx.merge(network(config), params)` is a `Qwen2`."""
-    return nnx.split(nnx.eval_shape(lambda: Qwen2(config, nnx.Rngs(0))))[0]
-
-
-def shapes(config: ModelConfig) -> dict:
-    """The parameters as ShapeDtypeStructs, nothing allocated."""
-    return nnx.to_pure_dict(nnx.split(nnx.eval_shape(lambda: Qwen2(config, nnx.Rngs(0))))[1])
-
-
-def shardings(config: ModelConfig, mesh: Mesh) -> dict:
-    """A NamedSharding for every parameter. Raises ValueError where a dimension does not divide."""
-
-    def place(path, leaf):
-        name = ".".join(part.key for part in path[-2:])
-        axes = PARAMETER_AXES.get(name, (None,) * leaf.ndim)
-        axes = (None,) * (leaf.ndim - len(axes)) + axes
-        heads = {"heads": config.num_attention_heads, "kv_heads": config.num_key_value_heads}
-        # A head is never cut in two, so head dimensions divide by heads rather than by elements.
-        shape = tuple(heads.get(axis, size) for axis, size in zip(axes, leaf.shape, strict=True))
-        return sharding(axes, shape, mesh, name)
-
-    return jax.tree_util.tree_map_with_path(place, shapes(config))
-
-
-def initialize(config: ModelConfig, seed: int, mesh: Mesh) -> dict:
-    """Random parameters, each created in its place on the mesh; the same values on every mesh."""
-    create = lambda: nnx.to_pure_dict(nnx.split(Qwen2(config, nnx.Rngs(seed)))[1])  # noqa: E731
-    return jax.jit(create, out_shardings=shardings(config, mesh))()
-
-
 def load_policy(folder: str | Path, mesh: Mesh | None = None, dtype: str = "float32") -> Policy:
-    """Reads a Hugging Face folder.
+    """Reads a Hugging Face folder, each process the parts of the weights that its devices hold.
 
     Args:
-      folder: holds config.json, model.safetensors and, if the policy is to read text, a tokenizer.
+      folder: holds config.json, model.safetensors (or an index and what it names) and, if the policy is to read text, a
+        tokenizer. A name such as Qwen/Qwen2.5-1.5B-Instruct that is no folder is fetched from the hub.
       mesh: where to put the weights; one device if None.
       dtype: `float32` or `bfloat16`.
 
@@ -118,11 +101,13 @@ def load_policy(folder: str | Path, mesh: Mesh | None = None, dtype: str = "floa
     """
     from transformers import AutoTokenizer
 
-    folder = Path(folder)
+    folder = huggingface.find(folder)
+    mesh = mesh or make_mesh("data=1", jax.local_devices()[:1])
     config = huggingface.read_config(folder)
-    tensors = huggingface.read_weights(folder)
-    params = huggingface.from_huggingface(tensors, shapes(config), config.num_hidden_layers)
-    params = jax.tree.map(lambda a: np.asarray(a, jnp.dtype(dtype)), params)
-    params = jax.device_put(params, shardings(config, mesh)) if mesh is not None else jax.tree.map(jnp.asarray, params)
+    places = shardings(config, mesh)
+    tensors = weights.layout(shapes(config), config.num_hidden_layers)
+    source = weights.Weights(folder)
+    source.check(tensors, tied=config.tie_word_embeddings)
+    params = source.load(tensors, places, dtype)
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
     return Policy(config, params, AutoTokenizer.from_pretrained(folder) if has_tokenizer else None)

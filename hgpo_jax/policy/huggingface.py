@@ -1,151 +1,144 @@
-"""Weights and configs in Hugging Face's layout: config.json and model.safetensors, names as transformers' Qwen2.
-
-A stacked parameter of ours is one tensor per layer there, and their linear weights are [out, in] where ours are [in, out].
-"""
+"""Hugging Face folders: config.json, what belongs to the tokenizer, and folders that appear whole or not at all."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
-from transformers import Qwen2Config
+from transformers import Qwen2Config, Qwen3Config
 
 from hgpo_jax.policy.qwen2 import ModelConfig
 
-CONFIG_FIELDS = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "initializer_range",
+ARCHITECTURES = {"qwen2": ("Qwen2ForCausalLM", Qwen2Config), "qwen3": ("Qwen3ForCausalLM", Qwen3Config)}
+REQUIRED_FIELDS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
 )  # fmt: skip
+CONFIG_FIELDS = (
+    *REQUIRED_FIELDS, "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "initializer_range",
+)  # fmt: skip
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+OTHER_FILES = ("config.json", "generation_config.json", "model.safetensors.index.json")
 
 
-def to_huggingface(params: dict, layers: int) -> dict[str, np.ndarray]:
-    """Nested parameters of `Qwen2` -> tensors by Hugging Face name."""
-    tensors = {}
-    for path, value in _flatten(params):
-        value = np.asarray(value)
-        if path[0] == "layers":
-            for index in range(layers - 1):
-                tensors[_name(("layers", str(index), *path[1:]))] = _turn(path, value[index])
-        elif path[0] == "last":
-            tensors[_name(("layers", str(layers - 1), *path[1:]))] = _turn(path, value)
-        else:
-            tensors[_name(path)] = _turn(path, value)
-    return tensors
-
-
-def from_huggingface(tensors: dict[str, np.ndarray], like: dict, layers: int) -> dict:
-    """Tensors by Hugging Face name -> nested parameters shaped as `like` (arrays or ShapeDtypeStructs).
+def find(folder: str | Path) -> Path:
+    """The local folder of a policy; a name like Qwen/Qwen2.5-1.5B-Instruct that is no folder is fetched from the hub.
 
     Raises:
-      ValueError: a tensor that is missing, unexpected or of another shape.
+      ValueError: neither a folder nor to be had from the hub.
     """
-    left = set(tensors)
+    if Path(folder).is_dir():
+        return Path(folder)
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", str(folder)):
+        raise ValueError(f"policy {folder}: no such folder")
+    from huggingface_hub import snapshot_download
 
-    def take(path, shape):
-        name = _name(path)
-        if name not in tensors:
-            raise ValueError(f"weights: tensor {name} is missing")
-        left.discard(name)
-        value = _turn(path, tensors[name])
-        if value.shape != shape:
-            raise ValueError(
-                f"weights: tensor {name} has shape {tensors[name].shape}, the config asks for {shape[::-1]}"
-            )
-        return value
-
-    def leaf(path, target):
-        if path[0] == "layers":
-            rows = [take(("layers", str(i), *path[1:]), target.shape[1:]) for i in range(layers - 1)]
-            return np.stack(rows)
-        return take(("layers", str(layers - 1), *path[1:]) if path[0] == "last" else path, target.shape)
-
-    params: dict = {}
-    for path, target in _flatten(like):
-        node = params
-        for part in path[:-1]:
-            node = node.setdefault(part, {})
-        node[path[-1]] = leaf(path, target)
-    if left:
-        raise ValueError(f"weights: tensor {min(left)} is unexpected ({len(left)} such); is tie_word_embeddings right?")
-    return params
+    try:
+        return Path(snapshot_download(str(folder), allow_patterns=["*.safetensors", "*.json", *TOKENIZER_FILES]))
+    except Exception as error:  # its errors come from several libraries: none of them is worth a traceback
+        reason = " ".join(str(error).split())
+        raise ValueError(f"policy {folder}: no such folder, and the hub does not give it: {reason}") from None
 
 
-def _flatten(tree, prefix=()):
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, (*prefix, key))
-        elif value is not None:
-            yield (*prefix, key), value
-
-
-def _name(path) -> str:
-    *head, last = path
-    name = ".".join((*head, {"kernel": "weight", "embedding": "weight"}.get(last, last)))
-    return name if head[0] == "lm_head" else f"model.{name}"
-
-
-def _turn(path, value):
-    return np.ascontiguousarray(value.T) if path[-1] == "kernel" else value
-
-
-def config_to_huggingface(config: ModelConfig, eos: int, pad: int) -> Qwen2Config:
-    """The transformers config of a policy."""
-    same = {name: getattr(config, name) for name in CONFIG_FIELDS}
-    return Qwen2Config(
-        **same,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-        rope_theta=config.rope_theta,
-        max_position_embeddings=32768,
-        eos_token_id=eos,
-        pad_token_id=pad,
-        bos_token_id=None,
-        architectures=["Qwen2ForCausalLM"],
-        dtype="float32",
-    )
+def read_json(folder: Path, name: str) -> dict:
+    """A JSON file of a policy's folder. Raises ValueError where it is missing or broken."""
+    try:
+        raw = json.loads((folder / name).read_text())
+    except FileNotFoundError:
+        raise ValueError(f"policy {folder}: holds no {name}") from None
+    except ValueError as error:
+        raise ValueError(f"policy {folder}: {name} is not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"policy {folder}: {name} is not a JSON object")
+    return raw
 
 
 def read_config(folder: Path) -> ModelConfig:
     """The ModelConfig of a Hugging Face folder.
 
     Raises:
-      ValueError: no or broken config.json, or another architecture than Qwen2.
+      ValueError: no or broken config.json, or one that asks for what `Qwen2` does not compute.
     """
-    file = folder / "config.json"
-    try:
-        raw = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"policy {folder}: holds no config.json") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"policy {folder}: config.json is not JSON: {error}") from None
-    if raw.get("model_type") != "qwen2":
-        raise ValueError(f"policy {folder}: model_type is {raw.get('model_type')!r}; qwen2 is supported")
-    if raw.get("use_sliding_window"):
-        raise ValueError(f"policy {folder}: use_sliding_window is true; only full attention is supported")
-    rope = raw.get("rope_parameters") or {}
-    if rope.get("rope_type", "default") != "default" or raw.get("rope_scaling"):
-        raise ValueError(f"policy {folder}: scaled rotary embeddings are not supported")
-    missing = [name for name in CONFIG_FIELDS[:6] if name not in raw]
+    raw = read_json(folder, "config.json")
+    if raw.get("model_type") not in ARCHITECTURES:
+        known = " and ".join(ARCHITECTURES)
+        raise ValueError(f"policy {folder}: model_type is {raw.get('model_type')!r} in config.json; {known} are supported")
+    missing = [name for name in REQUIRED_FIELDS if name not in raw]
     if missing:
         raise ValueError(f"policy {folder}: config.json lacks {missing[0]}")
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    qwen3 = raw["model_type"] == "qwen3"
+    refused = {
+        "use_sliding_window": raw.get("use_sliding_window"),
+        "layer_types": set(raw.get("layer_types") or ()) - {"full_attention"},
+        "rope_scaling": rope.get("rope_type", rope.get("type", "default")) != "default",
+        "hidden_act": raw.get("hidden_act", "silu") != "silu",
+        "attention_bias": qwen3 and raw.get("attention_bias"),
+        "quantization_config": raw.get("quantization_config"),
+    }
+    for name, asked in refused.items():
+        if asked:
+            value = rope if name == "rope_scaling" else raw[name]
+            raise ValueError(f"policy {folder}: {name}={json.dumps(value)} in config.json is not supported")
     # transformers leaves fields out of the file that equal the architecture's defaults.
-    filled = Qwen2Config(**{name: raw[name] for name in CONFIG_FIELDS if name in raw})
-    theta = rope.get("rope_theta", raw.get("rope_theta", 10_000.0))
-    return ModelConfig(**{name: getattr(filled, name) for name in CONFIG_FIELDS}, rope_theta=float(theta))
-
-
-def write_weights(folder: Path, tensors: dict[str, np.ndarray]) -> None:
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def read_weights(folder: Path) -> dict[str, np.ndarray]:
-    """All tensors of model.safetensors. Raises ValueError where the file is missing or damaged."""
-    file = folder / "model.safetensors"
-    if not file.is_file():
-        raise ValueError(f"policy {folder}: holds no model.safetensors")
+    filled = ARCHITECTURES[raw["model_type"]][1](**{name: raw[name] for name in CONFIG_FIELDS if name in raw})
     try:
-        return load_file(file)
-    except SafetensorError as error:
-        raise ValueError(f"policy {folder}: model.safetensors is damaged: {error}") from None
+        return ModelConfig(
+            **{name: getattr(filled, name) for name in CONFIG_FIELDS},
+            model_type=raw["model_type"],
+            head_dim=raw.get("head_dim", filled.head_dim if qwen3 else None),
+            rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 10_000.0))),
+        )
+    except ValueError as error:
+        raise ValueError(f"policy {folder}: config.json: {error}") from None
+
+
+def config_json(config: ModelConfig, eos: int | None, pad: int | None, dtype: str) -> dict:
+    """The content of config.json, readable by transformers 4 and 5."""
+    return {
+        "architectures": [ARCHITECTURES[config.model_type][0]],
+        "model_type": config.model_type,
+        **{name: getattr(config, name) for name in CONFIG_FIELDS},
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "use_sliding_window": False,
+        "bos_token_id": None,
+        "eos_token_id": eos,
+        "pad_token_id": pad,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+
+
+@contextlib.contextmanager
+def written_whole(folder: Path) -> Iterator[Path]:
+    """A folder beside `folder` to write into; it takes that place at the end, and vanishes if there was an error.
+
+    Raises:
+      ValueError: `folder` holds something that is not a policy's.
+    """
+    known = (*OTHER_FILES, *TOKENIZER_FILES)
+    strange = [p.name for p in folder.iterdir() if p.name not in known and p.suffix != ".safetensors"] if folder.exists() else []
+    if strange:
+        raise ValueError(f"policy {folder}: holds {min(strange)}, which is no file of a policy; choose another folder")
+    folder = folder.absolute()
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    old = partial.with_suffix(".old")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        if folder.exists():
+            folder.rename(old)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,4 +1,6 @@
-"""Qwen2.5 in Flax NNX: RMSNorm, rotary embeddings, grouped-query attention with QKV bias, SwiGLU, tied or untied head.
+"""Qwen2.5 and Qwen3 (dense) in Flax NNX: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU, tied or untied head.
+
+They differ in attention: Qwen2.5 adds biases to queries, keys and values, Qwen3 normalizes each head's query and key.
 
 Sequences are right-padded, so that causal masking alone is enough: a query at slot t sees slots 0..t, and what a padded
 slot computes is never looked at. Three faces, one set of weights:
@@ -8,7 +10,8 @@ slot computes is never looked at. Three faces, one set of weights:
 * `prefill(tokens, last, cache_length)` and `decode(token, position, cache)`: sampling, one key-value buffer per layer.
 
 Shape suffixes: B rows, S slots, R wanted slots, D width, N query heads, K key-value heads, H head width.
-Source: Qwen2.5 technical report (arXiv 2412.15115); the weights' names and conventions follow transformers' Qwen2.
+Source: technical reports of Qwen2.5 (arXiv 2412.15115) and Qwen3 (arXiv 2505.09388); the weights' names and conventions
+follow transformers' Qwen2 and Qwen3.
 """
 
 from __future__ import annotations
@@ -24,7 +27,10 @@ from hgpo_jax.mesh import constrain
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The sizes of a Qwen2.5, named as in its Hugging Face config.json."""
+    """The sizes of a Qwen2.5 or Qwen3, named as in its Hugging Face config.json.
+
+    model_type: `qwen2` (Qwen2.5 too) or `qwen3`. head_dim: hidden_size // num_attention_heads if None.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -36,16 +42,22 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = True
     initializer_range: float = 0.02
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
+    max_position_embeddings: int = 32768
+    model_type: str = "qwen2"
+    head_dim: int | None = None
 
     def __post_init__(self):
-        if self.hidden_size % self.num_attention_heads or self.head_dim % 2:
-            raise ValueError(
-                f"hidden_size={self.hidden_size}: must be an even multiple of num_attention_heads={self.num_attention_heads}"
-            )
+        if self.model_type not in ("qwen2", "qwen3"):
+            raise ValueError(f"model_type={self.model_type!r}: must be qwen2 or qwen3")
+        if self.head_dim is None:
+            if self.hidden_size % self.num_attention_heads or self.hidden_size // self.num_attention_heads % 2:
+                raise ValueError(
+                    f"hidden_size={self.hidden_size}: must be an even multiple of "
+                    f"num_attention_heads={self.num_attention_heads}"
+                )
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim}: must be even")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_key_value_heads={self.num_key_value_heads}: must divide num_attention_heads={self.num_attention_heads}"
@@ -87,21 +99,26 @@ def linear(c, inputs, outputs, rngs, bias=False):
 
 class Attention(nnx.Module):
     def __init__(self, c: ModelConfig, rngs):
-        self.c = c
-        self.q_proj = linear(c, c.hidden_size, c.num_attention_heads * c.head_dim, rngs, bias=True)
-        self.k_proj = linear(c, c.hidden_size, c.num_key_value_heads * c.head_dim, rngs, bias=True)
-        self.v_proj = linear(c, c.hidden_size, c.num_key_value_heads * c.head_dim, rngs, bias=True)
+        self.c, bias = c, c.model_type == "qwen2"
+        self.q_proj = linear(c, c.hidden_size, c.num_attention_heads * c.head_dim, rngs, bias)
+        self.k_proj = linear(c, c.hidden_size, c.num_key_value_heads * c.head_dim, rngs, bias)
+        self.v_proj = linear(c, c.hidden_size, c.num_key_value_heads * c.head_dim, rngs, bias)
         self.o_proj = linear(c, c.num_attention_heads * c.head_dim, c.hidden_size, rngs)
+        if c.model_type == "qwen3":
+            self.q_norm, self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps), RMSNorm(c.head_dim, c.rms_norm_eps)
 
     def _heads(self, x):
         return x.reshape(*x.shape[:2], -1, self.c.head_dim)
 
     def keys_values(self, x, positions):
-        return rotate(self._heads(self.k_proj(x)), positions, self.c.rope_theta), self._heads(self.v_proj(x))
+        k = self._heads(self.k_proj(x))
+        k = self.k_norm(k) if self.c.model_type == "qwen3" else k
+        return rotate(k, positions, self.c.rope_theta), self._heads(self.v_proj(x))
 
     def __call__(self, x, positions, k, v):
-        q = rotate(self._heads(self.q_proj(x)), positions, self.c.rope_theta)
-        y = attend(q, k, v, positions)
+        q = self._heads(self.q_proj(x))
+        q = self.q_norm(q) if self.c.model_type == "qwen3" else q
+        y = attend(rotate(q, positions, self.c.rope_theta), k, v, positions)
         return self.o_proj(y.reshape(*y.shape[:2], -1))
 
 

@@ -1,0 +1,69 @@
+"""Parameters and their places: shapes, shardings on a mesh, and random ones created in place."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from hgpo_jax.mesh import sharding
+from hgpo_jax.policy.qwen2 import ModelConfig, Qwen2
+
+# Logical axes of each parameter by its last two names; a leading "layers" axis is never split, other parameters neither.
+PARAMETER_AXES = {
+    "embed_tokens.embedding": ("vocab", "embed"),
+    "q_proj.kernel": ("embed", "heads"),
+    "q_proj.bias": ("heads",),
+    "k_proj.kernel": ("embed", "kv_heads"),
+    "k_proj.bias": ("kv_heads",),
+    "v_proj.kernel": ("embed", "kv_heads"),
+    "v_proj.bias": ("kv_heads",),
+    "o_proj.kernel": ("heads", "embed"),
+    "gate_proj.kernel": ("embed", "mlp"),
+    "up_proj.kernel": ("embed", "mlp"),
+    "down_proj.kernel": ("mlp", "embed"),
+    "lm_head.kernel": ("embed", "vocab"),
+}
+
+
+def network(config: ModelConfig):
+    """The network's graph definition: `nnx.merge(network(config), params)` is a `Qwen2`."""
+    return nnx.split(nnx.eval_shape(lambda: Qwen2(config, nnx.Rngs(0))))[0]
+
+
+def shapes(config: ModelConfig) -> dict:
+    """The parameters as ShapeDtypeStructs, nothing allocated."""
+    return nnx.to_pure_dict(nnx.split(nnx.eval_shape(lambda: Qwen2(config, nnx.Rngs(0))))[1])
+
+
+def shardings(config: ModelConfig, mesh: Mesh) -> dict:
+    """A NamedSharding for every parameter. Raises ValueError where a dimension does not divide."""
+    if config.num_key_value_heads % mesh.shape["tensor"]:
+        _log_replication(config.num_key_value_heads, mesh.shape["tensor"])
+
+    def place(path, leaf):
+        name = ".".join(part.key for part in path[-2:])
+        axes = PARAMETER_AXES.get(name, (None,) * leaf.ndim)
+        axes = (None,) * (leaf.ndim - len(axes)) + axes
+        heads = {"heads": config.num_attention_heads, "kv_heads": config.num_key_value_heads}
+        # A head is never cut in two, so head dimensions divide by heads rather than by elements.
+        shape = tuple(heads.get(axis, size) for axis, size in zip(axes, leaf.shape, strict=True))
+        return sharding(axes, shape, mesh, name)
+
+    return jax.tree_util.tree_map_with_path(place, shapes(config))
+
+
+@functools.cache  # said once, not at every call
+def _log_replication(kv_heads: int, tensor: int) -> None:
+    logging.getLogger(__name__).warning(
+        "mesh axis tensor=%d does not divide the %d key-value heads: every device holds all of them", tensor, kv_heads
+    )
+
+
+def initialize(config: ModelConfig, seed: int, mesh: Mesh) -> dict:
+    """Random parameters, each created in its place on the mesh; the same values on every mesh."""
+    create = lambda: nnx.to_pure_dict(nnx.split(Qwen2(config, nnx.Rngs(seed)))[1])  # noqa: E731
+    return jax.jit(create, out_shardings=shardings(config, mesh))()

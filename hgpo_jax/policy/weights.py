@@ -1,0 +1,254 @@
+"""Weights as safetensors files: read from a folder straight into a mesh, written in files of bounded size.
+
+The files hold transformers' names and shapes: one tensor per layer where our parameters are stacked, linear weights [out, in]
+where ours are [in, out]. A process reads only the byte ranges that its devices hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+from safetensors import SafetensorError, safe_open
+
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+SHARD_SIZE = 5_000_000_000
+LEAF_NAMES = {"kernel": "weight", "embedding": "weight", "lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
+TURNED = ("kernel", "lora_a", "lora_b")  # the file holds their transpose
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One tensor of a file and the parameter that it is: the whole of it, or one layer of a stacked one."""
+
+    name: str
+    path: tuple[str, ...]
+    layer: int | None
+    shape: tuple[int, ...]  # in the file
+    dtype: str
+
+    @property
+    def turned(self) -> bool:
+        return self.path[-1] in TURNED
+
+
+def layout(params: dict, layers: int, prefix: str = "") -> list[Tensor]:
+    """The tensors that hold these parameters (arrays or ShapeDtypeStructs); layers come last, in order."""
+    tensors = []
+    for path, leaf in flatten_dict(params).items():
+        stacked = path[0] == "layers"
+        for layer in range(layers - 1) if stacked else [None]:
+            number = layer if stacked else layers - 1
+            head = ("model", "layers", str(number), *path[1:-1]) if path[0] in ("layers", "last") else path[:-1]
+            name = ".".join((*head, LEAF_NAMES.get(path[-1], path[-1])))
+            if head[0] not in ("model", "lm_head"):
+                name = f"model.{name}"
+            shape = leaf.shape[1:] if stacked else leaf.shape
+            tensor = Tensor(prefix + name, path, layer, shape, jnp.dtype(leaf.dtype).name)
+            tensors.append(dataclasses.replace(tensor, shape=shape[::-1]) if tensor.turned else tensor)
+    return sorted(tensors, key=lambda t: layers if t.path[0] == "last" else -1 if t.layer is None else t.layer)
+
+
+class Weights:
+    """The tensors of a folder's safetensors files, headers only: shapes and dtypes (`F32`, ...) by name.
+
+    Raises ValueError, one line, where a file is missing or damaged.
+    """
+
+    def __init__(self, folder: Path, stem: str = "model"):
+        self.folder, self.shapes, self.dtypes, self._files = folder, {}, {}, {}
+        files, index = _find(folder, stem)
+        for file in files:
+            with self._open(file) as handle:
+                for name in handle.keys():  # noqa: SIM118  a handle is no dict
+                    part = handle.get_slice(name)
+                    self.shapes[name], self.dtypes[name] = tuple(part.get_shape()), part.get_dtype()
+                    self._files[name] = file
+        for name, file in index.items():
+            if self._files.get(name) != file:
+                raise ValueError(f"policy {folder}: tensor {name} is not in {file.name}, where the index has it")
+
+    def _open(self, file: Path):
+        try:
+            return safe_open(file, framework="numpy")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"policy {self.folder}: {file.name} is damaged: {' '.join(str(error).split())}") from None
+
+    def check(self, tensors: list[Tensor], tied: bool = False) -> None:
+        """Raises ValueError unless the files hold exactly these tensors.
+
+        tied: a head may be stored beside the embedding, as long as it equals it.
+        """
+        where, expected = f"policy {self.folder}", {t.name: t.shape for t in tensors}
+        missing = [name for name in expected if name not in self.shapes]
+        if missing:
+            raise ValueError(f"{where}: tensor {missing[0]} is missing ({len(missing)} such)")
+        unexpected = sorted(self.shapes.keys() - expected.keys() - ({"lm_head.weight"} if tied else set()))
+        if unexpected:
+            raise ValueError(f"{where}: tensor {unexpected[0]} is unexpected ({len(unexpected)} such)")
+        for name, shape in expected.items():
+            if self.shapes[name] != shape:
+                found = list(self.shapes[name])
+                raise ValueError(f"{where}: tensor {name} has shape {found}, the config asks for {list(shape)}")
+            if self.dtypes[name] not in DTYPES:
+                raise ValueError(f"{where}: tensor {name} has dtype {self.dtypes[name]}; {', '.join(DTYPES)} are supported")
+        if tied and "lm_head.weight" in self.shapes:
+            self._check_tied("lm_head.weight", "model.embed_tokens.weight")
+
+    def _check_tied(self, head: str, embedding: str) -> None:
+        rows, step = self.shapes[embedding][0], 4096
+        same = self.shapes[head] == self.shapes[embedding]
+        for start in range(0, rows, step):
+            part = (slice(start, min(start + step, rows)), slice(None))
+            same = same and np.array_equal(self.read(head, part), self.read(embedding, part))
+        if not same:
+            raise ValueError(
+                f"policy {self.folder}: tensor {head} differs from {embedding}, but tie_word_embeddings is true in config.json"
+            )
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
+        """A tensor, or the part of it at `index`, in the file's dtype."""
+        # Opened for each read: an open file keeps in memory what was ever read of it.
+        with self._open(self._files[name]) as handle:
+            return handle.get_slice(name)[index or (slice(None),) * len(self.shapes[name])]
+
+    def load(self, tensors: list[Tensor], shardings: dict, dtype: str) -> dict:
+        """The parameters of these tensors, placed as `shardings` (NamedSharding) and converted to `dtype`.
+
+        Beside the process's shards the host holds one tensor at a time: stacked parameters are filled in place, layer by
+        layer, after embedding and head, which are the largest tensors.
+        """
+        places = flatten_dict(shardings)
+        params = {t.path: self._array(t, places[t.path], dtype) for t in tensors if t.layer is None}
+        layers: dict[int, list[Tensor]] = {}
+        for t in tensors:
+            if t.layer is not None:
+                layers.setdefault(t.layer, []).append(t)
+        if layers:
+            places = {t.path: places[t.path] for t in layers[0]}
+            ours = {t.path: t.shape[::-1] if t.turned else t.shape for t in layers[0]}
+            zeros = lambda: {p: jnp.zeros((len(layers), *shape), dtype) for p, shape in ours.items()}  # noqa: E731
+            stack = jax.jit(zeros, out_shardings=places)()
+            fill = jax.jit(_fill, donate_argnums=0, out_shardings=places)
+            per_layer = {p: NamedSharding(place.mesh, PartitionSpec(*place.spec[1:])) for p, place in places.items()}
+            for layer in sorted(layers):
+                stack = fill(stack, {t.path: self._array(t, per_layer[t.path], dtype) for t in layers[layer]}, layer)
+                jax.block_until_ready(stack)  # do not read ahead of the devices
+            params |= stack
+        return unflatten_dict(params)
+
+    def _array(self, tensor: Tensor, sharding: NamedSharding, dtype: str) -> jax.Array:
+        """One tensor on the mesh, turned our way."""
+        parts: dict = {}  # several devices may hold the same part
+
+        def part(index):
+            key = tuple((s.start, s.stop) for s in index)
+            if key not in parts:
+                value = self.read(tensor.name, index[::-1] if tensor.turned else index).astype(jnp.dtype(dtype), copy=False)
+                parts[key] = value.T if tensor.turned else value
+            return parts[key]
+
+        shape = tensor.shape[::-1] if tensor.turned else tensor.shape
+        return jax.make_array_from_callback(shape, sharding, part, dtype=jnp.dtype(dtype))
+
+
+def _fill(stack, layer, index):
+    put = lambda whole, one: jax.lax.dynamic_update_index_in_dim(whole, one, index, 0)  # noqa: E731
+    return jax.tree.map(put, stack, layer)
+
+
+def _find(folder: Path, stem: str) -> tuple[list[Path], dict[str, Path]]:
+    """A folder's safetensors files, and where its index, if it has one, says that each tensor is."""
+    single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
+    if single.is_file():
+        return [single], {}
+    if not index.is_file():
+        pickled = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt")) + sorted(folder.glob("*.pth"))
+        if pickled:
+            raise ValueError(
+                f"policy {folder}: {pickled[0].name} is a pickle, which can run code when read; convert it to {single.name}"
+            )
+        raise ValueError(f"policy {folder}: holds neither {single.name} nor {index.name}")
+    try:
+        names = json.loads(index.read_text())["weight_map"]
+        where = {tensor: folder / file for tensor, file in names.items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"policy {folder}: {index.name} holds no weight_map from tensors to files") from None
+    for tensor, file in names.items():
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise ValueError(f"policy {folder}: {index.name} puts {tensor} into {file!r}; expected a .safetensors file's name")
+        if not where[tensor].is_file():
+            raise ValueError(f"policy {folder}: file {file} is missing, in which {index.name} has {tensor}")
+    return sorted(set(where.values())), where
+
+
+def to_host(params: dict) -> Callable[[Tensor], np.ndarray]:
+    """A function that gathers one tensor of the parameters, turned the file's way; all processes call it in one order."""
+    flat = flatten_dict(params)
+
+    def gather(tensor: Tensor) -> np.ndarray:
+        value = flat[tensor.path] if tensor.layer is None else _row(flat[tensor.path], tensor.layer)
+        value = np.asarray(value) if value.is_fully_addressable else multihost_utils.process_allgather(value, tiled=True)
+        return value.T if tensor.turned else value
+
+    return gather
+
+
+@jax.jit
+def _row(stack, index):
+    return jax.lax.dynamic_index_in_dim(stack, index, 0, keepdims=False)
+
+
+def write(
+    folder: Path, tensors: list[Tensor], read: Callable[[Tensor], np.ndarray], stem: str = "model", size: int = SHARD_SIZE
+) -> None:
+    """Writes tensors one after the other into files of at most `size` bytes, with an index if there are several.
+
+    read: the value of a tensor in its file's shape, converted to the tensor's dtype here.
+    Source of the format: github.com/huggingface/safetensors, "Format".
+    """
+    shards: list[list[Tensor]] = []
+    room = 0
+    for tensor in tensors:
+        if _bytes(tensor) > room or not shards:
+            shards.append([])
+            room = size
+        shards[-1].append(tensor)
+        room -= _bytes(tensor)
+    single = len(shards) == 1
+    names = [f"{stem}.safetensors" if single else f"{stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    for name, shard in zip(names, shards, strict=True):
+        _write_file(folder / name, shard, read)
+    if not single:
+        where = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        index = {"metadata": {"total_size": sum(map(_bytes, tensors))}, "weight_map": dict(sorted(where.items()))}
+        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _bytes(tensor: Tensor) -> int:
+    return math.prod(tensor.shape) * jnp.dtype(tensor.dtype).itemsize
+
+
+def _write_file(file: Path, tensors: list[Tensor], read: Callable[[Tensor], np.ndarray]) -> None:
+    codes = {name: code for code, name in DTYPES.items()}
+    header: dict = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for t in tensors:
+        begin, end = end, end + _bytes(t)
+        header[t.name] = {"dtype": codes[t.dtype], "shape": list(t.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the format wants the data aligned
+    with open(file, "wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for t in tensors:
+            value = np.ascontiguousarray(read(t).astype(jnp.dtype(t.dtype), copy=False))
+            out.write(value.reshape(-1).view(np.uint8))
