@@ -33,8 +33,16 @@ def sample_token(logits, keys, temperature):
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
     drawn = jax.vmap(jax.random.categorical)(keys, scaled)
     token = jnp.where(temperature > 0, drawn, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
-    logp = jnp.take_along_axis(jax.nn.log_softmax(scaled), token[:, None], axis=-1)[:, 0]
-    return token, logp
+    return token, pick(jax.nn.log_softmax(scaled), token)
+
+
+def pick(logps, tokens):
+    """The entries of f32[..., V] at tokens i32[...], f32[...].
+
+    A sum under a mask, because XLA's partitioner aborts on a gather from an array whose rows and vocabulary are both
+    split inside a shard_map over a third mesh axis.
+    """
+    return jnp.where(jnp.arange(logps.shape[-1]) == tokens[..., None], logps, 0.0).sum(-1)
 
 
 def generate(model, prompts, lengths, keys, *, max_new: int, end: int, temperature) -> Responses:

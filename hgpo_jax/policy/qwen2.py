@@ -174,6 +174,12 @@ class Qwen2(nnx.Module):
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.lm_head = None if c.tie_word_embeddings else linear(c, c.hidden_size, c.vocab_size, rngs)
 
+    def _embed(self, tokens):
+        """Rows of the embedding, i32[B, S] -> [B, S, D]."""
+        # Only the vocabulary stays split: a lookup in a table that fsdp and tensor both split aborts XLA's partitioner.
+        table = constrain(self.embed_tokens.embedding[...], "vocab", None)
+        return constrain(jnp.take(table, tokens, axis=0), "batch", None, None)
+
     def logits(self, hidden):
         """hidden [..., D] -> logits f32[..., V]."""
         x = self.embed_tokens.attend(hidden) if self.lm_head is None else self.lm_head(hidden)
@@ -202,7 +208,7 @@ class Qwen2(nnx.Module):
         Returns: [B, R, D], to be passed to `logits`.
         """
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        x, _ = self._stack(constrain(self.embed_tokens(tokens), "batch", None, None), positions, remat)
+        x, _ = self._stack(self._embed(tokens), positions, remat)
         x, _ = self.last(x, positions, wanted=slots)
         return self.norm(x)
 
@@ -217,7 +223,7 @@ class Qwen2(nnx.Module):
         Returns: (hidden [B, D] at `last`, cache: one (k, v) [B, cache_length, K, H] per layer).
         """
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        x = constrain(self.embed_tokens(tokens), "batch", None, None)
+        x = self._embed(tokens)
         x, stacked = self._stack(x, positions, keep=True)
         x, kv = self.last(x, positions, wanted=last[:, None])
         per_layer = [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(self.c.num_hidden_layers - 1)]
@@ -227,7 +233,7 @@ class Qwen2(nnx.Module):
 
     def decode(self, token, position, cache):
         """One token i32[B] at slot i32[B] for each row: (hidden [B, D], cache)."""
-        x, at = self.embed_tokens(token[:, None]), position[:, None]
+        x, at = self._embed(token[:, None]), position[:, None]
         blocks = [self.last]
         if self.layers is not None:
             graphdef, weights = nnx.split(self.layers)
