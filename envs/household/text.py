@@ -40,9 +40,6 @@ class HouseholdWords:
         key = jax.random.key(key) if isinstance(key, int) else key
         self._key = np.asarray(jax.random.key_data(key))  # bare, so that worker processes can be given it
 
-    def __len__(self) -> int:
-        return 2**31 - 1
-
     def reset(self, task: int) -> tuple[str, list[str]]:
         """Starts task number `task`; returns the first observation and the commands to choose from."""
         with jax.set_mesh(_one_cpu()):

@@ -1,0 +1,311 @@
+"""Host rollouts: a policy plays environments that are Python programs, all episodes of a batch turn by turn.
+
+    rollout = HostRollout(make_env, ChatFormat(tokenizer, "alfworld"), policy.graphdef, mesh, batch=128, history_length=2)
+    episodes = rollout(params, tasks, keys, groups, temperature=1.0)
+
+Each turn the live episodes' prompts are tokenized, sorted by length and padded to a few shapes; one compiled program
+prefills and decodes; responses become actions, and the environments step while the next rows are sampled. Token ids are
+kept as sampled. What an episode samples depends on its own key and the turn alone, as in compiled rollouts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.rollout.players import Failed, LocalPlayers, Seen, WorkerPlayers
+from hgpo_jax.rollout.text import View
+from hgpo_jax.sampling import Responses, generate
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a batch's Episodes do not hold.
+
+    texts: `texts[states[b, t]]` is the observation before turn t of episode b.
+    goals: each episode's task as text.
+    scores: f32[B], the environment's own score at the end (1 for success where it has none).
+    failures: episode -> why it was excluded; its rows in the Episodes are empty.
+    counts: sums over the batch, for metrics.
+    """
+
+    texts: list[str]
+    goals: list[str]
+    scores: np.ndarray
+    failures: dict[int, str]
+    counts: dict[str, int]
+
+    def save(self, path: str | Path) -> None:
+        """Writes JSON, whole or not at all."""
+        path = Path(path)
+        partial = path.with_suffix(".partial")
+        content = dataclasses.asdict(self) | {"scores": self.scores.tolist()}
+        partial.write_text(json.dumps(content, indent=1), encoding="utf-8")  # ASCII: lone surrogates survive
+        os.replace(partial, path)
+
+
+class HostRollout:
+    """`rollout(params, tasks, keys, groups, temperature) -> Episodes` over text environments.
+
+    Args:
+      make_env: makes one environment (see `players.py`); must be picklable if there are workers.
+      format: prompts and actions, such as `text.ChatFormat` or `words.WordFormat`.
+      graphdef: of the `Qwen2` whose parameters will be given.
+      mesh: rows are split over its `data` axis.
+      batch: B, episodes per call.
+      history_length: K, observation-action pairs in a prompt.
+      response_limit: R, tokens of the longest response.
+      chunk: rows that one device generates for at a time.
+      strict: whether an inadmissible action is invalid, beside a malformed response.
+      workers: processes that step the environments; 0 steps them in this process, where one that hangs hangs the run.
+      time_limit: seconds after which a worker's episode counts as hung.
+
+    Attributes:
+      report: `Report` of the latest call.
+      task_types: the environment's, named; `Episodes.task` is an index into it.
+      tasks: how many tasks the environment has, None if it generates them.
+
+    Raises:
+      ValueError: the environment cannot be made.
+    """
+
+    def __init__(
+        self, make_env: Callable, format, graphdef, mesh: Mesh, *, batch: int, history_length: int,
+        response_limit: int = 512, chunk: int = 64, strict: bool = False, workers: int = 0, time_limit: float = 60.0,
+    ):  # fmt: skip
+        self._players = (
+            WorkerPlayers(make_env, workers, batch, time_limit) if workers else LocalPlayers(make_env)
+        )
+        self.task_types, self.tasks, self.max_turns = self._players.about
+        self._format, self._batch, self._strict = format, batch, strict
+        self._history_length, self._response_limit = history_length, response_limit
+        self._sample = make_sampler(graphdef, mesh, response_limit, format.end)
+        parts = mesh.shape["data"] * mesh.shape["fsdp"]
+        largest = min(-(-batch // parts), max(1, chunk * mesh.shape["data"] // parts))
+        self._rows = [parts * size for size in buckets(largest, factor=4, smallest=1)]
+        self._widths = buckets(format.prompt_limit, factor=2, smallest=256)
+        self._compiled: dict[tuple[int, int], float] = {}  # (rows, width) -> seconds of the first call
+        self.report: Report | None = None
+
+    def shapes(self) -> Episodes:
+        """Shapes and dtypes of what a call returns."""
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), Episodes(**self._empty()))
+
+    def __call__(self, params, tasks: Sequence[int], keys, groups, temperature: float) -> Episodes:
+        """Plays B episodes.
+
+        Args:
+          params: the policy's.
+          tasks: [B], number of each episode's task; the members of a prompt group share one.
+          keys: a random key for each episode.
+          groups: i32[B], prompt groups.
+          temperature: of sampling; 0 takes the most likely token.
+
+        Returns: Episodes of NumPy arrays. Their `observations` have one column, the index of a text in `report.texts`.
+        An episode whose environment failed has no turns.
+        """
+        tasks = [int(task) for task in tasks]
+        if len(tasks) != self._batch:
+            raise ValueError(f"tasks: has {len(tasks)} episodes, the rollout was built for batch={self._batch}")
+        record, played = self._empty(), _Played(self._history_length)
+        record["groups"][:] = groups
+        answers = list(self._players.run((row, task, ()) for row, task in enumerate(tasks)))
+        for row, answer in answers:
+            played.begin(row, answer)
+        for turn in range(self.max_turns):
+            rows = sorted(row for row, seen in played.now.items() if not seen.done)
+            if not rows:
+                break
+            prompts = self._format.build([played.view(row) for row in rows])
+            for index, out in self._generate(params, prompts, rows, keys, turn, temperature):
+                requests = []
+                for i, at in enumerate(index):
+                    row, prompt, length = rows[at], prompts[at], int(out.lengths[i])
+                    action, well_formed = self._format.parse(out.tokens[i, :length].tolist())
+                    _write(record, row, turn, prompt, out, i, well_formed)
+                    played.count(prompt, out.tokens[i, length - 1] == self._format.end, well_formed)
+                    requests.append((row, tasks[row], played.act(row, action)))
+                for row, answer in self._players.run(requests):
+                    seen = played.see(row, answer)
+                    if seen is None:
+                        continue
+                    record["states"][row, turn], record["next_states"][row, turn] = played.states[row][-2:]
+                    record["rewards"][row, turn] = seen.reward
+                    record["invalid"][row, turn] |= self._strict and not seen.admissible
+        return self._finish(record, played)
+
+    def _generate(self, params, prompts, rows, keys, turn, temperature) -> Iterator[tuple[list[int], Responses]]:
+        """Samples a response to each prompt: (indices of some prompts, their responses on the host), until all are done."""
+        order = sorted(range(len(prompts)), key=lambda at: len(prompts[at].ids))
+        waiting = []
+        for begin in range(0, len(order), self._rows[-1]):
+            index = order[begin : begin + self._rows[-1]]
+            size = next(size for size in self._rows if size >= len(index))
+            width = next(width for width in self._widths if width >= len(prompts[index[-1]].ids))
+            # Padding rows repeat a real one, so that they end with it.
+            padded = index + index[:1] * (size - len(index))
+            tokens = np.zeros((size, width), np.int32)
+            for i, at in enumerate(padded):
+                tokens[i, : len(prompts[at].ids)] = prompts[at].ids
+            lengths = np.array([len(prompts[at].ids) for at in padded], np.int32)
+            owner = np.array([rows[at] for at in padded], np.int32)
+            began = time.perf_counter()
+            out = self._sample(params, tokens, lengths, keys, owner, np.int32(turn), np.float32(temperature))
+            if (size, width) not in self._compiled:
+                jax.block_until_ready(out)
+                seconds = self._compiled[size, width] = time.perf_counter() - began
+                log.info("sampler for %d prompts of up to %d tokens: first call took %.1f s", size, width, seconds)
+            waiting.append((index, out))
+        for index, out in waiting:
+            yield index, jax.device_get(out)
+
+    def _empty(self) -> dict[str, np.ndarray]:
+        """The arrays of an Episodes in which nothing happened."""
+        B, T, W, R = self._batch, self.max_turns, self._format.prompt_limit, self._response_limit
+        shapes = {
+            "prompts": (np.int32, T, W), "prompt_lengths": (np.int32, T), "responses": (np.int32, T, R),
+            "response_lengths": (np.int32, T), "logp": (np.float32, T, R), "observations": (np.int32, T, 1),
+            "rewards": (np.float32, T), "mask": (bool, T), "invalid": (bool, T), "states": (np.int32, T),
+            "next_states": (np.int32, T), "groups": (np.int32,), "success": (bool,), "task": (np.int32,),
+        }  # fmt: skip
+        return {name: np.zeros((B, *shape), dtype) for name, (dtype, *shape) in shapes.items()}
+
+    def _finish(self, record, played: _Played) -> Episodes:
+        """Takes out failed episodes, and makes the report."""
+        for row in played.failures:
+            for name, values in record.items():
+                if name != "groups":
+                    values[row] = 0
+        scores = np.zeros(self._batch, np.float32)
+        for row, seen in played.now.items():
+            record["success"][row], record["task"][row], scores[row] = seen.won, seen.task_type, seen.score
+        record["observations"][:, :, 0] = record["states"]
+        counts = dict(played.counts) | {
+            "excluded": len(played.failures),
+            "inadmissible": played.inadmissible,
+            "prompt_tokens": int(record["prompt_lengths"].sum()),
+            "response_tokens": int(record["response_lengths"].sum()),
+            "longest_prompt": int(record["prompt_lengths"].max()),
+        }
+        goals = [played.now[row].goal if row in played.now else "" for row in range(self._batch)]
+        self.report = Report(list(played.texts), goals, scores, played.failures, counts)
+        return Episodes(**record)
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        self._players.close()
+
+
+class _Played:
+    """A batch of episodes while it is played."""
+
+    def __init__(self, history_length: int):
+        self._history_length = history_length
+        self.texts: dict[str, int] = {}  # observation -> state id
+        self.now: dict[int, Seen] = {}  # the latest answer of each episode that has not failed
+        self.states: dict[int, list[int]] = {}  # of all observations of an episode
+        self._observations: dict[int, list[str]] = {}
+        self._actions: dict[int, list[str]] = {}
+        self.failures: dict[int, str] = {}
+        self.counts = Counter(malformed=0, unfinished=0, pairs_dropped=0, prompts_cut=0)
+        self.inadmissible = 0
+
+    def begin(self, row: int, answer: Seen | Failed) -> None:
+        self.states[row], self._observations[row], self._actions[row] = [], [], []
+        self.see(row, answer)
+
+    def see(self, row: int, answer: Seen | Failed) -> Seen | None:
+        """Takes an environment's answer; None if the episode has failed."""
+        if isinstance(answer, Failed):
+            self.failures[row] = answer.reason
+            self.now.pop(row, None)
+            log.warning("episode %d is excluded: %s", row, answer.reason)
+            return None
+        self.now[row] = answer
+        self.states[row].append(self.texts.setdefault(answer.observation, len(self.texts)))
+        self._observations[row].append(answer.observation)
+        self.inadmissible += not answer.admissible
+        return answer
+
+    def view(self, row: int) -> View:
+        """What the agent of an episode knows."""
+        seen, actions = self.now[row], self._actions[row]
+        begin = max(0, len(actions) - self._history_length)
+        history = list(zip(self._observations[row][begin:], actions[begin:], strict=False))
+        return View(seen.goal, history, len(actions), seen.observation, seen.commands)
+
+    def act(self, row: int, action: str) -> tuple[str, ...]:
+        """All actions of an episode with this new one."""
+        self._actions[row].append(action)
+        return tuple(self._actions[row])
+
+    def count(self, prompt, ended: bool, well_formed: bool) -> None:
+        self.counts["malformed"] += not well_formed
+        self.counts["unfinished"] += not ended
+        self.counts["pairs_dropped"] += prompt.pairs_dropped
+        self.counts["prompts_cut"] += prompt.tokens_cut > 0
+
+
+def _write(record, row, turn, prompt, out: Responses, i, well_formed) -> None:
+    """Puts one decision, response number i of `out`, into the record."""
+    record["prompts"][row, turn, : len(prompt.ids)] = prompt.ids
+    record["prompt_lengths"][row, turn] = len(prompt.ids)
+    record["responses"][row, turn] = out.tokens[i]
+    record["response_lengths"][row, turn] = out.lengths[i]
+    record["logp"][row, turn] = out.logp[i]
+    record["mask"][row, turn] = True
+    record["invalid"][row, turn] = not well_formed
+
+
+def buckets(largest: int, *, factor: int, smallest: int) -> list[int]:
+    """`largest` and its parts by powers of `factor` down to `smallest`, four at most, ascending."""
+    sizes = {largest}
+    for power in range(1, 4):
+        size = -(-largest // factor**power)
+        if size >= smallest:
+            sizes.add(size)
+    return sorted(sizes)
+
+
+def make_sampler(graphdef, mesh: Mesh, max_new: int, end: int):
+    """Jitted `sample(params, prompts, lengths, keys, rows, turn, temperature) -> Responses`.
+
+    prompts i32[C, W] and lengths i32[C] belong to the episodes rows i32[C], whose random keys are keys[rows] of [B]. C is
+    split over the mesh's `data` axis, and each part ends when its own rows have ended.
+    """
+
+    def part(params, prompts, lengths, keys, temperature):
+        model = nnx.merge(graphdef, params)
+        return generate(model, prompts, lengths, keys, max_new=max_new, end=end, temperature=temperature)
+
+    split = jax.shard_map(
+        part,
+        mesh=mesh,
+        in_specs=(P(), P("data"), P("data"), P("data"), P()),
+        out_specs=P("data"),
+        axis_names={"data"},
+        check_vma=False,
+    )
+
+    @jax.jit
+    def sample(params, prompts, lengths, keys, rows, turn, temperature):
+        keys = jax.vmap(jax.random.fold_in, (0, None))(keys[rows], turn)
+        return split(params, prompts, lengths, keys, jnp.float32(temperature))
+
+    return sample

@@ -1,0 +1,175 @@
+"""Text prompts and answers for language models: templates with named slots in a tokenizer's chat frame.
+
+A prompt is the chat template's frame around one user message. The frame alone may hold special tokens: whatever
+environments and models wrote is data, and is encoded so that no marker in it can end the message or begin another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import string
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+TEMPLATES = Path(__file__).parent / "templates"
+# Characters of the end of a malformed response that are taken for its action, as verl-agent does.
+FALLBACK = {"alfworld": 30, "household": 30, "webshop": 20}
+_SECTIONS = ("first", "later", "entry")
+_NO_TEXT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")  # controls and lone surrogates
+_CHINESE = re.compile("[\u4e00-\u9fff]")
+
+
+class View(NamedTuple):
+    """What an agent knows before it acts."""
+
+    goal: str
+    history: Sequence[tuple[str, str]]  # the last K pairs of observation and action, oldest first
+    turn: int  # actions taken so far
+    observation: str
+    commands: Sequence[str]  # what can be done now
+
+
+class Prompt(NamedTuple):
+    """Token ids, and what was left out to keep them within the limit."""
+
+    ids: list[int]
+    pairs_dropped: int = 0
+    tokens_cut: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Template:
+    """The texts of one environment: a user message for the first turn, one for later turns, an entry of the history."""
+
+    first: string.Template
+    later: string.Template
+    entry: string.Template
+
+    @classmethod
+    def load(cls, path: str | Path) -> Template:
+        """Reads a file with the sections `== first ==`, `== later ==` and `== entry ==`.
+
+        Slots are $goal, $observation, $commands, $turn, $now, $shown and $history, in an entry $number, $observation and
+        $action. Raises ValueError for a missing section or an unknown slot.
+        """
+        parts = re.split(r"^== (\w+) ==\n", Path(path).read_text(encoding="utf-8"), flags=re.MULTILINE)
+        sections = dict(zip(parts[1::2], parts[2::2], strict=True))
+        if parts[0].strip() or set(sections) != set(_SECTIONS):
+            raise ValueError(f"{path}: needs the sections {', '.join(f'== {name} ==' for name in _SECTIONS)} and no others")
+        template = cls(**{name: string.Template(text.strip("\n")) for name, text in sections.items()})
+        try:
+            template.render(View("", [("", "")], 1, "", []))
+            template.render(View("", [], 0, "", []))
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"{path}: unknown slot {error}; a dollar sign is written $$") from None
+        return template
+
+    def render(self, view: View) -> str:
+        """The user message. Slots are filled once: a dollar sign in what fills them means nothing."""
+        begin = view.turn - len(view.history) + 1
+        entries = [
+            self.entry.substitute(number=begin + index, observation=observation, action=action)
+            for index, (observation, action) in enumerate(view.history)
+        ]
+        slots = {
+            "goal": view.goal,
+            "observation": view.observation,
+            "commands": ",\n".join(f"'{command}'" for command in view.commands),
+            "turn": view.turn,
+            "now": view.turn + 1,
+            "shown": len(entries),
+            "history": "\n".join(entries),
+        }
+        return (self.later if entries else self.first).substitute(slots)
+
+
+class ChatFormat:
+    """Prompts in a tokenizer's chat template, and actions out of its responses.
+
+    Args:
+      tokenizer: a transformers tokenizer with a chat template.
+      environment: whose template (a file of `templates/`) and rule for malformed responses to use.
+      prompt_limit: tokens of the longest prompt. A longer one loses its oldest history first, then the beginning of the
+        user message; the frame always stays.
+
+    Raises:
+      ValueError: no such template, a tokenizer without a chat template or end token, or a limit that the frame alone fills.
+    """
+
+    def __init__(self, tokenizer, environment: str, prompt_limit: int = 4096):
+        if environment not in FALLBACK:
+            raise ValueError(f"environment={environment!r}: there are prompts for {', '.join(FALLBACK)}")
+        self.template = Template.load(TEMPLATES / f"{environment}.txt")
+        self.prompt_limit, self._fallback = prompt_limit, FALLBACK[environment]
+        self._tokenizer, self._head, self._tail = tokenizer, *_frame(tokenizer)
+        if tokenizer.eos_token_id is None:
+            raise ValueError("tokenizer: has no eos_token, which ends a response; set it in tokenizer_config.json")
+        self.end = tokenizer.eos_token_id
+        self._room = prompt_limit - len(self._head) - len(self._tail)
+        if self._room < 1:
+            raise ValueError(f"prompt_limit={prompt_limit}: the chat template alone takes {prompt_limit - self._room} tokens")
+        # A marker becomes harmless when it is encoded in two pieces; of overlapping ones each is cut.
+        markers = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
+        self._cuts = re.compile(f"(?=(?:{'|'.join(map(re.escape, markers))}))") if markers else None
+
+    def build(self, views: Sequence[View]) -> list[Prompt]:
+        """The prompt of each view."""
+        prompts = []
+        for view, ids in zip(views, self.encode(self.template.render(view) for view in views), strict=True):
+            dropped = 0
+            while len(ids) > self._room and dropped < len(view.history):
+                dropped += 1
+                shorter = view._replace(history=view.history[dropped:])
+                ids = self.encode([self.template.render(shorter)])[0]
+            cut = max(0, len(ids) - self._room)
+            prompts.append(Prompt(self._head + ids[cut:] + self._tail, dropped, cut))
+        return prompts
+
+    def encode(self, texts: Iterable[str]) -> list[list[int]]:
+        """Token ids of texts as data: no special or added token comes out, whatever is in them."""
+        pieces, owner = [], []
+        texts = [_NO_TEXT.sub("\ufffd", text) for text in texts]
+        for index, text in enumerate(texts):
+            cuts = [match.start() + 1 for match in self._cuts.finditer(text)] if self._cuts else []
+            for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+                pieces.append(text[begin:end])
+                owner.append(index)
+        ids: list[list[int]] = [[] for _ in texts]
+        if pieces:
+            for index, part in zip(owner, self._tokenizer(pieces, add_special_tokens=False).input_ids, strict=True):
+                ids[index] += part
+        return ids
+
+    def parse(self, ids: Sequence[int]) -> tuple[str, bool]:
+        """The action in a response, and whether the response is well formed; see `project`."""
+        text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return project(text, self._fallback)
+
+
+def project(text: str, fallback: int) -> tuple[str, bool]:
+    """The action of a response, and whether the response is well formed, as verl-agent decides both.
+
+    The action stands between the first <action> and the first </action> of the lower-cased text; without both it is the
+    last `fallback` characters. A well-formed response also has <think> and </think> and no Chinese character. Whether the
+    action is admissible is not asked here.
+    """
+    lower = text.lower()
+    begin, end = lower.find("<action>"), lower.find("</action>")
+    if begin < 0 or end < 0:
+        return lower[-fallback:], False
+    action = lower[begin + len("<action>") : end].strip()
+    return action, "<think>" in text and "</think>" in text and not _CHINESE.search(text)
+
+
+def _frame(tokenizer) -> tuple[list[int], list[int]]:
+    """Token ids of what the chat template puts before and after the only user message."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("tokenizer: has no chat template; take an instruction-tuned model's tokenizer")
+    mark = "5f1c-the-message-7d2e"
+    text = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True)
+    if text.count(mark) != 1:
+        raise ValueError(f"tokenizer: its chat template shows a message {text.count(mark)} times instead of once")
+    head, tail = text.split(mark)
+    return tokenizer.encode(head, add_special_tokens=False), tokenizer.encode(tail, add_special_tokens=False)

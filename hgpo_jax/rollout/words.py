@@ -1,0 +1,53 @@
+"""The compiled rollout's prompts and answers for a host rollout: fixed slots, one token per word.
+
+With `envs.household.text.HouseholdWords` a host rollout sees, asks and does exactly what the compiled one does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hgpo_jax.policy.tokenizer import BLANK
+from hgpo_jax.rollout.text import Prompt, View
+
+
+class WordFormat:
+    """Prompts as `prompts.build_prompt` makes them, from texts of words with blanks between them.
+
+    Args:
+      env: a compiled environment; gives the words and the slots of goal, observation and action.
+      history_length: K; every prompt has slots for K pairs.
+      end, act: token ids as for `make_rollout`.
+
+    A token that is no word of the environment is written "#id", so that every response survives as text.
+    """
+
+    def __init__(self, env, history_length: int, end: int, act: int):
+        self._words = env.words
+        self._ids = {word: index for index, word in enumerate(env.words)} | {BLANK: 0}
+        self._slots = {"goal": env.goal_length, "observation": env.observation_length, "action": env.action_length}
+        self._history_length, self._act, self.end = history_length, act, end
+        pair = env.observation_length + env.action_length
+        self.prompt_limit = env.goal_length + history_length * pair + env.observation_length + 1
+
+    def build(self, views: Sequence[View]) -> list[Prompt]:
+        """The prompt of each view."""
+        return [Prompt(self._prompt(view)) for view in views]
+
+    def _prompt(self, view: View) -> list[int]:
+        unused = [("", "")] * (self._history_length - len(view.history))
+        ids = self._encode(view.goal, "goal")
+        for observation, action in [*unused, *view.history]:
+            ids += self._encode(observation, "observation") + self._encode(action, "action")
+        return [*ids, *self._encode(view.observation, "observation"), self._act]
+
+    def _encode(self, text: str, part: str) -> list[int]:
+        ids = [int(word[1:]) if word[0] == "#" else self._ids[word] for word in text.split()]
+        return ids + [0] * (self._slots[part] - len(ids))
+
+    def parse(self, ids: Sequence[int]) -> tuple[str, bool]:
+        """The action in a response, and whether the response is well formed; without an end token there is no action."""
+        if self.end not in ids:
+            return "", False
+        ids = list(ids)[: list(ids).index(self.end)][: self._slots["action"]]
+        return " ".join((self._words[i] or BLANK) if i < len(self._words) else f"#{i}" for i in ids), True

@@ -1,0 +1,138 @@
+"""A host rollout and a compiled rollout of the household are the same, from prompts to advantages."""
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from household_policy import ACT, END, ENV, K, MODEL, cloned, mesh_of
+
+from envs.household.text import HouseholdText, HouseholdWords
+from hgpo_jax.advantages import estimate
+from hgpo_jax.policy import network, shardings
+from hgpo_jax.rollout.compiled import make_rollout
+from hgpo_jax.rollout.host import HostRollout
+from hgpo_jax.rollout.tasks import stream_key, task_keys
+from hgpo_jax.rollout.words import WordFormat
+
+GROUPS, MEMBERS = 6, 4
+B = GROUPS * MEMBERS
+TASKS = np.arange(B) // MEMBERS + 5
+KEYS = jax.random.split(jax.random.key(5), B)
+SAME = ("prompts", "prompt_lengths", "responses", "response_lengths", "rewards", "mask", "invalid", "groups", "success", "task")
+
+
+@pytest.fixture(scope="module")
+def params():
+    return cloned()
+
+
+def compiled(params, spec="data=1", history_length=K, temperature=1.0):
+    mesh = mesh_of(spec)
+    rollout = make_rollout(ENV, network(MODEL), mesh, history_length=history_length, chunk=8, end=END, act=ACT)
+    placed = jax.device_put(params, shardings(MODEL, mesh))
+    groups = jnp.arange(B, dtype=jnp.int32) // MEMBERS
+    return jax.device_get(rollout(placed, task_keys("train", 3, jnp.asarray(TASKS)), KEYS, groups, temperature))
+
+
+def household():
+    """At module level, so that worker processes can be given it."""
+    return HouseholdWords(ENV, stream_key("train", 3))
+
+
+def host(params, spec="data=1", history_length=K, temperature=1.0, **options):
+    mesh = mesh_of(spec)
+    rollout = HostRollout(
+        options.pop("make_env", household), WordFormat(ENV, history_length, END, ACT), network(MODEL), mesh, batch=B,
+        history_length=history_length, response_limit=ENV.action_length + 1, strict=True, **({"chunk": 8} | options),
+    )  # fmt: skip
+    placed = jax.device_put(params, shardings(MODEL, mesh))
+    episodes = rollout(placed, TASKS, KEYS, np.arange(B) // MEMBERS, temperature)
+    rollout.close()
+    return episodes, rollout
+
+
+@pytest.fixture(scope="module")
+def reference(params):
+    return compiled(params)
+
+
+def assert_same(episodes, reference):
+    for name in SAME:
+        np.testing.assert_array_equal(episodes[name], reference[name], err_msg=name)
+    np.testing.assert_allclose(episodes.logp, reference.logp, atol=1e-5)
+    for name in ("states", "next_states"):
+        ours, theirs = episodes[name][episodes.mask], reference[name][reference.mask]
+        pairs = set(zip(ours.tolist(), theirs.tolist(), strict=True))
+        assert len(pairs) == len(set(ours.tolist())) == len(set(theirs.tolist())), name
+
+
+def test_the_episodes_are_worth_comparing(reference):
+    assert 0 < reference.success.sum() < B
+    assert 0 < reference.invalid.sum() < reference.mask.sum()
+    assert reference.mask.sum(1).min() < ENV.max_turns == reference.mask.sum(1).max()
+
+
+def test_host_and_compiled_agree(params, reference):
+    episodes, rollout = host(params)
+    assert_same(episodes, reference)
+    for b, t in np.argwhere(reference.mask):
+        text = rollout.report.texts[episodes.observations[b, t, 0]]
+        words = [ENV.words[i] or "_" for i in reference.observations[b, t]]
+        assert text == " ".join(words).rstrip(" _")
+    for name in ("hgpo", "gigpo", "grpo"):
+        options = {"history_length": K} if name == "hgpo" else {}
+        ours, theirs = (
+            estimate(name, rewards=e.rewards, mask=e.mask, states=e.states, groups=e.groups, invalid=e.invalid, **options)
+            for e in (episodes, reference)
+        )
+        np.testing.assert_allclose(ours.advantages, theirs.advantages, atol=1e-6)
+        assert np.abs(theirs.advantages).max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("spec", "changes", "options"),
+    [
+        pytest.param("data=1", {"history_length": 0}, {}, marks=pytest.mark.slow),
+        pytest.param("data=1", {"temperature": 0.0}, {"chunk": 5}, marks=pytest.mark.slow),
+        pytest.param("data=1", {"temperature": 3.0}, {}, marks=pytest.mark.slow),  # words that are no words
+        pytest.param("data=2,fsdp=2,tensor=2", {}, {"chunk": 3}, marks=pytest.mark.slow),
+    ],
+)
+def test_they_agree_on_other_histories_temperatures_meshes_and_chunks(params, spec, changes, options):
+    reference = compiled(params, **changes)
+    mesh = mesh_of(spec)
+    with jax.set_mesh(mesh):
+        episodes, _ = host(params, spec, **changes, **options)
+    assert_same(episodes, reference)
+    if changes.get("temperature", 0) > 1:
+        assert ((reference.responses >= ACT) | (reference.responses == END - 1)).any(), "no odd word was sampled"
+
+
+def test_the_shapes_are_told_beforehand_and_few(params, caplog):
+    with caplog.at_level(logging.INFO, "hgpo_jax.rollout.host"):
+        episodes, rollout = host(params)
+    told = rollout.shapes()
+    for name in episodes:
+        assert (told[name].shape, told[name].dtype) == (episodes[name].shape, episodes[name].dtype), name
+    lines = [record.message for record in caplog.records]
+    assert 1 <= len(lines) <= 3 and len(set(lines)) == len(lines)
+    assert all("first call took" in line for line in lines)
+
+
+def test_alfworlds_wording_groups_the_states_alike(reference):
+    text = functools.partial(HouseholdText, ENV, stream_key("train", 3))
+    for b in range(0, B, 3):
+        words, sentences = household(), text()
+        shown, told = words.reset(int(TASKS[b])), sentences.reset(int(TASKS[b]))
+        seen = [(shown[0], told[0])]
+        for t in range(int(reference.mask[b].sum())):
+            action = WordFormat(ENV, K, END, ACT).parse(reference.responses[b, t].tolist())[0]
+            spoken = told[1][shown[1].index(action)] if action in shown[1] else "do a dance"
+            shown, told = words.step(action), sentences.step(spoken)
+            assert shown[2:] == told[2:]
+            assert len(shown[1]) == len(told[1])
+            seen.append((shown[0], told[0]))
+        assert len(set(seen)) == len({a for a, _ in seen}) == len({b for _, b in seen})
