@@ -14,6 +14,8 @@ import pydantic
 import yaml
 from pydantic import Field
 
+from hgpo_jax.methods import METHODS
+
 CONFIGS = Path(__file__).parent.parent / "configs"
 
 Positive = Annotated[int, Field(gt=0)]
@@ -70,6 +72,9 @@ class RolloutConfig(Section):
         2, "K: past observations and actions in the prompt, and the deepest HGPO level", ge=0, le=64
     )
     temperature: float = field(1.0, "sampling temperature in training", gt=0, le=10)
+    max_tries: Positive = field(
+        4, "rollouts per iteration at most where a method drops prompt groups with equal rewards (dapo)"
+    )
     chunk: Positive = field(
         64, "episodes that one device generates for at a time; finished ones stop costing in steps of this"
     )
@@ -102,27 +107,43 @@ class AdvantageConfig(Section):
         "per_step", "what the episode part's mean and std run over"
     )
     step_weight: NonNegative = field(1.0, "weight of the step part in gigpo, pgpo and graphgpo")
-    lam: Share | None = field(None, "lambda of gagpo and eb_gae; default: the method's own, 0.95 and 0.65")
+    history_length: int | None = field(
+        None, "K of the groups in hgpo and eb_gae; default: rollout.history_length, the K of the prompt", ge=0, le=64
+    )
+    lam: Share | None = field(
+        None, "lambda of ppo, gagpo and eb_gae; default: the method's own, 0.95, 0.95 and 0.65"
+    )
     invalid_penalty: NonNegative = field(0.1, "subtracted from the return of a step whose action is invalid")
 
 
-class LearnerConfig(Section):
-    """The update: PPO-clip with AdamW."""
+class OptimizerConfig(Section):
+    """AdamW."""
 
     lr: float = field(2e-3, "learning rate", gt=0)
-    final_lr: Share = field(0.1, "share of the learning rate left at the last iteration; it falls linearly")
     warmup_steps: int = field(5, "optimizer steps over which the learning rate rises from 0", ge=0)
     weight_decay: NonNegative = field(0.01, "AdamW's weight decay")
     beta1: float = field(0.9, "AdamW's beta1", ge=0, lt=1)
     beta2: float = field(0.999, "AdamW's beta2", ge=0, lt=1)
     grad_clip: float = field(1.0, "largest global gradient norm", gt=0)
+
+
+class LearnerConfig(OptimizerConfig):
+    """The update: PPO-clip with AdamW."""
+
+    final_lr: Share = field(
+        0.1, "share of the learning rate left at the last iteration, the critic's too; it falls linearly"
+    )
     minibatch_size: Positive = field(1024, "steps per optimizer step, over all devices")
     microbatch_size: Positive = field(
         32, "steps per device and gradient computation; changes speed and memory, not results"
     )
     remat: bool = field(False, "recompute activations in the backward pass to save memory")
-    clip_low: float = field(0.2, "PPO clip below", gt=0, lt=1)
-    clip_high: float = field(0.2, "PPO clip above", gt=0)
+    clip_low: float | None = field(
+        None, "PPO clip below; default: the method's own, 0.2 and for gspo 0.0003", gt=0, lt=1
+    )
+    clip_high: float | None = field(
+        None, "PPO clip above; default: the method's own, 0.2, for dapo 0.28 and for gspo 0.0004", gt=0
+    )
     dual_clip: float = field(3.0, "bound on the loss of steps with a negative advantage, in units of it", gt=1)
     kl_weight: NonNegative = field(0.01, "weight of the KL to the reference policy (the policy as it starts)")
     kl_kind: Literal["k1", "k2", "k3", "abs"] = field("k3", "estimator of that KL")
@@ -130,6 +151,12 @@ class LearnerConfig(Section):
     aggregate: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = field(
         "token-mean", "how token losses become one number"
     )
+
+
+class CriticConfig(OptimizerConfig):
+    """The value head of ppo: its optimizer, beside learner.minibatch_size and microbatch_size."""
+
+    value_clip: float = field(0.5, "how far a value may move in one iteration before its loss is clipped", gt=0)
 
 
 class LogConfig(Section):
@@ -157,9 +184,7 @@ class Config(Section):
     run_dir: str = field("", "the run's folder; default runs/NAME-METHOD-sSEED-TIME")
     seed: int = field(0, "seed of everything random", ge=0, lt=2**31)
     iterations: int = field(80, "iterations of rollout and update", ge=0)
-    method: Literal["hgpo", "gigpo", "grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gagpo", "eb_gae"] = field(
-        "hgpo", "advantage estimator"
-    )
+    method: Literal[*METHODS] = field("hgpo", "how advantages and loss are made (hgpo_jax/methods.py)")
     warm_start: Literal["cloning", "none"] = field("cloning", "where the policy starts")
     mesh: str = field("auto", "device mesh: auto, or sizes as in data=2,fsdp=4,tensor=1 with at most one -1")
     cache_dir: str = field("runs/cache", "folder of warm starts and compiled programs, shared by runs")
@@ -169,6 +194,7 @@ class Config(Section):
     cloning: CloningConfig = CloningConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     learner: LearnerConfig = LearnerConfig()
+    critic: CriticConfig = CriticConfig()
     log: LogConfig = LogConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
 
@@ -268,7 +294,11 @@ def _read(path: str) -> dict:
 
 def _nearest(name: str, names: list[str]) -> str:
     # A field's last part alone is what people remember: `lr` should find `learner.lr`.
-    close = [n for n in names if n.rpartition(".")[2] == name] or difflib.get_close_matches(name, names, 1, 0.5)
+    close = [n for n in names if n.rpartition(".")[2] == name]
+    if not close:
+        close = difflib.get_close_matches(name, names, 3, 0.5)
+        alike = [difflib.SequenceMatcher(None, n, name).ratio() for n in close]
+        close = [n for n, ratio in zip(close, alike, strict=True) if ratio == max(alike)]
     return f"did you mean {' or '.join(close)}?" if close else "--help lists them all"
 
 

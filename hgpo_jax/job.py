@@ -1,23 +1,21 @@
-"""From a configuration to the things that a command works with: mesh, environment, policy, compiled rollout and update."""
+"""From a configuration to the things that a command works with: mesh, environment, policy and compiled rollout."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from envs.household import Household
-from hgpo_jax import advantages
 from hgpo_jax.config import Config, ConfigError
-from hgpo_jax.learner import Rows, make_optimizer, make_policy_loss, make_update
 from hgpo_jax.mesh import make_mesh
-from hgpo_jax.policy import ModelConfig, Policy, initialize, shardings
+from hgpo_jax.methods import METHODS, Method
+from hgpo_jax.policy import ModelConfig, Policy, initialize
 from hgpo_jax.policy.tokenizer import ACT, vocabulary_size, word_tokenizer
 from hgpo_jax.rollout.compiled import make_rollout
 from hgpo_jax.rollout.episodes import Episodes
@@ -39,20 +37,25 @@ class Job:
         """Episodes per rollout."""
         return self.config.rollout.prompt_groups * self.config.rollout.group_size
 
-    def episode_inputs(self, iteration: int) -> tuple:
-        """What `rollout` takes beside the parameters for one training iteration; equal for equal seed and iteration."""
+    @property
+    def method(self) -> Method:
+        """What `method=` stands for."""
+        return METHODS[self.config.method]
+
+    def episode_inputs(self, iteration: int, attempt: int = 0) -> tuple:
+        """What `rollout` takes beside the parameters for one training iteration.
+
+        Equal for equal seed, iteration and attempt; further attempts (dynamic sampling) get tasks of their own.
+        """
         settings = self.config.rollout
         groups = jnp.arange(self.batch, dtype=jnp.int32) // settings.group_size
-        tasks = task_keys("train", self.config.seed, iteration * settings.prompt_groups + groups)
-        return tasks, jax.random.split(self.key(iteration, 0), self.batch), groups, settings.temperature
-
-    def training_episodes(self, params, iteration: int) -> Episodes:
-        """One iteration's episodes."""
-        return self.rollout(params, *self.episode_inputs(iteration))
+        number = iteration * settings.max_tries + attempt if self.method.dynamic_sampling else iteration
+        tasks = task_keys("train", self.config.seed, number * settings.prompt_groups + groups)
+        return tasks, jax.random.split(self.key(number, 0), self.batch), groups, settings.temperature
 
     def abstract_episodes(self) -> Episodes:
-        """The shapes of `training_episodes`, nothing computed."""
-        return jax.eval_shape(self.training_episodes, self.policy.params, 0)
+        """The shapes of one iteration's episodes, nothing computed."""
+        return jax.eval_shape(self.rollout, self.policy.params, *self.episode_inputs(0))
 
     def key(self, iteration: int, purpose: int):
         """The random key of an iteration for one purpose (0 sampling, 1 shuffling)."""
@@ -83,9 +86,10 @@ def prepare_devices(config: Config) -> Mesh:
         mesh = make_mesh(spec, devices)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    if episodes % mesh.shape["data"]:
+    parts = mesh.shape["data"] * mesh.shape["fsdp"]
+    if episodes % parts:
         raise ConfigError(
-            f"mesh={config.mesh}: data={mesh.shape['data']} does not divide the {episodes} episodes of an iteration "
+            f"mesh={config.mesh}: data x fsdp = {parts} does not divide the {episodes} episodes of an iteration "
             f"(rollout.prompt_groups x rollout.group_size)"
         )
     return mesh
@@ -115,89 +119,3 @@ def build(config: Config) -> Job:
         end=tokenizer.eos_token_id, act=tokenizer.convert_tokens_to_ids(ACT),
     )  # fmt: skip
     return Job(config=config, mesh=mesh, env=env, policy=policy, rollout=rollout)
-
-
-def estimator_options(config: Config) -> dict:
-    """The options of the configured method's estimator."""
-    values = config.advantage.model_dump() | {"history_length": config.rollout.history_length}
-    _, known = advantages.parameters(config.method)
-    return {name: values[name] for name in known if values[name] is not None}
-
-
-def make_learn(job: Job):
-    """Builds the training half of an iteration.
-
-    Returns: (`learn(params, opt_state, reference, episodes, key, lr_share) -> (params, opt_state, metrics)`, jitted, with
-    the first two donated; `init(params) -> opt_state`).
-    """
-    config = job.config
-    optimizer = make_optimizer(config.learner)
-    update = make_update(
-        make_policy_loss(job.policy.graphdef, config.learner, config.rollout.temperature), optimizer, job.mesh,
-        minibatch_size=config.learner.minibatch_size, microbatch_size=config.learner.microbatch_size,
-        per_token=config.learner.aggregate == "token-mean",
-    )  # fmt: skip
-    options = estimator_options(config)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def learn(params, opt_state, reference, episodes: Episodes, key, lr_share):
-        e = episodes
-        estimate = advantages.estimate(
-            config.method,
-            rewards=e.rewards,
-            mask=e.mask,
-            states=e.states,
-            groups=e.groups,
-            invalid=e.invalid,
-            **options,
-        )
-        flat = lambda a: a.reshape(-1, *a.shape[2:])  # noqa: E731
-        rows = Rows(
-            prompts=flat(e.prompts),
-            prompt_lengths=flat(e.prompt_lengths),
-            responses=flat(e.responses),
-            response_lengths=flat(e.response_lengths),
-            old_logp=flat(e.logp),
-            advantages=flat(estimate.advantages),
-        )
-        happened = flat(e.mask)
-        order = jnp.argsort(jax.random.uniform(key, happened.shape) + 2.0 * ~happened)
-        params, opt_state, stats = update(params, opt_state, reference, rows, order, happened.sum(), lr_share)
-        stats["logp_difference"] = stats.pop("worst")
-        return params, opt_state, stats | _batch_metrics(e, estimate, config.advantage.gamma)
-
-    return learn, _make_init(optimizer, job)
-
-
-def _make_init(optimizer, job: Job):
-    """`init(params)` with the optimizer's moments placed like their parameters."""
-    place = {
-        jax.tree_util.keystr(p): s
-        for p, s in jax.tree_util.tree_leaves_with_path(shardings(job.policy.config, job.mesh))
-    }
-    everywhere = NamedSharding(job.mesh, PartitionSpec())
-
-    def sharding_of(path, _):
-        name = jax.tree_util.keystr(path)
-        return next((s for suffix, s in place.items() if name.endswith(suffix)), everywhere)
-
-    shapes = jax.eval_shape(optimizer.init, job.policy.params)
-    return jax.jit(optimizer.init, out_shardings=jax.tree_util.tree_map_with_path(sharding_of, shapes))
-
-
-def _batch_metrics(e: Episodes, estimate, gamma: float) -> dict:
-    """Scalars that describe a batch of episodes and its advantages."""
-    steps = jnp.maximum(e.mask.sum(), 1)
-    metrics = {
-        "success": e.success.mean(),
-        "return": (e.rewards * gamma ** jnp.arange(e.rewards.shape[1])).sum(1).mean(),
-        "turns": e.mask.sum(1).mean(),
-        "invalid": (e.invalid & e.mask).sum() / steps,
-        "steps": e.mask.sum(),
-        "tokens": (e.prompt_lengths + e.response_lengths).sum(where=e.mask),
-        "advantage_abs": jnp.abs(estimate.advantages).sum() / steps,
-        "advantage_zero": ((estimate.advantages == 0) & e.mask).sum() / steps,
-    }
-    for column, level in enumerate(estimate.levels):
-        metrics[f"peers/level{level}"] = ((estimate.level_sizes[..., column] > 1) & e.mask).sum() / steps
-    return metrics | {name: value for name, value in estimate.stats.items() if value.ndim == 0}

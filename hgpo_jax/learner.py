@@ -18,14 +18,16 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from hgpo_jax import objective
-from hgpo_jax.config import LearnerConfig
+from hgpo_jax.config import LearnerConfig, OptimizerConfig
+from hgpo_jax.methods import Method
+from hgpo_jax.sampling import pick
 
 
 @chex.dataclass(frozen=True)
 class Rows:
     """N decisions to learn from.
 
-    old_logp and advantages are only read by the policy loss.
+    old_logp and advantages are only read by the policy loss, values and returns only by the critic's.
     """
 
     prompts: chex.Array  # i32[N, P], right-padded
@@ -34,6 +36,8 @@ class Rows:
     response_lengths: chex.Array  # i32[N]
     old_logp: chex.Array  # f32[N, R]
     advantages: chex.Array  # f32[N]
+    values: chex.Array | None = None  # f32[N], of the critic before the update
+    returns: chex.Array | None = None  # f32[N], what the critic is to predict
 
 
 def token_logprobs(model, rows: Rows, *, temperature=1.0, remat=False):
@@ -48,7 +52,7 @@ def token_logprobs(model, rows: Rows, *, temperature=1.0, remat=False):
     tokens = tokens.at[jnp.arange(n)[:, None], slots].set(rows.responses, mode="drop")
     logits = model.logits(model.hidden(tokens, slots - 1, remat=remat)) / temperature
     logps = jax.nn.log_softmax(logits)
-    chosen = jnp.take_along_axis(logps, rows.responses[..., None], axis=-1)[..., 0]
+    chosen = pick(logps, rows.responses)
     return chosen, -(jnp.exp(logps) * logps).sum(-1)
 
 
@@ -57,17 +61,30 @@ def response_mask(rows: Rows):
     return jnp.arange(rows.responses.shape[1]) < rows.response_lengths[:, None]
 
 
-def make_policy_loss(graphdef, config: LearnerConfig, temperature: float):
-    """PPO-clip + KL to the reference policy - entropy bonus, as numerators: `loss(params, reference, rows)`."""
-    aggregate = config.aggregate
+def aggregation(config: LearnerConfig, method: Method) -> str:
+    """How token losses become one number; a loss by response counts every response once."""
+    return "seq-mean-token-mean" if method.loss == "gspo" else config.aggregate
+
+
+def make_policy_loss(graphdef, config: LearnerConfig, method: Method, temperature: float):
+    """The method's loss + KL to the reference policy - entropy bonus, as numerators: `loss(params, reference, rows)`."""
+    aggregate = aggregation(config, method)
+    clips = {
+        "clip_low": method.clip_low if config.clip_low is None else config.clip_low,
+        "clip_high": method.clip_high if config.clip_high is None else config.clip_high,
+    }
+
+    def surrogate(logp, rows: Rows, mask):
+        if method.loss == "gspo":
+            return objective.gspo_loss(logp, rows.old_logp, rows.advantages, mask, **clips)
+        return objective.policy_loss(
+            logp, rows.old_logp, rows.advantages, mask, **clips, dual_clip=config.dual_clip, aggregate=aggregate
+        )
 
     def loss(params, reference, rows: Rows):
         mask = response_mask(rows)
         logp, entropy = token_logprobs(nnx.merge(graphdef, params), rows, temperature=temperature, remat=config.remat)
-        _, stats = objective.policy_loss(
-            logp, rows.old_logp, rows.advantages, mask,
-            clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip, aggregate=aggregate,
-        )  # fmt: skip
+        _, stats = surrogate(logp, rows, mask)
         total = stats["loss"][0]
         if config.kl_weight:
             reference_logp, _ = token_logprobs(nnx.merge(graphdef, reference), rows, temperature=temperature)
@@ -96,7 +113,7 @@ def make_cloning_loss(graphdef):
     return loss
 
 
-def make_optimizer(config: LearnerConfig) -> optax.GradientTransformation:
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     """AdamW behind a global-norm clip, with a linear warm-up."""
     schedule = optax.linear_schedule(
         config.lr / max(config.warmup_steps, 1), config.lr, max(config.warmup_steps - 1, 1)
@@ -117,13 +134,13 @@ def make_update(
         over rows, stats are (numerator, denominator) pairs, worst is a maximum of interest in the first mini-batch.
       mesh: each device of its `data` axis takes its part of every mini-batch.
       minibatch_size: rows per optimizer step at most; an epoch is cut into equal steps.
-      microbatch_size: rows per device and gradient computation.
+      microbatch_size: rows per index of the `data` axis and gradient computation, rounded up to what `fsdp` divides.
 
     `order` i32[N] lists the rows to learn from in its first `count` entries; `lr_share` scales the optimizer's step.
     Returns (params, opt_state, stats), with every stat a scalar mean over what it counts, plus `grad_norm` (mean),
     `optimizer_steps` and `worst`.
     """
-    devices, C = mesh.shape["data"], microbatch_size
+    devices, C = mesh.shape["data"], _round_up(microbatch_size, mesh.shape["fsdp"])
 
     def epoch(params, opt_state, reference, rows: Rows, order, count, lr_share):
         device = jax.lax.axis_index("data")
@@ -139,9 +156,7 @@ def make_update(
         grad = jax.grad(numerator, has_aux=True)
 
         def chunk_at(first, stop):
-            at = first + jnp.arange(C)
-            chunk = jax.tree.map(lambda a: a[order[jnp.minimum(at, order.shape[0] - 1)]], rows)
-            return chunk.replace(response_lengths=jnp.where(at < stop, chunk.response_lengths, 0))
+            return _take(rows, order, first + jnp.arange(C), stop)[1]
 
         nothing = jax.tree.map(
             lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(lambda: grad(params, chunk_at(0, 0)))
@@ -166,7 +181,7 @@ def make_update(
             params = optax.apply_updates(params, jax.tree.map(lambda u: u * lr_share, updates))
             stats = jax.tree.map(jnp.add, stats, new_stats)
             worst = jnp.where(j == 0, jax.lax.pmax(new_worst, "data"), worst)
-            return params, opt_state, stats, worst, norms + optax.global_norm(gradient)
+            return params, opt_state, stats, worst, norms + optax.tree.norm(gradient)
 
         carry = (params, opt_state, nothing[1][0], jnp.float32(0), jnp.float32(0))
         params, opt_state, stats, worst, norms = jax.lax.fori_loop(0, steps, one_step, carry)
@@ -174,3 +189,38 @@ def make_update(
         return params, opt_state, stats | {"grad_norm": norms / steps, "optimizer_steps": steps, "worst": worst}
 
     return jax.shard_map(epoch, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=False)
+
+
+def make_map(function: Callable, mesh: Mesh, *, microbatch_size: int):
+    """Builds `mapped(params, rows, order, count) -> f32[N]`, to be called under `jax.jit`.
+
+    `function(params, rows) -> f32[C]` is applied to the rows `order[:count]` in micro-batches, split over the mesh's
+    `data` axis; other rows get 0. Arguments as in `make_update`.
+    """
+    devices, C = mesh.shape["data"], _round_up(microbatch_size, mesh.shape["fsdp"])
+
+    def mapped(params, rows: Rows, order, count):
+        device = jax.lax.axis_index("data")
+
+        def one_chunk(i, out):
+            at = (i * devices + device) * C + jnp.arange(C)
+            index, chunk = _take(rows, order, at, count)
+            value = function(params, chunk)
+            # Past the end several entries name the same row: they must not write.
+            return out.at[jnp.where(at < count, index, out.shape[0])].set(value, mode="drop")
+
+        out = jax.lax.fori_loop(0, -(-count // (C * devices)), one_chunk, jnp.zeros(order.shape[0]))
+        return jax.lax.psum(out, "data")
+
+    return jax.shard_map(mapped, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=False)
+
+
+def _take(rows: Rows, order, at, stop):
+    """(row numbers, rows) at these places of the order; rows at `stop` or beyond have no response."""
+    index = order[jnp.minimum(at, order.shape[0] - 1)]
+    chunk = jax.tree.map(lambda a: a[index], rows)
+    return index, chunk.replace(response_lengths=jnp.where(at < stop, chunk.response_lengths, 0))
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

@@ -26,7 +26,8 @@ from hgpo_jax import config as configuration
 from hgpo_jax.checkpoint import Checkpoints
 from hgpo_jax.config import Config, ConfigError
 from hgpo_jax.evaluate import evaluate, report, transcript
-from hgpo_jax.job import Job, build, make_learn
+from hgpo_jax.iteration import collect, make_learn
+from hgpo_jax.job import Job, build
 from hgpo_jax.metrics import MetricsWriter, plot_curves
 from hgpo_jax.policy import Policy, load_policy
 from hgpo_jax.warm_start import warm_start
@@ -101,7 +102,7 @@ def live_line(row: dict) -> dict:
     }
 
 
-def compile_ahead(job: Job, learn, opt_state):
+def compile_ahead(job: Job, learn, state):
     """Compiles rollout and update in another thread while the warm start prepares; returns the compiled update.
 
     The rollout's first call then finds it in the compilation cache.
@@ -112,15 +113,14 @@ def compile_ahead(job: Job, learn, opt_state):
         whole = NamedSharding(job.mesh, PartitionSpec())
         abstract = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole)  # noqa: E731
         episodes = jax.tree.map(abstract, job.abstract_episodes())
-        return learn.lower(params, opt_state, params, episodes, job.key(0, 1), jnp.float32(0)).compile()
+        return learn.lower(state, params, episodes, job.key(0, 1), jnp.float32(0)).compile()
 
 
 def train(job: Job, folder: Path, resuming: bool) -> dict:
     """Runs the job in its folder; returns the final parameters."""
     config = job.config
     learn, init = make_learn(job)
-    opt_state = init(job.policy.params)
-    compiling = ThreadPoolExecutor(1).submit(compile_ahead, job, learn, opt_state)
+    compiling = ThreadPoolExecutor(1).submit(compile_ahead, job, learn, init(job.policy.params))
     checkpoints = Checkpoints(folder / "checkpoints", config.log.keep_checkpoints)
     done = checkpoints.latest() if resuming else None
     if (folder / "start" / "model.safetensors").is_file():
@@ -129,9 +129,9 @@ def train(job: Job, folder: Path, resuming: bool) -> dict:
         reference = warm_start(job) if config.warm_start == "cloning" else job.policy.params
         Policy(job.policy.config, reference, job.policy.tokenizer).save(folder / "start")
     # The update donates its parameters, and the reference must outlive them.
-    params = jax.tree.map(lambda a: a.copy(), reference)
+    state = init(jax.tree.map(lambda a: a.copy(), reference))
     if done:
-        params, opt_state = checkpoints.restore(done, (params, opt_state))
+        state = checkpoints.restore(done, state)
         print(f"resumed after iteration {done} in {folder}", flush=True)
     learn = compiling.result()
     first = done or 0
@@ -141,12 +141,12 @@ def train(job: Job, folder: Path, resuming: bool) -> dict:
     printed = 0.0
     for iteration in range(first, config.iterations):
         began = time.perf_counter()
-        episodes = jax.block_until_ready(job.training_episodes(params, iteration))
+        episodes, played = collect(job, state["params"], iteration)
         sampled = time.perf_counter()
         lr_share = 1 - (1 - config.learner.final_lr) * iteration / config.iterations
         key, share = job.key(iteration, 1), jnp.float32(lr_share)
-        params, opt_state, metrics = learn(params, opt_state, reference, episodes, key, share)
-        metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        state, metrics = learn(state, reference, episodes, key, share)
+        metrics = played | {name: float(value) for name, value in jax.device_get(metrics).items()}
         ended = time.perf_counter()
         row = {
             "iteration": iteration,
@@ -160,7 +160,7 @@ def train(job: Job, folder: Path, resuming: bool) -> dict:
         if last or (iteration + 1) % config.log.dump_every == 0:
             jax.device_get(episodes).save(folder / "episodes" / f"iteration-{iteration:05d}.npz")
         if last or (iteration + 1) % config.log.checkpoint_every == 0:
-            checkpoints.save(iteration + 1, (params, opt_state))
+            checkpoints.save(iteration + 1, state)
         bar.set_postfix(live_line(row), refresh=False)
         bar.update()
         if bar.disable and (last or time.perf_counter() - printed > 5):
@@ -171,7 +171,7 @@ def train(job: Job, folder: Path, resuming: bool) -> dict:
     bar.close()
     writer.close()
     checkpoints.close()
-    return params
+    return state["params"]
 
 
 def main() -> None:

@@ -57,7 +57,7 @@ def test_help_names_every_field_with_default_and_meaning():
         ("learner.lr=fast", ["learner.lr='fast'", "number"]),
         ("learner.lr=nan", ["learner.lr", "finite"]),
         ("learner.lr=.inf", ["learner.lr", "finite"]),
-        ("method=hpgo", ["method='hpgo'", "did you mean hgpo?"]),
+        ("method=hpgo", ["method='hpgo'", "did you mean", "hgpo"]),
         ("env.tasks=plase", ["env.tasks='plase'", "did you mean place?"]),
         ("iterations=1.5", ["iterations=1.5", "integer"]),
         ("rollout.group_size=0", ["rollout.group_size=0", "greater than 0"]),

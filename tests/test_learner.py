@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from hgpo_jax.config import LearnerConfig
 from hgpo_jax.learner import Rows, make_optimizer, make_policy_loss, make_update
 from hgpo_jax.mesh import make_mesh
+from hgpo_jax.methods import METHODS
 from hgpo_jax.policy import ModelConfig, initialize, network, shardings
 from hgpo_jax.sampling import generate
 
@@ -20,7 +21,10 @@ MODEL = ModelConfig(
     vocab_size=8, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
     num_key_value_heads=2, initializer_range=0.2, tie_word_embeddings=False,
 )  # fmt: skip
-CONFIG = LearnerConfig(lr=3e-3, warmup_steps=2, kl_weight=0.1, entropy_weight=0.02, weight_decay=0.05, grad_clip=0.5)
+CONFIG = LearnerConfig(
+    lr=3e-3, warmup_steps=2, kl_weight=0.1, entropy_weight=0.02, weight_decay=0.05, grad_clip=0.5, clip_low=0.2,
+    clip_high=0.25,
+)  # fmt: skip
 TEMPERATURE, END, WIDTH, MAX_NEW = 0.8, 3, 5, 3
 ROWS, COUNT, MINIBATCH = 30, 20, 8  # 20 of 30 rows are learned from, in ceil(20 / 8) = 3 mini-batches
 MINIBATCHES = [(0, 7), (7, 14), (14, 20)]  # of ceil(20 / 3) = 7 rows, the last one of what is left
@@ -81,7 +85,7 @@ def adamw(lr, eps=EPSILON):
 @functools.cache
 def compiled(spec, microbatch):
     mesh, optimizer = mesh_of(spec), adamw(CONFIG.lr)
-    loss = make_policy_loss(network(MODEL), CONFIG, TEMPERATURE)
+    loss = make_policy_loss(network(MODEL), CONFIG, METHODS["hgpo"], TEMPERATURE)
     update = make_update(loss, optimizer, mesh, minibatch_size=MINIBATCH, microbatch_size=microbatch)
     return mesh, jax.jit(optimizer.init), jax.jit(update)
 
@@ -132,7 +136,7 @@ def expected(off_policy):
         part = jax.tree.map(lambda a, at=ORDER[first:stop]: a[at], off_policy)
         grad = jax.jit(jax.grad(lambda p, part=part: plain_loss(p, reference, part), has_aux=True))
         gradient, values = grad(params)
-        norms.append(float(optax.global_norm(gradient)))
+        norms.append(float(optax.tree.norm(gradient)))
         tokens = np.arange(MAX_NEW) < part.response_lengths[:, None]
         for name, value in values.items():
             sums[name] = sums.get(name, 0) + float((value * tokens).sum())

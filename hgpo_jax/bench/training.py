@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from hgpo_jax import cli
-from hgpo_jax.job import build, make_learn
+from hgpo_jax.iteration import collect, make_learn
+from hgpo_jax.job import build
 from hgpo_jax.policy import ModelConfig
 
 
@@ -55,20 +56,19 @@ def run(args: argparse.Namespace) -> list[dict]:
     job = build(cli.load_config(args))
     learn, init = make_learn(job)
     rate = matmul_rate(job.mesh)
-    params, reference = job.policy.params, jax.tree.map(jnp.copy, job.policy.params)
-    opt_state = init(params)
+    reference = jax.tree.map(jnp.copy, job.policy.params)
+    state = init(job.policy.params)
     seconds = {"rollout": [], "update": []}
     for iteration in range(args.repeats + 1):
         began = time.perf_counter()
-        episodes = jax.block_until_ready(job.training_episodes(params, iteration))
+        episodes, played = collect(job, state["params"], iteration)
         sampled = time.perf_counter()
-        params, opt_state, metrics = learn(params, opt_state, reference, episodes, job.key(iteration, 1), 0.0)
-        jax.block_until_ready(params)
+        state, _ = jax.block_until_ready(learn(state, reference, episodes, job.key(iteration, 1), 0.0))
         seconds["rollout"].append(sampled - began)
         seconds["update"].append(time.perf_counter() - sampled)
     first = {name: times.pop(0) for name, times in seconds.items()}
     rollout, update = (statistics.median(seconds[name]) for name in ("rollout", "update"))
-    steps, tokens = int(metrics["steps"]), int(metrics["tokens"])
+    steps, tokens = int(played["steps"]), int(played["tokens"])
     model, width = job.policy.config, episodes.prompts.shape[-1]
     answer = episodes.responses.shape[-1]
     decode = forward_flops(model, width + answer, width + answer) / (width + answer) * (answer - 1)

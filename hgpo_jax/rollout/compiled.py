@@ -53,7 +53,7 @@ def make_rollout(env, graphdef, mesh: Mesh, *, history_length: int, chunk: int, 
     Args:
       env: a compiled environment such as `envs.household.Household`.
       graphdef: of the `Qwen2` whose parameters will be given.
-      mesh: episodes are split over its `data` axis, which must divide their number.
+      mesh: episodes are split over its `data` axis; data x fsdp must divide their number.
       history_length: K, observation-action pairs in a prompt.
       chunk: episodes that one device generates for at a time; rounded down to a divisor of its share.
       end, act: token ids of the end of a response and of the mark that asks for one.
@@ -61,7 +61,7 @@ def make_rollout(env, graphdef, mesh: Mesh, *, history_length: int, chunk: int, 
     The result's rows are task_keys [B], keys [B] (random keys) and groups i32[B], in that order; `temperature` is a scalar.
     """
     P_slots, R, T = prompt_length(env, history_length), env.action_length + 1, env.max_turns
-    W = env.observation_length
+    W, fsdp = env.observation_length, mesh.shape["fsdp"]
 
     def act_and_step(model, rows: Row, turn, temperature):
         """One turn of C episodes: (rows after it, the turn's record)."""
@@ -95,7 +95,8 @@ def make_rollout(env, graphdef, mesh: Mesh, *, history_length: int, chunk: int, 
         model = nnx.merge(graphdef, params)
         rows = jax.vmap(start, (None, None, 0, 0))(env, history_length, task_keys, keys)
         B = task_keys.shape[0]
-        C = max(c for c in range(1, min(chunk, B) + 1) if B % c == 0)
+        # A chunk is shared by the devices of `fsdp`.
+        C = max([fsdp, *(c for c in range(fsdp, min(chunk, B) + 1, fsdp) if B % c == 0)])
         zeros = lambda dtype, *shape: jnp.zeros((B, T, *shape), dtype)  # noqa: E731
         record = {
             "prompts": zeros(jnp.int32, P_slots),
@@ -134,7 +135,7 @@ def make_rollout(env, graphdef, mesh: Mesh, *, history_length: int, chunk: int, 
 
         unfinished = lambda carry: (carry[0] < T) & ~carry[1].done.all()  # noqa: E731
         _, rows, record = jax.lax.while_loop(unfinished, one_turn, (jnp.int32(0), rows, record))
-        return record, rows.env.task
+        return record, rows.observation, rows.env.task
 
     split = jax.shard_map(
         play,
@@ -146,18 +147,28 @@ def make_rollout(env, graphdef, mesh: Mesh, *, history_length: int, chunk: int, 
     )
 
     def rollout(params, task_keys, keys, groups, temperature) -> Episodes:
-        record, task = split(params, task_keys, keys, jnp.float32(temperature))
+        result = split(params, task_keys, keys, jnp.float32(temperature))
         # Episodes are small: every device gets all of them, so that groups and mini-batches can cut across devices.
-        record, task = jax.lax.with_sharding_constraint((record, task), NamedSharding(mesh, P()))
+        record, final, task = jax.lax.with_sharding_constraint(result, NamedSharding(mesh, P()))
+        states, next_states = _state_ids(record["observations"], final, record["mask"])
         return Episodes(
             **record,
-            states=state_ids(record["observations"], record["mask"]),
+            states=states,
+            next_states=next_states,
             groups=groups,
             success=(record["rewards"] > 0).any(axis=1),
             task=task,
         )
 
     return jax.jit(rollout)
+
+
+def _state_ids(observations, final, mask):
+    """(ids of the observations [B, T, W], ids of what followed them) both i32[B, T]; `final` [B, W] was seen last."""
+    turns = mask.sum(1)
+    every = jnp.pad(observations, ((0, 0), (0, 1), (0, 0))).at[jnp.arange(len(turns)), turns].set(final)
+    ids = state_ids(every, jnp.arange(every.shape[1]) <= turns[:, None])
+    return jnp.where(mask, ids[:, :-1], 0), jnp.where(mask, ids[:, 1:], 0)
 
 
 def _like(flags, value):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from pathlib import Path
 
 import chex
@@ -26,6 +27,7 @@ class Episodes:
     mask: chex.Array  # bool[B, T], turns that happened; a prefix of every row
     invalid: chex.Array  # bool[B, T], turns whose response was no admissible action
     states: chex.Array  # i32[B, T], equal exactly where observations are equal
+    next_states: chex.Array  # i32[B, T], the same of what was seen after the action, the last one included
     groups: chex.Array  # i32[B], prompt group
     success: chex.Array  # bool[B]
     task: chex.Array  # i32[B], task type
@@ -44,5 +46,5 @@ class Episodes:
         try:
             with np.load(path, allow_pickle=False) as file:
                 return cls(**{name: file[name] for name in file.files})
-        except (OSError, TypeError, ValueError, EOFError) as error:
+        except (OSError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
             raise ValueError(f"{path}: not a dump of Episodes: {error}") from None

@@ -1,0 +1,53 @@
+"""PPO's critic: a Qwen2.5 of the policy's size with one number as its output, the value of the turn to come.
+
+It reads the prompt as the policy does, up to the last token before the response; its body starts as a copy of the policy
+and its head at zero. One value per turn: a response is one action here (Schulman et al., 2016, arXiv 1506.02438).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from hgpo_jax import objective
+from hgpo_jax.learner import Rows
+from hgpo_jax.policy import ModelConfig, network
+
+
+def initialize_critic(params: dict) -> dict:
+    """The critic's parameters from the policy's: {"body": its blocks without the language-model head, "value": the head}."""
+    body = {name: part for name, part in params.items() if name != "lm_head"}
+    embedding = params["embed_tokens"]["embedding"]
+    head = {"kernel": jnp.zeros(embedding.shape[1], embedding.dtype), "bias": jnp.zeros((), embedding.dtype)}
+    return {"body": jax.tree.map(jnp.copy, body), "value": head}
+
+
+def make_values(config: ModelConfig, remat: bool = False):
+    """Builds `values(params, rows) -> f32[N]`, the discounted return that the critic expects from each row's turn on."""
+    graphdef = network(dataclasses.replace(config, tie_word_embeddings=True))  # tied: a body without a head of its own
+
+    def values(params, rows: Rows):
+        model = nnx.merge(graphdef, params["body"])
+        hidden = model.hidden(rows.prompts, rows.prompt_lengths[:, None] - 1, remat=remat)[:, 0]
+        return (hidden.astype(jnp.float32) * params["value"]["kernel"]).sum(-1) + params["value"]["bias"]
+
+    return values
+
+
+def make_value_loss(values, clip: float):
+    """PPO's clipped value loss as numerators: `loss(params, None, rows)`; rows hold `values` before and `returns`."""
+
+    def loss(params, _, rows: Rows):
+        happened = rows.response_lengths > 0
+        predicted = values(params, rows)
+        _, stats = objective.value_loss(predicted, rows.values, rows.returns, happened, clip=clip)
+        total = stats.pop("loss")
+        stats = {"loss": total, "value_clip_fraction": stats["value_clip_fraction"]}
+        error = jnp.where(happened, jnp.square(predicted - rows.returns), 0.0)
+        stats["squared_error"] = (error.sum(), total[1])
+        return total[0], stats, jnp.float32(0)
+
+    return loss

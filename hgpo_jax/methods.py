@@ -1,0 +1,36 @@
+"""What `method=` stands for: an advantage estimator, the loss that it feeds, and how its episodes are chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hgpo_jax.advantages import ESTIMATORS, parameters
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """One way to train.
+
+    estimator: a name of `hgpo_jax.advantages.ESTIMATORS`.
+    loss: `clip`, PPO's clipped surrogate by token, or `gspo`, by response.
+    clip_low, clip_high: where the loss clips the ratio, unless the configuration says otherwise.
+    dynamic_sampling: drop prompt groups whose episode rewards are all equal and sample further tasks in their place.
+    critic: train a value head beside the policy and give its values to the estimator.
+    """
+
+    estimator: str
+    loss: str = "clip"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dynamic_sampling: bool = False
+    critic: bool = False
+
+
+# What an iteration can give to an estimator beside the batch itself; `gae` needs a critic and `dr_mas` several agents.
+AT_HAND = {"next_states", "success"}
+
+METHODS = {name: Method(name) for name in ESTIMATORS if AT_HAND.issuperset(parameters(name)[0])} | {
+    "dapo": Method("grpo", clip_high=0.28, dynamic_sampling=True),  # Yu et al., 2025, arXiv 2503.14476
+    "gspo": Method("grpo", loss="gspo", clip_low=3e-4, clip_high=4e-4),  # Zheng et al., 2025, arXiv 2507.18071
+    "ppo": Method("gae", critic=True),  # Schulman et al., 2017, arXiv 1707.06347
+}
