@@ -61,19 +61,17 @@ class LocalPlayers:
         self._slots: dict[int, tuple] = {}  # slot -> (environment, task, actions done)
         env = make_env()
         self.about = About(tuple(env.task_types), len(env) if hasattr(env, "__len__") else None, int(env.max_turns))
-        self._spare = [env]
 
     def run(self, requests: Iterable[Request]) -> Iterator[tuple[int, Seen | Failed]]:
         """Answers each request."""
         for slot, task, actions in requests:
             try:
                 yield slot, self._answer(slot, task, actions)
-            except Exception as error:
-                self._slots.pop(slot, None)  # its environment may be in any state
-                yield slot, Failed(f"{type(error).__name__}: {error}")
+            except (Exception, SystemExit) as error:  # the environment may be in any state now, and is dropped
+                yield slot, Failed(" ".join(f"{type(error).__name__}: {error}".split())[:500])
 
     def _answer(self, slot: int, task: int, actions: tuple[str, ...]) -> Seen:
-        env, known, done = self._slots.pop(slot, None) or (self._spare.pop() if self._spare else self._make_env(), None, 0)
+        env, known, done = self._slots.pop(slot, None) or (self._make_env(), None, 0)
         if not actions or (known, done) != (task, len(actions) - 1):
             seen = _checked(env, env.reset(task))
             done = 0

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from household_policy import ACT, END, ENV, K, MODEL, cloned, mesh_of
+from household_policy import ACT, END, ENV, MODEL, K, cloned, mesh_of
 
 from envs.household.text import HouseholdText, HouseholdWords
 from hgpo_jax.advantages import estimate

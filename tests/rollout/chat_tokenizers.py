@@ -1,0 +1,30 @@
+"""Tokenizers with a chat template: a made-up byte tokenizer, and Qwen2.5's where ../shared is there."""
+
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+QWEN = Path(__file__).resolve().parents[3] / "shared" / "data" / "qwen2.5"
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte; two special tokens, and two added ones that overlap."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|im_start|>", special=True), AddedToken("<|im_end|>", special=True)])
+    tokenizer.add_tokens([AddedToken("<tool>", normalized=False), AddedToken("ol><", normalized=False)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=TEMPLATE)
+
+
+def qwen_tokenizer():
+    if not QWEN.is_dir():
+        pytest.skip("Qwen2.5's tokenizer is not here")
+    return AutoTokenizer.from_pretrained(QWEN)

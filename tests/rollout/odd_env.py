@@ -1,0 +1,61 @@
+"""An environment that counts, and that does what it is told even where that is wrong."""
+
+import os
+import time
+
+import numpy as np
+
+
+class Counting:
+    """The observation is a number; "add N" adds to it, from 20 on it is won. Other actions are mishaps."""
+
+    task_types = ("even", "odd")
+    max_turns = 6
+
+    def __len__(self):
+        return 100
+
+    def reset(self, task):
+        if task == 13:
+            raise ValueError("unlucky")
+        self.number, self.turns = task, 0
+        self.goal, self.task_type = f"from {task}", task % 2
+        return self._tell()
+
+    def _tell(self):
+        return f"at {self.number}", ["add 1", "add 5"]
+
+    def step(self, action):
+        self.turns += 1
+        verb, _, argument = action.partition(" ")
+        if verb == "die":
+            os._exit(3)
+        if verb == "hang":
+            time.sleep(1000)
+        if verb == "raise":
+            raise RuntimeError(argument)
+        if verb == "leave":
+            raise SystemExit(1)
+        if verb == "add" and argument.isdigit():
+            self.number += int(argument)
+        won = self.number >= 20
+        answer = [*self._tell(), 10.0 * won, won or self.turns >= self.max_turns, {"won": won, "admissible": verb == "add"}]
+        for place, wrong in WRONG.get(verb, {}).items():
+            answer[place] = wrong
+        return answer[: WRONG.get(verb, {}).get("length", 5)]
+
+
+WRONG = {
+    "bytes": {0: b"at 3"}, "none": {0: None}, "string": {1: "add 1"}, "numbers": {1: [1, 2]}, "text": {2: "10"},
+    "nan": {2: float("nan")}, "maybe": {3: "no"}, "list": {4: []}, "empty": {4: {}}, "short": {"length": 3},
+    "function": {4: {"won": lambda: True, "admissible": True}}, "array": {2: np.ones(3)},
+    "numpy": {2: np.float32(1.5), 3: np.bool_(False)},
+}  # fmt: skip
+
+
+def broken():
+    raise FileNotFoundError("no such\nfile: games.json")
+
+
+def dying():
+    os._exit(1)
