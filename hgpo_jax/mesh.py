@@ -94,6 +94,17 @@ def sharding(axes, shape, mesh: Mesh, name: str = "array") -> NamedSharding:
     return NamedSharding(mesh, partition(axes, shape, mesh, name))
 
 
+def largest_count(count: jax.Array) -> jax.Array:
+    """The largest of an i32[] over the manual axes of a shard_map, where the compiler splits the other axes.
+
+    A loop over the result turns equally often on all devices. It must where its body holds collectives of those other
+    axes, because a collective-permute waits for every device of the mesh.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    others = any(mesh.shape[n] > 1 for n in mesh.axis_names if n not in mesh.manual_axes)
+    return jax.lax.pmax(count, tuple(mesh.manual_axes)) if mesh.manual_axes and others else count
+
+
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Pins the layout of an intermediate to the mesh of `jax.set_mesh`; without one (or on one device) does nothing."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -10,6 +10,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from hgpo_jax.mesh import largest_count
+
 
 @chex.dataclass(frozen=True)
 class Responses:
@@ -70,17 +72,17 @@ def generate(model, prompts, lengths, keys, *, max_new: int, end: int, temperatu
     count = jnp.ones(rows, jnp.int32)
 
     def unfinished(carry):
-        i, _, _, _, _, _, ended = carry
-        return (i < max_new) & ~ended.all()
+        return (carry[0] < max_new) & (carry[-1] > 0)
 
     def step(carry):
-        i, token, cache, tokens, logps, count, ended = carry
+        i, token, cache, tokens, logps, count, ended, _ = carry
         hidden, cache = model.decode(token, lengths + i - 1, cache)
         token, logp = draw(hidden, i)
         token, logp = jnp.where(ended, 0, token), jnp.where(ended, 0.0, logp)
         tokens, logps = tokens.at[:, i].set(token), logps.at[:, i].set(logp)
-        return i + 1, token, cache, tokens, logps, count + ~ended, ended | (token == end)
+        count, ended = count + ~ended, ended | (token == end)
+        return i + 1, token, cache, tokens, logps, count, ended, largest_count((~ended).sum())
 
-    carry = (jnp.int32(1), token, cache, tokens, logps, count, ended)
-    _, _, _, tokens, logps, count, _ = jax.lax.while_loop(unfinished, step, carry)
+    carry = (jnp.int32(1), token, cache, tokens, logps, count, ended, largest_count((~ended).sum()))
+    _, _, _, tokens, logps, count, _, _ = jax.lax.while_loop(unfinished, step, carry)
     return Responses(tokens=tokens, logp=logps, lengths=count)

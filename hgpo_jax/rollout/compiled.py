@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hgpo_jax.advantages import state_ids
+from hgpo_jax.mesh import largest_count
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.prompts import Memory, build_prompt, prompt_length
 from hgpo_jax.sampling import generate
@@ -111,9 +112,8 @@ def make_rollout(env, graphdef, mesh: Mesh, *, history_length: int, chunk: int, 
         }
 
         def one_turn(carry):
-            turn, rows, record = carry
+            turn, rows, record, live = carry
             order = jnp.argsort(rows.done, stable=True)  # live episodes first
-            live = (~rows.done).sum()
 
             def one_chunk(i, carry):
                 rows, record = carry
@@ -131,10 +131,10 @@ def make_rollout(env, graphdef, mesh: Mesh, *, history_length: int, chunk: int, 
                 return rows, record
 
             rows, record = jax.lax.fori_loop(0, (live + C - 1) // C, one_chunk, (rows, record))
-            return turn + 1, rows, record
+            return turn + 1, rows, record, largest_count((~rows.done).sum())
 
-        unfinished = lambda carry: (carry[0] < T) & ~carry[1].done.all()  # noqa: E731
-        _, rows, record = jax.lax.while_loop(unfinished, one_turn, (jnp.int32(0), rows, record))
+        unfinished = lambda carry: (carry[0] < T) & (carry[-1] > 0)  # noqa: E731
+        _, rows, record, _ = jax.lax.while_loop(unfinished, one_turn, (jnp.int32(0), rows, record, jnp.int32(B)))
         return record, rows.observation, rows.env.task
 
     split = jax.shard_map(

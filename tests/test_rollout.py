@@ -1,0 +1,218 @@
+"""Compiled rollouts: what they record is what a plain loop over turns gives, on every mesh and for every chunk."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from plain_rollout import check_against_plain_play
+
+from hgpo_jax.learner import Rows, token_logprobs
+from hgpo_jax.mesh import make_mesh
+from hgpo_jax.policy import ModelConfig, initialize, network, shardings
+from hgpo_jax.rollout.compiled import make_rollout
+from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.rollout.tasks import task_keys
+
+CELLS, END, ACT, VOCABULARY = 5, 6, 7, 8
+
+
+@chex.dataclass(frozen=True)
+class Place:
+    cell: chex.Array
+    goal: chex.Array
+    task: chex.Array
+    turn: chex.Array
+
+
+class Ring:
+    """A ring of cells 1..5 and a cell to reach, small enough that an untrained policy reaches it now and then.
+
+    Words 1 to 4 move by -1, 1, -2 and 2; an action is the sum of two words and invalid where nothing moves.
+    """
+
+    observation_length, goal_length, action_length, max_turns = 2, 2, 2, 10
+
+    def reset(self, key):
+        cell, away = jax.random.randint(key, (2,), 0, jnp.array([CELLS, CELLS - 1]))
+        state = Place(cell=cell, goal=(cell + 1 + away) % CELLS, task=away, turn=jnp.int32(0))
+        return state, self._observe(state, jnp.int32(0))
+
+    def goal(self, state):
+        return jnp.stack([state.goal + 1, state.task])
+
+    def step(self, state, action):
+        move = jnp.array([0, -1, 1, -2, 2, 0, 0, 0])[action].sum()
+        after = state.replace(cell=(state.cell + move) % CELLS, turn=state.turn + 1)
+        won = after.cell == state.goal
+        return after, self._observe(after, abs(move)), 10.0 * won, won | (after.turn >= self.max_turns), move == 0
+
+    def _observe(self, state, moved):
+        return jnp.stack([state.cell + 1, moved])
+
+
+ENV = Ring()
+MODEL = ModelConfig(
+    vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, rope_theta=100.0, initializer_range=0.3,
+)  # fmt: skip
+K, GROUPS, MEMBERS = 2, 8, 4
+CHUNK = 7  # rounded down to 4
+B, T, A = GROUPS * MEMBERS, ENV.max_turns, ENV.action_length
+INDICES = np.arange(B) // MEMBERS
+
+
+def mesh_of(spec):
+    count = int(np.prod([int(part.split("=")[1]) for part in spec.split(",")]))
+    return make_mesh(spec, jax.devices()[:count])
+
+
+@functools.cache
+def parameters():
+    return jax.device_get(initialize(MODEL, 0, mesh_of("data=1")))
+
+
+@functools.cache
+def compiled(spec, chunk, history):
+    mesh = mesh_of(spec)
+    return mesh, make_rollout(ENV, network(MODEL), mesh, history_length=history, chunk=chunk, end=END, act=ACT)
+
+
+def play(*, spec="data=1", chunk=CHUNK, history=K, temperature=1.0) -> Episodes:
+    mesh, rollout = compiled(spec, chunk, history)
+    keys = jax.random.split(jax.random.key(5), B)
+    with jax.set_mesh(mesh):  # as a job does, so that activations are split too
+        placed = jax.device_put(parameters(), shardings(MODEL, mesh))
+        return jax.device_get(rollout(placed, task_keys("train", 3, INDICES), keys, jnp.int32(INDICES), temperature))
+
+
+@pytest.fixture(scope="module")
+def episodes():
+    return play()
+
+
+def check(e: Episodes, history: int):
+    check_against_plain_play(ENV, e, task_keys("train", 3, INDICES), history, END, ACT)
+
+
+def test_the_episodes_are_worth_testing(episodes):
+    e = episodes
+    assert 0 < e.success.sum() < B
+    assert len(np.unique(e.mask.sum(1))) > 3  # episodes of different lengths
+    assert 0.05 < e.invalid[e.mask].mean() < 0.95
+    assert len(np.unique(e.responses[e.mask], axis=0)) > 20
+    assert len(np.unique(e.response_lengths[e.mask])) == A + 1
+
+
+def test_replaying_the_responses_gives_the_same_episodes(episodes):
+    check(episodes, K)
+
+
+def test_without_history():
+    check(play(history=0), 0)
+
+
+def test_greedy_members_of_a_prompt_group_act_alike():
+    e = play(temperature=0.0)
+    check(e, K)
+    np.testing.assert_array_equal(e.responses, e.responses[INDICES * MEMBERS])
+    np.testing.assert_array_equal(e.mask, e.mask[INDICES * MEMBERS])
+
+
+def test_members_of_a_prompt_group_start_alike_and_act_differently(episodes):
+    e, first = episodes, INDICES * MEMBERS
+    np.testing.assert_array_equal(e.groups, INDICES)
+    np.testing.assert_array_equal(e.task, e.task[first])
+    np.testing.assert_array_equal(e.prompts[:, 0], e.prompts[first, 0])
+    np.testing.assert_array_equal(e.observations[:, 0], e.observations[first, 0])
+    assert len(np.unique(e.prompts[first, 0], axis=0)) > GROUPS / 2  # groups differ, as far as so small a ring can
+    same = (e.responses == e.responses[first]).all((1, 2))
+    assert same.sum() == GROUPS  # each group's first member only
+
+
+def test_turns_that_did_not_happen_are_zero(episodes):
+    e = episodes
+    np.testing.assert_array_equal(e.mask, np.arange(T) < e.mask.sum(1)[:, None])
+    for name, value in e.items():
+        if value.ndim > 1 and name != "mask":
+            assert not value[~e.mask].any(), name
+    tail = np.arange(A + 1) >= e.response_lengths[..., None]
+    assert not e.responses[tail].any()
+    assert not e.logp[tail].any()
+    assert (e.logp[~tail] < 0).all()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_trainer_sees_the_samplers_log_probabilities(temperature):
+    e = play(temperature=temperature)
+    flat = lambda a: a.reshape(-1, *a.shape[2:])  # noqa: E731
+    rows = Rows(
+        prompts=flat(e.prompts), prompt_lengths=flat(e.prompt_lengths), responses=flat(e.responses),
+        response_lengths=flat(e.response_lengths), old_logp=flat(e.logp), advantages=np.zeros(B * T, np.float32),
+    )  # fmt: skip
+    model = nnx.merge(network(MODEL), parameters())
+    logp, _ = jax.jit(lambda rows: token_logprobs(model, rows, temperature=temperature))(rows)
+    real = np.arange(A + 1) < rows.response_lengths[:, None]
+    np.testing.assert_allclose(np.asarray(logp)[real], rows.old_logp[real], atol=1e-4)
+
+
+def assert_same(e, wanted):
+    for name, value in wanted.items():
+        if name == "logp":
+            np.testing.assert_allclose(e.logp, value, atol=1e-4)
+        else:
+            np.testing.assert_array_equal(getattr(e, name), value, err_msg=name)
+
+
+@pytest.mark.parametrize("chunk", [1000, pytest.param(1, marks=pytest.mark.slow)])
+def test_chunks_change_nothing(episodes, chunk):
+    assert_same(play(chunk=chunk), episodes)
+
+
+SLOW_MESHES = [pytest.param(spec, marks=pytest.mark.slow) for spec in ("data=8", "fsdp=4", "data=2,fsdp=2,tensor=2")]
+
+
+@pytest.mark.parametrize("spec", ["data=2", *SLOW_MESHES])
+def test_devices_change_nothing(episodes, spec):
+    assert_same(play(spec=spec), episodes)
+
+
+def test_streams_of_tasks_never_meet():
+    streams = [(stream, seed) for stream in ("train", "held_out", "warm_start") for seed in (0, 1)]
+    keys = [jax.random.key_data(task_keys(*stream, np.arange(100))) for stream in streams]
+    assert len(np.unique(np.concatenate(keys), axis=0)) == 600
+    np.testing.assert_array_equal(keys[0], jax.random.key_data(task_keys("train", 0, np.arange(100))))
+
+
+def test_episodes_survive_the_disk(episodes, tmp_path):
+    path = tmp_path / "iteration-00000.npz"
+    episodes.save(path)
+    back = Episodes.load(path)
+    for name, value in episodes.items():
+        np.testing.assert_array_equal(getattr(back, name), value)
+        assert getattr(back, name).dtype == value.dtype
+    assert list(tmp_path.iterdir()) == [path]
+
+
+OTHER_FILES = {
+    "missing": lambda path, e: None,
+    "empty": lambda path, e: path.write_bytes(b""),
+    "text": lambda path, e: path.write_text("not a zip"),
+    "cut off": lambda path, e: (e.save(path), path.write_bytes(path.read_bytes()[:-200])),
+    "a single array": lambda path, e: (np.save(path.with_suffix(".npy"), e.mask), path.with_suffix(".npy").rename(path)),
+    "fields missing": lambda path, e: np.savez(path, rewards=e.rewards, mask=e.mask),
+    "a field too many": lambda path, e: np.savez(path, other=e.mask, **dict(e.items())),
+    "pickled": lambda path, e: np.savez(path, **(dict(e.items()) | {"mask": np.array([{}], object)})),
+}
+
+
+@pytest.mark.parametrize("write", OTHER_FILES.values(), ids=OTHER_FILES)
+def test_another_file_is_refused_in_one_line(episodes, tmp_path, write):
+    path = tmp_path / "iteration-00000.npz"
+    write(path, episodes)
+    with pytest.raises(ValueError, match=r"iteration-00000\.npz: not a dump of Episodes") as caught:
+        Episodes.load(path)
+    assert "\n" not in str(caught.value)
