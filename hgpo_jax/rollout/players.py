@@ -73,10 +73,10 @@ class LocalPlayers:
     def _answer(self, slot: int, task: int, actions: tuple[str, ...]) -> Seen:
         env, known, done = self._slots.pop(slot, None) or (self._make_env(), None, 0)
         if not actions or (known, done) != (task, len(actions) - 1):
-            seen = _checked(env, env.reset(task))
+            seen = _checked(env, env.reset(task), 2)
             done = 0
         for action in actions[done:]:
-            seen = _checked(env, env.step(action))
+            seen = _checked(env, env.step(action), 5)
         self._slots[slot] = env, task, len(actions)
         return seen
 
@@ -85,17 +85,19 @@ class LocalPlayers:
         self._slots.clear()
 
 
-def _checked(env, result) -> Seen:
+def _checked(env, result, length: int) -> Seen:
     """What `reset` or `step` returned, as plain Python values. Raises TypeError or ValueError for anything else."""
     observation, commands, *rest = result
-    if len(rest) not in (0, 3):
-        raise TypeError(f"step returned {len(rest) + 2} values instead of 5")
+    if len(result) != length:
+        raise TypeError(f"{len(result)} values were returned instead of {length}")
     _expect("observation", observation, str)
     _expect("commands", commands, list | tuple)
     for command in commands:
         _expect("a command", command, str)
     _expect("goal", env.goal, str)
     _expect("task_type", env.task_type, numbers.Integral)
+    if not 0 <= env.task_type < len(env.task_types):
+        raise ValueError(f"task_type is {env.task_type}, there are {len(env.task_types)}")
     seen = Seen(str(observation), [str(command) for command in commands], str(env.goal), int(env.task_type))
     if not rest:
         return seen

@@ -48,7 +48,7 @@ class Counting:
 WRONG = {
     "bytes": {0: b"at 3"}, "none": {0: None}, "string": {1: "add 1"}, "numbers": {1: [1, 2]}, "text": {2: "10"},
     "nan": {2: float("nan")}, "maybe": {3: "no"}, "list": {4: []}, "empty": {4: {}}, "short": {"length": 3},
-    "function": {4: {"won": lambda: True, "admissible": True}}, "array": {2: np.ones(3)},
+    "pair": {"length": 2}, "function": {4: {"won": lambda: True, "admissible": True}}, "array": {2: np.ones(3)},
     "numpy": {2: np.float32(1.5), 3: np.bool_(False)},
 }  # fmt: skip
 

@@ -1,0 +1,191 @@
+"""The host rollout against a plain loop over its own responses: records, groups of states, mishaps, shapes, report."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from household_policy import mesh_of
+from odd_env import Counting
+
+from hgpo_jax.policy import ModelConfig, initialize, network
+from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.rollout.host import HostRollout, buckets
+from hgpo_jax.rollout.tasks import task_numbers
+from hgpo_jax.rollout.text import Prompt
+
+MODEL = ModelConfig(
+    vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=1, rope_theta=100.0, initializer_range=0.5,
+)  # fmt: skip
+END, R, MEMBERS, K = 0, 3, 4, 2
+TASKS = np.repeat([4, 15, 8, 19, 4], MEMBERS)
+GROUPS = np.arange(len(TASKS)) // MEMBERS
+B, T = len(TASKS), Counting.max_turns
+
+
+class Script:
+    """Prompts of one token per character, of many lengths; the sum of a response's tokens chooses the action."""
+
+    end, prompt_limit = END, 600
+
+    def __init__(self, actions):
+        self.actions, self.views = actions, []
+
+    def build(self, views):
+        self.views += views
+        return [Prompt(self.prompt(view), pairs_dropped=view.turn % 2, tokens_cut=view.turn // 4) for view in views]
+
+    @staticmethod
+    def prompt(view):
+        text = f"{view.goal} {view.history} {view.turn} {view.observation} {view.commands}"
+        long = 400 if view.turn == 3 else 0
+        return [1 + ord(character) % 15 for character in text][: 600 - long] + [5] * long
+
+    def parse(self, ids):
+        return self.actions[sum(ids) % len(self.actions)], ids[0] % 3 > 0
+
+
+def play(actions, *, spec="data=1", tasks=TASKS, **options):
+    mesh = mesh_of(spec)
+    script = Script(actions)
+    rollout = HostRollout(
+        Counting, script, network(MODEL), mesh, batch=B, history_length=K, response_limit=R, **({"chunk": 7} | options)
+    )
+    keys = jax.random.split(jax.random.key(1), B)
+    try:
+        return rollout(initialize(MODEL, 0, mesh), tasks, keys, GROUPS, 1.0), rollout, script
+    finally:
+        rollout.close()
+
+
+HARMLESS = ["add 1", "add 5", "dance", "add 2", "numpy"]
+
+
+@pytest.fixture(scope="module")
+def played():
+    return play(HARMLESS)
+
+
+def check(episodes: Episodes, rollout, *, actions, tasks=TASKS, strict=False):
+    """Compares every field with what a fresh environment says to the recorded responses."""
+    ids: dict[str, int] = {}
+    for b in range(B):
+        if b in rollout.report.failures:
+            assert not episodes.mask[b].any()
+            continue
+        env, script = Counting(), Script(actions)
+        observation, commands = env.reset(int(tasks[b]))
+        history, done, info = [], False, {"won": False}
+        for t in range(T):
+            assert episodes.mask[b, t] == (not done)
+            if done:
+                for name in set(episodes) - {"groups", "success", "task"}:
+                    assert not episodes[name][b, t].any(), name
+                continue
+            view = type("View", (), {"goal": env.goal, "history": history[-K:], "turn": t, "observation": observation,
+                                     "commands": commands})  # fmt: skip
+            prompt = script.prompt(view)
+            n = episodes.prompt_lengths[b, t]
+            assert episodes.prompts[b, t, :n].tolist() == prompt and not episodes.prompts[b, t, n:].any()
+            length = episodes.response_lengths[b, t]
+            response = episodes.responses[b, t, :length].tolist()
+            assert END not in response[:-1] and (response[-1] == END or length == R)
+            assert (episodes.logp[b, t, :length] < 0).all() and not episodes.logp[b, t, length:].any()
+            action, well_formed = script.parse(response)
+            before = observation
+            observation, commands, reward, done, info = env.step(action)
+            assert episodes.rewards[b, t] == reward
+            assert episodes.invalid[b, t] == (not well_formed or (strict and not info["admissible"]))
+            for text, state in ((before, episodes.states[b, t]), (observation, episodes.next_states[b, t])):
+                assert rollout.report.texts[state] == text
+                assert ids.setdefault(text, int(state)) == state
+            assert episodes.observations[b, t] == episodes.states[b, t]
+            history.append((before, action))
+        assert episodes.success[b] == info["won"] and episodes.task[b] == tasks[b] % 2
+        assert rollout.report.goals[b] == f"from {tasks[b]}" and rollout.report.scores[b] == info["won"]
+    assert len(set(ids.values())) == len(ids)
+    np.testing.assert_array_equal(episodes.groups, GROUPS)
+
+
+def test_every_field_is_what_a_plain_loop_says(played):
+    episodes, rollout, script = played
+    check(episodes, rollout, actions=HARMLESS)
+    assert 0 < episodes.success.sum() < B and 0 < episodes.invalid.sum() < episodes.mask.sum()
+    assert len(script.views) == episodes.mask.sum()  # nothing is generated for episodes that have ended
+    counts, turns = rollout.report.counts, [view.turn for view in script.views]
+    assert counts == {
+        "malformed": sum(int(ids[0]) % 3 == 0 for ids in episodes.responses[episodes.mask]),
+        "unfinished": sum(END not in ids[:n] for ids, n in
+                          zip(episodes.responses[episodes.mask], episodes.response_lengths[episodes.mask], strict=True)),
+        "pairs_dropped": sum(turn % 2 for turn in turns),
+        "prompts_cut": sum(turn >= 4 for turn in turns),
+        "excluded": 0,
+        "inadmissible": counts["inadmissible"],
+        "prompt_tokens": episodes.prompt_lengths.sum(),
+        "response_tokens": episodes.response_lengths.sum(),
+        "longest_prompt": episodes.prompt_lengths.max(),
+    }  # fmt: skip
+    assert 0 < counts["unfinished"] < episodes.mask.sum() and counts["inadmissible"] > 0
+
+
+def test_inadmissible_actions_are_invalid_where_that_is_asked_for(played):
+    episodes, rollout, _ = play(HARMLESS, strict=True)
+    check(episodes, rollout, actions=HARMLESS, strict=True)
+    np.testing.assert_array_equal(episodes.rewards, played[0].rewards)
+    assert episodes.invalid.sum() > played[0].invalid.sum()
+
+
+@pytest.mark.slow
+def test_shapes_meshes_and_chunks_do_not_matter(played):
+    reference = played[0]
+    for spec, chunk in (("data=1", 1000), ("data=4", 2)):
+        episodes, rollout, _ = play(HARMLESS, spec=spec, chunk=chunk)
+        assert len(rollout._compiled) <= 6
+        for name in episodes:
+            np.testing.assert_allclose(episodes[name], reference[name], atol=1e-5 if name == "logp" else 0, err_msg=name)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_failed_episodes_are_empty_and_counted_and_the_run_goes_on(workers):
+    actions = [*HARMLESS * 6, "raise alarm", "bytes", *["die"] * (workers > 0)]
+    tasks = TASKS.copy()
+    tasks[-1] = 13  # cannot even begin
+    episodes, rollout, _ = play(actions, tasks=tasks, workers=workers, time_limit=30)
+    failures = rollout.report.failures
+    assert 1 < len(failures) < B and failures[B - 1] == "ValueError: unlucky"
+    assert rollout.report.counts["excluded"] == len(failures)
+    check(episodes, rollout, actions=actions, tasks=tasks)
+    for b in failures:
+        for name in set(episodes) - {"groups"}:
+            assert not episodes[name][b].any(), name
+
+
+def test_the_report_and_the_record_on_disk(played, tmp_path):
+    episodes, rollout, _ = played
+    rollout.report.save(tmp_path / "texts.json")
+    episodes.save(tmp_path / "episodes.npz")
+    read, texts = Episodes.load(tmp_path / "episodes.npz"), json.loads((tmp_path / "texts.json").read_text())
+    assert texts["texts"][read.observations[3, 0, 0]] == f"at {TASKS[3]}"
+    assert texts["counts"] == rollout.report.counts
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["episodes.npz", "texts.json"]
+
+
+def test_another_number_of_episodes_is_refused():
+    with pytest.raises(ValueError, match=r"tasks: has 3 episodes.*batch=20"):
+        play(HARMLESS, tasks=[1, 2, 3])
+
+
+def test_buckets():
+    assert buckets(4096, factor=2, smallest=256) == [512, 1024, 2048, 4096]
+    assert buckets(27, factor=2, smallest=256) == [27]
+    assert buckets(64, factor=4, smallest=1) == [1, 4, 16, 64]
+    assert buckets(3, factor=4, smallest=1) == [1, 3]
+
+
+def test_task_numbers_go_through_all_tasks_again_and_again():
+    numbers = task_numbers("train", 3, np.arange(50), 20)
+    assert sorted(numbers[:20]) == sorted(numbers[20:40]) == list(range(20))
+    assert numbers[:20].tolist() != numbers[20:40].tolist()
+    np.testing.assert_array_equal(task_numbers("train", 3, [41, 7, 7], 20), numbers[[41, 7, 7]])
+    assert task_numbers("held_out", 3, np.arange(50), 20).tolist() != numbers.tolist()

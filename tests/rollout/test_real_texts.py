@@ -1,0 +1,102 @@
+"""Real games and shops with the real tokenizer: a tiny random Qwen2.5 plays a few turns end to end."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from chat_tokenizers import QWEN, qwen_tokenizer
+from household_policy import mesh_of
+
+from envs.alfworld.text import AlfworldText
+from envs.household import Household
+from envs.household.text import HouseholdText
+from envs.webshop.text import WebshopText
+from hgpo_jax.advantages import estimate
+from hgpo_jax.policy import ModelConfig, Policy, initialize, network
+from hgpo_jax.rollout.host import HostRollout
+from hgpo_jax.rollout.text import ChatFormat
+
+DATA = QWEN.parent
+GAMES = sorted((DATA / "alfworld" / "sample").rglob("game.tw-pddl"))
+SHOP = [DATA / "webshop" / "items_shuffle_1000.json.gz", DATA / "webshop" / "items_ins_v2_1000.json.gz"]
+MODEL = ModelConfig(
+    vocab_size=151936, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, initializer_range=0.3,
+)  # fmt: skip
+MEMBERS, B, TURNS = 2, 4, 3
+MAKE = {
+    "alfworld": functools.partial(AlfworldText, GAMES, max_turns=TURNS),
+    "webshop": functools.partial(WebshopText.open, *SHOP, max_turns=TURNS),
+    "household": functools.partial(HouseholdText, Household(max_turns=TURNS)),
+}
+needs_data = pytest.mark.skipif(not GAMES or not SHOP[0].is_file(), reason="the real data is not here")
+
+
+@needs_data
+@pytest.mark.slow
+@pytest.mark.parametrize(("environment", "workers"), [("alfworld", 0), ("alfworld", 2), ("webshop", 1), ("household", 0)])
+def test_a_tiny_model_plays_a_few_turns(environment, workers):
+    tokenizer, mesh = qwen_tokenizer(), mesh_of("data=2")
+    params = initialize(MODEL, 0, mesh)
+    format = ChatFormat(tokenizer, environment, prompt_limit=1024)
+    rollout = HostRollout(
+        MAKE[environment], format, network(MODEL), mesh, batch=B, history_length=1, response_limit=8, workers=workers
+    )
+    tasks, groups = np.repeat([1, 5], MEMBERS), np.repeat([0, 1], MEMBERS)
+    try:
+        episodes = rollout(params, tasks, jax.random.split(jax.random.key(0), B), groups, 1.0)
+    finally:
+        rollout.close()
+    report = rollout.report
+    assert episodes.mask.all() and episodes.invalid.all() and not episodes.success.any()
+    assert report.counts["excluded"] == 0 and report.counts["malformed"] == B * TURNS
+    assert report.counts["unfinished"] == B * TURNS  # one token in 151,936 would end it
+    for b in range(B):
+        env = MAKE[environment]()
+        observation, commands = env.reset(int(tasks[b]))
+        action = None
+        for t in range(TURNS):
+            prompt = tokenizer.decode(episodes.prompts[b, t, : episodes.prompt_lengths[b, t]])
+            assert prompt.count("<|im_start|>") == 3 and prompt.endswith("<|im_start|>assistant\n")
+            assert observation in prompt and env.goal in prompt and all(f"'{command}'" in prompt for command in commands)
+            if t:
+                assert f"Turn {t}: you read" in prompt and "Turns so far" in prompt
+            assert report.texts[episodes.states[b, t]] == observation
+            action = format.parse(episodes.responses[b, t, : episodes.response_lengths[b, t]].tolist())[0]
+            observation, commands, *_ = env.step(action)
+    # What was sampled has the probability that the whole network gives it.
+    policy = Policy(MODEL, params, tokenizer)
+    b, t = B - 1, TURNS - 1
+    n, r = int(episodes.prompt_lengths[b, t]), int(episodes.response_lengths[b, t])
+    ids = np.concatenate([episodes.prompts[b, t, :n], episodes.responses[b, t, :r]])
+    logp = jax.nn.log_softmax(policy.logits(ids[None], jnp.array([n + r]))[0], axis=-1)
+    np.testing.assert_allclose(episodes.logp[b, t, :r], logp[np.arange(n - 1, n + r - 1), ids[n:]], atol=1e-3)
+    e = episodes
+    record = estimate(
+        "hgpo", rewards=e.rewards, mask=e.mask, states=e.states, groups=e.groups, invalid=e.invalid, history_length=1
+    )
+    assert np.isfinite(record.advantages).all()
+    assert (record.level_sizes[:, 0, 0] >= MEMBERS).all()  # a prompt group begins in one state
+
+
+@needs_data
+@pytest.mark.parametrize("environment", MAKE)
+def test_prompts_of_real_observations_are_the_tokenizers_own(environment):
+    """On the texts of real environments the encoding as data changes nothing."""
+    from hgpo_jax.rollout.text import View
+
+    tokenizer = qwen_tokenizer()
+    format, env = ChatFormat(tokenizer, environment), MAKE[environment]()
+    for task in (0, 3):
+        observation, commands = env.reset(task)
+        history = []
+        for turn in range(TURNS):
+            view = View(env.goal, history[-2:], turn, observation, commands)
+            messages = [{"role": "user", "content": format.template.render(view)}]
+            wanted = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            assert format.build([view])[0] == (wanted, 0, 0)
+            action = "search[red shoes]" if turn == 0 and environment == "webshop" else commands[turn]
+            history.append((observation, action))
+            observation, commands, *_ = env.step(action)
