@@ -156,7 +156,9 @@ class LearnerConfig(OptimizerConfig):
 class CriticConfig(OptimizerConfig):
     """The value head of ppo: its optimizer, beside learner.minibatch_size and microbatch_size."""
 
-    value_clip: float = field(0.5, "how far a value may move in one iteration before its loss is clipped", gt=0)
+    lr: float = field(5e-3, "learning rate", gt=0)
+    grad_clip: float = field(10.0, "largest global gradient norm", gt=0)
+    value_clip: float = field(10.0, "how far a value may move in one iteration before its loss is clipped", gt=0)
 
 
 class LogConfig(Section):
