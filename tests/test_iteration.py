@@ -1,0 +1,156 @@
+"""Around the update: which episodes are learned from, what is logged of them, and PPO's critic."""
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from hgpo_jax import advantages, iteration
+from hgpo_jax.config import CriticConfig, load
+from hgpo_jax.critic import initialize_critic, make_value_loss, make_values
+from hgpo_jax.learner import Rows, make_map, make_update
+from hgpo_jax.mesh import make_mesh
+from hgpo_jax.methods import METHODS
+from hgpo_jax.policy import ModelConfig, initialize, network
+from hgpo_jax.rollout.episodes import Episodes
+
+GROUPS, MEMBERS, T, P, R, W = 4, 3, 5, 6, 3, 2
+B = GROUPS * MEMBERS
+
+
+def episodes(seed: int, wins) -> Episodes:
+    """Random episodes whose success is given per prompt group and member; `prompts` say where a step comes from."""
+    rng, wins = np.random.default_rng(seed), np.asarray(wins, bool).reshape(B)
+    mask = np.arange(T) < rng.integers(1, T + 1, B)[:, None]
+    last = mask & ~np.pad(mask[:, 1:], ((0, 0), (0, 1)))
+    zeros = lambda *shape: np.zeros((B, T, *shape), np.int32)  # noqa: E731
+    return Episodes(
+        prompts=zeros(P) + 1000 * seed + np.arange(B)[:, None, None], prompt_lengths=mask * 4, responses=zeros(R),
+        response_lengths=mask * 2, logp=zeros(R) * 0.0, observations=zeros(W), mask=mask,
+        rewards=np.float32(10 * last * wins[:, None]), invalid=rng.random((B, T)) < 0.2,
+        states=rng.integers(0, 2, (B, T)), next_states=rng.integers(0, 2, (B, T)),
+        groups=np.repeat(np.arange(GROUPS, dtype=np.int32), MEMBERS), success=wins, task=np.zeros(B, np.int32),
+    )  # fmt: skip
+
+
+def fake_job(batches, method, max_tries=4):
+    """A job whose rollouts are these batches, one after the other."""
+    left = iter(batches)
+    config = load(None, [f"method={method}", f"rollout.prompt_groups={GROUPS}", f"rollout.group_size={MEMBERS}",
+                         f"rollout.max_tries={max_tries}"])  # fmt: skip
+    return types.SimpleNamespace(
+        config=config, method=METHODS[method], batch=B, rollout=lambda params, *inputs: next(left),
+        episode_inputs=lambda number, attempt=0: (),
+    )  # fmt: skip
+
+
+MIXED, LOST, WON = [1, 0, 1], [0, 0, 0], [1, 1, 1]
+
+
+def test_dynamic_sampling_keeps_groups_with_different_rewards_in_their_order():
+    first, second = episodes(1, [LOST, MIXED, WON, MIXED]), episodes(2, [MIXED, LOST, MIXED, MIXED])
+    kept, played = iteration.collect(fake_job([first, second], "dapo"), None, 0)
+    came_from = np.asarray(kept.prompts[:, 0, 0]).reshape(GROUPS, MEMBERS)[:, 0].tolist()
+    assert came_from == [1003, 1009, 2000, 2006]  # the third of the second batch found no place
+    np.testing.assert_array_equal(kept.groups, first.groups)
+    assert played["rollouts"] == 2
+    assert played["kept_groups"] == GROUPS
+    # What is said of the policy is said of all that was played.
+    assert played["success"] == pytest.approx((first.success.sum() + second.success.sum()) / (2 * B))
+    assert played["steps"] == first.mask.sum() + second.mask.sum()
+
+
+def test_dynamic_sampling_ends_after_its_tries_and_leaves_places_empty():
+    batches = [episodes(n, [LOST, MIXED if n == 2 else LOST, WON, WON]) for n in range(5)]
+    kept, played = iteration.collect(fake_job(batches, "dapo", max_tries=3), None, 0)
+    assert (played["rollouts"], played["kept_groups"]) == (3, 1)
+    assert np.asarray(kept.mask)[:MEMBERS].any(1).all()
+    assert not np.asarray(kept.mask)[MEMBERS:].any()
+
+
+def test_other_methods_learn_from_everything():
+    batch = episodes(1, [LOST, MIXED, WON, MIXED])
+    kept, played = iteration.collect(fake_job([batch], "hgpo"), None, 0)
+    assert kept is batch
+    gamma = load().advantage.gamma
+    returns = (batch.rewards * gamma ** np.arange(T)).sum(1).mean()
+    assert played["return"] == pytest.approx(returns, rel=1e-5)
+    assert played["invalid"] == pytest.approx((batch.invalid & batch.mask).sum() / batch.mask.sum())
+
+
+def test_hgpo_with_no_history_is_reported_beside_hgpo():
+    e = episodes(3, [MIXED] * GROUPS)
+    batch = {"rewards": e.rewards, "mask": e.mask, "states": e.states, "groups": e.groups, "invalid": e.invalid}
+    deep, alone = (advantages.estimate("hgpo", **batch, history_length=k, normalize="mean") for k in (2, 0))
+    a, b = np.asarray(deep.advantages)[e.mask], np.asarray(alone.advantages)[e.mask]
+    got = iteration._advantage_metrics(jnp.asarray(e.mask), deep)
+    assert got["cosine_to_level0"] == pytest.approx((a @ b) / np.sqrt((a @ a) * (b @ b)), abs=1e-5)
+    assert 0 < got["cosine_to_level0"] < 0.999
+    assert iteration._advantage_metrics(jnp.asarray(e.mask), alone)["cosine_to_level0"] == pytest.approx(1, abs=1e-5)
+
+
+MODEL = ModelConfig(
+    vocab_size=16, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, initializer_range=0.2, tie_word_embeddings=False,
+)  # fmt: skip
+N = 24
+
+
+@pytest.fixture(scope="module")
+def critic():
+    """(parameters with a head away from zero, rows)"""
+    params = initialize_critic(initialize(MODEL, 0, make_mesh("data=1", jax.devices()[:1])))
+    params["value"] = {"kernel": jax.random.normal(jax.random.key(1), (16,)), "bias": jnp.float32(0.5)}
+    rng = np.random.default_rng(0)
+    rows = Rows(
+        prompts=rng.integers(0, 16, (N, P)), prompt_lengths=rng.integers(1, P + 1, N), responses=np.zeros((N, R), int),
+        response_lengths=np.ones(N, int), old_logp=np.zeros((N, R)), advantages=np.zeros(N), values=np.zeros(N),
+        returns=rng.normal(size=N).astype(np.float32),
+    )  # fmt: skip
+    return jax.device_get(params), rows
+
+
+def plain_values(params, rows):
+    """The value head on the last prompt token's final hidden state, one row at a time without padding."""
+
+    @jax.jit
+    def value(prompt):
+        model = nnx.merge(network(dataclasses.replace(MODEL, tie_word_embeddings=True)), params["body"])
+        hidden = model.hidden(prompt[None], jnp.array([[len(prompt) - 1]]))[0, 0]
+        return hidden @ params["value"]["kernel"] + params["value"]["bias"]
+
+    return np.array([value(prompt[:n]) for prompt, n in zip(rows.prompts, rows.prompt_lengths, strict=True)])
+
+
+@pytest.mark.parametrize("spec", ["data=1", "data=2,fsdp=2"])
+def test_values_of_all_rows(critic, spec):
+    params, rows = critic
+    mesh = make_mesh(spec, jax.devices()[: 4 if "fsdp" in spec else 1])
+    order, count = np.random.default_rng(1).permutation(N), 17
+    mapped = jax.jit(make_map(make_values(MODEL), mesh, microbatch_size=3))
+    got = np.asarray(mapped(params, rows, order, count))
+    wanted = np.zeros(N)
+    wanted[order[:count]] = plain_values(params, rows)[order[:count]]
+    np.testing.assert_allclose(got, wanted, atol=1e-5)
+
+
+def test_a_fresh_critic_says_zero_and_learns_its_targets(critic):
+    _, rows = critic
+    mesh = make_mesh("data=1", jax.devices()[:1])
+    params = initialize_critic(initialize(MODEL, 0, mesh))
+    values = make_values(MODEL)
+    np.testing.assert_array_equal(jax.jit(values)(params, rows), np.zeros(N))
+    optimizer = optax.adam(1e-2)
+    loss = make_value_loss(values, CriticConfig().value_clip)
+    update = jax.jit(make_update(loss, optimizer, mesh, minibatch_size=N, microbatch_size=8, per_token=False))
+    state, errors = optimizer.init(params), []
+    for _ in range(60):
+        params, state, stats = update(params, state, None, rows, np.arange(N), N, 1.0)
+        errors.append(float(stats["squared_error"]))
+    assert errors[0] == pytest.approx(np.mean(rows.returns**2), rel=1e-4)
+    assert errors[-1] < 0.05 * errors[0]
