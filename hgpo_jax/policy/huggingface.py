@@ -126,8 +126,8 @@ def written_whole(folder: Path) -> Iterator[Path]:
     Raises:
       ValueError: `folder` holds something that is not a policy's.
     """
-    known = (*OTHER_FILES, *TOKENIZER_FILES)
-    strange = [p.name for p in folder.iterdir() if p.name not in known and p.suffix != ".safetensors"] if folder.exists() else []
+    present = {p.name for p in folder.iterdir() if p.suffix != ".safetensors"} if folder.exists() else set()
+    strange = present - {*OTHER_FILES, *TOKENIZER_FILES}
     if strange:
         raise ValueError(f"policy {folder}: holds {min(strange)}, which is no file of a policy; choose another folder")
     folder = folder.absolute()

@@ -40,6 +40,10 @@ class Tensor:
     def turned(self) -> bool:
         return self.path[-1] in TURNED
 
+    @property
+    def our_shape(self) -> tuple[int, ...]:
+        return self.shape[::-1] if self.turned else self.shape
+
 
 def layout(params: dict, layers: int, prefix: str = "") -> list[Tensor]:
     """The tensors that hold these parameters (arrays or ShapeDtypeStructs); layers come last, in order."""
@@ -124,46 +128,40 @@ class Weights:
     def load(self, tensors: list[Tensor], shardings: dict, dtype: str) -> dict:
         """The parameters of these tensors, placed as `shardings` (NamedSharding) and converted to `dtype`.
 
-        Beside the process's shards the host holds one tensor at a time: stacked parameters are filled in place, layer by
-        layer, after embedding and head, which are the largest tensors.
+        Beside the process's shards the host holds parts of one tensor at a time: stacked parameters are filled in place,
+        layer by layer, after embedding and head, which are the largest tensors.
         """
-        places = flatten_dict(shardings)
-        params = {t.path: self._array(t, places[t.path], dtype) for t in tensors if t.layer is None}
-        layers: dict[int, list[Tensor]] = {}
+        places, params, put = flatten_dict(shardings), {}, {}
         for t in tensors:
-            if t.layer is not None:
-                layers.setdefault(t.layer, []).append(t)
-        if layers:
-            places = {t.path: places[t.path] for t in layers[0]}
-            ours = {t.path: t.shape[::-1] if t.turned else t.shape for t in layers[0]}
-            zeros = lambda: {p: jnp.zeros((len(layers), *shape), dtype) for p, shape in ours.items()}  # noqa: E731
-            stack = jax.jit(zeros, out_shardings=places)()
-            fill = jax.jit(_fill, donate_argnums=0, out_shardings=places)
-            per_layer = {p: NamedSharding(place.mesh, PartitionSpec(*place.spec[1:])) for p, place in places.items()}
-            for layer in sorted(layers):
-                stack = fill(stack, {t.path: self._array(t, per_layer[t.path], dtype) for t in layers[layer]}, layer)
-                jax.block_until_ready(stack)  # do not read ahead of the devices
-            params |= stack
+            path, place = t.path, places[t.path]
+            if t.layer is None:
+                params[path] = self._array(t, place, dtype)
+                continue
+            one = NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
+            if t.layer == 0:
+                count = sum(other.path == path for other in tensors)
+                params[path] = jnp.zeros((count, *t.our_shape), dtype, device=place)
+                put[path] = jax.jit(_put, donate_argnums=0, out_shardings=place)
+            params[path] = put[path](params[path], self._array(t, one, dtype), t.layer)
+            params[path].block_until_ready()  # do not read ahead of the devices
         return unflatten_dict(params)
 
     def _array(self, tensor: Tensor, sharding: NamedSharding, dtype: str) -> jax.Array:
-        """One tensor on the mesh, turned our way."""
-        parts: dict = {}  # several devices may hold the same part
-
-        def part(index):
+        """One tensor on the mesh, turned our way; one part of it at a time passes through the host."""
+        shards, first = [], {}
+        for device, index in sharding.addressable_devices_indices_map(tensor.our_shape).items():
             key = tuple((s.start, s.stop) for s in index)
-            if key not in parts:
-                value = self.read(tensor.name, index[::-1] if tensor.turned else index).astype(jnp.dtype(dtype), copy=False)
-                parts[key] = value.T if tensor.turned else value
-            return parts[key]
+            if key in first:  # a replica: from device to device
+                shards.append(jax.device_put(first[key], device))
+                continue
+            value = self.read(tensor.name, index[::-1] if tensor.turned else index).astype(jnp.dtype(dtype), copy=False)
+            first[key] = jax.device_put(value.T if tensor.turned else value, device)
+            shards.append(first[key])
+        return jax.make_array_from_single_device_arrays(tensor.our_shape, sharding, shards)
 
-        shape = tensor.shape[::-1] if tensor.turned else tensor.shape
-        return jax.make_array_from_callback(shape, sharding, part, dtype=jnp.dtype(dtype))
 
-
-def _fill(stack, layer, index):
-    put = lambda whole, one: jax.lax.dynamic_update_index_in_dim(whole, one, index, 0)  # noqa: E731
-    return jax.tree.map(put, stack, layer)
+def _put(stack, layer, index):
+    return jax.lax.dynamic_update_index_in_dim(stack, layer, index, 0)
 
 
 def _find(folder: Path, stem: str) -> tuple[list[Path], dict[str, Path]]:
@@ -224,11 +222,11 @@ def write(
             room = size
         shards[-1].append(tensor)
         room -= _bytes(tensor)
-    single = len(shards) == 1
-    names = [f"{stem}.safetensors" if single else f"{stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    count = len(shards)
+    names = [f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else [f"{stem}.safetensors"]
     for name, shard in zip(names, shards, strict=True):
         _write_file(folder / name, shard, read)
-    if not single:
+    if count > 1:
         where = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         index = {"metadata": {"total_size": sum(map(_bytes, tensors))}, "weight_map": dict(sorted(where.items()))}
         (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

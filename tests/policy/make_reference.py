@@ -1,22 +1,25 @@
-"""Writes data/qwen2_tiny: a random tiny Qwen2 by transformers' PyTorch, with the logits it gives. Run by hand with torch:
+"""Writes data/qwen2_tiny and data/qwen3_tiny: random tiny models by transformers' PyTorch, with what they compute.
 
-python tests/policy/make_reference.py
+expected.npz: ids i32[B, T], logits f32[B, T, V] and, as gradient/NAME, the gradient of the next-token cross-entropy (mean over
+the B * (T - 1) predictions) with respect to every parameter. Run by hand with torch: python tests/policy/make_reference.py
 """
 
 from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-FOLDER = Path(__file__).parent / "data" / "qwen2_tiny"
+DATA = Path(__file__).parent / "data"
+CLASSES = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 
 
-def random_model(**sizes):
-    """A Qwen2 whose weights and biases are all random and large enough to matter."""
+def random_model(model_type="qwen2", rope_theta=1e4, **sizes):
+    """A model whose weights, biases and norms are all random and large enough to matter."""
     torch.manual_seed(0)
-    config = Qwen2Config(initializer_range=0.2, rope_parameters={"rope_type": "default", "rope_theta": 1e4}, **sizes)
-    model = Qwen2ForCausalLM(config).eval()
+    make_config, make_model = CLASSES[model_type]
+    rope = {"rope_type": "default", "rope_theta": rope_theta}
+    model = make_model(make_config(initializer_range=0.2, rope_parameters=rope, **sizes)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
@@ -26,13 +29,30 @@ def random_model(**sizes):
     return model
 
 
+def compute(model, ids):
+    """(logits, gradient by parameter name) for ids i64[B, T]."""
+    ids = torch.tensor(ids)
+    logits = model(ids).logits
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    loss.backward()
+    return logits.detach().numpy(), {name: p.grad.numpy() for name, p in model.named_parameters()}
+
+
+def write(name, ids, **sizes):
+    model = random_model(**sizes)
+    model.save_pretrained(DATA / name)
+    logits, gradients = compute(model, ids)
+    gradients = {f"gradient/{key}": value for key, value in gradients.items()}
+    np.savez_compressed(DATA / name / "expected.npz", ids=ids.astype(np.int32), logits=logits, **gradients)
+
+
 if __name__ == "__main__":
-    model = random_model(
-        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=False,
+    write(
+        "qwen2_tiny", np.random.default_rng(0).integers(0, 67, (3, 19)), vocab_size=67, hidden_size=32,
+        intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False,
     )  # fmt: skip
-    model.save_pretrained(FOLDER)
-    ids = np.random.default_rng(0).integers(0, 67, (3, 19))
-    with torch.no_grad():
-        logits = model(torch.tensor(ids)).logits.numpy()
-    np.savez_compressed(FOLDER / "expected.npz", ids=ids.astype(np.int32), logits=logits)
+    write(
+        "qwen3_tiny", np.random.default_rng(0).integers(0, 41, (3, 13)), model_type="qwen3", vocab_size=41, hidden_size=16,
+        intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=12,
+        tie_word_embeddings=True, rope_theta=1e6,
+    )  # fmt: skip

@@ -1,0 +1,92 @@
+"""`python -m hgpo_jax.export`: writes a run's policy, or any Hugging Face folder, as a Hugging Face folder.
+
+    python -m hgpo_jax.export runs/household-hgpo-s0 --to household-policy
+    python -m hgpo_jax.export Qwen/Qwen2.5-1.5B-Instruct --to qwen --dtype bfloat16 --shard-size 2GB
+
+Weights pass through memory one tensor at a time; config.json (but for its dtype), tokenizer and chat template stay as they
+are. The folder appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+from pathlib import Path
+
+from hgpo_jax import cli
+from hgpo_jax.config import ConfigError
+from hgpo_jax.policy import huggingface, shapes, weights
+
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def export(source: str | Path, target: str | Path, dtype: str | None = None, shard_size: int = weights.SHARD_SIZE) -> None:
+    """Copies the policy in a run's folder or a Hugging Face folder.
+
+    Args:
+      source: a folder, or a name on the hub.
+      target: a folder that does not exist, or is empty.
+      dtype: `float32` or `bfloat16`; as stored if None.
+      shard_size: bytes of a safetensors file at most; a larger tensor gets a file of its own.
+
+    Raises:
+      ValueError: one line that names the folder, file or tensor at fault.
+    """
+    target = Path(target)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"--to {target}: is there already and not empty; choose another folder")
+    folder = policy_folder(huggingface.find(source))
+    config = huggingface.read_config(folder)
+    held = weights.Weights(folder)
+    tensors = weights.layout(shapes(config), config.num_hidden_layers)
+    held.check(tensors, tied=config.tie_word_embeddings)
+    tensors = [dataclasses.replace(t, dtype=dtype or weights.DTYPES[held.dtypes[t.name]]) for t in tensors]
+    raw = huggingface.read_json(folder, "config.json")
+    raw |= {name: tensors[0].dtype for name in ("dtype", "torch_dtype") if name in raw or name == "torch_dtype"}
+    with huggingface.written_whole(target) as partial:
+        (partial / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+        for name in ("generation_config.json", *huggingface.TOKENIZER_FILES):
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, partial / name)
+        weights.write(partial, tensors, lambda t: held.read(t.name), size=shard_size)
+
+
+def policy_folder(folder: Path) -> Path:
+    """The Hugging Face folder of a run, or the folder itself. Raises ValueError where a run has no policy yet."""
+    if not (folder / "config.yaml").is_file():
+        return folder
+    if not (folder / "policy" / "config.json").is_file():
+        raise ValueError(
+            f"run {folder}: has no policy/ yet, it is written at the end; "
+            f"finish it with python -m hgpo_jax.train --resume {folder}"
+        )
+    return folder / "policy"
+
+
+def shard_size(text: str) -> int:
+    """Bytes from 5GB, 500MB or 64KB. Raises ValueError for anything else."""
+    match = re.fullmatch(r"(\d+)(KB|MB|GB)", text)
+    if not match or not int(match[1]):
+        raise ValueError(f"--shard-size {text}: expected a size such as 5GB, 500MB or 64KB")
+    return int(match[1]) * UNITS[match[2]]
+
+
+def main() -> None:
+    p = cli.parser("export", __doc__)
+    p.add_argument("source", metavar="RUN_OR_FOLDER", help="a run's folder, a Hugging Face folder or a name on the hub")
+    p.add_argument("--to", metavar="DIR", required=True, help="the folder to write; new or empty")
+    p.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the weights; default: as they are stored")
+    p.add_argument("--shard-size", metavar="SIZE", default="5GB", help="of a file at most, as in 500MB; default: 5GB")
+    args = p.parse_args()
+    try:
+        export(args.source, args.to, args.dtype, shard_size(args.shard_size))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    size = sum(file.stat().st_size for file in Path(args.to).glob("*.safetensors"))
+    print(f"{args.to}: {size / 1e6:,.1f} MB of weights")
+
+
+if __name__ == "__main__":
+    cli.run(main)

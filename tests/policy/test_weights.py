@@ -1,0 +1,415 @@
+"""Hugging Face folders in and out: bit-exact, on every mesh, in little memory, and every damage named in one line."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from hgpo_jax.mesh import make_mesh
+from hgpo_jax.policy import ModelConfig, Policy, huggingface, load_policy, shapes, shardings, weights
+from hgpo_jax.policy.tokenizer import word_tokenizer
+
+DATA = Path(__file__).parent / "data"
+ROOT = Path(__file__).parents[2]
+SIZES = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+)  # fmt: skip
+
+
+def policy(dtype="float32", **fields):
+    config = ModelConfig(**SIZES | fields)
+    rng = np.random.default_rng(5)
+    params = jax.tree.map(lambda s: jnp.asarray(rng.standard_normal(s.shape), dtype), shapes(config))
+    return Policy(config, params, word_tokenizer(("", "go_to", "fridge_1")))
+
+
+def tensors(folder):
+    """All tensors of a folder's files."""
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: value for file in files for name, value in load_file(file).items()}
+
+
+def assert_bytes_equal(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape)
+        assert a[name].tobytes() == b[name].tobytes(), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tie_word_embeddings": False},
+        {"model_type": "qwen3", "head_dim": 6, "rope_theta": 1e4, "max_position_embeddings": 77},
+        {"num_hidden_layers": 1},
+    ],
+)
+def test_round_trip_is_bit_exact(fields, dtype, tmp_path):
+    first = policy(dtype, **fields)
+    first.save(tmp_path / "a")
+    back = load_policy(tmp_path / "a", dtype=dtype)
+    assert back.config == first.config
+    jax.tree.map(np.testing.assert_array_equal, first.params, back.params)
+    assert back.tokenizer("go_to fridge_1 _ <|im_end|>")["input_ids"] == [1, 2, 0, 4]
+    assert (back.tokenizer.eos_token_id, back.tokenizer.pad_token_id) == (4, 3)
+    back.save(tmp_path / "b", size=10_000)
+    assert len(list((tmp_path / "b").glob("*.safetensors"))) > 1
+    assert_bytes_equal(tensors(tmp_path / "a"), tensors(tmp_path / "b"))
+    assert_bytes_equal(tensors(tmp_path / "a"), tensors_of(first))
+
+
+def tensors_of(p):
+    """Transformers' tensors by plain indexing of the parameters."""
+    layers, out = p.config.num_hidden_layers, {}
+    for path, value in jax.tree_util.tree_leaves_with_path(p.params):
+        top, *rest = [part.key for part in path]
+        turn = np.transpose if rest[-1:] == ["kernel"] else np.asarray
+        end = ".".join(rest).replace("kernel", "weight").replace("embedding", "weight")
+        if top == "layers":
+            out |= {f"model.layers.{i}.{end}": turn(np.asarray(value[i])) for i in range(layers - 1)}
+        elif top == "lm_head":
+            out["lm_head.weight"] = np.asarray(value).T
+        else:
+            out[f"model.layers.{layers - 1}.{end}" if top == "last" else f"model.{top}.{end}"] = turn(np.asarray(value))
+    return out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+def test_transformers_writes_we_read_and_write_transformers_reads(model_type, dtype, tmp_path):
+    torch = pytest.importorskip("torch")
+    from make_reference import random_model
+    from transformers import AutoModelForCausalLM
+
+    model = random_model(model_type, **SIZES, head_dim=6).to(getattr(torch, dtype))
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    load_policy(tmp_path / "theirs", dtype=dtype).save(tmp_path / "ours", size=30_000)
+    assert_bytes_equal(tensors(tmp_path / "theirs"), tensors(tmp_path / "ours"))
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert type(back) is type(model)
+    theirs, ours = model.state_dict(), back.state_dict()
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[name], ours[name]) and theirs[name].dtype == ours[name].dtype for name in theirs)
+    same = ("head_dim", "rope_parameters", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "layer_types")
+    assert {name: getattr(back.config, name) for name in same} == {name: getattr(model.config, name) for name in same}
+
+
+@pytest.mark.parametrize("spec", ["data=2,fsdp=2,tensor=2", "tensor=4"])
+def test_every_mesh_gets_the_same_parameters(spec, tmp_path):
+    config, mesh = ModelConfig(**SIZES, tie_word_embeddings=False), None
+    mesh = make_mesh(spec, jax.devices()[: 8 if "data" in spec else 4])
+    policy(tie_word_embeddings=False).save(tmp_path, size=20_000)
+    alone, spread = load_policy(tmp_path), load_policy(tmp_path, mesh)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(alone.params), jax.device_get(spread.params))
+    placed = jax.tree.map(lambda a, s: a.sharding.is_equivalent_to(s, a.ndim), spread.params, shardings(config, mesh))
+    assert all(jax.tree.leaves(placed))
+
+
+def test_only_the_bytes_of_a_shard_are_read(tmp_path, monkeypatch):
+    policy().save(tmp_path)
+    mesh = make_mesh("fsdp=4,tensor=2")
+    asked = {}
+    read = weights.Weights.read
+
+    def counted(self, name, index=None):
+        value = read(self, name, index)
+        asked[name] = [*asked.get(name, []), value.shape]
+        return value
+
+    monkeypatch.setattr(weights.Weights, "read", counted)
+    load_policy(tmp_path, mesh)
+    # [out, in] = [48, 32] over tensor=2 and fsdp=4: eight different parts; a norm is whole everywhere and read once.
+    assert asked["model.layers.0.mlp.gate_proj.weight"] == [(24, 8)] * 8
+    assert asked["model.norm.weight"] == [(32,)]
+
+
+def test_conversion_rounds_once(tmp_path):
+    first = policy()
+    first.save(tmp_path)
+    expected = jax.tree.map(lambda a: a.astype(jnp.bfloat16), first.params)
+    jax.tree.map(np.testing.assert_array_equal, load_policy(tmp_path, dtype="bfloat16").params, expected)
+
+
+def test_half_precision_files_are_read(tmp_path):
+    first = policy()
+    first.save(tmp_path)
+    halves = {name: value.astype(np.float16) for name, value in load_file(tmp_path / "model.safetensors").items()}
+    save_file(halves, tmp_path / "model.safetensors")
+    expected = jax.tree.map(lambda a: a.astype(jnp.float16).astype(jnp.float32), first.params)
+    jax.tree.map(np.testing.assert_array_equal, load_policy(tmp_path).params, expected)
+
+
+def test_an_older_policy_is_replaced_and_nothing_else(tmp_path):
+    old, new = policy(), policy(num_hidden_layers=2)
+    old.save(tmp_path / "p", size=20_000)
+    new.save(tmp_path / "p")
+    assert load_policy(tmp_path / "p").config == new.config
+    assert [p.name for p in tmp_path.iterdir()] == ["p"]
+    assert not list((tmp_path / "p").glob("model-*"))
+    (tmp_path / "p" / "thesis.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"thesis\.txt"):
+        old.save(tmp_path / "p")
+    assert load_policy(tmp_path / "p").config == new.config
+
+
+def test_a_failed_save_leaves_the_older_policy(tmp_path, monkeypatch):
+    policy().save(tmp_path / "p")
+    before = (tmp_path / "p" / "model.safetensors").read_bytes()
+
+    def full(*_, **__):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(weights, "_write_file", full)
+    for name in ("p", "q"):
+        with pytest.raises(OSError, match="no space"):
+            policy(num_hidden_layers=2).save(tmp_path / name)
+    assert [p.name for p in tmp_path.iterdir()] == ["p"]
+    assert (tmp_path / "p" / "model.safetensors").read_bytes() == before
+
+
+# ---- damage -------------------------------------------------------------------------------------------------------------
+
+
+def edit(**fields):
+    """Changes config.json; a field of None is left out."""
+
+    def change(folder):
+        raw = json.loads((folder / "config.json").read_text()) | fields
+        raw = {name: value for name, value in raw.items() if value is not None}
+        (folder / "config.json").write_text(json.dumps(raw))
+
+    return change
+
+
+def retensor(change):
+    """Rewrites the one file's tensors."""
+
+    def apply(folder):
+        held = load_file(folder / "model.safetensors")
+        change(held)
+        save_file(held, folder / "model.safetensors")
+
+    return apply
+
+
+def pickled(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-9])
+
+
+SINGLE = [
+    (lambda f: (f / "config.json").unlink(), "holds no config.json"),
+    (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
+    (lambda f: (f / "config.json").write_text("[]"), "config.json is not a JSON object"),
+    (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor model.safetensors.index.json"),
+    (lambda f: cut(f / "model.safetensors"), "model.safetensors is damaged"),
+    (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 100), "model.safetensors is damaged"),
+    (pickled, "pytorch_model.bin is a pickle"),
+    (edit(num_hidden_layers=4), "model.layers.3."),
+    (edit(num_hidden_layers=2), "model.layers.2.input_layernorm.weight is unexpected (12 such)"),
+    (edit(hidden_size=40, layer_types=None), "model.embed_tokens.weight has shape [67, 32], the config asks for [67, 40]"),
+    (edit(intermediate_size=50), "mlp.down_proj.weight has shape [32, 48], the config asks for [32, 50]"),
+    (edit(tie_word_embeddings=True), "lm_head.weight differs from model.embed_tokens.weight"),
+    (retensor(lambda t: t.pop("model.norm.weight")), "model.norm.weight is missing"),
+    (retensor(lambda t: t.update({"model.rotary.inv": t["model.norm.weight"]})), "model.rotary.inv is unexpected"),
+    (retensor(lambda t: t.update({"model.norm.weight": np.ones(32, np.int32)})), "model.norm.weight has dtype I32"),
+    (edit(model_type="llama"), "model_type is 'llama'"),
+    (edit(model_type="qwen2_moe"), "model_type is 'qwen2_moe'"),
+    (edit(vocab_size=None), "lacks vocab_size"),
+    (edit(num_attention_heads=5), "num_attention_heads=5"),
+    (edit(use_sliding_window=True), "use_sliding_window=true"),
+    (edit(layer_types=["full_attention", "sliding_attention", "full_attention"]), "layer_types="),
+    (edit(rope_scaling={"type": "yarn", "factor": 4.0}, rope_parameters=None), "yarn"),
+    (edit(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}), "linear"),
+    (edit(hidden_act="gelu"), "hidden_act"),
+    (edit(model_type="qwen3", attention_bias=True), "attention_bias=true"),
+    (edit(quantization_config={"quant_method": "awq"}), "quantization_config"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "fragment"), SINGLE, ids=[fragment for _, fragment in SINGLE])
+def test_damaged_folders_are_named_in_one_line(tmp_path, change, fragment):
+    assert fragment in refusal(DATA / "qwen2_tiny", tmp_path, change)
+
+
+def reindex(change):
+    def apply(folder):
+        file = folder / "model.safetensors.index.json"
+        index = json.loads(file.read_text())
+        change(index)
+        file.write_text(json.dumps(index))
+
+    return apply
+
+
+def point(file):
+    return reindex(lambda index: index["weight_map"].update({"model.norm.weight": file}))
+
+
+FIRST = "model-00001-of-00003.safetensors"
+SHARDED = [
+    (lambda f: (f / FIRST).unlink(), f"file {FIRST} is missing"),
+    (lambda f: cut(f / FIRST), f"{FIRST} is damaged"),
+    (point("../other.safetensors"), "'../other.safetensors'"),
+    (point("/etc/passwd"), "'/etc/passwd'"),
+    (point("pytorch_model.bin"), "'pytorch_model.bin'"),
+    (point("model-00002-of-00003.safetensors"), "model.norm.weight is not in model-00002-of-00003.safetensors"),
+    (reindex(lambda index: index.pop("weight_map")), "holds no weight_map"),
+    (reindex(lambda index: index.update(weight_map=[1])), "holds no weight_map"),
+    (reindex(lambda index: index.update(weight_map={"a": 1})), "holds no weight_map"),
+    (lambda f: (f / "model.safetensors.index.json").write_text("{"), "holds no weight_map"),
+]
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sharded") / "p"
+    load_policy(DATA / "qwen2_tiny").save(folder, size=45_000)
+    assert sorted(p.name for p in folder.glob("*.safetensors"))[0] == FIRST
+    return folder
+
+
+@pytest.mark.parametrize(("change", "fragment"), SHARDED, ids=[fragment for _, fragment in SHARDED])
+def test_damaged_indices_are_named_in_one_line(sharded, tmp_path, change, fragment):
+    assert fragment in refusal(sharded, tmp_path, change)
+
+
+def refusal(original, tmp_path, change):
+    folder = tmp_path / "policy"
+    shutil.copytree(original, folder)
+    change(folder)
+    with pytest.raises(ValueError) as caught:
+        load_policy(folder)
+    assert "\n" not in str(caught.value)
+    assert str(folder) in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_head_stored_beside_the_embedding_that_it_equals_is_read_and_not_written(tmp_path):
+    first = policy()
+    first.save(tmp_path)
+    retensor(lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].copy()}))(tmp_path)
+    back = load_policy(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, first.params, back.params)
+    back.save(tmp_path)
+    assert "lm_head.weight" not in tensors(tmp_path)
+
+
+def test_a_sliding_window_that_is_not_used_is_ignored(tmp_path):
+    shutil.copytree(DATA / "qwen2_tiny", tmp_path / "p")
+    edit(use_sliding_window=False, sliding_window=16, max_window_layers=1, layer_types=None)(tmp_path / "p")
+    assert load_policy(tmp_path / "p").config == load_policy(DATA / "qwen2_tiny").config
+
+
+# ---- the hub ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_name_is_fetched_from_the_hub_when_no_such_folder_exists(monkeypatch):
+    asked = []
+
+    def download(name, *, allow_patterns):
+        asked.append((name, allow_patterns))
+        return str(DATA / "qwen2_tiny")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert load_policy("Qwen/Qwen2.5-0.5B").config.vocab_size == 67
+    assert asked[0][0] == "Qwen/Qwen2.5-0.5B"
+    assert not any("bin" in pattern for pattern in asked[0][1])
+
+
+@pytest.mark.parametrize(
+    ("name", "fragment"),
+    [("nobody/no-such-model", "the hub does not give it"), ("no-such-folder", "no such folder"), ("a/b/c", "no such folder")],
+)
+def test_what_is_neither_folder_nor_on_the_hub_is_one_line(name, fragment):
+    with pytest.raises(ValueError, match=fragment) as caught:
+        load_policy(name)
+    assert "\n" not in str(caught.value)
+
+
+# ---- meshes that do not fit ---------------------------------------------------------------------------------------------
+
+
+def test_what_a_mesh_does_not_divide_is_named():
+    with pytest.raises(ValueError, match=r"o_proj\.kernel.*heads dimension of 4.*tensor = 8") as caught:
+        shardings(ModelConfig(**SIZES), make_mesh("tensor=8"))
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"embed_tokens\.embedding.*embed dimension of 36.*fsdp = 8"):
+        shardings(ModelConfig(**SIZES | {"hidden_size": 36, "head_dim": 8}), make_mesh("fsdp=8"))
+
+
+def test_replicated_heads_are_said_once(caplog):
+    config = ModelConfig(**SIZES | {"num_key_value_heads": 1})
+    for _ in range(2):
+        shardings(config, make_mesh("data=2,tensor=4"))
+    assert [r.message for r in caplog.records if "key-value heads" in r.message] == [
+        "mesh axis tensor=4 does not divide the 1 key-value heads: every device holds all of them"
+    ]
+
+
+# ---- size ---------------------------------------------------------------------------------------------------------------
+
+BIG = ModelConfig(
+    vocab_size=32_000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=12, num_attention_heads=16,
+    num_key_value_heads=4, tie_word_embeddings=False,
+)  # fmt: skip
+MEASURE = """
+    import sys, jax, numpy
+    from transformers import AutoTokenizer
+    from hgpo_jax.mesh import make_mesh
+    from hgpo_jax.policy import load_policy
+
+    def megabytes(field):
+        return int(next(line for line in open("/proc/self/status") if line.startswith(field)).split()[1]) / 1024
+
+    mesh = make_mesh(sys.argv[2])
+    jax.block_until_ready(jax.jit(lambda x: x @ x)(jax.numpy.ones((64, 64))))
+    before = megabytes("VmRSS")
+    params = jax.block_until_ready(load_policy(sys.argv[1], mesh).params)
+    shards = sum(s.data.nbytes for a in jax.tree.leaves(params) for s in a.addressable_shards) / 2**20
+    print(megabytes("VmHWM") - before, shards, float(params["layers"]["mlp"]["up_proj"]["kernel"][7, 5, 9]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("spec", ["data=1", "fsdp=4,tensor=2"])
+def test_loading_takes_the_shards_and_one_tensor(spec, tmp_path):
+    listed = weights.layout(shapes(BIG), BIG.num_hidden_layers)
+    rng = np.random.default_rng(0)
+    kept = {}
+
+    def value(tensor):
+        drawn = rng.random(tensor.shape, np.float32)
+        if tensor.name == "model.layers.7.mlp.up_proj.weight":
+            kept["one"] = float(drawn[9, 5])
+        return drawn
+
+    weights.write(tmp_path, listed, value, size=300_000_000)
+    (tmp_path / "config.json").write_text(json.dumps(huggingface.config_json(BIG, None, None, "float32")))
+    size = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    assert 0.95e9 < size < 1.05e9
+    devices = 1 if spec == "data=1" else 8
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(MEASURE), str(tmp_path), spec],
+        env=os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=600, check=True,
+    )  # fmt: skip
+    grown, shards, one = map(float, run.stdout.split())
+    largest = max(4 * np.prod(t.shape) for t in listed) / 2**20
+    assert one == kept["one"]
+    assert shards >= size / 2**20 - 1
+    assert grown <= shards + largest, f"{grown:.0f} MB for {shards:.0f} MB of shards and a tensor of {largest:.0f} MB"
