@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from hgpo_jax import advantages, iteration
 from hgpo_jax.config import CriticConfig, load
@@ -95,7 +96,7 @@ def test_hgpo_with_no_history_is_reported_beside_hgpo():
 
 
 MODEL = ModelConfig(
-    vocab_size=16, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+    vocab_size=16, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
     num_key_value_heads=1, initializer_range=0.2, tie_word_embeddings=False,
 )  # fmt: skip
 N = 24
@@ -148,7 +149,9 @@ def test_a_fresh_critic_says_zero_and_learns_its_targets(critic):
     optimizer = optax.adam(1e-2)
     loss = make_value_loss(values, CriticConfig().value_clip)
     update = jax.jit(make_update(loss, optimizer, mesh, minibatch_size=N, microbatch_size=8, per_token=False))
-    state, errors = optimizer.init(params), []
+    # Placed as the update returns them, so that it compiles once.
+    params, state = jax.device_put((params, optimizer.init(params)), NamedSharding(mesh, PartitionSpec()))
+    errors = []
     for _ in range(60):
         params, state, stats = update(params, state, None, rows, np.arange(N), N, 1.0)
         errors.append(float(stats["squared_error"]))
