@@ -102,7 +102,8 @@ def largest_count(count: jax.Array) -> jax.Array:
     """
     mesh = jax.sharding.get_abstract_mesh()
     others = any(mesh.shape[n] > 1 for n in mesh.axis_names if n not in mesh.manual_axes)
-    return jax.lax.pmax(count, tuple(mesh.manual_axes)) if mesh.manual_axes and others else count
+    manual = tuple(n for n in mesh.manual_axes if mesh.shape[n] > 1)
+    return jax.lax.pmax(count, manual) if manual and others else count
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

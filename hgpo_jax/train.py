@@ -178,7 +178,7 @@ def main() -> None:
     p = cli.parser("train", __doc__, epilog="fields:\n" + configuration.describe())
     cli.add_config_arguments(p)
     p.add_argument("--resume", metavar="auto|never|PATH", default="never", help="go on with an interrupted run")
-    args = p.parse_args()
+    args = p.parse_intermixed_args()  # options may stand between fields
     began = time.perf_counter()
     config = cli.load_config(args)
     folder, resuming = run_folder(config, args.resume)

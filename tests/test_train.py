@@ -1,0 +1,290 @@
+"""The main command in a tiny configuration: what it writes, that it goes on exactly where it stopped, what it refuses."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from plain_rollout import check_against_plain_play
+
+from envs.household import Household
+from hgpo_jax import cli, evaluate, train
+from hgpo_jax import config as configuration
+from hgpo_jax.learner import Rows, token_logprobs
+from hgpo_jax.policy import load_policy
+from hgpo_jax.policy.tokenizer import ACT
+from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.rollout.tasks import task_keys
+
+TINY = (
+    "iterations=4", "warm_start=none", "env.max_turns=4", "env.things=2", "policy.hidden_size=16",
+    "policy.intermediate_size=16", "policy.num_hidden_layers=1", "rollout.prompt_groups=2", "rollout.group_size=4",
+    "learner.minibatch_size=8", "learner.final_lr=1", "log.checkpoint_every=1", "log.dump_every=2", "evaluation.episodes=12",
+)  # fmt: skip
+# Long enough a warm start for actions that do something, and longer episodes.
+CLONED = (
+    *TINY, "warm_start=cloning", "cloning.episodes=512", "cloning.max_steps=200", "cloning.stop_at=0.05", "env.max_turns=10",
+    "policy.hidden_size=32", "policy.intermediate_size=64",
+)  # fmt: skip
+ENVIRONMENT = os.environ | {
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    "PYTHONPATH": str(Path(__file__).parents[1]),
+}
+
+
+def command(*arguments, cwd, code=0) -> subprocess.CompletedProcess:
+    """Runs Python with these arguments; its own process, because a job sets devices and mesh for good."""
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == code, done.stderr
+    return done
+
+
+@pytest.fixture(scope="session")
+def tiny_train(tmp_path_factory):
+    """`tiny_train(name, *arguments)` runs the command in a folder of that name and returns the folder."""
+    base = tmp_path_factory.mktemp("train")
+
+    def run(name, *arguments, start=("-m", "hgpo_jax.train"), code=0) -> Path:
+        command(*start, f"run_dir={base / name}", f"cache_dir={base / 'cache'}", *arguments, cwd=base, code=code)
+        return base / name
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def run(tiny_train):
+    return tiny_train("run", *TINY)
+
+
+@pytest.fixture(scope="session")
+def cloned(tiny_train):
+    return tiny_train("cloned", *CLONED)
+
+
+def rows_of(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+def test_the_run_folder_holds_what_is_promised(run):
+    promised = {"config.yaml", "metrics.jsonl", "tensorboard", "curves.png", "checkpoints", "episodes", "start", "policy"}
+    assert {path.name for path in run.iterdir()} == promised | {"evaluation.json", "transcripts.txt"}
+    assert configuration.load(str(run / "config.yaml")) == configuration.load(
+        None, [*TINY, f"run_dir={run}", f"cache_dir={run.parent / 'cache'}"]
+    )
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["3", "4"]  # the two newest
+    assert sorted(path.name for path in (run / "episodes").iterdir()) == ["iteration-00001.npz", "iteration-00003.npz"]
+    assert list((run / "tensorboard").iterdir())
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert (run / "transcripts.txt").read_text().count("task: ") == 3
+
+
+def test_metrics_have_one_row_per_iteration(run):
+    rows = rows_of(run)
+    assert [row["iteration"] for row in rows] == [0, 1, 2, 3]
+    shares = {"success", "invalid", "advantage_zero", "peers/level0", "peers/level1", "peers/level2"}
+    others = {"return", "turns", "steps", "tokens", "advantage_abs", "entropy", "kl", "loss", "grad_norm", "lr"}
+    for row in rows:
+        assert shares | others | {"logp_difference", "seconds", "tokens_per_second"} <= set(row)
+        assert all(0 <= row[name] <= 1 for name in shares)
+        assert set(row["seconds"]) == {"rollout", "update"}
+        assert row["logp_difference"] < 1e-4
+        assert row["optimizer_steps"] == -(-row["steps"] // 8)
+    assert rows[0]["kl"] < rows[3]["kl"]  # the policy moves away from its start
+
+
+def test_evaluation_repeats(run):
+    before = (run / "evaluation.json").read_text()
+    result = json.loads(before)
+    assert result["episodes"] == 12
+    for mode in ("sampled", "greedy"):
+        assert 0 <= result["success"][mode] <= 1
+        low, high = result["interval"][mode]
+        assert low <= result["success"][mode] <= high
+        assert 0 < result["turns"][mode] <= 4
+    (run / "evaluation.json").unlink()
+    done = command("-m", "hgpo_jax.evaluate", run, cwd=run.parent)
+    assert (run / "evaluation.json").read_text() == before
+    assert "held-out sampled" in done.stdout
+
+
+def logp_error(policy, e: Episodes) -> float:
+    """The largest difference of the episodes' log-probabilities to those of a policy."""
+    happened = e.mask
+    rows = Rows(
+        prompts=e.prompts[happened], prompt_lengths=e.prompt_lengths[happened], responses=e.responses[happened],
+        response_lengths=e.response_lengths[happened], old_logp=e.logp[happened], advantages=np.zeros(happened.sum()),
+    )  # fmt: skip
+    logp, _ = jax.jit(lambda rows: token_logprobs(nnx.merge(policy.graphdef, policy.params), rows))(rows)
+    real = np.arange(e.responses.shape[2]) < rows.response_lengths[:, None]
+    return np.abs(np.where(real, logp - rows.old_logp, 0)).max()
+
+
+def check_dump(folder, iteration):
+    """The dump of an iteration is play in the household of the configuration, on the tasks of that iteration."""
+    config = configuration.load(str(folder / "config.yaml"))
+    e = Episodes.load(folder / "episodes" / f"iteration-{iteration:05d}.npz")
+    np.testing.assert_array_equal(e.groups, np.arange(8) // 4)
+    env = Household(**config.env.model_dump(exclude={"name"}))
+    tokenizer = load_policy(folder / "policy").tokenizer
+    tasks = task_keys("train", config.seed, iteration * 2 + e.groups)
+    end, act = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(ACT)
+    check_against_plain_play(env, e, tasks, config.rollout.history_length, end, act)
+    row = rows_of(folder)[iteration]
+    assert row["success"] == pytest.approx(e.success.mean())
+    assert row["turns"] == pytest.approx(e.mask.sum(1).mean())
+    assert row["invalid"] == pytest.approx(e.invalid[e.mask].mean())
+    return e
+
+
+def test_saved_policies_load_and_the_dump_is_play_by_them(tiny_train, run):
+    check_dump(run, 3)
+    start, end = load_policy(run / "start"), load_policy(run / "policy")
+    moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), start.params, end.params)
+    assert min(jax.tree.leaves(moved)) > 0
+    # The last episodes were played by the policy before the last update, which is nearer to the end than to the start.
+    e = Episodes.load(run / "episodes" / "iteration-00003.npz")
+    assert logp_error(end, e) < logp_error(start, e)
+
+
+REFUSALS = {
+    "unknown field": (["learner.lrr=1"], "learner.lrr=1"),
+    "bad value": (["iterations=many"], "iterations='many'"),
+    "unknown method": (["method=hpgo"], "method='hpgo'"),
+    "unknown file": (["--config", "household_sx"], "did you mean household_six?"),
+    "unknown option": (["--mash", "auto"], "--mash"),
+    "mesh of other size": (["--mesh", "data=3"], "data=3"),
+    "mesh of other axes": (["mesh=model=2"], "model=2"),
+    "batch that the mesh does not divide": (["rollout.prompt_groups=3", "--mesh", "data=-1", "rollout.group_size=3"], "data"),
+    "nothing to resume": (["--resume", "nowhere"], "--resume nowhere"),
+}  # fmt: skip
+
+
+def refused(monkeypatch, capsys, main, *arguments) -> str:
+    """The one line on standard error with which a command refuses these arguments."""
+    monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
+    with pytest.raises(SystemExit) as caught:
+        cli.run(main)
+    out, error = capsys.readouterr()
+    assert caught.value.code == 2
+    assert out == ""
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    return error
+
+
+@pytest.mark.parametrize(("arguments", "fragment"), REFUSALS.values(), ids=REFUSALS)
+def test_refusals_write_nothing(monkeypatch, capsys, tmp_path, arguments, fragment):
+    monkeypatch.chdir(tmp_path)
+    folders = [f"run_dir={tmp_path / 'run'}", f"cache_dir={tmp_path / 'cache'}"]
+    assert fragment in refused(monkeypatch, capsys, train.main, *folders, *arguments)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("argument", "fragment"),
+    [("env.rooms=bedroom", "rooms"), ("policy.hidden_size=33", "hidden_size=33")],
+    ids=["no room for the task", "odd heads"],
+)
+def test_impossible_sizes_write_nothing(tmp_path, argument, fragment):
+    arguments = [f"run_dir={tmp_path / 'run'}", f"cache_dir={tmp_path / 'cache'}", "env.tasks=heat", argument]
+    error = command("-m", "hgpo_jax.train", *arguments, cwd=tmp_path, code=2).stderr
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert fragment in error
+    assert not list(tmp_path.iterdir())
+
+
+def contents(folder) -> dict:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_folders_that_hold_something_are_left_alone(monkeypatch, capsys, tmp_path, run):
+    before = contents(run)
+    again = [*TINY, f"run_dir={run}", f"cache_dir={tmp_path / 'cache'}"]
+    assert "--resume auto" in refused(monkeypatch, capsys, train.main, *again)
+    changed = refused(monkeypatch, capsys, train.main, "--resume", "auto", *again, "seed=1")
+    assert "seed=1" in changed
+    assert "seed=0" in changed
+    assert contents(run) == before
+
+    (tmp_path / "file").write_text("mine")
+    assert "is a file" in refused(monkeypatch, capsys, train.main, f"run_dir={tmp_path / 'file'}")
+    assert "not empty" in refused(monkeypatch, capsys, train.main, f"run_dir={tmp_path}")
+    assert "not the folder of a run" in refused(monkeypatch, capsys, evaluate.main, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def assert_same_run(folder, wanted):
+    """Equal to the bit in start, parameters, evaluation and metrics, apart from how long things took."""
+    timeless = lambda rows: [{k: v for k, v in row.items() if "second" not in k} for row in rows]  # noqa: E731
+    assert timeless(rows_of(folder)) == timeless(rows_of(wanted))
+    assert weights(folder / "start") == weights(wanted / "start")
+    assert weights(folder / "policy") == weights(wanted / "policy")
+    assert (folder / "evaluation.json").read_text() == (wanted / "evaluation.json").read_text()
+
+
+@pytest.mark.slow
+def test_a_cloned_start_and_the_play_after_it(cloned):
+    e = check_dump(cloned, 3)
+    assert 0 < e.invalid[e.mask].mean() < 0.9
+    assert any(row["advantage_abs"] > 0 for row in rows_of(cloned))
+
+
+@pytest.mark.slow
+def test_a_run_that_is_prolonged_equals_one_in_one_piece(tiny_train, cloned):
+    folder = tiny_train("prolonged", *CLONED, "iterations=2")
+    assert len(rows_of(folder)) == 2
+    assert weights(folder / "policy") != weights(cloned / "policy")
+    assert_same_run(tiny_train("prolonged", *CLONED, "--resume", "auto"), cloned)
+
+
+DIES_AFTER_THE_THIRD_ROW = """
+import os, signal
+from hgpo_jax import cli, metrics, train
+write = metrics.MetricsWriter.write
+def write_and_die(self, row):
+    write(self, row)
+    if row["iteration"] == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+metrics.MetricsWriter.write = write_and_die
+cli.run(train.main)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_equals_one_in_one_piece(tiny_train, cloned):
+    folder = tiny_train("killed", *CLONED, start=("-c", DIES_AFTER_THE_THIRD_ROW), code=-signal.SIGKILL)
+    assert len(rows_of(folder)) == 3
+    assert not (folder / "evaluation.json").exists()
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"iteration": 3, "succ')  # as if killed while writing
+    assert_same_run(tiny_train("killed", "--resume", folder, *CLONED), cloned)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["grpo", "gigpo"])
+def test_other_methods_run(tiny_train, method):
+    folder = tiny_train(method, *TINY, "iterations=1", f"method={method}")
+    assert len(rows_of(folder)) == 1
+    assert configuration.load(str(folder / "config.yaml")).method == method
+
+
+@pytest.mark.slow
+def test_another_mesh_learns_the_same(tiny_train, run):
+    """Three axes are compared in test_rollout.py and test_learner.py."""
+    folder = tiny_train("mesh", *TINY, "--mesh", "fsdp=2")
+    for row, wanted in zip(rows_of(folder), rows_of(run), strict=True):
+        assert row["steps"] == wanted["steps"]
+        assert row["entropy"] == pytest.approx(wanted["entropy"], abs=1e-3)
