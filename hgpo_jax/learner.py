@@ -22,7 +22,6 @@ from hgpo_jax.config import LearnerConfig, OptimizerConfig
 from hgpo_jax.methods import Method
 from hgpo_jax.sampling import pick
 
-
 MAX_LOGITS = 2**26  # 256 MB in float32
 
 
@@ -60,8 +59,7 @@ def token_logprobs(model, rows: Rows, *, temperature=1.0, remat=False, max_logit
 
     def piece(model, hidden, responses):
         logps = jax.nn.log_softmax(model.logits(hidden) / temperature)
-        chosen = jnp.take_along_axis(logps, responses[..., None], axis=-1)[..., 0]
-        return chosen, -(jnp.exp(logps) * logps).sum(-1)
+        return pick(logps, responses), -(jnp.exp(logps) * logps).sum(-1)
 
     width = max(1, min(R, max_logits // (n * model.c.vocab_size)))  # response tokens of each row at a time
     if width == R:

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from hgpo_jax.config import LearnerConfig
-from hgpo_jax.learner import Rows, make_optimizer, make_policy_loss, make_update
+from hgpo_jax.learner import MAX_LOGITS, Rows, make_optimizer, make_policy_loss, make_update, token_logprobs
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.methods import METHODS
 from hgpo_jax.policy import ModelConfig, initialize, network, shardings
@@ -251,3 +251,14 @@ def test_losses_per_row_divide_by_rows():
     update = jax.jit(make_update(loss, optax.sgd(1.0), mesh, minibatch_size=8, microbatch_size=4, per_token=False))
     weights, _, _ = update(jnp.zeros(N), optax.sgd(1.0).init(jnp.zeros(N)), None, rows, np.arange(N), 5, 1.0)
     np.testing.assert_allclose(weights, [-0.2] * 5 + [0], atol=1e-6)
+
+
+@pytest.mark.parametrize("max_logits", [1, 2 * ROWS * 8])  # one and two of three response tokens at a time
+def test_logits_in_pieces_give_the_same_and_the_same_gradient(off_policy, max_logits):
+    def total(params, limit):
+        model = nnx.merge(network(MODEL), params)
+        logp, entropy = token_logprobs(model, off_policy, temperature=TEMPERATURE, max_logits=limit)
+        return (logp * jnp.cos(jnp.arange(logp.size)).reshape(logp.shape)).sum() + 0.3 * (entropy**2).sum(), (logp, entropy)
+
+    compute = jax.jit(jax.grad(total, has_aux=True), static_argnums=1)
+    assert_same(compute(parameters(0), max_logits), compute(parameters(0), MAX_LOGITS))
