@@ -15,16 +15,16 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import huggingface, weights
 from hgpo_jax.policy.placement import PARAMETER_AXES, initialize, network, shapes, shardings
-from hgpo_jax.policy.qwen2 import ModelConfig, Qwen2
+from hgpo_jax.policy.qwen2 import LoraConfig, ModelConfig, Qwen2
 
 __all__ = [
     "PARAMETER_AXES",
+    "LoraConfig",
     "ModelConfig",
     "Policy",
     "Qwen2",
@@ -63,22 +63,20 @@ class Policy:
         them call this, and the first one writes.
 
         Raises:
-          ValueError: the folder holds something that is not a policy's.
+          ValueError: the folder holds something that is not a policy's, or the policy has adapters.
         """
+        if self.config.lora:
+            raise ValueError(f"policy {folder}: has adapters; save them with lora.save, or lora.merge first")
         tensors = weights.layout(self.params, self.config.num_hidden_layers)
-        gather = weights.to_host(self.params)
-        if jax.process_index() == 0:
-            with huggingface.written_whole(Path(folder)) as partial:
-                eos, pad = (getattr(self.tokenizer, name, None) for name in ("eos_token_id", "pad_token_id"))
-                config = huggingface.config_json(self.config, eos, pad, tensors[0].dtype)
-                (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-                if self.tokenizer is not None:
-                    self.tokenizer.save_pretrained(partial)
-                weights.write(partial, tensors, gather, size=size)
-        else:
-            for tensor in tensors:
-                gather(tensor)
-        multihost_utils.sync_global_devices("policy saved")
+
+        def write_rest(folder: Path) -> None:
+            eos, pad = (getattr(self.tokenizer, name, None) for name in ("eos_token_id", "pad_token_id"))
+            config = huggingface.config_json(self.config, eos, pad, tensors[0].dtype)
+            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(folder)
+
+        huggingface.save(Path(folder), self.params, tensors, write_rest, "model", size)
 
 
 @functools.partial(jax.jit, static_argnums=0)

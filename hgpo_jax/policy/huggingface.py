@@ -10,8 +10,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
+from jax.experimental import multihost_utils
 from transformers import Qwen2Config, Qwen3Config
 
+from hgpo_jax.policy import weights
 from hgpo_jax.policy.qwen2 import ModelConfig
 
 ARCHITECTURES = {"qwen2": ("Qwen2ForCausalLM", Qwen2Config), "qwen3": ("Qwen3ForCausalLM", Qwen3Config)}
@@ -25,7 +28,11 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
     "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-OTHER_FILES = ("config.json", "generation_config.json", "model.safetensors.index.json")
+# What a folder may hold besides STEM*.safetensors, by that stem.
+FILES = {
+    "model": {"config.json", "generation_config.json", "model.safetensors.index.json", *TOKENIZER_FILES},
+    "adapter_model": {"adapter_config.json", "adapter_model.safetensors.index.json"},
+}
 
 
 def find(folder: str | Path) -> Path:
@@ -120,16 +127,17 @@ def config_json(config: ModelConfig, eos: int | None, pad: int | None, dtype: st
 
 
 @contextlib.contextmanager
-def written_whole(folder: Path) -> Iterator[Path]:
+def written_whole(folder: Path, stem: str = "model") -> Iterator[Path]:
     """A folder beside `folder` to write into; it takes that place at the end, and vanishes if there was an error.
 
     Raises:
-      ValueError: `folder` holds something that is not a policy's.
+      ValueError: `folder` holds something that would not have been written there.
     """
-    present = {p.name for p in folder.iterdir() if p.suffix != ".safetensors"} if folder.exists() else set()
-    strange = present - {*OTHER_FILES, *TOKENIZER_FILES}
+    present = [p.name for p in folder.iterdir()] if folder.exists() else []
+    weight_files = {name for name in present if name.startswith(stem) and name.endswith(".safetensors")}
+    strange = set(present) - FILES[stem] - weight_files
     if strange:
-        raise ValueError(f"policy {folder}: holds {min(strange)}, which is no file of a policy; choose another folder")
+        raise ValueError(f"policy {folder}: holds {min(strange)}, which a save would not put there; choose another folder")
     folder = folder.absolute()
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     old = partial.with_suffix(".old")
@@ -142,3 +150,19 @@ def written_whole(folder: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def save(folder: Path, params: dict, tensors: list[weights.Tensor], write_rest, stem: str, size: int) -> None:
+    """Writes tensors of the parameters, and what `write_rest(folder)` adds, into a folder that appears whole.
+
+    Where there are several processes all of them call this, and the first one writes.
+    """
+    gather = weights.to_host(params)
+    if jax.process_index() == 0:
+        with written_whole(folder, stem) as partial:
+            write_rest(partial)
+            weights.write(partial, tensors, gather, stem, size)
+    else:
+        for tensor in tensors:
+            gather(tensor)
+    multihost_utils.sync_global_devices("policy saved")

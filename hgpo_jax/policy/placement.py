@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from hgpo_jax.mesh import sharding
-from hgpo_jax.policy.qwen2 import ModelConfig, Qwen2
+from hgpo_jax.policy.qwen2 import LINEARS, ModelConfig, Qwen2
 
 # Logical axes of each parameter by its last two names; a leading "layers" axis is never split, other parameters neither.
 PARAMETER_AXES = {
@@ -27,6 +27,10 @@ PARAMETER_AXES = {
     "down_proj.kernel": ("mlp", "embed"),
     "lm_head.kernel": ("embed", "vocab"),
 }
+# An adapter splits as the kernel beside it, its rank never.
+for _name in LINEARS:
+    _inputs, _outputs = PARAMETER_AXES[f"{_name}.kernel"]
+    PARAMETER_AXES |= {f"{_name}.lora_a": (_inputs, None), f"{_name}.lora_b": (None, _outputs)}
 
 
 def network(config: ModelConfig):

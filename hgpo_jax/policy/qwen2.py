@@ -24,12 +24,37 @@ from flax import nnx
 
 from hgpo_jax.mesh import constrain
 
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a block
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters: the `targets` of every block compute x W + (alpha / rank) x A B, A [in, rank], B [rank, out]."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = LINEARS
+
+    def __post_init__(self):
+        if self.rank < 1:
+            raise ValueError(f"rank={self.rank}: must be at least 1")
+        if not self.alpha > 0:
+            raise ValueError(f"alpha={self.alpha}: must be positive")
+        unknown = [name for name in self.targets if name not in LINEARS]
+        if unknown or not self.targets or len(set(self.targets)) < len(self.targets):
+            raise ValueError(f"targets={list(self.targets)}: expected some of {', '.join(LINEARS)}, each at most once")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """The sizes of a Qwen2.5 or Qwen3, named as in its Hugging Face config.json.
 
-    model_type: `qwen2` (Qwen2.5 too) or `qwen3`. head_dim: hidden_size // num_attention_heads if None.
+    model_type: `qwen2` (Qwen2.5 too) or `qwen3`. head_dim: hidden_size // num_attention_heads if None. lora: adapters beside
+    the weights, see `lora.py`.
     """
 
     vocab_size: int
@@ -45,6 +70,7 @@ class ModelConfig:
     max_position_embeddings: int = 32768
     model_type: str = "qwen2"
     head_dim: int | None = None
+    lora: LoraConfig | None = None
 
     def __post_init__(self):
         if self.model_type not in ("qwen2", "qwen3"):
@@ -92,18 +118,32 @@ class RMSNorm(nnx.Module):
         return (y * self.weight[...]).astype(x.dtype)
 
 
-def linear(c, inputs, outputs, rngs, bias=False):
-    init = nnx.initializers.normal(c.initializer_range)
-    return nnx.Linear(inputs, outputs, use_bias=bias, kernel_init=init, rngs=rngs)
+class Linear(nnx.Linear):
+    """x W + bias, plus the adapter if the config names this layer (Hu et al., arXiv 2106.09685)."""
+
+    def __init__(self, c: ModelConfig, name: str, inputs: int, outputs: int, rngs, bias=False):
+        init = nnx.initializers.normal(c.initializer_range)
+        super().__init__(inputs, outputs, use_bias=bias, kernel_init=init, rngs=rngs)
+        self.lora = c.lora if c.lora and name in c.lora.targets else None
+        if self.lora:
+            self.lora_a = nnx.Param(jnp.zeros((inputs, self.lora.rank)))
+            self.lora_b = nnx.Param(jnp.zeros((self.lora.rank, outputs)))
+
+    def __call__(self, x):
+        y = super().__call__(x)
+        if self.lora:
+            a, b = self.lora_a[...].astype(x.dtype), self.lora_b[...].astype(x.dtype)
+            y += self.lora.scale * ((x @ a) @ b)
+        return y
 
 
 class Attention(nnx.Module):
     def __init__(self, c: ModelConfig, rngs):
         self.c, bias = c, c.model_type == "qwen2"
-        self.q_proj = linear(c, c.hidden_size, c.num_attention_heads * c.head_dim, rngs, bias)
-        self.k_proj = linear(c, c.hidden_size, c.num_key_value_heads * c.head_dim, rngs, bias)
-        self.v_proj = linear(c, c.hidden_size, c.num_key_value_heads * c.head_dim, rngs, bias)
-        self.o_proj = linear(c, c.num_attention_heads * c.head_dim, c.hidden_size, rngs)
+        self.q_proj = Linear(c, "q_proj", c.hidden_size, c.num_attention_heads * c.head_dim, rngs, bias)
+        self.k_proj = Linear(c, "k_proj", c.hidden_size, c.num_key_value_heads * c.head_dim, rngs, bias)
+        self.v_proj = Linear(c, "v_proj", c.hidden_size, c.num_key_value_heads * c.head_dim, rngs, bias)
+        self.o_proj = Linear(c, "o_proj", c.num_attention_heads * c.head_dim, c.hidden_size, rngs)
         if c.model_type == "qwen3":
             self.q_norm, self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps), RMSNorm(c.head_dim, c.rms_norm_eps)
 
@@ -124,9 +164,9 @@ class Attention(nnx.Module):
 
 class MLP(nnx.Module):
     def __init__(self, c: ModelConfig, rngs):
-        self.gate_proj = linear(c, c.hidden_size, c.intermediate_size, rngs)
-        self.up_proj = linear(c, c.hidden_size, c.intermediate_size, rngs)
-        self.down_proj = linear(c, c.intermediate_size, c.hidden_size, rngs)
+        self.gate_proj = Linear(c, "gate_proj", c.hidden_size, c.intermediate_size, rngs)
+        self.up_proj = Linear(c, "up_proj", c.hidden_size, c.intermediate_size, rngs)
+        self.down_proj = Linear(c, "down_proj", c.intermediate_size, c.hidden_size, rngs)
 
     def __call__(self, x):
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -172,7 +212,7 @@ class Qwen2(nnx.Module):
         self.layers = make(rngs) if stacked else None
         self.last = Block(c, rngs)
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.lm_head = None if c.tie_word_embeddings else linear(c, c.hidden_size, c.vocab_size, rngs)
+        self.lm_head = None if c.tie_word_embeddings else Linear(c, "lm_head", c.hidden_size, c.vocab_size, rngs)
 
     def _embed(self, tokens):
         """Rows of the embedding, i32[B, S] -> [B, S, D]."""

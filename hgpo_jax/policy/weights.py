@@ -7,6 +7,7 @@ where ours are [in, out]. A process reads only the byte ranges that its devices 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -131,7 +132,7 @@ class Weights:
         Beside the process's shards the host holds parts of one tensor at a time: stacked parameters are filled in place,
         layer by layer, after embedding and head, which are the largest tensors.
         """
-        places, params, put = flatten_dict(shardings), {}, {}
+        places, params = flatten_dict(shardings), {}
         for t in tensors:
             path, place = t.path, places[t.path]
             if t.layer is None:
@@ -141,8 +142,7 @@ class Weights:
             if t.layer == 0:
                 count = sum(other.path == path for other in tensors)
                 params[path] = jnp.zeros((count, *t.our_shape), dtype, device=place)
-                put[path] = jax.jit(_put, donate_argnums=0, out_shardings=place)
-            params[path] = put[path](params[path], self._array(t, one, dtype), t.layer)
+            params[path] = _putter(place)(params[path], self._array(t, one, dtype), t.layer)
             params[path].block_until_ready()  # do not read ahead of the devices
         return unflatten_dict(params)
 
@@ -160,8 +160,11 @@ class Weights:
         return jax.make_array_from_single_device_arrays(tensor.our_shape, sharding, shards)
 
 
-def _put(stack, layer, index):
-    return jax.lax.dynamic_update_index_in_dim(stack, layer, index, 0)
+@functools.cache
+def _putter(place: NamedSharding):
+    """The compiled write of one layer into a stack that lies so."""
+    put = lambda stack, layer, index: jax.lax.dynamic_update_index_in_dim(stack, layer, index, 0)  # noqa: E731
+    return jax.jit(put, donate_argnums=0, out_shardings=place)
 
 
 def _find(folder: Path, stem: str) -> tuple[list[Path], dict[str, Path]]:

@@ -1,0 +1,147 @@
+"""Low-rank adapters (LoRA, Hu et al., arXiv 2106.09685) as a tree of their own beside frozen weights; peft's files in and out.
+
+    config = dataclasses.replace(policy.config, lora=LoraConfig(rank=16, alpha=32))
+    adapters = lora.initialize(config, seed, mesh)
+    model = nnx.merge(network(config), lora.bind(policy.params, adapters))      # the adapted network
+    model = nnx.merge(network(policy.config), policy.params)                   # the reference: no adapters
+
+Differentiate with respect to `adapters`: no gradient of the size of the weights is ever computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import Mesh
+
+from hgpo_jax.mesh import make_mesh
+from hgpo_jax.policy import huggingface, weights
+from hgpo_jax.policy.placement import shapes, shardings
+from hgpo_jax.policy.qwen2 import LoraConfig, ModelConfig
+
+PREFIX = "base_model.model."  # peft's, before the name of a layer of the model that it wraps
+
+
+def _only(tree: dict) -> dict:
+    """The adapters' part of a tree."""
+    return unflatten_dict({path: leaf for path, leaf in flatten_dict(tree).items() if path[-1] in ("lora_a", "lora_b")})
+
+
+def initialize(config: ModelConfig, seed: int, mesh: Mesh) -> dict:
+    """Fresh adapters of `config.lora`, in place on the mesh: A uniform in +-1/sqrt(inputs), B zero, so that nothing changes.
+
+    Returns a nested dict of f32 arrays, stacked as the parameters are: lora_a [(L-1,) in, rank], lora_b [(L-1,) rank, out].
+    """
+    like = flatten_dict(_only(shapes(config)))
+
+    def create():
+        keys = jax.random.split(jax.random.key(seed), len(like))
+        fresh = {}
+        for key, (path, leaf) in zip(keys, like.items(), strict=True):
+            bound = leaf.shape[-2] ** -0.5 if path[-1] == "lora_a" else 0.0
+            fresh[path] = bound * jax.random.uniform(key, leaf.shape, minval=-1.0)
+        return unflatten_dict(fresh)
+
+    return jax.jit(create, out_shardings=_only(shardings(config, mesh)))()
+
+
+def bind(params: dict, adapters: dict) -> dict:
+    """Parameters of the adapted network; copies nothing."""
+    return unflatten_dict(flatten_dict(params) | flatten_dict(adapters))
+
+
+def merge(config: ModelConfig, params: dict, adapters: dict) -> dict:
+    """Parameters of the network without adapters that computes the same: W + (alpha / rank) A B, in W's dtype and place.
+
+    Weights without an adapter are shared with `params`, not copied.
+    """
+    flat, low = flatten_dict(params), flatten_dict(adapters)
+    for path in [path for path in low if path[-1] == "lora_a"]:
+        kernel, a, b = flat[*path[:-1], "kernel"], low[path], low[*path[:-1], "lora_b"]
+        flat[*path[:-1], "kernel"] = jax.jit(_merged, out_shardings=kernel.sharding)(kernel, a, b, config.lora.scale)
+    return unflatten_dict(flat)
+
+
+def _merged(kernel, a, b, scale):
+    return (kernel.astype(jnp.float32) + scale * (a @ b)).astype(kernel.dtype)
+
+
+def save(folder: str | Path, config: ModelConfig, adapters: dict, base: str = "") -> None:
+    """Writes adapter_config.json and adapter_model.safetensors, which peft reads.
+
+    base: the folder or hub name of the frozen policy, for the record.
+
+    Raises:
+      ValueError: the folder holds something that is not a policy's.
+    """
+    content = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base) or None,
+        "r": config.lora.rank,
+        "lora_alpha": config.lora.alpha,
+        "target_modules": sorted(config.lora.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    huggingface.save(
+        Path(folder),
+        adapters,
+        weights.layout(adapters, config.num_hidden_layers, PREFIX),
+        lambda partial: (partial / "adapter_config.json").write_text(json.dumps(content, indent=2) + "\n"),
+        "adapter_model",
+        weights.SHARD_SIZE,
+    )
+
+
+# Fields of peft's adapter_config.json with which it computes something else, and the values with which it does not.
+PLAIN = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_rslora": (False,),
+    "use_dora": (False,),
+    "lora_bias": (False,),
+    "fan_in_fan_out": (False,),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "layers_to_transform": (None, []),
+    "layer_replication": (None, []),
+    "target_parameters": (None, []),
+    "exclude_modules": (None, []),
+    "trainable_token_indices": (None, []),
+}
+
+
+def load(folder: str | Path, config: ModelConfig, mesh: Mesh | None = None) -> tuple[ModelConfig, dict]:
+    """Reads an adapter folder, ours or peft's, for a policy of this config: (config with `lora`, f32 adapters).
+
+    Raises:
+      ValueError: one line that names the field, file or tensor at fault.
+    """
+    folder = Path(folder)
+    raw = huggingface.read_json(folder, "adapter_config.json")
+    for name, plain in PLAIN.items():
+        if name in raw and raw[name] not in plain:
+            raise ValueError(f"policy {folder}: {name}={json.dumps(raw[name])} in adapter_config.json is not supported")
+    if isinstance(raw.get("target_modules"), str):
+        raise ValueError(f"policy {folder}: target_modules in adapter_config.json is a pattern; expected a list of names")
+    try:
+        settings = LoraConfig(rank=raw["r"], alpha=raw["lora_alpha"], targets=tuple(sorted(raw["target_modules"])))
+    except KeyError as error:
+        raise ValueError(f"policy {folder}: adapter_config.json lacks {error.args[0]}") from None
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"policy {folder}: adapter_config.json: {error}") from None
+    config = dataclasses.replace(config, lora=settings)
+    tensors = weights.layout(_only(shapes(config)), config.num_hidden_layers, PREFIX)
+    source = weights.Weights(folder, "adapter_model")
+    source.check(tensors)
+    places = _only(shardings(config, mesh or make_mesh("data=1", jax.local_devices()[:1])))
+    return config, source.load(tensors, places, "float32")

@@ -1,0 +1,232 @@
+"""Adapters: nothing at the start, the same merged and unmerged, gradients of their own size only, peft's files."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+from hgpo_jax.mesh import make_mesh
+from hgpo_jax.policy import LoraConfig, ModelConfig, Policy, load_policy, lora, network, shapes
+
+DATA = Path(__file__).parent / "data"
+BASE = ModelConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=10,
+)  # fmt: skip
+SOME = LoraConfig(rank=3, alpha=12, targets=("q_proj", "v_proj", "o_proj", "down_proj"))
+ONE = make_mesh("data=1", jax.devices()[:1])
+IDS = np.random.default_rng(2).integers(0, 64, (3, 11))
+LENGTHS = np.full(3, 11)
+
+
+def adapted(base, settings, seed=0):
+    """(config, adapters with both factors random)"""
+    config = dataclasses.replace(base, lora=settings)
+    rng = np.random.default_rng(seed)
+    draw = lambda a: jnp.asarray(rng.normal(0, 0.1, a.shape), jnp.float32)  # noqa: E731
+    return config, jax.tree.map(draw, jax.eval_shape(lambda: lora.initialize(config, 0, ONE)))
+
+
+def weights_of(config, dtype="float32"):
+    rng = np.random.default_rng(1)
+    return jax.tree.map(lambda s: jnp.asarray(rng.normal(0, 0.2, s.shape), dtype), shapes(config))
+
+
+def bound(config, params, adapters):
+    return Policy(config, lora.bind(params, adapters), None)
+
+
+@pytest.mark.parametrize("settings", [SOME, LoraConfig(rank=2, alpha=2)])
+def test_fresh_adapters_change_nothing(settings):
+    params = weights_of(BASE)
+    config = dataclasses.replace(BASE, lora=settings)
+    fresh = lora.initialize(config, 0, ONE)
+    a = np.asarray(fresh["layers"]["mlp"]["down_proj"]["lora_a"])
+    assert a.shape == (2, 48, settings.rank)
+    assert 0.8 * 48**-0.5 < np.abs(a).max() <= 48**-0.5
+    assert abs(a.mean()) < 0.05
+    assert {path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(fresh)} == {"lora_a", "lora_b"}
+    logits = bound(config, params, fresh).logits(IDS, LENGTHS)
+    np.testing.assert_array_equal(logits, Policy(BASE, params, None).logits(IDS, LENGTHS))
+
+
+def test_adapters_are_as_written_in_the_paper():
+    """Against the same network with W + alpha / rank A B put in its place by hand, in numpy."""
+    params, (config, adapters) = weights_of(BASE), adapted(BASE, SOME)
+    by_hand = jax.tree.map(np.array, params)
+    for part in ("layers", "last"):
+        for group, names in (("self_attn", ("q_proj", "v_proj", "o_proj")), ("mlp", ("down_proj",))):
+            for name in names:
+                low = adapters[part][group][name]
+                by_hand[part][group][name]["kernel"] += 12 / 3 * np.asarray(low["lora_a"]) @ np.asarray(low["lora_b"])
+    logits = bound(config, params, adapters).logits(IDS, LENGTHS)
+    assert np.abs(logits - Policy(BASE, params, None).logits(IDS, LENGTHS)).max() > 0.1
+    np.testing.assert_allclose(logits, Policy(BASE, by_hand, None).logits(IDS, LENGTHS), atol=1e-5)
+    merged = lora.merge(config, params, adapters)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), merged, by_hand)
+    np.testing.assert_allclose(logits, Policy(BASE, merged, None).logits(IDS, LENGTHS), atol=1e-5)
+    assert merged["embed_tokens"]["embedding"] is params["embed_tokens"]["embedding"]
+
+
+def test_bfloat16_weights_stay_bfloat16():
+    params, (config, adapters) = weights_of(BASE, "bfloat16"), adapted(BASE, SOME)
+    assert {a.dtype for a in jax.tree.leaves(lora.merge(config, params, adapters))} == {jnp.dtype("bfloat16")}
+    model = nnx.merge(network(config), lora.bind(params, adapters))
+    hidden = jax.eval_shape(lambda: model.hidden(jnp.asarray(IDS), jnp.broadcast_to(jnp.arange(11), (3, 11))))
+    assert hidden.dtype == jnp.bfloat16
+
+
+def test_sampling_reads_the_adapters():
+    params, (config, adapters) = weights_of(BASE), adapted(BASE, SOME)
+    graphdef, tokens = network(config), jnp.asarray(IDS)
+    full = bound(config, params, adapters).logits(IDS, LENGTHS)
+
+    @jax.jit
+    def last_two(params):
+        model = nnx.merge(graphdef, params)
+        hidden, cache = model.prefill(tokens[:, :10], jnp.full(3, 9), 11)
+        return model.logits(hidden), model.logits(model.decode(tokens[:, 10], jnp.full(3, 10), cache)[0])
+
+    for logits, slot in zip(last_two(lora.bind(params, adapters)), (9, 10), strict=True):
+        np.testing.assert_allclose(logits, full[:, slot], atol=1e-4)
+
+
+def loss(adapters, params, config):
+    model = nnx.merge(network(config), lora.bind(params, adapters))
+    hidden = model.hidden(jnp.asarray(IDS), jnp.broadcast_to(jnp.arange(11), (3, 11)), remat=True)
+    return (jax.nn.log_softmax(model.logits(hidden)) ** 2).mean()
+
+
+def test_gradients_are_those_of_the_adapters_alone():
+    params, (config, adapters) = weights_of(BASE), adapted(BASE, SOME)
+    gradients = jax.jit(jax.grad(loss), static_argnums=2)(adapters, params, config)
+    assert jax.tree.structure(gradients) == jax.tree.structure(adapters)
+    for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
+        assert np.abs(gradient).max() > 0, path
+    # A direction's slope by differences, so that the gradient is that of what `logits` computes.
+    direction = jax.tree.map(lambda a: jnp.sign(jnp.sin(100 * a)), adapters)
+    moved = lambda step: jax.tree.map(lambda a, d: a + step * d, adapters, direction)  # noqa: E731
+    value = jax.jit(loss, static_argnums=2)
+    slope = (value(moved(1e-3), params, config) - value(moved(-1e-3), params, config)) / 2e-3
+    along = sum(jnp.vdot(g, d) for g, d in zip(jax.tree.leaves(gradients), jax.tree.leaves(direction), strict=True))
+    np.testing.assert_allclose(along, slope, rtol=0.02)
+
+
+def test_no_gradient_of_the_size_of_the_weights_is_computed():
+    params, (config, adapters) = weights_of(BASE), adapted(BASE, SOME)
+    sizes = {(48, 32), (32, 48), (32, 40), (40, 32), (32, 20), (20, 32), (64, 32), (32, 64)}
+    ours = str(jax.make_jaxpr(jax.grad(loss), static_argnums=2)(adapters, params, config))
+    whole = str(jax.make_jaxpr(jax.grad(loss, argnums=1), static_argnums=2)(adapters, params, config))
+
+    def weight_gradients(text):
+        lines = [line for line in text.splitlines() if "dot_general" in line]
+        return sum(f":f32[{a},{b}] = dot_general" in line for line in lines for a, b in sizes)
+
+    assert weight_gradients(whole) > 0
+    assert weight_gradients(ours) == 0
+
+
+@pytest.mark.parametrize("name", ["qwen2_tiny", "qwen3_tiny"])
+def test_an_adapter_folder_comes_back_bit_exact(name, tmp_path):
+    policy = load_policy(DATA / name)
+    config, adapters = adapted(policy.config, SOME)
+    lora.save(tmp_path / "a", config, adapters, base=DATA / name)
+    back_config, back = lora.load(tmp_path / "a", policy.config)
+    assert back_config == dataclasses.replace(config, lora=dataclasses.replace(SOME, targets=tuple(sorted(SOME.targets))))
+    jax.tree.map(np.testing.assert_array_equal, adapters, back)
+    held = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    assert len(held) == policy.config.num_hidden_layers * len(SOME.targets) * 2
+    # peft's key names: docs/source/developer_guides/checkpoint.md of huggingface/peft.
+    key = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    np.testing.assert_array_equal(held[key], adapters["layers"]["self_attn"]["q_proj"]["lora_a"][0].T)
+    last = policy.config.num_hidden_layers - 1
+    key = f"base_model.model.model.layers.{last}.mlp.down_proj.lora_B.weight"
+    np.testing.assert_array_equal(held[key], adapters["last"]["mlp"]["down_proj"]["lora_b"].T)
+    raw = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert (raw["peft_type"], raw["r"], raw["lora_alpha"]) == ("LORA", 3, 12)
+
+
+def test_a_policy_with_adapters_is_not_saved_as_if_it_had_none(tmp_path):
+    params, (config, adapters) = weights_of(BASE), adapted(BASE, SOME)
+    with pytest.raises(ValueError, match="merge"):
+        bound(config, params, adapters).save(tmp_path / "p")
+    assert not (tmp_path / "p").exists()
+
+
+@pytest.mark.slow
+def test_every_mesh_gets_the_same_adapters(tmp_path):
+    config, adapters = adapted(BASE, LoraConfig(rank=3, alpha=6))
+    mesh = make_mesh("data=2,fsdp=2,tensor=2")
+    alone, spread = lora.initialize(config, 7, ONE), lora.initialize(config, 7, mesh)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(alone), jax.device_get(spread))
+    lora.save(tmp_path, config, adapters)
+    _, placed = lora.load(tmp_path, BASE, mesh)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(adapters), jax.device_get(placed))
+    down = placed["last"]["mlp"]["down_proj"]
+    assert tuple(down["lora_a"].sharding.spec) == ("tensor", None)
+    assert tuple(down["lora_b"].sharding.spec) == (None, "fsdp")
+
+
+@pytest.mark.parametrize(
+    ("fields", "fragment"),
+    [
+        ({"peft_type": "IA3"}, "peft_type"),
+        ({"use_dora": True}, "use_dora"),
+        ({"use_rslora": True}, "use_rslora"),
+        ({"bias": "all"}, "bias"),
+        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
+        ({"target_modules": "all-linear"}, "target_modules"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "lm_head"),
+        ({"target_modules": ["q_proj", "v_proj"]}, "is unexpected"),
+        ({"target_modules": ["q_proj", "v_proj", "o_proj", "down_proj", "up_proj"]}, "up_proj.lora_A.weight is missing"),
+        ({"r": 4}, "has shape"),
+        ({"r": 0}, "rank=0"),
+    ],
+)
+def test_adapters_that_mean_something_else_are_refused_in_one_line(fields, fragment, tmp_path):
+    config, adapters = adapted(BASE, SOME)
+    lora.save(tmp_path, config, adapters)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    with pytest.raises(ValueError) as caught:
+        lora.load(tmp_path, BASE)
+    assert fragment in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "fragment"),
+    [({"rank": 0}, "rank"), ({"alpha": 0}, "alpha"), ({"targets": ()}, "targets"), ({"targets": ("q",)}, "targets")],
+)
+def test_settings_are_checked(fields, fragment):
+    with pytest.raises(ValueError, match=fragment):
+        LoraConfig(**{"rank": 2, "alpha": 4, **fields})
+
+
+@pytest.mark.parametrize("name", ["qwen2_tiny", "qwen3_tiny"])
+def test_peft_reads_and_writes_the_same_adapters(name, tmp_path):
+    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    policy = load_policy(DATA / name)
+    config, adapters = adapted(policy.config, SOME)
+    lora.save(tmp_path / "ours", config, adapters, base=DATA / name)
+    theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(DATA / name), tmp_path / "ours").eval()
+    ids = np.load(DATA / name / "expected.npz")["ids"]
+    with torch.no_grad():
+        expected = theirs(torch.tensor(ids).long()).logits.numpy()
+    logits = bound(config, policy.params, adapters).logits(ids, np.full(len(ids), ids.shape[1]))
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
+    theirs.save_pretrained(tmp_path / "theirs")
+    _, back = lora.load(tmp_path / "theirs", policy.config)
+    jax.tree.map(np.testing.assert_array_equal, adapters, back)
+    with torch.no_grad():
+        merged = theirs.merge_and_unload()(torch.tensor(ids).long()).logits.numpy()
+    ours = Policy(policy.config, lora.merge(config, policy.params, adapters), None)
+    np.testing.assert_allclose(ours.logits(ids, np.full(len(ids), ids.shape[1])), merged, atol=1e-4)
