@@ -51,8 +51,15 @@ class EnvConfig(Section):
 
 
 class PolicyConfig(Section):
-    """The size of the policy, a Qwen2.5 with the environment's own vocabulary; names as in a Hugging Face config."""
+    """The policy: given weights (`policy=...` is short for `policy.source=...`), or a fresh Qwen2.5 of these sizes."""
 
+    source: str = field(
+        "", "Hugging Face folder or hub id such as Qwen/Qwen2.5-1.5B-Instruct; empty: fresh weights of the sizes below"
+    )
+    dtype: Literal["float32", "bfloat16"] = field("float32", "type of the weights that are trained")
+    compute_dtype: Literal["float32", "bfloat16"] = field(
+        "float32", "type of the copy of the weights that samples, and that the loss sees"
+    )
     hidden_size: Positive = field(64, "width")
     intermediate_size: Positive = field(176, "width of the feed-forward layer")
     num_hidden_layers: Positive = field(2, "layers")
@@ -61,6 +68,16 @@ class PolicyConfig(Section):
     rope_theta: float = field(1_000.0, "base of the rotary embedding's wave lengths", gt=1)
     tie_word_embeddings: bool = field(True, "whether the head is the embedding")
     initializer_range: float = field(0.1, "std of the initial weights", gt=0)
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _short(cls, value):
+        return {"source": value} if isinstance(value, str) else value
+
+    @property
+    def sizes(self) -> dict:
+        """The fields of a fresh policy's ModelConfig."""
+        return self.model_dump(exclude={"source", "dtype", "compute_dtype"})
 
 
 class RolloutConfig(Section):
@@ -257,6 +274,7 @@ def load(path: str | None = None, overrides: list[str] | tuple[str, ...] = ()) -
     known = fields()
     for override in overrides:
         name, equals, text = override.partition("=")
+        name = "policy.source" if name == "policy" else name
         if not equals:
             raise ConfigError(f"{override!r}: an override is written field=value, as in learner.lr=3e-4")
         if name not in known:

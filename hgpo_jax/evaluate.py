@@ -34,7 +34,7 @@ def wilson(successes: int, n: int) -> tuple[float, float]:
 
 def play_held_out(job: Job, params, temperature: float) -> Episodes:
     """Episodes on the first `evaluation.episodes` held-out tasks, one each, as NumPy arrays."""
-    wanted, parts = job.config.evaluation.episodes, []
+    wanted, parts, params = job.config.evaluation.episodes, [], job.compute_copy(params)
     for first in range(0, wanted, job.batch):
         index = first + jnp.arange(job.batch, dtype=jnp.int32)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), index)
@@ -113,7 +113,7 @@ def main() -> None:
         raise ConfigError(f"{folder}: not the folder of a run that has ended; it needs config.yaml and policy/")
     job = build(configuration.load(str(folder / "config.yaml"), args.overrides))
     try:
-        params = load_policy(folder / "policy", job.mesh).params
+        params = load_policy(folder / "policy", job.mesh, job.config.policy.dtype).params
     except ValueError as error:
         raise ConfigError(str(error)) from None
     result, _ = evaluate(job, params, folder)

@@ -12,7 +12,7 @@ from hgpo_jax import advantages
 from hgpo_jax.config import Config
 from hgpo_jax.critic import initialize_critic, make_value_loss, make_values
 from hgpo_jax.job import Job
-from hgpo_jax.learner import Rows, aggregation, make_map, make_optimizer, make_policy_loss, make_update
+from hgpo_jax.learner import Rows, aggregation, cast, make_map, make_optimizer, make_policy_loss, make_update
 from hgpo_jax.policy import shardings
 from hgpo_jax.rollout.episodes import Episodes
 
@@ -24,6 +24,7 @@ def collect(job: Job, params, iteration: int) -> tuple[Episodes, dict]:
     prompt groups with different rewards as an iteration learns from; places left over hold no steps.
     """
     settings, gamma = job.config.rollout, job.config.advantage.gamma
+    params = job.compute_copy(params)
     if not job.method.dynamic_sampling:
         episodes = job.rollout(params, *job.episode_inputs(iteration))
         return episodes, _played([jax.device_get(_totals(episodes, gamma))], job.batch)
@@ -93,7 +94,11 @@ def make_learn(job: Job):
     """
     config, method = job.config, job.method
     settings = config.learner
-    sizes = {"minibatch_size": settings.minibatch_size, "microbatch_size": settings.microbatch_size}
+    sizes = {
+        "minibatch_size": settings.minibatch_size,
+        "microbatch_size": settings.microbatch_size,
+        "compute_dtype": config.policy.compute_dtype,
+    }
     optimizer = make_optimizer(settings)
     loss = make_policy_loss(job.policy.graphdef, settings, method, config.rollout.temperature)
     per_token = aggregation(settings, method) == "token-mean"
@@ -133,7 +138,8 @@ def make_learn(job: Job):
         batch = {"rewards": e.rewards, "mask": e.mask, "states": e.states, "groups": e.groups, "invalid": e.invalid}
         more = {"success": e.success, "next_states": e.next_states}
         if method.critic:
-            rows = rows.replace(values=all_values(state["critic"]["params"], rows, order, count))
+            critic = cast(state["critic"]["params"], config.policy.compute_dtype)
+            rows = rows.replace(values=all_values(critic, rows, order, count))
             more["values"] = rows.values.reshape(e.mask.shape)
         arrays, _ = advantages.parameters(method.estimator)
         estimate = advantages.estimate(method.estimator, **batch, **{name: more[name] for name in arrays}, **options)

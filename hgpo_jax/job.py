@@ -13,9 +13,10 @@ from jax.sharding import Mesh
 
 from envs.household import Household
 from hgpo_jax.config import Config, ConfigError
+from hgpo_jax.learner import cast
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.methods import METHODS, Method
-from hgpo_jax.policy import ModelConfig, Policy, initialize
+from hgpo_jax.policy import ModelConfig, Policy, initialize, load_policy
 from hgpo_jax.policy.tokenizer import ACT, vocabulary_size, word_tokenizer
 from hgpo_jax.rollout.compiled import make_rollout
 from hgpo_jax.rollout.episodes import Episodes
@@ -36,6 +37,11 @@ class Job:
     def batch(self) -> int:
         """Episodes per rollout."""
         return self.config.rollout.prompt_groups * self.config.rollout.group_size
+
+    def compute_copy(self, params):
+        """The parameters in the type that samples and that the loss sees; the same ones where that is theirs already."""
+        dtype = self.config.policy.compute_dtype
+        return params if dtype == self.config.policy.dtype else jax.jit(cast, static_argnums=1)(params, dtype)
 
     @property
     def method(self) -> Method:
@@ -95,6 +101,34 @@ def prepare_devices(config: Config) -> Mesh:
     return mesh
 
 
+def make_policy(config: Config, env: Household, mesh: Mesh) -> Policy:
+    """The configured policy: given weights, or fresh ones for the environment's words. Raises ConfigError."""
+    settings = config.policy
+    words = word_tokenizer(env.words)
+    if not settings.source:
+        try:
+            model = ModelConfig(vocab_size=vocabulary_size(env.words), **settings.sizes)
+        except ValueError as error:
+            raise ConfigError(f"policy.{error}") from None
+        try:
+            params = initialize(model, config.seed, mesh)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        return Policy(model, cast(params, settings.dtype), words)
+    if config.warm_start == "cloning":
+        raise ConfigError("warm_start=cloning: makes weights from nothing; give warm_start=none where policy= gives them")
+    try:
+        policy = load_policy(settings.source, mesh, settings.dtype)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if policy.tokenizer is None or policy.tokenizer.get_vocab() != words.get_vocab():
+        raise ConfigError(
+            f"policy.source={settings.source}: its tokenizer does not hold the words of this household; "
+            "give a policy that was trained on env.places, env.things and env.tasks as they are here"
+        )
+    return policy
+
+
 def build(config: Config) -> Job:
     """Builds a job. Raises ConfigError for what cannot work, before any real computation."""
     mesh = prepare_devices(config)
@@ -104,16 +138,8 @@ def build(config: Config) -> Job:
         env = Household(**config.env.model_dump(exclude={"name"}))
     except ValueError as error:
         raise ConfigError(f"env.{error}") from None
-    tokenizer = word_tokenizer(env.words)
-    try:
-        model = ModelConfig(vocab_size=vocabulary_size(env.words), **config.policy.model_dump())
-    except ValueError as error:
-        raise ConfigError(f"policy.{error}") from None
-    try:
-        params = initialize(model, config.seed, mesh)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    policy = Policy(model, params, tokenizer)
+    policy = make_policy(config, env, mesh)
+    tokenizer = policy.tokenizer
     rollout = make_rollout(
         env, policy.graphdef, mesh, history_length=config.rollout.history_length, chunk=config.rollout.chunk,
         end=tokenizer.eos_token_id, act=tokenizer.convert_tokens_to_ids(ACT),

@@ -143,8 +143,9 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def make_update(
-    loss: Callable, optimizer, mesh: Mesh, *, minibatch_size: int, microbatch_size: int, per_token: bool = True
-):
+    loss: Callable, optimizer, mesh: Mesh, *, minibatch_size: int, microbatch_size: int, per_token: bool = True,
+    compute_dtype: str = "float32",
+):  # fmt: skip
     """Builds `update(params, opt_state, reference, rows, order, count, lr_share)`, to be called under `jax.jit`.
 
     Args:
@@ -153,6 +154,8 @@ def make_update(
       mesh: each device of its `data` axis takes its part of every mini-batch.
       minibatch_size: rows per optimizer step at most; an epoch is cut into equal steps.
       microbatch_size: rows per index of the `data` axis and gradient computation, rounded up to what `fsdp` divides.
+      compute_dtype: of the copy of the parameters that the loss sees; the parameters themselves, the sum of gradients and
+        the optimizer stay as they are.
 
     `order` i32[N] lists the rows to learn from in its first `count` entries; `lr_share` scales the optimizer's step.
     Returns (params, opt_state, stats), with every stat a scalar mean over what it counts, plus `grad_norm` (mean),
@@ -177,17 +180,17 @@ def make_update(
         def chunk_at(first, stop):
             return _take(rows, order, first + jnp.arange(C), stop)[1]
 
-        nothing = jax.tree.map(
-            lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(lambda: grad(params, chunk_at(0, 0)))
-        )
+        zeros = lambda tree: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), tree)  # noqa: E731
+        nothing = (zeros(params), zeros(jax.eval_shape(lambda: grad(cast(params, compute_dtype), chunk_at(0, 0))[1])))
 
         def one_step(j, carry):
             params, opt_state, stats, worst, norms = carry
+            compute = cast(params, compute_dtype)
             begin, stop = j * size, jnp.minimum((j + 1) * size, count)
 
             def one_chunk(i, carry):
                 total, (stats, worst) = carry
-                new, (new_stats, new_worst) = grad(params, chunk_at(begin + (i * devices + device) * C, stop))
+                new, (new_stats, new_worst) = grad(compute, chunk_at(begin + (i * devices + device) * C, stop))
                 total, stats = jax.tree.map(jnp.add, (total, stats), (new, new_stats))
                 return total, (stats, jnp.maximum(worst, new_worst))
 
@@ -208,6 +211,11 @@ def make_update(
         return params, opt_state, stats | {"grad_norm": norms / steps, "optimizer_steps": steps, "worst": worst}
 
     return jax.shard_map(epoch, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=False)
+
+
+def cast(params, dtype: str):
+    """The parameters in another floating-point type."""
+    return jax.tree.map(lambda a: a.astype(dtype), params)
 
 
 def make_map(function: Callable, mesh: Mesh, *, microbatch_size: int):

@@ -109,11 +109,11 @@ def compile_ahead(job: Job, learn, state):
     """
     with jax.set_mesh(job.mesh):  # a mesh is only set for the thread that set it
         params = job.policy.params
-        job.rollout.lower(params, *job.episode_inputs(0)).compile()
+        job.rollout.lower(job.compute_copy(params), *job.episode_inputs(0)).compile()
         whole = NamedSharding(job.mesh, PartitionSpec())
         abstract = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole)  # noqa: E731
         episodes = jax.tree.map(abstract, job.abstract_episodes())
-        return learn.lower(state, params, episodes, job.key(0, 1), jnp.float32(0)).compile()
+        return learn.lower(state, job.compute_copy(params), episodes, job.key(0, 1), jnp.float32(0)).compile()
 
 
 def train(job: Job, folder: Path, resuming: bool) -> dict:
@@ -124,12 +124,13 @@ def train(job: Job, folder: Path, resuming: bool) -> dict:
     checkpoints = Checkpoints(folder / "checkpoints", config.log.keep_checkpoints)
     done = checkpoints.latest() if resuming else None
     if (folder / "start" / "model.safetensors").is_file():
-        reference = load_policy(folder / "start", job.mesh).params
+        reference = load_policy(folder / "start", job.mesh, config.policy.dtype).params
     else:
         reference = warm_start(job) if config.warm_start == "cloning" else job.policy.params
         Policy(job.policy.config, reference, job.policy.tokenizer).save(folder / "start")
     # The update donates its parameters, and the reference must outlive them.
     state = init(jax.tree.map(lambda a: a.copy(), reference))
+    reference = job.compute_copy(reference)
     if done:
         state = checkpoints.restore(done, state)
         print(f"resumed after iteration {done} in {folder}", flush=True)

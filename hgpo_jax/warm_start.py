@@ -150,7 +150,7 @@ def warm_start(job: Job) -> dict:
     folder = Path(job.config.cache_dir) / "warm_start" / cache_key(job.config)
     if folder.is_dir():
         print(f"warm start: read from {folder}", flush=True)
-        return load_policy(folder, job.mesh).params
+        return load_policy(folder, job.mesh, job.config.policy.dtype).params
     params = clone(job)
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(dir=folder.parent))
