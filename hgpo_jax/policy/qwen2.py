@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from hgpo_jax.mesh import constrain
+from hgpo_jax.policy.attention import attend
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a block
 
@@ -98,12 +99,6 @@ def rotate(x, positions, theta):
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-
-
-def attend(q_BRNH, k_BSKH, v_BSKH, positions_BR):
-    """Attention of queries at `positions` to the slots not after them: [B, R, N, H]."""
-    mask = jnp.arange(k_BSKH.shape[1]) <= positions_BR[..., None]
-    return jax.nn.dot_product_attention(q_BRNH, k_BSKH, v_BSKH, mask=mask[:, None])
 
 
 class RMSNorm(nnx.Module):

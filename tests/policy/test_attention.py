@@ -1,0 +1,41 @@
+"""Attention in pieces is attention."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hgpo_jax.policy.attention import MAX_SCORES, attend
+
+B, R, S, N, K, H = 2, 7, 9, 4, 2, 6
+
+
+@pytest.fixture(scope="module")
+def arrays():
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v = (jax.random.normal(key, (B, n, heads, H)) for key, n, heads in zip(keys, (R, S, S), (N, K, K), strict=False))
+    return q, k, v, jnp.sort(jax.random.randint(keys[3], (B, R), 0, S), axis=1)
+
+
+def plain(q, k, v, positions):
+    """One query of one head at a time."""
+    out = np.zeros((B, R, N, H))
+    for b, r, n in np.ndindex(B, R, N):
+        seen = slice(0, int(positions[b, r]) + 1)
+        scores = np.asarray(k, np.float64)[b, seen, n * K // N] @ np.asarray(q, np.float64)[b, r, n] / np.sqrt(H)
+        weights = np.exp(scores - scores.max())
+        out[b, r, n] = weights / weights.sum() @ np.asarray(v, np.float64)[b, seen, n * K // N]
+    return out
+
+
+@pytest.mark.parametrize("limit", [1, 3 * B * N * S, MAX_SCORES])  # one, three and all queries at a time
+def test_equals_one_query_at_a_time(arrays, limit):
+    np.testing.assert_allclose(attend(*arrays, limit), plain(*arrays), atol=1e-5)
+
+
+def test_gradients_of_pieces(arrays):
+    def total(q, k, v, limit):
+        return (attend(q, k, v, arrays[3], limit) ** 2).sum()
+
+    whole, pieces = (jax.jit(jax.grad(total, (0, 1, 2)), static_argnums=3)(*arrays[:3], n) for n in (MAX_SCORES, 3 * B * N * S))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), whole, pieces)
