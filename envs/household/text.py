@@ -22,11 +22,10 @@ BLANK = "_"  # an empty slot between words
 
 
 class HouseholdWords:
-    """Generated households played one at a time. Task n is `household.reset(fold_in(key, n))`.
+    """Generated households played one at a time. A task is the random key that it is generated from, as a 64-bit number.
 
     Args:
       household: the rules; all that share one share its compiled functions.
-      key: a random key, or the seed of one.
 
     Attributes:
       task_types: their names; `task_type` is an index into it.
@@ -35,15 +34,16 @@ class HouseholdWords:
 
     task_types = tuple(world.TASKS)
 
-    def __init__(self, household: Household, key: int | jax.Array = 0):
+    def __init__(self, household: Household):
         self._household, self.max_turns = household, household.max_turns
-        key = jax.random.key(key) if isinstance(key, int) else key
-        self._key = np.asarray(jax.random.key_data(key))  # bare, so that worker processes can be given it
 
     def reset(self, task: int) -> tuple[str, list[str]]:
-        """Starts task number `task`; returns the first observation and the commands to choose from."""
+        """Starts the task of `jax.random.key(task)`; returns the first observation and the commands to choose from."""
+        if not 0 <= task < 2**64:
+            raise IndexError(f"task={task}: must be a number of 64 bits")
+        key = np.array([task >> 32, task & 0xFFFFFFFF], np.uint32)
         with jax.set_mesh(_one_cpu()):
-            self._state, seen = jax.device_get(_programs(self._household)[0](self._key, task))
+            self._state, seen = jax.device_get(_programs(self._household)[0](key))
         self.task_type = int(self._state.task)
         self._room = self._household.rooms[int(self._state.room)]
         self.goal = self._goal(seen["goal"])
@@ -171,11 +171,11 @@ def _one_cpu() -> jax.sharding.Mesh:
 
 @functools.lru_cache(maxsize=8)
 def _programs(household: Household):
-    """Jitted `reset(key, task)` and `step(state, action)`, both -> (state, what there is to tell)."""
+    """Jitted `reset(key data)` and `step(state, action)`, both -> (state, what there is to tell)."""
 
     @jax.jit
-    def reset(key, task):
-        state, observation = household.reset(jax.random.fold_in(jax.random.wrap_key_data(key), task))
+    def reset(key):
+        state, observation = household.reset(jax.random.wrap_key_data(key, impl="threefry2x32"))
         return state, {
             "observation": observation,
             "admissible": household.admissible(state),

@@ -10,6 +10,7 @@ kept as sampled. What an episode samples depends on its own key and the turn alo
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import logging
@@ -89,11 +90,9 @@ class HostRollout:
         self, make_env: Callable, format, graphdef, mesh: Mesh, *, batch: int, history_length: int,
         response_limit: int = 512, chunk: int = 64, strict: bool = False, workers: int = 0, time_limit: float = 60.0,
     ):  # fmt: skip
-        self._players = (
-            WorkerPlayers(make_env, workers, batch, time_limit) if workers else LocalPlayers(make_env)
-        )
-        self.task_types, self.tasks, self.max_turns = self._players.about
-        self._format, self._batch, self._strict = format, batch, strict
+        self._batch, self._workers, self._time_limit = batch, workers, time_limit
+        self._open(make_env)
+        self._format, self._strict = format, strict
         self._history_length, self._response_limit = history_length, response_limit
         self._sample = make_sampler(graphdef, mesh, response_limit, format.end)
         parts = mesh.shape["data"] * mesh.shape["fsdp"]
@@ -101,7 +100,21 @@ class HostRollout:
         self._rows = [parts * size for size in buckets(largest, factor=4, smallest=1)]
         self._widths = buckets(format.prompt_limit, factor=2, smallest=256)
         self._compiled: dict[tuple[int, int], float] = {}  # (rows, width) -> seconds of the first call
+
+    def _open(self, make_env: Callable) -> None:
+        self._players = (
+            WorkerPlayers(make_env, self._workers, self._batch, self._time_limit)
+            if self._workers
+            else LocalPlayers(make_env)
+        )
+        self.task_types, self.tasks, self.max_turns = self._players.about
         self.report: Report | None = None
+
+    def over(self, make_env: Callable) -> HostRollout:
+        """The same rollout over another environment, such as held-out games; what is compiled is shared."""
+        other = copy.copy(self)
+        other._open(make_env)
+        return other
 
     def shapes(self) -> Episodes:
         """Shapes and dtypes of what a call returns."""
@@ -112,7 +125,7 @@ class HostRollout:
 
         Args:
           params: the policy's.
-          tasks: [B], number of each episode's task; the members of a prompt group share one.
+          tasks: [B], number of each episode's task (`tasks.task_numbers`); the members of a prompt group share one.
           keys: a random key for each episode.
           groups: i32[B], prompt groups.
           temperature: of sampling; 0 takes the most likely token.
@@ -206,6 +219,16 @@ class HostRollout:
         goals = [played.now[row].goal if row in played.now else "" for row in range(self._batch)]
         self.report = Report(list(played.texts), goals, scores, played.failures, counts)
         return Episodes(**record)
+
+    def transcript(self, episodes: Episodes, index: int) -> str:
+        """One episode of the latest call as a person would read it."""
+        report, outcome = self.report, "success" if episodes.success[index] else "failure"
+        lines = [f"task: {report.goals[index]} ({report.failures.get(index, outcome)})"]
+        for t in range(int(episodes.mask[index].sum())):
+            ids = episodes.responses[index, t, : int(episodes.response_lengths[index, t])].tolist()
+            invalid = "   (invalid)" if episodes.invalid[index, t] else ""
+            lines += [f"  {report.texts[episodes.states[index, t]]}", f"    > {self._format.text(ids)}{invalid}"]
+        return "\n".join(lines)
 
     def close(self) -> None:
         """Ends the worker processes."""

@@ -14,19 +14,19 @@ def task_keys(stream: str, seed: int, indices: jax.Array) -> jax.Array:
 
     Training and warm start differ by run (`seed`); held-out tasks are evaluated under seed 0 by every run.
     """
-    return jax.vmap(jax.random.fold_in, (None, 0))(stream_key(stream, seed), indices)
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(_ROOT), STREAMS[stream]), seed)
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, indices)
 
 
-def stream_key(stream: str, seed: int) -> jax.Array:
-    """The key of a stream: its task n has `fold_in(stream_key(stream, seed), n)`."""
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(_ROOT), STREAMS[stream]), seed)
+def task_numbers(stream: str, seed: int, indices, count: int | None) -> list[int]:
+    """The same for host rollouts, where a task is a number.
 
-
-def task_numbers(stream: str, seed: int, indices, count: int) -> np.ndarray:
-    """i64[N]: for environments with `count` tasks, the tasks with these numbers (N of them) in a stream.
-
-    A stream goes through all tasks in a random order, then through all again in another.
+    An environment with `count` tasks goes through all of them in a random order, then through all again in another. One
+    that generates its tasks (None) gets the 64 bits of `task_keys`, so that both faces of the household have equal tasks.
     """
+    if count is None:
+        data = np.asarray(jax.random.key_data(task_keys(stream, seed, jax.numpy.asarray(indices))))
+        return [int(high) << 32 | int(low) for high, low in data]
     passes, places = np.divmod(np.asarray(indices), count)
     orders = {n: np.random.default_rng([_ROOT, STREAMS[stream], seed, n]).permutation(count) for n in set(passes.tolist())}
-    return np.array([orders[n][place] for n, place in zip(passes.tolist(), places.tolist(), strict=True)], np.int64)
+    return [int(orders[n][place]) for n, place in zip(passes.tolist(), places.tolist(), strict=True)]

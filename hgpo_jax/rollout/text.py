@@ -142,10 +142,13 @@ class ChatFormat:
                 ids[index] += part
         return ids
 
+    def text(self, ids: Sequence[int]) -> str:
+        """A response as text, special tokens left out."""
+        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
     def parse(self, ids: Sequence[int]) -> tuple[str, bool]:
         """The action in a response, and whether the response is well formed; see `project`."""
-        text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return project(text, self._fallback)
+        return project(self.text(ids), self._fallback)
 
 
 def project(text: str, fallback: int) -> tuple[str, bool]:

@@ -49,5 +49,9 @@ class WordFormat:
         """The action in a response, and whether the response is well formed; without an end token there is no action."""
         if self.end not in ids:
             return "", False
-        ids = list(ids)[: list(ids).index(self.end)][: self._slots["action"]]
-        return " ".join((self._words[i] or BLANK) if i < len(self._words) else f"#{i}" for i in ids), True
+        return self.text(ids[: self._slots["action"]]), True
+
+    def text(self, ids: Sequence[int]) -> str:
+        """A response as text, up to its end."""
+        words = [(self._words[i] or BLANK) if i < len(self._words) else f"#{i}" for i in ids]
+        return " ".join(words[: ids.index(self.end)] if self.end in ids else words)

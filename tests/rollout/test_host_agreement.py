@@ -1,6 +1,5 @@
 """A host rollout and a compiled rollout of the household are the same, from prompts to advantages."""
 
-import functools
 import logging
 
 import jax
@@ -14,7 +13,7 @@ from hgpo_jax.advantages import estimate
 from hgpo_jax.policy import network, shardings
 from hgpo_jax.rollout.compiled import make_rollout
 from hgpo_jax.rollout.host import HostRollout
-from hgpo_jax.rollout.tasks import stream_key, task_keys
+from hgpo_jax.rollout.tasks import task_keys, task_numbers
 from hgpo_jax.rollout.words import WordFormat
 
 GROUPS, MEMBERS = 6, 4
@@ -39,17 +38,18 @@ def compiled(params, spec="data=1", history_length=K, temperature=1.0):
 
 def household():
     """At module level, so that worker processes can be given it."""
-    return HouseholdWords(ENV, stream_key("train", 3))
+    return HouseholdWords(ENV)
 
 
 def host(params, spec="data=1", history_length=K, temperature=1.0, **options):
     mesh = mesh_of(spec)
     rollout = HostRollout(
-        options.pop("make_env", household), WordFormat(ENV, history_length, END, ACT), network(MODEL), mesh, batch=B,
+        household, WordFormat(ENV, history_length, END, ACT), network(MODEL), mesh, batch=B,
         history_length=history_length, response_limit=ENV.action_length + 1, strict=True, **({"chunk": 8} | options),
     )  # fmt: skip
     placed = jax.device_put(params, shardings(MODEL, mesh))
-    episodes = rollout(placed, TASKS, KEYS, np.arange(B) // MEMBERS, temperature)
+    assert rollout.tasks is None
+    episodes = rollout(placed, task_numbers("train", 3, TASKS, None), KEYS, np.arange(B) // MEMBERS, temperature)
     rollout.close()
     return episodes, rollout
 
@@ -123,10 +123,10 @@ def test_the_shapes_are_told_beforehand_and_few(params, caplog):
 
 
 def test_alfworlds_wording_groups_the_states_alike(reference):
-    text = functools.partial(HouseholdText, ENV, stream_key("train", 3))
+    tasks = task_numbers("train", 3, TASKS, None)
     for b in range(0, B, 3):
-        words, sentences = household(), text()
-        shown, told = words.reset(int(TASKS[b])), sentences.reset(int(TASKS[b]))
+        words, sentences = household(), HouseholdText(ENV)
+        shown, told = words.reset(tasks[b]), sentences.reset(tasks[b])
         seen = [(shown[0], told[0])]
         for t in range(int(reference.mask[b].sum())):
             action = WordFormat(ENV, K, END, ACT).parse(reference.responses[b, t].tolist())[0]

@@ -190,10 +190,11 @@ def test_household_tells_one_text_for_one_observation_and_one_command_for_one_ac
     rng = np.random.default_rng(0)
     texts: dict[tuple, str] = {}
     seen_phrases = set()
-    for task in range(40):
-        env = HouseholdText(rules, 5)
+    likely = {"heat": 20, "cool": 20, "clean": 20, "use": 5, "take": 5, "open": 5, "move": 0.5, "go": 1}
+    for task in range(60):
+        env = HouseholdText(rules)
         text, commands = env.reset(task)
-        state, ids = rules.reset(jax.random.fold_in(jax.random.key(5), task))
+        state, ids = rules.reset(jax.random.key(task))
         for _ in range(25):
             key = (int(state.room), *ids.tolist())
             assert texts.setdefault(key, text) == text
@@ -201,9 +202,8 @@ def test_household_tells_one_text_for_one_observation_and_one_command_for_one_ac
             legal, words = (np.asarray(part) for part in admissible(state))
             actions = {tuple(pair) for pair in words[legal].tolist()}
             assert len(commands) == len(actions) == len(env._commands)
-            # Handling things is rarer than walking about.
-            handy = [c for c in commands if c.split()[0] not in ("go", "look", "inventory", "close")]
-            command = rng.choice(handy if handy and rng.random() < 0.7 else commands)
+            chance = np.array([likely.get(command.split()[0], 0.2) for command in commands])
+            command = str(rng.choice(commands, p=chance / chance.sum()))
             action = env._commands[command]
             text, commands, reward, done, info = env.step(command)
             state, ids, expected, ended, invalid = step(state, action)
@@ -214,12 +214,12 @@ def test_household_tells_one_text_for_one_observation_and_one_command_for_one_ac
     for room in range(4):
         told = [text for (r, *_), text in texts.items() if r == room]
         assert len(told) == len(set(told)) > 20
-    assert seen_phrases >= set(world.PHRASES) - {"it_is_closed", "you_see", "you_see_nothing", "from", "in", "using", "hot",
-                                                 "cold", "clean_now", "nothing_happens"}  # fmt: skip
+    within = ("you_see", "you_see_nothing")
+    assert seen_phrases == {phrase for phrase in world.PHRASES if phrase.startswith("you_") and phrase not in within}
 
 
 def test_household_goals_and_inadmissible_actions():
-    env = HouseholdText(household(), 1)
+    env = HouseholdText(household())
     goals = {}
     for task in range(40):
         first = env.reset(task)
@@ -234,8 +234,9 @@ def test_household_goals_and_inadmissible_actions():
 
 
 def test_household_survives_a_trip_to_another_process_and_any_mesh():
-    env = HouseholdText(household(), jax.random.key(7))
+    env = HouseholdText(household())
     copy = pickle.loads(pickle.dumps(env))
     with jax.set_mesh(jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])):
-        assert copy.reset(3) == env.reset(3)
+        assert copy.reset(2**63 + 3) == env.reset(2**63 + 3) != env.reset(3)
+        env.reset(2**63 + 3)
         assert copy.step("look") == env.step("look")
