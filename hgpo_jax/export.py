@@ -82,7 +82,7 @@ def main() -> None:
     args = p.parse_args()
     try:
         export(args.source, args.to, args.dtype, shard_size(args.shard_size))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from None
     size = sum(file.stat().st_size for file in Path(args.to).glob("*.safetensors"))
     print(f"{args.to}: {size / 1e6:,.1f} MB of weights")

@@ -48,7 +48,7 @@ def find(folder: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(folder), allow_patterns=["*.safetensors", "*.json", *TOKENIZER_FILES]))
+        return Path(snapshot_download(str(folder), allow_patterns=["model*.safetensors", "*.json", *TOKENIZER_FILES]))
     except Exception as error:  # its errors come from several libraries: none of them is worth a traceback
         reason = " ".join(str(error).split())
         raise ValueError(f"policy {folder}: no such folder, and the hub does not give it: {reason}") from None

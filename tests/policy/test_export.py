@@ -92,10 +92,11 @@ def test_a_run_is_exported_from_its_policy(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "fragment"),
     [
-        (["FOLDER", "--to", "FULL"], "not empty"),
-        (["FOLDER", "--to", "FULL/file"], "not empty"),
+        (["FOLDER", "--to", "full"], "not empty"),
+        (["FOLDER", "--to", "full/file"], "not empty"),
         (["EMPTY", "--to", "out"], "holds no config.json"),
         (["no-such-folder", "--to", "out"], "no such folder"),
+        (["FOLDER", "--to", "full/file/out"], "full/file"),
         (["FOLDER", "--to", "out", "--shard-size", "5"], "--shard-size 5"),
         (["FOLDER", "--to", "out", "--shard-size", "0GB"], "--shard-size 0GB"),
     ],
@@ -104,7 +105,7 @@ def test_mistakes_are_one_line_and_leave_nothing(words, fragment, tmp_path, monk
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("mine")
     (tmp_path / "empty").mkdir()
-    names = {"FOLDER": str(DATA / "qwen2_tiny"), "FULL": "full", "FULL/file": "full/file", "EMPTY": "empty"}
+    names = {"FOLDER": str(DATA / "qwen2_tiny"), "EMPTY": "empty"}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["export", *(names.get(word, word) for word in words)])
     with pytest.raises(SystemExit) as caught:

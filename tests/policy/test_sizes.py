@@ -1,0 +1,66 @@
+"""The published sizes: as many parameters, the same tensors as transformers has, and a mesh that holds them. No weights."""
+
+import json
+import math
+from pathlib import Path
+
+import jax
+import pytest
+
+from hgpo_jax.mesh import make_mesh
+from hgpo_jax.policy import huggingface, shapes, shardings, weights
+
+CONFIGS = Path(__file__).parents[3] / "shared" / "data" / "qwen2.5" / "configs"
+NAMES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+QWEN2 = {"model_type": "qwen2", "rope_theta": 1e6, "tie_word_embeddings": False}
+QWEN3 = {"model_type": "qwen3", "rope_theta": 1e6, "tie_word_embeddings": False, "head_dim": 128}
+# Sizes from the model cards; parameters as transformers counts them.
+MODELS = {
+    "Qwen2.5-0.5B": (QWEN2 | {"tie_word_embeddings": True}, (151936, 896, 4864, 24, 14, 2), 494_032_768),
+    "Qwen2.5-1.5B": (QWEN2 | {"tie_word_embeddings": True}, (151936, 1536, 8960, 28, 12, 2), 1_543_714_304),
+    "Qwen2.5-7B": (QWEN2, (152064, 3584, 18944, 28, 28, 4), 7_615_616_512),
+    "Qwen2.5-14B": (QWEN2, (152064, 5120, 13824, 48, 40, 8), 14_770_033_664),
+    "Qwen2.5-72B": (QWEN2, (152064, 8192, 29568, 80, 64, 8), 72_706_203_648),
+    "Qwen3-0.6B": (QWEN3 | {"tie_word_embeddings": True}, (151936, 1024, 3072, 28, 16, 8), 596_049_920),
+    "Qwen3-8B": (QWEN3, (151936, 4096, 12288, 36, 32, 8), 8_190_735_360),
+    "Qwen3-32B": (QWEN3, (151936, 5120, 25600, 64, 64, 8), 32_762_123_264),
+}
+
+
+def config_of(name, folder):
+    fields, sizes, _ = MODELS[name]
+    (folder / "config.json").write_text(json.dumps(fields | dict(zip(NAMES, sizes, strict=True))))
+    return huggingface.read_config(folder)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_as_many_parameters_as_published_on_a_mesh_of_eight(name, tmp_path):
+    config = config_of(name, tmp_path)
+    like = shapes(config)
+    assert sum(leaf.size for leaf in jax.tree.leaves(like)) == MODELS[name][2]
+    places = shardings(config, make_mesh("data=2,fsdp=2,tensor=2"))
+    largest = max(math.prod(s.shard_shape(a.shape)) for s, a in zip(*map(jax.tree.leaves, (places, like)), strict=True))
+    matrices = [a.size for a in jax.tree.leaves(like) if a.ndim > 1]
+    assert largest == max(matrices) / 4  # fsdp x tensor cut every matrix
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_tensors_as_transformers(name, tmp_path):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = config_of(name, tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    ours = {t.name: t.shape for t in weights.layout(shapes(config), config.num_hidden_layers)}
+    assert ours == {key: tuple(value.shape) for key, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B"])
+def test_the_published_config_reads_as_the_model_card_says(name, tmp_path):
+    file = CONFIGS / f"{name}-Instruct.config.json"
+    if not file.is_file():
+        pytest.skip("needs shared/data/qwen2.5")
+    expected = config_of(name, tmp_path)
+    (tmp_path / "config.json").write_bytes(file.read_bytes())
+    assert huggingface.read_config(tmp_path) == expected
