@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from hgpo_jax.mesh import make_mesh
-from hgpo_jax.policy import huggingface, shapes, shardings, weights
+from hgpo_jax.policy import ModelConfig, huggingface, shapes, shardings, weights
 
 CONFIGS = Path(__file__).parents[3] / "shared" / "data" / "qwen2.5" / "configs"
 NAMES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -29,8 +29,11 @@ MODELS = {
 
 def config_of(name, folder):
     fields, sizes, _ = MODELS[name]
-    (folder / "config.json").write_text(json.dumps(fields | dict(zip(NAMES, sizes, strict=True))))
-    return huggingface.read_config(folder)
+    fields = fields | dict(zip(NAMES, sizes, strict=True))
+    (folder / "config.json").write_text(json.dumps(fields))
+    config = huggingface.read_config(folder)
+    assert config == ModelConfig(**fields)
+    return config
 
 
 @pytest.mark.parametrize("name", MODELS)
