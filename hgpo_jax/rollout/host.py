@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.players import Failed, LocalPlayers, Seen, WorkerPlayers
-from hgpo_jax.rollout.text import View
+from hgpo_jax.rollout.text import Answer, View
 from hgpo_jax.sampling import Responses, generate
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ class Report:
 
     texts: `texts[states[b, t]]` is the observation before turn t of episode b.
     goals: each episode's task as text.
+    responses: what each episode's policy wrote, turn by turn.
     scores: f32[B], the environment's own score at the end (1 for success where it has none).
     failures: episode -> why it was excluded; its rows in the Episodes are empty.
     counts: sums over the batch, for metrics.
@@ -48,6 +49,7 @@ class Report:
 
     texts: list[str]
     goals: list[str]
+    responses: list[list[str]]
     scores: np.ndarray
     failures: dict[int, str]
     counts: dict[str, int]
@@ -59,6 +61,15 @@ class Report:
         content = dataclasses.asdict(self) | {"scores": self.scores.tolist()}
         partial.write_text(json.dumps(content, indent=1), encoding="utf-8")  # ASCII: lone surrogates survive
         os.replace(partial, path)
+
+    def transcript(self, episodes: Episodes, index: int) -> str:
+        """One episode as a person would read it."""
+        outcome = "success" if episodes.success[index] else "failure"
+        lines = [f"task: {self.goals[index]} ({self.failures.get(index, outcome)})"]
+        for t in range(int(episodes.mask[index].sum())):
+            invalid = "   (invalid)" if episodes.invalid[index, t] else ""
+            lines += [f"  {self.texts[episodes.states[index, t]]}", f"    > {self.responses[index][t]}{invalid}"]
+        return "\n".join(lines)
 
 
 class HostRollout:
@@ -138,9 +149,8 @@ class HostRollout:
             raise ValueError(f"tasks: has {len(tasks)} episodes, the rollout was built for batch={self._batch}")
         record, played = self._empty(), _Played(self._history_length)
         record["groups"][:] = groups
-        answers = list(self._players.run((row, task, ()) for row, task in enumerate(tasks)))
-        for row, answer in answers:
-            played.begin(row, answer)
+        for row, shown in self._players.run((row, task, ()) for row, task in enumerate(tasks)):
+            played.begin(row, shown)
         for turn in range(self.max_turns):
             rows = sorted(row for row, seen in played.now.items() if not seen.done)
             if not rows:
@@ -150,12 +160,12 @@ class HostRollout:
                 requests = []
                 for i, at in enumerate(index):
                     row, prompt, length = rows[at], prompts[at], int(out.lengths[i])
-                    action, well_formed = self._format.parse(out.tokens[i, :length].tolist())
-                    _write(record, row, turn, prompt, out, i, well_formed)
-                    played.count(prompt, out.tokens[i, length - 1] == self._format.end, well_formed)
-                    requests.append((row, tasks[row], played.act(row, action)))
-                for row, answer in self._players.run(requests):
-                    seen = played.see(row, answer)
+                    answer = self._format.parse(out.tokens[i, :length].tolist())
+                    _write(record, row, turn, prompt, out, i, answer.well_formed)
+                    played.count(prompt, out.tokens[i, length - 1] == self._format.end, answer.well_formed)
+                    requests.append((row, tasks[row], played.act(row, answer)))
+                for row, shown in self._players.run(requests):
+                    seen = played.see(row, shown)
                     if seen is None:
                         continue
                     record["states"][row, turn], record["next_states"][row, turn] = played.states[row][-2:]
@@ -217,18 +227,9 @@ class HostRollout:
             "longest_prompt": int(record["prompt_lengths"].max()),
         }
         goals = [played.now[row].goal if row in played.now else "" for row in range(self._batch)]
-        self.report = Report(list(played.texts), goals, scores, played.failures, counts)
+        responses = [played.responses[row] if row in played.now else [] for row in range(self._batch)]
+        self.report = Report(list(played.texts), goals, responses, scores, played.failures, counts)
         return Episodes(**record)
-
-    def transcript(self, episodes: Episodes, index: int) -> str:
-        """One episode of the latest call as a person would read it."""
-        report, outcome = self.report, "success" if episodes.success[index] else "failure"
-        lines = [f"task: {report.goals[index]} ({report.failures.get(index, outcome)})"]
-        for t in range(int(episodes.mask[index].sum())):
-            ids = episodes.responses[index, t, : int(episodes.response_lengths[index, t])].tolist()
-            invalid = "   (invalid)" if episodes.invalid[index, t] else ""
-            lines += [f"  {report.texts[episodes.states[index, t]]}", f"    > {self._format.text(ids)}{invalid}"]
-        return "\n".join(lines)
 
     def close(self) -> None:
         """Ends the worker processes."""
@@ -245,26 +246,27 @@ class _Played:
         self.states: dict[int, list[int]] = {}  # of all observations of an episode
         self._observations: dict[int, list[str]] = {}
         self._actions: dict[int, list[str]] = {}
+        self.responses: dict[int, list[str]] = {}
         self.failures: dict[int, str] = {}
         self.counts = Counter(malformed=0, unfinished=0, pairs_dropped=0, prompts_cut=0)
         self.inadmissible = 0
 
-    def begin(self, row: int, answer: Seen | Failed) -> None:
-        self.states[row], self._observations[row], self._actions[row] = [], [], []
-        self.see(row, answer)
+    def begin(self, row: int, shown: Seen | Failed) -> None:
+        self.states[row], self._observations[row], self._actions[row], self.responses[row] = [], [], [], []
+        self.see(row, shown)
 
-    def see(self, row: int, answer: Seen | Failed) -> Seen | None:
-        """Takes an environment's answer; None if the episode has failed."""
-        if isinstance(answer, Failed):
-            self.failures[row] = answer.reason
+    def see(self, row: int, shown: Seen | Failed) -> Seen | None:
+        """Takes what an environment shows; None if the episode has failed."""
+        if isinstance(shown, Failed):
+            self.failures[row] = shown.reason
             self.now.pop(row, None)
-            log.warning("episode %d is excluded: %s", row, answer.reason)
+            log.warning("episode %d is excluded: %s", row, shown.reason)
             return None
-        self.now[row] = answer
-        self.states[row].append(self.texts.setdefault(answer.observation, len(self.texts)))
-        self._observations[row].append(answer.observation)
-        self.inadmissible += not answer.admissible
-        return answer
+        self.now[row] = shown
+        self.states[row].append(self.texts.setdefault(shown.observation, len(self.texts)))
+        self._observations[row].append(shown.observation)
+        self.inadmissible += not shown.admissible
+        return shown
 
     def view(self, row: int) -> View:
         """What the agent of an episode knows."""
@@ -273,9 +275,10 @@ class _Played:
         history = list(zip(self._observations[row][begin:], actions[begin:], strict=False))
         return View(seen.goal, history, len(actions), seen.observation, seen.commands)
 
-    def act(self, row: int, action: str) -> tuple[str, ...]:
+    def act(self, row: int, answer: Answer) -> tuple[str, ...]:
         """All actions of an episode with this new one."""
-        self._actions[row].append(action)
+        self._actions[row].append(answer.action)
+        self.responses[row].append(answer.text)
         return tuple(self._actions[row])
 
     def count(self, prompt, ended: bool, well_formed: bool) -> None:

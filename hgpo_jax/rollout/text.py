@@ -39,6 +39,14 @@ class Prompt(NamedTuple):
     tokens_cut: int = 0
 
 
+class Answer(NamedTuple):
+    """A response as text, the action in it, and whether it is well formed."""
+
+    text: str
+    action: str
+    well_formed: bool
+
+
 @dataclasses.dataclass(frozen=True)
 class Template:
     """The texts of one environment: a user message for the first turn, one for later turns, an entry of the history."""
@@ -142,13 +150,10 @@ class ChatFormat:
                 ids[index] += part
         return ids
 
-    def text(self, ids: Sequence[int]) -> str:
-        """A response as text, special tokens left out."""
-        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-    def parse(self, ids: Sequence[int]) -> tuple[str, bool]:
-        """The action in a response, and whether the response is well formed; see `project`."""
-        return project(self.text(ids), self._fallback)
+    def parse(self, ids: Sequence[int]) -> Answer:
+        """A response's text without special tokens, and what `project` finds in it."""
+        text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return Answer(text, *project(text, self._fallback))
 
 
 def project(text: str, fallback: int) -> tuple[str, bool]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hgpo_jax.policy.tokenizer import BLANK
-from hgpo_jax.rollout.text import Prompt, View
+from hgpo_jax.rollout.text import Answer, Prompt, View
 
 
 class WordFormat:
@@ -45,13 +45,10 @@ class WordFormat:
         ids = [int(word[1:]) if word[0] == "#" else self._ids[word] for word in text.split()]
         return ids + [0] * (self._slots[part] - len(ids))
 
-    def parse(self, ids: Sequence[int]) -> tuple[str, bool]:
-        """The action in a response, and whether the response is well formed; without an end token there is no action."""
-        if self.end not in ids:
-            return "", False
-        return self.text(ids[: self._slots["action"]]), True
-
-    def text(self, ids: Sequence[int]) -> str:
-        """A response as text, up to its end."""
+    def parse(self, ids: Sequence[int]) -> Answer:
+        """A response's words; the first of them are the action, but without an end token there is none."""
         words = [(self._words[i] or BLANK) if i < len(self._words) else f"#{i}" for i in ids]
-        return " ".join(words[: ids.index(self.end)] if self.end in ids else words)
+        if self.end not in ids:
+            return Answer(" ".join(words), "", False)
+        words = words[: list(ids).index(self.end)]
+        return Answer(" ".join(words), " ".join(words[: self._slots["action"]]), True)

@@ -12,7 +12,7 @@ from hgpo_jax.policy import ModelConfig, initialize, network
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.host import HostRollout, buckets
 from hgpo_jax.rollout.tasks import task_numbers
-from hgpo_jax.rollout.text import Prompt
+from hgpo_jax.rollout.text import Answer, Prompt
 
 MODEL = ModelConfig(
     vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
@@ -42,11 +42,8 @@ class Script:
         long = 400 if view.turn == 3 else 0
         return [1 + ord(character) % 15 for character in text][: 600 - long] + [5] * long
 
-    def text(self, ids):
-        return "-".join(map(str, ids))
-
     def parse(self, ids):
-        return self.actions[sum(ids) % len(self.actions)], ids[0] % 3 > 0
+        return Answer("-".join(map(str, ids)), self.actions[sum(ids) % len(self.actions)], ids[0] % 3 > 0)
 
 
 def play(actions, *, spec="data=1", tasks=TASKS, **options):
@@ -95,7 +92,7 @@ def check(episodes: Episodes, rollout, *, actions, tasks=TASKS, strict=False):
             response = episodes.responses[b, t, :length].tolist()
             assert END not in response[:-1] and (response[-1] == END or length == R)
             assert (episodes.logp[b, t, :length] < 0).all() and not episodes.logp[b, t, length:].any()
-            action, well_formed = script.parse(response)
+            _, action, well_formed = script.parse(response)
             before = observation
             observation, commands, reward, done, info = env.step(action)
             assert episodes.rewards[b, t] == reward
@@ -177,13 +174,13 @@ def test_the_report_and_the_record_on_disk(played, tmp_path):
 def test_a_transcript(played):
     episodes, rollout, script = played
     for b in (0, 5):
-        lines = rollout.transcript(episodes, b).splitlines()
+        lines = rollout.report.transcript(episodes, b).splitlines()
         turns = int(episodes.mask[b].sum())
         assert lines[0] == f"task: from {TASKS[b]} ({'success' if episodes.success[b] else 'failure'})"
         assert lines[1] == f"  at {TASKS[b]}" and len(lines) == 1 + 2 * turns
         for t in range(turns):
             ids = episodes.responses[b, t, : episodes.response_lengths[b, t]].tolist()
-            assert lines[2 + 2 * t] == f"    > {script.text(ids)}{'   (invalid)' if episodes.invalid[b, t] else ''}"
+            assert lines[2 + 2 * t] == f"    > {script.parse(ids).text}{'   (invalid)' if episodes.invalid[b, t] else ''}"
 
 
 class Shorter(Counting):

@@ -129,7 +129,7 @@ def test_alfworlds_wording_groups_the_states_alike(reference):
         shown, told = words.reset(tasks[b]), sentences.reset(tasks[b])
         seen = [(shown[0], told[0])]
         for t in range(int(reference.mask[b].sum())):
-            action = WordFormat(ENV, K, END, ACT).parse(reference.responses[b, t].tolist())[0]
+            action = WordFormat(ENV, K, END, ACT).parse(reference.responses[b, t].tolist()).action
             spoken = told[1][shown[1].index(action)] if action in shown[1] else "do a dance"
             shown, told = words.step(action), sentences.step(spoken)
             assert shown[2:] == told[2:]

@@ -64,7 +64,7 @@ def test_a_tiny_model_plays_a_few_turns(environment, workers):
             if t:
                 assert f"Turn {t}: you read" in prompt and "Turns so far" in prompt
             assert report.texts[episodes.states[b, t]] == observation
-            action = format.parse(episodes.responses[b, t, : episodes.response_lengths[b, t]].tolist())[0]
+            action = format.parse(episodes.responses[b, t, : episodes.response_lengths[b, t]].tolist()).action
             observation, commands, *_ = env.step(action)
     # What was sampled has the probability that the whole network gives it.
     policy = Policy(MODEL, params, tokenizer)

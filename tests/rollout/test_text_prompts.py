@@ -139,7 +139,7 @@ def test_actions_are_taken_as_verl_agent_takes_them(text, action, valid):
 def test_the_end_of_a_malformed_response_by_environment():
     text = "0123456789" * 5
     ids = LOADERS["bytes"]().encode(text)
-    assert {name: chat("bytes", name).parse(ids) for name in FALLBACK} == {
+    assert {name: chat("bytes", name).parse(ids)[1:] for name in FALLBACK} == {
         "alfworld": (text[-30:], False), "household": (text[-30:], False), "webshop": (text[-20:], False),
     }  # fmt: skip
 
@@ -149,9 +149,9 @@ def test_responses_are_read_without_special_tokens_and_to_the_letter(tokenizer):
     format, plain = chat(tokenizer), LOADERS[tokenizer]()
     text = "<think> it 's so , I go .</think> <action>go to desk 1</action>"
     ids = plain.encode(text)
-    assert format.parse([*ids, format.end]) == ("go to desk 1", True)
-    assert format.parse([*ids[:-1], format.end, *ids[-1:], plain.vocab_size + 10_000]) == ("go to desk 1", True)
-    assert format.parse(plain.encode("<action> it 's , so .</action>"))[0] == "it 's , so ."
+    assert format.parse([*ids, format.end]) == (text, "go to desk 1", True)
+    assert format.parse([*ids[:-1], format.end, *ids[-1:], plain.vocab_size + 10_000]) == (text, "go to desk 1", True)
+    assert format.parse(plain.encode("<action> it 's , so .</action>")).action == "it 's , so ."
 
 
 @settings(max_examples=200, deadline=None)
