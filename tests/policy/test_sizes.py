@@ -9,6 +9,7 @@ import pytest
 
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import ModelConfig, huggingface, shapes, shardings, weights
+from hgpo_jax.policy.presets import preset
 
 CONFIGS = Path(__file__).parents[3] / "shared" / "data" / "qwen2.5" / "configs"
 NAMES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -32,7 +33,7 @@ def config_of(name, folder):
     fields = fields | dict(zip(NAMES, sizes, strict=True))
     (folder / "config.json").write_text(json.dumps(fields))
     config = huggingface.read_config(folder)
-    assert config == ModelConfig(**fields)
+    assert config == ModelConfig(**fields) == preset(name)
     return config
 
 
