@@ -92,6 +92,8 @@ class RolloutConfig(Section):
     max_tries: Positive = field(
         4, "rollouts per iteration at most where a method drops prompt groups with equal rewards (dapo)"
     )
+    prompt_limit: int = field(4096, "tokens of the longest prompt of a text environment", ge=16)
+    response_limit: Positive = field(512, "tokens of the longest response in a text environment")
     chunk: Positive = field(
         64, "episodes that one device generates for at a time; finished ones stop costing in steps of this"
     )

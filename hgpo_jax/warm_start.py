@@ -34,8 +34,9 @@ STEPS_PER_CALL = 50  # between looks at the success
 
 # A change to any of these files can change the warm start.
 SOURCES = (
-    "warm_start.py", "learner.py", "policy/qwen2.py", "policy/attention.py", "policy/tokenizer.py", "rollout/prompts.py", "rollout/compiled.py",
-    "rollout/tasks.py", "sampling.py", "../envs/household/env.py", "../envs/household/world.py", "../envs/household/expert.py",
+    "warm_start.py", "learner.py", "sampling.py", "policy/qwen2.py", "policy/attention.py", "policy/tokenizer.py",
+    "rollout/prompts.py", "rollout/compiled.py", "rollout/tasks.py", "../envs/household/env.py", "../envs/household/world.py",
+    "../envs/household/expert.py",
 )  # fmt: skip
 
 

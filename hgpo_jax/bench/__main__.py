@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 from hgpo_jax import cli
-from hgpo_jax.bench import advantages, environments, training
+from hgpo_jax.bench import advantages, environments, plan, training
 
 BENCHES = {
     "advantages": (advantages, "estimators against the dictionary loop of host code"),
     "envs": (environments, "environments: resets and steps per second"),
+    "plan": (plan, "memory on each device, before anything is allocated; the real TPU compiler's count of it"),
     "train": (training, "one iteration of the main job by phase, against the machine's matmul rate"),
 }
 
@@ -27,14 +29,19 @@ def table(rows: list[dict]) -> str:
 
 
 def main() -> None:
-    p = cli.parser("bench", __doc__)
-    commands = p.add_subparsers(dest="bench", metavar="NAME", required=True, parser_class=cli.Parser)
-    for name, (module, meaning) in BENCHES.items():
-        command = commands.add_parser(name, help=meaning, description=module.__doc__, allow_abbrev=False)
-        module.add_arguments(command)
-        command.add_argument("--json", metavar="FILE", help="also write the rows to this file")
-    args = p.parse_args()
-    rows = BENCHES[args.bench][0].run(args)
+    # One parser for each benchmark, because argparse allows `field=value` between options in a parser without commands only.
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name not in BENCHES:
+        known = "\n".join(f"  {name:12s} {meaning}" for name, (_, meaning) in BENCHES.items())
+        p = cli.parser("bench", f"{__doc__}\n\nNAME is one of\n{known}")
+        p.add_argument("name", metavar="NAME", choices=BENCHES)
+        p.parse_args()
+    module, _ = BENCHES[name]
+    p = cli.parser(f"bench {name}", module.__doc__)
+    module.add_arguments(p)
+    p.add_argument("--json", metavar="FILE", help="also write the rows to this file")
+    args = p.parse_intermixed_args(sys.argv[2:])
+    rows = module.run(args)
     print(table(rows))
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")

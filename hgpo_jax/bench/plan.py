@@ -1,0 +1,203 @@
+"""Memory of a run on each device before anything is allocated, by arithmetic and by the real compiler.
+
+    python -m hgpo_jax.bench plan policy=Qwen/Qwen2.5-1.5B-Instruct --mesh fsdp=2 --chip h100-80g
+    python -m hgpo_jax.bench plan policy=Qwen/Qwen2.5-1.5B-Instruct --mesh fsdp=8 --compile v5e:2x4      needs .[tpu], no TPU
+
+`--compile` hands sampler and update to the TPU compiler with abstract weights, and reports its own count of memory and the
+collectives in the compiled programs, by kind and bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from envs.household import Household
+from hgpo_jax import cli, memory
+from hgpo_jax.config import Config, ConfigError
+from hgpo_jax.learner import Rows, aggregation, make_optimizer, make_policy_loss, make_update
+from hgpo_jax.mesh import AXES, make_mesh, parse_mesh
+from hgpo_jax.methods import METHODS
+from hgpo_jax.policy import ModelConfig, huggingface, network, shapes, shardings
+from hgpo_jax.policy.presets import preset
+from hgpo_jax.policy.tokenizer import vocabulary_size
+from hgpo_jax.rollout.host import make_sampler
+from hgpo_jax.rollout.prompts import prompt_length
+
+TOPOLOGIES = {"v4": "tpu-v4", "v5e": "tpu-v5e", "v5p": "tpu-v5p", "v6e": "tpu-v6e"}
+ELEMENT = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "pred": 1, "s8": 1, "u8": 1}
+
+COLLECTIVES = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    cli.add_config_arguments(parser)
+    parser.add_argument("--chip", choices=sorted(memory.CHIPS), help="device whose memory the plan must fit")
+    parser.add_argument("--compile", metavar="TOPOLOGY", help="TPU topology to compile for, as in v5e:2x4 or v5p:2x2x2")
+
+
+def work_of(config: Config, mesh) -> memory.Work:
+    """The shapes of a configuration's iteration, without weights or tokenizer."""
+    settings, env = config.rollout, config.env
+    batch = settings.prompt_groups * settings.group_size
+    if config.policy.source:
+        model = preset(config.policy.source) or huggingface.read_config(huggingface.find(config.policy.source))
+        prompt, response = settings.prompt_limit, settings.response_limit
+    else:
+        house = Household(**env.model_dump(exclude={"name"}))
+        model = ModelConfig(vocab_size=vocabulary_size(house.words), **config.policy.sizes)
+        prompt, response = prompt_length(house, settings.history_length), house.action_length + 1
+    return memory.Work(
+        model=model, prompt=prompt, response=response, steps=batch * env.max_turns,
+        sampled=min(settings.chunk, -(-batch // mesh.shape["data"])),
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> list[dict]:
+    """Rows of name, value (GiB) and limit_share (of the chip's memory)."""
+    config = cli.load_config(args)
+    if args.compile:
+        mesh, chip = _tpu_mesh(args.compile, config.mesh)
+    else:
+        mesh, chip = _abstract_mesh(config.mesh), args.chip
+    limit = memory.CHIPS[chip] if chip else None
+    try:
+        work = work_of(config, mesh)
+        planned = memory.plan(config, mesh, work)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+    def row(name, size, shared=False):
+        share = size / limit if limit and shared else None
+        return {"name": name, "value": size / memory.GiB, "unit": "GiB", "limit_share": share, "ratio": None}
+
+    rows = [row(f"{phase}: {name}", size) for phase, parts in planned.items() for name, size in parts.items() if size]
+    rows.append(row("peak on each device, planned", memory.peak(planned), shared=True))
+    worst = memory.peak(planned)
+    if args.compile:
+        always = sum(planned["always"].values())
+        for name, lower, beside in programs(config, mesh, work):
+            compiled = lower().compile()
+            # What the program itself is given counts as its arguments; what else lives meanwhile comes on top.
+            size = compiled_bytes(compiled) + beside(always)
+            worst = max(worst, size)
+            rows.append(row(f"{name}, compiled for {args.compile}", size, shared=True))
+            for kind, total in sorted(collectives(compiled.as_text()).items()):
+                rows.append(row(f"{name}: {kind}", total))
+    if limit and worst > memory.USABLE * limit:
+        print(memory.table(planned))
+        raise ConfigError(
+            f"mesh={config.mesh}: {worst / memory.GiB:.1f} GiB on each device, a {chip} has {limit / memory.GiB:.0f}; "
+            "take more devices for fsdp or tensor, a smaller learner.microbatch_size or rollout.chunk, or learner.remat=true"
+        )
+    return rows
+
+
+def compiled_bytes(compiled) -> int:
+    """Bytes on each device that a compiled program needs at its peak, by the compiler's own analysis."""
+    m = compiled.memory_analysis()
+    return m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
+
+
+def collectives(text: str) -> dict[str, int]:
+    """Bytes that a compiled program's collectives give to each device, by kind; those in loops are counted once."""
+    totals: Counter = Counter()
+    for shape, kind in re.findall(rf"= (.*?) ({COLLECTIVES})(?:-start)?\(", text):
+        for element, sizes in re.findall(r"(\w+)\[([\d,]*)\]", shape):
+            totals[kind] += ELEMENT.get(element, 4) * math.prod(int(n) for n in sizes.split(",") if n)
+    return dict(totals)
+
+
+def _sizes(spec: str, devices: int | None) -> dict[str, int]:
+    if devices is None:
+        if spec == "auto" or "-1" in spec:
+            raise ConfigError(f"mesh={spec}: say the sizes, as in --mesh data=1,fsdp=8: there are no devices to count here")
+        devices = math.prod(int(n) for n in re.findall(r"=\s*(\d+)", spec))
+    try:
+        return parse_mesh(spec, devices)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _abstract_mesh(spec: str) -> AbstractMesh:
+    sizes = _sizes(spec, None)
+    return AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _tpu_mesh(topology: str, spec: str):
+    """(mesh over the devices of a TPU topology, the chip's name)."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    jax.config.update("jax_platforms", "cpu")
+    from jax.experimental import topologies
+
+    if topology.partition(":")[0] not in TOPOLOGIES:
+        raise ConfigError(f"--compile {topology}: expected one of {', '.join(TOPOLOGIES)} and its shape, as in v5e:2x4")
+    try:
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    except Exception as error:  # the plug-in is absent, or does not know the shape; its errors come from C++
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"--compile {topology}: no TPU compiler for it (pip install -e '.[tpu]'): {reason}") from None
+    _sizes(spec, len(devices))
+    return make_mesh(spec, devices), TOPOLOGIES[topology.partition(":")[0]]
+
+
+def programs(config: Config, mesh, work: memory.Work):
+    """(name, function that lowers it, bytes that live beside it given those that live always) of sampler and update."""
+    model, learner, policy = work.model, config.learner, config.policy
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    array = lambda shape, dtype=jnp.int32: jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)  # noqa: E731
+    places = shardings(model, mesh)
+    placed = lambda dtype: jax.tree.map(  # noqa: E731
+        lambda a, where: jax.ShapeDtypeStruct(a.shape, dtype, sharding=where), shapes(model), places
+    )
+    params, compute = placed(policy.dtype), placed(policy.compute_dtype)
+    by_name = {jax.tree_util.keystr(path): where for path, where in jax.tree_util.tree_leaves_with_path(places)}
+
+    def like_parameters(path, a):
+        name = jax.tree_util.keystr(path)
+        where = next((where for suffix, where in by_name.items() if name.endswith(suffix)), everywhere)
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where)
+
+    def sampler():
+        rows = work.sampled * mesh.shape["data"]
+        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
+        sample = make_sampler(network(model), mesh, work.response, 0)
+        scalar, row = array(()), array((rows,))
+        with jax.set_mesh(mesh):
+            return sample.lower(
+                compute, array((rows, work.prompt)), row, jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=everywhere),
+                row, scalar, array((), jnp.float32),
+            )  # fmt: skip
+
+    def update():
+        optimizer, method = make_optimizer(learner), METHODS[config.method]
+        loss = make_policy_loss(network(model), learner, method, config.rollout.temperature)
+        step = make_update(
+            loss, optimizer, mesh, minibatch_size=learner.minibatch_size, microbatch_size=learner.microbatch_size,
+            per_token=aggregation(learner, method) == "token-mean", compute_dtype=policy.compute_dtype,
+        )  # fmt: skip
+        N, P, R = work.steps, work.prompt, work.response
+        rows = Rows(
+            prompts=array((N, P)), prompt_lengths=array((N,)), responses=array((N, R)), response_lengths=array((N,)),
+            old_logp=array((N, R), jnp.float32), advantages=array((N,), jnp.float32),
+        )  # fmt: skip
+        opt_state = jax.tree_util.tree_map_with_path(like_parameters, jax.eval_shape(optimizer.init, params))
+        with jax.set_mesh(mesh):
+            return jax.jit(step, donate_argnums=(0, 1)).lower(
+                params, opt_state, compute, rows, array((N,)), array(()), array((), jnp.float32)
+            )
+
+    # The sampler sees one copy of the weights; parameters, optimizer and reference wait beside it.
+    copies = policy.dtype == policy.compute_dtype
+    size = sum(
+        math.prod(where.shard_shape(a.shape)) * a.dtype.itemsize
+        for a, where in zip(jax.tree.leaves(params), jax.tree.leaves(places), strict=True)
+    )
+    return [("sampler", sampler, lambda always: always - (size if copies else 0)), ("update", update, lambda always: 0)]

@@ -1,0 +1,137 @@
+"""What a run needs on each device, by arithmetic: parameters, gradients, optimizer, reference policy, cache, activations.
+
+The sizes follow from the layouts of `policy.shardings` and from what `learner.make_update` and `sampling.generate` keep;
+tests hold the sums against XLA's own analysis of the compiled programs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+
+import jax
+import jax.numpy as jnp
+
+from hgpo_jax.config import Config
+from hgpo_jax.learner import MAX_LOGITS
+from hgpo_jax.methods import METHODS
+from hgpo_jax.policy import ModelConfig, shapes, shardings
+from hgpo_jax.policy.attention import MAX_SCORES
+
+GiB = 2**30
+# Memory of one device (vendors' data sheets).
+CHIPS = {
+    "a100-40g": 40 * GiB, "a100-80g": 80 * GiB, "h100-80g": 80 * GiB, "h200-141g": 141 * GiB, "l40s-48g": 48 * GiB,
+    "tpu-v4": 32 * GiB, "tpu-v5e": 16 * GiB, "tpu-v5p": 95 * GiB, "tpu-v6e": 32 * GiB,
+}  # fmt: skip
+USABLE = 0.92  # the rest goes to the runtime, collectives and fragments
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """The shapes of one iteration.
+
+    model: the policy's sizes. prompt, response: slots. steps: rows that an iteration records. sampled: rows that one index
+    of the `data` axis generates for at a time.
+    """
+
+    model: ModelConfig
+    prompt: int
+    response: int
+    steps: int
+    sampled: int
+
+
+def plan(config: Config, mesh, work: Work) -> dict[str, dict[str, int]]:
+    """Bytes on each device: {"always": {...}, "sampling": {...}, "update": {...}}, each by what it is for.
+
+    `always` lives through the whole iteration; sampling and update come one after the other.
+    """
+    model, policy, learner = work.model, config.policy, config.learner
+    size, compute = jnp.dtype(policy.dtype).itemsize, jnp.dtype(policy.compute_dtype).itemsize
+    fsdp, tensor = mesh.shape["fsdp"], mesh.shape["tensor"]
+    whole, parts = shapes(model), shardings(model, mesh)
+    elements = sum(
+        math.prod(where.shard_shape(a.shape))
+        for a, where in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True)
+    )
+    copy = 0 if compute == size else elements * compute
+    networks = 2 if METHODS[config.method].critic else 1
+    S, L, D = work.prompt + work.response, model.num_hidden_layers, model.hidden_size
+    N, K, H = model.num_attention_heads, model.num_key_value_heads, model.head_dim
+    heads, kv = N / tensor, K / (tensor if K % tensor == 0 else 1)
+    inner, vocabulary = model.intermediate_size / tensor, model.vocab_size / tensor
+
+    def block(rows, queries):
+        """What one block computes for rows of S slots: attention scores in float32, projections, the feed-forward."""
+        scores = min(N * queries * S * rows * fsdp, max(MAX_SCORES, N * S * rows * fsdp)) / fsdp / tensor
+        return int(3 * scores * 4 + rows * S * (2 * heads * H + 2 * kv * H + 3 * inner + 4 * D) * compute)
+
+    def logits(rows, width):
+        """Float32 logits of so many slots, with their exponentials and gradient."""
+        whole = rows * fsdp * width * model.vocab_size
+        return int(3 * 4 * min(whole, max(MAX_LOGITS, rows * fsdp * model.vocab_size)) / fsdp / tensor)
+
+    rows = -(-learner.microbatch_size // fsdp)
+    layers_kept = L - 1 if learner.remat else 0
+    activations = layers_kept * rows * S * D * compute + block(rows, S) * (1 if learner.remat else L)
+    sampled = -(-work.sampled // fsdp)
+    # What fsdp splits is gathered where it works. Of the layers one at a time; of the embedding, which begins and ends the
+    # network, XLA holds the lookup's and the head's copy of each policy, and while it sums, the gradients of both.
+    one = model.vocab_size * D / tensor * compute * (fsdp > 1)
+    gathered = int(one * (7 if learner.kl_weight else 5))
+    # Decoding visits every layer for every token, so XLA gathers them all before its loop.
+    decoded = elements * fsdp * compute * (fsdp > 1)
+    prompts = sampled * work.prompt
+    read = prompts * 2 * D * compute + max(
+        2 * 4 * min(prompts * N * work.prompt * fsdp, max(MAX_SCORES, N * prompts * fsdp)) / fsdp / tensor,
+        prompts * inner * compute,
+    )
+    return {
+        "always": {
+            "parameters": networks * elements * size,
+            "optimizer": networks * 2 * elements * size,
+            "reference policy": elements * compute if learner.kl_weight else 0,
+            "episodes": work.steps * (work.prompt + 2 * work.response + 8) * 4,
+        },
+        "sampling": {
+            "compute copy": copy,
+            "key-value cache": int(sampled * S * L * 2 * kv * H * compute),
+            "prompts' keys and values": int(prompts * (L - 1) * 2 * kv * H * compute),
+            "activations": int(read),
+            "logits": int(3 * 4 * sampled * vocabulary),
+            "gathered weights": int(one + decoded),
+        },
+        "update": {
+            "compute copy": copy,
+            "gradients": elements * (size + compute),
+            "activations": activations,
+            "logits": logits(rows, work.response),
+            "gathered weights": gathered,
+        },
+    }
+
+
+def of_device(device) -> int | None:
+    """Bytes that a device can hold; devices that are cores of a CPU share the machine's. None where nobody knows."""
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    if device.platform == "cpu" and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // jax.local_device_count()
+    return None
+
+
+def peak(bytes_by_phase: dict[str, dict[str, int]]) -> int:
+    """The most that a device holds at once."""
+    total = {phase: sum(parts.values()) for phase, parts in bytes_by_phase.items()}
+    return total["always"] + max(total["sampling"], total["update"])
+
+
+def table(bytes_by_phase: dict[str, dict[str, int]]) -> str:
+    """The plan as lines of text."""
+    lines = []
+    for phase, parts in bytes_by_phase.items():
+        lines += [f"  {phase:9s} {name:24s} {size / GiB:9.3f} GiB" for name, size in parts.items() if size]
+    return "\n".join([*lines, f"  peak on each device                {peak(bytes_by_phase) / GiB:9.3f} GiB"])

@@ -1,0 +1,78 @@
+"""The memory plan against XLA's own analysis of the compiled programs, on small models."""
+
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from hgpo_jax import memory
+from hgpo_jax.bench import plan
+from hgpo_jax.config import load
+from hgpo_jax.mesh import make_mesh
+from hgpo_jax.policy import ModelConfig, shapes
+from hgpo_jax.policy.presets import preset
+
+SIZES = {
+    "vocab_size": 8192, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+UNTIED = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 3, "tie_word_embeddings": False}
+
+
+# mesh, devices, micro-batch, rows sampled, prompt, response, remat, changes of the model
+CASES = [
+    ("data=1", 1, 4, 16, 192, 64, True, {}),
+    pytest.param("data=1", 1, 8, 32, 448, 64, True, {}, marks=pytest.mark.slow),
+    pytest.param("data=1", 1, 4, 16, 192, 64, False, {}, marks=pytest.mark.slow),
+    pytest.param("data=2", 2, 2, 16, 100, 28, False, UNTIED, marks=pytest.mark.slow),
+    pytest.param("fsdp=2", 2, 4, 16, 192, 64, True, {}, marks=pytest.mark.slow),
+    pytest.param("fsdp=4,tensor=2", 8, 4, 16, 192, 64, True, {}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("spec", "devices", "micro", "sampled", "prompt", "response", "remat", "changes"), CASES)
+def test_the_plan_is_within_15_percent_of_xla(spec, devices, micro, sampled, prompt, response, remat, changes):
+    mesh = make_mesh(spec, jax.devices()[:devices])
+    config = load(None, [f"learner.microbatch_size={micro}", f"learner.remat={str(remat).lower()}", f"mesh={spec}"])
+    work = memory.Work(ModelConfig(**SIZES | changes), prompt, response, steps=64, sampled=sampled)
+    planned = memory.plan(config, mesh, work)
+    always = sum(planned["always"].values())
+    for name, lower, beside in plan.programs(config, mesh, work):
+        measured = plan.compiled_bytes(lower().compile()) + beside(always)
+        expected = always + sum(planned["sampling" if name == "sampler" else "update"].values())
+        assert abs(expected / measured - 1) < 0.15, (name, expected, measured)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("Qwen/Qwen2.5-0.5B", 0.49), ("Qwen/Qwen2.5-1.5B-Instruct", 1.54), ("Qwen/Qwen2.5-7B-Instruct", 7.61),
+     ("Qwen/Qwen2.5-72B", 72.7), ("Qwen/Qwen3-4B", 4.0), ("Qwen/Qwen3-8B", 8.2)],
+)  # fmt: skip
+def test_presets_have_the_published_number_of_parameters(name, billions):
+    count = sum(a.size for a in jax.tree.leaves(shapes(preset(name))))
+    assert count / 1e9 == pytest.approx(billions, rel=0.01)
+    assert preset("Qwen/Qwen2.5-1.5B-Instruct-extra") is None
+
+
+def bench(*arguments):
+    command = [sys.executable, "-m", "hgpo_jax.bench", "plan", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_command_prints_the_plan_and_refuses_what_does_not_fit():
+    big = ["policy=Qwen/Qwen2.5-7B-Instruct", "policy.compute_dtype=bfloat16", "learner.remat=true", "warm_start=none"]
+    fits = bench(*big, "--mesh", "fsdp=8", "--chip", "h100-80g", "learner.microbatch_size=8")
+    assert fits.returncode == 0, fits.stderr
+    assert re.search(r"peak on each device, planned \| [\d.]+ \| GiB \| \d+% \|", fits.stdout)
+    refused = bench(*big, "--mesh", "fsdp=1", "--chip", "tpu-v5e")
+    assert refused.returncode == 2
+    assert len(refused.stderr.strip().splitlines()) == 1
+    assert "mesh=fsdp=1" in refused.stderr
+    assert "tpu-v5e has 16" in refused.stderr
+    assert "parameters" in refused.stdout  # the plan that says why
+    assert bench(*big, "--mesh", "auto").returncode == 2
+    odd = bench(*big, "--mesh", "tensor=3")
+    assert odd.returncode == 2
+    assert "divide" in odd.stderr
