@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from envs.household import Household
+from hgpo_jax import memory
 from hgpo_jax.config import Config, ConfigError
 from hgpo_jax.learner import cast
 from hgpo_jax.mesh import make_mesh
@@ -101,6 +102,21 @@ def prepare_devices(config: Config) -> Mesh:
     return mesh
 
 
+def check_memory(config: Config, mesh: Mesh) -> None:
+    """Raises ConfigError, after printing the plan, where the devices cannot hold what the run needs."""
+    try:
+        planned = memory.plan(config, mesh, memory.work_of(config, mesh))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    limit, needed = memory.of_device(mesh.devices.flat[0]), memory.peak(planned)
+    if limit and needed > memory.USABLE * limit:
+        print(memory.table(planned))
+        raise ConfigError(
+            f"mesh={config.mesh}: {needed / memory.GiB:.1f} GiB on each device, which hold {limit / memory.GiB:.1f}; take "
+            "more devices for fsdp or tensor, a smaller learner.microbatch_size or rollout.chunk, or learner.remat=true"
+        )
+
+
 def make_policy(config: Config, env: Household, mesh: Mesh) -> Policy:
     """The configured policy: given weights, or fresh ones for the environment's words. Raises ConfigError."""
     settings = config.policy
@@ -138,6 +154,7 @@ def build(config: Config) -> Job:
         env = Household(**config.env.model_dump(exclude={"name"}))
     except ValueError as error:
         raise ConfigError(f"env.{error}") from None
+    check_memory(config, mesh)
     policy = make_policy(config, env, mesh)
     tokenizer = policy.tokenizer
     rollout = make_rollout(

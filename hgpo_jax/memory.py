@@ -13,11 +13,15 @@ import os
 import jax
 import jax.numpy as jnp
 
+from envs.household import Household
 from hgpo_jax.config import Config
 from hgpo_jax.learner import MAX_LOGITS
 from hgpo_jax.methods import METHODS
-from hgpo_jax.policy import ModelConfig, shapes, shardings
+from hgpo_jax.policy import ModelConfig, huggingface, shapes, shardings
 from hgpo_jax.policy.attention import MAX_SCORES
+from hgpo_jax.policy.presets import preset
+from hgpo_jax.policy.tokenizer import vocabulary_size
+from hgpo_jax.rollout.prompts import prompt_length
 
 GiB = 2**30
 # Memory of one device (vendors' data sheets).
@@ -111,6 +115,27 @@ def plan(config: Config, mesh, work: Work) -> dict[str, dict[str, int]]:
             "gathered weights": gathered,
         },
     }
+
+
+def work_of(config: Config, mesh) -> Work:
+    """The shapes of a configuration's iteration, without weights or tokenizer. Raises ValueError for sizes that cannot be."""
+    settings, env = config.rollout, config.env
+    batch = settings.prompt_groups * settings.group_size
+    house = Household(**env.model_dump(exclude={"name"}))
+    prompt, response = prompt_length(house, settings.history_length), house.action_length + 1
+    if published := preset(config.policy.source):
+        model, prompt, response = published, settings.prompt_limit, settings.response_limit
+    elif config.policy.source:
+        model = huggingface.read_config(huggingface.find(config.policy.source))
+    else:
+        try:
+            model = ModelConfig(vocab_size=vocabulary_size(house.words), **config.policy.sizes)
+        except ValueError as error:
+            raise ValueError(f"policy.{error}") from None
+    return Work(
+        model=model, prompt=prompt, response=response, steps=batch * env.max_turns,
+        sampled=min(settings.chunk, -(-batch // mesh.shape["data"])),
+    )  # fmt: skip
 
 
 def of_device(device) -> int | None:

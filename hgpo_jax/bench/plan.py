@@ -19,17 +19,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from envs.household import Household
 from hgpo_jax import cli, memory
 from hgpo_jax.config import Config, ConfigError
 from hgpo_jax.learner import Rows, aggregation, make_optimizer, make_policy_loss, make_update
 from hgpo_jax.mesh import AXES, make_mesh, parse_mesh
 from hgpo_jax.methods import METHODS
-from hgpo_jax.policy import ModelConfig, huggingface, network, shapes, shardings
-from hgpo_jax.policy.presets import preset
-from hgpo_jax.policy.tokenizer import vocabulary_size
+from hgpo_jax.policy import network, shapes, shardings
 from hgpo_jax.rollout.host import make_sampler
-from hgpo_jax.rollout.prompts import prompt_length
 
 TOPOLOGIES = {"v4": "tpu-v4", "v5e": "tpu-v5e", "v5p": "tpu-v5p", "v6e": "tpu-v6e"}
 ELEMENT = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "pred": 1, "s8": 1, "u8": 1}
@@ -43,23 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compile", metavar="TOPOLOGY", help="TPU topology to compile for, as in v5e:2x4 or v5p:2x2x2")
 
 
-def work_of(config: Config, mesh) -> memory.Work:
-    """The shapes of a configuration's iteration, without weights or tokenizer."""
-    settings, env = config.rollout, config.env
-    batch = settings.prompt_groups * settings.group_size
-    if config.policy.source:
-        model = preset(config.policy.source) or huggingface.read_config(huggingface.find(config.policy.source))
-        prompt, response = settings.prompt_limit, settings.response_limit
-    else:
-        house = Household(**env.model_dump(exclude={"name"}))
-        model = ModelConfig(vocab_size=vocabulary_size(house.words), **config.policy.sizes)
-        prompt, response = prompt_length(house, settings.history_length), house.action_length + 1
-    return memory.Work(
-        model=model, prompt=prompt, response=response, steps=batch * env.max_turns,
-        sampled=min(settings.chunk, -(-batch // mesh.shape["data"])),
-    )  # fmt: skip
-
-
 def run(args: argparse.Namespace) -> list[dict]:
     """Rows of name, value (GiB) and limit_share (of the chip's memory)."""
     config = cli.load_config(args)
@@ -69,7 +48,7 @@ def run(args: argparse.Namespace) -> list[dict]:
         mesh, chip = _abstract_mesh(config.mesh), args.chip
     limit = memory.CHIPS[chip] if chip else None
     try:
-        work = work_of(config, mesh)
+        work = memory.work_of(config, mesh)
         planned = memory.plan(config, mesh, work)
     except ValueError as error:
         raise ConfigError(str(error)) from None
