@@ -15,6 +15,7 @@ import yaml
 from pydantic import Field
 
 from hgpo_jax.methods import METHODS
+from hgpo_jax.policy.qwen2 import LINEARS
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -78,6 +79,16 @@ class PolicyConfig(Section):
     def sizes(self) -> dict:
         """The fields of a fresh policy's ModelConfig."""
         return self.model_dump(exclude={"source", "dtype", "compute_dtype"})
+
+
+class LoraFields(Section):
+    """Low-rank adapters beside given weights, which then stay as they are and serve as the reference policy."""
+
+    rank: int = field(0, "rank of the adapters; 0: train the weights themselves", ge=0)
+    alpha: float = field(32.0, "the adapters' product is scaled by alpha / rank", gt=0)
+    targets: tuple[
+        Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], ...
+    ] = field(LINEARS, "which matrices of every block get an adapter")
 
 
 class RolloutConfig(Section):
@@ -211,6 +222,7 @@ class Config(Section):
     cache_dir: str = field("runs/cache", "folder of warm starts and compiled programs, shared by runs")
     env: EnvConfig = EnvConfig()
     policy: PolicyConfig = PolicyConfig()
+    lora: LoraFields = LoraFields()
     rollout: RolloutConfig = RolloutConfig()
     cloning: CloningConfig = CloningConfig()
     advantage: AdvantageConfig = AdvantageConfig()

@@ -18,7 +18,6 @@ from hgpo_jax import cli
 from hgpo_jax import config as configuration
 from hgpo_jax.config import ConfigError
 from hgpo_jax.job import Job, build
-from hgpo_jax.policy import load_policy
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.tasks import task_keys
 
@@ -34,7 +33,7 @@ def wilson(successes: int, n: int) -> tuple[float, float]:
 
 def play_held_out(job: Job, params, temperature: float) -> Episodes:
     """Episodes on the first `evaluation.episodes` held-out tasks, one each, as NumPy arrays."""
-    wanted, parts, params = job.config.evaluation.episodes, [], job.compute_copy(params)
+    wanted, parts, params = job.config.evaluation.episodes, [], job.plain(params)
     for first in range(0, wanted, job.batch):
         index = first + jnp.arange(job.batch, dtype=jnp.int32)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), index)
@@ -111,12 +110,10 @@ def main() -> None:
     folder = Path(args.run)
     if not (folder / "config.yaml").is_file() or not (folder / "policy").is_dir():
         raise ConfigError(f"{folder}: not the folder of a run that has ended; it needs config.yaml and policy/")
-    job = build(configuration.load(str(folder / "config.yaml"), args.overrides))
-    try:
-        params = load_policy(folder / "policy", job.mesh, job.config.policy.dtype).params
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    result, _ = evaluate(job, params, folder)
+    # The saved policy has its adapters merged.
+    saved = [f"policy={folder / 'policy'}", "warm_start=none", "lora.rank=0"]
+    job = build(configuration.load(str(folder / "config.yaml"), [*args.overrides, *saved]))
+    result, _ = evaluate(job, job.policy.params, folder)
     print(report(result))
 
 

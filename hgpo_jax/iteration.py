@@ -18,13 +18,12 @@ from hgpo_jax.rollout.episodes import Episodes
 
 
 def collect(job: Job, params, iteration: int) -> tuple[Episodes, dict]:
-    """The episodes to learn from, and metrics of all that were played for them.
+    """The episodes to learn from, played with `Job.playing` parameters, and metrics of all that were played for them.
 
     With dynamic sampling, rollouts are repeated on further tasks, `rollout.max_tries` at most, until there are as many
     prompt groups with different rewards as an iteration learns from; places left over hold no steps.
     """
     settings, gamma = job.config.rollout, job.config.advantage.gamma
-    params = job.compute_copy(params)
     if not job.method.dynamic_sampling:
         episodes = job.rollout(params, *job.episode_inputs(iteration))
         return episodes, _played([jax.device_get(_totals(episodes, gamma))], job.batch)
@@ -44,7 +43,7 @@ def collect(job: Job, params, iteration: int) -> tuple[Episodes, dict]:
 @functools.partial(jax.jit, static_argnums=3)
 def _keep_informative(kept: Episodes, filled, episodes: Episodes, group_size: int) -> tuple[Episodes, jax.Array]:
     """Puts the prompt groups of `episodes` with different rewards behind the `filled` ones of `kept`, as far as they fit."""
-    useful = advantages.informative(episodes.rewards, episodes.mask, episodes.groups)[::group_size]
+    useful = advantages.informative(episodes.rewards, episodes.mask, episodes.groups).reshape(-1, group_size).any(1)
     slot = jnp.where(useful, filled + jnp.cumsum(useful) - 1, len(useful))
     rows = (slot[:, None] * group_size + jnp.arange(group_size)).ravel()
     merged = jax.tree.map(lambda old, new: old.at[rows].set(new, mode="drop"), kept, episodes)
@@ -90,7 +89,8 @@ def make_learn(job: Job):
     """Builds the training half of an iteration.
 
     Returns: (`learn(state, reference, episodes, key, lr_share) -> (state, metrics)`, jitted, with the state donated;
-    `init(params) -> state`). The state holds `params` and `opt_state`, and with a critic `critic`, the same of it.
+    `init(params) -> state` from the weights that training starts with). The state holds `params`, the weights or, with
+    LoRA, the adapters; `opt_state`; and with a critic `critic`, the same two of it.
     """
     config, method = job.config, job.method
     settings = config.learner
@@ -100,7 +100,7 @@ def make_learn(job: Job):
         "compute_dtype": config.policy.compute_dtype,
     }
     optimizer = make_optimizer(settings)
-    loss = make_policy_loss(job.policy.graphdef, settings, method, config.rollout.temperature)
+    loss = make_policy_loss(job.adapted, settings, method, config.rollout.temperature)
     per_token = aggregation(settings, method) == "token-mean"
     update = make_update(loss, optimizer, job.mesh, **sizes, per_token=per_token)
     if method.critic:
@@ -113,7 +113,9 @@ def make_learn(job: Job):
     hierarchy = estimator_options(config, "eb_gae")
 
     def init(params) -> dict:
-        state = {"params": params, "opt_state": _place(job, optimizer.init, params)}
+        # The update donates its parameters, and the reference policy must outlive them.
+        trained = job.fresh_adapters() if job.adapted.lora else jax.tree.map(jnp.copy, params)
+        state = {"params": trained, "opt_state": _place(job, optimizer.init, trained)}
         if method.critic:
             critic = _place(job, initialize_critic, params)
             state["critic"] = {"params": critic, "opt_state": _place(job, critic_optimizer.init, critic)}
@@ -172,7 +174,7 @@ def _place(job: Job, create, params):
     """`create(params)`, with every array that stands for one of the policy's placed like it, the others everywhere."""
     places = {
         jax.tree_util.keystr(path): where
-        for path, where in jax.tree_util.tree_leaves_with_path(shardings(job.policy.config, job.mesh))
+        for path, where in jax.tree_util.tree_leaves_with_path(shardings(job.adapted, job.mesh))
     }
     everywhere = NamedSharding(job.mesh, PartitionSpec())
 

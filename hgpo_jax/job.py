@@ -17,8 +17,8 @@ from hgpo_jax.config import Config, ConfigError
 from hgpo_jax.learner import cast
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.methods import METHODS, Method
-from hgpo_jax.policy import ModelConfig, Policy, initialize, load_policy
-from hgpo_jax.policy.tokenizer import ACT, vocabulary_size, word_tokenizer
+from hgpo_jax.policy import LoraConfig, ModelConfig, Policy, initialize, load_policy, lora, network
+from hgpo_jax.policy.tokenizer import ACT, word_tokenizer
 from hgpo_jax.rollout.compiled import make_rollout
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.tasks import task_keys
@@ -26,12 +26,17 @@ from hgpo_jax.rollout.tasks import task_keys
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Everything built once. `policy.params` are freshly initialized; training keeps its own."""
+    """Everything built once.
+
+    policy: the weights to start from, freshly initialized unless they are given; training keeps its own.
+    adapted: the sizes of the network that plays and learns, with the adapters that LoRA puts beside the policy's weights.
+    """
 
     config: Config
     mesh: Mesh
     env: Household
     policy: Policy
+    adapted: ModelConfig
     rollout: Callable  # (params, task_keys, keys, groups, temperature) -> Episodes
 
     @property
@@ -39,10 +44,27 @@ class Job:
         """Episodes per rollout."""
         return self.config.rollout.prompt_groups * self.config.rollout.group_size
 
+    def fresh_adapters(self) -> dict:
+        """Adapters that change nothing yet."""
+        return lora.initialize(self.adapted, self.config.seed, self.mesh)
+
+    def playing(self, trained, reference):
+        """What `rollout` takes: the trained weights, or with LoRA the reference policy's with the trained adapters."""
+        return self.compute_copy(lora.bind(reference, trained) if self.adapted.lora else trained)
+
+    def merged(self, trained, reference):
+        """The weights of a policy without adapters that plays the same."""
+        return lora.merge(self.adapted, reference, trained) if self.adapted.lora else trained
+
+    def plain(self, params):
+        """What `rollout` takes to play weights without adapters."""
+        return self.playing(self.fresh_adapters() if self.adapted.lora else params, params)
+
     def compute_copy(self, params):
         """The parameters in the type that samples and that the loss sees; the same ones where that is theirs already."""
         dtype = self.config.policy.compute_dtype
-        return params if dtype == self.config.policy.dtype else jax.jit(cast, static_argnums=1)(params, dtype)
+        same = all(a.dtype == dtype for a in jax.tree.leaves(params))
+        return params if same else jax.jit(cast, static_argnums=1)(params, dtype)
 
     @property
     def method(self) -> Method:
@@ -62,7 +84,7 @@ class Job:
 
     def abstract_episodes(self) -> Episodes:
         """The shapes of one iteration's episodes, nothing computed."""
-        return jax.eval_shape(self.rollout, self.policy.params, *self.episode_inputs(0))
+        return jax.eval_shape(lambda params: self.rollout(self.plain(params), *self.episode_inputs(0)), self.policy.params)
 
     def key(self, iteration: int, purpose: int):
         """The random key of an iteration for one purpose (0 sampling, 1 shuffling)."""
@@ -102,10 +124,11 @@ def prepare_devices(config: Config) -> Mesh:
     return mesh
 
 
-def check_memory(config: Config, mesh: Mesh) -> None:
-    """Raises ConfigError, after printing the plan, where the devices cannot hold what the run needs."""
+def check_memory(config: Config, mesh: Mesh) -> ModelConfig:
+    """The policy's sizes. Raises ConfigError where they cannot be or, after printing the plan, are more than devices hold."""
     try:
-        planned = memory.plan(config, mesh, memory.work_of(config, mesh))
+        work = memory.work_of(config, mesh)
+        planned = memory.plan(config, mesh, work)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     limit, needed = memory.of_device(mesh.devices.flat[0]), memory.peak(planned)
@@ -115,22 +138,15 @@ def check_memory(config: Config, mesh: Mesh) -> None:
             f"mesh={config.mesh}: {needed / memory.GiB:.1f} GiB on each device, which hold {limit / memory.GiB:.1f}; take "
             "more devices for fsdp or tensor, a smaller learner.microbatch_size or rollout.chunk, or learner.remat=true"
         )
+    return work.model
 
 
-def make_policy(config: Config, env: Household, mesh: Mesh) -> Policy:
+def make_policy(config: Config, model: ModelConfig, env: Household, mesh: Mesh) -> Policy:
     """The configured policy: given weights, or fresh ones for the environment's words. Raises ConfigError."""
     settings = config.policy
     words = word_tokenizer(env.words)
     if not settings.source:
-        try:
-            model = ModelConfig(vocab_size=vocabulary_size(env.words), **settings.sizes)
-        except ValueError as error:
-            raise ConfigError(f"policy.{error}") from None
-        try:
-            params = initialize(model, config.seed, mesh)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        return Policy(model, cast(params, settings.dtype), words)
+        return Policy(model, cast(initialize(model, config.seed, mesh), settings.dtype), words)
     if config.warm_start == "cloning":
         raise ConfigError("warm_start=cloning: makes weights from nothing; give warm_start=none where policy= gives them")
     try:
@@ -154,11 +170,17 @@ def build(config: Config) -> Job:
         env = Household(**config.env.model_dump(exclude={"name"}))
     except ValueError as error:
         raise ConfigError(f"env.{error}") from None
-    check_memory(config, mesh)
-    policy = make_policy(config, env, mesh)
+    policy = make_policy(config, check_memory(config, mesh), env, mesh)
     tokenizer = policy.tokenizer
+    adapted = policy.config
+    if config.lora.rank:
+        if config.warm_start == "cloning":
+            raise ConfigError(
+                f"lora.rank={config.lora.rank}: adapters go beside given weights; give warm_start=none and policy="
+            )
+        adapted = dataclasses.replace(adapted, lora=LoraConfig(**config.lora.model_dump()))
     rollout = make_rollout(
-        env, policy.graphdef, mesh, history_length=config.rollout.history_length, chunk=config.rollout.chunk,
+        env, network(adapted), mesh, history_length=config.rollout.history_length, chunk=config.rollout.chunk,
         end=tokenizer.eos_token_id, act=tokenizer.convert_tokens_to_ids(ACT),
     )  # fmt: skip
-    return Job(config=config, mesh=mesh, env=env, policy=policy, rollout=rollout)
+    return Job(config=config, mesh=mesh, env=env, policy=policy, adapted=adapted, rollout=rollout)

@@ -7,6 +7,7 @@ speed. Trip counts are dynamic, shapes are static: one compilation serves every 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import chex
@@ -20,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from hgpo_jax import objective
 from hgpo_jax.config import LearnerConfig, OptimizerConfig
 from hgpo_jax.methods import Method
+from hgpo_jax.policy import ModelConfig, lora, network
 from hgpo_jax.sampling import pick
 
 MAX_LOGITS = 2**26  # 256 MB in float32
@@ -84,8 +86,12 @@ def aggregation(config: LearnerConfig, method: Method) -> str:
     return "seq-mean-token-mean" if method.loss == "gspo" else config.aggregate
 
 
-def make_policy_loss(graphdef, config: LearnerConfig, method: Method, temperature: float):
-    """The method's loss + KL to the reference policy - entropy bonus, as numerators: `loss(params, reference, rows)`."""
+def make_policy_loss(model: ModelConfig, config: LearnerConfig, method: Method, temperature: float):
+    """The method's loss + KL to the reference policy - entropy bonus, as numerators: `loss(params, reference, rows)`.
+
+    With `model.lora`, params are adapters, and reference the weights that they are bound to.
+    """
+    graphdef, plain = network(model), network(dataclasses.replace(model, lora=None))
     aggregate = aggregation(config, method)
     clips = {
         "clip_low": method.clip_low if config.clip_low is None else config.clip_low,
@@ -101,11 +107,13 @@ def make_policy_loss(graphdef, config: LearnerConfig, method: Method, temperatur
 
     def loss(params, reference, rows: Rows):
         mask = response_mask(rows)
+        if model.lora:
+            params = lora.bind(reference, params)
         logp, entropy = token_logprobs(nnx.merge(graphdef, params), rows, temperature=temperature, remat=config.remat)
         _, stats = surrogate(logp, rows, mask)
         total = stats["loss"][0]
         if config.kl_weight:
-            reference_logp, _ = token_logprobs(nnx.merge(graphdef, reference), rows, temperature=temperature)
+            reference_logp, _ = token_logprobs(nnx.merge(plain, reference), rows, temperature=temperature)
             _, kl = objective.kl_loss(
                 logp, jax.lax.stop_gradient(reference_logp), mask, kind=config.kl_kind, aggregate=aggregate
             )

@@ -17,7 +17,7 @@ from envs.household import Household
 from hgpo_jax.config import Config
 from hgpo_jax.learner import MAX_LOGITS
 from hgpo_jax.methods import METHODS
-from hgpo_jax.policy import ModelConfig, huggingface, shapes, shardings
+from hgpo_jax.policy import LoraConfig, ModelConfig, huggingface, shapes, shardings
 from hgpo_jax.policy.attention import MAX_SCORES
 from hgpo_jax.policy.presets import preset
 from hgpo_jax.policy.tokenizer import vocabulary_size
@@ -62,6 +62,12 @@ def plan(config: Config, mesh, work: Work) -> dict[str, dict[str, int]]:
     )
     copy = 0 if compute == size else elements * compute
     networks = 2 if METHODS[config.method].critic else 1
+    reference = elements * compute if learner.kl_weight else 0
+    trained = elements
+    if config.lora.rank:  # the reference is what the adapters are bound to
+        adapted = dataclasses.replace(model, lora=LoraConfig(**config.lora.model_dump()))
+        trained = sum(a.size for a in jax.tree.leaves(shapes(adapted))) - sum(a.size for a in jax.tree.leaves(whole))
+        reference, copy, size = elements * compute, 0, 4
     S, L, D = work.prompt + work.response, model.num_hidden_layers, model.hidden_size
     N, K, H = model.num_attention_heads, model.num_key_value_heads, model.head_dim
     heads, kv = N / tensor, K / (tensor if K % tensor == 0 else 1)
@@ -94,9 +100,9 @@ def plan(config: Config, mesh, work: Work) -> dict[str, dict[str, int]]:
     )
     return {
         "always": {
-            "parameters": networks * elements * size,
-            "optimizer": networks * 2 * elements * size,
-            "reference policy": elements * compute if learner.kl_weight else 0,
+            "parameters": networks * trained * size,
+            "optimizer": networks * 2 * trained * size,
+            "reference policy": reference,
             "episodes": work.steps * (work.prompt + 2 * work.response + 8) * 4,
         },
         "sampling": {
@@ -109,7 +115,7 @@ def plan(config: Config, mesh, work: Work) -> dict[str, dict[str, int]]:
         },
         "update": {
             "compute copy": copy,
-            "gradients": elements * (size + compute),
+            "gradients": trained * (size + compute),
             "activations": activations,
             "logits": logits(rows, work.response),
             "gathered weights": gathered,

@@ -5,7 +5,8 @@
     python -m hgpo_jax.train method=gigpo seed=1 learner.lr=1e-3
 
 Writes a run folder: config.yaml (resolved), metrics.jsonl, tensorboard/, curves.png, checkpoints/, episodes/, start/ and
-policy/ (Hugging Face folders of the policy before and after), evaluation.json and transcripts.txt.
+policy/ (Hugging Face folders of the policy before and after), adapter/ (with LoRA, for peft), evaluation.json and
+transcripts.txt.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from hgpo_jax.evaluate import evaluate, report, transcript
 from hgpo_jax.iteration import collect, make_learn
 from hgpo_jax.job import Job, build
 from hgpo_jax.metrics import MetricsWriter, plot_curves
-from hgpo_jax.policy import Policy, load_policy
+from hgpo_jax.policy import Policy, load_policy, lora
 from hgpo_jax.warm_start import warm_start
 
 # Fields that may differ when a run goes on: they do not change what is learned.
@@ -108,28 +109,27 @@ def compile_ahead(job: Job, learn, state):
     The rollout's first call then finds it in the compilation cache.
     """
     with jax.set_mesh(job.mesh):  # a mesh is only set for the thread that set it
-        params = job.policy.params
-        job.rollout.lower(job.compute_copy(params), *job.episode_inputs(0)).compile()
+        reference = job.compute_copy(job.policy.params)
+        job.rollout.lower(job.playing(state["params"], reference), *job.episode_inputs(0)).compile()
         whole = NamedSharding(job.mesh, PartitionSpec())
         abstract = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole)  # noqa: E731
         episodes = jax.tree.map(abstract, job.abstract_episodes())
-        return learn.lower(state, job.compute_copy(params), episodes, job.key(0, 1), jnp.float32(0)).compile()
+        return learn.lower(state, reference, episodes, job.key(0, 1), jnp.float32(0)).compile()
 
 
 def train(job: Job, folder: Path, resuming: bool) -> dict:
-    """Runs the job in its folder; returns the final parameters."""
+    """Runs the job in its folder; returns the final parameters, adapters merged."""
     config = job.config
     learn, init = make_learn(job)
     compiling = ThreadPoolExecutor(1).submit(compile_ahead, job, learn, init(job.policy.params))
     checkpoints = Checkpoints(folder / "checkpoints", config.log.keep_checkpoints)
     done = checkpoints.latest() if resuming else None
-    if (folder / "start" / "model.safetensors").is_file():
+    if (folder / "start" / "config.json").is_file():
         reference = load_policy(folder / "start", job.mesh, config.policy.dtype).params
     else:
         reference = warm_start(job) if config.warm_start == "cloning" else job.policy.params
         Policy(job.policy.config, reference, job.policy.tokenizer).save(folder / "start")
-    # The update donates its parameters, and the reference must outlive them.
-    state = init(jax.tree.map(lambda a: a.copy(), reference))
+    state = init(reference)
     reference = job.compute_copy(reference)
     if done:
         state = checkpoints.restore(done, state)
@@ -142,7 +142,7 @@ def train(job: Job, folder: Path, resuming: bool) -> dict:
     printed = 0.0
     for iteration in range(first, config.iterations):
         began = time.perf_counter()
-        episodes, played = collect(job, state["params"], iteration)
+        episodes, played = collect(job, job.playing(state["params"], reference), iteration)
         sampled = time.perf_counter()
         lr_share = 1 - (1 - config.learner.final_lr) * iteration / config.iterations
         key, share = job.key(iteration, 1), jnp.float32(lr_share)
@@ -172,7 +172,9 @@ def train(job: Job, folder: Path, resuming: bool) -> dict:
     bar.close()
     writer.close()
     checkpoints.close()
-    return state["params"]
+    if job.adapted.lora:
+        lora.save(folder / "adapter", job.adapted, state["params"], base=config.policy.source)
+    return job.merged(state["params"], reference)
 
 
 def main() -> None:

@@ -85,7 +85,7 @@ def adamw(lr, eps=EPSILON):
 @functools.cache
 def compiled(spec, microbatch):
     mesh, optimizer = mesh_of(spec), adamw(CONFIG.lr)
-    loss = make_policy_loss(network(MODEL), CONFIG, METHODS["hgpo"], TEMPERATURE)
+    loss = make_policy_loss(MODEL, CONFIG, METHODS["hgpo"], TEMPERATURE)
     update = make_update(loss, optimizer, mesh, minibatch_size=MINIBATCH, microbatch_size=microbatch)
     return mesh, jax.jit(optimizer.init), jax.jit(update)
 

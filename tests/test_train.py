@@ -288,3 +288,22 @@ def test_another_mesh_learns_the_same(tiny_train, run):
     for row, wanted in zip(rows_of(folder), rows_of(run), strict=True):
         assert row["steps"] == wanted["steps"]
         assert row["entropy"] == pytest.approx(wanted["entropy"], abs=1e-3)
+
+
+@pytest.mark.slow
+def test_adapters_beside_given_weights(tiny_train, cloned):
+    """Only the adapters are trained and resumed; what is saved plays the same without them."""
+    lora = (*CLONED, f"policy={cloned / 'policy'}", "warm_start=none", "lora.rank=2", "iterations=4")
+    whole = tiny_train("lora", *lora)
+    assert weights(whole / "start") == weights(cloned / "policy")
+    assert weights(whole / "policy") != weights(cloned / "policy")
+    assert (whole / "adapter" / "adapter_model.safetensors").is_file()
+    rows = rows_of(whole)
+    assert max(row["logp_difference"] for row in rows) < 1e-4
+    assert rows[-1]["kl"] > 1e-4  # the reference stays the given weights
+    command("-m", "hgpo_jax.evaluate", whole, cwd=whole.parent)
+    saved = json.loads((whole / "evaluation.json").read_text())
+    halves = tiny_train("lora-halves", *lora, "iterations=2")
+    tiny_train("lora-halves", *lora, "--resume", "auto")
+    assert_same_run(halves, whole)
+    assert json.loads((halves / "evaluation.json").read_text()) == saved  # adapters merged or not

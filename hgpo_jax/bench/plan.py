@@ -157,7 +157,7 @@ def programs(config: Config, mesh, work: memory.Work):
 
     def update():
         optimizer, method = make_optimizer(learner), METHODS[config.method]
-        loss = make_policy_loss(network(model), learner, method, config.rollout.temperature)
+        loss = make_policy_loss(model, learner, method, config.rollout.temperature)
         step = make_update(
             loss, optimizer, mesh, minibatch_size=learner.minibatch_size, microbatch_size=learner.microbatch_size,
             per_token=aggregation(learner, method) == "token-mean", compute_dtype=policy.compute_dtype,
