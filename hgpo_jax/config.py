@@ -24,6 +24,9 @@ Share = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 
 
+SHORT = {"policy": "policy.source", "data": "env.data"}  # overrides with a name of their own
+
+
 class ConfigError(ValueError):
     """A user's mistake in one line: the field, the value and the mend."""
 
@@ -37,18 +40,24 @@ def field(default, meaning, **limits):
 
 
 class EnvConfig(Section):
-    """The environment. `household` is embedded and compiled together with the policy."""
+    """The environment: embedded and compiled with the policy (household), or text programs on the host (the others)."""
 
-    name: Literal["household"] = field("household", "which environment")
+    name: Literal["household", "household_text", "alfworld", "webshop"] = field("household", "which environment")
     tasks: tuple[Literal["place", "two", "look", "clean", "heat", "cool"], ...] = field(
-        ("place",), "task types to draw from"
+        ("place",), "household: task types to draw from"
     )
     rooms: tuple[Literal["kitchen", "bathroom", "bedroom", "livingroom"], ...] = field(
-        ("kitchen",), "rooms to draw from"
+        ("kitchen",), "household: rooms to draw from"
     )
-    places: int = field(6, "receptacles per room", ge=6, le=12)
-    things: int = field(4, "things per room", ge=2, le=8)
+    places: int = field(6, "household: receptacles per room", ge=6, le=12)
+    things: int = field(4, "household: things per room", ge=2, le=8)
     max_turns: int = field(20, "actions after which an episode ends", ge=1, le=1000)
+    data: str = field("", "folder of ALFWorld's (default: ALFWORLD_DATA) or WebShop's files; data=FOLDER is short for it")
+    split: Literal["train", "valid_train"] = field("train", "alfworld: games to train on")
+    held_out: Literal["valid_seen", "valid_unseen"] = field("valid_seen", "alfworld: games to evaluate on")
+    strict: bool = field(False, "text: an inadmissible action is invalid, beside a malformed response")
+    workers: int = field(0, "text: processes that play the environments; 0 plays them in this one", ge=0, le=256)
+    time_limit: float = field(60.0, "text: seconds after which an environment in a worker counts as hung", gt=0)
 
 
 class PolicyConfig(Section):
@@ -56,6 +65,9 @@ class PolicyConfig(Section):
 
     source: str = field(
         "", "Hugging Face folder or hub id such as Qwen/Qwen2.5-1.5B-Instruct; empty: fresh weights of the sizes below"
+    )
+    tokenizer: str = field(
+        "", "text: folder or hub id of the tokenizer for fresh weights; default: the source's own"
     )
     dtype: Literal["float32", "bfloat16"] = field("float32", "type of the weights that are trained")
     compute_dtype: Literal["float32", "bfloat16"] = field(
@@ -78,7 +90,7 @@ class PolicyConfig(Section):
     @property
     def sizes(self) -> dict:
         """The fields of a fresh policy's ModelConfig."""
-        return self.model_dump(exclude={"source", "dtype", "compute_dtype"})
+        return self.model_dump(exclude={"source", "tokenizer", "dtype", "compute_dtype"})
 
 
 class LoraFields(Section):
@@ -288,7 +300,7 @@ def load(path: str | None = None, overrides: list[str] | tuple[str, ...] = ()) -
     known = fields()
     for override in overrides:
         name, equals, text = override.partition("=")
-        name = "policy.source" if name == "policy" else name
+        name = SHORT.get(name, name)
         if not equals:
             raise ConfigError(f"{override!r}: an override is written field=value, as in learner.lr=3e-4")
         if name not in known:

@@ -13,13 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from envs.household import TASKS
 from hgpo_jax import cli
 from hgpo_jax import config as configuration
 from hgpo_jax.config import ConfigError
 from hgpo_jax.job import Job, build
 from hgpo_jax.rollout.episodes import Episodes
-from hgpo_jax.rollout.tasks import task_keys
 
 
 def wilson(successes: int, n: int) -> tuple[float, float]:
@@ -31,24 +29,39 @@ def wilson(successes: int, n: int) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def play_held_out(job: Job, params, temperature: float) -> Episodes:
-    """Episodes on the first `evaluation.episodes` held-out tasks, one each, as NumPy arrays."""
-    wanted, parts, params = job.config.evaluation.episodes, [], job.plain(params)
+SHOWN = 3  # episodes written out as transcripts
+
+
+def play_held_out(job: Job, params, temperature: float) -> tuple[Episodes, np.ndarray | None, list[str]]:
+    """One episode on each of the first `evaluation.episodes` held-out tasks, or on all where there are fewer.
+
+    Returns: (Episodes of NumPy arrays, the environment's own scores f32[B] if it has any, the first transcripts).
+    """
+    stage, params = job.stage, job.plain(params)
+    wanted = min(job.config.evaluation.episodes, stage.held_out_tasks or job.config.evaluation.episodes)
+    parts, scores, shown = [], [], []
     for first in range(0, wanted, job.batch):
         index = first + jnp.arange(job.batch, dtype=jnp.int32)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), index)
-        parts.append(job.rollout(params, task_keys("held_out", 0, index), keys, index, temperature))
-    parts = jax.device_get(parts)
-    return jax.tree.map(lambda *arrays: np.concatenate(arrays)[:wanted], *parts)
+        part = stage.held_out(params, stage.tasks("held_out", 0, index), keys, index, temperature)
+        # The longest dimensions are not looked at again, and a whole evaluation's would fill the memory of a large one.
+        parts.append(jax.device_get(part).replace(prompts=None, logp=None))
+        scores.append(stage.scores(held_out=True))
+        if not shown:
+            shown = [stage.transcript(jax.device_get(part), i) for i in range(min(SHOWN, wanted))]
+    episodes = jax.tree.map(lambda *arrays: np.concatenate(arrays)[:wanted], *parts)
+    return episodes, None if scores[0] is None else np.concatenate(scores)[:wanted], shown
 
 
-def summarize(episodes: Episodes) -> dict:
-    """What one evaluation says, as plain numbers."""
-    n, wins = len(episodes.success), int(episodes.success.sum())
-    steps = int(episodes.mask.sum())
-    names = list(TASKS)
+def summarize(episodes: Episodes, task_types: tuple[str, ...], scores: np.ndarray | None = None) -> dict:
+    """What one evaluation says, as plain numbers. Episodes that their environment failed have no turns and do not count."""
+    played = episodes.mask[:, 0]
+    n, wins, steps = int(played.sum()), int(episodes.success.sum()), int(episodes.mask.sum())
+    if not n:
+        raise RuntimeError("evaluation: the environment failed in every episode")
     by_task = {
-        names[task]: float(episodes.success[episodes.task == task].mean()) for task in np.unique(episodes.task).tolist()
+        task_types[task]: float(episodes.success[played & (episodes.task == task)].mean())
+        for task in np.unique(episodes.task[played]).tolist()
     }
     return {
         "success": wins / n,
@@ -56,22 +69,25 @@ def summarize(episodes: Episodes) -> dict:
         "by_task": by_task,
         "turns": steps / n,
         "invalid": float((episodes.invalid & episodes.mask).sum() / steps),
-    }
+    } | ({} if scores is None else {"score": float(scores[played].mean())})
 
 
-def evaluate(job: Job, params, folder: Path) -> tuple[dict, Episodes]:
-    """Evaluates and writes folder/evaluation.json; returns its content and the sampled episodes."""
-    sampled = play_held_out(job, params, job.config.evaluation.temperature)
-    modes = {"sampled": summarize(sampled), "greedy": summarize(play_held_out(job, params, 0.0))}
+def evaluate(job: Job, params, folder: Path) -> tuple[dict, list[str]]:
+    """Evaluates and writes folder/evaluation.json; returns its content and the first sampled transcripts."""
+    settings, modes, shown = job.config.evaluation, {}, []
+    for mode, temperature in (("sampled", settings.temperature), ("greedy", 0.0)):
+        episodes, scores, transcripts = play_held_out(job, params, temperature)
+        modes[mode] = summarize(episodes, job.stage.task_types, scores)
+        shown = shown or transcripts
     result = {
-        "episodes": job.config.evaluation.episodes,
-        "temperature": job.config.evaluation.temperature,
+        "episodes": len(episodes.success),
+        "temperature": settings.temperature,
         **{name: {mode: modes[mode][name] for mode in modes} for name in modes["sampled"]},
     }
     partial = folder / "evaluation.partial"
     partial.write_text(json.dumps(result, indent=2) + "\n")
     partial.replace(folder / "evaluation.json")
-    return result, sampled
+    return result, shown
 
 
 def report(result: dict) -> str:
@@ -86,17 +102,6 @@ def report(result: dict) -> str:
             f"held-out {mode:7s} {result['success'][mode]:6.1%} of {result['episodes']} tasks "
             f"(95 % interval {low:.1%} to {high:.1%}), {result['turns'][mode]:.1f} turns{tasks}"
         )
-    return "\n".join(lines)
-
-
-def transcript(job: Job, episodes: Episodes, index: int) -> str:
-    """One episode as a person would read it."""
-    text = lambda ids: job.env.decode([i for i in np.asarray(ids) if i < len(job.env.words)])  # noqa: E731
-    outcome = "success" if episodes.success[index] else "failure"
-    lines = [f"task: {text(episodes.prompts[index, 0][: job.env.goal_length])} ({outcome})"]
-    for t in range(int(episodes.mask[index].sum())):
-        invalid = "   (invalid)" if episodes.invalid[index, t] else ""
-        lines.append(f"  {text(episodes.observations[index, t])}\n    > {text(episodes.responses[index, t])}{invalid}")
     return "\n".join(lines)
 
 

@@ -25,11 +25,11 @@ def collect(job: Job, params, iteration: int) -> tuple[Episodes, dict]:
     """
     settings, gamma = job.config.rollout, job.config.advantage.gamma
     if not job.method.dynamic_sampling:
-        episodes = job.rollout(params, *job.episode_inputs(iteration))
-        return episodes, _played([jax.device_get(_totals(episodes, gamma))], job.batch)
+        episodes = job.stage.rollout(params, *job.episode_inputs(iteration))
+        return episodes, _played([jax.device_get(_totals(episodes, gamma))]) | job.stage.counts()
     kept, totals = None, []
     for attempt in range(settings.max_tries):
-        episodes = job.rollout(params, *job.episode_inputs(iteration, attempt))
+        episodes = job.stage.rollout(params, *job.episode_inputs(iteration, attempt))
         if kept is None:
             kept = jax.tree.map(jnp.zeros_like, episodes).replace(groups=episodes.groups)
             filled = jnp.int32(0)
@@ -37,7 +37,7 @@ def collect(job: Job, params, iteration: int) -> tuple[Episodes, dict]:
         totals.append(jax.device_get(_totals(episodes, gamma)))
         if filled >= settings.prompt_groups:
             break
-    return kept, _played(totals, job.batch) | {"rollouts": len(totals), "kept_groups": int(filled)}
+    return kept, _played(totals) | {"rollouts": len(totals), "kept_groups": int(filled)}
 
 
 @functools.partial(jax.jit, static_argnums=3)
@@ -54,6 +54,7 @@ def _keep_informative(kept: Episodes, filled, episodes: Episodes, group_size: in
 def _totals(e: Episodes, gamma) -> dict:
     """Sums over a rollout's episodes."""
     return {
+        "episodes": e.mask[:, 0].sum(),  # one that its environment failed has no turns
         "success": e.success.sum(),
         "return": (e.rewards * gamma ** jnp.arange(e.rewards.shape[1])).sum(),
         "steps": e.mask.sum(),
@@ -62,15 +63,15 @@ def _totals(e: Episodes, gamma) -> dict:
     }
 
 
-def _played(totals: list[dict], batch: int) -> dict:
-    """Metrics of one or more rollouts of `batch` episodes each."""
+def _played(totals: list[dict]) -> dict:
+    """Metrics of one or more rollouts."""
     total = {name: float(sum(part[name] for part in totals)) for name in totals[0]}
-    episodes = batch * len(totals)
+    episodes = max(total["episodes"], 1)
     return {
         "success": total["success"] / episodes,
         "return": total["return"] / episodes,
         "turns": total["steps"] / episodes,
-        "invalid": total["invalid"] / total["steps"],
+        "invalid": total["invalid"] / max(total["steps"], 1),
         "steps": total["steps"],
         "tokens": total["tokens"],
     }

@@ -1,27 +1,24 @@
-"""From a configuration to the things that a command works with: mesh, environment, policy and compiled rollout."""
+"""From a configuration to the things that a command works with: mesh, policy and environment."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from envs.household import Household
 from hgpo_jax import memory
 from hgpo_jax.config import Config, ConfigError
+from hgpo_jax.environments import COMPILED, CompiledStage, TextStage, household, make_environments
 from hgpo_jax.learner import cast
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.methods import METHODS, Method
-from hgpo_jax.policy import LoraConfig, ModelConfig, Policy, initialize, load_policy, lora, network
-from hgpo_jax.policy.tokenizer import ACT, word_tokenizer
-from hgpo_jax.rollout.compiled import make_rollout
+from hgpo_jax.policy import LoraConfig, ModelConfig, Policy, initialize, load_policy, lora
+from hgpo_jax.policy.tokenizer import load_tokenizer, word_tokenizer
 from hgpo_jax.rollout.episodes import Episodes
-from hgpo_jax.rollout.tasks import task_keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +31,9 @@ class Job:
 
     config: Config
     mesh: Mesh
-    env: Household
     policy: Policy
     adapted: ModelConfig
-    rollout: Callable  # (params, task_keys, keys, groups, temperature) -> Episodes
+    stage: CompiledStage | TextStage
 
     @property
     def batch(self) -> int:
@@ -49,7 +45,7 @@ class Job:
         return lora.initialize(self.adapted, self.config.seed, self.mesh)
 
     def playing(self, trained, reference):
-        """What `rollout` takes: the trained weights, or with LoRA the reference policy's with the trained adapters."""
+        """What a rollout takes: the trained weights, or with LoRA the reference policy's with the trained adapters."""
         return self.compute_copy(lora.bind(reference, trained) if self.adapted.lora else trained)
 
     def merged(self, trained, reference):
@@ -57,7 +53,7 @@ class Job:
         return lora.merge(self.adapted, reference, trained) if self.adapted.lora else trained
 
     def plain(self, params):
-        """What `rollout` takes to play weights without adapters."""
+        """What a rollout takes to play weights without adapters."""
         return self.playing(self.fresh_adapters() if self.adapted.lora else params, params)
 
     def compute_copy(self, params):
@@ -72,19 +68,19 @@ class Job:
         return METHODS[self.config.method]
 
     def episode_inputs(self, iteration: int, attempt: int = 0) -> tuple:
-        """What `rollout` takes beside the parameters for one training iteration.
+        """What a rollout takes beside the parameters for one training iteration.
 
         Equal for equal seed, iteration and attempt; further attempts (dynamic sampling) get tasks of their own.
         """
         settings = self.config.rollout
         groups = jnp.arange(self.batch, dtype=jnp.int32) // settings.group_size
         number = iteration * settings.max_tries + attempt if self.method.dynamic_sampling else iteration
-        tasks = task_keys("train", self.config.seed, number * settings.prompt_groups + groups)
+        tasks = self.stage.tasks("train", self.config.seed, number * settings.prompt_groups + groups)
         return tasks, jax.random.split(self.key(number, 0), self.batch), groups, settings.temperature
 
     def abstract_episodes(self) -> Episodes:
         """The shapes of one iteration's episodes, nothing computed."""
-        return jax.eval_shape(lambda params: self.rollout(self.plain(params), *self.episode_inputs(0)), self.policy.params)
+        return self.stage.shapes(jax.eval_shape(self.plain, self.policy.params), self.episode_inputs(0))
 
     def key(self, iteration: int, purpose: int):
         """The random key of an iteration for one purpose (0 sampling, 1 shuffling)."""
@@ -141,22 +137,25 @@ def check_memory(config: Config, mesh: Mesh) -> ModelConfig:
     return work.model
 
 
-def make_policy(config: Config, model: ModelConfig, env: Household, mesh: Mesh) -> Policy:
-    """The configured policy: given weights, or fresh ones for the environment's words. Raises ConfigError."""
+def make_policy(config: Config, model: ModelConfig, mesh: Mesh) -> Policy:
+    """The configured policy: given weights, or fresh ones for the environment's words or a tokenizer. Raises ConfigError."""
     settings = config.policy
-    words = word_tokenizer(env.words)
+    words = word_tokenizer(household(config).words) if config.env.name == COMPILED else None
     if not settings.source:
-        return Policy(model, cast(initialize(model, config.seed, mesh), settings.dtype), words)
+        params = cast(initialize(model, config.seed, mesh), settings.dtype)
+        return Policy(model, params, words or load_tokenizer(settings.tokenizer))
     if config.warm_start == "cloning":
         raise ConfigError("warm_start=cloning: makes weights from nothing; give warm_start=none where policy= gives them")
     try:
         policy = load_policy(settings.source, mesh, settings.dtype)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    if policy.tokenizer is None or policy.tokenizer.get_vocab() != words.get_vocab():
+    if policy.tokenizer is None or (words and policy.tokenizer.get_vocab() != words.get_vocab()):
         raise ConfigError(
             f"policy.source={settings.source}: its tokenizer does not hold the words of this household; "
             "give a policy that was trained on env.places, env.things and env.tasks as they are here"
+            if words
+            else f"policy.source={settings.source}: holds no tokenizer; add tokenizer.json and tokenizer_config.json"
         )
     return policy
 
@@ -166,21 +165,19 @@ def build(config: Config) -> Job:
     mesh = prepare_devices(config)
     jax.set_mesh(mesh)
     jax.config.update("jax_compilation_cache_dir", os.path.join(config.cache_dir, "compiled"))
-    try:
-        env = Household(**config.env.model_dump(exclude={"name"}))
-    except ValueError as error:
-        raise ConfigError(f"env.{error}") from None
-    policy = make_policy(config, check_memory(config, mesh), env, mesh)
-    tokenizer = policy.tokenizer
+    if config.env.name != COMPILED and config.warm_start == "cloning":
+        raise ConfigError(f"warm_start=cloning: there is no play to clone for env.name={config.env.name}; give warm_start=none")
+    if config.lora.rank and config.warm_start == "cloning":
+        raise ConfigError(
+            f"lora.rank={config.lora.rank}: adapters go beside given weights; give warm_start=none and policy="
+        )
+    texts = () if config.env.name == COMPILED else make_environments(config)
+    policy = make_policy(config, check_memory(config, mesh), mesh)
     adapted = policy.config
     if config.lora.rank:
-        if config.warm_start == "cloning":
-            raise ConfigError(
-                f"lora.rank={config.lora.rank}: adapters go beside given weights; give warm_start=none and policy="
-            )
         adapted = dataclasses.replace(adapted, lora=LoraConfig(**config.lora.model_dump()))
-    rollout = make_rollout(
-        env, network(adapted), mesh, history_length=config.rollout.history_length, chunk=config.rollout.chunk,
-        end=tokenizer.eos_token_id, act=tokenizer.convert_tokens_to_ids(ACT),
-    )  # fmt: skip
-    return Job(config=config, mesh=mesh, env=env, policy=policy, adapted=adapted, rollout=rollout)
+    if texts:
+        stage = TextStage(config, *texts, adapted, policy.tokenizer, mesh)
+    else:
+        stage = CompiledStage(config, household(config), adapted, policy.tokenizer, mesh)
+    return Job(config=config, mesh=mesh, policy=policy, adapted=adapted, stage=stage)

@@ -13,14 +13,14 @@ import os
 import jax
 import jax.numpy as jnp
 
-from envs.household import Household
 from hgpo_jax.config import Config
+from hgpo_jax.environments import COMPILED, household
 from hgpo_jax.learner import MAX_LOGITS
 from hgpo_jax.methods import METHODS
 from hgpo_jax.policy import LoraConfig, ModelConfig, huggingface, shapes, shardings
 from hgpo_jax.policy.attention import MAX_SCORES
 from hgpo_jax.policy.presets import preset
-from hgpo_jax.policy.tokenizer import vocabulary_size
+from hgpo_jax.policy.tokenizer import embedding_rows, load_tokenizer, vocabulary_size
 from hgpo_jax.rollout.prompts import prompt_length
 
 GiB = 2**30
@@ -124,22 +124,28 @@ def plan(config: Config, mesh, work: Work) -> dict[str, dict[str, int]]:
 
 
 def work_of(config: Config, mesh) -> Work:
-    """The shapes of a configuration's iteration, without weights or tokenizer. Raises ValueError for sizes that cannot be."""
-    settings, env = config.rollout, config.env
+    """The shapes of a configuration's iteration, without weights. Raises ValueError for sizes that cannot be."""
+    settings, policy = config.rollout, config.policy
     batch = settings.prompt_groups * settings.group_size
-    house = Household(**env.model_dump(exclude={"name"}))
-    prompt, response = prompt_length(house, settings.history_length), house.action_length + 1
-    if published := preset(config.policy.source):
-        model, prompt, response = published, settings.prompt_limit, settings.response_limit
-    elif config.policy.source:
-        model = huggingface.read_config(huggingface.find(config.policy.source))
+    prompt, response, vocabulary = settings.prompt_limit, settings.response_limit, None
+    published = preset(policy.source)
+    if config.env.name == COMPILED and not published:
+        house = household(config)
+        prompt, response = prompt_length(house, settings.history_length), house.action_length + 1
+        vocabulary = vocabulary_size(house.words)
+    elif not policy.source:
+        if not policy.tokenizer:
+            raise ValueError(f"env.name={config.env.name}: text needs a tokenizer; give policy= or policy.tokenizer=FOLDER")
+        vocabulary = embedding_rows(len(load_tokenizer(policy.tokenizer)))
+    if policy.source:
+        model = published or huggingface.read_config(huggingface.find(policy.source))
     else:
         try:
-            model = ModelConfig(vocab_size=vocabulary_size(house.words), **config.policy.sizes)
+            model = ModelConfig(vocab_size=vocabulary, **policy.sizes)
         except ValueError as error:
             raise ValueError(f"policy.{error}") from None
     return Work(
-        model=model, prompt=prompt, response=response, steps=batch * env.max_turns,
+        model=model, prompt=prompt, response=response, steps=batch * config.env.max_turns,
         sampled=min(settings.chunk, -(-batch // mesh.shape["data"])),
     )  # fmt: skip
 

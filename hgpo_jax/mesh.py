@@ -8,9 +8,10 @@ vocabulary. A spec is written `data=2,fsdp=4,tensor=1`; one axis may be -1 (what
 from __future__ import annotations
 
 import math
+import re
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 AXES = ("data", "fsdp", "tensor")
 
@@ -64,6 +65,15 @@ def make_mesh(spec: str, devices: list | None = None) -> Mesh:
     devices = jax.devices() if devices is None else devices
     sizes = parse_mesh(spec, len(devices))
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
+
+
+def abstract_mesh(spec: str) -> AbstractMesh:
+    """The mesh of a spec without devices, to plan for. Raises ValueError; the spec must name its sizes."""
+    counts = re.findall(r"=\s*(\d+)", spec)
+    if not counts or "-1" in spec:
+        raise ValueError(f"mesh={spec}: say the sizes, as in data=1,fsdp=8; nothing counts devices here")
+    sizes = parse_mesh(spec, math.prod(map(int, counts)))
+    return AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def partition(

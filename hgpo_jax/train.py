@@ -22,15 +22,18 @@ import yaml
 from jax.sharding import NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from hgpo_jax import cli
+from hgpo_jax import cli, memory
 from hgpo_jax import config as configuration
 from hgpo_jax.checkpoint import Checkpoints
 from hgpo_jax.config import Config, ConfigError
-from hgpo_jax.evaluate import evaluate, report, transcript
+from hgpo_jax.environments import COMPILED, TextStage, make_environments
+from hgpo_jax.evaluate import evaluate, report
 from hgpo_jax.iteration import collect, make_learn
 from hgpo_jax.job import Job, build
+from hgpo_jax.mesh import abstract_mesh, make_mesh
 from hgpo_jax.metrics import MetricsWriter, plot_curves
 from hgpo_jax.policy import Policy, load_policy, lora
+from hgpo_jax.policy.tokenizer import load_tokenizer
 from hgpo_jax.warm_start import warm_start
 
 # Fields that may differ when a run goes on: they do not change what is learned.
@@ -110,7 +113,7 @@ def compile_ahead(job: Job, learn, state):
     """
     with jax.set_mesh(job.mesh):  # a mesh is only set for the thread that set it
         reference = job.compute_copy(job.policy.params)
-        job.rollout.lower(job.playing(state["params"], reference), *job.episode_inputs(0)).compile()
+        job.stage.compile(job.playing(state["params"], reference), job.episode_inputs(0))
         whole = NamedSharding(job.mesh, PartitionSpec())
         abstract = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole)  # noqa: E731
         episodes = jax.tree.map(abstract, job.abstract_episodes())
@@ -159,7 +162,9 @@ def train(job: Job, folder: Path, resuming: bool) -> dict:
         writer.write(row)
         last = iteration + 1 == config.iterations
         if last or (iteration + 1) % config.log.dump_every == 0:
-            jax.device_get(episodes).save(folder / "episodes" / f"iteration-{iteration:05d}.npz")
+            name = folder / "episodes" / f"iteration-{iteration:05d}"
+            jax.device_get(episodes).save(name.with_suffix(".npz"))
+            job.stage.save_report(name.with_suffix(".json"))
         if last or (iteration + 1) % config.log.checkpoint_every == 0:
             checkpoints.save(iteration + 1, state)
         bar.set_postfix(live_line(row), refresh=False)
@@ -177,13 +182,35 @@ def train(job: Job, folder: Path, resuming: bool) -> dict:
     return job.merged(state["params"], reference)
 
 
+def dry_run(config: Config) -> None:
+    """Reads the data and the tokenizer, and plans the memory; needs neither the weights nor the devices of the mesh."""
+    try:
+        mesh = make_mesh("auto") if config.mesh == "auto" else abstract_mesh(config.mesh)
+        texts = () if config.env.name == COMPILED else make_environments(config)
+        work = memory.work_of(config, mesh)
+        planned = memory.plan(config, mesh, work)
+        if texts:
+            tokenizer = load_tokenizer(config.policy.tokenizer or config.policy.source)
+            stage = TextStage(config, *texts, work.model, tokenizer, mesh)
+            counts = (stage.rollout.tasks or "generated", stage.held_out_tasks or "generated")
+            print(f"{config.env.name}: {counts[0]} tasks to train on, {counts[1]} held out")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    print(f"memory on each of {mesh.size} devices, mesh {dict(mesh.shape)}:\n{memory.table(planned)}")
+
+
 def main() -> None:
     p = cli.parser("train", __doc__, epilog="fields:\n" + configuration.describe())
     cli.add_config_arguments(p)
+    p.add_argument(
+        "--dry-run", action="store_true", help="check everything but the weights, print the plan of memory, and stop"
+    )
     p.add_argument("--resume", metavar="auto|never|PATH", default="never", help="go on with an interrupted run")
     args = p.parse_intermixed_args()  # options may stand between fields
     began = time.perf_counter()
     config = cli.load_config(args)
+    if args.dry_run:
+        return dry_run(config)
     folder, resuming = run_folder(config, args.resume)
     if resuming:
         check_unchanged(config, folder)
@@ -197,8 +224,8 @@ def main() -> None:
     params = train(job, folder, resuming)
     Policy(job.policy.config, params, job.policy.tokenizer).save(folder / "policy")
     plot_curves(folder, f"{config.name}, {config.method}, seed {config.seed}")
-    result, episodes = evaluate(job, params, folder)
-    shown = "\n\n".join(transcript(job, episodes, i) for i in range(min(3, config.evaluation.episodes)))
+    result, transcripts = evaluate(job, params, folder)
+    shown = "\n\n".join(transcripts)
     (folder / "transcripts.txt").write_text(shown + "\n")
     print(f"\n{shown}\n\n{report(result)}")
     print(f"{time.perf_counter() - began:.0f} s in all; everything is in {folder}")

@@ -82,7 +82,7 @@ def generate_play(
 
 def clone(job: Job) -> dict:
     """Trains the job's fresh policy on generated play; returns its parameters. Prints its progress."""
-    config, policy, env = job.config, job.policy, job.env
+    config, policy, env = job.config, job.policy, job.stage.env
     settings = config.cloning
     key = jax.random.key(config.seed)
     end, act = policy.tokenizer.eos_token_id, policy.tokenizer.convert_tokens_to_ids(ACT)
@@ -112,7 +112,7 @@ def clone(job: Job) -> dict:
 
     def practice_success(params, step):
         keys = jax.random.split(jax.random.fold_in(jax.random.fold_in(key, 1), step), job.batch)
-        return float(job.rollout(params, practice, keys, groups, config.rollout.temperature).success.mean())
+        return float(job.stage.rollout(params, practice, keys, groups, config.rollout.temperature).success.mean())
 
     params = jax.tree.map(jnp.copy, policy.params)
     opt_state = jax.jit(optimizer.init)(params)

@@ -45,8 +45,8 @@ def fake_job(batches, method, max_tries=4):
     config = load(None, [f"method={method}", f"rollout.prompt_groups={GROUPS}", f"rollout.group_size={MEMBERS}",
                          f"rollout.max_tries={max_tries}"])  # fmt: skip
     return types.SimpleNamespace(
-        config=config, method=METHODS[method], batch=B, rollout=lambda params, *inputs: next(left),
-        episode_inputs=lambda number, attempt=0: (),
+        config=config, method=METHODS[method], episode_inputs=lambda number, attempt=0: (),
+        stage=types.SimpleNamespace(rollout=lambda params, *inputs: next(left), counts=dict),
     )  # fmt: skip
 
 

@@ -17,12 +17,12 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from hgpo_jax import cli, memory
 from hgpo_jax.config import Config, ConfigError
 from hgpo_jax.learner import Rows, aggregation, make_optimizer, make_policy_loss, make_update
-from hgpo_jax.mesh import AXES, make_mesh, parse_mesh
+from hgpo_jax.mesh import abstract_mesh, make_mesh
 from hgpo_jax.methods import METHODS
 from hgpo_jax.policy import network, shapes, shardings
 from hgpo_jax.rollout.host import make_sampler
@@ -42,10 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> list[dict]:
     """Rows of name, value (GiB) and limit_share (of the chip's memory)."""
     config = cli.load_config(args)
-    if args.compile:
-        mesh, chip = _tpu_mesh(args.compile, config.mesh)
-    else:
-        mesh, chip = _abstract_mesh(config.mesh), args.chip
+    try:
+        mesh, chip = _tpu_mesh(args.compile, config.mesh) if args.compile else (abstract_mesh(config.mesh), args.chip)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     limit = memory.CHIPS[chip] if chip else None
     try:
         work = memory.work_of(config, mesh)
@@ -94,22 +94,6 @@ def collectives(text: str) -> dict[str, int]:
     return dict(totals)
 
 
-def _sizes(spec: str, devices: int | None) -> dict[str, int]:
-    if devices is None:
-        if spec == "auto" or "-1" in spec:
-            raise ConfigError(f"mesh={spec}: say the sizes, as in --mesh data=1,fsdp=8: there are no devices to count here")
-        devices = math.prod(int(n) for n in re.findall(r"=\s*(\d+)", spec))
-    try:
-        return parse_mesh(spec, devices)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
-
-def _abstract_mesh(spec: str) -> AbstractMesh:
-    sizes = _sizes(spec, None)
-    return AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-
-
 def _tpu_mesh(topology: str, spec: str):
     """(mesh over the devices of a TPU topology, the chip's name)."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -123,7 +107,6 @@ def _tpu_mesh(topology: str, spec: str):
     except Exception as error:  # the plug-in is absent, or does not know the shape; its errors come from C++
         reason = " ".join(str(error).split())
         raise ConfigError(f"--compile {topology}: no TPU compiler for it (pip install -e '.[tpu]'): {reason}") from None
-    _sizes(spec, len(devices))
     return make_mesh(spec, devices), TOPOLOGIES[topology.partition(":")[0]]
 
 

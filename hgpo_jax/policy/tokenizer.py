@@ -6,6 +6,8 @@ follow them: padding, the end of a response and the mark after which the agent a
 
 from __future__ import annotations
 
+import functools
+
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -28,4 +30,20 @@ def word_tokenizer(words: tuple[str, ...]) -> PreTrainedTokenizerFast:
 
 def vocabulary_size(words: tuple[str, ...]) -> int:
     """Embedding rows for these words: the tokenizer's size rounded up to a multiple of 8, which meshes divide."""
-    return -(-(len(words) + 3) // 8) * 8
+    return embedding_rows(len(words) + 3)
+
+
+def embedding_rows(tokens: int) -> int:
+    """A vocabulary's size rounded up to a multiple of 8, which meshes divide."""
+    return -(-tokens // 8) * 8
+
+
+@functools.cache
+def load_tokenizer(name: str):
+    """The tokenizer of a folder or hub id. Raises ValueError in one line where there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # transformers and the hub raise many kinds
+        raise ValueError(f"policy.tokenizer={name}: cannot be read: {' '.join(str(error).split())[:300]}") from None

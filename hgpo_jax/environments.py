@@ -1,0 +1,162 @@
+"""The configured environment, ready to be played: compiled together with the policy, or text programs on the host."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from envs.household import TASKS, Household
+from hgpo_jax.config import Config, ConfigError
+from hgpo_jax.policy import ModelConfig, network
+from hgpo_jax.policy.tokenizer import ACT
+from hgpo_jax.rollout.compiled import make_rollout
+from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.rollout.host import HostRollout
+from hgpo_jax.rollout.tasks import task_keys, task_numbers
+from hgpo_jax.rollout.text import ChatFormat
+
+COMPILED = "household"
+
+
+def household(config: Config) -> Household:
+    """The embedded household with the configured tasks and rooms. Raises ConfigError."""
+    fields = {name: getattr(config.env, name) for name in ("tasks", "rooms", "places", "things", "max_turns")}
+    try:
+        return Household(**fields)
+    except ValueError as error:
+        raise ConfigError(f"env.{error}") from None
+
+
+class CompiledStage:
+    """The embedded household; a rollout is one compiled program.
+
+    `rollout(params, tasks, keys, groups, temperature) -> Episodes`, and `held_out`, the same for the evaluation.
+    """
+
+    held_out_tasks = None  # generated, as many as one likes
+
+    def __init__(self, config: Config, env: Household, model: ModelConfig, tokenizer, mesh: Mesh):
+        self.env, self.task_types = env, tuple(TASKS)
+        self.rollout = self.held_out = make_rollout(
+            env, network(model), mesh, history_length=config.rollout.history_length, chunk=config.rollout.chunk,
+            end=tokenizer.eos_token_id, act=tokenizer.convert_tokens_to_ids(ACT),
+        )  # fmt: skip
+
+    def tasks(self, stream: str, seed: int, indices) -> jax.Array:
+        """What `rollout` takes as the tasks with these numbers in a stream (`rollout/tasks.py`)."""
+        return task_keys(stream, seed, indices)
+
+    def shapes(self, params, inputs: tuple) -> Episodes:
+        """The shapes of a rollout, nothing computed."""
+        return jax.eval_shape(self.rollout, params, *inputs)
+
+    def compile(self, params, inputs: tuple) -> None:
+        """Compiles the rollout, whose first call then finds it in the compilation cache."""
+        self.rollout.lower(params, *inputs).compile()
+
+    def transcript(self, episodes: Episodes, index: int) -> str:
+        """One episode as a person would read it."""
+        text = lambda ids: self.env.decode([i for i in np.asarray(ids) if i < len(self.env.words)])  # noqa: E731
+        outcome = "success" if episodes.success[index] else "failure"
+        lines = [f"task: {text(episodes.prompts[index, 0][: self.env.goal_length])} ({outcome})"]
+        for t in range(int(episodes.mask[index].sum())):
+            invalid = "   (invalid)" if episodes.invalid[index, t] else ""
+            lines.append(
+                f"  {text(episodes.observations[index, t])}\n    > {text(episodes.responses[index, t])}{invalid}"
+            )
+        return "\n".join(lines)
+
+    def scores(self, held_out: bool = False) -> np.ndarray | None:
+        """The environment's own score of each episode of the latest rollout; None where success says it all."""
+        return None
+
+    def counts(self) -> dict[str, int]:
+        """Further metrics of the latest rollout."""
+        return {}
+
+    def save_report(self, path: Path) -> None:
+        """Writes what the Episodes of the latest rollout do not hold: nothing here."""
+
+
+class TextStage:
+    """Text programs on the host: the household told as ALFWorld does, ALFWorld's games, WebShop.
+
+    `train` and `held_out` make an environment each (`make_environments`). Methods as in `CompiledStage`.
+    """
+
+    def __init__(
+        self, config: Config, train: Callable, held_out: Callable, model: ModelConfig, tokenizer, mesh: Mesh
+    ):
+        env, rollout = config.env, config.rollout
+        try:
+            prompts = ChatFormat(tokenizer, env.name.removesuffix("_text"), rollout.prompt_limit)
+            self.rollout = HostRollout(
+                train, prompts, network(model), mesh, batch=rollout.prompt_groups * rollout.group_size,
+                history_length=rollout.history_length, response_limit=rollout.response_limit, chunk=rollout.chunk,
+                strict=env.strict, workers=env.workers, time_limit=env.time_limit,
+            )  # fmt: skip
+            self.held_out = self.rollout.over(held_out)
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"env.name={env.name}: {' '.join(str(error).split())}") from None
+        self.task_types, self.held_out_tasks = self.rollout.task_types, self.held_out.tasks
+
+    def tasks(self, stream: str, seed: int, indices) -> list[int]:
+        count = self.held_out.tasks if stream == "held_out" else self.rollout.tasks
+        return task_numbers(stream, seed, np.asarray(indices), count)
+
+    def shapes(self, params, inputs: tuple) -> Episodes:
+        return self.rollout.shapes()
+
+    def compile(self, params, inputs: tuple) -> None:
+        """Its shapes depend on the prompts: each compiles when it first occurs."""
+
+    def transcript(self, episodes: Episodes, index: int) -> str:
+        return self.held_out.report.transcript(episodes, index)
+
+    def scores(self, held_out: bool = False) -> np.ndarray | None:
+        return (self.held_out if held_out else self.rollout).report.scores
+
+    def counts(self) -> dict[str, int]:
+        return self.rollout.report.counts
+
+    def save_report(self, path: Path) -> None:
+        self.rollout.report.save(path)
+
+
+def make_environments(config: Config) -> tuple[Callable, Callable]:
+    """What makes one text environment for training, and one for the evaluation. Raises ConfigError."""
+    env = config.env
+    if env.name == "household_text":
+        from envs.household.text import HouseholdText
+
+        make = functools.partial(HouseholdText, household(config))
+        return make, make
+    data = env.data or (os.environ.get("ALFWORLD_DATA", "") if env.name == "alfworld" else "")
+    if not data:
+        raise ConfigError(f"env.data=: {env.name} needs its data; give data=FOLDER")
+    if env.name == "alfworld":
+        from envs.alfworld.dataset import list_games
+        from envs.alfworld.text import AlfworldText
+
+        def games(split):
+            try:
+                return [game.path for game in list_games(split, data)]
+            except (ValueError, OSError) as error:
+                raise ConfigError(f"env.data={data}: {' '.join(str(error).split())}") from None
+
+        make = functools.partial(AlfworldText, max_turns=env.max_turns)
+        return functools.partial(make, games(env.split)), functools.partial(make, games(env.held_out))
+    from envs.webshop.text import WebshopText
+
+    files = [next(iter(sorted(Path(data).glob(f"{stem}*.json*"))), None) for stem in ("items_shuffle", "items_ins")]
+    if None in files:
+        raise ConfigError(f"env.data={data}: expected WebShop's items_shuffle*.json and items_ins*.json (or .json.gz) in it")
+    # The first 500 goals are for evaluation, as in WebShop.
+    make = functools.partial(WebshopText.open, *files, max_turns=env.max_turns)
+    return functools.partial(make, first=500), functools.partial(make, first=0, last=500)
