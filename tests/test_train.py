@@ -13,9 +13,9 @@ import pytest
 from flax import nnx
 from plain_rollout import check_against_plain_play
 
-from envs.household import Household
 from hgpo_jax import cli, evaluate, train
 from hgpo_jax import config as configuration
+from hgpo_jax.environments import household
 from hgpo_jax.learner import Rows, token_logprobs
 from hgpo_jax.policy import load_policy
 from hgpo_jax.policy.tokenizer import ACT
@@ -136,7 +136,7 @@ def check_dump(folder, iteration):
     config = configuration.load(str(folder / "config.yaml"))
     e = Episodes.load(folder / "episodes" / f"iteration-{iteration:05d}.npz")
     np.testing.assert_array_equal(e.groups, np.arange(8) // 4)
-    env = Household(**config.env.model_dump(exclude={"name"}))
+    env = household(config)
     tokenizer = load_policy(folder / "policy").tokenizer
     tasks = task_keys("train", config.seed, iteration * 2 + e.groups)
     end, act = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(ACT)
