@@ -26,6 +26,7 @@ class Job:
     """Everything built once.
 
     policy: the weights to start from, freshly initialized unless they are given; training keeps its own.
+    stage: the environment, ready to be played.
     adapted: the sizes of the network that plays and learns, with the adapters that LoRA puts beside the policy's weights.
     """
 
@@ -60,7 +61,7 @@ class Job:
         """The parameters in the type that samples and that the loss sees; the same ones where that is theirs already."""
         dtype = self.config.policy.compute_dtype
         same = all(a.dtype == dtype for a in jax.tree.leaves(params))
-        return params if same else jax.jit(cast, static_argnums=1)(params, dtype)
+        return params if same else _cast(params, dtype)
 
     @property
     def method(self) -> Method:
@@ -85,6 +86,9 @@ class Job:
     def key(self, iteration: int, purpose: int):
         """The random key of an iteration for one purpose (0 sampling, 1 shuffling)."""
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.config.seed), iteration), purpose)
+
+
+_cast = jax.jit(cast, static_argnums=1)
 
 
 def prepare_devices(config: Config) -> Mesh:
@@ -127,7 +131,7 @@ def check_memory(config: Config, mesh: Mesh) -> ModelConfig:
         planned = memory.plan(config, mesh, work)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    limit, needed = memory.of_device(mesh.devices.flat[0]), memory.peak(planned)
+    limit, needed = memory.of_device(mesh.local_devices[0]), memory.peak(planned)
     if limit and needed > memory.USABLE * limit:
         print(memory.table(planned))
         raise ConfigError(

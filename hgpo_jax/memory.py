@@ -73,19 +73,14 @@ def plan(config: Config, mesh, work: Work) -> dict[str, dict[str, int]]:
     heads, kv = N / tensor, K / (tensor if K % tensor == 0 else 1)
     inner, vocabulary = model.intermediate_size / tensor, model.vocab_size / tensor
 
-    def block(rows, queries):
-        """What one block computes for rows of S slots: attention scores in float32, projections, the feed-forward."""
-        scores = min(N * queries * S * rows * fsdp, max(MAX_SCORES, N * S * rows * fsdp)) / fsdp / tensor
-        return int(3 * scores * 4 + rows * S * (2 * heads * H + 2 * kv * H + 3 * inner + 4 * D) * compute)
-
-    def logits(rows, width):
-        """Float32 logits of so many slots, with their exponentials and gradient."""
-        whole = rows * fsdp * width * model.vocab_size
-        return int(3 * 4 * min(whole, max(MAX_LOGITS, rows * fsdp * model.vocab_size)) / fsdp / tensor)
-
     rows = -(-learner.microbatch_size // fsdp)
-    layers_kept = L - 1 if learner.remat else 0
-    activations = layers_kept * rows * S * D * compute + block(rows, S) * (1 if learner.remat else L)
+    # What one block computes for rows of S slots: attention scores in float32, projections, the feed-forward.
+    scores = min(N * S * S * rows * fsdp, max(MAX_SCORES, N * S * rows * fsdp)) / fsdp / tensor
+    block = 3 * scores * 4 + rows * S * (2 * heads * H + 2 * kv * H + 3 * inner + 4 * D) * compute
+    activations = (L - 1) * rows * S * D * compute + block if learner.remat else L * block
+    # Float32 logits, with their exponentials and gradient.
+    tokens = rows * fsdp * work.response
+    logits = 3 * 4 * min(tokens * model.vocab_size, max(MAX_LOGITS, rows * fsdp * model.vocab_size)) / fsdp / tensor
     sampled = -(-work.sampled // fsdp)
     # What fsdp splits is gathered where it works. Of the layers one at a time; of the embedding, which begins and ends the
     # network, XLA holds the lookup's and the head's copy of each policy, and while it sums, the gradients of both.
@@ -116,8 +111,8 @@ def plan(config: Config, mesh, work: Work) -> dict[str, dict[str, int]]:
         "update": {
             "compute copy": copy,
             "gradients": trained * (size + compute),
-            "activations": activations,
-            "logits": logits(rows, work.response),
+            "activations": int(activations),
+            "logits": int(logits),
             "gathered weights": gathered,
         },
     }

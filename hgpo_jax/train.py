@@ -138,6 +138,8 @@ def train(job: Job, folder: Path, resuming: bool) -> dict:
         state = checkpoints.restore(done, state)
         print(f"resumed after iteration {done} in {folder}", flush=True)
     learn = compiling.result()
+    if reference is not job.policy.params:  # nothing reads them again, and they would fill a part of every device
+        jax.tree.map(lambda a: a.delete(), job.policy.params)
     first = done or 0
     (folder / "episodes").mkdir(exist_ok=True)
     writer = MetricsWriter(folder, keep=first, tensorboard=config.log.tensorboard)
@@ -164,7 +166,8 @@ def train(job: Job, folder: Path, resuming: bool) -> dict:
         if last or (iteration + 1) % config.log.dump_every == 0:
             name = folder / "episodes" / f"iteration-{iteration:05d}"
             jax.device_get(episodes).save(name.with_suffix(".npz"))
-            job.stage.save_report(name.with_suffix(".json"))
+            if not job.method.dynamic_sampling:  # its episodes come from several rollouts, a report from one
+                job.stage.save_report(name.with_suffix(".json"))
         if last or (iteration + 1) % config.log.checkpoint_every == 0:
             checkpoints.save(iteration + 1, state)
         bar.set_postfix(live_line(row), refresh=False)
