@@ -274,14 +274,6 @@ def test_a_run_that_is_killed_equals_one_in_one_piece(tiny_train, cloned):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["grpo", "gigpo"])
-def test_other_methods_run(tiny_train, method):
-    folder = tiny_train(method, *TINY, "iterations=1", f"method={method}")
-    assert len(rows_of(folder)) == 1
-    assert configuration.load(str(folder / "config.yaml")).method == method
-
-
-@pytest.mark.slow
 def test_another_mesh_learns_the_same(tiny_train, run):
     """Three axes are compared in test_rollout.py and test_learner.py."""
     folder = tiny_train("mesh", *TINY, "--mesh", "fsdp=2")

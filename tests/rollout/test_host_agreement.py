@@ -16,6 +16,8 @@ from hgpo_jax.rollout.host import HostRollout
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
 from hgpo_jax.rollout.words import WordFormat
 
+pytestmark = pytest.mark.slow  # compiles both faces several times
+
 GROUPS, MEMBERS = 6, 4
 B = GROUPS * MEMBERS
 TASKS = np.arange(B) // MEMBERS + 5
