@@ -43,12 +43,12 @@ def play_held_out(job: Job, params, temperature: float) -> tuple[Episodes, np.nd
     for first in range(0, wanted, job.batch):
         index = first + jnp.arange(job.batch, dtype=jnp.int32)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), index)
-        part = stage.held_out(params, stage.tasks("held_out", 0, index), keys, index, temperature)
+        part = jax.device_get(stage.held_out(params, stage.tasks("held_out", 0, index), keys, index, temperature))
         # The longest dimensions are not looked at again, and a whole evaluation's would fill the memory of a large one.
-        parts.append(jax.device_get(part).replace(prompts=None, logp=None))
+        parts.append(part.replace(prompts=None, logp=None))
         scores.append(stage.scores(held_out=True))
         if not shown:
-            shown = [stage.transcript(jax.device_get(part), i) for i in range(min(SHOWN, wanted))]
+            shown = [stage.transcript(part, i) for i in range(min(SHOWN, wanted))]
     episodes = jax.tree.map(lambda *arrays: np.concatenate(arrays)[:wanted], *parts)
     return episodes, None if scores[0] is None else np.concatenate(scores)[:wanted], shown
 

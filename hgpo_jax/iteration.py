@@ -6,14 +6,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from hgpo_jax import advantages
 from hgpo_jax.config import Config
 from hgpo_jax.critic import initialize_critic, make_value_loss, make_values
 from hgpo_jax.job import Job
 from hgpo_jax.learner import Rows, aggregation, cast, make_map, make_optimizer, make_policy_loss, make_update
-from hgpo_jax.policy import shardings
+from hgpo_jax.policy.placement import shardings_like
 from hgpo_jax.rollout.episodes import Episodes
 
 
@@ -173,17 +172,7 @@ def make_learn(job: Job):
 
 def _place(job: Job, create, params):
     """`create(params)`, with every array that stands for one of the policy's placed like it, the others everywhere."""
-    places = {
-        jax.tree_util.keystr(path): where
-        for path, where in jax.tree_util.tree_leaves_with_path(shardings(job.adapted, job.mesh))
-    }
-    everywhere = NamedSharding(job.mesh, PartitionSpec())
-
-    def place(path, _):
-        name = jax.tree_util.keystr(path)
-        return next((where for suffix, where in places.items() if name.endswith(suffix)), everywhere)
-
-    where = jax.tree_util.tree_map_with_path(place, jax.eval_shape(create, params))
+    where = shardings_like(jax.eval_shape(create, params), job.adapted, job.mesh)
     return jax.jit(create, out_shardings=where)(params)
 
 

@@ -131,13 +131,8 @@ def check_memory(config: Config, mesh: Mesh) -> ModelConfig:
         planned = memory.plan(config, mesh, work)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    limit, needed = memory.of_device(mesh.local_devices[0]), memory.peak(planned)
-    if limit and needed > memory.USABLE * limit:
-        print(memory.table(planned))
-        raise ConfigError(
-            f"mesh={config.mesh}: {needed / memory.GiB:.1f} GiB on each device, which hold {limit / memory.GiB:.1f}; take "
-            "more devices for fsdp or tensor, a smaller learner.microbatch_size or rollout.chunk, or learner.remat=true"
-        )
+    if limit := memory.of_device(mesh.local_devices[0]):
+        memory.refuse_too_large(config, planned, memory.peak(planned), limit)
     return work.model
 
 

@@ -13,7 +13,7 @@ import os
 import jax
 import jax.numpy as jnp
 
-from hgpo_jax.config import Config
+from hgpo_jax.config import Config, ConfigError
 from hgpo_jax.environments import COMPILED, household
 from hgpo_jax.learner import MAX_LOGITS
 from hgpo_jax.methods import METHODS
@@ -167,3 +167,13 @@ def table(bytes_by_phase: dict[str, dict[str, int]]) -> str:
     for phase, parts in bytes_by_phase.items():
         lines += [f"  {phase:9s} {name:24s} {size / GiB:9.3f} GiB" for name, size in parts.items() if size]
     return "\n".join([*lines, f"  peak on each device                {peak(bytes_by_phase) / GiB:9.3f} GiB"])
+
+
+def refuse_too_large(config: Config, planned: dict[str, dict[str, int]], needed: int, limit: int) -> None:
+    """Raises ConfigError, after printing the plan, where a device that holds `limit` bytes cannot give what is needed."""
+    if needed > USABLE * limit:
+        print(table(planned))
+        raise ConfigError(
+            f"mesh={config.mesh}: {needed / GiB:.1f} GiB on each device, which hold {limit / GiB:.1f}; take more devices for "
+            "fsdp or tensor, a smaller learner.microbatch_size or rollout.chunk, or learner.remat=true"
+        )

@@ -25,6 +25,7 @@ from hgpo_jax.learner import Rows, aggregation, make_optimizer, make_policy_loss
 from hgpo_jax.mesh import abstract_mesh, make_mesh
 from hgpo_jax.methods import METHODS
 from hgpo_jax.policy import network, shapes, shardings
+from hgpo_jax.policy.placement import shardings_like
 from hgpo_jax.rollout.host import make_sampler
 
 TOPOLOGIES = {"v4": "tpu-v4", "v5e": "tpu-v5e", "v5p": "tpu-v5p", "v6e": "tpu-v6e"}
@@ -70,12 +71,8 @@ def run(args: argparse.Namespace) -> list[dict]:
             rows.append(row(f"{name}, compiled for {args.compile}", size, shared=True))
             for kind, total in sorted(collectives(compiled.as_text()).items()):
                 rows.append(row(f"{name}: {kind}", total))
-    if limit and worst > memory.USABLE * limit:
-        print(memory.table(planned))
-        raise ConfigError(
-            f"mesh={config.mesh}: {worst / memory.GiB:.1f} GiB on each device, a {chip} has {limit / memory.GiB:.0f}; "
-            "take more devices for fsdp or tensor, a smaller learner.microbatch_size or rollout.chunk, or learner.remat=true"
-        )
+    if limit:
+        memory.refuse_too_large(config, planned, worst, limit)
     return rows
 
 
@@ -120,12 +117,6 @@ def programs(config: Config, mesh, work: memory.Work):
         lambda a, where: jax.ShapeDtypeStruct(a.shape, dtype, sharding=where), shapes(model), places
     )
     params, compute = placed(policy.dtype), placed(policy.compute_dtype)
-    by_name = {jax.tree_util.keystr(path): where for path, where in jax.tree_util.tree_leaves_with_path(places)}
-
-    def like_parameters(path, a):
-        name = jax.tree_util.keystr(path)
-        where = next((where for suffix, where in by_name.items() if name.endswith(suffix)), everywhere)
-        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where)
 
     def sampler():
         rows = work.sampled * mesh.shape["data"]
@@ -150,7 +141,11 @@ def programs(config: Config, mesh, work: memory.Work):
             prompts=array((N, P)), prompt_lengths=array((N,)), responses=array((N, R)), response_lengths=array((N,)),
             old_logp=array((N, R), jnp.float32), advantages=array((N,), jnp.float32),
         )  # fmt: skip
-        opt_state = jax.tree_util.tree_map_with_path(like_parameters, jax.eval_shape(optimizer.init, params))
+        moments = jax.eval_shape(optimizer.init, params)
+        opt_state = jax.tree.map(
+            lambda a, where: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where),
+            moments, shardings_like(moments, model, mesh),
+        )  # fmt: skip
         with jax.set_mesh(mesh):
             return jax.jit(step, donate_argnums=(0, 1)).lower(
                 params, opt_state, compute, rows, array((N,)), array(()), array((), jnp.float32)

@@ -7,7 +7,7 @@ import logging
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from hgpo_jax.mesh import sharding
 from hgpo_jax.policy.qwen2 import LINEARS, ModelConfig, Qwen2
@@ -58,6 +58,24 @@ def shardings(config: ModelConfig, mesh: Mesh) -> dict:
         return sharding(axes, shape, mesh, name)
 
     return jax.tree_util.tree_map_with_path(place, shapes(config))
+
+
+def shardings_like(tree, config: ModelConfig, mesh: Mesh):
+    """A NamedSharding for every array of a tree that holds copies of the parameters, such as an optimizer's moments.
+
+    An array whose path ends with a parameter's is placed like it, any other on every device.
+    """
+    places = {
+        jax.tree_util.keystr(path): where
+        for path, where in jax.tree_util.tree_leaves_with_path(shardings(config, mesh))
+    }
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def place(path, _):
+        name = jax.tree_util.keystr(path)
+        return next((where for suffix, where in places.items() if name.endswith(suffix)), everywhere)
+
+    return jax.tree_util.tree_map_with_path(place, tree)
 
 
 @functools.cache  # said once, not at every call
