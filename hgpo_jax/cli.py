@@ -37,6 +37,14 @@ def add_config_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("overrides", nargs="*", metavar="field=value", help="fields to change, as in learner.lr=3e-4 seed=1")
 
 
+def add_distributed(p: argparse.ArgumentParser) -> None:
+    """--distributed."""
+    p.add_argument(
+        "--distributed", action="store_true",
+        help="this is one of several processes, started alike (hgpo_jax/distributed.py, configs/launch)",
+    )  # fmt: skip
+
+
 def load_config(args) -> configuration.Config:
     mesh = [f"mesh={args.mesh}"] if args.mesh else []
     return configuration.load(args.config, [*args.overrides, *mesh])

@@ -16,7 +16,7 @@ import numpy as np
 from hgpo_jax import cli
 from hgpo_jax import config as configuration
 from hgpo_jax.config import ConfigError
-from hgpo_jax.job import Job, build
+from hgpo_jax.job import Job, build, prepare_devices
 from hgpo_jax.rollout.episodes import Episodes
 
 
@@ -84,9 +84,10 @@ def evaluate(job: Job, params, folder: Path) -> tuple[dict, list[str]]:
         "temperature": settings.temperature,
         **{name: {mode: modes[mode][name] for mode in modes} for name in modes["sampled"]},
     }
-    partial = folder / "evaluation.partial"
-    partial.write_text(json.dumps(result, indent=2) + "\n")
-    partial.replace(folder / "evaluation.json")
+    if jax.process_index() == 0:
+        partial = folder / "evaluation.partial"
+        partial.write_text(json.dumps(result, indent=2) + "\n")
+        partial.replace(folder / "evaluation.json")
     return result, shown
 
 
@@ -111,13 +112,15 @@ def main() -> None:
     p.add_argument(
         "overrides", nargs="*", metavar="field=value", help="fields to change, as in evaluation.episodes=2048"
     )
+    cli.add_distributed(p)
     args = p.parse_args()
     folder = Path(args.run)
     if not (folder / "config.yaml").is_file() or not (folder / "policy").is_dir():
         raise ConfigError(f"{folder}: not the folder of a run that has ended; it needs config.yaml and policy/")
     # The saved policy has its adapters merged.
     saved = [f"policy={folder / 'policy'}", "warm_start=none", "lora.rank=0"]
-    job = build(configuration.load(str(folder / "config.yaml"), [*args.overrides, *saved]))
+    config = configuration.load(str(folder / "config.yaml"), [*args.overrides, *saved])
+    job = build(config, prepare_devices(config, args.distributed))
     result, _ = evaluate(job, job.policy.params, folder)
     print(report(result))
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from hgpo_jax import memory
+from hgpo_jax import distributed, memory
 from hgpo_jax.config import Config, ConfigError
 from hgpo_jax.environments import COMPILED, CompiledStage, TextStage, household, make_environments
 from hgpo_jax.learner import cast
@@ -91,8 +91,8 @@ class Job:
 _cast = jax.jit(cast, static_argnums=1)
 
 
-def prepare_devices(config: Config) -> Mesh:
-    """Sets up the back end and the mesh, before anything else uses jax.
+def prepare_devices(config: Config, several: bool = False) -> Mesh:
+    """Sets up the back end and the mesh, before anything else uses jax; together with other processes if there are several.
 
     On a CPU every core becomes a device: data parallelism over cores uses small matrices better than threads inside
     each operation do.
@@ -100,16 +100,24 @@ def prepare_devices(config: Config) -> Mesh:
     Raises:
       ConfigError: a mesh that does not fit the devices or the batch.
     """
+    if several:
+        distributed.join()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     forced = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if not forced:
         with contextlib.suppress(RuntimeError):  # a program that used jax before keeps its devices
             jax.config.update("jax_num_cpu_devices", cores)
     devices, spec = jax.devices(), config.mesh
+    distributed.first_speaks()
     episodes = config.rollout.prompt_groups * config.rollout.group_size
     if spec == "auto":
         # As many devices as share the episodes equally.
         count = max(n for n in range(1, len(devices) + 1) if episodes % n == 0)
+        if count < len(devices) and jax.process_count() > 1:
+            raise ConfigError(
+                f"mesh=auto: the {len(devices)} devices of {jax.process_count()} processes do not share {episodes} episodes "
+                "equally; change rollout.prompt_groups or rollout.group_size, or give mesh="
+            )
         devices, spec = devices[:count], f"data={count}"
     try:
         mesh = make_mesh(spec, devices)
@@ -159,9 +167,12 @@ def make_policy(config: Config, model: ModelConfig, mesh: Mesh) -> Policy:
     return policy
 
 
-def build(config: Config) -> Job:
-    """Builds a job. Raises ConfigError for what cannot work, before any real computation."""
-    mesh = prepare_devices(config)
+def build(config: Config, mesh: Mesh | None = None) -> Job:
+    """Builds a job, on `prepare_devices(config)` if no mesh is given.
+
+    Raises ConfigError for what cannot work, before any real computation.
+    """
+    mesh = mesh or prepare_devices(config)
     jax.set_mesh(mesh)
     jax.config.update("jax_compilation_cache_dir", os.path.join(config.cache_dir, "compiled"))
     if config.env.name != COMPILED and config.warm_start == "cloning":

@@ -22,14 +22,14 @@ import yaml
 from jax.sharding import NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from hgpo_jax import cli, memory
+from hgpo_jax import cli, distributed, memory
 from hgpo_jax import config as configuration
 from hgpo_jax.checkpoint import Checkpoints
 from hgpo_jax.config import Config, ConfigError
 from hgpo_jax.environments import COMPILED, TextStage, make_environments
 from hgpo_jax.evaluate import evaluate, report
 from hgpo_jax.iteration import collect, make_learn
-from hgpo_jax.job import Job, build
+from hgpo_jax.job import Job, build, prepare_devices
 from hgpo_jax.mesh import abstract_mesh, make_mesh
 from hgpo_jax.metrics import MetricsWriter, plot_curves
 from hgpo_jax.policy import Policy, load_policy, lora
@@ -47,6 +47,19 @@ FREE_TO_CHANGE = (
     "log.",
     "evaluation.",
 )
+
+
+def find_run(config: Config, resume: str) -> tuple[str, bool]:
+    """`run_folder`, and whether the run that is there began like this one; by the first process for all."""
+
+    def look():
+        folder, resuming = run_folder(config, resume)
+        if resuming:
+            check_unchanged(config, folder)
+        return str(folder), resuming
+
+    folder, resuming = distributed.first_says(look)
+    return Path(folder), resuming
 
 
 def run_folder(config: Config, resume: str) -> tuple[Path, bool]:
@@ -125,9 +138,12 @@ def train(job: Job, folder: Path, resuming: bool) -> dict:
     config = job.config
     learn, init = make_learn(job)
     compiling = ThreadPoolExecutor(1).submit(compile_ahead, job, learn, init(job.policy.params))
+    if jax.process_count() > 1:  # processes must start programs in one order, which two threads would not keep
+        compiling.result()
+    writes = jax.process_index() == 0
     checkpoints = Checkpoints(folder / "checkpoints", config.log.keep_checkpoints)
     done = checkpoints.latest() if resuming else None
-    if (folder / "start" / "config.json").is_file():
+    if distributed.first_says((folder / "start" / "config.json").is_file):
         reference = load_policy(folder / "start", job.mesh, config.policy.dtype).params
     else:
         reference = warm_start(job) if config.warm_start == "cloning" else job.policy.params
@@ -141,8 +157,9 @@ def train(job: Job, folder: Path, resuming: bool) -> dict:
     if reference is not job.policy.params:  # nothing reads them again, and they would fill a part of every device
         jax.tree.map(lambda a: a.delete(), job.policy.params)
     first = done or 0
-    (folder / "episodes").mkdir(exist_ok=True)
-    writer = MetricsWriter(folder, keep=first, tensorboard=config.log.tensorboard)
+    if writes:
+        (folder / "episodes").mkdir(exist_ok=True)
+        writer = MetricsWriter(folder, keep=first, tensorboard=config.log.tensorboard)
     bar = tqdm(total=config.iterations, initial=first, desc="training", unit="it", disable=None, dynamic_ncols=True)
     printed = 0.0
     for iteration in range(first, config.iterations):
@@ -161,9 +178,10 @@ def train(job: Job, folder: Path, resuming: bool) -> dict:
             "seconds": {"rollout": sampled - began, "update": ended - sampled},
             "tokens_per_second": metrics["tokens"] / (ended - began),
         }
-        writer.write(row)
+        if writes:
+            writer.write(row)
         last = iteration + 1 == config.iterations
-        if last or (iteration + 1) % config.log.dump_every == 0:
+        if writes and (last or (iteration + 1) % config.log.dump_every == 0):
             name = folder / "episodes" / f"iteration-{iteration:05d}"
             jax.device_get(episodes).save(name.with_suffix(".npz"))
             if not job.method.dynamic_sampling:  # its episodes come from several rollouts, a report from one
@@ -178,7 +196,8 @@ def train(job: Job, folder: Path, resuming: bool) -> dict:
             line = "  ".join(f"{name} {value}" for name, value in live_line(row).items())
             print(f"iteration {iteration + 1}/{config.iterations}  {line}  left {left:.0f}s", flush=True)
     bar.close()
-    writer.close()
+    if writes:
+        writer.close()
     checkpoints.close()
     if job.adapted.lora:
         lora.save(folder / "adapter", job.adapted, state["params"], base=config.policy.source)
@@ -205,6 +224,7 @@ def dry_run(config: Config) -> None:
 def main() -> None:
     p = cli.parser("train", __doc__, epilog="fields:\n" + configuration.describe())
     cli.add_config_arguments(p)
+    cli.add_distributed(p)
     p.add_argument(
         "--dry-run", action="store_true", help="check everything but the weights, print the plan of memory, and stop"
     )
@@ -214,22 +234,25 @@ def main() -> None:
     config = cli.load_config(args)
     if args.dry_run:
         return dry_run(config)
-    folder, resuming = run_folder(config, args.resume)
-    if resuming:
-        check_unchanged(config, folder)
-    job = build(config)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(configuration.dump(config))
+    mesh = prepare_devices(config, args.distributed)
+    folder, resuming = find_run(config, args.resume)
+    job = build(config, mesh)
+    writes = jax.process_index() == 0
+    if writes:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(configuration.dump(config))
     devices = f"{job.mesh.size} {jax.devices()[0].platform} device{'s' if job.mesh.size > 1 else ''}"
     count = sum(a.size for a in jax.tree.leaves(job.policy.params))
     print(f"{folder}: {config.method}, {count:,} parameters, {devices}, mesh {dict(job.mesh.shape)}", flush=True)
 
     params = train(job, folder, resuming)
     Policy(job.policy.config, params, job.policy.tokenizer).save(folder / "policy")
-    plot_curves(folder, f"{config.name}, {config.method}, seed {config.seed}")
+    if writes:
+        plot_curves(folder, f"{config.name}, {config.method}, seed {config.seed}")
     result, transcripts = evaluate(job, params, folder)
     shown = "\n\n".join(transcripts)
-    (folder / "transcripts.txt").write_text(shown + "\n")
+    if writes:
+        (folder / "transcripts.txt").write_text(shown + "\n")
     print(f"\n{shown}\n\n{report(result)}")
     print(f"{time.perf_counter() - began:.0f} s in all; everything is in {folder}")
 

@@ -21,6 +21,7 @@ import optax
 from tqdm import tqdm
 
 from envs.household.expert import expert_action, random_action
+from hgpo_jax import distributed
 from hgpo_jax.config import Config
 from hgpo_jax.job import Job
 from hgpo_jax.learner import Rows, make_cloning_loss, make_update
@@ -149,15 +150,20 @@ def cache_key(config: Config) -> str:
 def warm_start(job: Job) -> dict:
     """The parameters to start from, out of the cache or freshly cloned."""
     folder = Path(job.config.cache_dir) / "warm_start" / cache_key(job.config)
-    if folder.is_dir():
+    if distributed.first_says(folder.is_dir):
         print(f"warm start: read from {folder}", flush=True)
         return load_policy(folder, job.mesh, job.config.policy.dtype).params
     params = clone(job)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(dir=folder.parent))
+
+    def make_room() -> str:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        return tempfile.mkdtemp(dir=folder.parent)
+
+    partial = Path(distributed.first_says(make_room))
     Policy(job.policy.config, params, job.policy.tokenizer).save(partial)
-    try:
-        os.replace(partial, folder)
-    except OSError:  # another run was faster
-        shutil.rmtree(partial, ignore_errors=True)
+    if jax.process_index() == 0:
+        try:
+            os.replace(partial, folder)
+        except OSError:  # another run was faster
+            shutil.rmtree(partial, ignore_errors=True)
     return params

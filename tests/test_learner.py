@@ -163,12 +163,14 @@ def test_equals_plain_optax_on_the_plain_loss(off_policy, expected):
     assert stats["clip_fraction_high"] > 0
 
 
-@pytest.mark.parametrize("microbatch", [1, 3, 64])
+@pytest.mark.parametrize("microbatch", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(64, marks=pytest.mark.slow)])
 def test_micro_batches_change_nothing(off_policy, expected, microbatch):
     assert_same(run(off_policy, microbatch=microbatch)[0], expected[0])
 
 
-@pytest.mark.parametrize("spec", ["data=2", "data=8", pytest.param("data=2,fsdp=2,tensor=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "spec", ["data=8", *(pytest.param(spec, marks=pytest.mark.slow) for spec in ("data=2", "data=2,fsdp=2,tensor=2"))]
+)
 def test_devices_change_nothing(off_policy, expected, spec):
     params, stats = run(off_policy, spec=spec, microbatch=3)
     assert_same(params, expected[0])

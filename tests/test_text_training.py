@@ -63,8 +63,13 @@ def test_trains_end_to_end(environment, tokenizer, tmp_path):
     assert [row["iteration"] for row in rows_of(folder)] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("size", ["1.5b", "7b"])
-@pytest.mark.parametrize("environment", ["alfworld", "webshop"])
+@pytest.mark.parametrize(
+    ("environment", "size"),
+    [
+        ("alfworld", "7b"),
+        *(pytest.param(*c, marks=pytest.mark.slow) for c in [("alfworld", "1.5b"), ("webshop", "1.5b"), ("webshop", "7b")]),
+    ],
+)
 def test_the_papers_settings_pass_the_dry_run(environment, size, tokenizer, tmp_path):
     split = ["env.split=valid_train"] if environment == "alfworld" else []
     config = ["--config", f"{environment}_qwen2.5_{size}", f"data={data_of(environment)}", f"policy.tokenizer={tokenizer}"]

@@ -148,13 +148,15 @@ class Attention(nnx.Module):
     def keys_values(self, x, positions):
         k = self._heads(self.k_proj(x))
         k = self.k_norm(k) if self.c.model_type == "qwen3" else k
-        return rotate(k, positions, self.c.rope_theta), self._heads(self.v_proj(x))
+        k, v = rotate(k, positions, self.c.rope_theta), self._heads(self.v_proj(x))
+        return tuple(constrain(a, "batch", None, "kv_heads", None) for a in (k, v))
 
     def __call__(self, x, positions, k, v):
         q = self._heads(self.q_proj(x))
         q = self.q_norm(q) if self.c.model_type == "qwen3" else q
-        y = attend(rotate(q, positions, self.c.rope_theta), k, v, positions)
-        return self.o_proj(y.reshape(*y.shape[:2], -1))
+        q = constrain(rotate(q, positions, self.c.rope_theta), "batch", None, "heads", None)
+        y = attend(q, k, v, positions)
+        return y.reshape(*y.shape[:2], -1)
 
 
 class MLP(nnx.Module):
@@ -189,9 +191,13 @@ class Block(nnx.Module):
         if wanted is not None:
             x, y = (jnp.take_along_axis(a, wanted[..., None], axis=1) for a in (x, y))
             positions = wanted
-        x = x + self.self_attn(y, positions, k, v)
+        # Decoding reads all weights for a few tokens: the tokens' hidden dimension is split like the weights', whose parts
+        # then stay where they are. Elsewhere the weights of one layer at a time come to the split rows.
+        rows, hidden = ("batch", None) if cache is None else (None, "embed")
+        y = constrain(self.self_attn(y, positions, k, v), rows, None, "heads")
+        x = constrain(x + self.self_attn.o_proj(y), rows, None, hidden)
         x = x + self.mlp(self.post_attention_layernorm(x))
-        return constrain(x, "batch", None, None), (k, v)
+        return constrain(x, rows, None, hidden), (k, v)
 
 
 class Qwen2(nnx.Module):
@@ -268,7 +274,7 @@ class Qwen2(nnx.Module):
 
     def decode(self, token, position, cache):
         """One token i32[B] at slot i32[B] for each row: (hidden [B, D], cache)."""
-        x, at = self._embed(token[:, None]), position[:, None]
+        x, at = constrain(self._embed(token[:, None]), None, None, "embed"), position[:, None]
         blocks = [self.last]
         if self.layers is not None:
             graphdef, weights = nnx.split(self.layers)

@@ -11,6 +11,7 @@ are kept as sampled. What an episode samples depends on its own key and the turn
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,12 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.played import Played, Report
 from hgpo_jax.rollout.players import LocalPlayers, WorkerPlayers
+from hgpo_jax.rollout.shared import SharedPlayers
 from hgpo_jax.sampling import Responses, generate
 
 log = logging.getLogger(__name__)
@@ -71,11 +73,12 @@ class HostRollout:
         self._compiled: dict[tuple[int, int], float] = {}  # (rows, width) -> seconds of the first call
 
     def _open(self, make_env: Callable) -> None:
-        self._players = (
-            WorkerPlayers(make_env, self._workers, self._batch, self._time_limit)
-            if self._workers
-            else LocalPlayers(make_env)
-        )
+        def players():
+            if not self._workers:
+                return LocalPlayers(make_env)
+            return WorkerPlayers(make_env, self._workers, self._batch, self._time_limit)
+
+        self._players = SharedPlayers(players) if jax.process_count() > 1 else players()
         self.task_types, self.tasks, self.max_turns = self._players.about
         self.report: Report | None = None
 
@@ -235,7 +238,8 @@ def make_sampler(graphdef, mesh: Mesh, max_new: int, end: int):
         check_vma=False,
     )
 
-    @jax.jit
+    # The responses are small; every process reads all of them.
+    @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P()))
     def sample(params, prompts, lengths, keys, rows, turn, temperature):
         keys = jax.vmap(jax.random.fold_in, (0, None))(keys[rows], turn)
         return split(params, prompts, lengths, keys, jnp.float32(temperature))

@@ -42,7 +42,7 @@ def bound(config, params, adapters):
     return Policy(config, lora.bind(params, adapters), None)
 
 
-@pytest.mark.parametrize("settings", [SOME, LoraConfig(rank=2, alpha=2)])
+@pytest.mark.parametrize("settings", [SOME, pytest.param(LoraConfig(rank=2, alpha=2), marks=pytest.mark.slow)])
 def test_fresh_adapters_change_nothing(settings):
     params = weights_of(BASE)
     config = dataclasses.replace(BASE, lora=settings)

@@ -138,7 +138,10 @@ def test_decoding_equals_reading_with_prompts_of_different_lengths(model_type):
         np.testing.assert_allclose(hidden, full[rows, position], atol=1e-5)
 
 
-@pytest.mark.parametrize("spec", ["data=8", "fsdp=8", "data=2,fsdp=2,tensor=2", "data=2,tensor=4"])
+@pytest.mark.parametrize(
+    "spec",
+    ["data=2,fsdp=2,tensor=2", *(pytest.param(s, marks=pytest.mark.slow) for s in ("data=8", "fsdp=8", "data=2,tensor=4"))],
+)
 def test_same_parameters_and_logits_on_every_mesh(spec, tiny):
     _, expected = tiny
     mesh = make_mesh(spec)

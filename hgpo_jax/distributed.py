@@ -1,0 +1,88 @@
+"""Several processes, usually one a machine, as one program: JAX's own multi-process runtime (`--distributed`).
+
+TPU pods, Slurm and Open MPI tell jax who is who. Elsewhere three variables do, in every process:
+
+    JAX_COORDINATOR_ADDRESS=host-of-process-0:1234  JAX_NUM_PROCESSES=2  JAX_PROCESS_ID=0
+
+All processes run the same command. The first one writes and prints; run_dir and cache_dir are folders that all of them see.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from hgpo_jax.config import ConfigError
+
+VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+
+
+def join(environment=os.environ) -> None:
+    """Joins the other processes, before anything else uses jax.
+
+    Raises:
+      ConfigError: variables that are missing or do not fit, or no word from the other processes.
+    """
+    given = _given(environment)
+    try:
+        jax.distributed.initialize(**given, shutdown_timeout_seconds=60)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"--distributed: {' '.join(str(error).split())}") from None
+
+
+def first_speaks() -> None:
+    """Drops what other processes than the first print; what they say on standard error stays."""
+    if jax.process_index() > 0:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open as long as the process
+
+
+def _given(environment) -> dict:
+    """What the variables say, for `jax.distributed.initialize`; nothing where the cluster is left to tell."""
+    given = [name for name in VARIABLES if environment.get(name)]
+    if not given:
+        return {}
+    address, *numbers = (environment.get(name, "") for name in VARIABLES)
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"{VARIABLES[0]}={address}: expected host:port of the first process, as in 10.0.0.1:1234")
+    for name, number in zip(VARIABLES[1:], numbers, strict=True):
+        if not number.isdecimal():
+            raise ConfigError(f"{name}={number}: expected a whole number beside {given[0]}")
+    count, index = map(int, numbers)
+    if index >= count:
+        raise ConfigError(f"{VARIABLES[2]}={index}: processes are numbered 0 to {VARIABLES[1]} - 1 = {count - 1}")
+    # Without the last argument jax still asks the cluster which devices to use, which may need more packages.
+    return {"coordinator_address": address, "num_processes": count, "process_id": index,
+            "cluster_detection_method": "deactivate"}  # fmt: skip
+
+
+def first_says(look: Callable):
+    """`look()` as the first process finds it, in all of them; so that what a file says cannot differ or be overtaken.
+
+    Args:
+      look: returns what JSON can hold.
+
+    Raises:
+      ConfigError: in all processes where `look` raises it in the first.
+    """
+    if jax.process_count() == 1:
+        return look()
+    said = b""
+    if jax.process_index() == 0:
+        try:
+            said = json.dumps([look(), None]).encode()
+        except ConfigError as error:
+            said = json.dumps([None, str(error)]).encode()
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(said))))
+    letters = np.zeros(size, np.uint8)
+    letters[: len(said)] = np.frombuffer(said, np.uint8)
+    value, mistake = json.loads(bytes(multihost_utils.broadcast_one_to_all(letters)))
+    if mistake is not None:
+        raise ConfigError(mistake)
+    return value

@@ -1,0 +1,43 @@
+"""Environments where several processes run as one program: the first process steps them and tells the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from hgpo_jax import distributed
+from hgpo_jax.config import ConfigError
+from hgpo_jax.rollout.players import About, Failed, Request, Seen
+
+
+class SharedPlayers:
+    """The first process's players (`players.py`), for all processes.
+
+    A time limit or a fault must not strike in one of them alone. Every process must call alike.
+
+    Raises:
+      ConfigError: in all of them where `open_players` raises ValueError or OSError.
+    """
+
+    def __init__(self, open_players: Callable):
+        self._players = None
+
+        def look() -> About:
+            try:
+                self._players = open_players()
+            except (ValueError, OSError) as error:
+                raise ConfigError(str(error)) from None
+            return self._players.about
+
+        types, *numbers = distributed.first_says(look)
+        self.about = About(tuple(types), *numbers)
+
+    def run(self, requests: Iterable[Request]) -> list[tuple[int, Seen | Failed]]:
+        """Answers each request."""
+        requests = list(requests)
+        answers = distributed.first_says(lambda: list(self._players.run(requests)))
+        return [(slot, (Failed if len(answer) == len(Failed._fields) else Seen)(*answer)) for slot, answer in answers]
+
+    def close(self) -> None:
+        """Ends them."""
+        if self._players:
+            self._players.close()

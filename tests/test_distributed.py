@@ -1,0 +1,153 @@
+"""Two real processes run the main command as one program, and learn what one process with as many devices learns."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from hgpo_jax import distributed
+from hgpo_jax.config import ConfigError
+
+ROOT = Path(__file__).parents[1]
+FIELDS = (
+    "iterations=2", "env.max_turns=10", "env.things=2", "policy.hidden_size=32", "policy.intermediate_size=64",
+    "policy.num_hidden_layers=1", "rollout.prompt_groups=2", "rollout.group_size=4", "learner.minibatch_size=8",
+    "learner.final_lr=1", "log.checkpoint_every=1", "log.dump_every=1", "evaluation.episodes=12", "cloning.episodes=512",
+    "cloning.max_steps=200", "cloning.stop_at=0.05",
+)  # fmt: skip
+PROGRAM = (sys.executable, "-m", "hgpo_jax.train")
+LIMIT = 400  # seconds, after which processes that wait for each other have failed
+
+
+def environment(devices, **more):
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    return os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | more
+
+
+def alone(cwd, *arguments) -> None:
+    """One process of two devices."""
+    subprocess.run([*PROGRAM, *arguments], cwd=cwd, env=environment(2), check=True, capture_output=True, timeout=LIMIT)
+
+
+def together(cwd, *arguments, code=0) -> tuple[list[str], list[str]]:
+    """Two processes of one device each; returns what each said on standard output and on standard error."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    rank = lambda i: dict(zip(distributed.VARIABLES, (address, "2", str(i)), strict=True))  # noqa: E731
+    running = [
+        subprocess.Popen(
+            [*PROGRAM, "--distributed", *arguments], cwd=cwd, env=environment(1, **rank(i)), text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=LIMIT) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [code, code], "\n".join(error for _, error in said)
+    # The library that connects the processes says so by itself.
+    ours = ["".join(line for line in out.splitlines(True) if not line.startswith("[Gloo]")) for out, _ in said]
+    return ours, [error for _, error in said]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A run by two processes, then, with a cache of its own, by one."""
+    base = tmp_path_factory.mktemp("distributed")
+    out, _ = together(base, *FIELDS, "run_dir=two", "cache_dir=cache")
+    alone(base, *FIELDS, "run_dir=one", "cache_dir=other")
+    return base, out
+
+
+def metrics(folder) -> list[dict]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if "second" not in name} for row in rows]
+
+
+def assert_same_run(folder, wanted):
+    assert len(metrics(folder)) == len(metrics(wanted))
+    for row, expected in zip(metrics(folder), metrics(wanted), strict=True):
+        assert row == pytest.approx(expected, abs=1e-5)
+    assert (folder / "evaluation.json").read_text() == (wanted / "evaluation.json").read_text()
+    for name in ("start", "policy"):
+        weights, others = (load_file(run / name / "model.safetensors") for run in (folder, wanted))
+        assert weights.keys() == others.keys()
+        for tensor, value in weights.items():
+            assert value == pytest.approx(others[tensor], abs=1e-5), tensor
+
+
+@pytest.mark.slow
+def test_two_processes_learn_what_one_learns(folders):
+    base, _ = folders
+    assert any(row["advantage_abs"] > 0 for row in metrics(base / "two"))  # something was learned
+    assert_same_run(base / "two", base / "one")
+
+
+@pytest.mark.slow
+def test_everything_is_written_once_and_said_once(folders):
+    base, (first, second) = folders
+    listing = lambda run: sorted(p.relative_to(run) for p in run.rglob("*") if "checkpoints" not in p.parts)  # noqa: E731
+    without = lambda paths: [p for p in paths if p.parts[0] != "tensorboard"]  # noqa: E731
+    assert without(listing(base / "two")) == without(listing(base / "one"))
+    assert len(list((base / "two" / "tensorboard").iterdir())) == 1
+    assert sorted(p.name for p in (base / "two" / "checkpoints").iterdir()) == ["1", "2"]
+    assert len(list((base / "cache" / "warm_start").iterdir())) == 1
+    assert "everything is in two" in first
+    assert second == ""
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_where_they_stopped(folders):
+    base, _ = folders
+    for iterations in ("iterations=1", "iterations=2"):
+        out, _ = together(base, *FIELDS, "run_dir=halves", "cache_dir=cache", "--resume", "auto", iterations)
+    assert "resumed after iteration 1" in out[0]
+    assert_same_run(base / "halves", base / "two")
+
+
+@pytest.mark.slow
+def test_a_mistake_ends_both_processes(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("mine")
+    for arguments, fragment in ((["run_dir=mine"], "run_dir=mine"), (["run_dir=new", "--mesh", "data=3"], "data=3")):
+        out, errors = together(tmp_path, *FIELDS, *arguments, code=2)
+        assert out == ["", ""]
+        for error in errors:
+            assert fragment in error
+            assert "Traceback" not in error
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+GOOD = dict(zip(distributed.VARIABLES, ("10.0.0.1:1234", "2", "1"), strict=True))
+MISTAKES = {
+    "no port": ({"JAX_COORDINATOR_ADDRESS": "10.0.0.1"}, "JAX_COORDINATOR_ADDRESS=10.0.0.1"),
+    "no address": ({"JAX_COORDINATOR_ADDRESS": ""}, "JAX_COORDINATOR_ADDRESS="),
+    "no count": ({"JAX_NUM_PROCESSES": ""}, "JAX_NUM_PROCESSES="),
+    "odd count": ({"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES=two"),
+    "beyond the count": ({"JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID=2"),
+}
+
+
+@pytest.mark.parametrize(("changed", "fragment"), MISTAKES.values(), ids=MISTAKES)
+def test_variables_that_do_not_fit_are_named(changed, fragment):
+    with pytest.raises(ConfigError) as caught:
+        distributed.join(GOOD | changed)
+    assert str(caught.value).startswith(fragment)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_word_of_other_processes_is_a_mistake():
+    with pytest.raises(ConfigError, match="--distributed"):
+        distributed.join({})
+
+
+def test_one_process_looks_for_itself():
+    assert distributed.first_says(lambda: [1, "a"]) == [1, "a"]
