@@ -22,7 +22,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
-    "vocab": ("tensor",),
+    "vocab": ("tensor", "fsdp"),
 }
 
 
@@ -114,6 +114,12 @@ def largest_count(count: jax.Array) -> jax.Array:
     others = any(mesh.shape[n] > 1 for n in mesh.axis_names if n not in mesh.manual_axes)
     manual = tuple(n for n in mesh.manual_axes if mesh.shape[n] > 1)
     return jax.lax.pmax(count, manual) if manual and others else count
+
+
+def free_axes(axis: str) -> tuple[str, ...]:
+    """Axes of the mesh in context that split a logical axis and are left to the compiler."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(n for n in RULES[axis] if mesh.shape.get(n, 1) > 1 and n not in mesh.manual_axes)
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

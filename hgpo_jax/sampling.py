@@ -10,7 +10,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from hgpo_jax.mesh import largest_count
+from hgpo_jax.mesh import constrain, largest_count
 
 
 @chex.dataclass(frozen=True)
@@ -63,7 +63,8 @@ def generate(model, prompts, lengths, keys, *, max_new: int, end: int, temperatu
     hidden, cache = model.prefill(prompts, lengths - 1, width + max_new - 1)
 
     def draw(hidden, i):
-        return sample_token(model.logits(hidden), jax.vmap(jax.random.fold_in, (0, None))(keys, i), temperature)
+        logits = constrain(model.logits(hidden), "batch", None)
+        return sample_token(logits, jax.vmap(jax.random.fold_in, (0, None))(keys, i), temperature)
 
     token, logp = draw(hidden, 0)
     tokens = jnp.zeros((rows, max_new), jnp.int32).at[:, 0].set(token)

@@ -14,7 +14,7 @@ from hgpo_jax.policy.qwen2 import LINEARS, ModelConfig, Qwen2
 
 # Logical axes of each parameter by its last two names; a leading "layers" axis is never split, other parameters neither.
 PARAMETER_AXES = {
-    "embed_tokens.embedding": ("vocab", "embed"),
+    "embed_tokens.embedding": ("vocab", None),
     "q_proj.kernel": ("embed", "heads"),
     "q_proj.bias": ("heads",),
     "k_proj.kernel": ("embed", "kv_heads"),
@@ -25,7 +25,7 @@ PARAMETER_AXES = {
     "gate_proj.kernel": ("embed", "mlp"),
     "up_proj.kernel": ("embed", "mlp"),
     "down_proj.kernel": ("mlp", "embed"),
-    "lm_head.kernel": ("embed", "vocab"),
+    "lm_head.kernel": (None, "vocab"),
 }
 # An adapter splits as the kernel beside it, its rank never.
 for _name in LINEARS:

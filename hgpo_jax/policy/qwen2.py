@@ -21,8 +21,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
-from hgpo_jax.mesh import constrain
+from hgpo_jax.mesh import constrain, free_axes
 from hgpo_jax.policy.attention import attend
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a block
@@ -99,6 +100,26 @@ def rotate(x, positions, theta):
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def look_up(table, tokens):
+    """Rows of a table [V, D] that is split over the vocabulary, i32[B, S] -> [B, S, D].
+
+    Every device looks all tokens up in its own part, and the parts are added: the table stays where it is. Left to the
+    compiler, a table may be gathered, and one that two mesh axes split inside a shard_map over a third aborts it.
+    """
+    axes = free_axes("vocab")
+    if not axes:
+        return jnp.take(table, tokens, axis=0)
+
+    def part(rows, tokens):
+        at = tokens - jax.lax.axis_index(axes) * rows.shape[0]
+        mine = (at >= 0) & (at < rows.shape[0])
+        found = jnp.take(rows, jnp.where(mine, at, 0), axis=0)
+        return jax.lax.psum(jnp.where(mine[..., None], found, 0), axes)
+
+    specs = {"in_specs": (PartitionSpec(axes), PartitionSpec()), "out_specs": PartitionSpec()}
+    return jax.shard_map(part, **specs, axis_names=set(axes), check_vma=False)(table, tokens)
 
 
 class RMSNorm(nnx.Module):
@@ -217,14 +238,13 @@ class Qwen2(nnx.Module):
 
     def _embed(self, tokens):
         """Rows of the embedding, i32[B, S] -> [B, S, D]."""
-        # Only the vocabulary stays split: a lookup in a table that fsdp and tensor both split aborts XLA's partitioner.
-        table = constrain(self.embed_tokens.embedding[...], "vocab", None)
-        return constrain(jnp.take(table, tokens, axis=0), "batch", None, None)
+        return constrain(look_up(self.embed_tokens.embedding[...], tokens), "batch", None, None)
 
     def logits(self, hidden):
-        """hidden [..., D] -> logits f32[..., V]."""
+        """hidden [..., D] -> logits f32[..., V], split over the vocabulary alone, as the weights are."""
+        hidden = constrain(hidden, *(None,) * hidden.ndim)
         x = self.embed_tokens.attend(hidden) if self.lm_head is None else self.lm_head(hidden)
-        return x.astype(jnp.float32)
+        return constrain(x.astype(jnp.float32), *(None,) * (x.ndim - 1), "vocab")
 
     def _stack(self, x, positions, remat=False, keep=False):
         """All blocks but the last; with `keep`, also their keys and values stacked [L-1, B, S, K, H]."""
