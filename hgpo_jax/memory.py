@@ -82,12 +82,10 @@ def plan(config: Config, mesh, work: Work) -> dict[str, dict[str, int]]:
     tokens = rows * fsdp * work.response
     logits = 3 * 4 * min(tokens * model.vocab_size, max(MAX_LOGITS, rows * fsdp * model.vocab_size)) / fsdp / tensor
     sampled = -(-work.sampled // fsdp)
-    # What fsdp splits is gathered where it works. Of the layers one at a time; of the embedding, which begins and ends the
-    # network, XLA holds the lookup's and the head's copy of each policy, and while it sums, the gradients of both.
-    one = model.vocab_size * D / tensor * compute * (fsdp > 1)
-    gathered = int(one * (7 if learner.kl_weight else 5))
-    # Decoding visits every layer for every token, so XLA gathers them all before its loop.
-    decoded = elements * fsdp * compute * (fsdp > 1)
+    # What fsdp splits is gathered where it works, one layer at a time; while decoding nothing is, and of the vocabulary
+    # nothing ever: every device looks up the whole group's tokens in its part.
+    layer = (2 * D * (N + K) * H + 3 * D * model.intermediate_size) / tensor * compute * (fsdp > 1)
+    looked_up = D * compute * (fsdp * tensor > 1)
     prompts = sampled * work.prompt
     read = prompts * 2 * D * compute + max(
         2 * 4 * min(prompts * N * work.prompt * fsdp, max(MAX_SCORES, N * prompts * fsdp)) / fsdp / tensor,
@@ -106,14 +104,14 @@ def plan(config: Config, mesh, work: Work) -> dict[str, dict[str, int]]:
             "prompts' keys and values": int(prompts * (L - 1) * 2 * kv * H * compute),
             "activations": int(read),
             "logits": int(3 * 4 * sampled * vocabulary),
-            "gathered weights": int(one + decoded),
+            "gathered weights": int(layer),
         },
         "update": {
             "compute copy": copy,
             "gradients": trained * (size + compute),
-            "activations": int(activations),
+            "activations": int(activations + rows * fsdp * S * looked_up),
             "logits": int(logits),
-            "gathered weights": gathered,
+            "gathered weights": int(2 * layer),
         },
     }
 

@@ -23,6 +23,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
     "vocab": ("tensor", "fsdp"),
+    "vocab_of_rows": ("tensor",),  # beside a batch that fsdp splits
 }
 
 

@@ -63,7 +63,7 @@ def generate(model, prompts, lengths, keys, *, max_new: int, end: int, temperatu
     hidden, cache = model.prefill(prompts, lengths - 1, width + max_new - 1)
 
     def draw(hidden, i):
-        logits = constrain(model.logits(hidden), "batch", None)
+        logits = constrain(model.logits(hidden), "batch", "vocab_of_rows")
         return sample_token(logits, jax.vmap(jax.random.fold_in, (0, None))(keys, i), temperature)
 
     token, logp = draw(hidden, 0)

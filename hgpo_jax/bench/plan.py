@@ -85,7 +85,13 @@ def compiled_bytes(compiled) -> int:
 def collectives(text: str) -> dict[str, int]:
     """Bytes that a compiled program's collectives give to each device, by kind; those in loops are counted once."""
     totals: Counter = Counter()
-    for shape, kind in re.findall(rf"= (.*?) ({COLLECTIVES})(?:-start)?\(", text):
+    seen = set()
+    for shape, kind, rest in re.findall(rf"= (.*?) ({COLLECTIVES})(?:-start)?\((.*)", text):
+        # The TPU compiler writes a collective that runs beside other work several times, under one channel.
+        channel = re.search(r"channel_id=(\d+)", rest)
+        if channel and channel[1] in seen:
+            continue
+        seen.add(channel and channel[1])
         for element, sizes in re.findall(r"(\w+)\[([\d,]*)\]", shape):
             totals[kind] += ELEMENT.get(element, 4) * math.prod(int(n) for n in sizes.split(",") if n)
     return dict(totals)

@@ -1,9 +1,14 @@
-"""Attention of queries at given slots to the keys not after them."""
+"""Attention of queries to the keys not after them: at given slots (`attend`), or at all (`attend_all`, on TPUs by splash)."""
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from hgpo_jax.mesh import free_axes
 
 MAX_SCORES = 2**28  # 1 GB in float32, over the devices of fsdp and tensor together
 
@@ -31,3 +36,48 @@ def attend(q_BRNH, k_BSKH, v_BSKH, positions_BR, max_scores: int = MAX_SCORES):
     turn = lambda a: jnp.moveaxis(a, 1, 0)  # noqa: E731
     out = jax.lax.map(lambda inputs: jax.checkpoint(piece)(*inputs), (turn(q), turn(positions)))
     return turn(out).reshape(B, pieces * width, *out.shape[3:])[:, :R]
+
+
+def attend_all(q_BSNH, k_BSKH, v_BSKH):
+    """Attention of every slot to those not after it: [B, S, N, H]."""
+    B, S, _, H = q_BSNH.shape
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    parts = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in free_axes("kv_heads"))
+    if device is not None and device.platform == "tpu" and H % LANES == 0 and k_BSKH.shape[2] % parts == 0:
+        return splash(q_BSNH, k_BSKH, v_BSKH)
+    return attend(q_BSNH, k_BSKH, v_BSKH, jnp.broadcast_to(jnp.arange(S), (B, S)))
+
+
+LANES = 128  # of a TPU's vector registers, which a head and a block of slots must fill
+
+
+def splash(q_BSNH, k_BSKH, v_BSKH, interpret: bool = False):
+    """`attend_all` by JAX's splash attention kernel for TPUs, whose memory grows with S and not with its square.
+
+    interpret: run the kernel on another back end, slowly.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    S = q_BSNH.shape[1]
+    block = min(512, -(-S // LANES) * LANES)
+    length = -(-S // block) * block
+
+    def part(q, k, v):
+        mask = masks.MultiHeadMask([masks.CausalMask((length, length))] * q.shape[2])
+        blocks = kernel.BlockSizes(
+            block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block, block_kv_dkv=block,
+            block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block,
+        )  # fmt: skip
+        attention = kernel.make_splash_mha_single_device(mask, block_sizes=blocks, interpret=interpret)
+        # Slots beyond S come after all others, so that no other attends to them.
+        turn = lambda a: jnp.pad(jnp.swapaxes(a, 1, 2), ((0, 0), (0, 0), (0, length - S), (0, 0)))  # noqa: E731
+        out = jax.vmap(attention)(turn(q * q.shape[-1] ** -0.5), turn(k), turn(v))
+        return jnp.swapaxes(out, 1, 2)[:, :S]
+
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = set(mesh.axis_names) - set(mesh.manual_axes)  # all of them: the compiler may not split a kernel
+    if not axes:
+        return part(q_BSNH, k_BSKH, v_BSKH)
+    split = P(free_axes("batch") or None, None, free_axes("heads") or None)
+    return jax.shard_map(part, in_specs=split, out_specs=split, axis_names=axes, check_vma=False)(q_BSNH, k_BSKH, v_BSKH)

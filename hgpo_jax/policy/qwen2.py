@@ -24,7 +24,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from hgpo_jax.mesh import constrain, free_axes
-from hgpo_jax.policy.attention import attend
+from hgpo_jax.policy.attention import attend, attend_all
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a block
 
@@ -172,11 +172,12 @@ class Attention(nnx.Module):
         k, v = rotate(k, positions, self.c.rope_theta), self._heads(self.v_proj(x))
         return tuple(constrain(a, "batch", None, "kv_heads", None) for a in (k, v))
 
-    def __call__(self, x, positions, k, v):
+    def __call__(self, x, positions, k, v, every: bool):
+        """The heads' results for x at `positions`, before `o_proj`; `every` if those are all the slots in order."""
         q = self._heads(self.q_proj(x))
         q = self.q_norm(q) if self.c.model_type == "qwen3" else q
         q = constrain(rotate(q, positions, self.c.rope_theta), "batch", None, "heads", None)
-        y = attend(q, k, v, positions)
+        y = attend_all(q, k, v) if every else attend(q, k, v, positions)
         return y.reshape(*y.shape[:2], -1)
 
 
@@ -215,7 +216,8 @@ class Block(nnx.Module):
         # Decoding reads all weights for a few tokens: the tokens' hidden dimension is split like the weights', whose parts
         # then stay where they are. Elsewhere the weights of one layer at a time come to the split rows.
         rows, hidden = ("batch", None) if cache is None else (None, "embed")
-        y = constrain(self.self_attn(y, positions, k, v), rows, None, "heads")
+        y = self.self_attn(y, positions, k, v, every=cache is None and wanted is None)
+        y = constrain(y, rows, None, "heads")
         x = constrain(x + self.self_attn.o_proj(y), rows, None, hidden)
         x = x + self.mlp(self.post_attention_layernorm(x))
         return constrain(x, rows, None, hidden), (k, v)

@@ -1,11 +1,12 @@
-"""Attention in pieces is attention."""
+"""Attention in pieces is attention, and so is the kernel for TPUs."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hgpo_jax.policy.attention import MAX_SCORES, attend
+from hgpo_jax.mesh import make_mesh
+from hgpo_jax.policy.attention import MAX_SCORES, attend, splash
 
 B, R, S, N, K, H = 2, 7, 9, 4, 2, 6
 
@@ -39,3 +40,24 @@ def test_gradients_of_pieces(arrays):
 
     whole, pieces = (jax.jit(jax.grad(total, (0, 1, 2)), static_argnums=3)(*arrays[:3], n) for n in (MAX_SCORES, 3 * B * N * S))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), whole, pieces)
+
+
+@pytest.mark.parametrize("spec", ["data=1", pytest.param("data=2,fsdp=2,tensor=2", marks=pytest.mark.slow)])
+def test_splash_attention_and_its_gradients(spec):
+    keys = jax.random.split(jax.random.key(1), 3)
+    inputs = [jax.random.normal(key, (4, 150, heads, 128)) for key, heads in zip(keys, (4, 2, 2), strict=True)]
+    positions = jnp.broadcast_to(jnp.arange(150), (4, 150))
+
+    def total(attention):
+        def f(*inputs):
+            out = attention(*inputs)
+            return (out**2).sum(), out
+
+        return jax.jit(jax.value_and_grad(f, (0, 1, 2), has_aux=True))
+
+    (_, out), gradients = total(lambda q, k, v: attend(q, k, v, positions))(*inputs)
+    mesh = make_mesh(spec, jax.devices()[: 8 if "," in spec else 1])
+    with jax.set_mesh(mesh):
+        (_, ours), our_gradients = total(lambda q, k, v: splash(q, k, v, interpret=True))(*inputs)
+    np.testing.assert_allclose(ours, out, atol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), our_gradients, gradients)
