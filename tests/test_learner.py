@@ -94,7 +94,8 @@ def run(rows, order=ORDER, *, spec="data=1", microbatch=8):
     mesh, init, update = compiled(spec, microbatch)
     params, reference = (jax.device_put(parameters(seed), shardings(MODEL, mesh)) for seed in (0, 1))
     args = jax.device_put((rows, jnp.int32(order), COUNT, LR_SHARE), NamedSharding(mesh, PartitionSpec()))
-    params, _, stats = jax.device_get(update(params, init(params), reference, *args))
+    with jax.set_mesh(mesh):  # as a job does, so that activations are split too
+        params, _, stats = jax.device_get(update(params, init(params), reference, *args))
     return params, stats
 
 
@@ -168,9 +169,10 @@ def test_micro_batches_change_nothing(off_policy, expected, microbatch):
     assert_same(run(off_policy, microbatch=microbatch)[0], expected[0])
 
 
-@pytest.mark.parametrize(
-    "spec", ["data=8", *(pytest.param(spec, marks=pytest.mark.slow) for spec in ("data=2", "data=2,fsdp=2,tensor=2"))]
-)
+SLOW_MESHES = ("data=2", "fsdp=2", "fsdp=8", "tensor=2", "fsdp=2,tensor=2", "data=2,fsdp=2,tensor=2")
+
+
+@pytest.mark.parametrize("spec", ["data=8", *(pytest.param(spec, marks=pytest.mark.slow) for spec in SLOW_MESHES)])
 def test_devices_change_nothing(off_policy, expected, spec):
     params, stats = run(off_policy, spec=spec, microbatch=3)
     assert_same(params, expected[0])

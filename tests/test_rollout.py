@@ -172,7 +172,7 @@ def test_chunks_change_nothing(episodes, chunk):
     assert_same(play(chunk=chunk), episodes)
 
 
-SLOW_MESHES = [pytest.param(spec, marks=pytest.mark.slow) for spec in ("data=8", "fsdp=4", "data=2,fsdp=2,tensor=2")]
+SLOW_MESHES = [pytest.param(s, marks=pytest.mark.slow) for s in ("data=8", "fsdp=4", "tensor=2", "data=2,fsdp=2,tensor=2")]
 
 
 @pytest.mark.parametrize("spec", ["data=2", *SLOW_MESHES])

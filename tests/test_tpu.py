@@ -1,0 +1,81 @@
+"""The paper's settings through the real TPU compiler, without a TPU: they fit, and nothing large is gathered or held."""
+
+import importlib.util
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CASES = [("1.5b", "v5e:2x4", "fsdp=8")]
+CASES += [("7b", "v5e:4x4", "fsdp=16"), ("7b", "v5p:2x2x2", "fsdp=8"), ("7b", "v6e:2x4", "fsdp=8")]
+CHIP = {"v5e": 16, "v5p": 95, "v6e": 32}  # GiB
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs jax[tpu]")
+@pytest.mark.parametrize(("size", "topology", "mesh"), CASES)
+def test_the_papers_settings_compile_and_fit(size, topology, mesh):
+    command = [sys.executable, __file__, f"alfworld_qwen2.5_{size}", topology, mesh]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert set(found) == {"sampler", "update"}
+    for program in found.values():
+        assert program["bytes"] < 0.92 * CHIP[topology.partition(":")[0]] * 2**30
+        assert program["stacks gathered"] == []
+        assert program["vocabularies held"] == []
+        assert program["kernels"] > 0  # splash attention
+
+
+def look(text: str, layers: int, vocabulary: int, parts: int, width: int, tokens: int) -> dict:
+    """What must not be in a compiled program: gathers of all layers' weights, an array of all tokens by the vocabulary."""
+    gathered, held = set(), set()
+    for shape in re.findall(r"= (.*?) all-gather(?:-start)?\(", text):
+        for sizes in re.findall(r"\w+\[([\d,]+)\]", shape):
+            dims = [int(n) for n in sizes.split(",")]
+            if dims[0] in (layers, layers - 1) and math.prod(dims) >= layers * width * width // 8:
+                gathered.add(sizes)
+    for sizes in re.findall(r"(?:f32|bf16)\[([\d,]+)\]", text):
+        dims = [int(n) for n in sizes.split(",")]
+        of = next((n for n in dims if n in (vocabulary, vocabulary // parts)), None)
+        if of and not {width, width // parts} & set(dims) and math.prod(dims) // of >= tokens:
+            held.add(sizes)
+    return {"stacks gathered": sorted(gathered), "vocabularies held": sorted(held), "kernels": text.count("tpu_custom_call")}
+
+
+def test_what_must_not_be_there_is_seen():
+    sizes = {"layers": 28, "vocabulary": 1024, "parts": 8, "width": 64, "tokens": 4096}
+    found = look("%a = bf16[27,64,512] all-gather(%b)\n%c = f32[4096,128] dot(%d)\n%e = bf16[64,1024] f(%g)", **sizes)
+    assert found == {"stacks gathered": ["27,64,512"], "vocabularies held": ["4096,128"], "kernels": 0}
+    assert look("%a = bf16[64,512] all-gather(%b)\n%c = f32[440,128] dot(%d)", **sizes)["vocabularies held"] == []
+
+
+def main(name: str, topology: str, spec: str) -> None:
+    from hgpo_jax import config, memory
+    from hgpo_jax.bench import plan
+
+    settings = config.load(name, [f"mesh={spec}"])
+    mesh, _ = plan._tpu_mesh(topology, spec)
+    work = memory.work_of(settings, mesh)
+    always = sum(memory.plan(settings, mesh, work)["always"].values())
+    found = {}
+    for program, lower, beside in plan.programs(settings, mesh, work):
+        compiled = lower().compile()
+        rows = max(settings.learner.microbatch_size, mesh.shape["fsdp"])
+        model = work.model
+        found[program] = {"bytes": plan.compiled_bytes(compiled) + beside(always)} | look(
+            compiled.as_text(), model.num_hidden_layers, model.vocab_size, mesh.shape["fsdp"] * mesh.shape["tensor"],
+            model.hidden_size, rows * work.response,
+        )  # fmt: skip
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
