@@ -18,6 +18,8 @@ from hgpo_jax.advantages.record import Batch
 PADDING_KEY = jnp.iinfo(jnp.int32).max
 # Stands for the observation before the first step; real ids start at 0.
 NO_STATE = -1
+# The largest number of 15 bits.
+SHORT_IDS = 2**15 - 1
 # Added to a standard deviation before dividing by it, as in the released code of GRPO, GiGPO and HGPO.
 EPSILON = 1e-6
 
@@ -38,9 +40,26 @@ class Sorted(NamedTuple):
 def sort_steps(columns: list[jax.Array], mask: jax.Array) -> Sorted:
     """Sort the steps by i32[B, T] columns, the first one most significant."""
     mask = mask.ravel()
-    keys = [jnp.where(mask, column.ravel(), PADDING_KEY) for column in columns]
-    rows = jnp.arange(mask.size, dtype=jnp.int32)
-    *keys, order = jax.lax.sort((*keys, rows), num_keys=len(keys), is_stable=True)
+    columns = [column.ravel() for column in columns]
+
+    def sort(keys):
+        rows = jnp.arange(mask.size, dtype=jnp.int32)
+        return jax.lax.sort((*keys, rows), num_keys=len(keys), is_stable=True)
+
+    def whole():
+        return sort([jnp.where(mask, column, PADDING_KEY) for column in columns])
+
+    def in_pairs():
+        halves = [jnp.where(mask, column - NO_STATE, SHORT_IDS) for column in columns]
+        halves += [jnp.zeros_like(halves[0])] * (len(halves) % 2)
+        *keys, order = sort([high << 15 | low for high, low in zip(halves[::2], halves[1::2], strict=True)])
+        halves = [half for key in keys for half in (key >> 15, key & SHORT_IDS)]
+        return *halves[: len(columns)], order
+
+    # Fewer keys sort faster: where all ids are short, two of them make one key.
+    ids = jnp.where(mask, jnp.stack(columns), 0)
+    short = (ids.min() >= NO_STATE) & (ids.max() < SHORT_IDS + NO_STATE)
+    *keys, order = jax.lax.cond(short, in_pairs, whole) if len(columns) > 1 else whole()
     segments = []
     change = jnp.zeros(mask.size, bool)
     for key in keys:

@@ -70,6 +70,19 @@ def test_renaming_ids_changes_nothing(name, batch, seed):
     np.testing.assert_allclose(run(name, other).advantages, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("largest", [2**15 - 3, 2**15 - 2, 2**15 - 1, 2**15, 2**31 - 2])
+@pytest.mark.parametrize("history", [1, 2])  # an odd and an even number of columns
+def test_short_and_long_ids_sort_alike(largest, history):
+    rng = np.random.default_rng(0)
+    mask = np.arange(12) < rng.integers(1, 13, 16)[:, None]
+    batch = {"rewards": rng.normal(size=(16, 12)).astype(np.float32), "mask": mask, "groups": np.arange(16) // 8}
+    states = rng.integers(0, 3, (16, 12))
+    expected = estimate("hgpo", **batch, states=states, history_length=history)
+    moved = estimate("hgpo", **batch, states=largest - states, history_length=history)
+    np.testing.assert_array_equal(moved.level_sizes, expected.level_sizes)
+    np.testing.assert_allclose(moved.advantages, expected.advantages, atol=1e-5)
+
+
 @settings(max_examples=20, deadline=None)
 @given(batch=batches())
 def test_groups_are_nested(batch):
