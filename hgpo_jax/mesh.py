@@ -1,8 +1,8 @@
 """The device mesh, and the one table that says which mesh axis splits which dimension.
 
-Three axes: `data` splits the batch, `fsdp` splits the batch and the parameters, `tensor` splits heads, feed-forward and
-vocabulary. A spec is written `data=2,fsdp=4,tensor=1`; one axis may be -1 (what is left), and `auto` puts every device on
-`data`.
+Three axes: `data` splits the batch, `fsdp` splits the batch and the parameters, `tensor` splits heads and feed-forward, and the
+last two together the vocabulary. A spec is written `data=2,fsdp=4,tensor=1`; one axis may be -1 (what is left), and `auto` puts
+every device on `data`.
 """
 
 from __future__ import annotations
