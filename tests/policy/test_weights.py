@@ -347,8 +347,10 @@ def test_what_a_mesh_does_not_divide_is_named():
     with pytest.raises(ValueError, match=r"o_proj\.kernel.*heads dimension of 4.*tensor = 8") as caught:
         shardings(ModelConfig(**SIZES), make_mesh("tensor=8"))
     assert "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match=r"embed_tokens\.embedding.*embed dimension of 36.*fsdp = 8"):
+    with pytest.raises(ValueError, match=r"down_proj\.kernel.*embed dimension of 36.*fsdp = 8"):
         shardings(ModelConfig(**SIZES | {"hidden_size": 36, "head_dim": 8}), make_mesh("fsdp=8"))
+    with pytest.raises(ValueError, match=r"embed_tokens\.embedding.*vocab dimension of 36.*fsdp = 8"):
+        shardings(ModelConfig(**SIZES | {"vocab_size": 36}), make_mesh("fsdp=8"))
 
 
 def test_replicated_heads_are_said_once(caplog):
