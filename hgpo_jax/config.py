@@ -117,6 +117,9 @@ class RolloutConfig(Section):
     )
     prompt_limit: int = field(4096, "tokens of the longest prompt of a text environment", ge=16)
     response_limit: Positive = field(512, "tokens of the longest response in a text environment")
+    stop: tuple[str, ...] = field(
+        (), "tokens that end a response in a text environment beside the tokenizer's eos_token, as in [<|endoftext|>]"
+    )
     chunk: Positive = field(
         64, "episodes that one device generates for at a time; finished ones stop costing in steps of this"
     )
@@ -219,6 +222,10 @@ class EvaluationConfig(Section):
     temperature: float = field(
         1.0, "temperature of the sampled evaluation; a greedy one is always made too", gt=0, le=10
     )
+    # Training samples from the whole softmax, whose log-probabilities the loss takes.
+    top_k: int = field(0, "the sampled evaluation draws from the k most likely tokens; 0: from all", ge=0)
+    top_p: float = field(1.0, "and of these only from the most likely that reach this probability", gt=0, le=1)
+    min_response: int = field(0, "no response of an evaluation ends before this many tokens", ge=0)
 
 
 class Config(Section):

@@ -36,7 +36,7 @@ def household(config: Config) -> Household:
 class CompiledStage:
     """The embedded household; a rollout is one compiled program.
 
-    `rollout(params, tasks, keys, groups, temperature) -> Episodes`, and `held_out`, the same for the evaluation.
+    `rollout(params, tasks, keys, groups, decoding) -> Episodes`, and `held_out`, the same for the evaluation.
     """
 
     held_out_tasks = None  # generated, as many as one likes
@@ -95,7 +95,7 @@ class TextStage:
     ):
         env, rollout = config.env, config.rollout
         try:
-            prompts = ChatFormat(tokenizer, env.name.removesuffix("_text"), rollout.prompt_limit)
+            prompts = ChatFormat(tokenizer, env.name.removesuffix("_text"), rollout.prompt_limit, rollout.stop)
             self.rollout = HostRollout(
                 train, prompts, network(model), mesh, batch=rollout.prompt_groups * rollout.group_size,
                 history_length=rollout.history_length, response_limit=rollout.response_limit, chunk=rollout.chunk,

@@ -18,6 +18,7 @@ from hgpo_jax import config as configuration
 from hgpo_jax.config import ConfigError
 from hgpo_jax.job import Job, build, prepare_devices
 from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.sampling import Decoding
 
 
 def wilson(successes: int, n: int) -> tuple[float, float]:
@@ -32,7 +33,7 @@ def wilson(successes: int, n: int) -> tuple[float, float]:
 SHOWN = 3  # episodes written out as transcripts
 
 
-def play_held_out(job: Job, params, temperature: float) -> tuple[Episodes, np.ndarray | None, list[str]]:
+def play_held_out(job: Job, params, decoding: Decoding) -> tuple[Episodes, np.ndarray | None, list[str]]:
     """One episode on each of the first `evaluation.episodes` held-out tasks, or on all where there are fewer.
 
     Returns: (Episodes of NumPy arrays, the environment's own scores f32[B] if it has any, the first transcripts).
@@ -43,7 +44,7 @@ def play_held_out(job: Job, params, temperature: float) -> tuple[Episodes, np.nd
     for first in range(0, wanted, job.batch):
         index = first + jnp.arange(job.batch, dtype=jnp.int32)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), index)
-        part = jax.device_get(stage.held_out(params, stage.tasks("held_out", 0, index), keys, index, temperature))
+        part = jax.device_get(stage.held_out(params, stage.tasks("held_out", 0, index), keys, index, decoding))
         # The longest dimensions are not looked at again, and a whole evaluation's would fill the memory of a large one.
         parts.append(part.replace(prompts=None, logp=None))
         scores.append(stage.scores(held_out=True))
@@ -75,8 +76,11 @@ def summarize(episodes: Episodes, task_types: tuple[str, ...], scores: np.ndarra
 def evaluate(job: Job, params, folder: Path) -> tuple[dict, list[str]]:
     """Evaluates and writes folder/evaluation.json; returns its content and the first sampled transcripts."""
     settings, modes, shown = job.config.evaluation, {}, []
-    for mode, temperature in (("sampled", settings.temperature), ("greedy", 0.0)):
-        episodes, scores, transcripts = play_held_out(job, params, temperature)
+    sampled = Decoding(
+        temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p, min_new=settings.min_response
+    )
+    for mode, decoding in (("sampled", sampled), ("greedy", sampled.replace(temperature=0.0))):
+        episodes, scores, transcripts = play_held_out(job, params, decoding)
         modes[mode] = summarize(episodes, job.stage.task_types, scores)
         shown = shown or transcripts
     result = {

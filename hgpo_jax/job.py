@@ -19,6 +19,7 @@ from hgpo_jax.methods import METHODS, Method
 from hgpo_jax.policy import LoraConfig, ModelConfig, Policy, initialize, load_policy, lora
 from hgpo_jax.policy.tokenizer import load_tokenizer, word_tokenizer
 from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.sampling import Decoding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Job:
         groups = jnp.arange(self.batch, dtype=jnp.int32) // settings.group_size
         number = iteration * settings.max_tries + attempt if self.method.dynamic_sampling else iteration
         tasks = self.stage.tasks("train", self.config.seed, number * settings.prompt_groups + groups)
-        return tasks, jax.random.split(self.key(number, 0), self.batch), groups, settings.temperature
+        return tasks, jax.random.split(self.key(number, 0), self.batch), groups, Decoding(temperature=settings.temperature)
 
     def abstract_episodes(self) -> Episodes:
         """The shapes of one iteration's episodes, nothing computed."""

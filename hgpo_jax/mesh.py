@@ -125,8 +125,13 @@ def free_axes(axis: str) -> tuple[str, ...]:
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Pins the layout of an intermediate to the mesh of `jax.set_mesh`; without one (or on one device) does nothing."""
+    if not any(free_axes(axis) for axis in RULES):
+        return x
+    return jax.lax.with_sharding_constraint(x, layout(axes, x.shape))
+
+
+def layout(axes: tuple[str | None, ...], shape: tuple[int, ...]) -> PartitionSpec:
+    """`partition` over the mesh axes in context that are left to the compiler."""
     mesh = jax.sharding.get_abstract_mesh()
     free = tuple(n for n in mesh.axis_names if mesh.shape[n] > 1 and n not in mesh.manual_axes)
-    if not free:
-        return x
-    return jax.lax.with_sharding_constraint(x, partition(axes, x.shape, mesh, free=free))
+    return partition(axes, shape, mesh, free=free)

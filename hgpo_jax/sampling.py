@@ -1,4 +1,4 @@
-"""Sampling: one prefill, then a compiled decode loop that ends when every row has ended.
+"""Sampling: one prefill, then a compiled decode loop that goes on with fewer rows as others end.
 
 Each row has its own random key, folded with the position of the token, so that what a row samples depends neither on its
 batch mates nor on the mesh. Log-probabilities are those of the distribution that was sampled from.
@@ -6,11 +6,13 @@ batch mates nor on the mesh. Log-probabilities are those of the distribution tha
 
 from __future__ import annotations
 
+import math
+
 import chex
 import jax
 import jax.numpy as jnp
 
-from hgpo_jax.mesh import constrain, largest_count
+from hgpo_jax.mesh import constrain, free_axes, largest_count, layout
 
 
 @chex.dataclass(frozen=True)
@@ -22,20 +24,50 @@ class Responses:
     lengths: chex.Array
 
 
-def sample_token(logits, keys, temperature):
+@chex.dataclass(frozen=True)
+class Decoding:
+    """The distribution that tokens are drawn from. All are scalars: other values compile nothing anew.
+
+    temperature: 0 takes the most likely token.
+    top_k: only the k most likely tokens; 0: all.
+    top_p: of these, only the most likely ones that together reach this probability (Holtzman et al., arXiv 1904.09751).
+    min_new: no response ends before this many tokens.
+    """
+
+    temperature: chex.Numeric = 1.0
+    top_k: chex.Numeric = 0
+    top_p: chex.Numeric = 1.0
+    min_new: chex.Numeric = 0
+
+
+def sample_token(logits, keys, decoding: Decoding):
     """One token per row.
 
     Args:
       logits: f32[B, V].
       keys: a random key per row.
-      temperature: scalar; 0 takes the most likely token.
 
-    Returns: (tokens i32[B], log-probabilities f32[B] at this temperature, at 1 when it is 0).
+    Returns: (tokens i32[B], their log-probabilities f32[B] in the distribution drawn from; at temperature 0 in the whole
+    softmax at temperature 1).
     """
+    temperature = jnp.asarray(decoding.temperature)
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
+    restricted = (temperature > 0) & ((jnp.asarray(decoding.top_k) > 0) | (jnp.asarray(decoding.top_p) < 1))
+    # Sorting a vocabulary costs more than the rest of this: only where it is asked for.
+    scaled = jax.lax.cond(restricted, lambda x: most_likely(x, decoding.top_k, decoding.top_p), lambda x: x, scaled)
     drawn = jax.vmap(jax.random.categorical)(keys, scaled)
     token = jnp.where(temperature > 0, drawn, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
     return token, pick(jax.nn.log_softmax(scaled), token)
+
+
+def most_likely(logits, top_k, top_p):
+    """f32[B, V] with -inf outside the top k, and of those outside the fewest that reach probability top_p; ties stay."""
+    ordered = -jnp.sort(-logits, axis=-1)
+    inside = (jnp.arange(ordered.shape[-1]) < top_k) | (top_k == 0)
+    probability = jax.nn.softmax(jnp.where(inside, ordered, -jnp.inf))
+    inside &= jnp.cumsum(probability, axis=-1) - probability < top_p
+    least = jnp.where(inside, ordered, jnp.inf).min(axis=-1, keepdims=True)
+    return jnp.where(logits >= least, logits, -jnp.inf)
 
 
 def pick(logps, tokens):
@@ -47,7 +79,49 @@ def pick(logps, tokens):
     return jnp.where(jnp.arange(logps.shape[-1]) == tokens[..., None], logps, 0.0).sum(-1)
 
 
-def generate(model, prompts, lengths, keys, *, max_new: int, end: int, temperature) -> Responses:
+@chex.dataclass(frozen=True)
+class Live:
+    """Rows that are being sampled: number in the batch, random key, length of the prompt, last token, whether it has ended."""
+
+    row: chex.Array
+    key: chex.PRNGKey
+    start: chex.Array
+    token: chex.Array
+    ended: chex.Array
+    cache: list[tuple[chex.Array, chex.Array]]
+
+
+def parts() -> int:
+    """Over how many devices of the mesh in context the compiler splits rows."""
+    return math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in free_axes("batch"))
+
+
+def rows_needed(ended):
+    """The smallest batch that rows, ended bool[B], can go on in, if each device keeps its own."""
+    return largest_count((~ended).reshape(parts(), -1).sum(1).max() * parts())
+
+
+def unended(live: Live, size: int) -> Live:
+    """`size` rows, all that have not ended among them: the same number on each device that has a part of them."""
+
+    def part(live: Live) -> Live:
+        first = jnp.argsort(live.ended, stable=True)[: size // parts_]
+        return jax.tree.map(lambda a: a[first], live)
+
+    parts_ = parts()
+    if parts_ == 1:
+        return part(live)
+    # By hand: the compiler aborts on moving rows of an array whose heads are split too.
+    axes = {1: ("batch",), 4: ("batch", None, "kv_heads", None)}
+    spec = jax.tree.map(lambda a: layout(axes[a.ndim], a.shape), live)
+    manual = {*free_axes("batch"), *free_axes("kv_heads")}
+    return jax.shard_map(part, in_specs=(spec,), out_specs=spec, axis_names=manual, check_vma=False)(live)
+
+
+SHRINK_FROM = 64  # new tokens: shorter responses end too soon for fewer rows to pay for moving them
+
+
+def generate(model, prompts, lengths, keys, *, max_new: int, ends: tuple[int, ...], decoding: Decoding) -> Responses:
     """Samples a response to each prompt.
 
     Args:
@@ -56,34 +130,44 @@ def generate(model, prompts, lengths, keys, *, max_new: int, end: int, temperatu
       lengths: i32[B], tokens of each prompt, at least 1.
       keys: a random key per row.
       max_new: R, the longest response.
-      end: the token that ends a response.
-      temperature: scalar.
+      ends: the tokens that end a response.
     """
     rows, width = prompts.shape
     hidden, cache = model.prefill(prompts, lengths - 1, width + max_new - 1)
+    blocks = model.unstacked()
 
-    def draw(hidden, i):
+    def draw(hidden, keys, i):
         logits = constrain(model.logits(hidden), "batch", "vocab_of_rows")
-        return sample_token(logits, jax.vmap(jax.random.fold_in, (0, None))(keys, i), temperature)
+        too_early = is_end(jnp.arange(logits.shape[-1])) & (i < decoding.min_new)
+        logits = jnp.where(too_early, -jnp.inf, logits)
+        return sample_token(logits, jax.vmap(jax.random.fold_in, (0, None))(keys, i), decoding)
 
-    token, logp = draw(hidden, 0)
+    def is_end(tokens):
+        return (tokens[..., None] == jnp.asarray(ends)).any(-1)
+
+    token, logp = draw(hidden, keys, 0)
     tokens = jnp.zeros((rows, max_new), jnp.int32).at[:, 0].set(token)
     logps = jnp.zeros((rows, max_new), jnp.float32).at[:, 0].set(logp)
-    ended = token == end
     count = jnp.ones(rows, jnp.int32)
+    live = Live(row=jnp.arange(rows), key=keys, start=lengths, token=token, ended=is_end(token), cache=cache)
+    i = jnp.int32(1)
+    # Two sizes: each is one more copy of all layers to compile.
+    sizes = [rows, rows // 4] if rows % (4 * parts()) == 0 and max_new >= SHRINK_FROM else [rows]
+    for size, next_size in zip(sizes, [*sizes[1:], 0], strict=True):
+        if size < rows:
+            live = unended(live, size)
 
-    def unfinished(carry):
-        return (carry[0] < max_new) & (carry[-1] > 0)
+        def step(carry):
+            i, live, tokens, logps, count, _ = carry
+            hidden, cache = model.decode(live.token, live.start + i - 1, live.cache, blocks)
+            token, logp = draw(hidden, live.key, i)
+            token, logp = jnp.where(live.ended, 0, token), jnp.where(live.ended, 0.0, logp)
+            tokens, logps = tokens.at[live.row, i].set(token), logps.at[live.row, i].set(logp)
+            count = count.at[live.row].add(~live.ended)
+            live = live.replace(token=token, cache=cache, ended=live.ended | is_end(token))
+            return i + 1, live, tokens, logps, count, rows_needed(live.ended)
 
-    def step(carry):
-        i, token, cache, tokens, logps, count, ended, _ = carry
-        hidden, cache = model.decode(token, lengths + i - 1, cache)
-        token, logp = draw(hidden, i)
-        token, logp = jnp.where(ended, 0, token), jnp.where(ended, 0.0, logp)
-        tokens, logps = tokens.at[:, i].set(token), logps.at[:, i].set(logp)
-        count, ended = count + ~ended, ended | (token == end)
-        return i + 1, token, cache, tokens, logps, count, ended, largest_count((~ended).sum())
-
-    carry = (jnp.int32(1), token, cache, tokens, logps, count, ended, largest_count((~ended).sum()))
-    _, _, _, tokens, logps, count, _, _ = jax.lax.while_loop(unfinished, step, carry)
+        unfinished = lambda carry, n=next_size: (carry[0] < max_new) & (carry[-1] > n)  # noqa: E731
+        carry = (i, live, tokens, logps, count, rows_needed(live.ended))
+        i, live, tokens, logps, count, _ = jax.lax.while_loop(unfinished, step, carry)
     return Responses(tokens=tokens, logp=logps, lengths=count)

@@ -30,6 +30,7 @@ from hgpo_jax.policy.tokenizer import ACT
 from hgpo_jax.rollout.compiled import start
 from hgpo_jax.rollout.prompts import build_prompt
 from hgpo_jax.rollout.tasks import task_keys
+from hgpo_jax.sampling import Decoding
 
 STEPS_PER_CALL = 50  # between looks at the success
 
@@ -113,7 +114,8 @@ def clone(job: Job) -> dict:
 
     def practice_success(params, step):
         keys = jax.random.split(jax.random.fold_in(jax.random.fold_in(key, 1), step), job.batch)
-        return float(job.stage.rollout(params, practice, keys, groups, config.rollout.temperature).success.mean())
+        decoding = Decoding(temperature=config.rollout.temperature)
+        return float(job.stage.rollout(params, practice, keys, groups, decoding).success.mean())
 
     params = jax.tree.map(jnp.copy, policy.params)
     opt_state = jax.jit(optimizer.init)(params)

@@ -15,7 +15,7 @@ from hgpo_jax.learner import MAX_LOGITS, Rows, make_optimizer, make_policy_loss,
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.methods import METHODS
 from hgpo_jax.policy import ModelConfig, initialize, network, shardings
-from hgpo_jax.sampling import generate
+from hgpo_jax.sampling import Decoding, generate
 
 MODEL = ModelConfig(
     vocab_size=8, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
@@ -54,7 +54,7 @@ def rows():
     @jax.jit
     def sample(params):
         model = nnx.merge(network(MODEL), params)
-        return generate(model, prompts, lengths, keys, max_new=MAX_NEW, end=END, temperature=TEMPERATURE)
+        return generate(model, prompts, lengths, keys, max_new=MAX_NEW, ends=(END,), decoding=Decoding(temperature=TEMPERATURE))
 
     out = jax.device_get(sample(parameters(0)))
     assert len(set(out.lengths.tolist())) == MAX_NEW

@@ -16,6 +16,7 @@ from hgpo_jax.policy import ModelConfig, initialize, network, shardings
 from hgpo_jax.rollout.compiled import make_rollout
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.tasks import task_keys
+from hgpo_jax.sampling import Decoding
 
 CELLS, END, ACT, VOCABULARY = 5, 6, 7, 8
 
@@ -86,7 +87,8 @@ def play(*, spec="data=1", chunk=CHUNK, history=K, temperature=1.0) -> Episodes:
     keys = jax.random.split(jax.random.key(5), B)
     with jax.set_mesh(mesh):  # as a job does, so that activations are split too
         placed = jax.device_put(parameters(), shardings(MODEL, mesh))
-        return jax.device_get(rollout(placed, task_keys("train", 3, INDICES), keys, jnp.int32(INDICES), temperature))
+        inputs = task_keys("train", 3, INDICES), keys, jnp.int32(INDICES), Decoding(temperature=temperature)
+        return jax.device_get(rollout(placed, *inputs))
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,9 @@ from scipy.special import log_softmax
 
 from hgpo_jax.learner import Rows, token_logprobs
 from hgpo_jax.mesh import make_mesh
-from hgpo_jax.policy import ModelConfig, Policy, initialize, network
-from hgpo_jax.sampling import generate, sample_token
+from hgpo_jax.policy import ModelConfig, Policy, initialize, network, shardings
+from hgpo_jax.rollout.host import make_sampler
+from hgpo_jax.sampling import SHRINK_FROM, Decoding, generate, sample_token
 
 LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, 1.5], np.float32)
 DRAWS = 20_000
@@ -31,7 +32,7 @@ def pearson(counts, temperature):
 @pytest.mark.parametrize(("temperature", "other"), [(1.0, 1.1), (0.5, 0.55)])
 def test_frequencies_are_the_softmax_at_the_temperature(temperature, other):
     keys = jax.random.split(jax.random.key(7), DRAWS)
-    tokens, _ = jax.jit(sample_token)(jnp.broadcast_to(LOGITS, (DRAWS, 8)), keys, temperature)
+    tokens, _ = jax.jit(sample_token)(jnp.broadcast_to(LOGITS, (DRAWS, 8)), keys, Decoding(temperature=temperature))
     counts = np.bincount(np.asarray(tokens), minlength=8)
     limit = stats.chi2.ppf(1 - 1e-4, df=len(LOGITS) - 1)
     assert pearson(counts, temperature) < limit
@@ -41,16 +42,48 @@ def test_frequencies_are_the_softmax_at_the_temperature(temperature, other):
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
 def test_log_probability_is_that_of_the_sampled_distribution(temperature):
     logits = 3 * jax.random.normal(jax.random.key(0), (64, 11))
-    tokens, logp = sample_token(logits, jax.random.split(jax.random.key(1), 64), temperature)
+    tokens, logp = sample_token(logits, jax.random.split(jax.random.key(1), 64), Decoding(temperature=temperature))
     expected = log_softmax(np.asarray(logits, np.float64) / temperature, axis=1)[np.arange(64), tokens]
     np.testing.assert_allclose(logp, expected, atol=1e-5)
 
 
 def test_temperature_zero_takes_the_most_likely_token_and_reports_temperature_one():
     logits = 3 * jax.random.normal(jax.random.key(0), (64, 11))
-    tokens, logp = sample_token(logits, jax.random.split(jax.random.key(1), 64), 0.0)
+    tokens, logp = sample_token(logits, jax.random.split(jax.random.key(1), 64), Decoding(temperature=0.0))
     np.testing.assert_array_equal(tokens, np.argmax(logits, axis=1))
     np.testing.assert_allclose(logp, log_softmax(np.asarray(logits, np.float64), axis=1).max(axis=1), atol=1e-5)
+
+
+def restricted(logits, top_k, top_p):
+    """Log-probabilities of the distribution that is left, one row of float64 logits at a time."""
+    out = np.full(logits.shape, -np.inf)
+    for row, values in enumerate(logits):
+        best = np.argsort(-values)[: top_k or None]
+        shares = np.exp(log_softmax(values[best]))
+        best = best[: 1 + int((np.cumsum(shares) < top_p).sum())]
+        out[row, best] = log_softmax(values[best])
+    return out
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (0, 0.7), (5, 0.8), (1, 1.0), (0, 1e-6), (400, 0.9)])
+def test_only_the_most_likely_tokens_are_drawn(top_k, top_p):
+    logits = 2 * jax.random.normal(jax.random.key(0), (6, 40))
+    expected = restricted(np.asarray(logits, np.float64) / 0.8, top_k, top_p)
+    decoding = Decoding(temperature=0.8, top_k=top_k, top_p=top_p)
+    draw = jax.jit(jax.vmap(lambda key: sample_token(logits, jax.random.split(key, 6), decoding)))
+    tokens, logp = (np.asarray(a) for a in draw(jax.random.split(jax.random.key(1), 2000)))
+    np.testing.assert_allclose(logp, expected[np.arange(6), tokens], atol=1e-4)
+    for row in range(6):
+        likely = np.flatnonzero(expected[row] > np.log(0.01))
+        assert set(likely) <= set(tokens[:, row].tolist())
+
+
+@pytest.mark.parametrize("decoding", [{"top_k": 2}, {"top_p": 0.1}])
+def test_the_most_likely_token_needs_no_restriction(decoding):
+    logits = jax.random.normal(jax.random.key(0), (64, 11))
+    keys = jax.random.split(jax.random.key(1), 64)
+    for a, b in zip(*(sample_token(logits, keys, Decoding(temperature=0.0, **more)) for more in ({}, decoding)), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +99,7 @@ def batch():
 @jax.jit
 def sample(params, prompts, lengths, keys, temperature):
     model = nnx.merge(network(MODEL), params)
-    return generate(model, prompts, lengths, keys, max_new=MAX_NEW, end=END, temperature=temperature)
+    return generate(model, prompts, lengths, keys, max_new=MAX_NEW, ends=(END,), decoding=Decoding(temperature=temperature))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -131,3 +164,40 @@ def test_the_trainer_sees_the_same_log_probabilities(batch, temperature):
     np.testing.assert_allclose(np.asarray(logp)[real], np.asarray(out.logp)[real], atol=1e-4)
     assert np.asarray(entropy)[real].min() >= 0
     assert np.asarray(entropy)[real].max() <= np.log(MODEL.vocab_size) + 1e-5
+
+
+def test_no_response_ends_early(batch):
+    """What could not end is drawn from the others: a response is what another one is up to its first end, or longer."""
+    model = nnx.merge(network(MODEL), batch[0])
+    run = jax.jit(lambda least: generate(model, *batch[1:], max_new=8, ends=(END, 7), decoding=Decoding(min_new=least)))
+    free, bound = run(0), run(4)
+    is_end = np.isin(free.tokens, (END, 7))
+    assert (np.asarray(free.lengths) < 4).any()
+    assert {END, 7} <= set(np.asarray(free.tokens)[is_end].tolist())  # both end a response
+    assert not np.isin(np.asarray(bound.tokens)[:, :4], (END, 7)).any()
+    assert np.asarray(bound.lengths).min() > 4
+    late = np.asarray(free.lengths) > 4
+    np.testing.assert_array_equal(np.asarray(free.tokens)[late, 0], np.asarray(bound.tokens)[late, 0])
+
+
+@pytest.mark.parametrize("spec", ["data=1", "data=2", pytest.param("data=2,fsdp=2,tensor=2", marks=pytest.mark.slow)])
+def test_rows_that_outlast_the_others_go_on_in_a_smaller_batch(batch, spec):
+    params, prompts, lengths, keys = batch
+    mesh = make_mesh(spec, jax.devices()[: 2 if spec == "data=2" else 1 if spec == "data=1" else 8])
+    placed = jax.device_put(params, shardings(MODEL, mesh))
+    rows = np.arange(ROWS, dtype=np.int32)
+    long = {"max_new": SHRINK_FROM + 6, "ends": (END,)}
+    with jax.set_mesh(mesh):
+        out = make_sampler(network(MODEL), mesh, *long.values())(
+            placed, prompts, lengths, keys, rows, np.int32(3), Decoding()
+        )
+    out, lasting = jax.device_get(out), np.asarray(out.lengths) > 40
+    assert 0 < lasting.sum() < ROWS // 8  # few of them last
+    model = nnx.merge(network(MODEL), params)
+    folded = jax.vmap(jax.random.fold_in, (0, None))(keys, 3)
+    alone = jax.jit(lambda *row: generate(model, *row, decoding=Decoding(), **long))
+    for row in [*np.flatnonzero(lasting)[:3], 0, 1]:  # one row cannot shrink
+        expected = alone(prompts[row : row + 1], lengths[row : row + 1], folded[row : row + 1])
+        np.testing.assert_array_equal(out.tokens[row], expected.tokens[0])
+        np.testing.assert_allclose(out.logp[row], expected.logp[0], atol=1e-4)
+        assert out.lengths[row] == expected.lengths[0]

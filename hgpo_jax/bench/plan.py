@@ -27,6 +27,7 @@ from hgpo_jax.methods import METHODS
 from hgpo_jax.policy import network, shapes, shardings
 from hgpo_jax.policy.placement import shardings_like
 from hgpo_jax.rollout.host import make_sampler
+from hgpo_jax.sampling import Decoding
 
 TOPOLOGIES = {"v4": "tpu-v4", "v5e": "tpu-v5e", "v5p": "tpu-v5p", "v6e": "tpu-v6e"}
 ELEMENT = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "pred": 1, "s8": 1, "u8": 1}
@@ -127,12 +128,12 @@ def programs(config: Config, mesh, work: memory.Work):
     def sampler():
         rows = work.sampled * mesh.shape["data"]
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
-        sample = make_sampler(network(model), mesh, work.response, 0)
+        sample = make_sampler(network(model), mesh, work.response, (0,))
         scalar, row = array(()), array((rows,))
         with jax.set_mesh(mesh):
             return sample.lower(
                 compute, array((rows, work.prompt)), row, jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=everywhere),
-                row, scalar, array((), jnp.float32),
+                row, scalar, Decoding(),
             )  # fmt: skip
 
     def update():

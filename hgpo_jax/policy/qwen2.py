@@ -7,7 +7,7 @@ slot computes is never looked at. Three faces, one set of weights:
 
 * `hidden(tokens, slots)`: training. The last block computes its queries and feed-forward only at `slots`, the positions
   whose logits the caller wants; for short responses to long prompts that saves nearly the whole block.
-* `prefill(tokens, last, cache_length)` and `decode(token, position, cache)`: sampling, one key-value buffer per layer.
+* `prefill(tokens, last, cache_length)` and `decode(token, position, cache, blocks)`: sampling, one key-value buffer per layer.
 
 Shape suffixes: B rows, S slots, R wanted slots, D width, N query heads, K key-value heads, H head width.
 Source: technical reports of Qwen2.5 (arXiv 2412.15115) and Qwen3 (arXiv 2505.09388); the weights' names and conventions
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from hgpo_jax.mesh import constrain, free_axes
+from hgpo_jax.mesh import constrain, free_axes, layout
 from hgpo_jax.policy.attention import attend, attend_all
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a block
@@ -122,6 +122,24 @@ def look_up(table, tokens):
     return jax.shard_map(part, **specs, axis_names=set(axes), check_vma=False)(table, tokens)
 
 
+def put(cache, new, positions):
+    """A cache [B, C, K, H] with new keys or values [B, S, K, H] at slots i32[B, S], each device writing its own part.
+
+    Left to the compiler, writing to an array whose rows and heads are split inside a shard_map over a third axis aborts it.
+    """
+
+    def part(cache, new, positions):
+        return cache.at[jnp.arange(cache.shape[0])[:, None], positions].set(new)
+
+    manual = {*free_axes("batch"), *free_axes("kv_heads")}
+    if not manual:
+        return part(cache, new, positions)
+    axes = ("batch", None, "kv_heads", None)
+    where = layout(axes, cache.shape)
+    specs = {"in_specs": (where, layout(axes, new.shape), layout(("batch", None), positions.shape)), "out_specs": where}
+    return jax.shard_map(part, **specs, axis_names=manual, check_vma=False)(cache, new, positions)
+
+
 class RMSNorm(nnx.Module):
     """x / rms(x) * weight, in float32."""
 
@@ -208,8 +226,7 @@ class Block(nnx.Module):
         y = self.input_layernorm(x)
         k, v = self.self_attn.keys_values(y, positions)
         if cache is not None:
-            rows = jnp.arange(x.shape[0])[:, None]
-            k, v = (old.at[rows, positions].set(new) for old, new in zip(cache, (k, v), strict=True))
+            k, v = (put(old, new, positions) for old, new in zip(cache, (k, v), strict=True))
         if wanted is not None:
             x, y = (jnp.take_along_axis(a, wanted[..., None], axis=1) for a in (x, y))
             positions = wanted
@@ -294,14 +311,17 @@ class Qwen2(nnx.Module):
         cache = jax.tree.map(lambda a: jnp.pad(a, room), [*per_layer, kv])
         return self.norm(x)[:, 0], cache
 
-    def decode(self, token, position, cache):
-        """One token i32[B] at slot i32[B] for each row: (hidden [B, D], cache)."""
+    def unstacked(self):
+        """All blocks, each with weights of its own: a loop copies what it slices from a stack in every round."""
+        if self.layers is None:
+            return [self.last]
+        graphdef, weights = nnx.split(self.layers)
+        each = [jax.tree.map(lambda a, i=i: a[i], weights) for i in range(self.c.num_hidden_layers - 1)]
+        return [*(nnx.merge(graphdef, layer) for layer in each), self.last]
+
+    def decode(self, token, position, cache, blocks):
+        """One token i32[B] at slot i32[B] for each row, by the blocks `unstacked()`: (hidden [B, D], cache)."""
         x, at = constrain(self._embed(token[:, None]), None, None, "embed"), position[:, None]
-        blocks = [self.last]
-        if self.layers is not None:
-            graphdef, weights = nnx.split(self.layers)
-            unstacked = [jax.tree.map(lambda a, i=i: a[i], weights) for i in range(self.c.num_hidden_layers - 1)]
-            blocks = [nnx.merge(graphdef, layer) for layer in unstacked] + blocks
         new_cache = []
         for block, kv in zip(blocks, cache, strict=True):
             x, kv = block(x, at, cache=kv)

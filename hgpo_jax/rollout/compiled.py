@@ -49,7 +49,7 @@ def parse(response, length, end: int, action_length: int):
 
 
 def make_rollout(env, graphdef, mesh: Mesh, *, history_length: int, chunk: int, end: int, act: int):
-    """Builds `rollout(params, task_keys, keys, groups, temperature) -> Episodes`, jitted.
+    """Builds `rollout(params, task_keys, keys, groups, decoding) -> Episodes`, jitted.
 
     Args:
       env: a compiled environment such as `envs.household.Household`.
@@ -59,17 +59,18 @@ def make_rollout(env, graphdef, mesh: Mesh, *, history_length: int, chunk: int, 
       chunk: episodes that one device generates for at a time; rounded down to a divisor of its share.
       end, act: token ids of the end of a response and of the mark that asks for one.
 
-    The result's rows are task_keys [B], keys [B] (random keys) and groups i32[B], in that order; `temperature` is a scalar.
+    The result's rows are task_keys [B], keys [B] (random keys) and groups i32[B], in that order; decoding a
+    `sampling.Decoding`.
     """
     P_slots, R, T = prompt_length(env, history_length), env.action_length + 1, env.max_turns
     W, fsdp = env.observation_length, mesh.shape["fsdp"]
 
-    def act_and_step(model, rows: Row, turn, temperature):
+    def act_and_step(model, rows: Row, turn, decoding):
         """One turn of C episodes: (rows after it, the turn's record)."""
         prompts = jax.vmap(build_prompt, (0, 0, 0, None))(rows.goal, rows.memory, rows.observation, act)
         lengths = jnp.full(prompts.shape[0], prompts.shape[1], jnp.int32)
         keys = jax.vmap(jax.random.fold_in, (0, None))(rows.key, turn)
-        out = generate(model, prompts, lengths, keys, max_new=R, end=end, temperature=temperature)
+        out = generate(model, prompts, lengths, keys, max_new=R, ends=(end,), decoding=decoding)
         actions, ended = jax.vmap(parse, (0, 0, None, None))(out.tokens, out.lengths, end, env.action_length)
         state, observation, reward, done, invalid = jax.vmap(env.step)(rows.env, actions)
         after = rows.replace(
@@ -91,7 +92,7 @@ def make_rollout(env, graphdef, mesh: Mesh, *, history_length: int, chunk: int, 
         }
         return after, record
 
-    def play(params, task_keys, keys, temperature):
+    def play(params, task_keys, keys, decoding):
         """All turns of one device's episodes."""
         model = nnx.merge(graphdef, params)
         rows = jax.vmap(start, (None, None, 0, 0))(env, history_length, task_keys, keys)
@@ -119,7 +120,7 @@ def make_rollout(env, graphdef, mesh: Mesh, *, history_length: int, chunk: int, 
                 rows, record = carry
                 index = jax.lax.dynamic_slice(order, (i * C,), (C,))
                 before = jax.tree.map(lambda a: a[index], rows)
-                after, new = act_and_step(model, before, turn, temperature)
+                after, new = act_and_step(model, before, turn, decoding)
                 rows = jax.tree.map(
                     lambda a, old, new: a.at[index].set(_select(before.done, old, new)), rows, before, after
                 )
@@ -146,8 +147,8 @@ def make_rollout(env, graphdef, mesh: Mesh, *, history_length: int, chunk: int, 
         check_vma=False,
     )
 
-    def rollout(params, task_keys, keys, groups, temperature) -> Episodes:
-        result = split(params, task_keys, keys, jnp.float32(temperature))
+    def rollout(params, task_keys, keys, groups, decoding) -> Episodes:
+        result = split(params, task_keys, keys, decoding)
         # Episodes are small: every device gets all of them, so that groups and mini-batches can cut across devices.
         record, final, task = jax.lax.with_sharding_constraint(result, NamedSharding(mesh, P()))
         states, next_states = _state_ids(record["observations"], final, record["mask"])

@@ -1,7 +1,7 @@
 """Host rollouts: a policy plays environments that are Python programs, all episodes of a batch turn by turn.
 
     rollout = HostRollout(make_env, ChatFormat(tokenizer, "alfworld"), policy.graphdef, mesh, batch=128, history_length=2)
-    episodes = rollout(params, tasks, keys, groups, temperature=1.0)
+    episodes = rollout(params, tasks, keys, groups, Decoding())
 
 Each turn the live episodes' prompts are tokenized, sorted by length and padded to a few shapes; one compiled program
 prefills and decodes; responses become actions, and the environments may step while the next rows are sampled. Token ids
@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
@@ -27,13 +26,13 @@ from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.played import Played, Report
 from hgpo_jax.rollout.players import LocalPlayers, WorkerPlayers
 from hgpo_jax.rollout.shared import SharedPlayers
-from hgpo_jax.sampling import Responses, generate
+from hgpo_jax.sampling import Decoding, Responses, generate
 
 log = logging.getLogger(__name__)
 
 
 class HostRollout:
-    """`rollout(params, tasks, keys, groups, temperature) -> Episodes` over text environments.
+    """`rollout(params, tasks, keys, groups, decoding) -> Episodes` over text environments.
 
     Args:
       make_env: makes one environment (see `players.py`); must be picklable if there are workers.
@@ -65,7 +64,7 @@ class HostRollout:
         self._open(make_env)
         self._format, self._strict = format, strict
         self._history_length, self._response_limit = history_length, response_limit
-        self._sample = make_sampler(graphdef, mesh, response_limit, format.end)
+        self._sample = make_sampler(graphdef, mesh, response_limit, format.ends)
         parts = mesh.shape["data"] * mesh.shape["fsdp"]
         largest = min(-(-batch // parts), max(1, chunk * mesh.shape["data"] // parts))
         self._rows = [parts * size for size in buckets(largest, factor=4, smallest=1)]
@@ -92,7 +91,7 @@ class HostRollout:
         """Shapes and dtypes of what a call returns."""
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), Episodes(**self._empty()))
 
-    def __call__(self, params, tasks: Sequence[int], keys, groups, temperature: float) -> Episodes:
+    def __call__(self, params, tasks: Sequence[int], keys, groups, decoding: Decoding) -> Episodes:
         """Plays B episodes.
 
         Args:
@@ -100,7 +99,6 @@ class HostRollout:
           tasks: [B], number of each episode's task (`tasks.task_numbers`); the members of a prompt group share one.
           keys: a random key for each episode.
           groups: i32[B], prompt groups.
-          temperature: of sampling; 0 takes the most likely token.
 
         Returns: Episodes of NumPy arrays. Their `observations` have one column, the index of a text in `report.texts`.
         An episode whose environment failed has no turns.
@@ -117,13 +115,13 @@ class HostRollout:
             if not rows:
                 break
             prompts = self._format.build([played.view(row) for row in rows])
-            for index, out in self._generate(params, prompts, rows, keys, turn, temperature):
+            for index, out in self._generate(params, prompts, rows, keys, turn, decoding):
                 requests = []
                 for i, at in enumerate(index):
                     row, prompt, length = rows[at], prompts[at], int(out.lengths[i])
                     answer = self._format.parse(out.tokens[i, :length].tolist())
                     _write(record, row, turn, prompt, out, i, answer.well_formed)
-                    played.count(prompt, out.tokens[i, length - 1] == self._format.end, answer.well_formed)
+                    played.count(prompt, out.tokens[i, length - 1] in self._format.ends, answer.well_formed)
                     requests.append((row, tasks[row], played.act(row, answer)))
                 for row, shown in self._players.run(requests):
                     seen = played.see(row, shown)
@@ -134,7 +132,7 @@ class HostRollout:
                     record["invalid"][row, turn] |= self._strict and not seen.admissible
         return self._finish(record, played)
 
-    def _generate(self, params, prompts, rows, keys, turn, temperature) -> Iterator[tuple[list[int], Responses]]:
+    def _generate(self, params, prompts, rows, keys, turn, decoding) -> Iterator[tuple[list[int], Responses]]:
         """Samples a response to each prompt: (indices of some prompts, their responses on the host), until all are done."""
         order = sorted(range(len(prompts)), key=lambda at: len(prompts[at].ids))
         waiting = []
@@ -150,7 +148,7 @@ class HostRollout:
             lengths = np.array([len(prompts[at].ids) for at in padded], np.int32)
             owner = np.array([rows[at] for at in padded], np.int32)
             began = time.perf_counter()
-            out = self._sample(params, tokens, lengths, keys, owner, np.int32(turn), np.float32(temperature))
+            out = self._sample(params, tokens, lengths, keys, owner, np.int32(turn), decoding)
             if (size, width) not in self._compiled:
                 jax.block_until_ready(out)
                 seconds = self._compiled[size, width] = time.perf_counter() - began
@@ -218,16 +216,16 @@ def buckets(largest: int, *, factor: int, smallest: int) -> list[int]:
     return sorted(sizes)
 
 
-def make_sampler(graphdef, mesh: Mesh, max_new: int, end: int):
-    """Jitted `sample(params, prompts, lengths, keys, rows, turn, temperature) -> Responses`.
+def make_sampler(graphdef, mesh: Mesh, max_new: int, ends: tuple[int, ...]):
+    """Jitted `sample(params, prompts, lengths, keys, rows, turn, decoding) -> Responses`.
 
     prompts i32[C, W] and lengths i32[C] belong to the episodes rows i32[C], whose random keys are keys[rows] of [B]. C is
     split over the mesh's `data` axis, and each part ends when its own rows have ended.
     """
 
-    def part(params, prompts, lengths, keys, temperature):
+    def part(params, prompts, lengths, keys, decoding):
         model = nnx.merge(graphdef, params)
-        return generate(model, prompts, lengths, keys, max_new=max_new, end=end, temperature=temperature)
+        return generate(model, prompts, lengths, keys, max_new=max_new, ends=ends, decoding=decoding)
 
     split = jax.shard_map(
         part,
@@ -240,8 +238,8 @@ def make_sampler(graphdef, mesh: Mesh, max_new: int, end: int):
 
     # The responses are small; every process reads all of them.
     @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P()))
-    def sample(params, prompts, lengths, keys, rows, turn, temperature):
+    def sample(params, prompts, lengths, keys, rows, turn, decoding):
         keys = jax.vmap(jax.random.fold_in, (0, None))(keys[rows], turn)
-        return split(params, prompts, lengths, keys, jnp.float32(temperature))
+        return split(params, prompts, lengths, keys, decoding)
 
     return sample

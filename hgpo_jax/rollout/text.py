@@ -101,12 +101,14 @@ class ChatFormat:
       environment: whose template (a file of `templates/`) and rule for malformed responses to use.
       prompt_limit: tokens of the longest prompt. A longer one loses its oldest history first, then the beginning of the
         user message; the frame always stays.
+      stop: further tokens that end a response, beside the tokenizer's eos_token.
 
     Raises:
-      ValueError: no such template, a tokenizer without a chat template or end token, or a limit that the frame alone fills.
+      ValueError: no such template, a tokenizer without a chat template or end token, a stop that is no token of it, or a limit
+        that the frame alone fills.
     """
 
-    def __init__(self, tokenizer, environment: str, prompt_limit: int = 4096):
+    def __init__(self, tokenizer, environment: str, prompt_limit: int = 4096, stop: Sequence[str] = ()):
         if environment not in FALLBACK:
             raise ValueError(f"environment={environment!r}: there are prompts for {', '.join(FALLBACK)}")
         self.template = Template.load(TEMPLATES / f"{environment}.txt")
@@ -114,7 +116,10 @@ class ChatFormat:
         self._tokenizer, self._head, self._tail = tokenizer, *_frame(tokenizer)
         if tokenizer.eos_token_id is None:
             raise ValueError("tokenizer: has no eos_token, which ends a response; set it in tokenizer_config.json")
-        self.end = tokenizer.eos_token_id
+        vocabulary = tokenizer.get_vocab()
+        if unknown := [token for token in stop if token not in vocabulary]:
+            raise ValueError(f"stop={unknown}: no token of the tokenizer; give tokens such as {tokenizer.eos_token!r}")
+        self.ends = (tokenizer.eos_token_id, *(vocabulary[token] for token in stop))
         self._room = prompt_limit - len(self._head) - len(self._tail)
         if self._room < 1:
             raise ValueError(f"prompt_limit={prompt_limit}: the chat template alone takes {prompt_limit - self._room} tokens")

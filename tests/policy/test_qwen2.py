@@ -129,7 +129,12 @@ def test_decoding_equals_reading_with_prompts_of_different_lengths(model_type):
     hidden, cache = jax.jit(lambda p: nnx.merge(graphdef, p).prefill(prompts, lengths - 1, 12))(params)
     slots = jnp.broadcast_to(jnp.arange(12), (3, 12))
     full = jax.jit(lambda p: nnx.merge(graphdef, p).hidden(tokens, slots))(params)
-    decode = jax.jit(lambda p, *state: nnx.merge(graphdef, p).decode(*state))
+
+    @jax.jit
+    def decode(params, *state):
+        model = nnx.merge(graphdef, params)
+        return model.decode(*state, model.unstacked())
+
     rows = jnp.arange(3)
     np.testing.assert_allclose(hidden, full[rows, lengths - 1], atol=1e-5)
     for step in range(4):

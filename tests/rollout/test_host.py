@@ -13,6 +13,7 @@ from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.host import HostRollout, buckets
 from hgpo_jax.rollout.tasks import task_numbers
 from hgpo_jax.rollout.text import Answer, Prompt
+from hgpo_jax.sampling import Decoding
 
 MODEL = ModelConfig(
     vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
@@ -54,7 +55,7 @@ def play(actions, *, spec="data=1", tasks=TASKS, **options):
     )
     keys = jax.random.split(jax.random.key(1), B)
     try:
-        return rollout(initialize(MODEL, 0, mesh), tasks, keys, GROUPS, 1.0), rollout, script
+        return rollout(initialize(MODEL, 0, mesh), tasks, keys, GROUPS, Decoding()), rollout, script
     finally:
         rollout.close()
 
@@ -193,7 +194,7 @@ def test_another_environment_shares_what_is_compiled(played):
     keys = jax.random.split(jax.random.key(1), B)
     params = initialize(MODEL, 0, mesh_of("data=1"))
     known = set(rollout._compiled)
-    episodes = other(params, TASKS, keys, GROUPS, 1.0)
+    episodes = other(params, TASKS, keys, GROUPS, Decoding())
     assert episodes.mask.shape == (B, 2) and rollout.max_turns == T
     for name in ("prompts", "responses", "logp", "rewards"):
         np.testing.assert_allclose(episodes[name], first[name][:, :2], atol=1e-5)

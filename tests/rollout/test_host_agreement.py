@@ -15,6 +15,7 @@ from hgpo_jax.rollout.compiled import make_rollout
 from hgpo_jax.rollout.host import HostRollout
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
 from hgpo_jax.rollout.words import WordFormat
+from hgpo_jax.sampling import Decoding
 
 pytestmark = pytest.mark.slow  # compiles both faces several times
 
@@ -35,7 +36,8 @@ def compiled(params, spec="data=1", history_length=K, temperature=1.0):
     rollout = make_rollout(ENV, network(MODEL), mesh, history_length=history_length, chunk=8, end=END, act=ACT)
     placed = jax.device_put(params, shardings(MODEL, mesh))
     groups = jnp.arange(B, dtype=jnp.int32) // MEMBERS
-    return jax.device_get(rollout(placed, task_keys("train", 3, jnp.asarray(TASKS)), KEYS, groups, temperature))
+    tasks = task_keys("train", 3, jnp.asarray(TASKS))
+    return jax.device_get(rollout(placed, tasks, KEYS, groups, Decoding(temperature=temperature)))
 
 
 def household():
@@ -51,7 +53,8 @@ def host(params, spec="data=1", history_length=K, temperature=1.0, **options):
     )  # fmt: skip
     placed = jax.device_put(params, shardings(MODEL, mesh))
     assert rollout.tasks is None
-    episodes = rollout(placed, task_numbers("train", 3, TASKS, None), KEYS, np.arange(B) // MEMBERS, temperature)
+    tasks, decoding = task_numbers("train", 3, TASKS, None), Decoding(temperature=temperature)
+    episodes = rollout(placed, tasks, KEYS, np.arange(B) // MEMBERS, decoding)
     rollout.close()
     return episodes, rollout
 

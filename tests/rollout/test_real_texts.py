@@ -17,6 +17,7 @@ from hgpo_jax.advantages import estimate
 from hgpo_jax.policy import ModelConfig, Policy, initialize, network
 from hgpo_jax.rollout.host import HostRollout
 from hgpo_jax.rollout.text import ChatFormat
+from hgpo_jax.sampling import Decoding
 
 DATA = QWEN.parent
 GAMES = sorted((DATA / "alfworld" / "sample").rglob("game.tw-pddl"))
@@ -46,7 +47,7 @@ def test_a_tiny_model_plays_a_few_turns(environment, workers):
     )
     tasks, groups = np.repeat([1, 5], MEMBERS), np.repeat([0, 1], MEMBERS)
     try:
-        episodes = rollout(params, tasks, jax.random.split(jax.random.key(0), B), groups, 1.0)
+        episodes = rollout(params, tasks, jax.random.split(jax.random.key(0), B), groups, Decoding())
     finally:
         rollout.close()
     report = rollout.report

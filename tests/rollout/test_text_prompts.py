@@ -149,8 +149,8 @@ def test_responses_are_read_without_special_tokens_and_to_the_letter(tokenizer):
     format, plain = chat(tokenizer), LOADERS[tokenizer]()
     text = "<think> it 's so , I go .</think> <action>go to desk 1</action>"
     ids = plain.encode(text)
-    assert format.parse([*ids, format.end]) == (text, "go to desk 1", True)
-    assert format.parse([*ids[:-1], format.end, *ids[-1:], plain.vocab_size + 10_000]) == (text, "go to desk 1", True)
+    assert format.parse([*ids, format.ends[0]]) == (text, "go to desk 1", True)
+    assert format.parse([*ids[:-1], format.ends[0], *ids[-1:], plain.vocab_size + 10_000]) == (text, "go to desk 1", True)
     assert format.parse(plain.encode("<action> it 's , so .</action>")).action == "it 's , so ."
 
 
