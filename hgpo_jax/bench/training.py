@@ -14,41 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from hgpo_jax import cli
+from hgpo_jax.bench.limits import forward_flops, matmul_rate, row
 from hgpo_jax.iteration import collect, make_learn
 from hgpo_jax.job import build
-from hgpo_jax.policy import ModelConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     cli.add_config_arguments(parser)
     parser.add_argument("--repeats", type=int, default=7, help="timed iterations, of which the median counts")
-
-
-def forward_flops(c: ModelConfig, tokens: int, wanted: int) -> float:
-    """Operations of `Qwen2.hidden` and the head for one row of `tokens` slots of which `wanted` are asked for."""
-    D, F, H = c.hidden_size, c.intermediate_size, c.head_dim
-    N, K = c.num_attention_heads, c.num_key_value_heads
-
-    def block(queries):
-        projections = 2 * D * 2 * K * H * tokens + 2 * queries * (2 * D * N * H + 3 * D * F)
-        return projections + 4 * queries * tokens * N * H
-
-    return (c.num_hidden_layers - 1) * block(tokens) + block(wanted) + 2 * wanted * D * c.vocab_size
-
-
-def matmul_rate(mesh, size: int = 1536) -> float:
-    """Operations per second of float32 products [size, size] x [size, size], one on each device at once."""
-    spec = jax.sharding.PartitionSpec(mesh.axis_names)
-    a = jnp.ones((mesh.size, size, size), jnp.float32)
-    a = jax.device_put(a, jax.sharding.NamedSharding(mesh, spec))
-    multiply = jax.jit(lambda a: jnp.einsum("nij,njk->nik", a, a))
-    jax.block_until_ready(multiply(a))
-    times = []
-    for _ in range(5):
-        began = time.perf_counter()
-        jax.block_until_ready(multiply(a))
-        times.append(time.perf_counter() - began)
-    return 2 * size**3 * mesh.size / min(times)
 
 
 def run(args: argparse.Namespace) -> list[dict]:
@@ -78,9 +51,6 @@ def run(args: argparse.Namespace) -> list[dict]:
     shape = (
         f"{job.config.rollout.prompt_groups} x {job.config.rollout.group_size} episodes of {job.config.env.max_turns} turns"
     )
-
-    def row(name, value, unit, limit_share=None):
-        return {"name": name, "value": value, "unit": unit, "limit_share": limit_share, "ratio": None}
 
     return [
         row(f"rollout, {shape}", rollout, "s", rollout_flops / rollout / rate),
