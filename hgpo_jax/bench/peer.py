@@ -2,11 +2,13 @@
 
 The peer gets its best plain setting: SDPA attention, weights in the type at work, every core (or the GPU), the head at the
 response's positions only (`logits_to_keep`), fused cross-entropy and fused AdamW; eager, because `torch.compile` of
-`generate` and of checkpointed layers needs a C++ compiler and minutes.
+`generate` and of checkpointed layers needs a C++ compiler and minutes. The loop of `play` and `learn` is what one writes by
+hand with transformers: it takes the embedded household's own compiled, batched reset and step, and our estimators.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 
@@ -15,9 +17,13 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hgpo_jax import advantages
 from hgpo_jax.config import LearnerConfig
+from hgpo_jax.iteration import estimator_options
+from hgpo_jax.job import Job
 from hgpo_jax.learner import Rows
 from hgpo_jax.policy import ModelConfig, huggingface, weights
+from hgpo_jax.policy.tokenizer import ACT
 
 
 def device() -> torch.device:
@@ -71,9 +77,7 @@ def updater(model, rows: Rows, config: LearnerConfig, dtype: str) -> Callable[[]
     }
     tokens = torch.cat([parts["prompts"], parts["responses"]], 1).long()
     width = parts["responses"].shape[1]
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay, fused=True
-    )
+    optimizer = make_optimizer(model, config)
 
     def update():
         optimizer.zero_grad(set_to_none=True)
@@ -95,9 +99,108 @@ def updater(model, rows: Rows, config: LearnerConfig, dtype: str) -> Callable[[]
     return update
 
 
+def make_optimizer(model, config: LearnerConfig, lr: float | None = None):
+    betas, lr = (config.beta1, config.beta2), config.lr if lr is None else lr
+    return torch.optim.AdamW(model.parameters(), lr=lr, betas=betas, weight_decay=config.weight_decay, fused=True)
+
+
 def clipped(logp, old_logp, advantages, config: LearnerConfig):
     """PPO's clipped surrogate of each token with the dual clip, negated."""
     ratio = torch.exp(logp - old_logp)
     low, high = 1 - (config.clip_low or 0.2), 1 + (config.clip_high or 0.2)
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high))
     return torch.where(advantages < 0, torch.minimum(loss, -config.dual_clip * advantages), loss)
+
+
+@functools.cache
+def _batched(env):
+    """The environment's reset, goal and step for a whole batch, compiled once."""
+    return tuple(jax.jit(jax.vmap(f)) for f in (env.reset, env.goal, env.step))
+
+
+def play(model, job: Job, iteration: int) -> dict[str, np.ndarray]:
+    """The episodes of one iteration of the embedded household, turn by turn; keys and shapes as in `Episodes`."""
+    env, rollout, tokenizer = job.stage.env, job.config.rollout, job.policy.tokenizer
+    end, act = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(ACT)
+    tasks, _, groups, temperature = job.episode_inputs(iteration)
+    reset, goal_of, step = _batched(env)
+    B, T, A, R = job.batch, env.max_turns, env.action_length, env.action_length + 1
+    state, seen = reset(tasks)
+    goal, seen, ask = np.asarray(goal_of(state)), np.asarray(seen), np.full((B, 1), act)
+    past = np.zeros((B, rollout.history_length, env.observation_length + A), np.int64)
+    done, names, record = np.zeros(B, bool), {}, []
+    for _ in range(T):
+        live = np.flatnonzero(~done)
+        prompts = np.concatenate([goal, past.reshape(B, -1), seen, ask], 1)
+        responses, logp, lengths = np.zeros((B, R), np.int64), np.zeros((B, R), np.float32), np.zeros(B, np.int32)
+        actions = np.zeros((B, A), np.int32)
+        malformed = np.zeros(B, bool)
+        if len(live):
+            tokens = torch.from_numpy(prompts[live]).to(device())
+            with torch.inference_mode():
+                out = model.generate(
+                    tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=R, use_cache=True, pad_token_id=0,
+                    eos_token_id=end, do_sample=True, temperature=temperature, top_k=0, top_p=1.0, output_scores=True,
+                    return_dict_in_generate=True,
+                )  # fmt: skip
+                scores = model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
+            new, scores = out.sequences[:, tokens.shape[1] :].cpu().numpy(), scores.float().cpu().numpy()
+            for row, answer, values in zip(live, new, scores, strict=True):
+                found = np.flatnonzero(answer == end)
+                malformed[row] = not len(found)
+                length = lengths[row] = found[0] + 1 if len(found) else len(answer)
+                responses[row, :length], logp[row, :length] = answer[:length], values[:length]
+                words = answer[: length - 1][:A] if len(found) else []
+                actions[row, : len(words)] = words
+        states = [names.setdefault(words.tobytes(), len(names)) for words in seen]
+        past = np.concatenate([past, np.concatenate([seen, actions], 1)[:, None]], 1)[:, 1:]
+        state, after, reward, ended, invalid = step(state, actions)
+        record.append({
+            "prompts": prompts, "responses": responses, "response_lengths": lengths, "logp": logp, "mask": ~done,
+            "rewards": np.where(done, 0, reward), "invalid": (np.asarray(invalid) | malformed) & ~done,
+            "states": np.array(states, np.int32),
+        })  # fmt: skip
+        seen, done = np.asarray(after), done | np.asarray(ended)
+    return {name: np.stack([turn[name] for turn in record], 1) for name in record[0]} | {"groups": np.asarray(groups)}
+
+
+def learn(model, reference, optimizer, job: Job, episodes: dict, microbatch: int, seed: int) -> dict[str, float]:
+    """Advantages and one epoch of PPO-clip with KL to the reference and entropy bonus: means of the token statistics."""
+    config, e = job.config.learner, episodes
+    batch = {name: e[name] for name in ("rewards", "mask", "states", "groups", "invalid")}
+    estimate = advantages.estimate(job.method.estimator, **batch, **estimator_options(job.config, job.method.estimator))
+    happened = e["mask"].ravel()
+    part = lambda a: torch.from_numpy(np.array(a).reshape(-1, *a.shape[2:])[happened]).to(device())  # noqa: E731
+    tokens = torch.cat([part(e["prompts"]), part(e["responses"])], 1).long()
+    width, lengths = e["responses"].shape[-1], part(e["response_lengths"])
+    old_logp, advantage = part(e["logp"]), part(np.asarray(estimate.advantages))
+    order = torch.from_numpy(np.random.default_rng(seed).permutation(len(tokens)))
+    sums = {"loss": 0.0, "kl": 0.0, "entropy": 0.0}
+    steps = -(-len(tokens) // config.minibatch_size)
+    for rows in order.chunk(steps):
+        optimizer.zero_grad(set_to_none=True)
+        count = lengths[rows].sum()
+        for at in rows.split(microbatch):
+            mask = torch.arange(width, device=device()) < lengths[at, None]
+            target = tokens[at, -width:]
+
+            def logprobs(network, at=at, target=target):
+                logits = network(tokens[at, :-1], logits_to_keep=width, use_cache=False).logits.float()
+                every = torch.log_softmax(logits / job.config.rollout.temperature, -1)
+                return every, every.gather(-1, target[..., None])[..., 0]
+
+            every, logp = logprobs(model)
+            with torch.no_grad():
+                reference_logp = logprobs(reference)[1]
+            surrogate = (clipped(logp, old_logp[at], advantage[at, None], config) * mask).sum()
+            difference = reference_logp - logp
+            kl = ((torch.expm1(difference) - difference).clamp(max=10) * mask).sum()
+            entropy = -((every.exp() * every).sum(-1) * mask).sum()
+            loss = (surrogate + config.kl_weight * kl - config.entropy_weight * entropy) / count
+            loss.backward()
+            for name, value in (("loss", surrogate), ("kl", kl), ("entropy", entropy)):
+                sums[name] += float(value.detach())
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+        optimizer.step()
+    finish()
+    return {name: value / float(lengths.sum()) for name, value in sums.items()} | {"grad_norm": float(norm)}
