@@ -5,6 +5,7 @@ import json
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from plain_rollout import action_of
@@ -61,10 +62,9 @@ def against():
 
 def test_sample(tmp_path, monkeypatch):
     peer = against()
-    rows = bench(tmp_path, monkeypatch, "sample", *TINY, "--batch", "2", "4", "--prompt", "9", "--new", "24", *peer)
-    for batch in (2, 4):
-        both = starting(rows, f"both, batch {batch}")
-        assert both["limit_share"] and (both["ratio"] is not None) == bool(peer)
+    rows = bench(tmp_path, monkeypatch, "sample", *TINY, "--batch", "4", "--prompt", "9", "--new", "24", *peer)
+    both = starting(rows, "both, batch 4")
+    assert both["limit_share"] and (both["ratio"] is not None) == bool(peer)
     assert starting(rows, "decode, household, float32, prompt 9, 24 new, batch 4")["unit"] == "tokens/s"
 
 
@@ -78,6 +78,7 @@ def test_update(tmp_path, monkeypatch):
     assert array == pytest.approx(6 * 5 * 4 * policies.work(parse(TINY)).model.vocab_size)
 
 
+@pytest.mark.slow
 def test_train(tmp_path, monkeypatch):
     peer = against()
     rows = bench(tmp_path, monkeypatch, "train", "--repeats", "1", f"cache_dir={tmp_path}", *SMALL_JOB, *peer)
@@ -117,11 +118,15 @@ def job(tmp_path):
     return build(load(None, [*SMALL_JOB, f"cache_dir={tmp_path}"]), make_mesh("data=1", jax.devices()[:1]))
 
 
+@pytest.mark.slow
 def test_the_peer_learns_the_same_from_the_same_episodes(peer, job):
     """One optimizer step on another policy's episodes, so that clipping and KL count too."""
     learn, init = make_learn(job)
     other = initialize(job.policy.config, 5, job.mesh)
     episodes, _ = collect(job, other, 0)
+    # A fresh policy gets no reward; with made-up ones there are advantages of both signs.
+    rewards = np.random.default_rng(0).standard_normal(episodes.rewards.shape).astype(np.float32)
+    episodes = episodes.replace(rewards=jnp.asarray(rewards))
     record = {name: np.asarray(value) for name, value in episodes.items()}
     model, frozen = (peer.make_model(job.policy.config, params, "float32") for params in (job.policy.params, other))
     theirs = peer.learn(model, frozen, peer.make_optimizer(model, job.config.learner), job, record, 16, 0)

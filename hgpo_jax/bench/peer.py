@@ -15,6 +15,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 import torch
+from flax.traverse_util import flatten_dict
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hgpo_jax import advantages
@@ -36,11 +37,12 @@ def make_model(c: ModelConfig, params: dict, dtype: str):
     fields = huggingface.config_json(c, None, None, dtype)
     config = AutoConfig.for_model(**fields)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=getattr(torch, dtype))
-    tensors, gather = weights.layout(params, c.num_hidden_layers), weights.to_host(params)
+    flat = flatten_dict(jax.device_get(params))
     with torch.no_grad():
         state = dict(model.named_parameters())
-        for tensor in tensors:
-            state.pop(tensor.name).copy_(torch.from_numpy(np.array(gather(tensor), np.float32)))
+        for tensor in weights.layout(params, c.num_hidden_layers):
+            value = flat[tensor.path] if tensor.layer is None else flat[tensor.path][tensor.layer]
+            state.pop(tensor.name).copy_(torch.from_numpy(np.array(value.T if tensor.turned else value, np.float32)))
     assert not state, f"no weights for {list(state)}"
     return model.to(device()).eval()
 
