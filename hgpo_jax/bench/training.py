@@ -14,51 +14,36 @@ import jax
 import jax.numpy as jnp
 
 from hgpo_jax import cli
+from hgpo_jax.bench import policies
+from hgpo_jax.bench.limits import forward_flops, matmul_rate, row
+from hgpo_jax.config import Config, ConfigError
+from hgpo_jax.environments import COMPILED
 from hgpo_jax.iteration import collect, make_learn
-from hgpo_jax.job import build
-from hgpo_jax.policy import ModelConfig
+from hgpo_jax.job import Job, build
+from hgpo_jax.methods import METHODS
+
+# Rows that the peer works on at a time in its update: the fastest of 32 to 1,024 with the default job on two cores.
+PEER_MICROBATCH = 256
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     cli.add_config_arguments(parser)
-    parser.add_argument("--repeats", type=int, default=7, help="timed iterations, of which the median counts")
-
-
-def forward_flops(c: ModelConfig, tokens: int, wanted: int) -> float:
-    """Operations of `Qwen2.hidden` and the head for one row of `tokens` slots of which `wanted` are asked for."""
-    D, F, H = c.hidden_size, c.intermediate_size, c.head_dim
-    N, K = c.num_attention_heads, c.num_key_value_heads
-
-    def block(queries):
-        projections = 2 * D * 2 * K * H * tokens + 2 * queries * (2 * D * N * H + 3 * D * F)
-        return projections + 4 * queries * tokens * N * H
-
-    return (c.num_hidden_layers - 1) * block(tokens) + block(wanted) + 2 * wanted * D * c.vocab_size
-
-
-def matmul_rate(mesh, size: int = 1536) -> float:
-    """Operations per second of float32 products [size, size] x [size, size], one on each device at once."""
-    spec = jax.sharding.PartitionSpec(mesh.axis_names)
-    a = jnp.ones((mesh.size, size, size), jnp.float32)
-    a = jax.device_put(a, jax.sharding.NamedSharding(mesh, spec))
-    multiply = jax.jit(lambda a: jnp.einsum("nij,njk->nik", a, a))
-    jax.block_until_ready(multiply(a))
-    times = []
-    for _ in range(5):
-        began = time.perf_counter()
-        jax.block_until_ready(multiply(a))
-        times.append(time.perf_counter() - began)
-    return 2 * size**3 * mesh.size / min(times)
+    parser.add_argument("--repeats", type=policies.positive, default=7, help="timed iterations, of which the median counts")
+    policies.add_against(parser)
 
 
 def run(args: argparse.Namespace) -> list[dict]:
-    """Rows of name, value, unit, limit_share (of the matmul rate, more is better) and ratio (None: no peer)."""
-    job = build(cli.load_config(args))
+    """Rows of name, value, unit, limit_share (of the matmul rate, more is better) and ratio (our speed over the peer's)."""
+    config, peer = cli.load_config(args), policies.load_peer(args.against)
+    if peer:
+        refuse_unlike(config)
+    job = build(config)
     learn, init = make_learn(job)
     rate = matmul_rate(job.mesh)
     reference = jax.tree.map(jnp.copy, job.policy.params)
     state = init(job.policy.params)
-    seconds = {"rollout": [], "update": []}
+    peer_iteration = make_peer(peer, job) if peer else None
+    seconds = {"rollout": [], "update": [], "peer rollout": [], "peer update": []}
     for iteration in range(args.repeats + 1):
         began = time.perf_counter()
         episodes, played = collect(job, state["params"], iteration)
@@ -66,8 +51,15 @@ def run(args: argparse.Namespace) -> list[dict]:
         state, _ = jax.block_until_ready(learn(state, reference, episodes, job.key(iteration, 1), 0.0))
         seconds["rollout"].append(sampled - began)
         seconds["update"].append(time.perf_counter() - sampled)
-    first = {name: times.pop(0) for name, times in seconds.items()}
+        if peer:
+            for name, value in zip(("peer rollout", "peer update"), peer_iteration(iteration), strict=True):
+                seconds[name].append(value)
+    first = {name: times.pop(0) for name, times in seconds.items() if times}
     rollout, update = (statistics.median(seconds[name]) for name in ("rollout", "update"))
+    ratios = [None] * 3
+    if peer:
+        theirs = [statistics.median(seconds[name]) for name in ("peer rollout", "peer update")]
+        ratios = [theirs[0] / rollout, theirs[1] / update, sum(theirs) / (rollout + update)]
     steps, tokens = int(played["steps"]), int(played["tokens"])
     model, width = job.policy.config, episodes.prompts.shape[-1]
     answer = episodes.responses.shape[-1]
@@ -79,15 +71,40 @@ def run(args: argparse.Namespace) -> list[dict]:
         f"{job.config.rollout.prompt_groups} x {job.config.rollout.group_size} episodes of {job.config.env.max_turns} turns"
     )
 
-    def row(name, value, unit, limit_share=None):
-        return {"name": name, "value": value, "unit": unit, "limit_share": limit_share, "ratio": None}
-
     return [
-        row(f"rollout, {shape}", rollout, "s", rollout_flops / rollout / rate),
-        row("update, the same steps", update, "s", update_flops / update / rate),
-        row("iteration", rollout + update, "s", (rollout_flops + update_flops) / (rollout + update) / rate),
+        row(f"rollout, {shape}", rollout, "s", rollout_flops / rollout / rate, ratios[0]),
+        row("update, the same steps", update, "s", update_flops / update / rate, ratios[1]),
+        row(
+            "iteration", rollout + update, "s", (rollout_flops + update_flops) / (rollout + update) / rate, ratios[2]
+        ),
         row("prompt and response tokens", tokens / (rollout + update), "tokens/s"),
         row("matmul rate (limit)", rate / 1e9, "GFLOP/s"),
         row("compile rollout", first["rollout"] - rollout, "s"),
         row("compile update", first["update"] - update, "s"),
     ]
+
+
+def refuse_unlike(config: Config) -> None:
+    """Raises ConfigError where the peer's loop does something else than the configuration."""
+    method = METHODS[config.method]
+    if config.env.name != COMPILED:
+        raise ConfigError(f"env.name={config.env.name}: --against transformers plays the embedded household only")
+    if method.loss != "clip" or method.critic or method.dynamic_sampling or config.lora.rank:
+        raise ConfigError(f"method={config.method}: --against transformers knows one clipped loss, without critic or adapters")
+    if config.learner.aggregate != "token-mean" or config.learner.kl_kind != "k3" or config.policy.compute_dtype != "float32":
+        raise ConfigError("--against transformers: wants learner.aggregate=token-mean, kl_kind=k3, compute_dtype=float32")
+
+
+def make_peer(peer, job: Job):
+    """The peer's iteration as a call: its number -> seconds of rollout and update."""
+    model, frozen = (peer.make_model(job.policy.config, job.policy.params, "float32") for _ in range(2))
+    optimizer = peer.make_optimizer(model, job.config.learner, lr=0.0)  # as above: the policy stays as it is
+
+    def iteration(number: int) -> tuple[float, float]:
+        began = time.perf_counter()
+        episodes = peer.play(model, job, number)
+        played = time.perf_counter()
+        peer.learn(model, frozen, optimizer, job, episodes, PEER_MICROBATCH, number)
+        return played - began, time.perf_counter() - played
+
+    return iteration

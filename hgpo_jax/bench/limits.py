@@ -1,0 +1,162 @@
+"""What limits a benchmark: the machine's rates, measured in the same run, and the operations and bytes that the work needs."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import ctypes
+import math
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hgpo_jax.policy import ModelConfig, shapes
+
+GiB = 2**30
+
+
+def row(name: str, value: float, unit: str, limit_share: float | None = None, ratio: float | None = None) -> dict:
+    """A line of a benchmark's table. limit_share: of the machine's limit. ratio: ours to the peer's."""
+    return {"name": name, "value": value, "unit": unit, "limit_share": limit_share, "ratio": ratio}
+
+
+def forward_flops(c: ModelConfig, tokens: int, wanted: int) -> float:
+    """Operations of `Qwen2.hidden` and the head for one row of `tokens` slots of which `wanted` are asked for."""
+    D, F, H = c.hidden_size, c.intermediate_size, c.head_dim
+    N, K = c.num_attention_heads, c.num_key_value_heads
+
+    def block(queries):
+        projections = 2 * D * 2 * K * H * tokens + 2 * queries * (2 * D * N * H + 3 * D * F)
+        return projections + 4 * queries * tokens * N * H
+
+    return (c.num_hidden_layers - 1) * block(tokens) + block(wanted) + 2 * wanted * D * c.vocab_size
+
+
+def decode_flops(c: ModelConfig, slots: int) -> float:
+    """Operations of `Qwen2.decode` and the head for one token that sees `slots` slots."""
+    D, F, H = c.hidden_size, c.intermediate_size, c.head_dim
+    N, K = c.num_attention_heads, c.num_key_value_heads
+    block = 2 * D * (2 * K + 2 * N) * H + 6 * D * F + 4 * slots * N * H
+    return c.num_hidden_layers * block + 2 * D * c.vocab_size
+
+
+def read_bytes(c: ModelConfig, rows: int, slots: int, itemsize: int) -> int:
+    """Bytes that one pass must read: every weight that multiplies, and the keys and values of `slots` slots of each row."""
+    weights = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes(c)))
+    looked_up = 0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size
+    cache = rows * slots * c.num_hidden_layers * 2 * c.num_key_value_heads * c.head_dim
+    return (weights - looked_up + cache) * itemsize
+
+
+def fastest(call: Callable[[], object], repeats: int = 5) -> float:
+    """Seconds of the fastest call after a first one."""
+    call()
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def matmul_rate(mesh, dtype: str = "float32") -> float:
+    """Operations per second of products [size, size] x [size, size], one on each device at once."""
+    size = 1536 if mesh.devices.flat[0].platform == "cpu" else 8192
+    spec = jax.sharding.PartitionSpec(mesh.axis_names)
+    a = jnp.ones((mesh.size, size, size), dtype)
+    a = jax.device_put(a, jax.sharding.NamedSharding(mesh, spec))
+    multiply = jax.jit(lambda a: jnp.einsum("nij,njk->nik", a, a))
+    return 2 * size**3 * mesh.size / fastest(lambda: jax.block_until_ready(multiply(a)))
+
+
+def read_rate(mesh) -> float:
+    """Bytes per second of reading 1 GiB a device once, by the fastest of a few simple kernels.
+
+    XLA's sum and maximum of each row, its product with a vector from the right and, on a CPU, NumPy's maximum in one thread
+    a core: which of them streams best depends on the machine.
+    """
+    spec = jax.sharding.PartitionSpec(mesh.axis_names)
+    place = jax.sharding.NamedSharding(mesh, spec)
+    a = jax.jit(lambda: jnp.ones((mesh.size * 2**16, 2**12), jnp.float32), out_shardings=place)()
+    vector = jnp.ones(a.shape[1], jnp.float32)
+    kernels = [jax.jit(lambda a: a.sum(1)), jax.jit(lambda a: a.max(1)), jax.jit(lambda a: a @ vector)]
+    seconds = [fastest(lambda k=kernel: jax.block_until_ready(k(a))) for kernel in kernels]
+    if mesh.devices.flat[0].platform == "cpu":
+        cores = mesh.devices.flat[0].client.device_count()
+        parts = np.array_split(np.asarray(a.addressable_shards[0].data), cores)
+        with concurrent.futures.ThreadPoolExecutor(cores) as pool:
+            seconds.append(fastest(lambda: list(pool.map(np.max, parts))) * mesh.size)
+    return a.nbytes / min(seconds)
+
+
+class Rates:
+    """The machine's rates on some meshes, the best of them and of every `measure()`; the first comes by itself.
+
+    reading: bytes per second. multiplying: operations per second.
+    """
+
+    def __init__(self, meshes: Iterable, dtype: str = "float32"):
+        self._meshes, self._dtype = list(meshes), dtype
+        self.reading = self.multiplying = 0.0
+        self.measure()
+
+    def measure(self) -> None:
+        for mesh in self._meshes:
+            self.reading = max(self.reading, read_rate(mesh))
+            self.multiplying = max(self.multiplying, matmul_rate(mesh, self._dtype))
+
+    def seconds(self, bytes_read: float, operations: float) -> float:
+        """What work takes at least."""
+        return max(bytes_read / self.reading, operations / self.multiplying)
+
+    def rows(self) -> list[dict]:
+        return [
+            row("reading memory (limit)", self.reading / 1e9, "GB/s"),
+            row(f"matmul rate, {self._dtype} (limit)", self.multiplying / 1e9, "GFLOP/s"),
+        ]
+
+
+def alternate(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each call in `repeats` rounds through all of them, so that a slow minute of the machine hits all alike."""
+    seconds = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            began = time.perf_counter()
+            jax.block_until_ready(call())
+            seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def memory_rise(call: Callable[[], object]) -> int | None:
+    """Bytes by which the resident memory of this process rises at most during a call; None where Linux does not say.
+
+    Freed memory is given back first, and blocks above 1 MiB from now on whenever they are freed: what the call allocates
+    then counts whoever's memory it reuses. Time nothing afterwards.
+    """
+    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+    if not sys.platform.startswith("linux") or not status.exists():
+        return None
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(-3, 2**20)  # M_MMAP_THRESHOLD
+        libc.malloc_trim(0)
+    kilobytes = lambda field: int(re.search(rf"{field}:\s+(\d+) kB", status.read_text())[1])  # noqa: E731
+    try:
+        reset.write_text("5")  # the peak starts again from here
+    except OSError:
+        return None
+    before = kilobytes("VmRSS")
+    jax.block_until_ready(call())
+    return 1024 * (kilobytes("VmHWM") - before)
+
+
+def memory_rows(name: str, rise: dict[str, int | None], ours: str) -> list[dict]:
+    """The row of a memory_rise of ours and, if there is one, of the peer; the ratio is ours to the peer's."""
+    if rise[ours] is None:
+        return []
+    return [row(name, rise[ours] / GiB, "GiB", ratio=rise[ours] / max(rise["peer"], 1) if "peer" in rise else None)]

@@ -1,0 +1,94 @@
+"""What `bench sample` and `bench update` share: a policy of any shape with random weights, meshes to try, the peer."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import math
+
+import jax
+
+from hgpo_jax import memory
+from hgpo_jax.config import Config, ConfigError
+from hgpo_jax.job import prepare_devices
+from hgpo_jax.mesh import abstract_mesh, make_mesh, parse_mesh
+from hgpo_jax.policy.presets import QWEN2_5, QWEN3, preset
+
+SIZES = {
+    "layers": "num_hidden_layers", "width": "hidden_size", "inner": "intermediate_size", "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads", "vocabulary": "vocab_size",
+}  # fmt: skip
+HOUSEHOLD = "household"
+
+
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--policy", metavar="PRESET", default=HOUSEHOLD,
+        help="shape of the policy: Qwen2.5-0.5B and the like, or household, the embedded job's (default)",
+    )  # fmt: skip
+    for option, name in SIZES.items():
+        p.add_argument(f"--{option.replace('_', '-')}", type=positive, help=f"{name} in place of the preset's")
+    p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="type of the weights at work")
+    p.add_argument("--mesh", metavar="SPEC", help="mesh, as in data=2; default: one device and all of them, the better counts")
+    p.add_argument("--repeats", type=positive, default=3, help="timed rounds, of which the median counts")
+    add_against(p)
+
+
+def add_against(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--against", choices=("transformers",), help="also do the same work in PyTorch (pip install -e '.[parity]')")
+
+
+def positive(text: str) -> int:
+    """An option's value. Raises ValueError, which argparse says in one line."""
+    if (value := int(text)) < 1:
+        raise ValueError(text)
+    return value
+
+
+def work(args: argparse.Namespace) -> memory.Work:
+    """The policy's sizes and, for the household, those of its prompts and responses. Raises ConfigError."""
+    if args.policy == HOUSEHOLD:
+        found = memory.work_of(Config(), abstract_mesh("data=1"))
+    elif model := preset(args.policy):
+        found = memory.Work(model=model, prompt=128, response=32, steps=0, sampled=0)
+    else:
+        known = [HOUSEHOLD, *(f"Qwen2.5-{size}" for size in QWEN2_5), *(f"Qwen3-{size}" for size in QWEN3)]
+        raise ConfigError(f"--policy {args.policy}: expected one of {', '.join(known)}")
+    changes = {name: getattr(args, option) for option, name in SIZES.items() if getattr(args, option)}
+    if {"hidden_size", "num_attention_heads"} & changes.keys() and found.model.model_type == "qwen2":
+        changes["head_dim"] = None
+    try:
+        return dataclasses.replace(found, model=dataclasses.replace(found.model, **changes))
+    except ValueError as error:
+        raise ConfigError(f"--policy {args.policy}: {error}") from None
+
+
+def meshes(spec: str | None, rows: int) -> dict:
+    """Meshes to try by name: the given one, or one device and, where they share the rows equally, all of them."""
+    prepare_devices(Config())
+    devices = jax.devices()
+    names = [spec] if spec else ["data=1", *([f"data={len(devices)}"] if len(devices) > 1 and not rows % len(devices) else [])]
+    try:
+        found = {}
+        for name in names:
+            wanted = devices if "-1" in name else devices[: math.prod(int(part.partition("=")[2]) for part in name.split(","))]
+            parse_mesh(name, len(wanted))
+            found[name] = make_mesh(name, wanted)
+    except ValueError as error:
+        raise ConfigError(f"--mesh {spec}: {error}") from None
+    parts = [mesh.shape["data"] for mesh in found.values()]
+    if rows % parts[0]:
+        raise ConfigError(f"--mesh {spec}: data={parts[0]} does not divide the {rows} rows")
+    return found
+
+
+def load_peer(name: str | None):
+    """The module with the peer's side, None if none is asked for. Raises ConfigError without torch."""
+    if name is None:
+        return None
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(f"--against {name}: needs torch; pip install -e '.[parity]'")
+    from hgpo_jax.bench import peer
+
+    return peer

@@ -1,0 +1,131 @@
+"""The update as training makes it, with random weights of any shape, against the machine's limits.
+
+    python -m hgpo_jax.bench update --policy Qwen2.5-0.5B --layers 4 --rows 16 --tokens 512 --remat --against transformers
+
+PPO-clip of the response tokens, exact token mean over micro-batches, AdamW; no KL and no entropy bonus, which ask for more
+than the peer does. Operations are those of one forward and one backward pass; what remat does again is in a row of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import statistics
+import time
+
+import jax
+import numpy as np
+
+from hgpo_jax.bench import limits, policies
+from hgpo_jax.bench.limits import GiB, row
+from hgpo_jax.bench.plan import compiled_bytes
+from hgpo_jax.config import ConfigError, LearnerConfig
+from hgpo_jax.learner import Rows, make_optimizer, make_policy_loss, make_update
+from hgpo_jax.methods import METHODS
+from hgpo_jax.policy import initialize
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    policies.add_arguments(parser)
+    parser.add_argument("--rows", type=policies.positive, default=16, help="decisions to learn from, in one optimizer step")
+    parser.add_argument("--tokens", type=policies.positive, default=512, help="tokens of each, prompt and response")
+    parser.add_argument("--response", type=policies.positive, help="of these, tokens of the response; default an eighth")
+    parser.add_argument("--microbatch", type=policies.positive, default=4, help="rows per device and gradient, the peer's too")
+    parser.add_argument("--remat", action="store_true", help="compute activations again in the backward pass")
+
+
+def run(args: argparse.Namespace) -> list[dict]:
+    """Rows of name, value, unit, limit_share (of the machine's limit, more is better), ratio (our speed over the peer's)."""
+    model, peer = policies.work(args).model, policies.load_peer(args.against)
+    response = args.response or max(args.tokens // 8, 1)
+    if response >= args.tokens:
+        raise ConfigError(f"--response {response}: leaves no prompt of --tokens {args.tokens}")
+    config = LearnerConfig(
+        remat=args.remat, minibatch_size=args.rows, microbatch_size=args.microbatch, kl_weight=0, entropy_weight=0,
+        warmup_steps=0,
+    )  # fmt: skip
+    rows = random_rows(model.vocab_size, args.rows, args.tokens - response, response)
+    rates = limits.Rates(policies.meshes(args.mesh, 0).values(), args.dtype)
+    meshes = policies.meshes(args.mesh, args.rows)
+    steps = {name: OurUpdate(model, config, mesh, rows, args.dtype) for name, mesh in meshes.items()}
+    calls = dict(steps)
+    if peer:
+        weights = next(iter(steps.values())).params
+        calls["peer"] = peer.updater(peer.make_model(model, weights, "float32"), rows, config, args.dtype)
+    first = {name: call() for name, call in calls.items()}
+    if peer:  # the same work: equal loss and gradient from equal weights
+        tolerance = 1e-3 if args.dtype == "float32" else 0.05
+        for name in steps:
+            for what, value in first["peer"].items():
+                np.testing.assert_allclose(first[name][what], value, rtol=tolerance, atol=1e-5, err_msg=f"{what}, {name}, peer")
+    times = {name: statistics.median(values) for name, values in limits.alternate(calls, args.repeats).items()}
+    rates.measure()
+    best = min(steps, key=times.get)
+
+    forward = limits.forward_flops(model, args.tokens - 1, response)
+    again = forward - limits.forward_flops(dataclasses.replace(model, num_hidden_layers=1), args.tokens - 1, response)
+    # The optimizer reads and writes weights and both moments in float32, and reads the gradient.
+    touched = 7 * 4 * sum(math.prod(a.shape) for a in jax.tree.leaves(steps[best].params))
+    limit = rates.seconds(touched, args.rows * 3 * forward)
+    rise = {name: limits.memory_rise(calls[name]) for name in calls if name in (best, "peer")}
+    shape = f"{args.policy}, {model.num_hidden_layers} layers, {args.rows} x {args.tokens} tokens ({response} of response)"
+    ratio = times["peer"] / times[best] if peer else None
+    remat = ", remat" if args.remat else ""
+    lines = [
+        row(f"update, {shape}, {args.dtype}{remat}, {best}", times[best], "s", limit / times[best], ratio),
+        row("tokens", args.rows * args.tokens / times[best], "tokens/s"),
+    ]
+    if args.remat:
+        share = rates.seconds(touched, args.rows * (3 * forward + again)) / times[best]
+        lines.append(row("the same, what remat does again counted too", times[best], "s", share))
+    lines += [row(f"update on {name}", times[name], "s", limit / times[name]) for name in steps if name != best]
+    return [
+        *lines,
+        row("compile", steps[best].compile_seconds, "s"),
+        row("memory of the program with weights and optimizer", compiled_bytes(steps[best].compiled) / GiB, "GiB"),
+        *limits.memory_rows("memory above weights and optimizer", rise, best),
+        row("one [response tokens, vocabulary] float32 array", args.rows * response * model.vocab_size * 4 / GiB, "GiB"),
+        *rates.rows(),
+    ]
+
+
+def random_rows(vocabulary: int, rows: int, prompt: int, response: int) -> Rows:
+    """Decisions with random tokens, all of the same lengths, that a uniform policy has sampled."""
+    rng = np.random.default_rng(0)
+    return Rows(
+        prompts=rng.integers(0, vocabulary, (rows, prompt)).astype(np.int32),
+        prompt_lengths=np.full(rows, prompt, np.int32),
+        responses=rng.integers(0, vocabulary, (rows, response)).astype(np.int32),
+        response_lengths=np.full(rows, response, np.int32),
+        old_logp=np.full((rows, response), -math.log(vocabulary), np.float32),
+        advantages=rng.standard_normal(rows).astype(np.float32),
+    )
+
+
+class OurUpdate:
+    """The compiled update of `learner.make_update` on a mesh, its weights and optimizer; each call is one step."""
+
+    def __init__(self, model, config: LearnerConfig, mesh, rows: Rows, dtype: str):
+        self._mesh, optimizer = mesh, make_optimizer(config)
+        loss = make_policy_loss(model, config, METHODS["hgpo"], 1.0)
+        step = make_update(
+            loss, optimizer, mesh, minibatch_size=config.minibatch_size, microbatch_size=config.microbatch_size,
+            compute_dtype=dtype,
+        )  # fmt: skip
+        count = len(rows.advantages)
+        self._inputs = (None, rows, np.arange(count, dtype=np.int32), np.int32(count), np.float32(1))
+        with jax.set_mesh(mesh):
+            self.params = initialize(model, 0, mesh)
+            self._moments = jax.jit(optimizer.init)(self.params)
+            lowered = jax.jit(step, donate_argnums=(0, 1)).lower(self.params, self._moments, *self._inputs)
+            began = time.perf_counter()
+            self.compiled = lowered.compile()
+            self.compile_seconds = time.perf_counter() - began
+
+    def __call__(self) -> dict[str, float]:
+        """One step: {"loss", "grad_norm"} before it."""
+        with jax.set_mesh(self._mesh):
+            self.params, self._moments, stats = self.compiled(self.params, self._moments, *self._inputs)
+        stats = jax.device_get(stats)
+        return {"loss": float(stats["loss"]), "grad_norm": float(stats["grad_norm"])}

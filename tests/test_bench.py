@@ -1,0 +1,201 @@
+"""The benchmarks on very small shapes: rows that `--json` writes, one work on both sides, refusals."""
+
+import dataclasses
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from plain_rollout import action_of
+
+from hgpo_jax.bench import __main__ as command
+from hgpo_jax.bench import limits, policies, training
+from hgpo_jax.config import load
+from hgpo_jax.iteration import collect, make_learn
+from hgpo_jax.job import build
+from hgpo_jax.mesh import make_mesh
+from hgpo_jax.policy import initialize, network
+from hgpo_jax.rollout.host import make_sampler
+
+TINY = [
+    "--policy", "household", "--layers", "2", "--width", "16", "--inner", "24", "--heads", "2", "--kv-heads", "1",
+    "--mesh", "data=1", "--repeats", "1",
+]  # fmt: skip
+SMALL_JOB = [
+    "rollout.prompt_groups=8", "rollout.group_size=2", "env.max_turns=3", "learner.microbatch_size=8",
+    "learner.minibatch_size=64",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small_limits(monkeypatch):
+    """Rates that need no gigabyte."""
+    monkeypatch.setattr(limits, "read_rate", lambda mesh: 20e9)
+    monkeypatch.setattr(limits, "matmul_rate", lambda mesh, dtype="float32": 100e9)
+    monkeypatch.setattr(training, "matmul_rate", lambda mesh: 100e9)
+
+
+def bench(tmp_path, monkeypatch, *arguments) -> dict[str, dict]:
+    """The rows by name that a benchmark writes to --json."""
+    file = tmp_path / "rows.json"
+    monkeypatch.setattr(sys, "argv", ["bench", *arguments, "--json", str(file)])
+    command.main()
+    rows = json.loads(file.read_text())
+    for row in rows:
+        assert set(row) == {"name", "value", "unit", "limit_share", "ratio"}, row
+        assert row["unit"] in ("s", "tokens/s", "GiB", "GB/s", "GFLOP/s"), row
+        assert np.isfinite(row["value"]) and row["value"] >= 0, row
+        assert row["limit_share"] is None or 0 < row["limit_share"] < 1.2, row
+        assert row["ratio"] is None or row["ratio"] >= 0, row
+    return {row["name"]: row for row in rows}
+
+
+def starting(rows, text):
+    return next(row for name, row in rows.items() if name.startswith(text))
+
+
+def against():
+    return ["--against", "transformers"] if policies.importlib.util.find_spec("torch") else []
+
+
+def test_sample(tmp_path, monkeypatch):
+    peer = against()
+    rows = bench(tmp_path, monkeypatch, "sample", *TINY, "--batch", "4", "--prompt", "9", "--new", "24", *peer)
+    both = starting(rows, "both, batch 4")
+    assert both["limit_share"] and (both["ratio"] is not None) == bool(peer)
+    assert starting(rows, "decode, household, float32, prompt 9, 24 new, batch 4")["unit"] == "tokens/s"
+
+
+def test_update(tmp_path, monkeypatch):
+    peer = against()  # which then must have the same loss and gradient
+    rows = bench(tmp_path, monkeypatch, "update", *TINY, "--rows", "6", "--tokens", "12", "--response", "5", "--remat", *peer)
+    update, again = starting(rows, "update, household, 2 layers, 6 x 12"), starting(rows, "the same")
+    assert update["value"] == again["value"] and update["limit_share"] < again["limit_share"]
+    assert (update["ratio"] is not None) == bool(peer)
+    array = starting(rows, "one [response")["value"] * 2**30
+    assert array == pytest.approx(6 * 5 * 4 * policies.work(parse(TINY)).model.vocab_size)
+
+
+@pytest.mark.slow
+def test_train(tmp_path, monkeypatch):
+    peer = against()
+    rows = bench(tmp_path, monkeypatch, "train", "--repeats", "1", f"cache_dir={tmp_path}", *SMALL_JOB, *peer)
+    assert starting(rows, "rollout, 8 x 2 episodes of 3 turns")["limit_share"]
+    assert (rows["iteration"]["ratio"] is not None) == bool(peer)
+
+
+def parse(arguments):
+    parser = command.cli.parser("bench", "")
+    policies.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+@pytest.fixture(scope="module")
+def peer():
+    pytest.importorskip("torch")
+    from hgpo_jax.bench import peer
+
+    return peer
+
+
+def test_the_peer_generates_the_same_tokens(peer):
+    model = dataclasses.replace(policies.work(parse(TINY)).model, initializer_range=0.5)
+    mesh = policies.meshes("data=1", 3)["data=1"]
+    prompts = np.random.default_rng(0).integers(0, model.vocab_size, (3, 7)).astype(np.int32)
+    with jax.set_mesh(mesh):
+        params = initialize(model, 0, mesh)
+        ours = make_sampler(network(model), mesh, 6, -1)(
+            params, prompts, np.full(3, 7), jax.random.split(jax.random.key(0), 3), np.arange(3), 0, 0.0
+        )
+    theirs = peer.sampler(peer.make_model(model, params, "float32"), prompts, 6, 0.0)()
+    np.testing.assert_array_equal(ours.tokens, theirs)
+
+
+@pytest.fixture
+def job(tmp_path):
+    return build(load(None, [*SMALL_JOB, f"cache_dir={tmp_path}"]), make_mesh("data=1", jax.devices()[:1]))
+
+
+@pytest.mark.slow
+def test_the_peer_learns_the_same_from_the_same_episodes(peer, job):
+    """One optimizer step on another policy's episodes, so that clipping and KL count too."""
+    learn, init = make_learn(job)
+    other = initialize(job.policy.config, 5, job.mesh)
+    episodes, _ = collect(job, other, 0)
+    # A fresh policy gets no reward; with made-up ones there are advantages of both signs.
+    rewards = np.random.default_rng(0).standard_normal(episodes.rewards.shape).astype(np.float32)
+    episodes = episodes.replace(rewards=jnp.asarray(rewards))
+    record = {name: np.asarray(value) for name, value in episodes.items()}
+    model, frozen = (peer.make_model(job.policy.config, params, "float32") for params in (job.policy.params, other))
+    theirs = peer.learn(model, frozen, peer.make_optimizer(model, job.config.learner), job, record, 16, 0)
+    _, stats = learn(init(job.policy.params), other, episodes, job.key(0, 1), 1.0)
+    for name, value in theirs.items():
+        np.testing.assert_allclose(value, stats[name], rtol=2e-3, err_msg=name)
+    assert theirs["kl"] > 1e-3 and stats["clip_fraction_high"] > 0
+
+
+def test_what_the_peer_plays_is_what_the_environment_does(peer, job):
+    env, tokenizer = job.stage.env, job.policy.tokenizer
+    played = peer.play(peer.make_model(job.policy.config, job.policy.params, "float32"), job, 1)
+    reset, step = jax.jit(env.reset), jax.jit(env.step)
+    for b, task in enumerate(job.episode_inputs(1)[0]):
+        state, seen = reset(task)
+        for t in range(env.max_turns):
+            # The prompt ends with the observation and the mark that asks for an action.
+            np.testing.assert_array_equal(played["prompts"][b, t, -1 - env.observation_length : -1], seen)
+            response = played["responses"][b, t, : played["response_lengths"][b, t]].tolist()
+            action, ended = action_of(response, tokenizer.eos_token_id, env.action_length)
+            state, seen, reward, _, invalid = jax.device_get(step(state, np.array(action, np.int32)))
+            assert played["rewards"][b, t] == reward and played["invalid"][b, t] == (invalid or not ended)
+            assert (played["logp"][b, t, : len(response)] < 0).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["sample", "--policy", "Qwen9"], "--policy Qwen9: expected one of household, Qwen2.5-0.5B"),
+        (["sample", "--policy", "household", "--heads", "3"], "hidden_size=64: must be an even multiple"),
+        (["sample", "--batch", "3", "--mesh", "data=2"], "data=2 does not divide the 3 rows"),
+        (["update", "--tokens", "8", "--response", "8"], "--response 8: leaves no prompt"),
+        (["update", "--rows", "0"], "invalid positive value: '0'"),
+        (["train", "--against", "transformers", "method=gspo"], "method=gspo: --against transformers knows one clipped loss"),
+        (["train", "--against", "transformers", "env.name=household_text"], "plays the embedded household only"),
+    ],
+)
+def test_refusals(monkeypatch, capsys, arguments, said):
+    if "--against" in arguments:
+        pytest.importorskip("torch")
+    assert said in refused(monkeypatch, capsys, *arguments)
+
+
+def test_without_torch_there_is_no_peer(monkeypatch, capsys):
+    monkeypatch.setattr(policies.importlib.util, "find_spec", lambda name: None)
+    for name in ("sample", "update", "train"):
+        assert "needs torch; pip install -e '.[parity]'" in refused(monkeypatch, capsys, name, "--against", "transformers")
+
+
+def refused(monkeypatch, capsys, *arguments) -> str:
+    """What a benchmark that ends with exit code 2 says, in one line."""
+    monkeypatch.setattr(sys, "argv", ["bench", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        command.cli.run(command.main)
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and said.count("\n") == 1, said
+    return said
+
+
+def test_counts_of_operations_and_bytes():
+    model = policies.work(parse(TINY)).model
+    mesh = policies.meshes("data=1", 1)["data=1"]
+    params = initialize(model, 0, mesh)
+    assert limits.read_bytes(model, 0, 0, 4) == sum(a.nbytes for a in jax.tree.leaves(params))
+    assert limits.read_bytes(model, 3, 5, 2) - limits.read_bytes(model, 0, 0, 2) == 3 * 5 * 2 * (2 * 1 * 8) * 2
+    # One token that sees itself alone is the same work either way.
+    assert limits.decode_flops(model, 1) == limits.forward_flops(model, 1, 1)
+
+
+def test_memory_rise_is_what_a_call_touches():
+    rise = limits.memory_rise(lambda: np.ones(2**24))
+    assert rise is None or 0.95 < rise / 2**27 < 1.3
