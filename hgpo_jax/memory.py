@@ -91,6 +91,8 @@ def plan(config: Config, mesh, work: Work) -> dict[str, dict[str, int]]:
         2 * 4 * min(prompts * N * work.prompt * fsdp, max(MAX_SCORES, N * prompts * fsdp)) / fsdp / tensor,
         prompts * inner * compute,
     )
+    tables = model.vocab_size * D * (1 if model.tie_word_embeddings else 2)
+    blocks = 1 - tables / sum(a.size for a in jax.tree.leaves(whole))
     return {
         "always": {
             "parameters": networks * trained * size,
@@ -100,6 +102,7 @@ def plan(config: Config, mesh, work: Work) -> dict[str, dict[str, int]]:
         },
         "sampling": {
             "compute copy": copy,
+            "weights by layer": int(elements * compute * (1 - 1 / L) * blocks),
             "key-value cache": int(sampled * S * L * 2 * kv * H * compute),
             "prompts' keys and values": int(prompts * (L - 1) * 2 * kv * H * compute),
             "activations": int(read),

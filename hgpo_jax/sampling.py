@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from hgpo_jax.mesh import constrain, free_axes, largest_count, layout
+from hgpo_jax.policy.qwen2 import CACHE_AXES
 
 
 @chex.dataclass(frozen=True)
@@ -112,7 +113,7 @@ def unended(live: Live, size: int) -> Live:
     if parts_ == 1:
         return part(live)
     # By hand: the compiler aborts on moving rows of an array whose heads are split too.
-    axes = {1: ("batch",), 4: ("batch", None, "kv_heads", None)}
+    axes = {1: ("batch",), 4: CACHE_AXES}
     spec = jax.tree.map(lambda a: layout(axes[a.ndim], a.shape), live)
     manual = {*free_axes("batch"), *free_axes("kv_heads")}
     return jax.shard_map(part, in_specs=(spec,), out_specs=spec, axis_names=manual, check_vma=False)(live)
@@ -121,11 +122,14 @@ def unended(live: Live, size: int) -> Live:
 SHRINK_FROM = 64  # new tokens: shorter responses end too soon for fewer rows to pay for moving them
 
 
-def generate(model, prompts, lengths, keys, *, max_new: int, ends: tuple[int, ...], decoding: Decoding) -> Responses:
+def generate(
+    model, blocks, prompts, lengths, keys, *, max_new: int, ends: tuple[int, ...], decoding: Decoding
+) -> Responses:
     """Samples a response to each prompt.
 
     Args:
       model: a bound `Qwen2`.
+      blocks: its `unstacked()`, to be made outside of every loop.
       prompts: i32[B, P], right-padded.
       lengths: i32[B], tokens of each prompt, at least 1.
       keys: a random key per row.
@@ -134,7 +138,6 @@ def generate(model, prompts, lengths, keys, *, max_new: int, ends: tuple[int, ..
     """
     rows, width = prompts.shape
     hidden, cache = model.prefill(prompts, lengths - 1, width + max_new - 1)
-    blocks = model.unstacked()
 
     def draw(hidden, keys, i):
         logits = constrain(model.logits(hidden), "batch", "vocab_of_rows")

@@ -54,7 +54,8 @@ def rows():
     @jax.jit
     def sample(params):
         model = nnx.merge(network(MODEL), params)
-        return generate(model, prompts, lengths, keys, max_new=MAX_NEW, ends=(END,), decoding=Decoding(temperature=TEMPERATURE))
+        how = {"max_new": MAX_NEW, "ends": (END,), "decoding": Decoding(temperature=TEMPERATURE)}
+        return generate(model, model.unstacked(), prompts, lengths, keys, **how)
 
     out = jax.device_get(sample(parameters(0)))
     assert len(set(out.lengths.tolist())) == MAX_NEW

@@ -11,7 +11,7 @@ from scipy.special import log_softmax
 from hgpo_jax.learner import Rows, token_logprobs
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import ModelConfig, Policy, initialize, network, shardings
-from hgpo_jax.rollout.host import make_sampler
+from hgpo_jax.rollout.host import make_sampler, make_unstack
 from hgpo_jax.sampling import SHRINK_FROM, Decoding, generate, sample_token
 
 LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, 1.5], np.float32)
@@ -98,8 +98,8 @@ def batch():
 
 @jax.jit
 def sample(params, prompts, lengths, keys, temperature):
-    model = nnx.merge(network(MODEL), params)
-    return generate(model, prompts, lengths, keys, max_new=MAX_NEW, ends=(END,), decoding=Decoding(temperature=temperature))
+    model, how = nnx.merge(network(MODEL), params), {"max_new": MAX_NEW, "ends": (END,)}
+    return generate(model, model.unstacked(), prompts, lengths, keys, **how, decoding=Decoding(temperature=temperature))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -169,7 +169,8 @@ def test_the_trainer_sees_the_same_log_probabilities(batch, temperature):
 def test_no_response_ends_early(batch):
     """What could not end is drawn from the others: a response is what another one is up to its first end, or longer."""
     model = nnx.merge(network(MODEL), batch[0])
-    run = jax.jit(lambda least: generate(model, *batch[1:], max_new=8, ends=(END, 7), decoding=Decoding(min_new=least)))
+    inputs, how = (model, model.unstacked(), *batch[1:]), {"max_new": 8, "ends": (END, 7)}
+    run = jax.jit(lambda least: generate(*inputs, **how, decoding=Decoding(min_new=least)))
     free, bound = run(0), run(4)
     is_end = np.isin(free.tokens, (END, 7))
     assert (np.asarray(free.lengths) < 4).any()
@@ -188,14 +189,13 @@ def test_rows_that_outlast_the_others_go_on_in_a_smaller_batch(batch, spec):
     rows = np.arange(ROWS, dtype=np.int32)
     long = {"max_new": SHRINK_FROM + 6, "ends": (END,)}
     with jax.set_mesh(mesh):
-        out = make_sampler(network(MODEL), mesh, *long.values())(
-            placed, prompts, lengths, keys, rows, np.int32(3), Decoding()
-        )
+        sampler, blocks = make_sampler(network(MODEL), mesh, *long.values()), make_unstack(network(MODEL))(placed)
+        out = sampler(placed, blocks, prompts, lengths, keys, rows, np.int32(3), Decoding())
     out, lasting = jax.device_get(out), np.asarray(out.lengths) > 40
     assert 0 < lasting.sum() < ROWS // 8  # few of them last
     model = nnx.merge(network(MODEL), params)
     folded = jax.vmap(jax.random.fold_in, (0, None))(keys, 3)
-    alone = jax.jit(lambda *row: generate(model, *row, decoding=Decoding(), **long))
+    alone = jax.jit(lambda *row: generate(model, model.unstacked(), *row, decoding=Decoding(), **long))
     for row in [*np.flatnonzero(lasting)[:3], 0, 1]:  # one row cannot shrink
         expected = alone(prompts[row : row + 1], lengths[row : row + 1], folded[row : row + 1])
         np.testing.assert_array_equal(out.tokens[row], expected.tokens[0])

@@ -124,7 +124,7 @@ def play(model, job: Job, iteration: int) -> dict[str, np.ndarray]:
     """The episodes of one iteration of the embedded household, turn by turn; keys and shapes as in `Episodes`."""
     env, rollout, tokenizer = job.stage.env, job.config.rollout, job.policy.tokenizer
     end, act = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(ACT)
-    tasks, _, groups, temperature = job.episode_inputs(iteration)
+    tasks, _, groups, decoding = job.episode_inputs(iteration)
     reset, goal_of, step = _batched(env)
     B, T, A, R = job.batch, env.max_turns, env.action_length, env.action_length + 1
     state, seen = reset(tasks)
@@ -142,7 +142,7 @@ def play(model, job: Job, iteration: int) -> dict[str, np.ndarray]:
             with torch.inference_mode():
                 out = model.generate(
                     tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=R, use_cache=True, pad_token_id=0,
-                    eos_token_id=end, do_sample=True, temperature=temperature, top_k=0, top_p=1.0, output_scores=True,
+                    eos_token_id=end, do_sample=True, temperature=decoding.temperature, top_k=0, top_p=1.0, output_scores=True,
                     return_dict_in_generate=True,
                 )  # fmt: skip
                 scores = model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)

@@ -26,7 +26,7 @@ from hgpo_jax.mesh import abstract_mesh, make_mesh
 from hgpo_jax.methods import METHODS
 from hgpo_jax.policy import network, shapes, shardings
 from hgpo_jax.policy.placement import shardings_like
-from hgpo_jax.rollout.host import make_sampler
+from hgpo_jax.rollout.host import make_sampler, make_unstack
 from hgpo_jax.sampling import Decoding
 
 TOPOLOGIES = {"v4": "tpu-v4", "v5e": "tpu-v5e", "v5p": "tpu-v5p", "v6e": "tpu-v6e"}
@@ -131,9 +131,14 @@ def programs(config: Config, mesh, work: memory.Work):
         sample = make_sampler(network(model), mesh, work.response, (0,))
         scalar, row = array(()), array((rows,))
         with jax.set_mesh(mesh):
+            unstack = make_unstack(network(model)).lower(compute)
+            blocks = jax.tree.map(
+                lambda a, where: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where),
+                unstack.out_info, unstack.compile().output_shardings,
+            )  # fmt: skip
             return sample.lower(
-                compute, array((rows, work.prompt)), row, jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=everywhere),
-                row, scalar, Decoding(),
+                compute, blocks, array((rows, work.prompt)), row,
+                jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=everywhere), row, scalar, Decoding(),
             )  # fmt: skip
 
     def update():

@@ -21,7 +21,8 @@ from hgpo_jax.bench.limits import GiB, row
 from hgpo_jax.bench.plan import compiled_bytes
 from hgpo_jax.learner import cast
 from hgpo_jax.policy import initialize, network
-from hgpo_jax.rollout.host import make_sampler
+from hgpo_jax.rollout.host import make_sampler, make_unstack
+from hgpo_jax.sampling import Decoding
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,19 +49,20 @@ def _measure(args, model, peer, batch: int, prompt: int, new: int) -> dict:
     prompts = np.random.default_rng(0).integers(0, model.vocab_size, (batch, prompt)).astype(np.int32)
     inputs = (
         prompts, np.full(batch, prompt, np.int32), jax.random.split(jax.random.key(0), batch),
-        np.arange(batch, dtype=np.int32), np.int32(0), np.float32(args.temperature),
+        np.arange(batch, dtype=np.int32), np.int32(0), Decoding(temperature=args.temperature),
     )  # fmt: skip
     calls, compiled, compiling = {}, {}, {}
     for name, mesh in policies.meshes(args.mesh, batch).items():
         with jax.set_mesh(mesh):
             params = cast(initialize(model, 0, mesh), args.dtype)
+            blocks = make_unstack(network(model))(params)
             for count in (1, new):
                 # No token is -1: every response has its full length.
-                lowered = make_sampler(network(model), mesh, count, -1).lower(params, *inputs)
+                lowered = make_sampler(network(model), mesh, count, (-1,)).lower(params, blocks, *inputs)
                 began = time.perf_counter()
                 compiled[name] = lowered.compile()
                 compiling[name] = time.perf_counter() - began
-                calls[name, count] = lambda c=compiled[name], p=params: c(p, *inputs)
+                calls[name, count] = lambda c=compiled[name], p=(params, blocks): c(*p, *inputs)
     if peer:
         peers = peer.make_model(model, params, args.dtype)
         calls |= {("peer", count): peer.sampler(peers, prompts, count, args.temperature) for count in (1, new)}

@@ -1,4 +1,7 @@
-"""Attention of queries to the keys not after them: at given slots (`attend`), or at all (`attend_all`, on TPUs by splash)."""
+"""Attention of queries to the keys not after them.
+
+At given slots (`attend`), at all of them (`attend_all`, on TPUs by splash), and of one token to a cache (`attend_kept`).
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,20 @@ def attend(q_BRNH, k_BSKH, v_BSKH, positions_BR, max_scores: int = MAX_SCORES):
     turn = lambda a: jnp.moveaxis(a, 1, 0)  # noqa: E731
     out = jax.lax.map(lambda inputs: jax.checkpoint(piece)(*inputs), (turn(q), turn(positions)))
     return turn(out).reshape(B, pieces * width, *out.shape[3:])[:, :R]
+
+
+def attend_kept(q_BNH, k_BKCH, v_BKCH, position_B):
+    """Attention of one query a row, at `position`, to the slots of a cache not after it: [B, N, H].
+
+    The products read keys and values as they lie, each as the operand that needs no transposed copy.
+    """
+    B, N, H = q_BNH.shape
+    K, C = k_BKCH.shape[1:3]
+    q_BKHG = jnp.swapaxes(q_BNH.reshape(B, K, N // K, H), 2, 3)
+    scores_BKCG = jnp.matmul(k_BKCH, q_BKHG, preferred_element_type=jnp.float32) * H**-0.5
+    seen_B1C1 = (jnp.arange(C) <= position_B[:, None])[:, None, :, None]
+    shares_BKCG = jax.nn.softmax(jnp.where(seen_B1C1, scores_BKCG, -jnp.inf), axis=2).astype(v_BKCH.dtype)
+    return jnp.matmul(jnp.swapaxes(shares_BKCG, 2, 3), v_BKCH).reshape(B, N, H)
 
 
 def attend_all(q_BSNH, k_BSKH, v_BSKH):

@@ -24,7 +24,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from hgpo_jax.mesh import constrain, free_axes, layout
-from hgpo_jax.policy.attention import attend, attend_all
+from hgpo_jax.policy.attention import attend, attend_all, attend_kept
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a block
 
@@ -122,21 +122,25 @@ def look_up(table, tokens):
     return jax.shard_map(part, **specs, axis_names=set(axes), check_vma=False)(table, tokens)
 
 
+# Of keys and values that are kept: heads first, as the products of decoding read them; otherwise each token copies them.
+CACHE_AXES = ("batch", "kv_heads", None, None)
+
+
 def put(cache, new, positions):
-    """A cache [B, C, K, H] with new keys or values [B, S, K, H] at slots i32[B, S], each device writing its own part.
+    """A cache [B, K, C, H] with new keys or values [B, S, K, H] at slots i32[B, S], each device writing its own part.
 
     Left to the compiler, writing to an array whose rows and heads are split inside a shard_map over a third axis aborts it.
     """
 
     def part(cache, new, positions):
-        return cache.at[jnp.arange(cache.shape[0])[:, None], positions].set(new)
+        return cache.at[jnp.arange(cache.shape[0])[:, None], :, positions].set(new)
 
     manual = {*free_axes("batch"), *free_axes("kv_heads")}
     if not manual:
         return part(cache, new, positions)
-    axes = ("batch", None, "kv_heads", None)
-    where = layout(axes, cache.shape)
-    specs = {"in_specs": (where, layout(axes, new.shape), layout(("batch", None), positions.shape)), "out_specs": where}
+    where = layout(CACHE_AXES, cache.shape)
+    its = layout(("batch", None, "kv_heads", None), new.shape), layout(("batch", None), positions.shape)
+    specs = {"in_specs": (where, *its), "out_specs": where}
     return jax.shard_map(part, **specs, axis_names=manual, check_vma=False)(cache, new, positions)
 
 
@@ -190,13 +194,10 @@ class Attention(nnx.Module):
         k, v = rotate(k, positions, self.c.rope_theta), self._heads(self.v_proj(x))
         return tuple(constrain(a, "batch", None, "kv_heads", None) for a in (k, v))
 
-    def __call__(self, x, positions, k, v, every: bool):
-        """The heads' results for x at `positions`, before `o_proj`; `every` if those are all the slots in order."""
+    def queries(self, x, positions):
         q = self._heads(self.q_proj(x))
         q = self.q_norm(q) if self.c.model_type == "qwen3" else q
-        q = constrain(rotate(q, positions, self.c.rope_theta), "batch", None, "heads", None)
-        y = attend_all(q, k, v) if every else attend(q, k, v, positions)
-        return y.reshape(*y.shape[:2], -1)
+        return constrain(rotate(q, positions, self.c.rope_theta), "batch", None, "heads", None)
 
 
 class MLP(nnx.Module):
@@ -221,23 +222,27 @@ class Block(nnx.Module):
     def __call__(self, x, positions, cache=None, wanted=None):
         """x [B, S, D] at positions i32[B, S] -> (y [B, S or R, D], (k, v)).
 
-        With a cache (k, v) [B, C, K, H] the new keys and values are written into it at `positions` first.
+        With a cache (k, v) [B, K, C, H] x is one token a row, whose keys and values are written into it at `positions`
+        first, and it is returned instead of (k, v) [B, S, K, H].
         """
         y = self.input_layernorm(x)
-        k, v = self.self_attn.keys_values(y, positions)
-        if cache is not None:
-            k, v = (put(old, new, positions) for old, new in zip(cache, (k, v), strict=True))
+        kv = self.self_attn.keys_values(y, positions)
         if wanted is not None:
             x, y = (jnp.take_along_axis(a, wanted[..., None], axis=1) for a in (x, y))
             positions = wanted
         # Decoding reads all weights for a few tokens: the tokens' hidden dimension is split like the weights', whose parts
         # then stay where they are. Elsewhere the weights of one layer at a time come to the split rows.
         rows, hidden = ("batch", None) if cache is None else (None, "embed")
-        y = self.self_attn(y, positions, k, v, every=cache is None and wanted is None)
-        y = constrain(y, rows, None, "heads")
+        q = self.self_attn.queries(y, positions)
+        if cache is not None:
+            kv = tuple(put(old, new, positions) for old, new in zip(cache, kv, strict=True))
+            y = attend_kept(q[:, 0], *kv, positions[:, 0])[:, None]
+        else:
+            y = attend_all(q, *kv) if wanted is None else attend(q, *kv, positions)
+        y = constrain(y.reshape(*y.shape[:2], -1), rows, None, "heads")
         x = constrain(x + self.self_attn.o_proj(y), rows, None, hidden)
         x = x + self.mlp(self.post_attention_layernorm(x))
-        return constrain(x, rows, None, hidden), (k, v)
+        return constrain(x, rows, None, hidden), kv
 
 
 class Qwen2(nnx.Module):
@@ -300,19 +305,19 @@ class Qwen2(nnx.Module):
           last: i32[B], the last slot of each prompt.
           cache_length: slots of the cache, S plus what will be decoded.
 
-        Returns: (hidden [B, D] at `last`, cache: one (k, v) [B, cache_length, K, H] per layer).
+        Returns: (hidden [B, D] at `last`, cache: one (k, v) [B, K, cache_length, H] per layer).
         """
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         x = self._embed(tokens)
         x, stacked = self._stack(x, positions, keep=True)
         x, kv = self.last(x, positions, wanted=last[:, None])
         per_layer = [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(self.c.num_hidden_layers - 1)]
-        room = [(0, 0), (0, cache_length - tokens.shape[1]), (0, 0), (0, 0)]
-        cache = jax.tree.map(lambda a: jnp.pad(a, room), [*per_layer, kv])
+        room = [(0, 0), (0, 0), (0, cache_length - tokens.shape[1]), (0, 0)]
+        cache = jax.tree.map(lambda a: jnp.pad(jnp.swapaxes(a, 1, 2), room), [*per_layer, kv])
         return self.norm(x)[:, 0], cache
 
     def unstacked(self):
-        """All blocks, each with weights of its own: a loop copies what it slices from a stack in every round."""
+        """All blocks, each with weights of its own. A loop that slices them from the stack copies them in every round."""
         if self.layers is None:
             return [self.last]
         graphdef, weights = nnx.split(self.layers)

@@ -65,12 +65,12 @@ def make_rollout(env, graphdef, mesh: Mesh, *, history_length: int, chunk: int, 
     P_slots, R, T = prompt_length(env, history_length), env.action_length + 1, env.max_turns
     W, fsdp = env.observation_length, mesh.shape["fsdp"]
 
-    def act_and_step(model, rows: Row, turn, decoding):
+    def act_and_step(model, blocks, rows: Row, turn, decoding):
         """One turn of C episodes: (rows after it, the turn's record)."""
         prompts = jax.vmap(build_prompt, (0, 0, 0, None))(rows.goal, rows.memory, rows.observation, act)
         lengths = jnp.full(prompts.shape[0], prompts.shape[1], jnp.int32)
         keys = jax.vmap(jax.random.fold_in, (0, None))(rows.key, turn)
-        out = generate(model, prompts, lengths, keys, max_new=R, ends=(end,), decoding=decoding)
+        out = generate(model, blocks, prompts, lengths, keys, max_new=R, ends=(end,), decoding=decoding)
         actions, ended = jax.vmap(parse, (0, 0, None, None))(out.tokens, out.lengths, end, env.action_length)
         state, observation, reward, done, invalid = jax.vmap(env.step)(rows.env, actions)
         after = rows.replace(
@@ -95,6 +95,7 @@ def make_rollout(env, graphdef, mesh: Mesh, *, history_length: int, chunk: int, 
     def play(params, task_keys, keys, decoding):
         """All turns of one device's episodes."""
         model = nnx.merge(graphdef, params)
+        blocks = model.unstacked()
         rows = jax.vmap(start, (None, None, 0, 0))(env, history_length, task_keys, keys)
         B = task_keys.shape[0]
         # A chunk is shared by the devices of `fsdp`.
@@ -120,7 +121,7 @@ def make_rollout(env, graphdef, mesh: Mesh, *, history_length: int, chunk: int, 
                 rows, record = carry
                 index = jax.lax.dynamic_slice(order, (i * C,), (C,))
                 before = jax.tree.map(lambda a: a[index], rows)
-                after, new = act_and_step(model, before, turn, decoding)
+                after, new = act_and_step(model, blocks, before, turn, decoding)
                 rows = jax.tree.map(
                     lambda a, old, new: a.at[index].set(_select(before.done, old, new)), rows, before, after
                 )

@@ -64,6 +64,7 @@ class HostRollout:
         self._open(make_env)
         self._format, self._strict = format, strict
         self._history_length, self._response_limit = history_length, response_limit
+        self._unstack = make_unstack(graphdef)
         self._sample = make_sampler(graphdef, mesh, response_limit, format.ends)
         parts = mesh.shape["data"] * mesh.shape["fsdp"]
         largest = min(-(-batch // parts), max(1, chunk * mesh.shape["data"] // parts))
@@ -106,7 +107,7 @@ class HostRollout:
         tasks = [int(task) for task in tasks]
         if len(tasks) != self._batch:
             raise ValueError(f"tasks: has {len(tasks)} episodes, the rollout was built for batch={self._batch}")
-        record, played = self._empty(), Played(self._history_length)
+        record, played, blocks = self._empty(), Played(self._history_length), self._unstack(params)
         record["groups"][:] = groups
         for row, shown in self._players.run((row, task, ()) for row, task in enumerate(tasks)):
             played.begin(row, shown)
@@ -115,7 +116,7 @@ class HostRollout:
             if not rows:
                 break
             prompts = self._format.build([played.view(row) for row in rows])
-            for index, out in self._generate(params, prompts, rows, keys, turn, decoding):
+            for index, out in self._generate(params, blocks, prompts, rows, keys, turn, decoding):
                 requests = []
                 for i, at in enumerate(index):
                     row, prompt, length = rows[at], prompts[at], int(out.lengths[i])
@@ -132,7 +133,7 @@ class HostRollout:
                     record["invalid"][row, turn] |= self._strict and not seen.admissible
         return self._finish(record, played)
 
-    def _generate(self, params, prompts, rows, keys, turn, decoding) -> Iterator[tuple[list[int], Responses]]:
+    def _generate(self, params, blocks, prompts, rows, keys, turn, decoding) -> Iterator[tuple[list[int], Responses]]:
         """Samples a response to each prompt: (indices of some prompts, their responses on the host), until all are done."""
         order = sorted(range(len(prompts)), key=lambda at: len(prompts[at].ids))
         waiting = []
@@ -148,7 +149,7 @@ class HostRollout:
             lengths = np.array([len(prompts[at].ids) for at in padded], np.int32)
             owner = np.array([rows[at] for at in padded], np.int32)
             began = time.perf_counter()
-            out = self._sample(params, tokens, lengths, keys, owner, np.int32(turn), decoding)
+            out = self._sample(params, blocks, tokens, lengths, keys, owner, np.int32(turn), decoding)
             if (size, width) not in self._compiled:
                 jax.block_until_ready(out)
                 seconds = self._compiled[size, width] = time.perf_counter() - began
@@ -216,21 +217,27 @@ def buckets(largest: int, *, factor: int, smallest: int) -> list[int]:
     return sorted(sizes)
 
 
-def make_sampler(graphdef, mesh: Mesh, max_new: int, ends: tuple[int, ...]):
-    """Jitted `sample(params, prompts, lengths, keys, rows, turn, decoding) -> Responses`.
+def make_unstack(graphdef):
+    """Jitted `unstack(params) -> blocks`: the copy of the weights that decoding reads, one set of arrays for each layer."""
+    return jax.jit(lambda params: nnx.merge(graphdef, params).unstacked())
 
-    prompts i32[C, W] and lengths i32[C] belong to the episodes rows i32[C], whose random keys are keys[rows] of [B]. C is
-    split over the mesh's `data` axis, and each part ends when its own rows have ended.
+
+def make_sampler(graphdef, mesh: Mesh, max_new: int, ends: tuple[int, ...]):
+    """Jitted `sample(params, blocks, prompts, lengths, keys, rows, turn, decoding) -> Responses`.
+
+    blocks are those of `make_unstack` for the params. prompts i32[C, W] and lengths i32[C] belong to the episodes
+    rows i32[C], whose random keys are keys[rows] of [B]. C is split over the mesh's `data` axis, and each part ends when its
+    own rows have ended.
     """
 
-    def part(params, prompts, lengths, keys, decoding):
+    def part(params, blocks, prompts, lengths, keys, decoding):
         model = nnx.merge(graphdef, params)
-        return generate(model, prompts, lengths, keys, max_new=max_new, ends=ends, decoding=decoding)
+        return generate(model, blocks, prompts, lengths, keys, max_new=max_new, ends=ends, decoding=decoding)
 
     split = jax.shard_map(
         part,
         mesh=mesh,
-        in_specs=(P(), P("data"), P("data"), P("data"), P()),
+        in_specs=(P(), P(), P("data"), P("data"), P("data"), P()),
         out_specs=P("data"),
         axis_names={"data"},
         check_vma=False,
@@ -238,8 +245,8 @@ def make_sampler(graphdef, mesh: Mesh, max_new: int, ends: tuple[int, ...]):
 
     # The responses are small; every process reads all of them.
     @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P()))
-    def sample(params, prompts, lengths, keys, rows, turn, decoding):
+    def sample(params, blocks, prompts, lengths, keys, rows, turn, decoding):
         keys = jax.vmap(jax.random.fold_in, (0, None))(keys[rows], turn)
-        return split(params, prompts, lengths, keys, decoding)
+        return split(params, blocks, prompts, lengths, keys, decoding)
 
     return sample

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hgpo_jax.mesh import make_mesh
-from hgpo_jax.policy.attention import MAX_SCORES, attend, splash
+from hgpo_jax.policy.attention import MAX_SCORES, attend, attend_kept, splash
 
 B, R, S, N, K, H = 2, 7, 9, 4, 2, 6
 
@@ -32,6 +32,12 @@ def plain(q, k, v, positions):
 @pytest.mark.parametrize("limit", [1, 3 * B * N * S, MAX_SCORES])  # one, three and all queries at a time
 def test_equals_one_query_at_a_time(arrays, limit):
     np.testing.assert_allclose(attend(*arrays, limit), plain(*arrays), atol=1e-5)
+
+
+def test_one_query_a_row_to_a_cache(arrays):
+    q, k, v, positions = arrays
+    out = attend_kept(q[:, 0], jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), positions[:, 0])
+    np.testing.assert_allclose(out, plain(*arrays)[:, 0], atol=1e-5)
 
 
 def test_gradients_of_pieces(arrays):
