@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import jinja2
@@ -24,28 +25,30 @@ from hgpo_jax.metrics import flatten, read_metrics
 LAST = 10  # iterations that the table of runs averages over
 POINTS = 400  # of a curve; longer runs are averaged over equal stretches of iterations
 
-# (title, metrics; one that ends in . or / stands for all that begin so, whether it is a share) of the charts.
+# Of the charts: title; metric, where one that ends in . / or _ stands for all that begin so; range, which is `share`
+# (0 to 1), `zero` (from 0 to what there is) or `free`.
 LEARNING = (
-    ("Success", "success", True),
-    ("Return", "return", False),
-    ("Episode length (turns)", "turns", False),
-    ("Valid actions (share)", "valid", True),
-    ("KL to the reference policy", "kl", False),
-    ("Entropy (nats per token)", "entropy", False),
-    ("Gradient norm", "grad_norm", False),
-    ("Sampler to trainer: largest log-probability difference", "logp_difference", False),
-    ("Clipped tokens (share)", "clip_fraction_", False),
-    ("Seconds per iteration", "seconds.", False),
+    ("Success", "success", "share"),
+    ("Return", "return", "zero"),
+    ("Episode length (turns)", "turns", "zero"),
+    ("Valid actions (share)", "valid", "share"),
+    ("KL to the reference policy", "kl", "zero"),
+    ("Entropy (nats per token)", "entropy", "zero"),
+    ("Gradient norm", "grad_norm", "zero"),
+    ("Sampler and trainer: log-probabilities differ by", "logp_difference", "zero"),
+    ("Clipped tokens (share)", "clip_fraction_", "zero"),
+    ("Seconds per iteration", "seconds.", "zero"),
 )
 GROUPS = (
-    ("Steps with company, by level (share)", "peers/", True),
-    ("Steps with advantage 0 (share)", "advantage_zero", True),
-    ("Mean size of an advantage", "advantage_abs", False),
-    ("Cosine to HGPO with K = 0", "cosine_to_level0", True),
-    ("Variance between groups (tau²), by level", "hierarchy/tau2_", False),
-    ("Variance inside groups (s²), by level", "hierarchy/s2_", False),
-    ("What depth can add (rho)", "hierarchy/rho", False),
+    ("Steps with company, by level (share)", "peers/", "share"),
+    ("Steps with advantage 0 (share)", "advantage_zero", "share"),
+    ("Mean size of an advantage", "advantage_abs", "zero"),
+    ("Cosine to HGPO with K = 0", "cosine_to_level0", "free"),
+    ("Variance between groups (tau²), by level", "hierarchy/tau2_", "zero"),
+    ("Variance inside groups (s²), by level", "hierarchy/s2_", "zero"),
+    ("What depth can add (rho)", "hierarchy/rho", "zero"),
 )
+LONE = re.compile("[\ud800-\udfff]")  # lone surrogates, which an environment's text may hold and a page may not
 # What says where a run lives rather than what it did.
 PLACES = ("name", "run_dir", "cache_dir", "method", "seed", "iterations", "env.data", "policy.tokenizer", "log.", "evaluation.")
 
@@ -57,6 +60,7 @@ class Lines:
         self._ids: dict[str, int] = {}
 
     def add(self, text: str) -> list[int]:
+        text = LONE.sub("\ufffd", text)
         return [self._ids.setdefault(line, len(self._ids)) for line in text.split("\n")]
 
     def all(self) -> list[str]:
@@ -96,17 +100,22 @@ def series(folder: Path) -> tuple[list[int], dict[str, list]]:
 def panels(charts, curves: list[dict[str, list]]) -> list[dict]:
     """The charts of all runs' curves; one without any curve is left out."""
     drawn = []
-    for title, metric, unit in charts:
+    for title, metric, extent in charts:
         group = metric[-1] in "./_"
         lines = [
-            {"run": run, "label": name.removeprefix(metric).removeprefix("level") if group else "", "values": values}
+            {"run": run, "label": label(name.removeprefix(metric)) if group else "", "values": values}
             for run, known in enumerate(curves)
             for name, values in known.items()
             if name == metric or (group and name.startswith(metric))
         ]
         if lines:
-            drawn.append({"title": title, "unit": unit, "lines": lines})
+            drawn.append({"title": title, "range": extent, "lines": lines})
     return drawn
+
+
+def label(part: str) -> str:
+    """`level2` -> `level 2`, `level-1` -> `prompt group`."""
+    return part.replace("level-1", "prompt group").replace("level", "level ").replace("_", " ")
 
 
 def choose(dump: Dump, wanted: int) -> list[int]:
@@ -272,6 +281,8 @@ def main() -> None:
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} {getattr(args, name)}: must be 1 or more")
     folders = [Path(run) for run in args.runs]
+    for folder in folders:
+        read_config(folder)
     target = Path(args.to) if args.to else folders[0] / "report.html"
     if not target.parent.is_dir() or target.is_dir():
         raise ConfigError(f"--to {target}: cannot be written; give a file in a folder that exists")

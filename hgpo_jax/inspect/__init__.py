@@ -9,7 +9,16 @@ Everything is NumPy on the host; a table is a dict of equally long columns. The 
 """
 
 from hgpo_jax.inspect.dumps import Dump, dumped, load, read_config
-from hgpo_jax.inspect.steps import compare, group_ids, step_groups, step_text, step_value, steps_table, transitions
+from hgpo_jax.inspect.steps import (
+    compare,
+    group_ids,
+    oracle_errors,
+    step_groups,
+    step_text,
+    step_value,
+    steps_table,
+    transitions,
+)
 
 __all__ = [
     "Dump",
@@ -17,6 +26,7 @@ __all__ = [
     "dumped",
     "group_ids",
     "load",
+    "oracle_errors",
     "read_config",
     "step_groups",
     "step_text",

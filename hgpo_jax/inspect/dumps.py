@@ -141,8 +141,10 @@ class Dump:
         return np.split(e.prompts[episode, turn], np.cumsum([goal, *sizes])[:-1])[:-1]
 
     def _words(self, ids) -> str:
-        tokens = self.tokenizer.convert_ids_to_tokens(np.asarray(ids).tolist())
-        return " ".join(token for token in tokens if token not in (BLANK, PAD, END))
+        ids = np.asarray(ids).tolist()
+        # The vocabulary is rounded up, so an early policy may sample an id that is no word: "#id".
+        words = (word or f"#{i}" for i, word in zip(ids, self.tokenizer.convert_ids_to_tokens(ids), strict=True))
+        return " ".join(word for word in words if word not in (BLANK, PAD, END))
 
 
 def load(path: str | Path, iteration: int | None = None) -> Dump:

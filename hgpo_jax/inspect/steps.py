@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
+from hgpo_jax import diagnostics
 from hgpo_jax.advantages import Estimate
 from hgpo_jax.inspect.dumps import Dump
 from hgpo_jax.rollout.episodes import Episodes
@@ -149,3 +152,27 @@ def compare(dump: Dump, names: tuple[str, ...] = ("grpo", "gigpo", "hgpo"), **op
         values = dump.estimate(name, **options).advantages[rows, turns]
         table[name] = values / max(float(np.sqrt(np.mean(values**2))), 1e-12)
     return table
+
+
+def oracle_errors(dump: Dump, estimators: dict[str, dict], group_size: int = 0) -> dict[str, dict[str, float]]:
+    """Error of each estimator against the Oracle groups of the same episodes (`diagnostics.against_oracle`).
+
+    estimators: shown name -> options, with the estimator's own name as `name`. All of them only centre (`normalize="mean"`),
+    or their scales would not compare.
+    group_size: what the estimators see: each prompt group is dealt into groups of this many episodes, while the Oracle
+    compares all of them. The whole prompt groups by default.
+    """
+    e = dump.episodes
+    ids = diagnostics.oracle_groups(e.states, e.mask, e.groups)
+    returns = dump.estimate("hgpo").returns
+    if group_size:
+        place = np.empty(len(e.groups), np.int64)  # of each episode in its prompt group
+        for group in np.unique(e.groups):
+            place[e.groups == group] = np.arange((e.groups == group).sum())
+        _, dealt = np.unique(np.stack([e.groups, place // group_size]), axis=1, return_inverse=True)
+        dump = dataclasses.replace(dump, episodes=e.replace(groups=dealt.ravel().astype(np.int32)))
+    errors = {}
+    for shown, options in estimators.items():
+        advantages = dump.estimate(**options, normalize="mean").advantages
+        errors[shown] = diagnostics.against_oracle(advantages, returns, ids)
+    return errors

@@ -35,13 +35,13 @@ const DASHES = ["", "5 3", "2 3", "8 3 2 3", "1 4"];
 
 function ticks(low, high, wanted) {
   const rough = (high - low) / wanted, power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough * 0.999);
+  const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= rough * 0.999);
   const found = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-6; i++) found.push(i * step);
   return found;
 }
 
-// panel: {title, unit: true for shares, lines: [{run, label, values}]}
+// panel: {title, range: share (0 to 1), zero (from 0) or free, lines: [{run, label, values}]}
 function chart(panel) {
   const several = data.runs.length > 1;
   const labels = [...new Set(panel.lines.map((line) => line.label))];
@@ -56,10 +56,10 @@ function chart(panel) {
   if (!every.length) return null;
   const xs = lines.flatMap((line) => line.x);
   let [x0, x1] = [Math.min(...xs), Math.max(...xs)];
-  let [y0, y1] = [Math.min(...every, panel.unit || every.every((y) => y >= 0) ? 0 : Infinity), Math.max(...every, panel.unit ? 1 : -Infinity)];
+  let [y0, y1] = [Math.min(...every, panel.range !== "free" && every.every((y) => y >= 0) ? 0 : Infinity), Math.max(...every, panel.range === "share" ? 1 : -Infinity)];
   if (x1 === x0) x1 = x0 + 1;
   if (y1 === y0) y1 = y0 + (Math.abs(y0) || 1);
-  if (!panel.unit) y1 += (y1 - y0) * 0.05;
+  if (panel.range === "zero") y1 += (y1 - y0) * 0.05;
   const px = (x) => LEFT + ((x - x0) / (x1 - x0)) * (WIDTH - LEFT - RIGHT);
   const py = (y) => HEIGHT - BOTTOM - ((y - y0) / (y1 - y0)) * (HEIGHT - TOP - BOTTOM);
   const first = lines[0].values.find((y) => y != null), last = lines[0].values.findLast((y) => y != null);
@@ -112,7 +112,8 @@ function chart(panel) {
     if (labels.length > 1)
       labels.forEach((label, i) => said.append(
         several
-          ? make("span", { style: "margin-right: 1em" }, DASHES[i] ? "╌ " : "— ", label)
+          ? make("span", { style: "margin-right: 1em" }, make("svg:svg", { class: "dash", viewBox: "0 0 24 8", "aria-hidden": "true" },
+            make("svg:path", { d: "M0,4H24", "stroke-dasharray": DASHES[i % DASHES.length], style: "stroke: currentColor" })), label)
           : make("span", { style: "margin-right: 1em" }, make("span", { class: "dot", "--c": `var(--line${i % 8})` }), label)));
   }
   svg.addEventListener("pointermove", (event) => {
@@ -184,8 +185,8 @@ const explainer = () => (groupNow().estimators[at.estimator].levels.length ? at.
 function paint(element, value) {
   element.style.setProperty("--hue", value < 0 ? "var(--neg)" : "var(--pos)");
   const largest = dumpNow().largest[at.estimator];
-  // Square root: small advantages stay visible beside large ones.
-  element.style.setProperty("--share", `${value && largest ? Math.round(8 + 92 * Math.sqrt(Math.min(1, Math.abs(value) / largest))) : 0}%`);
+  // Bent, so that small advantages stay visible beside large ones.
+  element.style.setProperty("--share", `${value && largest ? Math.round(6 + 94 * Math.min(1, Math.abs(value) / largest) ** 0.75) : 0}%`);
 }
 
 // The steps [episode, turn] of a level's group, with what the level compares.
@@ -220,13 +221,15 @@ function options(name, label, entries, chosen) {
   return make("label", {}, label, select);
 }
 
-// Starts at the step with the largest advantage.
+// Starts at a step that many levels speak about, and of these at the one with the largest advantage.
 function most() {
   const known = Object.keys(groupNow().estimators);
   if (!known.includes(at.estimator)) at.estimator = known.includes(dumpNow().own) ? dumpNow().own : "hgpo";
+  const detail = groupNow().estimators[explainer()];
   let best = -1;
   groupNow().episodes.forEach((episode, b) => episode.turns.forEach((_, t) => {
-    if (Math.abs(advantage(b, t)) > best) { best = Math.abs(advantage(b, t)); at.episode = b; at.turn = t; }
+    const interest = 1e6 * detail.level_weights[b][t].filter(Boolean).length + Math.abs(advantage(b, t));
+    if (interest > best) { best = interest; at.episode = b; at.turn = t; }
   }));
 }
 
@@ -394,5 +397,5 @@ if (at.run >= 0) {
   most();
   browse();
 } else {
-  byId("browser-note").textContent = "These runs hold no dump of episodes yet; log.dump_every says how often one is written.";
+  byId("browser-note").textContent = "No dump of these runs holds a step to show; log.dump_every says how often one is written.";
 }
