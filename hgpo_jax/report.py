@@ -68,11 +68,11 @@ class Lines:
 
 
 def number(value) -> float | int | None:
-    """A number in four digits; None for what is none."""
+    """A number in five digits; None for what is none."""
     value = float(value)
     if not math.isfinite(value):
         return None
-    value = float(f"{value:.4g}")
+    value = float(f"{value:.5g}")
     return int(value) if value.is_integer() and abs(value) < 1e15 else value
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import CenteredNorm
@@ -52,7 +54,8 @@ def plot_group(dump: Dump, records: dict[str, Estimate], group: int) -> Figure:
     figure = Figure(figsize=(0.9 + 3.7 * len(records), 0.9 + 0.26 * len(rows)), layout="constrained")
     for axis, (name, record) in zip(figure.subplots(1, len(records), squeeze=False)[0], records.items(), strict=True):
         values = np.where(steps, record.advantages[rows], np.nan)[:, :longest]
-        shown = axis.imshow(values, cmap=COLORS, norm=CenteredNorm(), aspect="auto", interpolation="none")
+        colors = matplotlib.colormaps[COLORS].with_extremes(bad="#e4e4e4")  # grey: the episode is over
+        shown = axis.imshow(values, cmap=colors, norm=CenteredNorm(), aspect="auto", interpolation="none")
         row, turn = np.nonzero((e.invalid[rows] & steps)[:, :longest])
         axis.plot(turn, row, "x", color="black", markersize=4, markeredgewidth=0.8)
         names = [f"{b} {'*' if e.success[b] else ' '}" for b in rows]
@@ -64,7 +67,7 @@ def plot_group(dump: Dump, records: dict[str, Estimate], group: int) -> Figure:
     return figure
 
 
-def plot_transitions(dump: Dump, record: Estimate, group: int, labels: int = 12) -> Figure:
+def plot_transitions(dump: Dump, record: Estimate, group: int, labels: int = 20) -> Figure:
     """The graph that a prompt group walked: an arrow from state to next state, its width the steps that took it, its colour
     their mean advantage. Left to right by the distance from the start; the `labels` most visited states are named.
     A star is success.
@@ -85,7 +88,7 @@ def plot_transitions(dump: Dump, record: Estimate, group: int, labels: int = 12)
             height[s] = place - (len(column) - 1) / 2
     norm = CenteredNorm(halfrange=max(float(np.abs(edges["advantage"]).max()), 1e-9))
     color = ScalarMappable(norm, COLORS)
-    figure = Figure(figsize=(11, 1.5 + 0.42 * max(map(len, columns))), layout="constrained")
+    figure = Figure(figsize=(11, 1.2 + 0.62 * max(map(len, columns))), layout="constrained")
     axis = figure.subplots()
     axis.set_facecolor("#d9d9d9")  # white, an advantage of 0, must be seen
     most = max(edges["count"])
@@ -100,10 +103,13 @@ def plot_transitions(dump: Dump, record: Estimate, group: int, labels: int = 12)
     for s in layer:
         axis.plot(layer[s], height[s], "*" if s in goals else "o", color="#222222", markersize=11 if s in goals else 6)
         if s in named:
-            text = dump.state_name(s) if s not in goals else ""
-            axis.annotate(text.replace(" ", "\n")[:60], (layer[s], height[s]), (5, 5), textcoords="offset points", fontsize=7)
-    axis.margins(0.06, 0.12)
+            text = "" if s in goals else textwrap.fill(dump.state_name(s).replace("_", " "), 24, max_lines=3)
+            box = {"facecolor": "#eeeeee", "alpha": 0.75, "edgecolor": "none", "pad": 0.8}
+            below = {"xytext": (0, -7), "textcoords": "offset points", "ha": "center", "va": "top"}
+            axis.annotate(text, (layer[s], height[s]), **below, fontsize=7, bbox=box)
+    axis.margins(0.09, 0.1)
     axis.set_yticks([])
+    axis.set_xticks(range(len(columns)))
     axis.set_xlabel("steps from the start", fontsize=9)
     axis.spines[["left", "top", "right"]].set_visible(False)
     figure.colorbar(color, ax=axis, label="mean advantage", pad=0.01, shrink=0.8)

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from hgpo_jax import diagnostics
-from hgpo_jax.advantages import Estimate
+from hgpo_jax.advantages import Estimate, parameters
 from hgpo_jax.inspect.dumps import Dump
 from hgpo_jax.rollout.episodes import Episodes
 
@@ -157,8 +157,8 @@ def compare(dump: Dump, names: tuple[str, ...] = ("grpo", "gigpo", "hgpo"), **op
 def oracle_errors(dump: Dump, estimators: dict[str, dict], group_size: int = 0) -> dict[str, dict[str, float]]:
     """Error of each estimator against the Oracle groups of the same episodes (`diagnostics.against_oracle`).
 
-    estimators: shown name -> options, with the estimator's own name as `name`. All of them only centre (`normalize="mean"`),
-    or their scales would not compare.
+    estimators: shown name -> options, with the estimator's own name as `name`. Where they can, they only centre
+    (`normalize="mean"`), or their scales would not compare.
     group_size: what the estimators see: each prompt group is dealt into groups of this many episodes, while the Oracle
     compares all of them. The whole prompt groups by default.
     """
@@ -173,6 +173,7 @@ def oracle_errors(dump: Dump, estimators: dict[str, dict], group_size: int = 0) 
         dump = dataclasses.replace(dump, episodes=e.replace(groups=dealt.ravel().astype(np.int32)))
     errors = {}
     for shown, options in estimators.items():
-        advantages = dump.estimate(**options, normalize="mean").advantages
-        errors[shown] = diagnostics.against_oracle(advantages, returns, ids)
+        centred = {"normalize": "mean"} if "normalize" in parameters(options["name"])[1] else {}
+        record = dump.estimate(**options | centred)
+        errors[shown] = diagnostics.against_oracle(record.advantages, returns, ids)
     return errors
