@@ -207,4 +207,4 @@ def test_a_dump_that_is_not_there(tmp_path):
 def test_the_readmes_example_is_the_step_in_its_picture(dump, hgpo):
     text = inspect.step_text(dump, hgpo, episode=6, turn=6)
     assert "> go_to fridge_1\nreturn 8.15, advantage +5.46" in text
-    assert "level 2: 3 steps, mean 2.71, advantage +5.43, weight 0.44" in text
+    assert "level 2: 3 steps, mean 2.72, advantage +5.43, weight 0.44" in text

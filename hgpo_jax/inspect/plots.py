@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import CenteredNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from hgpo_jax.advantages import Estimate
 from hgpo_jax.inspect.dumps import Dump
@@ -36,6 +37,7 @@ def plot_learning(runs: dict[str, str | Path | list[dict]], metrics=("success", 
     for axis, metric in zip(axes, metrics, strict=True):
         _tidy(axis, metric)
         axis.set_xlabel("iteration", fontsize=9)
+        axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axis.grid(alpha=0.25)
     if len(runs) > 1:
         axes[0].legend(fontsize=8, frameon=False)
@@ -88,7 +90,7 @@ def plot_transitions(dump: Dump, record: Estimate, group: int, labels: int = 20)
             height[s] = place - (len(column) - 1) / 2
     norm = CenteredNorm(halfrange=max(float(np.abs(edges["advantage"]).max()), 1e-9))
     color = ScalarMappable(norm, COLORS)
-    figure = Figure(figsize=(11, 1.2 + 0.62 * max(map(len, columns))), layout="constrained")
+    figure = Figure(figsize=(11, 1.2 + 0.62 * max(map(len, columns))), dpi=80, layout="constrained")
     axis = figure.subplots()
     axis.set_facecolor("#d9d9d9")  # white, an advantage of 0, must be seen
     most = max(edges["count"])
@@ -144,6 +146,6 @@ def plot_errors(errors: dict[str, dict[str, float]]) -> Figure:
         axis.annotate(f" {total:.2f}", (total, place), va="center", fontsize=8)
     axis.invert_yaxis()
     axis.tick_params(axis="y", labelsize=9, length=0)
-    axis.legend(fontsize=8, frameon=False, loc="lower right")
+    axis.legend(fontsize=8, frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
     _tidy(axis, "mean squared distance from the Oracle's advantage")
     return figure

@@ -76,7 +76,7 @@ def step_groups(dump: Dump, record: Estimate, episode: int, turn: int) -> list[d
 
 
 def step_text(dump: Dump, record: Estimate, episode: int, turn: int, shown: int = 8) -> str:
-    """`step_groups` to read, at most `shown` members a level."""
+    """`step_groups` to read; of a level the `shown` members with the highest and lowest values, and the step itself."""
     lines = [
         f"episode {episode}, turn {turn}: {dump.observation(episode, turn)}",
         f"    > {dump.response(episode, turn)}",
@@ -91,13 +91,15 @@ def step_text(dump: Dump, record: Estimate, episode: int, turn: int, shown: int 
             lines.append("  after " + "  |  ".join(group["history"][:-1]))
         # The most different ones tell the most.
         order = sorted(members, key=lambda m: -m["value"])
-        if len(order) > shown:
-            order = [*order[: shown - shown // 2], None, *order[len(order) - shown // 2 :]]
-        for member in order:
-            if member is None:
-                lines.append(f"    ... {len(members) - shown} more")
-                continue
+        ends = {*range(shown - shown // 2), *range(len(order) - shown // 2, len(order))}
+        last = -1
+        for place, member in enumerate(order):
             here = "  <- this step" if (member["episode"], member["turn"]) == (episode, turn) else ""
+            if len(order) > shown and place not in ends and not here:
+                continue
+            if place > last + 1:
+                lines.append(f"    ... {place - last - 1} more")
+            last = place
             action = " ".join(dump.response(member["episode"], member["turn"]).split())
             where = f"episode {member['episode']:3d}, turn {member['turn']:2d}"
             lines.append(f"    {where}: {member['value']:7.3f} ({member['advantage']:+.3f})  > {action[-60:]}{here}")
