@@ -1,6 +1,12 @@
 """`python -m hgpo_jax.evaluate RUN`: success of a run's policy on held-out tasks, sampled and greedy.
 
-The held-out tasks are the same for every run, so results compare. Writes RUN/evaluation.json.
+    python -m hgpo_jax.evaluate RUN                                             repeats what ends a run: RUN/evaluation.json
+    python -m hgpo_jax.evaluate RUN --seeds 123,456,789 --split valid_unseen    the published protocol
+    python -m hgpo_jax.evaluate HF_FOLDER --config alfworld_qwen2.5_1.5b --seeds 123,456,789
+
+The held-out tasks are the same for every run, so results compare. With --seeds, each seed draws evaluation.episodes tasks of
+its own (repeating them where an environment has fewer) and samples at evaluation.temperature. That writes
+evaluations/SPLIT-tTEMPERATURE-sSEEDS.json into the run (--to elsewhere), with every transcript beside it (.jsonl).
 """
 
 from __future__ import annotations
@@ -12,10 +18,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy import stats
 
 from hgpo_jax import cli
 from hgpo_jax import config as configuration
-from hgpo_jax.config import ConfigError
+from hgpo_jax.config import Config, ConfigError, EvaluationConfig
 from hgpo_jax.job import Job, build, prepare_devices
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.sampling import Decoding
@@ -33,23 +40,37 @@ def wilson(successes: int, n: int) -> tuple[float, float]:
 SHOWN = 3  # episodes written out as transcripts
 
 
-def play_held_out(job: Job, params, decoding: Decoding) -> tuple[Episodes, np.ndarray | None, list[str]]:
+def sampled_decoding(settings: EvaluationConfig) -> Decoding:
+    """How a sampled evaluation draws tokens."""
+    return Decoding(
+        temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p, min_new=settings.min_response
+    )
+
+
+def play_held_out(
+    job: Job, params, decoding: Decoding, seed: int | None = None
+) -> tuple[Episodes, np.ndarray | None, list[str]]:
     """One episode on each of the first `evaluation.episodes` held-out tasks, or on all where there are fewer.
 
-    Returns: (Episodes of NumPy arrays, the environment's own scores f32[B] if it has any, the first transcripts).
+    seed: draws other tasks and other samples; then tasks are repeated where there are fewer than `evaluation.episodes`.
+    Returns: (Episodes of NumPy arrays, the environment's own scores f32[B] if it has any, the first transcripts, with a
+    seed all of them).
     """
     stage, params = job.stage, job.plain(params)
-    wanted = min(job.config.evaluation.episodes, stage.held_out_tasks or job.config.evaluation.episodes)
+    wanted = job.config.evaluation.episodes
+    if seed is None and stage.held_out_tasks:
+        wanted = min(wanted, stage.held_out_tasks)
     parts, scores, shown = [], [], []
     for first in range(0, wanted, job.batch):
         index = first + jnp.arange(job.batch, dtype=jnp.int32)
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), index)
-        part = jax.device_get(stage.held_out(params, stage.tasks("held_out", 0, index), keys, index, decoding))
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed or 0), index)
+        part = jax.device_get(stage.held_out(params, stage.tasks("held_out", seed or 0, index), keys, index, decoding))
         # The longest dimensions are not looked at again, and a whole evaluation's would fill the memory of a large one.
         parts.append(part.replace(prompts=None, logp=None))
         scores.append(stage.scores(held_out=True))
-        if not shown:
-            shown = [stage.transcript(part, i) for i in range(min(SHOWN, wanted))]
+        if seed is not None or not shown:
+            count = min(wanted - first, job.batch if seed is not None else SHOWN)
+            shown += [stage.transcript(part, i) for i in range(count)]
     episodes = jax.tree.map(lambda *arrays: np.concatenate(arrays)[:wanted], *parts)
     return episodes, None if scores[0] is None else np.concatenate(scores)[:wanted], shown
 
@@ -76,9 +97,7 @@ def summarize(episodes: Episodes, task_types: tuple[str, ...], scores: np.ndarra
 def evaluate(job: Job, params, folder: Path) -> tuple[dict, list[str]]:
     """Evaluates and writes folder/evaluation.json; returns its content and the first sampled transcripts."""
     settings, modes, shown = job.config.evaluation, {}, []
-    sampled = Decoding(
-        temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p, min_new=settings.min_response
-    )
+    sampled = sampled_decoding(settings)
     for mode, decoding in (("sampled", sampled), ("greedy", sampled.replace(temperature=0.0))):
         episodes, scores, transcripts = play_held_out(job, params, decoding)
         modes[mode] = summarize(episodes, job.stage.task_types, scores)
@@ -110,23 +129,155 @@ def report(result: dict) -> str:
     return "\n".join(lines)
 
 
+def over_seeds(values: list[float]) -> dict:
+    """Mean, sample standard deviation and 95 % interval (Student's t) of one number per seed; one seed has no spread."""
+    mean = float(np.mean(values))
+    if len(values) < 2:
+        return {"mean": mean, "std": None, "interval": None}
+    std = float(np.std(values, ddof=1))
+    half = float(stats.t.ppf(0.975, len(values) - 1)) * std / math.sqrt(len(values))
+    return {"mean": mean, "std": std, "interval": [mean - half, mean + half]}
+
+
+def measures(episodes: Episodes, task_types: tuple[str, ...], scores: np.ndarray | None) -> dict[str, float]:
+    """The numbers of one seed's evaluation, by name; `success/TYPE` for each task type that occurs."""
+    summary = summarize(episodes, task_types, scores)
+    steps = episodes.mask.sum()
+    numbers = {
+        "success": summary["success"],
+        **{f"success/{name}": share for name, share in summary["by_task"].items()},
+        "turns": summary["turns"],
+        "valid_actions": 1 - summary["invalid"],
+        "prompt_tokens_per_step": float(episodes.prompt_lengths.sum(where=episodes.mask) / steps),
+        "response_tokens_per_step": float(episodes.response_lengths.sum(where=episodes.mask) / steps),
+    }
+    return numbers | ({"score": summary["score"]} if "score" in summary else {})
+
+
+def pooled(plays: list[Episodes], task_types: tuple[str, ...]) -> dict[str, dict]:
+    """Success over the episodes of all seeds, together and by task type: episodes, successes, share, 95 % interval."""
+    played = np.concatenate([e.mask[:, 0] for e in plays])
+    success = np.concatenate([e.success for e in plays])
+    task = np.concatenate([e.task for e in plays])
+    parts = {"success": played}
+    parts |= {f"success/{task_types[t]}": played & (task == t) for t in np.unique(task[played]).tolist()}
+    found = {}
+    for name, part in parts.items():
+        n, wins = int(part.sum()), int(success[part].sum())
+        found[name] = {"episodes": n, "successes": wins, "share": wins / n, "interval": list(wilson(wins, n))}
+    return found
+
+
+def evaluate_seeds(job: Job, params, seeds: list[int]) -> tuple[dict, list[dict]]:
+    """The evaluation under several seeds: (its result, every episode as a record with its transcript)."""
+    settings, by_seed, plays, episodes = job.config.evaluation, {}, [], []
+    for seed in seeds:
+        e, scores, transcripts = play_held_out(job, params, sampled_decoding(settings), seed)
+        plays.append(e)
+        by_seed[seed] = measures(e, job.stage.task_types, scores)
+        for i, transcript in enumerate(transcripts):
+            record = {"seed": seed, "episode": i, "task": job.stage.task_types[e.task[i]], "success": bool(e.success[i])}
+            score = {} if scores is None else {"score": float(scores[i])}
+            episodes.append(record | score | {"turns": int(e.mask[i].sum()), "transcript": transcript})
+    names = dict.fromkeys(name for numbers in by_seed.values() for name in numbers)
+    result = {
+        "seeds": seeds,
+        "episodes_per_seed": settings.episodes,
+        "temperature": settings.temperature,
+        # A task type may be missing under a seed.
+        "over_seeds": {name: over_seeds([x[name] for x in by_seed.values() if name in x]) for name in names},
+        "over_episodes": pooled(plays, job.stage.task_types),
+        "by_seed": by_seed,
+    }
+    return result, episodes
+
+
+def report_seeds(result: dict) -> str:
+    """A line a number for the terminal."""
+
+    def shown(name, value):
+        share = name.startswith(("success", "valid"))
+        return "-" if value is None else f"{value:.1%}" if share else f"{value:.2f}"
+
+    lines = [f"{'':32s}{'mean':>9s}{'std':>9s}   95 % interval over all episodes"]
+    for name, x in result["over_seeds"].items():
+        pool, interval = result["over_episodes"].get(name), ""
+        if pool:
+            low, high = pool["interval"]
+            interval = f"   {low:.1%} to {high:.1%} of {pool['episodes']}"
+        lines.append(f"{name:32s}{shown(name, x['mean']):>9s}{shown(name, x['std']):>9s}{interval}")
+    return "\n".join(lines)
+
+
+def split_of(config: Config, split: str | None) -> tuple[str, list[str]]:
+    """The name of the tasks to evaluate on, and the overrides that choose them. Raises ConfigError."""
+    if config.env.name == "alfworld":
+        return split or config.env.held_out, [f"env.held_out={split}"] if split else []
+    if split not in (None, "held_out"):
+        raise ConfigError(f"--split {split}: {config.env.name} has one set of tasks to evaluate on, held_out")
+    return "held_out", []
+
+
+def parse_seeds(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) < 2**31 for part in parts) or len(set(parts)) < len(parts):
+        raise ConfigError(f"--seeds {text}: give different whole numbers with commas between them, as in 123,456,789")
+    return list(map(int, parts))
+
+
+def write_seeds(result: dict, episodes: list[dict], folder: Path, split: str) -> Path:
+    """Writes the result and its transcripts; returns the path of the result."""
+    folder.mkdir(parents=True, exist_ok=True)
+    seeds = "-".join(map(str, result["seeds"]))
+    file = folder / f"{split}-t{result['temperature']:g}-s{seeds}.json"
+    for path, text in (
+        (file.with_name(file.name + "l"), "".join(json.dumps(episode) + "\n" for episode in episodes)),
+        (file, json.dumps(result, indent=2) + "\n"),
+    ):
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(text)
+        partial.replace(path)
+    return file
+
+
 def main() -> None:
     p = cli.parser("evaluate", __doc__)
-    p.add_argument("run", metavar="RUN", help="a run's folder")
-    p.add_argument(
-        "overrides", nargs="*", metavar="field=value", help="fields to change, as in evaluation.episodes=2048"
-    )
+    p.add_argument("run", metavar="RUN|HF_FOLDER", help="the folder of a run that has ended, or of a Hugging Face policy")
+    cli.add_config_arguments(p)
+    p.add_argument("--seeds", metavar="N,N,...", help="seeds of tasks and sampling, as in 123,456,789")
+    p.add_argument("--split", help="tasks to evaluate on: valid_seen or valid_unseen of ALFWorld, else held_out; needs --seeds")
+    p.add_argument("--to", metavar="FOLDER", help="where --seeds writes; default: evaluations/ in the first folder")
     cli.add_distributed(p)
-    args = p.parse_args()
+    args = p.parse_intermixed_args()
     folder = Path(args.run)
-    if not (folder / "config.yaml").is_file() or not (folder / "policy").is_dir():
-        raise ConfigError(f"{folder}: not the folder of a run that has ended; it needs config.yaml and policy/")
+    is_run = (folder / "config.yaml").is_file() and (folder / "policy").is_dir()
+    if not is_run and not args.config:
+        raise ConfigError(
+            f"{folder}: not the folder of a run that has ended; it needs config.yaml and policy/ "
+            "(for a Hugging Face policy give --config)"
+        )
+    if is_run and args.config:
+        raise ConfigError(f"--config {args.config}: the run in {folder} has its own config.yaml; change fields as field=value")
+    if not args.seeds and (args.split or args.to or not is_run):
+        raise ConfigError(f"--seeds: needed {'with --split and --to' if is_run else 'for a policy that is no run'}")
+    seeds = parse_seeds(args.seeds) if args.seeds else []
     # The saved policy has its adapters merged.
-    saved = [f"policy={folder / 'policy'}", "warm_start=none", "lora.rank=0"]
-    config = configuration.load(str(folder / "config.yaml"), [*args.overrides, *saved])
+    saved = [f"policy={folder / 'policy' if is_run else args.run}", "warm_start=none", "lora.rank=0"]
+    mesh = [f"mesh={args.mesh}"] if args.mesh else []
+    source = str(folder / "config.yaml") if is_run else args.config
+    overrides = [*args.overrides, *mesh, *saved]
+    split, chosen = split_of(configuration.load(source, overrides), args.split)
+    config = configuration.load(source, [*overrides, *chosen])
     job = build(config, prepare_devices(config, args.distributed))
-    result, _ = evaluate(job, job.policy.params, folder)
-    print(report(result))
+    if not seeds:
+        result, _ = evaluate(job, job.policy.params, folder)
+        print(report(result))
+        return
+    result, episodes = evaluate_seeds(job, job.policy.params, seeds)
+    result = {"policy": args.run, "env": config.env.name, "split": split, **result}
+    if jax.process_index() == 0:
+        file = write_seeds(result, episodes, Path(args.to) if args.to else folder / "evaluations", split)
+        print(f"{report_seeds(result)}\n{file}")
 
 
 if __name__ == "__main__":

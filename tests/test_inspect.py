@@ -1,0 +1,210 @@
+"""What `hgpo_jax.inspect` says of a run, against plain loops over its steps and against the estimators' own records."""
+
+import shutil
+
+import numpy as np
+import pytest
+from inspected import EXAMPLE, text_run
+
+from hgpo_jax import inspect
+from hgpo_jax.advantages import estimate
+from hgpo_jax.config import ConfigError
+from hgpo_jax.rollout.episodes import Episodes
+
+
+@pytest.fixture(scope="module")
+def dump():
+    return inspect.load(EXAMPLE)
+
+
+@pytest.fixture(scope="module")
+def hgpo(dump):
+    return dump.estimate()
+
+
+def some_steps(dump, count=40):
+    steps = np.argwhere(dump.episodes.mask)
+    return steps[np.random.default_rng(0).choice(len(steps), count, replace=False)].tolist()
+
+
+def test_the_last_dump_is_loaded_unless_another_is_asked_for(dump):
+    assert dump.iteration == 39
+    early = inspect.load(EXAMPLE, iteration=9)
+    assert early.iteration == inspect.load(EXAMPLE / "episodes" / "iteration-00009.npz").iteration == 9
+    assert early.episodes.success.mean() < dump.episodes.success.mean()
+
+
+def test_estimates_have_the_runs_own_settings(dump, hgpo):
+    e, settings = dump.episodes, dump.config.advantage
+    batch = {name: e[name] for name in ("rewards", "mask", "states", "groups", "invalid")}
+    own = estimate("hgpo", **batch, history_length=2, gamma=settings.gamma, normalize=settings.normalize)
+    np.testing.assert_array_equal(hgpo.advantages, own.advantages)
+    assert settings.normalize == "mean"
+    other = dump.estimate("hgpo", history_length=0, normalize="mean_std")
+    assert other.levels == (0,)
+    np.testing.assert_array_equal(
+        other.advantages, estimate("hgpo", **batch, history_length=0, gamma=settings.gamma).advantages
+    )
+    assert dump.estimators[0] == "hgpo"
+    assert "gae" not in dump.estimators
+    with pytest.raises(ValueError, match="gae needs values"):
+        dump.estimate("gae")
+
+
+@pytest.mark.parametrize("level", [-1, 0, 1, 2, 5])
+def test_groups_are_those_of_a_plain_loop(dump, level):
+    e = dump.episodes
+    found = {}
+    for b, t in np.argwhere(e.mask).tolist():
+        context = () if level < 0 else tuple(e.states[b, max(0, t - level) : t + 1])
+        found.setdefault((int(e.groups[b]), *context), []).append((b, t))
+    ids = inspect.group_ids(e, level)
+    assert (ids[~e.mask] == -1).all()
+    assert len(np.unique(ids[e.mask])) == len(found)
+    for members in found.values():
+        assert len({int(ids[step]) for step in members}) == 1
+
+
+def test_a_level_longer_than_the_episodes_is_their_whole_past():
+    states, mask = np.array([[0, 1], [0, 1], [2, 1]]), np.ones((3, 2), bool)
+    e = Episodes(**{name: None for name in Episodes.__dataclass_fields__} | {
+        "states": states, "mask": mask, "groups": np.zeros(3, int),
+    })  # fmt: skip
+    (a, b), again, (c, d) = inspect.group_ids(e, 7).tolist()
+    assert again == [a, b]
+    assert len({a, b, c, d}) == 4
+
+
+@pytest.mark.parametrize("name", ["hgpo", "gigpo", "eb_gae"])
+def test_a_steps_groups_add_up_to_its_advantage(dump, name):
+    record = dump.estimate(name)
+    for b, t in some_steps(dump):
+        groups = inspect.step_groups(dump, record, b, t)
+        assert [g["level"] for g in groups] == [k for k, n in zip(record.levels, record.level_sizes[b, t], strict=True) if n]
+        for group in groups:
+            column = record.levels.index(group["level"])
+            members = group["members"]
+            assert len(members) == record.level_sizes[b, t, column]
+            (self,) = (m for m in members if (m["episode"], m["turn"]) == (b, t))
+            assert self["advantage"] == group["advantage"]
+            assert len(group["history"]) == (0 if group["level"] < 0 else min(group["level"], t) + 1)
+            if group["level"] >= 0:
+                assert group["history"][-1] == dump.observation(b, t)
+            # Settings are `mean`: an advantage is the distance from the mean, but for the penalties that some levels leave out.
+            if not any(dump.episodes.invalid[m["episode"], m["turn"]] for m in members):
+                np.testing.assert_allclose(self["value"] - group["mean"], group["advantage"], atol=1e-4)
+        if name != "eb_gae":
+            total = sum(g["weight"] * g["advantage"] for g in groups)
+            np.testing.assert_allclose(total, record.advantages[b, t], atol=1e-4)
+
+
+def test_the_text_of_a_step_names_its_company(dump, hgpo):
+    b, t = max(some_steps(dump), key=lambda step: hgpo.level_sizes[tuple(step)][2])
+    text = inspect.step_text(dump, hgpo, b, t, shown=4)
+    assert text.count("<- this step") <= 3
+    assert f"advantage {hgpo.advantages[b, t]:+.3g}" in text
+    for level, size in enumerate(hgpo.level_sizes[b, t]):
+        assert f"level {level}: {size} steps" in text
+    with pytest.raises(ValueError, match="none of them"):
+        inspect.step_groups(dump, hgpo, b, dump.turns(b))
+
+
+def test_the_prompt_ends_with_what_was_just_seen(dump):
+    for b, t in some_steps(dump, 10):
+        lines = dump.prompt(b, t).split("\n")
+        assert lines[0] == dump.goal(b)
+        assert lines[-2:] == [dump.observation(b, t), ">"]
+        seen = [dump.observation(b, s) for s in range(max(0, t - 2), t)]
+        did = [dump.response(b, s) for s in range(max(0, t - 2), t)]
+        assert [line for line in lines[1:-2:2]] == seen
+        if not dump.episodes.invalid[b, max(0, t - 2) : t].any():
+            assert lines[2:-2:2] == did
+    assert "_ " not in dump.transcript(0)
+
+
+def test_ids_beyond_the_vocabulary_are_numbers(dump):
+    responses = dump.episodes.responses.copy()
+    beyond = len(dump.tokenizer)
+    responses[0, 0, 0] = beyond
+    odd = inspect.Dump(dump.episodes.replace(responses=responses), dump.config, dump.tokenizer)
+    assert odd.response(0, 0).startswith(f"#{beyond} ")
+
+
+def test_tables_hold_every_step_once(dump, hgpo):
+    table = inspect.steps_table(dump, hgpo)
+    assert {len(column) for column in table.values()} == {dump.episodes.mask.sum()}
+    np.testing.assert_array_equal(table["advantage"], hgpo.advantages[table["episode"], table["turn"]])
+    assert {"level0_size", "level1_advantage", "level2_weight"} <= set(table)
+    differ = inspect.compare(dump)
+    for name in ("grpo", "gigpo", "hgpo"):
+        np.testing.assert_allclose(np.mean(differ[name] ** 2), 1, rtol=1e-5)
+
+
+def test_the_transition_graph_counts_every_step(dump, hgpo):
+    e = dump.episodes
+    edges = inspect.transitions(dump, hgpo, group=0)
+    steps = e.mask & (e.groups == 0)[:, None]
+    assert edges["count"].sum() == steps.sum()
+    assert edges["ends"].sum() == e.success[e.groups == 0].sum()
+    np.testing.assert_allclose((edges["count"] * edges["advantage"]).sum(), hgpo.advantages[steps].sum(), atol=1e-3)
+    nothing = inspect.transitions(dump, hgpo, group=10**6)
+    assert len(nothing["count"]) == 0
+
+
+def test_text_runs_with_and_without_a_report(tmp_path):
+    told = inspect.load(text_run(tmp_path / "told", ["a room", "a hall", "a shed"]))
+    assert told.goal(1) == "goal 0: a room"
+    assert [told.observation(0, t) for t in range(3)] == ["a room", "a hall", "a shed"]
+    assert told.response(2, 1).startswith("answer 2 1")
+    assert told.state_name(2) == "a shed"
+    untold = inspect.load(text_run(tmp_path / "untold", ["", "", ""], report=False, method="dapo"))
+    assert untold.estimator == "grpo"
+    assert untold.goal(0) == ""
+    assert untold.observation(0, 1) == untold.prompt(0, 1) != ""
+    assert untold.response(0, 1)
+    assert untold.state_name(2) == "state 2"
+    assert "success" in untold.transcript(0)
+
+
+def broken(tmp_path, what):
+    folder = tmp_path / "run"
+    if what != "missing":
+        shutil.copytree(EXAMPLE, folder)
+    if what == "no dump":
+        shutil.rmtree(folder / "episodes")
+    if what == "no tokenizer":
+        shutil.rmtree(folder / "policy")
+    if what == "damaged":
+        (folder / "episodes" / "iteration-00039.npz").write_bytes(b"PK no")
+    if what == "config":
+        (folder / "config.yaml").write_text("methud: hgpo\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("what", "fragment"),
+    [
+        ("missing", "not the folder of a run"),
+        ("no dump", "holds no dump of episodes yet"),
+        ("no tokenizer", "holds no tokenizer"),
+        ("damaged", "not a dump of Episodes"),
+        ("config", "methud"),
+    ],
+)
+def test_refusals_are_one_line(tmp_path, what, fragment):
+    with pytest.raises(ConfigError, match=fragment) as caught:
+        inspect.load(broken(tmp_path, what))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_dump_that_is_not_there(tmp_path):
+    with pytest.raises(ConfigError, match=r"iteration=3: .*iterations 9, 39"):
+        inspect.load(EXAMPLE, iteration=3)
+    with pytest.raises(ConfigError, match="no such dump"):
+        inspect.load(EXAMPLE / "episodes" / "iteration-00003.npz")
+
+
+def test_the_readmes_example_is_the_step_in_its_picture(dump, hgpo):
+    text = inspect.step_text(dump, hgpo, episode=6, turn=6)
+    assert "> go_to fridge_1\nreturn 8.15, advantage +5.46" in text
+    assert "level 2: 3 steps, mean 2.72, advantage +5.43, weight 0.44" in text

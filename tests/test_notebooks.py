@@ -1,0 +1,39 @@
+"""Every notebook runs from top to bottom on the CPU, and its committed copy was executed and is small."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent.parent / "notebooks"
+BOOKS = sorted(HERE.glob("*.ipynb"))
+
+
+def test_there_are_four():
+    assert [book.stem for book in BOOKS] == ["bias_variance", "inspect_advantages", "quickstart", "your_own_environment"]
+
+
+@pytest.mark.parametrize("book", BOOKS, ids=lambda book: book.stem)
+def test_the_committed_copy_was_executed_in_order(book):
+    assert book.stat().st_size < 400_000
+    cells = [cell for cell in json.loads(book.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert not [output for output in outputs if output["output_type"] == "error"]
+    assert "/tmp/" not in json.dumps(outputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("book", BOOKS, ids=lambda book: book.stem)
+def test_it_runs(book, tmp_path, monkeypatch):
+    nbclient = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    import nbformat
+
+    shutil.copytree(HERE, tmp_path / "notebooks", ignore=shutil.ignore_patterns("runs"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.delenv("XLA_FLAGS")  # a reader's devices, not the tests' eight
+    notebook = nbformat.read(book, as_version=4)
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": tmp_path / "notebooks"}}).execute()
