@@ -152,11 +152,20 @@ def make_environments(config: Config) -> tuple[Callable, Callable]:
 
         make = functools.partial(AlfworldText, max_turns=env.max_turns)
         return functools.partial(make, games(env.split)), functools.partial(make, games(env.held_out))
-    from envs.webshop.text import WebshopText
+    try:
+        from envs.webshop.text import WebshopText
 
-    files = [next(iter(sorted(Path(data).glob(f"{stem}*.json*"))), None) for stem in ("items_shuffle", "items_ins")]
-    if None in files:
-        raise ConfigError(f"env.data={data}: expected WebShop's items_shuffle*.json and items_ins*.json (or .json.gz) in it")
+        files = webshop_files(data)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"env.data={data}: {error}") from None
     # The first 500 goals are for evaluation, as in WebShop.
     make = functools.partial(WebshopText.open, *files, max_turns=env.max_turns)
     return functools.partial(make, first=500), functools.partial(make, first=0, last=500)
+
+
+def webshop_files(folder: str) -> list[Path]:
+    """The catalogue and the attributes in a folder of WebShop's files. Raises ValueError."""
+    files = [next(iter(sorted(Path(folder).glob(f"{stem}*.json*"))), None) for stem in ("items_shuffle", "items_ins")]
+    if None in files:
+        raise ValueError("expected WebShop's items_shuffle*.json and items_ins*.json (or .json.gz) in it")
+    return files
