@@ -55,6 +55,11 @@ class EnvConfig(Section):
     data: str = field("", "folder of ALFWorld's (default: ALFWORLD_DATA) or WebShop's files; data=FOLDER is short for it")
     split: Literal["train", "valid_train"] = field("train", "alfworld: games to train on")
     held_out: Literal["valid_seen", "valid_unseen"] = field("valid_seen", "alfworld: games to evaluate on")
+    goal_order: Literal["original", "verl-agent"] = field(
+        "original", "webshop: one shuffle of the goals for all, the first 500 held out; or as verl-agent a shuffle for each "
+        "prompt group and each evaluation episode, so that held-out goals are also trained on",
+    )  # fmt: skip
+    reachable_only: bool = field(False, "webshop: leave out goals that no purchase of just what is asked can fulfil")
     strict: bool = field(False, "text: an inadmissible action is invalid, beside a malformed response")
     workers: int = field(0, "text: processes that play the environments; 0 plays them in this one", ge=0, le=256)
     time_limit: float = field(60.0, "text: seconds after which an environment in a worker counts as hung", gt=0)

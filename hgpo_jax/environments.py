@@ -158,9 +158,12 @@ def make_environments(config: Config) -> tuple[Callable, Callable]:
         files = webshop_files(data)
     except (ValueError, ImportError) as error:
         raise ConfigError(f"env.data={data}: {error}") from None
+    options = {"max_turns": env.max_turns, "order": env.goal_order, "reachable_only": env.reachable_only}
+    make = functools.partial(WebshopText.open, *files, **options)
+    # verl-agent gives each prompt group and each of its 128 validation episodes a shuffle of its own.
+    seeds = (range(config.rollout.prompt_groups), range(1000, 1128)) if env.goal_order == "verl-agent" else ((), ())
     # The first 500 goals are for evaluation, as in WebShop.
-    make = functools.partial(WebshopText.open, *files, max_turns=env.max_turns)
-    return functools.partial(make, first=500), functools.partial(make, first=0, last=500)
+    return functools.partial(make, first=500, seeds=seeds[0]), functools.partial(make, first=0, last=500, seeds=seeds[1])
 
 
 def webshop_files(folder: str) -> list[Path]:
