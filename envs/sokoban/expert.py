@@ -33,7 +33,7 @@ def expert_action(env: Sokoban, state: State, recent: chex.Array, key: chex.PRNG
 
     Returns: i32[1].
     """
-    inner, _ = _inner(env)
+    inner = jnp.asarray(_inner(env)[0])
     boxes = jnp.argsort(~state.boxes[inner], stable=True)[: env.boxes]  # inner numbers of the boxes
     agent = jnp.argmax(inner == state.agent)
     targets = state.targets[inner]

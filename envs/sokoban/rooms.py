@@ -12,10 +12,9 @@ import chex
 import jax
 import jax.numpy as jnp
 
-STEPS = 6  # of the walk, for each inner cell along a side
+STEPS = 8  # of the walk, for each inner cell along a side
 PULLS = 12  # for each box
-FARTHER = 1.0  # how much likelier, as a logit, a pull is that takes its box away from all targets
-HARD = 3  # cells that a box is away from the nearest target, on average, at least
+LEAVE = 2.0  # how much likelier, as a logit, a pull is that takes its box off a target
 
 
 def make_room(key: chex.PRNGKey, size: int, boxes: int) -> tuple[chex.Array, chex.Array, chex.Array, chex.Array]:
@@ -33,18 +32,20 @@ def _draw(key, size: int, boxes: int):
     offsets = jnp.array([-size, size, -1, 1])
     keys = jax.random.split(key, 4)
     walls = _carve(keys[0], size)
-    chosen = jnp.argsort(jax.random.uniform(keys[1], (size**2,)) + walls)[: boxes + 1]  # floor first
+    near, far = (jnp.clip(cells[:, None] + step * offsets, 0, size**2 - 1) for step in (1, 2))  # [cell, direction]
+    # First floor from which a box can be pulled, then other floor.
+    rank = walls + ~(~walls[near] & ~walls[far]).any(1)
+    chosen = jnp.argsort(jax.random.uniform(keys[1], (size**2,)) + rank)[: boxes + 1]
     targets = jnp.zeros(size**2, bool).at[chosen[:boxes]].set(True)
     rows, columns = jnp.divmod(cells, size)
     apart = jnp.abs(rows[:, None] - rows[chosen[:boxes]]) + jnp.abs(columns[:, None] - columns[chosen[:boxes]])
     distance = apart.min(1)  # to the nearest target
-    near, far = (jnp.clip(cells[:, None] + step * offsets, 0, size**2 - 1) for step in (1, 2))  # [cell, direction]
 
     def pull(carry, key):
         stand, agent, best = carry
         free = ~walls & ~stand
         can = stand[:, None] & reach(free, agent, size)[near] & free[far]
-        logits = jnp.where(can, FARTHER * (distance[near] - distance[:, None]), -jnp.inf).ravel()
+        logits = jnp.where(can, distance[near] - distance[:, None] + LEAVE * targets[:, None], -jnp.inf).ravel()
         box, way = jnp.divmod(jax.random.categorical(key, logits), 4)
         some = can.any()
         stand = jnp.where(some, stand.at[box].set(False).at[near[box, way]].set(True), stand)
@@ -58,7 +59,7 @@ def _draw(key, size: int, boxes: int):
     reached = reach(~walls & ~stand, agent, size)
     agent = jnp.argmax(jax.random.uniform(keys[3], (size**2,)) * reached).astype(jnp.int32)
     enough = (~walls).sum() > boxes  # cells for all boxes and the agent
-    return (walls, targets, stand, agent), enough & (score >= HARD * boxes)
+    return (walls, targets, stand, agent), enough & (score > 2 * boxes)
 
 
 def _carve(key, size: int):

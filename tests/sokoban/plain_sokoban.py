@@ -66,10 +66,9 @@ class PlainSokoban:
             reward += 1.0 if after_on > before_on else -1.0 if after_on < before_on else 0.0
         return after, reward, after.won or after.turn >= max_turns, moved is None
 
-    def draw(self) -> str:
+    def draw_all(self, size: int) -> str:
         """The room with the letters of Sokoban level files."""
-        rows, columns = (max(c[axis] for c in self.floor) + 2 for axis in (0, 1))
-        return "\n".join("".join(self._letter((r, c)) for c in range(columns)) for r in range(rows))
+        return "\n".join("".join(self._letter((r, c)) for c in range(size)) for r in range(size))
 
     def _letter(self, cell: Cell) -> str:
         if cell not in self.floor:
