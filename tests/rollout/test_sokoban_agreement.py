@@ -27,12 +27,19 @@ B = GROUPS * MEMBERS
 NUMBERS = np.arange(B) // MEMBERS
 
 
+WORDS = len(Sokoban().words)
+SIZES = dataclasses.replace(MODEL, vocab_size=vocabulary_size(Sokoban().words))
+
+
+@pytest.fixture(scope="module")
+def params():
+    return clone(Sokoban(max_turns=12), SIZES, steps=500)
+
+
 @pytest.mark.parametrize("reward", ["success", "gym"])
-def test_host_and_compiled_agree(reward):
-    env = Sokoban(reward=reward, max_turns=12)
-    end, act = len(env.words) + 1, len(env.words) + 2
-    model = dataclasses.replace(MODEL, vocab_size=vocabulary_size(env.words))
-    params, mesh, keys = clone(env, model, steps=800), mesh_of("data=1"), jax.random.split(jax.random.key(5), B)
+def test_host_and_compiled_agree(params, reward):
+    env, model, end, act = Sokoban(reward=reward, max_turns=12), SIZES, WORDS + 1, WORDS + 2
+    mesh, keys = mesh_of("data=1"), jax.random.split(jax.random.key(5), B)
     rollout = make_rollout(env, network(model), mesh, history_length=K, chunk=8, end=end, act=act)
     compiled = jax.device_get(rollout(params, task_keys("train", 3, jnp.asarray(NUMBERS)), keys, jnp.asarray(NUMBERS), 1.0))
     assert 0 < compiled.success.sum() < B and 0 < compiled.invalid.sum() < compiled.mask.sum()
