@@ -1,6 +1,7 @@
 """`python -m envs.play`: play an environment in the terminal and see what an agent sees.
 
     python -m envs.play household --seed 3 --tasks place two --rooms kitchen bedroom
+    python -m envs.play sokoban --size 8 --boxes 2
     python -m envs.play alfworld path/to/game.tw-pddl
     python -m envs.play alfworld path/to/json_2.1.1/valid_seen --seed 7
     python -m envs.play webshop items_shuffle_1000.json.gz items_ins_v2_1000.json.gz --seed 7
@@ -31,6 +32,14 @@ def household(args):
 
     sizes = {"places": args.places, "things": args.things, "max_turns": args.turns or 20}
     return HouseholdText(Household(tasks=tuple(args.tasks), rooms=tuple(args.rooms), **sizes)), args.seed
+
+
+def sokoban(args):
+    """A generated room, drawn."""
+    from envs.sokoban import Sokoban
+    from envs.sokoban.text import SokobanText
+
+    return SokobanText(Sokoban(args.size, args.boxes, max_turns=args.turns or 50)), args.seed
 
 
 def alfworld(args):
@@ -73,6 +82,11 @@ def parser() -> Parser:
     g.add_argument("--rooms", nargs="+", default=["kitchen"], metavar="ROOM", help="rooms to draw from")
     g.add_argument("--places", type=int, default=6, metavar="N", help="receptacles, 6 to 12")
     g.add_argument("--things", type=int, default=4, metavar="N", help="things, 2 to 8")
+
+    g = add("sokoban", sokoban)
+    g.set_defaults(start=sokoban)
+    g.add_argument("--size", type=int, default=6, metavar="N", help="cells along a side, 6 to 10")
+    g.add_argument("--boxes", type=int, default=1, metavar="N", help="boxes, 1 to 4")
 
     g = add("alfworld", alfworld)
     g.set_defaults(start=alfworld)

@@ -40,9 +40,11 @@ def field(default, meaning, **limits):
 
 
 class EnvConfig(Section):
-    """The environment: embedded and compiled with the policy (household), or text programs on the host (the others)."""
+    """The environment: embedded and compiled with the policy (household, sokoban), or text on the host (the others)."""
 
-    name: Literal["household", "household_text", "alfworld", "webshop"] = field("household", "which environment")
+    name: Literal["household", "household_text", "sokoban", "sokoban_text", "alfworld", "webshop"] = field(
+        "household", "which environment"
+    )
     tasks: tuple[Literal["place", "two", "look", "clean", "heat", "cool"], ...] = field(
         ("place",), "household: task types to draw from"
     )
@@ -51,10 +53,20 @@ class EnvConfig(Section):
     )
     places: int = field(6, "household: receptacles per room", ge=6, le=12)
     things: int = field(4, "household: things per room", ge=2, le=8)
+    size: int = field(6, "sokoban: cells along a room's side, outer walls included", ge=6, le=10)
+    boxes: int = field(1, "sokoban: boxes, and as many targets", ge=1, le=4)
+    reward: Literal["success", "gym"] = field(
+        "success", "sokoban: 10 for all boxes on targets and nothing else; or as gym-sokoban for every step"
+    )
     max_turns: int = field(20, "actions after which an episode ends", ge=1, le=1000)
     data: str = field("", "folder of ALFWorld's (default: ALFWORLD_DATA) or WebShop's files; data=FOLDER is short for it")
     split: Literal["train", "valid_train"] = field("train", "alfworld: games to train on")
     held_out: Literal["valid_seen", "valid_unseen"] = field("valid_seen", "alfworld: games to evaluate on")
+    goal_order: Literal["original", "verl-agent"] = field(
+        "original", "webshop: one shuffle of the goals for all, the first 500 held out; or as verl-agent a shuffle for each "
+        "prompt group and each evaluation episode, so that held-out goals are also trained on",
+    )  # fmt: skip
+    reachable_only: bool = field(False, "webshop: leave out goals that no purchase of just what is asked can fulfil")
     strict: bool = field(False, "text: an inadmissible action is invalid, beside a malformed response")
     workers: int = field(0, "text: processes that play the environments; 0 plays them in this one", ge=0, le=256)
     time_limit: float = field(60.0, "text: seconds after which an environment in a worker counts as hung", gt=0)

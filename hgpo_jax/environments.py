@@ -11,7 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from envs.household import TASKS, Household
+from envs.household import Household
+from envs.sokoban import Sokoban
 from hgpo_jax.config import Config, ConfigError
 from hgpo_jax.policy import ModelConfig, network
 from hgpo_jax.policy.tokenizer import ACT
@@ -20,8 +21,6 @@ from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.host import HostRollout
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
 from hgpo_jax.rollout.text import ChatFormat
-
-COMPILED = "household"
 
 
 def household(config: Config) -> Household:
@@ -33,16 +32,28 @@ def household(config: Config) -> Household:
         raise ConfigError(f"env.{error}") from None
 
 
+def sokoban(config: Config) -> Sokoban:
+    """Sokoban with rooms as configured. Raises ConfigError."""
+    fields = {name: getattr(config.env, name) for name in ("size", "boxes", "reward", "max_turns")}
+    try:
+        return Sokoban(**fields)
+    except ValueError as error:
+        raise ConfigError(f"env.{error}") from None
+
+
+COMPILED = {"household": household, "sokoban": sokoban}
+
+
 class CompiledStage:
-    """The embedded household; a rollout is one compiled program.
+    """An embedded environment; a rollout is one compiled program.
 
     `rollout(params, tasks, keys, groups, decoding) -> Episodes`, and `held_out`, the same for the evaluation.
     """
 
     held_out_tasks = None  # generated, as many as one likes
 
-    def __init__(self, config: Config, env: Household, model: ModelConfig, tokenizer, mesh: Mesh):
-        self.env, self.task_types = env, tuple(TASKS)
+    def __init__(self, config: Config, env, model: ModelConfig, tokenizer, mesh: Mesh):
+        self.env, self.task_types = env, env.task_types
         self.rollout = self.held_out = make_rollout(
             env, network(model), mesh, history_length=config.rollout.history_length, chunk=config.rollout.chunk,
             end=tokenizer.eos_token_id, act=tokenizer.convert_tokens_to_ids(ACT),
@@ -85,7 +96,7 @@ class CompiledStage:
 
 
 class TextStage:
-    """Text programs on the host: the household told as ALFWorld does, ALFWorld's games, WebShop.
+    """Text programs on the host: the embedded environments told in sentences or drawings, ALFWorld's games, WebShop.
 
     `train` and `held_out` make an environment each (`make_environments`). Methods as in `CompiledStage`.
     """
@@ -137,6 +148,11 @@ def make_environments(config: Config) -> tuple[Callable, Callable]:
 
         make = functools.partial(HouseholdText, household(config))
         return make, make
+    if env.name == "sokoban_text":
+        from envs.sokoban.text import SokobanText
+
+        make = functools.partial(SokobanText, sokoban(config))
+        return make, make
     data = env.data or (os.environ.get("ALFWORLD_DATA", "") if env.name == "alfworld" else "")
     if not data:
         raise ConfigError(f"env.data=: {env.name} needs its data; give data=FOLDER")
@@ -152,11 +168,23 @@ def make_environments(config: Config) -> tuple[Callable, Callable]:
 
         make = functools.partial(AlfworldText, max_turns=env.max_turns)
         return functools.partial(make, games(env.split)), functools.partial(make, games(env.held_out))
-    from envs.webshop.text import WebshopText
+    try:
+        from envs.webshop.text import WebshopText
 
-    files = [next(iter(sorted(Path(data).glob(f"{stem}*.json*"))), None) for stem in ("items_shuffle", "items_ins")]
-    if None in files:
-        raise ConfigError(f"env.data={data}: expected WebShop's items_shuffle*.json and items_ins*.json (or .json.gz) in it")
+        files = webshop_files(data)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"env.data={data}: {error}") from None
+    options = {"max_turns": env.max_turns, "order": env.goal_order, "reachable_only": env.reachable_only}
+    make = functools.partial(WebshopText.open, *files, **options)
+    # verl-agent gives each prompt group and each of its 128 validation episodes a shuffle of its own.
+    seeds = (range(config.rollout.prompt_groups), range(1000, 1128)) if env.goal_order == "verl-agent" else ((), ())
     # The first 500 goals are for evaluation, as in WebShop.
-    make = functools.partial(WebshopText.open, *files, max_turns=env.max_turns)
-    return functools.partial(make, first=500), functools.partial(make, first=0, last=500)
+    return functools.partial(make, first=500, seeds=seeds[0]), functools.partial(make, first=0, last=500, seeds=seeds[1])
+
+
+def webshop_files(folder: str) -> list[Path]:
+    """The catalogue and the attributes in a folder of WebShop's files. Raises ValueError."""
+    files = [next(iter(sorted(Path(folder).glob(f"{stem}*.json*"))), None) for stem in ("items_shuffle", "items_ins")]
+    if None in files:
+        raise ValueError("expected WebShop's items_shuffle*.json and items_ins*.json (or .json.gz) in it")
+    return files

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from hgpo_jax import distributed, memory
 from hgpo_jax.config import Config, ConfigError
-from hgpo_jax.environments import COMPILED, CompiledStage, TextStage, household, make_environments
+from hgpo_jax.environments import COMPILED, CompiledStage, TextStage, make_environments
 from hgpo_jax.learner import cast
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.methods import METHODS, Method
@@ -148,7 +148,8 @@ def check_memory(config: Config, mesh: Mesh) -> ModelConfig:
 def make_policy(config: Config, model: ModelConfig, mesh: Mesh) -> Policy:
     """The configured policy: given weights, or fresh ones for the environment's words or a tokenizer. Raises ConfigError."""
     settings = config.policy
-    words = word_tokenizer(household(config).words) if config.env.name == COMPILED else None
+    name = config.env.name
+    words = word_tokenizer(COMPILED[name](config).words) if name in COMPILED else None
     if not settings.source:
         params = cast(initialize(model, config.seed, mesh), settings.dtype)
         return Policy(model, params, words or load_tokenizer(settings.tokenizer))
@@ -160,8 +161,8 @@ def make_policy(config: Config, model: ModelConfig, mesh: Mesh) -> Policy:
         raise ConfigError(str(error)) from None
     if policy.tokenizer is None or (words and policy.tokenizer.get_vocab() != words.get_vocab()):
         raise ConfigError(
-            f"policy.source={settings.source}: its tokenizer does not hold the words of this household; "
-            "give a policy that was trained on env.places, env.things and env.tasks as they are here"
+            f"policy.source={settings.source}: its tokenizer does not hold the words of this {name}; "
+            "give a policy that was trained on the same env.*"
             if words
             else f"policy.source={settings.source}: holds no tokenizer; add tokenizer.json and tokenizer_config.json"
         )
@@ -176,13 +177,13 @@ def build(config: Config, mesh: Mesh | None = None) -> Job:
     mesh = mesh or prepare_devices(config)
     jax.set_mesh(mesh)
     jax.config.update("jax_compilation_cache_dir", os.path.join(config.cache_dir, "compiled"))
-    if config.env.name != COMPILED and config.warm_start == "cloning":
+    if config.env.name not in COMPILED and config.warm_start == "cloning":
         raise ConfigError(f"warm_start=cloning: there is no play to clone for env.name={config.env.name}; give warm_start=none")
     if config.lora.rank and config.warm_start == "cloning":
         raise ConfigError(
             f"lora.rank={config.lora.rank}: adapters go beside given weights; give warm_start=none and policy="
         )
-    texts = () if config.env.name == COMPILED else make_environments(config)
+    texts = () if config.env.name in COMPILED else make_environments(config)
     policy = make_policy(config, check_memory(config, mesh), mesh)
     adapted = policy.config
     if config.lora.rank:
@@ -190,5 +191,5 @@ def build(config: Config, mesh: Mesh | None = None) -> Job:
     if texts:
         stage = TextStage(config, *texts, adapted, policy.tokenizer, mesh)
     else:
-        stage = CompiledStage(config, household(config), adapted, policy.tokenizer, mesh)
+        stage = CompiledStage(config, COMPILED[config.env.name](config), adapted, policy.tokenizer, mesh)
     return Job(config=config, mesh=mesh, policy=policy, adapted=adapted, stage=stage)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from hgpo_jax.config import Config, ConfigError
-from hgpo_jax.environments import COMPILED, household
+from hgpo_jax.environments import COMPILED
 from hgpo_jax.learner import MAX_LOGITS
 from hgpo_jax.methods import METHODS
 from hgpo_jax.policy import LoraConfig, ModelConfig, huggingface, shapes, shardings
@@ -125,10 +125,10 @@ def work_of(config: Config, mesh) -> Work:
     batch = settings.prompt_groups * settings.group_size
     prompt, response, vocabulary = settings.prompt_limit, settings.response_limit, None
     published = preset(policy.source)
-    if config.env.name == COMPILED and not published:
-        house = household(config)
-        prompt, response = prompt_length(house, settings.history_length), house.action_length + 1
-        vocabulary = vocabulary_size(house.words)
+    if config.env.name in COMPILED and not published:
+        env = COMPILED[config.env.name](config)
+        prompt, response = prompt_length(env, settings.history_length), env.action_length + 1
+        vocabulary = vocabulary_size(env.words)
     elif not policy.source:
         if not policy.tokenizer:
             raise ValueError(f"env.name={config.env.name}: text needs a tokenizer; give policy= or policy.tokenizer=FOLDER")

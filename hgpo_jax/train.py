@@ -208,7 +208,7 @@ def dry_run(config: Config) -> None:
     """Reads the data and the tokenizer, and plans the memory; needs neither the weights nor the devices of the mesh."""
     try:
         mesh = make_mesh("auto") if config.mesh == "auto" else abstract_mesh(config.mesh)
-        texts = () if config.env.name == COMPILED else make_environments(config)
+        texts = () if config.env.name in COMPILED else make_environments(config)
         work = memory.work_of(config, mesh)
         planned = memory.plan(config, mesh, work)
         if texts:

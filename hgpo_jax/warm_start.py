@@ -1,8 +1,8 @@
 """The warm start: behaviour cloning on generated play.
 
-The household's local expert plays with some random actions mixed in, so that its play also visits the states that a
-clumsy policy gets into; at every turn the label is what the expert would do there. The labels use nothing but what the
-prompt holds or held (`envs/household/expert.py`). Reinforcement learning needs this start because random admissible play
+A scripted expert (`envs/*/expert.py`) plays with some random actions mixed in, so that its play also visits the states that
+a clumsy policy gets into; at every turn the label is what the expert would do there. The labels use nothing but what the
+prompt holds or held. Reinforcement learning needs this start because random admissible play
 almost never succeeds. The result is cached on disk under a hash of all that it depends on.
 """
 
@@ -20,7 +20,10 @@ import jax.numpy as jnp
 import optax
 from tqdm import tqdm
 
-from envs.household.expert import expert_action, random_action
+from envs.household import Household
+from envs.household import expert as household_expert
+from envs.sokoban import Sokoban
+from envs.sokoban import expert as sokoban_expert
 from hgpo_jax import distributed
 from hgpo_jax.config import Config
 from hgpo_jax.job import Job
@@ -32,13 +35,14 @@ from hgpo_jax.rollout.prompts import build_prompt
 from hgpo_jax.rollout.tasks import task_keys
 from hgpo_jax.sampling import Decoding
 
+EXPERTS = {Household: household_expert, Sokoban: sokoban_expert}
 STEPS_PER_CALL = 50  # between looks at the success
 
 # A change to any of these files can change the warm start.
 SOURCES = (
     "warm_start.py", "learner.py", "sampling.py", "policy/qwen2.py", "policy/attention.py", "policy/tokenizer.py",
     "rollout/prompts.py", "rollout/compiled.py", "rollout/tasks.py", "../envs/household/env.py", "../envs/household/world.py",
-    "../envs/household/expert.py",
+    "../envs/household/expert.py", "../envs/sokoban/env.py", "../envs/sokoban/rooms.py", "../envs/sokoban/expert.py",
 )  # fmt: skip
 
 
@@ -49,19 +53,20 @@ def generate_play(
 
     Returns: (Rows of episodes * max_turns decisions, response_lengths 0 where an episode had ended; success bool[episodes]).
     """
+    expert = EXPERTS[type(env)]
 
     def episode(task_key, key):
         row = start(env, max(history_length, 1), task_key, key)
 
         def turn(row, t):
             keys = jax.random.split(jax.random.fold_in(row.key, t), 3)
-            label = expert_action(env, row.env, row.memory.actions, keys[0])
-            played = jnp.where(jax.random.uniform(keys[1]) < noise, random_action(env, row.env, keys[2]), label)
+            label = expert.expert_action(env, row.env, row.memory.actions, keys[0])
+            played = jnp.where(jax.random.uniform(keys[1]) < noise, expert.random_action(env, row.env, keys[2]), label)
             memory = row.memory if history_length else jax.tree.map(lambda a: a[:0], row.memory)
             prompt = build_prompt(row.goal, memory, row.observation, act)
             words = (label != 0).sum()
             response = jnp.concatenate([label, jnp.zeros(1, jnp.int32)]).at[words].set(end)
-            state, observation, reward, done, _ = env.step(row.env, played)
+            state, observation, _, done, _ = env.step(row.env, played)
             after = row.replace(env=state, observation=observation, memory=row.memory.push(row.observation, played))
             after = after.replace(done=row.done | done)
             rows = Rows(
@@ -72,7 +77,7 @@ def generate_play(
                 old_logp=jnp.zeros(response.shape),
                 advantages=jnp.float32(0),
             )
-            return after, (rows, (reward > 0) & ~row.done)
+            return after, (rows, env.won(state) & ~row.done)
 
         _, (rows, won) = jax.lax.scan(turn, row, jnp.arange(env.max_turns))
         return rows, won.any()

@@ -92,7 +92,8 @@ def test_webshop_can_be_won(tmp_path):
     ("arguments", "parts"),
     [
         ([], ["ENVIRONMENT"]),
-        (["sokoban"], ["sokoban", "household"]),
+        (["chess"], ["chess", "household"]),
+        (["sokoban", "--boxes", "5"], ["boxes=5", "4"]),
         (["household", "--tasks", "cook"], ["cook", "place"]),
         (["household", "--places", "3"], ["places=3", "6"]),
         (["household", "--seed", "x"], ["--seed", "x", "whole number"]),

@@ -48,8 +48,11 @@ class Ring:
     def step(self, state, action):
         move = jnp.array([0, -1, 1, -2, 2, 0, 0, 0])[action].sum()
         after = state.replace(cell=(state.cell + move) % CELLS, turn=state.turn + 1)
-        won = after.cell == state.goal
+        won = self.won(after)
         return after, self._observe(after, abs(move)), 10.0 * won, won | (after.turn >= self.max_turns), move == 0
+
+    def won(self, state):
+        return state.cell == state.goal
 
     def _observe(self, state, moved):
         return jnp.stack([state.cell + 1, moved])

@@ -1,28 +1,24 @@
-"""Speed and memory of the engine: `measure(paths)` plays random episodes of the given games.
+"""Speed and memory of the engine: `measure(paths)` plays random episodes of the games (`python -m hgpo_jax.bench envs`)."""
 
-    python -m envs.alfworld.bench GAME_FILE [GAME_FILE ...]
-"""
-
-import json
 import os
 import random
-import sys
 import time
-import tracemalloc
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import cycle, islice
 
 from envs.alfworld.game import Game, load_game
+from envs.measure import in_own_process
 
 EPISODE = 50  # steps, the limit the benchmark uses
+LIVE = 1000  # environments alive while memory is measured
 
 
-def measure(paths: Iterable[str | os.PathLike], live: int = 50) -> list[dict]:
+def measure(paths: Sequence[str | os.PathLike], live: int = LIVE) -> list[dict]:
     """Times loading, resetting and stepping (admissible commands included), and weighs live environments.
 
     Args:
         paths: game files; each is loaded and played for `EPISODE` random steps.
-        live: how many environments are alive while memory is measured.
+        live: how many environments are alive while memory is measured, in a process of its own.
 
     Returns:
         Rows `{"name": str, "value": float, "unit": str}`; times are means over the games and the slowest game.
@@ -30,29 +26,45 @@ def measure(paths: Iterable[str | os.PathLike], live: int = 50) -> list[dict]:
     Raises:
         ValueError: no path, or a file that is no game.
     """
-    paths = list(paths)
     if not paths:
         raise ValueError("no game files to measure; give the paths of some game.tw-pddl files")
     load_game(paths[0]).reset()  # compiles the domain, once per process
-    times: dict[str, list[float]] = {"load": [], "reset": [], "step": []}
+    times: dict[str, list[float]] = {"load and reset": [], "reset again": [], "step": []}
     for path in paths:
         start = time.perf_counter()
         game = load_game(path)
-        times["load"].append((time.perf_counter() - start) * 1e3)
+        game.reset()
+        times["load and reset"].append((time.perf_counter() - start) * 1e3)
+        times["step"].append(_play(game) * 1e3)
         start = time.perf_counter()
         game.reset()
-        times["reset"].append((time.perf_counter() - start) * 1e3)
-        times["step"].append(_play(game) * 1e6)
+        times["reset again"].append((time.perf_counter() - start) * 1e3)
     rows = []
     for name, values in times.items():
-        unit = "us" if name == "step" else "ms"
-        rows.append({"name": f"alfworld {name}", "value": sum(values) / len(values), "unit": unit})
-        rows.append({"name": f"alfworld {name}, slowest game", "value": max(values), "unit": unit})
-    separate = _bytes_each(lambda: [load_game(path) for path in islice(cycle(paths), live)], live)
-    shared = _bytes_each(lambda: [game.copy() for _ in range(live)], live)
-    rows.append({"name": "alfworld memory per live environment, loaded separately", "value": separate, "unit": "bytes"})
-    rows.append({"name": "alfworld memory per live environment, of one loaded game", "value": shared, "unit": "bytes"})
+        rows.append({"name": name, "value": sum(values) / len(values), "unit": "ms"})
+        rows.append({"name": f"{name}, slowest game", "value": max(values), "unit": "ms"})
+    for name, task in (("each loaded on its own", "live_loaded"), ("of shared games", "live_shared")):
+        mb = in_own_process(__name__, task, live, *paths)["mb"]
+        rows.append({"name": f"memory of {live:,} live environments, {name}", "value": mb, "unit": "MB"})
     return rows
+
+
+def live_loaded(live: str, *paths: str) -> dict:
+    """Plays `live` environments that share no game."""
+    return _live([load_game(path) for path in islice(cycle(paths), int(live))])
+
+
+def live_shared(live: str, *paths: str) -> dict:
+    """Plays `live` environments of as many games as there are files."""
+    games = [load_game(path) for path in paths]
+    return _live([game.fresh() for game in islice(cycle(games), int(live))])
+
+
+def _live(games: list[Game]) -> dict:
+    for game in games:
+        game.reset()
+        _play(game)
+    return {"live": len(games)}
 
 
 def _play(game: Game, steps: int = EPISODE) -> float:
@@ -67,22 +79,3 @@ def _play(game: Game, steps: int = EPISODE) -> float:
         chosen += time.perf_counter() - begin
         _, commands, _ = game.step(command)
     return (time.perf_counter() - start - chosen) / steps
-
-
-def _bytes_each(make, number: int) -> float:
-    """Python memory that `number` played environments keep, per environment."""
-    tracemalloc.start()
-    try:
-        before = tracemalloc.get_traced_memory()[0]
-        games = make()
-        for game in games:
-            game.reset()
-            _play(game)
-        return (tracemalloc.get_traced_memory()[0] - before) / number
-    finally:
-        tracemalloc.stop()
-
-
-if __name__ == "__main__":
-    for line in measure(sys.argv[1:]):
-        print(json.dumps(line))

@@ -57,6 +57,7 @@ class Household:
       ValueError: an unknown name, a number out of range, or a task type with no suitable room.
     """
 
+    task_types = tuple(world.TASKS)
     observation_length = 3 + CAPACITY
     goal_length = 4
     action_length = 2

@@ -6,7 +6,10 @@ lower case, stop words dropped, Porter stem. Checked term for term against Lucen
 
 import re
 
-import regex  # the standard `re` knows no Word_Break property
+try:
+    import regex  # the standard `re` knows no Word_Break property
+except ImportError:
+    raise ImportError("the package regex is missing; pip install -e '.[webshop]'") from None
 
 from envs.webshop.porter import stem
 

@@ -1,22 +1,15 @@
-"""Speed and memory of the WebShop engine.
+"""Speed and memory of the engine (`python -m hgpo_jax.bench envs`).
 
-    python -m envs.webshop.bench ITEMS ATTRIBUTES      the 1,000-product catalogue
-    python -m envs.webshop.bench --products 200000     a synthetic catalogue, built into mapped files
+`measure(items, attributes)` takes a catalogue, `measure_large(products)` makes a synthetic one, built into mapped files.
 """
 
-import argparse
-import json
-import os
 import random
-import re
-import resource
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from envs.measure import in_own_process
 from envs.webshop.catalogue import Catalogue, build
 from envs.webshop.commands import click
 from envs.webshop.oracle import shortest_purchase
@@ -41,7 +34,7 @@ def measure(items: Path | str, attributes: Path | str) -> list[Row]:
     queries = list(dict.fromkeys(session.goal["instruction_text"].lower() for session in sessions))
     rows.append(_row("search", _mean_ms(shop.catalogue.index.search, queries), "ms"))
     rows += _walk(shop, count)
-    rows.append(_row(f"memory of {ENVIRONMENTS} environments", _child("memory", items, attributes)["mb"], "MB"))
+    rows.append(_row(f"memory of {ENVIRONMENTS} environments", in_own_process(__name__, "live", items, attributes)["mb"], "MB"))
     return rows
 
 
@@ -76,9 +69,9 @@ def measure_large(products: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         items, attributes = write_catalogue(folder, products)
         rows = [_row("products", products, ""), _row("input", items.stat().st_size / 1e6, "MB")]
-        built = _child("build", items, attributes, folder)
+        built = in_own_process(__name__, "build_folder", items, attributes, folder)
         rows += [_row("build", built["seconds"], "s"), _row("build, peak memory", built["mb"], "MB")]
-        used = _child("use", folder, folder)
+        used = in_own_process(__name__, "use_folder", folder)
         rows.append(_row("built files", sum(f.stat().st_size for f in Path(folder, "built").iterdir()) / 1e6, "MB"))
         units = {"open": "ms", "shop": "s", "search": "ms", "slowest search": "ms", "click": "ms", "buy": "ms"}
         return rows + [_row(name, used[name], unit) for name, unit in units.items()] + [
@@ -86,18 +79,8 @@ def measure_large(products: int) -> list[Row]:
         ]
 
 
-def _child(task: str, *paths: Path | str) -> dict[str, float]:
-    """Run a task in a fresh process, so that its memory is its own."""
-    root = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", "envs.webshop.bench", "--task", task, *map(str, paths)]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"bench task {task!r} failed: {done.stderr.strip().splitlines()[-1:]}")
-    return json.loads(done.stdout)
-
-
-def _task_memory(items: str, attributes: str) -> dict[str, float]:
+def live(items: str, attributes: str) -> dict[str, float]:
+    """Plays a little in all environments of a training run."""
     first = load_shop(items, attributes)
     half = ENVIRONMENTS // 2
     shops = [first.with_seed(seed) for seed in range(half // 8)]
@@ -110,13 +93,15 @@ def _task_memory(items: str, attributes: str) -> dict[str, float]:
     return {"sessions": len(sessions)}
 
 
-def _task_build(items: str, attributes: str, folder: str) -> dict[str, float]:
+def build_folder(items: str, attributes: str, folder: str) -> dict[str, float]:
+    """Builds a catalogue below `folder`."""
     start = time.perf_counter()
     build(read_products(items, attributes), Path(folder) / "built")
     return {"seconds": time.perf_counter() - start}
 
 
-def _task_use(folder: str, _: str) -> dict[str, float]:
+def use_folder(folder: str) -> dict[str, float]:
+    """Opens, searches and plays the catalogue that was built."""
     start = time.perf_counter()
     catalogue = Catalogue.open(Path(folder) / "built")
     opened = time.perf_counter() - start
@@ -144,34 +129,3 @@ def _mean_ms(function: Callable, arguments) -> float:
 
 def _row(name: str, value: float, unit: str) -> Row:
     return {"name": name, "value": round(float(value), 4), "unit": unit}
-
-
-def _peak_mb() -> float:
-    """Most memory this process ever held, in MB."""
-    status = Path("/proc/self/status")
-    if status.is_file():
-        # Not getrusage: there Linux counts the parent's memory at the time of the fork as the child's own.
-        return int(re.search(r"VmHWM:\s*(\d+) kB", status.read_text())[1]) / 1e3
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 1e6 if sys.platform == "darwin" else peak / 1e3  # bytes there, kilobytes elsewhere
-
-
-def main() -> None:
-    """Print the rows, or run one task of a child process."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="*", help="ITEMS ATTRIBUTES")
-    parser.add_argument("--products", type=int, help="size of a synthetic catalogue")
-    parser.add_argument("--task", choices=("memory", "build", "use"), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.task:
-        result = {"memory": _task_memory, "build": _task_build, "use": _task_use}[arguments.task](*arguments.paths)
-        print(json.dumps(result | {"mb": _peak_mb()}))
-        return
-    if not arguments.products and len(arguments.paths) != 2:
-        parser.error("give ITEMS and ATTRIBUTES, or --products")
-    for row in measure_large(arguments.products) if arguments.products else measure(*arguments.paths):
-        print(f"{row['name']:32} {row['value']:12,.4g} {row['unit']}")
-
-
-if __name__ == "__main__":
-    main()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
 
 from envs.webshop.commands import click, parse
 from envs.webshop.pages import SEP
@@ -25,6 +26,7 @@ class WebshopText:
       shop: where to shop.
       first, last: which goals; verl-agent trains on 500 and up and validates on the first 500.
       max_turns: actions after which an episode ends (15 in GiGPO's runs, 30 in HGPO's).
+      seeds: instead of the shop's own seed these; of S seeds, task n is goal first + n // S of seed number n % S.
 
     Attributes:
       task_types: their names, here one; `task_type` is an index into it.
@@ -37,8 +39,10 @@ class WebshopText:
     task_types = ("shopping",)
     task_type = 0
 
-    def __init__(self, shop: Shop, first: int = 0, last: int | None = None, max_turns: int = 15):
-        self._shop, self.max_turns = shop, max_turns
+    def __init__(
+        self, shop: Shop, first: int = 0, last: int | None = None, max_turns: int = 15, seeds: Sequence[int] = ()
+    ):
+        self._shop, self.max_turns, self._seeds = shop, max_turns, seeds or (shop.seed,)
         self._goals = range(len(shop.goals))[first:last]
         if first < 0 or not self._goals:
             raise ValueError(f"first={first}, last={last}: no goals there, the shop has {len(shop.goals)}")
@@ -46,19 +50,20 @@ class WebshopText:
             raise ValueError(f"max_turns={max_turns}: must be at least 1")
 
     @classmethod
-    def open(cls, *files: str | os.PathLike, first=0, last=None, max_turns=15, **options) -> WebshopText:
+    def open(cls, *files: str | os.PathLike, first=0, last=None, max_turns=15, seeds=(), **options) -> WebshopText:
         """From data files; `files` and `options` as for `load_shop`. Equal calls in one process share the shop."""
         shop = _open(tuple(map(os.fspath, files)), tuple(sorted(options.items())))
-        return cls(shop, first, last, max_turns)
+        return cls(shop, first, last, max_turns, seeds)
 
     def __len__(self) -> int:
-        return len(self._goals)
+        return len(self._goals) * len(self._seeds)
 
     def reset(self, task: int) -> tuple[str, list[str]]:
         """Starts task number `task`; returns the first observation and the commands to choose from."""
         if not 0 <= task < len(self):
             raise IndexError(f"task={task}: there are {len(self)} goals")
-        self._session = self._shop.session(self._goals[task])
+        goal, which = divmod(task, len(self._seeds))
+        self._session = _with_seed(self._shop, self._seeds[which]).session(self._goals[goal])
         self._turns = 0
         self.goal = self._session.goal["instruction_text"].strip()
         observation, _ = self._session.reset()
@@ -95,3 +100,8 @@ class WebshopText:
 @functools.lru_cache(maxsize=4)
 def _open(files: tuple[str, ...], options: tuple) -> Shop:
     return load_shop(*files, **dict(options))
+
+
+@functools.lru_cache(maxsize=512)
+def _with_seed(shop: Shop, seed: int) -> Shop:
+    return shop if seed == shop.seed else shop.with_seed(seed)

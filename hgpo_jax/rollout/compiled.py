@@ -52,7 +52,7 @@ def make_rollout(env, graphdef, mesh: Mesh, *, history_length: int, chunk: int, 
     """Builds `rollout(params, task_keys, keys, groups, decoding) -> Episodes`, jitted.
 
     Args:
-      env: a compiled environment such as `envs.household.Household`.
+      env: a compiled environment such as `envs.household.Household` or `envs.sokoban.Sokoban`.
       graphdef: of the `Qwen2` whose parameters will be given.
       mesh: episodes are split over its `data` axis; data x fsdp must divide their number.
       history_length: K, observation-action pairs in a prompt.
@@ -137,7 +137,7 @@ def make_rollout(env, graphdef, mesh: Mesh, *, history_length: int, chunk: int, 
 
         unfinished = lambda carry: (carry[0] < T) & (carry[-1] > 0)  # noqa: E731
         _, rows, record, _ = jax.lax.while_loop(unfinished, one_turn, (jnp.int32(0), rows, record, jnp.int32(B)))
-        return record, rows.observation, rows.env.task
+        return record, rows.observation, rows.env.task, jax.vmap(env.won)(rows.env)
 
     split = jax.shard_map(
         play,
@@ -151,14 +151,14 @@ def make_rollout(env, graphdef, mesh: Mesh, *, history_length: int, chunk: int, 
     def rollout(params, task_keys, keys, groups, decoding) -> Episodes:
         result = split(params, task_keys, keys, decoding)
         # Episodes are small: every device gets all of them, so that groups and mini-batches can cut across devices.
-        record, final, task = jax.lax.with_sharding_constraint(result, NamedSharding(mesh, P()))
+        record, final, task, won = jax.lax.with_sharding_constraint(result, NamedSharding(mesh, P()))
         states, next_states = _state_ids(record["observations"], final, record["mask"])
         return Episodes(
             **record,
             states=states,
             next_states=next_states,
             groups=groups,
-            success=(record["rewards"] > 0).any(axis=1),
+            success=won,
             task=task,
         )
 

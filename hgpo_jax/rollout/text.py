@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 TEMPLATES = Path(__file__).parent / "templates"
 # Characters of the end of a malformed response that are taken for its action, as verl-agent does.
-FALLBACK = {"alfworld": 30, "household": 30, "webshop": 20}
+FALLBACK = {"alfworld": 30, "household": 30, "sokoban": 20, "webshop": 20}
 _SECTIONS = ("first", "later", "entry")
 _NO_TEXT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")  # controls and lone surrogates
 _CHINESE = re.compile("[\u4e00-\u9fff]")

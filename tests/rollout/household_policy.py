@@ -42,9 +42,10 @@ def cloned():
     return jax.tree.unflatten(tree, [value.astype(np.float32) for value in values])
 
 
-def clone():
-    """Clones the household's local expert."""
-    play, _ = generate_play(ENV, jax.random.key(0), 0, episodes=256, noise=0.2, history_length=K, end=END, act=ACT)
+def clone(env=ENV, model=MODEL, steps=1500):
+    """Clones an environment's scripted expert."""
+    end, act = len(env.words) + 1, len(env.words) + 2
+    play, _ = generate_play(env, jax.random.key(0), 0, episodes=256, noise=0.2, history_length=K, end=end, act=act)
     happened = np.flatnonzero(play.response_lengths > 0)
     play = jax.tree.map(lambda a: a[happened], jax.device_get(play))
     optimizer = optax.adam(5e-3, b2=0.98)
@@ -54,16 +55,16 @@ def clone():
         rows = jax.tree.map(lambda a: jnp.asarray(a)[at], play)
 
         def loss(params):
-            logp, _ = token_logprobs(nnx.merge(network(MODEL), params), rows)
+            logp, _ = token_logprobs(nnx.merge(network(model), params), rows)
             return -jnp.where(jnp.arange(logp.shape[1]) < rows.response_lengths[:, None], logp, 0).sum() / len(logp)
 
         updates, state = optimizer.update(jax.grad(loss)(params), state)
         return optax.apply_updates(params, updates), state
 
-    params = initialize(MODEL, 0, mesh_of("data=1"))
+    params = initialize(model, 0, mesh_of("data=1"))
     state = optimizer.init(params)
     rng = np.random.default_rng(0)
-    for _ in range(1500):
+    for _ in range(steps):
         params, state = learn(params, state, rng.integers(len(happened), size=32))
     return jax.device_get(params)
 

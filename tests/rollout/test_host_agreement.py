@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from household_policy import ACT, END, ENV, MODEL, K, cloned, mesh_of
 
-from envs.household.text import HouseholdText, HouseholdWords
+from envs.household.text import HouseholdText
+from envs.words import Words
 from hgpo_jax.advantages import estimate
 from hgpo_jax.policy import network, shardings
 from hgpo_jax.rollout.compiled import make_rollout
@@ -42,7 +43,7 @@ def compiled(params, spec="data=1", history_length=K, temperature=1.0):
 
 def household():
     """At module level, so that worker processes can be given it."""
-    return HouseholdWords(ENV)
+    return Words(ENV)
 
 
 def host(params, spec="data=1", history_length=K, temperature=1.0, **options):

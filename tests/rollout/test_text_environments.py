@@ -18,6 +18,8 @@ from envs.household import TASKS, Household, world
 from envs.household.text import HouseholdText
 from envs.webshop import load_shop
 from envs.webshop.text import SEARCH, WebshopText
+from hgpo_jax.config import load
+from hgpo_jax.environments import make_environments
 
 TESTS = Path(__file__).resolve().parents[1]
 ENVS = TESTS.parent / "envs"
@@ -29,7 +31,7 @@ from webshop_tiny import write  # noqa: E402
 
 
 def test_environments_know_nothing_of_hgpo_jax():
-    for path in [*ENVS.glob("*/text.py"), ENVS / "play.py"]:
+    for path in ENVS.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -144,6 +146,36 @@ def test_webshop_goals_of_a_range(files):
     for first, last in ((len(goals), None), (-1, None), (2, 2)):
         with pytest.raises(ValueError, match=f"first={first}"):
             WebshopText.open(*files, first=first, last=last)
+
+
+def test_webshop_goals_of_several_seeds(files):
+    seeds, first = (4, 0, 1001), 1
+    env = WebshopText.open(*files, first=first, seeds=seeds, order="verl-agent", reachable_only=True)
+    shops = [load_shop(*files, seed=seed, reachable_only=True) for seed in seeds]
+    assert len(env) == sum(len(shop.goals) - first for shop in shops)
+    told = []
+    for task in range(len(env)):
+        env.reset(task)
+        told.append(env.goal)
+        assert env.goal == shops[task % 3].goals[first + task // 3]["instruction_text"].strip()
+    assert told[::3] != told[1::3]
+
+
+def test_webshop_settings_reach_the_shop(files, tmp_path):
+    for file, name in zip(files, ("items_shuffle_1.json", "items_ins_1.json"), strict=True):
+        (tmp_path / name).write_bytes(Path(file).read_bytes())
+    given = ["env.name=webshop", f"data={tmp_path}", "rollout.prompt_groups=3"]
+    for order, reachable in (("original", False), ("verl-agent", True)):
+        config = load(None, [*given, f"env.goal_order={order}", f"env.reachable_only={reachable}"])
+        train, held_out = make_environments(config)
+        shop = load_shop(*files, order=order, reachable_only=reachable)
+        env = held_out()
+        assert len(env) == len(shop.goals) * (128 if order == "verl-agent" else 1)
+        env.reset(2)
+        wanted = shop.with_seed(1002).goals[0] if order == "verl-agent" else shop.goals[2]
+        assert env.goal == wanted["instruction_text"].strip()
+        with pytest.raises(ValueError, match="first=500"):  # a shop of so few goals has none beyond the held-out ones
+            train()
 
 
 @pytest.mark.skipif(not RECORDED_SHOP.is_file(), reason="the recordings are not here")

@@ -140,7 +140,8 @@ def test_the_end_of_a_malformed_response_by_environment():
     text = "0123456789" * 5
     ids = LOADERS["bytes"]().encode(text)
     assert {name: chat("bytes", name).parse(ids)[1:] for name in FALLBACK} == {
-        "alfworld": (text[-30:], False), "household": (text[-30:], False), "webshop": (text[-20:], False),
+        "alfworld": (text[-30:], False), "household": (text[-30:], False), "sokoban": (text[-20:], False),
+        "webshop": (text[-20:], False),
     }  # fmt: skip
 
 
@@ -165,8 +166,8 @@ def test_any_response_has_an_action(text, fallback):
 
 def test_mistakes_are_refused():
     plain = byte_tokenizer()
-    with pytest.raises(ValueError, match=r"environment='sokoban'.*alfworld"):
-        ChatFormat(plain, "sokoban")
+    with pytest.raises(ValueError, match=r"environment='chess'.*alfworld"):
+        ChatFormat(plain, "chess")
     with pytest.raises(ValueError, match=r"prompt_limit=10.*template alone"):
         ChatFormat(plain, "alfworld", prompt_limit=10)
     plain.chat_template = "{{ 'hello' }}"

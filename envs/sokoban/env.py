@@ -1,0 +1,152 @@
+"""Sokoban as two pure functions, `reset(key)` and `step(state, action)`, on integer words.
+
+    env = Sokoban(size=6, boxes=1)
+    state, observation = env.reset(jax.random.key(0))
+    state, observation, reward, done, invalid = env.step(state, env.encode("left"))
+
+One episode at a time; use `jax.vmap` for batches. The agent walks one cell a turn and pushes the one box ahead of it where
+there is room behind that; all boxes on targets ends the episode. It sees the whole room, one word per inner cell: what is
+there and where that is, as in "box_2_3". Rooms come from `rooms.py`.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import chex
+import jax.numpy as jnp
+import numpy as np
+
+from envs.sokoban.rooms import make_room
+
+MOVES = ("up", "down", "left", "right")
+FLOOR, WALL, TARGET, BOX, BOX_ON_TARGET, AGENT, AGENT_ON_TARGET = range(7)  # what a cell shows
+CELL_WORDS = ("floor", "wall", "target", "box", "box_on_target", "you", "you_on_target")
+GOAL = "push_every_box_onto_a_target"
+WON_REWARD = 10.0
+# As in gym-sokoban; all boxes on targets pay WON_REWARD besides.
+STEP_REWARD, ON_TARGET_REWARD, OFF_TARGET_REWARD = -0.1, 1.0, -1.0
+
+
+@chex.dataclass(frozen=True)
+class State:
+    """One episode. A cell is row * size + column; the outermost cells are walls."""
+
+    walls: chex.Array  # bool[size * size]
+    targets: chex.Array  # bool[size * size]
+    boxes: chex.Array  # bool[size * size]
+    agent: chex.Array  # i32[], its cell
+    task: chex.Array  # i32[], index into task_types
+    turn: chex.Array  # i32[], actions taken
+
+
+class Sokoban:
+    """A family of rooms.
+
+    Args:
+      size: cells along a side, the outer walls included, 6 to 10.
+      boxes: 1 to 4, and as many targets.
+      reward: "success" pays 10 for all boxes on targets and nothing else; "gym" pays as gym-sokoban: -0.1 a step, +1 for a
+        box pushed onto a target, -1 for one pushed off, and 10 at the end.
+      max_turns: actions after which the episode ends.
+
+    Raises:
+      ValueError: a number out of range, or an unknown reward.
+    """
+
+    task_types = ("push",)
+    goal_length = 1
+    action_length = 1
+
+    def __init__(self, size=6, boxes=1, reward="success", max_turns=20):
+        for field, value, low, high in (("size", size, 6, 10), ("boxes", boxes, 1, 4), ("max_turns", max_turns, 1, 1000)):
+            whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+            if not whole or not low <= value <= high:
+                raise ValueError(f"{field}={value!r}: must be a whole number between {low} and {high}")
+        if reward not in ("success", "gym"):
+            raise ValueError(f"reward={reward!r}: must be success or gym")
+        self.size, self.boxes, self.reward, self.max_turns = size, boxes, reward, max_turns
+        inner = range(1, size - 1)
+        self._inner = np.array([row * size + column for row in inner for column in inner])
+        self.observation_length = len(self._inner)
+        cells = [f"{word}_{row}_{column}" for word in CELL_WORDS for row in inner for column in inner]
+        self.words = ("", *MOVES, GOAL, *cells)
+        self.offsets = np.array([-size, size, -1, 1])  # of MOVES, in cells
+
+    @cached_property
+    def word_id(self) -> dict[str, int]:
+        """Word -> token id."""
+        return {word: index for index, word in enumerate(self.words)}
+
+    def encode(self, text: str) -> np.ndarray:
+        """An action's word as i32[1]; a word that the room does not know becomes 0."""
+        return np.array([self.word_id.get(text.strip(), 0)], np.int32)
+
+    def decode(self, ids) -> str:
+        """Word ids of any length as text, empty slots left out."""
+        return " ".join(self.words[i] for i in np.asarray(ids).ravel() if i)
+
+    def goal(self, state: State) -> chex.Array:
+        """i32[1]: the same in every room."""
+        return jnp.full(self.goal_length, self.word_id[GOAL], jnp.int32)
+
+    def won(self, state: State) -> chex.Array:
+        """bool[]: whether every box stands on a target."""
+        return ~(state.boxes & ~state.targets).any()
+
+    def admissible(self, state: State) -> tuple[chex.Array, chex.Array]:
+        """Which moves change something: (bool[4], i32[4, 1] their words)."""
+        ahead = state.agent + jnp.asarray(self.offsets)
+        # Behind an outer wall there is nothing; what is read there does not matter.
+        behind = jnp.clip(ahead + jnp.asarray(self.offsets), 0, self.size**2 - 1)
+        blocked = state.walls | state.boxes
+        legal = ~state.walls[ahead] & ~(state.boxes[ahead] & blocked[behind])
+        return legal, jnp.array([[self.word_id[move]] for move in MOVES], jnp.int32)
+
+    def reset(self, key: chex.PRNGKey) -> tuple[State, chex.Array]:
+        """A new episode from a key: (State, observation i32[(size - 2)^2]). Equal keys give equal episodes."""
+        walls, targets, boxes, agent = make_room(key, self.size, self.boxes)
+        state = State(walls=walls, targets=targets, boxes=boxes, agent=agent, task=jnp.int32(0), turn=jnp.int32(0))
+        return state, self._observe(state)
+
+    def step(self, state: State, action: chex.Array):
+        """Does one action.
+
+        Args:
+          state: the episode.
+          action: i32[1], a move.
+
+        Returns:
+          (State, observation i32[(size - 2)^2], reward f32[], done bool[], invalid bool[]). What is no move, or a move
+          into a wall or a box that cannot move, changes nothing and is invalid.
+        """
+        legal, words = self.admissible(state)
+        chosen = legal & (words == action).all(1)
+        invalid, move = ~chosen.any(), jnp.argmax(chosen)
+        offset = jnp.asarray(self.offsets)[move] * ~invalid
+        agent = state.agent + offset
+        pushed = state.boxes[agent] & ~invalid
+        moved = state.boxes.at[agent].set(False).at[agent + offset].set(True)
+        after = state.replace(
+            boxes=jnp.where(pushed, moved, state.boxes), agent=agent.astype(jnp.int32), turn=state.turn + 1
+        )
+        won = self.won(after)
+        reward = WON_REWARD * won
+        if self.reward == "gym":
+            gained = (after.boxes & after.targets).sum() - (state.boxes & state.targets).sum()
+            reward += STEP_REWARD + ON_TARGET_REWARD * (gained > 0) + OFF_TARGET_REWARD * (gained < 0)
+        return after, self._observe(after), reward, won | (after.turn >= self.max_turns), invalid
+
+    def _observe(self, state: State) -> chex.Array:
+        agent = jnp.arange(self.size**2) == state.agent
+        shown = jnp.where(state.targets, TARGET, FLOOR)
+        shown = jnp.where(state.boxes, jnp.where(state.targets, BOX_ON_TARGET, BOX), shown)
+        shown = jnp.where(agent, jnp.where(state.targets, AGENT_ON_TARGET, AGENT), shown)
+        shown = jnp.where(state.walls, WALL, shown)[self._inner]
+        count = len(self._inner)
+        return (1 + len(MOVES) + 1 + shown * count + jnp.arange(count)).astype(jnp.int32)
+
+    def shown(self, ids) -> np.ndarray:
+        """What the whole room shows, int[size, size] of FLOOR, WALL, ..., from an observation."""
+        kinds = (np.asarray(ids) - 2 - len(MOVES)) // len(self._inner)
+        return np.pad(kinds.reshape(self.size - 2, self.size - 2), 1, constant_values=WALL)

@@ -1,0 +1,22 @@
+"""Sokoban as text tasks: `reset(task)` and `step(action)`, the room drawn with the letters of Sokoban level files.
+
+    env = SokobanText(Sokoban())
+    observation, commands = env.reset(0)
+    observation, commands, reward, done, info = env.step("left")
+"""
+
+from __future__ import annotations
+
+from envs.words import Words
+
+LETTERS = "-#.$*@+"  # floor, wall, target, box, box on target, agent, agent on target, as `env.py` numbers them
+
+
+class SokobanText(Words):
+    """Rooms as drawings, a line a row, with a blank between cells so that each is a token; see `Words` for the rest."""
+
+    def _goal(self, ids):
+        return "push every box onto a target."
+
+    def _tell(self, ids):
+        return "\n".join(" ".join(LETTERS[kind] for kind in row) for row in self._env.shown(ids))

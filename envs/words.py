@@ -1,0 +1,110 @@
+"""A compiled environment as text tasks: `reset(task)` and `step(action)` that show its very words.
+
+`Words(env)` is for comparing both faces; environments derive from it what people and language models read
+(`envs/*/text.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+
+BLANK = "_"  # an empty slot between words
+
+
+class Words:
+    """Generated tasks played one at a time. A task is the random key that it is generated from, as a 64-bit number.
+
+    Args:
+      env: the rules; all that share one share its compiled functions.
+
+    Attributes:
+      task_types: their names; `task_type` is an index into it.
+      goal: the task of the running episode.
+    """
+
+    def __init__(self, env):
+        self._env, self.max_turns, self.task_types = env, env.max_turns, env.task_types
+
+    def reset(self, task: int) -> tuple[str, list[str]]:
+        """Starts the task of `jax.random.key(task)`; returns the first observation and the commands to choose from."""
+        if not 0 <= task < 2**64:
+            raise IndexError(f"task={task}: must be a number of 64 bits")
+        key = np.array([task >> 32, task & 0xFFFFFFFF], np.uint32)
+        with jax.set_mesh(_one_cpu()):
+            self._state, seen = jax.device_get(_programs(self._env)[0](key))
+        self.task_type = int(self._state.task)
+        self.goal = self._goal(seen["goal"])
+        return self._see(seen)
+
+    def step(self, action: str) -> tuple[str, list[str], float, bool, dict]:
+        """Does one action; an inadmissible one changes nothing.
+
+        Returns: (observation, commands, the environment's reward, done, info with `won` and `admissible`).
+        """
+        with jax.set_mesh(_one_cpu()):
+            self._state, seen = jax.device_get(_programs(self._env)[1](self._state, self._ids(action)))
+        info = {"won": bool(seen["won"]), "admissible": not seen["invalid"]}
+        return *self._see(seen), float(seen["reward"]), bool(seen["done"]), info
+
+    def _see(self, seen) -> tuple[str, list[str]]:
+        legal, words = seen["admissible"]
+        self._commands = {self._command(*self._words(ids)): ids for ids in words[legal]}
+        return self._tell(seen["observation"]), sorted(self._commands)
+
+    def _words(self, ids) -> list[str]:
+        return [self._env.words[i] for i in ids]
+
+    # -- the wording --------------------------------------------------------------------------------------------
+
+    def _ids(self, action: str) -> np.ndarray:
+        """An action's words, i32[action_length]; a word that the environment does not know is -1."""
+        known = self._env.word_id | {BLANK: 0}
+        ids = [known.get(word, -1) for word in action.split()][: self._env.action_length]
+        return np.array(ids + [0] * (self._env.action_length - len(ids)), np.int32)
+
+    def _goal(self, ids) -> str:
+        return _join(self._words(ids))
+
+    def _command(self, *words: str) -> str:
+        return _join(words)
+
+    def _tell(self, ids) -> str:
+        return _join(self._words(ids))
+
+
+def _join(words) -> str:
+    return " ".join(word or BLANK for word in words).rstrip(f" {BLANK}")
+
+
+@functools.cache
+def _one_cpu() -> jax.sharding.Mesh:
+    """One processor of the host: the caller's mesh may hold many devices, and a small environment needs none of them."""
+    axis = (jax.sharding.AxisType.Auto,)
+    return jax.make_mesh((1,), ("environment",), axis_types=axis, devices=jax.local_devices(backend="cpu")[:1])
+
+
+@functools.lru_cache(maxsize=8)
+def _programs(env):
+    """Jitted `reset(key data)` and `step(state, action)`, both -> (state, what there is to tell)."""
+
+    @jax.jit
+    def reset(key):
+        state, observation = env.reset(jax.random.wrap_key_data(key, impl="threefry2x32"))
+        return state, {"observation": observation, "admissible": env.admissible(state), "goal": env.goal(state)}
+
+    @jax.jit
+    def step(state, action):
+        state, observation, reward, done, invalid = env.step(state, action)
+        return state, {
+            "observation": observation,
+            "admissible": env.admissible(state),
+            "reward": reward,
+            "done": done,
+            "won": env.won(state),
+            "invalid": invalid,
+        }
+
+    return reset, step
