@@ -2,7 +2,8 @@
 
 A mini-batch is a run of rows in a given order, worked through in micro-batches of fixed size; gradients and statistics are
 summed as numerators and divided once, so that micro-batch size, padding and the number of devices change nothing but the
-speed. Trip counts are dynamic, shapes are static: one compilation serves every number of rows.
+speed. Trip counts are dynamic, shapes are static: one compilation serves every number of rows. The rows of a mini-batch are
+sorted by length, and each micro-batch is as wide as the narrowest of a few widths that holds its prompts.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from jax.sharding import PartitionSpec as P
 
 from hgpo_jax import objective
 from hgpo_jax.config import LearnerConfig, OptimizerConfig
+from hgpo_jax.mesh import largest_count
 from hgpo_jax.methods import Method
 from hgpo_jax.policy import ModelConfig, lora, network
-from hgpo_jax.sampling import pick
+from hgpo_jax.sampling import buckets, pick
 
 MAX_LOGITS = 2**26  # 256 MB in float32
 
@@ -176,6 +178,7 @@ def make_update(
         device = jax.lax.axis_index("data")
         steps = jnp.maximum(-(-count // minibatch_size), 1)
         size = -(-count // steps)
+        order = _by_length(rows, order, size, count)
         weight = rows.response_lengths if per_token else (rows.response_lengths > 0).astype(jnp.int32)
         before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(weight[order])])
 
@@ -183,7 +186,7 @@ def make_update(
             total, stats, worst = loss(params, reference, chunk)
             return total, (stats, worst)
 
-        grad = jax.grad(numerator, has_aux=True)
+        grad = _at_width(jax.grad(numerator, has_aux=True), rows.prompts.shape[1])
 
         def chunk_at(first, stop):
             return _take(rows, order, first + jnp.arange(C), stop)[1]
@@ -237,11 +240,12 @@ def make_map(function: Callable, mesh: Mesh, *, microbatch_size: int):
 
     def mapped(params, rows: Rows, order, count):
         device = jax.lax.axis_index("data")
+        order, narrow = _by_length(rows, order, count, count), _at_width(function, rows.prompts.shape[1])
 
         def one_chunk(i, out):
             at = (i * devices + device) * C + jnp.arange(C)
             index, chunk = _take(rows, order, at, count)
-            value = function(params, chunk)
+            value = narrow(params, chunk)
             # Past the end several entries name the same row: they must not write.
             return out.at[jnp.where(at < count, index, out.shape[0])].set(value, mode="drop")
 
@@ -252,10 +256,37 @@ def make_map(function: Callable, mesh: Mesh, *, microbatch_size: int):
 
 
 def _take(rows: Rows, order, at, stop):
-    """(row numbers, rows) at these places of the order; rows at `stop` or beyond have no response."""
+    """(row numbers, rows) at these places of the order; rows at `stop` or beyond have a prompt of one token, no response."""
     index = order[jnp.minimum(at, order.shape[0] - 1)]
     chunk = jax.tree.map(lambda a: a[index], rows)
-    return index, chunk.replace(response_lengths=jnp.where(at < stop, chunk.response_lengths, 0))
+    return index, chunk.replace(
+        prompt_lengths=jnp.where(at < stop, chunk.prompt_lengths, 1),
+        response_lengths=jnp.where(at < stop, chunk.response_lengths, 0),
+    )
+
+
+def _by_length(rows: Rows, order, size, count):
+    """The order with each run of `size` among its first `count` entries sorted by the length of the prompts."""
+    place = jnp.arange(order.shape[0])
+    run = jnp.where(place < count, place // jnp.maximum(size, 1), order.shape[0])
+    return order[jnp.lexsort((rows.prompt_lengths[order], run))]
+
+
+def _at_width(function: Callable, width: int) -> Callable:
+    """`function(params, chunk)` for chunks of Rows with prompts [C, width], computed with no more slots than they need.
+
+    There are three widths at most, because each is compiled. All devices take the same one, as collectives demand.
+    """
+    widths = buckets(width, factor=2, smallest=max(256, width // 4))
+    if len(widths) == 1:
+        return function
+
+    def narrowed(params, chunk: Rows):
+        needed = largest_count(chunk.prompt_lengths.max())
+        cut = [lambda params, chunk, w=w: function(params, chunk.replace(prompts=chunk.prompts[:, :w])) for w in widths]
+        return jax.lax.switch((needed > jnp.array(widths[:-1])).sum(), cut, params, chunk)
+
+    return narrowed
 
 
 def _data_axis(mesh: Mesh) -> tuple[str, ...]:

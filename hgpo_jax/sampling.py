@@ -25,6 +25,16 @@ class Responses:
     lengths: chex.Array
 
 
+def buckets(largest: int, *, factor: int, smallest: int) -> list[int]:
+    """`largest` and its parts by powers of `factor` down to `smallest`, four at most, ascending."""
+    sizes = {largest}
+    for power in range(1, 4):
+        size = -(-largest // factor**power)
+        if size >= smallest:
+            sizes.add(size)
+    return sorted(sizes)
+
+
 @chex.dataclass(frozen=True)
 class Decoding:
     """The distribution that tokens are drawn from. All are scalars: other values compile nothing anew.

@@ -26,7 +26,7 @@ from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.played import Played, Report
 from hgpo_jax.rollout.players import LocalPlayers, WorkerPlayers
 from hgpo_jax.rollout.shared import SharedPlayers
-from hgpo_jax.sampling import Decoding, Responses, generate
+from hgpo_jax.sampling import Decoding, Responses, buckets, generate
 
 log = logging.getLogger(__name__)
 
@@ -205,16 +205,6 @@ def _write(record, row, turn, prompt, out: Responses, i, well_formed) -> None:
     record["logp"][row, turn] = out.logp[i]
     record["mask"][row, turn] = True
     record["invalid"][row, turn] = not well_formed
-
-
-def buckets(largest: int, *, factor: int, smallest: int) -> list[int]:
-    """`largest` and its parts by powers of `factor` down to `smallest`, four at most, ascending."""
-    sizes = {largest}
-    for power in range(1, 4):
-        size = -(-largest // factor**power)
-        if size >= smallest:
-            sizes.add(size)
-    return sorted(sizes)
 
 
 def make_unstack(graphdef):

@@ -10,10 +10,10 @@ from odd_env import Counting
 
 from hgpo_jax.policy import ModelConfig, initialize, network
 from hgpo_jax.rollout.episodes import Episodes
-from hgpo_jax.rollout.host import HostRollout, buckets
+from hgpo_jax.rollout.host import HostRollout
 from hgpo_jax.rollout.tasks import task_numbers
 from hgpo_jax.rollout.text import Answer, Prompt
-from hgpo_jax.sampling import Decoding
+from hgpo_jax.sampling import Decoding, buckets
 
 MODEL = ModelConfig(
     vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
