@@ -17,7 +17,8 @@ from hgpo_jax.iteration import collect, make_learn
 from hgpo_jax.job import build
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import initialize, network
-from hgpo_jax.rollout.host import make_sampler
+from hgpo_jax.rollout.host import make_sampler, make_unstack
+from hgpo_jax.sampling import Decoding
 
 TINY = [
     "--policy", "household", "--layers", "2", "--width", "16", "--inner", "24", "--heads", "2", "--kv-heads", "1",
@@ -46,6 +47,9 @@ def bench(tmp_path, monkeypatch, *arguments) -> dict[str, dict]:
     for row in rows:
         assert set(row) == {"name", "value", "unit", "limit_share", "ratio"}, row
         assert row["unit"] in ("s", "tokens/s", "GiB", "GB/s", "GFLOP/s"), row
+        if row["name"].startswith("decode"):  # a difference of two measurements, which are all noise at these sizes
+            assert np.isfinite([row["value"], row["limit_share"], row["ratio"] or 0]).all(), row
+            continue
         assert np.isfinite(row["value"]) and row["value"] >= 0, row
         assert row["limit_share"] is None or 0 < row["limit_share"] < 1.2, row
         assert row["ratio"] is None or row["ratio"] >= 0, row
@@ -60,6 +64,7 @@ def against():
     return ["--against", "transformers"] if policies.importlib.util.find_spec("torch") else []
 
 
+@pytest.mark.slow
 def test_sample(tmp_path, monkeypatch):
     peer = against()
     rows = bench(tmp_path, monkeypatch, "sample", *TINY, "--batch", "4", "--prompt", "9", "--new", "24", *peer)
@@ -68,6 +73,7 @@ def test_sample(tmp_path, monkeypatch):
     assert starting(rows, "decode, household, float32, prompt 9, 24 new, batch 4")["unit"] == "tokens/s"
 
 
+@pytest.mark.slow
 def test_update(tmp_path, monkeypatch):
     peer = against()  # which then must have the same loss and gradient
     rows = bench(tmp_path, monkeypatch, "update", *TINY, "--rows", "6", "--tokens", "12", "--response", "5", "--remat", *peer)
@@ -106,9 +112,10 @@ def test_the_peer_generates_the_same_tokens(peer):
     prompts = np.random.default_rng(0).integers(0, model.vocab_size, (3, 7)).astype(np.int32)
     with jax.set_mesh(mesh):
         params = initialize(model, 0, mesh)
-        ours = make_sampler(network(model), mesh, 6, -1)(
-            params, prompts, np.full(3, 7), jax.random.split(jax.random.key(0), 3), np.arange(3), 0, 0.0
-        )
+        ours = make_sampler(network(model), mesh, 6, (-1,))(
+            params, make_unstack(network(model))(params), prompts, np.full(3, 7), jax.random.split(jax.random.key(0), 3),
+            np.arange(3), 0, Decoding(temperature=0.0),
+        )  # fmt: skip
     theirs = peer.sampler(peer.make_model(model, params, "float32"), prompts, 6, 0.0)()
     np.testing.assert_array_equal(ours.tokens, theirs)
 

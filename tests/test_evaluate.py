@@ -91,7 +91,8 @@ def test_tokens_and_valid_actions_are_per_step(job):
     result, _ = evaluate.evaluate_seeds(job, None, [5])
     plays = []
     for first in range(0, 10, 4):  # the same episodes, batch by batch
-        plays.append(Stage().held_out(None, job.stage.tasks("held_out", 5, range(first, first + 4)), None, None, 0.4))
+        tasks = job.stage.tasks("held_out", 5, range(first, first + 4))
+        plays.append(Stage().held_out(None, tasks, None, None, Decoding(temperature=0.4)))
     steps = [(e.prompt_lengths[b, t], e.response_lengths[b, t], e.invalid[b, t])
              for e in plays for b in range(4) for t in range(5) if e.mask[b, t]]  # fmt: skip
     steps = steps[: len(steps) - sum(int(plays[-1].mask[b].sum()) for b in (2, 3))]

@@ -134,7 +134,8 @@ def test_values_of_all_rows(critic, spec):
     mesh = make_mesh(spec, jax.devices()[: 4 if "fsdp" in spec else 1])
     order, count = np.random.default_rng(1).permutation(N), 17
     mapped = jax.jit(make_map(make_values(MODEL), mesh, microbatch_size=3))
-    got = np.asarray(mapped(params, rows, order, count))
+    with jax.set_mesh(mesh):  # as a job does
+        got = np.asarray(mapped(params, rows, order, count))
     wanted = np.zeros(N)
     wanted[order[:count]] = plain_values(params, rows)[order[:count]]
     np.testing.assert_allclose(got, wanted, atol=1e-5)

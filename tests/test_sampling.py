@@ -181,7 +181,10 @@ def test_no_response_ends_early(batch):
     np.testing.assert_array_equal(np.asarray(free.tokens)[late, 0], np.asarray(bound.tokens)[late, 0])
 
 
-@pytest.mark.parametrize("spec", ["data=1", "data=2", pytest.param("data=2,fsdp=2,tensor=2", marks=pytest.mark.slow)])
+SLOW_MESHES = [pytest.param(spec, marks=pytest.mark.slow) for spec in ("data=2", "data=2,fsdp=2,tensor=2")]
+
+
+@pytest.mark.parametrize("spec", ["data=1", *SLOW_MESHES])
 def test_rows_that_outlast_the_others_go_on_in_a_smaller_batch(batch, spec):
     params, prompts, lengths, keys = batch
     mesh = make_mesh(spec, jax.devices()[: 2 if spec == "data=2" else 1 if spec == "data=1" else 8])

@@ -17,7 +17,6 @@ from hgpo_jax import cli
 from hgpo_jax.bench import policies
 from hgpo_jax.bench.limits import forward_flops, matmul_rate, row
 from hgpo_jax.config import Config, ConfigError
-from hgpo_jax.environments import COMPILED
 from hgpo_jax.iteration import collect, make_learn
 from hgpo_jax.job import Job, build
 from hgpo_jax.methods import METHODS
@@ -87,7 +86,7 @@ def run(args: argparse.Namespace) -> list[dict]:
 def refuse_unlike(config: Config) -> None:
     """Raises ConfigError where the peer's loop does something else than the configuration."""
     method = METHODS[config.method]
-    if config.env.name != COMPILED:
+    if config.env.name != "household":
         raise ConfigError(f"env.name={config.env.name}: --against transformers plays the embedded household only")
     if method.loss != "clip" or method.critic or method.dynamic_sampling or config.lora.rank:
         raise ConfigError(f"method={config.method}: --against transformers knows one clipped loss, without critic or adapters")
