@@ -155,6 +155,15 @@ def test_responses_are_read_without_special_tokens_and_to_the_letter(tokenizer):
     assert format.parse(plain.encode("<action> it 's , so .</action>")).action == "it 's , so ."
 
 
+@both
+def test_further_tokens_end_a_response(tokenizer):
+    plain = LOADERS[tokenizer]()
+    format = ChatFormat(plain, "alfworld", 512, stop=["<|im_start|>"])
+    assert format.ends == tuple(plain.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"]))
+    with pytest.raises(ValueError, match=r"stop=\['<stop>'\]: no token of the tokenizer.*<\|im_end\|>"):
+        ChatFormat(plain, "alfworld", 512, stop=["<|im_start|>", "<stop>"])
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.text(max_size=80), st.integers(1, 40))
 def test_any_response_has_an_action(text, fallback):
