@@ -115,12 +115,13 @@ def rows_needed(ended):
 def unended(live: Live, size: int) -> Live:
     """`size` rows, all that have not ended among them: the same number on each device that has a part of them."""
 
+    share = size // parts()
+
     def part(live: Live) -> Live:
-        first = jnp.argsort(live.ended, stable=True)[: size // parts_]
+        first = jnp.argsort(live.ended, stable=True)[:share]
         return jax.tree.map(lambda a: a[first], live)
 
-    parts_ = parts()
-    if parts_ == 1:
+    if share == size:
         return part(live)
     # By hand: the compiler aborts on moving rows of an array whose heads are split too.
     axes = {1: ("batch",), 4: CACHE_AXES}
