@@ -31,7 +31,10 @@ def make_values(config: ModelConfig, remat: bool = False):
 
     def values(params, rows: Rows):
         model = nnx.merge(graphdef, params["body"])
-        hidden = model.hidden(rows.prompts, rows.prompt_lengths[:, None] - 1, remat=remat)[:, 0]
+        tokens, where, _ = rows.in_sequences()
+        hidden = model.hidden(tokens, where.wanted, first=where.first, remat=remat)
+        # A response's first token is predicted where the prompt ends.
+        hidden = hidden.at[where.sequence, where.place].get(mode="fill", fill_value=0)
         return (hidden.astype(jnp.float32) * params["value"]["kernel"]).sum(-1) + params["value"]["bias"]
 
     return values

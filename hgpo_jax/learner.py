@@ -3,7 +3,7 @@
 A mini-batch is a run of rows in a given order, worked through in micro-batches of fixed size; gradients and statistics are
 summed as numerators and divided once, so that micro-batch size, padding and the number of devices change nothing but the
 speed. Trip counts are dynamic, shapes are static: one compilation serves every number of rows. The rows of a mini-batch are
-sorted by length, and each micro-batch is as wide as the narrowest of a few widths that holds its prompts.
+packed into sequences as long as the longest row may be (`packing.py`), and a micro-batch is some of these sequences.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from hgpo_jax import objective
+from hgpo_jax import objective, packing
 from hgpo_jax.config import LearnerConfig, OptimizerConfig
 from hgpo_jax.mesh import largest_count
 from hgpo_jax.methods import Method
 from hgpo_jax.policy import ModelConfig, lora, network
-from hgpo_jax.sampling import buckets, pick
+from hgpo_jax.sampling import pick
 
 MAX_LOGITS = 2**26  # 256 MB in float32
 
@@ -33,7 +33,8 @@ MAX_LOGITS = 2**26  # 256 MB in float32
 class Rows:
     """N decisions to learn from.
 
-    old_logp and advantages are only read by the policy loss, values and returns only by the critic's.
+    old_logp and advantages are only read by the policy loss, values and returns only by the critic's. Without `places` each
+    row is a sequence of its own.
     """
 
     prompts: chex.Array  # i32[N, P], right-padded
@@ -44,38 +45,47 @@ class Rows:
     advantages: chex.Array  # f32[N]
     values: chex.Array | None = None  # f32[N], of the critic before the update
     returns: chex.Array | None = None  # f32[N], what the critic is to predict
+    places: packing.Places | None = None  # in the sequences of a micro-batch
+
+    def in_sequences(self):
+        """(tokens i32[C, S], their places, index of each response token among the predictions)."""
+        text = self.prompts, self.prompt_lengths, self.responses, self.response_lengths
+        where = packing.alone(*text) if self.places is None else self.places
+        return packing.tokens(where, *text), where, packing.columns(where, self.responses, self.response_lengths)
 
 
 def token_logprobs(model, rows: Rows, *, temperature=1.0, remat=False, max_logits: int = MAX_LOGITS):
-    """Log-probability and entropy of each response token: (f32[N, R], f32[N, R]).
+    """Log-probability and entropy of each response token: (f32[N, R], f32[N, R]), 0 beyond a response's end.
 
     temperature: of the distribution, as in sampling.
-    max_logits: logits to hold at a time on each device; where N x R x V is more, the response is worked through in pieces
-      and their logits are computed again in the backward pass. The whole of them is the largest array of an update by
+    max_logits: logits to hold at a time on each device; where those of all predictions are more, they are worked through in
+      pieces and their logits are computed again in the backward pass. The whole of them is the largest array of an update by
       far (4,096 tokens of a vocabulary of 151,936 are 2.5 GB), and is never needed at once.
     """
-    n, R = rows.responses.shape
-    slots = rows.prompt_lengths[:, None] + jnp.arange(R)
-    tokens = jnp.pad(rows.prompts, ((0, 0), (0, R - 1)))
-    # The last response token is only a target; its slot may lie past the end.
-    tokens = tokens.at[jnp.arange(n)[:, None], slots].set(rows.responses, mode="drop")
-    hidden = model.hidden(tokens, slots - 1, remat=remat)
+    tokens, where, index = rows.in_sequences()
+    hidden = model.hidden(tokens, where.wanted, first=where.first, remat=remat)
+    C, W = where.wanted.shape
+    targets = jnp.zeros((C, W), jnp.int32).at[index].set(rows.responses, mode="drop")
 
-    def piece(model, hidden, responses):
+    def piece(model, hidden, targets):
         logps = jax.nn.log_softmax(model.logits(hidden) / temperature)
-        return pick(logps, responses), -(jnp.exp(logps) * logps).sum(-1)
+        return pick(logps, targets), -(jnp.exp(logps) * logps).sum(-1)
 
-    width = max(1, min(R, max_logits // (n * model.c.vocab_size)))  # response tokens of each row at a time
-    if width == R:
-        return piece(model, hidden, rows.responses)
-    pieces = -(-R // width)
-    cut = lambda a: jnp.moveaxis(  # noqa: E731
-        jnp.pad(a, ((0, 0), (0, pieces * width - R), *((0, 0),) * (a.ndim - 2))).reshape(n, pieces, width, *a.shape[2:]), 1, 0
-    )
-    graphdef, weights = nnx.split(model)
-    body = jax.checkpoint(lambda weights, *inputs: piece(nnx.merge(graphdef, weights), *inputs))
-    out = jax.lax.map(lambda inputs: body(weights, *inputs), (cut(hidden), cut(rows.responses)))
-    return tuple(jnp.moveaxis(a, 0, 1).reshape(n, -1)[:, :R] for a in out)
+    width = max(1, min(W, max_logits // (C * model.c.vocab_size)))  # predictions of each sequence at a time
+    if width == W:
+        out = piece(model, hidden, targets)
+    else:
+        pieces = -(-W // width)
+
+        def cut(a):
+            a = jnp.pad(a, ((0, 0), (0, pieces * width - W), *((0, 0),) * (a.ndim - 2)))
+            return jnp.moveaxis(a.reshape(C, pieces, width, *a.shape[2:]), 1, 0)
+
+        graphdef, weights = nnx.split(model)
+        body = jax.checkpoint(lambda weights, *inputs: piece(nnx.merge(graphdef, weights), *inputs))
+        out = jax.lax.map(lambda inputs: body(weights, *inputs), (cut(hidden), cut(targets)))
+        out = tuple(jnp.moveaxis(a, 0, 1).reshape(C, -1)[:, :W] for a in out)
+    return tuple(a.at[index].get(mode="fill", fill_value=0) for a in out)
 
 
 def response_mask(rows: Rows):
@@ -163,7 +173,7 @@ def make_update(
         over rows, stats are (numerator, denominator) pairs, worst is a maximum of interest in the first mini-batch.
       mesh: each device of its `data` axis takes its part of every mini-batch.
       minibatch_size: rows per optimizer step at most; an epoch is cut into equal steps.
-      microbatch_size: rows per index of the `data` axis and gradient computation, rounded up to what `fsdp` divides.
+      microbatch_size: sequences per index of the `data` axis and gradient computation, rounded up to what `fsdp` divides.
       compute_dtype: of the copy of the parameters that the loss sees; the parameters themselves, the sum of gradients and
         the optimizer stay as they are.
 
@@ -178,7 +188,6 @@ def make_update(
         device = jax.lax.axis_index("data")
         steps = jnp.maximum(-(-count // minibatch_size), 1)
         size = -(-count // steps)
-        order = _by_length(rows, order, size, count)
         weight = rows.response_lengths if per_token else (rows.response_lengths > 0).astype(jnp.int32)
         before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(weight[order])])
 
@@ -186,26 +195,28 @@ def make_update(
             total, stats, worst = loss(params, reference, chunk)
             return total, (stats, worst)
 
-        grad = _at_width(jax.grad(numerator, has_aux=True), rows.prompts.shape[1])
+        grad = _at_width(jax.grad(numerator, has_aux=True), rows.responses.shape[1])
 
-        def chunk_at(first, stop):
-            return _take(rows, order, first + jnp.arange(C), stop)[1]
+        def deal(begin, stop):
+            return _deal(rows, order, begin, stop, min(minibatch_size, order.shape[0]))
 
         zeros = lambda tree: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), tree)  # noqa: E731
-        nothing = (zeros(params), zeros(jax.eval_shape(lambda: grad(cast(params, compute_dtype), chunk_at(0, 0))[1])))
+        like = jax.eval_shape(lambda: grad(cast(params, compute_dtype), _take(rows, deal(0, 0)[0], 0, C)[1])[1])
+        nothing = (zeros(params), zeros(like))
 
         def one_step(j, carry):
             params, opt_state, stats, worst, norms = carry
             compute = cast(params, compute_dtype)
             begin, stop = j * size, jnp.minimum((j + 1) * size, count)
+            dealt, sequences = deal(begin, stop)
 
             def one_chunk(i, carry):
                 total, (stats, worst) = carry
-                new, (new_stats, new_worst) = grad(compute, chunk_at(begin + (i * devices + device) * C, stop))
+                new, (new_stats, new_worst) = grad(compute, _take(rows, dealt, (i * devices + device) * C, C)[1])
                 total, stats = jax.tree.map(jnp.add, (total, stats), (new, new_stats))
                 return total, (stats, jnp.maximum(worst, new_worst))
 
-            chunks = -(-(stop - begin) // (C * devices))
+            chunks = -(-sequences // (C * devices))
             gradient, (new_stats, new_worst) = jax.lax.fori_loop(0, chunks, one_chunk, nothing)
             gradient, new_stats = jax.lax.psum((gradient, new_stats), data)
             scale = 1.0 / jnp.maximum(before[stop] - before[begin], 1)
@@ -232,59 +243,69 @@ def cast(params, dtype: str):
 def make_map(function: Callable, mesh: Mesh, *, microbatch_size: int):
     """Builds `mapped(params, rows, order, count) -> f32[N]`, to be called under `jax.jit`.
 
-    `function(params, rows) -> f32[C]` is applied to the rows `order[:count]` in micro-batches, split over the mesh's
-    `data` axis; other rows get 0. Arguments as in `make_update`.
+    `function(params, rows) -> f32[number of rows]` is applied to the rows `order[:count]` in micro-batches, split over the
+    mesh's `data` axis; other rows get 0. Arguments as in `make_update`.
     """
     devices, C = mesh.shape["data"], _round_up(microbatch_size, mesh.shape["fsdp"])
     data = _data_axis(mesh)
 
     def mapped(params, rows: Rows, order, count):
         device = jax.lax.axis_index("data")
-        order, narrow = _by_length(rows, order, count, count), _at_width(function, rows.prompts.shape[1])
+        narrow = _at_width(function, rows.responses.shape[1])
+        dealt, sequences = _deal(rows, order, 0, count, order.shape[0])
 
         def one_chunk(i, out):
-            at = (i * devices + device) * C + jnp.arange(C)
-            index, chunk = _take(rows, order, at, count)
-            value = narrow(params, chunk)
-            # Past the end several entries name the same row: they must not write.
-            return out.at[jnp.where(at < count, index, out.shape[0])].set(value, mode="drop")
+            index, chunk = _take(rows, dealt, (i * devices + device) * C, C)
+            # What is too many must not write.
+            index = jnp.where(chunk.places.sequence < C, index, out.shape[0])
+            return out.at[index].set(narrow(params, chunk), mode="drop")
 
-        out = jax.lax.fori_loop(0, -(-count // (C * devices)), one_chunk, jnp.zeros(order.shape[0]))
+        out = jax.lax.fori_loop(0, -(-sequences // (C * devices)), one_chunk, jnp.zeros(order.shape[0]))
         return jax.lax.psum(out, data)
 
     return jax.shard_map(mapped, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=False)
 
 
-def _take(rows: Rows, order, at, stop):
-    """(row numbers, rows) at these places of the order; rows at `stop` or beyond have a prompt of one token, no response."""
+def _deal(rows: Rows, order, begin, stop, size: int):
+    """The rows `order[begin:stop]`, `size` at most, dealt to sequences; returns (what `_take` needs, number of sequences)."""
+    at = begin + jnp.arange(size)
     index = order[jnp.minimum(at, order.shape[0] - 1)]
+    wanted = jnp.where(at < stop, rows.response_lengths[index], 0)
+    lengths = jnp.where(wanted > 0, rows.prompt_lengths[index] + wanted - 1, 0)
+    sequence, slot, place = packing.pack(lengths, wanted, *packing.sizes(rows.prompts.shape[1], rows.responses.shape[1]))
+    by_sequence = jnp.argsort(sequence)
+    dealt = tuple(a[by_sequence] for a in (index, sequence, slot, place))
+    return dealt, jnp.where(sequence < size, sequence + 1, 0).max()
+
+
+def _take(rows: Rows, dealt, first, C: int):
+    """(row numbers, rows) of the sequences from `first` to `first + C - 1`; what is too many has no response."""
+    slots, predictions, most = packing.sizes(rows.prompts.shape[1], rows.responses.shape[1])
+    size = dealt[1].shape[0]
+    at = jnp.searchsorted(dealt[1], first) + jnp.arange(min(C * most, size))
+    index, sequence, slot, place = (a.at[at].get(mode="clip") for a in dealt)
+    here = (at < size) & (sequence < jnp.minimum(first + C, size))
     chunk = jax.tree.map(lambda a: a[index], rows)
-    return index, chunk.replace(
-        prompt_lengths=jnp.where(at < stop, chunk.prompt_lengths, 1),
-        response_lengths=jnp.where(at < stop, chunk.response_lengths, 0),
-    )
+    lengths = jnp.where(here, chunk.prompt_lengths, 1), jnp.where(here, chunk.response_lengths, 0)
+    where = packing.places(sequence - first, slot, place, *lengths, (C, slots), predictions)
+    return index, chunk.replace(prompt_lengths=lengths[0], response_lengths=lengths[1], places=where)
 
 
-def _by_length(rows: Rows, order, size, count):
-    """The order with each run of `size` among its first `count` entries sorted by the length of the prompts."""
-    place = jnp.arange(order.shape[0])
-    run = jnp.where(place < count, place // jnp.maximum(size, 1), order.shape[0])
-    return order[jnp.lexsort((rows.prompt_lengths[order], run))]
+def _at_width(function: Callable, narrow: int) -> Callable:
+    """`function(params, chunk)`, computed for `narrow` predictions of each sequence only where no more are asked for.
 
-
-def _at_width(function: Callable, width: int) -> Callable:
-    """`function(params, chunk)` for chunks of Rows with prompts [C, width], computed with no more slots than they need.
-
-    There are three widths at most, because each is compiled. All devices take the same one, as collectives demand.
+    All devices take the same of the two programs, as collectives demand.
     """
-    widths = buckets(width, factor=2, smallest=max(256, width // 4))
-    if len(widths) == 1:
-        return function
 
     def narrowed(params, chunk: Rows):
-        needed = largest_count(chunk.prompt_lengths.max())
-        cut = [lambda params, chunk, w=w: function(params, chunk.replace(prompts=chunk.prompts[:, :w])) for w in widths]
-        return jax.lax.switch((needed > jnp.array(widths[:-1])).sum(), cut, params, chunk)
+        where = chunk.places
+        if where.wanted.shape[1] == narrow:
+            return function(params, chunk)
+        needed = largest_count((where.place + chunk.response_lengths).max())
+        few = lambda params, chunk: function(  # noqa: E731
+            params, chunk.replace(places=where.replace(wanted=where.wanted[:, :narrow]))
+        )
+        return jax.lax.cond(needed > narrow, function, few, params, chunk)
 
     return narrowed
 

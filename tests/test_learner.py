@@ -1,7 +1,6 @@
 """The update: equal to plain optax on the plain loss, whatever the micro-batches, the padding and the devices."""
 
 import functools
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +8,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from hgpo_jax import learner
+from hgpo_jax import packing
 from hgpo_jax.config import LearnerConfig
 from hgpo_jax.learner import MAX_LOGITS, Rows, make_optimizer, make_policy_loss, make_update, token_logprobs
 from hgpo_jax.mesh import make_mesh
@@ -184,33 +181,14 @@ def test_devices_change_nothing(off_policy, expected, spec):
     np.testing.assert_allclose(stats["kl"], expected[1]["kl"], rtol=1e-4)
 
 
+@pytest.mark.parametrize("most", [1, 4])
 @pytest.mark.parametrize("spec", ["data=2", pytest.param("data=2,fsdp=2,tensor=2", marks=pytest.mark.slow)])
-def test_narrow_prompts_change_nothing(off_policy, expected, spec, monkeypatch):
-    """A micro-batch of short prompts is computed without the slots that only long ones have."""
-    widths, whole = set(), learner.token_logprobs
-
-    def watched(model, rows, **options):
-        widths.add(rows.prompts.shape[1])
-        return whole(model, rows, **options)
-
-    monkeypatch.setattr(learner, "buckets", lambda width, **_: [2, 3, width])
-    monkeypatch.setattr(learner, "token_logprobs", watched)
+def test_packing_changes_nothing(off_policy, expected, spec, most, monkeypatch):
+    """Rows that share sequences, in micro-batches that predict as many tokens as one response has, or more."""
+    monkeypatch.setattr(packing, "sizes", lambda P, R: (P + R - 1, R if most == 1 else 2 * R, most))
+    compiled.cache_clear()
     assert_same(run(off_policy, spec=spec, microbatch=2)[0], expected[0])
-    assert widths == {2, 3, WIDTH}
-
-
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=40), st.integers(1, 12), st.data())
-@settings(deadline=None, max_examples=50)
-def test_each_mini_batch_keeps_its_rows_in_the_order_of_their_lengths(lengths, size, data):
-    count = data.draw(st.integers(0, len(lengths)))
-    order = np.array(data.draw(st.permutations(range(len(lengths)))), np.int32)
-    rows = SimpleNamespace(prompt_lengths=jnp.array(lengths))
-    got = np.asarray(learner._by_length(rows, jnp.asarray(order), size, count))
-    for first in range(0, count, size):
-        last = min(first + size, count)
-        assert sorted(got[first:last]) == sorted(order[first:last])
-        assert (np.diff(np.array(lengths)[got[first:last]]) >= 0).all()
-    assert sorted(got[count:]) == sorted(order[count:])
+    compiled.cache_clear()
 
 
 def test_padding_rows_change_nothing(off_policy, expected):

@@ -16,8 +16,8 @@ from hgpo_jax.mesh import free_axes
 MAX_SCORES = 2**28  # 1 GB in float32, over the devices of fsdp and tensor together
 
 
-def attend(q_BRNH, k_BSKH, v_BSKH, positions_BR, max_scores: int = MAX_SCORES):
-    """Attention of queries at `positions` to the slots not after them: [B, R, N, H].
+def attend(q_BRNH, k_BSKH, v_BSKH, slots_BR, first_BR=None, max_scores: int = MAX_SCORES):
+    """Attention of queries at `slots` to the slots not after them, from `first` (0 if None) on: [B, R, N, H].
 
     max_scores: scores to hold at a time; where B x N x R x S is more, the queries are worked through in pieces whose scores
       are computed again in the backward pass, so that memory grows with the length and not with its square.
@@ -25,20 +25,24 @@ def attend(q_BRNH, k_BSKH, v_BSKH, positions_BR, max_scores: int = MAX_SCORES):
     B, R, N, _ = q_BRNH.shape
     S = k_BSKH.shape[1]
 
-    def piece(q, positions):
-        mask = jnp.arange(S) <= positions[..., None]
+    def piece(q, slots, first):
+        mask = jnp.arange(S) <= slots[..., None]
+        if first is not None:
+            mask &= jnp.arange(S) >= first[..., None]
         return jax.nn.dot_product_attention(q, k_BSKH, v_BSKH, mask=mask[:, None])
 
     width = max(1, min(R, max_scores // (B * N * S)))
     if width == R:
-        return piece(q_BRNH, positions_BR)
+        return piece(q_BRNH, slots_BR, first_BR)
     pieces = -(-R // width)
-    room = pieces * width - R
-    q = jnp.pad(q_BRNH, ((0, 0), (0, room), (0, 0), (0, 0))).reshape(B, pieces, width, *q_BRNH.shape[2:])
-    positions = jnp.pad(positions_BR, ((0, 0), (0, room))).reshape(B, pieces, width)
-    turn = lambda a: jnp.moveaxis(a, 1, 0)  # noqa: E731
-    out = jax.lax.map(lambda inputs: jax.checkpoint(piece)(*inputs), (turn(q), turn(positions)))
-    return turn(out).reshape(B, pieces * width, *out.shape[3:])[:, :R]
+
+    def cut(a):
+        a = jnp.pad(a, ((0, 0), (0, pieces * width - R), *((0, 0),) * (a.ndim - 2)))
+        return jnp.moveaxis(a.reshape(B, pieces, width, *a.shape[2:]), 1, 0)
+
+    inputs = jax.tree.map(cut, (q_BRNH, slots_BR, first_BR))
+    out = jnp.moveaxis(jax.lax.map(lambda inputs: jax.checkpoint(piece)(*inputs), inputs), 0, 1)
+    return out.reshape(B, pieces * width, *out.shape[3:])[:, :R]
 
 
 def attend_kept(q_BNH, k_BKCH, v_BKCH, position_B):
@@ -55,20 +59,35 @@ def attend_kept(q_BNH, k_BKCH, v_BKCH, position_B):
     return jnp.matmul(jnp.swapaxes(shares_BKCG, 2, 3), v_BKCH).reshape(B, N, H)
 
 
-def attend_all(q_BSNH, k_BSKH, v_BSKH):
-    """Attention of every slot to those not after it: [B, S, N, H]."""
+def attend_all(q_BSNH, k_BSKH, v_BSKH, first_BS=None):
+    """Attention of every slot to those not after it, from `first` (0 if None) on: [B, S, N, H].
+
+    `first` is the same for the slots of one text, and all slots of a sequence before a text belong to others.
+    """
     B, S, _, H = q_BSNH.shape
     device = jax.sharding.get_abstract_mesh().abstract_device
     parts = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in free_axes("kv_heads"))
     if device is not None and device.platform == "tpu" and H % LANES == 0 and k_BSKH.shape[2] % parts == 0:
-        return splash(q_BSNH, k_BSKH, v_BSKH)
-    return attend(q_BSNH, k_BSKH, v_BSKH, jnp.broadcast_to(jnp.arange(S), (B, S)))
+        return splash(q_BSNH, k_BSKH, v_BSKH, first_BS)
+    if device is not None and device.platform == "gpu" and q_BSNH.dtype == jnp.bfloat16 and H % 8 == 0 and H <= 128:
+        return cudnn(q_BSNH, k_BSKH, v_BSKH, first_BS)
+    return attend(q_BSNH, k_BSKH, v_BSKH, jnp.broadcast_to(jnp.arange(S), (B, S)), first_BS)
+
+
+def cudnn(q_BSNH, k_BSKH, v_BSKH, first_BS=None):
+    """`attend_all` by cuDNN's fused attention, which holds no scores; bfloat16 only."""
+    S = q_BSNH.shape[1]
+    # With a mask it refuses odd lengths.
+    even = lambda a: jnp.pad(a, ((0, 0), (0, S % 2), *((0, 0),) * (a.ndim - 2)))  # noqa: E731
+    q, k, v, first = jax.tree.map(even, (q_BSNH, k_BSKH, v_BSKH, first_BS))
+    mask = None if first is None else (first[:, :, None] == first[:, None])[:, None]
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")[:, :S]
 
 
 LANES = 128  # of a TPU's vector registers, which a head and a block of slots must fill
 
 
-def splash(q_BSNH, k_BSKH, v_BSKH, interpret: bool = False):
+def splash(q_BSNH, k_BSKH, v_BSKH, first_BS=None, interpret: bool = False):
     """`attend_all` by JAX's splash attention kernel for TPUs, whose memory grows with S and not with its square.
 
     interpret: run the kernel on another back end, slowly.
@@ -80,7 +99,7 @@ def splash(q_BSNH, k_BSKH, v_BSKH, interpret: bool = False):
     block = min(512, -(-S // LANES) * LANES)
     length = -(-S // block) * block
 
-    def part(q, k, v):
+    def part(q, k, v, first):
         mask = masks.MultiHeadMask([masks.CausalMask((length, length))] * q.shape[2])
         blocks = kernel.BlockSizes(
             block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block, block_kv_dkv=block,
@@ -89,12 +108,16 @@ def splash(q_BSNH, k_BSKH, v_BSKH, interpret: bool = False):
         attention = kernel.make_splash_mha_single_device(mask, block_sizes=blocks, interpret=interpret)
         # Slots beyond S come after all others, so that no other attends to them.
         turn = lambda a: jnp.pad(jnp.swapaxes(a, 1, 2), ((0, 0), (0, 0), (0, length - S), (0, 0)))  # noqa: E731
-        out = jax.vmap(attention)(turn(q * q.shape[-1] ** -0.5), turn(k), turn(v))
+        first = None if first is None else jnp.pad(first, ((0, 0), (0, length - S)))
+        segments = None if first is None else kernel.SegmentIds(first, first)
+        out = jax.vmap(attention)(turn(q * q.shape[-1] ** -0.5), turn(k), turn(v), segments)
         return jnp.swapaxes(out, 1, 2)[:, :S]
 
     mesh = jax.sharding.get_abstract_mesh()
     axes = set(mesh.axis_names) - set(mesh.manual_axes)  # all of them: the compiler may not split a kernel
     if not axes:
-        return part(q_BSNH, k_BSKH, v_BSKH)
+        return part(q_BSNH, k_BSKH, v_BSKH, first_BS)
     split = P(free_axes("batch") or None, None, free_axes("heads") or None)
-    return jax.shard_map(part, in_specs=split, out_specs=split, axis_names=axes, check_vma=False)(q_BSNH, k_BSKH, v_BSKH)
+    rows = P(free_axes("batch") or None)
+    part = jax.shard_map(part, in_specs=(split, split, split, rows), out_specs=split, axis_names=axes, check_vma=False)
+    return part(q_BSNH, k_BSKH, v_BSKH, first_BS)

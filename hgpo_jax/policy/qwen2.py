@@ -3,9 +3,10 @@
 They differ in attention: Qwen2.5 adds biases to queries, keys and values, Qwen3 normalizes each head's query and key.
 
 Sequences are right-padded, so that causal masking alone is enough: a query at slot t sees slots 0..t, and what a padded
-slot computes is never looked at. Three faces, one set of weights:
+slot computes is never looked at. Where a sequence holds several rows of text (`packing.py`), it sees its row's slots up to t.
+Three faces, one set of weights:
 
-* `hidden(tokens, slots)`: training. The last block computes its queries and feed-forward only at `slots`, the positions
+* `hidden(tokens, slots, first)`: training. The last block computes its queries and feed-forward only at `slots`, the positions
   whose logits the caller wants; for short responses to long prompts that saves nearly the whole block.
 * `prefill(tokens, last, cache_length)` and `decode(token, position, cache, blocks)`: sampling, one key-value buffer per layer.
 
@@ -219,8 +220,10 @@ class Block(nnx.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = MLP(c, rngs)
 
-    def __call__(self, x, positions, cache=None, wanted=None):
+    def __call__(self, x, positions, cache=None, wanted=None, first=None):
         """x [B, S, D] at positions i32[B, S] -> (y [B, S or R, D], (k, v)).
+
+        `first` i32[B, S] is the slot where the text begins that each slot belongs to, 0 if None.
 
         With a cache (k, v) [B, K, C, H] x is one token a row, whose keys and values are written into it at `positions`
         first, and it is returned instead of (k, v) [B, S, K, H].
@@ -229,7 +232,7 @@ class Block(nnx.Module):
         kv = self.self_attn.keys_values(y, positions)
         if wanted is not None:
             x, y = (jnp.take_along_axis(a, wanted[..., None], axis=1) for a in (x, y))
-            positions = wanted
+            positions, first = (a if a is None else jnp.take_along_axis(a, wanted, axis=1) for a in (positions, first))
         # Decoding reads all weights for a few tokens: the tokens' hidden dimension is split like the weights', whose parts
         # then stay where they are. Elsewhere the weights of one layer at a time come to the split rows.
         rows, hidden = ("batch", None) if cache is None else (None, "embed")
@@ -238,7 +241,7 @@ class Block(nnx.Module):
             kv = tuple(put(old, new, positions) for old, new in zip(cache, kv, strict=True))
             y = attend_kept(q[:, 0], *kv, positions[:, 0])[:, None]
         else:
-            y = attend_all(q, *kv) if wanted is None else attend(q, *kv, positions)
+            y = attend_all(q, *kv, first) if wanted is None else attend(q, *kv, wanted, first)
         y = constrain(y.reshape(*y.shape[:2], -1), rows, None, "heads")
         x = constrain(x + self.self_attn.o_proj(y), rows, None, hidden)
         x = x + self.mlp(self.post_attention_layernorm(x))
@@ -270,31 +273,32 @@ class Qwen2(nnx.Module):
         x = self.embed_tokens.attend(hidden) if self.lm_head is None else self.lm_head(hidden)
         return constrain(x.astype(jnp.float32), *(None,) * (x.ndim - 1), "vocab")
 
-    def _stack(self, x, positions, remat=False, keep=False):
+    def _stack(self, x, positions, first=None, remat=False, keep=False):
         """All blocks but the last; with `keep`, also their keys and values stacked [L-1, B, S, K, H]."""
         if self.layers is None:
             return x, None
         graphdef, weights = nnx.split(self.layers)
 
         def body(x, layer):
-            y, kv = nnx.merge(graphdef, layer)(x, positions)
+            y, kv = nnx.merge(graphdef, layer)(x, positions, first=first)
             return y, kv if keep else None
 
         return jax.lax.scan(jax.checkpoint(body) if remat else body, x, weights)
 
-    def hidden(self, tokens, slots, remat=False):
+    def hidden(self, tokens, slots, first=None, remat=False):
         """Final hidden states at some slots.
 
         Args:
           tokens: i32[B, S], right-padded.
           slots: i32[B, R], the slots to compute; slot t predicts token t + 1.
+          first: i32[B, S], the slot where the text of each slot begins, where a sequence holds several; 0 if None.
           remat: recompute each block in the backward pass instead of keeping its activations.
 
         Returns: [B, R, D], to be passed to `logits`.
         """
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        x, _ = self._stack(self._embed(tokens), positions, remat)
-        x, _ = self.last(x, positions, wanted=slots)
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape) - (0 if first is None else first)
+        x, _ = self._stack(self._embed(tokens), positions, first, remat)
+        x, _ = self.last(x, positions, wanted=slots, first=first)
         return self.norm(x)
 
     def prefill(self, tokens, last, cache_length):
