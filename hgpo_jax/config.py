@@ -194,7 +194,10 @@ class LearnerConfig(OptimizerConfig):
     microbatch_size: Positive = field(
         32, "steps per device and gradient computation; changes speed and memory, not results"
     )
-    remat: bool = field(False, "recompute activations in the backward pass to save memory")
+    remat: Literal["none", "dots", "full"] = field(
+        "none",
+        "what of each layer the backward pass computes again to save memory: nothing; all but the products with weights; all",
+    )
     clip_low: float | None = field(
         None, "PPO clip below; default: the method's own, 0.2 and for gspo 0.0003", gt=0, lt=1
     )

@@ -25,7 +25,7 @@ def initialize_critic(params: dict) -> dict:
     return {"body": jax.tree.map(jnp.copy, body), "value": head}
 
 
-def make_values(config: ModelConfig, remat: bool = False):
+def make_values(config: ModelConfig, remat: str = "none"):
     """Builds `values(params, rows) -> f32[N]`, the discounted return that the critic expects from each row's turn on."""
     graphdef = network(dataclasses.replace(config, tie_word_embeddings=True))  # tied: a body without a head of its own
 

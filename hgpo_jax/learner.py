@@ -54,7 +54,7 @@ class Rows:
         return packing.tokens(where, *text), where, packing.columns(where, self.responses, self.response_lengths)
 
 
-def token_logprobs(model, rows: Rows, *, temperature=1.0, remat=False, max_logits: int = MAX_LOGITS):
+def token_logprobs(model, rows: Rows, *, temperature=1.0, remat="none", max_logits: int = MAX_LOGITS):
     """Log-probability and entropy of each response token: (f32[N, R], f32[N, R]), 0 beyond a response's end.
 
     temperature: of the distribution, as in sampling.

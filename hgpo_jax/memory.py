@@ -77,7 +77,9 @@ def plan(config: Config, mesh, work: Work) -> dict[str, dict[str, int]]:
     # What one block computes for rows of S slots: attention scores in float32, projections, the feed-forward.
     scores = min(N * S * S * rows * fsdp, max(MAX_SCORES, N * S * rows * fsdp)) / fsdp / tensor
     block = 3 * scores * 4 + rows * S * (2 * heads * H + 2 * kv * H + 3 * inner + 4 * D) * compute
-    activations = (L - 1) * rows * S * D * compute + block if learner.remat else L * block
+    products = rows * S * (2 * heads * H + 2 * kv * H + 2 * inner + 3 * D) * compute  # what "dots" keeps of a block
+    kept = {"none": block, "dots": products, "full": rows * S * D * compute}[learner.remat]
+    activations = (L - 1) * kept + block
     # Float32 logits, with their exponentials and gradient.
     tokens = rows * fsdp * work.response
     logits = 3 * 4 * min(tokens * model.vocab_size, max(MAX_LOGITS, rows * fsdp * model.vocab_size)) / fsdp / tensor
@@ -176,5 +178,5 @@ def refuse_too_large(config: Config, planned: dict[str, dict[str, int]], needed:
         print(table(planned))
         raise ConfigError(
             f"mesh={config.mesh}: {needed / GiB:.1f} GiB on each device, which hold {limit / GiB:.1f}; take more devices for "
-            "fsdp or tensor, a smaller learner.microbatch_size or rollout.chunk, or learner.remat=true"
+            "fsdp or tensor, a smaller learner.microbatch_size or rollout.chunk, or learner.remat=full"
         )

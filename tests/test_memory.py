@@ -23,19 +23,20 @@ UNTIED = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 3, 
 
 # mesh, devices, micro-batch, rows sampled, prompt, response, remat, changes of the model
 CASES = [
-    ("data=1", 1, 4, 16, 192, 64, True, {}),
-    pytest.param("data=1", 1, 8, 32, 448, 64, True, {}, marks=pytest.mark.slow),
-    pytest.param("data=1", 1, 4, 16, 192, 64, False, {}, marks=pytest.mark.slow),
-    pytest.param("data=2", 2, 2, 16, 100, 28, False, UNTIED, marks=pytest.mark.slow),
-    pytest.param("fsdp=2", 2, 4, 16, 192, 64, True, {}, marks=pytest.mark.slow),
-    pytest.param("fsdp=4,tensor=2", 8, 4, 16, 192, 64, True, {}, marks=pytest.mark.slow),
+    ("data=1", 1, 4, 16, 192, 64, "full", {}),
+    pytest.param("data=1", 1, 8, 32, 448, 64, "full", {}, marks=pytest.mark.slow),
+    pytest.param("data=1", 1, 4, 16, 192, 64, "none", {}, marks=pytest.mark.slow),
+    pytest.param("data=1", 1, 4, 16, 192, 64, "dots", {}, marks=pytest.mark.slow),
+    pytest.param("data=2", 2, 2, 16, 100, 28, "none", UNTIED, marks=pytest.mark.slow),
+    pytest.param("fsdp=2", 2, 4, 16, 192, 64, "full", {}, marks=pytest.mark.slow),
+    pytest.param("fsdp=4,tensor=2", 8, 4, 16, 192, 64, "full", {}, marks=pytest.mark.slow),
 ]
 
 
 @pytest.mark.parametrize(("spec", "devices", "micro", "sampled", "prompt", "response", "remat", "changes"), CASES)
 def test_the_plan_is_within_15_percent_of_xla(spec, devices, micro, sampled, prompt, response, remat, changes):
     mesh = make_mesh(spec, jax.devices()[:devices])
-    config = load(None, [f"learner.microbatch_size={micro}", f"learner.remat={str(remat).lower()}", f"mesh={spec}"])
+    config = load(None, [f"learner.microbatch_size={micro}", f"learner.remat={remat}", f"mesh={spec}"])
     work = memory.Work(ModelConfig(**SIZES | changes), prompt, response, steps=64, sampled=sampled)
     planned = memory.plan(config, mesh, work)
     always = sum(planned["always"].values())
@@ -62,7 +63,7 @@ def bench(*arguments):
 
 
 def test_the_command_prints_the_plan_and_refuses_what_does_not_fit():
-    big = ["policy=Qwen/Qwen2.5-7B-Instruct", "policy.compute_dtype=bfloat16", "learner.remat=true", "warm_start=none"]
+    big = ["policy=Qwen/Qwen2.5-7B-Instruct", "policy.compute_dtype=bfloat16", "learner.remat=full", "warm_start=none"]
     fits = bench(*big, "--mesh", "fsdp=8", "--chip", "h100-80g", "learner.microbatch_size=8")
     assert fits.returncode == 0, fits.stderr
     assert re.search(r"peak on each device, planned \| [\d.]+ \| GiB \| \d+% \|", fits.stdout)

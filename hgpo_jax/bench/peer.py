@@ -71,7 +71,7 @@ def sampler(model, prompts: np.ndarray, max_new: int, temperature: float) -> Cal
 def updater(model, rows: Rows, config: LearnerConfig, dtype: str) -> Callable[[], dict[str, float]]:
     """One PPO-clip step of AdamW on all rows as a call: {"loss", "grad_norm"} before it. The prompts are of one length."""
     model.train()  # gradient checkpointing asks for it; there is no dropout
-    if config.remat:
+    if config.remat != "none":  # it knows no other
         model.gradient_checkpointing_enable({"use_reentrant": False})
     parts = {
         name: torch.from_numpy(np.array(getattr(rows, name))).to(device())

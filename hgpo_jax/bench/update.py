@@ -1,6 +1,6 @@
 """The update as training makes it, with random weights of any shape, against the machine's limits.
 
-    python -m hgpo_jax.bench update --policy Qwen2.5-0.5B --layers 4 --rows 16 --tokens 512 --remat --against transformers
+    python -m hgpo_jax.bench update --policy Qwen2.5-0.5B --layers 4 --rows 16 --tokens 512 --remat full --against transformers
 
 PPO-clip of the response tokens, exact token mean over micro-batches, AdamW; no KL and no entropy bonus, which ask for more
 than the peer does. Operations are those of one forward and one backward pass; what remat does again is in a row of its own.
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=policies.positive, default=512, help="tokens of each, prompt and response")
     parser.add_argument("--response", type=policies.positive, help="of these, tokens of the response; default an eighth")
     parser.add_argument("--microbatch", type=policies.positive, default=4, help="rows per device and gradient, the peer's too")
-    parser.add_argument("--remat", action="store_true", help="compute activations again in the backward pass")
+    parser.add_argument("--remat", choices=["none", "dots", "full"], default="none", help="as learner.remat; the peer's is full")
 
 
 def run(args: argparse.Namespace) -> list[dict]:
@@ -71,12 +71,12 @@ def run(args: argparse.Namespace) -> list[dict]:
     rise = {name: limits.memory_rise(calls[name]) for name in calls if name in (best, "peer")}
     shape = f"{args.policy}, {model.num_hidden_layers} layers, {args.rows} x {args.tokens} tokens ({response} of response)"
     ratio = times["peer"] / times[best] if peer else None
-    remat = ", remat" if args.remat else ""
+    remat = "" if args.remat == "none" else f", remat {args.remat}"
     lines = [
         row(f"update, {shape}, {args.dtype}{remat}, {best}", times[best], "s", limit / times[best], ratio),
         row("tokens", args.rows * args.tokens / times[best], "tokens/s"),
     ]
-    if args.remat:
+    if args.remat == "full":
         share = rates.seconds(touched, args.rows * (3 * forward + again)) / times[best]
         lines.append(row("the same, what remat does again counted too", times[best], "s", share))
     lines += [row(f"update on {name}", times[name], "s", limit / times[name]) for name in steps if name != best]

@@ -27,6 +27,9 @@ from jax.sharding import PartitionSpec
 from hgpo_jax.mesh import constrain, free_axes, layout
 from hgpo_jax.policy.attention import attend, attend_all, attend_kept
 
+# What of a block is kept for the backward pass, by the name of the choice; the rest is computed again.
+REMAT = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
+
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a block
 
 
@@ -273,7 +276,7 @@ class Qwen2(nnx.Module):
         x = self.embed_tokens.attend(hidden) if self.lm_head is None else self.lm_head(hidden)
         return constrain(x.astype(jnp.float32), *(None,) * (x.ndim - 1), "vocab")
 
-    def _stack(self, x, positions, first=None, remat=False, keep=False):
+    def _stack(self, x, positions, first=None, remat="none", keep=False):
         """All blocks but the last; with `keep`, also their keys and values stacked [L-1, B, S, K, H]."""
         if self.layers is None:
             return x, None
@@ -283,16 +286,18 @@ class Qwen2(nnx.Module):
             y, kv = nnx.merge(graphdef, layer)(x, positions, first=first)
             return y, kv if keep else None
 
-        return jax.lax.scan(jax.checkpoint(body) if remat else body, x, weights)
+        body = body if remat == "none" else jax.checkpoint(body, policy=REMAT[remat])
+        return jax.lax.scan(body, x, weights)
 
-    def hidden(self, tokens, slots, first=None, remat=False):
+    def hidden(self, tokens, slots, first=None, remat="none"):
         """Final hidden states at some slots.
 
         Args:
           tokens: i32[B, S], right-padded.
           slots: i32[B, R], the slots to compute; slot t predicts token t + 1.
           first: i32[B, S], the slot where the text of each slot begins, where a sequence holds several; 0 if None.
-          remat: recompute each block in the backward pass instead of keeping its activations.
+          remat: what of each block the backward pass computes again instead of keeping it: "none"; "dots", all but the products
+            with weights; "full".
 
         Returns: [B, R, D], to be passed to `logits`.
         """

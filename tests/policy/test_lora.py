@@ -99,7 +99,7 @@ def test_sampling_reads_the_adapters():
 
 def loss(adapters, params, config):
     model = nnx.merge(network(config), lora.bind(params, adapters))
-    hidden = model.hidden(jnp.asarray(IDS), jnp.broadcast_to(jnp.arange(11), (3, 11)), remat=True)
+    hidden = model.hidden(jnp.asarray(IDS), jnp.broadcast_to(jnp.arange(11), (3, 11)), remat="full")
     return (jax.nn.log_softmax(model.logits(hidden)) ** 2).mean()
 
 
