@@ -198,6 +198,9 @@ class LearnerConfig(OptimizerConfig):
         "none",
         "what of each layer the backward pass computes again to save memory: nothing; all but the products with weights; all",
     )
+    offload: bool = field(
+        False, "keep optimizer, critic and reference policy in host memory while episodes are sampled; costs their transfer"
+    )
     clip_low: float | None = field(
         None, "PPO clip below; default: the method's own, 0.2 and for gspo 0.0003", gt=0, lt=1
     )

@@ -12,7 +12,7 @@ from hgpo_jax.config import Config
 from hgpo_jax.critic import initialize_critic, make_value_loss, make_values
 from hgpo_jax.job import Job
 from hgpo_jax.learner import Rows, aggregation, cast, make_map, make_optimizer, make_policy_loss, make_update
-from hgpo_jax.policy.placement import shardings_like
+from hgpo_jax.policy.placement import at_rest, shardings_like
 from hgpo_jax.rollout.episodes import Episodes
 
 
@@ -90,7 +90,8 @@ def make_learn(job: Job):
 
     Returns: (`learn(state, reference, episodes, key, lr_share) -> (state, metrics)`, jitted, with the state donated;
     `init(params) -> state` from the weights that training starts with). The state holds `params`, the weights or, with
-    LoRA, the adapters; `opt_state`; and with a critic `critic`, the same two of it.
+    LoRA, the adapters; `opt_state`; and with a critic `critic`, the same two of it. With `learner.offload`, all but the
+    adapters or weights rest in the host's memory between two calls.
     """
     config, method = job.config, job.method
     settings = config.learner
@@ -124,6 +125,10 @@ def make_learn(job: Job):
     @functools.partial(jax.jit, donate_argnums=0)
     def learn(state, reference, episodes: Episodes, key, lr_share):
         e = episodes
+        if settings.offload:
+            state, reference = (
+                jax.device_put(tree, shardings_like(tree, job.adapted, job.mesh)) for tree in (state, reference)
+            )
         flat = lambda a: a.reshape(-1, *a.shape[2:])  # noqa: E731
         rows = Rows(
             prompts=flat(e.prompts),
@@ -165,14 +170,20 @@ def make_learn(job: Job):
             stats["critic/grad_norm"] = critic_stats["grad_norm"]
             stats["critic/value_clip_fraction"] = critic_stats["value_clip_fraction"]
             stats["critic/explained"] = 1 - critic_stats["squared_error"] / jnp.maximum(spread, 1e-8)
+        if settings.offload:
+            new = new | {
+                name: jax.device_put(part, at_rest(part, job.adapted, job.mesh, offload=True))
+                for name, part in new.items()
+                if name != "params"
+            }
         return new, stats | _advantage_metrics(e.mask, estimate) | _hierarchy_metrics(levels)
 
     return learn, init
 
 
 def _place(job: Job, create, params):
-    """`create(params)`, with every array that stands for one of the policy's placed like it, the others everywhere."""
-    where = shardings_like(jax.eval_shape(create, params), job.adapted, job.mesh)
+    """`create(params)` at rest: every array that stands for one of the policy's placed like it, the others everywhere."""
+    where = at_rest(jax.eval_shape(create, params), job.adapted, job.mesh, offload=job.config.learner.offload)
     return jax.jit(create, out_shardings=where)(params)
 
 

@@ -78,8 +78,8 @@ def plan(config: Config, mesh, work: Work) -> dict[str, dict[str, int]]:
     scores = min(N * S * S * rows * fsdp, max(MAX_SCORES, N * S * rows * fsdp)) / fsdp / tensor
     block = 3 * scores * 4 + rows * S * (2 * heads * H + 2 * kv * H + 3 * inner + 4 * D) * compute
     products = rows * S * (2 * heads * H + 2 * kv * H + 2 * inner + 3 * D) * compute  # what "dots" keeps of a block
-    kept = {"none": block, "dots": products, "full": rows * S * D * compute}[learner.remat]
-    activations = (L - 1) * kept + block
+    saved = {"none": block, "dots": products, "full": rows * S * D * compute}[learner.remat]
+    activations = (L - 1) * saved + block
     # Float32 logits, with their exponentials and gradient.
     tokens = rows * fsdp * work.response
     logits = 3 * 4 * min(tokens * model.vocab_size, max(MAX_LOGITS, rows * fsdp * model.vocab_size)) / fsdp / tensor
@@ -95,11 +95,18 @@ def plan(config: Config, mesh, work: Work) -> dict[str, dict[str, int]]:
     )
     tables = model.vocab_size * D * (1 if model.tie_word_embeddings else 2)
     blocks = 1 - tables / sum(a.size for a in jax.tree.leaves(whole))
+    learning = {"optimizer": networks * 2 * trained * size}
+    if networks == 2:
+        learning["critic"] = trained * size
+    if not config.lora.rank:
+        learning["reference policy"] = reference
+    kept, brought = ({}, learning) if learner.offload else (learning, {})
+    if config.lora.rank:
+        kept = kept | {"reference policy": reference}
     return {
         "always": {
-            "parameters": networks * trained * size,
-            "optimizer": networks * 2 * trained * size,
-            "reference policy": reference,
+            "parameters": trained * size,
+            **kept,
             "episodes": work.steps * (work.prompt + 2 * work.response + 8) * 4,
         },
         "sampling": {
@@ -112,6 +119,7 @@ def plan(config: Config, mesh, work: Work) -> dict[str, dict[str, int]]:
             "gathered weights": int(layer),
         },
         "update": {
+            **brought,
             "compute copy": copy,
             "gradients": trained * (size + compute),
             "activations": int(activations + rows * fsdp * S * looked_up),

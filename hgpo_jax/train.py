@@ -125,7 +125,7 @@ def compile_ahead(job: Job, learn, state):
     The rollout's first call then finds it in the compilation cache.
     """
     with jax.set_mesh(job.mesh):  # a mesh is only set for the thread that set it
-        reference = job.compute_copy(job.policy.params)
+        reference = job.reference_copy(job.policy.params)
         job.stage.compile(job.playing(state["params"], reference), job.episode_inputs(0))
         whole = NamedSharding(job.mesh, PartitionSpec())
         abstract = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole)  # noqa: E731
@@ -149,7 +149,7 @@ def train(job: Job, folder: Path, resuming: bool) -> dict:
         reference = warm_start(job) if config.warm_start == "cloning" else job.policy.params
         Policy(job.policy.config, reference, job.policy.tokenizer).save(folder / "start")
     state = init(reference)
-    reference = job.compute_copy(reference)
+    reference = job.reference_copy(reference)
     if done:
         state = checkpoints.restore(done, state)
         print(f"resumed after iteration {done} in {folder}", flush=True)

@@ -76,7 +76,8 @@ def test_sample(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_update(tmp_path, monkeypatch):
     peer = against()  # which then must have the same loss and gradient
-    rows = bench(tmp_path, monkeypatch, "update", *TINY, "--rows", "6", "--tokens", "12", "--response", "5", "--remat", "full", *peer)
+    sizes = ("--rows", "6", "--tokens", "12", "--response", "5", "--remat", "full")
+    rows = bench(tmp_path, monkeypatch, "update", *TINY, *sizes, *peer)
     update, again = starting(rows, "update, household, 2 layers, 6 x 12"), starting(rows, "the same")
     assert update["value"] == again["value"] and update["limit_share"] < again["limit_share"]
     assert (update["ratio"] is not None) == bool(peer)

@@ -18,6 +18,7 @@ from hgpo_jax.learner import Rows, make_map, make_update
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.methods import METHODS
 from hgpo_jax.policy import ModelConfig, initialize, network
+from hgpo_jax.policy.placement import at_rest
 from hgpo_jax.rollout.episodes import Episodes
 
 GROUPS, MEMBERS, T, P, R, W = 4, 3, 5, 6, 3, 2
@@ -158,3 +159,12 @@ def test_a_fresh_critic_says_zero_and_learns_its_targets(critic):
         errors.append(float(stats["squared_error"]))
     assert errors[0] == pytest.approx(np.mean(rows.returns**2), rel=1e-4)
     assert errors[-1] < 0.05 * errors[0]
+
+
+def test_what_rests_is_in_host_memory_and_scalars_are_not():
+    mesh = make_mesh("data=1", jax.devices()[:1])
+    moments = jax.eval_shape(optax.adam(1.0).init, initialize(MODEL, 0, mesh))
+    places = at_rest(moments, MODEL, mesh, offload=True)
+    for array, where in zip(jax.tree.leaves(moments), jax.tree.leaves(places), strict=True):
+        assert where.memory_kind == ("pinned_host" if array.ndim else "device")
+    assert {where.memory_kind for where in jax.tree.leaves(at_rest(moments, MODEL, mesh, offload=False))} == {"device"}

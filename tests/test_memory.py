@@ -46,6 +46,19 @@ def test_the_plan_is_within_15_percent_of_xla(spec, devices, micro, sampled, pro
         assert abs(expected / measured - 1) < 0.15, (name, expected, measured)
 
 
+def test_what_is_offloaded_is_there_in_the_update_only():
+    mesh = make_mesh("data=1", jax.devices()[:1])
+    work = memory.Work(ModelConfig(**SIZES), 192, 64, steps=64, sampled=16)
+    for method in ("hgpo", "ppo"):
+        configs = [load(None, [f"method={method}", f"learner.offload={offload}"]) for offload in ("false", "true")]
+        here, off = (memory.plan(config, mesh, work) for config in configs)
+        sums = lambda planned: {phase: sum(parts.values()) for phase, parts in planned.items()}  # noqa: E731
+        moved = sums(here)["always"] - sums(off)["always"]
+        assert moved == sum(here["always"].get(name, 0) for name in ("optimizer", "reference policy", "critic"))
+        assert sums(off)["update"] == sums(here)["update"] + moved
+        assert ("critic" in here["always"]) == (method == "ppo")
+
+
 @pytest.mark.parametrize(
     ("name", "billions"),
     [("Qwen/Qwen2.5-0.5B", 0.49), ("Qwen/Qwen2.5-1.5B-Instruct", 1.54), ("Qwen/Qwen2.5-7B-Instruct", 7.61),

@@ -283,6 +283,14 @@ def test_another_mesh_learns_the_same(tiny_train, run):
 
 
 @pytest.mark.slow
+def test_what_rests_in_host_memory_learns_the_same(tiny_train, run):
+    """Through a checkpoint, too: optimizer and reference policy are read back to where they rest."""
+    folder = tiny_train("offloaded", *TINY, "learner.offload=true", "iterations=2", "learner.final_lr=1")
+    tiny_train("offloaded", *TINY, "learner.offload=true", "--resume", "auto")
+    assert_same_run(folder, run)
+
+
+@pytest.mark.slow
 def test_adapters_beside_given_weights(tiny_train, cloned):
     """Only the adapters are trained and resumed; what is saved plays the same without them."""
     lora = (*CLONED, f"policy={cloned / 'policy'}", "warm_start=none", "lora.rank=2", "iterations=4")

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=policies.positive, default=512, help="tokens of each, prompt and response")
     parser.add_argument("--response", type=policies.positive, help="of these, tokens of the response; default an eighth")
     parser.add_argument("--microbatch", type=policies.positive, default=4, help="rows per device and gradient, the peer's too")
-    parser.add_argument("--remat", choices=["none", "dots", "full"], default="none", help="as learner.remat; the peer's is full")
+    parser.add_argument("--remat", choices=["none", "dots", "full"], default="none", help="as learner.remat; peer: full")
 
 
 def run(args: argparse.Namespace) -> list[dict]:

@@ -78,6 +78,15 @@ def shardings_like(tree, config: ModelConfig, mesh: Mesh):
     return jax.tree_util.tree_map_with_path(place, tree)
 
 
+def at_rest(tree, config: ModelConfig, mesh: Mesh, *, offload: bool):
+    """`shardings_like`, and with `offload` in the host's memory where arrays are more than scalars."""
+    where = shardings_like(tree, config, mesh)
+    if not offload:
+        return where
+    # XLA's host offloading does not take scalars on all back ends, and they are not worth it.
+    return jax.tree.map(lambda a, place: place.with_memory_kind("pinned_host") if a.ndim else place, tree, where)
+
+
 @functools.cache  # said once, not at every call
 def _log_replication(kv_heads: int, tensor: int) -> None:
     logging.getLogger(__name__).warning(
