@@ -111,7 +111,7 @@ def plan(config: Config, mesh, work: Work) -> dict[str, dict[str, int]]:
         },
         "sampling": {
             "compute copy": copy,
-            "weights by layer": int(elements * compute * (1 - 1 / L) * blocks),
+            "weights by layer": int(elements * compute * blocks),
             "key-value cache": int(sampled * S * L * 2 * kv * H * compute),
             "prompts' keys and values": int(prompts * (L - 1) * 2 * kv * H * compute),
             "activations": int(read),

@@ -170,9 +170,18 @@ class Linear(nnx.Linear):
         if self.lora:
             self.lora_a = nnx.Param(jnp.zeros((inputs, self.lora.rank)))
             self.lora_b = nnx.Param(jnp.zeros((self.lora.rank, outputs)))
+        self.turned = False
+
+    def turn(self):
+        """Keeps W as [out, in] from now on: on CPUs products of few rows read it a quarter faster so."""
+        self.kernel, self.turned = nnx.Param(self.kernel[...].T), True
 
     def __call__(self, x):
-        y = super().__call__(x)
+        if self.turned:
+            y = jax.lax.dot_general(x, self.kernel[...], (((x.ndim - 1,), (1,)), ((), ())))
+            y = y if self.bias is None else y + self.bias[...]
+        else:
+            y = super().__call__(x)
         if self.lora:
             a, b = self.lora_a[...].astype(x.dtype), self.lora_b[...].astype(x.dtype)
             y += self.lora.scale * ((x @ a) @ b)
@@ -326,12 +335,15 @@ class Qwen2(nnx.Module):
         return self.norm(x)[:, 0], cache
 
     def unstacked(self):
-        """All blocks, each with weights of its own. A loop that slices them from the stack copies them in every round."""
-        if self.layers is None:
-            return [self.last]
-        graphdef, weights = nnx.split(self.layers)
-        each = [jax.tree.map(lambda a, i=i: a[i], weights) for i in range(self.c.num_hidden_layers - 1)]
-        return [*(nnx.merge(graphdef, layer) for layer in each), self.last]
+        """All blocks, turned, each with its own weights. A loop that slices them from the stack copies them in every round."""
+        stack, stacked = (None, None) if self.layers is None else nnx.split(self.layers)
+        each = [(stack, jax.tree.map(lambda a, i=i: a[i], stacked)) for i in range(self.c.num_hidden_layers - 1)]
+        blocks = [nnx.merge(*parts) for parts in (*each, nnx.split(self.last))]
+        for block in blocks:
+            for _, module in nnx.iter_modules(block):
+                if isinstance(module, Linear):
+                    module.turn()
+        return blocks
 
     def decode(self, token, position, cache, blocks):
         """One token i32[B] at slot i32[B] for each row, by the blocks `unstacked()`: (hidden [B, D], cache)."""
