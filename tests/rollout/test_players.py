@@ -20,7 +20,8 @@ def play(players, script: dict[int, list[str]], tasks: dict[int, int]):
             (slot, tasks[slot], tuple(actions[: turn + 1])) for slot, actions in script.items()
             if turn < len(actions) and not any(isinstance(answer, Failed) for answer in seen[slot])
         ]  # fmt: skip
-        answers = dict(players.run(requests))
+        players.send(requests)
+        answers = dict(players.receive(len(requests)))
         assert set(answers) == {slot for slot, *_ in requests}
         for slot, answer in answers.items():
             seen[slot].append(answer)
