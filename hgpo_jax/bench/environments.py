@@ -78,8 +78,7 @@ def run(args: argparse.Namespace) -> list[dict]:
         name = f"webshop, {args.products:,} products"
         rows += [row(f"{name}: {r['name']}", r["value"], r["unit"]) for r in measure_large(args.products)]
     if args.waiting:
-        for spread in (True, False):
-            rows += waiting(args.waiting / 1000, spread, args.episodes, args.workers, args.ready_share)
+        rows += waiting(args.waiting / 1000, args.episodes, args.workers, args.ready_share)
     left_out = [f"--{name}" for name in ("alfworld", "webshop", "products", "waiting") if not getattr(args, name)]
     if left_out:
         print(f"left out, because not given: {', '.join(left_out)}")
@@ -146,28 +145,29 @@ class Counted:
         return Answer("", "wait", True)
 
 
-def waiting(mean: float, spread: bool, episodes: int, workers: int, ready_share: float, repeats: int = 3) -> list[dict]:
+def waiting(mean: float, episodes: int, workers: int, ready_share: float, repeats: int = 3) -> list[dict]:
     """Rollouts of `Waiting` with a tiny policy and responses of 8 tokens: medians of `repeats` rounds after a first one."""
-    make_env = functools.partial(Waiting, mean, spread)
     mesh = make_mesh("data=1", jax.devices()[:1])
     model = ModelConfig(vocab_size=256, **PolicyConfig().sizes)
     params, keys, groups = initialize(model, 0, mesh), jax.random.split(jax.random.key(0), episodes), np.arange(episodes)
-    rollouts = {
-        share: HostRollout(
-            make_env, Counted(), network(model), mesh, batch=episodes, history_length=0, response_limit=8,
-            workers=workers, ready_share=share,
-        )
-        for share in (1.0, ready_share)
-    }  # fmt: skip
-    calls = {share: functools.partial(play, params, groups, keys, groups, Decoding()) for share, play in rollouts.items()}
-    alternate(calls, 1)
-    seconds = {share: statistics.median(times) for share, times in alternate(calls, repeats).items()}
-    for rollout in rollouts.values():
-        rollout.close()
-    name = f"waiting, {'exponential' if spread else 'constant'} step times, {episodes} episodes, {workers} workers"
-    slowest = max(sum(make_env().times(task)) for task in range(episodes))
-    return [
-        row(f"{name}: synchronous", seconds[1.0], "s"),
-        row(f"{name}: ready_share={ready_share:g}", seconds[ready_share], "s") | {"ratio": seconds[1.0] / seconds[ready_share]},
-        row(f"{name}: slowest episode's own steps", slowest, "s"),
-    ]
+    rows, rollouts = [], {}
+    for kind in ("exponential", "constant"):
+        make_env = functools.partial(Waiting, mean, kind == "exponential")
+        for share in (1.0, ready_share):
+            rollouts[share] = rollouts[share].over(make_env) if share in rollouts else HostRollout(
+                make_env, Counted(), network(model), mesh, batch=episodes, history_length=0, response_limit=8,
+                workers=workers, ready_share=share,
+            )  # fmt: skip
+        calls = {share: functools.partial(play, params, groups, keys, groups, Decoding()) for share, play in rollouts.items()}
+        alternate(calls, 1)
+        seconds = {share: statistics.median(times) for share, times in alternate(calls, repeats).items()}
+        for rollout in rollouts.values():
+            rollout.close()
+        name = f"waiting, {kind} step times, {episodes} episodes, {workers} workers"
+        rows += [
+            row(f"{name}: synchronous", seconds[1.0], "s"),
+            row(f"{name}: ready_share={ready_share:g}", seconds[ready_share], "s")
+            | {"ratio": seconds[1.0] / seconds[ready_share]},
+            row(f"{name}: steps of the slowest episode", max(sum(make_env().times(task)) for task in groups.tolist()), "s"),
+        ]
+    return rows
