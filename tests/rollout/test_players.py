@@ -51,6 +51,13 @@ def test_answers(players):
     assert play(players, {0: ["add 1"]}, {0: 2})[0][-1].observation == "at 3"
 
 
+def test_what_was_not_received_is_forgotten_when_others_begin(players):
+    players.send([(slot, 4, ()) for slot in range(8)])
+    players.begin()
+    assert play(players, {0: ["add 5"], 7: []}, {0: 3, 7: 2})[0][-1].observation == "at 8"
+    assert not list(players.receive(0))
+
+
 def test_a_mishap_ends_only_its_own_episode(players):
     script = {slot: ["add 1", mishap, "add 1"] for slot, mishap in enumerate(MISHAPS[:7])} | {7: ["add 1"] * 3}
     seen = play(players, script, dict.fromkeys(script, 4) | {6: 13})
