@@ -135,6 +135,10 @@ class RolloutConfig(Section):
     chunk: Positive = field(
         64, "episodes that one device generates for at a time; finished ones stop costing in steps of this"
     )
+    ready_share: float = field(
+        1.0, "text: sample as soon as this share of the episodes being played is ready, while the environments of the others "
+        "step in env.workers; 1: wait for the slowest of every turn", gt=0, le=1,
+    )  # fmt: skip
 
 
 class CloningConfig(Section):

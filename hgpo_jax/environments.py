@@ -105,12 +105,16 @@ class TextStage:
         self, config: Config, train: Callable, held_out: Callable, model: ModelConfig, tokenizer, mesh: Mesh
     ):
         env, rollout = config.env, config.rollout
+        if rollout.ready_share < 1 and not env.workers:
+            raise ConfigError(
+                f"rollout.ready_share={rollout.ready_share:g}: needs env.workers; in this process environments step one by one"
+            )
         try:
             prompts = ChatFormat(tokenizer, env.name.removesuffix("_text"), rollout.prompt_limit, rollout.stop)
             self.rollout = HostRollout(
                 train, prompts, network(model), mesh, batch=rollout.prompt_groups * rollout.group_size,
                 history_length=rollout.history_length, response_limit=rollout.response_limit, chunk=rollout.chunk,
-                strict=env.strict, workers=env.workers, time_limit=env.time_limit,
+                strict=env.strict, workers=env.workers, time_limit=env.time_limit, ready_share=rollout.ready_share,
             )  # fmt: skip
             self.held_out = self.rollout.over(held_out)
         except (ValueError, OSError) as error:

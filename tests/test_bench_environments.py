@@ -25,7 +25,7 @@ def test_without_data_its_rows_are_left_out_in_one_line(capsys):
     rows = run()
     assert all(set(row) == KEYS and row["value"] > 0 for row in rows)
     assert {row["name"].split()[0] for row in rows} == {"household"}
-    assert capsys.readouterr().out.splitlines() == ["left out, because not given: --alfworld, --webshop, --products"]
+    assert capsys.readouterr().out.splitlines() == ["left out, because not given: --alfworld, --webshop, --products, --waiting"]
 
 
 def test_limits_and_recorded_times():
@@ -51,9 +51,11 @@ def test_every_row(tmp_path, capsys):
 
     for file, name in zip(write(tmp_path), ("items_shuffle_5.json", "items_ins_5.json"), strict=False):
         shutil.move(file, tmp_path / name)
-    rows = run(alfworld=TESTS / "alfworld" / "data", webshop=tmp_path, products=300)
+    rows = run(alfworld=TESTS / "alfworld" / "data", webshop=tmp_path, products=300, waiting=2, episodes=4, workers=2)
     assert capsys.readouterr().out == ""
     assert all(set(row) == KEYS and row["value"] > 0 for row in rows)
     names = {row["name"] for row in rows}
     assert set(environments.LIMITS) <= names and set(environments.RECORDED) <= names
     assert "webshop, 300 products: build" in names
+    asynchronous = [row for row in rows if row["name"].startswith("waiting, ") and "ready_share=0.25" in row["name"]]
+    assert len(asynchronous) == 2 and all(row["ratio"] > 0 for row in asynchronous)

@@ -1,24 +1,35 @@
 """Environments: the compiled household as whole batches and, where their data is given, ALFWorld's and WebShop's engines.
 
-    python -m hgpo_jax.bench envs --alfworld ALFWORLD_DATA --webshop FOLDER --products 200000
+    python -m hgpo_jax.bench envs --alfworld ALFWORLD_DATA --webshop FOLDER --products 200000 --waiting 50
 
 Limits are this project's own. A ratio compares with the original engine's time as it was once recorded on two other cores
-(TextWorld 1.7.0, WebShop with Flask and Lucene); the original is not run here.
+(TextWorld 1.7.0, WebShop with Flask and Lucene); the original is not run here. An asynchronous rollout's ratio is to the
+synchronous one of the same run.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 
 import jax
+import numpy as np
 
 from envs.household import TASKS, Household
 from envs.household.expert import random_action
 from envs.household.world import ROOMS
-from hgpo_jax.config import ConfigError
+from envs.waiting import Waiting
+from hgpo_jax.bench.limits import alternate
+from hgpo_jax.bench.policies import positive
+from hgpo_jax.config import ConfigError, PolicyConfig
 from hgpo_jax.environments import webshop_files
+from hgpo_jax.mesh import make_mesh
+from hgpo_jax.policy import ModelConfig, initialize, network
+from hgpo_jax.rollout.host import HostRollout
+from hgpo_jax.rollout.text import Answer, Prompt
+from hgpo_jax.sampling import Decoding
 
 GAMES = 20  # of a split, evenly spread
 # What a row's value must stay below, in its unit.
@@ -42,11 +53,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--alfworld", metavar="FOLDER", help="ALFWorld's games; measures those of valid_seen")
     parser.add_argument("--webshop", metavar="FOLDER", help="WebShop's catalogue and attributes")
     parser.add_argument("--products", type=int, metavar="N", help="also a synthetic WebShop catalogue of so many products")
+    parser.add_argument(
+        "--waiting", type=positive, metavar="MS",
+        help="also rollouts of an artificial environment whose steps take so long on average, synchronous and asynchronous",
+    )  # fmt: skip
+    parser.add_argument("--episodes", type=positive, default=16, help="its episodes")
+    parser.add_argument("--workers", type=positive, default=16, help="processes that play it")
+    parser.add_argument("--ready-share", type=float, default=0.25, help="rollout.ready_share of the asynchronous rollouts")
 
 
 def run(args: argparse.Namespace) -> list[dict]:
     """Rows of name, value, unit, limit_share (of the limit, less is better) and ratio (recorded time of the original engine
     over ours), or None. Raises ConfigError for a folder without the data."""
+    if not 0 < args.ready_share < 1:
+        raise ConfigError(f"--ready-share {args.ready_share:g}: expected a share above 0 and below 1")
     rows = household(args.batch, args.repeats)
     if args.alfworld:
         rows += alfworld(args.alfworld)
@@ -57,7 +77,9 @@ def run(args: argparse.Namespace) -> list[dict]:
 
         name = f"webshop, {args.products:,} products"
         rows += [row(f"{name}: {r['name']}", r["value"], r["unit"]) for r in measure_large(args.products)]
-    left_out = [f"--{name}" for name in ("alfworld", "webshop", "products") if not getattr(args, name)]
+    if args.waiting:
+        rows += waiting(args.waiting / 1000, args.episodes, args.workers, args.ready_share)
+    left_out = [f"--{name}" for name in ("alfworld", "webshop", "products", "waiting") if not getattr(args, name)]
     if left_out:
         print(f"left out, because not given: {', '.join(left_out)}")
     return rows
@@ -109,3 +131,43 @@ def webshop(folder: str) -> list[dict]:
     except (ValueError, OSError, ImportError) as error:
         raise ConfigError(f"--webshop {folder}: {' '.join(str(error).split())}") from None
     return [row(f"webshop {r['name']}", r["value"], r["unit"]) for r in measured]
+
+
+class Counted:
+    """Prompts of 128 equal tokens, one kind a turn; any response is the one action."""
+
+    ends, prompt_limit = (-1,), 128
+
+    def build(self, views):
+        return [Prompt([view.turn + 1] * self.prompt_limit) for view in views]
+
+    def parse(self, ids):
+        return Answer("", "wait", True)
+
+
+def waiting(mean: float, episodes: int, workers: int, ready_share: float, repeats: int = 3) -> list[dict]:
+    """Rollouts of `Waiting` with a tiny policy and responses of 8 tokens: medians of `repeats` rounds after a first one."""
+    mesh = make_mesh("data=1", jax.devices()[:1])
+    model = ModelConfig(vocab_size=256, **PolicyConfig().sizes)
+    params, keys, groups = initialize(model, 0, mesh), jax.random.split(jax.random.key(0), episodes), np.arange(episodes)
+    rows, rollouts = [], {}
+    for kind in ("exponential", "constant"):
+        make_env = functools.partial(Waiting, mean, kind == "exponential")
+        for share in (1.0, ready_share):
+            rollouts[share] = rollouts[share].over(make_env) if share in rollouts else HostRollout(
+                make_env, Counted(), network(model), mesh, batch=episodes, history_length=0, response_limit=8,
+                workers=workers, ready_share=share,
+            )  # fmt: skip
+        calls = {share: functools.partial(play, params, groups, keys, groups, Decoding()) for share, play in rollouts.items()}
+        alternate(calls, 1)
+        seconds = {share: statistics.median(times) for share, times in alternate(calls, repeats).items()}
+        for rollout in rollouts.values():
+            rollout.close()
+        name = f"waiting, {kind} step times, {episodes} episodes, {workers} workers"
+        rows += [
+            row(f"{name}: synchronous", seconds[1.0], "s"),
+            row(f"{name}: ready_share={ready_share:g}", seconds[ready_share], "s")
+            | {"ratio": seconds[1.0] / seconds[ready_share]},
+            row(f"{name}: steps of the slowest episode", max(sum(make_env().times(task)) for task in groups.tolist()), "s"),
+        ]
+    return rows

@@ -1,11 +1,12 @@
-"""Host rollouts: a policy plays environments that are Python programs, all episodes of a batch turn by turn.
+"""Host rollouts: a policy plays environments that are Python programs, all episodes of a batch together.
 
     rollout = HostRollout(make_env, ChatFormat(tokenizer, "alfworld"), policy.graphdef, mesh, batch=128, history_length=2)
     episodes = rollout(params, tasks, keys, groups, Decoding())
 
-Each turn the live episodes' prompts are tokenized, sorted by length and padded to a few shapes; one compiled program
-prefills and decodes; responses become actions, and the environments may step while the next rows are sampled. Token ids
-are kept as sampled. What an episode samples depends on its own key and the turn alone, as in compiled rollouts.
+As soon as enough environments have answered, their episodes' prompts are tokenized, sorted by length and padded to a few
+shapes; one compiled program prefills and decodes; responses become actions, and these environments step while others'
+rows are sampled. Enough is a share of all live episodes; the whole of them makes a rollout synchronous, turn by turn. Token
+ids are kept as sampled. What an episode samples depends on its own key and turn alone, as in compiled rollouts.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
@@ -46,6 +49,7 @@ class HostRollout:
       strict: whether an inadmissible action is invalid, beside a malformed response.
       workers: processes that step the environments; 0 steps them in this process, where one that hangs hangs the run.
       time_limit: seconds after which a worker's episode counts as hung.
+      ready_share: share of the live episodes whose environments must have answered before rows are sampled for these.
 
     Attributes:
       report: `Report` of the latest call.
@@ -59,15 +63,16 @@ class HostRollout:
     def __init__(
         self, make_env: Callable, format, graphdef, mesh: Mesh, *, batch: int, history_length: int,
         response_limit: int = 512, chunk: int = 64, strict: bool = False, workers: int = 0, time_limit: float = 60.0,
+        ready_share: float = 1.0,
     ):  # fmt: skip
         self._batch, self._workers, self._time_limit = batch, workers, time_limit
         self._open(make_env)
-        self._format, self._strict = format, strict
+        self._format, self._strict, self._ready_share = format, strict, ready_share
         self._history_length, self._response_limit = history_length, response_limit
         self._unstack = make_unstack(graphdef)
         self._sample = make_sampler(graphdef, mesh, response_limit, format.ends)
         parts = mesh.shape["data"] * mesh.shape["fsdp"]
-        largest = min(-(-batch // parts), max(1, chunk * mesh.shape["data"] // parts))
+        largest = min(math.ceil(batch * ready_share / parts), max(1, chunk * mesh.shape["data"] // parts))
         self._rows = [parts * size for size in buckets(largest, factor=4, smallest=1)]
         self._widths = buckets(format.prompt_limit, factor=2, smallest=256)
         self._compiled: dict[tuple[int, int], float] = {}  # (rows, width) -> seconds of the first call
@@ -109,31 +114,45 @@ class HostRollout:
             raise ValueError(f"tasks: has {len(tasks)} episodes, the rollout was built for batch={self._batch}")
         record, played, blocks = self._empty(), Played(self._history_length), self._unstack(params)
         record["groups"][:] = groups
-        for row, shown in self._players.run((row, task, ()) for row, task in enumerate(tasks)):
-            played.begin(row, shown)
-        for turn in range(self.max_turns):
-            rows = sorted(row for row, seen in played.now.items() if not seen.done)
-            if not rows:
-                break
-            prompts = self._format.build([played.view(row) for row in rows])
-            for index, out in self._generate(params, blocks, prompts, rows, keys, turn, decoding):
+        self._players.begin()
+        self._players.send([(row, task, ()) for row, task in enumerate(tasks)])
+        ready, away = [], self._batch  # live episodes to sample for; environments that have yet to answer
+        while ready or away:
+            least = max(0, math.ceil(self._ready_share * (len(ready) + away)) - len(ready))
+            for row, shown in self._players.receive(least):
+                away -= 1
+                if self._see(record, played, row, shown):
+                    ready.append(row)
+            if least:
+                continue  # some of these may have been the last of their episodes
+            # Those that are furthest behind go first. While others are to come, rows fill a shape: none is spent on padding.
+            ready.sort(key=lambda row: (played.turns(row), row))
+            count = max((size for size in self._rows if size <= len(ready)), default=len(ready)) if away else len(ready)
+            rows, ready = ready[:count], ready[count:]
+            turns, prompts = [played.turns(row) for row in rows], self._format.build([played.view(row) for row in rows])
+            for index, out in self._generate(params, blocks, prompts, rows, turns, keys, decoding):
                 requests = []
                 for i, at in enumerate(index):
                     row, prompt, length = rows[at], prompts[at], int(out.lengths[i])
                     answer = self._format.parse(out.tokens[i, :length].tolist())
-                    _write(record, row, turn, prompt, out, i, answer.well_formed)
+                    _write(record, row, turns[at], prompt, out, i, answer.well_formed)
                     played.count(prompt, out.tokens[i, length - 1] in self._format.ends, answer.well_formed)
                     requests.append((row, tasks[row], played.act(row, answer)))
-                for row, shown in self._players.run(requests):
-                    seen = played.see(row, shown)
-                    if seen is None:
-                        continue
-                    record["states"][row, turn], record["next_states"][row, turn] = played.states[row][-2:]
-                    record["rewards"][row, turn] = seen.reward
-                    record["invalid"][row, turn] |= self._strict and not seen.admissible
+                self._players.send(requests)
+                away += len(requests)
         return self._finish(record, played)
 
-    def _generate(self, params, blocks, prompts, rows, keys, turn, decoding) -> Iterator[tuple[list[int], Responses]]:
+    def _see(self, record, played: Played, row: int, shown) -> bool:
+        """Takes what an environment shows; whether its episode goes on."""
+        seen, turns = played.see(row, shown), played.turns(row)
+        if seen is None:
+            return False
+        if turns:
+            record["rewards"][row, turns - 1] = seen.reward
+            record["invalid"][row, turns - 1] |= self._strict and not seen.admissible
+        return not seen.done and turns < self.max_turns
+
+    def _generate(self, params, blocks, prompts, rows, turns, keys, decoding) -> Iterator[tuple[list[int], Responses]]:
         """Samples a response to each prompt: (indices of some prompts, their responses on the host), until all are done."""
         order = sorted(range(len(prompts)), key=lambda at: len(prompts[at].ids))
         waiting = []
@@ -147,9 +166,9 @@ class HostRollout:
             for i, at in enumerate(padded):
                 tokens[i, : len(prompts[at].ids)] = prompts[at].ids
             lengths = np.array([len(prompts[at].ids) for at in padded], np.int32)
-            owner = np.array([rows[at] for at in padded], np.int32)
+            owner, turn = np.array([[rows[at], turns[at]] for at in padded], np.int32).T
             began = time.perf_counter()
-            out = self._sample(params, blocks, tokens, lengths, keys, owner, np.int32(turn), decoding)
+            out = self._sample(params, blocks, tokens, lengths, keys, owner, turn, decoding)
             if (size, width) not in self._compiled:
                 jax.block_until_ready(out)
                 seconds = self._compiled[size, width] = time.perf_counter() - began
@@ -178,6 +197,9 @@ class HostRollout:
         scores = np.zeros(self._batch, np.float32)
         for row, seen in played.now.items():
             record["success"][row], record["task"][row], scores[row] = seen.won, seen.task_type, seen.score
+        texts, states = played.states()
+        for row, seen in states.items():
+            record["states"][row, : len(seen) - 1], record["next_states"][row, : len(seen) - 1] = seen[:-1], seen[1:]
         record["observations"][:, :, 0] = record["states"]
         counts = dict(played.counts) | {
             "excluded": len(played.failures),
@@ -188,7 +210,7 @@ class HostRollout:
         }
         goals = [played.now[row].goal if row in played.now else "" for row in range(self._batch)]
         responses = [played.responses[row] if row in played.now else [] for row in range(self._batch)]
-        self.report = Report(list(played.texts), goals, responses, scores, played.failures, counts)
+        self.report = Report(texts, goals, responses, scores, played.failures, counts)
         return Episodes(**record)
 
     def close(self) -> None:
@@ -213,11 +235,11 @@ def make_unstack(graphdef):
 
 
 def make_sampler(graphdef, mesh: Mesh, max_new: int, ends: tuple[int, ...]):
-    """Jitted `sample(params, blocks, prompts, lengths, keys, rows, turn, decoding) -> Responses`.
+    """Jitted `sample(params, blocks, prompts, lengths, keys, rows, turns, decoding) -> Responses`.
 
     blocks are those of `make_unstack` for the params. prompts i32[C, W] and lengths i32[C] belong to the episodes
-    rows i32[C], whose random keys are keys[rows] of [B]. C is split over the mesh's `data` axis, and each part ends when its
-    own rows have ended.
+    rows i32[C], whose random keys are keys[rows] of [B], at their turns, i32[C] or one for all. C is split over the mesh's
+    `data` axis, and each part ends when its own rows have ended.
     """
 
     def part(params, blocks, prompts, lengths, keys, decoding):
@@ -235,8 +257,8 @@ def make_sampler(graphdef, mesh: Mesh, max_new: int, ends: tuple[int, ...]):
 
     # The responses are small; every process reads all of them.
     @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P()))
-    def sample(params, blocks, prompts, lengths, keys, rows, turn, decoding):
-        keys = jax.vmap(jax.random.fold_in, (0, None))(keys[rows], turn)
+    def sample(params, blocks, prompts, lengths, keys, rows, turns, decoding):
+        keys = jax.vmap(jax.random.fold_in)(keys[rows], jnp.broadcast_to(turns, rows.shape))
         return split(params, blocks, prompts, lengths, keys, decoding)
 
     return sample

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import logging
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -60,19 +60,13 @@ class Played:
 
     def __init__(self, history_length: int):
         self._history_length = history_length
-        self.texts: dict[str, int] = {}  # observation -> state id
         self.now: dict[int, Seen] = {}  # the latest answer of each episode that has not failed
-        self.states: dict[int, list[int]] = {}  # of all observations of an episode
-        self._observations: dict[int, list[str]] = {}
-        self._actions: dict[int, list[str]] = {}
-        self.responses: dict[int, list[str]] = {}
+        self._observations: dict[int, list[str]] = defaultdict(list)
+        self._actions: dict[int, list[str]] = defaultdict(list)
+        self.responses: dict[int, list[str]] = defaultdict(list)
         self.failures: dict[int, str] = {}
         self.counts = Counter(malformed=0, unfinished=0, pairs_dropped=0, prompts_cut=0)
         self.inadmissible = 0
-
-    def begin(self, row: int, shown: Seen | Failed) -> None:
-        self.states[row], self._observations[row], self._actions[row], self.responses[row] = [], [], [], []
-        self.see(row, shown)
 
     def see(self, row: int, shown: Seen | Failed) -> Seen | None:
         """Takes what an environment shows; None if the episode has failed."""
@@ -82,10 +76,13 @@ class Played:
             log.warning("episode %d is excluded: %s", row, shown.reason)
             return None
         self.now[row] = shown
-        self.states[row].append(self.texts.setdefault(shown.observation, len(self.texts)))
         self._observations[row].append(shown.observation)
         self.inadmissible += not shown.admissible
         return shown
+
+    def turns(self, row: int) -> int:
+        """Actions taken in an episode."""
+        return len(self._actions[row])
 
     def view(self, row: int) -> View:
         """What the agent of an episode knows."""
@@ -99,6 +96,15 @@ class Played:
         self._actions[row].append(answer.action)
         self.responses[row].append(answer.text)
         return tuple(self._actions[row])
+
+    def states(self) -> tuple[list[str], dict[int, list[int]]]:
+        """All texts seen in episodes that have not failed, and for each such episode which of them it saw, turn by turn.
+
+        Texts are numbered by episode and turn: which environment was faster than another does not show.
+        """
+        texts: dict[str, int] = {}
+        rows = {row: [texts.setdefault(text, len(texts)) for text in self._observations[row]] for row in sorted(self.now)}
+        return list(texts), rows
 
     def count(self, prompt, ended: bool, well_formed: bool) -> None:
         self.counts["malformed"] += not well_formed

@@ -1,6 +1,6 @@
 """Who steps the environments of a host rollout: this process (`LocalPlayers`) or worker processes (`WorkerPlayers`).
 
-Both take requests (slot, task, actions so far) and answer with what is seen after the last of the actions. An
+Both are sent requests (slot, task, actions so far), and answer with what is seen after the last of the actions. An
 environment is any object like those of `envs/*/text.py`: `max_turns`, `task_types`, `reset(task) -> (observation,
 commands)`, `step(action) -> (observation, commands, reward, done, info)`, after a reset `goal` and `task_type`, and
 `len(env)` if its tasks are numbered from 0 to an end. It must be deterministic, because a worker that takes over an
@@ -9,15 +9,16 @@ episode plays its actions again.
 
 from __future__ import annotations
 
+import atexit
 import math
 import multiprocessing
 import numbers
 import os
 import signal
+import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from multiprocessing.connection import wait
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
@@ -59,16 +60,27 @@ class LocalPlayers:
     def __init__(self, make_env: Callable):
         self._make_env = make_env
         self._slots: dict[int, tuple] = {}  # slot -> (environment, task, actions done)
+        self.begin()
         env = make_env()
         self.about = About(tuple(env.task_types), len(env) if hasattr(env, "__len__") else None, int(env.max_turns))
 
-    def run(self, requests: Iterable[Request]) -> Iterator[tuple[int, Seen | Failed]]:
-        """Answers each request."""
+    def begin(self) -> None:
+        """Forgets answers that have not been received."""
+        self._answers: list[tuple[int, Seen | Failed]] = []
+
+    def send(self, requests: Iterable[Request]) -> None:
+        """Answers each request, to be received."""
         for slot, task, actions in requests:
             try:
-                yield slot, self._answer(slot, task, actions)
+                answer = self._answer(slot, task, actions)
             except (Exception, SystemExit) as error:  # the environment may be in any state now, and is dropped
-                yield slot, Failed(" ".join(f"{type(error).__name__}: {error}".split())[:500])
+                answer = Failed(" ".join(f"{type(error).__name__}: {error}".split())[:500])
+            self._answers.append((slot, answer))
+
+    def receive(self, least: int) -> list[tuple[int, Seen | Failed]]:
+        """The answers that have come: all, in this process."""
+        answers, self._answers = self._answers, []
+        return answers
 
     def _answer(self, slot: int, task: int, actions: tuple[str, ...]) -> Seen:
         env, known, done = self._slots.pop(slot, None) or (self._make_env(), None, 0)
@@ -121,29 +133,95 @@ def _expect(name: str, value, kind) -> None:
 
 
 class _Worker:
-    """One process, its pipe, and what it has to do."""
+    """A process, and the thread that hands it one request at a time and replaces it when it dies or takes too long."""
 
-    def __init__(self, context, make_env):
-        self.queue: deque[Request] = deque()
-        self.current: Request | None = None
-        self.deadline, self.ready = math.inf, False
+    _starting = threading.Lock()
+
+    def __init__(self, make_env: Callable, time_limit: float, start_limit: float):
+        self._make_env, self._time_limit, self._start_limit = make_env, time_limit, start_limit
+        self.queue: SimpleQueue[tuple[Request, SimpleQueue] | None] = SimpleQueue()  # a request, and where its answer goes
+        self.replaced, self._ended, self.process = 0, False, None
+        self._thread = threading.Thread(target=self._answer_all, daemon=True)
+        self._spawn()
+
+    def _spawn(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._deadline = time.monotonic() + self._start_limit
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(theirs, make_env), daemon=True)
-        # A worker never needs the accelerator; jax reads this when it is imported.
-        before = os.environ.get("JAX_PLATFORMS")
-        os.environ["JAX_PLATFORMS"] = "cpu"
-        try:
-            self.process.start()
-        finally:
-            os.environ.pop("JAX_PLATFORMS")
-            if before is not None:
-                os.environ["JAX_PLATFORMS"] = before
+        process = context.Process(target=_work, args=(theirs, self._make_env), daemon=True)
+        with self._starting:
+            # A worker never needs the accelerator; jax reads this when it is imported.
+            before = os.environ.get("JAX_PLATFORMS")
+            os.environ["JAX_PLATFORMS"] = "cpu"
+            try:
+                process.start()
+            finally:
+                os.environ.pop("JAX_PLATFORMS")
+                if before is not None:
+                    os.environ["JAX_PLATFORMS"] = before
+        self.process = process
         theirs.close()
+        if self._ended:
+            process.kill()
 
-    def stop(self) -> None:
+    def about(self) -> About:
+        """What a new process says first. Raises ValueError if it cannot make its environment."""
+        try:
+            if not self.pipe.poll(max(0.0, self._deadline - time.monotonic())):
+                raise ValueError(f"environment: not made in {self._start_limit:g} s; give it more time")
+            said = self.pipe.recv()
+        except (EOFError, OSError):
+            raise ValueError("environment: its worker process died while it was made; try it with workers=0") from None
+        if isinstance(said, str):
+            raise ValueError(said)
+        return said
+
+    def start(self) -> None:
+        """Begins to answer; the process must have made its environment."""
+        self._thread.start()
+
+    def _answer_all(self) -> None:
+        for request, answers in iter(self.queue.get, None):
+            if self._ended:
+                break
+            answers.put(self._ask(request))
+
+    def _ask(self, request: Request) -> tuple[int, Seen | Failed] | ValueError:
+        """The answer; an error if there is no process that could give one."""
+        try:
+            if self.process is None:
+                self._spawn()
+                self.about()
+        except (ValueError, OSError) as error:
+            self._stop()
+            return ValueError(str(error))
+        try:
+            self.pipe.send(request)
+            if self.pipe.poll(self._time_limit):
+                return self.pipe.recv()
+            failure = f"no answer in {self._time_limit:g} s"
+        except (EOFError, OSError):
+            failure = "its worker process died"
+        self._stop()
+        self.replaced += 1
+        return request[0], Failed(failure)
+
+    def _stop(self) -> None:
         self.pipe.close()
-        self.process.kill()
-        self.process.join()
+        if self.process:
+            self.process.kill()
+            self.process.join()
+            self.process = None
+
+    def end(self) -> None:
+        """Ends the process and the thread."""
+        self._ended = True
+        self.queue.put(None)
+        if process := self.process:
+            process.kill()  # if the thread waits for an answer, it finds the pipe ended
+        if self._thread.is_alive():
+            self._thread.join()
+        self._stop()
 
 
 class WorkerPlayers:
@@ -161,91 +239,51 @@ class WorkerPlayers:
     """
 
     def __init__(self, make_env: Callable, workers: int, slots: int, time_limit: float = 60.0, start_limit: float = 600.0):
-        self._context = multiprocessing.get_context("spawn")
-        self._make_env, self._slots = make_env, slots
-        self._time_limit, self._start_limit = time_limit, start_limit
-        self.replaced = 0
-        self._workers = [self._start() for _ in range(min(workers, slots))]
+        self._slots = slots
+        self.begin()
+        self._workers = [_Worker(make_env, time_limit, start_limit) for _ in range(min(workers, slots))]
+        atexit.register(self.close)  # or else a thread would replace the process that the interpreter ends
         for worker in self._workers:
             try:
-                self.about = self._begin(worker)
+                self.about = worker.about()
             except ValueError:
                 self.close()
                 raise
-
-    def run(self, requests: Iterable[Request]) -> Iterator[tuple[int, Seen | Failed]]:
-        """Answers each request, in the order in which the workers are done with them."""
-        for request in requests:
-            self._workers[request[0] * len(self._workers) // self._slots].queue.append(request)
         for worker in self._workers:
-            self._next(worker)
-        while busy := [worker for worker in self._workers if worker.current or worker.queue]:
-            patience = min(worker.deadline for worker in busy) - time.monotonic()
-            wait([worker.pipe for worker in busy], max(0.0, patience))
-            for worker in busy:
-                yield from self._look_at(worker)
+            worker.start()
 
-    def _look_at(self, worker: _Worker) -> Iterator[tuple[int, Seen | Failed]]:
-        """Takes a worker's answer if there is one, and replaces the worker if there will be none."""
-        if not worker.ready:
-            if worker.pipe.poll() or time.monotonic() > worker.deadline:
-                self._begin(worker)
-                self._next(worker)
-            return
-        try:
-            if worker.pipe.poll():
-                answer = worker.pipe.recv()
-                worker.current = None
-                self._next(worker)
-                yield answer
-                return
-            if time.monotonic() <= worker.deadline:
-                return
-            failure = f"no answer in {self._time_limit:g} s"
-        except (EOFError, OSError):
-            failure = "its worker process died"
-        worker.stop()
-        fresh = self._start()
-        fresh.queue = worker.queue
-        self._workers[self._workers.index(worker)] = fresh
-        self.replaced += 1
-        yield worker.current[0], Failed(failure)
+    @property
+    def replaced(self) -> int:
+        """Processes that died or took too long."""
+        return sum(worker.replaced for worker in self._workers)
 
-    def _start(self) -> _Worker:
-        worker = _Worker(self._context, self._make_env)
-        worker.deadline = time.monotonic() + self._start_limit
-        return worker
+    def begin(self) -> None:
+        """Forgets requests whose answers have not been received."""
+        self._answers: SimpleQueue[tuple[int, Seen | Failed] | ValueError] = SimpleQueue()
 
-    def _begin(self, worker: _Worker) -> About:
-        """Waits until a new worker is ready."""
-        try:
-            if not worker.pipe.poll(max(0.0, worker.deadline - time.monotonic())):
-                raise ValueError(f"environment: not made in {self._start_limit:g} s; give it more time")
-            said = worker.pipe.recv()
-        except EOFError:
-            raise ValueError("environment: its worker process died while it was made; try it with workers=0") from None
-        if isinstance(said, str):
-            raise ValueError(said)
-        worker.ready, worker.deadline = True, math.inf
-        return said
+    def send(self, requests: Iterable[Request]) -> None:
+        """Has the workers answer requests."""
+        for request in requests:
+            worker = self._workers[request[0] * len(self._workers) // self._slots]
+            worker.queue.put((request, self._answers))
 
-    def _next(self, worker: _Worker) -> None:
-        """Gives a worker that has nothing to do its next request."""
-        if not worker.ready or worker.current:
-            return
-        worker.deadline = math.inf
-        if worker.queue:
-            worker.current = worker.queue.popleft()
-            worker.deadline = time.monotonic() + self._time_limit
-            try:
-                worker.pipe.send(worker.current)
-            except OSError:
-                worker.deadline = -math.inf  # it died; its pipe reads as ended, too
+    def receive(self, least: int) -> Iterator[tuple[int, Seen | Failed]]:
+        """The answers that have come, in the order in which the workers were done: waits for at least so many.
+
+        Raises ValueError if a worker that was replaced cannot make its environment.
+        """
+        while least > 0 or not self._answers.empty():
+            answer = self._answers.get()
+            if isinstance(answer, ValueError):
+                raise answer
+            least -= 1
+            yield answer
 
     def close(self) -> None:
         """Ends the processes."""
+        atexit.unregister(self.close)
         for worker in self._workers:
-            worker.stop()
+            worker.end()
         self._workers = []
 
 
@@ -260,7 +298,7 @@ def _work(pipe, make_env) -> None:
     pipe.send(players.about)
     try:
         while True:
-            for answer in players.run([pipe.recv()]):
-                pipe.send(answer)
+            players.send([pipe.recv()])
+            pipe.send(*players.receive(1))
     except (EOFError, OSError):
         return

@@ -31,10 +31,19 @@ class SharedPlayers:
         types, *numbers = distributed.first_says(look)
         self.about = About(tuple(types), *numbers)
 
-    def run(self, requests: Iterable[Request]) -> list[tuple[int, Seen | Failed]]:
-        """Answers each request."""
-        requests = list(requests)
-        answers = distributed.first_says(lambda: list(self._players.run(requests)))
+    def begin(self) -> None:
+        """Forgets what has not been received."""
+        if self._players:
+            self._players.begin()
+
+    def send(self, requests: Iterable[Request]) -> None:
+        """Has the environments answer requests."""
+        if self._players:
+            self._players.send(requests)
+
+    def receive(self, least: int) -> list[tuple[int, Seen | Failed]]:
+        """The answers that have come: waits for at least so many."""
+        answers = distributed.first_says(lambda: list(self._players.receive(least)))
         return [(slot, (Failed if len(answer) == len(Failed._fields) else Seen)(*answer)) for slot, answer in answers]
 
     def close(self) -> None:

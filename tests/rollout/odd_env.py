@@ -1,6 +1,7 @@
 """An environment that counts, and that does what it is told even where that is wrong."""
 
 import os
+import random
 import time
 
 import numpy as np
@@ -43,6 +44,14 @@ class Counting:
         for place, wrong in WRONG.get(verb, {}).items():
             answer[place] = wrong
         return answer[: WRONG.get(verb, {}).get("length", 5)]
+
+
+class Restless(Counting):
+    """A step takes up to 20 ms, each time other ones."""
+
+    def step(self, action):
+        time.sleep(random.uniform(0, 0.02))
+        return super().step(action)
 
 
 WRONG = {

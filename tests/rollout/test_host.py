@@ -1,16 +1,20 @@
 """The host rollout against a plain loop over its own responses: records, groups of states, mishaps, shapes, report."""
 
 import json
+import random
 
 import jax
 import numpy as np
 import pytest
 from household_policy import mesh_of
-from odd_env import Counting
+from odd_env import Counting, Restless
 
+from hgpo_jax.config import ConfigError, load
+from hgpo_jax.environments import TextStage
 from hgpo_jax.policy import ModelConfig, initialize, network
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.host import HostRollout
+from hgpo_jax.rollout.players import LocalPlayers
 from hgpo_jax.rollout.tasks import task_numbers
 from hgpo_jax.rollout.text import Answer, Prompt
 from hgpo_jax.sampling import Decoding, buckets
@@ -47,12 +51,14 @@ class Script:
         return Answer("-".join(map(str, ids)), self.actions[sum(ids) % len(self.actions)], ids[0] % 3 > 0)
 
 
-def play(actions, *, spec="data=1", tasks=TASKS, **options):
+def play(actions, *, make_env=Counting, players=None, spec="data=1", tasks=TASKS, **options):
     mesh = mesh_of(spec)
     script = Script(actions)
     rollout = HostRollout(
-        Counting, script, network(MODEL), mesh, batch=B, history_length=K, response_limit=R, **({"chunk": 7} | options)
+        make_env, script, network(MODEL), mesh, batch=B, history_length=K, response_limit=R, **({"chunk": 7} | options)
     )
+    if players:
+        rollout._players = players(make_env)
     keys = jax.random.split(jax.random.key(1), B)
     try:
         return rollout(initialize(MODEL, 0, mesh), tasks, keys, GROUPS, Decoding()), rollout, script
@@ -147,12 +153,59 @@ def test_shapes_meshes_and_chunks_do_not_matter(played):
             np.testing.assert_allclose(episodes[name], reference[name], atol=1e-5 if name == "logp" else 0, err_msg=name)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_failed_episodes_are_empty_and_counted_and_the_run_goes_on(workers):
+class Unpunctual(LocalPlayers):
+    """Lets random answers come, and others wait; that of episode 5 as long as it can."""
+
+    random = random.Random(0)
+
+    def receive(self, least):
+        self.random.shuffle(self._answers)
+        self._answers.sort(key=lambda answer: answer[0] == 5)
+        count = max(least, self.random.randint(0, sum(row != 5 for row, _ in self._answers)))
+        answers, self._answers = self._answers[:count], self._answers[count:]
+        return answers
+
+
+@pytest.mark.parametrize(
+    ("chunk", "options"),
+    [(1, {"players": Unpunctual}), (7, {"players": Unpunctual}), (7, {"make_env": Restless, "workers": 3})],
+)
+def test_an_asynchronous_rollout_gives_the_same_episodes(played, chunk, options):
+    reference, synchronous, script = played if chunk == 7 else play(HARMLESS, chunk=chunk)
+    turns = [view.turn for view in script.views]
+    assert turns == sorted(turns)
+    episodes, rollout, script = play(HARMLESS, chunk=chunk, ready_share=0.35, **options)  # of 20 episodes a chunk of 7
+    if "players" in options:
+        turns = [view.turn for view in script.views]
+        assert turns != sorted(turns), "all waited for the last of each turn"
+    for name in episodes:  # only another shape may round otherwise
+        tolerance = 1e-5 if name == "logp" and chunk > 1 else 0
+        np.testing.assert_allclose(episodes[name], reference[name], rtol=0, atol=tolerance, err_msg=name)
+    for name in ("texts", "goals", "responses", "failures", "counts"):
+        assert getattr(rollout.report, name) == getattr(synchronous.report, name), name
+    assert rollout._rows == synchronous._rows
+    assert len(rollout._compiled) <= len(rollout._rows) * len(rollout._widths)
+
+
+def test_the_largest_shape_is_the_share_that_must_be_ready():
+    rollout = HostRollout(
+        Counting, Script([]), network(MODEL), mesh_of("data=1"), batch=B, history_length=K, chunk=64, ready_share=0.5
+    )
+    assert rollout._rows == buckets(10, factor=4, smallest=1)
+
+
+def test_environments_in_this_process_cannot_step_while_others_wait():
+    config = load(None, ["env.name=household_text", "rollout.ready_share=0.5"])
+    with pytest.raises(ConfigError, match=r"^rollout.ready_share=0.5: needs env.workers"):
+        TextStage(config, Counting, Counting, MODEL, None, mesh_of("data=1"))
+
+
+@pytest.mark.parametrize(("workers", "ready_share"), [(0, 1.0), (2, 1.0), (2, 0.2)])
+def test_failed_episodes_are_empty_and_counted_and_the_run_goes_on(workers, ready_share):
     actions = [*HARMLESS * 6, "raise alarm", "bytes", *["die"] * (workers > 0)]
     tasks = TASKS.copy()
     tasks[-1] = 13  # cannot even begin
-    episodes, rollout, _ = play(actions, tasks=tasks, workers=workers, time_limit=30)
+    episodes, rollout, _ = play(actions, tasks=tasks, workers=workers, time_limit=30, ready_share=ready_share)
     failures = rollout.report.failures
     assert 1 < len(failures) < B and failures[B - 1] == "ValueError: unlucky"
     assert rollout.report.counts["excluded"] == len(failures)

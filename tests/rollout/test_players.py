@@ -20,7 +20,8 @@ def play(players, script: dict[int, list[str]], tasks: dict[int, int]):
             (slot, tasks[slot], tuple(actions[: turn + 1])) for slot, actions in script.items()
             if turn < len(actions) and not any(isinstance(answer, Failed) for answer in seen[slot])
         ]  # fmt: skip
-        answers = dict(players.run(requests))
+        players.send(requests)
+        answers = dict(players.receive(len(requests)))
         assert set(answers) == {slot for slot, *_ in requests}
         for slot, answer in answers.items():
             seen[slot].append(answer)
@@ -48,6 +49,13 @@ def test_answers(players):
     assert seen[3][-1].task_type == 1
     # Another batch starts over, whatever the slots did before.
     assert play(players, {0: ["add 1"]}, {0: 2})[0][-1].observation == "at 3"
+
+
+def test_what_was_not_received_is_forgotten_when_others_begin(players):
+    players.send([(slot, 4, ()) for slot in range(8)])
+    players.begin()
+    assert play(players, {0: ["add 5"], 7: []}, {0: 3, 7: 2})[0][-1].observation == "at 8"
+    assert not list(players.receive(0))
 
 
 def test_a_mishap_ends_only_its_own_episode(players):
