@@ -17,12 +17,8 @@ import contextlib
 import sys
 from pathlib import Path
 
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage text."""
-
-    def error(self, message):
-        self.exit(2, f"error: {message}; {self.prog} --help explains\n")
+from envs import cli
+from envs.cli import Parser, printable
 
 
 def household(args):
@@ -110,11 +106,6 @@ def _whole_number(low: int):
     return read
 
 
-def printable(text: str) -> str:
-    """Text that cannot steer a terminal: control characters and lone surrogates become question marks."""
-    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
-
-
 def play(env, task: int) -> None:
     """One episode, from the first observation to its end or the player's."""
     observation, commands = env.reset(task)
@@ -155,20 +146,8 @@ def main() -> None:
     args = parser().parse_args()
     sys.stdin.reconfigure(errors="replace")
     sys.stdout.reconfigure(errors="replace")
-    try:
-        play(*args.start(args))
-    except BrokenPipeError:  # the reader of our output has gone
-        sys.stdout = None
-        sys.exit(1)
-    except (ValueError, OSError, ImportError) as error:
-        text = str(error)
-        if isinstance(error, OSError):
-            text = f"{error.filename}: {error.strerror.lower()}; check the path"
-        print(f"error: {printable(' '.join(text.split()))}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    play(*args.start(args))
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main, (ValueError, ImportError))

@@ -5,16 +5,17 @@ once into a folder and mapped from there (`build` with a folder, then `Catalogue
     python -m envs.webshop.catalogue ITEMS ATTRIBUTES FOLDER
 """
 
+import argparse
 import functools
 import io
 import json
 import math
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
+from envs import cli
 from envs.webshop.index import Index, IndexBuilder
 from envs.webshop.pages import item_page
 from envs.webshop.products import Product, read_products, search_text
@@ -164,14 +165,17 @@ def _goal_weights(goals: list[tuple[int, int, list[str]]]) -> np.ndarray:
     return np.array(weights, float)
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
     """Build a folder from the two files."""
-    if len(arguments) != 3:
-        raise SystemExit("usage: python -m envs.webshop.catalogue ITEMS ATTRIBUTES FOLDER")
-    items, attributes, folder = arguments
-    catalogue = build(read_products(items, attributes), folder)
-    print(f"{len(catalogue)} products in {folder}")
+    p = cli.Parser(
+        prog="python -m envs.webshop.catalogue", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("items", type=Path, metavar="ITEMS", help="the catalogue, .json or .json.gz")
+    p.add_argument("attributes", type=Path, metavar="ATTRIBUTES", help="attributes and synthetic instructions")
+    p.add_argument("folder", type=Path, metavar="FOLDER", help="where to build; new or empty")
+    args = p.parse_args()
+    print(f"{len(build(read_products(args.items, args.attributes), args.folder))} products in {args.folder}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    cli.run(main, (ValueError, ImportError))
