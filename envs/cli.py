@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import unicodedata
 from collections.abc import Callable
 
 
@@ -15,8 +16,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def printable(text: str) -> str:
-    """Text that cannot steer a terminal: control characters and lone surrogates become question marks."""
-    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+    """Text that cannot steer a terminal: control characters, marks of direction and lone surrogates become question marks."""
+    return "".join(c if c.isprintable() or c in "\n\t" or unicodedata.category(c) == "Zs" else "?" for c in text)
 
 
 def one_line(said: object) -> str:

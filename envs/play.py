@@ -54,8 +54,9 @@ def webshop(args):
     """The goal that the seed picks."""
     from envs.webshop.text import WebshopText
 
-    files = [file for file in (args.items, args.attributes, args.human) if file]
-    env = WebshopText.open(*files, human_goals=bool(args.human), max_turns=args.turns or 15)
+    files = [file for file in (args.items, args.attributes) if file]
+    options = {"human": args.human, "human_goals": True} if args.human else {}
+    env = WebshopText.open(*files, max_turns=args.turns or 15, **options)
     return env, args.seed % len(env)
 
 
@@ -99,8 +100,8 @@ def parser() -> Parser:
 
 def _whole_number(low: int):
     def read(text: str) -> int:
-        if not text.isdecimal() or not low <= int(text) < 2**31:
-            raise argparse.ArgumentTypeError(f"{text}: must be a whole number between {low} and {2**31 - 1}")
+        if not text.isdecimal() or len(text) > 10 or not low <= int(text) < 2**31:
+            raise argparse.ArgumentTypeError(f"{text:.50}: must be a whole number between {low} and {2**31 - 1}")
         return int(text)
 
     return read

@@ -40,7 +40,7 @@ def add_distributed(p: argparse.ArgumentParser) -> None:
 
 
 def load_config(args) -> configuration.Config:
-    mesh = [f"mesh={args.mesh}"] if args.mesh else []
+    mesh = [] if args.mesh is None else [f"mesh={args.mesh}"]
     return configuration.load(args.config, [*args.overrides, *mesh])
 
 

@@ -263,7 +263,7 @@ def main() -> None:
     seeds = parse_seeds(args.seeds) if args.seeds else []
     # The saved policy has its adapters merged.
     saved = [f"policy={folder / 'policy' if is_run else args.run}", "warm_start=none", "lora.rank=0"]
-    mesh = [f"mesh={args.mesh}"] if args.mesh else []
+    mesh = [] if args.mesh is None else [f"mesh={args.mesh}"]
     source = str(folder / "config.yaml") if is_run else args.config
     overrides = [*args.overrides, *mesh, *saved]
     split, chosen = split_of(configuration.load(source, overrides), args.split)

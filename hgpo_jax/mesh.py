@@ -72,7 +72,7 @@ def abstract_mesh(spec: str) -> AbstractMesh:
     """The mesh of a spec without devices, to plan for. Raises ValueError; the spec must name its sizes."""
     counts = re.findall(r"=\s*(\d+)", spec)
     if not counts or "-1" in spec:
-        raise ValueError(f"mesh={spec}: say the sizes, as in data=1,fsdp=8; nothing counts devices here")
+        raise ValueError(f"mesh={spec!r}: say the sizes, as in data=1,fsdp=8; nothing counts devices here")
     sizes = parse_mesh(spec, math.prod(map(int, counts)))
     return AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 

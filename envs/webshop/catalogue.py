@@ -63,12 +63,13 @@ class Catalogue:
         folder = Path(folder)
         try:
             meta = json.loads((folder / _META).read_text("utf-8"))
-            if {key: meta.get(key) for key in FORMAT} != FORMAT:
+            if not isinstance(meta, dict) or {key: meta.get(key) for key in FORMAT} != FORMAT:
                 raise ValueError("another format or version")
-            arrays = {path.stem: np.load(path, mmap_mode="r") for path in folder.glob("*.npy")}
+            arrays = {path.stem: np.load(path, mmap_mode="r", allow_pickle=False) for path in folder.glob("*.npy")}
             arrays["records"] = np.memmap(folder / _RECORDS, np.uint8, "r")
+            _check(arrays, meta)
             return cls(arrays, meta)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, RecursionError) as error:
             raise ValueError(f"{folder.name}: no built catalogue ({error}); build it again") from None
 
     def position(self, asin: str) -> int | None:
@@ -79,7 +80,10 @@ class Catalogue:
 
     def _product(self, position: int) -> Product:
         start, end = self._arrays["record_start"][position : position + 2]
-        return Product(*json.loads(self._arrays["records"][start:end].tobytes()))
+        try:
+            return Product(*json.loads(self._arrays["records"][start:end].tobytes()))
+        except (ValueError, TypeError):
+            raise ValueError(f"record {position} of the built catalogue is damaged; build it again") from None
 
     def _search(self, query: str) -> tuple[tuple[int, float], ...]:
         """Return (position, score) of the best 50 products, best first."""
@@ -148,6 +152,30 @@ def build(products: Iterable[Product], folder: Path | str | None = None) -> Cata
         np.save(Path(folder) / f"{name}.npy", values)
     (Path(folder) / _META).write_text(json.dumps(meta), "utf-8")  # last: a folder without it is unfinished
     return Catalogue.open(folder)
+
+
+def _check(arrays: dict[str, np.ndarray], meta: dict) -> None:
+    """Raises ValueError, or KeyError for what is missing, unless arrays of a folder have the kinds and sizes of one build."""
+    products, goals = len(arrays["asins"]), len(arrays["goal_position"])
+    terms, postings = len(arrays["term_start"]) - 1, len(arrays["post_doc"])
+    expected = {
+        "S": {"asins": products},
+        "f": {"low": products, "high": products, "goal_weight": goals, "post_damp": postings},
+        "i": {
+            "asin_order": products, "asin_rank": products, "category": products, "query": products,
+            "record_start": products + 1, "goal_position": goals, "goal_count": goals, "term_start": terms + 1,
+            "post_start": terms + 1, "post_doc": postings,
+        },
+    }  # fmt: skip
+    for kind, sizes in expected.items():
+        for name, size in sizes.items():
+            if arrays[name].dtype.kind != kind or arrays[name].shape != (size,):
+                raise ValueError(f"{name}.npy does not fit the other files")
+    ends = {"record_start": len(arrays["records"]), "term_start": len(arrays["term_text"]), "post_start": postings}
+    if not products or any(arrays[name][-1] != end for name, end in ends.items()):
+        raise ValueError("a file is cut off")
+    if not isinstance(meta["documents"], int) or not all(isinstance(meta[label], list) for label in ("category", "query")):
+        raise ValueError(f"{_META} holds something else than numbers and labels")
 
 
 def _goal_weights(goals: list[tuple[int, int, list[str]]]) -> np.ndarray:

@@ -124,8 +124,10 @@ class ChatFormat:
         if self._room < 1:
             raise ValueError(f"prompt_limit={prompt_limit}: the chat template alone takes {prompt_limit - self._room} tokens")
         # A marker becomes harmless when it is encoded in two pieces; of overlapping ones each is cut.
-        markers = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
+        added = tokenizer.get_added_vocab()
+        markers = sorted(added, key=len, reverse=True)
         self._cuts = re.compile(f"(?=(?:{'|'.join(map(re.escape, markers))}))") if markers else None
+        self._added = frozenset(added.values())
 
     def build(self, views: Sequence[View]) -> list[Prompt]:
         """The prompt of each view."""
@@ -152,7 +154,8 @@ class ChatFormat:
         ids: list[list[int]] = [[] for _ in texts]
         if pieces:
             for index, part in zip(owner, self._tokenizer(pieces, add_special_tokens=False).input_ids, strict=True):
-                ids[index] += part
+                # A normalizer may make a marker out of other characters, and a marker of one character has no pieces.
+                ids[index] += part if self._added.isdisjoint(part) else [i for i in part if i not in self._added]
         return ids
 
     def parse(self, ids: Sequence[int]) -> Answer:

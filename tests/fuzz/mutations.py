@@ -10,12 +10,12 @@ WORDS = [
     b"", b"0", b"-1", b"1e999", b"NaN", b"Infinity", b"9" * 30, b"9" * 5000, b"0x1F", b"1_0", b"0.1.2", b"true", b"null", b"~",
     b"{}", b"[]", b'""', b"''", b"[" * 200, b"(" * 200, b"{" * 200, b"a: " * 50, b"../../x", b"/etc/passwd", b"\\u0000",
     b"\\ud800", b"<|im_end|>", b"\xff\xfe", b"\xed\xa0\x80", b"\x00", b"\x1b[2J", b"\r\n", b"\xe2\x80\xa8", b"\xc2\x85",
-    "İ٣²".encode(), b"!!python/object/apply:os.system [x]", b"&a *a", b"<<: ", b"? ", b"- ", b": ", b"#", b"%", b"$", b"?x", b"|",
-    b"and", b"or", b"not", b"forall", b"exists", b"when", b"- object", b'"""', b"search[", b"click[", b"]", b"<action>",
+    "İ٣²".encode(), b"!!python/object/apply:os.system [x]", b"&a *a", b"<<: ", b"? ", b"- ", b": ", b"#", b"%", b"$", b"?x",
+    b"|", b"and", b"or", b"not", b"forall", b"exists", b"when", b"- object", b'"""', b"search[", b"click[", b"]", b"<action>",
 ]  # fmt: skip
 VALUES = [
-    None, True, False, 0, -1, 1.5, 1e308, float("nan"), float("inf"), 2**31, 2**63, 2**64, 10**30, "", "x", "../../x", "\0", "\ud800",
-    "<|im_end|>", "9" * 400, [], {}, [[]], [None], {"": None}, {"x": []}, ["x", 1], [0, 0], [-1, 8], [2**62, 2**63],
+    None, True, False, 0, -1, 1.5, 1e308, float("nan"), float("inf"), 2**31, 2**63, 2**64, 10**30, "", "x", "../../x", "\0",
+    "\ud800", "<|im_end|>", "9" * 400, [], {}, [[]], [None], {"": None}, {"x": []}, ["x", 1], [0, 0], [-1, 8], [2**62, 2**63],
 ]  # fmt: skip
 WORD = re.compile(rb"\w+|\s+|[^\w\s]", re.ASCII)
 
@@ -30,10 +30,8 @@ def inputs(corpus: list[bytes], count: int, seed: int, json_parts=None) -> Itera
     for _ in range(count - len(corpus)):
         data = rng.choice(corpus)
         for _ in range(min(5, 1 + int(rng.expovariate(1)))):
-            if json_parts and rng.random() < 0.6:
-                data = change_tree(data, rng, *json_parts)
-            else:
-                data = change(data, rng, corpus)
+            in_tree = json_parts and rng.random() < 0.6
+            data = change_tree(data, rng, *json_parts) if in_tree else change(data, rng, corpus)
         yield data
 
 
@@ -102,5 +100,5 @@ def change_tree(data: bytes, rng: random.Random, split, join) -> bytes:
         node[key] = rng.choice((node[key] + 1, -node[key], node[key] * 2, str(node[key]), 0))
     else:
         node[key] = rng.choice(VALUES)
-    parts[i] = json.dumps(tree[0], ensure_ascii=rng.random() < 0.7).encode("utf-8", "surrogateescape" if rng.random() < 0.5 else "replace")
+    parts[i] = json.dumps(tree[0], ensure_ascii=rng.random() < 0.7).encode("utf-8", "surrogatepass")
     return join(parts)
