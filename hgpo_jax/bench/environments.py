@@ -17,6 +17,7 @@ import jax
 from envs.household import TASKS, Household
 from envs.household.expert import random_action
 from envs.household.world import ROOMS
+from hgpo_jax.bench import policies
 from hgpo_jax.config import ConfigError
 from hgpo_jax.environments import webshop_files
 
@@ -37,11 +38,11 @@ RECORDED = {"alfworld load and reset": 3500.0, "alfworld step": 166.0, "webshop 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batch", type=int, default=1024, help="the compiled environment's episodes at once")
-    parser.add_argument("--repeats", type=int, default=20, help="its timed calls, of which the median counts")
+    parser.add_argument("--batch", type=policies.positive, default=1024, help="the compiled environment's episodes at once")
+    parser.add_argument("--repeats", type=policies.positive, default=20, help="its timed calls, of which the median counts")
     parser.add_argument("--alfworld", metavar="FOLDER", help="ALFWorld's games; measures those of valid_seen")
     parser.add_argument("--webshop", metavar="FOLDER", help="WebShop's catalogue and attributes")
-    parser.add_argument("--products", type=int, metavar="N", help="also a synthetic WebShop catalogue of so many products")
+    parser.add_argument("--products", type=policies.positive, metavar="N", help="also a synthetic WebShop catalogue of so many products")
 
 
 def run(args: argparse.Namespace) -> list[dict]:
@@ -95,9 +96,10 @@ def alfworld(folder: str) -> list[dict]:
 
     try:
         games = [game.path for game in list_games("valid_seen", folder)]
+        measured = measure(games[:: -(-len(games) // GAMES)])
     except (ValueError, OSError) as error:
         raise ConfigError(f"--alfworld {folder}: {' '.join(str(error).split())}") from None
-    return [row(f"alfworld {r['name']}", r["value"], r["unit"]) for r in measure(games[:: -(-len(games) // GAMES)])]
+    return [row(f"alfworld {r['name']}", r["value"], r["unit"]) for r in measured]
 
 
 def webshop(folder: str) -> list[dict]:

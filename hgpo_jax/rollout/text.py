@@ -16,6 +16,9 @@ from typing import NamedTuple
 TEMPLATES = Path(__file__).parent / "templates"
 # Characters of the end of a malformed response that are taken for its action, as verl-agent does.
 FALLBACK = {"alfworld": 30, "household": 30, "sokoban": 20, "webshop": 20}
+# A message of more characters a token than this is too long, whatever it says: a megabyte is not tokenized to see. Real
+# observations have 2 to 5.
+CHARACTERS = 16
 _SECTIONS = ("first", "later", "entry")
 _NO_TEXT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")  # controls and lone surrogates
 _CHINESE = re.compile("[\u4e00-\u9fff]")
@@ -36,7 +39,7 @@ class Prompt(NamedTuple):
 
     ids: list[int]
     pairs_dropped: int = 0
-    tokens_cut: int = 0
+    tokens_cut: int = 0  # at least so many: what is cut from an endless text never becomes tokens
 
 
 class Answer(NamedTuple):
@@ -131,15 +134,16 @@ class ChatFormat:
 
     def build(self, views: Sequence[View]) -> list[Prompt]:
         """The prompt of each view."""
-        prompts = []
-        for view, ids in zip(views, self.encode(self.template.render(view) for view in views), strict=True):
+        prompts, most = [], self._room * CHARACTERS
+        texts = [self.template.render(view) for view in views]
+        for view, text, ids in zip(views, texts, self.encode(text[-most:] for text in texts), strict=True):
             dropped = 0
-            while len(ids) > self._room and dropped < len(view.history):
+            while (len(ids) > self._room or len(text) > most) and dropped < len(view.history):
                 dropped += 1
-                shorter = view._replace(history=view.history[dropped:])
-                ids = self.encode([self.template.render(shorter)])[0]
+                text = self.template.render(view._replace(history=view.history[dropped:]))
+                ids = self.encode([text[-most:]])[0]
             cut = max(0, len(ids) - self._room)
-            prompts.append(Prompt(self._head + ids[cut:] + self._tail, dropped, cut))
+            prompts.append(Prompt(self._head + ids[cut:] + self._tail, dropped, cut + (len(text) > most)))
         return prompts
 
     def encode(self, texts: Iterable[str]) -> list[list[int]]:

@@ -53,7 +53,7 @@ class Counting:
             answer[place] = wrong
         if verb in ODD:
             answer[0], answer[1] = f"{answer[0]} {ODD[verb]}", [*answer[1], ODD[verb]]
-        return (answer + [None])[: WRONG.get(verb, {}).get("length", 5)]
+        return [*answer, None][: WRONG.get(verb, {}).get("length", 5)]
 
 
 ODD = {  # texts that are data all the same

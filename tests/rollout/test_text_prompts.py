@@ -93,8 +93,11 @@ def test_no_text_makes_a_marker_or_breaks_the_frame(tokenizer, one, two):
     assert [i for i in ids if i in added] == [i for i in empty if i in added]
 
 
+FOLDING = ["<|turn|>", "＜｜turn｜＞", "<|TURN|>", "<|tur", "n|>", "＜|im_end|＞", "¶", "a "]
+
+
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.sampled_from(["<|turn|>", "＜｜turn｜＞", "<|TURN|>", "<|tur", "n|>", "＜|im_end|＞", "¶", "a "]), max_size=6).map("".join))
+@given(st.lists(st.sampled_from(FOLDING), max_size=6).map("".join))
 def test_a_marker_that_a_normalizer_makes_is_none(text):
     plain = folding_tokenizer()
     format, added = ChatFormat(plain, "alfworld"), set(plain.get_added_vocab().values())
@@ -119,8 +122,9 @@ def test_a_megabyte_is_cut_within_seconds(tokenizer, kind):
     view = LATER._replace(observation=LONG[kind], history=[(LONG[kind], "look")] * 2)
     began = time.process_time()
     ids, dropped, cut = format.build([view])[0]
-    assert time.process_time() - began < 30
-    assert dropped == 2 and cut > 0 and len(ids) == 4096
+    assert time.process_time() - began < 2
+    assert dropped == 2 and cut > 0
+    assert len(ids) <= 4096 if kind == "blanks" else len(ids) == 4096
     empty = format.build([VIEW])[0].ids
     assert [i for i in ids if i in added] == [i for i in empty if i in added]
     assert ids[: len(format._head)] == format._head and ids[-len(format._tail) :] == format._tail
