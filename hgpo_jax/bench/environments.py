@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=policies.positive, default=20, help="its timed calls, of which the median counts")
     parser.add_argument("--alfworld", metavar="FOLDER", help="ALFWorld's games; measures those of valid_seen")
     parser.add_argument("--webshop", metavar="FOLDER", help="WebShop's catalogue and attributes")
-    parser.add_argument("--products", type=policies.positive, metavar="N", help="also a synthetic WebShop catalogue of so many products")
+    parser.add_argument("--products", type=policies.positive, metavar="N", help="also a synthetic WebShop catalogue of so many")
 
 
 def run(args: argparse.Namespace) -> list[dict]:
