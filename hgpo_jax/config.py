@@ -22,6 +22,8 @@ from hgpo_jax.policy.qwen2 import LINEARS
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
+MAX_DEPTH = 50  # brackets inside brackets in YAML
+
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -313,10 +315,21 @@ def _choices(annotation) -> str:
     return f" ({' | '.join(options)})" if options else ""
 
 
+def read_yaml(text: str):
+    """What a YAML text says. Raises YAMLError, ValueError or RecursionError, and all of them soon: the parser takes time
+    that grows with the square of the depth."""
+    depth = 0
+    for bracket in re.findall(r"[][{}]", text):
+        depth += 1 if bracket in "[{" else -1
+        if depth > MAX_DEPTH:
+            raise RecursionError(f"brackets are nested deeper than {MAX_DEPTH}")
+    return yaml.safe_load(text)
+
+
 def parse_value(text: str):
     """An override's text as YAML would read it; `a,b` and `[a, b]` are lists."""
     try:
-        value = yaml.safe_load(text)
+        value = read_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError):  # the second: such as 2024-99-99, the third: deeply nested
         return text
     return value if value is not None else text
@@ -361,7 +374,7 @@ def _read(path: str) -> dict:
         names = sorted(p.stem for p in CONFIGS.glob("*.yaml"))
         raise ConfigError(f"--config {path}: no such file; {_nearest(path, names)}")
     try:
-        tree = yaml.safe_load(file.read_text())
+        tree = read_yaml(file.read_text())
     except RecursionError:
         raise ConfigError(f"--config {path}: not a YAML file of a configuration: nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:  # the second: no UTF-8, a date or a number that cannot be

@@ -8,6 +8,7 @@ once into a folder and mapped from there (`build` with a folder, then `Catalogue
 import argparse
 import functools
 import io
+import itertools
 import json
 import math
 from collections.abc import Iterable
@@ -107,6 +108,10 @@ def build(products: Iterable[Product], folder: Path | str | None = None) -> Cata
     Raises:
         ValueError: there is no product.
     """
+    products = iter(products)
+    first = next(products, None)  # before anything is written
+    if first is None:
+        raise ValueError("the catalogue holds no product; pass a file with at least one")
     if folder is not None:
         Path(folder).mkdir(parents=True, exist_ok=True)
     index = IndexBuilder()
@@ -114,7 +119,7 @@ def build(products: Iterable[Product], folder: Path | str | None = None) -> Cata
     rows = {name: [] for name in ("asins", "low", "high", "category", "query")}
     record_start, goals = [0], []
     with io.BytesIO() if folder is None else open(Path(folder) / _RECORDS, "wb") as records:
-        for position, product in enumerate(products):
+        for position, product in enumerate(itertools.chain([first], products)):
             record_start.append(record_start[-1] + records.write(json.dumps(product).encode()))
             index.add(search_text(product))
             rows["asins"].append(product.asin.encode("utf-8", "surrogatepass"))
@@ -126,8 +131,6 @@ def build(products: Iterable[Product], folder: Path | str | None = None) -> Cata
                 count = math.prod(len(values) for values in product.options.values())
                 goals.append((position, count, product.instruction_attributes))
         content = None if folder else np.frombuffer(records.getvalue(), np.uint8)
-    if not rows["asins"]:
-        raise ValueError("the catalogue holds no product; pass a file with at least one")
 
     arrays = index.finish()
     asins = np.array(rows["asins"])

@@ -149,7 +149,10 @@ def written_whole(folder: Path, stem: str = "model") -> Iterator[Path]:
     folder = folder.absolute()
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     old = partial.with_suffix(".old")
-    partial.mkdir(parents=True)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(f"policy {folder}: cannot be written: {error.strerror.lower()}") from None
     try:
         yield partial
         if folder.exists():
