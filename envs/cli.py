@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 import unicodedata
 from collections.abc import Callable
@@ -25,18 +26,25 @@ def one_line(said: object) -> str:
     return printable(" ".join(str(said).split()))
 
 
+# What a wrong path gives; other errors of files, such as a full disk, are no mistakes of this kind.
+PATHS = (
+    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENAMETOOLONG,
+    errno.ELOOP,
+)  # fmt: skip
+
+
 def run(main: Callable[[], None], mistakes: tuple[type[Exception], ...]) -> None:
-    """Runs a command; one of the `mistakes`, or a file that cannot be used, is one line on standard error and exit code 2."""
+    """Runs a command; one of the `mistakes`, or a wrong path, becomes one line on standard error and exit code 2."""
     try:
         main()
     except BrokenPipeError:  # the reader of our output has gone
         sys.stdout = None
         sys.exit(1)
     except (OSError, *mistakes) as error:
-        if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        if isinstance(error, OSError) and error.filename is not None and error.errno in PATHS:
             error = f"{error.filename}: {error.strerror.lower()}; check the path"
         elif not isinstance(error, mistakes):
-            raise  # no file of the user's
+            raise
         print(f"error: {one_line(error)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

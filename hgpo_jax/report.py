@@ -232,7 +232,7 @@ def run_row(folder: Path, name: str, config: Config, curves: dict[str, list]) ->
                 }
                 for mode in ("sampled", "greedy")
             }
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             raise ConfigError(f"{file}: not an evaluation: {error!r}; make it anew with hgpo_jax.evaluate") from None
     written = lambda value, form: "–" if value is None else format(value, form)  # noqa: E731
     return {

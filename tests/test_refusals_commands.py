@@ -213,7 +213,7 @@ CASES = [
     ("oracle", ["nowhere", "nowhere"], "nowhere: no such file"),
     ("oracle", ["broken.yaml", "broken.yaml"], "not readable as JSON"),
     ("catalogue", ["nowhere", "nowhere", "out"], "nowhere: no such file"),
-    ("catalogue", ["shop/items_shuffle_1.json", "shop/items_ins_1.json", "file"], "file: file exists"),
+    ("catalogue", ["shop/items_shuffle_1.json", "shop/items_ins_1.json", "out"], "product 0, field 'asin'"),
 ]  # fmt: skip
 
 

@@ -174,7 +174,7 @@ def load(path: str | Path, iteration: int | None = None) -> Dump:
     try:
         episodes = Episodes.load(file)
         beside = file.with_suffix(".json")
-        report = _read_report(beside, episodes) if beside.is_file() else None
+        report = read_report(beside, episodes) if beside.is_file() else None
         names = [folder / part for part in ("policy", "start") if (folder / part / "tokenizer_config.json").is_file()]
         source = [name for name in (config.policy.tokenizer, config.policy.source) if name]
         if not names and not source:
@@ -184,7 +184,7 @@ def load(path: str | Path, iteration: int | None = None) -> Dump:
         raise ConfigError(" ".join(str(error).split())) from None
 
 
-def _read_report(file: Path, e: Episodes) -> dict:
+def read_report(file: Path, e: Episodes) -> dict:
     """The report beside a dump. Raises ValueError where it does not fit the Episodes."""
     try:
         report = json.loads(file.read_text(encoding="utf-8"))

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from envs.cli import one_line
+
 TEMPLATES = Path(__file__).parent / "templates"
 # Characters of the end of a malformed response that are taken for its action, as verl-agent does.
 FALLBACK = {"alfworld": 30, "household": 30, "sokoban": 20, "webshop": 20}
@@ -188,7 +190,10 @@ def _frame(tokenizer) -> tuple[list[int], list[int]]:
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("tokenizer: has no chat template; take an instruction-tuned model's tokenizer")
     mark = "5f1c-the-message-7d2e"
-    text = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True)
+    try:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # whatever a template does
+        raise ValueError(one_line(f"tokenizer: its chat template fails: {error}; mend chat_template.jinja")) from None
     if text.count(mark) != 1:
         raise ValueError(f"tokenizer: its chat template shows a message {text.count(mark)} times instead of once")
     head, tail = text.split(mark)

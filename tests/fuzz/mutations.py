@@ -29,7 +29,7 @@ def inputs(corpus: list[bytes], count: int, seed: int, json_parts=None) -> Itera
     yield from corpus[:count]
     for _ in range(count - len(corpus)):
         data = rng.choice(corpus)
-        for _ in range(min(5, 1 + int(rng.expovariate(1)))):
+        for _ in range(min(5, 1 + int(rng.expovariate(1.5)))):
             in_tree = json_parts and rng.random() < 0.6
             data = change_tree(data, rng, *json_parts) if in_tree else change(data, rng, corpus)
         yield data

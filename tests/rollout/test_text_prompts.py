@@ -220,6 +220,9 @@ def test_mistakes_are_refused():
     plain.chat_template = "{{ 'hello' }}"
     with pytest.raises(ValueError, match="0 times"):
         ChatFormat(plain, "alfworld")
+    plain.chat_template = "{{ messages[3].content }}{% if %}"
+    with pytest.raises(ValueError, match="chat template fails"):
+        ChatFormat(plain, "alfworld")
     plain.chat_template = None
     with pytest.raises(ValueError, match="no chat template"):
         ChatFormat(plain, "alfworld")
