@@ -188,6 +188,8 @@ def _iter_json_list(path: Path | str) -> Iterator:
                     broken = ended or len(buffer) - at > _MAX_ELEMENT
                     _need(not broken, path, "the file", f"is broken JSON ({error.msg})", "get the file again")
                     buffer, at = buffer[at:] + more, 0
+                except ValueError as error:  # a number of thousands of digits
+                    _need(False, path, "the file", f"is broken JSON ({error})", "get the file again")
                 else:
                     yield element
                     at = end

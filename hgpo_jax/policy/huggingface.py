@@ -101,6 +101,7 @@ def read_config(folder: Path) -> ModelConfig:
             raise ValueError(f"policy {folder}: {name}={json.dumps(value)} in config.json is not supported")
     # transformers leaves fields out of the file that equal the architecture's defaults.
     defaults = ARCHITECTURES[raw["model_type"]][1]()
+    theta = rope.get("rope_theta", raw.get("rope_theta", 10_000.0))
     filled = {name: raw.get(name, getattr(defaults, name)) for name in CONFIG_FIELDS}
     try:
         if not isinstance(filled["tie_word_embeddings"], bool):
@@ -109,7 +110,7 @@ def read_config(folder: Path) -> ModelConfig:
             **filled,
             model_type=raw["model_type"],
             head_dim=raw.get("head_dim", defaults.head_dim if qwen3 else None),
-            rope_theta=rope.get("rope_theta", raw.get("rope_theta", 10_000.0)),
+            rope_theta=float(theta) if isinstance(theta, int | float) else theta,
         )
     except ValueError as error:
         raise ValueError(f"policy {folder}: config.json: {error}") from None

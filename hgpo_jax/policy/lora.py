@@ -129,7 +129,7 @@ def load(folder: str | Path, config: ModelConfig, mesh: Mesh | None = None) -> t
     folder = Path(folder)
     raw = huggingface.read_json(folder, "adapter_config.json")
     for name, plain in PLAIN.items():
-        if name in raw and raw[name] not in list(plain):
+        if name in raw and raw[name] not in plain:
             raise ValueError(f"policy {folder}: {name}={json.dumps(raw[name])} in adapter_config.json is not supported")
     if isinstance(raw.get("target_modules"), str):
         raise ValueError(f"policy {folder}: target_modules in adapter_config.json is a pattern; expected a list of names")
