@@ -316,21 +316,25 @@ def _choices(annotation) -> str:
 
 
 def read_yaml(text: str):
-    """What a YAML text says. Raises YAMLError, ValueError or RecursionError, and all of them soon: the parser takes time
-    that grows with the square of the depth."""
+    """What a YAML text says. Raises YAMLError, and soon: the parser takes time that grows with the square of the depth."""
     depth = 0
     for bracket in re.findall(r"[][{}]", text):
         depth += 1 if bracket in "[{" else -1
         if depth > MAX_DEPTH:
-            raise RecursionError(f"brackets are nested deeper than {MAX_DEPTH}")
-    return yaml.safe_load(text)
+            raise yaml.YAMLError(f"brackets are nested deeper than {MAX_DEPTH}")
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise
+    except Exception as error:  # PyYAML has other kinds for 2024-99-99, `!!int`, a number of thousands of digits, ...
+        raise yaml.YAMLError(f"{type(error).__name__}: {error}") from None
 
 
 def parse_value(text: str):
     """An override's text as YAML would read it; `a,b` and `[a, b]` are lists."""
     try:
         value = read_yaml(text)
-    except (yaml.YAMLError, ValueError, RecursionError):  # the second: such as 2024-99-99, the third: deeply nested
+    except yaml.YAMLError:
         return text
     return value if value is not None else text
 
@@ -375,9 +379,7 @@ def _read(path: str) -> dict:
         raise ConfigError(f"--config {path}: no such file; {_nearest(path, names)}")
     try:
         tree = read_yaml(file.read_text())
-    except RecursionError:
-        raise ConfigError(f"--config {path}: not a YAML file of a configuration: nested too deeply") from None
-    except (yaml.YAMLError, ValueError) as error:  # the second: no UTF-8, a date or a number that cannot be
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(one_line(f"--config {path}: not a YAML file: {error}")) from None
     if tree is not None and not isinstance(tree, dict):
         raise ConfigError(f"--config {path}: expected fields with values, found {type(tree).__name__}")

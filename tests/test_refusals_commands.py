@@ -81,7 +81,7 @@ def refused(monkeypatch, capsys, command: str, *arguments: str) -> str:
 CONFIG = [
     ("none", "none: no such file"), ("", "--config : no such file"), (LONG, "too long"), (NUL, "no such file"),
     ("empty", "no such file"), ("broken.yaml", "not a YAML file"), ("list.yaml", "expected fields"),
-    ("bytes.yaml", "not a YAML file"), ("deep.yaml", "nested too deeply"), ("tag.yaml", "python/object"),
+    ("bytes.yaml", "not a YAML file"), ("deep.yaml", "nested deeper than 50"), ("tag.yaml", "python/object"),
     ("digits.yaml", "4300 digits"), ("date.yaml", "month"), ("nul.yaml", "control character"), ("two.yaml", "single document"),
     ("break.yaml", "no such field"), ("hex.yaml", "thousands of digits"),
 ]  # fmt: skip

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -190,7 +191,7 @@ def _find(folder: Path, stem: str) -> tuple[list[Path], dict[str, Path]]:
         if Path(file).name != file or not file.endswith(".safetensors"):
             text = f"policy {folder}: {index.name} puts {tensor} into {file!r}; expected a .safetensors file's name"
             raise ValueError(one_line(text))
-        if not where[tensor].is_file():
+        if not os.path.isfile(where[tensor]):  # False, too, for what can be no name
             raise ValueError(one_line(f"policy {folder}: file {file} is missing, in which {index.name} has {tensor}"))
     return sorted(set(where.values())), where
 
