@@ -1,5 +1,6 @@
 """Every command refuses a user's mistakes: exit code 2, one line that names what is wrong, nothing written."""
 
+import contextlib
 import importlib
 import io
 import json
@@ -18,15 +19,31 @@ LONG, NUL, DIGITS = "x" * 300, "a\0b", "9" * 5000
 TEXT = ("env.name=household_text", "warm_start=none", "policy.tokenizer=run/policy")
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Runs, policies and files of all kinds, most of them damaged."""
+    folder = tmp_path_factory.mktemp("here")
+    with contextlib.chdir(folder):
+        fill()
+    return folder
+
+
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A working folder with runs, policies and files of all kinds, most of them damaged."""
-    monkeypatch.chdir(tmp_path)
+def here(folder, monkeypatch):
+    """The working folder; what a command sets for its whole process stays as it is, and nothing is reached that computes."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(jax, "set_mesh", lambda mesh: None)
+    monkeypatch.setattr(type(jax.config), "update", lambda *_: None)
+    monkeypatch.setattr("hgpo_jax.train.train", lambda *_: pytest.fail("was not refused"))
+    return folder
+
+
+def fill():
     for name in ("run", "no_policy", "odd_config"):
         shutil.copytree(EXAMPLE, name)
     shutil.rmtree("no_policy/policy")
     Path("odd_config/config.yaml").write_text("a: [")
-    for name in ("hf", "pickled", "escape", "garbage", "odd_json", "zero_heads", "long_name"):
+    for name in ("hf", "pickled", "escape", "garbage", "odd_json", "zero_heads"):
         shutil.copytree(HF, name)
     Path("pickled/model.safetensors").rename("pickled/pytorch_model.bin")
     Path("escape/model.safetensors").rename("model.safetensors")
@@ -51,11 +68,6 @@ def here(tmp_path, monkeypatch):
     Path("shop").mkdir()
     Path("shop/items_shuffle_1.json").write_text("[{}]")
     Path("shop/items_ins_1.json").write_text("{}")
-    # Nothing is to be reached that computes; and what a command sets for its whole process stays as it is.
-    monkeypatch.setattr(jax, "set_mesh", lambda mesh: None)
-    monkeypatch.setattr(type(jax.config), "update", lambda *_: None)
-    monkeypatch.setattr("hgpo_jax.train.train", lambda *_: pytest.fail("was not refused"))
-    return tmp_path
 
 
 def refused(monkeypatch, capsys, command: str, *arguments: str) -> str:
@@ -224,6 +236,12 @@ def test_mistakes(command, arguments, part, here, monkeypatch, capsys):
     assert sorted(path for path in here.rglob("*") if "cache" not in path.name) == before
 
 
+@pytest.fixture
+def run(tmp_path):
+    """A run of one's own."""
+    return shutil.copytree(EXAMPLE, tmp_path / "run")
+
+
 DUMPS = {
     "pickled": lambda e: e | {"rewards": np.array([object()], object)},
     "a field missing": lambda e: {name: array for name, array in e.items() if name != "rewards"},
@@ -238,12 +256,12 @@ DUMPS = {
 
 
 @pytest.mark.parametrize("name", DUMPS)
-def test_damaged_dumps(name, here, monkeypatch, capsys):
-    for file in Path("run/episodes").iterdir():
+def test_damaged_dumps(name, run, monkeypatch, capsys):
+    for file in (run / "episodes").iterdir():
         with np.load(file) as arrays:
             changed = DUMPS[name](dict(arrays))
         np.savez(file, **changed)
-    said = refused(monkeypatch, capsys, "report", "run")
+    said = refused(monkeypatch, capsys, "report", str(run))
     assert "iteration-00009.npz: not a dump of Episodes" in said or "the dump of iteration 9 is damaged" in said
 
 
@@ -251,12 +269,12 @@ ROWS = [b"\xff\n", b"[1]\n", b'{"success": 1}\n', b'{"iteration": 0, "success": 
 
 
 @pytest.mark.parametrize("content", ROWS)
-def test_damaged_metrics(content, here, monkeypatch, capsys):
-    Path("run/metrics.jsonl").write_bytes(content)
-    assert "run/metrics.jsonl: line 1 is no row" in refused(monkeypatch, capsys, "report", "run")
+def test_damaged_metrics(content, run, monkeypatch, capsys):
+    (run / "metrics.jsonl").write_bytes(content)
+    assert "run/metrics.jsonl: line 1 is no row" in refused(monkeypatch, capsys, "report", str(run))
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"texts": [1]}', "[" * 9999])
-def test_a_damaged_report_beside_a_dump(content, here, monkeypatch, capsys):
-    Path("run/episodes/iteration-00009.json").write_text(content)
-    assert "iteration-00009.json: not the report" in refused(monkeypatch, capsys, "report", "run")
+def test_a_damaged_report_beside_a_dump(content, run, monkeypatch, capsys):
+    (run / "episodes" / "iteration-00009.json").write_text(content)
+    assert "iteration-00009.json: not the report" in refused(monkeypatch, capsys, "report", str(run))

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> list[dict]:
     """Rows of name, value, unit, limit_share (of the limit, less is better) and ratio (recorded time of the original engine
     over ours), or None. Raises ConfigError for a folder without the data."""
-    rows = household(args.batch, args.repeats)
+    rows = []  # data first, which may be refused
     if args.alfworld:
         rows += alfworld(args.alfworld)
     if args.webshop:
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> list[dict]:
     left_out = [f"--{name}" for name in ("alfworld", "webshop", "products") if not getattr(args, name)]
     if left_out:
         print(f"left out, because not given: {', '.join(left_out)}")
-    return rows
+    return household(args.batch, args.repeats) + rows
 
 
 def row(name: str, value: float, unit: str) -> dict:
