@@ -170,11 +170,11 @@ TARGETS = {
     "config": Target(config_file, ConfigError, 4_000),
     "overrides": Target(overrides, ConfigError, 12_000),
     "mesh": Target(mesh, ValueError, 40_000),
-    "pddl": Target(pddl, ValueError, 16_000),
+    "pddl": Target(pddl, ValueError, 20_000),
     "game": Target(game, ValueError, 4_000, one),
     "webshop": Target(webshop, ValueError, 3_000, several),
     "actions": Target(actions, (), 14_000),
-    "policy": Target(policy_folder, ValueError, 2_000, several),
+    "policy": Target(policy_folder, ValueError, 4_000, several),
     "safetensors": Target(safetensors, ValueError, 8_000, (split_header, join_header)),
     "dump": Target(dump, ValueError, 3_000),
 }
