@@ -17,12 +17,8 @@ import contextlib
 import sys
 from pathlib import Path
 
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage text."""
-
-    def error(self, message):
-        self.exit(2, f"error: {message}; {self.prog} --help explains\n")
+from envs import cli
+from envs.cli import Parser, printable
 
 
 def household(args):
@@ -58,8 +54,9 @@ def webshop(args):
     """The goal that the seed picks."""
     from envs.webshop.text import WebshopText
 
-    files = [file for file in (args.items, args.attributes, args.human) if file]
-    env = WebshopText.open(*files, human_goals=bool(args.human), max_turns=args.turns or 15)
+    files = [file for file in (args.items, args.attributes) if file]
+    options = {"human": args.human, "human_goals": True} if args.human else {}
+    env = WebshopText.open(*files, max_turns=args.turns or 15, **options)
     return env, args.seed % len(env)
 
 
@@ -103,16 +100,11 @@ def parser() -> Parser:
 
 def _whole_number(low: int):
     def read(text: str) -> int:
-        if not text.isdecimal() or not low <= int(text) < 2**31:
-            raise argparse.ArgumentTypeError(f"{text}: must be a whole number between {low} and {2**31 - 1}")
+        if not text.isdecimal() or len(text) > 10 or not low <= int(text) < 2**31:
+            raise argparse.ArgumentTypeError(f"{text:.50}: must be a whole number between {low} and {2**31 - 1}")
         return int(text)
 
     return read
-
-
-def printable(text: str) -> str:
-    """Text that cannot steer a terminal: control characters and lone surrogates become question marks."""
-    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 
 def play(env, task: int) -> None:
@@ -155,20 +147,8 @@ def main() -> None:
     args = parser().parse_args()
     sys.stdin.reconfigure(errors="replace")
     sys.stdout.reconfigure(errors="replace")
-    try:
-        play(*args.start(args))
-    except BrokenPipeError:  # the reader of our output has gone
-        sys.stdout = None
-        sys.exit(1)
-    except (ValueError, OSError, ImportError) as error:
-        text = str(error)
-        if isinstance(error, OSError):
-            text = f"{error.filename}: {error.strerror.lower()}; check the path"
-        print(f"error: {printable(' '.join(text.split()))}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    play(*args.start(args))
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main, (ValueError, ImportError))

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 
+from envs import cli
+from envs.cli import Parser
 from hgpo_jax import config as configuration
-
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage text."""
-
-    def error(self, message):
-        self.exit(2, f"error: {message}; {self.prog} --help explains\n")
 
 
 def parser(command: str, description: str, *, epilog: str = "") -> Parser:
@@ -46,16 +40,10 @@ def add_distributed(p: argparse.ArgumentParser) -> None:
 
 
 def load_config(args) -> configuration.Config:
-    mesh = [f"mesh={args.mesh}"] if args.mesh else []
+    mesh = [] if args.mesh is None else [f"mesh={args.mesh}"]
     return configuration.load(args.config, [*args.overrides, *mesh])
 
 
 def run(main: Callable[[], None]) -> None:
     """Runs a command; a ConfigError becomes one line on standard error and exit code 2."""
-    try:
-        main()
-    except configuration.ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    cli.run(main, (configuration.ConfigError,))

@@ -7,6 +7,8 @@ that `python -m hgpo_jax.train` needs no file. `load` refuses what it does not k
 from __future__ import annotations
 
 import difflib
+import re
+import reprlib
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -14,16 +16,22 @@ import pydantic
 import yaml
 from pydantic import Field
 
+from envs.cli import one_line
 from hgpo_jax.methods import METHODS
 from hgpo_jax.policy.qwen2 import LINEARS
 
 CONFIGS = Path(__file__).parent.parent / "configs"
+
+MAX_DEPTH = 50  # brackets inside brackets in YAML
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")  # in a text; what else a path may hold is the file system's to say
+_SHOWN = reprlib.Repr()  # of values in messages, where a few lines of YAML can stand for millions of elements
+_SHOWN.maxlevel, _SHOWN.maxstring, _SHOWN.maxother = 2, 200, 200
 SHORT = {"policy": "policy.source", "data": "env.data"}  # overrides with a name of their own
 
 
@@ -33,6 +41,13 @@ class ConfigError(ValueError):
 
 class Section(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @pydantic.field_validator("*")
+    @classmethod
+    def _is_text(cls, value):
+        if isinstance(value, str) and _CONTROL.search(value):
+            raise ValueError("holds a control character; take it out")
+        return value
 
 
 def field(default, meaning, **limits):
@@ -310,10 +325,25 @@ def _choices(annotation) -> str:
     return f" ({' | '.join(options)})" if options else ""
 
 
+def read_yaml(text: str):
+    """What a YAML text says. Raises YAMLError, and soon: the parser takes time that grows with the square of the depth."""
+    depth = 0
+    for bracket in re.findall(r"[][{}]", text):
+        depth += 1 if bracket in "[{" else -1
+        if depth > MAX_DEPTH:
+            raise yaml.YAMLError(f"brackets are nested deeper than {MAX_DEPTH}")
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise
+    except Exception as error:  # PyYAML has other kinds for 2024-99-99, `!!int`, a number of thousands of digits, ...
+        raise yaml.YAMLError(f"{type(error).__name__}: {error}") from None
+
+
 def parse_value(text: str):
     """An override's text as YAML would read it; `a,b` and `[a, b]` are lists."""
     try:
-        value = yaml.safe_load(text)
+        value = read_yaml(text)
     except yaml.YAMLError:
         return text
     return value if value is not None else text
@@ -325,7 +355,7 @@ def load(path: str | None = None, overrides: list[str] | tuple[str, ...] = ()) -
     Raises:
       ConfigError: one line that names the field, the value and the nearest right one.
     """
-    tree = _read(path) if path else {}
+    tree = {} if path is None else _read(path)
     known = fields()
     for override in overrides:
         name, equals, text = override.partition("=")
@@ -333,13 +363,13 @@ def load(path: str | None = None, overrides: list[str] | tuple[str, ...] = ()) -
         if not equals:
             raise ConfigError(f"{override!r}: an override is written field=value, as in learner.lr=3e-4")
         if name not in known:
-            raise ConfigError(f"{name}={text}: no such field; {_nearest(name, list(known))}")
+            raise ConfigError(one_line(f"{name:.200}={text:.200}: no such field; {_nearest(name, list(known))}"))
         *heads, leaf = name.split(".")
         node = tree
         for head in heads:
             node = node.setdefault(head, {})
             if not isinstance(node, dict):
-                raise ConfigError(f"{head}={node!r}: is a section; its fields are written {head}.field=value")
+                raise ConfigError(f"{head}={shown(node)}: is a section; its fields are written {head}.field=value")
         value = parse_value(text)
         if get_origin(known[name].annotation) is tuple and not isinstance(value, list):
             value = [part.strip() for part in text.split(",")]
@@ -358,16 +388,24 @@ def _read(path: str) -> dict:
         names = sorted(p.stem for p in CONFIGS.glob("*.yaml"))
         raise ConfigError(f"--config {path}: no such file; {_nearest(path, names)}")
     try:
-        tree = yaml.safe_load(file.read_text())
+        tree = read_yaml(file.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"--config {path}: not a YAML file: {reason}") from None
+        raise ConfigError(one_line(f"--config {path}: not a YAML file: {error}")) from None
     if tree is not None and not isinstance(tree, dict):
         raise ConfigError(f"--config {path}: expected fields with values, found {type(tree).__name__}")
     return tree or {}
 
 
+def shown(value) -> str:
+    """A value in a message, shortened."""
+    try:
+        return _SHOWN.repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+
+
 def _nearest(name: str, names: list[str]) -> str:
+    name = name[:100]
     # A field's last part alone is what people remember: `lr` should find `learner.lr`.
     close = [n for n in names if n.rpartition(".")[2] == name]
     if not close:
@@ -383,14 +421,15 @@ def _one_line(error: pydantic.ValidationError, known: dict) -> str:
     name = ".".join(part for part in location if not part.isdigit())
     if first["type"] == "extra_forbidden":
         section = name.rpartition(".")[0]
-        value = "" if isinstance(first["input"], dict) else f"={first['input']}"
+        value = "" if isinstance(first["input"], dict) else f"={shown(first['input'])}"
         siblings = [n for n in known if n.startswith(f"{section}." if section else "")]
-        return f"{name}{value}: no such field; {_nearest(name, siblings)}"
+        return one_line(f"{name}{value}: no such field; {_nearest(name, siblings)}")
     message = first["msg"].removeprefix("Value error, ")
     message = message.replace("Input should be", "must be").replace("Input", "the value")
     if first["type"] == "literal_error":
-        message += f"; {_nearest(str(first['input']), list(_literals(known[name].annotation)))}"
-    return f"{name}={first['input']!r}: {message}" if name else message
+        given = first["input"] if isinstance(first["input"], str) else ""
+        message += f"; {_nearest(given, list(_literals(known[name].annotation)))}"
+    return one_line(f"{name}={shown(first['input'])}: {message}" if name else message)
 
 
 def dump(config: Config) -> str:

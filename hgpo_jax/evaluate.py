@@ -220,8 +220,8 @@ def split_of(config: Config, split: str | None) -> tuple[str, list[str]]:
 
 def parse_seeds(text: str) -> list[int]:
     parts = text.split(",")
-    if not all(part.isdecimal() and int(part) < 2**31 for part in parts) or len(set(parts)) < len(parts):
-        raise ConfigError(f"--seeds {text}: give different whole numbers with commas between them, as in 123,456,789")
+    if not all(part.isdecimal() and len(part) <= 10 and int(part) < 2**31 for part in parts) or len(set(parts)) < len(parts):
+        raise ConfigError(f"--seeds {text:.100}: give different whole numbers with commas between them, as in 123,456,789")
     return list(map(int, parts))
 
 
@@ -251,19 +251,19 @@ def main() -> None:
     args = p.parse_intermixed_args()
     folder = Path(args.run)
     is_run = (folder / "config.yaml").is_file() and (folder / "policy").is_dir()
-    if not is_run and not args.config:
+    if not is_run and args.config is None:
         raise ConfigError(
             f"{folder}: not the folder of a run that has ended; it needs config.yaml and policy/ "
             "(for a Hugging Face policy give --config)"
         )
-    if is_run and args.config:
+    if is_run and args.config is not None:
         raise ConfigError(f"--config {args.config}: the run in {folder} has its own config.yaml; change fields as field=value")
-    if not args.seeds and (args.split or args.to or not is_run):
+    if args.seeds is None and (args.split or args.to or not is_run):
         raise ConfigError(f"--seeds: needed {'with --split and --to' if is_run else 'for a policy that is no run'}")
-    seeds = parse_seeds(args.seeds) if args.seeds else []
+    seeds = [] if args.seeds is None else parse_seeds(args.seeds)
     # The saved policy has its adapters merged.
     saved = [f"policy={folder / 'policy' if is_run else args.run}", "warm_start=none", "lora.rank=0"]
-    mesh = [f"mesh={args.mesh}"] if args.mesh else []
+    mesh = [] if args.mesh is None else [f"mesh={args.mesh}"]
     source = str(folder / "config.yaml") if is_run else args.config
     overrides = [*args.overrides, *mesh, *saved]
     split, chosen = split_of(configuration.load(source, overrides), args.split)

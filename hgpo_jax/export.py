@@ -67,9 +67,9 @@ def policy_folder(folder: Path) -> Path:
 
 def shard_size(text: str) -> int:
     """Bytes from 5GB, 500MB or 64KB. Raises ValueError for anything else."""
-    match = re.fullmatch(r"(\d+)(KB|MB|GB)", text)
+    match = re.fullmatch(r"([0-9]{1,6})(KB|MB|GB)", text)
     if not match or not int(match[1]):
-        raise ValueError(f"--shard-size {text}: expected a size such as 5GB, 500MB or 64KB")
+        raise ValueError(f"--shard-size {text:.50}: expected a size such as 5GB, 500MB or 64KB")
     return int(match[1]) * UNITS[match[2]]
 
 
@@ -82,7 +82,7 @@ def main() -> None:
     args = p.parse_args()
     try:
         export(args.source, args.to, args.dtype, shard_size(args.shard_size))
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         raise ConfigError(str(error)) from None
     size = sum(file.stat().st_size for file in Path(args.to).glob("*.safetensors"))
     print(f"{args.to}: {size / 1e6:,.1f} MB of weights")

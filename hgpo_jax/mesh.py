@@ -14,6 +14,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 AXES = ("data", "fsdp", "tensor")
+MOST = 2**20  # devices
 
 # Logical axis of an array's dimension -> mesh axes that split it.
 RULES: dict[str, tuple[str, ...]] = {
@@ -35,29 +36,29 @@ def parse_mesh(spec: str, devices: int) -> dict[str, int]:
     """
     if spec.strip() == "auto":
         return {"data": devices, "fsdp": 1, "tensor": 1}
+    shown = repr(spec[:100])
     sizes = dict.fromkeys(AXES, 1)
     given = set()
     for part in spec.split(","):
         name, equals, number = (piece.strip() for piece in part.partition("="))
         if name not in AXES or not equals or name in given:
             raise ValueError(
-                f"mesh={spec!r}: expected auto or each of {', '.join(AXES)} at most once, as in data=2,fsdp=4"
+                f"mesh={shown}: expected auto or each of {', '.join(AXES)} at most once, as in data=2,fsdp=4"
             )
-        try:
-            sizes[name] = int(number)
-        except ValueError:
-            raise ValueError(f"mesh={spec!r}: the size of {name} must be a whole number, not {number!r}") from None
+        if not re.fullmatch(r"-?[0-9]{1,9}", number):
+            raise ValueError(f"mesh={shown}: the size of {name} must be a whole number, not {number[:50]!r}")
+        sizes[name] = int(number)
         if sizes[name] == 0 or sizes[name] < -1:
-            raise ValueError(f"mesh={spec!r}: the size of {name} must be positive, or -1 for what is left")
+            raise ValueError(f"mesh={shown}: the size of {name} must be positive, or -1 for what is left")
         given.add(name)
     open_axes = [name for name, size in sizes.items() if size == -1]
     if len(open_axes) > 1:
-        raise ValueError(f"mesh={spec!r}: only one axis can be -1")
+        raise ValueError(f"mesh={shown}: only one axis can be -1")
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if open_axes and devices % fixed == 0:
         sizes[open_axes[0]] = devices // fixed
     if math.prod(sizes.values()) != devices:
-        raise ValueError(f"mesh={spec!r}: the sizes must multiply to the {devices} devices at hand; one axis may be -1")
+        raise ValueError(f"mesh={shown}: the sizes must multiply to the {devices} devices at hand; one axis may be -1")
     return sizes
 
 
@@ -70,10 +71,13 @@ def make_mesh(spec: str, devices: list | None = None) -> Mesh:
 
 def abstract_mesh(spec: str) -> AbstractMesh:
     """The mesh of a spec without devices, to plan for. Raises ValueError; the spec must name its sizes."""
-    counts = re.findall(r"=\s*(\d+)", spec)
+    counts = re.findall(r"=\s*([0-9]{1,9})\b", spec)
     if not counts or "-1" in spec:
-        raise ValueError(f"mesh={spec}: say the sizes, as in data=1,fsdp=8; nothing counts devices here")
-    sizes = parse_mesh(spec, math.prod(map(int, counts)))
+        raise ValueError(f"mesh={spec[:100]!r}: say the sizes, as in data=1,fsdp=8; nothing counts devices here")
+    devices = math.prod(map(int, counts))
+    if devices > MOST:
+        raise ValueError(f"mesh={spec[:100]!r}: {devices:,} devices; the largest mesh that is planned for has {MOST:,}")
+    sizes = parse_mesh(spec, devices)
     return AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 

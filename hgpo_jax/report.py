@@ -80,9 +80,22 @@ def numbers(values) -> list:
     return [numbers(v) for v in values] if np.ndim(values) > 1 else [number(v) for v in values]
 
 
+def read_rows(folder: Path) -> list[dict]:
+    """The rows of a run's metrics.jsonl by dotted name. Raises ConfigError."""
+    file, rows = folder / "metrics.jsonl", []
+    try:
+        for row in map(flatten, read_metrics(folder)):
+            if not isinstance(row["iteration"], int) or not all(isinstance(x, int | float | None) for x in row.values()):
+                raise ValueError("a row with something else than numbers")
+            rows.append(row)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{file}: line {len(rows) + 1} is no row of metrics: {error!r}; take the broken lines out") from None
+    return rows
+
+
 def series(folder: Path) -> tuple[list[int], dict[str, list]]:
     """(iterations, metric -> values; None where an iteration lacks it) of a run, `POINTS` at most."""
-    rows = [flatten(row) for row in read_metrics(folder)]
+    rows = read_rows(folder)
     for row in rows:
         if row.get("invalid") is not None:
             row["valid"] = 1 - row["invalid"]
@@ -219,14 +232,14 @@ def run_row(folder: Path, name: str, config: Config, curves: dict[str, list]) ->
                 }
                 for mode in ("sampled", "greedy")
             }
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             raise ConfigError(f"{file}: not an evaluation: {error!r}; make it anew with hgpo_jax.evaluate") from None
     written = lambda value, form: "–" if value is None else format(value, form)  # noqa: E731
     return {
         "name": name,
         "method": config.method,
         "seed": config.seed,
-        "done": len(read_metrics(folder)),
+        "done": len(read_rows(folder)),
         "success": written(mean("success"), ".1%"),
         "turns": written(mean("turns"), ".1f"),
         "seconds": written(sum(seconds) if seconds and None not in seconds else None, ".2f"),
@@ -250,7 +263,14 @@ def gather(folders: list[Path], dumps: int, groups: int) -> dict:
         # Evenly, with the first and the last one; the last one alone if there is to be one.
         at = np.linspace(len(found) - 1, 0, min(dumps, len(found))).round().astype(int)[::-1]
         rows.append(run_row(folder, name, config, known))
-        shown = [dump_data(load(folder, found[i]), groups, lines) for i in at]
+        shown = []
+        for i in at:
+            dump = load(folder, found[i])
+            try:
+                shown.append(dump_data(dump, groups, lines))
+            except (ValueError, IndexError, OverflowError) as error:
+                reason = " ".join(str(error).split())
+                raise ConfigError(f"{folder}: the dump of iteration {found[i]} is damaged: {reason}; remove it") from None
         runs.append({"name": name, "x": x, "dumps": [dump for dump in shown if dump["groups"]]})
         curves.append(known)
     charts = {"learning": panels(LEARNING, curves), "groups": panels(GROUPS, curves)}

@@ -5,16 +5,18 @@ once into a folder and mapped from there (`build` with a folder, then `Catalogue
     python -m envs.webshop.catalogue ITEMS ATTRIBUTES FOLDER
 """
 
+import argparse
 import functools
 import io
+import itertools
 import json
 import math
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
+from envs import cli
 from envs.webshop.index import Index, IndexBuilder
 from envs.webshop.pages import item_page
 from envs.webshop.products import Product, read_products, search_text
@@ -62,12 +64,13 @@ class Catalogue:
         folder = Path(folder)
         try:
             meta = json.loads((folder / _META).read_text("utf-8"))
-            if {key: meta.get(key) for key in FORMAT} != FORMAT:
+            if not isinstance(meta, dict) or {key: meta.get(key) for key in FORMAT} != FORMAT:
                 raise ValueError("another format or version")
-            arrays = {path.stem: np.load(path, mmap_mode="r") for path in folder.glob("*.npy")}
+            arrays = {path.stem: np.load(path, mmap_mode="r", allow_pickle=False) for path in folder.glob("*.npy")}
             arrays["records"] = np.memmap(folder / _RECORDS, np.uint8, "r")
+            _check(arrays, meta)
             return cls(arrays, meta)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, RecursionError) as error:
             raise ValueError(f"{folder.name}: no built catalogue ({error}); build it again") from None
 
     def position(self, asin: str) -> int | None:
@@ -78,7 +81,10 @@ class Catalogue:
 
     def _product(self, position: int) -> Product:
         start, end = self._arrays["record_start"][position : position + 2]
-        return Product(*json.loads(self._arrays["records"][start:end].tobytes()))
+        try:
+            return Product(*json.loads(self._arrays["records"][start:end].tobytes()))
+        except (ValueError, TypeError):
+            raise ValueError(f"record {position} of the built catalogue is damaged; build it again") from None
 
     def _search(self, query: str) -> tuple[tuple[int, float], ...]:
         """Return (position, score) of the best 50 products, best first."""
@@ -102,6 +108,10 @@ def build(products: Iterable[Product], folder: Path | str | None = None) -> Cata
     Raises:
         ValueError: there is no product.
     """
+    products = iter(products)
+    first = next(products, None)  # before anything is written
+    if first is None:
+        raise ValueError("the catalogue holds no product; pass a file with at least one")
     if folder is not None:
         Path(folder).mkdir(parents=True, exist_ok=True)
     index = IndexBuilder()
@@ -109,7 +119,7 @@ def build(products: Iterable[Product], folder: Path | str | None = None) -> Cata
     rows = {name: [] for name in ("asins", "low", "high", "category", "query")}
     record_start, goals = [0], []
     with io.BytesIO() if folder is None else open(Path(folder) / _RECORDS, "wb") as records:
-        for position, product in enumerate(products):
+        for position, product in enumerate(itertools.chain([first], products)):
             record_start.append(record_start[-1] + records.write(json.dumps(product).encode()))
             index.add(search_text(product))
             rows["asins"].append(product.asin.encode("utf-8", "surrogatepass"))
@@ -121,8 +131,6 @@ def build(products: Iterable[Product], folder: Path | str | None = None) -> Cata
                 count = math.prod(len(values) for values in product.options.values())
                 goals.append((position, count, product.instruction_attributes))
         content = None if folder else np.frombuffer(records.getvalue(), np.uint8)
-    if not rows["asins"]:
-        raise ValueError("the catalogue holds no product; pass a file with at least one")
 
     arrays = index.finish()
     asins = np.array(rows["asins"])
@@ -149,6 +157,30 @@ def build(products: Iterable[Product], folder: Path | str | None = None) -> Cata
     return Catalogue.open(folder)
 
 
+def _check(arrays: dict[str, np.ndarray], meta: dict) -> None:
+    """Raises ValueError, or KeyError for what is missing, unless arrays of a folder have the kinds and sizes of one build."""
+    products, goals = len(arrays["asins"]), len(arrays["goal_position"])
+    terms, postings = len(arrays["term_start"]) - 1, len(arrays["post_doc"])
+    expected = {
+        "S": {"asins": products},
+        "f": {"low": products, "high": products, "goal_weight": goals, "post_damp": postings},
+        "i": {
+            "asin_order": products, "asin_rank": products, "category": products, "query": products,
+            "record_start": products + 1, "goal_position": goals, "goal_count": goals, "term_start": terms + 1,
+            "post_start": terms + 1, "post_doc": postings,
+        },
+    }  # fmt: skip
+    for kind, sizes in expected.items():
+        for name, size in sizes.items():
+            if arrays[name].dtype.kind != kind or arrays[name].shape != (size,):
+                raise ValueError(f"{name}.npy does not fit the other files")
+    ends = {"record_start": len(arrays["records"]), "term_start": len(arrays["term_text"]), "post_start": postings}
+    if not products or any(arrays[name][-1] != end for name, end in ends.items()):
+        raise ValueError("a file is cut off")
+    if not isinstance(meta["documents"], int) or not all(isinstance(meta[label], list) for label in ("category", "query")):
+        raise ValueError(f"{_META} holds something else than numbers and labels")
+
+
 def _goal_weights(goals: list[tuple[int, int, list[str]]]) -> np.ndarray:
     """Return per product the weight of each of its goals: the mean over attributes of 1 / goals with the attribute."""
     goals_with: dict[str, int] = {}
@@ -164,14 +196,17 @@ def _goal_weights(goals: list[tuple[int, int, list[str]]]) -> np.ndarray:
     return np.array(weights, float)
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
     """Build a folder from the two files."""
-    if len(arguments) != 3:
-        raise SystemExit("usage: python -m envs.webshop.catalogue ITEMS ATTRIBUTES FOLDER")
-    items, attributes, folder = arguments
-    catalogue = build(read_products(items, attributes), folder)
-    print(f"{len(catalogue)} products in {folder}")
+    p = cli.Parser(
+        prog="python -m envs.webshop.catalogue", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("items", type=Path, metavar="ITEMS", help="the catalogue, .json or .json.gz")
+    p.add_argument("attributes", type=Path, metavar="ATTRIBUTES", help="attributes and synthetic instructions")
+    p.add_argument("folder", type=Path, metavar="FOLDER", help="where to build; new or empty")
+    args = p.parse_args()
+    print(f"{len(build(read_products(args.items, args.attributes), args.folder))} products in {args.folder}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    cli.run(main, (ValueError, ImportError))

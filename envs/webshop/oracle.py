@@ -4,10 +4,12 @@ The upper bound in tables and the source of warm-start episodes. Over all goals 
     python -m envs.webshop.oracle ITEMS ATTRIBUTES
 """
 
+import argparse
 import re
-import sys
 from collections.abc import Mapping
+from pathlib import Path
 
+from envs import cli
 from envs.webshop.commands import click, search
 from envs.webshop.pages import PAGE_SIZE
 from envs.webshop.purchase import asked_values, option_owner
@@ -70,8 +72,16 @@ def success(shop: Shop) -> dict[str, float]:
     }  # fmt: skip
 
 
-if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        raise SystemExit("usage: python -m envs.webshop.oracle ITEMS ATTRIBUTES")
-    for name, value in success(load_shop(*sys.argv[1:])).items():
+def main() -> None:
+    p = cli.Parser(
+        prog="python -m envs.webshop.oracle", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("items", type=Path, metavar="ITEMS", help="the catalogue, .json or .json.gz, or a built folder")
+    p.add_argument("attributes", type=Path, nargs="?", metavar="ATTRIBUTES", help="attributes and synthetic instructions")
+    args = p.parse_args()
+    for name, value in success(load_shop(args.items, args.attributes)).items():
         print(f"{name}: {value:g}")
+
+
+if __name__ == "__main__":
+    cli.run(main, (ValueError, ImportError))

@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import math
 import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -10,6 +12,7 @@ from typing import NamedTuple
 DEFAULT_PRICE = 100.0  # of a product that states none
 MAX_ASIN_LENGTH = 10
 _CHUNK = 1 << 22  # characters read at a time: the full catalogue is one JSON list of several gigabytes
+DAMAGE = (gzip.BadGzipFile, zlib.error, EOFError, RecursionError)  # of files, beside what is no UTF-8 and no JSON
 _MAX_ELEMENT = 1 << 26  # characters one product may take before the file is taken to be broken
 
 
@@ -41,7 +44,7 @@ def read_json(path: Path | str):
     try:
         with _open(path) as file:
             return json.load(file)
-    except (ValueError, gzip.BadGzipFile, EOFError) as error:
+    except (ValueError, *DAMAGE) as error:
         raise ValueError(f"{Path(path).name}: not readable as JSON ({error}); get the file again") from None
 
 
@@ -118,7 +121,9 @@ def _prices(pricing, items: Path | str, where: str) -> tuple[list[float], str]:
     try:
         prices = [float(part) for part in parts][:2] or [DEFAULT_PRICE]
     except ValueError:
-        _need(False, items, field, f"holds no number after a '$' ({pricing!r})", "write it like '$19.99'")
+        prices = [math.inf]
+    numbers = max(prices) < math.inf
+    _need(numbers, items, field, f"holds no number after a '$' ({pricing!r:.80})", "write it like '$19.99'")
     return prices, " to ".join(f"${price}" for price in prices)
 
 
@@ -183,8 +188,10 @@ def _iter_json_list(path: Path | str) -> Iterator:
                     broken = ended or len(buffer) - at > _MAX_ELEMENT
                     _need(not broken, path, "the file", f"is broken JSON ({error.msg})", "get the file again")
                     buffer, at = buffer[at:] + more, 0
+                except ValueError as error:  # a number of thousands of digits
+                    _need(False, path, "the file", f"is broken JSON ({error})", "get the file again")
                 else:
                     yield element
                     at = end
-    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
+    except (UnicodeDecodeError, *DAMAGE) as error:
         raise ValueError(f"{Path(path).name}: not readable as JSON ({error}); get the file again") from None

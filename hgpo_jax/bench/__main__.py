@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hgpo_jax import cli
 from hgpo_jax.bench import advantages, environments, plan, sample, training, update
+from hgpo_jax.config import ConfigError
 
 BENCHES = {
     "advantages": (advantages, "estimators against the dictionary loop of host code"),
@@ -43,6 +44,8 @@ def main() -> None:
     module.add_arguments(p)
     p.add_argument("--json", metavar="FILE", help="also write the rows to this file")
     args = p.parse_intermixed_args(sys.argv[2:])
+    if args.json and not Path(args.json).parent.is_dir():
+        raise ConfigError(f"--json {args.json}: cannot be written; give a file in a folder that exists")
     rows = module.run(args)
     print(table(rows))
     if args.json:

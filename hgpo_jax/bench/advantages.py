@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from hgpo_jax.advantages import ESTIMATORS, estimate, parameters
+from hgpo_jax.bench import policies
 
 GROUP_SIZE = 8
 STEPS = 50
@@ -25,7 +26,7 @@ LIMITS = {128: 4.0, 20_000: 2000.0}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--repeats", type=int, default=50, help="timed calls of 128 x 50 steps; larger batches get 5")
+    parser.add_argument("--repeats", type=policies.positive, default=50, help="timed calls of 128 x 50 steps; of larger ones 5")
 
 
 def run(args: argparse.Namespace) -> list[dict]:

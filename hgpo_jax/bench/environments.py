@@ -21,8 +21,8 @@ from envs.household import TASKS, Household
 from envs.household.expert import random_action
 from envs.household.world import ROOMS
 from envs.waiting import Waiting
+from hgpo_jax.bench import policies
 from hgpo_jax.bench.limits import alternate
-from hgpo_jax.bench.policies import positive
 from hgpo_jax.config import ConfigError, PolicyConfig
 from hgpo_jax.environments import webshop_files
 from hgpo_jax.mesh import make_mesh
@@ -48,23 +48,24 @@ RECORDED = {"alfworld load and reset": 3500.0, "alfworld step": 166.0, "webshop 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batch", type=int, default=1024, help="the compiled environment's episodes at once")
-    parser.add_argument("--repeats", type=int, default=20, help="its timed calls, of which the median counts")
+    parser.add_argument("--batch", type=policies.positive, default=1024, help="the compiled environment's episodes at once")
+    parser.add_argument("--repeats", type=policies.positive, default=20, help="its timed calls, of which the median counts")
     parser.add_argument("--alfworld", metavar="FOLDER", help="ALFWorld's games; measures those of valid_seen")
     parser.add_argument("--webshop", metavar="FOLDER", help="WebShop's catalogue and attributes")
-    parser.add_argument("--products", type=int, metavar="N", help="also a synthetic WebShop catalogue of so many products")
+    parser.add_argument("--products", type=policies.positive, metavar="N", help="also a synthetic WebShop catalogue of so many")
     parser.add_argument(
-        "--waiting", type=positive, metavar="MS",
+        "--waiting", type=policies.positive, metavar="MS",
         help="also rollouts of an artificial environment whose steps take so long on average, synchronous and asynchronous",
     )  # fmt: skip
-    parser.add_argument("--episodes", type=positive, default=16, help="its episodes")
-    parser.add_argument("--workers", type=positive, default=16, help="processes that play it")
+    parser.add_argument("--episodes", type=policies.positive, default=16, help="its episodes")
+    parser.add_argument("--workers", type=policies.positive, default=16, help="processes that play it")
     parser.add_argument("--ready-share", type=float, default=0.25, help="rollout.ready_share of the asynchronous rollouts")
 
 
 def run(args: argparse.Namespace) -> list[dict]:
     """Rows of name, value, unit, limit_share (of the limit, less is better) and ratio (recorded time of the original engine
     over ours), or None. Raises ConfigError for a folder without the data."""
+    rows = []  # data first, which may be refused
     if not 0 < args.ready_share < 1:
         raise ConfigError(f"--ready-share {args.ready_share:g}: expected a share above 0 and below 1")
     rows = household(args.batch, args.repeats)
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> list[dict]:
     left_out = [f"--{name}" for name in ("alfworld", "webshop", "products", "waiting") if not getattr(args, name)]
     if left_out:
         print(f"left out, because not given: {', '.join(left_out)}")
-    return rows
+    return household(args.batch, args.repeats) + rows
 
 
 def row(name: str, value: float, unit: str) -> dict:
@@ -117,9 +118,10 @@ def alfworld(folder: str) -> list[dict]:
 
     try:
         games = [game.path for game in list_games("valid_seen", folder)]
+        measured = measure(games[:: -(-len(games) // GAMES)])
     except (ValueError, OSError) as error:
         raise ConfigError(f"--alfworld {folder}: {' '.join(str(error).split())}") from None
-    return [row(f"alfworld {r['name']}", r["value"], r["unit"]) for r in measure(games[:: -(-len(games) // GAMES)])]
+    return [row(f"alfworld {r['name']}", r["value"], r["unit"]) for r in measured]
 
 
 def webshop(folder: str) -> list[dict]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-import math
+from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 
 from hgpo_jax import memory
 from hgpo_jax.config import Config, ConfigError
 from hgpo_jax.job import prepare_devices
-from hgpo_jax.mesh import abstract_mesh, make_mesh, parse_mesh
+from hgpo_jax.mesh import abstract_mesh, make_mesh
+from hgpo_jax.policy import ModelConfig, shapes, shardings
 from hgpo_jax.policy.presets import QWEN2_5, QWEN3, preset
 
 SIZES = {
@@ -40,10 +42,10 @@ def add_against(p: argparse.ArgumentParser) -> None:
 
 
 def positive(text: str) -> int:
-    """An option's value. Raises ValueError, which argparse says in one line."""
-    if (value := int(text)) < 1:
-        raise ValueError(text)
-    return value
+    """An option's value. Raises ArgumentTypeError, which argparse says in one line."""
+    if not (text.isdecimal() and len(text) <= 10 and 0 < int(text) < 2**31):
+        raise argparse.ArgumentTypeError(f"{text:.50}: must be a whole number from 1 to {2**31 - 1}")
+    return int(text)
 
 
 def work(args: argparse.Namespace) -> memory.Work:
@@ -64,6 +66,25 @@ def work(args: argparse.Namespace) -> memory.Work:
         raise ConfigError(f"--policy {args.policy}: {error}") from None
 
 
+def refuse(args: argparse.Namespace, model: ModelConfig, rows: Sequence[int], tokens: int) -> None:
+    """Raises ConfigError, before anything is measured, for a mesh that divides neither rows nor weights, or for sizes of
+    weights or of `tokens` in a row that the devices cannot hold."""
+    for count in rows:
+        for name, mesh in meshes(args.mesh, count).items():
+            try:
+                shardings(model, mesh)
+            except ValueError as error:
+                raise ConfigError(f"--mesh {name}: {error}") from None
+    needed = sum(a.size for a in jax.tree.leaves(shapes(model))) * jnp.dtype(args.dtype).itemsize + 4 * max(rows) * tokens
+    limit = memory.of_device(jax.local_devices()[0])
+    if limit and needed > limit * jax.device_count():
+        held = limit * jax.device_count() / memory.GiB
+        raise ConfigError(
+            f"--policy {args.policy}: weights and tokens take {needed / memory.GiB:.1f} GiB, the devices hold {held:.1f}; "
+            "give smaller sizes"
+        )
+
+
 def meshes(spec: str | None, rows: int) -> dict:
     """Meshes to try by name: the given one, or one device and, where they share the rows equally, all of them."""
     prepare_devices(Config())
@@ -72,8 +93,7 @@ def meshes(spec: str | None, rows: int) -> dict:
     try:
         found = {}
         for name in names:
-            wanted = devices if "-1" in name else devices[: math.prod(int(part.partition("=")[2]) for part in name.split(","))]
-            parse_mesh(name, len(wanted))
+            wanted = devices if "-1" in name or name == "auto" else devices[: abstract_mesh(name).size]
             found[name] = make_mesh(name, wanted)
     except ValueError as error:
         raise ConfigError(f"--mesh {spec}: {error}") from None

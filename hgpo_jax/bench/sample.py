@@ -30,13 +30,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", type=policies.positive, help="tokens of each prompt; default 128, the household's own")
     parser.add_argument("--new", type=policies.positive, help="of each response, 2 at least; default 32, the household's own")
     parser.add_argument("--batch", type=policies.positive, nargs="+", default=[1, 8], help="rows at once; several in turn")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of sampling; 0 takes the most likely token")
+    parser.add_argument("--temperature", type=temperature, default=1.0, help="of sampling; 0 takes the most likely token")
+
+
+def temperature(text: str) -> float:
+    """The option's value. Raises ValueError or ArgumentTypeError, which argparse says in one line."""
+    if not 0 <= float(text) <= 10:
+        raise argparse.ArgumentTypeError(f"{text:.50}: must be a number from 0 to 10")
+    return float(text)
 
 
 def run(args: argparse.Namespace) -> list[dict]:
     """Rows of name, value, unit, limit_share (of the machine's limit, more is better), ratio (our speed over the peer's)."""
     work, peer = policies.work(args), policies.load_peer(args.against)
     prompt, new = args.prompt or work.prompt, max(args.new or work.response, 2)
+    policies.refuse(args, work.model, args.batch, prompt + new)
     rates = limits.Rates(policies.meshes(args.mesh, 0).values(), args.dtype)
     measured = [_measure(args, work.model, peer, batch, prompt, new) for batch in args.batch]
     rates.measure()

@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> list[dict]:
     response = args.response or max(args.tokens // 8, 1)
     if response >= args.tokens:
         raise ConfigError(f"--response {response}: leaves no prompt of --tokens {args.tokens}")
+    policies.refuse(args, model, [args.rows], args.tokens)
     config = LearnerConfig(
         remat=args.remat, minibatch_size=args.rows, microbatch_size=args.microbatch, kl_weight=0, entropy_weight=0,
         warmup_steps=0,

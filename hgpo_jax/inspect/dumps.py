@@ -174,7 +174,7 @@ def load(path: str | Path, iteration: int | None = None) -> Dump:
     try:
         episodes = Episodes.load(file)
         beside = file.with_suffix(".json")
-        report = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else None
+        report = read_report(beside, episodes) if beside.is_file() else None
         names = [folder / part for part in ("policy", "start") if (folder / part / "tokenizer_config.json").is_file()]
         source = [name for name in (config.policy.tokenizer, config.policy.source) if name]
         if not names and not source:
@@ -182,6 +182,22 @@ def load(path: str | Path, iteration: int | None = None) -> Dump:
         return Dump(episodes, config, load_tokenizer(str([*names, *source][0])), report, iteration)
     except (ValueError, OSError) as error:
         raise ConfigError(" ".join(str(error).split())) from None
+
+
+def read_report(file: Path, e: Episodes) -> dict:
+    """The report beside a dump. Raises ValueError where it does not fit the Episodes."""
+    try:
+        report = json.loads(file.read_text(encoding="utf-8"))
+        texts, goals, responses, scores = (report[name] for name in ("texts", "goals", "responses", "scores"))
+        turns = [len(said) for said in responses]
+        strings = all(isinstance(text, str) for text in (*texts, *goals, *(text for said in responses for text in said)))
+        numbers = all(isinstance(score, int | float) for score in scores) and len(goals) == len(scores) == len(e.mask)
+        last = max(e.states.max(initial=0, where=e.mask), e.next_states.max(initial=0, where=e.mask))
+        if not (strings and numbers and turns == e.mask.sum(1).tolist() and (last < len(texts) or not e.mask.any())):
+            raise ValueError("texts, goals, responses or scores do not fit")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{file}: not the report of {file.stem}.npz: {error}") from None
+    return report
 
 
 def read_config(folder: str | Path) -> Config:

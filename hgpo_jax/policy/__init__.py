@@ -21,6 +21,7 @@ from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import huggingface, weights
 from hgpo_jax.policy.placement import PARAMETER_AXES, initialize, network, shapes, shardings
 from hgpo_jax.policy.qwen2 import LoraConfig, ModelConfig, Qwen2
+from hgpo_jax.policy.tokenizer import read_tokenizer
 
 __all__ = [
     "PARAMETER_AXES",
@@ -97,8 +98,6 @@ def load_policy(folder: str | Path, mesh: Mesh | None = None, dtype: str = "floa
     Raises:
       ValueError: one line that names the file or tensor at fault.
     """
-    from transformers import AutoTokenizer
-
     folder = huggingface.find(folder)
     mesh = mesh or make_mesh("data=1", jax.local_devices()[:1])
     config = huggingface.read_config(folder)
@@ -108,4 +107,4 @@ def load_policy(folder: str | Path, mesh: Mesh | None = None, dtype: str = "floa
     source.check(tensors, tied=config.tie_word_embeddings)
     params = source.load(tensors, places, dtype)
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
-    return Policy(config, params, AutoTokenizer.from_pretrained(folder) if has_tokenizer else None)
+    return Policy(config, params, read_tokenizer(str(folder)) if has_tokenizer else None)

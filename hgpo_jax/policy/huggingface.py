@@ -60,7 +60,9 @@ def read_json(folder: Path, name: str) -> dict:
         raw = json.loads((folder / name).read_text())
     except FileNotFoundError:
         raise ValueError(f"policy {folder}: holds no {name}") from None
-    except ValueError as error:
+    except OSError as error:
+        raise ValueError(f"policy {folder}: {name}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"policy {folder}: {name} is not JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"policy {folder}: {name} is not a JSON object")
@@ -74,17 +76,20 @@ def read_config(folder: Path) -> ModelConfig:
       ValueError: no or broken config.json, or one that asks for what `Qwen2` does not compute.
     """
     raw = read_json(folder, "config.json")
-    if raw.get("model_type") not in ARCHITECTURES:
+    if raw.get("model_type") not in list(ARCHITECTURES):
         known = " and ".join(ARCHITECTURES)
-        raise ValueError(f"policy {folder}: model_type is {raw.get('model_type')!r} in config.json; {known} are supported")
+        raise ValueError(f"policy {folder}: model_type is {raw.get('model_type')!r:.50} in config.json; {known} are supported")
     missing = [name for name in REQUIRED_FIELDS if name not in raw]
     if missing:
         raise ValueError(f"policy {folder}: config.json lacks {missing[0]}")
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope, layers = raw.get("rope_parameters") or raw.get("rope_scaling") or {}, raw.get("layer_types") or []
+    if not isinstance(rope, dict) or not isinstance(layers, list):
+        name = "layer_types" if isinstance(rope, dict) else "rope_scaling"
+        raise ValueError(f"policy {folder}: {name} in config.json is no {'list' if isinstance(rope, dict) else 'object'}")
     qwen3 = raw["model_type"] == "qwen3"
     refused = {
         "use_sliding_window": raw.get("use_sliding_window"),
-        "layer_types": set(raw.get("layer_types") or ()) - {"full_attention"},
+        "layer_types": any(kind != "full_attention" for kind in layers),
         "rope_scaling": rope.get("rope_type", rope.get("type", "default")) != "default",
         "hidden_act": raw.get("hidden_act", "silu") != "silu",
         "attention_bias": qwen3 and raw.get("attention_bias"),
@@ -95,13 +100,17 @@ def read_config(folder: Path) -> ModelConfig:
             value = rope if name == "rope_scaling" else raw[name]
             raise ValueError(f"policy {folder}: {name}={json.dumps(value)} in config.json is not supported")
     # transformers leaves fields out of the file that equal the architecture's defaults.
-    filled = ARCHITECTURES[raw["model_type"]][1](**{name: raw[name] for name in CONFIG_FIELDS if name in raw})
+    defaults = ARCHITECTURES[raw["model_type"]][1]()
+    theta = rope.get("rope_theta", raw.get("rope_theta", 10_000.0))
+    filled = {name: raw.get(name, getattr(defaults, name)) for name in CONFIG_FIELDS}
     try:
+        if not isinstance(filled["tie_word_embeddings"], bool):
+            raise ValueError(f"tie_word_embeddings={filled['tie_word_embeddings']!r:.50}: must be true or false")
         return ModelConfig(
-            **{name: getattr(filled, name) for name in CONFIG_FIELDS},
+            **filled,
             model_type=raw["model_type"],
-            head_dim=raw.get("head_dim", filled.head_dim if qwen3 else None),
-            rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 10_000.0))),
+            head_dim=raw.get("head_dim", defaults.head_dim if qwen3 else None),
+            rope_theta=float(theta) if isinstance(theta, int | float) else theta,
         )
     except ValueError as error:
         raise ValueError(f"policy {folder}: config.json: {error}") from None
@@ -141,7 +150,10 @@ def written_whole(folder: Path, stem: str = "model") -> Iterator[Path]:
     folder = folder.absolute()
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     old = partial.with_suffix(".old")
-    partial.mkdir(parents=True)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(f"policy {folder}: cannot be written: {error.strerror.lower()}") from None
     try:
         yield partial
         if folder.exists():

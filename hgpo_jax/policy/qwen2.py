@@ -55,6 +55,15 @@ class LoraConfig:
         return self.alpha / self.rank
 
 
+NUMBERS = [
+    *((name, int, "a positive whole number") for name in (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+        "max_position_embeddings",
+    )),
+    *((name, int | float, "a positive number") for name in ("rope_theta", "rms_norm_eps", "initializer_range")),
+]  # fmt: skip
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """The sizes of a Qwen2.5 or Qwen3, named as in its Hugging Face config.json.
@@ -81,6 +90,10 @@ class ModelConfig:
     def __post_init__(self):
         if self.model_type not in ("qwen2", "qwen3"):
             raise ValueError(f"model_type={self.model_type!r}: must be qwen2 or qwen3")
+        for name, kind, meaning in NUMBERS:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < 2**63:
+                raise ValueError(f"{name}={value!r:.50}: must be {meaning}")
         if self.head_dim is None:
             if self.hidden_size % self.num_attention_heads or self.hidden_size // self.num_attention_heads % 2:
                 raise ValueError(
@@ -88,8 +101,8 @@ class ModelConfig:
                     f"num_attention_heads={self.num_attention_heads}"
                 )
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim}: must be even")
+        if not isinstance(self.head_dim, int) or self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim!r:.50}: must be a positive even number")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_key_value_heads={self.num_key_value_heads}: must divide num_attention_heads={self.num_attention_heads}"

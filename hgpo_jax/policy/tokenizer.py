@@ -38,8 +38,7 @@ def embedding_rows(tokens: int) -> int:
     return -(-tokens // 8) * 8
 
 
-@functools.cache
-def load_tokenizer(name: str):
+def read_tokenizer(name: str):
     """The tokenizer of a folder or hub id. Raises ValueError in one line where there is none."""
     from transformers import AutoTokenizer
 
@@ -47,3 +46,6 @@ def load_tokenizer(name: str):
         return AutoTokenizer.from_pretrained(name)
     except Exception as error:  # transformers and the hub raise many kinds
         raise ValueError(f"policy.tokenizer={name}: cannot be read: {' '.join(str(error).split())[:300]}") from None
+
+
+load_tokenizer = functools.cache(read_tokenizer)

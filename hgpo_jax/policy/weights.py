@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors import SafetensorError, safe_open
+
+from envs.cli import one_line
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 SHARD_SIZE = 5_000_000_000
@@ -80,13 +83,13 @@ class Weights:
                     self._files[name] = file
         for name, file in index.items():
             if self._files.get(name) != file:
-                raise ValueError(f"policy {folder}: tensor {name} is not in {file.name}, where the index has it")
+                raise ValueError(one_line(f"policy {folder}: tensor {name} is not in {file.name}, where the index has it"))
 
     def _open(self, file: Path):
         try:
             return safe_open(file, framework="numpy")
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"policy {self.folder}: {file.name} is damaged: {' '.join(str(error).split())}") from None
+            raise ValueError(one_line(f"policy {self.folder}: {file.name} is damaged: {error}")) from None
 
     def check(self, tensors: list[Tensor], tied: bool = False) -> None:
         """Raises ValueError unless the files hold exactly these tensors.
@@ -99,7 +102,7 @@ class Weights:
             raise ValueError(f"{where}: tensor {missing[0]} is missing ({len(missing)} such)")
         unexpected = sorted(self.shapes.keys() - expected.keys() - ({"lm_head.weight"} if tied else set()))
         if unexpected:
-            raise ValueError(f"{where}: tensor {unexpected[0]} is unexpected ({len(unexpected)} such)")
+            raise ValueError(one_line(f"{where}: tensor {unexpected[0]} is unexpected ({len(unexpected)} such)"))
         for name, shape in expected.items():
             if self.shapes[name] != shape:
                 found = list(self.shapes[name])
@@ -182,13 +185,14 @@ def _find(folder: Path, stem: str) -> tuple[list[Path], dict[str, Path]]:
     try:
         names = json.loads(index.read_text())["weight_map"]
         where = {tensor: folder / file for tensor, file in names.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"policy {folder}: {index.name} holds no weight_map from tensors to files") from None
     for tensor, file in names.items():
         if Path(file).name != file or not file.endswith(".safetensors"):
-            raise ValueError(f"policy {folder}: {index.name} puts {tensor} into {file!r}; expected a .safetensors file's name")
-        if not where[tensor].is_file():
-            raise ValueError(f"policy {folder}: file {file} is missing, in which {index.name} has {tensor}")
+            text = f"policy {folder}: {index.name} puts {tensor} into {file!r}; expected a .safetensors file's name"
+            raise ValueError(one_line(text))
+        if not os.path.isfile(where[tensor]):  # False, too, for what can be no name
+            raise ValueError(one_line(f"policy {folder}: file {file} is missing, in which {index.name} has {tensor}"))
     return sorted(set(where.values())), where
 
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import os
-import zipfile
 from pathlib import Path
 
 import chex
 import numpy as np
+
+from envs.cli import one_line
+
+# Field: kind of dtype, dimensions behind [B, T]; None for [B] alone.
+KINDS = {
+    "prompts": ("i", 1), "prompt_lengths": ("i", 0), "responses": ("i", 1), "response_lengths": ("i", 0), "logp": ("f", 1),
+    "observations": ("i", 1), "rewards": ("f", 0), "mask": ("b", 0), "invalid": ("b", 0), "states": ("i", 0),
+    "next_states": ("i", 0), "groups": ("i", None), "success": ("b", None), "task": ("i", None),
+}  # fmt: skip
 
 
 @chex.dataclass(frozen=True)
@@ -45,6 +53,24 @@ class Episodes:
         """Reads what `save` wrote. Raises ValueError for another file."""
         try:
             with np.load(path, allow_pickle=False) as file:
-                return cls(**{name: file[name] for name in file.files})
-        except (OSError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
-            raise ValueError(f"{path}: not a dump of Episodes: {error}") from None
+                episodes = cls(**{name: file[name] for name in file.files})
+            episodes._check()
+            return episodes
+        except Exception as error:  # zip, zlib and NumPy have many ways to say that a file is damaged
+            raise ValueError(one_line(f"{path}: not a dump of Episodes: {error}")) from None
+
+    def _check(self) -> None:
+        """Raises ValueError for arrays that no rollout makes."""
+        B, T = self.mask.shape
+        for name, (kind, width) in KINDS.items():
+            array, shape = self[name], ((B,) if width is None else (B, T))
+            if array.dtype.kind != kind or array.shape[:2] != shape or array.ndim != len(shape) + (width or 0):
+                raise ValueError(f"{name} is {array.dtype}{list(array.shape)} beside a mask of {[B, T]}")
+            if kind == "i" and array.size and array.min() < 0:
+                raise ValueError(f"{name} has {array.min()}, a number below 0")
+        for name in ("prompt", "response"):
+            lengths, slots = self[f"{name}_lengths"], self[f"{name}s"].shape[-1]
+            if lengths.size and lengths.max() > slots:
+                raise ValueError(f"{name}_lengths has {lengths.max()}, more than {name}s has slots")
+        if (self.mask[:, 1:] > self.mask[:, :-1]).any():
+            raise ValueError("mask has a turn after one that did not happen")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from envs.cli import printable
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.players import Failed, Seen
 from hgpo_jax.rollout.text import Answer, View
@@ -46,13 +47,13 @@ class Report:
         os.replace(partial, path)
 
     def transcript(self, episodes: Episodes, index: int) -> str:
-        """One episode as a person would read it."""
+        """One episode as a person would read it, in a terminal too."""
         outcome = "success" if episodes.success[index] else "failure"
         lines = [f"task: {self.goals[index]} ({self.failures.get(index, outcome)})"]
         for t in range(int(episodes.mask[index].sum())):
             invalid = "   (invalid)" if episodes.invalid[index, t] else ""
             lines += [f"  {self.texts[episodes.states[index, t]]}", f"    > {self.responses[index][t]}{invalid}"]
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
 
 class Played:

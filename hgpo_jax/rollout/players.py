@@ -10,20 +10,25 @@ episode plays its actions again.
 from __future__ import annotations
 
 import atexit
-import math
 import multiprocessing
 import numbers
 import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
 
+from envs.cli import one_line
+
 Request = tuple[int, int, tuple[str, ...]]  # slot, task, actions so far
+# Characters of one answer at most. A prompt holds far fewer, but what is cut there has passed through pipes and tokenizer.
+MAX_TEXT = 4_000_000
+LARGEST = float(np.finfo(np.float32).max)  # the Episodes' type of rewards
 
 
 class Seen(NamedTuple):
@@ -74,7 +79,8 @@ class LocalPlayers:
             try:
                 answer = self._answer(slot, task, actions)
             except (Exception, SystemExit) as error:  # the environment may be in any state now, and is dropped
-                answer = Failed(" ".join(f"{type(error).__name__}: {error}".split())[:500])
+                # The message may be anything, too, or fail itself.
+                answer = Failed(one_line("".join(traceback.format_exception_only(error))[:2000])[:500])
             self._answers.append((slot, answer))
 
     def receive(self, least: int) -> list[tuple[int, Seen | Failed]]:
@@ -110,6 +116,9 @@ def _checked(env, result, length: int) -> Seen:
     _expect("task_type", env.task_type, numbers.Integral)
     if not 0 <= env.task_type < len(env.task_types):
         raise ValueError(f"task_type is {env.task_type}, there are {len(env.task_types)}")
+    size = len(observation) + len(env.goal) + len(commands) + sum(map(len, commands))
+    if size > MAX_TEXT:
+        raise ValueError(f"observation, commands and goal have {size:,} characters, more than {MAX_TEXT:,}")
     seen = Seen(str(observation), [str(command) for command in commands], str(env.goal), int(env.task_type))
     if not rest:
         return seen
@@ -118,7 +127,7 @@ def _checked(env, result, length: int) -> Seen:
     score = info.get("score", float(info["won"]))
     for name, number in (("reward", reward), ("score", score)):
         _expect(name, number, numbers.Real)
-        if not math.isfinite(number):
+        if not abs(float(number)) <= LARGEST:
             raise ValueError(f"{name} is {number}")
     flags = {"done": done, "won": info["won"], "admissible": info["admissible"]}
     for name, flag in flags.items():

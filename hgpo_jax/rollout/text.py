@@ -13,9 +13,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from envs.cli import one_line
+
 TEMPLATES = Path(__file__).parent / "templates"
 # Characters of the end of a malformed response that are taken for its action, as verl-agent does.
 FALLBACK = {"alfworld": 30, "household": 30, "sokoban": 20, "webshop": 20}
+# A message of more characters a token than this is too long, whatever it says: a megabyte is not tokenized to see. Real
+# observations have 2 to 5.
+CHARACTERS = 16
 _SECTIONS = ("first", "later", "entry")
 _NO_TEXT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")  # controls and lone surrogates
 _CHINESE = re.compile("[\u4e00-\u9fff]")
@@ -36,7 +41,7 @@ class Prompt(NamedTuple):
 
     ids: list[int]
     pairs_dropped: int = 0
-    tokens_cut: int = 0
+    tokens_cut: int = 0  # at least so many: what is cut from an endless text never becomes tokens
 
 
 class Answer(NamedTuple):
@@ -124,20 +129,23 @@ class ChatFormat:
         if self._room < 1:
             raise ValueError(f"prompt_limit={prompt_limit}: the chat template alone takes {prompt_limit - self._room} tokens")
         # A marker becomes harmless when it is encoded in two pieces; of overlapping ones each is cut.
-        markers = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
+        added = tokenizer.get_added_vocab()
+        markers = sorted(added, key=len, reverse=True)
         self._cuts = re.compile(f"(?=(?:{'|'.join(map(re.escape, markers))}))") if markers else None
+        self._added = frozenset(added.values())
 
     def build(self, views: Sequence[View]) -> list[Prompt]:
         """The prompt of each view."""
-        prompts = []
-        for view, ids in zip(views, self.encode(self.template.render(view) for view in views), strict=True):
+        prompts, most = [], self._room * CHARACTERS
+        texts = [self.template.render(view) for view in views]
+        for view, text, ids in zip(views, texts, self.encode(text[-most:] for text in texts), strict=True):
             dropped = 0
-            while len(ids) > self._room and dropped < len(view.history):
+            while (len(ids) > self._room or len(text) > most) and dropped < len(view.history):
                 dropped += 1
-                shorter = view._replace(history=view.history[dropped:])
-                ids = self.encode([self.template.render(shorter)])[0]
+                text = self.template.render(view._replace(history=view.history[dropped:]))
+                ids = self.encode([text[-most:]])[0]
             cut = max(0, len(ids) - self._room)
-            prompts.append(Prompt(self._head + ids[cut:] + self._tail, dropped, cut))
+            prompts.append(Prompt(self._head + ids[cut:] + self._tail, dropped, cut + (len(text) > most)))
         return prompts
 
     def encode(self, texts: Iterable[str]) -> list[list[int]]:
@@ -152,7 +160,8 @@ class ChatFormat:
         ids: list[list[int]] = [[] for _ in texts]
         if pieces:
             for index, part in zip(owner, self._tokenizer(pieces, add_special_tokens=False).input_ids, strict=True):
-                ids[index] += part
+                # A normalizer may make a marker out of other characters, and a marker of one character has no pieces.
+                ids[index] += part if self._added.isdisjoint(part) else [i for i in part if i not in self._added]
         return ids
 
     def parse(self, ids: Sequence[int]) -> Answer:
@@ -181,7 +190,10 @@ def _frame(tokenizer) -> tuple[list[int], list[int]]:
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("tokenizer: has no chat template; take an instruction-tuned model's tokenizer")
     mark = "5f1c-the-message-7d2e"
-    text = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True)
+    try:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # whatever a template does
+        raise ValueError(one_line(f"tokenizer: its chat template fails: {error}; mend chat_template.jinja")) from None
     if text.count(mark) != 1:
         raise ValueError(f"tokenizer: its chat template shows a message {text.count(mark)} times instead of once")
     head, tail = text.split(mark)

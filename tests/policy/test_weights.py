@@ -237,6 +237,23 @@ SINGLE = [
     (edit(hidden_act="gelu"), "hidden_act"),
     (edit(model_type="qwen3", attention_bias=True), "attention_bias=true"),
     (edit(quantization_config={"quant_method": "awq"}), "quantization_config"),
+    (edit(num_attention_heads=0), "num_attention_heads=0: must be a positive whole number"),
+    (edit(num_hidden_layers=-1), "num_hidden_layers=-1"),
+    (edit(num_hidden_layers=1.5), "num_hidden_layers=1.5"),
+    (edit(vocab_size="x"), "vocab_size='x'"),
+    (edit(vocab_size=10**30), "vocab_size=1000000000"),
+    (edit(rms_norm_eps=0), "rms_norm_eps=0"),
+    (edit(head_dim=[8]), "head_dim=[8]"),
+    (edit(tie_word_embeddings="no"), "tie_word_embeddings='no'"),
+    (edit(layer_types=5), "layer_types in config.json is no list"),
+    (edit(layer_types=[{}]), "layer_types="),
+    (edit(rope_parameters=["x"]), "rope_scaling in config.json is no object"),
+    (edit(rope_parameters={"rope_theta": "x"}), "rope_theta='x'"),
+    (edit(model_type=[]), "model_type is []"),
+    (lambda f: (f / "config.json").write_text("[" * 100_000), "config.json is not JSON"),
+    (lambda f: (f / "config.json").write_bytes(b"\xff\xfe"), "config.json is not JSON"),
+    (lambda f: ((f / "config.json").unlink(), (f / "config.json").mkdir()), "config.json: Is a directory"),
+    (lambda f: ((f / "tokenizer_config.json").write_text("{}"), (f / "tokenizer.json").write_text("[")), "cannot be read"),
 ]  # fmt: skip
 
 
@@ -271,6 +288,10 @@ SHARDED = [
     (reindex(lambda index: index.update(weight_map=[1])), "holds no weight_map"),
     (reindex(lambda index: index.update(weight_map={"a": 1})), "holds no weight_map"),
     (lambda f: (f / "model.safetensors.index.json").write_text("{"), "holds no weight_map"),
+    (lambda f: (f / "model.safetensors.index.json").write_text("[" * 100_000), "holds no weight_map"),
+    (point("a\nb.safetensors"), "file a b.safetensors is missing"),
+    (point("a\0b.safetensors"), "is missing"),
+    (reindex(lambda index: index["weight_map"].update({"odd\nname\x1b[2J": FIRST})), "tensor odd name?[2J is not in"),
 ]
 
 

@@ -1,9 +1,9 @@
-"""Tokenizers with a chat template: a made-up byte tokenizer, and Qwen2.5's where ../shared is there."""
+"""Tokenizers with a chat template: a made-up byte tokenizer, one that folds letters, and Qwen2.5's where ../shared is there."""
 
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 QWEN = Path(__file__).resolve().parents[3] / "shared" / "data" / "qwen2.5"
@@ -22,6 +22,14 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.add_special_tokens([AddedToken("<|im_start|>", special=True), AddedToken("<|im_end|>", special=True)])
     tokenizer.add_tokens([AddedToken("<tool>", normalized=False), AddedToken("ol><", normalized=False)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=TEMPLATE)
+
+
+def folding_tokenizer() -> PreTrainedTokenizerFast:
+    """Folds letters before it looks for its added tokens, so that other characters become markers; one is one character."""
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    tokenizer.backend_tokenizer.add_special_tokens([AddedToken("<|turn|>", special=True, normalized=True), "¶"])
+    return tokenizer
 
 
 def qwen_tokenizer():

@@ -5,11 +5,11 @@ import signal
 import time
 
 import pytest
-from odd_env import WRONG, Counting, broken, dying
+from odd_env import ODD, WRONG, Counting, broken, dying
 
 from hgpo_jax.rollout.players import Failed, LocalPlayers, Seen, WorkerPlayers
 
-MISHAPS = ["raise alarm", "leave", *(name for name in WRONG if name != "numpy")]
+MISHAPS = ["raise alarm", "leave", "unspeakable", "endless", *(name for name in WRONG if name != "numpy")]
 
 
 def play(players, script: dict[int, list[str]], tasks: dict[int, int]):
@@ -72,6 +72,14 @@ def test_a_mishap_ends_only_its_own_episode(players):
 def test_every_kind_of_wrong_answer(mishap):
     seen = play(LocalPlayers(Counting), {0: ["add 1", mishap]}, {0: 4})[0]
     assert isinstance(seen[-1], Failed) and "\n" not in seen[-1].reason
+
+
+@pytest.mark.parametrize("players", ["local", "workers"], indirect=True)
+def test_odd_texts_come_through_as_they_are(players):
+    seen = play(players, {slot: [odd, "add 1"] for slot, odd in enumerate(ODD)}, dict.fromkeys(range(len(ODD)), 4))
+    for slot, text in enumerate(ODD.values()):
+        assert [answer.observation for answer in seen[slot]] == ["at 4", f"at 4 {text}", "at 5"]
+        assert seen[slot][1].commands == ["add 1", "add 5", text]
 
 
 def test_workers_that_die_or_hang_are_replaced_and_the_others_go_on():

@@ -3,11 +3,13 @@
 import gzip
 import json
 
+import numpy as np
 import pytest
 from webshop_tiny import ATTRIBUTES, HUMAN, ITEMS, values, write
 
 from envs.webshop import load_shop
-from envs.webshop.catalogue import Catalogue
+from envs.webshop.catalogue import FORMAT, Catalogue, build
+from envs.webshop.products import read_products
 
 GOOD = ITEMS[0]
 WISH = ATTRIBUTES["B000000001"]
@@ -32,6 +34,7 @@ def refusal(function, *arguments, **options):
         ({"pricing": 5}, ("'pricing'", "no text")),
         ({"pricing": "$"}, ("'pricing'", "no number")),
         ({"pricing": "$1.2.3"}, ("'pricing'", "$1.2.3")),
+        ({"pricing": "$" + "9" * 400}, ("'pricing'", "no number")),
         ({"query": None}, ("'query'",)),
         ({"product_category": 1}, ("'product_category'",)),
         ({"customization_options": ["x"]}, ("'customization_options'", "no JSON object")),
@@ -73,7 +76,10 @@ def test_broken_human_goals(tmp_path, entry, part):
     assert message.startswith("human.json: product B000000002") and part in message
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '[{"asin"', '[{"asin": "nan"} oops', "[{}", '[{"asin": "nan"}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", "[1]", '[{"asin"', '[{"asin": "nan"} oops', "[{}", '[{"asin": "nan"}', "[" * 100_000, f"[{'9' * 5000}]"],
+)
 def test_broken_items_file(tmp_path, text):
     items, attributes, _ = write(tmp_path)
     items.write_text(text)
@@ -98,6 +104,10 @@ def test_broken_gzip(tmp_path):
     packed = tmp_path / "items.json.gz"
     packed.write_bytes(gzip.compress(items.read_bytes())[:-200])
     assert refusal(load_shop, packed, attributes).startswith("items.json.gz: ")
+    whole = bytearray(gzip.compress(items.read_bytes(), mtime=0))
+    for at in (12, 20, 40, len(whole) // 2):
+        packed.write_bytes(whole[:at] + b"\xff\x00\xff" + whole[at + 3 :])
+        assert refusal(load_shop, packed, attributes).startswith("items.json.gz: ")
     packed.write_bytes(b"not gzip")
     assert refusal(load_shop, packed, attributes).startswith("items.json.gz: ")
 
@@ -118,6 +128,27 @@ def test_missing_pieces(tmp_path, tiny_files):
     assert "build it again" in refusal(Catalogue.open, tmp_path)
     (tmp_path / "meta.json").write_text(json.dumps({"format": "other"}))
     assert "another format or version" in refusal(load_shop, tmp_path)
+
+
+BUILT = {
+    "another kind": lambda folder: (folder / "meta.json").write_text("[]"),
+    "no numbers": lambda folder: (folder / "meta.json").write_text(json.dumps(FORMAT)),
+    "a pickle": lambda folder: np.save(folder / "low.npy", np.array([object()], object), allow_pickle=True),
+    "cut off": lambda folder: (folder / "low.npy").write_bytes((folder / "low.npy").read_bytes()[:100]),
+    "too short": lambda folder: np.save(folder / "goal_count.npy", np.zeros(1, np.int64)),
+    "another type": lambda folder: np.save(folder / "low.npy", np.load(folder / "low.npy").astype("U9")),
+    "missing": lambda folder: (folder / "post_doc.npy").unlink(),
+    "no records": lambda folder: (folder / "records.bin").write_bytes(b""),
+    "half the records": lambda folder: (folder / "records.bin").write_bytes((folder / "records.bin").read_bytes()[:500]),
+    "other records": lambda folder: (folder / "records.bin").write_bytes(b"x" * (folder / "records.bin").stat().st_size),
+}
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_damaged_catalogues(tmp_path, tiny_files, name):
+    build(read_products(*tiny_files[:2]), tmp_path / "built")
+    BUILT[name](tmp_path / "built")
+    assert "build it again" in refusal(lambda: load_shop(tmp_path / "built").goals[0])
 
 
 def test_missing_price_and_options_are_fine(tmp_path):

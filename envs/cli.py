@@ -1,0 +1,51 @@
+"""What commands share: a parser and an ending that refuse a user's mistake in one line, with exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import sys
+import unicodedata
+from collections.abc import Callable
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage text."""
+
+    def error(self, message):
+        self.exit(2, f"error: {one_line(message)}; {self.prog} --help explains\n")
+
+
+def printable(text: str) -> str:
+    """Text that cannot steer a terminal: control characters, marks of direction and lone surrogates become question marks."""
+    return "".join(c if c.isprintable() or c in "\n\t" or unicodedata.category(c) == "Zs" else "?" for c in text)
+
+
+def one_line(said: object) -> str:
+    """A message without line breaks, whatever stands in it."""
+    return printable(" ".join(str(said).split()))
+
+
+# What a wrong path gives; other errors of files, such as a full disk, are no mistakes of this kind.
+PATHS = (
+    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENAMETOOLONG,
+    errno.ELOOP,
+)  # fmt: skip
+
+
+def run(main: Callable[[], None], mistakes: tuple[type[Exception], ...]) -> None:
+    """Runs a command; one of the `mistakes`, or a wrong path, becomes one line on standard error and exit code 2."""
+    try:
+        main()
+    except BrokenPipeError:  # the reader of our output has gone
+        sys.stdout = None
+        sys.exit(1)
+    except (OSError, *mistakes) as error:
+        if isinstance(error, OSError) and error.filename is not None and error.errno in PATHS:
+            error = f"{error.filename}: {error.strerror.lower()}; check the path"
+        elif not isinstance(error, mistakes):
+            raise
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

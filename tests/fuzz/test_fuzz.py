@@ -1,0 +1,108 @@
+"""Fuzzing: what reads a user's files and words accepts or refuses anything, in one line and in bounded time.
+
+The quick tests give each target a few inputs, the slow one `targets.TARGETS[name].count`. To look at one target longer:
+
+    FUZZ=20 FUZZ_SEED=7 pytest -m slow tests/fuzz -k webshop          # 20 times as many inputs, others than usual
+
+An input that fails is kept in the folder that the failure names; once mended it goes into `corpus/NAME` for good.
+"""
+
+import os
+import signal
+import sys
+import time
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+sys.path.append(str(Path(__file__).parents[1] / "webshop"))
+from mutations import inputs
+from targets import CUT, TARGETS
+
+from hgpo_jax.config import fields
+
+SECONDS = 2.0  # of processor time that one input may take
+QUICK = 40
+
+
+class Hang(BaseException):
+    """Not an Exception, so that nobody takes it for a broken file."""
+
+
+def too_long(*_):
+    raise Hang(f"took {SECONDS:g} s of processor time")
+
+
+def fuzz(name: str, given: Iterable[bytes], folder: Path) -> tuple[int, float]:
+    """Gives a target its inputs; returns (how many it refused, the most seconds that one took)."""
+    target, refused, slowest = TARGETS[name], 0, 0.0
+    before = signal.signal(signal.SIGPROF, too_long)
+    try:
+        for number, data in enumerate(given):
+            began = time.process_time()
+            signal.setitimer(signal.ITIMER_PROF, SECONDS)
+            try:
+                target.run(data, folder)
+            except target.refusal as error:
+                refused += 1
+                assert str(error) and "\n" not in str(error), f"not one line: {str(error)!r}"
+            except (Exception, Hang) as error:
+                kept = folder / f"failed-{name}-{zlib.crc32(data):08x}"
+                kept.write_bytes(data)
+                raise AssertionError(f"input {number}, {data[:300]!r}, kept as {kept}: {error!r}") from error
+            finally:
+                signal.setitimer(signal.ITIMER_PROF, 0)
+            slowest = max(slowest, time.process_time() - began)
+    finally:
+        signal.signal(signal.SIGPROF, before)
+    assert slowest < SECONDS  # such as in C code, which no signal stops
+    return refused, slowest
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_few_inputs(name, tmp_path):
+    fuzz(name, inputs(TARGETS[name].corpus(name), QUICK, 0, TARGETS[name].parts), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TARGETS)
+def test_many_inputs(name, tmp_path):
+    target, seed = TARGETS[name], 1 + int(os.environ.get("FUZZ_SEED", "0"))
+    count = target.count * int(os.environ.get("FUZZ", "1"))
+    began = time.process_time()
+    refused, slowest = fuzz(name, inputs(target.corpus(name), count, seed, target.parts), tmp_path)
+    print(f"{name}: {count:,} inputs, {refused:,} refused, {time.process_time() - began:.1f} s, slowest {slowest:.3f} s")
+    assert refused > 0 or not target.refusal
+    assert refused < count, "no input was accepted: the target does not reach what it should"
+
+
+def test_the_slow_test_has_a_hundred_thousand_inputs():
+    assert sum(target.count for target in TARGETS.values()) >= 100_000
+
+
+no_folder_each = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+anything = st.one_of(st.binary(max_size=300), st.text(st.characters(exclude_categories=()), max_size=100).map(
+    lambda text: text.encode("utf-8", "surrogatepass")))  # fmt: skip
+
+
+@no_folder_each
+@given(st.sampled_from(sorted(TARGETS)), st.lists(anything, min_size=1, max_size=3))
+def test_what_is_no_file_at_all(tmp_path, name, pieces):
+    fuzz(name, [CUT.join(pieces)], tmp_path)
+
+
+values = st.one_of(
+    st.integers().map(str), st.floats().map(str), st.text(max_size=20), st.booleans().map(str), st.none().map(str),
+    st.lists(st.one_of(st.integers(), st.text(max_size=5), st.none()), max_size=3).map(str),
+)  # fmt: skip
+
+
+@no_folder_each
+@given(st.lists(st.tuples(st.sampled_from(sorted(fields())), values), max_size=3))
+def test_every_field_takes_or_refuses_any_value(tmp_path, overrides):
+    lines = "\n".join(f"{name}={value}" for name, value in overrides)
+    fuzz("overrides", [lines.encode("utf-8", "surrogatepass")], tmp_path)

@@ -1,0 +1,72 @@
+"""A whole rollout over texts that are no prose and environments that fail: frames hold, nothing half is left, all is kept."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from chat_tokenizers import byte_tokenizer
+from household_policy import mesh_of
+from odd_env import ODD, Deadly, Wild
+
+from hgpo_jax.advantages import estimate
+from hgpo_jax.inspect.dumps import read_report
+from hgpo_jax.policy import ModelConfig, initialize, network
+from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.rollout.host import HostRollout
+from hgpo_jax.rollout.text import ChatFormat, View
+from hgpo_jax.sampling import Decoding
+
+MODEL = ModelConfig(
+    vocab_size=264, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=1, initializer_range=0.3,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("environment", "workers", "numbers"),
+    [(Wild, 0, (0, 1, 3, 5)), pytest.param(Deadly, 2, range(10), marks=pytest.mark.slow)],
+)
+def test_odd_texts_and_mishaps(environment, workers, numbers, tmp_path):
+    tasks = np.repeat(list(numbers), 2)
+    tokenizer, mesh = byte_tokenizer(), mesh_of("data=1")
+    format = ChatFormat(tokenizer, "alfworld", prompt_limit=2048)
+    rollout = HostRollout(
+        environment, format, network(MODEL), mesh, batch=len(tasks), history_length=2, response_limit=4, workers=workers,
+        time_limit=8, chunk=4,
+    )  # fmt: skip
+    keys = jax.random.split(jax.random.key(0), len(tasks))
+    try:
+        e = rollout(initialize(MODEL, 0, mesh), tasks, keys, tasks.astype(np.int32), Decoding())
+        replaced = getattr(rollout._players, "replaced", 0)
+    finally:
+        rollout.close()
+    report, failed = rollout.report, np.isin(tasks, list(environment.mishaps))
+    # An episode is there with all its turns or not at all.
+    assert sorted(report.failures) == np.flatnonzero(failed).tolist() and report.counts["excluded"] == failed.sum()
+    assert replaced == 4 * (workers > 0)
+    assert e.mask[~failed].all()
+    for name in set(e) - {"groups"}:
+        assert not e[name][failed].any(), name
+    # Every prompt has the frame's special tokens and no others.
+    added = set(tokenizer.get_added_vocab().values())
+    frame = [i for i in format.build([View("", [], 0, "", [])])[0].ids if i in added]
+    shown = set()
+    for b, t in np.argwhere(e.mask):
+        ids = e.prompts[b, t, : e.prompt_lengths[b, t]].tolist()
+        assert [i for i in ids if i in added] == frame
+        assert ids[-len(format._tail) :] == format._tail
+        shown.add(report.texts[e.states[b, t]])
+    assert any(ODD["surrogate"] in text for text in shown) and any(ODD["marker"] in text for text in shown)
+    record = estimate("hgpo", rewards=e.rewards, mask=e.mask, states=e.states, groups=e.groups, invalid=e.invalid)
+    assert np.isfinite(record.advantages).all() and not np.asarray(record.advantages)[failed].any()
+    # What is written can be read again, and shown.
+    e.save(tmp_path / "iteration-00000.npz")
+    report.save(tmp_path / "iteration-00000.json")
+    back = Episodes.load(tmp_path / "iteration-00000.npz")
+    assert read_report(tmp_path / "iteration-00000.json", back)["texts"] == report.texts
+    for b in range(len(tasks)):
+        transcript = report.transcript(e, b)
+        assert all(c.isprintable() or c in "\n\t\u00a0" for c in transcript)
+        transcript.encode()
+        json.dumps(transcript)

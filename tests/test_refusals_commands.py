@@ -1,0 +1,280 @@
+"""Every command refuses a user's mistakes: exit code 2, one line that names what is wrong, nothing written."""
+
+import contextlib
+import importlib
+import io
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from inspected import EXAMPLE
+
+from hgpo_jax import cli
+
+HF = Path(__file__).parent / "policy" / "data" / "qwen2_tiny"
+LONG, NUL, DIGITS = "x" * 300, "a\0b", "9" * 5000
+TEXT = ("env.name=household_text", "warm_start=none", "policy.tokenizer=run/policy")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Runs, policies and files of all kinds, most of them damaged."""
+    folder = tmp_path_factory.mktemp("here")
+    with contextlib.chdir(folder):
+        fill()
+    return folder
+
+
+@pytest.fixture
+def here(folder, monkeypatch):
+    """The working folder; what a command sets for its whole process stays as it is, and nothing is reached that computes."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(jax, "set_mesh", lambda mesh: None)
+    monkeypatch.setattr(type(jax.config), "update", lambda *_: None)
+    monkeypatch.setattr("hgpo_jax.train.train", lambda *_: pytest.fail("was not refused"))
+    return folder
+
+
+def fill():
+    for name in ("run", "no_policy", "odd_config"):
+        shutil.copytree(EXAMPLE, name)
+    shutil.rmtree("no_policy/policy")
+    Path("odd_config/config.yaml").write_text("a: [")
+    for name in ("hf", "pickled", "escape", "garbage", "odd_json", "zero_heads"):
+        shutil.copytree(HF, name)
+    Path("pickled/model.safetensors").rename("pickled/pytorch_model.bin")
+    Path("escape/model.safetensors").rename("model.safetensors")
+    Path("escape/model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
+    Path("garbage/model.safetensors").write_bytes(b"\xff" * 100)
+    Path("odd_json/config.json").write_text("[" * 100_000)
+    config = json.loads((HF / "config.json").read_text())
+    Path("zero_heads/config.json").write_text(json.dumps(config | {"num_attention_heads": 0}))
+    for name, content in {
+        "file": b"", "broken.yaml": b"learner: {lr: 1", "list.yaml": b"- 1", "bytes.yaml": b"\xff\xfe\x00",
+        "deep.yaml": b"[" * 3000,
+        "tag.yaml": b"seed: !!python/object/apply:os.system [ls]", "digits.yaml": b"seed: " + b"9" * 5000,
+        "date.yaml": b"name: 2024-99-99", "nul.yaml": b'run_dir: "a\\0b"', "two.yaml": b"---\na: 1\n---\nb: 2\n",
+        "break.yaml": b'"a\\nb": 1', "hex.yaml": b"seed: 0x" + b"F" * 6000,
+    }.items():  # fmt: skip
+        Path(name).write_bytes(content)
+    Path("empty").mkdir()
+    for split in ("train", "valid_seen"):
+        Path("games", split, "a").mkdir(parents=True)
+        Path("games", split, "a", "traj_data.json").write_text('{"task_type": "pick_and_place_simple"}')
+        Path("games", split, "a", "game.tw-pddl").write_text('{"solvable": true}')
+    Path("shop").mkdir()
+    Path("shop/items_shuffle_1.json").write_text("[{}]")
+    Path("shop/items_ins_1.json").write_text("{}")
+
+
+def refused(monkeypatch, capsys, command: str, *arguments: str) -> str:
+    """What a command says that ends with exit code 2."""
+    name, *more = command.split()
+    module = importlib.import_module(
+        {"bench": "hgpo_jax.bench.__main__", "play": "envs.play", "oracle": "envs.webshop.oracle",
+         "catalogue": "envs.webshop.catalogue"}.get(name, f"hgpo_jax.{name}")
+    )  # fmt: skip
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
+    monkeypatch.setattr("sys.argv", [name, *more, *arguments])
+    with pytest.raises(SystemExit) as stop:
+        if module.__name__.startswith("envs"):
+            cli.cli.run(module.main, (ValueError, ImportError))
+        else:
+            cli.run(module.main)
+    said = capsys.readouterr()
+    assert stop.value.code == 2 and said.err.count("\n") == 1 and said.err.startswith("error: "), said.err
+    assert len(said.err) < 1500 and "\x1b" not in said.err
+    return said.err
+
+
+CONFIG = [
+    ("none", "none: no such file"), ("", "--config : no such file"), (LONG, "too long"), (NUL, "no such file"),
+    ("empty", "no such file"), ("broken.yaml", "not a YAML file"), ("list.yaml", "expected fields"),
+    ("bytes.yaml", "not a YAML file"), ("deep.yaml", "nested deeper than 50"), ("tag.yaml", "python/object"),
+    ("digits.yaml", "4300 digits"), ("date.yaml", "month"), ("nul.yaml", "control character"), ("two.yaml", "single document"),
+    ("break.yaml", "no such field"), ("hex.yaml", "thousands of digits"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("file", "part"), CONFIG, ids=[file[:12] or "empty name" for file, _ in CONFIG])
+def test_configurations(file, part, here, monkeypatch, capsys):
+    for command in ("train --dry-run", "bench plan", "bench train", "evaluate hf --seeds 1"):
+        assert part in refused(monkeypatch, capsys, command, "--config", file)
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "export", "report", "bench", *(
+    f"bench {name}" for name in ("advantages", "envs", "plan", "sample", "train", "update")
+), "play", *(f"play {name}" for name in ("household", "sokoban", "alfworld", "webshop")), "oracle", "catalogue"])  # fmt: skip
+def test_unknown_options(command, here, monkeypatch, capsys):
+    assert "--help explains" in refused(monkeypatch, capsys, command, "--bogus", "x\ny\x1b[2J")
+
+
+CASES = [
+    ("train", ["--mesh", "data=3"], "mesh='data=3': the sizes must multiply to the 8 devices"),
+    ("train", ["--mesh", ""], "mesh='': expected"),
+    ("train", ["--mesh", "data=-1,fsdp=-1"], "only one axis"),
+    ("train", ["--mesh", f"data={DIGITS}"], "must be a whole number"),
+    ("train", ["--mesh", "data=1_0"], "must be a whole number"),
+    ("train", ["rollout.prompt_groups=3", "rollout.group_size=3", "--mesh", "data=8"], "does not divide the 9 episodes"),
+    ("train", ["--mesh", "tensor=8"], "which tensor = 8 does not divide"),
+    ("train", [f"seed={DIGITS}"], "seed="),
+    ("train", ["learner.lr=1e400"], "learner.lr='1e400'"),
+    ("train", ["name=a\nb"], "name='a\\nb'"),
+    ("train", ["run_dir=file"], "run_dir=file: is a file"),
+    ("train", ["run_dir=hf"], "run_dir=hf: is not empty"),
+    ("train", ["run_dir=run"], "--resume auto"),
+    ("train", [f"run_dir={NUL}"], "run_dir="),
+    ("train", ["--resume", "nowhere"], "--resume nowhere"),
+    ("train", ["--resume"], "--resume"),
+    ("train", ["env.boxes=9"], "env.boxes=9"),
+    ("train", ["env.tasks=[]"], "env.tasks"),
+    ("train", ["policy.hidden_size=7"], "policy.hidden_size=7"),
+    ("train", ["policy.hidden_size=10000000"], "GiB on each device"),
+    ("train", ["policy.num_hidden_layers=100000"], "GiB on each device"),
+    ("train", ["rollout.prompt_groups=100000000"], "GiB on each device"),
+    ("train", ["warm_start=none", "policy=nowhere"], "policy nowhere: no such folder"),
+    ("train", ["warm_start=none", "policy=pickled"], "pytorch_model.bin is a pickle"),
+    ("train", ["warm_start=none", "policy=escape"], "puts a into '../model.safetensors'"),
+    ("train", ["warm_start=none", "policy=garbage"], "model.safetensors is damaged"),
+    ("train", ["warm_start=none", "policy=odd_json"], "config.json is not JSON"),
+    ("train", ["warm_start=none", "policy=zero_heads"], "num_attention_heads=0: must be a positive whole number"),
+    ("train", ["warm_start=none", "policy=hf"], "does not hold the words"),
+    ("train", ["lora.rank=4"], "lora.rank=4"),
+    ("train", ["env.name=household_text", "warm_start=none"], "needs a tokenizer"),
+    ("train", ["env.name=household_text", "warm_start=none", "policy.tokenizer=nowhere"], "policy.tokenizer=nowhere"),
+    ("train", ["env.name=household_text"], "warm_start=cloning"),
+    ("train", [*TEXT, "--dry-run", "rollout.stop=[x]"], "no chat template"),
+    ("train", [*TEXT, "env.name=alfworld"], "env.data"),
+    ("train", [*TEXT, "env.name=alfworld", "data=nowhere"], "env.data=nowhere"),
+    ("train", [*TEXT, "env.name=alfworld", "data=empty"], "env.data=empty"),
+    ("train", [*TEXT, "env.name=webshop", "data=empty"], "items_shuffle"),
+    ("evaluate", [], "RUN"),
+    ("evaluate", ["nowhere"], "nowhere: not the folder of a run"),
+    ("evaluate", ["no_policy"], "no_policy: not the folder of a run"),
+    ("evaluate", ["odd_config"], "odd_config/config.yaml: not a YAML file"),
+    ("evaluate", ["run", "--seeds", ""], "--seeds"),
+    ("evaluate", ["run", "--seeds", "²"], "--seeds"),
+    ("evaluate", ["run", "--seeds", DIGITS], "--seeds"),
+    ("evaluate", ["run", "evaluation.episodes=0"], "evaluation.episodes=0"),
+    ("evaluate", ["run", "--mesh", "data=3"], "mesh='data=3'"),
+    ("evaluate", ["run"], "policy run/policy: holds no config.json"),
+    ("evaluate", ["garbage", "--config", "household", "--seeds", "1"], "model.safetensors is damaged"),
+    ("export", ["hf"], "--to"),
+    ("export", ["nowhere", "--to", "out"], "nowhere: no such folder"),
+    ("export", [LONG, "--to", "out"], "file name too long"),
+    ("export", ["no_policy", "--to", "out"], "has no policy/ yet"),
+    ("export", ["empty", "--to", "out"], "holds no config.json"),
+    ("export", ["pickled", "--to", "out"], "is a pickle"),
+    ("export", ["escape", "--to", "out"], "'../model.safetensors'"),
+    ("export", ["garbage", "--to", "out"], "is damaged"),
+    ("export", ["odd_json", "--to", "out"], "not JSON"),
+    ("export", ["hf", "--to", "run"], "--to run: is there already"),
+    ("export", ["hf", "--to", "file/x"], "file/x: cannot be written: not a directory"),
+    ("export", ["hf", "--to", "out", "--dtype", "int8"], "--dtype"),
+    ("export", ["hf", "--to", "out", "--shard-size", "5"], "--shard-size 5"),
+    ("export", ["hf", "--to", "out", "--shard-size", f"{DIGITS}GB"], "--shard-size"),
+    ("report", [], "RUN"),
+    ("report", ["empty"], "holds no config.yaml"),
+    ("report", ["odd_config"], "odd_config/config.yaml"),
+    ("report", ["run", "--dumps", "x"], "--dumps"),
+    ("report", ["run", "--groups", "-1"], "--groups"),
+    ("report", ["run", "--to", "file/x"], "--to file/x"),
+    ("report", ["run", "--to", "empty"], "--to empty"),
+    ("bench", ["bogus"], "bogus"),
+    ("bench advantages", ["--repeats", "0"], "--repeats"),
+    ("bench advantages", ["--json", "no/such.json"], "--json no/such.json"),
+    ("bench envs", ["--batch", "-5"], "--batch"),
+    ("bench envs", ["--products", "0"], "--products"),
+    ("bench envs", ["--batch", "2", "--repeats", "1", "--alfworld", "games"], "--alfworld games"),
+    ("bench envs", ["--batch", "2", "--repeats", "1", "--webshop", "shop"], "--webshop shop"),
+    ("bench plan", [], "say the sizes"),
+    ("bench plan", ["--mesh", "data=0"], "must be positive"),
+    ("bench plan", ["--mesh", "data=99999999999999999999999"], "say the sizes"),
+    ("bench plan", ["--mesh", "data=99999999"], "the largest mesh"),
+    ("bench plan", ["--mesh", "x=3"], "mesh='x=3'"),
+    ("bench plan", ["--mesh", "data=1", "--chip", "x"], "--chip"),
+    ("bench plan", ["--mesh", "data=1", "--compile", "x"], "--compile x"),
+    ("bench plan", ["--mesh", "fsdp=7", "policy=Qwen/Qwen2.5-7B-Instruct"], "does not divide"),
+    ("bench plan", ["--mesh", "data=1", "policy=zero_heads"], "num_attention_heads=0"),
+    ("bench sample", ["--policy", "x"], "--policy x"),
+    ("bench sample", ["--batch", "0"], "--batch"),
+    ("bench sample", ["--batch", DIGITS], "--batch"),
+    ("bench sample", ["--batch", "2000000000"], "GiB"),
+    ("bench sample", ["--vocabulary", "1000000000"], "GiB"),
+    ("bench sample", ["--temperature", "nan"], "--temperature"),
+    ("bench sample", ["--heads", "3"], "num_attention_heads=3"),
+    ("bench sample", ["--mesh", "data=x"], "--mesh data=x"),
+    ("bench sample", ["--mesh", "data=99"], "data=99"),
+    ("bench sample", ["--mesh", "data=3", "--batch", "8"], "data=3 does not divide the 8 rows"),
+    ("bench sample", ["--mesh", "tensor=3", "--batch", "8"], "tensor = 3 does not divide"),
+    ("bench update", ["--response", "512"], "--response 512"),
+    ("bench update", ["--mesh", "data=3"], "data=3 does not divide"),
+    ("bench train", ["--repeats", "0"], "--repeats"),
+    ("play household", ["--seed", DIGITS], "--seed"),
+    ("play household", ["--turns", "²"], "--turns"),
+    ("play alfworld", ["empty"], "no game.tw-pddl"),
+    ("play alfworld", ["games/train/a/game.tw-pddl"], "'pddl_domain' is missing"),
+    ("play alfworld", [LONG], "check the path"),
+    ("play webshop", ["shop/items_shuffle_1.json", "shop/items_ins_1.json"], "product 0, field 'asin'"),
+    ("play webshop", ["empty"], "no built catalogue"),
+    ("oracle", [], "ITEMS"),
+    ("oracle", ["file"], "attributes is missing"),
+    ("oracle", ["nowhere", "nowhere"], "nowhere: no such file"),
+    ("oracle", ["broken.yaml", "broken.yaml"], "not readable as JSON"),
+    ("catalogue", ["nowhere", "nowhere", "out"], "nowhere: no such file"),
+    ("catalogue", ["shop/items_shuffle_1.json", "shop/items_ins_1.json", "out"], "product 0, field 'asin'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "arguments", "part"), CASES, ids=[f"{c} {' '.join(a)[:40]!r}" for c, a, _ in CASES])
+def test_mistakes(command, arguments, part, here, monkeypatch, capsys):
+    before = sorted(path for path in here.rglob("*") if "cache" not in path.name)
+    assert part in refused(monkeypatch, capsys, command, *arguments)
+    assert sorted(path for path in here.rglob("*") if "cache" not in path.name) == before
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of one's own."""
+    return shutil.copytree(EXAMPLE, tmp_path / "run")
+
+
+DUMPS = {
+    "pickled": lambda e: e | {"rewards": np.array([object()], object)},
+    "a field missing": lambda e: {name: array for name, array in e.items() if name != "rewards"},
+    "a field more": lambda e: e | {"more": np.ones(3)},
+    "a shape": lambda e: e | {"rewards": e["rewards"][:1]},
+    "a type": lambda e: e | {"states": e["states"].astype("U5")},
+    "a number below 0": lambda e: e | {"groups": e["groups"] - 100},
+    "a hole": lambda e: e | {"mask": ~e["mask"]},
+    "a length": lambda e: e | {"response_lengths": e["response_lengths"] + 10**6},
+    "no number": lambda e: e | {"rewards": e["rewards"] * np.nan},
+}
+
+
+@pytest.mark.parametrize("name", DUMPS)
+def test_damaged_dumps(name, run, monkeypatch, capsys):
+    for file in (run / "episodes").iterdir():
+        with np.load(file) as arrays:
+            changed = DUMPS[name](dict(arrays))
+        np.savez(file, **changed)
+    said = refused(monkeypatch, capsys, "report", str(run))
+    assert "iteration-00009.npz: not a dump of Episodes" in said or "the dump of iteration 9 is damaged" in said
+
+
+ROWS = [b"\xff\n", b"[1]\n", b'{"success": 1}\n', b'{"iteration": 0, "success": "x"}\n']
+
+
+@pytest.mark.parametrize("content", ROWS)
+def test_damaged_metrics(content, run, monkeypatch, capsys):
+    (run / "metrics.jsonl").write_bytes(content)
+    assert "run/metrics.jsonl: line 1 is no row" in refused(monkeypatch, capsys, "report", str(run))
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"texts": [1]}', "[" * 9999])
+def test_a_damaged_report_beside_a_dump(content, run, monkeypatch, capsys):
+    (run / "episodes" / "iteration-00009.json").write_text(content)
+    assert "iteration-00009.json: not the report" in refused(monkeypatch, capsys, "report", str(run))
