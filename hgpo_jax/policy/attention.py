@@ -1,6 +1,7 @@
 """Attention of queries to the keys not after them.
 
-At given slots (`attend`), at all of them (`attend_all`, on TPUs by splash), and of one token to a cache (`attend_kept`).
+At given slots (`attend`), at all of them (`attend_all`, on TPUs by splash, on GPUs by cuDNN), and of one token to a cache
+(`attend_kept`).
 """
 
 from __future__ import annotations
@@ -22,14 +23,21 @@ def attend(q_BRNH, k_BSKH, v_BSKH, slots_BR, first_BR=None, max_scores: int = MA
     max_scores: scores to hold at a time; where B x N x R x S is more, the queries are worked through in pieces whose scores
       are computed again in the backward pass, so that memory grows with the length and not with its square.
     """
-    B, R, N, _ = q_BRNH.shape
-    S = k_BSKH.shape[1]
+    B, R, N, H = q_BRNH.shape
+    S, K = k_BSKH.shape[1:3]
+    k_BKHS, v_BKSH = k_BSKH.transpose(0, 2, 3, 1), v_BSKH.transpose(0, 2, 1, 3)
 
-    def piece(q, slots, first):
-        mask = jnp.arange(S) <= slots[..., None]
-        if first is not None:
-            mask &= jnp.arange(S) >= first[..., None]
-        return jax.nn.dot_product_attention(q, k_BSKH, v_BSKH, mask=mask[:, None])
+    def piece(q_BRNH, slots_BR, first_BR):
+        # The queries of a key-value head's group are rows of one product.
+        R = q_BRNH.shape[1]
+        q_BKrH = q_BRNH.reshape(B, R, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, H)
+        scores = jnp.matmul(q_BKrH, k_BKHS, preferred_element_type=jnp.float32).reshape(B, K, N // K, R, S) * H**-0.5
+        seen_BRS = jnp.arange(S) <= slots_BR[..., None]
+        if first_BR is not None:
+            seen_BRS &= jnp.arange(S) >= first_BR[..., None]
+        shares = jax.nn.softmax(jnp.where(seen_BRS[:, None, None], scores, -jnp.inf)).astype(v_BSKH.dtype)
+        out = jnp.matmul(shares.reshape(B, K, -1, S), v_BKSH).reshape(B, K, N // K, R, H)
+        return out.transpose(0, 3, 1, 2, 4).reshape(B, R, N, H)
 
     width = max(1, min(R, max_scores // (B * N * S)))
     if width == R:
@@ -64,14 +72,31 @@ def attend_all(q_BSNH, k_BSKH, v_BSKH, first_BS=None):
 
     `first` is the same for the slots of one text, and all slots of a sequence before a text belong to others.
     """
-    B, S, _, H = q_BSNH.shape
+    H = q_BSNH.shape[-1]
     device = jax.sharding.get_abstract_mesh().abstract_device
     parts = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in free_axes("kv_heads"))
     if device is not None and device.platform == "tpu" and H % LANES == 0 and k_BSKH.shape[2] % parts == 0:
         return splash(q_BSNH, k_BSKH, v_BSKH, first_BS)
     if device is not None and device.platform == "gpu" and q_BSNH.dtype == jnp.bfloat16 and H % 8 == 0 and H <= 128:
         return cudnn(q_BSNH, k_BSKH, v_BSKH, first_BS)
-    return attend(q_BSNH, k_BSKH, v_BSKH, jnp.broadcast_to(jnp.arange(S), (B, S)), first_BS)
+    return attend_in_blocks(q_BSNH, k_BSKH, v_BSKH, first_BS)
+
+
+def attend_in_blocks(q_BSNH, k_BSKH, v_BSKH, first_BS=None, block: int = 64):
+    """`attend_all` by blocks of queries, each to the keys up to its end: nearly half of all scores are never computed.
+
+    block: queries at least in a block, of which there are 16 at most.
+    """
+    B, S = q_BSNH.shape[:2]
+    size = max(block, -(-S // 16))
+    slots_BS = jnp.broadcast_to(jnp.arange(S), (B, S))
+    out = []
+    for begin in range(0, S, size):
+        end = min(begin + size, S)
+        queries = (a if a is None else a[:, begin:end] for a in (slots_BS, first_BS))
+        limit = MAX_SCORES * size // S  # of all blocks together, as the backward pass keeps them
+        out.append(attend(q_BSNH[:, begin:end], k_BSKH[:, :end], v_BSKH[:, :end], *queries, max_scores=limit))
+    return jnp.concatenate(out, axis=1)
 
 
 def cudnn(q_BSNH, k_BSKH, v_BSKH, first_BS=None):

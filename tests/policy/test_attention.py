@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hgpo_jax.mesh import make_mesh
-from hgpo_jax.policy.attention import MAX_SCORES, attend, attend_all, attend_kept, cudnn, splash
+from hgpo_jax.policy.attention import MAX_SCORES, attend, attend_all, attend_in_blocks, attend_kept, cudnn, splash
 
 B, R, S, N, K, H = 2, 7, 9, 4, 2, 6
 
@@ -34,6 +34,16 @@ def test_equals_one_query_at_a_time(arrays, limit):
     np.testing.assert_allclose(attend(*arrays, max_scores=limit), plain(*arrays), atol=1e-5)
     first = arrays[3] // 2
     np.testing.assert_allclose(attend(*arrays, first, max_scores=limit), plain(*arrays, first), atol=1e-5)
+
+
+@pytest.mark.parametrize("block", [1, 4, 64])
+def test_all_slots_in_blocks(arrays, block):
+    k, v = arrays[1:3]
+    q, slots = jnp.tile(k, (1, 1, N // K, 1)) * 1.3, jnp.broadcast_to(jnp.arange(S), (B, S))
+    first = jnp.broadcast_to(jnp.array([0, 0, 0, 3, 3, 5, 6, 6, 6]), (B, S))
+    wanted = [attend(q, k, v, slots, f) for f in (None, first)]  # equal to one query at a time, see above
+    for f, whole in zip((None, first), wanted, strict=True):
+        np.testing.assert_allclose(attend_in_blocks(q, k, v, f, block=block), whole, atol=1e-5)
 
 
 def test_one_query_a_row_to_a_cache(arrays):
