@@ -82,13 +82,15 @@ def attend_all(q_BSNH, k_BSKH, v_BSKH, first_BS=None):
     return attend_in_blocks(q_BSNH, k_BSKH, v_BSKH, first_BS)
 
 
-def attend_in_blocks(q_BSNH, k_BSKH, v_BSKH, first_BS=None, block: int = 64):
-    """`attend_all` by blocks of queries, each to the keys up to its end: nearly half of all scores are never computed.
+def block_of(S: int) -> int:
+    """Queries in a block of `attend_in_blocks`: 64 or more, so that there are 16 blocks at most."""
+    return max(64, -(-S // 16))
 
-    block: queries at least in a block, of which there are 16 at most.
-    """
+
+def attend_in_blocks(q_BSNH, k_BSKH, v_BSKH, first_BS=None, size: int | None = None):
+    """`attend_all` by blocks of `size` queries, each to the keys up to its end: half of the scores are never computed."""
     B, S = q_BSNH.shape[:2]
-    size = max(block, -(-S // 16))
+    size = size or block_of(S)
     slots_BS = jnp.broadcast_to(jnp.arange(S), (B, S))
     out = []
     for begin in range(0, S, size):

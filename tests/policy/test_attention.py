@@ -36,14 +36,14 @@ def test_equals_one_query_at_a_time(arrays, limit):
     np.testing.assert_allclose(attend(*arrays, first, max_scores=limit), plain(*arrays, first), atol=1e-5)
 
 
-@pytest.mark.parametrize("block", [1, 4, 64])
-def test_all_slots_in_blocks(arrays, block):
+@pytest.mark.parametrize("size", [1, 4, None])
+def test_all_slots_in_blocks(arrays, size):
     k, v = arrays[1:3]
     q, slots = jnp.tile(k, (1, 1, N // K, 1)) * 1.3, jnp.broadcast_to(jnp.arange(S), (B, S))
     first = jnp.broadcast_to(jnp.array([0, 0, 0, 3, 3, 5, 6, 6, 6]), (B, S))
     wanted = [attend(q, k, v, slots, f) for f in (None, first)]  # equal to one query at a time, see above
     for f, whole in zip((None, first), wanted, strict=True):
-        np.testing.assert_allclose(attend_in_blocks(q, k, v, f, block=block), whole, atol=1e-5)
+        np.testing.assert_allclose(attend_in_blocks(q, k, v, f, size=size), whole, atol=1e-5)
 
 
 def test_one_query_a_row_to_a_cache(arrays):
