@@ -1,10 +1,12 @@
 """Tables: what a plan lists, what is collected from run folders against plain arithmetic, and runs that go on."""
 
 import csv
+import fcntl
 import itertools
 import json
 import os
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import pytest
 import yaml
 from scipy import stats
 from test_launch import shellcheck
+from test_train import TINY
 
 from hgpo_jax import config as configuration
 from hgpo_jax import evaluate, memory
@@ -118,7 +121,8 @@ def test_paired_methods_share_warm_start_and_tasks():
     plan = planning.read(planning.find("household"))
     for setting in plan.settings:
         configs = [planning.config_of(plan, Cell(setting, method, 5)) for method in plan.methods]
-        alike = [c.model_dump(include={"seed", "env", "policy", "cloning", "rollout", "learner", "iterations"}) for c in configs]
+        shared = {"seed", "env", "policy", "cloning", "rollout", "learner", "iterations"}
+        alike = [config.model_dump(include=shared) for config in configs]
         assert all(one == alike[0] for one in alike)
     assert not set(plan.bias_seeds) & {cell.seed for cell in planning.cells(plan)}  # chosen on other seeds
 
@@ -323,8 +327,6 @@ def test_a_run_goes_on_where_it_was(tmp_path, small, stand_in, capsys):
 
 def test_two_runs_in_one_folder_are_refused(tmp_path, small, stand_in):
     (tmp_path / "runs").mkdir()
-    import fcntl
-
     with open(tmp_path / "runs" / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match="another process runs cells here"):
@@ -345,8 +347,6 @@ def test_variables_are_filled_in_or_asked_for():
 
 @pytest.mark.slow
 def test_a_real_cell_that_was_interrupted_is_resumed(tmp_path):
-    from test_train import TINY
-
     tiny = [field for field in TINY if not field.startswith(("warm_start", "iterations"))]
     file = write_plan(tmp_path, fields=[*tiny, "iterations=3", "mesh=data=1", "warm_start=none", f"cache_dir={tmp_path}/cache"],
                       variables={"XLA_FLAGS": "--xla_force_host_platform_device_count=1"},
@@ -358,12 +358,11 @@ def test_a_real_cell_that_was_interrupted_is_resumed(tmp_path):
     # As a run that was killed after its second iteration leaves it.
     for proof in ("evaluation.json", "evaluations/held_out-t1-s1-2-3.json"):
         (folder / proof).unlink()
-    import shutil
-
     shutil.rmtree(folder / "checkpoints" / "3")
     tables.main(["run", str(file), "--runs", str(runs)])
     assert "resumed after iteration 2" in (runs / "far/hgpo/s0.log").read_text()
-    success = [[json.loads(line)["success"] for line in text.splitlines()] for text in (before, (folder / "metrics.jsonl").read_text())]
+    after = (folder / "metrics.jsonl").read_text()
+    success = [[json.loads(line)["success"] for line in text.splitlines()] for text in (before, after)]
     assert success[0] == success[1]
     tables.main(["collect", str(runs)])
     assert json.loads((runs / "runs.json").read_text())["cells"][0]["done"]
@@ -403,7 +402,8 @@ def said_by(script: str, tmp_path: Path, command: str, **variables) -> list[list
     said = tmp_path / "said"
     said.unlink(missing_ok=True)
     stand_in = tmp_path / "bin" / Path(command).name
-    stand_in.write_text(f'#!/usr/bin/env bash\nprintf "%s\\n" "$(printf "%q " "COMMAND=${{COMMAND:-}}" "$@")" >> {said}\necho 7\n')
+    said_so = 'printf "%s\\n" "$(printf "%q " "COMMAND=${COMMAND:-}" "$@")"'
+    stand_in.write_text(f"#!/usr/bin/env bash\n{said_so} >> {said}\necho 7\n")
     stand_in.chmod(0o755)
     environment = os.environ | variables | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
     subprocess.run(["bash", "-c", script.replace(command, stand_in.name)], env=environment, check=True, capture_output=True)
@@ -446,7 +446,7 @@ def test_kubernetes_files_are_valid_jobs(tmp_path, capsys):
             validator.validate(item, "1.32", strict=True)
         [container] = job["spec"]["template"]["spec"]["containers"]
         shellcheck(container["args"][0])
-        lines = [shlex.split(line) for line in container["args"][0].splitlines() if "hgpo_jax." in line and "--distributed" in line]
+        lines = [shlex.split(line) for line in container["args"][0].splitlines() if "--distributed" in line]
         assert [line[2] for line in lines] == ["hgpo_jax.train", *["hgpo_jax.evaluate"] * (len(lines) - 1)]
         check_train(lines[0], plan, cell, devices)
         assert container["resources"]["limits"]["nvidia.com/gpu"] == devices

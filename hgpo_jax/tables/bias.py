@@ -77,7 +77,8 @@ def measure_all(plan: Plan, runs: Path, more: list[str]) -> None:
 def bias_table(plan: Plan, bias: dict) -> list[str]:
     """Squared bias and variance of each K, as shares of the variance of the returns; means over the measured seeds."""
     heads = [f"K = {k}: bias² + variance" for k in LEVELS]
-    lines = ["| setting | seeds | success | peers at level 0, 1, 2 | " + " | ".join(heads) + " |", "|---" * (4 + len(heads)) + "|"]
+    heads = ["setting", "seeds", "success", "peers at level 0, 1, 2", *heads]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for setting, measured in bias.items():
         peers = np.mean([m["peers"][:3] for m in measured], axis=0)
         errors = [[np.mean([m[part][str(k)] for m in measured]) for part in ("bias2", "variance")] for k in LEVELS]

@@ -122,12 +122,10 @@ def layout(plan: Plan, made: list[Row]) -> list[tuple[str, str, list[list[str]]]
 
 def markdown(plan: Plan, made: list[Row], bias: dict) -> str:
     """All tables, then the Oracle bias where it was measured."""
-    text = [f"# {plan.title}", "", "Percent; mean ± standard deviation over the runs that have ended, for a single one over its "
-            "evaluation seeds."]  # fmt: skip
+    note = "Percent; mean ± standard deviation over the runs that have ended, for a single one over its evaluation seeds."
     if any(table.baseline for table in plan.tables):
-        text[-1] += (
-            " Differences are paired by seed: mean ± standard error (95 % interval by Student's t), seeds with a positive one."
-        )
+        note += " Differences are paired by seed: mean ± standard error (95 % interval by Student's t), seeds above 0."
+    text = [f"# {plan.title}", "", note]
     if plan.published:
         text += ["", f"Published: {plan.published.source}"]
     last = None

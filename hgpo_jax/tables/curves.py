@@ -35,7 +35,8 @@ def plot(plan: Plan, found: dict, file: Path) -> bool:
     if not shown:
         return False
     wide = max(len(table.settings) for table in shown)
-    figure, axes = plt.subplots(2 * len(shown), wide, figsize=(5.2 * wide, 5.6 * len(shown)), squeeze=False, layout="constrained")
+    size = 5.2 * wide, 5.6 * len(shown)
+    figure, axes = plt.subplots(2 * len(shown), wide, figsize=size, squeeze=False, layout="constrained")
     for row, table in enumerate(shown):
         i = tables.index(table)
         for column in range(wide):
@@ -53,7 +54,8 @@ def plot(plan: Plan, found: dict, file: Path) -> bool:
                     _draw(upper, np.stack(list(own.values())), f"{title} ({len(own)})", color, len(table.methods))
                 both = sorted(own.keys() & base.keys())
                 if method != table.baseline and len(both) > 1:
-                    _draw(lower, np.stack([own[s] - base[s] for s in both]), f"{title} ({len(both)})", color, len(table.methods))
+                    differences = np.stack([own[seed] - base[seed] for seed in both])
+                    _draw(lower, differences, f"{title} ({len(both)})", color, len(table.methods))
             upper.set_title(f"{table.title}\n{plan.settings[setting].title}", fontsize=9)
             upper.set_ylabel("success")
             lower.set_ylabel(f"minus {plan.methods[table.baseline].title}")

@@ -88,7 +88,7 @@ def tpu(plan: Plan, cell: Cell, runs: str) -> tuple[str, str]:
     """Makes the slice, trains, evaluates, and deletes the slice. From the project's folder."""
     slice_ = plan.settings[cell.setting].tpu
     if not slice_:
-        raise ConfigError(f"settings.{cell.setting}.tpu: missing; give type and mesh, as in {{type: v5litepod-8, mesh: fsdp=8}}")
+        raise ConfigError(f"settings.{cell.setting}.tpu: missing; give {{type: v5litepod-8, mesh: fsdp=8}}")
     lines = [
         "#!/usr/bin/env bash",
         f"# {cell.name}:  PROJECT=my-project ZONE=europe-west4-b BUCKET=my-bucket bash THIS_FILE    from the project's folder.",

@@ -85,7 +85,7 @@ class Plan(Section):
 
     title: str
     fields: tuple[str, ...] = ()
-    variables: dict[str, str] = {}
+    variables: dict[str, str] = Field({})
     window: Positive = 10
     bias_seeds: tuple[int, ...] = ()
     settings: dict[Name, Setting]
