@@ -317,7 +317,7 @@ def test_a_run_goes_on_where_it_was(tmp_path, small, stand_in, capsys):
 
     stand_in.bad = "nothing"
     (runs / "near/hgpo/s3/evaluation.json").unlink()
-    tables.main(["run", str(file), "--runs", str(runs), "--jobs", "2"])
+    tables.main(["run", str(file), "--runs", str(runs), "--jobs", "2", "cache_dir=C"])
     assert set(stand_in.taken()) == {"far/hgpo/s1/evaluations/held_out-t1-s1-2-3.json", "near/hgpo/s3/evaluation.json"}
     tables.main(["run", str(file), "--runs", str(runs)])
     assert stand_in.taken() == []

@@ -19,29 +19,34 @@ from hgpo_jax.config import ConfigError
 from hgpo_jax.tables import bias, collect, launch, plan, run
 
 
-def parse(args: list[str]):
-    p = cli.parser("tables", __doc__)
-    commands = p.add_subparsers(dest="command", required=True, metavar="plan|run|bias|collect")
-    runs = {"metavar": "RUNS", "help": "folder of the run folders; default runs/tables/PLAN"}
-    q = commands.add_parser("plan", help="list every cell, or write launch files")
-    q.add_argument("plan", metavar="PLAN")
-    q.add_argument("--runs", **runs)
-    q.add_argument("--launch", choices=launch.WRITERS, help="write launch files for this instead")
-    q.add_argument("--to", metavar="DIR", help="where --launch writes")
-    q = commands.add_parser("run", help="run the cells that are not there yet")
-    q.add_argument("plan", metavar="PLAN")
-    q.add_argument("--runs", **runs)
-    q.add_argument("--jobs", type=int, default=1, help="cells at once; default 1")
-    q.add_argument("overrides", nargs="*", metavar="field=value", help="for all cells, as in cache_dir=FOLDER")
-    q = commands.add_parser("bias", help="measure the Oracle bias of each setting")
-    q.add_argument("plan", metavar="PLAN")
-    q.add_argument("--runs", **runs)
-    q.add_argument("overrides", nargs="*", metavar="field=value", help="for all cells, as in cache_dir=FOLDER")
-    q = commands.add_parser("collect", help="fill the tables with what exists")
-    q.add_argument("runs", metavar="RUNS")
-    q.add_argument("--plan", metavar="PLAN", help="default: RUNS/plan.yaml, which `run` leaves there")
-    q.add_argument("--to", metavar="DIR", help="where NAME.md, .csv, .tex, .json and .png go; default RUNS")
-    return p.parse_args(args)
+COMMANDS = ("plan", "run", "bias", "collect")
+
+
+def parse(arguments: list[str]):
+    # One parser for each command, because argparse allows `field=value` between options in a parser without commands only.
+    command = arguments[0] if arguments else ""
+    if command not in COMMANDS:
+        p = cli.parser("tables", __doc__)
+        p.add_argument("command", metavar="|".join(COMMANDS), choices=COMMANDS)
+        p.parse_args(arguments[:1])
+    p = cli.parser(f"tables {command}", __doc__)
+    if command == "collect":
+        p.add_argument("runs", metavar="RUNS", help="folder of the run folders")
+        p.add_argument("--plan", metavar="PLAN", help="default: RUNS/plan.yaml, which `run` leaves there")
+        p.add_argument("--to", metavar="DIR", help="where NAME.md, .csv, .tex, .json and .png go; default RUNS")
+    else:
+        p.add_argument("plan", metavar="PLAN", help="a plan's file, or its name in configs/tables")
+        p.add_argument("--runs", metavar="RUNS", help="folder of the run folders; default runs/tables/PLAN")
+    if command == "plan":
+        p.add_argument("--launch", choices=launch.WRITERS, help="write launch files for this instead")
+        p.add_argument("--to", metavar="DIR", help="where --launch writes")
+    if command == "run":
+        p.add_argument("--jobs", type=int, default=1, help="cells at once; default 1")
+    if command in ("run", "bias"):
+        p.add_argument("overrides", nargs="*", metavar="field=value", help="for all cells, as in cache_dir=FOLDER")
+    args = p.parse_intermixed_args(arguments[1:])
+    args.command = command
+    return args
 
 
 def main(arguments: list[str] | None = None) -> None:
