@@ -60,10 +60,10 @@ def everywhere(words: list[str]) -> list[str]:
     return [re.sub(r"\$([A-Z]+)_DATA", lambda m: f"{ROOT}/{m[1].lower()}", word) for word in words]
 
 
-def commands(plan: Plan, cell: Cell, more: tuple[str, ...] = ()) -> list[str]:
+def commands(plan: Plan, cell: Cell) -> list[str]:
     """A cell's commands for several processes, a line each."""
     lines = []
-    for step in steps(plan, cell, f"{ROOT}/runs", (*more, f"cache_dir={ROOT}/cache")):
+    for step in steps(plan, cell, f"{ROOT}/runs", (f"cache_dir={ROOT}/cache",)):
         resume = ["--resume", "auto"] if step.module == "train" else []
         lines.append(shlex.join(
             ["python", "-m", f"hgpo_jax.{step.module}", "--distributed", *resume, *everywhere(arguments(step))]
