@@ -18,7 +18,6 @@ from hgpo_jax import cli
 from hgpo_jax.config import ConfigError
 from hgpo_jax.tables import bias, collect, launch, plan, run
 
-
 COMMANDS = ("plan", "run", "bias", "collect")
 
 

@@ -136,7 +136,8 @@ def markdown(plan: Plan, made: list[Row], bias: dict) -> str:
         text += ["| " + " | ".join(line) + " |" for line in lines]
         text.insert(-len(lines) + 1, "|" + "---|" * len(lines[0]))
     if bias:
-        text += ["", "## Oracle bias at the warm start", "", *bias_table(plan, bias)]
+        note = "HGPO's advantages against the Oracle groups': squared bias and variance in shares of the returns' variance."
+        text += ["", "## Oracle bias at the warm start", "", note, "", *bias_table(plan, bias)]
     return "\n".join(text) + "\n"
 
 
