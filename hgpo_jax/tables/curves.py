@@ -27,7 +27,7 @@ def plot(plan: Plan, found: dict, file: Path) -> bool:
         (i, setting, method): {
             seed: np.array(r.curve)
             for seed in table.seeds
-            if (r := found.get(Cell(setting, method, seed))) and r.done
+            if (r := found.get(Cell(setting, method, seed))) and r.done and "train/auc" in r.numbers
         }
         for i, table in enumerate(tables) for setting in table.settings for method in table.methods
     }  # fmt: skip
