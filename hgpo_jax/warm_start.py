@@ -98,7 +98,7 @@ def clone(job: Job) -> dict:
         history_length=config.rollout.history_length, end=end, act=act,
     )  # fmt: skip
     total = rows.response_lengths.shape[0]
-    count = int((rows.response_lengths > 0).sum())
+    count = (rows.response_lengths > 0).sum()  # an argument of what is compiled, which then serves every seed
     schedule = optax.warmup_cosine_decay_schedule(0.0, settings.lr, 100, max(settings.max_steps, 101), settings.lr / 10)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98))
     update = make_update(
@@ -107,7 +107,7 @@ def clone(job: Job) -> dict:
     )  # fmt: skip
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def some_steps(params, opt_state, rows, key):
+    def some_steps(params, opt_state, rows, count, key):
         # Rows of decisions that happened come first in a random order.
         order = jnp.argsort(jax.random.uniform(key, (total,)) + 2.0 * (rows.response_lengths == 0))
         return update(
@@ -127,7 +127,7 @@ def clone(job: Job) -> dict:
     solved = 0.0
     with tqdm(total=settings.max_steps, desc="warm start", unit="step", disable=None) as bar:
         for step in range(0, settings.max_steps, STEPS_PER_CALL):
-            params, opt_state, stats = some_steps(params, opt_state, rows, jax.random.fold_in(key, 2 + step))
+            params, opt_state, stats = some_steps(params, opt_state, rows, count, jax.random.fold_in(key, 2 + step))
             bar.update(STEPS_PER_CALL)
             loss = float(stats["loss"])
             solved = practice_success(params, step)
@@ -135,7 +135,7 @@ def clone(job: Job) -> dict:
             if solved >= settings.stop_at:
                 break
     print(
-        f"warm start: {step + STEPS_PER_CALL} steps of behaviour cloning on {count:,} decisions of {settings.episodes:,} "
+        f"warm start: {step + STEPS_PER_CALL} steps of behaviour cloning on {int(count):,} decisions of {settings.episodes:,} "
         f"generated episodes ({float(success.mean()):.0%} of them successful); loss {loss:.3f}, success {solved:.0%}",
         flush=True,
     )

@@ -3,7 +3,8 @@
 #   PROJECT=my-project ZONE=europe-west4-b TYPE=v5litepod-16 configs/launch/tpu_pod.sh NAME BUCKET \
 #     --config alfworld_qwen2.5_1.5b --mesh fsdp=16 data=/hgpo/alfworld run_dir=/hgpo/runs/NAME cache_dir=/hgpo/cache
 # From the project's folder. The bucket is mounted as /hgpo on every machine; it holds ALFWorld's data and gets the run.
-# Called again, it installs the folder as it is now and goes on from the last checkpoint. Delete the slice when it is done:
+# Called again, it installs the folder as it is now and goes on from the last checkpoint; with COMMAND=evaluate it evaluates
+# instead. Delete the slice when it is done:
 #   gcloud compute tpus tpu-vm delete NAME --project=my-project --zone=europe-west4-b
 set -euo pipefail
 : "${PROJECT:?give the cloud project}" "${ZONE:?give the zone}" "${TYPE:?give the slice, as in v5litepod-16 or v6e-16}"
@@ -17,8 +18,9 @@ if [ $# -lt 2 ]; then
   echo "give a name for the slice, a bucket, and what train takes" >&2
   exit 2
 fi
-name=$1 bucket=$2
+name=$1 bucket=$2 command=${COMMAND:-train}
 shift 2
+[ "$command" != train ] || set -- --resume auto "$@"
 where=(--project="$PROJECT" --zone="$ZONE")
 everywhere() { gcloud compute tpus tpu-vm ssh "$name" "${where[@]}" --worker=all --command="$1"; }
 
@@ -36,4 +38,4 @@ venv/bin/pip install --quiet --constraint hgpo_jax/.ci/constraints.txt './hgpo_j
 sudo mkdir -p /hgpo && sudo chown \"\$USER\" /hgpo
 mountpoint -q /hgpo || gcsfuse --implicit-dirs $(printf %q "$bucket") /hgpo"
 # On a TPU jax learns from the machine who is who.
-everywhere "cd hgpo_jax && exec ../venv/bin/python -m hgpo_jax.train --distributed --resume auto $(printf '%q ' "$@")"
+everywhere "cd hgpo_jax && exec ../venv/bin/python -m hgpo_jax.$command --distributed $(printf '%q ' "$@")"

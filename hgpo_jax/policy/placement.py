@@ -96,5 +96,6 @@ def _log_replication(kv_heads: int, tensor: int) -> None:
 
 def initialize(config: ModelConfig, seed: int, mesh: Mesh) -> dict:
     """Random parameters, each created in its place on the mesh; the same values on every mesh."""
-    create = lambda: nnx.to_pure_dict(nnx.split(Qwen2(config, nnx.Rngs(seed)))[1])  # noqa: E731
-    return jax.jit(create, out_shardings=shardings(config, mesh))()
+    create = lambda key: nnx.to_pure_dict(nnx.split(Qwen2(config, nnx.Rngs(key)))[1])  # noqa: E731
+    # An argument and no constant, so that one compilation serves every seed.
+    return jax.jit(create, out_shardings=shardings(config, mesh))(jax.random.key(seed))

@@ -1,0 +1,84 @@
+"""`python -m hgpo_jax.tables`: the runs of a table, planned, run and collected.
+
+    python -m hgpo_jax.tables plan paper                      every cell: commands, memory on each device, expected tokens
+    python -m hgpo_jax.tables plan paper --launch slurm --to DIR      a launch file for each cell; tpu, kubernetes, skypilot
+    python -m hgpo_jax.tables run household --jobs 2          runs what is not there yet; goes on after an interruption
+    python -m hgpo_jax.tables bias household                  the Oracle bias of each setting at its warm start
+    python -m hgpo_jax.tables collect runs/tables/household   what exists, beside published numbers: Markdown, CSV, LaTeX
+
+PLAN is a file such as configs/tables/paper.yaml, or its name.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from hgpo_jax import cli
+from hgpo_jax.config import ConfigError
+from hgpo_jax.tables import bias, collect, launch, plan, run
+
+COMMANDS = ("plan", "run", "bias", "collect")
+
+
+def parse(arguments: list[str]):
+    # One parser for each command, because argparse allows `field=value` between options in a parser without commands only.
+    command = arguments[0] if arguments else ""
+    if command not in COMMANDS:
+        p = cli.parser("tables", __doc__)
+        p.add_argument("command", metavar="|".join(COMMANDS), choices=COMMANDS)
+        p.parse_args(arguments[:1])
+    p = cli.parser(f"tables {command}", __doc__)
+    if command == "collect":
+        p.add_argument("runs", metavar="RUNS", help="folder of the run folders")
+        p.add_argument("--plan", metavar="PLAN", help="default: RUNS/plan.yaml, which `run` leaves there")
+        p.add_argument("--to", metavar="DIR", help="where NAME.md, .csv, .tex, .json and .png go; default RUNS")
+    else:
+        p.add_argument("plan", metavar="PLAN", help="a plan's file, or its name in configs/tables")
+        p.add_argument("--runs", metavar="RUNS", help="folder of the run folders; default runs/tables/PLAN")
+    if command == "plan":
+        p.add_argument("--launch", choices=launch.WRITERS, help="write launch files for this instead")
+        p.add_argument("--to", metavar="DIR", help="where --launch writes")
+    if command == "run":
+        p.add_argument("--jobs", type=int, default=1, help="cells at once; default 1")
+    if command in ("run", "bias"):
+        p.add_argument("overrides", nargs="*", metavar="field=value", help="for all cells, as in cache_dir=FOLDER")
+    args = p.parse_intermixed_args(arguments[1:])
+    args.command = command
+    return args
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse(sys.argv[1:] if arguments is None else arguments)
+    if args.command == "collect":
+        runs = Path(args.runs)
+        if not runs.is_dir():
+            raise ConfigError(f"{runs}: no such folder of runs")
+        kept = runs / "plan.yaml"
+        if not args.plan and not kept.is_file():
+            raise ConfigError(f"{runs}: holds no plan.yaml; give --plan, as in --plan paper")
+        source = plan.find(args.plan) if args.plan else kept
+        name = runs.resolve().name if source == kept else source.stem
+        print(collect.collect(plan.read(source), name, runs, Path(args.to) if args.to else runs))
+        return
+    source = plan.find(args.plan)
+    planned = plan.read(source)
+    runs = Path(args.runs or f"runs/tables/{source.stem}")
+    if args.command == "run":
+        if args.jobs < 1:
+            raise ConfigError(f"--jobs {args.jobs}: give 1 or more")
+        if run.run_cells(planned, runs, source, jobs=args.jobs, more=tuple(args.overrides)):
+            sys.exit(1)
+    elif args.command == "bias":
+        bias.measure_all(planned, runs, args.overrides)
+    elif args.launch:
+        if not args.to:
+            raise ConfigError("--to: needed with --launch, the folder for its files")
+        for file in launch.write(planned, args.launch, Path(args.to), str(runs)):
+            print(file)
+    else:
+        print(plan.listing(planned, runs))
+
+
+if __name__ == "__main__":
+    cli.run(main)

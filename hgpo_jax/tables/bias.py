@@ -1,0 +1,93 @@
+"""How far equal observations are from equal situations in a setting: the Oracle bias of each level, measured once.
+
+The policy is the setting's warm start, where training begins. It plays TASKS tasks EPISODES times each; the Oracle groups see
+all of a task's episodes, the estimators see them eight at a time as in training (`hgpo_jax/diagnostics.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hgpo_jax import config as configuration
+from hgpo_jax import diagnostics
+from hgpo_jax.config import Config
+from hgpo_jax.inspect import oracle_errors
+from hgpo_jax.inspect.dumps import Dump
+from hgpo_jax.job import build
+from hgpo_jax.sampling import Decoding
+from hgpo_jax.tables.plan import Plan
+from hgpo_jax.warm_start import warm_start
+
+TASKS, EPISODES = 16, 64
+LEVELS = (0, 1, 2, 4)
+
+
+def measure(config: Config) -> dict:
+    """Bias and variance of HGPO with K = 0, 1, 2, 4 against Oracle groups, as shares of the variance of the returns.
+
+    Returns: success of the policy; turns; return_variance over the steps that have an Oracle peer, and their number; peers,
+    the share of steps with company at each level; bias2, variance, mse: K -> number.
+    """
+    job = build(config)
+    params = warm_start(job)
+    rollout = config.rollout.model_copy(update={"prompt_groups": TASKS, "group_size": EPISODES})
+    wide = build(config.model_copy(update={"rollout": rollout}), job.mesh)
+    groups = jnp.arange(wide.batch, dtype=jnp.int32) // EPISODES
+    tasks = wide.stage.tasks("held_out", config.seed + 1, groups)
+    keys = jax.random.split(jax.random.key(config.seed), wide.batch)
+    decoding = Decoding(temperature=config.rollout.temperature)
+    e = jax.device_get(wide.stage.rollout(params, tasks, keys, groups, decoding))
+    dump = Dump(e, wide.config, job.policy.tokenizer)
+    errors = oracle_errors(
+        dump, {str(k): {"name": "hgpo", "history_length": k} for k in LEVELS}, group_size=config.rollout.group_size
+    )
+    record = dump.estimate("hgpo", history_length=max(LEVELS))
+    counted = diagnostics.oracle_sizes(diagnostics.oracle_groups(e.states, e.mask, e.groups))[..., 0] > 1
+    spread = float(np.var(record.returns[counted]))
+    return {
+        "success": float(e.success.mean()),
+        "turns": float(e.mask.sum(1).mean()),
+        "steps": int(counted.sum()),
+        "return_variance": spread,
+        "peers": [float(share) for share in diagnostics.peer_share(record.level_sizes, e.mask)],
+        "bias2": {k: error["bias"] ** 2 / spread for k, error in errors.items()},
+        "variance": {k: error["variance"] / spread for k, error in errors.items()},
+        "mse": {k: error["mse"] / spread for k, error in errors.items()},
+    }
+
+
+def measure_all(plan: Plan, runs: Path, more: list[str]) -> None:
+    """Measures each setting under plan.bias_seeds and writes RUNS/bias.json, setting -> a list of `measure`, and prints it."""
+    runs.mkdir(parents=True, exist_ok=True)
+    file = runs / "bias.json"
+    found = json.loads(file.read_text()) if file.is_file() else {}
+    for name, setting in plan.settings.items():
+        for seed in plan.bias_seeds[len(found.get(name, [])) :]:
+            config = configuration.load(setting.config, [*plan.fields, *setting.fields, *more, f"seed={seed}"])
+            found.setdefault(name, []).append({"seed": seed} | measure(config))
+            file.write_text(json.dumps(found, indent=1) + "\n")
+    print("\n".join(bias_table(plan, found)))
+
+
+def bias_table(plan: Plan, bias: dict) -> list[str]:
+    """Squared bias and variance of each K, as shares of the variance of the returns; means over the measured seeds."""
+    heads = [f"K = {k}: bias² + variance" for k in LEVELS]
+    heads = ["setting", "seeds", "success", "peers at level 0, 1, 2", *heads]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for setting, measured in bias.items():
+        peers = np.mean([m["peers"][:3] for m in measured], axis=0)
+        errors = [[np.mean([m[part][str(k)] for m in measured]) for part in ("bias2", "variance")] for k in LEVELS]
+        line = [
+            plan.settings[setting].title,
+            ", ".join(str(m["seed"]) for m in measured),
+            f"{np.mean([m['success'] for m in measured]):.0%}",
+            ", ".join(f"{share:.2f}" for share in peers),
+            *(f"{squared:.3f} + {variance:.3f}" for squared, variance in errors),
+        ]
+        lines.append("| " + " | ".join(line) + " |")
+    return lines

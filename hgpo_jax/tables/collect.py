@@ -1,0 +1,211 @@
+"""Fills a plan's tables with what has been run, beside published numbers: Markdown, CSV, LaTeX, JSON and curves."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+
+from hgpo_jax.tables.bias import bias_table
+from hgpo_jax.tables.curves import plot
+from hgpo_jax.tables.plan import Cell, Plan, Table
+from hgpo_jax.tables.results import Result, paired, read_all, spread
+
+Results = dict[Cell, Result | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A number of a method in a setting, over the seeds of a table that have it.
+
+    mean and std in percent; std over training seeds, for a single one over its evaluation seeds. published: mean and std.
+    versus: `results.paired` with the table's baseline.
+    """
+
+    table: str
+    setting: str
+    method: str
+    column: str
+    wanted: int
+    done: int
+    begun: int
+    n: int
+    mean: float | None
+    std: float | None
+    published: tuple[float, float | None] | None
+    versus: dict | None
+
+    @property
+    def difference(self) -> float | None:
+        return None if self.mean is None or not self.published else self.mean - self.published[0]
+
+
+def by_seed(table: Table, setting: str, method: str, number: str, found: Results) -> dict[int, tuple]:
+    """Seed -> (mean, std) of a number, of the cells that have ended."""
+    ended = {seed: found.get(Cell(setting, method, seed)) for seed in table.seeds}
+    return {seed: r.numbers[number] for seed, r in ended.items() if r and r.done and number in r.numbers}
+
+
+def rows(plan: Plan, found: Results) -> list[Row]:
+    """Every number of every table, in the order in which they are shown."""
+    made = []
+    for table in plan.tables:
+        for setting in table.settings:
+            for method in table.methods:
+                results = [found[Cell(setting, method, seed)] for seed in table.seeds]
+                done = sum(r is not None and r.done for r in results)
+                for column, number in plan.settings[setting].columns.items():
+                    have = by_seed(table, setting, method, number, found)
+                    means = {seed: mean for seed, (mean, _) in have.items()}
+                    std = spread(list(means.values())) if len(means) > 1 else next((s for _, s in have.values()), None)
+                    versus = None
+                    if table.baseline not in (None, method):
+                        base = by_seed(table, setting, table.baseline, number, found)
+                        versus = paired(means, {seed: mean for seed, (mean, _) in base.items()})
+                    published = plan.published.numbers.get(setting, {}).get(method, {}) if plan.published else {}
+                    made.append(Row(
+                        table=table.title, setting=setting, method=method, column=column, wanted=len(results), done=done,
+                        begun=sum(r is not None and not r.done for r in results), n=len(means),
+                        mean=float(np.mean(list(means.values()))) if means else None, std=std,
+                        published=published.get(column), versus=versus,
+                    ))  # fmt: skip
+    return made
+
+
+def _pair(mean: float | None, std: float | None, missing: str) -> str:
+    return missing if mean is None else f"{mean:.1f}" + ("" if std is None else f" ± {std:.1f}")
+
+
+def _state(row: Row) -> str:
+    if not row.done and not row.begun:
+        return "missing"
+    return f"{row.done} of {row.wanted}" + (f", {row.begun} begun" if row.begun else "")
+
+
+def _versus(versus: dict | None) -> str:
+    if not versus:
+        return ""
+    low, high = versus["interval"]
+    return f"{versus['mean']:+.1f} ± {versus['error']:.1f} ({low:+.1f} to {high:+.1f}), {versus['positive']} of {versus['n']}"
+
+
+def layout(plan: Plan, made: list[Row]) -> list[tuple[str, str, list[list[str]]]]:
+    """(title of the table, title of the setting, lines of cells with the heading first), for Markdown and LaTeX alike."""
+    parts = []
+    for table in plan.tables:
+        for setting in table.settings:
+            mine = [row for row in made if (row.table, row.setting) == (table.title, setting)]
+            columns = list(plan.settings[setting].columns)
+            compared = any(row.published for row in mine)
+            heading = ["method", "runs"]
+            for column in columns:
+                heading += [column, *(["published", "difference"] if compared else [])]
+                heading += [f"minus {plan.methods[table.baseline].title}"] if table.baseline else []
+            lines = [heading]
+            for method in table.methods:
+                line = [plan.methods[method].title]
+                for row in (row for row in mine if row.method == method):
+                    line += [_state(row)] if len(line) == 1 else []
+                    line.append(_pair(row.mean, row.std, "-"))
+                    if compared:
+                        difference = "" if row.difference is None else f"{row.difference:+.1f}"
+                        line += [_pair(*(row.published or (None, None)), ""), difference]
+                    line += [_versus(row.versus)] if table.baseline else []
+                lines.append(line)
+            parts.append((table.title, plan.settings[setting].title, lines))
+    return parts
+
+
+def markdown(plan: Plan, made: list[Row], bias: dict) -> str:
+    """All tables, then the Oracle bias where it was measured."""
+    note = "Percent; mean ± standard deviation over the runs that have ended, for a single one over its evaluation seeds."
+    if any(table.baseline for table in plan.tables):
+        note += " Differences are paired by seed: mean ± standard error (95 % interval by Student's t), seeds above 0."
+    text = [f"# {plan.title}", "", note]
+    if plan.published:
+        text += ["", f"Published: {plan.published.source}"]
+    last = None
+    for title, setting, lines in layout(plan, made):
+        text += ["", f"## {title}"] if title != last else []
+        text += ["", f"### {setting}", ""]
+        last = title
+        text += ["| " + " | ".join(line) + " |" for line in lines]
+        text.insert(-len(lines) + 1, "|" + "---|" * len(lines[0]))
+    if bias:
+        note = "HGPO's advantages against the Oracle groups': squared bias and variance in shares of the returns' variance."
+        text += ["", "## Oracle bias at the warm start", "", note, "", *bias_table(plan, bias)]
+    return "\n".join(text) + "\n"
+
+
+SPECIAL = {"&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "±": r"$\pm$", "²": "$^2$", "α": r"$\alpha$"}
+
+
+def latex(plan: Plan, made: list[Row]) -> str:
+    """The tables as `tabular`s that need no package."""
+    escape = lambda text: "".join(SPECIAL.get(letter, letter) for letter in text)  # noqa: E731
+    text = [f"% {plan.title}" + (f"; published: {plan.published.source}" if plan.published else "")]
+    for title, setting, (heading, *lines) in layout(plan, made):
+        text += ["", f"% {title}: {setting}", rf"\begin{{tabular}}{{ll{'r' * (len(heading) - 2)}}}", r"\hline"]
+        text += [" & ".join(map(escape, heading)) + r" \\", r"\hline"]
+        text += [" & ".join(map(escape, line)) + r" \\" for line in lines]
+        text += [r"\hline", r"\end{tabular}"]
+    return "\n".join(text) + "\n"
+
+
+def table_csv(made: list[Row]) -> str:
+    """One line a number."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    versus = ("mean", "error", "low", "high", "n", "positive", "negative", "p")
+    writer.writerow(["table", "setting", "method", "column", "wanted", "done", "begun", "n", "mean", "std", "published",
+                     "published_std", "difference", *(f"paired_{name}" for name in versus)])  # fmt: skip
+    shown = lambda value: "" if value is None else f"{value:.4f}" if isinstance(value, float) else value  # noqa: E731
+    for row in made:
+        v = row.versus and row.versus | dict(zip(("low", "high"), row.versus["interval"], strict=True))
+        writer.writerow(map(shown, [
+            row.table, row.setting, row.method, row.column, row.wanted, row.done, row.begun, row.n, row.mean, row.std,
+            *(row.published or (None, None)), row.difference, *(v[name] if v else None for name in versus),
+        ]))  # fmt: skip
+    return out.getvalue()
+
+
+def record(plan: Plan, found: Results, made: list[Row], bias: dict) -> str:
+    """Everything that was found, to be kept: a line a cell, with its curve, and a line a paired difference."""
+    cells = []
+    for cell, result in found.items():
+        if result:
+            numbers = {name: [round(m, 3), s if s is None else round(s, 3)] for name, (m, s) in result.numbers.items()}
+            curve = [round(value, 4) for value in result.curve]
+            cells.append({
+                "cell": cell.name, "done": result.done, "iterations": result.iterations, "seconds": round(result.seconds, 1),
+                "numbers": numbers, "curve": curve,
+            })  # fmt: skip
+    differences = [
+        {"table": r.table, "setting": r.setting, "method": r.method, "column": r.column} | r.versus for r in made if r.versus
+    ]
+    one_a_line = lambda items: "[\n  " + ",\n  ".join(map(json.dumps, items)) + "\n ]" if items else "[]"  # noqa: E731
+    missing = [cell.name for cell, result in found.items() if not result]
+    return (
+        f'{{"title": {json.dumps(plan.title)},\n "cells": {one_a_line(cells)},\n "missing": {json.dumps(missing)},\n'
+        f' "paired": {one_a_line(differences)},\n "bias": {json.dumps(bias)}}}\n'
+    )
+
+
+def collect(plan: Plan, name: str, runs: Path, to: Path) -> str:
+    """Reads RUNS and writes NAME.md, .csv, .tex, .json and, where there are curves, .png; returns the Markdown."""
+    found = read_all(plan, runs)
+    made = rows(plan, found)
+    file = runs / "bias.json"
+    bias = json.loads(file.read_text()) if file.is_file() else {}
+    text = markdown(plan, made, bias)
+    to.mkdir(parents=True, exist_ok=True)
+    for suffix, content in (
+        (".md", text), (".csv", table_csv(made)), (".tex", latex(plan, made)), (".json", record(plan, found, made, bias)),
+    ):  # fmt: skip
+        (to / f"{name}{suffix}").write_text(content)
+    plot(plan, found, to / f"{name}.png")
+    return text

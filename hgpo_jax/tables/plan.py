@@ -1,0 +1,254 @@
+"""A plan of runs: its file, its cells, and for each the exact commands, the memory and the tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from pathlib import Path
+
+import pydantic
+import yaml
+from pydantic import Field
+
+from hgpo_jax import config as configuration
+from hgpo_jax import memory
+from hgpo_jax.config import CONFIGS, Config, ConfigError, Positive, Section
+from hgpo_jax.evaluate import parse_seeds
+from hgpo_jax.mesh import abstract_mesh
+
+Name = pydantic.constr(pattern=r"^[a-z0-9][a-z0-9_.-]*$")  # part of a path and of a job's name
+
+
+class Expected(Section):
+    """Means over a whole run, for the expected tokens; what is not given is the limit of the configuration."""
+
+    turns: float | None = Field(None, gt=0)
+    prompt: float | None = Field(None, gt=0)
+    response: float | None = Field(None, gt=0)
+
+
+class Tpu(Section):
+    """The slice of a launch file for TPUs, and the mesh there."""
+
+    type: str
+    mesh: str
+
+
+class Setting(Section):
+    """An environment and a model.
+
+    config: a name in configs/ or a path. fields: overrides `field=value`. seeds: of the evaluations after training
+    (`evaluate --seeds`), on each of the splits; none where training's own evaluation is all. columns: what a table shows,
+    shown name -> number (`results.numbers`).
+    """
+
+    title: str
+    config: str
+    fields: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = ()
+    splits: tuple[str, ...] = ()
+    columns: dict[str, str]
+    expected: Expected = Expected()
+    tpu: Tpu | None = None
+
+
+class Method(Section):
+    """A row: how it is shown, and its overrides."""
+
+    title: str
+    fields: tuple[str, ...]
+
+
+class Table(Section):
+    """Cells that are shown together: settings x methods x seeds. baseline: each method's paired difference to this one."""
+
+    title: str
+    settings: tuple[Name, ...]
+    methods: tuple[Name, ...]
+    seeds: tuple[int, ...]
+    baseline: Name | None = None
+
+
+class Published(Section):
+    """Published numbers in percent, where they stand, and setting -> method -> column -> (mean, std or nothing)."""
+
+    source: str
+    numbers: dict[Name, dict[Name, dict[str, tuple[float, float | None]]]]
+
+
+class Plan(Section):
+    """A file in configs/tables.
+
+    fields: overrides of all cells. variables: of the environment of every command. window: last iterations of `train/last`.
+    bias_seeds: seeds under which `bias` measures the settings.
+    """
+
+    title: str
+    fields: tuple[str, ...] = ()
+    variables: dict[str, str] = Field({})
+    window: Positive = 10
+    bias_seeds: tuple[int, ...] = ()
+    settings: dict[Name, Setting]
+    methods: dict[Name, Method]
+    tables: tuple[Table, ...]
+    published: Published | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One run of a plan."""
+
+    setting: str
+    method: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.setting}/{self.method}/s{self.seed}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A command of a cell, and the file that proves it done."""
+
+    module: str
+    arguments: tuple[str, ...]
+    proof: Path
+
+    def shell(self, variables: dict[str, str]) -> str:
+        """The command as a shell takes it. `$NAME` in an argument stays a variable."""
+        words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+        words += ["python", "-m", f"hgpo_jax.{self.module}", *map(quote, self.arguments)]
+        return " ".join(words)
+
+
+def quote(word: str) -> str:
+    """A word for a shell that expands `$NAME` in it."""
+    return f'"{word}"' if "$" in word else shlex.quote(word)
+
+
+def find(path: str) -> Path:
+    """A plan's file, given its path or its name in configs/tables. Raises ConfigError."""
+    for file in (Path(path), CONFIGS / "tables" / f"{path}.yaml"):
+        if file.is_file():
+            return file
+    names = ", ".join(sorted(file.stem for file in (CONFIGS / "tables").glob("*.yaml")))
+    raise ConfigError(f"{path}: no such plan; configs/tables has {names}")
+
+
+def read(file: Path) -> Plan:
+    """The plan of a file. Raises ConfigError."""
+    try:
+        plan = Plan.model_validate(yaml.safe_load(file.read_text()))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: not a YAML file: {' '.join(str(error).split())}") from None
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        reason = "no such field" if first["type"] == "extra_forbidden" else first["msg"]
+        raise ConfigError(f"{file}: {where}: {reason}") from None
+    for table in plan.tables:
+        for kind, names, known in (
+            ("settings", table.settings, plan.settings),
+            ("methods", (*table.methods, *filter(None, [table.baseline])), plan.methods),
+        ):
+            for name in names:
+                if name not in known:
+                    raise ConfigError(f"{file}: table {table.title!r}: {name} is none of the {kind} {', '.join(known)}")
+    return plan
+
+
+def cells(plan: Plan) -> list[Cell]:
+    """Every cell once, in the order to run them: table by table, seed by seed, the methods of a seed side by side.
+
+    Settings alternate, so that two cells that run at once do not make the same warm start.
+    """
+    return list(dict.fromkeys(
+        Cell(setting, method, seed)
+        for table in plan.tables for seed in table.seeds for method in table.methods for setting in table.settings
+    ))  # fmt: skip
+
+
+def overrides(plan: Plan, cell: Cell) -> list[str]:
+    """What a cell changes in its configuration."""
+    setting = plan.settings[cell.setting]
+    return [*plan.fields, *setting.fields, *plan.methods[cell.method].fields, f"seed={cell.seed}"]
+
+
+def config_of(plan: Plan, cell: Cell) -> Config:
+    """A cell's configuration. Raises ConfigError."""
+    try:
+        return configuration.load(plan.settings[cell.setting].config, overrides(plan, cell))
+    except ConfigError as error:
+        raise ConfigError(f"{cell.name}: {error}") from None
+
+
+def steps(plan: Plan, cell: Cell, runs: str | Path, more: tuple[str, ...] = ()) -> list[Step]:
+    """The commands of a cell in their order: training, then an evaluation for each split. `more`: further overrides."""
+    setting, folder = plan.settings[cell.setting], Path(runs) / cell.name
+    arguments = ["--config", setting.config, "--resume", "auto", *overrides(plan, cell), *more, f"run_dir={folder}"]
+    found = [Step("train", tuple(arguments), folder / "evaluation.json")]
+    if not setting.seeds:
+        return found
+    seeds = ",".join(map(str, setting.seeds))
+    parse_seeds(seeds)
+    temperature = config_of(plan, cell).evaluation.temperature
+    for split in setting.splits:
+        proof = folder / "evaluations" / f"{split}-t{temperature:g}-s{seeds.replace(',', '-')}.json"
+        found.append(Step("evaluate", (str(folder), "--seeds", seeds, "--split", split, *more), proof))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """devices: of the mesh. bytes: the most that each holds. tokens: expected, limit: the most there can be, in all."""
+
+    devices: int
+    bytes: int
+    tokens: float
+    limit: float
+
+
+def cost(plan: Plan, cell: Cell) -> Cost:
+    """What a cell takes, without its weights or devices. Raises ConfigError."""
+    config, setting = config_of(plan, cell), plan.settings[cell.setting]
+    try:
+        mesh = abstract_mesh(config.mesh)
+        work = memory.work_of(config, mesh)
+        most = memory.peak(memory.plan(config, mesh, work))
+    except ValueError as error:
+        raise ConfigError(f"{cell.name}: {error}") from None
+    trained = config.iterations * config.rollout.prompt_groups * config.rollout.group_size
+    # Training ends with a sampled and a greedy evaluation.
+    evaluated = config.evaluation.episodes * (2 + len(setting.seeds) * len(setting.splits))
+    turns, prompt, response = (
+        given or limit
+        for given, limit in zip(
+            (setting.expected.turns, setting.expected.prompt, setting.expected.response),
+            (config.env.max_turns, work.prompt, work.response), strict=True,
+        )
+    )  # fmt: skip
+    episodes = trained + evaluated
+    return Cost(
+        devices=mesh.size,
+        bytes=most,
+        tokens=episodes * turns * (prompt + response),
+        limit=episodes * config.env.max_turns * (work.prompt + work.response),
+    )
+
+
+def listing(plan: Plan, runs: str | Path) -> str:
+    """Every cell with its cost and its commands, and the sums."""
+    lines, total, costs = [], 0.0, {}
+    for cell in cells(plan):
+        key = cell.setting, cell.method  # a seed changes no size
+        if key not in costs:
+            costs[key] = cost(plan, cell)
+        spent = costs[key]
+        total += spent.tokens
+        lines.append(
+            f"{cell.name}: {spent.devices} device{'s' if spent.devices > 1 else ''}, {spent.bytes / memory.GiB:.3g} GiB each, "
+            f"{spent.tokens:.3g} tokens expected ({spent.limit:.3g} at most)"
+        )
+        lines += [f"    {step.shell(plan.variables)}" for step in steps(plan, cell, runs)]
+    return "\n".join([*lines, f"{len(cells(plan))} cells, {total:.3g} tokens expected"])

@@ -1,0 +1,97 @@
+"""What a cell's run folder says: its numbers, its curve, and whether it has ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+from scipy import stats
+
+from hgpo_jax.config import ConfigError
+from hgpo_jax.metrics import read_metrics
+from hgpo_jax.tables.plan import Cell, Plan, cells, config_of, steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A cell as far as it exists.
+
+    done: all its commands have ended. iterations: made so far. numbers: name -> (mean, std over evaluation seeds or None),
+    shares in percent: `SPLIT/success` and `SPLIT/score` of evaluations under seeds; `final/sampled` and `final/greedy`
+    of the one that ends training; `train/auc`, the mean success over all iterations, and `train/last`, over the last ones.
+    curve: success by iteration. seconds: of rollouts and updates.
+    """
+
+    done: bool
+    iterations: int
+    numbers: dict[str, tuple[float, float | None]]
+    curve: list[float]
+    seconds: float
+
+
+def _json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise ConfigError(f"{path}: is damaged; delete it and run the cell again") from None
+
+
+def read_cell(plan: Plan, cell: Cell, runs: Path) -> Result | None:
+    """A cell's result; None where its run has not begun. Raises ConfigError for a damaged file."""
+    folder, parts = runs / cell.name, steps(plan, cell, runs)
+    rows = read_metrics(folder)
+    if not rows and not any(step.proof.is_file() for step in parts):
+        return None
+    numbers = {}
+    for step in parts:
+        if not step.proof.is_file():
+            continue
+        found = _json(step.proof)
+        try:
+            if step.module == "train":
+                numbers |= {f"final/{mode}": (100 * share, None) for mode, share in found["success"].items()}
+                continue
+            for name in ("success", "score"):
+                if over := found["over_seeds"].get(name):
+                    std = None if over["std"] is None else 100 * over["std"]
+                    numbers[f"{found['split']}/{name}"] = 100 * over["mean"], std
+        except (KeyError, TypeError, AttributeError):
+            raise ConfigError(f"{step.proof}: is no evaluation; delete it and run the cell again") from None
+    curve = [row["success"] for row in rows]
+    if len(curve) == config_of(plan, cell).iterations:
+        numbers["train/auc"] = 100 * float(np.mean(curve)), None
+        numbers["train/last"] = 100 * float(np.mean(curve[-plan.window :])), None
+    seconds = sum(sum(row["seconds"].values()) for row in rows)
+    done = all(step.proof.is_file() for step in parts)
+    return Result(done=done, iterations=len(rows), numbers=numbers, curve=curve, seconds=seconds)
+
+
+def read_all(plan: Plan, runs: Path) -> dict[Cell, Result | None]:
+    """Every cell of a plan with its result."""
+    return {cell: read_cell(plan, cell, runs) for cell in cells(plan)}
+
+
+def spread(values: list[float]) -> float | None:
+    """Sample standard deviation; None for one value."""
+    return float(np.std(values, ddof=1)) if len(values) > 1 else None
+
+
+def paired(ours: dict[int, float], theirs: dict[int, float]) -> dict | None:
+    """The difference ours - theirs over the seeds that both have: None without two of them.
+
+    Returns: n; mean; error, the standard error; interval, 95 % by Student's t; positive and negative, how many seeds favour
+    either side; p, the two-sided t-test.
+    """
+    d = np.array([ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())])
+    if len(d) < 2:
+        return None
+    mean, error = float(d.mean()), float(d.std(ddof=1) / math.sqrt(len(d)))
+    half = float(stats.t.ppf(0.975, len(d) - 1)) * error
+    p = float(2 * stats.t.sf(abs(mean) / error, len(d) - 1)) if error else float(mean == 0)
+    return {
+        "n": len(d), "mean": mean, "error": error, "interval": [mean - half, mean + half],
+        "positive": int((d > 0).sum()), "negative": int((d < 0).sum()), "p": p,
+    }  # fmt: skip

@@ -1,0 +1,85 @@
+"""Runs the cells of a plan here, one after another or a few at once; called again, it goes on where it was."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from hgpo_jax.config import ConfigError
+from hgpo_jax.tables.plan import Cell, Plan, Step, cells, steps
+
+
+def expanded(step: Step, environment=os.environ) -> list[str]:
+    """The command as a process takes it, with `$NAME` replaced. Raises ConfigError where a variable is not set."""
+    words = []
+    for word in step.arguments:
+        head, dollar, name = word.partition("$")
+        if dollar and not environment.get(name):
+            raise ConfigError(f"{word}: set the variable {name} first, as in {name}=FOLDER")
+        words.append(head + environment[name] if dollar else word)
+    return [sys.executable, "-m", f"hgpo_jax.{step.module}", *words]
+
+
+def run_cells(plan: Plan, runs: Path, source: Path, *, jobs: int, more: tuple[str, ...]) -> list[Cell]:
+    """Brings every cell to its end that is not there yet; returns those that failed.
+
+    Each writes what it prints into its folder's name with .log. `source`, the plan's file, is kept as RUNS/plan.yaml.
+    The lock is the processes' own too: one that outlives a killed parent keeps a second run out.
+
+    Raises:
+      ConfigError: cells that cannot be, or another process that works in the folder.
+    """
+    wanted = cells(plan)
+    todo = [(cell, steps(plan, cell, runs, more)) for cell in wanted]
+    for _, parts in todo:
+        for step in parts:
+            expanded(step)
+    todo = [(cell, parts) for cell, parts in todo if not all(step.proof.is_file() for step in parts)]
+    runs.mkdir(parents=True, exist_ok=True)
+    lock = os.open(runs / ".lock", os.O_CREAT | os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise ConfigError(f"{runs}: another process runs cells here; wait for it or end it") from None
+    if source.resolve() != (runs / "plan.yaml").resolve():
+        shutil.copyfile(source, runs / "plan.yaml")
+    print(f"{len(wanted) - len(todo)} of {len(wanted)} cells are done; {jobs} at once, in {runs}", flush=True)
+    stop, began, ended = threading.Event(), time.monotonic(), []
+
+    def bring(item) -> Cell | None:
+        cell, parts = item
+        log = runs / f"{cell.name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        for step in parts:
+            if stop.is_set():
+                return None
+            if step.proof.is_file():
+                continue
+            with open(log, "a") as file:
+                code = subprocess.run(
+                    expanded(step), stdin=subprocess.DEVNULL, stdout=file, stderr=file, pass_fds=(lock,),
+                    env=os.environ | plan.variables,
+                ).returncode  # fmt: skip
+            if code:
+                print(f"{cell.name}: {step.module} ended with code {code}; {log} says why", flush=True)
+                return cell
+        ended.append(cell)
+        minutes = (time.monotonic() - began) / 60
+        print(f"{cell.name}: done, {len(ended)} of {len(todo)} after {minutes:.1f} minutes", flush=True)
+        return None
+
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            return [cell for cell in pool.map(bring, todo) if cell]
+        except KeyboardInterrupt:
+            stop.set()  # the processes were interrupted too; no further one starts
+            raise
+        finally:
+            os.close(lock)
