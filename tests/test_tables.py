@@ -155,7 +155,7 @@ def test_a_listing_says_all(small, capsys, tmp_path):
         ({"tables": [SMALL["tables"][0] | {"baseline": "x"}]}, "x is none of the methods"),
         ({"settings": {"A B": SMALL["settings"]["near"]}}, "settings.A B"),
         ({"fields": ["learner.lt=3"]}, "near/gigpo/s0: learner.lt=3: no such field"),
-        ({"fields": ["mesh=auto"]}, "near/gigpo/s0: mesh=auto"),
+        ({"fields": ["mesh=auto"]}, "near/gigpo/s0: mesh='auto'"),
     ],
 )
 def test_a_wrong_plan_is_refused_in_one_line(tmp_path, changes, fragment):
