@@ -14,6 +14,7 @@ from flax import nnx
 
 from hgpo_jax import objective
 from hgpo_jax.learner import Rows
+from hgpo_jax.packing import alone
 from hgpo_jax.policy import ModelConfig, network
 
 
@@ -31,8 +32,8 @@ def make_values(config: ModelConfig, remat: str = "none"):
 
     def values(params, rows: Rows):
         model = nnx.merge(graphdef, params["body"])
-        tokens, where, _ = rows.in_sequences()
-        hidden = model.hidden(tokens, where.wanted, first=where.first, remat=remat)
+        where = rows.places or alone(*rows.text())
+        hidden = model.hidden(where.tokens, where.wanted, first=where.first, remat=remat)
         # A response's first token is predicted where the prompt ends.
         hidden = hidden.at[where.sequence, where.place].get(mode="fill", fill_value=0)
         return (hidden.astype(jnp.float32) * params["value"]["kernel"]).sum(-1) + params["value"]["bias"]

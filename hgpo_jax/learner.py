@@ -47,11 +47,9 @@ class Rows:
     returns: chex.Array | None = None  # f32[N], what the critic is to predict
     places: packing.Places | None = None  # in the sequences of a micro-batch
 
-    def in_sequences(self):
-        """(tokens i32[C, S], their places, index of each response token among the predictions)."""
-        text = self.prompts, self.prompt_lengths, self.responses, self.response_lengths
-        where = packing.alone(*text) if self.places is None else self.places
-        return packing.tokens(where, *text), where, packing.columns(where, self.responses, self.response_lengths)
+    def text(self):
+        """Prompts and responses with their lengths, as `packing` takes them."""
+        return self.prompts, self.prompt_lengths, self.responses, self.response_lengths
 
 
 def token_logprobs(model, rows: Rows, *, temperature=1.0, remat="none", max_logits: int = MAX_LOGITS):
@@ -62,8 +60,9 @@ def token_logprobs(model, rows: Rows, *, temperature=1.0, remat="none", max_logi
       pieces and their logits are computed again in the backward pass. The whole of them is the largest array of an update by
       far (4,096 tokens of a vocabulary of 151,936 are 2.5 GB), and is never needed at once.
     """
-    tokens, where, index = rows.in_sequences()
-    hidden = model.hidden(tokens, where.wanted, first=where.first, remat=remat)
+    where = rows.places or packing.alone(*rows.text())
+    index = where.predictions(rows.responses.shape[1], rows.response_lengths)
+    hidden = model.hidden(where.tokens, where.wanted, first=where.first, remat=remat)
     C, W = where.wanted.shape
     targets = jnp.zeros((C, W), jnp.int32).at[index].set(rows.responses, mode="drop")
 
@@ -257,7 +256,7 @@ def make_map(function: Callable, mesh: Mesh, *, microbatch_size: int):
         def one_chunk(i, out):
             index, chunk = _take(rows, dealt, (i * devices + device) * C, C)
             # What is too many must not write.
-            index = jnp.where(chunk.places.sequence < C, index, out.shape[0])
+            index = jnp.where(chunk.response_lengths > 0, index, out.shape[0])
             return out.at[index].set(narrow(params, chunk), mode="drop")
 
         out = jax.lax.fori_loop(0, -(-sequences // (C * devices)), one_chunk, jnp.zeros(order.shape[0]))
@@ -286,9 +285,13 @@ def _take(rows: Rows, dealt, first, C: int):
     index, sequence, slot, place = (a.at[at].get(mode="clip") for a in dealt)
     here = (at < size) & (sequence < jnp.minimum(first + C, size))
     chunk = jax.tree.map(lambda a: a[index], rows)
-    lengths = jnp.where(here, chunk.prompt_lengths, 1), jnp.where(here, chunk.response_lengths, 0)
-    where = packing.places(sequence - first, slot, place, *lengths, (C, slots), predictions)
-    return index, chunk.replace(prompt_lengths=lengths[0], response_lengths=lengths[1], places=where)
+    chunk = chunk.replace(
+        prompt_lengths=jnp.where(here, chunk.prompt_lengths, 1), response_lengths=jnp.where(here, chunk.response_lengths, 0)
+    )
+    if most > 1:
+        places = packing.together(sequence - first, slot, place, *chunk.text(), (C, slots), predictions)
+        chunk = chunk.replace(places=places)
+    return index, chunk
 
 
 def _at_width(function: Callable, narrow: int) -> Callable:
@@ -299,7 +302,7 @@ def _at_width(function: Callable, narrow: int) -> Callable:
 
     def narrowed(params, chunk: Rows):
         where = chunk.places
-        if where.wanted.shape[1] == narrow:
+        if where is None or where.wanted.shape[1] == narrow:
             return function(params, chunk)
         needed = largest_count((where.place + chunk.response_lengths).max())
         few = lambda params, chunk: function(  # noqa: E731

@@ -17,16 +17,22 @@ PACK_FROM = 256  # prompt slots
 
 @chex.dataclass(frozen=True)
 class Places:
-    """Where N rows stand in C sequences of S slots.
+    """N rows in C sequences of S slots.
 
     A row's response is predicted at slots of its own; those of a sequence are numbered through, 0..W - 1.
     """
 
     sequence: chex.Array  # i32[N]; C for a row that stands nowhere
-    slot: chex.Array  # i32[N], the first slot of the row's prompt
     place: chex.Array  # i32[N], the first of the row's numbers among its sequence's predictions
-    first: chex.Array  # i32[C, S], the first slot of the row that each slot belongs to
+    tokens: chex.Array  # i32[C, S]
     wanted: chex.Array  # i32[C, W], the slots that predict
+    first: chex.Array | None  # i32[C, S], the first slot of the row that each slot belongs to; None where all are 0
+
+    def predictions(self, response_slots: int, response_lengths):
+        """Index (i32[N, 1], i32[N, R]) of each response token among the predictions; out of bounds past a response's end."""
+        at = jnp.arange(response_slots)
+        inside = at < response_lengths[:, None]
+        return self.sequence[:, None], jnp.where(inside, self.place[:, None] + at, self.wanted.shape[1])
 
 
 def sizes(prompt_slots: int, response_slots: int) -> tuple[int, int, int]:
@@ -67,43 +73,44 @@ def pack(lengths, wanted, capacity: int, room: int, most: int):
     return tuple(empty.at[order].set(a) for a in found)
 
 
-def places(sequence, slot, place, prompt_lengths, response_lengths, shape: tuple[int, int], predictions: int) -> Places:
-    """Places of N rows in `shape` = (C, S) with W = `predictions`, from what `pack` says of them."""
-    C, S = shape
-    at = jnp.arange(predictions)
-    columns = jnp.where(at < response_lengths[:, None], place[:, None] + at, predictions)
-    slots = (slot + prompt_lengths - 1)[:, None] + at
-    here = jnp.where(response_lengths > 0, sequence, C)
+def alone(prompts, prompt_lengths, responses, response_lengths) -> Places:
+    """Places of N rows in N sequences."""
+    n, R = responses.shape
+    slots = prompt_lengths[:, None] + jnp.arange(R)
+    tokens = jnp.pad(prompts, ((0, 0), (0, R - 1)))
     return Places(
-        sequence=here,
-        slot=slot,
-        place=place,
-        first=jax.lax.cummax(jnp.zeros((C, S), jnp.int32).at[here, slot].max(slot, mode="drop"), axis=1),
-        wanted=jnp.zeros((C, predictions), jnp.int32).at[here[:, None], columns].set(slots, mode="drop"),
+        sequence=jnp.where(response_lengths > 0, jnp.arange(n), n),
+        place=jnp.zeros(n, jnp.int32),
+        # A response's last token is only a target; its slot may lie past the end.
+        tokens=tokens.at[jnp.arange(n)[:, None], slots].set(responses, mode="drop"),
+        wanted=slots - 1,
+        first=None,
     )
 
 
-def alone(prompts, prompt_lengths, responses, response_lengths) -> Places:
-    """Places of N rows in N sequences."""
-    (n, P), R = prompts.shape, responses.shape[1]
-    nothing = jnp.zeros(n, jnp.int32)
-    return places(jnp.arange(n), nothing, nothing, prompt_lengths, response_lengths, (n, P + R - 1), R)
+def together(
+    sequence, slot, place, prompts, prompt_lengths, responses, response_lengths, shape: tuple[int, int], predictions: int
+) -> Places:
+    """Places of N rows in `shape` = (C, S) with W = `predictions`, where `pack` wants them; rows without response nowhere."""
+    C, S = shape
+    sequence = jnp.where(response_lengths > 0, sequence, C)
+    row = sequence[:, None]
 
-
-def tokens(where: Places, prompts, prompt_lengths, responses, response_lengths):
-    """The rows' tokens in their sequences: i32[C, S]."""
-    S = where.first.shape[1]
-    out = jnp.zeros(where.first.shape, jnp.int32)
-    # A response's last token is only a target.
-    for part, begin, lengths in ((prompts, 0, prompt_lengths), (responses, prompt_lengths, response_lengths - 1)):
+    def spread(width, part, begin, lengths):
+        """The first `lengths` entries of each row's part, written to places from `begin` on of a [C, width]."""
         at = jnp.arange(part.shape[1])
-        slots = jnp.where(at < lengths[:, None], (where.slot + begin)[:, None] + at, S)
-        out = out.at[where.sequence[:, None], slots].set(part, mode="drop")
-    return out
+        to = jnp.where(at < lengths[:, None], begin[:, None] + at, width)
+        return lambda out: out.at[row, to].set(part, mode="drop")
 
-
-def columns(where: Places, responses, response_lengths):
-    """Index (i32[N, 1], i32[N, R]) of each response token among the predictions; out of bounds beyond a response's end."""
-    at = jnp.arange(responses.shape[1])
-    W = where.wanted.shape[1]
-    return where.sequence[:, None], jnp.where(at < response_lengths[:, None], where.place[:, None] + at, W)
+    begin = slot + prompt_lengths
+    empty = jnp.zeros(shape, jnp.int32)
+    tokens = spread(S, prompts, slot, prompt_lengths)(empty)
+    tokens = spread(S, responses, begin, response_lengths - 1)(tokens)
+    slots = (begin - 1)[:, None] + jnp.arange(responses.shape[1])
+    return Places(
+        sequence=sequence,
+        place=place,
+        tokens=tokens,
+        wanted=spread(predictions, slots, place, response_lengths)(jnp.zeros((C, predictions), jnp.int32)),
+        first=jax.lax.cummax(empty.at[sequence, slot].max(slot, mode="drop"), axis=1),
+    )
