@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 from collections.abc import Callable
 
@@ -50,12 +51,24 @@ def load_config(args) -> configuration.Config:
     return configuration.load(args.config, [*args.overrides, *mesh])
 
 
+# What a disk or its owner refuses, not what a program does wrong.
+REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+
+
 def run(main: Callable[[], None]) -> None:
-    """Runs a command; a ConfigError becomes one line on standard error and exit code 2."""
+    """Runs a command; a ConfigError becomes one line on standard error and exit code 2, a RunError or a full disk 1."""
     try:
         main()
     except configuration.ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except configuration.RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except OSError as error:
+        if error.errno not in REFUSED:
+            raise
+        print(f"error: {f'{error.filename}: ' if error.filename else ''}{error.strerror}", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
