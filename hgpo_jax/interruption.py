@@ -60,12 +60,12 @@ class Interruption:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """A signal waits for the end of this."""
-        self._held = True
+        """A signal waits for the end of this, and of what it is in."""
+        outer, self._held = self._held, True
         try:
             yield
         finally:
-            self._held = False
+            self._held = outer
         self._raise()
 
     def agreed(self, iteration: int) -> None:

@@ -35,6 +35,15 @@ def test_what_is_held_ends_first():
     assert steps == ["held", "held again"]
 
 
+def test_what_is_held_inside_of_it_is_no_end():
+    steps = []
+    with Interruption() as stop, pytest.raises(Interrupted), stop.held():
+        with stop.held():
+            send(signal.SIGINT)
+        steps.append("after the inner one")
+    assert steps == ["after the inner one"]
+
+
 def test_an_error_in_what_is_held_is_not_hidden():
     with Interruption() as stop, pytest.raises(ValueError, match="mine"), stop.held():
         send(signal.SIGTERM)
