@@ -236,8 +236,8 @@ class LogConfig(Section):
     tensorboard: bool = field(True, "write TensorBoard events")
     wandb: bool = field(False, "send metrics to Weights & Biases (extra wandb; WANDB_MODE=offline only writes them down)")
     wandb_project: str = field("hgpo_jax", "its project")
-    max_ratio: float = field(2.0, "warn where an iteration's mean importance ratio is above this or below its inverse", gt=1)
-    max_approx_kl: float = field(0.5, "warn where an update moves the policy further than this (mean KL, nats per token)", gt=0)
+    max_ratio: float = field(1.2, "warn where an iteration's mean importance ratio is above this or below its inverse", gt=1)
+    max_approx_kl: float = field(0.1, "warn where an update moves the policy further than this (mean KL, nats per token)", gt=0)
     max_logp_difference: float | None = field(
         None, "warn where a token's log-probability differs by more between sampler and trainer; default: 0.001, and 0.5 for "
         "policy.compute_dtype=bfloat16", gt=0,

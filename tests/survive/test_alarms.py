@@ -21,8 +21,8 @@ def test_usual_numbers_say_nothing():
 @pytest.mark.parametrize(
     ("name", "value", "field"),
     [
-        ("ratio", 2.5, "log.max_ratio=2"), ("ratio", 0.3, "log.max_ratio=2"), ("ratio", math.nan, "log.max_ratio=2"),
-        ("approx_kl", 0.6, "log.max_approx_kl=0.5"), ("approx_kl", math.inf, "log.max_approx_kl=0.5"),
+        ("ratio", 2.5, "log.max_ratio=1.2"), ("ratio", 0.8, "log.max_ratio=1.2"), ("ratio", math.nan, "log.max_ratio=1.2"),
+        ("approx_kl", 0.3, "log.max_approx_kl=0.1"), ("approx_kl", math.inf, "log.max_approx_kl=0.1"),
         ("logp_difference", 0.01, "log.max_logp_difference=0.001"), ("logp_difference", math.nan, "max_logp_difference"),
     ],
 )  # fmt: skip

@@ -32,8 +32,8 @@ def zygote():
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return f"cache_dir={tmp_path_factory.mktemp('cache')}"
+def cache():
+    return f"cache_dir={os.environ['HGPO_TESTS_CACHE']}/survive"
 
 
 @pytest.fixture(scope="module")

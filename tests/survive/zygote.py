@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+LIMIT = 1200.0  # seconds, after which a run hangs; a busy machine is slow
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {
     "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT),
-    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_OFFLINE": "1", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
 }  # fmt: skip
 
 
@@ -32,14 +34,14 @@ class Child:
         """Whether the first rollout has begun."""
         return self._training.exists()
 
-    def wait(self, seconds: float = 300.0) -> int | None:
+    def wait(self, seconds: float = LIMIT) -> int | None:
         """The exit code, negative for a signal; None while it runs after so many seconds."""
         return self._zygote.ask("wait", self.pid, seconds)
 
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
-    def wait_for(self, condition, seconds: float = 300.0) -> None:
+    def wait_for(self, condition, seconds: float = LIMIT) -> None:
         """Waits until `condition()` holds."""
         end = time.monotonic() + seconds
         while not condition():
@@ -112,6 +114,9 @@ def _serve() -> None:
         else:
             answer = _wait(children, *request)
         print(json.dumps(answer), flush=True)
+    for pid, code in children.items():
+        if code is None:
+            os.kill(pid, signal.SIGKILL)
 
 
 def _wait(children: dict, pid: int, seconds: float) -> int | None:
