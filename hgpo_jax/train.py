@@ -74,8 +74,7 @@ def begin(job: Job, folder: Path):
 
 
 def train(job: Job, folder: Path, first: int, stop: Interruption) -> dict:
-    """Runs the job in its folder after its first iterations, which have a checkpoint; returns the final parameters, adapters
-    merged.
+    """Runs the job in its folder, with a checkpoint of its `first` iterations; returns the final parameters, adapters merged.
 
     Raises:
       Interrupted: after saving, where a signal came.
@@ -99,25 +98,26 @@ def train(job: Job, folder: Path, first: int, stop: Interruption) -> dict:
 
     def save(success: float | None = None) -> None:
         """A checkpoint counts on the rows and dumps before it."""
-        if checkpoints.latest() != done:
-            recorder.wait(dumps=True)
-            checkpoints.save(done, state, success)
-            stop.saved = done
+        with stop.held():
+            if checkpoints.latest() != done:
+                recorder.wait(dumps=True)
+                checkpoints.save(done, state, success)
+                stop.saved = done
 
     try:
         for iteration in range(first, config.iterations):
-            validation, params = {}, job.playing(state["params"], reference)
+            validation = {}
             validates = config.evaluation.every and iteration % config.evaluation.every == 0
             if done and done % config.log.checkpoint_every == 0 and not (validates and config.log.keep_best):
                 save()
             if validates:
                 began = time.perf_counter()
-                validation = validate(job, params)
+                validation = validate(job, job.playing(state["params"], reference))
                 recorder.reached("validation", (), began)
                 if done and config.log.keep_best:
                     save(validation["validation/success"])
             began = time.perf_counter()
-            episodes, totals, counts = sample(job, params, iteration)
+            episodes, totals, counts = sample(job, job.playing(state["params"], reference), iteration)
             recorder.reached("rollout", episodes.mask, began)
             # Episodes of dynamic sampling come from several rollouts, a report from one.
             recorder.dump(iteration, episodes, None if job.method.dynamic_sampling else job.stage.report)
@@ -134,7 +134,7 @@ def train(job: Job, folder: Path, first: int, stop: Interruption) -> dict:
         if done:
             save()
     except Interrupted:
-        with stop.held():  # the same signal again changes nothing
+        with stop.held():
             if done:
                 save()
             checkpoints.close()
