@@ -13,6 +13,8 @@ import pytest
 from kills import RUN, arrays, assert_same_run, kill_again_and_again, timeless
 from zygote import ENVIRONMENT, Zygote
 
+from tests.rollout.chat_tokenizers import byte_tokenizer
+
 pytestmark = pytest.mark.slow
 
 PLAIN = (*(field for field in RUN if not field.startswith(("iterations", "evaluation.every"))), "iterations=4")
@@ -96,23 +98,8 @@ def assert_same_state(run, wanted):
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """A small tokenizer with a chat template."""
-    return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-def chat_tokenizer(folder):
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
-    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    outer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"])
-    outer.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    outer.save_pretrained(folder)
+    folder = tmp_path_factory.mktemp("tokenizer")
+    byte_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -213,10 +200,9 @@ def test_without_a_good_checkpoint_the_run_is_refused_and_left_alone(zygote, cac
     assert (run / "metrics.jsonl").read_text() == rows
 
 
-@pytest.mark.parametrize("name", ["start/model.safetensors", "start/config.json"])
-def test_a_damaged_start_is_named(zygote, cache, half, tmp_path, name):
-    run = copied(half, tmp_path)
-    (run / name).write_bytes((run / name).read_bytes()[:-40])
+def test_a_damaged_start_is_named(zygote, cache, half, tmp_path):
+    weights = copied(half, tmp_path) / "start" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-40])
     error = refused(zygote, tmp_path, *PLAIN, cache)
     assert "run/start" in error
 
@@ -330,13 +316,11 @@ def test_batches_that_are_not_finite_end_the_run_in_one_line(zygote, cache, tmp_
     assert "learner.max_nonfinite=2" in said.splitlines()[-1]
     assert said.splitlines()[-1].startswith("error: iteration 3: ")
     assert "Traceback" not in said
-    # It stops again at the same place, unless what was wrong is mended.
-    assert zygote.run(tmp_path, *fields, code=NONFINITE.format(bad=[1, 2, 3]), expect=1).startswith("run: ")
 
 
 def test_killed_again_and_again(tmp_path):
     """HGPO_KILLS=50 makes it long; `kills.py` alone can be stopped and go on."""
-    kills = int(os.environ.get("HGPO_KILLS", "4"))
+    kills = int(os.environ.get("HGPO_KILLS", "3"))
     assert sum(kill_again_and_again(tmp_path, kills).values()) == kills
 
 
