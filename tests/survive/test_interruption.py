@@ -14,7 +14,7 @@ def send(number):
     os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_a_signal_is_raised_where_nothing_is_held(number):
     before = signal.getsignal(number)
     with pytest.raises(Interrupted, match=number.name) as caught, Interruption():

@@ -136,7 +136,7 @@ def test_another_mesh_goes_on(zygote, cache, half, whole, tmp_path):
         assert row["kl"] == pytest.approx(wanted["kl"], abs=1e-5)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_a_signal_saves_and_leaves(zygote, cache, whole, tmp_path, number):
     """Once in the rollout and once in the update, with checkpoints that would come much later."""
     rare = (*PLAIN, cache, "log.checkpoint_every=50")
