@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -98,6 +99,7 @@ class Checkpoints:
         registry, handler = ocp.handlers.DefaultCheckpointHandlerRegistry(), _Digesting()
         for args in (ocp.args.StandardSave, ocp.args.StandardRestore):
             registry.add(ITEM, args, handler)
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax also raises what it logs with its traceback
         self._folder = folder
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options, handler_registry=registry)
 
@@ -148,6 +150,6 @@ def _success(metrics: dict) -> float:
     return metrics["success"]
 
 
-def _one_line(error: Exception, limit: int = 300) -> str:
+def _one_line(error: Exception, limit: int = 500) -> str:
     text = " ".join(str(error).split())
     return text if len(text) <= limit else text[:limit] + " ..."

@@ -85,6 +85,7 @@ def kill_again_and_again(folder: Path, kills: int, seed: int = 0, fields: tuple[
                 trains = time.monotonic()
                 assert child.wait() == 0, child.log.read_text()
                 state["seconds"] = [trains - began, time.monotonic() - trains]
+            progress.write_text(json.dumps(state))
         while len(state["killed"]) < kills:
             home = folder / f"{state['runs']:03d}"
             random.seed(f"{seed} {len(state['killed'])}")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -260,7 +261,8 @@ def test_a_full_disk_ends_in_one_line_and_the_run_goes_on_when_there_is_room(zyg
     assert "No space left on device" in errors[0] or "cannot be written" in errors[0]
     assert "Traceback" not in said
     filler.unlink()
-    assert "resumed after iteration 2" in zygote.run(small_disk, *fields)
+    said = zygote.run(small_disk, *fields)
+    assert re.search("resumed after iteration [12] in run", said)  # the second checkpoint was being written
     assert_same_run(small_disk / "run", whole)
 
 
