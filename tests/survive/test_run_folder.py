@@ -88,7 +88,7 @@ def test_a_run_that_died_before_it_wrote_its_configuration_begins_again(tmp_path
         run_folder(config, "auto")
 
 
-HOLDS = "import sys, filelock, signal; filelock.FileLock(sys.argv[1]).acquire(); print(flush=True); signal.pause()"
+HOLDS = "import sys, filelock, signal; held = filelock.FileLock(sys.argv[1]); held.acquire(); print(flush=True); signal.pause()"
 
 
 def test_two_runs_never_share_a_folder_and_a_killed_one_leaves_it_free(tmp_path):
