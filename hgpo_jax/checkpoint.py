@@ -1,34 +1,155 @@
-"""Checkpoints of a run: parameters and optimizer state by Orbax, the reference policy once as a Hugging Face folder."""
+"""Checkpoints of a run: parameters and optimizer state by Orbax, the reference policy once as a Hugging Face folder.
+
+Orbax writes a checkpoint in the background and renames it when it is whole, so that one that was interrupted does not count.
+It does not notice every byte that changes afterwards: each checkpoint holds the digests of its files, which `settle` checks.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
+import os
+import shutil
 from pathlib import Path
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, EveryNSteps, LatestN
+
+from hgpo_jax.config import LogConfig, RunError
+
+DIGESTS = "digests.json"
+ITEM = "state"  # the folder of the arrays inside a checkpoint
+
+
+class _Digesting(ocp.StandardCheckpointHandler):
+    def finalize(self, directory) -> None:
+        """Called by one process when all files are written, before the checkpoint counts."""
+        super().finalize(directory)
+        with open(Path(directory) / DIGESTS, "w") as file:
+            json.dump(digests(Path(directory)), file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file below the folder but the digests themselves, by relative path."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        # Orbax adds the last one when the checkpoint counts.
+        if path.is_file() and path.name not in (DIGESTS, "commit_success.txt"):
+            with open(path, "rb") as file:
+                found[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint, None if it is as it was written."""
+    folder = checkpoint / ITEM
+    try:
+        wanted = json.loads((folder / DIGESTS).read_text())
+        found = digests(folder)
+    except FileNotFoundError:
+        return f"{ITEM}/{DIGESTS} is missing"
+    except (OSError, ValueError) as error:
+        return f"{ITEM}/{DIGESTS}: {error}"
+    if not isinstance(wanted, dict):
+        return f"{ITEM}/{DIGESTS} is not a list of files"
+    for name, digest in wanted.items():
+        if found.get(name) != digest:
+            return f"{ITEM}/{name} {'has changed' if name in found else 'is missing'}"
+    return None
+
+
+def settle(folder: Path) -> tuple[int | None, list[str]]:
+    """The newest good checkpoint in a folder, as iterations done, and what is wrong with newer ones.
+
+    Damaged checkpoints are renamed to N.damaged, so that the run can write its own N again.
+    """
+    wrong = []
+    steps = sorted((int(path.name) for path in folder.glob("*") if path.name.isdecimal()), reverse=True)
+    for step in steps:
+        fault = damage(folder / str(step))
+        if fault is None:
+            return step, wrong
+        wrong.append(f"checkpoint {folder / str(step)} is damaged: {fault}")
+        aside = folder / f"{step}.damaged"
+        shutil.rmtree(aside, ignore_errors=True)
+        (folder / str(step)).rename(aside)
+    return None, wrong
 
 
 class Checkpoints:
-    """The checkpoints under `folder`, numbered by the iterations done; written in the background, whole or not at all."""
+    """The checkpoints under `folder`, numbered by the iterations done; written in the background, whole or not at all.
 
-    def __init__(self, folder: Path, keep: int):
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
-        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+    Kept are the last ones, the best by validation and every so many iterations, as `settings` say.
+    """
+
+    def __init__(self, folder: Path, settings: LogConfig):
+        keep = [LatestN(settings.keep_checkpoints)]
+        if settings.keep_best:
+            keep.append(BestN(get_metric_fn=_success, n=settings.keep_best))
+        if settings.keep_every:
+            keep.append(EveryNSteps(settings.keep_every))
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=AnyPreservationPolicy(keep), best_fn=_success if settings.keep_best else None,
+            cleanup_tmp_directories=True, enable_async_checkpointing=True,
+        )  # fmt: skip
+        registry, handler = ocp.handlers.DefaultCheckpointHandlerRegistry(), _Digesting()
+        for args in (ocp.args.StandardSave, ocp.args.StandardRestore):
+            registry.add(ITEM, args, handler)
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax also raises what it logs with its traceback
+        self._folder = folder
+        self._manager = ocp.CheckpointManager(folder.absolute(), options=options, handler_registry=registry)
 
     def latest(self) -> int | None:
         """Iterations done at the newest checkpoint, None if there is none."""
         return self._manager.latest_step()
 
-    def save(self, iterations: int, state) -> None:
-        """Starts writing; `state` may be donated right after."""
-        self._manager.save(iterations, args=ocp.args.StandardSave(state))
+    def save(self, iterations: int, state, success: float | None = None) -> None:
+        """Starts writing when `state` is computed and what was written before is whole; `state` may be donated right after.
+
+        success: of the validation of this state.
+
+        Raises:
+          RunError: the previous or this one could not be written.
+        """
+        try:
+            self._manager.save(
+                iterations, args=ocp.args.Composite(**{ITEM: ocp.args.StandardSave(state)}), force=True,
+                metrics={"success": -1.0 if success is None else success},  # worse than any
+            )  # fmt: skip
+        except Exception as error:
+            raise self._failed(error) from None
 
     def restore(self, iterations: int, like):
-        """The state of a checkpoint, placed as `like` (arrays of the same shapes on the same mesh)."""
+        """The state of a checkpoint, placed as `like` (arrays of the same shapes, on any mesh). Raises RunError."""
         target = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), like)
-        return self._manager.restore(iterations, args=ocp.args.StandardRestore(target))
+        args = ocp.args.Composite(**{ITEM: ocp.args.StandardRestore(target)})
+        try:
+            return self._manager.restore(iterations, args=args)[ITEM]
+        except Exception as error:
+            raise RunError(
+                f"checkpoint {self._folder / str(iterations)} does not fit this run: {_one_line(error)}"
+            ) from None
 
     def close(self) -> None:
-        """Waits for what is being written."""
-        self._manager.wait_until_finished()
+        """Waits for what is being written. Raises RunError where it could not be."""
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            raise self._failed(error) from None
         self._manager.close()
+
+    def _failed(self, error: Exception) -> RunError:
+        return RunError(f"checkpoints in {self._folder} cannot be written: {_one_line(error)}")
+
+
+def _success(metrics: dict) -> float:
+    return metrics["success"]
+
+
+def _one_line(error: Exception, limit: int = 500) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= limit else text[:limit] + " ..."

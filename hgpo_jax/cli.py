@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import sys
 from collections.abc import Callable
 
 from envs import cli
@@ -44,6 +46,21 @@ def load_config(args) -> configuration.Config:
     return configuration.load(args.config, [*args.overrides, *mesh])
 
 
+# What a disk or its owner refuses, not what a program does wrong.
+REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+
+
 def run(main: Callable[[], None]) -> None:
-    """Runs a command; a ConfigError becomes one line on standard error and exit code 2."""
-    cli.run(main, (configuration.ConfigError,))
+    """Runs a command; a ConfigError becomes one line on standard error and exit code 2, a RunError or a full disk 1."""
+    try:
+        cli.run(main, (configuration.ConfigError,))
+    except configuration.RunError as error:
+        said = error
+    except OSError as error:
+        if error.errno not in REFUSED:
+            raise
+        said = f"{f'{error.filename}: ' if error.filename else ''}{error.strerror}"
+    else:
+        return
+    print(f"error: {cli.one_line(said)}", file=sys.stderr)
+    sys.exit(1)

@@ -39,6 +39,10 @@ class ConfigError(ValueError):
     """A user's mistake in one line: the field, the value and the mend."""
 
 
+class RunError(RuntimeError):
+    """What ends a run although its configuration is right, in one line."""
+
+
 class Section(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -230,6 +234,9 @@ class LearnerConfig(OptimizerConfig):
     kl_weight: NonNegative = field(0.01, "weight of the KL to the reference policy (the policy as it starts)")
     kl_kind: Literal["k1", "k2", "k3", "abs"] = field("k3", "estimator of that KL")
     entropy_weight: NonNegative = field(0.001, "weight of the entropy bonus")
+    max_nonfinite: Positive = field(
+        3, "iterations in a row with a non-finite loss or gradient (such updates are skipped) after which the run stops"
+    )
     aggregate: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = field(
         "token-mean", "how token losses become one number"
     )
@@ -247,15 +254,26 @@ class LogConfig(Section):
     """What a run writes, and when."""
 
     checkpoint_every: Positive = field(25, "iterations between checkpoints; the last iteration always has one")
-    keep_checkpoints: Positive = field(2, "checkpoints kept")
+    keep_checkpoints: Positive = field(2, "last checkpoints kept")
+    keep_best: int = field(0, "checkpoints kept besides that succeeded most in a validation (evaluation.every)", ge=0)
+    keep_every: int = field(0, "checkpoints kept besides: those whose iterations this divides; 0: none", ge=0)
     dump_every: Positive = field(25, "iterations between dumps of the sampled episodes")
     tensorboard: bool = field(True, "write TensorBoard events")
+    wandb: bool = field(False, "send metrics to Weights & Biases (extra wandb; WANDB_MODE=offline only writes them down)")
+    wandb_project: str = field("hgpo_jax", "its project")
+    max_ratio: float = field(1.2, "warn where an iteration's mean importance ratio is above this or below its inverse", gt=1)
+    max_approx_kl: float = field(0.1, "warn where an update moves the policy further than this (mean KL, nats per token)", gt=0)
+    max_logp_difference: float | None = field(
+        None, "warn where a token's log-probability differs by more between sampler and trainer; default: 0.001, and 0.5 for "
+        "policy.compute_dtype=bfloat16", gt=0,
+    )  # fmt: skip
 
 
 class EvaluationConfig(Section):
-    """The evaluation on held-out tasks at the end of a run."""
+    """The evaluation on held-out tasks at the end of a run, and validations on the same tasks while it trains."""
 
     episodes: Positive = field(512, "held-out tasks")
+    every: int = field(0, "iterations between validations (sampled) of the policy that an iteration begins with; 0: none", ge=0)
     temperature: float = field(
         1.0, "temperature of the sampled evaluation; a greedy one is always made too", gt=0, le=10
     )
@@ -286,6 +304,12 @@ class Config(Section):
     critic: CriticConfig = CriticConfig()
     log: LogConfig = LogConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+
+    @pydantic.model_validator(mode="after")
+    def _validated(self):
+        if self.log.keep_best and not self.evaluation.every:
+            raise ValueError(f"log.keep_best={self.log.keep_best}: the best by validation; give evaluation.every, too")
+        return self
 
 
 def fields(section: type[Section] = Config, prefix: str = "") -> dict[str, Any]:

@@ -19,6 +19,7 @@ from hgpo_jax.policy.tokenizer import ACT
 from hgpo_jax.rollout.compiled import make_rollout
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.host import HostRollout
+from hgpo_jax.rollout.played import Report
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
 from hgpo_jax.rollout.text import ChatFormat
 
@@ -91,8 +92,10 @@ class CompiledStage:
         """Further metrics of the latest rollout."""
         return {}
 
-    def save_report(self, path: Path) -> None:
-        """Writes what the Episodes of the latest rollout do not hold: nothing here."""
+    @property
+    def report(self) -> Report | None:
+        """What the Episodes of the latest rollout do not hold: nothing here."""
+        return None
 
 
 class TextStage:
@@ -140,8 +143,9 @@ class TextStage:
     def counts(self) -> dict[str, int]:
         return self.rollout.report.counts
 
-    def save_report(self, path: Path) -> None:
-        self.rollout.report.save(path)
+    @property
+    def report(self) -> Report | None:
+        return self.rollout.report
 
 
 def make_environments(config: Config) -> tuple[Callable, Callable]:

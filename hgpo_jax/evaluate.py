@@ -52,11 +52,12 @@ def play_held_out(
 ) -> tuple[Episodes, np.ndarray | None, list[str]]:
     """One episode on each of the first `evaluation.episodes` held-out tasks, or on all where there are fewer.
 
+    params: what a rollout takes.
     seed: draws other tasks and other samples; then tasks are repeated where there are fewer than `evaluation.episodes`.
     Returns: (Episodes of NumPy arrays, the environment's own scores f32[B] if it has any, the first transcripts, with a
     seed all of them).
     """
-    stage, params = job.stage, job.plain(params)
+    stage = job.stage
     wanted = job.config.evaluation.episodes
     if seed is None and stage.held_out_tasks:
         wanted = min(wanted, stage.held_out_tasks)
@@ -97,7 +98,7 @@ def summarize(episodes: Episodes, task_types: tuple[str, ...], scores: np.ndarra
 def evaluate(job: Job, params, folder: Path) -> tuple[dict, list[str]]:
     """Evaluates and writes folder/evaluation.json; returns its content and the first sampled transcripts."""
     settings, modes, shown = job.config.evaluation, {}, []
-    sampled = sampled_decoding(settings)
+    sampled, params = sampled_decoding(settings), job.plain(params)
     for mode, decoding in (("sampled", sampled), ("greedy", sampled.replace(temperature=0.0))):
         episodes, scores, transcripts = play_held_out(job, params, decoding)
         modes[mode] = summarize(episodes, job.stage.task_types, scores)
@@ -171,6 +172,7 @@ def pooled(plays: list[Episodes], task_types: tuple[str, ...]) -> dict[str, dict
 def evaluate_seeds(job: Job, params, seeds: list[int]) -> tuple[dict, list[dict]]:
     """The evaluation under several seeds: (its result, every episode as a record with its transcript)."""
     settings, by_seed, plays, episodes = job.config.evaluation, {}, [], []
+    params = job.plain(params)
     for seed in seeds:
         e, scores, transcripts = play_held_out(job, params, sampled_decoding(settings), seed)
         plays.append(e)

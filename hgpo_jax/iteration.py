@@ -17,15 +17,22 @@ from hgpo_jax.rollout.episodes import Episodes
 
 
 def collect(job: Job, params, iteration: int) -> tuple[Episodes, dict]:
-    """The episodes to learn from, played with `Job.playing` parameters, and metrics of all that were played for them.
+    """`sample`, and the metrics of what was played."""
+    episodes, totals, counts = sample(job, params, iteration)
+    return episodes, played(totals) | counts
 
-    With dynamic sampling, rollouts are repeated on further tasks, `rollout.max_tries` at most, until there are as many
-    prompt groups with different rewards as an iteration learns from; places left over hold no steps.
+
+def sample(job: Job, params, iteration: int) -> tuple[Episodes, list[dict], dict]:
+    """Plays the episodes to learn from with `Job.playing` parameters; does not wait where they are played in one program.
+
+    Returns: the episodes, sums over each rollout that was made for them (`played` takes these), and further metrics. With
+    dynamic sampling, rollouts are repeated on further tasks, `rollout.max_tries` at most, until there are as many prompt
+    groups with different rewards as an iteration learns from; places left over hold no steps.
     """
     settings, gamma = job.config.rollout, job.config.advantage.gamma
     if not job.method.dynamic_sampling:
         episodes = job.stage.rollout(params, *job.episode_inputs(iteration))
-        return episodes, _played([jax.device_get(_totals(episodes, gamma))]) | job.stage.counts()
+        return episodes, [_totals(episodes, gamma)], job.stage.counts()
     kept, totals = None, []
     for attempt in range(settings.max_tries):
         episodes = job.stage.rollout(params, *job.episode_inputs(iteration, attempt))
@@ -33,10 +40,10 @@ def collect(job: Job, params, iteration: int) -> tuple[Episodes, dict]:
             kept = jax.tree.map(jnp.zeros_like, episodes).replace(groups=episodes.groups)
             filled = jnp.int32(0)
         kept, filled = _keep_informative(kept, filled, episodes, settings.group_size)
-        totals.append(jax.device_get(_totals(episodes, gamma)))
+        totals.append(_totals(episodes, gamma))
         if filled >= settings.prompt_groups:
             break
-    return kept, _played(totals) | {"rollouts": len(totals), "kept_groups": int(filled)}
+    return kept, totals, {"rollouts": len(totals), "kept_groups": int(filled)}
 
 
 @functools.partial(jax.jit, static_argnums=3)
@@ -62,8 +69,9 @@ def _totals(e: Episodes, gamma) -> dict:
     }
 
 
-def _played(totals: list[dict]) -> dict:
-    """Metrics of one or more rollouts."""
+def played(totals: list[dict]) -> dict:
+    """Metrics of one or more rollouts, when they are done."""
+    totals = jax.device_get(totals)
     total = {name: float(sum(part[name] for part in totals)) for name in totals[0]}
     episodes = max(total["episodes"], 1)
     return {
@@ -168,6 +176,7 @@ def make_learn(job: Job):
             spread = jnp.var(rows.returns, where=happened)
             stats["critic/loss"] = critic_stats["loss"]
             stats["critic/grad_norm"] = critic_stats["grad_norm"]
+            stats["nonfinite_steps"] += critic_stats["nonfinite_steps"]
             stats["critic/value_clip_fraction"] = critic_stats["value_clip_fraction"]
             stats["critic/explained"] = 1 - critic_stats["squared_error"] / jnp.maximum(spread, 1e-8)
         if settings.offload:

@@ -178,7 +178,8 @@ def make_update(
 
     `order` i32[N] lists the rows to learn from in its first `count` entries; `lr_share` scales the optimizer's step.
     Returns (params, opt_state, stats), with every stat a scalar mean over what it counts, plus `grad_norm` (mean),
-    `optimizer_steps` and `worst`.
+    `optimizer_steps` and `worst`. A mini-batch whose statistics or gradient are not finite changes nothing and is left out of
+    the means; `nonfinite_steps` counts such.
     """
     devices, C = mesh.shape["data"], _round_up(microbatch_size, mesh.shape["fsdp"])
     data = _data_axis(mesh)
@@ -204,7 +205,7 @@ def make_update(
         nothing = (zeros(params), zeros(like))
 
         def one_step(j, carry):
-            params, opt_state, stats, worst, norms = carry
+            params, opt_state, stats, worst, norms, skipped = carry
             compute = cast(params, compute_dtype)
             begin, stop = j * size, jnp.minimum((j + 1) * size, count)
             dealt, sequences = deal(begin, stop)
@@ -220,16 +221,21 @@ def make_update(
             gradient, new_stats = jax.lax.psum((gradient, new_stats), data)
             scale = 1.0 / jnp.maximum(before[stop] - before[begin], 1)
             gradient = jax.tree.map(lambda g: g * scale, gradient)
-            updates, opt_state = optimizer.update(gradient, opt_state, params)
-            params = optax.apply_updates(params, jax.tree.map(lambda u: u * lr_share, updates))
-            stats = jax.tree.map(jnp.add, stats, new_stats)
+            updates, new_opt_state = optimizer.update(gradient, opt_state, params)
+            updated = optax.apply_updates(params, jax.tree.map(lambda u: u * lr_share, updates))
             worst = jnp.where(j == 0, jax.lax.pmax(new_worst, data), worst)
-            return params, opt_state, stats, worst, norms + optax.tree.norm(gradient)
+            norm = optax.tree.norm(gradient)
+            finite = jnp.isfinite(jnp.stack(jax.tree.leaves((norm, new_stats)))).all()
+            new = (updated, new_opt_state, *jax.tree.map(jnp.add, (stats, norms), (new_stats, norm)))
+            old = (params, opt_state, stats, norms)
+            params, opt_state, stats, norms = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+            return params, opt_state, stats, worst, norms, skipped + ~finite
 
-        carry = (params, opt_state, nothing[1][0], jnp.float32(0), jnp.float32(0))
-        params, opt_state, stats, worst, norms = jax.lax.fori_loop(0, steps, one_step, carry)
+        carry = (params, opt_state, nothing[1][0], jnp.float32(0), jnp.float32(0), jnp.int32(0))
+        params, opt_state, stats, worst, norms, skipped = jax.lax.fori_loop(0, steps, one_step, carry)
         stats = {name: objective.divide(part) for name, part in stats.items()}
-        return params, opt_state, stats | {"grad_norm": norms / steps, "optimizer_steps": steps, "worst": worst}
+        stats |= {"grad_norm": norms / jnp.maximum(steps - skipped, 1), "optimizer_steps": steps, "worst": worst}
+        return params, opt_state, stats | {"nonfinite_steps": skipped}
 
     return jax.shard_map(epoch, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=False)
 

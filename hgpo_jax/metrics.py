@@ -1,9 +1,12 @@
-"""What a run writes for people: metrics.jsonl, TensorBoard events and curves.png."""
+"""What a run writes for people: metrics.jsonl, events for TensorBoard and Weights & Biases, and curves.png."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import os
+import sys
 from pathlib import Path
 
 import matplotlib
@@ -26,23 +29,61 @@ PANELS = (
 )
 
 
+class TensorBoard:
+    """Events under folder/tensorboard; later ones of an interrupted run than `keep` do not count."""
+
+    def __init__(self, folder: Path, keep: int):
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=keep)
+
+    def write(self, row: dict) -> None:
+        for name, value in flatten(row).items():
+            self._board.add_scalar(name.replace(".", "/"), value, row["iteration"])
+
+    def close(self) -> None:
+        self._board.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases, the same one where training goes on in the folder.
+
+    config: of the run, to be shown with it.
+    """
+
+    def __init__(self, folder: Path, project: str, config: dict):
+        import wandb
+
+        name = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]
+        self._run = wandb.init(
+            project=project, dir=str(folder), id=name, name=folder.name, resume="allow", config=config,
+            settings=wandb.Settings(silent=True),
+        )  # fmt: skip
+
+    def write(self, row: dict) -> None:
+        self._run.log({name.replace(".", "/"): value for name, value in flatten(row).items()}, step=row["iteration"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
 class MetricsWriter:
-    """Appends one JSON object per iteration to metrics.jsonl, and the same numbers to TensorBoard.
+    """Appends one JSON object per iteration to metrics.jsonl, and gives the same row to other loggers.
 
     Args:
       folder: the run's folder.
       keep: iterations that stand; later lines of an interrupted run are dropped.
-      tensorboard: whether to write events too.
+      loggers: by name, what makes a logger such as `TensorBoard`. One that fails is left out from then on, with a warning.
     """
 
-    def __init__(self, folder: Path, keep: int = 0, tensorboard: bool = True):
+    def __init__(self, folder: Path, keep: int = 0, loggers: dict | None = None):
         self.path = folder / "metrics.jsonl"
         rows = [row for row in read_metrics(folder) if row["iteration"] < keep]
         partial = self.path.with_suffix(".partial")
         partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
         partial.replace(self.path)
         self._file = open(self.path, "a")  # noqa: SIM115 - open as long as the run
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=keep) if tensorboard else None
+        self._loggers = {}
+        for name, make in (loggers or {}).items():
+            self._try(name, lambda name=name, make=make: self._loggers.update({name: make()}))
 
     def write(self, row: dict) -> None:
         """`row` maps names to numbers or to one more such mapping, and has `iteration`. NaN is written as null."""
@@ -51,14 +92,25 @@ class MetricsWriter:
         }
         self._file.write(json.dumps(clean) + "\n")
         self._file.flush()
-        if self._board:
-            for name, value in flatten(row).items():
-                self._board.add_scalar(name.replace(".", "/"), value, row["iteration"])
+        for name, logger in list(self._loggers.items()):
+            self._try(name, lambda logger=logger: logger.write(row))
+
+    def sync(self) -> None:
+        """Waits until the rows are on the disk."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
-        if self._board:
-            self._board.close()
+        for name, logger in list(self._loggers.items()):
+            self._try(name, logger.close)
+
+    def _try(self, name: str, call) -> None:
+        try:
+            call()
+        except Exception as error:  # whatever a library raises, training goes on
+            self._loggers.pop(name, None)
+            reason = " ".join(str(error).split())
+            print(f"warning: {name} fails and is left out from now on: {reason}", file=sys.stderr, flush=True)
 
 
 def _finite(value):

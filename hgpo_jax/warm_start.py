@@ -25,7 +25,7 @@ from envs.household import expert as household_expert
 from envs.sokoban import Sokoban
 from envs.sokoban import expert as sokoban_expert
 from hgpo_jax import distributed
-from hgpo_jax.config import Config
+from hgpo_jax.config import Config, RunError
 from hgpo_jax.job import Job
 from hgpo_jax.learner import Rows, make_cloning_loss, make_update
 from hgpo_jax.policy import Policy, load_policy
@@ -130,6 +130,8 @@ def clone(job: Job) -> dict:
             params, opt_state, stats = some_steps(params, opt_state, rows, count, jax.random.fold_in(key, 2 + step))
             bar.update(STEPS_PER_CALL)
             loss = float(stats["loss"])
+            if stats["nonfinite_steps"]:
+                raise RunError(f"warm start: a loss or gradient is not finite after {step} steps; lower cloning.lr")
             solved = practice_success(params, step)
             bar.set_postfix(loss=f"{loss:.3f}", success=f"{solved:.2f}", refresh=False)
             if solved >= settings.stop_at:

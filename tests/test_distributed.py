@@ -2,9 +2,11 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -34,7 +36,7 @@ def alone(cwd, *arguments) -> None:
     subprocess.run([*PROGRAM, *arguments], cwd=cwd, env=environment(2), check=True, capture_output=True, timeout=LIMIT)
 
 
-def together(cwd, *arguments, code=0) -> tuple[list[str], list[str]]:
+def together(cwd, *arguments, code=0, meanwhile=lambda running: None) -> tuple[list[str], list[str]]:
     """Two processes of one device each; returns what each said on standard output and on standard error."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -48,6 +50,7 @@ def together(cwd, *arguments, code=0) -> tuple[list[str], list[str]]:
         for i in range(2)
     ]  # fmt: skip
     try:
+        meanwhile(running)
         said = [process.communicate(timeout=LIMIT) for process in running]
     finally:
         for process in running:
@@ -111,6 +114,24 @@ def test_two_processes_go_on_where_they_stopped(folders):
         out, _ = together(base, *FIELDS, "run_dir=halves", "cache_dir=cache", "--resume", "auto", iterations)
     assert "resumed after iteration 1" in out[0]
     assert_same_run(base / "halves", base / "two")
+
+
+@pytest.mark.slow
+def test_a_sigterm_to_one_process_saves_and_ends_both(folders):
+    base, _ = folders
+    fields = (*FIELDS, "run_dir=stopped", "cache_dir=cache", "log.checkpoint_every=1000")
+    rows = base / "stopped" / "metrics.jsonl"
+
+    def stop(running):
+        while not (rows.exists() and rows.read_text()):
+            assert all(process.poll() is None for process in running)
+            time.sleep(0.05)
+        running[1].send_signal(signal.SIGTERM)
+
+    out, _ = together(base, *fields, "iterations=100000", code=143, meanwhile=stop)
+    done = len(metrics(base / "stopped"))
+    assert f"stopped by SIGTERM: {done} of 100000 iterations are saved" in out[0]
+    assert [path.name for path in (base / "stopped" / "checkpoints").iterdir()] == [str(done)]
 
 
 @pytest.mark.slow

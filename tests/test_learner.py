@@ -278,3 +278,33 @@ def test_logits_in_pieces_give_the_same_and_the_same_gradient(off_policy, max_lo
 
     compute = jax.jit(jax.grad(total, has_aux=True), static_argnums=1)
     assert_same(compute(parameters(0), max_logits), compute(parameters(0), MAX_LOGITS))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("mesh", ["data=1", "data=2"])
+def test_a_mini_batch_that_is_not_finite_is_as_if_it_had_not_been(rows, value, mesh):
+    """Only its optimizer step is missing: parameters and means are those of the other mini-batches."""
+    bad = MINIBATCHES[1]
+    advantages = np.array(rows.advantages)
+    advantages[ORDER[bad[0]]] = value
+    params, stats = run(rows.replace(advantages=advantages), spec=mesh)
+    assert (stats["nonfinite_steps"], stats["optimizer_steps"]) == (1, 3)
+    assert all(np.isfinite(stats[name]) for name in stats)
+    others = np.delete(ORDER[:COUNT], slice(*bad))
+    # The mini-batches of 13 rows are of 7 and 6, as the two that are left.
+    wanted, expected = run_of(rows, others)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), params, wanted)
+    for name in ("loss", "kl", "entropy", "ratio", "grad_norm"):
+        assert stats[name] == pytest.approx(expected[name], abs=1e-5), name
+    _, usual = run(rows, spec=mesh)
+    assert usual["nonfinite_steps"] == 0
+
+
+def run_of(rows, order):
+    """The update on these rows alone."""
+    mesh, init, update = compiled("data=1", 8)
+    params, reference = (jax.device_put(parameters(seed), shardings(MODEL, mesh)) for seed in (0, 1))
+    padded = jnp.int32(np.concatenate([order, np.setdiff1d(ORDER, order)]))
+    args = jax.device_put((rows, padded, len(order), LR_SHARE), NamedSharding(mesh, PartitionSpec()))
+    params, _, stats = jax.device_get(update(params, init(params), reference, *args))
+    return params, stats

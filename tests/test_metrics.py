@@ -5,11 +5,11 @@ import math
 
 import pytest
 
-from hgpo_jax.metrics import MetricsWriter, flatten, plot_curves, read_metrics
+from hgpo_jax.metrics import MetricsWriter, TensorBoard, WeightsAndBiases, flatten, plot_curves, read_metrics
 
 
 def write(folder, rows, **options):
-    writer = MetricsWriter(folder, tensorboard=False, **options)
+    writer = MetricsWriter(folder, **options)
     for row in rows:
         writer.write(row)
     writer.close()
@@ -66,10 +66,50 @@ def test_no_file_is_no_rows(tmp_path):
 
 
 def test_tensorboard_gets_the_same_numbers(tmp_path):
-    writer = MetricsWriter(tmp_path)
-    writer.write(row(0, kl=math.nan))
-    writer.close()
+    write(tmp_path, [row(0, kl=math.nan)], loggers={"TensorBoard": lambda: TensorBoard(tmp_path, 0)})
     assert [p for p in (tmp_path / "tensorboard").iterdir() if p.stat().st_size > 0]
+
+
+class Raises:
+    """A logger that works for a while."""
+
+    def __init__(self, rows: int, closes: bool = True):
+        self.left, self.closes, self.seen = rows, closes, []
+
+    def write(self, row):
+        if not self.left:
+            raise ConnectionError("no\nnetwork")
+        self.left -= 1
+        self.seen.append(row["iteration"])
+
+    def close(self):
+        if not self.closes:
+            raise OSError("cannot close")
+
+
+def test_a_logger_that_fails_is_left_out_and_stops_nothing(tmp_path, capsys):
+    def cannot_begin():
+        raise ImportError("not installed")
+
+    good, bad, late = Raises(9), Raises(1), Raises(9, closes=False)
+    loggers = {"first": cannot_begin, "bad": lambda: bad, "good": lambda: good, "late": lambda: late}
+    write(tmp_path, [row(i) for i in range(4)], loggers=loggers)
+    assert [r["iteration"] for r in read_metrics(tmp_path)] == [0, 1, 2, 3]
+    assert (good.seen, bad.seen, late.seen) == ([0, 1, 2, 3], [0], [0, 1, 2, 3])
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(" fails")[0] for line in said] == ["warning: first", "warning: bad", "warning: late"]
+    assert said[1].endswith("no network")
+
+
+@pytest.mark.slow
+def test_weights_and_biases_offline(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    make = lambda: WeightsAndBiases(tmp_path, "tests", {"seed": 1})  # noqa: E731
+    write(tmp_path, [row(0), row(1, kl=math.nan)], loggers={"Weights & Biases": make})
+    write(tmp_path, [row(1)], keep=1, loggers={"Weights & Biases": make})  # the run goes on
+    assert "warning" not in capsys.readouterr().err
+    assert sum(path.stat().st_size > 0 for path in tmp_path.glob("wandb/offline-run-*/*.wandb")) == 2
 
 
 def test_curves_are_a_picture_even_of_one_row_and_of_gaps(tmp_path):

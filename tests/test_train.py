@@ -79,7 +79,7 @@ def weights(folder) -> bytes:
 
 def test_the_run_folder_holds_what_is_promised(run):
     promised = {"config.yaml", "metrics.jsonl", "tensorboard", "curves.png", "checkpoints", "episodes", "start", "policy"}
-    assert {path.name for path in run.iterdir()} == promised | {"evaluation.json", "transcripts.txt"}
+    assert {path.name for path in run.iterdir()} == promised | {"evaluation.json", "transcripts.txt", ".lock"}
     assert configuration.load(str(run / "config.yaml")) == configuration.load(
         None, [*TINY, f"run_dir={run}", f"cache_dir={run.parent / 'cache'}"]
     )

@@ -1,0 +1,52 @@
+"""What is wrong with an iteration's numbers: warnings, and the end of a run whose updates are skipped again and again."""
+
+from __future__ import annotations
+
+from hgpo_jax.config import Config, RunError
+
+LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.5}
+
+
+class Alarms:
+    """`check(row)` looks at each iteration once, in their order.
+
+    earlier: rows of the iterations before a resumption.
+    """
+
+    def __init__(self, config: Config, earlier: list[dict] = ()):
+        limit = config.log.max_logp_difference or LARGEST_DIFFERENCE[config.policy.compute_dtype]
+        self._limits = {
+            "ratio": ("max_ratio", lambda x: max(x, 1 / x) if x else 1.0, config.log.max_ratio),
+            "approx_kl": ("max_approx_kl", abs, config.log.max_approx_kl),
+            "logp_difference": ("max_logp_difference", abs, limit),
+        }
+        self._most, self._in_a_row, self._above = config.learner.max_nonfinite, 0, set()
+        for row in earlier:
+            self._count(row)
+
+    def _count(self, row: dict) -> None:
+        self._in_a_row = self._in_a_row + 1 if row.get("nonfinite_steps") else 0
+
+    def check(self, row: dict) -> list[str]:
+        """Warnings about a row of metrics; a number that stays above its limit is reported once.
+
+        Raises:
+          RunError: `learner.max_nonfinite` iterations in a row had an update that was skipped.
+        """
+        self._count(row)
+        begin, found = f"iteration {row['iteration'] + 1}", []
+        if self._in_a_row:
+            found.append(
+                f"{begin}: {row['nonfinite_steps']:.0f} updates had a non-finite loss or "
+                f"gradient and were skipped; the batch is in episodes/nonfinite-{row['iteration']:05d}.npz"
+            )
+        for name, (field, size, limit) in self._limits.items():
+            above = name in row and not size(row[name]) <= limit  # NaN is above
+            if above and name not in self._above:
+                found.append(f"{begin}: {name} is {row[name]:.4g}, its limit is log.{field}={limit:g}")
+            self._above = self._above | {name} if above else self._above - {name}
+        if self._in_a_row >= self._most:
+            raise RunError(
+                f"{found[0]}; the run stops after learner.max_nonfinite={self._most} such iterations in a row, lower learner.lr"
+            )
+        return found

@@ -1,0 +1,74 @@
+"""SIGTERM and SIGINT while a run trains: the first one saves and leaves, a second SIGINT leaves at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+
+import jax
+from jax.experimental import multihost_utils
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupted(KeyboardInterrupt):
+    """Raised in the main thread; what catches every Exception, such as that of an environment, does not catch it."""
+
+    def __init__(self, number: int):
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+class Interruption:
+    """`with Interruption() as stop:` turns the signals into Interrupted, except inside `with stop.held():`.
+
+    `saved` is how many iterations a checkpoint holds, for what is said in the end.
+
+    Several processes must leave after the same iteration: they are asked at `agreed`, by a SIGTERM to any of them.
+    """
+
+    def __init__(self):
+        self.saved = 0
+        self._number: int | None = None
+        self._held = False
+
+    def __enter__(self) -> Interruption:
+        self._alone = jax.process_count() == 1
+        # jax itself listens to SIGTERM where there are several processes.
+        self._before = {number: signal.signal(number, self._receive) for number in SIGNALS} if self._alone else {}
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame) -> None:
+        if self._number is not None:
+            if number == signal.SIGINT:
+                os.write(sys.stderr.fileno(), b"left at once; what was not saved is lost\n")
+                os._exit(128 + number)
+            return
+        self._number = number
+        self._raise()
+
+    def _raise(self) -> None:
+        if self._number is not None and not self._held:
+            raise Interrupted(self._number)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """A signal waits for the end of this, and of what it is in."""
+        outer, self._held = self._held, True
+        try:
+            yield
+        finally:
+            self._held = outer
+        self._raise()
+
+    def agreed(self, iteration: int) -> None:
+        """Raises Interrupted in all of several processes after the same iteration once one of them got SIGTERM."""
+        if not self._alone and multihost_utils.reached_preemption_sync_point(iteration):
+            raise Interrupted(signal.SIGTERM)

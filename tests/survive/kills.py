@@ -1,0 +1,135 @@
+"""`kill -9` at random moments of a short run: every time it goes on, and ends as if nothing had happened.
+
+    python tests/survive/kills.py FOLDER --kills 50        # goes on where it was stopped itself; prints a line a kill
+
+Three of four kills fall between the first rollout of a process and its end, the others before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+from zygote import Child, Zygote
+
+RUN = (
+    "iterations=12", "env.max_turns=6", "env.things=2", "policy.hidden_size=32", "policy.intermediate_size=64",
+    "policy.num_hidden_layers=1", "rollout.prompt_groups=2", "rollout.group_size=4", "rollout.history_length=1",
+    "learner.minibatch_size=8", "cloning.episodes=512", "cloning.max_steps=200", "cloning.stop_at=0.05",
+    "log.checkpoint_every=1", "log.dump_every=2", "log.tensorboard=false", "evaluation.episodes=8", "evaluation.every=5",
+    "run_dir=run", "--resume=auto",
+)  # fmt: skip
+
+
+def timeless(folder: Path) -> list[dict]:
+    """The rows of metrics.jsonl without what depends on the clock."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if "second" not in name} for row in rows]
+
+
+def arrays(path: Path) -> dict:
+    with np.load(path) as file:
+        return {name: file[name] for name in file.files}
+
+
+def assert_same_run(folder: Path, wanted: Path) -> None:
+    """Equal to the bit: start, policy, evaluation, transcripts, metrics but for the times, and every dump."""
+    assert timeless(folder) == timeless(wanted)
+    names = ["start/model.safetensors", "policy/model.safetensors", "evaluation.json", "transcripts.txt"]
+    names += [name for name in ["adapter/adapter_model.safetensors"] if (wanted / name).exists()]
+    for name in names:
+        assert (folder / name).read_bytes() == (wanted / name).read_bytes(), name
+    dumps = [sorted(path.name for path in (run / "episodes").iterdir()) for run in (folder, wanted)]
+    assert dumps[0] == dumps[1]
+    for name in dumps[1]:
+        if name.endswith(".npz"):
+            ours, theirs = (arrays(run / "episodes" / name) for run in (folder, wanted))
+            assert ours.keys() == theirs.keys()
+            for field, array in theirs.items():
+                np.testing.assert_array_equal(ours[field], array, err_msg=f"{name}: {field}")
+        else:
+            assert (folder / "episodes" / name).read_text() == (wanted / "episodes" / name).read_text(), name
+
+
+def moment(run: Path, child: Child) -> str:
+    """What a killed process was doing, as far as its folder shows."""
+    if not child.trains():
+        return "before the first rollout"
+    if (run / "policy").exists():
+        return "evaluation"
+    if list((run / "checkpoints").glob("*-tmp*")):
+        return "checkpoint writing"
+    if list((run / "episodes").glob("*.partial")):
+        return "episode dump"
+    return "rollout, update and the rest"
+
+
+def kill_again_and_again(folder: Path, kills: int, seed: int = 0, fields: tuple[str, ...] = RUN) -> Counter:
+    """Kills runs so often; returns how often at which moment. Its progress is in the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    progress = folder / "progress.json"
+    state = json.loads(progress.read_text()) if progress.exists() else {"killed": [], "runs": 0}
+    fields = (*fields, f"cache_dir={folder / 'cache'}")
+    with Zygote() as zygote:
+        if "seconds" not in state:
+            for home in ("first", "whole"):  # the second time everything is in the cache
+                began = time.monotonic()
+                child = zygote.start(folder / home, *fields)
+                child.wait_for(child.trains)
+                trains = time.monotonic()
+                assert child.wait() == 0, child.log.read_text()
+                state["seconds"] = [trains - began, time.monotonic() - trains]
+            progress.write_text(json.dumps(state))
+        while len(state["killed"]) < kills:
+            home = folder / f"{state['runs']:03d}"
+            random.seed(f"{seed} {len(state['killed'])}")
+            child = zygote.start(home, *fields)
+            before, after = state["seconds"]
+            if random.random() < 0.25:
+                code = child.wait(random.uniform(0.0, before))
+            else:
+                while not child.trains() and child.wait(0.02) is None:  # only the evaluation may be left
+                    pass
+                code = child.wait(random.uniform(0.0, after))
+            if code is None:
+                child.signal(signal.SIGKILL)
+                assert child.wait() == -signal.SIGKILL
+                state["killed"].append(moment(home / "run", child))
+                print(f"{len(state['killed'])}: killed at {state['killed'][-1]}", flush=True)
+            else:
+                assert code == 0, child.log.read_text()
+                finish(home, folder, state)
+            progress.write_text(json.dumps(state))
+        home = folder / f"{state['runs']:03d}"
+        if home.exists():
+            zygote.run(home, *fields)
+            finish(home, folder, state)
+            progress.write_text(json.dumps(state))
+    return Counter(state["killed"])
+
+
+def finish(home: Path, folder: Path, state: dict) -> None:
+    """Checks a run that came to its end."""
+    assert_same_run(home / "run", folder / "whole" / "run")
+    state["runs"] += 1
+    print(f"run {state['runs']} ended equal to the undisturbed one", flush=True)
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("folder", type=Path)
+    p.add_argument("--kills", type=int, default=50)
+    p.add_argument("--seed", type=int, default=0)
+    args = p.parse_args()
+    for where, count in kill_again_and_again(args.folder.absolute(), args.kills, args.seed).most_common():
+        print(f"{count:4d}  {where}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Numbers that are wrong are said, once each, and end the run when they come again and again."""
+
+import math
+
+import pytest
+
+from hgpo_jax.alarms import Alarms
+from hgpo_jax.config import RunError, load
+
+
+def row(iteration, **more):
+    usual = {"ratio": 1.0, "approx_kl": 0.01, "logp_difference": 1e-6, "nonfinite_steps": 0.0}
+    return {"iteration": iteration, **usual, **more}
+
+
+def test_usual_numbers_say_nothing():
+    alarms = Alarms(load())
+    assert [alarms.check(row(i)) for i in range(3)] == [[], [], []]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "field"),
+    [
+        ("ratio", 2.5, "log.max_ratio=1.2"), ("ratio", 0.8, "log.max_ratio=1.2"), ("ratio", math.nan, "log.max_ratio=1.2"),
+        ("approx_kl", 0.3, "log.max_approx_kl=0.1"), ("approx_kl", math.inf, "log.max_approx_kl=0.1"),
+        ("logp_difference", 0.01, "log.max_logp_difference=0.001"), ("logp_difference", math.nan, "max_logp_difference"),
+    ],
+)  # fmt: skip
+def test_a_number_above_its_limit_is_said_once_until_it_was_below(name, value, field):
+    alarms = Alarms(load())
+    (said,) = alarms.check(row(4, **{name: value}))
+    assert said.startswith(f"iteration 5: {name} is ")
+    assert field in said
+    assert alarms.check(row(5, **{name: value})) == []
+    assert alarms.check(row(6)) == []
+    assert len(alarms.check(row(7, **{name: value}))) == 1
+
+
+def test_bfloat16_differs_more():
+    assert Alarms(load(None, ["policy.compute_dtype=bfloat16"])).check(row(0, logp_difference=0.1)) == []
+    assert Alarms(load(None, ["log.max_logp_difference=0.2"])).check(row(0, logp_difference=0.1)) == []
+
+
+def test_skipped_updates_are_said_and_end_the_run_after_so_many_in_a_row():
+    alarms = Alarms(load(None, ["learner.max_nonfinite=3"]))
+    bad = {"nonfinite_steps": 2.0, "logp_difference": math.nan}
+    assert "2 updates had a non-finite loss or gradient" in alarms.check(row(0, **bad))[0]
+    assert "nonfinite-00001.npz" in alarms.check(row(1, **bad))[0]
+    alarms.check(row(2))
+    alarms.check(row(3, **bad))
+    alarms.check(row(4, **bad))
+    with pytest.raises(RunError, match=r"learner\.max_nonfinite=3"):
+        alarms.check(row(5, **bad))
+
+
+def test_a_resumed_run_counts_on():
+    earlier = [row(0), row(1, nonfinite_steps=1.0), row(2, nonfinite_steps=1.0)]
+    with pytest.raises(RunError):
+        Alarms(load(), earlier).check(row(3, nonfinite_steps=1.0))
+    assert Alarms(load(), earlier[:2]).check(row(2, nonfinite_steps=1.0))

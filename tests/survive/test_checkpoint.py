@@ -1,0 +1,140 @@
+"""Checkpoints: every damaged file is noticed and the one before is taken, and those that should stay do."""
+
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hgpo_jax.checkpoint import ITEM, Checkpoints, damage, settle
+from hgpo_jax.config import LogConfig, RunError
+
+STATE = {"params": {"w": jax.random.normal(jax.random.key(0), (20_000,))}, "count": jnp.int32(3)}
+
+
+def write(folder, steps, success=None, **settings):
+    checkpoints = Checkpoints(folder, LogConfig(**settings))
+    for step in steps:
+        checkpoints.save(step, jax.tree.map(lambda a, step=step: a + step, STATE), (success or {}).get(step))
+    checkpoints.close()
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints") / "checkpoints"
+    write(folder, [1, 2, 3], keep_checkpoints=3)
+    return folder
+
+
+def restored(folder, step):
+    checkpoints = Checkpoints(folder, LogConfig())
+    state = checkpoints.restore(step, STATE)
+    checkpoints.close()
+    return state
+
+
+def assert_is(state, step):
+    np.testing.assert_array_equal(state["params"]["w"], STATE["params"]["w"] + step)
+    assert state["count"] == 3 + step
+
+
+def files(checkpoint):
+    return sorted(path.relative_to(checkpoint) for path in checkpoint.rglob("*") if path.is_file())
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("harm", [flip, truncate, lambda path: path.unlink()], ids=["flipped", "truncated", "missing"])
+def test_no_harm_to_any_file_changes_what_is_restored(written, tmp_path, harm):
+    """Either it is noticed, or Orbax does not need the file; the largest ones hold the numbers and are needed."""
+    noticed = []
+    for number, name in enumerate(files(written / "3")):
+        folder = tmp_path / str(number)
+        shutil.copytree(written, folder)
+        harm(folder / "3" / name)
+        step, wrong = settle(folder)
+        if wrong:
+            noticed.append(name)
+            assert step == 2
+            assert f"checkpoint {folder / '3'} is damaged" in wrong[0]
+            assert "\n" not in wrong[0]
+        else:
+            assert step == 3
+            assert_is(restored(folder, 3), 3)
+    unneeded = {name.name for name in set(files(written / "3")) - set(noticed)}
+    assert unneeded <= {"commit_success.txt", "_CHECKPOINT_METADATA", "metrics"}
+
+
+def test_the_last_good_one_is_restored_and_the_run_goes_on_from_there(written, tmp_path):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(written, folder)
+    for step in ("2", "3"):
+        flip(max((folder / step / ITEM).rglob("*"), key=lambda path: path.stat().st_size))
+    assert settle(folder)[0] == 1
+    assert_is(restored(folder, 1), 1)
+    write(folder, [2, 3], keep_checkpoints=9)
+    assert settle(folder) == (3, [])
+    assert {path.name for path in folder.iterdir()} >= {"1", "2", "3", "2.damaged", "3.damaged"}
+
+
+def test_without_a_good_one_there_is_nothing(written, tmp_path):
+    assert settle(tmp_path / "none") == (None, [])
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(written, folder)
+    for step in "123":
+        (folder / step / ITEM / "digests.json").write_text("[]")
+    step, wrong = settle(folder)
+    assert step is None
+    assert len(wrong) == 3
+
+
+def test_what_was_interrupted_while_it_was_written_does_not_count(written, tmp_path):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(written, folder)
+    (folder / "3").rename(folder / "4.orbax-checkpoint-tmp")
+    assert settle(folder) == (2, [])
+    write(folder, [3], keep_checkpoints=9)
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "2", "3"]
+
+
+def kept(folder):
+    return sorted(int(path.name) for path in folder.iterdir())
+
+
+def test_what_is_kept(tmp_path):
+    write(tmp_path / "last", range(1, 6), keep_checkpoints=2)
+    assert kept(tmp_path / "last") == [4, 5]
+    write(tmp_path / "every", range(1, 8), keep_checkpoints=1, keep_every=3)
+    assert kept(tmp_path / "every") == [3, 6, 7]
+    write(tmp_path / "best", range(1, 7), {1: 0.5, 2: 0.9, 4: 0.7}, keep_checkpoints=1, keep_best=2)
+    assert kept(tmp_path / "best") == [2, 4, 6]
+    # What was best is known again after a resumption.
+    write(tmp_path / "best", [7, 8], {7: 0.8}, keep_checkpoints=1, keep_best=2)
+    assert kept(tmp_path / "best") == [2, 7, 8]
+
+
+def test_another_shape_is_refused_in_one_line(written):
+    checkpoints = Checkpoints(written, LogConfig(keep_checkpoints=3))
+    with pytest.raises(RunError, match="does not fit this run") as caught:
+        checkpoints.restore(3, {"params": {"w": jnp.zeros(7)}, "count": jnp.int32(0)})
+    assert "\n" not in str(caught.value)
+    assert damage(written / "3") is None
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_in_one_line(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", LogConfig())
+    shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "checkpoints").write_text("in the way")
+    with pytest.raises(RunError, match="cannot be written") as caught:
+        checkpoints.save(1, STATE)
+        checkpoints.close()
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,78 @@
+"""Signals: at once where nothing is lost by it, after what must not be cut in two."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from hgpo_jax.interruption import Interrupted, Interruption
+
+
+def send(number):
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_a_signal_is_raised_where_nothing_is_held(number):
+    before = signal.getsignal(number)
+    with pytest.raises(Interrupted, match=number.name) as caught, Interruption():
+        send(number)
+    assert caught.value.number == number
+    assert not isinstance(caught.value, Exception)  # what catches an environment's fault does not catch it
+    assert signal.getsignal(number) == before
+
+
+def test_what_is_held_ends_first():
+    steps = []
+    with Interruption() as stop:
+        with pytest.raises(Interrupted), stop.held():
+            send(signal.SIGTERM)
+            steps.append("held")
+        with pytest.raises(Interrupted), stop.held():  # it stays asked for
+            steps.append("held again")
+    assert steps == ["held", "held again"]
+
+
+def test_what_is_held_inside_of_it_is_no_end():
+    steps = []
+    with Interruption() as stop, pytest.raises(Interrupted), stop.held():
+        with stop.held():
+            send(signal.SIGINT)
+        steps.append("after the inner one")
+    assert steps == ["after the inner one"]
+
+
+def test_an_error_in_what_is_held_is_not_hidden():
+    with Interruption() as stop, pytest.raises(ValueError, match="mine"), stop.held():
+        send(signal.SIGTERM)
+        raise ValueError("mine")
+
+
+def test_further_sigterms_change_nothing():
+    with Interruption() as stop:
+        with pytest.raises(Interrupted):
+            send(signal.SIGTERM)
+        send(signal.SIGTERM)  # while it saves
+        with pytest.raises(Interrupted), stop.held():
+            pass
+
+
+LEAVES = """
+import os, signal, time
+from hgpo_jax.interruption import Interruption
+with Interruption() as stop, stop.held():
+    os.kill(os.getpid(), signal.SIG{})
+    os.kill(os.getpid(), signal.SIGINT)
+    print("still here")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["INT", "TERM"])
+def test_a_second_sigint_leaves_at_once(first):
+    done = subprocess.run([sys.executable, "-c", LEAVES.format(first)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 130
+    assert done.stdout == ""
+    assert done.stderr == "left at once; what was not saved is lost\n"
