@@ -63,9 +63,10 @@ def test_search_words_are_made_lower_case(tiny):
     assert tiny.search("RED Shirt") == tiny.search("red shirt") != []
 
 
-def test_no_more_than_fifty_and_the_same_from_mapped_files(tmp_path, capsys):
+def test_no_more_than_fifty_and_the_same_from_mapped_files(tmp_path, capsys, monkeypatch):
     items, attributes = write_catalogue(tmp_path, 300, vocabulary=3000)
-    main([str(items), str(attributes), str(tmp_path / "built")])
+    monkeypatch.setattr("sys.argv", ["catalogue", str(items), str(attributes), str(tmp_path / "built")])
+    main()
     assert "300 products" in capsys.readouterr().out
     mapped, memory = load_shop(tmp_path / "built", seed=3), load_shop(items, attributes, seed=3)
     assert isinstance(mapped.catalogue.index._arrays["post_doc"], np.memmap)
