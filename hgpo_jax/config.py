@@ -215,7 +215,7 @@ class LearnerConfig(OptimizerConfig):
     )
     minibatch_size: Positive = field(1024, "steps per optimizer step, over all devices")
     microbatch_size: Positive = field(
-        32, "steps per device and gradient computation; changes speed and memory, not results"
+        32, "sequences (steps; of long prompts several in one) on each device at a time; changes speed and memory, not results"
     )
     remat: Literal["none", "dots", "full"] = field(
         "none",

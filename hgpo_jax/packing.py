@@ -92,25 +92,24 @@ def together(
     sequence, slot, place, prompts, prompt_lengths, responses, response_lengths, shape: tuple[int, int], predictions: int
 ) -> Places:
     """Places of N rows in `shape` = (C, S) with W = `predictions`, where `pack` wants them; rows without response nowhere."""
-    C, S = shape
+    C = shape[0]
     sequence = jnp.where(response_lengths > 0, sequence, C)
     row = sequence[:, None]
 
-    def spread(width, part, begin, lengths):
-        """The first `lengths` entries of each row's part, written to places from `begin` on of a [C, width]."""
+    def write(out, part, begin, lengths):
+        """The first `lengths` entries of each row's part, from place `begin` of its sequence on."""
         at = jnp.arange(part.shape[1])
-        to = jnp.where(at < lengths[:, None], begin[:, None] + at, width)
-        return lambda out: out.at[row, to].set(part, mode="drop")
+        to = jnp.where(at < lengths[:, None], begin[:, None] + at, out.shape[1])
+        return out.at[row, to].set(part, mode="drop")
 
     begin = slot + prompt_lengths
     empty = jnp.zeros(shape, jnp.int32)
-    tokens = spread(S, prompts, slot, prompt_lengths)(empty)
-    tokens = spread(S, responses, begin, response_lengths - 1)(tokens)
+    tokens = write(write(empty, prompts, slot, prompt_lengths), responses, begin, response_lengths - 1)
     slots = (begin - 1)[:, None] + jnp.arange(responses.shape[1])
     return Places(
         sequence=sequence,
         place=place,
         tokens=tokens,
-        wanted=spread(predictions, slots, place, response_lengths)(jnp.zeros((C, predictions), jnp.int32)),
+        wanted=write(jnp.zeros((C, predictions), jnp.int32), slots, place, response_lengths),
         first=jax.lax.cummax(empty.at[sequence, slot].max(slot, mode="drop"), axis=1),
     )
