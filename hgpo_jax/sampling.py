@@ -66,9 +66,19 @@ def sample_token(logits, keys, decoding: Decoding):
     restricted = (temperature > 0) & ((jnp.asarray(decoding.top_k) > 0) | (jnp.asarray(decoding.top_p) < 1))
     # Sorting a vocabulary costs more than the rest of this: only where it is asked for.
     scaled = jax.lax.cond(restricted, lambda x: most_likely(x, decoding.top_k, decoding.top_p), lambda x: x, scaled)
-    drawn = jax.vmap(jax.random.categorical)(keys, scaled)
-    token = jnp.where(temperature > 0, drawn, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], logits.dtype))(keys)
+    token = first_largest(jnp.where(temperature > 0, scaled + noise, logits))
     return token, pick(jax.nn.log_softmax(scaled), token)
+
+
+def first_largest(values):
+    """`argmax` of f32[B, V] over the last axis, i32[B].
+
+    In two steps, because XLA's CPU compiler draws what argmax reads into its loop over single values: of a small policy's token
+    the noise took the longest.
+    """
+    last = values.shape[-1] - 1  # where no value is the largest: for one that is not a number
+    return jnp.where(values == values.max(-1, keepdims=True), jnp.arange(last + 1), last).min(-1)
 
 
 def most_likely(logits, top_k, top_p):

@@ -12,7 +12,7 @@ from hgpo_jax.learner import Rows, token_logprobs
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import ModelConfig, Policy, initialize, network, shardings
 from hgpo_jax.rollout.host import make_sampler, make_unstack
-from hgpo_jax.sampling import SHRINK_FROM, Decoding, generate, sample_token
+from hgpo_jax.sampling import SHRINK_FROM, Decoding, first_largest, generate, sample_token
 
 LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, 1.5], np.float32)
 DRAWS = 20_000
@@ -76,6 +76,18 @@ def test_only_the_most_likely_tokens_are_drawn(top_k, top_p):
     for row in range(6):
         likely = np.flatnonzero(expected[row] > np.log(0.01))
         assert set(likely) <= set(tokens[:, row].tolist())
+
+
+def test_draws_are_those_of_jax():
+    logits, keys = 3 * jax.random.normal(jax.random.key(0), (500, 40)), jax.random.split(jax.random.key(1), 500)
+    tokens, _ = jax.jit(sample_token)(logits, keys, Decoding())
+    np.testing.assert_array_equal(tokens, jax.vmap(jax.random.categorical)(keys, logits))
+
+
+def test_the_first_of_the_largest():
+    values = np.array([[1, 3, 3, 0], [-np.inf] * 4, [np.inf, 0, np.inf, 1], [0, 0, 0, 1]], np.float32)
+    np.testing.assert_array_equal(first_largest(values), np.argmax(values, axis=1))
+    assert 0 <= int(first_largest(np.array([[0, np.nan, 1]], np.float32))[0]) < 3
 
 
 @pytest.mark.parametrize("decoding", [{"top_k": 2}, {"top_p": 0.1}])

@@ -53,18 +53,17 @@ def attend(q_BRNH, k_BSKH, v_BSKH, slots_BR, first_BR=None, max_scores: int = MA
     return out.reshape(B, pieces * width, *out.shape[3:])[:, :R]
 
 
-def attend_kept(q_BNH, k_BKCH, v_BKCH, position_B):
+def attend_kept(q_BNH, k_BKHC, v_BKCH, position_B):
     """Attention of one query a row, at `position`, to the slots of a cache not after it: [B, N, H].
 
-    The products read keys and values as they lie, each as the operand that needs no transposed copy.
+    Keys and values lie as the products read them fastest: the slots, which are many, come last in the scores and in the keys.
     """
     B, N, H = q_BNH.shape
-    K, C = k_BKCH.shape[1:3]
-    q_BKHG = jnp.swapaxes(q_BNH.reshape(B, K, N // K, H), 2, 3)
-    scores_BKCG = jnp.matmul(k_BKCH, q_BKHG, preferred_element_type=jnp.float32) * H**-0.5
-    seen_B1C1 = (jnp.arange(C) <= position_B[:, None])[:, None, :, None]
-    shares_BKCG = jax.nn.softmax(jnp.where(seen_B1C1, scores_BKCG, -jnp.inf), axis=2).astype(v_BKCH.dtype)
-    return jnp.matmul(jnp.swapaxes(shares_BKCG, 2, 3), v_BKCH).reshape(B, N, H)
+    K, _, C = k_BKHC.shape[1:]
+    scores_BKGC = jnp.matmul(q_BNH.reshape(B, K, N // K, H), k_BKHC, preferred_element_type=jnp.float32) * H**-0.5
+    seen_B11C = (jnp.arange(C) <= position_B[:, None])[:, None, None]
+    shares_BKGC = jax.nn.softmax(jnp.where(seen_B11C, scores_BKGC, -jnp.inf)).astype(v_BKCH.dtype)
+    return jnp.matmul(shares_BKGC, v_BKCH).reshape(B, N, H)
 
 
 def attend_all(q_BSNH, k_BSKH, v_BSKH, first_BS=None):

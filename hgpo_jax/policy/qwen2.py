@@ -109,12 +109,18 @@ class ModelConfig:
             )
 
 
-def rotate(x, positions, theta):
-    """Rotary embedding of x [B, S, heads, H] at positions i32[B, S] (Su et al., arXiv 2104.09864; halves convention)."""
-    half = x.shape[-1] // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+def rotary(positions, c: ModelConfig):
+    """Cosines and sines, f32[B, S, 1, H / 2] each, that turn heads at positions i32[B, S] (Su et al., arXiv 2104.09864)."""
+    half = c.head_dim // 2
+    frequency = c.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = positions[..., None, None].astype(jnp.float32) * frequency
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    # Made once: the compiler would make them again for every element of every layer's queries and keys.
+    return jax.lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle)))
+
+
+def rotate(x, turn):
+    """Rotary embedding of x [B, S, heads, H] by the `rotary` of its positions, whose B may be 1; convention of halves."""
+    (cos, sin), half = turn, x.shape[-1] // 2
     a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
@@ -139,26 +145,29 @@ def look_up(table, tokens):
     return jax.shard_map(part, **specs, axis_names=set(axes), check_vma=False)(table, tokens)
 
 
-# Of keys and values that are kept: heads first, as the products of decoding read them; otherwise each token copies them.
+# Of keys [B, K, H, C] and values [B, K, C, H] that are kept: heads first, as the products of decoding read them; otherwise
+# each token copies them.
 CACHE_AXES = ("batch", "kv_heads", None, None)
 
 
-def put(cache, new, positions):
-    """A cache [B, K, C, H] with new keys or values [B, S, K, H] at slots i32[B, S], each device writing its own part.
+def put(cache, new, position):
+    """A cache (keys [B, K, H, C], values [B, K, C, H]) with new ones (each [B, K, H]) at slot i32[B].
 
-    Left to the compiler, writing to an array whose rows and heads are split inside a shard_map over a third axis aborts it.
+    Every device writes its own part. Left to the compiler, writing to an array whose rows and heads are split inside a
+    shard_map over a third axis aborts it.
     """
 
-    def part(cache, new, positions):
-        return cache.at[jnp.arange(cache.shape[0])[:, None], :, positions].set(new)
+    def part(cache, new, position):
+        rows = jnp.arange(len(position))
+        return cache[0].at[rows, :, :, position].set(new[0]), cache[1].at[rows, :, position].set(new[1])
 
     manual = {*free_axes("batch"), *free_axes("kv_heads")}
     if not manual:
-        return part(cache, new, positions)
-    where = layout(CACHE_AXES, cache.shape)
-    its = layout(("batch", None, "kv_heads", None), new.shape), layout(("batch", None), positions.shape)
+        return part(cache, new, position)
+    where = tuple(layout(CACHE_AXES, a.shape) for a in cache)
+    its = tuple(layout(CACHE_AXES[:3], a.shape) for a in new), layout(CACHE_AXES[:1], position.shape)
     specs = {"in_specs": (where, *its), "out_specs": where}
-    return jax.shard_map(part, **specs, axis_names=manual, check_vma=False)(cache, new, positions)
+    return jax.shard_map(part, **specs, axis_names=manual, check_vma=False)(cache, new, position)
 
 
 class RMSNorm(nnx.Module):
@@ -171,6 +180,26 @@ class RMSNorm(nnx.Module):
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
         return (y * self.weight[...]).astype(x.dtype)
+
+
+@jax.custom_vjp
+def product(x, w):
+    """x [..., I] W [I, O] -> [..., O]."""
+    return x @ w
+
+
+def _product_forward(x, w):
+    return x @ w, (x, w)
+
+
+def _product_backward(kept, g):
+    """The usual gradients. jax would form W's as (g^T x)^T, for which XLA's CPU compiler computes g again, turned."""
+    x, w = kept
+    every = tuple(range(x.ndim - 1))
+    return jnp.matmul(g, w.T), jax.lax.dot_general(x, g, ((every, every), ((), ())))
+
+
+product.defvjp(_product_forward, _product_backward)
 
 
 class Linear(nnx.Linear):
@@ -190,11 +219,9 @@ class Linear(nnx.Linear):
         self.kernel, self.turned = nnx.Param(self.kernel[...].T), True
 
     def __call__(self, x):
-        if self.turned:
-            y = jax.lax.dot_general(x, self.kernel[...], (((x.ndim - 1,), (1,)), ((), ())))
-            y = y if self.bias is None else y + self.bias[...]
-        else:
-            y = super().__call__(x)
+        y = x @ self.kernel[...].T if self.turned else product(x, self.kernel[...])
+        if self.bias is not None:
+            y += self.bias[...]
         if self.lora:
             a, b = self.lora_a[...].astype(x.dtype), self.lora_b[...].astype(x.dtype)
             y += self.lora.scale * ((x @ a) @ b)
@@ -214,16 +241,16 @@ class Attention(nnx.Module):
     def _heads(self, x):
         return x.reshape(*x.shape[:2], -1, self.c.head_dim)
 
-    def keys_values(self, x, positions):
+    def keys_values(self, x, turn):
         k = self._heads(self.k_proj(x))
         k = self.k_norm(k) if self.c.model_type == "qwen3" else k
-        k, v = rotate(k, positions, self.c.rope_theta), self._heads(self.v_proj(x))
+        k, v = rotate(k, turn), self._heads(self.v_proj(x))
         return tuple(constrain(a, "batch", None, "kv_heads", None) for a in (k, v))
 
-    def queries(self, x, positions):
+    def queries(self, x, turn):
         q = self._heads(self.q_proj(x))
         q = self.q_norm(q) if self.c.model_type == "qwen3" else q
-        return constrain(rotate(q, positions, self.c.rope_theta), "batch", None, "heads", None)
+        return constrain(rotate(q, turn), "batch", None, "heads", None)
 
 
 class MLP(nnx.Module):
@@ -245,26 +272,26 @@ class Block(nnx.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = MLP(c, rngs)
 
-    def __call__(self, x, positions, cache=None, wanted=None, first=None):
-        """x [B, S, D] at positions i32[B, S] -> (y [B, S or R, D], (k, v)).
+    def __call__(self, x, turn, cache=None, position=None, wanted=None, first=None):
+        """x [B, S, D] at the positions that `turn` is the `rotary` of -> (y [B, S or R, D], (k, v)).
 
         `first` i32[B, S] is the slot where the text begins that each slot belongs to, 0 if None.
 
-        With a cache (k, v) [B, K, C, H] x is one token a row, whose keys and values are written into it at `positions`
-        first, and it is returned instead of (k, v) [B, S, K, H].
+        With a cache (k [B, K, H, C], v [B, K, C, H]) x is one token a row, whose keys and values are written into it at slot
+        `position` i32[B] first, and it is returned instead of (k, v) [B, S, K, H].
         """
         y = self.input_layernorm(x)
-        kv = self.self_attn.keys_values(y, positions)
+        kv = self.self_attn.keys_values(y, turn)
         if wanted is not None:
-            x, y = (jnp.take_along_axis(a, wanted[..., None], axis=1) for a in (x, y))
-            positions, first = (a if a is None else jnp.take_along_axis(a, wanted, axis=1) for a in (positions, first))
+            at = lambda a: jnp.take_along_axis(a, jnp.expand_dims(wanted, range(2, a.ndim)), axis=1)  # noqa: E731
+            x, y, turn, first = jax.tree.map(at, (x, y, turn, first))
         # Decoding reads all weights for a few tokens: the tokens' hidden dimension is split like the weights', whose parts
         # then stay where they are. Elsewhere the weights of one layer at a time come to the split rows.
         rows, hidden = ("batch", None) if cache is None else (None, "embed")
-        q = self.self_attn.queries(y, positions)
+        q = self.self_attn.queries(y, turn)
         if cache is not None:
-            kv = tuple(put(old, new, positions) for old, new in zip(cache, kv, strict=True))
-            y = attend_kept(q[:, 0], *kv, positions[:, 0])[:, None]
+            kv = put(cache, tuple(a[:, 0] for a in kv), position)
+            y = attend_kept(q[:, 0], *kv, position)[:, None]
         else:
             y = attend_all(q, *kv, first) if wanted is None else attend(q, *kv, wanted, first)
         y = constrain(y.reshape(*y.shape[:2], -1), rows, None, "heads")
@@ -298,14 +325,14 @@ class Qwen2(nnx.Module):
         x = self.embed_tokens.attend(hidden) if self.lm_head is None else self.lm_head(hidden)
         return constrain(x.astype(jnp.float32), *(None,) * (x.ndim - 1), "vocab")
 
-    def _stack(self, x, positions, first=None, remat="none", keep=False):
+    def _stack(self, x, turn, first=None, remat="none", keep=False):
         """All blocks but the last; with `keep`, also their keys and values stacked [L-1, B, S, K, H]."""
         if self.layers is None:
             return x, None
         graphdef, weights = nnx.split(self.layers)
 
         def body(x, layer):
-            y, kv = nnx.merge(graphdef, layer)(x, positions, first=first)
+            y, kv = nnx.merge(graphdef, layer)(x, turn, first=first)
             return y, kv if keep else None
 
         body = body if remat == "none" else jax.checkpoint(body, policy=REMAT[remat])
@@ -323,9 +350,9 @@ class Qwen2(nnx.Module):
 
         Returns: [B, R, D], to be passed to `logits`.
         """
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape) - (0 if first is None else first)
-        x, _ = self._stack(self._embed(tokens), positions, first, remat)
-        x, _ = self.last(x, positions, wanted=slots, first=first)
+        turn = rotary(jnp.arange(tokens.shape[1])[None] - (0 if first is None else first), self.c)
+        x, _ = self._stack(self._embed(tokens), turn, first, remat)
+        x, _ = self.last(x, turn, wanted=slots, first=first)
         return self.norm(x)
 
     def prefill(self, tokens, last, cache_length):
@@ -336,16 +363,15 @@ class Qwen2(nnx.Module):
           last: i32[B], the last slot of each prompt.
           cache_length: slots of the cache, S plus what will be decoded.
 
-        Returns: (hidden [B, D] at `last`, cache: one (k, v) [B, K, cache_length, H] per layer).
+        Returns: (hidden [B, D] at `last`, cache: one (k [B, K, H, cache_length], v [B, K, cache_length, H]) per layer).
         """
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        x = self._embed(tokens)
-        x, stacked = self._stack(x, positions, keep=True)
-        x, kv = self.last(x, positions, wanted=last[:, None])
+        turn = rotary(jnp.arange(tokens.shape[1])[None], self.c)
+        x, stacked = self._stack(self._embed(tokens), turn, keep=True)
+        x, kv = self.last(x, turn, wanted=last[:, None])
         per_layer = [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(self.c.num_hidden_layers - 1)]
-        room = [(0, 0), (0, 0), (0, cache_length - tokens.shape[1]), (0, 0)]
-        cache = jax.tree.map(lambda a: jnp.pad(jnp.swapaxes(a, 1, 2), room), [*per_layer, kv])
-        return self.norm(x)[:, 0], cache
+        room = [(0, 0), (0, cache_length - tokens.shape[1]), (0, 0), (0, 0)]
+        padded = jax.tree.map(lambda a: jnp.pad(a, room), [*per_layer, kv])
+        return self.norm(x)[:, 0], [(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)) for k, v in padded]
 
     def unstacked(self):
         """All blocks, turned, each with its own weights. A loop that slices them from the stack copies them in every round."""
@@ -360,9 +386,9 @@ class Qwen2(nnx.Module):
 
     def decode(self, token, position, cache, blocks):
         """One token i32[B] at slot i32[B] for each row, by the blocks `unstacked()`: (hidden [B, D], cache)."""
-        x, at = constrain(self._embed(token[:, None]), None, None, "embed"), position[:, None]
+        x, turn = constrain(self._embed(token[:, None]), None, None, "embed"), rotary(position[:, None], self.c)
         new_cache = []
         for block, kv in zip(blocks, cache, strict=True):
-            x, kv = block(x, at, cache=kv)
+            x, kv = block(x, turn, cache=kv, position=position)
             new_cache.append(kv)
         return self.norm(x)[:, 0], new_cache

@@ -11,6 +11,7 @@ from flax import nnx
 
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import ModelConfig, Policy, initialize, load_policy, network, shardings, weights
+from hgpo_jax.policy.qwen2 import product
 
 DATA = Path(__file__).parent / "data"
 REFERENCE = DATA / "qwen2_tiny"
@@ -95,6 +96,22 @@ def test_padding_does_not_reach_the_row():
 def tiny():
     mesh = make_mesh("data=1", jax.devices()[:1])
     return network(TINY), initialize(TINY, 0, mesh)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_product_has_the_gradients_of_a_product(dtype):
+    x, w, g = (
+        jax.random.normal(key, shape).astype(dtype)
+        for key, shape in zip(jax.random.split(jax.random.key(0), 3), [(3, 5, 7), (7, 4), (3, 5, 4)], strict=True)
+    )
+    for multiply in (product, jax.jit(product)):
+        y, back = jax.vjp(multiply, x, w)
+        expected, plain_back = jax.vjp(jnp.matmul, x, w)
+        for ours, theirs in zip((y, *back(g)), (expected, *plain_back(g)), strict=True):
+            assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+            np.testing.assert_allclose(
+                np.asarray(ours, np.float32), np.asarray(theirs, np.float32), atol=1e-5 if dtype == "float32" else 2e-2
+            )
 
 
 def test_wanted_slots_equal_the_full_output(tiny):
