@@ -11,7 +11,7 @@ import pytest
 from plain_rollout import action_of
 
 from hgpo_jax.bench import __main__ as command
-from hgpo_jax.bench import limits, policies, training
+from hgpo_jax.bench import limits, policies, profile, training
 from hgpo_jax.config import load
 from hgpo_jax.iteration import collect, make_learn
 from hgpo_jax.job import build
@@ -46,7 +46,7 @@ def bench(tmp_path, monkeypatch, *arguments) -> dict[str, dict]:
     rows = json.loads(file.read_text())
     for row in rows:
         assert set(row) == {"name", "value", "unit", "limit_share", "ratio"}, row
-        assert row["unit"] in ("s", "tokens/s", "GiB", "GB/s", "GFLOP/s"), row
+        assert row["unit"] in ("s", "tokens/s", "GiB", "GB/s", "GFLOP/s", "%"), row
         if row["name"].startswith("decode"):  # a difference of two measurements, which are all noise at these sizes
             assert np.isfinite([row["value"], row["limit_share"], row["ratio"] or 0]).all(), row
             continue
@@ -67,10 +67,40 @@ def against():
 @pytest.mark.slow
 def test_sample(tmp_path, monkeypatch):
     peer = against()
-    rows = bench(tmp_path, monkeypatch, "sample", *TINY, "--batch", "4", "--prompt", "9", "--new", "24", *peer)
+    profiled = ("--profile", str(tmp_path / "traces"))
+    rows = bench(tmp_path, monkeypatch, "sample", *TINY, "--batch", "4", "--prompt", "9", "--new", "24", *profiled, *peer)
     both = starting(rows, "both, batch 4")
     assert both["limit_share"] and (both["ratio"] is not None) == bool(peer)
     assert starting(rows, "decode, household, float32, prompt 9, 24 new, batch 4")["unit"] == "tokens/s"
+    shares = {name.removeprefix("batch 4: time in "): row["value"] for name, row in rows.items() if row["unit"] == "%"}
+    assert sum(shares.values()) == pytest.approx(100) and shares["products (dot_general)"] > 0
+    assert list((tmp_path / "traces").rglob("*.xplane.pb"))
+
+
+def test_own_times_leave_out_what_lies_within():
+    events = [("inner", 2, 3), ("outer", 0, 10), ("innermost", 3, 1), ("next", 10, 5), ("inner", 6, 4)]
+    own = sorted(profile.own_times(events))
+    assert own == [("inner", 2), ("inner", 4), ("innermost", 1), ("next", 5), ("outer", 3)]
+    assert sum(time for _, time in own) == 15  # nothing counts twice
+
+
+def test_kinds_of_a_compiled_program():
+    def program(x, key):
+        return jnp.tanh(x @ x) + jax.random.uniform(key, x.shape)
+
+    text = jax.jit(program).lower(jnp.ones((8, 8)), jax.random.key(0)).compile().as_text()
+    kinds = {profile.kind(opcode, source) for _, opcode, source in profile.INSTRUCTION.findall(text)}
+    assert {"products (dot_general)", "random numbers"} <= kinds
+
+
+def test_a_folder_that_cannot_be_is_refused(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(sys, "argv", ["bench", "sample", "--profile", str(tmp_path / "file" / "traces")])
+    with pytest.raises(SystemExit) as error:
+        command.main()
+    assert error.value.code == 2
+    message = capsys.readouterr().err
+    assert "--profile" in message and message.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hgpo_jax.bench import limits, policies
+from hgpo_jax.bench import limits, policies, profile
 from hgpo_jax.bench.limits import GiB, row
 from hgpo_jax.bench.plan import compiled_bytes
 from hgpo_jax.learner import cast
@@ -28,9 +28,10 @@ from hgpo_jax.sampling import Decoding
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     policies.add_arguments(parser)
     parser.add_argument("--prompt", type=policies.positive, help="tokens of each prompt; default 128, the household's own")
-    parser.add_argument("--new", type=policies.positive, help="of each response, 2 at least; default 32, the household's own")
+    parser.add_argument("--new", type=policies.positive, default=32, help="of each response, 2 at least")
     parser.add_argument("--batch", type=policies.positive, nargs="+", default=[1, 8], help="rows at once; several in turn")
     parser.add_argument("--temperature", type=temperature, default=1.0, help="of sampling; 0 takes the most likely token")
+    profile.add_argument(parser)
 
 
 def temperature(text: str) -> float:
@@ -43,7 +44,7 @@ def temperature(text: str) -> float:
 def run(args: argparse.Namespace) -> list[dict]:
     """Rows of name, value, unit, limit_share (of the machine's limit, more is better), ratio (our speed over the peer's)."""
     work, peer = policies.work(args), policies.load_peer(args.against)
-    prompt, new = args.prompt or work.prompt, max(args.new or work.response, 2)
+    prompt, new = args.prompt or work.prompt, max(args.new, 2)
     policies.refuse(args, work.model, args.batch, prompt + new)
     rates = limits.Rates(policies.meshes(args.mesh, 0).values(), args.dtype)
     measured = [_measure(args, work.model, peer, batch, prompt, new) for batch in args.batch]
@@ -90,6 +91,7 @@ def _measure(args, model, peer, batch: int, prompt: int, new: int) -> dict:
         "compile": compiling[best],
         "bytes": compiled_bytes(compiled[best]),
         "rise": {name: limits.memory_rise(calls[name, new]) for name in names if name in (best, "peer")},
+        "profile": profile.rows(args.profile, f"batch {batch}", calls[best, new], compiled[best]) if args.profile else [],
     }
 
 
@@ -118,4 +120,5 @@ def _rows(args, model, one: dict, prompt: int, new: int, rates: limits.Rates) ->
         row(f"compile, batch {batch}", one["compile"], "s"),
         row(f"memory of the program with the weights, batch {batch}", one["bytes"] / GiB, "GiB"),
         *limits.memory_rows(f"memory above the weights, batch {batch}", one["rise"], best),
+        *one["profile"],
     ]

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from hgpo_jax import cli
-from hgpo_jax.bench import policies
+from hgpo_jax.bench import policies, profile
 from hgpo_jax.bench.limits import forward_flops, matmul_rate, row
 from hgpo_jax.config import Config, ConfigError
 from hgpo_jax.iteration import collect, make_learn
@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cli.add_config_arguments(parser)
     parser.add_argument("--repeats", type=policies.positive, default=7, help="timed iterations, of which the median counts")
     policies.add_against(parser)
+    profile.add_argument(parser)
 
 
 def run(args: argparse.Namespace) -> list[dict]:
@@ -70,6 +71,15 @@ def run(args: argparse.Namespace) -> list[dict]:
         f"{job.config.rollout.prompt_groups} x {job.config.rollout.group_size} episodes of {job.config.env.max_turns} turns"
     )
 
+    profiled = []
+    if args.profile:
+        inputs = state["params"], *job.episode_inputs(0)
+        play = job.stage.rollout.lower(*inputs).compile()
+        profiled += profile.rows(args.profile, "rollout", lambda: play(*inputs), play)
+        batch = state, reference, episodes, job.key(0, 1), jnp.float32(0)
+        compiled = learn.lower(*batch).compile()
+        profiled += profile.rows(args.profile, "update", lambda: compiled(*batch), compiled)
+
     return [
         row(f"rollout, {shape}", rollout, "s", rollout_flops / rollout / rate, ratios[0]),
         row("update, the same steps", update, "s", update_flops / update / rate, ratios[1]),
@@ -80,6 +90,7 @@ def run(args: argparse.Namespace) -> list[dict]:
         row("matmul rate (limit)", rate / 1e9, "GFLOP/s"),
         row("compile rollout", first["rollout"] - rollout, "s"),
         row("compile update", first["update"] - update, "s"),
+        *profiled,
     ]
 
 

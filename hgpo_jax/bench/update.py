@@ -17,7 +17,7 @@ import time
 import jax
 import numpy as np
 
-from hgpo_jax.bench import limits, policies
+from hgpo_jax.bench import limits, policies, profile
 from hgpo_jax.bench.limits import GiB, row
 from hgpo_jax.bench.plan import compiled_bytes
 from hgpo_jax.config import ConfigError, LearnerConfig
@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--response", type=policies.positive, help="of these, tokens of the response; default an eighth")
     parser.add_argument("--microbatch", type=policies.positive, default=4, help="rows per device and gradient, the peer's too")
     parser.add_argument("--remat", choices=["none", "dots", "full"], default="none", help="as learner.remat; peer: full")
+    profile.add_argument(parser)
 
 
 def run(args: argparse.Namespace) -> list[dict]:
@@ -87,6 +88,7 @@ def run(args: argparse.Namespace) -> list[dict]:
         row("memory of the program with weights and optimizer", compiled_bytes(steps[best].compiled) / GiB, "GiB"),
         *limits.memory_rows("memory above weights and optimizer", rise, best),
         row("one [response tokens, vocabulary] float32 array", args.rows * response * model.vocab_size * 4 / GiB, "GiB"),
+        *(profile.rows(args.profile, "update", steps[best], steps[best].compiled) if args.profile else []),
         *rates.rows(),
     ]
 

@@ -1,0 +1,81 @@
+"""Where a program's time goes: one call under jax's profiler, the own times of its operations added up by kind.
+
+The profiler costs time itself, most where operations are small, so that shares are evidence and not a measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import jax
+
+from hgpo_jax.bench.limits import row
+from hgpo_jax.config import ConfigError
+
+KINDS = 8  # shown; the rest is one row
+
+# An instruction of a compiled program: name, shape (or several in brackets), opcode, and what in the source it comes from.
+INSTRUCTION = re.compile(r'^\s*(?:ROOT )?%?([\w.-]+) = (?:\(.*?\)|\S+) ([\w-]+)\((?:.*?op_name="([^"]*)")?', re.MULTILINE)
+
+
+def add_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--profile", metavar="FOLDER", type=folder,
+        help="also trace a call into this folder, for Perfetto or TensorBoard, and list what kinds of operations took longest",
+    )  # fmt: skip
+
+
+def folder(text: str) -> Path:
+    """The option's value, a folder that is there now. Raises ArgumentTypeError, which argparse says in one line."""
+    try:
+        Path(text).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text:.200}: {error.strerror}; give a folder that can be written") from None
+    return Path(text)
+
+
+def rows(into: Path, title: str, call: Callable[[], object], compiled) -> list[dict]:
+    """Rows of the kinds of operations of a compiled program by their share of its time during a call. Raises ConfigError."""
+    with jax.profiler.trace(str(into / title)):
+        jax.block_until_ready(call())
+    newest = max((into / title).rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
+    kinds = {name: kind(opcode, source) for name, opcode, source in INSTRUCTION.findall(compiled.as_text())}
+    seconds = collections.Counter()
+    for plane in jax.profiler.ProfileData.from_file(str(newest)).planes:
+        for line in plane.lines:
+            for name, own in own_times((e.name, e.start_ns, e.duration_ns) for e in line.events):
+                if name in kinds:
+                    seconds[kinds[name]] += own
+    if not seconds.total():
+        raise ConfigError(f"--profile {into}: the profiler saw nothing of the program on this device; leave --profile out")
+    shown = seconds.most_common(KINDS)
+    shown.append(("all else", seconds.total() - sum(value for _, value in shown)))
+    return [row(f"{title}: time in {name}", 100 * value / seconds.total(), "%") for name, value in shown]
+
+
+def kind(opcode: str, source: str) -> str:
+    """What an instruction is for, by its opcode and the path of jax's operation."""
+    if opcode.startswith(("all-", "reduce-scatter", "collective-")):
+        return "exchange between devices, waiting included"
+    if opcode in ("dot", "convolution") or source.endswith("dot_general"):
+        return "products (dot_general)"
+    if re.search("threefry|_uniform|_gumbel|random", source):
+        return "random numbers"
+    return re.split(r"[/()]+", source.rstrip("/()"))[-1] or opcode
+
+
+def own_times(events: Iterable[tuple[str, float, float]]) -> list[tuple[str, float]]:
+    """Events (name, start, duration) of one thread -> (name, duration without what other events took within it)."""
+    out, open_ = [], []  # of each open event: name, end, what is left of its duration
+    for name, start, duration in sorted(events, key=lambda e: (e[1], -e[2])):
+        while open_ and open_[-1][1] <= start:
+            done = open_.pop()
+            out.append((done[0], done[2]))
+        if open_:
+            open_[-1][2] -= duration
+        open_.append([name, start + duration, duration])
+    return out + [(name, left) for name, _, left in open_]
