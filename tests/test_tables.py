@@ -24,7 +24,7 @@ from hgpo_jax import evaluate, memory
 from hgpo_jax.config import ConfigError
 from hgpo_jax.mesh import abstract_mesh
 from hgpo_jax.tables import __main__ as tables
-from hgpo_jax.tables import launch, results, run
+from hgpo_jax.tables import bias, launch, results, run
 from hgpo_jax.tables import plan as planning
 from hgpo_jax.tables.plan import Cell
 
@@ -251,6 +251,81 @@ def test_existing_cells_are_filled_and_missing_ones_marked(tmp_path, small, caps
     assert r"HGPO & 1 of 4, 1 begun & 55.0 $\pm$ 5.0" in tex
     assert tex.count(r"\begin{tabular}") == tex.count(r"\end{tabular}") == 2
     assert (tmp_path / "out" / "small.png").stat().st_size > 1000
+
+
+def measured(seed, bias2):
+    shares = {str(k): bias2 for k in bias.LEVELS}
+    return {"seed": seed, "success": 0.5, "peers": [1, 0.5, 0.25], "bias2": shares, "variance": shares}
+
+
+def test_what_is_outside_the_noise_is_listed_and_stands_beside_the_bias(tmp_path, small, capsys):
+    runs = tmp_path / "runs"
+    for seed, lift in enumerate((0.1, 0.12, 0.08)):
+        finish(runs, small, Cell("near", "gigpo", seed), [0.2, 0.3, 0.4 + seed / 10], success=0.5 + seed / 10)
+        finish(runs, small, Cell("near", "hgpo", seed), [0.2, 0.3 + 3 * lift, 0.4 + seed / 10], success=0.7 - seed / 10)
+    (runs / "bias.json").write_text(json.dumps({"near": [measured(7, 0.5), measured(8, 0.25)], "gone": [measured(7, 0.5)]}))
+    plan = str(write_plan(tmp_path, bias_seeds=[8]))
+    tables.main(["collect", str(runs), "--plan", plan])
+    said = capsys.readouterr().out
+    half = stats.t.ppf(0.975, 2) * 2 / 3**0.5
+    interval = f"({10 - half:+.1f} to {10 + half:+.1f}), 3 of 3"
+    assert f"* T, Near: HGPO minus GiGPO, AUC +10.0 ± 1.2 {interval}, p = " in said
+    assert "leaves out 0 in 2 of 3 differences" in said  # AUC and the last two iterations, not the evaluation
+    assert f"| Near | 8 | 50% | 1.00, 0.50, 0.25 | 0.250 + 0.250 |{' 0.250 + 0.250 |' * 3} +10.0 ± 1.2 {interval} |" in said
+
+
+def test_runs_with_other_settings_are_named(tmp_path, small, capsys):
+    runs = tmp_path / "runs"
+    for seed, changes in enumerate(({"run_dir": "elsewhere", "mesh": "data=2"}, {"iterations": 2})):
+        cell = Cell("near", "hgpo", seed)
+        finish(runs, small, cell, [0.1, 0.2])
+        if seed == 0:
+            with open(runs / cell.name / "metrics.jsonl", "a") as file:
+                file.write(json.dumps({"iteration": 2, "success": 0.3, "seconds": {}}) + "\n")
+        config = planning.config_of(small, cell).model_copy(update=changes)
+        (runs / cell.name / "config.yaml").write_text(configuration.dump(config))
+    tables.main(["collect", str(runs), "--plan", str(tmp_path / "small.yaml"), "--to", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert said.endswith("## Runs with other settings than the plan's\n\n* near/hgpo/s1: iterations=2\n\n")
+    first, second = json.loads((tmp_path / "small.json").read_text())["cells"]
+    assert "changed" not in first
+    assert second["changed"] == ["iterations=2"]
+
+
+def test_bias_is_measured_for_the_seeds_that_lack(tmp_path, small, monkeypatch, capsys):
+    asked = []
+
+    def measure(config):
+        asked.append(config.seed)
+        return measured(config.seed, 0.125)
+
+    monkeypatch.setattr(bias, "measure", measure)
+    for seeds, wanted in (([7], [7, 7]), ([7, 8], [8, 8]), ([9], [9, 9]), ([8, 7], [])):
+        tables.main(["bias", str(write_plan(tmp_path, bias_seeds=seeds)), "--runs", str(tmp_path / "runs")])
+        assert asked == wanted
+        asked.clear()
+    assert capsys.readouterr().out.count("| Near | 7, 8 | 50% |") == 2
+    with pytest.raises(ConfigError, match="bias_seeds: the plan has none"):
+        tables.main(["bias", str(write_plan(tmp_path)), "--runs", str(tmp_path / "runs")])
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "fragment"),
+    [
+        ("bias.json", "{", r"bias\.json: is damaged"),
+        ("bias.json", '{"near": [{"seed": 7}]}', r"bias\.json: is damaged"),
+        ("near/hgpo/s0/metrics.jsonl", '{"iteration": 0}\n', r"metrics\.jsonl: is damaged"),
+        ("near/hgpo/s0/metrics.jsonl", "x\n", r"metrics\.jsonl: is damaged, it holds 0 of 3 iterations"),
+        ("near/hgpo/s0/config.yaml", "x\n", r"config\.yaml: is damaged"),
+    ],
+)
+def test_damaged_results_are_refused_in_one_line(tmp_path, small, file, text, fragment):
+    finish(tmp_path / "runs", small, Cell("near", "hgpo", 0), [0.1, 0.2, 0.3])
+    (tmp_path / "runs" / file).write_text(text)
+    plan = str(write_plan(tmp_path, bias_seeds=[7]))
+    with pytest.raises(ConfigError, match=fragment) as refused:
+        tables.main(["collect", str(tmp_path / "runs"), "--plan", plan])
+    assert "\n" not in str(refused.value)
 
 
 def test_nothing_run_is_all_missing(tmp_path, small, capsys):

@@ -32,9 +32,9 @@ def group_ids(episodes: Episodes, level: int) -> np.ndarray:
 
 
 def step_value(dump: Dump, record: Estimate, level: int) -> np.ndarray:
-    """f32[B, T]: what a level compares: returns, in the prompt group of `hgpo` and `gigpo` episode scores less the step's penalty.
+    """f32[B, T]: what a level compares: returns; in the prompt group episode scores less the step's penalty.
 
-    `eb_gae` compares returns there too, and subtracts penalties only when it has compared.
+    `eb_gae` compares returns in the prompt group too, and subtracts penalties only after it has compared.
     """
     e = dump.episodes
     penalty = np.where(e.invalid & e.mask, np.float32(dump.config.advantage.invalid_penalty), np.float32(0))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hgpo_jax.tables.bias import bias_table
+from hgpo_jax.tables.bias import bias_table, read_bias
 from hgpo_jax.tables.curves import plot
 from hgpo_jax.tables.plan import Cell, Plan, Table
 from hgpo_jax.tables.results import Result, paired, read_all, spread
@@ -120,11 +120,41 @@ def layout(plan: Plan, made: list[Row]) -> list[tuple[str, str, list[list[str]]]
     return parts
 
 
-def markdown(plan: Plan, made: list[Row], bias: dict) -> str:
-    """All tables, then the Oracle bias where it was measured."""
+def outside(plan: Plan, made: list[Row]) -> list[str]:
+    """The paired differences that are outside the noise, beside how many would be without any effect."""
+    compared = [row for row in made if row.versus]
+    if not compared:
+        return []
+    found = [row for row in compared if row.versus["interval"][0] > 0 or row.versus["interval"][1] < 0]
+    text = ["", "## Outside the noise", "",
+            f"The 95 % interval leaves out 0 in {len(found)} of {len(compared)} differences. Without any effect about "
+            f"{0.05 * len(compared):.1f} would be expected, in clusters, because the numbers of a run are correlated."]  # fmt: skip
+    text += [""] if found else []
+    baselines = {table.title: table.baseline for table in plan.tables}
+    for row in found:
+        pair = f"{plan.methods[row.method].title} minus {plan.methods[baselines[row.table]].title}"
+        said = f"{_versus(row.versus)}, p = {row.versus['p']:.2g}"
+        text.append(f"* {row.table}, {plan.settings[row.setting].title}: {pair}, {row.column} {said}")
+    return text
+
+
+def gains(plan: Plan, made: list[Row]) -> tuple[str, dict[str, str]]:
+    """To stand beside the Oracle bias: title, and by setting the first paired difference of the first table that has any."""
+    for table in plan.tables:
+        rows = [row for row in made if row.table == table.title and row.versus]
+        if rows:
+            method = rows[0].method
+            title = f"{plan.methods[method].title} minus {plan.methods[table.baseline].title}, {rows[0].column}"
+            first = [row for row in rows if (row.method, row.column) == (method, rows[0].column)]
+            return title, {row.setting: _versus(row.versus) for row in first}
+    return "", {}
+
+
+def markdown(plan: Plan, found: Results, made: list[Row], bias: dict) -> str:
+    """All tables, the differences outside the noise, then the Oracle bias where it was measured."""
     note = "Percent; mean ± standard deviation over the runs that have ended, for a single one over its evaluation seeds."
     if any(table.baseline for table in plan.tables):
-        note += " Differences are paired by seed: mean ± standard error (95 % interval by Student's t), seeds above 0."
+        note += " Differences (points) are paired by seed: mean ± standard error (95 % interval by Student's t), seeds above 0."
     text = [f"# {plan.title}", "", note]
     if plan.published:
         text += ["", f"Published: {plan.published.source}"]
@@ -135,9 +165,13 @@ def markdown(plan: Plan, made: list[Row], bias: dict) -> str:
         last = title
         text += ["| " + " | ".join(line) + " |" for line in lines]
         text.insert(-len(lines) + 1, "|" + "---|" * len(lines[0]))
+    text += outside(plan, made)
     if bias:
         note = "HGPO's advantages against the Oracle groups': squared bias and variance in shares of the returns' variance."
-        text += ["", "## Oracle bias at the warm start", "", note, "", *bias_table(plan, bias)]
+        text += ["", "## Oracle bias at the warm start", "", note, "", *bias_table(plan, bias, *gains(plan, made))]
+    changed = [f"* {cell.name}: {', '.join(r.changed)}" for cell, r in found.items() if r and r.changed]
+    if changed:
+        text += ["", "## Runs with other settings than the plan's", "", *changed]
     return "\n".join(text) + "\n"
 
 
@@ -183,7 +217,7 @@ def record(plan: Plan, found: Results, made: list[Row], bias: dict) -> str:
             cells.append({
                 "cell": cell.name, "done": result.done, "iterations": result.iterations, "seconds": round(result.seconds, 1),
                 "numbers": numbers, "curve": curve,
-            })  # fmt: skip
+            } | ({"changed": result.changed} if result.changed else {}))  # fmt: skip
     differences = [
         {"table": r.table, "setting": r.setting, "method": r.method, "column": r.column} | r.versus for r in made if r.versus
     ]
@@ -199,9 +233,8 @@ def collect(plan: Plan, name: str, runs: Path, to: Path) -> str:
     """Reads RUNS and writes NAME.md, .csv, .tex, .json and, where there are curves, .png; returns the Markdown."""
     found = read_all(plan, runs)
     made = rows(plan, found)
-    file = runs / "bias.json"
-    bias = json.loads(file.read_text()) if file.is_file() else {}
-    text = markdown(plan, made, bias)
+    bias = read_bias(runs)
+    text = markdown(plan, found, made, bias)
     to.mkdir(parents=True, exist_ok=True)
     for suffix, content in (
         (".md", text), (".csv", table_csv(made)), (".tex", latex(plan, made)), (".json", record(plan, found, made, bias)),
