@@ -83,8 +83,11 @@ def test_numbers_are_those_of_a_plain_loop(job):
     assert all(e["transcript"] == f"{e['turns']} turns" for e in episodes)
     assert json.loads(json.dumps(result))["by_seed"]["123"]["success"] == wins[0]
     shown = evaluate.report_seeds(result)
+    low, high = found["interval"]
     assert f"{found['mean']:.1%}" in shown
-    assert "of 30" in shown
+    assert f"   {low:.1%} to {high:.1%}" in shown
+    low, high = result["over_episodes"]["success"]["interval"]
+    assert f"{low:.1%} to {high:.1%} of 30" in shown
 
 
 def test_tokens_and_valid_actions_are_per_step(job):
@@ -139,13 +142,14 @@ def test_splits():
         (["RUN", "--seeds", "1", "--split", "somewhere"], "--split somewhere"),
         (["RUN", "--config", "household"], "has its own config.yaml"),
         (["nowhere"], "nowhere: not the folder of a run"),
-        (["nowhere", "--config", "household"], "--seeds: needed for a policy that is no run"),
+        (["RUN/policy", "--config", "household"], "--seeds: needed for a policy that is no run"),
+        (["Qwen/Qwen2.5-0.5B", "--config", "household", "--seeds", "1"], "for a policy of the hub give --to"),
     ],
 )
 def test_refusals(arguments, fragment, tmp_path, monkeypatch):
     (tmp_path / "run" / "policy").mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").write_text("seed: 1\n")
-    monkeypatch.setattr("sys.argv", ["evaluate", *(str(tmp_path / "run") if a == "RUN" else a for a in arguments)])
+    monkeypatch.setattr("sys.argv", ["evaluate", *(a.replace("RUN", str(tmp_path / "run")) for a in arguments)])
     with pytest.raises(ConfigError) as caught:
         evaluate.main()
     assert fragment in str(caught.value)

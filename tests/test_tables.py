@@ -538,6 +538,28 @@ def test_skypilot_files_are_tasks(tmp_path, capsys):
         assert len(lines) == 1 + len(plan.settings[cell.setting].splits)
 
 
+@pytest.mark.parametrize("kind", ["slurm", "kubernetes", "skypilot"])
+def test_launched_commands_have_the_plans_variables(kind, tmp_path, capsys):
+    plan = write_plan(tmp_path, variables={"XLA_FLAGS": "--one --two=2"})
+    tables.main(["plan", str(plan), "--launch", kind, "--to", str(tmp_path / "out")])
+    text = next((tmp_path / "out").iterdir()).read_text()
+    if kind == "slurm":
+        script = text.replace("sbatch", "true") + 'sh -c "echo [\\$XLA_FLAGS]"'
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[-1] == "[--one --two=2]"
+    elif kind == "kubernetes":
+        _, job = yaml.safe_load_all(text)
+        (container,) = job["spec"]["template"]["spec"]["containers"]
+        assert {"name": "XLA_FLAGS", "value": "--one --two=2"} in container["env"]
+    else:
+        assert yaml.safe_load(text)["envs"]["XLA_FLAGS"] == "--one --two=2"
+
+
+def test_tpu_files_refuse_variables(tmp_path):
+    with pytest.raises(ConfigError, match="variables: launch files for TPUs"):
+        tables.main(["plan", str(write_plan(tmp_path, variables={"A": "b"})), "--launch", "tpu", "--to", str(tmp_path)])
+
+
 def test_more_devices_than_a_machine_has_are_whole_machines(tmp_path):
     def sizes(mesh):
         return launch.nodes(planning.read(write_plan(tmp_path, fields=[f"mesh={mesh}"])), Cell("near", "hgpo", 0))

@@ -128,7 +128,7 @@ def outside(plan: Plan, made: list[Row]) -> list[str]:
     found = [row for row in compared if row.versus["interval"][0] > 0 or row.versus["interval"][1] < 0]
     text = ["", "## Outside the noise", "",
             f"The 95 % interval leaves out 0 in {len(found)} of {len(compared)} differences. Without any effect about "
-            f"{0.05 * len(compared):.1f} would be expected, in clusters, because the numbers of a run are correlated."]  # fmt: skip
+            f"{0.05 * len(compared):.1f} would be expected, in clusters, because a run's numbers are correlated."]  # fmt: skip
     text += [""] if found else []
     baselines = {table.title: table.baseline for table in plan.tables}
     for row in found:
