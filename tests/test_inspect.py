@@ -1,5 +1,6 @@
 """What `hgpo_jax.inspect` says of a run, against plain loops over its steps and against the estimators' own records."""
 
+import dataclasses
 import shutil
 
 import numpy as np
@@ -9,6 +10,7 @@ from inspected import EXAMPLE, text_run
 from hgpo_jax import inspect
 from hgpo_jax.advantages import estimate
 from hgpo_jax.config import ConfigError
+from hgpo_jax.inspect import plots
 from hgpo_jax.rollout.episodes import Episodes
 
 
@@ -165,6 +167,24 @@ def test_text_runs_with_and_without_a_report(tmp_path):
     assert untold.response(0, 1)
     assert untold.state_name(2) == "state 2"
     assert "success" in untold.transcript(0)
+
+
+def test_maps_of_a_group_with_prices_whose_first_episode_failed(tmp_path):
+    told = inspect.load(text_run(tmp_path / "told", ["costs $3", r"$\frac{ $5", "a shed"]))
+    e = told.episodes
+    mask, states = e.mask.copy(), e.states.copy()
+    mask[0], states[0] = False, 1  # whatever stands there
+    dump = dataclasses.replace(told, episodes=e.replace(mask=mask, states=states))
+    record = dump.estimate("grpo")
+    figure = plots.plot_transitions(dump, record, group=0)
+    figure.savefig(tmp_path / "map.png")
+    assert {text.get_text() for text in figure.axes[0].texts} >= {"costs $3", r"$\frac{ $5"}
+    maps = plots.plot_group(dump, {"grpo": record}, group=0)
+    maps.savefig(tmp_path / "group.png")
+    assert [label.get_text().split()[0] for label in maps.axes[0].get_yticklabels()] == ["1"]
+    for plot in (lambda: plots.plot_transitions(dump, record, 7), lambda: plots.plot_group(dump, {"grpo": record}, 7)):
+        with pytest.raises(ValueError, match="group 7: no step"):
+            plot()
 
 
 def broken(tmp_path, what):

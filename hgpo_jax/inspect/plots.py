@@ -67,7 +67,7 @@ def plot_group(dump: Dump, records: dict[str, Estimate], group: int) -> Figure:
         axis.set_xlabel("turn", fontsize=9)
         axis.set_title(name, fontsize=10, loc="left")
         figure.colorbar(shown, ax=axis, pad=0.02, shrink=0.9).ax.tick_params(labelsize=8)
-    figure.suptitle(dump.goal(rows[0]), fontsize=10)
+    figure.suptitle(dump.goal(rows[0]), fontsize=10, parse_math=False)  # a price is no formula
     return figure
 
 
@@ -114,14 +114,14 @@ def plot_transitions(dump: Dump, record: Estimate, group: int, labels: int = 20)
             text = "" if s in goals else textwrap.fill(dump.state_name(s).replace("_", " "), 24, max_lines=3)
             box = {"facecolor": "#eeeeee", "alpha": 0.75, "edgecolor": "none", "pad": 0.8}
             below = {"xytext": (0, -7), "textcoords": "offset points", "ha": "center", "va": "top"}
-            axis.annotate(text, (layer[s], height[s]), **below, fontsize=7, bbox=box)
+            axis.annotate(text, (layer[s], height[s]), **below, fontsize=7, bbox=box, parse_math=False)
     axis.margins(0.09, 0.1)
     axis.set_yticks([])
     axis.set_xticks(range(len(columns)))
     axis.set_xlabel("steps from the start", fontsize=9)
     axis.spines[["left", "top", "right"]].set_visible(False)
     figure.colorbar(color, ax=axis, label="mean advantage", pad=0.01, shrink=0.8)
-    figure.suptitle(dump.goal(int(played[0])), fontsize=10)
+    figure.suptitle(dump.goal(int(played[0])), fontsize=10, parse_math=False)
     return figure
 
 
