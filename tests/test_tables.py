@@ -50,7 +50,7 @@ SMALL = {
     "tables": [
         {"title": "T", "settings": ["near", "far"], "methods": ["gigpo", "hgpo"], "seeds": [0, 1, 2, 3], "baseline": "gigpo"},
     ],
-    "published": {"source": "a paper", "numbers": {"far": {"hgpo": {"success": [50.0, 1.5]}}}},
+    "published": {"source": "a paper", "numbers": {"far": {"hgpo": {"success": [50.25, 1.5]}}}},
 }  # fmt: skip
 
 
@@ -154,6 +154,8 @@ def test_a_listing_says_all(small, capsys, tmp_path):
         ({"tables": [SMALL["tables"][0] | {"methods": ["hpgo"]}]}, "hpgo is none of the methods gigpo, hgpo"),
         ({"tables": [SMALL["tables"][0] | {"baseline": "x"}]}, "x is none of the methods"),
         ({"settings": {"A B": SMALL["settings"]["near"]}}, "settings.A B"),
+        ({"settings": {"near": SMALL["settings"]["near"] | {"columns": {"A": "train/acu"}}}}, "A: train/acu is none of"),
+        ({"settings": {"far": SMALL["settings"]["far"] | {"splits": ["valid"]}}}, "success: held_out/success is none of"),
         ({"fields": ["learner.lt=3"]}, "near/gigpo/s0: learner.lt=3: no such field"),
         ({"fields": ["mesh=auto"]}, "near/gigpo/s0: mesh='auto'"),
     ],
@@ -236,8 +238,8 @@ def test_existing_cells_are_filled_and_missing_ones_marked(tmp_path, small, caps
     assert (far["done"], far["begun"], far["n"]) == ("1", "1", "1")
     assert float(far["mean"]) == pytest.approx(55)
     assert float(far["std"]) == pytest.approx(5)  # over its evaluation seeds
-    assert (float(far["published"]), float(far["published_std"]), float(far["difference"])) == pytest.approx((50, 1.5, 5))
-    assert "| HGPO | 1 of 4, 1 begun | 55.0 ± 5.0 | 50.0 ± 1.5 | +5.0 |" in said
+    assert (float(far["published"]), float(far["published_std"]), float(far["difference"])) == pytest.approx((50.25, 1.5, 4.75))
+    assert "| HGPO | 1 of 4, 1 begun | 55.0 ± 5.0 | 50.25 ± 1.5 | +4.8 |" in said
     assert "| GiGPO | missing | - |" in said
 
     record = json.loads((tmp_path / "out" / "small.json").read_text())

@@ -32,7 +32,8 @@ def measure(config: Config) -> dict:
     """Bias and variance of HGPO with K = 0, 1, 2, 4 against Oracle groups, as shares of the variance of the returns.
 
     Returns: success of the policy; turns; return_variance over the steps that have an Oracle peer, and their number; peers,
-    the share of steps with company at each level; bias2, variance, mse: K -> number.
+    the share of steps with company at each level among all EPISODES of a task, more than training has; bias2, variance, mse:
+    K -> number.
     """
     job = build(config)
     params = warm_start(job)
@@ -95,7 +96,7 @@ def bias_table(plan: Plan, bias: dict, gain: str = "", gains: dict[str, str] | N
     gain, gains: the title of one more column, and its text by setting.
     """
     heads = [f"K = {k}: bias² + variance" for k in LEVELS]
-    heads = ["setting", "seeds", "success", "peers at level 0, 1, 2", *heads, *filter(None, [gain])]
+    heads = ["setting", "seeds", "success", f"peers among {EPISODES} episodes at level 0, 1, 2", *heads, *filter(None, [gain])]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for setting in plan.settings:
         measured = [m for m in bias.get(setting, []) if m["seed"] in plan.bias_seeds]

@@ -76,8 +76,13 @@ def rows(plan: Plan, found: Results) -> list[Row]:
     return made
 
 
-def _pair(mean: float | None, std: float | None, missing: str) -> str:
-    return missing if mean is None else f"{mean:.1f}" + ("" if std is None else f" ± {std:.1f}")
+def _pair(mean: float | None, std: float | None) -> str:
+    return "-" if mean is None else f"{mean:.1f}" + ("" if std is None else f" ± {std:.1f}")
+
+
+def _published(numbers: tuple[float, float | None] | None) -> str:
+    """All the digits that were published."""
+    return " ± ".join(f"{x:g}" for x in numbers or () if x is not None)
 
 
 def _state(row: Row) -> str:
@@ -110,10 +115,10 @@ def layout(plan: Plan, made: list[Row]) -> list[tuple[str, str, list[list[str]]]
                 line = [plan.methods[method].title]
                 for row in (row for row in mine if row.method == method):
                     line += [_state(row)] if len(line) == 1 else []
-                    line.append(_pair(row.mean, row.std, "-"))
+                    line.append(_pair(row.mean, row.std))
                     if compared:
                         difference = "" if row.difference is None else f"{row.difference:+.1f}"
-                        line += [_pair(*(row.published or (None, None)), ""), difference]
+                        line += [_published(row.published), difference]
                     line += [_versus(row.versus)] if table.baseline else []
                 lines.append(line)
             parts.append((table.title, plan.settings[setting].title, lines))
@@ -175,13 +180,15 @@ def markdown(plan: Plan, found: Results, made: list[Row], bias: dict) -> str:
     return "\n".join(text) + "\n"
 
 
-SPECIAL = {"&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "±": r"$\pm$", "²": "$^2$", "α": r"$\alpha$"}
+SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "$": r"\$", "{": r"\{", "}": r"\}",
+           "&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "±": r"$\pm$", "²": "$^2$", "α": r"$\alpha$"}  # fmt: skip
 
 
 def latex(plan: Plan, made: list[Row]) -> str:
     """The tables as `tabular`s that need no package."""
     escape = lambda text: "".join(SPECIAL.get(letter, letter) for letter in text)  # noqa: E731
-    text = [f"% {plan.title}" + (f"; published: {plan.published.source}" if plan.published else "")]
+    source = f"; published: {' '.join(plan.published.source.split())}" if plan.published else ""
+    text = [f"% {plan.title}{source}"]
     for title, setting, (heading, *lines) in layout(plan, made):
         text += ["", f"% {title}: {setting}", rf"\begin{{tabular}}{{ll{'r' * (len(heading) - 2)}}}", r"\hline"]
         text += [" & ".join(map(escape, heading)) + r" \\", r"\hline"]

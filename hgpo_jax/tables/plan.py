@@ -147,6 +147,12 @@ def read(file: Path) -> Plan:
         where = ".".join(map(str, first["loc"])) or "the file"
         reason = "no such field" if first["type"] == "extra_forbidden" else first["msg"]
         raise ConfigError(f"{file}: {where}: {reason}") from None
+    for name, setting in plan.settings.items():
+        known = [f"{split}/{number}" for split in setting.splits for number in ("success", "score")] if setting.seeds else []
+        known = ["train/auc", "train/last", "final/sampled", "final/greedy", *known]
+        for column, number in setting.columns.items():
+            if number not in known:
+                raise ConfigError(f"{file}: settings.{name}.columns: {column}: {number} is none of {', '.join(known)}")
     for table in plan.tables:
         for kind, names, known in (
             ("settings", table.settings, plan.settings),
