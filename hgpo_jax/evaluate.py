@@ -6,7 +6,7 @@
 
 The held-out tasks are the same for every run, so results compare. With --seeds, each seed draws evaluation.episodes tasks of
 its own (repeating them where an environment has fewer) and samples at evaluation.temperature. That writes
-evaluations/SPLIT-tTEMPERATURE-sSEEDS.json into the run (--to elsewhere), with every transcript beside it (.jsonl).
+evaluations/SPLIT-tTEMPERATURE-nEPISODES-sSEEDS.json into the run (--to elsewhere), with every transcript beside it (.jsonl).
 """
 
 from __future__ import annotations
@@ -230,11 +230,15 @@ def parse_seeds(text: str) -> list[int]:
     return list(map(int, parts))
 
 
+def file_name(split: str, temperature: float, episodes: int, seeds: list[int] | tuple[int, ...]) -> str:
+    """Of an evaluation under seeds; another number of episodes is another evaluation."""
+    return f"{split}-t{temperature:g}-n{episodes}-s{'-'.join(map(str, seeds))}.json"
+
+
 def write_seeds(result: dict, episodes: list[dict], folder: Path, split: str) -> Path:
     """Writes the result and its transcripts; returns the path of the result."""
     folder.mkdir(parents=True, exist_ok=True)
-    seeds = "-".join(map(str, result["seeds"]))
-    file = folder / f"{split}-t{result['temperature']:g}-s{seeds}.json"
+    file = folder / file_name(split, result["temperature"], result["episodes_per_seed"], result["seeds"])
     for path, text in (
         (file.with_name(file.name + "l"), "".join(json.dumps(episode) + "\n" for episode in episodes)),
         (file, json.dumps(result, indent=2) + "\n"),

@@ -116,7 +116,7 @@ def test_without_a_seed_tasks_are_played_once_and_a_few_are_shown(job):
 def test_files_hold_everything(job, tmp_path):
     result, episodes = evaluate.evaluate_seeds(job, None, [1, 2])
     file = evaluate.write_seeds(result, episodes, tmp_path / "new", "valid_seen")
-    assert file.name == "valid_seen-t0.4-s1-2.json"
+    assert file.name == "valid_seen-t0.4-n10-s1-2.json"
     assert json.loads(file.read_text())["seeds"] == [1, 2]
     lines = file.with_suffix(".jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == episodes
@@ -166,7 +166,7 @@ def test_a_run_and_its_exported_policy_score_alike(tmp_path):
     (tmp_path / "tiny.yaml").write_text((run / "config.yaml").read_text())
     hf = [run / "policy", "--config", tmp_path / "tiny.yaml", "--to", tmp_path / "there"]
     command("-m", "hgpo_jax.evaluate", *hf, *seeds, cwd=tmp_path)
-    name = "held_out-t1-s3-4.json"
+    name = "held_out-t1-n12-s3-4.json"
     one, other = (json.loads((folder / name).read_text()) for folder in (run / "evaluations", tmp_path / "there"))
     assert one.pop("policy") != other.pop("policy")
     assert one == other

@@ -73,7 +73,7 @@ def finish(runs: Path, plan, cell: Cell, curve, success=0.5, evaluated=None) -> 
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "evaluation.json").write_text(json.dumps({"success": {"sampled": success, "greedy": 1.0}}))
     if evaluated:
-        result = {"seeds": [1, 2, 3], "temperature": 1.0, "split": "held_out",
+        result = {"seeds": [1, 2, 3], "temperature": 1.0, "episodes_per_seed": 512, "split": "held_out",
                   "over_seeds": {"success": evaluate.over_seeds(evaluated)}}  # fmt: skip
         evaluate.write_seeds(result, [], folder / "evaluations", "held_out")
 
@@ -395,7 +395,7 @@ def test_a_run_goes_on_where_it_was(tmp_path, small, stand_in, capsys):
     stand_in.bad = "nothing"
     (runs / "near/hgpo/s3/evaluation.json").unlink()
     tables.main(["run", str(file), "--runs", str(runs), "--jobs", "2", "cache_dir=C"])
-    assert set(stand_in.taken()) == {"far/hgpo/s1/evaluations/held_out-t1-s1-2-3.json", "near/hgpo/s3/evaluation.json"}
+    assert set(stand_in.taken()) == {"far/hgpo/s1/evaluations/held_out-t1-n512-s1-2-3.json", "near/hgpo/s3/evaluation.json"}
     tables.main(["run", str(file), "--runs", str(runs)])
     assert stand_in.taken() == []
     assert "16 of 16 cells are done" in capsys.readouterr().out
@@ -433,7 +433,7 @@ def test_a_real_cell_that_was_interrupted_is_resumed(tmp_path):
     folder = runs / "far/hgpo/s0"
     before = (folder / "metrics.jsonl").read_text()
     # As a run that was killed after its second iteration leaves it.
-    for proof in ("evaluation.json", "evaluations/held_out-t1-s1-2-3.json"):
+    for proof in ("evaluation.json", "evaluations/held_out-t1-n12-s1-2-3.json"):
         (folder / proof).unlink()
     shutil.rmtree(folder / "checkpoints" / "3")
     tables.main(["run", str(file), "--runs", str(runs)])
