@@ -68,8 +68,11 @@ def read_bias(runs: Path) -> dict[str, list[dict]]:
     file = runs / "bias.json"
     try:
         found = json.loads(file.read_text()) if file.is_file() else {}
-        for m in (m for measured in found.values() for m in measured):
-            _ = m["seed"], m["success"] + sum(m["peers"][:3]), [m[part][str(k)] for part in PARTS for k in LEVELS]
+        for measured in found.values():
+            for m in measured:
+                numbers = [m["seed"], m["success"], *m["peers"][:3], *(m[part][str(k)] for part in PARTS for k in LEVELS)]
+                if len(numbers) < 5 + len(PARTS) * len(LEVELS) or not all(isinstance(x, int | float) for x in numbers):
+                    raise ValueError("numbers are missing")
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(f"{file}: is damaged; delete it and measure again with `tables bias`") from None
     return found
