@@ -6,7 +6,7 @@
 
 The held-out tasks are the same for every run, so results compare. With --seeds, each seed draws evaluation.episodes tasks of
 its own (repeating them where an environment has fewer) and samples at evaluation.temperature. That writes
-evaluations/SPLIT-tTEMPERATURE-sSEEDS.json into the run (--to elsewhere), with every transcript beside it (.jsonl).
+evaluations/SPLIT-tTEMPERATURE-nEPISODES-sSEEDS.json into the run (--to elsewhere), with every transcript beside it (.jsonl).
 """
 
 from __future__ import annotations
@@ -156,7 +156,10 @@ def measures(episodes: Episodes, task_types: tuple[str, ...], scores: np.ndarray
 
 
 def pooled(plays: list[Episodes], task_types: tuple[str, ...]) -> dict[str, dict]:
-    """Success over the episodes of all seeds, together and by task type: episodes, successes, share, 95 % interval."""
+    """Success over the episodes of all seeds, together and by task type: episodes, successes, share, 95 % interval.
+
+    Episodes count as independent, also those that repeat a task: the interval says nothing about tasks that were not played.
+    """
     played = np.concatenate([e.mask[:, 0] for e in plays])
     success = np.concatenate([e.success for e in plays])
     task = np.concatenate([e.task for e in plays])
@@ -201,13 +204,13 @@ def report_seeds(result: dict) -> str:
         share = name.startswith(("success", "valid"))
         return "-" if value is None else f"{value:.1%}" if share else f"{value:.2f}"
 
-    lines = [f"{'':32s}{'mean':>9s}{'std':>9s}   95 % interval over all episodes"]
+    lines = [f"{'':32s}{'mean':>9s}{'std':>9s}   {'95 % over seeds':20s}95 % over all episodes"]
     for name, x in result["over_seeds"].items():
-        pool, interval = result["over_episodes"].get(name), ""
-        if pool:
-            low, high = pool["interval"]
-            interval = f"   {low:.1%} to {high:.1%} of {pool['episodes']}"
-        lines.append(f"{name:32s}{shown(name, x['mean']):>9s}{shown(name, x['std']):>9s}{interval}")
+        seeds = " to ".join(shown(name, end) for end in x["interval"] or [None])
+        pool = result["over_episodes"].get(name)
+        episodes = "{} to {} of {}".format(*(shown(name, end) for end in pool["interval"]), pool["episodes"]) if pool else ""
+        line = f"{name:32s}{shown(name, x['mean']):>9s}{shown(name, x['std']):>9s}   {seeds:20s}{episodes}"
+        lines.append(line.rstrip())
     return "\n".join(lines)
 
 
@@ -227,11 +230,15 @@ def parse_seeds(text: str) -> list[int]:
     return list(map(int, parts))
 
 
+def file_name(split: str, temperature: float, episodes: int, seeds: list[int] | tuple[int, ...]) -> str:
+    """Of an evaluation under seeds; another number of episodes is another evaluation."""
+    return f"{split}-t{temperature:g}-n{episodes}-s{'-'.join(map(str, seeds))}.json"
+
+
 def write_seeds(result: dict, episodes: list[dict], folder: Path, split: str) -> Path:
     """Writes the result and its transcripts; returns the path of the result."""
     folder.mkdir(parents=True, exist_ok=True)
-    seeds = "-".join(map(str, result["seeds"]))
-    file = folder / f"{split}-t{result['temperature']:g}-s{seeds}.json"
+    file = folder / file_name(split, result["temperature"], result["episodes_per_seed"], result["seeds"])
     for path, text in (
         (file.with_name(file.name + "l"), "".join(json.dumps(episode) + "\n" for episode in episodes)),
         (file, json.dumps(result, indent=2) + "\n"),
@@ -258,6 +265,9 @@ def main() -> None:
             f"{folder}: not the folder of a run that has ended; it needs config.yaml and policy/ "
             "(for a Hugging Face policy give --config)"
         )
+    if not is_run and args.to is None and not folder.is_dir():
+        # A folder of the policy's name would from then on stand in the way of the policy itself.
+        raise ConfigError(f"{args.run}: no such folder; for a policy of the hub give --to, the folder for its evaluations")
     if is_run and args.config is not None:
         raise ConfigError(f"--config {args.config}: the run in {folder} has its own config.yaml; change fields as field=value")
     if args.seeds is None and (args.split or args.to or not is_run):

@@ -19,7 +19,7 @@ from hgpo_jax import cli, diagnostics
 from hgpo_jax import config as configuration
 from hgpo_jax.advantages import Estimate
 from hgpo_jax.config import Config, ConfigError
-from hgpo_jax.inspect import Dump, dumped, group_ids, load, read_config
+from hgpo_jax.inspect import Dump, dumped, group_ids, load, read_config, step_value
 from hgpo_jax.metrics import flatten, read_metrics
 
 LAST = 10  # iterations that the table of runs averages over
@@ -163,8 +163,7 @@ def group_data(dump: Dump, group: int, records: dict[str, Estimate], lines: Line
             for t in range(happened[b])
         ]
         note = f"The environment's own score: {scores[b]:.3g}" if scores and scores[b] not in (0, 1) else ""
-        score, success = number(e.rewards[b].sum()), bool(e.success[b])
-        episodes.append({"index": b, "success": success, "score": score, "note": note, "turns": turns})
+        episodes.append({"index": b, "success": bool(e.success[b]), "note": note, "turns": turns})
     estimators, levels = {}, set()
     for name, record in records.items():
         estimators[name] = {"advantages": cut(record.advantages), "levels": list(record.levels)}
@@ -176,7 +175,9 @@ def group_data(dump: Dump, group: int, records: dict[str, Estimate], lines: Line
                 "level_advantages": cut(record.level_advantages + absent),
                 "level_weights": cut(record.level_weights + absent),
                 "returns": cut(record.returns),
-                "scores": "rho" not in record.stats,  # what level -1 compares, see `inspect.step_value`
+                "compared": cut(step_value(dump, record, 0)),
+                # What level -1 compares, where that is not the same.
+                "scores": cut(step_value(dump, record, -1)) if -1 in record.levels and "rho" not in record.stats else None,
                 "summed": bool(np.allclose(total, record.advantages, atol=1e-3)),
             }
             levels |= set(record.levels)
@@ -248,13 +249,20 @@ def run_row(folder: Path, name: str, config: Config, curves: dict[str, list]) ->
     }
 
 
+def run_names(folders: list[Path]) -> list[str]:
+    """The end of each folder's path, with as many folders above it as tell the runs apart: household/gigpo/s0."""
+    parts = [folder.resolve().parts[1:] for folder in folders]
+    depth = 1
+    while depth < max(map(len, parts)) and len({part[-depth:] for part in parts}) < len(set(parts)):
+        depth += 1
+    return ["/".join(part[-depth:]) for part in parts]
+
+
 def gather(folders: list[Path], dumps: int, groups: int) -> dict:
     """Everything the template takes. Raises ConfigError."""
     rows, runs, curves, lines = [], [], [], Lines()
     configs = [read_config(folder) for folder in folders]
-    names = [folder.resolve().name for folder in folders]
-    if len(set(names)) < len(names):  # such as seed0/run and seed1/run
-        names = [f"{folder.resolve().parent.name}/{folder.resolve().name}" for folder in folders]
+    names = run_names(folders)
     for folder, name, config in zip(folders, names, configs, strict=True):
         x, known = series(folder)
         found = list(dumped(folder))

@@ -74,31 +74,43 @@ def run_folder(config: Config, resume: str) -> tuple[Path, bool]:
     return Path("runs") / f"{stem}-{datetime.now():%Y%m%d-%H%M%S}", False
 
 
-def check_unchanged(config: Config, folder: Path, allowed: tuple[str, ...] = ()) -> None:
-    """Raises ConfigError, naming every field, where a resumed run's configuration is not the one it began with.
+def differing(config: Config, folder: Path) -> dict[str, tuple]:
+    """Name -> (what the run in `folder` began with, what `config` says) of each field in which they differ.
 
-    allowed: names of fields that may differ.
+    Raises ConfigError for a damaged config.yaml.
     """
-    known = configuration.fields()
-    for name in allowed:
-        if name not in known:
-            raise ConfigError(f"--allow-change {name}: no such field; --help lists them all")
     try:
         old = yaml.safe_load((folder / "config.yaml").read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{folder / 'config.yaml'}: is damaged: {' '.join(str(error).split())}") from None
     if not isinstance(old, dict):
         raise ConfigError(f"{folder / 'config.yaml'}: is damaged: expected the fields of a run")
-    new, defaults, changed = config.model_dump(mode="json"), Config().model_dump(mode="json"), {}
-    for name in known:
+    new, defaults, found = config.model_dump(mode="json"), Config().model_dump(mode="json"), {}
+    for name in configuration.fields():
         *sections, leaf = name.split(".")
         before, now, default = old, new, defaults
         for section in sections:
             before, now, default = before.get(section) or {}, now[section], default[section]
         # A field that is newer than the run had its default.
         before, now = before.get(leaf, default[leaf]), now[leaf]
-        if before != now and not name.startswith(FREE_TO_CHANGE) and name not in allowed:
-            changed[name] = f"{name}={now} (the run began with {name}={before})"
+        if before != now:
+            found[name] = before, now
+    return found
+
+
+def check_unchanged(config: Config, folder: Path, allowed: tuple[str, ...] = ()) -> None:
+    """Raises ConfigError, naming every field, where a resumed run's configuration is not the one it began with.
+
+    allowed: names of fields that may differ.
+    """
+    for name in allowed:
+        if name not in configuration.fields():
+            raise ConfigError(f"--allow-change {name}: no such field; --help lists them all")
+    changed = {
+        name: f"{name}={now} (the run began with {name}={before})"
+        for name, (before, now) in differing(config, folder).items()
+        if not name.startswith(FREE_TO_CHANGE) and name not in allowed
+    }
     if changed:
         raise ConfigError(
             f"{', '.join(changed.values())}: give what the run in {folder} began with, another run_dir, or "

@@ -83,8 +83,11 @@ def test_numbers_are_those_of_a_plain_loop(job):
     assert all(e["transcript"] == f"{e['turns']} turns" for e in episodes)
     assert json.loads(json.dumps(result))["by_seed"]["123"]["success"] == wins[0]
     shown = evaluate.report_seeds(result)
+    low, high = found["interval"]
     assert f"{found['mean']:.1%}" in shown
-    assert "of 30" in shown
+    assert f"   {low:.1%} to {high:.1%}" in shown
+    low, high = result["over_episodes"]["success"]["interval"]
+    assert f"{low:.1%} to {high:.1%} of 30" in shown
 
 
 def test_tokens_and_valid_actions_are_per_step(job):
@@ -113,7 +116,7 @@ def test_without_a_seed_tasks_are_played_once_and_a_few_are_shown(job):
 def test_files_hold_everything(job, tmp_path):
     result, episodes = evaluate.evaluate_seeds(job, None, [1, 2])
     file = evaluate.write_seeds(result, episodes, tmp_path / "new", "valid_seen")
-    assert file.name == "valid_seen-t0.4-s1-2.json"
+    assert file.name == "valid_seen-t0.4-n10-s1-2.json"
     assert json.loads(file.read_text())["seeds"] == [1, 2]
     lines = file.with_suffix(".jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == episodes
@@ -139,13 +142,14 @@ def test_splits():
         (["RUN", "--seeds", "1", "--split", "somewhere"], "--split somewhere"),
         (["RUN", "--config", "household"], "has its own config.yaml"),
         (["nowhere"], "nowhere: not the folder of a run"),
-        (["nowhere", "--config", "household"], "--seeds: needed for a policy that is no run"),
+        (["RUN/policy", "--config", "household"], "--seeds: needed for a policy that is no run"),
+        (["Qwen/Qwen2.5-0.5B", "--config", "household", "--seeds", "1"], "for a policy of the hub give --to"),
     ],
 )
 def test_refusals(arguments, fragment, tmp_path, monkeypatch):
     (tmp_path / "run" / "policy").mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").write_text("seed: 1\n")
-    monkeypatch.setattr("sys.argv", ["evaluate", *(str(tmp_path / "run") if a == "RUN" else a for a in arguments)])
+    monkeypatch.setattr("sys.argv", ["evaluate", *(a.replace("RUN", str(tmp_path / "run")) for a in arguments)])
     with pytest.raises(ConfigError) as caught:
         evaluate.main()
     assert fragment in str(caught.value)
@@ -162,7 +166,7 @@ def test_a_run_and_its_exported_policy_score_alike(tmp_path):
     (tmp_path / "tiny.yaml").write_text((run / "config.yaml").read_text())
     hf = [run / "policy", "--config", tmp_path / "tiny.yaml", "--to", tmp_path / "there"]
     command("-m", "hgpo_jax.evaluate", *hf, *seeds, cwd=tmp_path)
-    name = "held_out-t1-s3-4.json"
+    name = "held_out-t1-n12-s3-4.json"
     one, other = (json.loads((folder / name).read_text()) for folder in (run / "evaluations", tmp_path / "there"))
     assert one.pop("policy") != other.pop("policy")
     assert one == other

@@ -1,5 +1,6 @@
 """What `hgpo_jax.inspect` says of a run, against plain loops over its steps and against the estimators' own records."""
 
+import dataclasses
 import shutil
 
 import numpy as np
@@ -9,6 +10,7 @@ from inspected import EXAMPLE, text_run
 from hgpo_jax import inspect
 from hgpo_jax.advantages import estimate
 from hgpo_jax.config import ConfigError
+from hgpo_jax.inspect import plots
 from hgpo_jax.rollout.episodes import Episodes
 
 
@@ -75,9 +77,11 @@ def test_a_level_longer_than_the_episodes_is_their_whole_past():
     assert len({a, b, c, d}) == 4
 
 
-@pytest.mark.parametrize("name", ["hgpo", "gigpo", "eb_gae"])
-def test_a_steps_groups_add_up_to_its_advantage(dump, name):
-    record = dump.estimate(name)
+@pytest.mark.parametrize(
+    ("name", "options"), [("hgpo", {}), ("hgpo", {"base_group": True}), ("gigpo", {}), ("eb_gae", {})], ids=str
+)
+def test_a_steps_groups_add_up_to_its_advantage(dump, name, options):
+    record = dump.estimate(name, **options)
     for b, t in some_steps(dump):
         groups = inspect.step_groups(dump, record, b, t)
         assert [g["level"] for g in groups] == [k for k, n in zip(record.levels, record.level_sizes[b, t], strict=True) if n]
@@ -90,9 +94,8 @@ def test_a_steps_groups_add_up_to_its_advantage(dump, name):
             assert len(group["history"]) == (0 if group["level"] < 0 else min(group["level"], t) + 1)
             if group["level"] >= 0:
                 assert group["history"][-1] == dump.observation(b, t)
-            # Settings are `mean`: an advantage is the distance from the mean, but for the penalties that some levels leave out.
-            if not any(dump.episodes.invalid[m["episode"], m["turn"]] for m in members):
-                np.testing.assert_allclose(self["value"] - group["mean"], group["advantage"], atol=1e-4)
+            # Settings are `mean`: an advantage is the distance from the mean.
+            np.testing.assert_allclose(self["value"] - group["mean"], group["advantage"], atol=1e-4)
         if name != "eb_gae":
             total = sum(g["weight"] * g["advantage"] for g in groups)
             np.testing.assert_allclose(total, record.advantages[b, t], atol=1e-4)
@@ -164,6 +167,24 @@ def test_text_runs_with_and_without_a_report(tmp_path):
     assert untold.response(0, 1)
     assert untold.state_name(2) == "state 2"
     assert "success" in untold.transcript(0)
+
+
+def test_maps_of_a_group_with_prices_whose_first_episode_failed(tmp_path):
+    told = inspect.load(text_run(tmp_path / "told", ["costs $3", r"$\frac{ $5", "a shed"]))
+    e = told.episodes
+    mask, states = e.mask.copy(), e.states.copy()
+    mask[0], states[0] = False, 1  # whatever stands there
+    dump = dataclasses.replace(told, episodes=e.replace(mask=mask, states=states))
+    record = dump.estimate("grpo")
+    figure = plots.plot_transitions(dump, record, group=0)
+    figure.savefig(tmp_path / "map.png")
+    assert {text.get_text() for text in figure.axes[0].texts} >= {"costs $3", r"$\frac{ $5"}
+    maps = plots.plot_group(dump, {"grpo": record}, group=0)
+    maps.savefig(tmp_path / "group.png")
+    assert [label.get_text().split()[0] for label in maps.axes[0].get_yticklabels()] == ["1"]
+    for plot in (lambda: plots.plot_transitions(dump, record, 7), lambda: plots.plot_group(dump, {"grpo": record}, 7)):
+        with pytest.raises(ValueError, match="group 7: no step"):
+            plot()
 
 
 def broken(tmp_path, what):

@@ -76,6 +76,11 @@ def test_what_is_embedded_is_what_the_run_says(content, page):
                 record = dump.estimate(name)
                 shown = group["estimators"][name]["advantages"][b]
                 np.testing.assert_allclose(shown, record.advantages[row, : len(shown)], rtol=1e-3, atol=1e-6)
+        # What the page compares, less its mean, is a level's advantage (settings are `mean`).
+        gigpo = group["estimators"]["gigpo"]
+        scores = np.concatenate(gigpo["scores"])
+        advantages = np.concatenate(gigpo["level_advantages"])[:, gigpo["levels"].index(-1)]
+        np.testing.assert_allclose(scores - scores.mean(), advantages, atol=1e-3)
     success = next(panel for panel in data["panels"]["learning"] if panel["title"] == "Success")
     assert [line["run"] for line in success["lines"]] == [0, 1]
     titles = {panel["title"] for panels in data["panels"].values() for panel in panels}
@@ -134,6 +139,16 @@ def test_long_runs_are_averaged_over_stretches(tmp_path):
     assert curves["success"][:2] == [0.001, 0.004]
     assert set(curves["valid"]) == {0.75}
     assert curves["kl"][:2] == [1, None]
+
+
+def test_runs_are_named_by_what_tells_them_apart(tmp_path):
+    runs = lambda *names: report.run_names([tmp_path / name for name in names])  # noqa: E731
+    assert runs("a/s0", "b/s1") == ["s0", "s1"]
+    assert runs("a/s0", "b/s0") == ["a/s0", "b/s0"]
+    assert runs("household/hgpo/s0", "sokoban/hgpo/s0", "sokoban/hgpo/s1") == [
+        "household/hgpo/s0", "sokoban/hgpo/s0", "sokoban/hgpo/s1",
+    ]  # fmt: skip
+    assert runs("a/s0", "a/s0") == ["s0", "s0"]
 
 
 def test_settings_that_were_changed_are_named(tmp_path):

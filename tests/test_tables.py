@@ -24,7 +24,7 @@ from hgpo_jax import evaluate, memory
 from hgpo_jax.config import ConfigError
 from hgpo_jax.mesh import abstract_mesh
 from hgpo_jax.tables import __main__ as tables
-from hgpo_jax.tables import launch, results, run
+from hgpo_jax.tables import bias, launch, results, run
 from hgpo_jax.tables import plan as planning
 from hgpo_jax.tables.plan import Cell
 
@@ -50,7 +50,7 @@ SMALL = {
     "tables": [
         {"title": "T", "settings": ["near", "far"], "methods": ["gigpo", "hgpo"], "seeds": [0, 1, 2, 3], "baseline": "gigpo"},
     ],
-    "published": {"source": "a paper", "numbers": {"far": {"hgpo": {"success": [50.0, 1.5]}}}},
+    "published": {"source": "a paper", "numbers": {"far": {"hgpo": {"success": [50.25, 1.5]}}}},
 }  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def finish(runs: Path, plan, cell: Cell, curve, success=0.5, evaluated=None) -> 
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "evaluation.json").write_text(json.dumps({"success": {"sampled": success, "greedy": 1.0}}))
     if evaluated:
-        result = {"seeds": [1, 2, 3], "temperature": 1.0, "split": "held_out",
+        result = {"seeds": [1, 2, 3], "temperature": 1.0, "episodes_per_seed": 512, "split": "held_out",
                   "over_seeds": {"success": evaluate.over_seeds(evaluated)}}  # fmt: skip
         evaluate.write_seeds(result, [], folder / "evaluations", "held_out")
 
@@ -154,6 +154,8 @@ def test_a_listing_says_all(small, capsys, tmp_path):
         ({"tables": [SMALL["tables"][0] | {"methods": ["hpgo"]}]}, "hpgo is none of the methods gigpo, hgpo"),
         ({"tables": [SMALL["tables"][0] | {"baseline": "x"}]}, "x is none of the methods"),
         ({"settings": {"A B": SMALL["settings"]["near"]}}, "settings.A B"),
+        ({"settings": {"near": SMALL["settings"]["near"] | {"columns": {"A": "train/acu"}}}}, "A: train/acu is none of"),
+        ({"settings": {"far": SMALL["settings"]["far"] | {"splits": ["valid"]}}}, "success: held_out/success is none of"),
         ({"fields": ["learner.lt=3"]}, "near/gigpo/s0: learner.lt=3: no such field"),
         ({"fields": ["mesh=auto"]}, "near/gigpo/s0: mesh='auto'"),
     ],
@@ -236,8 +238,8 @@ def test_existing_cells_are_filled_and_missing_ones_marked(tmp_path, small, caps
     assert (far["done"], far["begun"], far["n"]) == ("1", "1", "1")
     assert float(far["mean"]) == pytest.approx(55)
     assert float(far["std"]) == pytest.approx(5)  # over its evaluation seeds
-    assert (float(far["published"]), float(far["published_std"]), float(far["difference"])) == pytest.approx((50, 1.5, 5))
-    assert "| HGPO | 1 of 4, 1 begun | 55.0 ± 5.0 | 50.0 ± 1.5 | +5.0 |" in said
+    assert (float(far["published"]), float(far["published_std"]), float(far["difference"])) == pytest.approx((50.25, 1.5, 4.75))
+    assert "| HGPO | 1 of 4, 1 begun | 55.0 ± 5.0 | 50.25 ± 1.5 | +4.8 |" in said
     assert "| GiGPO | missing | - |" in said
 
     record = json.loads((tmp_path / "out" / "small.json").read_text())
@@ -251,6 +253,81 @@ def test_existing_cells_are_filled_and_missing_ones_marked(tmp_path, small, caps
     assert r"HGPO & 1 of 4, 1 begun & 55.0 $\pm$ 5.0" in tex
     assert tex.count(r"\begin{tabular}") == tex.count(r"\end{tabular}") == 2
     assert (tmp_path / "out" / "small.png").stat().st_size > 1000
+
+
+def measured(seed, bias2):
+    shares = {str(k): bias2 for k in bias.LEVELS}
+    return {"seed": seed, "success": 0.5, "peers": [1, 0.5, 0.25], "bias2": shares, "variance": shares}
+
+
+def test_what_is_outside_the_noise_is_listed_and_stands_beside_the_bias(tmp_path, small, capsys):
+    runs = tmp_path / "runs"
+    for seed, lift in enumerate((0.1, 0.12, 0.08)):
+        finish(runs, small, Cell("near", "gigpo", seed), [0.2, 0.3, 0.4 + seed / 10], success=0.5 + seed / 10)
+        finish(runs, small, Cell("near", "hgpo", seed), [0.2, 0.3 + 3 * lift, 0.4 + seed / 10], success=0.7 - seed / 10)
+    (runs / "bias.json").write_text(json.dumps({"near": [measured(7, 0.5), measured(8, 0.25)], "gone": [measured(7, 0.5)]}))
+    plan = str(write_plan(tmp_path, bias_seeds=[8]))
+    tables.main(["collect", str(runs), "--plan", plan])
+    said = capsys.readouterr().out
+    half = stats.t.ppf(0.975, 2) * 2 / 3**0.5
+    interval = f"({10 - half:+.1f} to {10 + half:+.1f}), 3 of 3"
+    assert f"* T, Near: HGPO minus GiGPO, AUC +10.0 ± 1.2 {interval}, p = " in said
+    assert "leaves out 0 in 2 of 3 differences" in said  # AUC and the last two iterations, not the evaluation
+    assert f"| Near | 8 | 50% | 1.00, 0.50, 0.25 | 0.250 + 0.250 |{' 0.250 + 0.250 |' * 3} +10.0 ± 1.2 {interval} |" in said
+
+
+def test_runs_with_other_settings_are_named(tmp_path, small, capsys):
+    runs = tmp_path / "runs"
+    for seed, changes in enumerate(({"run_dir": "elsewhere", "mesh": "data=2"}, {"iterations": 2})):
+        cell = Cell("near", "hgpo", seed)
+        finish(runs, small, cell, [0.1, 0.2])
+        if seed == 0:
+            with open(runs / cell.name / "metrics.jsonl", "a") as file:
+                file.write(json.dumps({"iteration": 2, "success": 0.3, "seconds": {}}) + "\n")
+        config = planning.config_of(small, cell).model_copy(update=changes)
+        (runs / cell.name / "config.yaml").write_text(configuration.dump(config))
+    tables.main(["collect", str(runs), "--plan", str(tmp_path / "small.yaml"), "--to", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert said.endswith("## Runs with other settings than the plan's\n\n* near/hgpo/s1: iterations=2\n\n")
+    first, second = json.loads((tmp_path / "small.json").read_text())["cells"]
+    assert "changed" not in first
+    assert second["changed"] == ["iterations=2"]
+
+
+def test_bias_is_measured_for_the_seeds_that_lack(tmp_path, small, monkeypatch, capsys):
+    asked = []
+
+    def measure(config):
+        asked.append(config.seed)
+        return measured(config.seed, 0.125)
+
+    monkeypatch.setattr(bias, "measure", measure)
+    for seeds, wanted in (([7], [7, 7]), ([7, 8], [8, 8]), ([9], [9, 9]), ([8, 7], [])):
+        tables.main(["bias", str(write_plan(tmp_path, bias_seeds=seeds)), "--runs", str(tmp_path / "runs")])
+        assert asked == wanted
+        asked.clear()
+    assert capsys.readouterr().out.count("| Near | 7, 8 | 50% |") == 2
+    with pytest.raises(ConfigError, match="bias_seeds: the plan has none"):
+        tables.main(["bias", str(write_plan(tmp_path)), "--runs", str(tmp_path / "runs")])
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "fragment"),
+    [
+        ("bias.json", "{", r"bias\.json: is damaged"),
+        ("bias.json", '{"near": [{"seed": 7}]}', r"bias\.json: is damaged"),
+        ("near/hgpo/s0/metrics.jsonl", '{"iteration": 0}\n', r"metrics\.jsonl: is damaged"),
+        ("near/hgpo/s0/metrics.jsonl", "x\n", r"metrics\.jsonl: is damaged, it holds 0 of 3 iterations"),
+        ("near/hgpo/s0/config.yaml", "x\n", r"config\.yaml: is damaged"),
+    ],
+)
+def test_damaged_results_are_refused_in_one_line(tmp_path, small, file, text, fragment):
+    finish(tmp_path / "runs", small, Cell("near", "hgpo", 0), [0.1, 0.2, 0.3])
+    (tmp_path / "runs" / file).write_text(text)
+    plan = str(write_plan(tmp_path, bias_seeds=[7]))
+    with pytest.raises(ConfigError, match=fragment) as refused:
+        tables.main(["collect", str(tmp_path / "runs"), "--plan", plan])
+    assert "\n" not in str(refused.value)
 
 
 def test_nothing_run_is_all_missing(tmp_path, small, capsys):
@@ -318,7 +395,7 @@ def test_a_run_goes_on_where_it_was(tmp_path, small, stand_in, capsys):
     stand_in.bad = "nothing"
     (runs / "near/hgpo/s3/evaluation.json").unlink()
     tables.main(["run", str(file), "--runs", str(runs), "--jobs", "2", "cache_dir=C"])
-    assert set(stand_in.taken()) == {"far/hgpo/s1/evaluations/held_out-t1-s1-2-3.json", "near/hgpo/s3/evaluation.json"}
+    assert set(stand_in.taken()) == {"far/hgpo/s1/evaluations/held_out-t1-n512-s1-2-3.json", "near/hgpo/s3/evaluation.json"}
     tables.main(["run", str(file), "--runs", str(runs)])
     assert stand_in.taken() == []
     assert "16 of 16 cells are done" in capsys.readouterr().out
@@ -356,7 +433,7 @@ def test_a_real_cell_that_was_interrupted_is_resumed(tmp_path):
     folder = runs / "far/hgpo/s0"
     before = (folder / "metrics.jsonl").read_text()
     # As a run that was killed after its second iteration leaves it.
-    for proof in ("evaluation.json", "evaluations/held_out-t1-s1-2-3.json"):
+    for proof in ("evaluation.json", "evaluations/held_out-t1-n12-s1-2-3.json"):
         (folder / proof).unlink()
     shutil.rmtree(folder / "checkpoints" / "3")
     tables.main(["run", str(file), "--runs", str(runs)])
@@ -461,6 +538,28 @@ def test_skypilot_files_are_tasks(tmp_path, capsys):
         check_train(lines[0], plan, cell, devices)
         assert (task["num_nodes"], task["resources"]["accelerators"]) == (1, f"H100:{devices}")
         assert len(lines) == 1 + len(plan.settings[cell.setting].splits)
+
+
+@pytest.mark.parametrize("kind", ["slurm", "kubernetes", "skypilot"])
+def test_launched_commands_have_the_plans_variables(kind, tmp_path, capsys):
+    plan = write_plan(tmp_path, variables={"XLA_FLAGS": "--one --two=2"})
+    tables.main(["plan", str(plan), "--launch", kind, "--to", str(tmp_path / "out")])
+    text = next((tmp_path / "out").iterdir()).read_text()
+    if kind == "slurm":
+        script = text.replace("sbatch", "true") + 'sh -c "echo [\\$XLA_FLAGS]"'
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[-1] == "[--one --two=2]"
+    elif kind == "kubernetes":
+        _, job = yaml.safe_load_all(text)
+        (container,) = job["spec"]["template"]["spec"]["containers"]
+        assert {"name": "XLA_FLAGS", "value": "--one --two=2"} in container["env"]
+    else:
+        assert yaml.safe_load(text)["envs"]["XLA_FLAGS"] == "--one --two=2"
+
+
+def test_tpu_files_refuse_variables(tmp_path):
+    with pytest.raises(ConfigError, match="variables: launch files for TPUs"):
+        tables.main(["plan", str(write_plan(tmp_path, variables={"A": "b"})), "--launch", "tpu", "--to", str(tmp_path)])
 
 
 def test_more_devices_than_a_machine_has_are_whole_machines(tmp_path):

@@ -51,6 +51,8 @@ def plot_group(dump: Dump, records: dict[str, Estimate], group: int) -> Figure:
     """
     e = dump.episodes
     rows = [b for b in np.flatnonzero(e.groups == group) if e.mask[b].any()]
+    if not rows:
+        raise ValueError(f"group {group}: no step of it happened")
     steps = e.mask[rows]
     longest = int(steps.sum(1).max())
     figure = Figure(figsize=(0.9 + 3.7 * len(records), 0.9 + 0.26 * len(rows)), layout="constrained")
@@ -65,7 +67,7 @@ def plot_group(dump: Dump, records: dict[str, Estimate], group: int) -> Figure:
         axis.set_xlabel("turn", fontsize=9)
         axis.set_title(name, fontsize=10, loc="left")
         figure.colorbar(shown, ax=axis, pad=0.02, shrink=0.9).ax.tick_params(labelsize=8)
-    figure.suptitle(dump.goal(rows[0]), fontsize=10)
+    figure.suptitle(dump.goal(rows[0]), fontsize=10, parse_math=False)  # a price is no formula
     return figure
 
 
@@ -75,15 +77,19 @@ def plot_transitions(dump: Dump, record: Estimate, group: int, labels: int = 20)
     A star is success.
     """
     edges = transitions(dump, record, group)
+    played = np.flatnonzero((dump.episodes.groups == group) & dump.episodes.mask[:, 0])
+    if not len(played):
+        raise ValueError(f"group {group}: no step of it happened")
     arrows = list(zip(*(edges[name].tolist() for name in ("state", "next_state", "count", "advantage")), strict=True))
-    start = int(dump.episodes.states[np.flatnonzero(dump.episodes.groups == group)[0], 0])
-    layer, frontier = {start: 0}, [start]
+    # All episodes of a group begin in one state; made by hand, they may not.
+    frontier = list(dict.fromkeys(dump.episodes.states[played, 0].tolist()))
+    layer = dict.fromkeys(frontier, 0)
     while frontier:  # breadth first
         reached = [b for a, b, *_ in arrows if a in frontier and b not in layer]
         layer |= {b: max(layer.values()) + 1 for b in reached}
         frontier = list(dict.fromkeys(reached))
     columns = [[s for s in layer if layer[s] == depth] for depth in range(max(layer.values()) + 1)]
-    height = {start: 0.0}
+    height = {s: float(place) for place, s in enumerate(columns[0])}
     for column in columns[1:]:  # each state near those that lead to it
         wish = {s: np.mean([height[a] for a, b, *_ in arrows if b == s and a in height] or [0.0]) for s in column}
         for place, s in enumerate(sorted(column, key=lambda s: (wish[s], s))):
@@ -108,14 +114,14 @@ def plot_transitions(dump: Dump, record: Estimate, group: int, labels: int = 20)
             text = "" if s in goals else textwrap.fill(dump.state_name(s).replace("_", " "), 24, max_lines=3)
             box = {"facecolor": "#eeeeee", "alpha": 0.75, "edgecolor": "none", "pad": 0.8}
             below = {"xytext": (0, -7), "textcoords": "offset points", "ha": "center", "va": "top"}
-            axis.annotate(text, (layer[s], height[s]), **below, fontsize=7, bbox=box)
+            axis.annotate(text, (layer[s], height[s]), **below, fontsize=7, bbox=box, parse_math=False)
     axis.margins(0.09, 0.1)
     axis.set_yticks([])
     axis.set_xticks(range(len(columns)))
     axis.set_xlabel("steps from the start", fontsize=9)
     axis.spines[["left", "top", "right"]].set_visible(False)
     figure.colorbar(color, ax=axis, label="mean advantage", pad=0.01, shrink=0.8)
-    figure.suptitle(dump.goal(int(np.flatnonzero(dump.episodes.groups == group)[0])), fontsize=10)
+    figure.suptitle(dump.goal(int(played[0])), fontsize=10, parse_math=False)
     return figure
 
 

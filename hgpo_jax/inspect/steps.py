@@ -32,11 +32,17 @@ def group_ids(episodes: Episodes, level: int) -> np.ndarray:
 
 
 def step_value(dump: Dump, record: Estimate, level: int) -> np.ndarray:
-    """f32[B, T]: what a level compares: returns, in the prompt group of `hgpo` and `gigpo` episode scores."""
+    """f32[B, T]: what a level compares: returns; in the prompt group episode scores less the step's penalty.
+
+    `eb_gae` compares returns in the prompt group too, and subtracts penalties only after it has compared.
+    """
     e = dump.episodes
-    if level >= 0 or "rho" in record.stats:  # eb_gae compares returns there too
+    penalty = np.where(e.invalid & e.mask, np.float32(dump.config.advantage.invalid_penalty), np.float32(0))
+    if "rho" in record.stats:
+        return record.returns + penalty
+    if level >= 0:
         return record.returns
-    return np.where(e.mask, e.rewards.sum(1, keepdims=True), 0.0)
+    return np.where(e.mask, e.rewards.sum(1, keepdims=True) - penalty, np.float32(0))
 
 
 def step_groups(dump: Dump, record: Estimate, episode: int, turn: int) -> list[dict]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from hgpo_jax import config as configuration
 from hgpo_jax import diagnostics
-from hgpo_jax.config import Config
+from hgpo_jax.config import Config, ConfigError
 from hgpo_jax.inspect import oracle_errors
 from hgpo_jax.inspect.dumps import Dump
 from hgpo_jax.job import build
@@ -25,13 +25,15 @@ from hgpo_jax.warm_start import warm_start
 
 TASKS, EPISODES = 16, 64
 LEVELS = (0, 1, 2, 4)
+PARTS = ("bias2", "variance")
 
 
 def measure(config: Config) -> dict:
     """Bias and variance of HGPO with K = 0, 1, 2, 4 against Oracle groups, as shares of the variance of the returns.
 
     Returns: success of the policy; turns; return_variance over the steps that have an Oracle peer, and their number; peers,
-    the share of steps with company at each level; bias2, variance, mse: K -> number.
+    the share of steps with company at each level among all EPISODES of a task, more than training has; bias2, variance, mse:
+    K -> number.
     """
     job = build(config)
     params = warm_start(job)
@@ -61,33 +63,57 @@ def measure(config: Config) -> dict:
     }
 
 
+def read_bias(runs: Path) -> dict[str, list[dict]]:
+    """RUNS/bias.json: setting -> a `measure` with its seed for each that was made. Raises ConfigError."""
+    file = runs / "bias.json"
+    try:
+        found = json.loads(file.read_text()) if file.is_file() else {}
+        for measured in found.values():
+            for m in measured:
+                numbers = [m["seed"], m["success"], *m["peers"][:3], *(m[part][str(k)] for part in PARTS for k in LEVELS)]
+                if len(numbers) < 5 + len(PARTS) * len(LEVELS) or not all(isinstance(x, int | float) for x in numbers):
+                    raise ValueError("numbers are missing")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ConfigError(f"{file}: is damaged; delete it and measure again with `tables bias`") from None
+    return found
+
+
 def measure_all(plan: Plan, runs: Path, more: list[str]) -> None:
     """Measures each setting under plan.bias_seeds and writes RUNS/bias.json, setting -> a list of `measure`, and prints it."""
+    if not plan.bias_seeds:
+        raise ConfigError("bias_seeds: the plan has none; give the seeds to measure under, as in bias_seeds: [100]")
     runs.mkdir(parents=True, exist_ok=True)
-    file = runs / "bias.json"
-    found = json.loads(file.read_text()) if file.is_file() else {}
+    found = read_bias(runs)
     for name, setting in plan.settings.items():
-        for seed in plan.bias_seeds[len(found.get(name, [])) :]:
-            config = configuration.load(setting.config, [*plan.fields, *setting.fields, *more, f"seed={seed}"])
-            found.setdefault(name, []).append({"seed": seed} | measure(config))
-            file.write_text(json.dumps(found, indent=1) + "\n")
+        for seed in plan.bias_seeds:
+            if seed not in [m["seed"] for m in found.get(name, [])]:
+                config = configuration.load(setting.config, [*plan.fields, *setting.fields, *more, f"seed={seed}"])
+                found.setdefault(name, []).append({"seed": seed} | measure(config))
+                (runs / "bias.json").write_text(json.dumps(found, indent=1) + "\n")
     print("\n".join(bias_table(plan, found)))
 
 
-def bias_table(plan: Plan, bias: dict) -> list[str]:
-    """Squared bias and variance of each K, as shares of the variance of the returns; means over the measured seeds."""
+def bias_table(plan: Plan, bias: dict, gain: str = "", gains: dict[str, str] | None = None) -> list[str]:
+    """Squared bias and variance of each K, as shares of the variance of the returns; means over those of plan.bias_seeds.
+
+    gain, gains: the title of one more column, and its text by setting.
+    """
     heads = [f"K = {k}: bias² + variance" for k in LEVELS]
-    heads = ["setting", "seeds", "success", "peers at level 0, 1, 2", *heads]
+    heads = ["setting", "seeds", "success", f"peers among {EPISODES} episodes at level 0, 1, 2", *heads, *filter(None, [gain])]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    for setting, measured in bias.items():
+    for setting in plan.settings:
+        measured = [m for m in bias.get(setting, []) if m["seed"] in plan.bias_seeds]
+        if not measured:
+            continue
         peers = np.mean([m["peers"][:3] for m in measured], axis=0)
-        errors = [[np.mean([m[part][str(k)] for m in measured]) for part in ("bias2", "variance")] for k in LEVELS]
+        errors = [[np.mean([m[part][str(k)] for m in measured]) for part in PARTS] for k in LEVELS]
         line = [
             plan.settings[setting].title,
             ", ".join(str(m["seed"]) for m in measured),
             f"{np.mean([m['success'] for m in measured]):.0%}",
             ", ".join(f"{share:.2f}" for share in peers),
             *(f"{squared:.3f} + {variance:.3f}" for squared, variance in errors),
+            *([(gains or {}).get(setting, "not run")] if gain else []),
         ]
         lines.append("| " + " | ".join(line) + " |")
     return lines

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hgpo_jax.tables.bias import bias_table
+from hgpo_jax.tables.bias import bias_table, read_bias
 from hgpo_jax.tables.curves import plot
 from hgpo_jax.tables.plan import Cell, Plan, Table
 from hgpo_jax.tables.results import Result, paired, read_all, spread
@@ -76,8 +76,13 @@ def rows(plan: Plan, found: Results) -> list[Row]:
     return made
 
 
-def _pair(mean: float | None, std: float | None, missing: str) -> str:
-    return missing if mean is None else f"{mean:.1f}" + ("" if std is None else f" ± {std:.1f}")
+def _pair(mean: float | None, std: float | None) -> str:
+    return "-" if mean is None else f"{mean:.1f}" + ("" if std is None else f" ± {std:.1f}")
+
+
+def _published(numbers: tuple[float, float | None] | None) -> str:
+    """All the digits that were published."""
+    return " ± ".join(f"{x:g}" for x in numbers or () if x is not None)
 
 
 def _state(row: Row) -> str:
@@ -110,21 +115,51 @@ def layout(plan: Plan, made: list[Row]) -> list[tuple[str, str, list[list[str]]]
                 line = [plan.methods[method].title]
                 for row in (row for row in mine if row.method == method):
                     line += [_state(row)] if len(line) == 1 else []
-                    line.append(_pair(row.mean, row.std, "-"))
+                    line.append(_pair(row.mean, row.std))
                     if compared:
                         difference = "" if row.difference is None else f"{row.difference:+.1f}"
-                        line += [_pair(*(row.published or (None, None)), ""), difference]
+                        line += [_published(row.published), difference]
                     line += [_versus(row.versus)] if table.baseline else []
                 lines.append(line)
             parts.append((table.title, plan.settings[setting].title, lines))
     return parts
 
 
-def markdown(plan: Plan, made: list[Row], bias: dict) -> str:
-    """All tables, then the Oracle bias where it was measured."""
+def outside(plan: Plan, made: list[Row]) -> list[str]:
+    """The paired differences that are outside the noise, beside how many would be without any effect."""
+    compared = [row for row in made if row.versus]
+    if not compared:
+        return []
+    found = [row for row in compared if row.versus["interval"][0] > 0 or row.versus["interval"][1] < 0]
+    text = ["", "## Outside the noise", "",
+            f"The 95 % interval leaves out 0 in {len(found)} of {len(compared)} differences. Without any effect about "
+            f"{0.05 * len(compared):.1f} would be expected, in clusters, because a run's numbers are correlated."]  # fmt: skip
+    text += [""] if found else []
+    baselines = {table.title: table.baseline for table in plan.tables}
+    for row in found:
+        pair = f"{plan.methods[row.method].title} minus {plan.methods[baselines[row.table]].title}"
+        said = f"{_versus(row.versus)}, p = {row.versus['p']:.2g}"
+        text.append(f"* {row.table}, {plan.settings[row.setting].title}: {pair}, {row.column} {said}")
+    return text
+
+
+def gains(plan: Plan, made: list[Row]) -> tuple[str, dict[str, str]]:
+    """To stand beside the Oracle bias: title, and by setting the first paired difference of the first table that has any."""
+    for table in plan.tables:
+        rows = [row for row in made if row.table == table.title and row.versus]
+        if rows:
+            method = rows[0].method
+            title = f"{plan.methods[method].title} minus {plan.methods[table.baseline].title}, {rows[0].column}"
+            first = [row for row in rows if (row.method, row.column) == (method, rows[0].column)]
+            return title, {row.setting: _versus(row.versus) for row in first}
+    return "", {}
+
+
+def markdown(plan: Plan, found: Results, made: list[Row], bias: dict) -> str:
+    """All tables, the differences outside the noise, then the Oracle bias where it was measured."""
     note = "Percent; mean ± standard deviation over the runs that have ended, for a single one over its evaluation seeds."
     if any(table.baseline for table in plan.tables):
-        note += " Differences are paired by seed: mean ± standard error (95 % interval by Student's t), seeds above 0."
+        note += " Differences (points) are paired by seed: mean ± standard error (95 % interval by Student's t), seeds above 0."
     text = [f"# {plan.title}", "", note]
     if plan.published:
         text += ["", f"Published: {plan.published.source}"]
@@ -135,19 +170,25 @@ def markdown(plan: Plan, made: list[Row], bias: dict) -> str:
         last = title
         text += ["| " + " | ".join(line) + " |" for line in lines]
         text.insert(-len(lines) + 1, "|" + "---|" * len(lines[0]))
+    text += outside(plan, made)
     if bias:
         note = "HGPO's advantages against the Oracle groups': squared bias and variance in shares of the returns' variance."
-        text += ["", "## Oracle bias at the warm start", "", note, "", *bias_table(plan, bias)]
+        text += ["", "## Oracle bias at the warm start", "", note, "", *bias_table(plan, bias, *gains(plan, made))]
+    changed = [f"* {cell.name}: {', '.join(r.changed)}" for cell, r in found.items() if r and r.changed]
+    if changed:
+        text += ["", "## Runs with other settings than the plan's", "", *changed]
     return "\n".join(text) + "\n"
 
 
-SPECIAL = {"&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "±": r"$\pm$", "²": "$^2$", "α": r"$\alpha$"}
+SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "$": r"\$", "{": r"\{", "}": r"\}",
+           "&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "±": r"$\pm$", "²": "$^2$", "α": r"$\alpha$"}  # fmt: skip
 
 
 def latex(plan: Plan, made: list[Row]) -> str:
     """The tables as `tabular`s that need no package."""
     escape = lambda text: "".join(SPECIAL.get(letter, letter) for letter in text)  # noqa: E731
-    text = [f"% {plan.title}" + (f"; published: {plan.published.source}" if plan.published else "")]
+    source = f"; published: {' '.join(plan.published.source.split())}" if plan.published else ""
+    text = [f"% {plan.title}{source}"]
     for title, setting, (heading, *lines) in layout(plan, made):
         text += ["", f"% {title}: {setting}", rf"\begin{{tabular}}{{ll{'r' * (len(heading) - 2)}}}", r"\hline"]
         text += [" & ".join(map(escape, heading)) + r" \\", r"\hline"]
@@ -183,7 +224,7 @@ def record(plan: Plan, found: Results, made: list[Row], bias: dict) -> str:
             cells.append({
                 "cell": cell.name, "done": result.done, "iterations": result.iterations, "seconds": round(result.seconds, 1),
                 "numbers": numbers, "curve": curve,
-            })  # fmt: skip
+            } | ({"changed": result.changed} if result.changed else {}))  # fmt: skip
     differences = [
         {"table": r.table, "setting": r.setting, "method": r.method, "column": r.column} | r.versus for r in made if r.versus
     ]
@@ -199,9 +240,8 @@ def collect(plan: Plan, name: str, runs: Path, to: Path) -> str:
     """Reads RUNS and writes NAME.md, .csv, .tex, .json and, where there are curves, .png; returns the Markdown."""
     found = read_all(plan, runs)
     made = rows(plan, found)
-    file = runs / "bias.json"
-    bias = json.loads(file.read_text()) if file.is_file() else {}
-    text = markdown(plan, made, bias)
+    bias = read_bias(runs)
+    text = markdown(plan, found, made, bias)
     to.mkdir(parents=True, exist_ok=True)
     for suffix, content in (
         (".md", text), (".csv", table_csv(made)), (".tex", latex(plan, made)), (".json", record(plan, found, made, bias)),

@@ -47,9 +47,9 @@ def plot(plan: Plan, found: dict, file: Path) -> bool:
                 continue
             setting = table.settings[column]
             base = curves[i, setting, table.baseline]
-            for number, method in enumerate(table.methods):
+            for method in table.methods:
                 title, own = plan.methods[method].title, curves[i, setting, method]
-                color = f"C{number}"
+                color = f"C{list(plan.methods).index(method) % 10}"  # the same in every table
                 if len(own) > 1:
                     _draw(upper, np.stack(list(own.values())), f"{title} ({len(own)})", color, len(table.methods))
                 both = sorted(own.keys() & base.keys())
@@ -58,9 +58,13 @@ def plot(plan: Plan, found: dict, file: Path) -> bool:
                     _draw(lower, differences, f"{title} ({len(both)})", color, len(table.methods))
             upper.set_title(f"{table.title}\n{plan.settings[setting].title}", fontsize=9)
             upper.set_ylabel("success")
+            upper.set_ylim(0, 1)  # an interval of two or three seeds reaches far beyond
+            most = max([0.02, *(float(abs(line.get_ydata()).max()) for line in lower.lines)])
+            lower.set_ylim(-3 * most, 3 * most)
             lower.set_ylabel(f"minus {plan.methods[table.baseline].title}")
             lower.axhline(0, color="0.4", linewidth=0.8)
             lower.set_xlabel("iteration")
+            lower.set_xlim(upper.get_xlim())
             for axis in (upper, lower):
                 axis.grid(alpha=0.25)
                 axis.spines[["top", "right"]].set_visible(False)

@@ -77,6 +77,7 @@ def slurm(plan: Plan, cell: Cell, runs: str) -> tuple[str, str]:
     sizes = f"--nodes={machines} --ntasks-per-node={gpus} --gpus-per-node={gpus}"
     lines = ["#!/usr/bin/env bash", f"# {cell.name}, from the project's folder with its virtual environment active.",
              "set -euo pipefail"]  # fmt: skip
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in plan.variables.items()]
     for step in steps(plan, cell, runs):
         after = "" if step.module == "train" else f'--dependency=afterok:"$job" --export=ALL,COMMAND={step.module} '
         words = " ".join(map(quote, arguments(step)))
@@ -87,6 +88,8 @@ def slurm(plan: Plan, cell: Cell, runs: str) -> tuple[str, str]:
 def tpu(plan: Plan, cell: Cell, runs: str) -> tuple[str, str]:
     """Makes the slice, trains, evaluates, and deletes the slice. From the project's folder."""
     slice_ = plan.settings[cell.setting].tpu
+    if plan.variables:
+        raise ConfigError("variables: launch files for TPUs set none; take them out of the plan")
     if not slice_:
         raise ConfigError(f"settings.{cell.setting}.tpu: missing; give {{type: v5litepod-8, mesh: fsdp=8}}")
     lines = [
@@ -122,6 +125,7 @@ def kubernetes(plan: Plan, cell: Cell, runs: str) -> tuple[str, str]:
             entry["value"] = f"{name}-0.{name}:12345"
         if entry["name"] == "JAX_NUM_PROCESSES":
             entry["value"] = str(machines)
+    container["env"] += [{"name": variable, "value": value} for variable, value in plan.variables.items()]
     return f"{name}.yaml", yaml.dump_all([service, job], Dumper=_Text, sort_keys=False, width=1000)
 
 
@@ -131,7 +135,7 @@ def skypilot(plan: Plan, cell: Cell, runs: str) -> tuple[str, str]:
     machines, gpus = nodes(plan, cell)
     task |= {"name": label(cell), "num_nodes": machines}
     task["resources"]["accelerators"] = f"{task['resources']['accelerators'].partition(':')[0]}:{gpus}"
-    task["envs"] = {"BUCKET": task["envs"]["BUCKET"]}
+    task["envs"] = {"BUCKET": task["envs"]["BUCKET"]} | plan.variables
     task["run"] = task["run"].partition("python ")[0] + "\n".join(commands(plan, cell)) + "\n"
     return f"{label(cell)}.yaml", yaml.dump(task, Dumper=_Text, sort_keys=False, width=1000)
 

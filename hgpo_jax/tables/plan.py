@@ -13,7 +13,7 @@ from pydantic import Field
 from hgpo_jax import config as configuration
 from hgpo_jax import memory
 from hgpo_jax.config import CONFIGS, Config, ConfigError, Positive, Section
-from hgpo_jax.evaluate import parse_seeds
+from hgpo_jax.evaluate import file_name, parse_seeds
 from hgpo_jax.mesh import abstract_mesh
 
 Name = pydantic.constr(pattern=r"^[a-z0-9][a-z0-9_.-]*$")  # part of a path and of a job's name
@@ -147,6 +147,12 @@ def read(file: Path) -> Plan:
         where = ".".join(map(str, first["loc"])) or "the file"
         reason = "no such field" if first["type"] == "extra_forbidden" else first["msg"]
         raise ConfigError(f"{file}: {where}: {reason}") from None
+    for name, setting in plan.settings.items():
+        known = [f"{split}/{number}" for split in setting.splits for number in ("success", "score")] if setting.seeds else []
+        known = ["train/auc", "train/last", "final/sampled", "final/greedy", *known]
+        for column, number in setting.columns.items():
+            if number not in known:
+                raise ConfigError(f"{file}: settings.{name}.columns: {column}: {number} is none of {', '.join(known)}")
     for table in plan.tables:
         for kind, names, known in (
             ("settings", table.settings, plan.settings),
@@ -175,10 +181,10 @@ def overrides(plan: Plan, cell: Cell) -> list[str]:
     return [*plan.fields, *setting.fields, *plan.methods[cell.method].fields, f"seed={cell.seed}"]
 
 
-def config_of(plan: Plan, cell: Cell) -> Config:
-    """A cell's configuration. Raises ConfigError."""
+def config_of(plan: Plan, cell: Cell, more: tuple[str, ...] = ()) -> Config:
+    """A cell's configuration. `more`: further overrides. Raises ConfigError."""
     try:
-        return configuration.load(plan.settings[cell.setting].config, overrides(plan, cell))
+        return configuration.load(plan.settings[cell.setting].config, [*overrides(plan, cell), *more])
     except ConfigError as error:
         raise ConfigError(f"{cell.name}: {error}") from None
 
@@ -192,9 +198,9 @@ def steps(plan: Plan, cell: Cell, runs: str | Path, more: tuple[str, ...] = ()) 
         return found
     seeds = ",".join(map(str, setting.seeds))
     parse_seeds(seeds)
-    temperature = config_of(plan, cell).evaluation.temperature
+    evaluation = config_of(plan, cell, more).evaluation
     for split in setting.splits:
-        proof = folder / "evaluations" / f"{split}-t{temperature:g}-s{seeds.replace(',', '-')}.json"
+        proof = folder / "evaluations" / file_name(split, evaluation.temperature, evaluation.episodes, setting.seeds)
         found.append(Step("evaluate", (str(folder), "--seeds", seeds, "--split", split, *more), proof))
     return found
 

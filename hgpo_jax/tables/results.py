@@ -12,7 +12,11 @@ from scipy import stats
 
 from hgpo_jax.config import ConfigError
 from hgpo_jax.metrics import read_metrics
+from hgpo_jax.run_folder import differing
 from hgpo_jax.tables.plan import Cell, Plan, cells, config_of, steps
+
+# Fields of places and of sizes that change no result.
+PLACES = ("run_dir", "cache_dir", "mesh", "env.data", "env.workers", "rollout.chunk", "learner.microbatch_size", "log.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +26,8 @@ class Result:
     done: all its commands have ended. iterations: made so far. numbers: name -> (mean, std over evaluation seeds or None),
     shares in percent: `SPLIT/success` and `SPLIT/score` of evaluations under seeds; `final/sampled` and `final/greedy`
     of the one that ends training; `train/auc`, the mean success over all iterations, and `train/last`, over the last ones.
-    curve: success by iteration. seconds: of rollouts and updates.
+    curve: success by iteration. seconds: of rollouts and updates. changed: `field=value` of what the run had otherwise than
+    the plan says, because the plan was changed since or the run was given overrides.
     """
 
     done: bool
@@ -30,6 +35,7 @@ class Result:
     numbers: dict[str, tuple[float, float | None]]
     curve: list[float]
     seconds: float
+    changed: tuple[str, ...] = ()
 
 
 def _json(path: Path) -> dict:
@@ -41,7 +47,7 @@ def _json(path: Path) -> dict:
 
 def read_cell(plan: Plan, cell: Cell, runs: Path) -> Result | None:
     """A cell's result; None where its run has not begun. Raises ConfigError for a damaged file."""
-    folder, parts = runs / cell.name, steps(plan, cell, runs)
+    folder, parts, config = runs / cell.name, steps(plan, cell, runs), config_of(plan, cell)
     rows = read_metrics(folder)
     if not rows and not any(step.proof.is_file() for step in parts):
         return None
@@ -60,13 +66,25 @@ def read_cell(plan: Plan, cell: Cell, runs: Path) -> Result | None:
                     numbers[f"{found['split']}/{name}"] = 100 * over["mean"], std
         except (KeyError, TypeError, AttributeError):
             raise ConfigError(f"{step.proof}: is no evaluation; delete it and run the cell again") from None
-    curve = [row["success"] for row in rows]
-    if len(curve) == config_of(plan, cell).iterations:
+    found = differing(config, folder) if (folder / "config.yaml").is_file() else {}
+    changed = {name: before for name, (before, _) in found.items() if not name.startswith(PLACES)}
+    try:
+        curve = [float(row["success"]) for row in rows]
+        seconds = sum(sum(row["seconds"].values()) for row in rows)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise ConfigError(f"{folder}/metrics.jsonl: is damaged; delete the folder and run the cell again") from None
+    if parts[0].proof.is_file() and len(curve) < changed.get("iterations", config.iterations):
+        raise ConfigError(
+            f"{folder}/metrics.jsonl: is damaged, it holds {len(curve)} of {config.iterations} iterations; "
+            "delete the folder and run the cell again"
+        )
+    if len(curve) == config.iterations:
         numbers["train/auc"] = 100 * float(np.mean(curve)), None
         numbers["train/last"] = 100 * float(np.mean(curve[-plan.window :])), None
-    seconds = sum(sum(row["seconds"].values()) for row in rows)
-    done = all(step.proof.is_file() for step in parts)
-    return Result(done=done, iterations=len(rows), numbers=numbers, curve=curve, seconds=seconds)
+    return Result(
+        done=all(step.proof.is_file() for step in parts), iterations=len(rows), numbers=numbers, curve=curve,
+        seconds=seconds, changed=tuple(f"{name}={value}" for name, value in changed.items()),
+    )  # fmt: skip
 
 
 def read_all(plan: Plan, runs: Path) -> dict[Cell, Result | None]:

@@ -169,7 +169,7 @@ const BINS = [[1, 1, "1"], [2, 2, "2"], [3, 4, "3–4"], [5, 8, "5–8"], [9, 16
   if (bars.children.length)
     byId("sizes").append(
       make("h3", {}, "Steps by the size of their group"),
-      make("p", { class: "note" }, "All episodes of the dumped iterations; the darker, the more company a step has."), bars);
+      make("p", { class: "note" }, "All episodes of the dumped iterations; the stronger the colour, the more company a step has."), bars);
 }
 
 // ---- episodes ----
@@ -191,13 +191,13 @@ function paint(element, value) {
 
 // The steps [episode, turn] of a level's group, with what the level compares.
 function members(level) {
-  const group = groupNow(), name = explainer(), ids = group.ids[level];
-  const id = ids[at.episode][at.turn], column = group.estimators[name].levels.indexOf(level);
+  const group = groupNow(), detail = group.estimators[explainer()], ids = group.ids[level];
+  const id = ids[at.episode][at.turn], column = detail.levels.indexOf(level);
+  const values = level < 0 && detail.scores ? detail.scores : detail.compared;
   const found = [];
   ids.forEach((row, b) => row.forEach((other, t) => {
     if (other !== id) return;
-    const scores = level < 0 && group.estimators[name].scores;
-    found.push({ b, t, value: scores ? group.episodes[b].score : group.estimators[name].returns[b][t], advantage: group.estimators[name].level_advantages[b][t][column] });
+    found.push({ b, t, value: values[b][t], advantage: detail.level_advantages[b][t][column] });
   }));
   return found;
 }
