@@ -94,7 +94,7 @@ def train(job: Job, folder: Path, first: int, stop: Interruption) -> dict:
     if reference is not job.policy.params:  # nothing reads them again, and they would fill a part of every device
         jax.tree.map(lambda a: a.delete(), job.policy.params)
     recorder = Recorder(config, folder, first, writes)
-    done = stop.saved = first
+    done = first
 
     def save(success: float | None = None) -> None:
         """A checkpoint counts on the rows and dumps before it."""
@@ -207,6 +207,8 @@ def run(config: Config, mesh: Mesh, folder: Path, resuming: bool, stop: Interrup
     def take_folder() -> tuple[int, list[str]]:
         folder.mkdir(parents=True, exist_ok=True)
         locks.append(lock(folder))
+        if not resuming and (folder / "config.yaml").is_file():
+            raise ConfigError(f"run_dir={folder}: another process has begun a run here; go on with --resume auto")
         found = resume_point(folder) if resuming else (0, [])
         drop_later(folder, found[0])
         (folder / UNFINISHED).write_text(configuration.dump(config))
@@ -215,12 +217,13 @@ def run(config: Config, mesh: Mesh, folder: Path, resuming: bool, stop: Interrup
 
     locks = []  # held as long as this runs
     first, faults = distributed.first_says(take_folder)
+    stop.saved = first
     devices = f"{job.mesh.size} {jax.devices()[0].platform} device{'s' if job.mesh.size > 1 else ''}"
     count = sum(a.size for a in jax.tree.leaves(job.policy.params))
     print(f"{folder}: {config.method}, {count:,} parameters, {devices}, mesh {dict(job.mesh.shape)}", flush=True)
 
     for fault in faults:
-        print(f"warning: {fault}; going back to iteration {first}", file=sys.stderr if writes else None, flush=True)
+        print(f"warning: {fault}", file=sys.stderr if writes else None, flush=True)
     if resuming:
         print(f"resumed after iteration {first} in {folder}", flush=True)
     params = train(job, folder, first, stop)

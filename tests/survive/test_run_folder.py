@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from hgpo_jax import config as configuration
+from hgpo_jax import train
 from hgpo_jax.config import ConfigError
 from hgpo_jax.run_folder import FREE_TO_CHANGE, LOCK, check_unchanged, drop_later, lock, resume_point, run_folder
 
@@ -65,7 +66,10 @@ def test_a_field_that_is_newer_than_the_run_had_its_default(tmp_path):
         check_unchanged(configuration.load(None, ["critic.lr=0.5"]), folder)
 
 
-@pytest.mark.parametrize("content", ["", "a: [", "- 1", "\x00\x01"])
+ODD = ["", "a: [", "- 1", "\x00\x01", "log: 3", "learner: [1]", "[" * 5000, "a: 2024-99-99"]
+
+
+@pytest.mark.parametrize("content", ODD, ids=[content[:8] for content in ODD])
 def test_a_damaged_configuration_is_named(tmp_path, content):
     folder = begun(tmp_path / "run")
     (folder / "config.yaml").write_text(content)
@@ -118,6 +122,39 @@ def test_a_run_without_a_good_checkpoint_never_begins_again_silently(tmp_path):
     (folder / "checkpoints" / "5").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"no good checkpoint is left.*digests\.json is missing"):
         resume_point(folder)
+
+
+def test_rows_that_were_lost_are_said(tmp_path, monkeypatch):
+    monkeypatch.setattr("hgpo_jax.run_folder.settle", lambda _: (4, ["checkpoint 5 is damaged"]))
+    folder = begun(tmp_path / "run")
+    rows(folder, 4)
+    assert resume_point(folder) == (4, ["checkpoint 5 is damaged; going back to iteration 4"])
+    rows(folder, 2)
+    done, wrong = resume_point(folder)
+    assert done == 4 and "metrics.jsonl: lacks 2 rows of iterations that are done, the first is 2" in wrong[1]
+
+
+@pytest.mark.parametrize("every", ["x", "null", "[1]"])
+def test_a_damaged_interval_is_named(tmp_path, every):
+    folder = begun(tmp_path / "run")
+    (folder / "config.yaml").write_text(f"log: {{checkpoint_every: {every}}}")
+    with pytest.raises(ConfigError, match=r"log\.checkpoint_every="):
+        resume_point(folder)
+
+
+def test_a_run_that_began_meanwhile_is_not_begun_again(tmp_path, monkeypatch):
+    """Both found an empty folder; the other one was killed before this one had built its job and got the lock."""
+    folder = tmp_path / "run"
+
+    def slow_build(config, mesh):
+        begun(folder)
+        (folder / "episodes").mkdir()
+        (folder / "episodes" / "iteration-00009.npz").touch()
+
+    monkeypatch.setattr("hgpo_jax.train.build", slow_build)
+    with pytest.raises(ConfigError, match="another process has begun a run here"):
+        train.run(configuration.load(), None, folder, False, None)
+    assert (folder / "episodes" / "iteration-00009.npz").exists()
 
 
 def test_dumps_after_the_checkpoint_are_dropped(tmp_path):
