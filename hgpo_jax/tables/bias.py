@@ -15,7 +15,7 @@ import numpy as np
 
 from hgpo_jax import config as configuration
 from hgpo_jax import diagnostics
-from hgpo_jax.config import Config
+from hgpo_jax.config import Config, ConfigError
 from hgpo_jax.inspect import oracle_errors
 from hgpo_jax.inspect.dumps import Dump
 from hgpo_jax.job import build
@@ -23,6 +23,7 @@ from hgpo_jax.sampling import Decoding
 from hgpo_jax.tables.plan import Plan
 from hgpo_jax.warm_start import warm_start
 
+FILE = "bias.json"
 TASKS, EPISODES = 16, 64
 LEVELS = (0, 1, 2, 4)
 
@@ -64,14 +65,25 @@ def measure(config: Config) -> dict:
 def measure_all(plan: Plan, runs: Path, more: list[str]) -> None:
     """Measures each setting under plan.bias_seeds and writes RUNS/bias.json, setting -> a list of `measure`, and prints it."""
     runs.mkdir(parents=True, exist_ok=True)
-    file = runs / "bias.json"
-    found = json.loads(file.read_text()) if file.is_file() else {}
+    found, partial = read(plan, runs), runs / "bias.partial"
     for name, setting in plan.settings.items():
         for seed in plan.bias_seeds[len(found.get(name, [])) :]:
             config = configuration.load(setting.config, [*plan.fields, *setting.fields, *more, f"seed={seed}"])
             found.setdefault(name, []).append({"seed": seed} | measure(config))
-            file.write_text(json.dumps(found, indent=1) + "\n")
+            partial.write_text(json.dumps(found, indent=1) + "\n")
+            partial.replace(runs / FILE)
     print("\n".join(bias_table(plan, found)))
+
+
+def read(plan: Plan, runs: Path) -> dict:
+    """What `measure_all` wrote, nothing where it did not. Raises ConfigError for a damaged file."""
+    file = runs / FILE
+    try:
+        found = json.loads(file.read_text()) if file.is_file() else {}
+        bias_table(plan, found)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ConfigError(f"{file}: is damaged, or of another plan; delete it and measure again") from None
+    return found
 
 
 def bias_table(plan: Plan, bias: dict) -> list[str]:

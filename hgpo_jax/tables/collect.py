@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hgpo_jax.tables.bias import bias_table
+from hgpo_jax.tables.bias import bias_table, read
 from hgpo_jax.tables.curves import plot
 from hgpo_jax.tables.plan import Cell, Plan, Table
 from hgpo_jax.tables.results import Result, paired, read_all, spread
@@ -199,8 +199,7 @@ def collect(plan: Plan, name: str, runs: Path, to: Path) -> str:
     """Reads RUNS and writes NAME.md, .csv, .tex, .json and, where there are curves, .png; returns the Markdown."""
     found = read_all(plan, runs)
     made = rows(plan, found)
-    file = runs / "bias.json"
-    bias = json.loads(file.read_text()) if file.is_file() else {}
+    bias = read(plan, runs)
     text = markdown(plan, made, bias)
     to.mkdir(parents=True, exist_ok=True)
     for suffix, content in (

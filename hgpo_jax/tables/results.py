@@ -35,7 +35,7 @@ class Result:
 def _json(path: Path) -> dict:
     try:
         return json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError):
+    except (ValueError, RecursionError):
         raise ConfigError(f"{path}: is damaged; delete it and run the cell again") from None
 
 
@@ -60,11 +60,14 @@ def read_cell(plan: Plan, cell: Cell, runs: Path) -> Result | None:
                     numbers[f"{found['split']}/{name}"] = 100 * over["mean"], std
         except (KeyError, TypeError, AttributeError):
             raise ConfigError(f"{step.proof}: is no evaluation; delete it and run the cell again") from None
-    curve = [row["success"] for row in rows]
+    try:
+        curve = [float(row["success"]) for row in rows]
+        seconds = sum(sum(row["seconds"].values()) for row in rows)
+    except (KeyError, TypeError, AttributeError, ValueError):
+        raise ConfigError(f"{folder / 'metrics.jsonl'}: a line is no row of metrics; take it out") from None
     if len(curve) == config_of(plan, cell).iterations:
         numbers["train/auc"] = 100 * float(np.mean(curve)), None
         numbers["train/last"] = 100 * float(np.mean(curve[-plan.window :])), None
-    seconds = sum(sum(row["seconds"].values()) for row in rows)
     done = all(step.proof.is_file() for step in parts)
     return Result(done=done, iterations=len(rows), numbers=numbers, curve=curve, seconds=seconds)
 
