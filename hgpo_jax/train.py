@@ -11,9 +11,11 @@ transcripts.txt.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -60,12 +62,22 @@ def validate(job: Job, params) -> dict:
     return {f"validation/{name}": summary[name] for name in ("success", "turns", "invalid", "score") if name in summary}
 
 
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """A folder that a policy cannot be written into is a user's mistake."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
 def begin(job: Job, folder: Path):
     """The policy that training starts from, as it was when the run began, or cloned or given."""
     config = job.config
     if not distributed.first_says((folder / "start" / "config.json").is_file):
         reference = warm_start(job) if config.warm_start == "cloning" else job.policy.params
-        Policy(job.policy.config, reference, job.policy.tokenizer).save(folder / "start")
+        with refusals():
+            Policy(job.policy.config, reference, job.policy.tokenizer).save(folder / "start")
         return reference
     try:
         return load_policy(folder / "start", job.mesh, config.policy.dtype).params
@@ -143,7 +155,8 @@ def train(job: Job, folder: Path, first: int, stop: Interruption) -> dict:
         recorder.close()
     checkpoints.close()
     if job.adapted.lora:
-        lora.save(folder / "adapter", job.adapted, state["params"], base=config.policy.source)
+        with refusals():
+            lora.save(folder / "adapter", job.adapted, state["params"], base=config.policy.source)
     return job.merged(state["params"], reference)
 
 
@@ -227,7 +240,8 @@ def run(config: Config, mesh: Mesh, folder: Path, resuming: bool, stop: Interrup
     if resuming:
         print(f"resumed after iteration {first} in {folder}", flush=True)
     params = train(job, folder, first, stop)
-    Policy(job.policy.config, params, job.policy.tokenizer).save(folder / "policy")
+    with refusals():
+        Policy(job.policy.config, params, job.policy.tokenizer).save(folder / "policy")
     if writes:
         plot_curves(folder, f"{config.name}, {config.method}, seed {config.seed}")
     result, transcripts = evaluate(job, params, folder)

@@ -165,7 +165,10 @@ def test_a_wrong_plan_is_refused_in_one_line(tmp_path, changes, fragment):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("text", ["\n".join(" " * i + "a:" for i in range(3000)), "[" * 3000, "title: 2024-99-99", "a: [", "\0"])
+STAIRS = "\n".join(" " * i + "a:" for i in range(3000))
+
+
+@pytest.mark.parametrize("text", [STAIRS, "[" * 3000, "title: 2024-99-99", "a: [", "\0"])
 def test_a_plan_that_is_no_yaml_is_refused_in_one_line(tmp_path, text):
     (tmp_path / "plan.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"plan\.yaml: not a YAML file") as refused:
