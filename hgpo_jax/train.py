@@ -80,9 +80,12 @@ def begin(job: Job, folder: Path):
             Policy(job.policy.config, reference, job.policy.tokenizer).save(folder / "start")
         return reference
     try:
-        return load_policy(folder / "start", job.mesh, config.policy.dtype).params
+        reference = load_policy(folder / "start", job.mesh, config.policy.dtype).params
     except ValueError as error:
         raise ConfigError(f"{error}; remove {folder / 'start'}, and it is made again") from None
+    if jax.tree.map(jnp.shape, reference) != jax.tree.map(jnp.shape, job.policy.params):
+        raise ConfigError(f"{folder / 'start'}: policy.* or env.* ask for another size of policy; begin another run_dir")
+    return reference
 
 
 def train(job: Job, folder: Path, first: int, stop: Interruption) -> dict:
@@ -200,8 +203,9 @@ def main() -> None:
         try:
             run(config, mesh, folder, resuming, stop)
         except Interrupted as signal:
-            saved = f"{stop.saved} of {config.iterations} iterations are saved, --resume {folder} goes on"
-            print(f"stopped by {signal}: {saved if stop.saved else 'no iteration was done'}", flush=True)
+            saved = f"{stop.saved} of {config.iterations} iterations are saved" if stop.saved else "no iteration was done"
+            goes_on = f", --resume {folder} goes on" if stop.saved or resuming else ""
+            print(f"stopped by {signal}: {saved}{goes_on}", flush=True)
             sys.exit(128 + signal.number)
     print(f"{time.perf_counter() - began:.0f} s in all; everything is in {folder}")
 

@@ -1,15 +1,26 @@
 """Whose folder it is: what may change where a run goes on, the lock, and what a run leaves that died at once."""
 
+import copy
 import json
+import os
+import shutil
 import subprocess
 import sys
+import types
+from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
 from hgpo_jax import config as configuration
 from hgpo_jax import train
 from hgpo_jax.config import ConfigError
+from hgpo_jax.policy import ModelConfig, Policy
+from hgpo_jax.policy.huggingface import written_whole
 from hgpo_jax.run_folder import FREE_TO_CHANGE, LOCK, check_unchanged, drop_later, lock, resume_point, run_folder
+from hgpo_jax.warm_start import warm_start
+
+HF = Path(__file__).parents[1] / "policy" / "data" / "qwen2_tiny"
 
 
 def begun(folder, *overrides):
@@ -40,9 +51,9 @@ def test_all_fields_that_differ_are_named_and_allowed_by_name(tmp_path):
 def test_every_field_is_either_compared_or_free(tmp_path):
     """Each field is changed in the stored configuration; nothing slips through."""
     folder, config = begun(tmp_path / "run"), configuration.load()
-    stored = (folder / "config.yaml").read_text()
+    stored = configuration.yaml.safe_load((folder / "config.yaml").read_text())
     for name in configuration.fields():
-        tree = configuration.yaml.safe_load(stored)
+        tree = copy.deepcopy(stored)
         *sections, leaf = name.split(".")
         node = tree
         for section in sections:
@@ -155,6 +166,41 @@ def test_a_run_that_began_meanwhile_is_not_begun_again(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="another process has begun a run here"):
         train.run(configuration.load(), None, folder, False, None)
     assert (folder / "episodes" / "iteration-00009.npz").exists()
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A job that stands in for one whose policy is a small one."""
+    config = configuration.load(None, [f"cache_dir={tmp_path}"])
+    policy = Policy(ModelConfig(8, 8, 8, 2, 2, 1), {"w": jnp.zeros(3)}, None)
+    return types.SimpleNamespace(config=config, mesh=None, policy=policy)
+
+
+def test_a_damaged_cached_warm_start_is_named(tmp_path, small, monkeypatch):
+    monkeypatch.setattr("hgpo_jax.warm_start.cache_key", lambda _: "key")
+    folder = shutil.copytree(HF, tmp_path / "warm_start" / "key")
+    os.truncate(folder / "model.safetensors", 50)
+    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged.*; remove .*/warm_start/key, and"):
+        warm_start(small)
+
+
+def test_a_start_that_is_damaged_or_of_another_size_is_named(tmp_path, small, monkeypatch):
+    folder = shutil.copytree(HF, tmp_path / "start")
+    os.truncate(folder / "model.safetensors", 50)
+    with pytest.raises(ConfigError, match=r"is damaged.*; remove .*/start, and"):
+        train.begin(small, tmp_path)
+    other = types.SimpleNamespace(params={"w": jnp.zeros(4)})
+    monkeypatch.setattr("hgpo_jax.train.load_policy", lambda *_: other)
+    with pytest.raises(ConfigError, match=r"start: policy\.\* or env\.\* ask for another size"):
+        train.begin(small, tmp_path)
+    other.params["w"] = small.policy.params["w"]
+    assert train.begin(small, tmp_path) is other.params
+
+
+def test_a_policy_does_not_go_where_something_else_is(tmp_path):
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(ConfigError, match=r"holds notes\.txt"), train.refusals(), written_whole(tmp_path):
+        pass
 
 
 def test_dumps_after_the_checkpoint_are_dropped(tmp_path):
