@@ -284,7 +284,7 @@ class LogConfig(Section):
 class EvaluationConfig(Section):
     """The evaluation on held-out tasks at the end of a run, and validations on the same tasks while it trains."""
 
-    episodes: Positive = field(512, "held-out tasks")
+    episodes: Positive = field(512, "held-out tasks", le=1_000_000)
     every: int = field(0, "iterations between validations (sampled) of the policy that an iteration begins with; 0: none", ge=0)
     temperature: float = field(
         1.0, "temperature of the sampled evaluation; a greedy one is always made too", gt=0, le=10
