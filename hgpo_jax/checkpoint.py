@@ -52,9 +52,9 @@ def damage(checkpoint: Path) -> str | None:
         found = digests(folder)
     except FileNotFoundError:
         return f"{ITEM}/{DIGESTS} is missing"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return f"{ITEM}/{DIGESTS}: {error}"
-    if not isinstance(wanted, dict):
+    if not isinstance(wanted, dict) or not wanted:
         return f"{ITEM}/{DIGESTS} is not a list of files"
     for name, digest in wanted.items():
         if found.get(name) != digest:

@@ -43,8 +43,20 @@ class RunError(RuntimeError):
     """What ends a run although its configuration is right, in one line."""
 
 
+def _takes_bool(annotation) -> bool:
+    return annotation is bool or any(map(_takes_bool, get_args(annotation)))
+
+
 class Section(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @pydantic.field_validator("*", mode="before")
+    @classmethod
+    def _is_meant(cls, value, info):
+        """`true`, `yes` and `on` are no number 1."""
+        if isinstance(value, bool) and not _takes_bool(cls.model_fields[info.field_name].annotation):
+            raise ValueError("true and false are no value of this field")
+        return value
 
     @pydantic.field_validator("*")
     @classmethod
@@ -272,7 +284,7 @@ class LogConfig(Section):
 class EvaluationConfig(Section):
     """The evaluation on held-out tasks at the end of a run, and validations on the same tasks while it trains."""
 
-    episodes: Positive = field(512, "held-out tasks")
+    episodes: Positive = field(512, "held-out tasks", le=1_000_000)
     every: int = field(0, "iterations between validations (sampled) of the policy that an iteration begins with; 0: none", ge=0)
     temperature: float = field(
         1.0, "temperature of the sampled evaluation; a greedy one is always made too", gt=0, le=10
@@ -448,6 +460,8 @@ def _one_line(error: pydantic.ValidationError, known: dict) -> str:
         value = "" if isinstance(first["input"], dict) else f"={shown(first['input'])}"
         siblings = [n for n in known if n.startswith(f"{section}." if section else "")]
         return one_line(f"{name}{value}: no such field; {_nearest(name, siblings)}")
+    if first["type"] == "invalid_key":
+        return one_line(f"{shown(first['input'])}: no such field; {_nearest(str(first['input']), list(known))}")
     message = first["msg"].removeprefix("Value error, ")
     message = message.replace("Input should be", "must be").replace("Input", "the value")
     if first["type"] == "literal_error":

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import jax
@@ -281,6 +282,11 @@ def main() -> None:
     split, chosen = split_of(configuration.load(source, overrides), args.split)
     config = configuration.load(source, [*overrides, *chosen])
     job = build(config, prepare_devices(config, args.distributed))
+    target = folder if not seeds else Path(args.to) if args.to else folder / "evaluations"
+    if jax.process_index() == 0:  # before hours of evaluation, not after
+        target.mkdir(parents=True, exist_ok=True)
+        if not os.access(target, os.W_OK):
+            raise ConfigError(f"{target}: cannot be written; {'choose another folder with --to' if seeds else 'see its owner'}")
     if not seeds:
         result, _ = evaluate(job, job.policy.params, folder)
         print(report(result))
@@ -288,7 +294,7 @@ def main() -> None:
     result, episodes = evaluate_seeds(job, job.policy.params, seeds)
     result = {"policy": args.run, "env": config.env.name, "split": split, **result}
     if jax.process_index() == 0:
-        file = write_seeds(result, episodes, Path(args.to) if args.to else folder / "evaluations", split)
+        file = write_seeds(result, episodes, target, split)
         print(f"{report_seeds(result)}\n{file}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -183,7 +184,10 @@ def build(config: Config, mesh: Mesh | None = None) -> Job:
     """
     mesh = mesh or prepare_devices(config)
     jax.set_mesh(mesh)
-    jax.config.update("jax_compilation_cache_dir", os.path.join(config.cache_dir, "compiled"))
+    compiled = Path(config.cache_dir, "compiled")
+    if any(path.exists() and not path.is_dir() for path in (compiled, *compiled.parents)):
+        raise ConfigError(f"cache_dir={config.cache_dir}: leads through a file; choose another folder")
+    jax.config.update("jax_compilation_cache_dir", str(compiled))
     if config.env.name not in COMPILED and config.warm_start == "cloning":
         raise ConfigError(f"warm_start=cloning: there is no play to clone for env.name={config.env.name}; give warm_start=none")
     if config.lora.rank and config.warm_start == "cloning":

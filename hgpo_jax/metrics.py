@@ -7,10 +7,15 @@ import json
 import math
 import os
 import sys
+import time
 from pathlib import Path
 
 import matplotlib
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+
+from hgpo_jax.config import ConfigError
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -30,17 +35,35 @@ PANELS = (
 
 
 class TensorBoard:
-    """Events under folder/tensorboard; later ones of an interrupted run than `keep` do not count."""
+    """Events under folder/tensorboard; later ones of an interrupted run than `keep` do not count.
+
+    They are written by the thread that calls: tensorboardX's SummaryWriter has a thread and a queue for them, and where that
+    thread dies, as of a full disk, the queue fills and whoever writes waits for ever.
+    """
 
     def __init__(self, folder: Path, keep: int):
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=keep)
+        (folder / "tensorboard").mkdir(exist_ok=True)
+        self._events = EventsWriter(str(folder / "tensorboard" / "events"))
+        self._flushed = -math.inf
+        self._add(Event(step=keep, session_log=SessionLog(status=SessionLog.START)))
+
+    def _add(self, event: Event) -> None:
+        event.wall_time = time.time()
+        self._events.write_event(event)
+        if event.wall_time - self._flushed > 30:  # it waits for the disk, too
+            self._events.flush()
+            self._flushed = event.wall_time
 
     def write(self, row: dict) -> None:
-        for name, value in flatten(row).items():
-            self._board.add_scalar(name.replace(".", "/"), value, row["iteration"])
+        values = [
+            Summary.Value(tag=name.replace(".", "/"), simple_value=value)
+            for name, value in flatten(row).items()
+            if name != "iteration"
+        ]
+        self._add(Event(step=row["iteration"], summary=Summary(value=values)))
 
     def close(self) -> None:
-        self._board.close()
+        self._events.close()
 
 
 class WeightsAndBiases:
@@ -129,15 +152,23 @@ def flatten(row: dict) -> dict:
 
 
 def read_metrics(folder: Path) -> list[dict]:
-    """The rows of a run's metrics.jsonl; an unfinished last line is left out, a missing file is no rows."""
+    """The rows of a run's metrics.jsonl; an unfinished last line is left out, a missing file is no rows.
+
+    Raises:
+      ConfigError: another line is no row.
+    """
     path = Path(folder) / "metrics.jsonl"
     rows = []
     if path.is_file():
-        for line in path.read_text().splitlines():
+        *lines, _ = path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines, 1):
             try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
+                row = json.loads(line)
+                if not isinstance(row, dict) or not isinstance(row.get("iteration"), int):
+                    raise ValueError("it holds no iteration")
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"{path}: line {number} is no row of metrics: {error}; take it out") from None
+            rows.append(row)
     return rows
 
 

@@ -82,14 +82,12 @@ def numbers(values) -> list:
 
 def read_rows(folder: Path) -> list[dict]:
     """The rows of a run's metrics.jsonl by dotted name. Raises ConfigError."""
-    file, rows = folder / "metrics.jsonl", []
-    try:
-        for row in map(flatten, read_metrics(folder)):
-            if not isinstance(row["iteration"], int) or not all(isinstance(x, int | float | None) for x in row.values()):
-                raise ValueError("a row with something else than numbers")
-            rows.append(row)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{file}: line {len(rows) + 1} is no row of metrics: {error!r}; take the broken lines out") from None
+    rows = [flatten(row) for row in read_metrics(folder)]
+    for number, row in enumerate(rows, 1):
+        if not all(isinstance(x, int | float | None) for x in row.values()):
+            raise ConfigError(
+                f"{folder / 'metrics.jsonl'}: line {number} is no row of metrics: something is no number; take it out"
+            )
     return rows
 
 

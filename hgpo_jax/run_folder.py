@@ -26,6 +26,7 @@ FREE_TO_CHANGE = (
     "log.",
     "evaluation.",
 )
+MEND = "mend it by hand, or begin again in another run_dir"
 LOCK, UNFINISHED = ".lock", "config.partial"  # what a run leaves that was killed before it wrote config.yaml
 
 
@@ -79,20 +80,11 @@ def differing(config: Config, folder: Path) -> dict[str, tuple]:
 
     Raises ConfigError for a damaged config.yaml.
     """
-    try:
-        old = yaml.safe_load((folder / "config.yaml").read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{folder / 'config.yaml'}: is damaged: {' '.join(str(error).split())}") from None
-    if not isinstance(old, dict):
-        raise ConfigError(f"{folder / 'config.yaml'}: is damaged: expected the fields of a run")
-    new, defaults, found = config.model_dump(mode="json"), Config().model_dump(mode="json"), {}
+    old, new, found = _began_with(folder), config.model_dump(mode="json"), {}
     for name in configuration.fields():
-        *sections, leaf = name.split(".")
-        before, now, default = old, new, defaults
-        for section in sections:
-            before, now, default = before.get(section) or {}, now[section], default[section]
-        # A field that is newer than the run had its default.
-        before, now = before.get(leaf, default[leaf]), now[leaf]
+        before, now = old, new
+        for part in name.split("."):
+            before, now = before[part], now[part]
         if before != now:
             found[name] = before, now
     return found
@@ -118,6 +110,26 @@ def check_unchanged(config: Config, folder: Path, allowed: tuple[str, ...] = ())
         )
 
 
+def _began_with(folder: Path) -> dict:
+    """The fields in a run's config.yaml; one that is newer than the run had its default. Raises ConfigError."""
+    file = folder / "config.yaml"
+    try:
+        old = configuration.read_yaml(file.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file}: is damaged: {' '.join(str(error).split())}; {MEND}") from None
+    if not isinstance(old, dict):
+        raise ConfigError(f"{file}: is damaged: expected the fields of a run; {MEND}")
+    fields = Config().model_dump(mode="json")
+    for name, default in fields.items():
+        if not isinstance(default, dict):
+            fields[name] = old.get(name, default)
+        elif isinstance(given := old.get(name) or {}, dict):
+            fields[name] = default | given
+        else:
+            raise ConfigError(f"{file}: is damaged: {name}={configuration.shown(given)} is no section; {MEND}")
+    return fields
+
+
 def lock(folder: Path) -> FileLock:
     """Takes the folder for this process, until it ends in whatever way. Raises ConfigError where another has it."""
     held = FileLock(folder / LOCK)
@@ -134,15 +146,21 @@ def resume_point(folder: Path) -> tuple[int, list[str]]:
     Raises:
       ConfigError: there were checkpoints and none is good.
     """
+    rows = {row["iteration"] for row in read_metrics(folder)}
+    every = _began_with(folder)["log"]["checkpoint_every"]
+    if not isinstance(every, int):
+        raise ConfigError(f"{folder / 'config.yaml'}: is damaged: log.checkpoint_every={configuration.shown(every)}; {MEND}")
     done, wrong = settle(folder / "checkpoints")
-    rows = len(read_metrics(folder))
     # The second checkpoint is only begun when the first is whole.
-    every = yaml.safe_load((folder / "config.yaml").read_text())["log"]["checkpoint_every"]
-    if done is None and (wrong or rows > 2 * every):
+    if done is None and (wrong or len(rows) > 2 * every):
         raise ConfigError(
-            f"{folder}: no good checkpoint is left of {rows} iterations ({wrong[0] if wrong else 'all are gone'}); "
+            f"{folder}: no good checkpoint is left of {len(rows)} iterations ({wrong[0] if wrong else 'all are gone'}); "
             "begin again in another run_dir, or empty this one"
         )
+    wrong = [f"{fault}; going back to iteration {done}" for fault in wrong]
+    # A checkpoint counts on the rows before it.
+    if lost := sorted(set(range(done or 0)) - rows):
+        wrong.append(f"{folder / 'metrics.jsonl'}: lacks {len(lost)} rows of iterations that are done, the first is {lost[0]}")
     return done or 0, wrong
 
 

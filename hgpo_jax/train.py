@@ -11,9 +11,11 @@ transcripts.txt.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -60,17 +62,30 @@ def validate(job: Job, params) -> dict:
     return {f"validation/{name}": summary[name] for name in ("success", "turns", "invalid", "score") if name in summary}
 
 
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """A folder that a policy cannot be written into is a user's mistake."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
 def begin(job: Job, folder: Path):
     """The policy that training starts from, as it was when the run began, or cloned or given."""
     config = job.config
     if not distributed.first_says((folder / "start" / "config.json").is_file):
         reference = warm_start(job) if config.warm_start == "cloning" else job.policy.params
-        Policy(job.policy.config, reference, job.policy.tokenizer).save(folder / "start")
+        with refusals():
+            Policy(job.policy.config, reference, job.policy.tokenizer).save(folder / "start")
         return reference
     try:
-        return load_policy(folder / "start", job.mesh, config.policy.dtype).params
+        reference = load_policy(folder / "start", job.mesh, config.policy.dtype).params
     except ValueError as error:
         raise ConfigError(f"{error}; remove {folder / 'start'}, and it is made again") from None
+    if jax.tree.map(jnp.shape, reference) != jax.tree.map(jnp.shape, job.policy.params):
+        raise ConfigError(f"{folder / 'start'}: policy.* or env.* ask for another size of policy; begin another run_dir")
+    return reference
 
 
 def train(job: Job, folder: Path, first: int, stop: Interruption) -> dict:
@@ -94,7 +109,7 @@ def train(job: Job, folder: Path, first: int, stop: Interruption) -> dict:
     if reference is not job.policy.params:  # nothing reads them again, and they would fill a part of every device
         jax.tree.map(lambda a: a.delete(), job.policy.params)
     recorder = Recorder(config, folder, first, writes)
-    done = stop.saved = first
+    done = first
 
     def save(success: float | None = None) -> None:
         """A checkpoint counts on the rows and dumps before it."""
@@ -143,7 +158,8 @@ def train(job: Job, folder: Path, first: int, stop: Interruption) -> dict:
         recorder.close()
     checkpoints.close()
     if job.adapted.lora:
-        lora.save(folder / "adapter", job.adapted, state["params"], base=config.policy.source)
+        with refusals():
+            lora.save(folder / "adapter", job.adapted, state["params"], base=config.policy.source)
     return job.merged(state["params"], reference)
 
 
@@ -187,8 +203,9 @@ def main() -> None:
         try:
             run(config, mesh, folder, resuming, stop)
         except Interrupted as signal:
-            saved = f"{stop.saved} of {config.iterations} iterations are saved, --resume {folder} goes on"
-            print(f"stopped by {signal}: {saved if stop.saved else 'no iteration was done'}", flush=True)
+            saved = f"{stop.saved} of {config.iterations} iterations are saved" if stop.saved else "no iteration was done"
+            goes_on = f", --resume {folder} goes on" if stop.saved or resuming else ""
+            print(f"stopped by {signal}: {saved}{goes_on}", flush=True)
             sys.exit(128 + signal.number)
     print(f"{time.perf_counter() - began:.0f} s in all; everything is in {folder}")
 
@@ -207,6 +224,8 @@ def run(config: Config, mesh: Mesh, folder: Path, resuming: bool, stop: Interrup
     def take_folder() -> tuple[int, list[str]]:
         folder.mkdir(parents=True, exist_ok=True)
         locks.append(lock(folder))
+        if not resuming and (folder / "config.yaml").is_file():
+            raise ConfigError(f"run_dir={folder}: another process has begun a run here; go on with --resume auto")
         found = resume_point(folder) if resuming else (0, [])
         drop_later(folder, found[0])
         (folder / UNFINISHED).write_text(configuration.dump(config))
@@ -215,16 +234,18 @@ def run(config: Config, mesh: Mesh, folder: Path, resuming: bool, stop: Interrup
 
     locks = []  # held as long as this runs
     first, faults = distributed.first_says(take_folder)
+    stop.saved = first
     devices = f"{job.mesh.size} {jax.devices()[0].platform} device{'s' if job.mesh.size > 1 else ''}"
     count = sum(a.size for a in jax.tree.leaves(job.policy.params))
     print(f"{folder}: {config.method}, {count:,} parameters, {devices}, mesh {dict(job.mesh.shape)}", flush=True)
 
     for fault in faults:
-        print(f"warning: {fault}; going back to iteration {first}", file=sys.stderr if writes else None, flush=True)
+        print(f"warning: {fault}", file=sys.stderr if writes else None, flush=True)
     if resuming:
         print(f"resumed after iteration {first} in {folder}", flush=True)
     params = train(job, folder, first, stop)
-    Policy(job.policy.config, params, job.policy.tokenizer).save(folder / "policy")
+    with refusals():
+        Policy(job.policy.config, params, job.policy.tokenizer).save(folder / "policy")
     if writes:
         plot_curves(folder, f"{config.name}, {config.method}, seed {config.seed}")
     result, transcripts = evaluate(job, params, folder)

@@ -25,7 +25,7 @@ from envs.household import expert as household_expert
 from envs.sokoban import Sokoban
 from envs.sokoban import expert as sokoban_expert
 from hgpo_jax import distributed
-from hgpo_jax.config import Config, RunError
+from hgpo_jax.config import Config, ConfigError, RunError
 from hgpo_jax.job import Job
 from hgpo_jax.learner import Rows, make_cloning_loss, make_update
 from hgpo_jax.policy import Policy, load_policy
@@ -161,7 +161,10 @@ def warm_start(job: Job) -> dict:
     folder = Path(job.config.cache_dir) / "warm_start" / cache_key(job.config)
     if distributed.first_says(folder.is_dir):
         print(f"warm start: read from {folder}", flush=True)
-        return load_policy(folder, job.mesh, job.config.policy.dtype).params
+        try:
+            return load_policy(folder, job.mesh, job.config.policy.dtype).params
+        except ValueError as error:
+            raise ConfigError(f"{error}; remove {folder}, and it is made again") from None
     params = clone(job)
 
     def make_room() -> str:

@@ -4,7 +4,9 @@ import json
 import math
 
 import pytest
+from tensorboardX.proto.event_pb2 import Event
 
+from hgpo_jax.config import ConfigError
 from hgpo_jax.metrics import MetricsWriter, TensorBoard, WeightsAndBiases, flatten, plot_curves, read_metrics
 
 
@@ -42,6 +44,18 @@ def test_a_half_written_last_line_is_dropped(tmp_path):
     assert read_metrics(tmp_path) == [row(0), row(1), row(2)]
 
 
+@pytest.mark.parametrize("line", [b"\xff\xfe", b"\0" * 9, b"[1]", b"{}", b'{"iteration": "1"}', b"", b"[" * 100_000])
+def test_a_damaged_line_is_named_and_costs_no_row_after_it(tmp_path, line):
+    write(tmp_path, [row(0), row(1)])
+    whole = (tmp_path / "metrics.jsonl").read_bytes()
+    (tmp_path / "metrics.jsonl").write_bytes(whole + line + b"\n" + whole)
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl: line 3 is no row of metrics"):
+        write(tmp_path, [], keep=9)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == whole + line + b"\n" + whole
+    (tmp_path / "metrics.jsonl").write_bytes(whole + line)  # as what a machine leaves that lost its power
+    assert read_metrics(tmp_path) == [row(0), row(1)]
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_no_number_becomes_null(tmp_path, value):
     write(tmp_path, [row(0, kl=value, inner={"x": value, "y": 1.0})])
@@ -67,7 +81,32 @@ def test_no_file_is_no_rows(tmp_path):
 
 def test_tensorboard_gets_the_same_numbers(tmp_path):
     write(tmp_path, [row(0, kl=math.nan)], loggers={"TensorBoard": lambda: TensorBoard(tmp_path, 0)})
-    assert [p for p in (tmp_path / "tensorboard").iterdir() if p.stat().st_size > 0]
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    _, start, event = events(file.read_bytes())
+    assert start.session_log.status == start.session_log.START
+    assert event.step == 0 and {v.tag for v in event.summary.value} == {"success", "seconds/rollout", "seconds/update", "kl"}
+    assert {v.tag: v.simple_value for v in event.summary.value}["seconds/update"] == 1.5
+
+
+def events(data: bytes) -> list[Event]:
+    """The records of an events file: length, checksum, event, checksum."""
+    found = []
+    while data:
+        size = int.from_bytes(data[:8], "little")
+        found.append(Event.FromString(data[12 : 12 + size]))
+        data = data[16 + size :]
+    return found
+
+
+def test_tensorboard_on_a_full_disk_is_left_out(tmp_path, capsys):
+    def full():
+        board = TensorBoard(tmp_path, 0)
+        board._events._py_recordio_writer._writer = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+        return board
+
+    write(tmp_path, [row(i, **{f"more{j}": 0.0 for j in range(30)}) for i in range(3)], loggers={"TensorBoard": full})
+    assert len(read_metrics(tmp_path)) == 3
+    assert capsys.readouterr().err.startswith("warning: TensorBoard fails and is left out from now on: [Errno 28]")
 
 
 class Raises:

@@ -57,7 +57,7 @@ def fill():
         "deep.yaml": b"[" * 3000,
         "tag.yaml": b"seed: !!python/object/apply:os.system [ls]", "digits.yaml": b"seed: " + b"9" * 5000,
         "date.yaml": b"name: 2024-99-99", "nul.yaml": b'run_dir: "a\\0b"', "two.yaml": b"---\na: 1\n---\nb: 2\n",
-        "break.yaml": b'"a\\nb": 1', "hex.yaml": b"seed: 0x" + b"F" * 6000,
+        "break.yaml": b'"a\\nb": 1', "hex.yaml": b"seed: 0x" + b"F" * 6000, "number.yaml": b"1: 2",
     }.items():  # fmt: skip
         Path(name).write_bytes(content)
     Path("empty").mkdir()
@@ -125,6 +125,10 @@ CASES = [
     ("train", ["name=a\nb"], "name='a\\nb'"),
     ("train", ["run_dir=file"], "run_dir=file: is a file"),
     ("train", ["run_dir=hf"], "run_dir=hf: is not empty"),
+    ("train", ["cache_dir=file"], "cache_dir=file: leads through a file"),
+    ("train", ["cache_dir=file/x"], "cache_dir=file/x: leads through a file"),
+    ("train", ["seed=true"], "seed=True: true and false are no value"),
+    ("train", ["--config", "number.yaml"], "1: no such field"),
     ("train", ["run_dir=run"], "--resume auto"),
     ("train", [f"run_dir={NUL}"], "run_dir="),
     ("train", ["--resume", "nowhere"], "--resume nowhere"),
@@ -159,6 +163,7 @@ CASES = [
     ("evaluate", ["run", "--seeds", "²"], "--seeds"),
     ("evaluate", ["run", "--seeds", DIGITS], "--seeds"),
     ("evaluate", ["run", "evaluation.episodes=0"], "evaluation.episodes=0"),
+    ("evaluate", ["run", "evaluation.episodes=9999999999"], "must be less than or equal to 1000000"),
     ("evaluate", ["run", "--mesh", "data=3"], "mesh='data=3'"),
     ("evaluate", ["run"], "policy run/policy: holds no config.json"),
     ("evaluate", ["garbage", "--config", "household", "--seeds", "1"], "model.safetensors is damaged"),
@@ -186,6 +191,7 @@ CASES = [
     ("bench", ["bogus"], "bogus"),
     ("bench advantages", ["--repeats", "0"], "--repeats"),
     ("bench advantages", ["--json", "no/such.json"], "--json no/such.json"),
+    ("bench advantages", ["--json", "empty"], "--json empty"),
     ("bench envs", ["--batch", "-5"], "--batch"),
     ("bench envs", ["--products", "0"], "--products"),
     ("bench envs", ["--batch", "2", "--repeats", "1", "--alfworld", "games"], "--alfworld games"),

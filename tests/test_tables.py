@@ -167,12 +167,25 @@ def test_a_wrong_plan_is_refused_in_one_line(tmp_path, changes, fragment):
     assert "\n" not in str(refused.value)
 
 
+STAIRS = "\n".join(" " * i + "a:" for i in range(3000))
+
+
+@pytest.mark.parametrize("text", [STAIRS, "[" * 3000, "title: 2024-99-99", "a: [", "\0"])
+def test_a_plan_that_is_no_yaml_is_refused_in_one_line(tmp_path, text):
+    (tmp_path / "plan.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"plan\.yaml: not a YAML file") as refused:
+        tables.main(["plan", str(tmp_path / "plan.yaml")])
+    assert "\n" not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("arguments", "fragment"),
     [
         (["plan", "nothing"], "configs/tables has household, paper"),
         (["plan", "paper", "--launch", "slurm"], "--to: needed"),
         (["run", "household", "--jobs", "0"], "--jobs 0"),
+        (["run", "household", "--runs", "NOWHERE", "nosuch=1"], "nosuch=1: no such field"),
+        (["bias", "household", "--runs", "NOWHERE", "learner.lr=x"], "learner.lr='x'"),
         (["collect", "NOWHERE"], "NOWHERE: no such folder"),
         (["collect", str(PLANS)], "give --plan"),
     ],
@@ -314,10 +327,9 @@ def test_bias_is_measured_for_the_seeds_that_lack(tmp_path, small, monkeypatch, 
 @pytest.mark.parametrize(
     ("file", "text", "fragment"),
     [
-        ("bias.json", "{", r"bias\.json: is damaged"),
         ("bias.json", '{"near": [{"seed": 7}]}', r"bias\.json: is damaged"),
-        ("near/hgpo/s0/metrics.jsonl", '{"iteration": 0}\n', r"metrics\.jsonl: is damaged"),
-        ("near/hgpo/s0/metrics.jsonl", "x\n", r"metrics\.jsonl: is damaged, it holds 0 of 3 iterations"),
+        ("near/hgpo/s0/metrics.jsonl", "x\n", r"metrics\.jsonl: line 1 is no row"),
+        ("near/hgpo/s0/metrics.jsonl", "x", r"metrics\.jsonl: is damaged, it holds 0 of 3 iterations"),
         ("near/hgpo/s0/config.yaml", "x\n", r"config\.yaml: is damaged"),
     ],
 )
@@ -345,6 +357,26 @@ def test_a_damaged_evaluation_is_refused_in_one_line(tmp_path, small, text, frag
     (tmp_path / "runs" / cell.name / "evaluation.json").write_text(text)
     with pytest.raises(ConfigError, match=fragment):
         results.read_all(small, tmp_path / "runs")
+
+
+@pytest.mark.parametrize("line", ['{"iteration": 0}', '{"iteration": 0, "success": "x", "seconds": {}}',
+                                  '{"iteration": 0, "success": 1, "seconds": 3}', "[1]"])  # fmt: skip
+def test_damaged_rows_are_refused_in_one_line(tmp_path, small, line):
+    cell = Cell("near", "hgpo", 0)
+    finish(tmp_path / "runs", small, cell, [0.1, 0.2, 0.3])
+    (tmp_path / "runs" / cell.name / "metrics.jsonl").write_text(line + "\n")
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl: (is damaged|line 1 is no row)"):
+        results.read_all(small, tmp_path / "runs")
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "[1]", '{"near": 3}', '{"near": [{}]}', "\0"])
+def test_a_damaged_measurement_of_bias_is_refused_in_one_line(tmp_path, small, text):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "bias.json").write_text(text)
+    for command in (["collect", str(tmp_path / "runs"), "--plan"], ["bias", "--runs", str(tmp_path / "runs")]):
+        with pytest.raises(ConfigError, match=r"bias\.json: is damaged") as refused:
+            tables.main([*command, str(tmp_path / "small.yaml")])
+        assert "\n" not in str(refused.value)
 
 
 # -- run ----------------------------------------------------------------------------------------------------------

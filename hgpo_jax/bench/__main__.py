@@ -44,7 +44,7 @@ def main() -> None:
     module.add_arguments(p)
     p.add_argument("--json", metavar="FILE", help="also write the rows to this file")
     args = p.parse_intermixed_args(sys.argv[2:])
-    if args.json and not Path(args.json).parent.is_dir():
+    if args.json and (not Path(args.json).parent.is_dir() or Path(args.json).is_dir()):
         raise ConfigError(f"--json {args.json}: cannot be written; give a file in a folder that exists")
     rows = module.run(args)
     print(table(rows))

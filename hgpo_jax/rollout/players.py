@@ -105,9 +105,10 @@ class LocalPlayers:
 
 def _checked(env, result, length: int) -> Seen:
     """What `reset` or `step` returned, as plain Python values. Raises TypeError or ValueError for anything else."""
-    observation, commands, *rest = result
+    _expect("what was returned", result, tuple | list)  # an iterator might never end
     if len(result) != length:
         raise TypeError(f"{len(result)} values were returned instead of {length}")
+    observation, commands, *rest = result
     _expect("observation", observation, str)
     _expect("commands", commands, list | tuple)
     for command in commands:
@@ -209,8 +210,8 @@ class _Worker:
             if self.pipe.poll(self._time_limit):
                 return self.pipe.recv()
             failure = f"no answer in {self._time_limit:g} s"
-        except (EOFError, OSError):
-            failure = "its worker process died"
+        except Exception as error:  # an answer may be no pickle: the environment has the pipe in its process
+            failure = "its worker process died" if isinstance(error, EOFError | OSError) else f"no answer: {error!r:.200}"
         self._stop()
         self.replaced += 1
         return request[0], Failed(failure)
@@ -250,8 +251,10 @@ class WorkerPlayers:
     def __init__(self, make_env: Callable, workers: int, slots: int, time_limit: float = 60.0, start_limit: float = 600.0):
         self._slots = slots
         self.begin()
-        self._workers = [_Worker(make_env, time_limit, start_limit) for _ in range(min(workers, slots))]
+        self._workers = []
         atexit.register(self.close)  # or else a thread would replace the process that the interpreter ends
+        for _ in range(min(workers, slots)):
+            self._workers.append(_Worker(make_env, time_limit, start_limit))
         for worker in self._workers:
             try:
                 self.about = worker.about()
@@ -298,7 +301,9 @@ class WorkerPlayers:
 
 def _work(pipe, make_env) -> None:
     """A worker's life: makes its environments, answers requests, ends with the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # control-C is the parent's to handle
+    # These are the parent's to handle, who may play to the end of its iteration before it leaves.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     try:
         players = LocalPlayers(make_env)
     except Exception as error:

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from hgpo_jax import cli
+from hgpo_jax import config as configuration
 from hgpo_jax.config import ConfigError
 from hgpo_jax.tables import bias, collect, launch, plan, run
 
@@ -63,6 +64,8 @@ def main(arguments: list[str] | None = None) -> None:
         return
     source = plan.find(args.plan)
     planned = plan.read(source)
+    if args.command in ("run", "bias"):
+        configuration.load(None, args.overrides)  # before a cell begins
     runs = Path(args.runs or f"runs/tables/{source.stem}")
     if args.command == "run":
         if args.jobs < 1:

@@ -23,6 +23,7 @@ from hgpo_jax.sampling import Decoding
 from hgpo_jax.tables.plan import Plan
 from hgpo_jax.warm_start import warm_start
 
+FILE = "bias.json"
 TASKS, EPISODES = 16, 64
 LEVELS = (0, 1, 2, 4)
 PARTS = ("bias2", "variance")
@@ -65,7 +66,7 @@ def measure(config: Config) -> dict:
 
 def read_bias(runs: Path) -> dict[str, list[dict]]:
     """RUNS/bias.json: setting -> a `measure` with its seed for each that was made. Raises ConfigError."""
-    file = runs / "bias.json"
+    file = runs / FILE
     try:
         found = json.loads(file.read_text()) if file.is_file() else {}
         for measured in found.values():
@@ -73,23 +74,24 @@ def read_bias(runs: Path) -> dict[str, list[dict]]:
                 numbers = [m["seed"], m["success"], *m["peers"][:3], *(m[part][str(k)] for part in PARTS for k in LEVELS)]
                 if len(numbers) < 5 + len(PARTS) * len(LEVELS) or not all(isinstance(x, int | float) for x in numbers):
                     raise ValueError("numbers are missing")
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ConfigError(f"{file}: is damaged; delete it and measure again with `tables bias`") from None
     return found
 
 
 def measure_all(plan: Plan, runs: Path, more: list[str]) -> None:
     """Measures each setting under plan.bias_seeds and writes RUNS/bias.json, setting -> a list of `measure`, and prints it."""
+    found, partial = read_bias(runs), runs / "bias.partial"
     if not plan.bias_seeds:
         raise ConfigError("bias_seeds: the plan has none; give the seeds to measure under, as in bias_seeds: [100]")
     runs.mkdir(parents=True, exist_ok=True)
-    found = read_bias(runs)
     for name, setting in plan.settings.items():
         for seed in plan.bias_seeds:
             if seed not in [m["seed"] for m in found.get(name, [])]:
                 config = configuration.load(setting.config, [*plan.fields, *setting.fields, *more, f"seed={seed}"])
                 found.setdefault(name, []).append({"seed": seed} | measure(config))
-                (runs / "bias.json").write_text(json.dumps(found, indent=1) + "\n")
+                partial.write_text(json.dumps(found, indent=1) + "\n")
+                partial.replace(runs / FILE)
     print("\n".join(bias_table(plan, found)))
 
 

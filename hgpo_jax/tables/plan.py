@@ -139,7 +139,7 @@ def find(path: str) -> Path:
 def read(file: Path) -> Plan:
     """The plan of a file. Raises ConfigError."""
     try:
-        plan = Plan.model_validate(yaml.safe_load(file.read_text()))
+        plan = Plan.model_validate(configuration.read_yaml(file.read_text()))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: not a YAML file: {' '.join(str(error).split())}") from None
     except pydantic.ValidationError as error:

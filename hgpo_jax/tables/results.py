@@ -41,7 +41,7 @@ class Result:
 def _json(path: Path) -> dict:
     try:
         return json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError):
+    except (ValueError, RecursionError):
         raise ConfigError(f"{path}: is damaged; delete it and run the cell again") from None
 
 

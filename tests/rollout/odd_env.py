@@ -1,7 +1,10 @@
 """An environment that counts, and that does what it is told even where that is wrong."""
 
+import contextlib
+import itertools
 import os
 import random
+import stat
 import time
 
 import numpy as np
@@ -54,6 +57,13 @@ class Counting:
             answer[place] = wrong
         if verb in ODD:
             answer[0], answer[1] = f"{answer[0]} {ODD[verb]}", [*answer[1], ODD[verb]]
+        if verb == "iterator":
+            return itertools.repeat("at 3")
+        if verb == "garbage":  # where its parent expects an answer
+            for number in range(3, 64):
+                with contextlib.suppress(OSError):
+                    if stat.S_ISSOCK(os.fstat(number).st_mode):
+                        os.write(number, b"\x00\x00\x00\x04oops")
         return [*answer, None][: WRONG.get(verb, {}).get("length", 5)]
 
 

@@ -9,7 +9,7 @@ from odd_env import ODD, WRONG, Counting, broken, dying
 
 from hgpo_jax.rollout.players import Failed, LocalPlayers, Seen, WorkerPlayers
 
-MISHAPS = ["raise alarm", "leave", "unspeakable", "endless", *(name for name in WRONG if name != "numpy")]
+MISHAPS = ["raise alarm", "leave", "unspeakable", "endless", "iterator", *(name for name in WRONG if name != "numpy")]
 
 
 def play(players, script: dict[int, list[str]], tasks: dict[int, int]):
@@ -87,17 +87,21 @@ def test_workers_that_die_or_hang_are_replaced_and_the_others_go_on():
     try:
         script = {
             0: ["add 1", "add 1", "add 1"], 1: ["add 1", "die", "add 1"], 2: ["add 1", "add 1", "add 1"],
-            5: ["add 5", "add 5", "hang"], 6: ["add 1", "add 5", "add 1"],
+            4: ["add 1", "garbage", "add 1"], 5: ["add 5", "add 5", "hang"], 6: ["add 1", "add 5", "add 1"],
         }  # fmt: skip
         began = time.monotonic()
         seen = play(players, script, dict.fromkeys(script, 2))
         assert 3 < time.monotonic() - began < 60
-        assert players.replaced == 2
+        assert players.replaced == 3
+        assert seen[4][-1].reason.startswith("no answer: UnpicklingError") and len(seen[4]) == 3
         assert seen[1][-1] == Failed("its worker process died") and len(seen[1]) == 3
         assert seen[5][-1] == Failed("no answer in 3 s") and len(seen[5]) == 4
         for slot in (0, 2):
             assert [answer.observation for answer in seen[slot]] == ["at 2", "at 3", "at 4", "at 5"]
         assert [answer.observation for answer in seen[6]] == ["at 2", "at 3", "at 8", "at 9"]
+        # A signal that is meant for the run does not cost an episode.
+        os.kill(players._workers[0].process.pid, signal.SIGTERM)
+        assert play(players, {0: ["add 1"]}, {0: 2})[0][-1].observation == "at 3"
         # A worker that was killed while it had nothing to do costs one episode.
         os.kill(players._workers[0].process.pid, signal.SIGKILL)
         players._workers[0].process.join()

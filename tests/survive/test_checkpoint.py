@@ -90,8 +90,8 @@ def test_without_a_good_one_there_is_nothing(written, tmp_path):
     assert settle(tmp_path / "none") == (None, [])
     folder = tmp_path / "checkpoints"
     shutil.copytree(written, folder)
-    for step in "123":
-        (folder / step / ITEM / "digests.json").write_text("[]")
+    for step, content in zip("123", ("[]", "{}", "[" * 100_000), strict=True):
+        (folder / step / ITEM / "digests.json").write_text(content)
     step, wrong = settle(folder)
     assert step is None
     assert len(wrong) == 3
