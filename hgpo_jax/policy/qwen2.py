@@ -196,10 +196,15 @@ def _product_backward(kept, g):
     """The usual gradients. jax would form W's as (g^T x)^T, for which XLA's CPU compiler computes g again, turned."""
     x, w = kept
     every = tuple(range(x.ndim - 1))
-    return jnp.matmul(g, w.T), jax.lax.dot_general(x, g, ((every, every), ((), ())))
+    return product_turned(g, w), jax.lax.dot_general(x, g, ((every, every), ((), ())))
 
 
 product.defvjp(_product_forward, _product_backward)
+
+
+def product_turned(x, w):
+    """x [..., I] with W [O, I] -> [..., O]. Not as x W.T, for which XLA's CPU compiler writes a turned W first."""
+    return jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())))
 
 
 class Linear(nnx.Linear):
@@ -219,7 +224,7 @@ class Linear(nnx.Linear):
         self.kernel, self.turned = nnx.Param(self.kernel[...].T), True
 
     def __call__(self, x):
-        y = x @ self.kernel[...].T if self.turned else product(x, self.kernel[...])
+        y = (product_turned if self.turned else product)(x, self.kernel[...])
         if self.bias is not None:
             y += self.bias[...]
         if self.lora:
