@@ -121,7 +121,8 @@ def plan(config: Config, mesh, work: Work) -> dict[str, dict[str, int]]:
         "update": {
             **brought,
             "compute copy": copy,
-            "gradients": trained * (size + compute),
+            # Of a micro-batch, their sum, and what the optimizer makes of it.
+            "gradients": trained * (2 * size + compute),
             "activations": int(activations + rows * fsdp * S * looked_up),
             "logits": int(logits),
             "gathered weights": int(2 * layer),
