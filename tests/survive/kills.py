@@ -88,7 +88,7 @@ def kill_again_and_again(folder: Path, kills: int, seed: int = 0, fields: tuple[
             progress.write_text(json.dumps(state))
         while len(state["killed"]) < kills:
             home = folder / f"{state['runs']:03d}"
-            random.seed(f"{seed} {len(state['killed'])}")
+            random.seed(f"{seed} {len(state['killed'])} {state['runs']}")
             child = zygote.start(home, *fields)
             before, after = state["seconds"]
             if random.random() < 0.25:
@@ -105,6 +105,8 @@ def kill_again_and_again(folder: Path, kills: int, seed: int = 0, fields: tuple[
             else:
                 assert code == 0, child.log.read_text()
                 finish(home, folder, state)
+                # On a machine that has become quicker every moment would else come too late.
+                state["seconds"] = [0.8 * seconds for seconds in state["seconds"]]
             progress.write_text(json.dumps(state))
         home = folder / f"{state['runs']:03d}"
         if home.exists():
