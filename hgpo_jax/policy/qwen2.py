@@ -182,6 +182,11 @@ class RMSNorm(nnx.Module):
         return (y * self.weight[...]).astype(x.dtype)
 
 
+def product_turned(x, w):
+    """x [..., I] with W [O, I] -> [..., O]. Not as x W.T, for which XLA's CPU compiler writes a turned W first."""
+    return jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())))
+
+
 @jax.custom_vjp
 def product(x, w):
     """x [..., I] W [I, O] -> [..., O]."""
@@ -200,11 +205,6 @@ def _product_backward(kept, g):
 
 
 product.defvjp(_product_forward, _product_backward)
-
-
-def product_turned(x, w):
-    """x [..., I] with W [O, I] -> [..., O]. Not as x W.T, for which XLA's CPU compiler writes a turned W first."""
-    return jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())))
 
 
 class Linear(nnx.Linear):

@@ -12,11 +12,11 @@ from scipy import stats
 
 from hgpo_jax.config import ConfigError
 from hgpo_jax.metrics import read_metrics
-from hgpo_jax.run_folder import differing
+from hgpo_jax.run_folder import FREE_TO_CHANGE, differing
 from hgpo_jax.tables.plan import Cell, Plan, cells, config_of, steps
 
-# Fields of places and of sizes that change no result.
-PLACES = ("run_dir", "cache_dir", "mesh", "env.data", "env.workers", "rollout.chunk", "learner.microbatch_size", "log.")
+# Fields of places and of sizes, which change no result.
+PLACES = ("env.data", *(name for name in FREE_TO_CHANGE if name not in ("iterations", "evaluation.")))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,196 @@
+"""What is collected from run folders, against plain arithmetic."""
+
+import csv
+import json
+import statistics
+
+import numpy as np
+import pytest
+from scipy import stats
+from small_plan import finish, write_plan
+
+from hgpo_jax import config as configuration
+from hgpo_jax.config import ConfigError
+from hgpo_jax.tables import __main__ as tables
+from hgpo_jax.tables import bias, results
+from hgpo_jax.tables import plan as planning
+from hgpo_jax.tables.plan import Cell
+
+
+def test_paired_differences_are_scipys():
+    rng = np.random.default_rng(0)
+    ours = dict(enumerate(rng.normal(1.0, 2.0, 12).tolist()))
+    theirs = dict(enumerate(rng.normal(0.0, 2.0, 14).tolist()))  # two seeds that only one side has
+    found = results.paired(ours, theirs)
+    pairs = [(ours[s], theirs[s]) for s in range(12)]
+    test = stats.ttest_rel(*zip(*pairs, strict=True))
+    assert found["n"] == 12
+    assert found["mean"] == pytest.approx(statistics.mean(a - b for a, b in pairs))
+    assert found["error"] == pytest.approx(stats.sem([a - b for a, b in pairs]))
+    assert found["interval"] == pytest.approx(list(test.confidence_interval(0.95)))
+    assert found["p"] == pytest.approx(test.pvalue)
+    assert (found["positive"], found["negative"]) == (sum(a > b for a, b in pairs), sum(a < b for a, b in pairs))
+    assert results.paired({0: 1.0}, {0: 2.0, 1: 3.0}) is None
+    assert results.paired({0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0})["p"] == 1
+
+
+def test_existing_cells_are_filled_and_missing_ones_marked(tmp_path, small, capsys):
+    runs = tmp_path / "runs"
+    curves = {("gigpo", 0): [0.1, 0.2, 0.6], ("gigpo", 1): [0.2, 0.4, 0.6], ("gigpo", 2): [0.0, 0.3, 0.3],
+              ("hgpo", 0): [0.4, 0.5, 0.9], ("hgpo", 1): [0.1, 0.4, 0.7]}  # fmt: skip
+    for (method, seed), curve in curves.items():
+        finish(runs, small, Cell("near", method, seed), curve, success=curve[-1])
+    begun = runs / Cell("near", "hgpo", 2).name
+    begun.mkdir(parents=True)
+    row = {"iteration": 0, "success": 1.0, "seconds": {"rollout": 1, "update": 1}}
+    (begun / "metrics.jsonl").write_text(json.dumps(row) + '\n{"iter')
+    finish(runs, small, Cell("far", "hgpo", 0), [0.1, 0.1, 0.1], evaluated=[0.5, 0.6, 0.55])
+    finish(runs, small, Cell("far", "hgpo", 1), [0.1, 0.1, 0.1])  # trained, not evaluated
+
+    tables.main(["collect", str(runs), "--plan", str(tmp_path / "small.yaml"), "--to", str(tmp_path / "out")])
+    said = capsys.readouterr().out
+    assert (tmp_path / "out" / "small.md").read_text().strip() == said.strip()
+    with open(tmp_path / "out" / "small.csv") as file:
+        rows = {(r["setting"], r["method"], r["column"]): r for r in csv.DictReader(file)}
+    assert len(rows) == 2 * 3 + 2
+    auc = rows["near", "hgpo", "AUC"]
+    wanted = [100 * statistics.mean(curves["hgpo", seed]) for seed in (0, 1)]
+    assert float(auc["mean"]) == pytest.approx(statistics.mean(wanted), abs=1e-4)
+    assert float(auc["std"]) == pytest.approx(statistics.stdev(wanted), abs=1e-4)
+    assert [auc[name] for name in ("wanted", "done", "begun", "n", "paired_n", "published")] == ["4", "2", "1", "2", "2", ""]
+    other = [100 * statistics.mean(curves["gigpo", seed]) for seed in (0, 1)]
+    difference = [a - b for a, b in zip(wanted, other, strict=True)]
+    assert float(auc["paired_mean"]) == pytest.approx(statistics.mean(difference), abs=1e-4)
+    assert float(rows["near", "gigpo", "last"]["mean"]) == pytest.approx(100 * statistics.mean([0.4, 0.5, 0.3]), abs=1e-4)
+    assert float(rows["near", "gigpo", "sampled"]["mean"]) == pytest.approx(50, abs=1e-4)
+
+    far = rows["far", "hgpo", "success"]
+    assert (far["done"], far["begun"], far["n"]) == ("1", "1", "1")
+    assert float(far["mean"]) == pytest.approx(55)
+    assert float(far["std"]) == pytest.approx(5)  # over its evaluation seeds
+    assert (float(far["published"]), float(far["published_std"]), float(far["difference"])) == pytest.approx((50.25, 1.5, 4.75))
+    assert "| HGPO | 1 of 4, 1 begun | 55.0 ± 5.0 | 50.25 ± 1.5 | +4.8 |" in said
+    assert "| GiGPO | missing | - |" in said
+
+    record = json.loads((tmp_path / "out" / "small.json").read_text())
+    assert {cell["cell"] for cell in record["cells"] if cell["done"]} == {
+        *(f"near/{method}/s{seed}" for method, seed in curves), "far/hgpo/s0",
+    }  # fmt: skip
+    assert len(record["missing"]) == 16 - 8
+    assert next(c for c in record["cells"] if c["cell"] == "near/hgpo/s1")["curve"] == [0.1, 0.4, 0.7]
+    assert next(c for c in record["cells"] if c["cell"] == "near/hgpo/s1")["seconds"] == 4.5
+    tex = (tmp_path / "out" / "small.tex").read_text()
+    assert r"HGPO & 1 of 4, 1 begun & 55.0 $\pm$ 5.0" in tex
+    assert tex.count(r"\begin{tabular}") == tex.count(r"\end{tabular}") == 2
+    assert (tmp_path / "out" / "small.png").stat().st_size > 1000
+
+
+def measured(seed, bias2):
+    shares = {str(k): bias2 for k in bias.LEVELS}
+    return {"seed": seed, "success": 0.5, "peers": [1, 0.5, 0.25], "bias2": shares, "variance": shares}
+
+
+def test_what_is_outside_the_noise_is_listed_and_stands_beside_the_bias(tmp_path, small, capsys):
+    runs = tmp_path / "runs"
+    for seed, lift in enumerate((0.1, 0.12, 0.08)):
+        finish(runs, small, Cell("near", "gigpo", seed), [0.2, 0.3, 0.4 + seed / 10], success=0.5 + seed / 10)
+        finish(runs, small, Cell("near", "hgpo", seed), [0.2, 0.3 + 3 * lift, 0.4 + seed / 10], success=0.7 - seed / 10)
+    (runs / "bias.json").write_text(json.dumps({"near": [measured(7, 0.5), measured(8, 0.25)], "gone": [measured(7, 0.5)]}))
+    plan = str(write_plan(tmp_path, bias_seeds=[8]))
+    tables.main(["collect", str(runs), "--plan", plan])
+    said = capsys.readouterr().out
+    half = stats.t.ppf(0.975, 2) * 2 / 3**0.5
+    interval = f"({10 - half:+.1f} to {10 + half:+.1f}), 3 of 3"
+    assert f"* T, Near: HGPO minus GiGPO, AUC +10.0 ± 1.2 {interval}, p = " in said
+    assert "leaves out 0 in 2 of 3 differences" in said  # AUC and the last two iterations, not the evaluation
+    assert f"| Near | 8 | 50% | 1.00, 0.50, 0.25 | 0.250 + 0.250 |{' 0.250 + 0.250 |' * 3} +10.0 ± 1.2 {interval} |" in said
+
+
+def test_runs_with_other_settings_are_named(tmp_path, small, capsys):
+    runs = tmp_path / "runs"
+    for seed, changes in enumerate(({"run_dir": "elsewhere", "mesh": "data=2"}, {"iterations": 2})):
+        cell = Cell("near", "hgpo", seed)
+        finish(runs, small, cell, [0.1, 0.2])
+        if seed == 0:
+            with open(runs / cell.name / "metrics.jsonl", "a") as file:
+                file.write(json.dumps({"iteration": 2, "success": 0.3, "seconds": {}}) + "\n")
+        config = planning.config_of(small, cell).model_copy(update=changes)
+        (runs / cell.name / "config.yaml").write_text(configuration.dump(config))
+    tables.main(["collect", str(runs), "--plan", str(tmp_path / "small.yaml"), "--to", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert said.endswith("## Runs with other settings than the plan's\n\n* near/hgpo/s1: iterations=2\n\n")
+    first, second = json.loads((tmp_path / "small.json").read_text())["cells"]
+    assert "changed" not in first
+    assert second["changed"] == ["iterations=2"]
+
+
+def test_bias_is_measured_for_the_seeds_that_lack(tmp_path, small, monkeypatch, capsys):
+    asked = []
+
+    def measure(config):
+        asked.append(config.seed)
+        return measured(config.seed, 0.125)
+
+    monkeypatch.setattr(bias, "measure", measure)
+    for seeds, wanted in (([7], [7, 7]), ([7, 8], [8, 8]), ([9], [9, 9]), ([8, 7], [])):
+        tables.main(["bias", str(write_plan(tmp_path, bias_seeds=seeds)), "--runs", str(tmp_path / "runs")])
+        assert asked == wanted
+        asked.clear()
+    assert capsys.readouterr().out.count("| Near | 7, 8 | 50% |") == 2
+    with pytest.raises(ConfigError, match="bias_seeds: the plan has none"):
+        tables.main(["bias", str(write_plan(tmp_path)), "--runs", str(tmp_path / "runs")])
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "fragment"),
+    [
+        ("bias.json", '{"near": [{"seed": 7}]}', r"bias\.json: is damaged"),
+        ("near/hgpo/s0/metrics.jsonl", "x\n", r"metrics\.jsonl: line 1 is no row"),
+        ("near/hgpo/s0/metrics.jsonl", "x", r"metrics\.jsonl: is damaged, it holds 0 of 3 iterations"),
+        ("near/hgpo/s0/config.yaml", "x\n", r"config\.yaml: is damaged"),
+    ],
+)
+def test_damaged_results_are_refused_in_one_line(tmp_path, small, file, text, fragment):
+    finish(tmp_path / "runs", small, Cell("near", "hgpo", 0), [0.1, 0.2, 0.3])
+    (tmp_path / "runs" / file).write_text(text)
+    plan = str(write_plan(tmp_path, bias_seeds=[7]))
+    with pytest.raises(ConfigError, match=fragment) as refused:
+        tables.main(["collect", str(tmp_path / "runs"), "--plan", plan])
+    assert "\n" not in str(refused.value)
+
+
+def test_nothing_run_is_all_missing(tmp_path, small, capsys):
+    (tmp_path / "runs").mkdir()
+    tables.main(["collect", str(tmp_path / "runs"), "--plan", str(tmp_path / "small.yaml")])
+    said = capsys.readouterr().out
+    assert said.count("| missing |") == 4
+    assert not (tmp_path / "runs" / "small.png").exists()
+
+
+@pytest.mark.parametrize(("text", "fragment"), [("{", "is damaged"), ("[]", "is no evaluation")])
+def test_a_damaged_evaluation_is_refused_in_one_line(tmp_path, small, text, fragment):
+    cell = Cell("near", "hgpo", 0)
+    finish(tmp_path / "runs", small, cell, [0.1, 0.2, 0.3])
+    (tmp_path / "runs" / cell.name / "evaluation.json").write_text(text)
+    with pytest.raises(ConfigError, match=fragment):
+        results.read_all(small, tmp_path / "runs")
+
+
+@pytest.mark.parametrize("line", ['{"iteration": 0}', '{"iteration": 0, "success": "x", "seconds": {}}',
+                                  '{"iteration": 0, "success": 1, "seconds": 3}', "[1]"])  # fmt: skip
+def test_damaged_rows_are_refused_in_one_line(tmp_path, small, line):
+    cell = Cell("near", "hgpo", 0)
+    finish(tmp_path / "runs", small, cell, [0.1, 0.2, 0.3])
+    (tmp_path / "runs" / cell.name / "metrics.jsonl").write_text(line + "\n")
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl: (is damaged|line 1 is no row)"):
+        results.read_all(small, tmp_path / "runs")
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "[1]", '{"near": 3}', '{"near": [{}]}', "\0"])
+def test_a_damaged_measurement_of_bias_is_refused_in_one_line(tmp_path, small, text):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "bias.json").write_text(text)
+    for command in (["collect", str(tmp_path / "runs"), "--plan"], ["bias", "--runs", str(tmp_path / "runs")]):
+        with pytest.raises(ConfigError, match=r"bias\.json: is damaged") as refused:
+            tables.main([*command, str(tmp_path / "small.yaml")])
+        assert "\n" not in str(refused.value)

@@ -1,0 +1,131 @@
+"""What a plan lists: cells, commands, cost, refusals."""
+
+import itertools
+import shlex
+
+import pytest
+from small_plan import PLANS, SMALL, write_plan
+
+from hgpo_jax import config as configuration
+from hgpo_jax import evaluate, memory
+from hgpo_jax.config import ConfigError
+from hgpo_jax.mesh import abstract_mesh
+from hgpo_jax.tables import __main__ as tables
+from hgpo_jax.tables import plan as planning
+from hgpo_jax.tables.plan import Cell
+
+
+@pytest.mark.parametrize(("name", "count"), [("paper", 7 * 4 + 3 * 2 + 2 * 2), ("household", 12 * 2 * 2 + 4 * 7 * 2)])
+def test_every_cell_is_listed_once_and_its_commands_are_what_it_says(name, count):
+    plan = planning.read(planning.find(name))
+    cells = planning.cells(plan)
+    assert len(cells) == len(set(cells)) == count
+    wanted = {
+        (s, m, seed) for t in plan.tables for s, m, seed in itertools.product(t.settings, t.methods, t.seeds)
+    }  # fmt: skip
+    assert {(c.setting, c.method, c.seed) for c in cells} == wanted
+    for cell in cells:
+        train, *rest = planning.steps(plan, cell, "RUNS")
+        words = shlex.split(train.shell({}))
+        assert words[:5] == ["python", "-m", "hgpo_jax.train", "--config", plan.settings[cell.setting].config]
+        loaded = configuration.load(words[4], words[words.index("auto") + 1 :])
+        assert loaded.model_copy(update={"run_dir": ""}) == planning.config_of(plan, cell)
+        assert (loaded.run_dir, loaded.seed) == (f"RUNS/{cell.name}", cell.seed)
+        assert [step.arguments[-1] for step in rest] == list(plan.settings[cell.setting].splits)
+        for step in rest:
+            evaluate.split_of(loaded, step.arguments[-1])
+            assert evaluate.parse_seeds(step.arguments[2]) == list(plan.settings[cell.setting].seeds)
+
+
+def test_the_papers_methods_are_the_papers():
+    plan = planning.read(planning.find("paper"))
+    config = planning.config_of(plan, Cell("webshop_1.5b", "hgpo-k4-level1", 0))
+    assert (config.rollout.history_length, config.advantage.history_length) == (4, 1)
+    config = planning.config_of(plan, Cell("alfworld_7b", "gigpo-k4", 0))
+    assert (config.method, config.rollout.history_length, config.policy.source) == ("gigpo", 4, "Qwen/Qwen2.5-7B-Instruct")
+    assert planning.config_of(plan, Cell("alfworld_1.5b", "hgpo-k4-alpha0", 0)).advantage.alpha == 0
+    shown = {name: set(setting.columns) for name, setting in plan.settings.items()}
+    for setting, methods in plan.published.numbers.items():
+        for method, numbers in methods.items():
+            assert method in plan.methods
+            assert set(numbers) <= shown[setting]
+
+
+def test_paired_methods_share_warm_start_and_tasks():
+    plan = planning.read(planning.find("household"))
+    for setting in plan.settings:
+        configs = [planning.config_of(plan, Cell(setting, method, 5)) for method in plan.methods]
+        shared = {"seed", "env", "policy", "cloning", "rollout", "learner", "iterations"}
+        alike = [config.model_dump(include=shared) for config in configs]
+        assert all(one == alike[0] for one in alike)
+    assert not set(plan.bias_seeds) & {cell.seed for cell in planning.cells(plan)}  # chosen on other seeds
+
+
+def test_cost_is_memorys_plan_and_the_counted_tokens():
+    plan = planning.read(planning.find("paper"))
+    cell = Cell("webshop_7b", "hgpo-k2", 0)
+    config, cost = planning.config_of(plan, cell), planning.cost(plan, cell)
+    mesh = abstract_mesh("data=1,fsdp=4")
+    assert cost.devices == 4
+    assert cost.bytes == memory.peak(memory.plan(config, mesh, memory.work_of(config, mesh)))
+    episodes = 160 * 16 * 8 + 512 * (2 + 3)
+    assert cost.limit == episodes * 30 * (4096 + 512)
+    assert cost.tokens == episodes * 8 * 1200
+
+
+def test_a_listing_says_all(small, capsys, tmp_path):
+    tables.main(["plan", str(tmp_path / "small.yaml"), "--runs", "R"])
+    said = capsys.readouterr().out
+    assert "far/hgpo/s2: 1 device, 0.0" in said
+    assert "python -m hgpo_jax.evaluate R/far/hgpo/s2 --seeds 1,2,3 --split held_out" in said
+    assert said.splitlines()[-1].startswith("16 cells, ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "fragment"),
+    [
+        ({"titel": "x"}, "titel: no such field"),
+        ({"tables": [SMALL["tables"][0] | {"methods": ["hpgo"]}]}, "hpgo is none of the methods gigpo, hgpo"),
+        ({"tables": [SMALL["tables"][0] | {"baseline": "x"}]}, "x is none of the methods"),
+        ({"settings": {"A B": SMALL["settings"]["near"]}}, "settings.A B"),
+        ({"settings": {"near": SMALL["settings"]["near"] | {"columns": {"A": "train/acu"}}}}, "A: train/acu is none of"),
+        ({"settings": {"far": SMALL["settings"]["far"] | {"splits": ["valid"]}}}, "success: held_out/success is none of"),
+        ({"fields": ["learner.lt=3"]}, "near/gigpo/s0: learner.lt=3: no such field"),
+        ({"fields": ["mesh=auto"]}, "near/gigpo/s0: mesh='auto'"),
+    ],
+)
+def test_a_wrong_plan_is_refused_in_one_line(tmp_path, changes, fragment):
+    with pytest.raises(ConfigError) as refused:
+        tables.main(["plan", str(write_plan(tmp_path, **changes))])
+    assert fragment in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+STAIRS = "\n".join(" " * i + "a:" for i in range(3000))
+
+
+@pytest.mark.parametrize("text", [STAIRS, "[" * 3000, "title: 2024-99-99", "a: [", "\0"])
+def test_a_plan_that_is_no_yaml_is_refused_in_one_line(tmp_path, text):
+    (tmp_path / "plan.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"plan\.yaml: not a YAML file") as refused:
+        tables.main(["plan", str(tmp_path / "plan.yaml")])
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        (["plan", "nothing"], "configs/tables has household, paper"),
+        (["plan", "paper", "--launch", "slurm"], "--to: needed"),
+        (["run", "household", "--jobs", "0"], "--jobs 0"),
+        (["run", "household", "--runs", "NOWHERE", "nosuch=1"], "nosuch=1: no such field"),
+        (["bias", "household", "--runs", "NOWHERE", "learner.lr=x"], "learner.lr='x'"),
+        (["collect", "NOWHERE"], "NOWHERE: no such folder"),
+        (["collect", str(PLANS)], "give --plan"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_one_line(arguments, fragment):
+    with pytest.raises(ConfigError) as refused:
+        tables.main(arguments)
+    assert fragment in str(refused.value)
+    assert "\n" not in str(refused.value)
