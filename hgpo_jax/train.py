@@ -85,7 +85,7 @@ def main() -> None:
     if args.dry_run:
         return dry_run(configuration.resolve(look()[0]))
     if args.distributed:
-        open_devices(several=True)
+        open_devices(multiprocess=True)
         found = distributed.broadcast_from_process_0(look)
     else:
         found = look()
