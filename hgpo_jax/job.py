@@ -79,7 +79,7 @@ class Job:
         return METHODS[self.config.method]
 
     def episode_inputs(self, iteration: int, attempt: int = 0) -> tuple:
-        """What a rollout takes beside the parameters for one training iteration.
+        """What a rollout takes besides the parameters for one training iteration.
 
         Equal for equal seed, iteration and attempt; further attempts (dynamic sampling) get tasks of their own.
         """
@@ -151,7 +151,7 @@ def job_mesh(config: Config) -> Mesh:
 
 
 def check_memory(config: Config, mesh: Mesh) -> ModelConfig:
-    """The policy's sizes. Raises ConfigError where they cannot be or, after a table of memory, exceed the devices."""
+    """The policy's sizes. Raises ConfigError where they are invalid or, after printing the memory plan, exceed the devices."""
     try:
         workload = memory.workload_of(config, mesh)
         phases = memory.bytes_by_phase(config, mesh, workload)
@@ -194,7 +194,7 @@ def build(config: Config, mesh: Mesh | None = None) -> Job:
     jax.set_mesh(mesh)
     compiled = Path(config.cache_dir, "compiled")
     if any(path.exists() and not path.is_dir() for path in (compiled, *compiled.parents)):
-        raise ConfigError(f"cache_dir={config.cache_dir}: leads through a file; choose another folder")
+        raise ConfigError(f"cache_dir={config.cache_dir}: part of the path is a file; choose another folder")
     jax.config.update("jax_compilation_cache_dir", str(compiled))
     texts = () if config.env.name in COMPILED else make_environments(config)
     policy = make_policy(config, check_memory(config, mesh), mesh)

@@ -30,7 +30,7 @@ def reduce_tokens(
     aggregate: `token-mean`: sum over tokens / tokens. `seq-mean-token-sum`: mean over rows of the row's sum.
         `seq-mean-token-mean`: mean over rows of the row's mean. `seq-mean-token-sum-norm`: mean over rows of the row's
         sum / norm_length (Dr.GRPO), a constant such as the longest response allowed (default R).
-    Rows without a token are padding and count nowhere.
+    Rows without a token are padding and do not count.
     """
     mask = mask.astype(bool)
     row_sums = jnp.sum(jnp.where(mask, values, 0.0), axis=-1)
@@ -69,7 +69,7 @@ def policy_loss(
 
     new_logp, old_logp: f32[N, R], log-probabilities of the sampled tokens.
     advantages: f32[N], shared by the tokens of a response, or f32[N, R].
-    mask: [N, R], true on response tokens; what the others hold is ignored.
+    mask: [N, R], true on response tokens; values elsewhere are ignored.
     dual_clip: where A < 0 the loss is at most `-dual_clip * A` (Ye et al., 2020, arXiv 1912.09729); None for no bound.
     aggregate, norm_length: see `reduce_tokens`.
     """

@@ -1,4 +1,4 @@
-"""Sampling: one prefill, then a compiled decode loop that goes on with fewer rows once most have ended.
+"""Sampling: one prefill, then a compiled decode loop that continues with fewer rows once most have ended.
 
 Each row has its own random key, folded with the position of the token, so that what a row samples depends neither on its
 batch mates nor on the mesh. Log-probabilities are those of the distribution that was sampled from.
@@ -38,7 +38,7 @@ def buckets(largest: int, *, factor: int, smallest: int) -> list[int]:
 
 @chex.dataclass(frozen=True)
 class Decoding:
-    """The distribution that tokens are drawn from. All are scalars: other values compile nothing anew.
+    """The distribution that tokens are drawn from. All are scalars, so that changing them compiles nothing.
 
     temperature: 0 takes the most likely token.
     top_k: only the k most likely tokens; 0: all.
@@ -75,10 +75,10 @@ def sample_token(logits, keys, decoding: Decoding):
 def argmax(values):
     """`jnp.argmax` of f32[B, V] over the last axis, i32[B].
 
-    In two steps, because XLA's CPU compiler fuses what argmax reads into its loop over single values: of a small policy's token
-    the noise took the longest.
+    In two steps: XLA's CPU compiler fuses what argmax reads into its loop over single values, which made the noise the slowest
+    part of decoding with a small policy.
     """
-    last = values.shape[-1] - 1  # where no value is the largest: for one that is not a number
+    last = values.shape[-1] - 1  # of a row with NaN, where no value equals the maximum
     return jnp.where(values == values.max(-1, keepdims=True), jnp.arange(last + 1), last).min(-1)
 
 
@@ -124,7 +124,7 @@ def row_shards() -> int:
 
 
 def smallest_batch(ended):
-    """The smallest batch, i32[], in which the unfinished rows, ended bool[B], can go on if each device keeps its own."""
+    """The smallest batch, i32[], in which the unfinished rows, ended bool[B], fit if each device keeps its own."""
     return max_across_devices((~ended).reshape(row_shards(), -1).sum(1).max() * row_shards())
 
 
@@ -152,7 +152,7 @@ def generate(
 
     Args:
       model: a bound `Qwen2`.
-      blocks: its `decode_blocks()`, to be made outside of every loop.
+      blocks: its `decode_blocks()`, computed outside of every loop.
       prompts: i32[B, P], right-padded.
       lengths: i32[B], tokens of each prompt, at least 1.
       keys: a random key per row.

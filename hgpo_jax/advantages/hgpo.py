@@ -40,7 +40,7 @@ def hgpo(
         size = grouping.group_size(segment)
         column = ordered - grouping.group_mean(ordered, segment, size)
         if normalize == "mean_std":
-            column = column / (grouping.spread(column, segment, size) + grouping.EPSILON)
+            column = column / (grouping.group_std(column, segment, size) + grouping.EPSILON)
         columns.append(jnp.where(time >= level, column, 0.0))
         sizes.append(jnp.where(time >= level, size, 0))
     level_advantages = grouping.steps_in_place(jnp.stack(columns), steps, shape)

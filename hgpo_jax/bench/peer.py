@@ -1,7 +1,7 @@
 """The same work in PyTorch with transformers' models, for `--against transformers`. Nothing else imports torch.
 
-The peer gets its best plain setting: SDPA attention, weights in the type at work, every core (or the GPU), the head at the
-response's positions only (`logits_to_keep`), fused cross-entropy and fused AdamW; eager, because `torch.compile` of
+The peer runs with its best standard settings: SDPA attention, weights in the type at work, every core (or the GPU), the head
+at the response's positions only (`logits_to_keep`), fused cross-entropy and fused AdamW; eager, because `torch.compile` of
 `generate` and of checkpointed layers needs a C++ compiler and minutes. The loop of `play` and `learn` is what one writes by
 hand with transformers: it takes the embedded household's own compiled, batched reset and step, and our estimators.
 """

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def temperature(text: str) -> float:
-    """The option's value. Raises ValueError or ArgumentTypeError, which argparse says in one line."""
+    """The option's value. Raises ValueError or ArgumentTypeError, which argparse reports in one line."""
     if not 0 <= float(text) <= 10:
         raise argparse.ArgumentTypeError(f"{text:.50}: must be a number from 0 to 10")
     return float(text)

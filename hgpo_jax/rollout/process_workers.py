@@ -82,7 +82,7 @@ class _WorkerProcess:
             if self.pipe.poll(self._time_limit):
                 return self.pipe.recv()
             failure = f"no answer in {self._time_limit:g} s"
-        except Exception as error:  # an answer may be no pickle: the environment has the pipe in its process
+        except Exception as error:  # an answer may not be a pickle: the environment can write into the pipe
             failure = "its worker process died" if isinstance(error, EOFError | OSError) else f"no answer: {error!r:.200}"
         self._stop()
         self.replaced += 1
@@ -152,7 +152,7 @@ class ProcessWorkers:
             worker.queue.put((request, self._answers))
 
     def receive(self, minimum: int) -> Iterator[tuple[int, EnvOutput | EnvFailure]]:
-        """(episode, answer) for the answers that have come, in the order of their coming; waits for at least `minimum`.
+        """(episode, answer) for the answers that have come, in order of arrival; waits for at least `minimum`.
 
         Raises ValueError if a worker that was replaced cannot make its environment.
         """
@@ -173,7 +173,7 @@ class ProcessWorkers:
 
 def _serve(pipe, make_env) -> None:
     """What a worker process does: makes its environments, answers requests, ends with the pipe."""
-    # These are the parent's to handle, who may play to the end of its iteration before it leaves.
+    # Signals are for the parent to handle, which may finish its iteration before it exits.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     try:

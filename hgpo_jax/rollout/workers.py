@@ -3,7 +3,7 @@
 A worker is sent requests (episode, task, actions so far), and answers with the environment's output after the last of the
 actions. An environment is any object like those of `envs/*/text.py`: `max_turns`, `task_types`, `reset(task) ->
 (observation, commands)`, `step(action) -> (observation, commands, reward, done, info)`, after a reset `goal` and
-`task_type`, and `len(env)` if its tasks are numbered from 0 to an end. It must be deterministic, because a worker that takes
+`task_type`, and `len(env)` if it has a fixed number of tasks. It must be deterministic, because a worker that takes
 over an episode plays its actions again.
 """
 
@@ -48,7 +48,7 @@ class EnvSpec(NamedTuple):
 
 
 class EnvFailure(NamedTuple):
-    """Why an episode cannot go on."""
+    """Why an episode cannot continue."""
 
     reason: str
 

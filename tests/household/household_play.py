@@ -49,7 +49,7 @@ def generated(size: tuple[int, int] | None, stream: str, seed: int, count: int =
 
 def each(states):
     """The single states of a batch."""
-    fields = {name: np.asarray(states[name]) for name in states.keys()}  # noqa: SIM118, a chex dataclass is no dict
+    fields = {name: np.asarray(states[name]) for name in states.keys()}  # noqa: SIM118, a chex dataclass is not a dict
     for b in range(len(fields["turn"])):
         yield SimpleNamespace(**{name: array[b] for name, array in fields.items()})
 
@@ -114,7 +114,7 @@ class Play:
 
 
 def shuffle_hidden(env: Household, state, draw: dict):
-    """The same view of a different household: all that cannot be seen from where the agent stands is drawn anew.
+    """The same view of a different household: all that cannot be seen from where the agent stands is drawn again.
 
     Hidden are the things in other receptacles and in a closed one here, their condition, and which other receptacles
     are open. Hidden things stay hidden, so they never move to an open receptacle where the agent stands.
