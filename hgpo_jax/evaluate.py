@@ -6,7 +6,8 @@
     python -m hgpo_jax.evaluate HF_FOLDER --config household                    a policy without a run, as `export` writes
 
 The held-out tasks are the same for every run, so results are comparable. With --seeds, each seed draws evaluation.episodes
-tasks of its own (repeating them where an environment has fewer) and samples at evaluation.temperature; every transcript is kept, too.
+tasks of its own (repeating them where an environment has fewer) and samples at evaluation.temperature; every transcript is
+kept, too.
 RUN/evaluation.json stays that of the run's own settings: all others go into evaluations/ in the first folder, or with --to
 elsewhere, as SPLIT-tTEMPERATURE-nEPISODES.json, with -sSEEDS before the dot and the transcripts beside it (.jsonl). A file
 that was made with other settings, or of another policy, is never replaced.

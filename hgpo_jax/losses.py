@@ -4,6 +4,12 @@ Rows are steps (one response each) and columns its tokens: N rows of R tokens. E
 `stats` maps a name to `(numerator, denominator)`, and `stats["loss"]` is the loss itself in that form: sums over
 micro-batches of both parts, divided once, give the statistic of the whole batch exactly. A learner that accumulates
 gradients therefore differentiates `stats["loss"][0]`.
+
+Policy losses report, with A the advantage and r the importance ratio of a token (of a response in GSPO):
+    ratio, approx_kl      means of r and of r - 1 - log r, an estimate of KL(old || new)
+    clip_fraction_low     share with A < 0 and r < 1 - clip_low
+    clip_fraction_high    share with A > 0 and r > 1 + clip_high
+    clip_fraction_dual    share with A < 0 and r > dual_clip
 """
 
 from __future__ import annotations

@@ -189,13 +189,18 @@ def generate(
         state = state.replace(token=token, cache=cache, ended=state.ended | is_end(token))
         return i + 1, state, tokens, logps, count, smallest_batch(state.ended)
 
-    # Two sizes: each is one more copy of all layers to compile.
+    # The whole batch until a quarter of it can hold all unfinished rows, then that quarter. No further sizes: each is one more
+    # copy of all layers to compile.
     sizes = [B, B // 4] if B % (4 * row_shards()) == 0 and max_new >= COMPACT_FROM else [B]
     i = jnp.int32(1)
     for size, next_size in zip(sizes, [*sizes[1:], 0], strict=True):
         if size < B:
             state = compact_unfinished(state, size)
-        unfinished = lambda carry, n=next_size: (carry[0] < max_new) & (carry[-1] > n)  # noqa: E731
+
+        def too_many_unfinished(carry, next_size=next_size):
+            i, *_, unfinished = carry
+            return (i < max_new) & (unfinished > next_size)
+
         carry = (i, state, tokens, logps, count, smallest_batch(state.ended))
-        i, state, tokens, logps, count, _ = jax.lax.while_loop(unfinished, step, carry)
+        i, state, tokens, logps, count, _ = jax.lax.while_loop(too_many_unfinished, step, carry)
     return Responses(tokens=tokens, logp=logps, lengths=count)

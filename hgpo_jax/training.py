@@ -53,6 +53,8 @@ class Training:
     def run(self) -> dict:
         """All iterations that are left; returns the final parameters, adapters merged.
 
+        Nothing here waits for an update: the recorder's threads wait for its numbers while the next rollout is sampled.
+
         Raises:
           Interrupted: after saving, where a signal came.
         """

@@ -118,7 +118,7 @@ class Sokoban:
 
         Returns:
           (State, observation i32[(size - 2)^2], reward f32[], done bool[], invalid bool[]). Anything but a move, or a
-          move into a wall or a box that cannot move, changes nothing and is invalid.
+          move into a wall or a box that cannot move, only takes a turn and is invalid. Done: solved, or out of turns.
         """
         legal, words = self.admissible(state)
         chosen = legal & (words == action).all(1)
@@ -138,6 +138,7 @@ class Sokoban:
         return after, self._observe(after), reward, won | (after.turn >= self.max_turns), invalid
 
     def _observe(self, state: State) -> chex.Array:
+        """i32[(size - 2)^2]: a word for each inner cell. In `words` cells follow the empty word, the moves and the goal."""
         agent = jnp.arange(self.size**2) == state.agent
         shown = jnp.where(state.targets, TARGET, FLOOR)
         shown = jnp.where(state.boxes, jnp.where(state.targets, BOX_ON_TARGET, BOX), shown)

@@ -92,7 +92,8 @@ def newest_intact(folder: Path) -> tuple[int | None, list[str]]:
 class Checkpoints:
     """The checkpoints under `folder`, numbered by the iterations done; written atomically in the background.
 
-    Kept are the last ones, the best by validation and those at regular intervals, as `settings` say.
+    Kept are, by the fields of `settings`, the last `keep_checkpoints`, the `keep_best` with the highest validation success and
+    those whose number is a multiple of `keep_every`; all others are deleted.
     """
 
     def __init__(self, folder: Path, settings: LogConfig):
