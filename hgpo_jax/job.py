@@ -27,7 +27,7 @@ from hgpo_jax.sampling import Decoding
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Everything built once.
+    """What a command works with, built once from a configuration.
 
     policy: the weights to start from, freshly initialized unless they are given; training keeps its own.
     runner: makes rollouts in the configured environment.
@@ -62,7 +62,7 @@ class Job:
         return self.rollout_params(self.fresh_adapters() if self.adapted.lora else params, params)
 
     def compute_copy(self, params):
-        """The parameters in the type that samples and that the loss sees; the same ones where that is theirs already."""
+        """The parameters in `policy.compute_dtype`, which sampling and the loss use; the same arrays if that is theirs."""
         dtype = self.config.policy.compute_dtype
         same = all(a.dtype == dtype for a in jax.tree.leaves(params))
         return params if same else _cast(params, dtype)

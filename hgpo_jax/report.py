@@ -207,7 +207,7 @@ def gather(folders: list[Path], dumps: int, groups: int) -> dict:
         found = list(dumped(folder))
         if not x and not found:
             raise ConfigError(f"{folder}: nothing to show, the run has not finished an iteration")
-        # Evenly, with the first and the last one; the last one alone if there is to be one.
+        # Evenly spaced, with the first and the last one; a single one is the last.
         at = np.linspace(len(found) - 1, 0, min(dumps, len(found))).round().astype(int)[::-1]
         held_out = read_held_out(folder)
         rows.append(run_row(name, config, len(x), known, held_out))

@@ -21,7 +21,7 @@ class _WorkerProcess:
 
     def __init__(self, make_env: Callable, time_limit: float, start_limit: float):
         self._make_env, self._time_limit, self._start_limit = make_env, time_limit, start_limit
-        self.queue: SimpleQueue[tuple[Request, SimpleQueue] | None] = SimpleQueue()  # a request, and where its answer goes
+        self.queue: SimpleQueue[tuple[Request, SimpleQueue] | None] = SimpleQueue()  # a request, and the queue for its answer
         self.replaced, self._ended, self.process = 0, False, None
         self._thread = threading.Thread(target=self._answer_all, daemon=True)
         self._spawn()
@@ -100,7 +100,7 @@ class _WorkerProcess:
         self._ended = True
         self.queue.put(None)
         if process := self.process:
-            process.kill()  # if the thread waits for an answer, it finds the pipe ended
+            process.kill()  # a thread that waits for an answer then finds the pipe closed
         if self._thread.is_alive():
             self._thread.join()
         self._stop()
@@ -124,7 +124,7 @@ class ProcessWorkers:
         self._episodes = episodes
         self.discard_answers()
         self._workers = []
-        atexit.register(self.close)  # or else a thread would replace the process that the interpreter ends
+        atexit.register(self.close)  # otherwise a thread would replace the processes that the exiting interpreter ends
         for _ in range(min(workers, episodes)):
             self._workers.append(_WorkerProcess(make_env, time_limit, start_limit))
         for worker in self._workers:
@@ -146,7 +146,7 @@ class ProcessWorkers:
         self._answers: SimpleQueue[tuple[int, EnvOutput | EnvFailure] | ValueError] = SimpleQueue()
 
     def send(self, requests: Iterable[Request]) -> None:
-        """Has the workers answer requests."""
+        """Sends requests to the workers."""
         for request in requests:
             worker = self._workers[request[0] * len(self._workers) // self._episodes]
             worker.queue.put((request, self._answers))

@@ -20,7 +20,7 @@ from hgpo_jax.errors import one_line
 from hgpo_jax.rollout.requirements import check_text
 
 Request = tuple[int, int, tuple[str, ...]]  # number of the episode in its batch, task, actions so far
-# Characters of one answer at most. A prompt holds far fewer, but what is cut there has passed through pipes and tokenizer.
+# Limit on the characters of one answer. A prompt holds far fewer, but is cut only after pipes and tokenizer have seen it all.
 MAX_TEXT = 4_000_000
 MAX_REWARD = float(np.finfo(np.float32).max)  # rewards of Episodes are float32
 
@@ -74,7 +74,7 @@ class LocalWorkers:
             try:
                 answer = self._answer(episode, task, actions)
             except (Exception, SystemExit) as error:  # the environment may be in any state now, and is dropped
-                # The message may be anything, too, or fail itself.
+                # Its message may be anything, too, and formatting it may fail.
                 answer = EnvFailure(one_line("".join(traceback.format_exception_only(error))[:2000])[:500])
             self._answers.append((episode, answer))
 

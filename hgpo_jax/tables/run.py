@@ -28,10 +28,10 @@ def expanded(step: Step, environment=os.environ) -> list[str]:
 
 
 def run_cells(plan: Plan, runs: Path, source: Path, *, jobs: int, more: tuple[str, ...]) -> list[Cell]:
-    """Runs every cell that is not done yet to its end; returns those that failed.
+    """Runs every unfinished cell to its end; returns those that failed.
 
     Each writes what it prints into its folder's name with .log. `source`, the plan's file, is kept as RUNS/plan.yaml.
-    The lock is the processes' own too: one that outlives a killed parent keeps a second run out.
+    The cells' processes inherit the lock: one that outlives a killed parent keeps a second run out.
 
     Raises:
       ConfigError: an invalid cell, or another process that works in the folder.
