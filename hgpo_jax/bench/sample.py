@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     policies.add_arguments(parser)
     parser.add_argument("--prompt", type=policies.positive, help="tokens of each prompt; default 128, the household's own")
     parser.add_argument("--new", type=policies.positive, default=32, help="tokens of each response, at least 2")
-    parser.add_argument("--batch", type=policies.positive, nargs="+", default=[1, 8], help="rows at once; several are run in turn")
+    parser.add_argument("--batch", type=policies.positive, nargs="+", default=[1, 8], help="rows at once; several in turn")
     parser.add_argument("--temperature", type=temperature, default=1.0, help="of sampling; 0 takes the most likely token")
     profile.add_argument(parser)
 
