@@ -58,7 +58,7 @@ def parse_mesh(spec: str, devices: int) -> dict[str, int]:
     if open_axes and devices % fixed == 0:
         sizes[open_axes[0]] = devices // fixed
     if math.prod(sizes.values()) != devices:
-        raise ValueError(f"mesh={shown}: the sizes must multiply to the {devices} available devices; one axis may be -1")
+        raise ValueError(f"mesh={shown}: the sizes must multiply to the {devices} devices available; one axis may be -1")
     return sizes
 
 
