@@ -27,18 +27,18 @@ WON_REWARD = 10.0  # as verl-agent pays for ALFWorld
 
 @chex.dataclass(frozen=True)
 class State:
-    """One episode. `P` receptacles, `O` things; place index P means "nowhere" (mid-room) or "carried"."""
+    """One episode. The place index `Household.places`, one past the last, means "nowhere" (mid-room) or "carried"."""
 
     room: chex.Array  # i32[], index into Household.rooms
     task: chex.Array  # i32[], index into world.TASKS
     goal_kind: chex.Array  # i32[], kind of thing asked for, index into the room's kinds
     goal_place: chex.Array  # i32[], word of the kind of receptacle asked for (0 for `look`)
-    kind: chex.Array  # i32[O], kind of each thing
-    copy: chex.Array  # i32[O], 0 or 1: mug_1 or mug_2
-    where: chex.Array  # i32[O], receptacle of each thing, P when carried
-    condition: chex.Array  # i32[O], NORMAL, HOT, COLD or CLEAN
-    opened: chex.Array  # bool[P]
-    at: chex.Array  # i32[], the agent's receptacle, P in the middle of the room
+    kind: chex.Array  # i32[things], kind of each thing
+    copy: chex.Array  # i32[things], 0 or 1: mug_1 or mug_2
+    where: chex.Array  # i32[things], receptacle of each thing, `places` when carried
+    condition: chex.Array  # i32[things], NORMAL, HOT, COLD or CLEAN
+    opened: chex.Array  # bool[places]
+    at: chex.Array  # i32[], the agent's receptacle, `places` in the middle of the room
     lamp_on: chex.Array  # bool[]
     turn: chex.Array  # i32[], actions taken
 
@@ -131,17 +131,17 @@ class Household:
         return jnp.stack([room_words[state.room], jnp.asarray(self._task_word)[state.task], kind, state.goal_place])
 
     def thing_words(self, state: State) -> chex.Array:
-        """i32[O]: the name of each thing."""
+        """i32[things]: the name of each thing."""
         return jnp.asarray(self._thing_word)[state.room, state.kind, state.copy]
 
     def place_words(self, state: State) -> chex.Array:
-        """i32[P]: the name of each receptacle."""
+        """i32[places]: the name of each receptacle."""
         return jnp.asarray(self._place_word)[state.room]
 
     # -- facts about a state ------------------------------------------------------------------------------------
 
     def accessible(self, state: State) -> chex.Array:
-        """bool[P]: receptacles that are open or cannot be closed."""
+        """bool[places]: receptacles that are open or cannot be closed."""
         return state.opened | ~jnp.asarray(self._openable)[state.room]
 
     def won(self, state: State) -> chex.Array:
@@ -149,8 +149,8 @@ class Household:
         wanted = state.kind == state.goal_kind
         needed = jnp.array([-1, -1, -1, CLEAN, HOT, COLD])[state.task]  # by task id
         wanted &= (needed < 0) | (state.condition == needed)
-        is_goal_place = jnp.asarray(self._place_kind)[state.room] == state.goal_place  # [P]
-        placed = wanted[:, None] & (state.where[:, None] == jnp.arange(self.places)) & is_goal_place  # [O, P]
+        is_goal_place = jnp.asarray(self._place_kind)[state.room] == state.goal_place  # [places]
+        placed = wanted[:, None] & (state.where[:, None] == jnp.arange(self.places)) & is_goal_place  # [things, places]
         count = jnp.where(state.task == world.TASK_ID["two"], 2, 1)
         examined = state.lamp_on & (state.at == self._lamp(state)) & (wanted & (state.where == self.places)).any()
         return jnp.where(state.task == world.TASK_ID["look"], examined, (placed.sum(0) >= count).any())
@@ -159,16 +159,16 @@ class Household:
         return jnp.asarray(self._lamp_at)[state.room]
 
     def admissible(self, state: State) -> tuple[chex.Array, chex.Array]:
-        """Which actions do something: (bool[A], i32[A, 2] their words); inadmissible rows may repeat or be partial."""
-        P, O = self.places, self.things
-        here = jnp.arange(P) == state.at
+        """Which actions do something: (bool[actions], i32[actions, 2] their words); illegal rows may repeat or be partial."""
+        places, things = self.places, self.things
+        here = jnp.arange(places) == state.at
         openable = jnp.asarray(self._openable)[state.room]
         reach = jnp.append(self.accessible(state), False)[state.at]  # the contents here can be touched
-        carried = state.where == P
-        occupancy = (state.where[:, None] == jnp.arange(P)).sum(0)
+        carried = state.where == places
+        occupancy = (state.where[:, None] == jnp.arange(places)).sum(0)
         room_here = jnp.append(occupancy < CAPACITY, False)[state.at]
         tools = jnp.asarray(self._tool_at)[state.room] == state.at  # heat, cool, clean
-        can = jnp.asarray(self._affords)[state.room][:, state.kind]  # [tasks, O]
+        can = jnp.asarray(self._affords)[state.room][:, state.kind]  # [tasks, things]
         able = jnp.stack([can[world.TASK_ID[name]] for name in ("heat", "cool", "clean")])
         legal = jnp.concatenate(
             [
@@ -182,11 +182,11 @@ class Household:
                 jnp.array([True, True]),
             ]
         )
-        places, things = self.place_words(state), self.thing_words(state)
+        place_words, thing_words = self.place_words(state), self.thing_words(state)
         arguments = jnp.concatenate(
-            [places, places, places, *[things] * 5, jnp.array([self.word_id[world.LAMP], 0, 0], jnp.int32)]
+            [*[place_words] * 3, *[thing_words] * 5, jnp.array([self.word_id[world.LAMP], 0, 0], jnp.int32)]
         )
-        sizes = [P, P, P, O, O, O, O, O, 1, 1, 1]
+        sizes = [*[places] * 3, *[things] * 5, 1, 1, 1]
         verbs = jnp.asarray(np.repeat(self._verb_word, sizes))
         return legal, jnp.stack([verbs, arguments], axis=1)
 
@@ -194,7 +194,7 @@ class Household:
 
     def reset(self, key: chex.PRNGKey) -> tuple[State, chex.Array]:
         """A new episode from a key: (State, observation i32[6]). Equal keys give equal episodes."""
-        P, O = self.places, self.things
+        places, things = self.places, self.things
         keys = jax.random.split(key, 4)
         task, room = jnp.asarray(self._settings)[jax.random.categorical(keys[0], jnp.asarray(self._settings_logp))]
         # Distinct kinds, the first of which suits the task; for "two" the second thing repeats the first's kind.
@@ -202,18 +202,18 @@ class Household:
         suits = jnp.asarray(self._affords)[room, task]
         score = jax.random.uniform(keys[1], (n_kinds,))
         first = jnp.argmax(score + suits)
-        kind = jnp.argsort(-score.at[first].set(2.0))[:O].astype(jnp.int32)
+        kind = jnp.argsort(-score.at[first].set(2.0))[:things].astype(jnp.int32)
         twin = task == world.TASK_ID["two"]
         kind = kind.at[1].set(jnp.where(twin, kind[0], kind[1]))
-        copy = jnp.zeros(O, jnp.int32).at[1].set(twin.astype(jnp.int32))
-        where = (jax.random.permutation(keys[2], P * CAPACITY)[:O] // CAPACITY).astype(jnp.int32)
+        copy = jnp.zeros(things, jnp.int32).at[1].set(twin.astype(jnp.int32))
+        where = (jax.random.permutation(keys[2], places * CAPACITY)[:things] // CAPACITY).astype(jnp.int32)
         # The goal receptacle: of a kind that holds none of the wanted things, with space left for them.
         place_kind = jnp.asarray(self._place_kind)[room]
-        holds = ((where[:, None] == jnp.arange(P)) & (kind == kind[0])[:, None]).any(0)
+        holds = ((where[:, None] == jnp.arange(places)) & (kind == kind[0])[:, None]).any(0)
         excluded = ((place_kind[:, None] == place_kind) & holds).any(1)
-        occupancy = (where[:, None] == jnp.arange(P)).sum(0)
+        occupancy = (where[:, None] == jnp.arange(places)).sum(0)
         fits = ~excluded & (occupancy + jnp.where(twin, 2, 1) <= CAPACITY)
-        goal = jnp.argmax(jax.random.uniform(keys[3], (P,)) + fits)
+        goal = jnp.argmax(jax.random.uniform(keys[3], (places,)) + fits)
         state = State(
             room=room,
             task=task,
@@ -222,9 +222,9 @@ class Household:
             kind=kind,
             copy=copy,
             where=where,
-            condition=jnp.zeros(O, jnp.int32),
-            opened=jnp.zeros(P, bool),
-            at=jnp.int32(P),
+            condition=jnp.zeros(things, jnp.int32),
+            opened=jnp.zeros(places, bool),
+            at=jnp.int32(places),
             lamp_on=jnp.array(False),
             turn=jnp.int32(0),
         )
@@ -241,18 +241,18 @@ class Household:
           (State, observation i32[6], reward f32[] 10 on success else 0, done bool[], invalid bool[]). An action that
           is not admissible only takes a turn, shows "nothing_happens" and is invalid. Done: solved, or out of turns.
         """
-        P = self.places
+        places = self.places
         legal, words = self.admissible(state)
         index = jnp.argmax(legal & (words == action).all(1))
         invalid = ~(legal[index] & (words[index] == action).all())
         verb = jnp.where(invalid, -1, jnp.argmax(jnp.asarray(self._verb_word) == action[0]))
         does = {name: verb == number for name, number in world.VERB_ID.items()}
         place = jnp.argmax(self.place_words(state) == action[1])
-        is_place, is_thing = jnp.arange(P) == place, self.thing_words(state) == action[1]
+        is_place, is_thing = jnp.arange(places) == place, self.thing_words(state) == action[1]
         condition = jnp.where(is_thing & does["heat"], HOT, state.condition)
         condition = jnp.where(is_thing & does["cool"], COLD, condition)
         condition = jnp.where(is_thing & does["clean"], CLEAN, condition)
-        where = jnp.where(is_thing & does["take"], P, state.where)
+        where = jnp.where(is_thing & does["take"], places, state.where)
         where = jnp.where(is_thing & does["put"], state.at, where)
         after = state.replace(
             where=where,

@@ -31,12 +31,12 @@ def expert_action(env: Household, state: State, recent: chex.Array, key: chex.PR
 
     Returns: i32[2], verb and argument.
     """
-    P = env.places
+    places = env.places
     word = env.word_id
     place_words, thing_words = env.place_words(state), env.thing_words(state)
-    at, here = state.at, jnp.arange(P) == state.at
+    at, here = state.at, jnp.arange(places) == state.at
     open_here = jnp.append(env.accessible(state), False)[at]
-    closed_here = (at < P) & ~open_here
+    closed_here = (at < places) & ~open_here
     is_goal = jnp.asarray(env._place_kind)[state.room] == state.goal_place
     at_goal = (here & is_goal).any()
     task = world.TASK_ID
@@ -45,7 +45,7 @@ def expert_action(env: Household, state: State, recent: chex.Array, key: chex.PR
     wanted = state.kind == state.goal_kind
     needed = jnp.array([-1, -1, -1, CLEAN, HOT, COLD])[state.task]
     ready = (needed < 0) | (state.condition == needed)
-    carried = state.where == P
+    carried = state.where == places
     holds_wanted, holds_other = (carried & wanted).any(), (carried & ~wanted).any()
     holds_ready = (carried & wanted & ready).any()
     carried_word = (thing_words * carried).sum()
@@ -63,7 +63,7 @@ def expert_action(env: Household, state: State, recent: chex.Array, key: chex.PR
 
     # Somewhere to search: not here, not where the last few go_to actions led.
     went = ((recent[:, :1] == word["go_to"]) & (recent[:, 1:] == place_words)).any(0)
-    noise = jax.random.uniform(key, (P,))
+    noise = jax.random.uniform(key, (places,))
     search = go(jnp.argmax(noise - 2.0 * went - 4.0 * here))
 
     tool = jnp.asarray(env._tool_at)[state.room]  # heat, cool, clean
@@ -80,7 +80,7 @@ def expert_action(env: Household, state: State, recent: chex.Array, key: chex.PR
     put_it = act("put", carried_word)
     next_goal = jnp.where(goal_place == at, search, go(goal_place))
     deliver = jnp.where(at_goal & ~full_here, jnp.where(closed_here, open_it, put_it), next_goal)
-    get_rid = jnp.where((at == P) | full_here, search, jnp.where(closed_here, open_it, put_it))
+    get_rid = jnp.where((at == places) | full_here, search, jnp.where(closed_here, open_it, put_it))
 
     choices = [
         (holds_wanted & ~places_it, examine),

@@ -117,7 +117,7 @@ def smoothing_window(count: int) -> int:
 
 
 def smooth(values, window: int) -> np.ndarray:
-    """Centred moving mean f64[N] of values [N] over a `window`, an odd number.
+    """Centred moving mean f64[iterations] of values [iterations] over a `window`, an odd number.
 
     It narrows towards both ends, so that the first and the last value stay themselves. NaN is left out and stays NaN.
     """

@@ -22,7 +22,7 @@ CHANCE = 0.05  # of a 95 % interval to leave out 0 without any effect
 
 
 def band(curves: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean [T] and half the 95 % interval [T] (Student's t) of curves [N, T]; N >= 2."""
+    """Mean and half the 95 % interval (Student's t), [iterations] each, of curves [seeds, iterations] of two or more seeds."""
     n = len(curves)
     return curves.mean(0), stats.t.ppf(0.975, n - 1) * curves.std(0, ddof=1) / np.sqrt(n)
 
