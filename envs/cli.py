@@ -1,4 +1,4 @@
-"""What commands share: a parser and an ending that refuse a user's mistake in one line, with exit code 2."""
+"""What commands share: a parser, and a way to run them that reports a user's mistake in one line, with exit code 2."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class Parser(argparse.ArgumentParser):
 
 
 def printable(text: str) -> str:
-    """Text that cannot steer a terminal: control characters, marks of direction and lone surrogates become question marks."""
+    """Text that cannot steer a terminal: control characters, directional marks and lone surrogates become question marks."""
     return "".join(c if c.isprintable() or c in "\n\t" or unicodedata.category(c) == "Zs" else "?" for c in text)
 
 
-def one_line(said: object) -> str:
-    """A message without line breaks, whatever stands in it."""
-    return printable(" ".join(str(said).split()))
+def one_line(message: object) -> str:
+    """A message without line breaks, whatever it contains."""
+    return printable(" ".join(str(message).split()))
 
 
-# What a wrong path gives; other errors of files, such as a full disk, are no mistakes of this kind.
+# Errors that a wrong path causes; others, such as a full disk, are not the user's mistake.
 PATHS = (
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENAMETOOLONG,
     errno.ELOOP,

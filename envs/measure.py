@@ -14,12 +14,12 @@ from pathlib import Path
 
 
 def in_own_process(module: str, function: str, *arguments: object) -> dict[str, float]:
-    """Calls `module.function(*arguments)`, which gets texts and returns a dict, in a fresh process.
+    """Calls `module.function(*arguments)`, which takes strings and returns a dict, in a fresh process.
 
-    Returns: that dict, and under `mb` the most memory that the process ever held, in MB.
+    Returns: that dict, and under `mb` the peak memory of the process, in MB.
 
     Raises:
-        RuntimeError: it failed; the last line of what it said.
+        RuntimeError: it failed; gives the last line of its standard error.
     """
     root = str(Path(__file__).parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
@@ -31,7 +31,7 @@ def in_own_process(module: str, function: str, *arguments: object) -> dict[str, 
 
 
 def _peak_mb() -> float:
-    """The most memory that this process ever held, in MB."""
+    """The peak memory of this process, in MB."""
     status = Path("/proc/self/status")
     if status.is_file():
         # Not getrusage: there Linux counts the parent's memory at the time of the fork as the child's own.

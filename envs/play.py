@@ -7,7 +7,7 @@
     python -m envs.play webshop items_shuffle_1000.json.gz items_ins_v2_1000.json.gz --seed 7
 
 A command is typed as it stands in the list, or by its number there. Without a terminal, commands are read from standard
-input, one a line. An empty line, or the end of the input, ends the game.
+input, one per line. An empty line, or the end of the input, ends the game.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def sokoban(args):
 
 
 def alfworld(args):
-    """One game, or of a folder's games the one that the seed picks."""
+    """One game, or the one that the seed picks in a folder."""
     from envs.alfworld.text import AlfworldText
 
     games = [args.game]
@@ -124,7 +124,7 @@ def play(env, task: int) -> None:
         observation, commands, reward, done, info = env.step(action)
         print()
         if not info["admissible"]:
-            print("(That was not admissible; an agent that is held to the list pays for it.)")
+            print("(That was not admissible; an agent is penalized for it.)")
         if done:
             break
     score = f", score {info['score']:g}" if "score" in info else ""

@@ -1,7 +1,7 @@
-"""A compiled environment as text tasks: `reset(task)` and `step(action)` that show its very words.
+"""A compiled environment as text tasks: `reset(task)` and `step(action)` in its own words.
 
-`Words(env)` is for comparing both faces; environments derive from it what people and language models read
-(`envs/*/text.py`).
+`Words(env)` is for comparing the compiled and the text version; environments derive from it what people and language models
+read (`envs/*/text.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Words:
     """Generated tasks played one at a time. A task is the random key that it is generated from, as a 64-bit number.
 
     Args:
-      env: the rules; all that share one share its compiled functions.
+      env: the compiled environment; instances over the same one share its compiled functions.
 
     Attributes:
       task_types: their names; `task_type` is an index into it.
@@ -31,7 +31,7 @@ class Words:
     def reset(self, task: int) -> tuple[str, list[str]]:
         """Starts the task of `jax.random.key(task)`; returns the first observation and the commands to choose from."""
         if not 0 <= task < 2**64:
-            raise IndexError(f"task={task}: must be a number of 64 bits")
+            raise IndexError(f"task={task}: must be a whole number below 2**64")
         key = np.array([task >> 32, task & 0xFFFFFFFF], np.uint32)
         with jax.set_mesh(_one_cpu()):
             self._state, seen = jax.device_get(_programs(self._env)[0](key))
@@ -88,7 +88,7 @@ def _one_cpu() -> jax.sharding.Mesh:
 
 @functools.lru_cache(maxsize=8)
 def _programs(env):
-    """Jitted `reset(key data)` and `step(state, action)`, both -> (state, what there is to tell)."""
+    """Jitted `reset(key data)` and `step(state, action)`, both -> (state, what the text is made of)."""
 
     @jax.jit
     def reset(key):

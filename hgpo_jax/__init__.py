@@ -5,7 +5,7 @@ Sub-packages are imported by name (`from hgpo_jax import advantages`), so that o
 Shapes are written in these letters everywhere, in docstrings, comments and names (`q_BSHE` is a [B, S, H, E] array):
 
     Episodes
-      B  batch: the episodes of a rollout; inside the network, the rows that it is given
+      B  batch: the episodes of a rollout; inside the network, its input rows
       T  turns of an episode
       P  token slots of a prompt
       R  token slots of a response
@@ -16,7 +16,7 @@ Shapes are written in these letters everywhere, in docstrings, comments and name
 
     Learning
       N  decisions to learn from (one prompt and its response each), B x T of an iteration
-      M  rows that the network computes at a time: sequences of a micro-batch, prompts of a decode batch
+      M  rows that the network processes at a time: sequences of a micro-batch, prompts of a decode batch
       S  token slots of a sequence
       Q  slots of a sequence whose next token is predicted
 
@@ -29,5 +29,5 @@ Shapes are written in these letters everywhere, in docstrings, comments and name
 
 import os
 
-# transformers serves tokenizers and configs here; that PyTorch is absent is meant, not worth a warning.
+# Only tokenizers and configs of transformers are used: PyTorch is absent on purpose, so its warning is silenced.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

@@ -1,4 +1,4 @@
-"""What the commands share: their options, and the manner of refusing a user's mistake (one line, exit code 2)."""
+"""What the commands share: their options, and how a user's mistake is reported (one line, exit code 2)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def add_config_arguments(p: argparse.ArgumentParser) -> None:
         "--config", metavar="FILE", help="a YAML file, or the name of one in configs/; default: the embedded job"
     )
     p.add_argument(
-        "--mesh", metavar="SPEC", help="device mesh, as in data=2,fsdp=4,tensor=1; -1 takes what is left; auto"
+        "--mesh", metavar="SPEC", help="device mesh: auto, or sizes as in data=2,fsdp=4,tensor=1; -1: the remaining devices"
     )
     p.add_argument("overrides", nargs="*", metavar="field=value", help="fields to change, as in learner.lr=3e-4 seed=1")
 
@@ -47,7 +47,7 @@ def add_distributed(p: argparse.ArgumentParser) -> None:
     """--distributed."""
     p.add_argument(
         "--distributed", action="store_true",
-        help="this is one of several processes, started alike (hgpo_jax/run/distributed.py, configs/launch)",
+        help="run as one of several processes, all started with the same command (hgpo_jax/run/distributed.py, configs/launch)",
     )  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def load_config(args) -> configuration.Config:
     return configuration.resolve(given_fields(args))
 
 
-# What a disk or its owner refuses, not what a program does wrong.
+# Failures of the disk or of permissions, not errors of the program.
 REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 
 
@@ -70,12 +70,12 @@ def run(main: Callable[[], None]) -> None:
     try:
         cli.run(main, (errors.ConfigError,))
     except errors.RunError as error:
-        said = error
+        message = error
     except OSError as error:
         if error.errno not in REFUSED:
             raise
-        said = f"{f'{error.filename}: ' if error.filename else ''}{error.strerror}"
+        message = f"{f'{error.filename}: ' if error.filename else ''}{error.strerror}"
     else:
         return
-    print(f"error: {cli.one_line(said)}", file=sys.stderr)
+    print(f"error: {cli.one_line(message)}", file=sys.stderr)
     sys.exit(1)

@@ -1,4 +1,4 @@
-"""PPO's critic: a Qwen2.5 of the policy's size with one number as its output, the value of the turn to come.
+"""PPO's critic: a Qwen2.5 of the policy's size with one number as its output, the value of the coming turn.
 
 It reads the prompt as the policy does, up to the last token before the response; its body starts as a copy of the policy
 and its head at zero. One value per turn: a response is one action here (Schulman et al., 2016, arXiv 1506.02438).

@@ -3,7 +3,7 @@
 Plain NumPy functions on the host, for notebooks and metrics: arrays in, numbers out. B trajectories of at most T steps,
 `mask` bool[B, T] a prefix of every row. The Oracle group of a step holds the steps with the same full history: the same
 prompt group and the same observations from the first to this one. Only its members were in truly the same situation,
-but few steps have company there.
+but few steps have a peer there.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """`python -m hgpo_jax.evaluate RUN`: success of a run's policy on held-out tasks, sampled and greedy.
 
-    python -m hgpo_jax.evaluate RUN                                             repeats what ends a run: RUN/evaluation.json
+    python -m hgpo_jax.evaluate RUN                                             repeats a run's own: RUN/evaluation.json
     python -m hgpo_jax.evaluate RUN evaluation.episodes=2048                    another: RUN/evaluations/held_out-t1-n2048.json
     python -m hgpo_jax.evaluate RUN --seeds 123,456,789 --split valid_unseen    the published protocol
-    python -m hgpo_jax.evaluate HF_FOLDER --config household                    a policy that is no run, as `export` writes
+    python -m hgpo_jax.evaluate HF_FOLDER --config household                    a policy without a run, as `export` writes
 
-The held-out tasks are the same for every run, so results compare. With --seeds, each seed draws evaluation.episodes tasks of
-its own (repeating them where an environment has fewer) and samples at evaluation.temperature; every transcript is kept, too.
+The held-out tasks are the same for every run, so results are comparable. With --seeds, each seed draws evaluation.episodes
+tasks of its own (repeating them where an environment has fewer) and samples at evaluation.temperature; every transcript is
+kept, too.
 RUN/evaluation.json stays that of the run's own settings: all others go into evaluations/ in the first folder, or with --to
 elsewhere, as SPLIT-tTEMPERATURE-nEPISODES.json, with -sSEEDS before the dot and the transcripts beside it (.jsonl). A file
 that was made with other settings, or of another policy, is never replaced.
@@ -62,8 +63,8 @@ def main() -> None:
             "exported or not, give --config, as in --config household or --config RUN/config.yaml)"
         )
     if not is_run and args.to is None and not folder.is_dir():
-        # A folder of the policy's name would from then on stand in the way of the policy itself.
-        raise ConfigError(f"{args.run}: no such folder; for a policy of the hub give --to, the folder for its evaluations")
+        # A folder named like the policy would from then on be taken for the policy itself.
+        raise ConfigError(f"{args.run}: no such folder; for a policy from the hub give --to, the folder for its evaluations")
     if is_run and args.config is not None:
         raise ConfigError(f"--config {args.config}: the run in {folder} has its own config.yaml; change fields as field=value")
     seeds = [] if args.seeds is None else parse_seeds(args.seeds)

@@ -1,4 +1,4 @@
-"""Playing held-out tasks, and what success on them is worth: the evaluation of a run, and evaluations under several seeds."""
+"""Evaluation on held-out tasks, with 95 % intervals: the one that ends a run, and evaluations under several seeds."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def play_held_out(
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed or 0), index)
         tasks = runner.select_tasks("held_out", seed or 0, index)
         result = jax.device_get(runner.rollout(params, tasks, keys, index, decoding, held_out=True))
-        # The longest dimensions are not looked at again, and a whole evaluation's would fill the memory of a large one.
+        # The largest arrays are not read again; those of a whole evaluation could fill the memory.
         parts.append(result.episodes.replace(prompts=None, logp=None))
         scores.append(result.report and result.report.scores)
         if seed is not None or not shown:
@@ -56,7 +56,7 @@ def play_held_out(
 
 
 def summarize(episodes: Episodes, task_types: tuple[str, ...], scores: np.ndarray | None = None) -> dict:
-    """What one evaluation says, as plain numbers. Episodes that their environment failed have no turns and do not count."""
+    """The result of one evaluation, as plain numbers. Episodes that their environment failed have no turns and do not count."""
     played = episodes.mask[:, 0]
     n, wins, steps = int(played.sum()), int(episodes.success.sum()), int(episodes.mask.sum())
     if not n:
@@ -83,7 +83,7 @@ def evaluate(job: Job, params, folder: Path) -> tuple[dict, list[str]]:
 
 
 def play_both(job: Job, params) -> tuple[dict, list[str]]:
-    """The sampled and the greedy evaluation: (what they say, the first sampled transcripts)."""
+    """The sampled and the greedy evaluation: (their result, the first sampled transcripts)."""
     settings, modes, shown = job.config.evaluation, {}, []
     sampled, params = sampled_decoding(settings), job.base_rollout_params(params)
     for mode, decoding in (("sampled", sampled), ("greedy", sampled.replace(temperature=0.0))):
@@ -129,7 +129,7 @@ def measures(episodes: Episodes, task_types: tuple[str, ...], scores: np.ndarray
 
 
 def share_sizes(episodes: Episodes, task_types: tuple[str, ...]) -> dict[str, int]:
-    """How many episodes or steps each of the `measures` that lie in [0, 1] is a mean of; the others are not in it."""
+    """How many episodes or steps each of the `measures` that lie in [0, 1] is a mean of; the others are left out."""
     played = episodes.mask[:, 0]
     types, counts = np.unique(episodes.task[played], return_counts=True)
     by_type = {f"success/{task_types[t]}": int(n) for t, n in zip(types, counts, strict=True)}
@@ -185,7 +185,7 @@ def evaluate_seeds(job: Job, params, seeds: list[int]) -> tuple[dict, list[dict]
 
 
 def describe_seeds(result: dict) -> str:
-    """A line a number for the terminal."""
+    """One line per number, for the terminal."""
 
     def shown(name, value):
         share = name.startswith(("success", "valid"))

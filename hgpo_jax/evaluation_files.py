@@ -1,4 +1,4 @@
-"""What evaluations are written into: names that tell them apart, and no file in the place of another evaluation's."""
+"""Files of evaluations: names that tell them apart, and a check that none overwrites another evaluation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hgpo_jax.errors import ConfigError, one_line
 from hgpo_jax.files import atomic_write
 
 OWN = "evaluation.json"  # of a run, with its own settings
-# Fields that change what an evaluation says, but for those of places, speed and training.
+# Fields that change the result of an evaluation: not those of paths, speed or training.
 MATTER = ("env.", "evaluation.", "policy.dtype", "policy.compute_dtype", "rollout.history_length", "rollout.prompt_limit",
           "rollout.response_limit", "rollout.stop")  # fmt: skip
 DO_NOT = ("env.data", "env.split", "env.workers", "env.time_limit", "evaluation.every")
@@ -24,7 +24,7 @@ def write(path: Path, result: dict) -> None:
 
 
 def settings_of(config: Config) -> dict[str, object]:
-    """Name -> value, as JSON has it, of every field that changes what an evaluation says."""
+    """Name -> value, as JSON has it, of every field that changes the result of an evaluation."""
     tree, found = config.model_dump(mode="json"), {}
     for name in configuration.fields():
         if name.startswith(MATTER) and name not in DO_NOT:
@@ -40,7 +40,7 @@ def file_name(split: str, temperature: float, episodes: int, seeds: list[int] | 
 
 
 def refuse_another(file: Path, settings: dict[str, object], policy: str | None = None) -> None:
-    """Raises ConfigError where `file` holds an evaluation with other settings or of another policy; a damaged one may go.
+    """Raises ConfigError where `file` holds an intact evaluation with other settings or of another policy.
 
     policy: None where the folder holds those of one policy only.
     """

@@ -4,7 +4,7 @@
     python -m hgpo_jax.export Qwen/Qwen2.5-1.5B-Instruct --to qwen --dtype bfloat16 --shard-size 2GB
 
 Weights pass through memory one tensor at a time; config.json (but for its dtype), tokenizer and chat template stay as they
-are. The folder appears whole or not at all.
+are. The folder appears only when it is complete.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ def export(source: str | Path, target: str | Path, dtype: str | None = None, sha
     """
     target = Path(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"--to {target}: is there already and not empty; choose another folder")
+        raise ValueError(f"--to {target}: already exists and is not empty; choose another folder")
     folder = policy_folder(huggingface.find(source))
     config = huggingface.read_config(folder)
-    held = weights.Weights(folder)
+    source_weights = weights.Weights(folder)
     tensors = weights.layout(shapes(config), config.num_hidden_layers)
-    held.check(tensors, tied=config.tie_word_embeddings)
-    tensors = [dataclasses.replace(t, dtype=dtype or weights.DTYPES[held.dtypes[t.name]]) for t in tensors]
+    source_weights.check(tensors, tied=config.tie_word_embeddings)
+    tensors = [dataclasses.replace(t, dtype=dtype or weights.DTYPES[source_weights.dtypes[t.name]]) for t in tensors]
     raw = huggingface.read_json(folder, "config.json")
     raw |= {name: tensors[0].dtype for name in ("dtype", "torch_dtype") if name in raw or name == "torch_dtype"}
-    with huggingface.written_whole(target) as partial:
+    with huggingface.atomic_folder(target) as partial:
         (partial / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
         for name in ("generation_config.json", *huggingface.TOKENIZER_FILES):
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, partial / name)
-        weights.write(partial, tensors, lambda t: held.read(t.name), size=shard_size)
+        weights.write(partial, tensors, lambda t: source_weights.read(t.name), size=shard_size)
 
 
 def policy_folder(folder: Path) -> Path:

@@ -16,13 +16,13 @@ def wilson(successes: int, n: int) -> tuple[float, float]:
     p, spread = successes / n, z * z / n
     middle = (p + spread / 2) / (1 + spread)
     half = z / (1 + spread) * math.sqrt(p * (1 - p) / n + spread / (4 * n))
-    return max(0.0, min(middle - half, p)), min(1.0, max(middle + half, p))  # rounding puts its end beside a share of 0 or 1
+    return max(0.0, min(middle - half, p)), min(1.0, max(middle + half, p))  # rounding could exclude a share of 0 or 1
 
 
 def over_seeds(values: list[float], sizes: list[int] | None = None) -> dict:
     """Mean, sample standard deviation and 95 % interval of one number per seed; one seed has no spread.
 
-    values: one a seed.
+    values: one per seed.
     sizes: for shares, what each is a share of (episodes, steps); also for means of numbers in [0, 1]. Without, the interval
       is Student's t; with, `korn_graubard`, which stays in [0, 1].
     """

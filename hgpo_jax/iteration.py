@@ -61,7 +61,7 @@ def make_learn(job: Job):
 
     Returns: (`learn(state, reference, episodes, key, lr_scale) -> (state, metrics)`, jitted, with the state donated;
     `init(params) -> state` from the weights that training starts with). The state holds `params`, the weights or, with
-    LoRA, the adapters; `opt_state`; and with a critic `critic`, the same two of it. With `learner.offload`, all but the
+    LoRA, the adapters; `opt_state`; and with a critic `critic`, the same two for it. With `learner.offload`, all but the
     adapters or weights are stored in the host's memory between two calls.
     """
     optimizer, update_policy = _make_policy_update(job)
@@ -103,7 +103,7 @@ def make_learn(job: Job):
 
 
 def training_batch(e: Episodes) -> TrainingBatch:
-    """The N = B x T turns of episodes as decisions, those that did not happen too; advantages are 0."""
+    """The N = B x T turns of episodes as decisions, including those that did not happen; advantages are 0."""
     return TrainingBatch(
         prompts=_flat(e.prompts),
         prompt_lengths=_flat(e.prompt_lengths),
@@ -191,7 +191,7 @@ def _make_critic(job: Job):
 
 
 def _create_stored(job: Job, create, params):
-    """`create(params)` as it is stored: every array that stands for one of the policy's sharded like it, others replicated."""
+    """`create(params)` as it is stored: arrays that match one of the policy's are sharded like it, others replicated."""
     shapes = jax.eval_shape(create, params)
     shardings = storage_shardings(shapes, job.adapted, job.mesh, offload=job.config.learner.offload)
     return jax.jit(create, out_shardings=shardings)(params)
@@ -224,7 +224,7 @@ def _advantage_metrics(mask, estimate: advantages.Estimate) -> dict:
     for column, level in enumerate(estimate.levels):
         metrics[f"peers/level{level}"] = ((estimate.level_sizes[..., column] > 1) & mask).sum() / steps
     if 0 in estimate.levels:
-        # HGPO with K = 0 beside what is used: how much of the advantage the deeper levels really change.
+        # Cosine between HGPO with K = 0 and what is used: how much the deeper levels change the advantage.
         level0 = estimate.level_advantages[..., estimate.levels.index(0)]
         norms = jnp.sqrt((level0**2).sum() * (estimate.advantages**2).sum())
         metrics["cosine_to_level0"] = (level0 * estimate.advantages).sum() / jnp.maximum(norms, 1e-12)

@@ -27,7 +27,7 @@ from hgpo_jax.sampling import Decoding
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Everything built once.
+    """What a command works with, built once from a configuration.
 
     policy: the weights to start from, freshly initialized unless they are given; training keeps its own.
     runner: makes rollouts in the configured environment.
@@ -62,7 +62,7 @@ class Job:
         return self.rollout_params(self.fresh_adapters() if self.adapted.lora else params, params)
 
     def compute_copy(self, params):
-        """The parameters in the type that samples and that the loss sees; the same ones where that is theirs already."""
+        """The parameters in `policy.compute_dtype`, which sampling and the loss use; the same arrays if that is theirs."""
         dtype = self.config.policy.compute_dtype
         same = all(a.dtype == dtype for a in jax.tree.leaves(params))
         return params if same else _cast(params, dtype)
@@ -79,7 +79,7 @@ class Job:
         return METHODS[self.config.method]
 
     def episode_inputs(self, iteration: int, attempt: int = 0) -> tuple:
-        """What a rollout takes beside the parameters for one training iteration.
+        """What a rollout takes besides the parameters for one training iteration.
 
         Equal for equal seed, iteration and attempt; further attempts (dynamic sampling) get tasks of their own.
         """
@@ -151,7 +151,7 @@ def job_mesh(config: Config) -> Mesh:
 
 
 def check_memory(config: Config, mesh: Mesh) -> ModelConfig:
-    """The policy's sizes. Raises ConfigError where they cannot be or, after a table of memory, exceed the devices."""
+    """The policy's sizes. Raises ConfigError where they are invalid or, after printing the memory plan, exceed the devices."""
     try:
         workload = memory.workload_of(config, mesh)
         phases = memory.bytes_by_phase(config, mesh, workload)
@@ -194,7 +194,7 @@ def build(config: Config, mesh: Mesh | None = None) -> Job:
     jax.set_mesh(mesh)
     compiled = Path(config.cache_dir, "compiled")
     if any(path.exists() and not path.is_dir() for path in (compiled, *compiled.parents)):
-        raise ConfigError(f"cache_dir={config.cache_dir}: leads through a file; choose another folder")
+        raise ConfigError(f"cache_dir={config.cache_dir}: part of the path is a file; choose another folder")
     jax.config.update("jax_compilation_cache_dir", str(compiled))
     texts = () if config.env.name in COMPILED else make_environments(config)
     policy = make_policy(config, check_memory(config, mesh), mesh)

@@ -1,6 +1,6 @@
 """The update: one compiled program from a batch of decisions to new parameters, whatever the loss.
 
-A mini-batch is a run of decisions in a given order, worked through in micro-batches of fixed size; gradients and statistics
+A mini-batch is a run of decisions in a given order, processed in micro-batches of fixed size; gradients and statistics
 are summed as numerators and divided once, so that micro-batch size, padding and the number of devices change nothing but the
 speed. Trip counts are dynamic, shapes are static: one compilation serves every number of decisions. The decisions of a
 mini-batch are packed into sequences as long as the longest decision may be (`packing.py`), and a micro-batch is some of these
@@ -67,7 +67,7 @@ def token_logprobs(model, batch: TrainingBatch, *, temperature=1.0, remat="none"
 
 
 def aggregation(config: LearnerConfig, method: Method) -> str:
-    """How token losses become one number; a loss by response counts every response once."""
+    """How token losses become one number; a loss per response counts every response once."""
     return "seq-mean-token-mean" if method.loss == "gspo" else config.aggregate
 
 
@@ -160,10 +160,10 @@ def make_update(
         the optimizer stay as they are.
 
     `batch` is a TrainingBatch of N decisions. `order` i32[N] lists those to learn from in its first `count` (i32[]) entries;
-    `lr_scale` f32[] scales the optimizer's step. Returns (params, opt_state, stats), with every stat a scalar mean over what
-    it counts, plus `grad_norm` (mean), `optimizer_steps` and `logp_difference`, the largest of the first mini-batch. A
+    `lr_scale` f32[] scales the optimizer's step. Returns (params, opt_state, stats), with every stat a scalar mean over its
+    denominator, plus `grad_norm` (mean), `optimizer_steps` and `logp_difference`, the largest of the first mini-batch. A
     mini-batch whose statistics or gradient are not finite changes nothing and is left out of the means; `nonfinite_steps`
-    counts such.
+    counts these.
     """
     sum_gradients = _make_sum_gradients(loss, mesh, minibatch_size, microbatch_size, compute_dtype)
 
@@ -268,7 +268,7 @@ def make_map(function: Callable, mesh: Mesh, *, microbatch_size: int):
 def _trim_predictions(function: Callable, width: int) -> Callable:
     """`function(params, microbatch)`, computed for only `width` predictions of each sequence where none has more.
 
-    All devices take the same of the two programs, as collectives demand.
+    All devices run the same of the two programs, as collectives require.
     """
 
     def trimmed(params, microbatch: TrainingBatch):
@@ -290,7 +290,7 @@ def _zeros(shapes):
 
 
 def _data_axis(mesh: Mesh) -> tuple[str, ...]:
-    """What to sum over. XLA refuses an all-reduce over a manual axis of size 1 beside axes that it splits itself."""
+    """The axes to sum over. XLA refuses an all-reduce over a manual axis of size 1 beside axes that it splits itself."""
     return ("data",) if mesh.shape["data"] > 1 else ()
 
 

@@ -4,6 +4,12 @@ Rows are steps (one response each) and columns its tokens: N rows of R tokens. E
 `stats` maps a name to `(numerator, denominator)`, and `stats["loss"]` is the loss itself in that form: sums over
 micro-batches of both parts, divided once, give the statistic of the whole batch exactly. A learner that accumulates
 gradients therefore differentiates `stats["loss"][0]`.
+
+Policy losses report, with A the advantage and r the importance ratio of a token (of a response in GSPO):
+    ratio, approx_kl      means of r and of r - 1 - log r, an estimate of KL(old || new)
+    clip_fraction_low     share with A < 0 and r < 1 - clip_low
+    clip_fraction_high    share with A > 0 and r > 1 + clip_high
+    clip_fraction_dual    share with A < 0 and r > dual_clip
 """
 
 from __future__ import annotations
@@ -30,7 +36,7 @@ def reduce_tokens(
     aggregate: `token-mean`: sum over tokens / tokens. `seq-mean-token-sum`: mean over rows of the row's sum.
         `seq-mean-token-mean`: mean over rows of the row's mean. `seq-mean-token-sum-norm`: mean over rows of the row's
         sum / norm_length (Dr.GRPO), a constant such as the longest response allowed (default R).
-    Rows without a token are padding and count nowhere.
+    Rows without a token are padding and do not count.
     """
     mask = mask.astype(bool)
     row_sums = jnp.sum(jnp.where(mask, values, 0.0), axis=-1)
@@ -69,7 +75,7 @@ def policy_loss(
 
     new_logp, old_logp: f32[N, R], log-probabilities of the sampled tokens.
     advantages: f32[N], shared by the tokens of a response, or f32[N, R].
-    mask: [N, R], true on response tokens; what the others hold is ignored.
+    mask: [N, R], true on response tokens; values elsewhere are ignored.
     dual_clip: where A < 0 the loss is at most `-dual_clip * A` (Ye et al., 2020, arXiv 1912.09729); None for no bound.
     aggregate, norm_length: see `reduce_tokens`.
     """

@@ -1,7 +1,7 @@
 """What a run needs on each device, by arithmetic: parameters, gradients, optimizer, reference policy, cache, activations.
 
 The sizes follow from `policy.shardings` and from what `learner.make_update` and `sampling.generate` hold;
-tests hold the sums against XLA's own analysis of the compiled programs.
+tests compare the sums with XLA's own analysis of the compiled programs.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _training_activations(remat: str, sizes: _Sizes, workload: Workload, rows: i
 
 
 def workload_of(config: Config, mesh) -> Workload:
-    """The shapes of a configuration's iteration, without weights. Raises ValueError for sizes that cannot be."""
+    """The shapes of a configuration's iteration, without weights. Raises ValueError for invalid sizes."""
     settings, policy = config.rollout, config.policy
     batch = settings.prompt_groups * settings.group_size
     prompt, response, vocabulary = settings.prompt_limit, settings.response_limit, None
@@ -200,7 +200,7 @@ def workload_of(config: Config, mesh) -> Workload:
 
 
 def device_limit(device) -> int | None:
-    """Bytes that a device can hold; devices that are cores of a CPU share the machine's. None where nobody knows."""
+    """Bytes that a device can hold; devices that are cores of a CPU share the machine's. None where it is unknown."""
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]
@@ -228,6 +228,6 @@ def refuse_too_large(config: Config, phases: dict[str, dict[str, int]], needed: 
     if needed > USABLE * limit:
         print(table(phases))
         raise ConfigError(
-            f"mesh={config.mesh}: {needed / GiB:.1f} GiB on each device, which hold {limit / GiB:.1f}; take more devices for "
-            "fsdp or tensor, a smaller learner.microbatch_size or rollout.decode_batch_size, or learner.remat=full"
+            f"mesh={config.mesh}: needs {needed / GiB:.1f} GiB on each device, which has {limit / GiB:.1f}; take more devices "
+            "for fsdp or tensor, a smaller learner.microbatch_size or rollout.decode_batch_size, or learner.remat=full"
         )

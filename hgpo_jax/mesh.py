@@ -58,7 +58,7 @@ def parse_mesh(spec: str, devices: int) -> dict[str, int]:
     if open_axes and devices % fixed == 0:
         sizes[open_axes[0]] = devices // fixed
     if math.prod(sizes.values()) != devices:
-        raise ValueError(f"mesh={shown}: the sizes must multiply to the {devices} devices at hand; one axis may be -1")
+        raise ValueError(f"mesh={shown}: the sizes must multiply to the {devices} devices available; one axis may be -1")
     return sizes
 
 
@@ -73,7 +73,7 @@ def abstract_mesh(spec: str) -> AbstractMesh:
     """The mesh of a spec without devices, to plan for. Raises ValueError; the spec must name its sizes."""
     counts = re.findall(r"=\s*([0-9]{1,9})\b", spec)
     if not counts or "-1" in spec:
-        raise ValueError(f"mesh={spec[:100]!r}: say the sizes, as in data=1,fsdp=8; nothing counts devices here")
+        raise ValueError(f"mesh={spec[:100]!r}: give all sizes, as in data=1,fsdp=8; there are no devices to count here")
     devices = math.prod(map(int, counts))
     if devices > MAX_DEVICES:
         raise ValueError(f"mesh={spec[:100]!r}: {devices:,} devices; the largest mesh that is planned for has {MAX_DEVICES:,}")
@@ -112,8 +112,8 @@ def sharding(axes, shape, mesh: Mesh, name: str = "array") -> NamedSharding:
 def max_across_devices(count: jax.Array) -> jax.Array:
     """The largest `count` i32[] over the manual axes of a shard_map, where the compiler splits the other axes.
 
-    A loop of so many iterations has equally many on all devices. It must where its body holds collectives of those other
-    axes, because a collective-permute waits for every device of the mesh.
+    A loop with this number of iterations has equally many on all devices, as it must where its body holds collectives of
+    those other axes: a collective-permute waits for every device of the mesh.
     """
     mesh = jax.sharding.get_abstract_mesh()
     others = any(mesh.shape[n] > 1 for n in mesh.axis_names if n not in mesh.manual_axes)

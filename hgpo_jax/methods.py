@@ -26,7 +26,7 @@ class Method:
     critic: bool = False
 
 
-# Arrays that an iteration has for an estimator beside its Batch; `gae` needs a critic and `dr_mas` several agents.
+# Arrays that an iteration has for an estimator besides its Batch; `gae` needs a critic and `dr_mas` several agents.
 AVAILABLE_ARRAYS = {"next_states", "success"}
 
 METHODS = {name: Method(name) for name in ESTIMATORS if AVAILABLE_ARRAYS.issuperset(parameters(name)[0])} | {

@@ -1,7 +1,7 @@
-"""Segments packed into sequences: several one behind the other where they fit, none cut, none twice.
+"""Segments packed into sequences: several one after another where they fit, each of them once and uncut.
 
 A segment is a prompt and its response, whose last token is only a target and needs no slot. Attention never crosses
-segments, and positions begin anew with each, so that packing changes nothing but how many slots are padding.
+segments, and positions restart with each, so that packing changes nothing but how many slots are padding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PACK_FROM = 256  # prompt slots
 
 
 class SequenceShape(NamedTuple):
-    """What one sequence holds: S token slots, Q slots that predict a token, and so many segments at most."""
+    """What one sequence holds: S token slots, Q slots that predict a token, at most `max_segments` segments."""
 
     slots: int
     predictions: int

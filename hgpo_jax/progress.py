@@ -1,4 +1,4 @@
-"""How far a long loop is: a live line on a terminal, plain lines elsewhere, as in a log file."""
+"""Progress of a long loop: a live line on a terminal, plain lines elsewhere, as in a log file."""
 
 from __future__ import annotations
 

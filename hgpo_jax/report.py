@@ -25,7 +25,7 @@ from hgpo_jax.run.curves import GROUPS, LEARNING, Panel, read_held_out, read_row
 
 LAST = 10  # iterations that the table of runs averages over
 LONE = re.compile("[\ud800-\udfff]")  # lone surrogates, which an environment's text may hold and a page may not
-# What says where a run lives rather than what it did.
+# Fields about where a run's files are rather than what it did.
 PLACES = ("name", "run_dir", "cache_dir", "method", "seed", "iterations", "env.data", "policy.tokenizer", "log.", "evaluation.")
 
 
@@ -44,7 +44,7 @@ class Lines:
 
 
 def number(value, digits: int = 5) -> float | int | None:
-    """A number in so many significant digits; None for what is none."""
+    """A number rounded to significant digits; None for NaN and infinities."""
     value = float(value)
     if not math.isfinite(value):
         return None
@@ -57,7 +57,7 @@ def numbers(values) -> list:
 
 
 def series(folder: Path) -> tuple[list[int], dict[str, list]]:
-    """(iterations, metric -> values, None where an iteration lacks it) of a run: float32's seven digits. Raises ConfigError."""
+    """(iterations, metric -> values, None where missing) of a run, to float32's seven digits. Raises ConfigError."""
     rows = read_rows(folder)
     names = dict.fromkeys(name for row in rows for name in row if name != "iteration")
     value = lambda row, name: None if row.get(name) is None else number(row[name], 7)  # noqa: E731
@@ -207,7 +207,7 @@ def gather(folders: list[Path], dumps: int, groups: int) -> dict:
         found = list(dumped(folder))
         if not x and not found:
             raise ConfigError(f"{folder}: nothing to show, the run has not finished an iteration")
-        # Evenly, with the first and the last one; the last one alone if there is to be one.
+        # Evenly spaced, with the first and the last one; a single one is the last.
         at = np.linspace(len(found) - 1, 0, min(dumps, len(found))).round().astype(int)[::-1]
         held_out = read_held_out(folder)
         rows.append(run_row(name, config, len(x), known, held_out))
@@ -220,7 +220,7 @@ def gather(folders: list[Path], dumps: int, groups: int) -> dict:
                 reason = " ".join(str(error).split())
                 raise ConfigError(f"{folder}: the dump of iteration {found[i]} is damaged: {reason}; remove it") from None
         dumps_shown = [dump for dump in shown if dump["groups"]]
-        ended = x and x[-1] + 1 >= config.iterations  # a run that goes on has the evaluation of its earlier end
+        ended = x and x[-1] + 1 >= config.iterations  # a run that was extended still has its earlier evaluation
         runs.append({
             "name": name, "x": x, "metrics": known, "held_out": held_out if ended else None, "dumps": dumps_shown,
         })  # fmt: skip

@@ -1,4 +1,4 @@
-"""Sampling: one prefill, then a compiled decode loop that goes on with fewer rows once most have ended.
+"""Sampling: one prefill, then a compiled decode loop that continues with fewer rows once most have ended.
 
 Each row has its own random key, folded with the position of the token, so that what a row samples depends neither on its
 batch mates nor on the mesh. Log-probabilities are those of the distribution that was sampled from.
@@ -36,7 +36,7 @@ def buckets(largest: int, *, factor: int, smallest: int) -> list[int]:
 
 
 class Decoding(struct.PyTreeNode):
-    """The distribution that tokens are drawn from. All are scalars: other values compile nothing anew.
+    """The distribution that tokens are drawn from. All are scalars, so that changing them compiles nothing.
 
     temperature: 0 takes the most likely token.
     top_k: only the k most likely tokens; 0: all.
@@ -73,10 +73,10 @@ def sample_token(logits, keys, decoding: Decoding):
 def argmax(values):
     """`jnp.argmax` of f32[B, V] over the last axis, i32[B].
 
-    In two steps, because XLA's CPU compiler fuses what argmax reads into its loop over single values: of a small policy's token
-    the noise took the longest.
+    In two steps: XLA's CPU compiler fuses what argmax reads into its loop over single values, which made the noise the slowest
+    part of decoding with a small policy.
     """
-    last = values.shape[-1] - 1  # where no value is the largest: for one that is not a number
+    last = values.shape[-1] - 1  # of a row with NaN, where no value equals the maximum
     return jnp.where(values == values.max(-1, keepdims=True), jnp.arange(last + 1), last).min(-1)
 
 
@@ -121,7 +121,7 @@ def row_shards() -> int:
 
 
 def smallest_batch(ended):
-    """The smallest batch, i32[], in which the unfinished rows, ended bool[B], can go on if each device keeps its own."""
+    """The smallest batch, i32[], in which the unfinished rows, ended bool[B], fit if each device keeps its own."""
     return max_across_devices((~ended).reshape(row_shards(), -1).sum(1).max() * row_shards())
 
 
@@ -149,7 +149,7 @@ def generate(
 
     Args:
       model: a bound `Qwen2`.
-      blocks: its `decode_blocks()`, to be made outside of every loop.
+      blocks: its `decode_blocks()`, computed outside of every loop.
       prompts: i32[B, P], right-padded.
       lengths: i32[B], tokens of each prompt, at least 1.
       keys: a random key per row.
@@ -186,13 +186,18 @@ def generate(
         state = state.replace(token=token, cache=cache, ended=state.ended | is_end(token))
         return i + 1, state, tokens, logps, count, smallest_batch(state.ended)
 
-    # Two sizes: each is one more copy of all layers to compile.
+    # The whole batch until a quarter of it can hold all unfinished rows, then that quarter. No further sizes: each is one more
+    # copy of all layers to compile.
     sizes = [B, B // 4] if B % (4 * row_shards()) == 0 and max_new >= COMPACT_FROM else [B]
     i = jnp.int32(1)
     for size, next_size in zip(sizes, [*sizes[1:], 0], strict=True):
         if size < B:
             state = compact_unfinished(state, size)
-        unfinished = lambda carry, n=next_size: (carry[0] < max_new) & (carry[-1] > n)  # noqa: E731
+
+        def too_many_unfinished(carry, next_size=next_size):
+            i, *_, unfinished = carry
+            return (i < max_new) & (unfinished > next_size)
+
         carry = (i, state, tokens, logps, count, smallest_batch(state.ended))
-        i, state, tokens, logps, count, _ = jax.lax.while_loop(unfinished, step, carry)
+        i, state, tokens, logps, count, _ = jax.lax.while_loop(too_many_unfinished, step, carry)
     return Responses(tokens=tokens, logp=logps, lengths=count)

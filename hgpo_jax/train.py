@@ -3,7 +3,7 @@
     python -m hgpo_jax.train                                   the embedded job, on any CPU
     python -m hgpo_jax.train --config household_six            all six task types
     python -m hgpo_jax.train method=gigpo seed=1 learner.lr=1e-3
-    python -m hgpo_jax.train --resume RUN                      goes on with a run, as its config.yaml says
+    python -m hgpo_jax.train --resume RUN                      continues a run, with its own config.yaml
     python -m hgpo_jax.train --resume RUN iterations=160       and makes it longer
 
 Writes a run folder: config.yaml (resolved), metrics.jsonl, tensorboard/, curves.png, checkpoints/, episodes/, start/ and
@@ -62,18 +62,18 @@ def main() -> None:
     cli.add_config_arguments(p)
     cli.add_distributed(p)
     p.add_argument(
-        "--dry-run", action="store_true", help="check everything but the weights, print the plan of memory, and stop"
+        "--dry-run", action="store_true", help="check everything but the weights, print the memory plan, and stop"
     )
     p.add_argument(
         "--resume", metavar="auto|never|RUN", default="never",
-        help="go on with the interrupted run in a folder; its config.yaml says what is not given here. auto: with the one in "
+        help="continue the interrupted run in a folder; fields that are not given come from its config.yaml. auto: the run in "
         "run_dir, or without run_dir the newest unfinished one under runs/ of this name, method and seed; if there is none, a "
-        "run begins. A finished run is left alone unless iterations= asks for more",
+        "new run begins. A finished run is left alone unless iterations= asks for more",
     )  # fmt: skip
     p.add_argument(
         "--allow-change", metavar="FIELD", action="append", default=[],
-        help="a field in which a run may go on otherwise than it began; iterations, log.*, evaluation.* and what only changes "
-        "the speed always may",
+        help="a field that a resumed run may change; iterations, log.*, evaluation.* and fields that only change the speed "
+        "always may",
     )  # fmt: skip
     args = p.parse_intermixed_args()  # options may stand between fields
     began, given = time.perf_counter(), cli.given_fields(args)
@@ -104,8 +104,8 @@ def main() -> None:
             run(config, mesh, folder, resuming, stop)
         except Interrupted as signal:
             saved = f"{stop.saved} of {config.iterations} iterations are saved" if stop.saved else "no iteration was done"
-            goes_on = f", --resume {folder} goes on" if stop.saved or resuming else ""
-            print(f"stopped by {signal}: {saved}{goes_on}", flush=True)
+            hint = f"; continue with --resume {folder}" if stop.saved or resuming else ""
+            print(f"stopped by {signal}: {saved}{hint}", flush=True)
             sys.exit(128 + signal.number)
     print(f"{time.perf_counter() - began:.0f} s in all; everything is in {folder}")
 
@@ -121,11 +121,11 @@ def run(config: Config, mesh: Mesh, folder: Path, resuming: bool, stop: Interrup
     job = build(config, mesh)
     writes = jax.process_index() == 0
 
-    held = []  # the folder's lock, as long as this runs
+    locks = []  # keeps the folder's lock as long as this runs
 
     def take() -> tuple[int, list[str], list[str]]:
         lock, *found = take_folder(config, folder, resuming)
-        held.append(lock)
+        locks.append(lock)
         return found
 
     first, faults, changes = distributed.broadcast_from_process_0(take)
@@ -145,7 +145,7 @@ def run(config: Config, mesh: Mesh, folder: Path, resuming: bool, stop: Interrup
     shown = "\n\n".join(transcripts)
     if writes:
         plot_curves(folder)
-        with atomic_write(folder / "transcripts.txt") as file:  # last: where it is, the run has ended
+        with atomic_write(folder / "transcripts.txt") as file:  # last: its presence means that the run has ended
             file.write(shown + "\n")
     print(f"\n{shown}\n\n{describe_evaluation(result)}")
 

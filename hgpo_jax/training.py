@@ -38,7 +38,7 @@ class Training:
         self.job, self.config, self.folder, self.done, self.stop = job, job.config, folder, done, stop
         learn, init = make_learn(job)
         compiling = ThreadPoolExecutor(1).submit(compile_ahead, job, learn, init(job.policy.params))
-        if jax.process_count() > 1:  # processes must start programs in one order, which two threads would not keep
+        if jax.process_count() > 1:  # all processes must start programs in the same order, which two threads would not ensure
             compiling.result()
         self.checkpoints = Checkpoints(folder / "checkpoints", self.config.log)
         params = starting_params(job, folder)
@@ -47,11 +47,13 @@ class Training:
         if done:
             self.state = self.checkpoints.restore(done, self.state)
         self.learn = compiling.result()
-        if self.reference is not job.policy.params:  # nothing reads them again, and they would fill a part of every device
+        if self.reference is not job.policy.params:  # nothing reads them again, and they would take memory on every device
             jax.tree.map(lambda a: a.delete(), job.policy.params)
 
     def run(self) -> dict:
         """All iterations that are left; returns the final parameters, adapters merged.
+
+        Nothing here waits for an update: the recorder's threads wait for its numbers while the next rollout is sampled.
 
         Raises:
           Interrupted: after saving, where a signal came.
@@ -65,7 +67,7 @@ class Training:
                 self.stop.agreed(iteration)
             self._save()
         except Interrupted:
-            with self.stop.held():
+            with self.stop.defer_signals():
                 self._save()
                 self.checkpoints.close()
             raise
@@ -81,7 +83,7 @@ class Training:
         return self.job.rollout_params(self.state["params"], self.reference)
 
     def _validate_and_save(self, iteration: int) -> dict:
-        """A checkpoint and a validation of the policy that an iteration begins with, where they are due: its metrics."""
+        """A checkpoint and a validation of the policy at the start of an iteration, where they are due; returns its metrics."""
         evaluation, log = self.config.evaluation, self.config.log
         validates = evaluation.every and iteration % evaluation.every == 0
         if self.done % log.checkpoint_every == 0 and not (validates and log.keep_best):
@@ -105,8 +107,8 @@ class Training:
         return episodes, sums, counts
 
     def _update(self, iteration: int, episodes: Episodes, sums: list[dict], known: dict) -> None:
-        """Learns from the episodes; signals wait until that has been counted."""
-        with self.stop.held():
+        """Learns from the episodes; signals wait until the iteration has been counted."""
+        with self.stop.defer_signals():
             began = time.perf_counter()
             scale = lr_scale(self.config.learner, iteration, self.config.iterations)
             key = self.job.key(iteration, 1)
@@ -117,7 +119,7 @@ class Training:
 
     def _save(self, success: float | None = None) -> None:
         """A checkpoint of what is done, if there is none yet; it relies on the rows and dumps before it."""
-        with self.stop.held():
+        with self.stop.defer_signals():
             if self.done and self.checkpoints.latest() != self.done:
                 self.recorder.wait(dumps=True)
                 self.checkpoints.save(self.done, self.state, success)
@@ -165,7 +167,7 @@ def starting_params(job: Job, folder: Path):
     try:
         reference = load_policy(folder / "start", job.mesh, config.policy.dtype).params
     except ValueError as error:
-        raise ConfigError(f"{error}; remove {folder / 'start'}, and it is made again") from None
+        raise ConfigError(f"{error}; remove {folder / 'start'}, and it will be recreated") from None
     if jax.tree.map(jnp.shape, reference) != jax.tree.map(jnp.shape, job.policy.params):
-        raise ConfigError(f"{folder / 'start'}: policy.* or env.* ask for another size of policy; begin another run_dir")
+        raise ConfigError(f"{folder / 'start'}: policy.* or env.* ask for another size of policy; start in another run_dir")
     return reference

@@ -1,9 +1,9 @@
 """The warm start: behaviour cloning on generated play.
 
 A scripted expert (`envs/*/expert.py`) plays with some random actions mixed in, so that its play also visits the states that
-a clumsy policy gets into; at every turn the label is what the expert would do there. The labels use nothing but what the
-prompt holds or held. Reinforcement learning needs this start because random admissible play
-almost never succeeds. The result is cached on disk under a hash of all that it depends on.
+a clumsy policy gets into; at every turn the label is what the expert would do there. The labels depend only on what
+the prompt shows or has shown. Reinforcement learning needs this start because random admissible play almost never succeeds.
+The result is cached on disk under a hash of all that it depends on.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from hgpo_jax.sampling import Decoding
 from hgpo_jax.training_batch import TrainingBatch
 
 EXPERTS = {Household: household_expert, Sokoban: sokoban_expert}
-STEPS_PER_CALL = 50  # between looks at the success
+STEPS_PER_CALL = 50  # between checks of success
 ROOT, OURS = Path(__file__).parent.parent, ("hgpo_jax", "envs")  # where this project's packages are
 
 

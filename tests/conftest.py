@@ -1,4 +1,4 @@
-"""Settings of all tests: eight fake CPU devices, so that meshes are real, no look at a hub, one compilation cache; and
+"""Settings of all tests: eight fake CPU devices, so that meshes are real, no access to a hub, one compilation cache; and
 `--skips=FILE`, with which a skipped test that FILE does not list fails the session."""
 
 import atexit
@@ -31,7 +31,7 @@ def pytest_configure(config):
     config.pluginmanager.register(Skips(allowed), "skips")
 
 
-# Files of minutes each. One that began last would leave all processes but its own with nothing to do (pytest-xdist keeps this
+# Files that take minutes each. One that began last would leave the other processes idle (pytest-xdist keeps this
 # order with `--no-loadscope-reorder` only).
 LONGEST = ("test_tpu.py", "test_runs.py", "test_distributed.py", "test_main_job.py", "test_notebooks.py", "test_methods.py")
 
@@ -42,10 +42,10 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(tryfirst=True)  # before the fixtures, which compile too
 def pytest_runtest_setup(item):
-    """Of the quick tests' time half was LLVM's, for programs that run once. What they start as processes of their own, all
-    slow tests and what is marked `optimized`, for it is about rounding, compile as users' runs do.
+    """Quick tests compile without LLVM's optimization, which took half of their time for programs that run once. Processes
+    that they start, all slow tests and tests marked `optimized`, which are about rounding, compile as users' runs do.
 
-    Compiled programs are kept by shape: marked tests must not share theirs with others of the same process.
+    Compiled programs are cached by shape: marked tests must not share theirs with others of the same process.
     """
     import jax
 

@@ -1,4 +1,4 @@
-"""The configuration: what it accepts, and that every refusal names field, value and mend in one line."""
+"""The configuration: what it accepts, and that every refusal names field, value and fix in one line."""
 
 import pytest
 import yaml
@@ -58,8 +58,8 @@ def test_help_names_every_field_with_default_and_meaning():
     [
         ("learner.lrr=1", ["learner.lrr=1", "did you mean learner.lr?"]),
         ("lr=1", ["lr=1", "learner.lr"]),
-        ("rollout.chunk=64", ["rollout.chunk=64: is called rollout.decode_batch_size now"]),
-        ("rollout.ready_share=0.5", ["rollout.ready_share=0.5: is called rollout.ready_fraction now"]),
+        ("rollout.chunk=64", ["rollout.chunk=64: is now called rollout.decode_batch_size"]),
+        ("rollout.ready_share=0.5", ["rollout.ready_share=0.5: is now called rollout.ready_fraction"]),
         ("learner.lr=-1", ["learner.lr=-1", "greater than 0"]),
         ("learner.lr=fast", ["learner.lr='fast'", "number"]),
         ("learner.lr=nan", ["learner.lr", "finite"]),
@@ -91,7 +91,7 @@ def test_refusals(override, fragments):
         ("learnr:\n  lr: 1\n", "no such field"),
         ("learner:\n  lrr: 1\n", "did you mean learner.lr?"),
         ("learner: 3\n", "learner"),
-        ("rollout: {chunk: 64}\n", "rollout.chunk=64: is called rollout.decode_batch_size now"),
+        ("rollout: {chunk: 64}\n", "rollout.chunk=64: is now called rollout.decode_batch_size"),
         (b"\xff\xfe\x00", "not a YAML file"),
     ],
 )

@@ -156,7 +156,7 @@ def test_splits():
         (["RUN", "--config", "household"], "has its own config.yaml"),
         (["nowhere"], "nowhere: not the folder of a run"),
         (["RUN/policy"], "give --config, as in --config household"),
-        (["Qwen/Qwen2.5-0.5B", "--config", "household", "--seeds", "1"], "for a policy of the hub give --to"),
+        (["Qwen/Qwen2.5-0.5B", "--config", "household", "--seeds", "1"], "for a policy from the hub give --to"),
     ],
 )
 def test_refusals(arguments, fragment, tmp_path, monkeypatch):

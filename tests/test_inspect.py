@@ -110,7 +110,7 @@ def test_the_text_of_a_step_names_its_company(dump, hgpo):
     assert f"advantage {hgpo.advantages[b, t]:+.3g}" in text
     for level, size in enumerate(hgpo.level_sizes[b, t]):
         assert f"level {level}: {size} steps" in text
-    with pytest.raises(ValueError, match="none of them"):
+    with pytest.raises(ValueError, match="not one of them"):
         inspect.step_groups(dump, hgpo, b, dump.turns(b))
 
 

@@ -84,7 +84,7 @@ def test_the_command_prints_the_plan_and_refuses_what_does_not_fit():
     assert refused.returncode == 2
     assert len(refused.stderr.strip().splitlines()) == 1
     assert "mesh=fsdp=1" in refused.stderr
-    assert "which hold 16.0" in refused.stderr
+    assert "which has 16.0" in refused.stderr
     assert "parameters" in refused.stdout  # the plan that says why
     assert bench(*big, "--mesh", "auto").returncode == 2
     odd = bench(*big, "--mesh", "tensor=3")

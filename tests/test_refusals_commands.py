@@ -125,8 +125,8 @@ CASES = [
     ("train", ["name=a\nb"], "name='a\\nb'"),
     ("train", ["run_dir=file"], "run_dir=file: is a file"),
     ("train", ["run_dir=hf"], "run_dir=hf: is not empty"),
-    ("train", ["cache_dir=file"], "cache_dir=file: leads through a file"),
-    ("train", ["cache_dir=file/x"], "cache_dir=file/x: leads through a file"),
+    ("train", ["cache_dir=file"], "cache_dir=file: part of the path is a file"),
+    ("train", ["cache_dir=file/x"], "cache_dir=file/x: part of the path is a file"),
     ("train", ["seed=true"], "seed=True: true and false are no value"),
     ("train", ["--config", "number.yaml"], "1: no such field"),
     ("train", ["run_dir=run"], "--resume run"),
@@ -176,7 +176,7 @@ CASES = [
     ("export", ["escape", "--to", "out"], "'../model.safetensors'"),
     ("export", ["garbage", "--to", "out"], "is damaged"),
     ("export", ["odd_json", "--to", "out"], "not JSON"),
-    ("export", ["hf", "--to", "run"], "--to run: is there already"),
+    ("export", ["hf", "--to", "run"], "--to run: already exists"),
     ("export", ["hf", "--to", "file/x"], "file/x: cannot be written: not a directory"),
     ("export", ["hf", "--to", "out", "--dtype", "int8"], "--dtype"),
     ("export", ["hf", "--to", "out", "--shard-size", "5"], "--shard-size 5"),
@@ -196,9 +196,9 @@ CASES = [
     ("bench envs", ["--products", "0"], "--products"),
     ("bench envs", ["--batch", "2", "--repeats", "1", "--alfworld", "games"], "--alfworld games"),
     ("bench envs", ["--batch", "2", "--repeats", "1", "--webshop", "shop"], "--webshop shop"),
-    ("bench plan", [], "say the sizes"),
+    ("bench plan", [], "give all sizes"),
     ("bench plan", ["--mesh", "data=0"], "must be positive"),
-    ("bench plan", ["--mesh", "data=99999999999999999999999"], "say the sizes"),
+    ("bench plan", ["--mesh", "data=99999999999999999999999"], "give all sizes"),
     ("bench plan", ["--mesh", "data=99999999"], "the largest mesh"),
     ("bench plan", ["--mesh", "x=3"], "mesh='x=3'"),
     ("bench plan", ["--mesh", "data=1", "--chip", "x"], "--chip"),
@@ -277,7 +277,7 @@ ROWS = [b"\xff\n", b"[1]\n", b'{"success": 1}\n', b'{"iteration": 0, "success": 
 @pytest.mark.parametrize("content", ROWS)
 def test_damaged_metrics(content, run, monkeypatch, capsys):
     (run / "metrics.jsonl").write_bytes(content)
-    assert "run/metrics.jsonl: line 1 is no row" in refused(monkeypatch, capsys, "report", str(run))
+    assert "run/metrics.jsonl: line 1 is not a row" in refused(monkeypatch, capsys, "report", str(run))
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"texts": [1]}', "[" * 9999])

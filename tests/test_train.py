@@ -1,4 +1,4 @@
-"""The main command in a tiny configuration: what it writes, that it goes on exactly where it stopped, what it refuses."""
+"""The main command in a tiny configuration: what it writes, that it continues exactly where it stopped, what it refuses."""
 
 import json
 import re

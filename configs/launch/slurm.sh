@@ -2,7 +2,7 @@
 # Two machines of eight GPUs, one process for each GPU: the paper's 7B setting.
 #   sbatch configs/launch/slurm.sh --config alfworld_qwen2.5_7b --mesh data=2,fsdp=8 data=ALFWORLD_DATA run_dir=RUNS/NAME
 # From the project's folder, with its virtual environment active; run_dir and cache_dir on a file system that all
-# machines see. A job that is requeued goes on from its last checkpoint, and does nothing where the run has ended. With
+# machines see. A job that is requeued continues from its last checkpoint, and does nothing if the run has ended. With
 # COMMAND=evaluate it evaluates instead.
 #SBATCH --job-name=hgpo
 #SBATCH --nodes=2
@@ -14,7 +14,7 @@
 #SBATCH --output=slurm-%j.txt
 set -euo pipefail
 
-# jax learns from Slurm's variables who is who, and gives each process the GPU of its number.
+# jax reads from Slurm's variables which process this is, and gives it the GPU of its number.
 command=${COMMAND:-train}
 [ "$command" != train ] || set -- --resume auto "$@"
 exec srun --kill-on-bad-exit=1 python -m hgpo_jax."$command" --distributed "$@"

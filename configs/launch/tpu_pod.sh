@@ -3,7 +3,7 @@
 #   PROJECT=my-project ZONE=europe-west4-b TYPE=v5litepod-16 configs/launch/tpu_pod.sh NAME BUCKET \
 #     --config alfworld_qwen2.5_1.5b --mesh fsdp=16 data=/hgpo/alfworld run_dir=/hgpo/runs/NAME cache_dir=/hgpo/cache
 # From the project's folder. The bucket is mounted as /hgpo on every machine; it holds ALFWorld's data and gets the run.
-# Called again, it installs the folder as it is now and goes on from the last checkpoint, unless the run has ended; with
+# Called again, it installs the folder as it is now and continues from the last checkpoint, unless the run has ended; with
 # COMMAND=evaluate it evaluates instead. Delete the slice when it is done:
 #   gcloud compute tpus tpu-vm delete NAME --project=my-project --zone=europe-west4-b
 set -euo pipefail
@@ -37,5 +37,5 @@ mkdir -p hgpo_jax && tar -xzf hgpo_jax.tar.gz -C hgpo_jax
 venv/bin/pip install --quiet --constraint hgpo_jax/.ci/constraints.txt './hgpo_jax[tpu]'
 sudo mkdir -p /hgpo && sudo chown \"\$USER\" /hgpo
 mountpoint -q /hgpo || gcsfuse --implicit-dirs $(printf %q "$bucket") /hgpo"
-# On a TPU jax learns from the machine who is who.
+# On a TPU jax finds out from the machine which process this is.
 everywhere "cd hgpo_jax && exec ../venv/bin/python -m hgpo_jax.$command --distributed $(printf '%q ' "$@")"

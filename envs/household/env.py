@@ -238,7 +238,7 @@ class Household:
 
         Returns:
           (State, observation i32[6], reward f32[] 10 on success else 0, done bool[], invalid bool[]). An action that
-          is not admissible changes nothing, shows "nothing_happens" and is invalid.
+          is not admissible only takes a turn, shows "nothing_happens" and is invalid. Done: solved, or out of turns.
         """
         P = self.places
         legal, words = self.admissible(state)

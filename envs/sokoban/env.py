@@ -4,7 +4,7 @@
     state, observation = env.reset(jax.random.key(0))
     state, observation, reward, done, invalid = env.step(state, env.encode("left"))
 
-One episode at a time; use `jax.vmap` for batches. The agent walks one cell a turn and pushes the one box ahead of it where
+One episode at a time; use `jax.vmap` for batches. The agent walks one cell per turn and pushes the one box ahead of it where
 there is room behind that; all boxes on targets ends the episode. It sees the whole room, one word per inner cell: what is
 there and where that is, as in "box_2_3". Rooms come from `rooms.py`.
 """
@@ -117,8 +117,8 @@ class Sokoban:
           action: i32[1], a move.
 
         Returns:
-          (State, observation i32[(size - 2)^2], reward f32[], done bool[], invalid bool[]). What is no move, or a move
-          into a wall or a box that cannot move, changes nothing and is invalid.
+          (State, observation i32[(size - 2)^2], reward f32[], done bool[], invalid bool[]). Anything but a move, or a
+          move into a wall or a box that cannot move, only takes a turn and is invalid. Done: solved, or out of turns.
         """
         legal, words = self.admissible(state)
         chosen = legal & (words == action).all(1)
@@ -138,6 +138,7 @@ class Sokoban:
         return after, self._observe(after), reward, won | (after.turn >= self.max_turns), invalid
 
     def _observe(self, state: State) -> jax.Array:
+        """i32[(size - 2)^2]: a word for each inner cell. In `words` cells follow the empty word, the moves and the goal."""
         agent = jnp.arange(self.size**2) == state.agent
         shown = jnp.where(state.targets, TARGET, FLOOR)
         shown = jnp.where(state.boxes, jnp.where(state.targets, BOX_ON_TARGET, BOX), shown)

@@ -13,7 +13,7 @@ LETTERS = "-#.$*@+"  # floor, wall, target, box, box on target, agent, agent on 
 
 
 class SokobanText(Words):
-    """Rooms as drawings, a line a row, with a blank between cells so that each is a token; see `Words` for the rest."""
+    """Rooms as drawings, one line per row, with a space between cells so that each is a token; see `Words` for the rest."""
 
     def _goal(self, ids):
         return "push every box onto a target."

@@ -103,10 +103,10 @@ def build(products: Iterable[Product], folder: Path | str | None = None) -> Cata
 
     Args:
         products: from `read_products`.
-        folder: where to write it, for catalogues that should not lie in memory; None keeps it in memory.
+        folder: where to write it, for catalogues that should not be held in memory; None keeps it in memory.
 
     Raises:
-        ValueError: there is no product.
+        ValueError: there are no products.
     """
     products = iter(products)
     first = next(products, None)  # before anything is written
@@ -158,7 +158,7 @@ def build(products: Iterable[Product], folder: Path | str | None = None) -> Cata
 
 
 def _check(arrays: dict[str, np.ndarray], meta: dict) -> None:
-    """Raises ValueError, or KeyError for what is missing, unless arrays of a folder have the kinds and sizes of one build."""
+    """Raises ValueError, or KeyError for what is missing, unless a folder's arrays have the dtypes and sizes of one build."""
     products, goals = len(arrays["asins"]), len(arrays["goal_position"])
     terms, postings = len(arrays["term_start"]) - 1, len(arrays["post_doc"])
     expected = {
@@ -178,7 +178,7 @@ def _check(arrays: dict[str, np.ndarray], meta: dict) -> None:
     if not products or any(arrays[name][-1] != end for name, end in ends.items()):
         raise ValueError("a file is cut off")
     if not isinstance(meta["documents"], int) or not all(isinstance(meta[label], list) for label in ("category", "query")):
-        raise ValueError(f"{_META} holds something else than numbers and labels")
+        raise ValueError(f"{_META} holds something other than numbers and labels")
 
 
 def _goal_weights(goals: list[tuple[int, int, list[str]]]) -> np.ndarray:
@@ -190,7 +190,7 @@ def _goal_weights(goals: list[tuple[int, int, list[str]]]) -> np.ndarray:
     weights = []
     for _, _, attributes in goals:
         total = 0.0
-        for attribute in attributes:  # not sum(): since Python 3.12 it rounds otherwise than the original did
+        for attribute in attributes:  # not sum(): since Python 3.12 it rounds differently from the original
             total += 1.0 / (goals_with[attribute] or 1)
         weights.append(total / len(attributes))
     return np.array(weights, float)

@@ -8,7 +8,7 @@ _COMMAND = re.compile(r"(.+)\[(.+)\]")
 
 
 def parse(command: str) -> tuple[str, str]:
-    """Return verb and lower-case argument; ("", "") for text that is no command."""
+    """Return verb and lower-case argument; ("", "") for text that is not a command."""
     match = _COMMAND.match(command)
     return (match[1], match[2].lower()) if match else ("", "")
 

@@ -68,7 +68,7 @@ class SyntheticGoals(GoalBook):
 
     def _wish(self, product, group: int, choice: int) -> dict:
         options = {}
-        for name in sorted(product.options, reverse=True):  # the last option name turns fastest
+        for name in sorted(product.options, reverse=True):  # the last option name varies fastest
             choice, which = divmod(choice, len(product.options[name]))
             options[name] = product.options[name][which]
         options = dict(sorted(options.items()))
@@ -85,14 +85,14 @@ class HumanGoals(GoalBook):
     """One goal per human instruction that names attributes.
 
     Raises:
-        ValueError: the file is broken; one line naming file, field, fault and mend.
+        ValueError: the file is broken; one line naming file, field, fault and fix.
     """
 
     def __init__(self, catalogue: Catalogue, nouns: Nouns, path: Path | str):
         self._wishes = []
         known = read_json(path)
         if not isinstance(known, dict):
-            raise ValueError(f"{Path(path).name}: is no JSON object; pass items_human_ins*.json here")
+            raise ValueError(f"{Path(path).name}: is not a JSON object; pass items_human_ins*.json here")
         places = [(catalogue.position(asin), asin) for asin in known]
         for position, asin in sorted((place, asin) for place, asin in places if place is not None):
             entries = known[asin] if isinstance(known[asin], list) else [None]
@@ -108,7 +108,7 @@ def _human_wish(entry, asin: str, path: Path | str) -> dict | None:
     for field, kind in (("instruction", str), ("instruction_attributes", list), ("instruction_options", list)):
         value = entry.get(field) if isinstance(entry, dict) else None
         if not isinstance(value, kind) or not all(isinstance(item, str) for item in value):
-            what = "a text" if kind is str else "a list of texts"
+            what = "a string" if kind is str else "a list of strings"
             raise ValueError(f"{Path(path).name}: product {asin}, field '{field}' is not {what}; write {what}")
     if not entry["instruction_attributes"]:
         return None

@@ -12,7 +12,7 @@ from typing import NamedTuple
 DEFAULT_PRICE = 100.0  # of a product that states none
 MAX_ASIN_LENGTH = 10
 _CHUNK = 1 << 22  # characters read at a time: the full catalogue is one JSON list of several gigabytes
-DAMAGE = (gzip.BadGzipFile, zlib.error, EOFError, RecursionError)  # of files, beside what is no UTF-8 and no JSON
+DAMAGE = (gzip.BadGzipFile, zlib.error, EOFError, RecursionError)  # of files, besides invalid UTF-8 and JSON
 _MAX_ELEMENT = 1 << 26  # characters one product may take before the file is taken to be broken
 
 
@@ -38,7 +38,7 @@ def read_json(path: Path | str):
     """Return the content of a JSON file, gzipped or not.
 
     Raises:
-        ValueError: the file is no JSON.
+        ValueError: the file is not JSON.
         FileNotFoundError: there is no such file.
     """
     try:
@@ -58,13 +58,13 @@ def read_products(items: Path | str, attributes: Path | str) -> Iterator[Product
         attributes: the attributes and synthetic instructions (`items_ins_v2*.json`), a JSON object by asin.
 
     Raises:
-        ValueError: a file is broken; one line naming file, field, fault and mend.
+        ValueError: a file is broken; one line naming file, field, fault and fix.
     """
     known = read_json(attributes)
-    _need(isinstance(known, dict), attributes, "the file", "is no JSON object", "pass items_ins_v2*.json here")
+    _need(isinstance(known, dict), attributes, "the file", "is not a JSON object", "pass items_ins_v2*.json here")
     seen = set()
     for number, raw in enumerate(_iter_json_list(items)):
-        _need(isinstance(raw, dict), items, f"product {number}", "is no JSON object", "remove it")
+        _need(isinstance(raw, dict), items, f"product {number}", "is not a JSON object", "remove it")
         asin = _text(raw, "asin", items, f"product {number}")
         if asin == "nan" or len(asin) > MAX_ASIN_LENGTH or asin in seen:
             continue
@@ -86,12 +86,12 @@ def _product(raw: dict, extra: dict, items: Path | str, attributes: Path | str) 
     bullets = bullets if isinstance(bullets, list) else [bullets]
     _strings(bullets, items, f"{where}, field 'small_description'")
     prices, price_tag = _prices(raw.get("pricing"), items, where)
-    _need(isinstance(extra, dict), attributes, where, "is no JSON object", "give it an 'attributes' list")
+    _need(isinstance(extra, dict), attributes, where, "is not a JSON object", "give it an 'attributes' list")
     instruction = extra.get("instruction")
     instruction_attributes = extra.get("instruction_attributes") or []
     _strings(instruction_attributes, attributes, f"{where}, field 'instruction_attributes'")
     if instruction is not None:
-        _need(isinstance(instruction, str), attributes, f"{where}, field 'instruction'", "is no text", "write a text")
+        _need(isinstance(instruction, str), attributes, f"{where}, field 'instruction'", "is not a string", "write a string")
         _need(
             instruction_attributes, attributes, f"{where}, field 'instruction_attributes'",
             "is missing or empty although there is an instruction", "name at least one attribute",
@@ -116,7 +116,7 @@ def _product(raw: dict, extra: dict, items: Path | str, attributes: Path | str) 
 def _prices(pricing, items: Path | str, where: str) -> tuple[list[float], str]:
     """Return the prices and the price tag of a `pricing` text such as "$19.99$27.99"."""
     field = f"{where}, field 'pricing'"
-    _need(pricing is None or isinstance(pricing, str), items, field, "is no text", "write it like '$19.99'")
+    _need(pricing is None or isinstance(pricing, str), items, field, "is not a string", "write it like '$19.99'")
     parts = [re.sub(r"[^\d.]", "", part) for part in (pricing or "").split("$")[1:]]
     try:
         prices = [float(part) for part in parts][:2] or [DEFAULT_PRICE]
@@ -132,7 +132,7 @@ def _options(raw, items: Path | str, where: str) -> dict[str, list[str]]:
     field = f"{where}, field 'customization_options'"
     if not raw:
         return {}
-    _need(isinstance(raw, dict), items, field, "is no JSON object", "map each option name to a list of values")
+    _need(isinstance(raw, dict), items, field, "is not a JSON object", "map each option name to a list of values")
     options = {}
     for name, contents in raw.items():
         if contents is None:
@@ -147,19 +147,19 @@ def _options(raw, items: Path | str, where: str) -> dict[str, list[str]]:
 
 def _text(raw: dict, key: str, path: Path | str, where: str) -> str:
     value = raw.get(key)
-    _need(isinstance(value, str), path, f"{where}, field '{key}'", "is missing or no text", "give it a text")
+    _need(isinstance(value, str), path, f"{where}, field '{key}'", "is missing or not a string", "give it a string")
     return value
 
 
 def _strings(value, path: Path | str, where: str) -> list[str]:
     well_formed = isinstance(value, list) and all(isinstance(item, str) for item in value)
-    _need(well_formed, path, where, "is no list of texts", "make it a JSON list of texts")
+    _need(well_formed, path, where, "is not a list of strings", "make it a JSON list of strings")
     return value
 
 
-def _need(condition, path: Path | str, where: str, fault: str, mend: str) -> None:
+def _need(condition, path: Path | str, where: str, fault: str, fix: str) -> None:
     if not condition:
-        raise ValueError(f"{Path(path).name}: {where} {fault}; {mend}")
+        raise ValueError(f"{Path(path).name}: {where} {fault}; {fix}")
 
 
 def _open(path: Path | str):
@@ -173,7 +173,7 @@ def _iter_json_list(path: Path | str) -> Iterator:
     try:
         with _open(path) as file:
             buffer = file.read(_CHUNK).lstrip()
-            _need(buffer.startswith("["), path, "the file", "is no JSON list", "pass items_shuffle*.json here")
+            _need(buffer.startswith("["), path, "the file", "is not a JSON list", "pass items_shuffle*.json here")
             at, ended = 1, False
             while True:
                 while at < len(buffer) and buffer[at] in " \t\r\n,":

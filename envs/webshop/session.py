@@ -104,7 +104,7 @@ class Session:
     def _find(self, keywords: list[str]) -> tuple[int, ...] | list[int] | None:
         """Return the positions a search finds; None where the original crashes.
 
-        The first word may ask for something else than a search: "<r>" random products (drawn again for each page),
+        The first word may ask for something other than a search: "<r>" random products (drawn again for each page),
         "<c> name" a category, "<q> text" a query label; "<a>" always crashes.
         """
         first, rest = keywords[0], keywords[1:]

@@ -100,7 +100,7 @@ def load_shop(
         nouns: finds the nouns of a title, see `envs.webshop.nouns`.
 
     Raises:
-        ValueError: a file is broken or an argument is wrong or missing; one line with the mend.
+        ValueError: a file is broken or an argument is wrong or missing; one line with the fix.
         FileNotFoundError: a file is missing.
     """
     if human_goals and human is None:

@@ -26,7 +26,7 @@ class WebshopText:
       shop: where to shop.
       first, last: which goals; verl-agent trains on 500 and up and validates on the first 500.
       max_turns: actions after which an episode ends (15 in GiGPO's runs, 30 in HGPO's).
-      seeds: instead of the shop's own seed these; of S seeds, task n is goal first + n // S of seed number n % S.
+      seeds: used instead of the shop's own seed; of S seeds, task n is goal first + n // S of seed number n % S.
 
     Attributes:
       task_types: their names, here one; `task_type` is an index into it.

@@ -1,4 +1,4 @@
-"""Refusals, before anything is traced: each error is one line that names the field, the value and the mend.
+"""Input checks, before anything is traced: each error is one line that names the field, the value and the fix.
 
 Shapes, dtypes and options are checked always; values only on concrete arrays, because a tracer has none.
 """
@@ -112,11 +112,11 @@ def check_values(name: str, value: np.ndarray, mask: np.ndarray) -> None:
     dtype, axes = ARRAYS[name]
     happened = mask if axes == 2 else mask.any(axis=1)
     if dtype == jnp.float32:
-        bad, mend = happened & ~np.isfinite(value), "give finite numbers where mask is True"
+        bad, fix = happened & ~np.isfinite(value), "give finite numbers where mask is True"
     elif dtype == jnp.int32:
-        bad, mend = happened & ((value < 0) | (value >= PADDING_KEY)), f"ids must be from 0 to {PADDING_KEY - 1}"
+        bad, fix = happened & ((value < 0) | (value >= PADDING_KEY)), f"ids must be from 0 to {PADDING_KEY - 1}"
     else:
         return
     if bad.any():
         where = tuple(int(i) for i in np.argwhere(bad)[0])
-        raise ValueError(f"{name}{list(where)} is {value[where]}: {mend}")
+        raise ValueError(f"{name}{list(where)} is {value[where]}: {fix}")

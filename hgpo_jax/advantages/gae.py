@@ -18,7 +18,7 @@ def gae(
     whiten: bool = True,
     invalid_penalty: float = 0.1,
 ) -> Estimate:
-    """Generalised advantages, whitened over the batch unless `whiten` is False; groups and states are not looked at.
+    """Generalised advantages, whitened over the batch unless `whiten` is False; groups and states are ignored.
 
     values: f32[B, T], the value head's prediction before each step.
     The penalty is subtracted from the advantage of the invalid step. `returns` are the value targets: advantage before

@@ -32,7 +32,7 @@ def gagpo(
     ordered = grouping.steps_in_order(advantages, steps)
     centred = ordered - grouping.group_mean(ordered, segment, size)
     if normalize == "mean_std":
-        centred = centred / (grouping.spread(centred, segment, size - 1) + grouping.EPSILON)
+        centred = centred / (grouping.group_std(centred, segment, size - 1) + grouping.EPSILON)
     return Estimate(
         grouping.steps_in_place(centred, steps, batch.mask.shape), step_returns(batch, gamma, invalid_penalty)
     )

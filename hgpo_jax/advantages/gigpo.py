@@ -40,7 +40,7 @@ def step_advantages(batch: Batch, returns: jax.Array, normalize: str) -> tuple[j
     ordered = grouping.steps_in_order(returns, steps)
     advantages = ordered - grouping.group_mean(ordered, segment, size)
     if normalize == "mean_std":
-        advantages = advantages / (grouping.spread(advantages, segment, size - 1) + grouping.EPSILON)
+        advantages = advantages / (grouping.group_std(advantages, segment, size - 1) + grouping.EPSILON)
     shape = batch.mask.shape
     return grouping.steps_in_place(advantages, steps, shape), grouping.steps_in_place(size, steps, shape)
 

@@ -24,7 +24,7 @@ def graphgpo(
     """GiGPO with step returns `10 * 0.1^d`, d the distance from the step's next state to success.
 
     next_states: i32[B, T], ids as in `states`, of the observation after each step. What follows a successful trajectory's
-        last step is not looked at: that step leads to `success`.
+        last step is ignored: that step leads to `success`.
     success: bool[B].
     The graph of a prompt group joins s to s' for every observed step. `success` is a node of its own, as in the released
     code, and no observation is a goal: the last step of a success has d = 0, and a step to where a success took its last

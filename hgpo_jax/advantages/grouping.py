@@ -2,7 +2,7 @@
 
 Sorted by (prompt group, s_t, s_{t-1}, ..., s_{t-K}), the steps of every group of every level lie side by side, because
 a longer context only refines a shorter one: level k's groups end where one of the first k + 2 sort columns changes.
-Ids are compared themselves, never their hashes.
+The ids themselves are compared, never hashes of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from hgpo_jax.advantages.record import Batch
 
-# Steps that never happened sort behind all others, which keeps the segment ids sorted.
+# Steps that did not happen sort after all others, which keeps the segment ids sorted.
 PADDING_KEY = jnp.iinfo(jnp.int32).max
 # Stands for the observation before the first step; real ids start at 0.
 NO_STATE = -1
@@ -28,8 +28,8 @@ class Sorted(NamedTuple):
     """Rows in sorted order, N = B * T.
 
     order:    i32[N], the flat index b * T + t of each sorted row.
-    segments: one i32[N] per sort column, ascending: rows share an id where the columns up to this one are equal.
-    mask:     bool[N], rows that are steps which happened.
+    segments: one i32[N] per sort column, ascending: rows share an id where all columns up to this one are equal.
+    mask:     bool[N], steps that happened.
     """
 
     order: jax.Array
@@ -46,20 +46,20 @@ def sort_steps(columns: list[jax.Array], mask: jax.Array) -> Sorted:
         rows = jnp.arange(mask.size, dtype=jnp.int32)
         return jax.lax.sort((*keys, rows), num_keys=len(keys), is_stable=True)
 
-    def whole():
+    def full_keys():
         return sort([jnp.where(mask, column, PADDING_KEY) for column in columns])
 
-    def in_pairs():
+    def paired_keys():
         halves = [jnp.where(mask, column - NO_STATE, SHORT_IDS) for column in columns]
         halves += [jnp.zeros_like(halves[0])] * (len(halves) % 2)
         *keys, order = sort([high << 15 | low for high, low in zip(halves[::2], halves[1::2], strict=True)])
         halves = [half for key in keys for half in (key >> 15, key & SHORT_IDS)]
         return *halves[: len(columns)], order
 
-    # Fewer keys sort faster: where all ids are short, two of them make one key.
+    # Fewer keys sort faster: where all ids fit into 15 bits, two of them make one key.
     ids = jnp.where(mask, jnp.stack(columns), 0)
     short = (ids.min() >= NO_STATE) & (ids.max() < SHORT_IDS + NO_STATE)
-    *keys, order = jax.lax.cond(short, in_pairs, whole) if len(columns) > 1 else whole()
+    *keys, order = jax.lax.cond(short, paired_keys, full_keys) if len(columns) > 1 else full_keys()
     segments = []
     change = jnp.zeros(mask.size, bool)
     for key in keys:
@@ -71,7 +71,7 @@ def sort_steps(columns: list[jax.Array], mask: jax.Array) -> Sorted:
 def sort_contexts(batch: Batch, history_length: int) -> Sorted:
     """Sort by prompt group and context; `segments[k + 1]` are the level-k groups and `segments[0]` the prompt groups.
 
-    A step with t < k carries `NO_STATE` for the observations it has not seen, so that it never meets a step that has.
+    A step with t < k has `NO_STATE` in place of observations before the first, so that it meets no step that has them.
     """
     columns = [jnp.broadcast_to(batch.groups[:, None], batch.mask.shape)]
     for lag in range(history_length + 1):
@@ -98,7 +98,7 @@ def group_sum(values: jax.Array, segment: jax.Array) -> jax.Array:
 
 
 def group_min(values: jax.Array, segment: jax.Array) -> jax.Array:
-    """[N] -> [N]: the least value of each row's group."""
+    """[N] -> [N]: the smallest value in each row's group."""
     return jax.ops.segment_min(values, segment, values.size, indices_are_sorted=True)[segment]
 
 
@@ -110,25 +110,25 @@ def group_size(segment: jax.Array) -> jax.Array:
 def group_mean(values: jax.Array, segment: jax.Array, size: jax.Array, weights: jax.Array | float = 1.0) -> jax.Array:
     """f32[N]: each row's group mean; `size` is the sum of the group's weights.
 
-    Summed as distances to the group's least value, so that the mean of equal values is that value to the bit. A plain
+    Summed as distances to the group's smallest value, so that the mean of equal values is that value to the bit. A plain
     float32 mean of equal returns such as 10 * 0.95^n can miss them, and with them a later test of deviations against 0.
     """
     least = group_min(values, segment)
     return least + group_sum((values - least) * weights, segment) / size
 
 
-def spread(
+def group_std(
     deviations: jax.Array, segment: jax.Array, degrees: jax.Array, weights: jax.Array | float = 1.0
 ) -> jax.Array:
-    """f32[N]: the group's standard deviation from its deviations (a second pass), over `degrees` of freedom."""
+    """f32[N]: each row's group's standard deviation, from the deviations f32[N] off its mean; `degrees` of freedom."""
     return jnp.sqrt(group_sum(deviations**2 * weights, segment) / jnp.maximum(degrees, 1))
 
 
 def state_ids(rows: jax.Array, mask: jax.Array) -> jax.Array:
-    """Dense ids of equal rows, exact: i32[..., W] token ids and bool[...] -> i32[...].
+    """Dense ids of equal rows, exact: i32[..., O] token ids and bool[...] -> i32[...].
 
     Ids count from 0 in the lexicographic order of the distinct rows; rows outside the mask share one id of their own,
-    the largest. Four columns at a time refine the ids of the columns before them: one sort with W keys would take
+    the largest. Four columns at a time refine the ids of the columns before them: one sort with O keys would take
     minutes to compile.
     """
     flat_mask = jnp.ravel(mask)

@@ -19,7 +19,7 @@ def grpo(
 
     statistics: what mean and std are taken over. `per_step`: every step counts once, so that long trajectories weigh more
         (the released code's default). `per_trajectory`: every trajectory counts once, shared out equally among its steps.
-        (The released code lets its first step speak for it. A penalty on a later step is then outside the statistics, and
+        (The released code lets its first step stand for it. A penalty on a later step is then outside the statistics, and
         is divided by epsilon where the episodes score the same.)
     invalid_penalty: subtracted from the score of the steps whose action was invalid, before the statistics are taken.
     A group that counts one step or trajectory has mean 0 and std 1.
@@ -32,7 +32,7 @@ def grpo(
 
 
 class Episodes(NamedTuple):
-    """Each step's episode beside its group, all [B, T].
+    """Each step's episode compared with its group, all [B, T].
 
     scores:     f32, the episode's score less the step's penalty.
     sizes:      i32, steps or trajectories counted in the group's statistics.
@@ -66,7 +66,7 @@ def compare_episodes(
         weights = 1 / grouping.group_size(trajectory)
     ordered = grouping.steps_in_order(scores, steps)
     deviations = ordered - grouping.group_mean(ordered, segment, size, weights)
-    std = grouping.spread(deviations, segment, size - 1, weights)
+    std = grouping.group_std(deviations, segment, size - 1, weights)
     return Episodes(scores, *(grouping.steps_in_place(x, steps, shape) for x in (size, deviations, std)))
 
 

@@ -34,16 +34,17 @@ def hgpo(
     steps = grouping.sort_contexts(batch, history_length)
     ordered = grouping.steps_in_order(returns, steps)
     time = steps.order % shape[1]
-    columns, sizes = [], []
+    advantages, sizes = [], []
     for level in range(history_length + 1):
         segment = steps.segments[level + 1]
         size = grouping.group_size(segment)
-        column = ordered - grouping.group_mean(ordered, segment, size)
+        advantage = ordered - grouping.group_mean(ordered, segment, size)
         if normalize == "mean_std":
-            column = column / (grouping.spread(column, segment, size) + grouping.EPSILON)
-        columns.append(jnp.where(time >= level, column, 0.0))
+            advantage = advantage / (grouping.group_std(advantage, segment, size) + grouping.EPSILON)
+        # A step with fewer than `level` predecessors has no such history and takes no part in the level.
+        advantages.append(jnp.where(time >= level, advantage, 0.0))
         sizes.append(jnp.where(time >= level, size, 0))
-    level_advantages = grouping.steps_in_place(jnp.stack(columns), steps, shape)
+    level_advantages = grouping.steps_in_place(jnp.stack(advantages), steps, shape)
     level_sizes = grouping.steps_in_place(jnp.stack(sizes), steps, shape)
     levels = tuple(range(history_length + 1))
     if base_group:
@@ -53,6 +54,7 @@ def hgpo(
         level_sizes = jnp.concatenate([episodes.sizes[..., None], level_sizes], axis=-1)
         levels = (-1, *levels)
     weights = jnp.array([float(level + weight_offset) ** alpha for level in levels], jnp.float32)
+    # A level without a peer, or where the step equals its group's mean, gets no weight: the others share it.
     weights = jnp.where(level_advantages != 0, weights, 0.0)
     weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + grouping.EPSILON)
     return Estimate(

@@ -28,14 +28,14 @@ def pgpo(
     A_phi: z-score (sample std + 1e-6) of `Phi(s') - Phi(s)` among the visits of s in the prompt group. Phi is the mean
         return of a state's visits, and after the last step that step's reward. Returns and rewards are the environment's:
         the penalty for an invalid action is in A_S alone.
-    The record's only level is 0, and its advantage A_S; what it lacks to the advantage is the weighted A_phi.
+    The record's only level is 0, with advantage A_S; the rest of the advantage is the weighted A_phi.
     """
     returns = step_returns(batch, gamma, invalid_penalty)
     step, sizes = step_advantages(batch, returns, normalize)
     potential, _ = state_values(batch, gamma)
     after = jnp.where(last_steps(batch.mask), batch.rewards, following(potential, batch.mask))
     gain, _ = step_advantages(batch, after - potential, "mean")
-    # Means that are equal in theory may be rounded apart, and a division by their spread would make them differ by 1.
+    # Rounding may separate means that are equal in theory, and dividing by their spread would make them differ by 1.
     gain = jnp.where(jnp.abs(gain) > ROUNDING * jnp.maximum(jnp.abs(after), jnp.abs(potential)), gain, 0.0)
     z, _ = step_advantages(batch, gain, "mean_std")
     difficulty = (1 - success_rates(batch, success)) ** 2

@@ -16,7 +16,7 @@ class Batch(NamedTuple):
     mask:    bool[B, T], steps that happened; a prefix of every row.
     states:  i32[B, T], 0 or more; equal ids exactly where the raw observations are equal.
     groups:  i32[B], 0 or more; the prompt group (same task, same initial state) of each trajectory.
-    invalid: bool[B, T], steps whose response held no valid action.
+    invalid: bool[B, T], steps whose response contained no valid action.
     """
 
     rewards: jax.Array
@@ -37,11 +37,11 @@ class Estimate:
 
     advantages:       f32[B, T].
     returns:          f32[B, T], the quantity that the estimator compared inside its groups: the discounted return, or
-                      the episode score for estimators that know no steps; the value target for `gae`. The penalty for
+                      the episode score for estimators that ignore steps; the value target for `gae`. The penalty for
                       an invalid action is in it.
     level_advantages: f32[B, T, L], the advantage inside each level's group; None for estimators without levels.
     level_sizes:      i32[B, T, L], members of that group, 0 where the step has no such level.
-    level_weights:    f32[B, T, L], the weights really used, normalised; 0 where a level was dropped. The weighted levels add
+    level_weights:    f32[B, T, L], the weights actually used, normalised; 0 where a level was dropped. The weighted levels add
                       up to the advantage, except in `eb_gae` and `pgpo`.
     stats:            scalars or short vectors, by name.
     levels:           the level k of each of the L columns; -1 is the prompt group.

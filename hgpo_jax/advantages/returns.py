@@ -48,7 +48,7 @@ def last_steps(mask: jax.Array) -> jax.Array:
     return mask & ~jnp.pad(mask[:, 1:], ((0, 0), (0, 1)))
 
 
-# A temporal difference this small beside its own terms is what float32 leaves of a difference that is really zero.
+# A temporal difference this small relative to its terms is what float32 leaves of a true difference of zero.
 ROUNDING = 64 * jnp.finfo(jnp.float32).eps
 
 
@@ -68,14 +68,14 @@ def generalized_advantages(
     return discounted_sum(deltas, gamma * lam)
 
 
-# Whitened values stay within this; without it the only value apart among N equal ones would be sqrt(N).
+# Whitened values stay within this; without it a single outlier among N equal values would become sqrt(N).
 MAX_WHITENED = 100.0
 
 
 def whitened(values: jax.Array, mask: jax.Array) -> jax.Array:
     """f32[B, T] with mean 0 and variance 1 over the batch's steps (sample variance + 1e-8), 0 elsewhere.
 
-    Equal values give exactly 0: the mean is taken of the distances to the least value, as in the groups. The result is
+    Equal values give exactly 0: the mean is taken of the distances to the smallest value, as in the groups. The result is
     clipped to [-100, 100], which no batch of fewer than 10,000 steps reaches.
     """
     count = jnp.sum(mask)

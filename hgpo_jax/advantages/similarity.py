@@ -1,7 +1,7 @@
 """State ids for observations that are alike but not equal: a host-side step before `estimate`.
 
 GiGPO's similarity grouping: texts are taken in order, and each joins the first cluster of its prompt group whose
-representative is similar enough, or founds one.
+representative is similar enough, or starts a new one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def similar_states(
 ) -> np.ndarray:
     """State ids i32[B, T] of observations merged by similarity, 0 where no step happened.
 
-    observations: per trajectory the text of each step; what stands beyond its last step is not read.
+    observations: per trajectory the text of each step; texts beyond its last step are ignored.
     mask: bool[B, T], groups: i32[B], as in `estimate`.
     threshold: least `SequenceMatcher` ratio (2 * matching characters / all characters) to a cluster's representative,
         which is its first member. At 1 only equal texts share an id.

@@ -2,7 +2,7 @@
 
     python -m hgpo_jax.bench envs --alfworld ALFWORLD_DATA --webshop FOLDER --products 200000 --waiting 50
 
-Limits are this project's own. A ratio compares with the original engine's time as it was once recorded on two other cores
+Limits are this project's own. A ratio compares with the original engine's time as recorded earlier on two other cores
 (TextWorld 1.7.0, WebShop with Flask and Lucene); the original is not run here. An asynchronous rollout's ratio is to the
 synchronous one of the same run.
 """
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=policies.positive, default=20, help="its timed calls, of which the median counts")
     parser.add_argument("--alfworld", metavar="FOLDER", help="ALFWorld's games; measures those of valid_seen")
     parser.add_argument("--webshop", metavar="FOLDER", help="WebShop's catalogue and attributes")
-    parser.add_argument("--products", type=policies.positive, metavar="N", help="also a synthetic WebShop catalogue of so many")
+    parser.add_argument("--products", type=policies.positive, metavar="N", help="also a synthetic WebShop of N products")
     parser.add_argument(
         "--waiting", type=policies.positive, metavar="MS",
         help="also rollouts of an artificial environment whose steps take so long on average, synchronous and asynchronous",

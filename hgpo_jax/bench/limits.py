@@ -95,7 +95,7 @@ def read_rate(mesh) -> float:
 
 
 class Rates:
-    """The machine's rates on some meshes, the best of them and of every `measure()`; the first comes by itself.
+    """The machine's rates: the best over some meshes and over every `measure()`, the first of which is made here.
 
     reading: bytes per second. multiplying: operations per second.
     """
@@ -111,7 +111,7 @@ class Rates:
             self.multiplying = max(self.multiplying, matmul_rate(mesh, self._dtype))
 
     def seconds(self, bytes_read: float, operations: float) -> float:
-        """What work takes at least."""
+        """The least time that work can take."""
         return max(bytes_read / self.reading, operations / self.multiplying)
 
     def rows(self) -> list[dict]:
@@ -122,7 +122,7 @@ class Rates:
 
 
 def alternate(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each call in `repeats` rounds through all of them, so that a slow minute of the machine hits all alike."""
+    """Seconds of each call in `repeats` rounds through all of them, so that a slow minute affects all of them alike."""
     seconds = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
@@ -133,10 +133,10 @@ def alternate(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str,
 
 
 def memory_rise(call: Callable[[], object]) -> int | None:
-    """Bytes by which the resident memory of this process rises at most during a call; None where Linux does not say.
+    """The largest rise of this process's resident memory during a call, in bytes; None where Linux does not report it.
 
-    Freed memory is given back first, and blocks above 1 MiB from now on whenever they are freed: what the call allocates
-    then counts whoever's memory it reuses. Time nothing afterwards.
+    Freed memory is returned to the system first and, from now on, blocks above 1 MiB as soon as they are freed, so that
+    all that the call allocates counts, even where it could reuse memory. This is slow: time nothing afterwards.
     """
     status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
     if not sys.platform.startswith("linux") or not status.exists():

@@ -1,9 +1,9 @@
 """The same work in PyTorch with transformers' models, for `--against transformers`. Nothing else imports torch.
 
-The peer gets its best plain setting: SDPA attention, weights in the type at work, every core (or the GPU), the head at the
-response's positions only (`logits_to_keep`), fused cross-entropy and fused AdamW; eager, because `torch.compile` of
+The peer runs with its best standard settings: SDPA attention, weights in the type at work, every core (or the GPU), the head
+at the response's positions only (`logits_to_keep`), fused cross-entropy and fused AdamW; eager, because `torch.compile` of
 `generate` and of checkpointed layers needs a C++ compiler and minutes. The loop of `play` and `learn` is what one writes by
-hand with transformers: it takes the embedded household's own compiled, batched reset and step, and our estimators.
+hand with transformers: it uses the embedded household's own compiled, batched reset and step, and our estimators.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def sampler(model, prompts: np.ndarray, max_new: int, temperature: float) -> Cal
 def updater(model, batch: TrainingBatch, config: LearnerConfig, dtype: str) -> Callable[[], dict[str, float]]:
     """One PPO-clip step of AdamW on all rows as a call: {"loss", "grad_norm"} before it. The prompts are of one length."""
     model.train()  # gradient checkpointing asks for it; there is no dropout
-    if config.remat != "none":  # it knows no other
+    if config.remat != "none":  # the only kind that it has
         model.gradient_checkpointing_enable({"use_reentrant": False})
     parts = {
         name: torch.from_numpy(np.array(getattr(batch, name))).to(device())

@@ -43,7 +43,7 @@ def add_against(p: argparse.ArgumentParser) -> None:
 
 
 def positive(text: str) -> int:
-    """An option's value. Raises ArgumentTypeError, which argparse says in one line."""
+    """An option's value. Raises ArgumentTypeError, which argparse reports in one line."""
     if not (text.isdecimal() and len(text) <= 10 and 0 < int(text) < 2**31):
         raise argparse.ArgumentTypeError(f"{text:.50}: must be a whole number from 1 to {2**31 - 1}")
     return int(text)

@@ -1,4 +1,4 @@
-"""Where a program's time goes: one call under jax's profiler, the own times of its operations added up by kind.
+"""Where a program's time goes: one call under jax's profiler, the self times of its operations added up by kind.
 
 The profiler costs time itself, most where operations are small, so that shares are evidence and not a measurement.
 """
@@ -30,7 +30,7 @@ def add_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def folder(text: str) -> Path:
-    """The option's value, a folder that is there now. Raises ArgumentTypeError, which argparse says in one line."""
+    """The option's value, a folder, created if missing. Raises ArgumentTypeError, which argparse reports in one line."""
     try:
         Path(text).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -72,7 +72,7 @@ def kind(opcode: str, source: str) -> str:
 
 
 def own_times(events: Iterable[tuple[str, float, float]]) -> list[tuple[str, float]]:
-    """Events (name, start, duration) of one thread -> (name, duration without what other events took within it)."""
+    """Events (name, start, duration) of one thread -> (name, self time: its duration less that of events within it)."""
     out, open_ = [], []  # of each open event: name, end, what is left of its duration
     for name, start, duration in sorted(events, key=lambda e: (e[1], -e[2])):
         while open_ and open_[-1][1] <= start:

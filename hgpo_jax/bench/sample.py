@@ -2,8 +2,8 @@
 
     python -m hgpo_jax.bench sample --policy Qwen2.5-0.5B --batch 1 8 --against transformers
 
-Decode is what N tokens take longer than one. Its limit is the larger of the bytes of all weights and of the cache over the
-rate of reading memory, and of the operations over the rate of matrix products, both measured in the same run.
+The time of decoding is that of N tokens minus that of one. Its limit is the larger of two times: the bytes of all weights and
+of the cache over the rate of reading memory, and the operations over the rate of matrix products, rates of the same run.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from hgpo_jax.sampling import Decoding
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     policies.add_arguments(parser)
     parser.add_argument("--prompt", type=policies.positive, help="tokens of each prompt; default 128, the household's own")
-    parser.add_argument("--new", type=policies.positive, default=32, help="of each response, 2 at least")
+    parser.add_argument("--new", type=policies.positive, default=32, help="tokens of each response, at least 2")
     parser.add_argument("--batch", type=policies.positive, nargs="+", default=[1, 8], help="rows at once; several in turn")
     parser.add_argument("--temperature", type=temperature, default=1.0, help="of sampling; 0 takes the most likely token")
     profile.add_argument(parser)
 
 
 def temperature(text: str) -> float:
-    """The option's value. Raises ValueError or ArgumentTypeError, which argparse says in one line."""
+    """The option's value. Raises ValueError or ArgumentTypeError, which argparse reports in one line."""
     if not 0 <= float(text) <= 10:
         raise argparse.ArgumentTypeError(f"{text:.50}: must be a number from 0 to 10")
     return float(text)

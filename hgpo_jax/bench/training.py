@@ -98,14 +98,14 @@ def run(args: argparse.Namespace) -> list[dict]:
 
 
 def refuse_unlike(config: Config) -> None:
-    """Raises ConfigError where the peer's loop does something else than the configuration."""
+    """Raises ConfigError where the peer's loop does not do what the configuration says."""
     method = METHODS[config.method]
     if config.env.name != "household":
         raise ConfigError(f"env.name={config.env.name}: --against transformers plays the embedded household only")
     if method.loss != "clip" or method.critic or method.dynamic_sampling or config.lora.rank:
-        raise ConfigError(f"method={config.method}: --against transformers knows one clipped loss, without critic or adapters")
+        raise ConfigError(f"method={config.method}: --against transformers has one clipped loss, without critic or adapters")
     if config.learner.aggregate != "token-mean" or config.learner.kl_kind != "k3" or config.policy.compute_dtype != "float32":
-        raise ConfigError("--against transformers: wants learner.aggregate=token-mean, kl_kind=k3, compute_dtype=float32")
+        raise ConfigError("--against transformers: needs learner.aggregate=token-mean, kl_kind=k3, compute_dtype=float32")
 
 
 def make_peer(peer, job: Job):

@@ -2,8 +2,8 @@
 
     python -m hgpo_jax.bench update --policy Qwen2.5-0.5B --layers 4 --rows 16 --tokens 512 --remat full --against transformers
 
-PPO-clip of the response tokens, exact token mean over micro-batches, AdamW; no KL and no entropy bonus, which ask for more
-than the peer does. Operations are those of one forward and one backward pass; what remat does again is in a row of its own.
+PPO-clip of the response tokens, exact token mean over micro-batches, AdamW; no KL and no entropy bonus, which the
+peer does not compute. Operations are those of one forward and one backward pass; recomputation by remat has a row of its own.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> list[dict]:
     ]
     if args.remat == "full":
         share = rates.seconds(touched, args.rows * (3 * forward + again)) / times[best]
-        lines.append(row("the same, what remat does again counted too", times[best], "s", share))
+        lines.append(row("the same, counting what remat recomputes", times[best], "s", share))
     lines += [row(f"update on {name}", times[name], "s", limit / times[name]) for name in steps if name != best]
     return [
         *lines,

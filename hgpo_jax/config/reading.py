@@ -20,12 +20,12 @@ MAX_DEPTH = 50  # brackets inside brackets in YAML
 
 _SHOWN = reprlib.Repr()  # of values in messages, where a few lines of YAML can stand for millions of elements
 _SHOWN.maxlevel, _SHOWN.maxstring, _SHOWN.maxother = 2, 200, 200
-SHORT = {"policy": "policy.source", "data": "env.data"}  # overrides with a name of their own
+SHORT = {"policy": "policy.source", "data": "env.data"}  # short names of fields in overrides
 RENAMED = {"rollout.chunk": "rollout.decode_batch_size", "rollout.ready_share": "rollout.ready_fraction"}  # old name -> new
 
 
 def read_yaml(text: str):
-    """What a YAML text says. Raises YAMLError, and soon: the parser takes time that grows with the square of the depth."""
+    """The content of a YAML text. Raises YAMLError, early for deep nesting: the parser's time is quadratic in the depth."""
     depth = 0
     for bracket in re.findall(r"[][{}]", text):
         depth += 1 if bracket in "[{" else -1
@@ -127,7 +127,7 @@ def shown(value) -> str:
 
 def _unknown(name: str, names: list[str]) -> str:
     """Why there is no field of this name, and what to write instead."""
-    return f"is called {RENAMED[name]} now" if name in RENAMED else f"no such field; {_nearest(name, names)}"
+    return f"is now called {RENAMED[name]}" if name in RENAMED else f"no such field; {_nearest(name, names)}"
 
 
 def _nearest(name: str, names: list[str]) -> str:

@@ -1,11 +1,11 @@
-"""Look into what a run did: its episodes as text, the groups of every step, and what any estimator makes of them.
+"""Look into what a run did: its episodes as text, the groups of every step, and the advantages of any estimator.
 
     from hgpo_jax.inspect import load, step_text
     dump = load("runs/NAME")                          # its last dump; iteration=24 for another
     hgpo, grpo = dump.estimate(), dump.estimate("grpo")
     print(step_text(dump, hgpo, episode=3, turn=5))   # its groups at every level, and how its advantage comes about
 
-Everything is NumPy on the host; a table is a dict of equally long columns. The report and the notebooks stand on this.
+Everything is NumPy on the host; a table is a dict of equally long columns. The report and the notebooks are built on this.
 """
 
 from hgpo_jax.inspect.dumps import Dump, dumped, load, read_config

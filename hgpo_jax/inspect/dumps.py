@@ -23,13 +23,13 @@ from hgpo_jax.rollout.episodes import Episodes
 
 @dataclasses.dataclass(frozen=True)
 class Dump:
-    """Episodes and what makes them readable; made by `load`, or by hand around Episodes that never were on disk.
+    """Episodes and what makes them readable; made by `load`, or by hand from Episodes that were never on disk.
 
     episodes: of NumPy arrays.
     config: the run's; decides what the estimators do unless they are told otherwise.
     tokenizer: the policy's.
     report: of a host rollout (`rollout/result.py`), as a dict; None where there is none, as with dynamic sampling.
-    iteration: the training iteration; -1 if it is none.
+    iteration: the training iteration; -1 if there is none.
     """
 
     episodes: Episodes
@@ -78,7 +78,7 @@ class Dump:
         return int(self.episodes.mask[episode].sum())
 
     def goal(self, episode: int) -> str:
-        """The task; empty where nothing tells it apart from the prompt."""
+        """The task; empty where it cannot be told apart from the prompt."""
         if self.compiled:
             return self._words(self._slots(episode, 0)[0]) if self.turns(episode) else ""
         return self.report["goals"][episode] if self.report else ""
@@ -92,7 +92,7 @@ class Dump:
         return self.prompt(episode, turn)
 
     def prompt(self, episode: int, turn: int) -> str:
-        """What the policy read; that of a compiled rollout one observation or action a line."""
+        """What the policy read; that of a compiled rollout with one observation or action per line."""
         e = self.episodes
         if self.compiled:
             goal, *history, observation = self._slots(episode, turn)
@@ -143,7 +143,7 @@ class Dump:
 
     def _words(self, ids) -> str:
         ids = np.asarray(ids).tolist()
-        # The vocabulary is rounded up, so an early policy may sample an id that is no word: "#id".
+        # The vocabulary is rounded up, so an early policy may sample an id without a word: "#id".
         words = (word or f"#{i}" for i, word in zip(ids, self.tokenizer.convert_ids_to_tokens(ids), strict=True))
         return " ".join(word for word in words if word not in (BLANK, PAD, END))
 
@@ -190,8 +190,8 @@ def read_report(file: Path, e: Episodes) -> dict:
     try:
         report = json.loads(file.read_text(encoding="utf-8"))
         texts, goals, responses, scores = (report[name] for name in ("texts", "goals", "responses", "scores"))
-        turns = [len(said) for said in responses]
-        strings = all(isinstance(text, str) for text in (*texts, *goals, *(text for said in responses for text in said)))
+        turns = [len(episode) for episode in responses]
+        strings = all(isinstance(text, str) for text in (*texts, *goals, *(text for episode in responses for text in episode)))
         numbers = all(isinstance(score, int | float) for score in scores) and len(goals) == len(scores) == len(e.mask)
         last = max(e.states.max(initial=0, where=e.mask), e.next_states.max(initial=0, where=e.mask))
         if not (strings and numbers and turns == e.mask.sum(1).tolist() and (last < len(texts) or not e.mask.any())):
@@ -202,7 +202,7 @@ def read_report(file: Path, e: Episodes) -> dict:
 
 
 def read_config(folder: str | Path) -> Config:
-    """The settings of a run. Raises ConfigError for a folder that is none."""
+    """The settings of a run. Raises ConfigError for a folder without a run."""
     file = Path(folder) / "config.yaml"
     if not file.is_file():
         raise ConfigError(f"{folder}: not the folder of a run, it holds no config.yaml")

@@ -27,7 +27,7 @@ def _tidy(axis, title: str) -> None:
 
 
 def plot_learning(runs: dict[str, str | Path | list[dict]], metrics=("success", "turns", "entropy")) -> Figure:
-    """Curves of some metrics, a line a run. runs: name -> the run's folder, or its rows of metrics."""
+    """Curves of some metrics, one line per run. runs: name -> the run's folder, or its rows of metrics."""
     figure = Figure(figsize=(3.6 * len(metrics), 2.5), layout="constrained")
     axes = figure.subplots(1, len(metrics), squeeze=False)[0]
     for name, run in runs.items():
@@ -46,7 +46,7 @@ def plot_learning(runs: dict[str, str | Path | list[dict]], metrics=("success", 
 
 
 def plot_group(dump: Dump, records: dict[str, Estimate], group: int) -> Figure:
-    """Heat maps of a prompt group, an estimator each: a row is an episode (* if it succeeds), a column a turn.
+    """Heat maps of a prompt group, one per estimator: a row is an episode (* if it succeeds), a column a turn.
 
     Each map has its own scale, because those of estimators differ. A cross marks an invalid action.
     """
@@ -68,7 +68,7 @@ def plot_group(dump: Dump, records: dict[str, Estimate], group: int) -> Figure:
         axis.set_xlabel("turn", fontsize=9)
         axis.set_title(name, fontsize=10, loc="left")
         figure.colorbar(shown, ax=axis, pad=0.02, shrink=0.9).ax.tick_params(labelsize=8)
-    figure.suptitle(dump.goal(rows[0]), fontsize=10, parse_math=False)  # a price is no formula
+    figure.suptitle(dump.goal(rows[0]), fontsize=10, parse_math=False)  # a price in dollars is not a formula
     return figure
 
 
@@ -120,7 +120,7 @@ def plot_transitions(dump: Dump, record: Estimate, group: int, states: int = 12)
         name = "success" if s in goals else textwrap.fill(name, 18, max_lines=3, placeholder=" …")
         stays = sum(c for a, b, c, _ in kept if a == b == s)
         axis.text(x, y, name, fontsize=8.5, ha="center", va="center", parse_math=False, zorder=4)
-        if stays:  # an arrow to where it began would not be seen
+        if stays:  # an arrow back to its own start would not be seen
             axis.text(x + BOX[0] / 2, y - BOX[1] / 2, f"↻ {stays}", fontsize=8, ha="right", va="bottom", zorder=4)
     most = max((c for a, b, c, _ in kept if a != b), default=1)
     for a, b, count, advantage in sorted(kept, key=lambda arrow: arrow[2]):
@@ -164,7 +164,7 @@ def _places(drawn: set[int], depth: dict[int, int], arrows: list[tuple]) -> dict
 
 
 def plot_sizes(sizes: dict[str, dict[int, int]]) -> Figure:
-    """Share of the steps by the size of their group, a panel a level. sizes: name -> (group size -> number of groups)."""
+    """Share of the steps by the size of their group, one panel per level. sizes: name -> (group size -> number of groups)."""
     figure = Figure(figsize=(2.9 * len(sizes), 2.3), layout="constrained")
     for axis, (name, counts) in zip(figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0], sizes.items(), strict=True):
         steps = np.array([[n, n * c] for n, c in counts.items()])
@@ -179,7 +179,7 @@ def plot_sizes(sizes: dict[str, dict[int, int]]) -> Figure:
 
 
 def plot_errors(errors: dict[str, dict[str, float]]) -> Figure:
-    """Squared bias and variance against the Oracle groups, a bar an estimator. errors: name -> `against_oracle`'s result."""
+    """Squared bias and variance against the Oracle groups, one bar per estimator. errors: name -> `against_oracle`'s result."""
     figure = Figure(figsize=(7.5, 0.8 + 0.3 * len(errors)), layout="constrained")
     axis, names = figure.subplots(), list(errors)
     bias = np.array([errors[name]["bias"] ** 2 for name in names])

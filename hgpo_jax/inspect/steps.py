@@ -1,4 +1,4 @@
-"""Why a step has its advantage: its groups at every level, its company there, and tables over all steps."""
+"""Why a step has its advantage: its groups at every level, its peers there, and tables over all steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hgpo_jax.rollout.episodes import Episodes
 def group_ids(episodes: Episodes, level: int) -> np.ndarray:
     """i64[B, T]: dense ids of the groups of a level, -1 where no step happened; -1 for `level` gives the prompt groups.
 
-    Steps with t < level stand in groups of their own, with steps of the same short past; estimators may leave them out
+    Steps with t < level are in groups of their own, with steps of the same short past; estimators may leave them out
     (`level_sizes` 0). Compares whole contexts, one column at a time.
     """
     states, mask = np.asarray(episodes.states), np.asarray(episodes.mask)
@@ -46,7 +46,7 @@ def step_value(dump: Dump, record: Estimate, level: int) -> np.ndarray:
 
 
 def step_groups(dump: Dump, record: Estimate, episode: int, turn: int) -> list[dict]:
-    """The groups of one step, one dict a level that the step has in `record`.
+    """The groups of one step, one dict per level that the step has in `record`.
 
     level; history: the observations that its members share, oldest first; advantage and weight of the level; mean of what
     is compared; members: episode and turn, return, value (what the level compares), and the advantage the level gives to
@@ -54,7 +54,7 @@ def step_groups(dump: Dump, record: Estimate, episode: int, turn: int) -> list[d
     """
     e = dump.episodes
     if not e.mask[episode, turn]:
-        raise ValueError(f"episode {episode} has {dump.turns(episode)} turns, and turn {turn} is none of them")
+        raise ValueError(f"episode {episode} has {dump.turns(episode)} turns, and turn {turn} is not one of them")
     groups = []
     for column, level in enumerate(record.levels):
         if not record.level_sizes[episode, turn, column]:
@@ -113,7 +113,7 @@ def step_text(dump: Dump, record: Estimate, episode: int, turn: int, shown: int 
 
 
 def steps_table(dump: Dump, record: Estimate) -> dict[str, np.ndarray]:
-    """One row a step that happened: where it is, what it got, and for each level its group's size, advantage and weight."""
+    """One row per step that happened: where it is, what it got, and for each level its group's size, advantage and weight."""
     e = dump.episodes
     rows, turns = np.nonzero(e.mask)
     table = {"episode": rows, "turn": turns, "group": e.groups[rows], "task": e.task[rows], "success": e.success[rows]}
@@ -127,7 +127,7 @@ def steps_table(dump: Dump, record: Estimate) -> dict[str, np.ndarray]:
 
 
 def transitions(dump: Dump, record: Estimate, group: int) -> dict[str, np.ndarray]:
-    """The graph that a prompt group walked: one row an edge between states that some step took.
+    """The graph that a prompt group walked: one row per edge between states that some step took.
 
     state, next_state: ids; count: steps; advantage: their mean; ends: how many of them ended their episode with success.
     """
@@ -149,7 +149,7 @@ def transitions(dump: Dump, record: Estimate, group: int) -> dict[str, np.ndarra
 
 
 def compare(dump: Dump, names: tuple[str, ...] = ("grpo", "gigpo", "hgpo"), **options) -> dict[str, np.ndarray]:
-    """What several estimators make of every step, one row a step: episode, turn and, for each name, its advantage.
+    """The advantages of several estimators, one row per step: episode, turn and, for each name, its advantage.
 
     Advantages are divided by their root mean square over the batch, because the scales of estimators differ.
     """

@@ -61,8 +61,8 @@ class Policy:
     def save(self, folder: str | Path, size: int = weights.SHARD_SIZE) -> None:
         """Writes a Hugging Face folder: config.json, safetensors of at most `size` bytes each, and the tokenizer.
 
-        The folder appears whole or not at all; an older policy in it is replaced. Where there are several processes all of
-        them call this, and the first one writes.
+        The folder appears only when it is complete; an older policy in it is replaced. With several processes, all of them
+        call this and process 0 writes.
 
         Raises:
           ValueError: the folder holds something that is not a policy's, or the policy has adapters.
@@ -92,7 +92,7 @@ def load_policy(folder: str | Path, mesh: Mesh | None = None, dtype: str = "floa
 
     Args:
       folder: holds config.json, model.safetensors (or an index and what it names) and, if the policy is to read text, a
-        tokenizer. A name such as Qwen/Qwen2.5-1.5B-Instruct that is no folder is fetched from the hub.
+        tokenizer. A name such as Qwen/Qwen2.5-1.5B-Instruct is fetched from the hub.
       mesh: where to put the weights; one device if None.
       dtype: `float32` or `bfloat16`.
 

@@ -20,7 +20,7 @@ MAX_SCORES = 2**28  # 1 GB in float32, over the devices of fsdp and tensor toget
 def attend(q_BQHE, k_BSGE, v_BSGE, slots_BQ, start_BQ=None, max_scores: int = MAX_SCORES):
     """Attention of queries at `slots` to the slots not after them, from `start` (0 if None) on: [B, Q, H, E].
 
-    max_scores: scores to hold at a time; where B x H x Q x S is more, they are computed in chunks of queries, and again in
+    max_scores: scores to hold at a time; where B x H x Q x S is more, they are computed in chunks of queries, and recomputed in
       the backward pass, so that memory grows with the length and not with its square.
     """
     B, Q, H, E = q_BQHE.shape
@@ -28,16 +28,17 @@ def attend(q_BQHE, k_BSGE, v_BSGE, slots_BQ, start_BQ=None, max_scores: int = MA
     k_BGES, v_BGSE = k_BSGE.transpose(0, 2, 3, 1), v_BSGE.transpose(0, 2, 1, 3)
 
     def attend_chunk(q_BQHE, slots_BQ, start_BQ):
-        # All queries that share a key-value head are rows of one product.
         Q = q_BQHE.shape[1]
-        q_BGrE = q_BQHE.reshape(B, Q, G, H // G, E).transpose(0, 2, 3, 1, 4).reshape(B, G, -1, E)
-        scores = jnp.matmul(q_BGrE, k_BGES, preferred_element_type=jnp.float32).reshape(B, G, H // G, Q, S) * E**-0.5
+        # All queries that share a key-value head are rows of one product: [B, G, r x Q, E].
+        queries = q_BQHE.reshape(B, Q, G, H // G, E).transpose(0, 2, 3, 1, 4).reshape(B, G, -1, E)
+        scores = jnp.matmul(queries, k_BGES, preferred_element_type=jnp.float32)
+        scores_BGrQS = scores.reshape(B, G, H // G, Q, S) * E**-0.5
         visible_BQS = jnp.arange(S) <= slots_BQ[..., None]
         if start_BQ is not None:
             visible_BQS &= jnp.arange(S) >= start_BQ[..., None]
-        weights = jax.nn.softmax(jnp.where(visible_BQS[:, None, None], scores, -jnp.inf)).astype(v_BSGE.dtype)
-        out = jnp.matmul(weights.reshape(B, G, -1, S), v_BGSE).reshape(B, G, H // G, Q, E)
-        return out.transpose(0, 3, 1, 2, 4).reshape(B, Q, H, E)
+        weights_BGrQS = jax.nn.softmax(jnp.where(visible_BQS[:, None, None], scores_BGrQS, -jnp.inf)).astype(v_BSGE.dtype)
+        out_BGrQE = jnp.matmul(weights_BGrQS.reshape(B, G, -1, S), v_BGSE).reshape(B, G, H // G, Q, E)
+        return out_BGrQE.transpose(0, 3, 1, 2, 4).reshape(B, Q, H, E)
 
     width = max(1, min(Q, max_scores // (B * H * S)))
     if width == Q:
@@ -54,7 +55,7 @@ def attend(q_BQHE, k_BSGE, v_BSGE, slots_BQ, start_BQ=None, max_scores: int = MA
 
 
 def decode_attention(q_BHE, k_BGEC, v_BGCE, position_B):
-    """Attention of one query a row, at `position`, to the slots of a cache not after it: [B, H, E].
+    """Attention of one query per row, at `position`, to the slots of a cache not after it: [B, H, E].
 
     Keys and values are laid out as the products read them fastest: the slots, which are many, come last in scores and keys.
     """

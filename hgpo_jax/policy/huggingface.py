@@ -1,4 +1,4 @@
-"""Hugging Face folders: config.json, what belongs to the tokenizer, and folders that appear whole or not at all."""
+"""Hugging Face folders: config.json, what belongs to the tokenizer, and writing whole folders atomically."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ FILES = {
 
 
 def find(folder: str | Path) -> Path:
-    """The local folder of a policy; a name like Qwen/Qwen2.5-1.5B-Instruct that is no folder is fetched from the hub.
+    """The local folder of a policy; a name like Qwen/Qwen2.5-1.5B-Instruct is fetched from the hub.
 
     Raises:
-      ValueError: neither a folder nor to be had from the hub.
+      ValueError: neither a folder nor available from the hub.
     """
     if Path(folder).is_dir():
         return Path(folder)
@@ -51,7 +51,7 @@ def find(folder: str | Path) -> Path:
         return Path(snapshot_download(str(folder), allow_patterns=["model*.safetensors", "*.json", *TOKENIZER_FILES]))
     except Exception as error:  # its errors come from several libraries: none of them is worth a traceback
         reason = " ".join(str(error).split())
-        raise ValueError(f"policy {folder}: no such folder, and the hub does not give it: {reason}") from None
+        raise ValueError(f"policy {folder}: no such folder, and it cannot be fetched from the hub: {reason}") from None
 
 
 def read_json(folder: Path, name: str) -> dict:
@@ -85,7 +85,7 @@ def read_config(folder: Path) -> ModelConfig:
     rope, layers = raw.get("rope_parameters") or raw.get("rope_scaling") or {}, raw.get("layer_types") or []
     if not isinstance(rope, dict) or not isinstance(layers, list):
         name = "layer_types" if isinstance(rope, dict) else "rope_scaling"
-        raise ValueError(f"policy {folder}: {name} in config.json is no {'list' if isinstance(rope, dict) else 'object'}")
+        raise ValueError(f"policy {folder}: {name} in config.json is not {'a list' if isinstance(rope, dict) else 'an object'}")
     qwen3 = raw["model_type"] == "qwen3"
     refused = {
         "use_sliding_window": raw.get("use_sliding_window"),
@@ -136,8 +136,8 @@ def config_json(config: ModelConfig, eos: int | None, pad: int | None, dtype: st
 
 
 @contextlib.contextmanager
-def written_whole(folder: Path, stem: str = "model") -> Iterator[Path]:
-    """A folder beside `folder` to write into; it takes that place at the end, and vanishes if there was an error.
+def atomic_folder(folder: Path, stem: str = "model") -> Iterator[Path]:
+    """A folder beside `folder` to write into; it takes that place at the end, or is removed if there was an error.
 
     Raises:
       ValueError: `folder` holds something that would not have been written there.
@@ -165,13 +165,13 @@ def written_whole(folder: Path, stem: str = "model") -> Iterator[Path]:
 
 
 def save(folder: Path, params: dict, tensors: list[weights.Tensor], write_rest, stem: str, size: int) -> None:
-    """Writes tensors of the parameters, and what `write_rest(folder)` adds, into a folder that appears whole.
+    """Writes tensors of the parameters, and what `write_rest(folder)` adds, into an `atomic_folder`.
 
-    Where there are several processes all of them call this, and the first one writes.
+    With several processes, all of them call this and process 0 writes.
     """
     gather = weights.to_host(params)
     if jax.process_index() == 0:
-        with written_whole(folder, stem) as partial:
+        with atomic_folder(folder, stem) as partial:
             write_rest(partial)
             weights.write(partial, tensors, gather, stem, size)
     else:

@@ -28,7 +28,7 @@ PARAMETER_AXES = {
     "down_proj.kernel": ("mlp", "embed"),
     "lm_head.kernel": (None, "vocab"),
 }
-# An adapter splits as the kernel beside it, its rank never.
+# An adapter is split like its kernel, but never along its rank.
 for _name in LINEARS:
     _inputs, _outputs = PARAMETER_AXES[f"{_name}.kernel"]
     PARAMETER_AXES |= {f"{_name}.lora_a": (_inputs, None), f"{_name}.lora_b": (None, _outputs)}
@@ -103,5 +103,5 @@ def _log_replication(kv_heads: int, tensor: int) -> None:
 def initialize(config: ModelConfig, seed: int, mesh: Mesh) -> dict:
     """Random parameters, each created in its shards on the mesh; the same values on every mesh."""
     create = lambda key: nnx.to_pure_dict(nnx.split(Qwen2(config, nnx.Rngs(key)))[1])  # noqa: E731
-    # An argument and no constant, so that one compilation serves every seed.
+    # The key is an argument, not a constant, so that one compilation serves every seed.
     return jax.jit(create, out_shardings=shardings(config, mesh))(jax.random.key(seed))

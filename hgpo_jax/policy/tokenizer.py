@@ -17,7 +17,7 @@ BLANK, PAD, END, ACT = "_", "<|endoftext|>", "<|im_end|>", ">"
 def word_tokenizer(words: tuple[str, ...]) -> PreTrainedTokenizerFast:
     """A transformers tokenizer whose id of words[i] is i; words[0], the empty slot, reads "_".
 
-    Text is words with blanks between them; a word that it does not know becomes the padding token.
+    Text is words separated by spaces; an unknown word becomes the padding token.
     """
     names = (BLANK, *words[1:], PAD, END, ACT)
     tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token=PAD))

@@ -77,7 +77,7 @@ class Weights:
         files, index = _find(folder, stem)
         for file in files:
             with self._open(file) as handle:
-                for name in handle.keys():  # noqa: SIM118  a handle is no dict
+                for name in handle.keys():  # noqa: SIM118  a handle is not a dict
                     part = handle.get_slice(name)
                     self.shapes[name], self.dtypes[name] = tuple(part.get_shape()), part.get_dtype()
                     self._files[name] = file
@@ -99,10 +99,10 @@ class Weights:
         where, expected = f"policy {self.folder}", {t.name: t.shape for t in tensors}
         missing = [name for name in expected if name not in self.shapes]
         if missing:
-            raise ValueError(f"{where}: tensor {missing[0]} is missing ({len(missing)} such)")
+            raise ValueError(f"{where}: tensor {missing[0]} is missing ({len(missing)} in all)")
         unexpected = sorted(self.shapes.keys() - expected.keys() - ({"lm_head.weight"} if tied else set()))
         if unexpected:
-            raise ValueError(one_line(f"{where}: tensor {unexpected[0]} is unexpected ({len(unexpected)} such)"))
+            raise ValueError(one_line(f"{where}: tensor {unexpected[0]} is unexpected ({len(unexpected)} in all)"))
         for name, shape in expected.items():
             if self.shapes[name] != shape:
                 found = list(self.shapes[name])
@@ -132,7 +132,7 @@ class Weights:
     def load(self, tensors: list[Tensor], shardings: dict, dtype: str) -> dict:
         """The parameters of these tensors, placed as `shardings` (NamedSharding) and converted to `dtype`.
 
-        Beside the process's shards the host holds parts of one tensor at a time: stacked parameters are filled in place,
+        Besides the process's shards the host holds parts of one tensor at a time: stacked parameters are filled in place,
         layer by layer, after embedding and head, which are the largest tensors.
         """
         shardings, params = flatten_dict(shardings), {}
@@ -191,7 +191,7 @@ def _find(folder: Path, stem: str) -> tuple[list[Path], dict[str, Path]]:
         if Path(file).name != file or not file.endswith(".safetensors"):
             text = f"policy {folder}: {index.name} puts {tensor} into {file!r}; expected a .safetensors file's name"
             raise ValueError(one_line(text))
-        if not os.path.isfile(where[tensor]):  # False, too, for what can be no name
+        if not os.path.isfile(where[tensor]):  # False, too, for what cannot be a file's name
             raise ValueError(one_line(f"policy {folder}: file {file} is missing, in which {index.name} has {tensor}"))
     return sorted(set(where.values())), where
 

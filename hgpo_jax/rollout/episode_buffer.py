@@ -23,7 +23,7 @@ class EpisodeBuffer:
       episodes: `Episodes.zeros`, written in place.
       groups: i32[B], prompt groups.
       history_length: K, observation-action pairs in a prompt.
-      strict: whether an inadmissible action is invalid, beside a malformed response.
+      strict: whether an inadmissible action is invalid, like a malformed response.
     """
 
     def __init__(self, episodes: Episodes, groups, history_length: int, strict: bool):
@@ -42,7 +42,7 @@ class EpisodeBuffer:
         return len(self._actions[episode])
 
     def add_output(self, episode: int, output: EnvOutput | EnvFailure) -> bool:
-        """Takes an environment's output; returns whether its episode goes on."""
+        """Takes an environment's output; returns whether its episode continues."""
         if isinstance(output, EnvFailure):
             self._failures[episode] = output.reason
             self._latest.pop(episode, None)
@@ -116,7 +116,7 @@ class EpisodeBuffer:
     def _number_states(self) -> tuple[list[str], dict[int, list[int]]]:
         """All texts observed in episodes that have not failed, and for each such episode their numbers, turn by turn.
 
-        Texts are numbered by episode and turn: which environment was faster than another does not show.
+        Texts are numbered by episode and turn: the order does not depend on which environment was faster.
         """
         texts: dict[str, int] = {}
         ids = {

@@ -5,7 +5,7 @@
 
 As soon as enough environments have answered, their episodes' prompts are tokenized, sorted by length and padded to a few
 shapes; one compiled program prefills and decodes; responses become actions, and these environments step while responses to
-others are sampled. Enough is a fraction of all unfinished episodes; the whole of them makes a rollout synchronous, turn by
+others are sampled. Enough is a fraction of all unfinished episodes; a fraction of 1 makes a rollout synchronous, turn by
 turn. Token ids are kept as sampled. What an episode samples depends on its own key and turn alone, as in compiled rollouts.
 """
 
@@ -48,7 +48,7 @@ class HostRollout:
       history_length: K, observation-action pairs in a prompt.
       response_limit: R, tokens of the longest response.
       decode_batch_size: prompts that each device decodes at a time.
-      strict: whether an inadmissible action is invalid, beside a malformed response.
+      strict: whether an inadmissible action is invalid, like a malformed response.
       workers: processes that step the environments; 0 steps them in this process, where one that hangs hangs the run.
       time_limit: seconds after which a worker's episode counts as hung.
       ready_fraction: fraction of the unfinished episodes whose environments must have answered before these are sampled for.

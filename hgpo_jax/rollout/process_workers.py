@@ -21,7 +21,7 @@ class _WorkerProcess:
 
     def __init__(self, make_env: Callable, time_limit: float, start_limit: float):
         self._make_env, self._time_limit, self._start_limit = make_env, time_limit, start_limit
-        self.queue: SimpleQueue[tuple[Request, SimpleQueue] | None] = SimpleQueue()  # a request, and where its answer goes
+        self.queue: SimpleQueue[tuple[Request, SimpleQueue] | None] = SimpleQueue()  # a request, and the queue for its answer
         self.replaced, self._ended, self.process = 0, False, None
         self._thread = threading.Thread(target=self._answer_all, daemon=True)
         self._spawn()
@@ -82,7 +82,7 @@ class _WorkerProcess:
             if self.pipe.poll(self._time_limit):
                 return self.pipe.recv()
             failure = f"no answer in {self._time_limit:g} s"
-        except Exception as error:  # an answer may be no pickle: the environment has the pipe in its process
+        except Exception as error:  # an answer may not be a pickle: the environment can write into the pipe
             failure = "its worker process died" if isinstance(error, EOFError | OSError) else f"no answer: {error!r:.200}"
         self._stop()
         self.replaced += 1
@@ -100,7 +100,7 @@ class _WorkerProcess:
         self._ended = True
         self.queue.put(None)
         if process := self.process:
-            process.kill()  # if the thread waits for an answer, it finds the pipe ended
+            process.kill()  # a thread that waits for an answer then finds the pipe closed
         if self._thread.is_alive():
             self._thread.join()
         self._stop()
@@ -124,7 +124,7 @@ class ProcessWorkers:
         self._episodes = episodes
         self.discard_answers()
         self._workers = []
-        atexit.register(self.close)  # or else a thread would replace the process that the interpreter ends
+        atexit.register(self.close)  # otherwise a thread would replace the processes that the exiting interpreter ends
         for _ in range(min(workers, episodes)):
             self._workers.append(_WorkerProcess(make_env, time_limit, start_limit))
         for worker in self._workers:
@@ -146,13 +146,13 @@ class ProcessWorkers:
         self._answers: SimpleQueue[tuple[int, EnvOutput | EnvFailure] | ValueError] = SimpleQueue()
 
     def send(self, requests: Iterable[Request]) -> None:
-        """Has the workers answer requests."""
+        """Sends requests to the workers."""
         for request in requests:
             worker = self._workers[request[0] * len(self._workers) // self._episodes]
             worker.queue.put((request, self._answers))
 
     def receive(self, minimum: int) -> Iterator[tuple[int, EnvOutput | EnvFailure]]:
-        """(episode, answer) for the answers that have come, in the order of their coming; waits for at least `minimum`.
+        """(episode, answer) for the answers that have come, in order of arrival; waits for at least `minimum`.
 
         Raises ValueError if a worker that was replaced cannot make its environment.
         """
@@ -173,7 +173,7 @@ class ProcessWorkers:
 
 def _serve(pipe, make_env) -> None:
     """What a worker process does: makes its environments, answers requests, ends with the pipe."""
-    # These are the parent's to handle, who may play to the end of its iteration before it leaves.
+    # Signals are for the parent to handle, which may finish its iteration before it exits.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     try:

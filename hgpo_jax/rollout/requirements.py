@@ -1,7 +1,7 @@
 """What an environment must have, so that one which lacks something is refused before anything is compiled or played.
 
-A missing member would else be found wherever it is first read: in the middle of a trace, or, in a text environment, as the
-failure of every single episode.
+A missing member would otherwise be noticed only where it is first read: in the middle of a trace, or, in a text environment,
+as the failure of every single episode.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROLLOUT = {  # of a compiled environment, to be played
     "won": "won(state) -> whether the task is solved",
 }
 RUNNER = ROLLOUT | {  # and to be read
-    "words": "all that can be said in it, the empty word first; a word's place is its token id",
+    "words": "its vocabulary, the empty word first; a word's index is its token id",
     "task_types": TYPES,
     "decode": "decode(ids) -> text, for transcripts",
 }
@@ -35,7 +35,7 @@ TEXT_INFO = {"won": "whether the task is solved", "admissible": "whether the las
 
 def check_compiled(env, members: dict[str, str]) -> None:
     """Raises ValueError, naming class and member, where a compiled environment lacks one of the members, or its state one."""
-    import jax  # text environments are checked in worker processes, which do without
+    import jax  # text environments are checked in worker processes, which do not need it
 
     name = type(env).__name__
     _check(name, env, members)

@@ -37,7 +37,7 @@ class SharedWorkers:
             self._workers.discard_answers()
 
     def send(self, requests: Iterable[Request]) -> None:
-        """Has the environments answer requests."""
+        """Sends requests to the workers."""
         if self._workers:
             self._workers.send(requests)
 

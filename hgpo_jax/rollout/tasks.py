@@ -22,7 +22,7 @@ def task_numbers(stream: str, seed: int, indices, count: int | None) -> list[int
     """The same for host rollouts, where a task is a number.
 
     An environment with `count` tasks goes through all of them in a random order, then through all again in another. One
-    that generates its tasks (None) gets the 64 bits of `task_keys`, so that both faces of the household have equal tasks.
+    that generates its tasks (None) gets the 64 bits of `task_keys`, so that both versions of the household have equal tasks.
     """
     if count is None:
         data = np.asarray(jax.random.key_data(task_keys(stream, seed, jax.numpy.asarray(indices))))

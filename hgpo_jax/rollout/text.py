@@ -18,8 +18,8 @@ from hgpo_jax.errors import one_line
 TEMPLATES = Path(__file__).parent / "templates"
 # Characters of the end of a malformed response that are taken for its action, as verl-agent does.
 FALLBACK = {"alfworld": 30, "household": 30, "sokoban": 20, "webshop": 20}
-# A message of more characters a token than this is too long, whatever it says: a megabyte is not tokenized to see. Real
-# observations have 2 to 5.
+# A message with more characters per token of the limit than this is too long in any case, and is not tokenized to find out.
+# Real observations have 2 to 5.
 MAX_CHARACTERS_PER_TOKEN = 16
 _SECTIONS = ("first", "later", "entry")
 _NOT_TEXT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")  # controls and lone surrogates
@@ -41,7 +41,7 @@ class Prompt(NamedTuple):
 
     ids: list[int]
     pairs_dropped: int = 0
-    tokens_cut: int = 0  # at least so many: what is cut from an endless text never becomes tokens
+    tokens_cut: int = 0  # a lower bound: what is cut from a huge text is never tokenized
 
 
 class ParsedResponse(NamedTuple):
@@ -106,11 +106,11 @@ class ChatFormat:
       environment: whose template (a file of `templates/`) and rule for malformed responses to use.
       prompt_limit: tokens of the longest prompt. A longer one loses its oldest history first, then the beginning of the
         user message; the frame always stays.
-      stop: further tokens that end a response, beside the tokenizer's eos_token.
+      stop: further tokens that end a response, besides the tokenizer's eos_token.
 
     Raises:
-      ValueError: no such template, a tokenizer without a chat template or end token, a stop that is no token of it, or a limit
-        that the frame alone fills.
+      ValueError: no such template, a tokenizer without a chat template or end token, a stop that is not one of its tokens, or a
+        limit that the frame alone fills.
     """
 
     def __init__(self, tokenizer, environment: str, prompt_limit: int = 4096, stop: Sequence[str] = ()):
@@ -194,7 +194,7 @@ def _frame(tokenizer) -> tuple[list[int], list[int]]:
     try:
         text = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True)
     except Exception as error:  # whatever a template does
-        raise ValueError(one_line(f"tokenizer: its chat template fails: {error}; mend chat_template.jinja")) from None
+        raise ValueError(one_line(f"tokenizer: its chat template fails: {error}; fix chat_template.jinja")) from None
     if text.count(mark) != 1:
         raise ValueError(f"tokenizer: its chat template shows a message {text.count(mark)} times instead of once")
     head, tail = text.split(mark)

@@ -12,14 +12,14 @@ from hgpo_jax.rollout.text import ParsedResponse, Prompt, PromptInput
 
 
 class WordFormat:
-    """Prompts as `prompts.build_prompt` makes them, from texts of words with blanks between them.
+    """Prompts as `prompts.build_prompt` makes them, from texts of words separated by spaces.
 
     Args:
       env: a compiled environment; gives the words and the slots of goal, observation and action.
       history_length: K; every prompt has slots for K pairs.
       end, act: token ids as for `make_rollout`.
 
-    A token that is no word of the environment is written "#id", so that every response survives as text.
+    A token that is not a word of the environment is written "#id", so that any response can be shown as text.
     """
 
     def __init__(self, env, history_length: int, end: int, act: int):

@@ -3,7 +3,7 @@
 A worker is sent requests (episode, task, actions so far), and answers with the environment's output after the last of the
 actions. An environment is any object like those of `envs/*/text.py`: `max_turns`, `task_types`, `reset(task) ->
 (observation, commands)`, `step(action) -> (observation, commands, reward, done, info)`, after a reset `goal` and
-`task_type`, and `len(env)` if its tasks are numbered from 0 to an end. It must be deterministic, because a worker that takes
+`task_type`, and `len(env)` if it has a fixed number of tasks. It must be deterministic, because a worker that takes
 over an episode plays its actions again.
 """
 
@@ -20,7 +20,7 @@ from hgpo_jax.errors import one_line
 from hgpo_jax.rollout.requirements import check_text
 
 Request = tuple[int, int, tuple[str, ...]]  # number of the episode in its batch, task, actions so far
-# Characters of one answer at most. A prompt holds far fewer, but what is cut there has passed through pipes and tokenizer.
+# Limit on the characters of one answer. A prompt holds far fewer, but is cut only after pipes and tokenizer have seen it all.
 MAX_TEXT = 4_000_000
 MAX_REWARD = float(np.finfo(np.float32).max)  # rewards of Episodes are float32
 
@@ -48,7 +48,7 @@ class EnvSpec(NamedTuple):
 
 
 class EnvFailure(NamedTuple):
-    """Why an episode cannot go on."""
+    """Why an episode cannot continue."""
 
     reason: str
 
@@ -74,7 +74,7 @@ class LocalWorkers:
             try:
                 answer = self._answer(episode, task, actions)
             except (Exception, SystemExit) as error:  # the environment may be in any state now, and is dropped
-                # The message may be anything, too, or fail itself.
+                # Its message may be anything, too, and formatting it may fail.
                 answer = EnvFailure(one_line("".join(traceback.format_exception_only(error))[:2000])[:500])
             self._answers.append((episode, answer))
 

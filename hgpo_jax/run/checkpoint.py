@@ -1,7 +1,7 @@
 """Checkpoints of a run: parameters and optimizer state by Orbax, the reference policy once as a Hugging Face folder.
 
-Orbax writes a checkpoint in the background and renames it when it is whole, so that one that was interrupted does not count.
-It does not notice every byte that changes afterwards: each checkpoint holds the digests of its files, which `settle` checks.
+Orbax writes a checkpoint in the background and renames it when it is complete, so that an interrupted one does not count.
+It does not detect all later damage: each checkpoint holds the digests of its files, which `newest_intact` checks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ITEM = "state"  # the folder of the arrays inside a checkpoint
 
 class _Digesting(ocp.StandardCheckpointHandler):
     def finalize(self, directory) -> None:
-        """Called by one process when all files are written, before the checkpoint counts."""
+        """Called by one process when all files are written, before the checkpoint is committed."""
         super().finalize(directory)
         with open(Path(directory) / DIGESTS, "w") as file:
             json.dump(digests(Path(directory)), file, indent=1)
@@ -35,10 +35,10 @@ class _Digesting(ocp.StandardCheckpointHandler):
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file below the folder but the digests themselves, by relative path."""
+    """SHA-256 of every file below the folder except the digests themselves, by relative path."""
     found = {}
     for path in sorted(folder.rglob("*")):
-        # Orbax adds the last one when the checkpoint counts.
+        # Orbax adds commit_success.txt when the checkpoint is committed.
         if path.is_file() and path.name not in (DIGESTS, "commit_success.txt"):
             with open(path, "rb") as file:
                 found[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
@@ -46,7 +46,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, None if it is as it was written."""
+    """What is wrong with a checkpoint; None if it is intact."""
     folder = checkpoint / ITEM
     try:
         wanted = json.loads((folder / DIGESTS).read_text())
@@ -68,12 +68,12 @@ def _numbers(folder: Path) -> list[int]:
 
 
 def newest(folder: Path) -> int:
-    """The iterations done at the newest checkpoint in a folder, good or not; 0 where there is none."""
+    """The iterations done at the newest checkpoint in a folder, intact or not; 0 where there is none."""
     return max(_numbers(folder), default=0)
 
 
-def settle(folder: Path) -> tuple[int | None, list[str]]:
-    """The newest good checkpoint in a folder, as iterations done, and what is wrong with newer ones.
+def newest_intact(folder: Path) -> tuple[int | None, list[str]]:
+    """The newest intact checkpoint in a folder, as iterations done, and what is wrong with newer ones.
 
     Damaged checkpoints are renamed to N.damaged, so that the run can write its own N again.
     """
@@ -90,9 +90,10 @@ def settle(folder: Path) -> tuple[int | None, list[str]]:
 
 
 class Checkpoints:
-    """The checkpoints under `folder`, numbered by the iterations done; written in the background, whole or not at all.
+    """The checkpoints under `folder`, numbered by the iterations done; written atomically in the background.
 
-    Kept are the last ones, the best by validation and every so many iterations, as `settings` say.
+    Kept are, by the fields of `settings`, the last `keep_checkpoints`, the `keep_best` with the highest validation success and
+    those whose number is a multiple of `keep_every`; all others are deleted.
     """
 
     def __init__(self, folder: Path, settings: LogConfig):
@@ -117,7 +118,7 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, iterations: int, state, success: float | None = None) -> None:
-        """Starts writing when `state` is computed and what was written before is whole; `state` may be donated right after.
+        """Starts writing when `state` is computed and the previous write is complete; `state` may be donated right after.
 
         success: of the validation of this state.
 

@@ -79,7 +79,7 @@ def read_rows(folder: Path) -> list[dict]:
     for number, row in enumerate(rows, 1):
         if not all(isinstance(x, int | float | None) for x in row.values()):
             raise ConfigError(
-                f"{folder / 'metrics.jsonl'}: line {number} is no row of metrics: something is no number; take it out"
+                f"{folder / 'metrics.jsonl'}: line {number} is not a row of metrics: a value is not a number; remove the line"
             )
         for part in ("", "validation/"):
             if row.get(f"{part}invalid") is not None:
@@ -108,7 +108,7 @@ def read_held_out(folder: Path) -> dict[str, dict] | None:
             for mode in MODES
         }
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-        raise ConfigError(f"{file}: not an evaluation: {error!r}; make it again with hgpo_jax.evaluate") from None
+        raise ConfigError(f"{file}: not an evaluation: {error!r}; run hgpo_jax.evaluate again") from None
 
 
 def smoothing_window(count: int) -> int:
@@ -171,7 +171,7 @@ def _panel(axis: Axes, panel: Panel, rows: list[dict], names: list[str], window:
     for i, name in enumerate(names):
         y = np.array([math.nan if row.get(name) is None else row[name] for row in rows], float)
         label = panel.label(name) if len(names) > 1 else "in training"
-        marker = "." if np.isfinite(y).sum() == 1 else ""  # a line of one point is not seen
+        marker = "." if np.isfinite(y).sum() == 1 else ""  # a line through one point is invisible
         axis.plot(x, smooth(y, window), color=f"C{i}", linewidth=1.8, marker=marker, label=label)
         if window > 1:
             axis.plot(x, y, color=f"C{i}", linewidth=0.8, alpha=RAW)
@@ -203,7 +203,7 @@ def _held_out(axis: Axes, panel: Panel, rows: list[dict], final: dict | None) ->
 
 
 def _range(axis: Axes, panel: Panel) -> None:
-    """Ranges that a curve without change does not blow up, whole iterations, and tick labels that are the values themselves."""
+    """Axis ranges that do not magnify a flat curve, ticks at whole iterations, and tick labels without an offset."""
     axis.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
     low, high = axis.get_xlim()
     if high - low < 1:

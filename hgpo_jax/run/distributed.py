@@ -1,10 +1,11 @@
 """Several processes, usually one a machine, as one program: JAX's own multi-process runtime (`--distributed`).
 
-TPU pods, Slurm and Open MPI tell jax who is who. Elsewhere three variables do, in every process:
+On TPU pods, under Slurm and Open MPI jax finds out which process is which. Elsewhere three variables tell it, in every
+process:
 
     JAX_COORDINATOR_ADDRESS=host-of-process-0:1234  JAX_NUM_PROCESSES=2  JAX_PROCESS_ID=0
 
-All processes run the same command. The first one writes and prints; run_dir and cache_dir are folders that all of them see.
+All processes run the same command. Process 0 writes and prints; run_dir and cache_dir are folders that all of them see.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def mute_other_processes() -> None:
 
 
 def _given(environment) -> dict:
-    """What the variables say, for `jax.distributed.initialize`; nothing where the cluster is left to tell."""
+    """The variables as arguments of `jax.distributed.initialize`; none where the cluster provides them."""
     given = [name for name in VARIABLES if environment.get(name)]
     if not given:
         return {}
@@ -53,7 +54,7 @@ def _given(environment) -> dict:
         raise ConfigError(f"{VARIABLES[0]}={address}: expected host:port of the first process, as in 10.0.0.1:1234")
     for name, number in zip(VARIABLES[1:], numbers, strict=True):
         if not number.isdecimal():
-            raise ConfigError(f"{name}={number}: expected a whole number beside {given[0]}")
+            raise ConfigError(f"{name}={number}: expected a whole number together with {given[0]}")
     count, index = map(int, numbers)
     if index >= count:
         raise ConfigError(f"{VARIABLES[2]}={index}: processes are numbered 0 to {VARIABLES[1]} - 1 = {count - 1}")

@@ -1,4 +1,4 @@
-"""A run's folder: where it is, whether the run may go on there, and the lock that keeps a second run out."""
+"""A run's folder: where it is, whether the run may be resumed there, and the lock that keeps a second run out."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hgpo_jax.config import Config
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.files import atomic_write
 from hgpo_jax.learner import lr_scale
-from hgpo_jax.run.checkpoint import newest, settle
+from hgpo_jax.run.checkpoint import newest, newest_intact
 from hgpo_jax.run.metrics import read_metrics
 
-# Fields that may differ when a run goes on: they do not change what is learned.
+# Fields that may differ when a run is resumed: they do not change what is learned.
 FREE_TO_CHANGE = (
     "run_dir",
     "cache_dir",
@@ -30,16 +30,16 @@ FREE_TO_CHANGE = (
     "log.",
     "evaluation.",
 )
-MEND = "mend it by hand, or begin again in another run_dir"
-LOCK, UNFINISHED = ".lock", "config.yaml.partial"  # what a run leaves that was killed before it wrote config.yaml
-# What a run ends with; a policy is only written when the last checkpoint is whole.
+HOW_TO_REPAIR = "repair it by hand, or start again in another run_dir"
+LOCK, UNFINISHED = ".lock", "config.yaml.partial"  # left by a run that was killed before it wrote config.yaml
+# What a run ends with; a policy is only written when the last checkpoint is complete.
 RESULTS = ("policy", "adapter", "evaluations", "evaluation.json", "transcripts.txt")
 
 
 class Found(NamedTuple):
     """Where a command's run lives, and what is there of it already.
 
-    config: the run's own where one goes on, with the given fields on top. ended: nothing is left to do.
+    config: for a resumed run its own, with the given fields on top. ended: nothing is left to do.
     """
 
     config: Config
@@ -52,9 +52,9 @@ def find_run(given: dict, resume: str, allowed: tuple[str, ...] = ()) -> Found:
     """The run that a command asks for.
 
     Args:
-      given: the fields that the user gave, as `config.given`. Where a run goes on, all others are as its config.yaml says.
+      given: the fields that the user gave, as `config.given`. A resumed run takes all others from its config.yaml.
       resume: `--resume`.
-      allowed: names of fields that may differ from the run's beside those that change no result.
+      allowed: names of fields that may differ from the run's besides those that change no result.
 
     Raises:
       ConfigError: the folder holds a run and resuming was not asked for, there is nothing to resume, the run was begun
@@ -67,7 +67,7 @@ def find_run(given: dict, resume: str, allowed: tuple[str, ...] = ()) -> Found:
     try:
         configuration.resolve(before)
     except ConfigError as error:
-        raise ConfigError(f"{folder / 'config.yaml'}: {error}; {MEND}") from None
+        raise ConfigError(f"{folder / 'config.yaml'}: {error}; {HOW_TO_REPAIR}") from None
     config = configuration.resolve(given, before)
     check_unchanged(config, folder, allowed)
     refuse_fewer(config, folder, newest(folder / "checkpoints"))
@@ -75,15 +75,15 @@ def find_run(given: dict, resume: str, allowed: tuple[str, ...] = ()) -> Found:
 
 
 def run_folder(given: dict, resume: str) -> tuple[Path, bool]:
-    """Where the run lives, and whether it goes on there. Arguments and errors as in `find_run`."""
-    # The other fields may only make sense together with those of the run that goes on.
+    """Where the run lives, and whether it is resumed there. Arguments and errors as in `find_run`."""
+    # The other fields may only make sense together with those of the run that is resumed.
     names = configuration.resolve({name: given[name] for name in ("name", "method", "seed", "run_dir") if name in given})
     stem, run_dir = f"{names.name}-{names.method}-s{names.seed}", names.run_dir
     if resume not in ("auto", "never"):
         if not (Path(resume) / "config.yaml").is_file():
             raise ConfigError(f"--resume {resume}: not a run's folder, it holds no config.yaml")
         if run_dir and Path(run_dir).resolve() != Path(resume).resolve():
-            raise ConfigError(f"run_dir={run_dir}: the run in {resume} goes on where it is; leave run_dir out")
+            raise ConfigError(f"run_dir={run_dir}: a resumed run stays in {resume}; leave run_dir out")
         return Path(resume), True
     if run_dir:
         folder = Path(run_dir)
@@ -91,7 +91,7 @@ def run_folder(given: dict, resume: str) -> tuple[Path, bool]:
             raise ConfigError(f"run_dir={folder}: is a file; choose another folder")
         begun = (folder / "config.yaml").is_file()
         if begun and resume == "never":
-            raise ConfigError(f"run_dir={folder}: holds a run already; go on with --resume {folder} or choose another folder")
+            raise ConfigError(f"run_dir={folder}: already holds a run; give --resume {folder} or choose another folder")
         if folder.is_dir() and not begun and {path.name for path in folder.iterdir()} - {LOCK, UNFINISHED}:
             raise ConfigError(f"run_dir={folder}: is not empty and not a run; choose another folder")
         return folder, begun
@@ -107,7 +107,7 @@ def _evaluated(folder: Path) -> bool:
 
 
 def has_ended(folder: Path, iterations: int) -> bool:
-    """Whether all of so many iterations are done in a folder and evaluated."""
+    """Whether a run of this many iterations is done and evaluated."""
     return _evaluated(folder) and len(read_metrics(folder)) == iterations
 
 
@@ -120,24 +120,24 @@ def refuse_fewer(config: Config, folder: Path, done: int) -> None:
 
 
 def change_length(config: Config, folder: Path, first: int) -> list[str]:
-    """Prepares a run that goes on after its `first` iterations to have another number of them in all than before.
+    """Prepares a run that is resumed after its `first` iterations for a total number of them that differs from before.
 
-    What it ended with, if it did, is renamed. Returns what is to be said about that and about the learning rate.
+    Its results, if it had ended, are renamed. Returns messages about that and about the learning rate.
     """
-    before, said = configuration.resolve(began_with(folder)), []
+    before, messages = configuration.resolve(began_with(folder)), []
     if before.iterations == config.iterations:
-        return said
+        return messages
     if 0 < first < config.iterations:
         at = ((before, first - 1), (config, first), (config, config.iterations - 1))
         rates = [f"{c.learner.lr * lr_scale(c.learner, i, c.iterations):.3g} in iteration {i + 1}" for c, i in at]
-        said.append(
+        messages.append(
             f"{config.iterations} iterations instead of {before.iterations}: learning rate {', '.join(dict.fromkeys(rates))}; "
             "the optimizer's warm-up is not repeated"
         )
     if has_ended(folder, before.iterations):
         kept = _set_aside(folder, before.iterations)
-        said.append(f"what the run ended with after {before.iterations} iterations is kept: {', '.join(kept)}")
-    return said
+        messages.append(f"what the run ended with after {before.iterations} iterations is kept: {', '.join(kept)}")
+    return messages
 
 
 def _set_aside(folder: Path, iterations: int) -> list[str]:
@@ -145,7 +145,7 @@ def _set_aside(folder: Path, iterations: int) -> list[str]:
     for path in (folder / name for name in RESULTS):
         if path.exists():
             aside = path.with_stem(f"{path.stem}-{iterations}")
-            if aside.is_dir():  # of a process that died before it had gone on
+            if aside.is_dir():  # left by a process that died before it resumed
                 shutil.rmtree(aside)
             kept.append(path.rename(aside).name)
     return kept
@@ -187,14 +187,14 @@ def check_unchanged(config: Config, folder: Path, allowed: tuple[str, ...] = ())
 
 
 def began_with(folder: Path) -> dict:
-    """The fields in a run's config.yaml, unchecked; one that is newer than the run had its default. Raises ConfigError."""
+    """The fields in a run's config.yaml, unchecked, with the default for fields newer than the run. Raises ConfigError."""
     file = folder / "config.yaml"
     try:
         old = configuration.read_yaml(file.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{file}: is damaged: {' '.join(str(error).split())}; {MEND}") from None
+        raise ConfigError(f"{file}: is damaged: {' '.join(str(error).split())}; {HOW_TO_REPAIR}") from None
     if not isinstance(old, dict):
-        raise ConfigError(f"{file}: is damaged: expected the fields of a run; {MEND}")
+        raise ConfigError(f"{file}: is damaged: expected the fields of a run; {HOW_TO_REPAIR}")
     fields = Config().model_dump(mode="json")
     unknown = {name: value for name, value in old.items() if name not in fields}
     for name, default in fields.items():
@@ -203,67 +203,68 @@ def began_with(folder: Path) -> dict:
         elif isinstance(given := old.get(name) or {}, dict):
             fields[name] = default | given
         else:
-            raise ConfigError(f"{file}: is damaged: {name}={configuration.shown(given)} is no section; {MEND}")
+            raise ConfigError(f"{file}: is damaged: {name}={configuration.shown(given)} is not a section; {HOW_TO_REPAIR}")
     return fields | unknown
 
 
 def take_folder(config: Config, folder: Path, resuming: bool) -> tuple[FileLock, int, list[str], list[str]]:
-    """Makes the folder this process's, ready to go on, and writes its config.yaml.
+    """Claims the folder for this process, prepares it for training, and writes its config.yaml.
 
-    Returns: (its lock, the iterations that are done, what is wrong with later ones, what a change of length means).
+    Returns: (its lock, the iterations that are done, what is wrong with later ones, messages about a change of length).
 
     Raises:
-      ConfigError: another process has the folder, began a run there or has gone on since it was looked at.
+      ConfigError: another process has the folder, began a run there or has continued it since `find_run`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    held = lock(folder)
+    folder_lock = lock(folder)
     if not resuming and (folder / "config.yaml").is_file():
-        raise ConfigError(f"run_dir={folder}: another process has begun a run here; go on with --resume {folder}")
+        raise ConfigError(f"run_dir={folder}: another process has begun a run here; continue it with --resume {folder}")
     done, faults = resume_point(folder) if resuming else (0, [])
     refuse_fewer(config, folder, done)
     changes = change_length(config, folder, done) if resuming else []
     drop_later(folder, done)
     with atomic_write(folder / "config.yaml") as file:
         file.write(configuration.dump(config))
-    return held, done, faults, changes
+    return folder_lock, done, faults, changes
 
 
 def lock(folder: Path) -> FileLock:
-    """Takes the folder for this process, until it ends in whatever way. Raises ConfigError where another has it."""
-    held = FileLock(folder / LOCK)
+    """Locks the folder until this process ends, in whatever way. Raises ConfigError where another process has it."""
+    folder_lock = FileLock(folder / LOCK)
     try:
-        held.acquire(blocking=False)
+        folder_lock.acquire(blocking=False)
     except Timeout:
         raise ConfigError(f"run_dir={folder}: another process is writing this run; wait for it or end it") from None
-    return held
+    return folder_lock
 
 
 def resume_point(folder: Path) -> tuple[int, list[str]]:
-    """The iterations done at the newest good checkpoint (0 for a run that had none yet), and what is wrong with newer ones.
+    """The iterations done at the newest intact checkpoint (0 for a run that had none yet), and what is wrong with newer ones.
 
     Raises:
-      ConfigError: there were checkpoints and none is good.
+      ConfigError: there were checkpoints and none is intact.
     """
     rows = {row["iteration"] for row in read_metrics(folder)}
     every = began_with(folder)["log"]["checkpoint_every"]
     if not isinstance(every, int):
-        raise ConfigError(f"{folder / 'config.yaml'}: is damaged: log.checkpoint_every={configuration.shown(every)}; {MEND}")
-    done, wrong = settle(folder / "checkpoints")
-    # The second checkpoint is only begun when the first is whole.
+        damage = f"log.checkpoint_every={configuration.shown(every)}"
+        raise ConfigError(f"{folder / 'config.yaml'}: is damaged: {damage}; {HOW_TO_REPAIR}")
+    done, wrong = newest_intact(folder / "checkpoints")
+    # The second checkpoint is only begun when the first is complete.
     if done is None and (wrong or len(rows) > 2 * every or (rows and (folder / "policy").exists())):
         raise ConfigError(
-            f"{folder}: no good checkpoint is left of {len(rows)} iterations ({wrong[0] if wrong else 'all are gone'}); "
-            "begin again in another run_dir, or empty this one"
+            f"{folder}: no intact checkpoint is left of {len(rows)} iterations ({wrong[0] if wrong else 'all are gone'}); "
+            "start again in another run_dir, or empty this one"
         )
     wrong = [f"{fault}; going back to iteration {done}" for fault in wrong]
-    # A checkpoint counts on the rows before it.
+    # A checkpoint relies on the rows before it.
     if lost := sorted(set(range(done or 0)) - rows):
-        wrong.append(f"{folder / 'metrics.jsonl'}: lacks {len(lost)} rows of iterations that are done, the first is {lost[0]}")
+        wrong.append(f"{folder / 'metrics.jsonl'}: lacks {len(lost)} rows of finished iterations, the first is {lost[0]}")
     return done or 0, wrong
 
 
 def drop_later(folder: Path, done: int) -> None:
-    """Removes dumps of iterations that will be made again, and what was left half-written."""
+    """Removes dumps of iterations that will be repeated, and half-written files."""
     for path in (folder / "episodes").glob("*"):
         number = path.stem.rpartition("-")[2]
         if path.suffix == ".partial" or (number.isdecimal() and int(number) >= done):

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT while a run trains: the first one saves and leaves, a second SIGINT leaves at once."""
+"""SIGTERM and SIGINT while a run trains: the first one saves and exits, a second SIGINT exits at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised in the main thread; what catches every Exception, such as that of an environment, does not catch it."""
+    """Raised in the main thread. Not an Exception, so code that catches every error of an environment lets it pass."""
 
     def __init__(self, number: int):
         super().__init__(signal.Signals(number).name)
@@ -23,17 +23,17 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interruption:
-    """`with Interruption() as stop:` turns the signals into Interrupted, except inside `with stop.held():`.
+    """`with Interruption() as stop:` turns the signals into Interrupted, except inside `with stop.defer_signals():`.
 
-    `saved` is how many iterations a checkpoint holds, for what is said in the end.
+    `saved` is how many iterations a checkpoint holds, for the final message.
 
-    Several processes must leave after the same iteration: they are asked at `agreed`, by a SIGTERM to any of them.
+    Several processes must exit after the same iteration: a SIGTERM to any of them takes effect at `agreed`.
     """
 
     def __init__(self):
         self.saved = 0
         self._number: int | None = None
-        self._held = False
+        self._deferred = False
 
     def __enter__(self) -> Interruption:
         self._alone = jax.process_count() == 1
@@ -48,24 +48,24 @@ class Interruption:
     def _receive(self, number: int, frame) -> None:
         if self._number is not None:
             if number == signal.SIGINT:
-                os.write(sys.stderr.fileno(), b"left at once; what was not saved is lost\n")
+                os.write(sys.stderr.fileno(), b"exiting at once; what was not saved is lost\n")
                 os._exit(128 + number)
             return
         self._number = number
         self._raise()
 
     def _raise(self) -> None:
-        if self._number is not None and not self._held:
+        if self._number is not None and not self._deferred:
             raise Interrupted(self._number)
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """A signal waits for the end of this, and of what it is in."""
-        outer, self._held = self._held, True
+    def defer_signals(self) -> Iterator[None]:
+        """A signal takes effect at the end of the block, if it is nested at the end of the outermost one."""
+        outer, self._deferred = self._deferred, True
         try:
             yield
         finally:
-            self._held = outer
+            self._deferred = outer
         self._raise()
 
     def agreed(self, iteration: int) -> None:

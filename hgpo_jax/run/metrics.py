@@ -22,10 +22,10 @@ from hgpo_jax.rollout.episodes import Episodes
 
 
 class TensorBoard:
-    """Events under folder/tensorboard; later ones of an interrupted run than `keep` do not count.
+    """Events under folder/tensorboard; those of an interrupted run after `keep` iterations do not count.
 
-    They are written by the thread that calls: tensorboardX's SummaryWriter has a thread and a queue for them, and where that
-    thread dies, as of a full disk, the queue fills and whoever writes waits for ever.
+    They are written by the calling thread: tensorboardX's SummaryWriter has a thread and a queue for them, and where that
+    thread dies, for example on a full disk, the queue fills up and every writer waits for ever.
     """
 
     def __init__(self, folder: Path, keep: int):
@@ -54,7 +54,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases, the same one where training goes on in the folder.
+    """A run of Weights & Biases, the same one where training is resumed in the folder.
 
     config: of the run, to be shown with it.
     """
@@ -76,11 +76,11 @@ class WeightsAndBiases:
 
 
 class MetricsWriter:
-    """Appends one JSON object per iteration to metrics.jsonl, and gives the same row to other loggers.
+    """Appends one JSON object per iteration to metrics.jsonl, and passes the same row to other loggers.
 
     Args:
       folder: the run's folder.
-      keep: iterations that stand; later lines of an interrupted run are dropped.
+      keep: iterations to keep; later lines of an interrupted run are dropped.
       loggers: by name, what makes a logger such as `TensorBoard`. One that fails is left out from then on, with a warning.
     """
 
@@ -116,7 +116,7 @@ class MetricsWriter:
     def _try(self, name: str, call) -> None:
         try:
             call()
-        except Exception as error:  # whatever a library raises, training goes on
+        except Exception as error:  # whatever a library raises, training continues
             self._loggers.pop(name, None)
             reason = " ".join(str(error).split())
             print(f"warning: {name} fails and is left out from now on: {reason}", file=sys.stderr, flush=True)
@@ -166,10 +166,10 @@ def flatten(row: dict) -> dict:
 
 
 def read_metrics(folder: Path) -> list[dict]:
-    """The rows of a run's metrics.jsonl; an unfinished last line is left out, a missing file is no rows.
+    """The rows of a run's metrics.jsonl; an unfinished last line is left out, a missing file has no rows.
 
     Raises:
-      ConfigError: another line is no row.
+      ConfigError: another line is not a row.
     """
     path = Path(folder) / "metrics.jsonl"
     rows = []
@@ -181,6 +181,6 @@ def read_metrics(folder: Path) -> list[dict]:
                 if not isinstance(row, dict) or not isinstance(row.get("iteration"), int):
                     raise ValueError("it holds no iteration")
             except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{path}: line {number} is no row of metrics: {error}; take it out") from None
+                raise ConfigError(f"{path}: line {number} is not a row of metrics: {error}; remove the line") from None
             rows.append(row)
     return rows

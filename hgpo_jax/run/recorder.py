@@ -33,8 +33,8 @@ class Recorder:
     """One thread waits for numbers and writes rows, another one writes dumps; what fails there is raised at `wait`.
 
     Args:
-      first: the iteration that the run begins or goes on with.
-      writes: whether this process is the one that writes; the others watch the same numbers, so that all end alike.
+      first: the iteration that the run starts or resumes with.
+      writes: whether this process is the one that writes; the others watch the same numbers, so that all of them stop together.
     """
 
     def __init__(self, config: Config, folder: Path, first: int, writes: bool):
@@ -77,7 +77,7 @@ class Recorder:
     def row(self, iteration: int, sums: list[dict], metrics: dict, known: dict, episodes: Episodes) -> None:
         """Begins to write an iteration's row.
 
-        sums: of its rollouts (`metrics.rollout_sums`); metrics: of the update; known: numbers that are there already.
+        sums: of its rollouts (`metrics.rollout_sums`); metrics: of the update; known: numbers that are already known.
         """
         self._row = self._rows.submit(self._write, iteration, sums, metrics, known, episodes)
 
@@ -97,7 +97,7 @@ class Recorder:
                     print(f"warning: {warning}", file=sys.stderr, flush=True)
 
     def wait(self, dumps: bool = False) -> None:
-        """Waits for the row that was begun last, and raises what went wrong; with `dumps`, until all is on the disk."""
+        """Waits for the row that was begun last, and raises what went wrong; with `dumps`, until everything is on disk."""
         if self._row:
             self._row.result()
         if dumps and self._dump:
@@ -106,7 +106,7 @@ class Recorder:
             self._writer.sync()
 
     def close(self) -> None:
-        """Ends the threads and closes the files, whatever became of them."""
+        """Ends the threads and closes the files, even after a failure."""
         for threads in (self._rows, self._dumps):
             threads.shutdown()
         self._progress.close()

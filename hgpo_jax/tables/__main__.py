@@ -2,10 +2,10 @@
 
     python -m hgpo_jax.tables plan paper                      every cell: commands, memory on each device, expected tokens
     python -m hgpo_jax.tables plan paper --launch slurm --to DIR      a launch file for each cell; tpu, kubernetes, skypilot
-    python -m hgpo_jax.tables run household --jobs 2          runs what is not there yet; goes on after an interruption
+    python -m hgpo_jax.tables run household --jobs 2          runs what is missing; continues after an interruption
     python -m hgpo_jax.tables bias household                  the Oracle bias of each setting at its warm start
-    python -m hgpo_jax.tables collect runs/tables/household   what exists, beside published numbers: Markdown, CSV, LaTeX
-    python -m hgpo_jax.tables draw configs/tables/results/household.json     the pictures again, of what `collect` kept
+    python -m hgpo_jax.tables collect runs/tables/household   results beside published numbers: Markdown, CSV, LaTeX
+    python -m hgpo_jax.tables draw configs/tables/results/household.json     the pictures again, from what `collect` kept
 
 PLAN is a file such as configs/tables/paper.yaml, or its name.
 """

@@ -35,7 +35,7 @@ def measure(config: Config) -> dict:
     """Bias and variance of HGPO with K = 0, 1, 2, 4 against Oracle groups, as shares of the variance of the returns.
 
     Returns: success of the policy; turns; return_variance over the steps that have an Oracle peer, and their number; peers,
-    the share of steps with company at each level among all EPISODES of a task, more than training has; bias2, variance, mse:
+    the share of steps with a peer at each level among all EPISODES of a task, more than training has; bias2, variance, mse:
     K -> number.
     """
     job = build(config)

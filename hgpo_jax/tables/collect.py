@@ -126,7 +126,7 @@ def layout(plan: Plan, made: list[Row]) -> list[tuple[str, str, list[list[str]]]
 
 
 def outside(plan: Plan, made: list[Row]) -> list[str]:
-    """The paired differences that are outside the noise, beside how many would be without any effect."""
+    """The paired differences that are outside the noise, and how many would be expected without any effect."""
     compared = [row for row in made if row.versus]
     if not compared:
         return []
@@ -138,13 +138,13 @@ def outside(plan: Plan, made: list[Row]) -> list[str]:
     baselines = {table.title: table.baseline for table in plan.tables}
     for row in found:
         pair = f"{plan.methods[row.method].title} minus {plan.methods[baselines[row.table]].title}"
-        said = f"{_versus(row.versus)}, p = {row.versus['p']:.2g}"
-        text.append(f"* {row.table}, {plan.settings[row.setting].title}: {pair}, {row.column} {said}")
+        numbers = f"{_versus(row.versus)}, p = {row.versus['p']:.2g}"
+        text.append(f"* {row.table}, {plan.settings[row.setting].title}: {pair}, {row.column} {numbers}")
     return text
 
 
 def gains(plan: Plan, made: list[Row]) -> tuple[str, dict[str, str]]:
-    """To stand beside the Oracle bias: title, and by setting the first paired difference of the first table that has any."""
+    """A column for the table of Oracle bias: title, and by setting the first paired difference of the first table with any."""
     for table in plan.tables:
         rows = [row for row in made if row.table == table.title and row.versus]
         if rows:
@@ -198,7 +198,7 @@ def latex(plan: Plan, made: list[Row]) -> str:
 
 
 def table_csv(made: list[Row]) -> str:
-    """One line a number."""
+    """One line per number."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     versus = ("mean", "error", "low", "high", "n", "positive", "negative", "p")
@@ -215,7 +215,7 @@ def table_csv(made: list[Row]) -> str:
 
 
 def record(plan: Plan, found: Results, made: list[Row], bias: dict) -> str:
-    """Everything that was found, to be kept: a line a cell, with its curve, and a line a paired difference.
+    """Everything that was found, to be kept: one line per cell, with its curve, and one line per paired difference.
 
     `results.read_record` reads it again.
     """

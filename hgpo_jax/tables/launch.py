@@ -43,7 +43,7 @@ def nodes(plan: Plan, cell: Cell) -> tuple[int, int]:
     except ValueError as error:
         raise ConfigError(f"{cell.name}: {error}") from None
     if devices > PER_NODE and devices % PER_NODE:
-        raise ConfigError(f"{cell.name}: mesh={mesh}: {devices} devices are no whole number of machines of {PER_NODE}")
+        raise ConfigError(f"{cell.name}: mesh={mesh}: {devices} devices do not fill machines of {PER_NODE}")
     return max(devices // PER_NODE, 1), min(devices, PER_NODE)
 
 
@@ -145,7 +145,7 @@ WRITERS = {"tpu": tpu, "slurm": slurm, "kubernetes": kubernetes, "skypilot": sky
 
 
 def write(plan: Plan, kind: str, to: Path, runs: str) -> list[Path]:
-    """Writes a file a cell; returns their paths. Raises ConfigError."""
+    """Writes one file per cell; returns their paths. Raises ConfigError."""
     made = dict(WRITERS[kind](plan, cell, runs) for cell in cells(plan))
     to.mkdir(parents=True, exist_ok=True)
     for name, text in made.items():

@@ -158,7 +158,7 @@ def read(file: Path) -> Plan:
         known = ["train/auc", "train/last", "final/sampled", "final/greedy", *known]
         for column, number in setting.columns.items():
             if number not in known:
-                raise ConfigError(f"{file}: settings.{name}.columns: {column}: {number} is none of {', '.join(known)}")
+                raise ConfigError(f"{file}: settings.{name}.columns: {column}: {number} is not one of {', '.join(known)}")
     for table in plan.tables:
         for kind, names, known in (
             ("settings", table.settings, plan.settings),
@@ -167,7 +167,7 @@ def read(file: Path) -> Plan:
         ):
             for name in names:
                 if name not in known:
-                    raise ConfigError(f"{file}: table {table.title!r}: {name} is none of the {kind} {', '.join(known)}")
+                    raise ConfigError(f"{file}: table {table.title!r}: {name} is not one of the {kind} {', '.join(known)}")
     return plan
 
 

@@ -15,7 +15,7 @@ from hgpo_jax.run.folder import FREE_TO_CHANGE, differing
 from hgpo_jax.run.metrics import read_metrics
 from hgpo_jax.tables.plan import Cell, Plan, cells, config_of, steps
 
-# Fields of places and of sizes, which change no result.
+# Fields of paths and of sizes, which change no result.
 PLACES = ("env.data", *(name for name in FREE_TO_CHANGE if name not in ("iterations", "evaluation.")))
 
 
@@ -26,8 +26,8 @@ class Result:
     done: all its commands have ended. iterations: made so far. numbers: name -> (mean, std over evaluation seeds or None),
     shares in percent: `SPLIT/success` and `SPLIT/score` of evaluations under seeds; `final/sampled` and `final/greedy`
     of the one that ends training; `train/auc`, the mean success over all iterations, and `train/last`, over the last ones.
-    curve: success by iteration. seconds: of rollouts and updates. changed: `field=value` of what the run had otherwise than
-    the plan says, because the plan was changed since or the run was given overrides.
+    curve: success by iteration. seconds: of rollouts and updates. changed: `field=value` of what differs from the
+    plan, because the plan was changed since or the run was given overrides.
     """
 
     done: bool
@@ -65,7 +65,7 @@ def read_cell(plan: Plan, cell: Cell, runs: Path) -> Result | None:
                     std = None if over["std"] is None else 100 * over["std"]
                     numbers[f"{found['split']}/{name}"] = 100 * over["mean"], std
         except (KeyError, TypeError, AttributeError):
-            raise ConfigError(f"{step.proof}: is no evaluation; delete it and run the cell again") from None
+            raise ConfigError(f"{step.proof}: is not an evaluation; delete it and run the cell again") from None
     found = differing(config, folder) if (folder / "config.yaml").is_file() else {}
     changed = {name: before for name, (before, _) in found.items() if not name.startswith(PLACES)}
     try:
@@ -105,7 +105,7 @@ def read_record(plan: Plan, file: Path) -> dict[Cell, Result | None]:
             for cell in found["cells"]
         }  # fmt: skip
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
-        raise ConfigError(f"{file}: is no record of runs; give the .json that `collect` wrote") from None
+        raise ConfigError(f"{file}: is not a record of runs; give the .json that `collect` wrote") from None
     return {cell: kept.get(cell.name) for cell in cells(plan)}
 
 

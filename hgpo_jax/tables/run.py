@@ -1,4 +1,4 @@
-"""Runs the cells of a plan here, one after another or a few at once; called again, it goes on where it was."""
+"""Runs the cells of a plan here, one after another or a few at once; called again, it continues where it stopped."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def expanded(step: Step, environment=os.environ) -> list[str]:
 
 
 def run_cells(plan: Plan, runs: Path, source: Path, *, jobs: int, more: tuple[str, ...]) -> list[Cell]:
-    """Brings every cell to its end that is not there yet; returns those that failed.
+    """Runs every unfinished cell to its end; returns those that failed.
 
     Each writes what it prints into its folder's name with .log. `source`, the plan's file, is kept as RUNS/plan.yaml.
-    The lock is the processes' own too: one that outlives a killed parent keeps a second run out.
+    The cells' processes inherit the lock: one that outlives a killed parent keeps a second run out.
 
     Raises:
-      ConfigError: cells that cannot be, or another process that works in the folder.
+      ConfigError: an invalid cell, or another process that works in the folder.
     """
     wanted = cells(plan)
     todo = [(cell, steps(plan, cell, runs, more)) for cell in wanted]

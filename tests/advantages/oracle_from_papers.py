@@ -31,7 +31,7 @@ def _step_groups(mask, states, groups):
 
 
 def _row_groups(mask, groups):
-    """All steps of a prompt group, one entry a step."""
+    """All steps of a prompt group, one entry per step."""
     members = {}
     for i, t in _steps(mask):
         members.setdefault(int(groups[i]), []).append((i, t))

@@ -198,7 +198,7 @@ def test_what_the_peer_plays_is_what_the_environment_does(peer, job):
         (["sample", "--batch", "3", "--mesh", "data=2"], "data=2 does not divide the 3 rows"),
         (["update", "--tokens", "8", "--response", "8"], "--response 8: leaves no prompt"),
         (["update", "--rows", "0"], "--rows: 0: must be a whole number"),
-        (["train", "--against", "transformers", "method=gspo"], "method=gspo: --against transformers knows one clipped loss"),
+        (["train", "--against", "transformers", "method=gspo"], "method=gspo: --against transformers has one clipped loss"),
         (["train", "--against", "transformers", "env.name=household_text"], "plays the embedded household only"),
     ],
 )

@@ -1,4 +1,4 @@
-"""When two ways to play gave the same episodes."""
+"""Whether two rollouts gave the same episodes."""
 
 import numpy as np
 

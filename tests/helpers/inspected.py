@@ -1,4 +1,4 @@
-"""Runs to look at in tests: the committed example, and folders of text runs made by hand."""
+"""Runs to inspect in tests: the committed example, and handmade folders of text runs."""
 
 import json
 import shutil

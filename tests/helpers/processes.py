@@ -25,7 +25,7 @@ def alone(cwd, *arguments) -> None:
 
 
 def together(cwd, *arguments, code=0, meanwhile=lambda running: None) -> tuple[list[str], list[str]]:
-    """Two processes of one device each; returns what each said on standard output and on standard error."""
+    """Two processes of one device each; returns the standard output and the standard error of each."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
@@ -44,7 +44,7 @@ def together(cwd, *arguments, code=0, meanwhile=lambda running: None) -> tuple[l
         for process in running:
             process.kill()
     assert [process.returncode for process in running] == [code, code], "\n".join(error for _, error in said)
-    # The library that connects the processes says so by itself.
+    # The library that connects the processes reports that by itself.
     ours = ["".join(line for line in out.splitlines(True) if not line.startswith("[Gloo]")) for out, _ in said]
     return ours, [error for _, error in said]
 

@@ -1,4 +1,4 @@
-"""Shell scripts looked at by shellcheck."""
+"""Checks of shell scripts by shellcheck."""
 
 import os
 import shutil

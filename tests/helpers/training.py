@@ -18,7 +18,7 @@ ENVIRONMENT = os.environ | {
 
 
 def command(*arguments, cwd, code=0) -> subprocess.CompletedProcess:
-    """Runs Python with these arguments; its own process, because a job sets devices and mesh for good."""
+    """Runs Python with these arguments; a process of its own, because a job sets devices and mesh permanently."""
     done = subprocess.run(
         [sys.executable, *map(str, arguments)], cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=500
     )

@@ -114,7 +114,7 @@ class Play:
 
 
 def shuffle_hidden(env: Household, state, draw: dict):
-    """The same view of a different household: all that cannot be seen from where the agent stands is drawn anew.
+    """The same view of a different household: all that cannot be seen from where the agent stands is drawn again.
 
     Hidden are the things in other receptacles and in a closed one here, their condition, and which other receptacles
     are open. Hidden things stay hidden, so they never move to an open receptacle where the agent stands.

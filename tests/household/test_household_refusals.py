@@ -1,4 +1,4 @@
-"""What `Household(...)` refuses, each time in one line that names the field, the value and the mend."""
+"""What `Household(...)` refuses, each time in one line that names the field, the value and the fix."""
 
 import numpy as np
 import pytest

@@ -219,7 +219,7 @@ SINGLE = [
     (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 100), "model.safetensors is damaged"),
     (pickled, "pytorch_model.bin is a pickle"),
     (edit(num_hidden_layers=4), "model.layers.3."),
-    (edit(num_hidden_layers=2), "model.layers.2.input_layernorm.weight is unexpected (12 such)"),
+    (edit(num_hidden_layers=2), "model.layers.2.input_layernorm.weight is unexpected (12 in all)"),
     (edit(hidden_size=40, layer_types=None), "model.embed_tokens.weight has shape [67, 32], the config asks for [67, 40]"),
     (edit(intermediate_size=50), "mlp.down_proj.weight has shape [32, 48], the config asks for [32, 50]"),
     (edit(tie_word_embeddings=True), "lm_head.weight differs from model.embed_tokens.weight"),
@@ -245,9 +245,9 @@ SINGLE = [
     (edit(rms_norm_eps=0), "rms_norm_eps=0"),
     (edit(head_dim=[8]), "head_dim=[8]"),
     (edit(tie_word_embeddings="no"), "tie_word_embeddings='no'"),
-    (edit(layer_types=5), "layer_types in config.json is no list"),
+    (edit(layer_types=5), "layer_types in config.json is not a list"),
     (edit(layer_types=[{}]), "layer_types="),
-    (edit(rope_parameters=["x"]), "rope_scaling in config.json is no object"),
+    (edit(rope_parameters=["x"]), "rope_scaling in config.json is not an object"),
     (edit(rope_parameters={"rope_theta": "x"}), "rope_theta='x'"),
     (edit(model_type=[]), "model_type is []"),
     (lambda f: (f / "config.json").write_text("[" * 100_000), "config.json is not JSON"),
@@ -353,7 +353,7 @@ def test_a_name_is_fetched_from_the_hub_when_no_such_folder_exists(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "fragment"),
-    [("nobody/no-such-model", "the hub does not give it"), ("no-such-folder", "no such folder"), ("a/b/c", "no such folder")],
+    [("nobody/no-such-model", "cannot be fetched from"), ("no-such-folder", "no such folder"), ("a/b/c", "no such folder")],
 )
 def test_what_is_neither_folder_nor_on_the_hub_is_one_line(name, fragment):
     with pytest.raises(ValueError, match=fragment) as caught:

@@ -1,6 +1,6 @@
 """A tiny policy for the household, cloned just long enough that some of its episodes succeed.
 
-`python tests/rollout/household_policy.py` clones it anew and writes data/household_policy.npz.
+`python tests/rollout/household_policy.py` clones it again and writes data/household_policy.npz.
 """
 
 from pathlib import Path
@@ -38,7 +38,7 @@ def cloned():
     leaves, tree = jax.tree.flatten(shapes(MODEL))
     with np.load(FILE) as file:
         values = [file[f"{index}"] for index in range(len(leaves))]
-    assert [value.shape for value in values] == [leaf.shape for leaf in leaves], "clone it anew"
+    assert [value.shape for value in values] == [leaf.shape for leaf in leaves], "clone it again"
     return jax.tree.unflatten(tree, [value.astype(np.float32) for value in values])
 
 

@@ -1,6 +1,6 @@
-"""`kill -9` at random moments of a short run: every time it goes on, and ends as if nothing had happened.
+"""`kill -9` at random moments of a short run: every time it resumes, and ends as if nothing had happened.
 
-    python tests/run/kills.py FOLDER --kills 50        # goes on where it was stopped itself; prints a line a kill
+    python tests/run/kills.py FOLDER --kills 50        # can itself be stopped and resumed; prints one line per kill
 
 Three of four kills fall between the first rollout of a process and its end, the others before.
 """
@@ -105,7 +105,7 @@ def kill_again_and_again(folder: Path, kills: int, seed: int = 0, fields: tuple[
             else:
                 assert code == 0, child.log.read_text()
                 finish(home, folder, state)
-                # On a machine that has become quicker every moment would else come too late.
+                # On a machine that has become faster every moment would otherwise come too late.
                 state["seconds"] = [0.8 * seconds for seconds in state["seconds"]]
             progress.write_text(json.dumps(state))
         home = folder / f"{state['runs']:03d}"

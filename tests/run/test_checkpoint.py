@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from hgpo_jax.config import LogConfig
 from hgpo_jax.errors import RunError
 from hgpo_jax.mesh import make_mesh
-from hgpo_jax.run.checkpoint import ITEM, Checkpoints, damage, settle
+from hgpo_jax.run.checkpoint import ITEM, Checkpoints, damage, newest_intact
 
 STATE = {"params": {"w": jax.random.normal(jax.random.key(0), (20_000,))}, "count": jnp.int32(3)}
 
@@ -65,7 +65,7 @@ def test_no_harm_to_any_file_changes_what_is_restored(written, tmp_path, harm):
         folder = tmp_path / str(number)
         shutil.copytree(written, folder)
         harm(folder / "3" / name)
-        step, wrong = settle(folder)
+        step, wrong = newest_intact(folder)
         if wrong:
             noticed.append(name)
             assert step == 2
@@ -83,20 +83,20 @@ def test_the_last_good_one_is_restored_and_the_run_goes_on_from_there(written, t
     shutil.copytree(written, folder)
     for step in ("2", "3"):
         flip(max((folder / step / ITEM).rglob("*"), key=lambda path: path.stat().st_size))
-    assert settle(folder)[0] == 1
+    assert newest_intact(folder)[0] == 1
     assert_is(restored(folder, 1), 1)
     write(folder, [2, 3], keep_checkpoints=9)
-    assert settle(folder) == (3, [])
+    assert newest_intact(folder) == (3, [])
     assert {path.name for path in folder.iterdir()} >= {"1", "2", "3", "2.damaged", "3.damaged"}
 
 
 def test_without_a_good_one_there_is_nothing(written, tmp_path):
-    assert settle(tmp_path / "none") == (None, [])
+    assert newest_intact(tmp_path / "none") == (None, [])
     folder = tmp_path / "checkpoints"
     shutil.copytree(written, folder)
     for step, content in zip("123", ("[]", "{}", "[" * 100_000), strict=True):
         (folder / step / ITEM / "digests.json").write_text(content)
-    step, wrong = settle(folder)
+    step, wrong = newest_intact(folder)
     assert step is None
     assert len(wrong) == 3
 
@@ -105,7 +105,7 @@ def test_what_was_interrupted_while_it_was_written_does_not_count(written, tmp_p
     folder = tmp_path / "checkpoints"
     shutil.copytree(written, folder)
     (folder / "3").rename(folder / "4.orbax-checkpoint-tmp")
-    assert settle(folder) == (2, [])
+    assert newest_intact(folder) == (2, [])
     write(folder, [3], keep_checkpoints=9)
     assert sorted(path.name for path in folder.iterdir()) == ["1", "2", "3"]
 
@@ -131,9 +131,9 @@ def test_a_checkpoint_that_is_damaged_twice_is_put_aside_twice(written, tmp_path
     shutil.copytree(written, folder)
     for _ in range(2):
         (folder / "3" / ITEM / "digests.json").unlink()
-        assert settle(folder)[0] == 2
+        assert newest_intact(folder)[0] == 2
         write(folder, [3], keep_checkpoints=9)
-    assert settle(folder) == (3, [])
+    assert newest_intact(folder) == (3, [])
 
 
 def test_it_is_restored_to_where_the_run_has_its_arrays(written):

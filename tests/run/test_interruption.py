@@ -27,25 +27,25 @@ def test_a_signal_is_raised_where_nothing_is_held(number):
 def test_what_is_held_ends_first():
     steps = []
     with Interruption() as stop:
-        with pytest.raises(Interrupted), stop.held():
+        with pytest.raises(Interrupted), stop.defer_signals():
             send(signal.SIGTERM)
             steps.append("held")
-        with pytest.raises(Interrupted), stop.held():  # it stays asked for
+        with pytest.raises(Interrupted), stop.defer_signals():  # it stays asked for
             steps.append("held again")
     assert steps == ["held", "held again"]
 
 
 def test_what_is_held_inside_of_it_is_no_end():
     steps = []
-    with Interruption() as stop, pytest.raises(Interrupted), stop.held():
-        with stop.held():
+    with Interruption() as stop, pytest.raises(Interrupted), stop.defer_signals():
+        with stop.defer_signals():
             send(signal.SIGINT)
         steps.append("after the inner one")
     assert steps == ["after the inner one"]
 
 
 def test_an_error_in_what_is_held_is_not_hidden():
-    with Interruption() as stop, pytest.raises(ValueError, match="mine"), stop.held():
+    with Interruption() as stop, pytest.raises(ValueError, match="mine"), stop.defer_signals():
         send(signal.SIGTERM)
         raise ValueError("mine")
 
@@ -55,14 +55,14 @@ def test_further_sigterms_change_nothing():
         with pytest.raises(Interrupted):
             send(signal.SIGTERM)
         send(signal.SIGTERM)  # while it saves
-        with pytest.raises(Interrupted), stop.held():
+        with pytest.raises(Interrupted), stop.defer_signals():
             pass
 
 
 LEAVES = """
 import os, signal, time
 from hgpo_jax.run.interruption import Interruption
-with Interruption() as stop, stop.held():
+with Interruption() as stop, stop.defer_signals():
     os.kill(os.getpid(), signal.SIG{})
     os.kill(os.getpid(), signal.SIGINT)
     print("still here")
@@ -75,4 +75,4 @@ def test_a_second_sigint_leaves_at_once(first):
     done = subprocess.run([sys.executable, "-c", LEAVES.format(first)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 130
     assert done.stdout == ""
-    assert done.stderr == "left at once; what was not saved is lost\n"
+    assert done.stderr == "exiting at once; what was not saved is lost\n"

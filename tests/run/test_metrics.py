@@ -49,7 +49,7 @@ def test_a_damaged_line_is_named_and_costs_no_row_after_it(tmp_path, line):
     write(tmp_path, [row(0), row(1)])
     whole = (tmp_path / "metrics.jsonl").read_bytes()
     (tmp_path / "metrics.jsonl").write_bytes(whole + line + b"\n" + whole)
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl: line 3 is no row of metrics"):
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl: line 3 is not a row of metrics"):
         write(tmp_path, [], keep=9)
     assert (tmp_path / "metrics.jsonl").read_bytes() == whole + line + b"\n" + whole
     (tmp_path / "metrics.jsonl").write_bytes(whole + line)  # as what a machine leaves that lost its power

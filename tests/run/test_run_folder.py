@@ -1,4 +1,4 @@
-"""Whose folder it is: what may change where a run goes on, the lock, and what a run leaves that died at once."""
+"""Whose folder it is: what may change where a run is resumed, the lock, and what a run leaves that died at once."""
 
 import copy
 import json
@@ -16,7 +16,7 @@ from hgpo_jax import config as configuration
 from hgpo_jax import train, training
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.policy import ModelConfig, Policy
-from hgpo_jax.policy.huggingface import written_whole
+from hgpo_jax.policy.huggingface import atomic_folder
 from hgpo_jax.run.folder import (
     FREE_TO_CHANGE,
     LOCK,
@@ -66,7 +66,7 @@ def test_what_is_given_is_compared_with_what_the_run_began_with(tmp_path):
         assert sought(resume, *more, "seed=0", allowed=("seed",)).config.seed == 0
     with pytest.raises(ConfigError, match=r"name=sokoban_tiny \(the run began with name=household\), .*env\.name=sokoban \("):
         sought(folder, config="sokoban_tiny")
-    with pytest.raises(ConfigError, match=r"run_dir=.*/other: the run in .*/run goes on where it is; leave run_dir out"):
+    with pytest.raises(ConfigError, match=r"run_dir=.*/other: a resumed run stays in .*/run; leave run_dir out"):
         sought(folder, f"run_dir={tmp_path / 'other'}")
 
 
@@ -152,7 +152,7 @@ def test_a_shorter_run_than_was_planned(tmp_path):
 def test_what_is_wrong_in_a_run_s_own_configuration_is_named(tmp_path, line, message):
     folder = begun(tmp_path / "run")
     (folder / "config.yaml").write_text(line)
-    with pytest.raises(ConfigError, match=f"^{folder}/config.yaml: {message}.*; mend it by hand"):
+    with pytest.raises(ConfigError, match=f"^{folder}/config.yaml: {message}.*; repair it by hand"):
         sought(folder)
 
 
@@ -266,26 +266,26 @@ def test_a_run_without_a_good_checkpoint_never_begins_again_silently(tmp_path):
     rows(folder, 7)  # the first checkpoint may just have been written
     assert resume_point(folder) == (0, [])
     rows(folder, 11)
-    with pytest.raises(ConfigError, match="no good checkpoint is left of 11 iterations"):
+    with pytest.raises(ConfigError, match="no intact checkpoint is left of 11 iterations"):
         resume_point(folder)
     rows(folder, 7)
     (folder / "policy").mkdir()  # which is written after the last checkpoint
-    with pytest.raises(ConfigError, match="no good checkpoint is left of 7 iterations"):
+    with pytest.raises(ConfigError, match="no intact checkpoint is left of 7 iterations"):
         resume_point(folder)
     (folder / "policy").rmdir()
     (folder / "checkpoints" / "5").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"no good checkpoint is left.*digests\.json is missing"):
+    with pytest.raises(ConfigError, match=r"no intact checkpoint is left.*digests\.json is missing"):
         resume_point(folder)
 
 
 def test_rows_that_were_lost_are_said(tmp_path, monkeypatch):
-    monkeypatch.setattr("hgpo_jax.run.folder.settle", lambda _: (4, ["checkpoint 5 is damaged"]))
+    monkeypatch.setattr("hgpo_jax.run.folder.newest_intact", lambda _: (4, ["checkpoint 5 is damaged"]))
     folder = begun(tmp_path / "run")
     rows(folder, 4)
     assert resume_point(folder) == (4, ["checkpoint 5 is damaged; going back to iteration 4"])
     rows(folder, 2)
     done, wrong = resume_point(folder)
-    assert done == 4 and "metrics.jsonl: lacks 2 rows of iterations that are done, the first is 2" in wrong[1]
+    assert done == 4 and "metrics.jsonl: lacks 2 rows of finished iterations, the first is 2" in wrong[1]
 
 
 @pytest.mark.parametrize("every", ["x", "null", "[1]"])
@@ -342,7 +342,7 @@ def test_a_start_that_is_damaged_or_of_another_size_is_named(tmp_path, small, mo
 
 def test_a_policy_does_not_go_where_something_else_is(tmp_path):
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(ConfigError, match=r"holds notes\.txt"), training.refusals(), written_whole(tmp_path):
+    with pytest.raises(ConfigError, match=r"holds notes\.txt"), training.refusals(), atomic_folder(tmp_path):
         pass
 
 

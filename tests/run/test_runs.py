@@ -147,7 +147,7 @@ def test_a_signal_saves_and_leaves(zygote, cache, whole, tmp_path, number):
     where = "training.sample" if number == signal.SIGTERM else "Recorder.row"
     said = zygote.run(tmp_path, *rare, code=SIGNALLED.format(where=where, number=int(number)), expect=128 + number)
     done = 2 if number == signal.SIGTERM else 3
-    assert f"stopped by {number.name}: {done} of 4 iterations are saved, --resume run goes on" in said
+    assert f"stopped by {number.name}: {done} of 4 iterations are saved; continue with --resume run" in said
     assert "Traceback" not in said
     assert len(timeless(tmp_path / "run")) == done
     assert f"resumed after iteration {done} " in zygote.run(tmp_path, "--resume", "run")
@@ -200,7 +200,7 @@ def test_without_a_good_checkpoint_the_run_is_refused_and_left_alone(zygote, cac
     for path in (run / "checkpoints").rglob("digests.json"):
         path.unlink()
     rows = (run / "metrics.jsonl").read_text()
-    assert "no good checkpoint is left" in refused(zygote, tmp_path, *PLAIN, cache)
+    assert "no intact checkpoint is left" in refused(zygote, tmp_path, *PLAIN, cache)
     assert (run / "metrics.jsonl").read_text() == rows
 
 
@@ -326,7 +326,7 @@ def test_batches_that_are_not_finite_end_the_run_in_one_line(zygote, cache, tmp_
 
 
 def test_killed_again_and_again(tmp_path):
-    """HGPO_KILLS=50 makes it long; `kills.py` alone can be stopped and go on."""
+    """HGPO_KILLS=50 makes it long; `kills.py` alone can be stopped and resumed."""
     kills = int(os.environ.get("HGPO_KILLS", "3"))
     assert sum(kill_again_and_again(tmp_path, kills).values()) == kills
 

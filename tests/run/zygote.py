@@ -35,7 +35,7 @@ class Child:
         return self._training.exists()
 
     def wait(self, seconds: float = LIMIT) -> int | None:
-        """The exit code, negative for a signal; None while it runs after so many seconds."""
+        """The exit code, negative for a signal; None if it still runs after that many seconds."""
         return self._zygote.ask("wait", self.pid, seconds)
 
     def signal(self, number: int) -> None:

@@ -21,7 +21,7 @@ def beside(cell: Cell, way: str) -> Cell:
 class PlainSokoban:
     """One episode."""
 
-    floor: frozenset[Cell]  # everything that is no wall
+    floor: frozenset[Cell]  # every cell that is not a wall
     targets: frozenset[Cell]
     boxes: frozenset[Cell]
     agent: Cell

@@ -153,7 +153,7 @@ def test_bias_is_measured_for_the_seeds_that_lack(tmp_path, small, monkeypatch, 
     ("file", "text", "fragment"),
     [
         ("bias.json", '{"near": [{"seed": 7}]}', r"bias\.json: is damaged"),
-        ("near/hgpo/s0/metrics.jsonl", "x\n", r"metrics\.jsonl: line 1 is no row"),
+        ("near/hgpo/s0/metrics.jsonl", "x\n", r"metrics\.jsonl: line 1 is not a row"),
         ("near/hgpo/s0/metrics.jsonl", "x", r"metrics\.jsonl: is damaged, it holds 0 of 3 iterations"),
         ("near/hgpo/s0/config.yaml", "x\n", r"config\.yaml: is damaged"),
     ],
@@ -175,7 +175,7 @@ def test_nothing_run_is_all_missing(tmp_path, small, capsys):
     assert not list((tmp_path / "runs").glob("*.png"))
 
 
-@pytest.mark.parametrize(("text", "fragment"), [("{", "is damaged"), ("[]", "is no evaluation")])
+@pytest.mark.parametrize(("text", "fragment"), [("{", "is damaged"), ("[]", "is not an evaluation")])
 def test_a_damaged_evaluation_is_refused_in_one_line(tmp_path, small, text, fragment):
     cell = Cell("near", "hgpo", 0)
     finish(tmp_path / "runs", small, cell, [0.1, 0.2, 0.3])
@@ -190,7 +190,7 @@ def test_damaged_rows_are_refused_in_one_line(tmp_path, small, line):
     cell = Cell("near", "hgpo", 0)
     finish(tmp_path / "runs", small, cell, [0.1, 0.2, 0.3])
     (tmp_path / "runs" / cell.name / "metrics.jsonl").write_text(line + "\n")
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl: (is damaged|line 1 is no row)"):
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl: (is damaged|line 1 is not a row)"):
         results.read_all(small, tmp_path / "runs")
 
 

@@ -141,8 +141,8 @@ def test_the_command_draws_again(tmp_path, capsys, small):
     ("text", "more", "fragment"),
     [
         (None, (), "no such file"),
-        ("{", (), "is no record of runs"),
-        ('{"cells": [{"cell": "a"}]}', (), "is no record of runs"),
+        ("{", (), "is not a record of runs"),
+        ('{"cells": [{"cell": "a"}]}', (), "is not a record of runs"),
         ('{"cells": []}', ("--to", "no/such"), "no such folder"),
     ],
 )
@@ -157,5 +157,5 @@ def test_a_record_that_is_none_is_refused_in_one_line(text, more, fragment, tmp_
 
 def test_a_highlight_is_a_method_of_its_table(tmp_path):
     file = write_plan(tmp_path, tables=[SMALL["tables"][0] | {"highlight": ["grpo"]}])
-    with pytest.raises(ConfigError, match="grpo is none of the methods of the table gigpo, hgpo"):
+    with pytest.raises(ConfigError, match="grpo is not one of the methods of the table gigpo, hgpo"):
         planning.read(file)

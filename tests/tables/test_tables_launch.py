@@ -148,5 +148,5 @@ def test_more_devices_than_a_machine_has_are_whole_machines(tmp_path):
 
     assert sizes("data=3,fsdp=8") == (3, 8)
     assert sizes("data=1,fsdp=4") == (1, 4)
-    with pytest.raises(ConfigError, match="12 devices are no whole number of machines"):
+    with pytest.raises(ConfigError, match="12 devices do not fill machines of 8"):
         sizes("data=3,fsdp=4")

@@ -1,4 +1,4 @@
-"""Runs that go on where they were."""
+"""Runs that continue where they stopped."""
 
 import fcntl
 import json

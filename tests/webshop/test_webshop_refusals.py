@@ -1,4 +1,4 @@
-"""Broken data: one line that names file, field, fault and mend."""
+"""Broken data: one line that names file, field, fault and fix."""
 
 import gzip
 import json
@@ -26,18 +26,18 @@ def refusal(function, *arguments, **options):
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
-        ({"name": None}, ("B000000001", "'name'", "no text")),
+        ({"name": None}, ("B000000001", "'name'", "not a string")),
         ({"asin": 5}, ("product 0", "'asin'")),
         ({"full_description": ["x"]}, ("'full_description'",)),
-        ({"small_description": [None]}, ("'small_description'", "no list of texts")),
+        ({"small_description": [None]}, ("'small_description'", "not a list of strings")),
         ({"small_description": None}, ("'small_description'",)),
-        ({"pricing": 5}, ("'pricing'", "no text")),
+        ({"pricing": 5}, ("'pricing'", "not a string")),
         ({"pricing": "$"}, ("'pricing'", "no number")),
         ({"pricing": "$1.2.3"}, ("'pricing'", "$1.2.3")),
         ({"pricing": "$" + "9" * 400}, ("'pricing'", "no number")),
         ({"query": None}, ("'query'",)),
         ({"product_category": 1}, ("'product_category'",)),
-        ({"customization_options": ["x"]}, ("'customization_options'", "no JSON object")),
+        ({"customization_options": ["x"]}, ("'customization_options'", "not a JSON object")),
         ({"customization_options": {"size": [{"label": "x"}]}}, ("'customization_options'", "'size'")),
     ],
 )
@@ -54,7 +54,7 @@ def test_broken_product(tmp_path, change, parts):
         (WISH | {"instruction": 3}, "'instruction'"),
         (WISH | {"instruction_attributes": []}, "'instruction_attributes' is missing or empty"),
         (WISH | {"instruction_attributes": [1]}, "'instruction_attributes'"),
-        ([], "no JSON object"),
+        ([], "not a JSON object"),
     ],
 )
 def test_broken_attributes(tmp_path, wish, part):
