@@ -135,7 +135,8 @@ def estimator_options(config: Config, estimator: str) -> dict:
 
 def _estimate(job: Job, e: Episodes, values) -> tuple[advantages.Estimate, advantages.Estimate]:
     """The method's advantages, and those of `eb_gae`, whose statistics are always logged. values: f32[N], the critic's."""
-    name, batch = job.method.estimator, {field: e[field] for field in ("rewards", "mask", "states", "groups", "invalid")}
+    name = job.method.estimator
+    batch = {field: getattr(e, field) for field in ("rewards", "mask", "states", "groups", "invalid")}
     available = {"success": e.success, "next_states": e.next_states}
     if values is not None:
         available["values"] = values.reshape(e.mask.shape)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 MAX_SEGMENTS = 16  # of one sequence
 # Shorter prompts fill their slots well enough unpacked: all of one environment are about equally long.
@@ -25,18 +25,17 @@ class SequenceShape(NamedTuple):
     max_segments: int
 
 
-@chex.dataclass(frozen=True)
-class PackedLayout:
+class PackedLayout(struct.PyTreeNode):
     """N segments in M sequences of S slots, as the network reads them.
 
     Every response token is predicted at a slot of its own; those of a sequence are numbered through, 0..Q - 1.
     """
 
-    tokens: chex.Array  # i32[M, S]
-    predict_slots: chex.Array  # i32[M, Q]; slot t predicts token t + 1
-    segment_start: chex.Array | None  # i32[M, S], first slot of the segment that each slot belongs to; None: all are 0
-    sequence: chex.Array  # i32[N]; M for a segment that is in no sequence
-    offset: chex.Array  # i32[N], number of the segment's first prediction in its sequence
+    tokens: jax.Array  # i32[M, S]
+    predict_slots: jax.Array  # i32[M, Q]; slot t predicts token t + 1
+    segment_start: jax.Array | None  # i32[M, S], first slot of the segment that each slot belongs to; None: all are 0
+    sequence: jax.Array  # i32[N]; M for a segment that is in no sequence
+    offset: jax.Array  # i32[N], number of the segment's first prediction in its sequence
 
     def response_index(self, response_slots: int, response_lengths):
         """Index (i32[N, 1], i32[N, R]) of each response token in [M, Q]; out of bounds past a response's end."""

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import math
 
-import chex
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from hgpo_jax.mesh import auto_axes, constrain, max_across_devices, partition_in_context
 from hgpo_jax.policy.kv_cache import KVCache, manual_axes
 from hgpo_jax.policy.vocabulary import gather_logprobs
 
 
-@chex.dataclass(frozen=True)
-class Responses:
+class Responses(struct.PyTreeNode):
     """What was sampled for B prompts."""
 
-    tokens: chex.Array  # i32[B, R], 0 after the end
-    logp: chex.Array  # f32[B, R], 0 after the end
-    lengths: chex.Array  # i32[B], the end token included
+    tokens: jax.Array  # i32[B, R], 0 after the end
+    logp: jax.Array  # f32[B, R], 0 after the end
+    lengths: jax.Array  # i32[B], the end token included
 
 
 def buckets(largest: int, *, factor: int, smallest: int) -> list[int]:
@@ -36,8 +35,7 @@ def buckets(largest: int, *, factor: int, smallest: int) -> list[int]:
     return sorted(sizes)
 
 
-@chex.dataclass(frozen=True)
-class Decoding:
+class Decoding(struct.PyTreeNode):
     """The distribution that tokens are drawn from. All are scalars, so that changing them compiles nothing.
 
     temperature: 0 takes the most likely token.
@@ -46,10 +44,10 @@ class Decoding:
     min_new: no response ends before this many tokens.
     """
 
-    temperature: chex.Numeric = 1.0
-    top_k: chex.Numeric = 0
-    top_p: chex.Numeric = 1.0
-    min_new: chex.Numeric = 0
+    temperature: jax.typing.ArrayLike = 1.0
+    top_k: jax.typing.ArrayLike = 0
+    top_p: jax.typing.ArrayLike = 1.0
+    min_new: jax.typing.ArrayLike = 0
 
 
 def sample_token(logits, keys, decoding: Decoding):
@@ -92,15 +90,14 @@ def top_k_top_p(logits, top_k, top_p):
     return jnp.where(logits >= least, logits, -jnp.inf)
 
 
-@chex.dataclass(frozen=True)
-class DecodeState:
+class DecodeState(struct.PyTreeNode):
     """B rows that are being decoded; fewer than the whole batch once some of it has ended."""
 
-    index: chex.Array  # i32[B], which row of the whole batch
-    key: chex.PRNGKey  # [B]
-    prompt_length: chex.Array  # i32[B]
-    token: chex.Array  # i32[B], the last one sampled
-    ended: chex.Array  # bool[B]
+    index: jax.Array  # i32[B], which row of the whole batch
+    key: jax.Array  # [B]
+    prompt_length: jax.Array  # i32[B]
+    token: jax.Array  # i32[B], the last one sampled
+    ended: jax.Array  # bool[B]
     cache: list[KVCache]  # of each layer
 
     def partition(self) -> DecodeState:

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from hgpo_jax import packing
 
 
-@chex.dataclass(frozen=True)
-class TrainingBatch:
+class TrainingBatch(struct.PyTreeNode):
     """N decisions to learn from: one prompt and one response each.
 
     The policy loss alone reads old_logp and advantages, the critic's alone values and returns.
     """
 
-    prompts: chex.Array  # i32[N, P], right-padded
-    prompt_lengths: chex.Array  # i32[N]
-    responses: chex.Array  # i32[N, R], right-padded
-    response_lengths: chex.Array  # i32[N]; 0 for a decision that does not count
-    old_logp: chex.Array  # f32[N, R], under the policy that sampled
-    advantages: chex.Array  # f32[N]
-    values: chex.Array | None = None  # f32[N], the critic's before the update
-    returns: chex.Array | None = None  # f32[N], the critic's targets
+    prompts: jax.Array  # i32[N, P], right-padded
+    prompt_lengths: jax.Array  # i32[N]
+    responses: jax.Array  # i32[N, R], right-padded
+    response_lengths: jax.Array  # i32[N]; 0 for a decision that does not count
+    old_logp: jax.Array  # f32[N, R], under the policy that sampled
+    advantages: jax.Array  # f32[N]
+    values: jax.Array | None = None  # f32[N], the critic's before the update
+    returns: jax.Array | None = None  # f32[N], the critic's targets
     layout: packing.PackedLayout | None = None  # None: each decision is a sequence of its own
 
     def tokens(self) -> tuple:

@@ -40,7 +40,7 @@ def test_the_last_dump_is_loaded_unless_another_is_asked_for(dump):
 
 def test_estimates_have_the_runs_own_settings(dump, hgpo):
     e, settings = dump.episodes, dump.config.advantage
-    batch = {name: e[name] for name in ("rewards", "mask", "states", "groups", "invalid")}
+    batch = {name: getattr(e, name) for name in ("rewards", "mask", "states", "groups", "invalid")}
     own = estimate("hgpo", **batch, history_length=2, gamma=settings.gamma, normalize=settings.normalize)
     np.testing.assert_array_equal(hgpo.advantages, own.advantages)
     assert settings.normalize == "mean"

@@ -19,6 +19,7 @@ from hgpo_jax.mesh import make_mesh
 from hgpo_jax.methods import METHODS
 from hgpo_jax.policy import ModelConfig, initialize, network
 from hgpo_jax.training_batch import TrainingBatch
+from tests.helpers.glossary import unexplained
 
 TASKS = 256
 SHORT = [
@@ -77,6 +78,7 @@ def test_success_rises_above_the_warm_start(method, at_the_start, cache, tmp_pat
     assert success > at_the_start + 0.1  # two and a half standard errors of the difference on this many tasks
     assert len(rows) == 16
     assert max(row["logp_difference"] for row in rows) < 1e-4
+    assert not [name for row in rows for name in unexplained(row)]
 
 
 @pytest.mark.slow

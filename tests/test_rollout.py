@@ -211,7 +211,7 @@ def test_episodes_survive_the_disk(episodes, tmp_path):
     path = tmp_path / "iteration-00000.npz"
     episodes.save(path)
     back = Episodes.load(path)
-    for name, value in episodes.items():
+    for name, value in vars(episodes).items():
         np.testing.assert_array_equal(getattr(back, name), value)
         assert getattr(back, name).dtype == value.dtype
     assert list(tmp_path.iterdir()) == [path]

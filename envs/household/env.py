@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from functools import cached_property
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from envs.household import world
 
@@ -25,22 +25,21 @@ NORMAL, HOT, COLD, CLEAN = range(4)  # what was last done to a thing
 WON_REWARD = 10.0  # as verl-agent pays for ALFWorld
 
 
-@chex.dataclass(frozen=True)
-class State:
+class State(struct.PyTreeNode):
     """One episode. The place index `Household.places`, one past the last, means "nowhere" (mid-room) or "carried"."""
 
-    room: chex.Array  # i32[], index into Household.rooms
-    task: chex.Array  # i32[], index into world.TASKS
-    goal_kind: chex.Array  # i32[], kind of thing asked for, index into the room's kinds
-    goal_place: chex.Array  # i32[], word of the kind of receptacle asked for (0 for `look`)
-    kind: chex.Array  # i32[things], kind of each thing
-    copy: chex.Array  # i32[things], 0 or 1: mug_1 or mug_2
-    where: chex.Array  # i32[things], receptacle of each thing, `places` when carried
-    condition: chex.Array  # i32[things], NORMAL, HOT, COLD or CLEAN
-    opened: chex.Array  # bool[places]
-    at: chex.Array  # i32[], the agent's receptacle, `places` in the middle of the room
-    lamp_on: chex.Array  # bool[]
-    turn: chex.Array  # i32[], actions taken
+    room: jax.Array  # i32[], index into Household.rooms
+    task: jax.Array  # i32[], index into world.TASKS
+    goal_kind: jax.Array  # i32[], kind of thing asked for, index into the room's kinds
+    goal_place: jax.Array  # i32[], word of the kind of receptacle asked for (0 for `look`)
+    kind: jax.Array  # i32[things], kind of each thing
+    copy: jax.Array  # i32[things], 0 or 1: mug_1 or mug_2
+    where: jax.Array  # i32[things], receptacle of each thing, `places` when carried
+    condition: jax.Array  # i32[things], NORMAL, HOT, COLD or CLEAN
+    opened: jax.Array  # bool[places]
+    at: jax.Array  # i32[], the agent's receptacle, `places` in the middle of the room
+    lamp_on: jax.Array  # bool[]
+    turn: jax.Array  # i32[], actions taken
 
 
 class Household:
@@ -124,27 +123,27 @@ class Household:
         """Word ids of any length as text, empty slots left out."""
         return " ".join(self.words[i] for i in np.asarray(ids).ravel() if i)
 
-    def goal(self, state: State) -> chex.Array:
+    def goal(self, state: State) -> jax.Array:
         """i32[4]: room, task, kind of thing, kind of receptacle."""
         room_words = jnp.array([self.word_id[room] for room in self.rooms])
         kind = jnp.asarray(self._kind_word)[state.room, state.goal_kind]
         return jnp.stack([room_words[state.room], jnp.asarray(self._task_word)[state.task], kind, state.goal_place])
 
-    def thing_words(self, state: State) -> chex.Array:
+    def thing_words(self, state: State) -> jax.Array:
         """i32[things]: the name of each thing."""
         return jnp.asarray(self._thing_word)[state.room, state.kind, state.copy]
 
-    def place_words(self, state: State) -> chex.Array:
+    def place_words(self, state: State) -> jax.Array:
         """i32[places]: the name of each receptacle."""
         return jnp.asarray(self._place_word)[state.room]
 
     # -- facts about a state ------------------------------------------------------------------------------------
 
-    def accessible(self, state: State) -> chex.Array:
+    def accessible(self, state: State) -> jax.Array:
         """bool[places]: receptacles that are open or cannot be closed."""
         return state.opened | ~jnp.asarray(self._openable)[state.room]
 
-    def won(self, state: State) -> chex.Array:
+    def won(self, state: State) -> jax.Array:
         """bool[]: whether the task is fulfilled."""
         wanted = state.kind == state.goal_kind
         needed = jnp.array([-1, -1, -1, CLEAN, HOT, COLD])[state.task]  # by task id
@@ -158,7 +157,7 @@ class Household:
     def _lamp(self, state):
         return jnp.asarray(self._lamp_at)[state.room]
 
-    def admissible(self, state: State) -> tuple[chex.Array, chex.Array]:
+    def admissible(self, state: State) -> tuple[jax.Array, jax.Array]:
         """Which actions do something: (bool[actions], i32[actions, 2] their words); illegal rows may repeat or be partial."""
         places, things = self.places, self.things
         here = jnp.arange(places) == state.at
@@ -192,7 +191,7 @@ class Household:
 
     # -- the two functions --------------------------------------------------------------------------------------
 
-    def reset(self, key: chex.PRNGKey) -> tuple[State, chex.Array]:
+    def reset(self, key: jax.Array) -> tuple[State, jax.Array]:
         """A new episode from a key: (State, observation i32[6]). Equal keys give equal episodes."""
         places, things = self.places, self.things
         keys = jax.random.split(key, 4)
@@ -230,7 +229,7 @@ class Household:
         )
         return state, self._middle(state)
 
-    def step(self, state: State, action: chex.Array):
+    def step(self, state: State, action: jax.Array):
         """Does one action.
 
         Args:

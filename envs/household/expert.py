@@ -7,7 +7,6 @@ of its recent `go_to`s. A player that knows the whole state solves more tasks bu
 
 from __future__ import annotations
 
-import chex
 import jax
 import jax.numpy as jnp
 
@@ -15,13 +14,13 @@ from envs.household import world
 from envs.household.env import CAPACITY, CLEAN, COLD, HOT, Household, State
 
 
-def random_action(env: Household, state: State, key: chex.PRNGKey) -> chex.Array:
+def random_action(env: Household, state: State, key: jax.Array) -> jax.Array:
     """i32[2]: one of the admissible actions, all equally likely."""
     legal, words = env.admissible(state)
     return words[jax.random.categorical(key, jnp.where(legal, 0.0, -jnp.inf))]
 
 
-def expert_action(env: Household, state: State, recent: chex.Array, key: chex.PRNGKey) -> chex.Array:
+def expert_action(env: Household, state: State, recent: jax.Array, key: jax.Array) -> jax.Array:
     """The local expert's action.
 
     Args:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from functools import cached_property
 
-import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from envs.sokoban.rooms import make_room
 
@@ -28,16 +29,15 @@ WON_REWARD = 10.0
 STEP_REWARD, ON_TARGET_REWARD, OFF_TARGET_REWARD = -0.1, 1.0, -1.0
 
 
-@chex.dataclass(frozen=True)
-class State:
+class State(struct.PyTreeNode):
     """One episode. A cell is row * size + column; the outermost cells are walls."""
 
-    walls: chex.Array  # bool[size * size]
-    targets: chex.Array  # bool[size * size]
-    boxes: chex.Array  # bool[size * size]
-    agent: chex.Array  # i32[], its cell
-    task: chex.Array  # i32[], index into task_types
-    turn: chex.Array  # i32[], actions taken
+    walls: jax.Array  # bool[size * size]
+    targets: jax.Array  # bool[size * size]
+    boxes: jax.Array  # bool[size * size]
+    agent: jax.Array  # i32[], its cell
+    task: jax.Array  # i32[], index into task_types
+    turn: jax.Array  # i32[], actions taken
 
 
 class Sokoban:
@@ -86,15 +86,15 @@ class Sokoban:
         """Word ids of any length as text, empty slots left out."""
         return " ".join(self.words[i] for i in np.asarray(ids).ravel() if i)
 
-    def goal(self, state: State) -> chex.Array:
+    def goal(self, state: State) -> jax.Array:
         """i32[1]: the same in every room."""
         return jnp.full(self.goal_length, self.word_id[GOAL], jnp.int32)
 
-    def won(self, state: State) -> chex.Array:
+    def won(self, state: State) -> jax.Array:
         """bool[]: whether every box stands on a target."""
         return ~(state.boxes & ~state.targets).any()
 
-    def admissible(self, state: State) -> tuple[chex.Array, chex.Array]:
+    def admissible(self, state: State) -> tuple[jax.Array, jax.Array]:
         """Which moves change something: (bool[4], i32[4, 1] their words)."""
         ahead = state.agent + jnp.asarray(self.offsets)
         # Behind an outer wall there is nothing; what is read there does not matter.
@@ -103,13 +103,13 @@ class Sokoban:
         legal = ~state.walls[ahead] & ~(state.boxes[ahead] & blocked[behind])
         return legal, jnp.array([[self.word_id[move]] for move in MOVES], jnp.int32)
 
-    def reset(self, key: chex.PRNGKey) -> tuple[State, chex.Array]:
+    def reset(self, key: jax.Array) -> tuple[State, jax.Array]:
         """A new episode from a key: (State, observation i32[(size - 2)^2]). Equal keys give equal episodes."""
         walls, targets, boxes, agent = make_room(key, self.size, self.boxes)
         state = State(walls=walls, targets=targets, boxes=boxes, agent=agent, task=jnp.int32(0), turn=jnp.int32(0))
         return state, self._observe(state)
 
-    def step(self, state: State, action: chex.Array):
+    def step(self, state: State, action: jax.Array):
         """Does one action.
 
         Args:
@@ -137,7 +137,7 @@ class Sokoban:
             reward += STEP_REWARD + ON_TARGET_REWARD * (gained > 0) + OFF_TARGET_REWARD * (gained < 0)
         return after, self._observe(after), reward, won | (after.turn >= self.max_turns), invalid
 
-    def _observe(self, state: State) -> chex.Array:
+    def _observe(self, state: State) -> jax.Array:
         """i32[(size - 2)^2]: a word for each inner cell. In `words` cells follow the empty word, the moves and the goal."""
         agent = jnp.arange(self.size**2) == state.agent
         shown = jnp.where(state.targets, TARGET, FLOOR)

@@ -7,7 +7,6 @@ solution; with several it can get stuck, and then moves at random.
 
 from __future__ import annotations
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,13 +16,13 @@ from envs.sokoban.env import MOVES, Sokoban, State
 NEVER = 10_000  # moves
 
 
-def random_action(env: Sokoban, state: State, key: chex.PRNGKey) -> chex.Array:
+def random_action(env: Sokoban, state: State, key: jax.Array) -> jax.Array:
     """i32[1]: one of the admissible moves, all equally likely; up where there is none."""
     legal, words = env.admissible(state)
     return words[jax.random.categorical(key, jnp.where(legal | ~legal.any(), 0.0, -jnp.inf))]
 
 
-def expert_action(env: Sokoban, state: State, recent: chex.Array, key: chex.PRNGKey) -> chex.Array:
+def expert_action(env: Sokoban, state: State, recent: jax.Array, key: jax.Array) -> jax.Array:
     """The solver's move.
 
     Args:

@@ -8,7 +8,6 @@ all stay near, are thrown away.
 
 from __future__ import annotations
 
-import chex
 import jax
 import jax.numpy as jnp
 
@@ -17,7 +16,7 @@ PULLS = 12  # for each box
 LEAVE = 2.0  # how much likelier, as a logit, a pull is that takes its box off a target
 
 
-def make_room(key: chex.PRNGKey, size: int, boxes: int) -> tuple[chex.Array, chex.Array, chex.Array, chex.Array]:
+def make_room(key: jax.Array, size: int, boxes: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """(walls, targets, boxes, each bool[size * size], and the agent's cell i32[])."""
 
     def draw(attempt):

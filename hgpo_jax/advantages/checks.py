@@ -41,8 +41,9 @@ OPTIONS: dict[str, tuple[Callable[[object], bool], str]] = {
     "history_length": (lambda x: isinstance(x, int) and not isinstance(x, bool) and x >= 0, "an integer of 0 or more"),
     "gamma": (_number(0, 1), "a number from 0 to 1"),
     "lam": (_number(0, 1), "a number from 0 to 1"),
-    "alpha": (_number(0, 1e3), "a number of 0 or more"),
-    "weight_offset": (_number(1, 1e6), "a number of 1 or more"),
+    # Their bounds keep (k + weight_offset)^alpha inside float32.
+    "alpha": (_number(0, 10), "a number from 0 to 10"),
+    "weight_offset": (_number(1, 1e3), "a number from 1 to 1000"),
     "step_weight": (_number(0, 1e6), "a number of 0 or more"),
     "invalid_penalty": (_number(0, 1e6), "a number of 0 or more"),
     "base_group": (lambda x: isinstance(x, bool), "True or False"),

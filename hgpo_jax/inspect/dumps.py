@@ -59,7 +59,7 @@ class Dump:
         """
         name, e = name or self.estimator, self.episodes
         arrays, _ = advantages.parameters(name)
-        available = {array: e[array] for array in arrays if array in methods.AVAILABLE_ARRAYS}
+        available = {array: getattr(e, array) for array in arrays if array in methods.AVAILABLE_ARRAYS}
         settings = available | estimator_options(self.config, name) | options
         record = advantages.estimate(
             name, rewards=e.rewards, mask=e.mask, states=e.states, groups=e.groups, invalid=e.invalid, **settings

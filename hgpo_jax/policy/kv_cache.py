@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import chex
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from hgpo_jax.mesh import auto_axes, partition_in_context
 
@@ -19,12 +19,11 @@ def manual_axes() -> set[str]:
     return {*auto_axes("batch"), *auto_axes("kv_heads")}
 
 
-@chex.dataclass(frozen=True)
-class KVCache:
+class KVCache(struct.PyTreeNode):
     """Keys and values of B rows in C slots; a model's cache is one of these for each layer."""
 
-    keys: chex.Array  # [B, G, E, C]
-    values: chex.Array  # [B, G, C, E]
+    keys: jax.Array  # [B, G, E, C]
+    values: jax.Array  # [B, G, C, E]
 
     @classmethod
     def allocate(cls, keys, values, length: int) -> KVCache:

@@ -91,7 +91,7 @@ class EpisodeBuffer:
         """The episodes without those that failed, which are empty, and the report."""
         e, batch = self._episodes, len(self._episodes.mask)
         for episode in self._failures:
-            for name, values in e.items():
+            for name, values in vars(e).items():
                 if name != "groups":
                     values[episode] = 0
         scores = np.zeros(batch, np.float32)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import chex
+import jax
 import numpy as np
+from flax import struct
 
 from hgpo_jax.errors import one_line
 from hgpo_jax.files import atomic_write
@@ -18,27 +19,26 @@ KINDS = {
 }  # fmt: skip
 
 
-@chex.dataclass(frozen=True)
-class Episodes:
+class Episodes(struct.PyTreeNode):
     """B episodes of at most T turns, trajectory-major. Entries of turns that did not happen are 0.
 
     A prompt has P slots, a response R, an observation O; tokens are the ids that were sampled and are trained on.
     """
 
-    prompts: chex.Array  # i32[B, T, P], right-padded
-    prompt_lengths: chex.Array  # i32[B, T]
-    responses: chex.Array  # i32[B, T, R], right-padded
-    response_lengths: chex.Array  # i32[B, T]
-    logp: chex.Array  # f32[B, T, R], of the sampled tokens under the sampling distribution
-    observations: chex.Array  # i32[B, T, O], what the policy saw before acting: the anchor of the step groups
-    rewards: chex.Array  # f32[B, T], the environment's
-    mask: chex.Array  # bool[B, T], turns that happened; a prefix of every row
-    invalid: chex.Array  # bool[B, T], turns whose response was no admissible action
-    states: chex.Array  # i32[B, T], equal exactly where observations are equal
-    next_states: chex.Array  # i32[B, T], the same of what was seen after the action, the last one included
-    groups: chex.Array  # i32[B], prompt group
-    success: chex.Array  # bool[B]
-    task: chex.Array  # i32[B], task type
+    prompts: jax.Array  # i32[B, T, P], right-padded
+    prompt_lengths: jax.Array  # i32[B, T]
+    responses: jax.Array  # i32[B, T, R], right-padded
+    response_lengths: jax.Array  # i32[B, T]
+    logp: jax.Array  # f32[B, T, R], of the sampled tokens under the sampling distribution
+    observations: jax.Array  # i32[B, T, O], what the policy saw before acting: the anchor of the step groups
+    rewards: jax.Array  # f32[B, T], the environment's
+    mask: jax.Array  # bool[B, T], turns that happened; a prefix of every row
+    invalid: jax.Array  # bool[B, T], turns whose response was no admissible action
+    states: jax.Array  # i32[B, T], equal exactly where observations are equal
+    next_states: jax.Array  # i32[B, T], the same of what was seen after the action, the last one included
+    groups: jax.Array  # i32[B], prompt group
+    success: jax.Array  # bool[B]
+    task: jax.Array  # i32[B], task type
 
     @classmethod
     def zeros(cls, batch: int, max_turns: int, prompt_slots: int, response_slots: int) -> Episodes:
@@ -54,7 +54,7 @@ class Episodes:
     def save(self, path: str | Path) -> None:
         """Writes a compressed .npz, atomically."""
         with atomic_write(path, "wb") as file:
-            np.savez_compressed(file, **{name: np.asarray(value) for name, value in self.items()})
+            np.savez_compressed(file, **{name: np.asarray(value) for name, value in vars(self).items()})
 
     @classmethod
     def load(cls, path: str | Path) -> Episodes:
@@ -71,13 +71,13 @@ class Episodes:
         """Raises ValueError for arrays that no rollout makes."""
         B, T = self.mask.shape
         for name, (kind, width) in KINDS.items():
-            array, shape = self[name], ((B,) if width is None else (B, T))
+            array, shape = getattr(self, name), ((B,) if width is None else (B, T))
             if array.dtype.kind != kind or array.shape[:2] != shape or array.ndim != len(shape) + (width or 0):
                 raise ValueError(f"{name} is {array.dtype}{list(array.shape)} beside a mask of {[B, T]}")
             if kind == "i" and array.size and array.min() < 0:
                 raise ValueError(f"{name} has {array.min()}, a number below 0")
         for name in ("prompt", "response"):
-            lengths, slots = self[f"{name}_lengths"], self[f"{name}s"].shape[-1]
+            lengths, slots = getattr(self, f"{name}_lengths"), getattr(self, f"{name}s").shape[-1]
             if lengths.size and lengths.max() > slots:
                 raise ValueError(f"{name}_lengths has {lengths.max()}, more than {name}s has slots")
         if (self.mask[:, 1:] > self.mask[:, :-1]).any():

@@ -30,6 +30,7 @@ TEXT = {
     "step": "step(action) -> (observation, commands, reward, done, info with won and admissible)",
 }
 TEXT_RESET = {"goal": "the task as text", "task_type": "the index of the task's type in task_types"}
+TEXT_INFO = {"won": "whether the task is solved", "admissible": "whether the last action was one of the commands"}
 
 
 def check_compiled(env, members: dict[str, str]) -> None:
@@ -43,14 +44,21 @@ def check_compiled(env, members: dict[str, str]) -> None:
 
 
 def check_text(env) -> None:
-    """Raises ValueError, naming class and member, where a text environment lacks something. Resets it to task 0."""
+    """Raises ValueError, naming class and member, where a text environment lacks something. Takes one step in task 0."""
     name = type(env).__name__
     _check(name, env, TEXT)
     try:
-        env.reset(0)
+        _, commands = env.reset(0)
     except Exception:  # as in play: whatever is wrong costs the episodes that have this task
         return
     _check(f"{name} after reset(task)", env, TEXT_RESET)
+    try:
+        *_, info = env.step(commands[0] if commands else "")
+        missing = [f"{key}: {meaning}" for key, meaning in TEXT_INFO.items() if key not in info]
+    except Exception:
+        return
+    if missing:
+        raise ValueError(f"{name}: the info of step(action) lacks {missing[0]}")
 
 
 def _check(name: str, thing, members: dict[str, str]) -> None:

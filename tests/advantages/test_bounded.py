@@ -125,3 +125,21 @@ def test_episodes_count_once_however_long_they_are():
     std = np.sqrt(((6 - mean) ** 2 + ((3 - mean) ** 2 + (1 - mean) ** 2) / 2 + mean**2) / 2)
     expected = [[6 - mean, 0, 0, 0], [3 - mean, 1 - mean, 0, 0], [-mean] * 4]
     np.testing.assert_allclose(record.advantages, np.array(expected) / std, rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"weight_offset": 1000}, {"weight_offset": 1, "base_group": True}], ids=str)
+def test_the_largest_weights_of_levels_fit_into_float32(options):
+    rng = np.random.default_rng(0)
+    batch = {
+        "rewards": rng.uniform(0, 10, (B, T)).astype(np.float32), "mask": np.ones((B, T), bool),
+        "states": np.zeros((B, T), np.int32), "groups": np.zeros(B, np.int32), "invalid": np.zeros((B, T), bool),
+    }  # fmt: skip
+    record = estimate("hgpo", **batch, history_length=T - 1, alpha=10, **options)
+    assert np.isfinite(record.level_weights).all()
+    assert np.abs(record.advantages).max() > 0.1
+
+
+@pytest.mark.parametrize("option", ["alpha", "weight_offset"])
+def test_larger_ones_are_refused(option):
+    with pytest.raises(ValueError, match=f"{option}=1001: give a number from"):
+        checks.check_option(option, 1001)

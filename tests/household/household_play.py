@@ -49,7 +49,7 @@ def generated(size: tuple[int, int] | None, stream: str, seed: int, count: int =
 
 def each(states):
     """The single states of a batch."""
-    fields = {name: np.asarray(states[name]) for name in states.keys()}  # noqa: SIM118, a chex dataclass is not a dict
+    fields = {name: np.asarray(value) for name, value in vars(states).items()}
     for b in range(len(fields["turn"])):
         yield SimpleNamespace(**{name: array[b] for name, array in fields.items()})
 
@@ -133,8 +133,8 @@ def shuffle_hidden(env: Household, state, draw: dict):
 def state_at(record: dict, b: int, t: int):
     """One state out of a record; `t` may be the number of turns, for the last."""
     if t == record["done"].shape[1]:
-        return SimpleNamespace(**{name: array[b] for name, array in record["final"].items()})
-    return SimpleNamespace(**{name: array[b, t] for name, array in record["state"].items()})
+        return SimpleNamespace(**{name: array[b] for name, array in vars(record["final"]).items()})
+    return SimpleNamespace(**{name: array[b, t] for name, array in vars(record["state"]).items()})
 
 
 def lengths(record: dict) -> np.ndarray:

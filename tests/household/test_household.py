@@ -105,8 +105,8 @@ def test_invalid_actions_change_only_the_turn(played):
     play, record = played
     b, t = np.nonzero(record["invalid"][:, :-1])
     assert len(b) > 100
-    for name, before in record["state"].items():
-        after = record["state"][name][b, t + 1]
+    for name, before in vars(record["state"]).items():
+        after = getattr(record["state"], name)[b, t + 1]
         np.testing.assert_array_equal(after, before[b, t] + (name == "turn"), err_msg=name)
     assert {tuple(row) for row in record["seen"][b, t]} == {(play.env.word_id["nothing_happens"], 0, 0, 0, 0, 0)}
 
@@ -170,7 +170,7 @@ def test_one_by_one_as_in_a_batch():
     for number, one in zip(range(3), each(batch), strict=False):
         state, _ = reset(task_keys("train", 0, jnp.array([number]))[0])
         for name, array in vars(one).items():
-            np.testing.assert_array_equal(state[name], array)
+            np.testing.assert_array_equal(getattr(state, name), array)
 
 
 def test_draws_tasks_evenly_and_rooms_evenly_within_a_task():

@@ -88,8 +88,8 @@ def check(episodes: Episodes, report, *, actions, tasks=TASKS, strict=False):
         for t in range(T):
             assert episodes.mask[b, t] == (not done)
             if done:
-                for name in set(episodes) - {"groups", "success", "task"}:
-                    assert not episodes[name][b, t].any(), name
+                for name in set(vars(episodes)) - {"groups", "success", "task"}:
+                    assert not getattr(episodes, name)[b, t].any(), name
                 continue
             each = type("PromptInput", (), {"goal": env.goal, "history": history[-K:], "turn": t, "observation": observation,
                                      "commands": commands})  # fmt: skip
@@ -150,8 +150,9 @@ def test_shapes_meshes_and_decode_batches_do_not_matter(played):
     for spec, decode_batch_size in (("data=1", 1000), ("data=4", 2)):
         episodes, _, rollout, _ = play(HARMLESS, spec=spec, decode_batch_size=decode_batch_size)
         assert len(rollout._compiled) <= 6
-        for name in episodes:
-            np.testing.assert_allclose(episodes[name], reference[name], atol=1e-5 if name == "logp" else 0, err_msg=name)
+        for name in vars(episodes):
+            tolerance = 1e-5 if name == "logp" else 0
+            np.testing.assert_allclose(getattr(episodes, name), getattr(reference, name), atol=tolerance, err_msg=name)
 
 
 class Endless(Counting):
@@ -195,9 +196,9 @@ def test_an_asynchronous_rollout_gives_the_same_episodes(played, decode_batch_si
     if "workers_type" in options:
         turns = [each.turn for each in script.inputs]
         assert turns != sorted(turns), "all waited for the last of each turn"
-    for name in episodes:  # only another shape may round otherwise
+    for name in vars(episodes):  # only another shape may round otherwise
         tolerance = 1e-5 if name == "logp" and decode_batch_size > 1 else 0
-        np.testing.assert_allclose(episodes[name], reference[name], rtol=0, atol=tolerance, err_msg=name)
+        np.testing.assert_allclose(getattr(episodes, name), getattr(reference, name), rtol=0, atol=tolerance, err_msg=name)
     for name in ("texts", "goals", "responses", "failures", "counts"):
         assert getattr(report, name) == getattr(expected, name), name
     assert rollout._batch_sizes == synchronous._batch_sizes
@@ -228,8 +229,8 @@ def test_failed_episodes_are_empty_and_counted_and_the_run_goes_on(workers, read
     assert report.counts["excluded"] == len(failures)
     check(episodes, report, actions=actions, tasks=tasks)
     for b in failures:
-        for name in set(episodes) - {"groups"}:
-            assert not episodes[name][b].any(), name
+        for name in set(vars(episodes)) - {"groups"}:
+            assert not getattr(episodes, name)[b].any(), name
 
 
 def test_the_report_and_the_episodes_on_disk(played, tmp_path):
@@ -280,7 +281,7 @@ def test_another_environment_shares_what_is_compiled(played):
     episodes, other_report = other(params, TASKS, keys, GROUPS, Decoding())
     assert episodes.mask.shape == (B, 2) and rollout.max_turns == T
     for name in ("prompts", "responses", "logp", "rewards"):
-        np.testing.assert_allclose(episodes[name], first[name][:, :2], atol=1e-5)
+        np.testing.assert_allclose(getattr(episodes, name), getattr(first, name)[:, :2], atol=1e-5)
     assert other._compiled is rollout._compiled and set(rollout._compiled) >= known
     assert other_report.texts != report.texts
 

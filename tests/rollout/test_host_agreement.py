@@ -116,8 +116,9 @@ def test_the_shapes_are_told_beforehand_and_few(params, caplog):
     with caplog.at_level(logging.INFO, "hgpo_jax.rollout.host"):
         episodes, _ = host(params)
     expected = make_host(mesh_of("data=1")).abstract_episodes()
-    for name in episodes:
-        assert (expected[name].shape, expected[name].dtype) == (episodes[name].shape, episodes[name].dtype), name
+    for name, value in vars(episodes).items():
+        like = getattr(expected, name)
+        assert (like.shape, like.dtype) == (value.shape, value.dtype), name
     lines = [record.message for record in caplog.records]
     assert 1 <= len(lines) <= 3 and len(set(lines)) == len(lines)
     assert all("first call took" in line for line in lines)

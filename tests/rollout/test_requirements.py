@@ -18,7 +18,7 @@ from hgpo_jax.environments import CompiledRunner
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.rollout.compiled import make_rollout
 from hgpo_jax.rollout.process_workers import ProcessWorkers
-from hgpo_jax.rollout.requirements import ROLLOUT, RUNNER, TEXT, TEXT_RESET, check_compiled, check_text
+from hgpo_jax.rollout.requirements import ROLLOUT, RUNNER, TEXT, TEXT_INFO, TEXT_RESET, check_compiled, check_text
 from hgpo_jax.rollout.workers import LocalWorkers
 
 
@@ -90,6 +90,18 @@ def test_a_text_environment(member):
     after = r" after reset\(task\)" if member in TEXT_RESET else ""
     with pytest.raises(ValueError, match=f"^Mine{after} lacks {member}: [^\n]+$"):
         LocalWorkers(lacking(Counting, member))
+
+
+@pytest.mark.parametrize("key", TEXT_INFO)
+def test_what_a_text_environments_step_says(key):
+    class Mine(Counting):
+        def step(self, action):
+            *result, info = super().step(action)
+            del info[key]
+            return *result, info
+
+    with pytest.raises(ValueError, match=rf"^Mine: the info of step\(action\) lacks {key}: [^\n]+$"):
+        LocalWorkers(Mine)
 
 
 class Goalless(Counting):

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from hgpo_jax.config import LogConfig
 from hgpo_jax.errors import RunError
+from hgpo_jax.mesh import make_mesh
 from hgpo_jax.run.checkpoint import ITEM, Checkpoints, damage, newest_intact
 
 STATE = {"params": {"w": jax.random.normal(jax.random.key(0), (20_000,))}, "count": jnp.int32(3)}
@@ -132,6 +134,18 @@ def test_a_checkpoint_that_is_damaged_twice_is_put_aside_twice(written, tmp_path
         assert newest_intact(folder)[0] == 2
         write(folder, [3], keep_checkpoints=9)
     assert newest_intact(folder) == (3, [])
+
+
+def test_it_is_restored_to_where_the_run_has_its_arrays(written):
+    mesh = make_mesh("data=8")
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    like = {"params": {"w": jax.device_put(STATE["params"]["w"], split)},
+            "count": jax.device_put(STATE["count"], NamedSharding(mesh, PartitionSpec()))}  # fmt: skip
+    checkpoints = Checkpoints(written, LogConfig(keep_checkpoints=3))
+    state = checkpoints.restore(2, like)
+    checkpoints.close()
+    assert_is(state, 2)
+    assert jax.tree.map(lambda a: a.sharding, state) == jax.tree.map(lambda a: a.sharding, like)
 
 
 def test_the_digests_are_on_the_disk_before_the_checkpoint_counts(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from kills import RUN, arrays, assert_same_run, kill_again_and_again, timeless
 from zygote import ENVIRONMENT, Zygote
 
 from tests.helpers.chat_tokenizers import byte_tokenizer
+from tests.helpers.glossary import unexplained
 
 pytestmark = pytest.mark.slow
 
@@ -124,6 +125,8 @@ def test_halves_equal_the_whole_to_the_bit(zygote, cache, whole, tokenizer, tmp_
     assert f"resumed after iteration {middle} in" in zygote.run(home, "--resume", "run")  # its own configuration is enough
     assert_same_run(home / "run", wanted)
     assert_same_state(home / "run", wanted)
+    rows = [json.loads(line) for line in (wanted / "metrics.jsonl").read_text().splitlines()]
+    assert not [name for row in rows for name in unexplained(row)]
 
 
 def test_another_mesh_goes_on(zygote, cache, half, whole, tmp_path):

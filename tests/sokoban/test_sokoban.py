@@ -23,7 +23,7 @@ def each(states, count):
     """The single states of a batch."""
     states = jax.device_get(states)
     for b in range(count):
-        yield SimpleNamespace(**{name: states[name][b] for name in states.keys()})  # noqa: SIM118, no dict
+        yield SimpleNamespace(**{name: value[b] for name, value in vars(states).items()})
 
 
 def rooms(size, boxes, count, seed=0):
