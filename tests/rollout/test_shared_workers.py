@@ -9,7 +9,7 @@ from tests.helpers.chat_tokenizers import byte_tokenizer
 from tests.helpers.processes import alone, metrics, together
 
 FIELDS = (
-    "--config", "alfworld_tiny", "env.name=household_text", "env.max_turns=3", "rollout.prompt_limit=2048",
+    "--config", "alfworld_tiny", "env.name=household_text", "env.max_turns=3", "rollout.prompt_limit=512",
     "rollout.response_limit=4", "learner.minibatch_size=4", "learner.microbatch_size=2", "evaluation.episodes=4",
 )  # fmt: skip
 
