@@ -78,14 +78,17 @@ class CompiledAlfworld:
         self.listed = max(min(int(games.contents.max()) + brought, self.things), min(int(games.pairs.max()), brought))
         self.sentence = max(5, 2 * self.nearby + 1)  # words before a list
         self.observation_length = max(self.sentence + 3 * self.listed, games.intro.shape[1])
-        self._games = games
+        self._games, self._on_mesh = games, {}
         self.layout = Layout(games)
 
-    @cached_property
+    @property
     def games(self) -> Games:
-        """The tables as arrays of the device, shared by all episodes and by all programs."""
-        with jax.ensure_compile_time_eval():
-            return jax.tree.map(jnp.asarray, self._games)
+        """The tables as arrays of the device, shared by all episodes and by all programs on a mesh."""
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh not in self._on_mesh:
+            with jax.ensure_compile_time_eval():
+                self._on_mesh[mesh] = jax.tree.map(jnp.asarray, self._games)
+        return self._on_mesh[mesh]
 
     def __len__(self) -> int:
         return len(self._games.task)
