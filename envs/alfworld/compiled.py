@@ -24,6 +24,7 @@ import numpy as np
 from envs.alfworld import bits
 from envs.alfworld.commands import Layout, admissible
 from envs.alfworld.dataset import TASK_TYPES
+from envs.alfworld.habits import kinds_of, search_order
 from envs.alfworld.phrases import LINKS, VERBS, command, join
 from envs.alfworld.sheets import CAN, MARKS, PLACE_CAN
 from envs.alfworld.tables import Games, Tables
@@ -89,6 +90,18 @@ class CompiledAlfworld:
             with jax.ensure_compile_time_eval():
                 self._on_mesh[mesh] = jax.tree.map(jnp.asarray, self._games)
         return self._on_mesh[mesh]
+
+    @cached_property
+    def search_order(self) -> chex.Array:
+        """See `habits.search_order`, of these games. May be set to that of other games with the same words."""
+        with jax.ensure_compile_time_eval():
+            return jnp.asarray(search_order(self.words, self._games))
+
+    @cached_property
+    def kind_of_word(self) -> chex.Array:
+        """i32[V], the row of `search_order` for a word that is a name, else -1."""
+        with jax.ensure_compile_time_eval():
+            return jnp.asarray(kinds_of(self.words)[1])
 
     def __len__(self) -> int:
         return len(self._games.task)
