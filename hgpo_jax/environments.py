@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from envs.alfworld.dataset import ENVIRONMENT_VARIABLE, list_games
+from envs.alfworld.habits import search_order
 from envs.alfworld.numbered import NumberedAlfworld
 from envs.alfworld.tables import compile_games
 from envs.household import Household
@@ -94,7 +95,11 @@ def _alfworld(data: str, split: str, max_turns: int, cache_dir: str) -> tuple[Nu
             games[name] = np.arange(len(paths), len(paths) + len(found), dtype=np.int32)
             paths += found
     try:
-        return NumberedAlfworld(compile_games(paths, cache=Path(cache_dir, "alfworld")), max_turns), games
+        tables = compile_games(paths, cache=Path(cache_dir, "alfworld"))
+        env = NumberedAlfworld(tables, max_turns)
+        # The expert knows the habits of the games that are trained on, not those of held-out ones.
+        env.search_order = search_order(tables.words, jax.tree.map(lambda a: a[games[split]], tables.games))
+        return env, games
     except (ValueError, OSError) as error:
         raise ConfigError(f"env.data={data}: {' '.join(str(error).split())}") from None
 

@@ -22,6 +22,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from envs.alfworld import expert as alfworld_expert
+from envs.alfworld.numbered import NumberedAlfworld
 from envs.household import Household
 from envs.household import expert as household_expert
 from envs.sokoban import Sokoban
@@ -39,7 +41,7 @@ from hgpo_jax.run import distributed
 from hgpo_jax.sampling import Decoding
 from hgpo_jax.training_batch import TrainingBatch
 
-EXPERTS = {Household: household_expert, Sokoban: sokoban_expert}
+EXPERTS = {Household: household_expert, Sokoban: sokoban_expert, NumberedAlfworld: alfworld_expert}
 STEPS_PER_CALL = 50  # between looks at the success
 ROOT, OURS = Path(__file__).parent.parent, ("hgpo_jax", "envs")  # where this project's packages are
 

@@ -79,29 +79,43 @@ class CompiledAlfworld:
         self.listed = max(min(int(games.contents.max()) + brought, self.things), min(int(games.pairs.max()), brought))
         self.sentence = max(5, 2 * self.nearby + 1)  # words before a list
         self.observation_length = max(self.sentence + 3 * self.listed, games.intro.shape[1])
-        self._games, self._on_mesh = games, {}
+        self._games, self._arrays = games, {}
         self.layout = Layout(games)
 
     @property
     def games(self) -> Games:
         """The tables as arrays of the device, shared by all episodes and by all programs on a mesh."""
-        mesh = jax.sharding.get_abstract_mesh()
-        if mesh not in self._on_mesh:
-            with jax.ensure_compile_time_eval():
-                self._on_mesh[mesh] = jax.tree.map(jnp.asarray, self._games)
-        return self._on_mesh[mesh]
+        return self._on_device("games", self._games)
 
-    @cached_property
+    @property
     def search_order(self) -> chex.Array:
         """See `habits.search_order`, of these games. May be set to that of other games with the same words."""
-        with jax.ensure_compile_time_eval():
-            return jnp.asarray(search_order(self.words, self._games))
+        return self._on_device("order", self._order)
 
-    @cached_property
+    @search_order.setter
+    def search_order(self, order) -> None:
+        self._order, self._arrays = np.asarray(order), {}
+
+    @property
     def kind_of_word(self) -> chex.Array:
         """i32[V], the row of `search_order` for a word that is a name, else -1."""
-        with jax.ensure_compile_time_eval():
-            return jnp.asarray(kinds_of(self.words)[1])
+        return self._on_device("kinds", self._kinds)
+
+    @cached_property
+    def _order(self) -> np.ndarray:
+        return search_order(self.words, self._games)
+
+    @cached_property
+    def _kinds(self) -> np.ndarray:
+        return kinds_of(self.words)[1]
+
+    def _on_device(self, name: str, arrays):
+        """NumPy arrays as constants of what is being traced; those of one mesh are none of another."""
+        key = name, jax.sharding.get_abstract_mesh()
+        if key not in self._arrays:
+            with jax.ensure_compile_time_eval():
+                self._arrays[key] = jax.tree.map(jnp.asarray, arrays)
+        return self._arrays[key]
 
     def __len__(self) -> int:
         return len(self._games.task)
