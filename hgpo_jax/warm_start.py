@@ -29,6 +29,7 @@ from envs.household import expert as household_expert
 from envs.sokoban import Sokoban
 from envs.sokoban import expert as sokoban_expert
 from hgpo_jax.config import Config
+from hgpo_jax.environments import alfworld
 from hgpo_jax.errors import ConfigError, RunError
 from hgpo_jax.job import Job
 from hgpo_jax.learner import make_cloning_loss, make_update
@@ -182,6 +183,8 @@ def cache_key(config: Config) -> str:
         str(config.learner.microbatch_size),
         *(f"{package} {version(package)}" for package in ("jax", "jaxlib", "flax", "optax")),
     ]
+    if config.env.name == "alfworld":
+        parts.append(alfworld(config).digest)
     digest = hashlib.sha256("\0".join(parts).encode())
     for file in sources():
         digest.update(f"\0{file.relative_to(ROOT).as_posix()}\0".encode() + file.read_bytes())

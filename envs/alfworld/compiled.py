@@ -13,6 +13,7 @@ once; beside a place one sees what was once taken out of it and lies at the same
 
 from __future__ import annotations
 
+import hashlib
 import re
 from functools import cached_property
 
@@ -100,6 +101,12 @@ class CompiledAlfworld:
     def kind_of_word(self) -> chex.Array:
         """i32[V], the row of `search_order` for a word that is a name, else -1."""
         return self._on_device("kinds", self._kinds)
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all words and games, in hexadecimal digits."""
+        parts = ["\0".join(self.words).encode(), *(self._games[field].tobytes() for field in sorted(self._games))]
+        return hashlib.sha256(b"".join(parts)).hexdigest()
 
     @cached_property
     def _order(self) -> np.ndarray:

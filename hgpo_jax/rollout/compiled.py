@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from hgpo_jax.advantages import state_ids
 from hgpo_jax.mesh import max_across_devices
 from hgpo_jax.rollout.episodes import Episodes
-from hgpo_jax.rollout.prompts import History, action_of, answer_length, make_prompt, prompt_length
+from hgpo_jax.rollout.prompts import History, action_of, answer_length, make_prompt, prompt_length, prompt_widths
 from hgpo_jax.rollout.requirements import ROLLOUT, check_compiled
 from hgpo_jax.sampling import generate
 
@@ -119,13 +119,17 @@ class _Program:
 
         def one_turn(carry):
             turn, states, record, unfinished = carry
-            unfinished_first = jnp.argsort(states.done, stable=True)
+            prompt = functools.partial(make_prompt, env, act=self.act)
+            prompts, lengths = jax.vmap(prompt)(states.env, states.goal, states.history, states.observation)
+            # Those of about one length together, so that few slots are padding.
+            unfinished_first = jnp.argsort(jnp.where(states.done, prompts.shape[1] + 1, lengths), stable=True)
+            lengths = jnp.where(states.done, 1, lengths)
 
             def one_batch(i, carry):
                 states, record = carry
                 index = jax.lax.dynamic_slice(unfinished_first, (i * M,), (M,))
                 before = jax.tree.map(lambda a: a[index], states)
-                after, new = self.take_turn(model, blocks, before, turn, decoding)
+                after, new = self.take_turn(model, blocks, before, prompts[index], lengths[index], turn, decoding)
                 states = jax.tree.map(
                     lambda a, old, new: a.at[index].set(_unless_done(before.done, old, new)), states, before, after
                 )
@@ -144,14 +148,22 @@ class _Program:
         _, states, record, _ = jax.lax.while_loop(goes_on, one_turn, carry)
         return record, states.observation, states.env.task, jax.vmap(env.won)(states.env)
 
-    def take_turn(self, model, blocks, states: EpisodeState, turn, decoding):
-        """Turn number i32[] of M episodes: (their states after it, its record {field: [M, ...]})."""
-        env = self.env
-        prompt = functools.partial(make_prompt, env, act=self.act)
-        prompts, lengths = jax.vmap(prompt)(states.env, states.goal, states.history, states.observation)
-        keys = jax.vmap(jax.random.fold_in, (0, None))(states.key, turn)
-        max_new = answer_length(env) + 1
-        out = generate(model, blocks, prompts, lengths, keys, max_new=max_new, end_tokens=(self.end,), decoding=decoding)
+    def take_turn(self, model, blocks, states: EpisodeState, prompts, lengths, turn, decoding):
+        """Turn number i32[] of M episodes: (their states after it, its record {field: [M, ...]}).
+
+        prompts i32[M, P] are their prompts, lengths i32[M] how long these are.
+        """
+        env, keys = self.env, jax.vmap(jax.random.fold_in, (0, None))(states.key, turn)
+        max_new, widths = answer_length(env) + 1, prompt_widths(env, self.history_length)
+
+        def respond(width, prompts, lengths, keys):
+            end_tokens = (self.end,)
+            prompts = prompts[:, :width]
+            return generate(model, blocks, prompts, lengths, keys, max_new=max_new, end_tokens=end_tokens, decoding=decoding)
+
+        longest = max_across_devices(lengths.max())
+        choices = [functools.partial(respond, width) for width in widths]
+        out = jax.lax.switch(jnp.searchsorted(jnp.array(widths), longest), choices, prompts, lengths, keys)
         answers, ended = jax.vmap(parse_answer, (0, 0, None, None))(out.tokens, out.lengths, self.end, max_new - 1)
         actions = jax.vmap(functools.partial(action_of, env))(states.env, answers)
         state, observation, reward, done, invalid = jax.vmap(env.step)(states.env, actions)

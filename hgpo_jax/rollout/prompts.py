@@ -39,6 +39,12 @@ def prompt_length(env, history_length: int) -> int:
     return env.goal_length + history_length * pair + env.observation_length + 1
 
 
+def prompt_widths(env, history_length: int) -> list[int]:
+    """Slots with which prompts are read, ascending to P: several where they are of different lengths."""
+    P = prompt_length(env, history_length)
+    return sorted({-(-P * part // 5) for part in (2, 3, 4, 5)}) if hasattr(env, "prompt") else [P]
+
+
 def answer_length(env) -> int:
     """Words of the longest answer; its end takes one more token."""
     return env.answer_length if hasattr(env, "prompt") else env.action_length
