@@ -21,7 +21,7 @@ import numpy as np
 
 from envs.alfworld import habits, phrases, tables
 from envs.alfworld.compiled import CompiledAlfworld
-from envs.alfworld.dataset import TASK_TYPES, list_games
+from envs.alfworld.dataset import TASK_TYPES, list_games, split_folder
 from envs.alfworld.expert import expert_action
 from envs.alfworld.sheets import CAN, MARKS, PLACE_CAN
 from envs.alfworld.tables import Games, Tables, compile_games
@@ -67,9 +67,10 @@ def generated_split(
     """`generate_games` in the rooms of the `train` games of a data folder (of `valid_train`, if it has no `train`), with
     `valid_seen` and `valid_unseen` held out. Raises: as `list_games` and `generate_games`."""
     try:
-        given = list_games("train", data)
+        split_folder(split := "train", data)
     except ValueError:
-        given = list_games("valid_train", data)
+        split = "valid_train"
+    given = list_games(split, data)
     held_out = [game.path for split in ("valid_seen", "valid_unseen") for game in list_games(split, data)]
     return generate_games([game.path for game in given], held_out, number, seed, logic, cache)
 
@@ -126,9 +127,12 @@ def tasks_of(games: Tables) -> list[Task]:
         lamps = _flags(games.lamp[g])
         target = of(lamps, games.thing_word) if lamps.any() else of(games.target[g], games.place_word)
         task = TASK_TYPES[games.task[g]] if games.task[g] < len(TASK_TYPES) else "unknown"
-        room = tuple(words[word] for word in games.place_word[g] if word)
-        found.append(Task(task, of(_flags(games.wanted[g]), games.thing_word), target, room))
+        found.append(Task(task, of(_flags(games.wanted[g]), games.thing_word), target, _room(words, games, g)))
     return found
+
+
+def _room(words: Sequence[str], games: Games, g: int) -> tuple[str, ...]:
+    return tuple(words[word] for word in games.place_word[g] if word)
 
 
 def _made(words: Sequence[str], given: Games, refused: set[Task], number: int, rng: np.random.Generator) -> Games:
@@ -167,7 +171,8 @@ def _won(env: CompiledAlfworld) -> np.ndarray:
         return won & ~env.won(state)
 
     count = len(env)
-    games = jnp.arange(count + -count % BATCH).reshape(-1, BATCH) % count
+    batch = min(BATCH, count)
+    games = jnp.arange(count + -count % batch).reshape(-1, batch) % count
     return np.asarray(jax.jit(lambda games: jax.lax.map(jax.vmap(play), games))(games)).ravel()[:count]
 
 
@@ -179,14 +184,14 @@ def _possible_tasks(games: Tables, refused: set[Task]) -> dict[str, dict[int, li
     possible: dict[str, dict[int, list[Task]]] = {}
     for g in range(len(games.task)):
         loose = _loose(games, g)
-        room = tuple(words[word] for word in games.place_word[g] if word)
+        room = _room(words, games, g)
         can = dict(zip(CAN, _flags(games.can[g], loose.size), strict=True))
         accepts = _flags(games.accepts[g], loose.size)
         thing_kind, place_kind = kind[games.thing_word[g]], kind[games.place_word[g]]
+        lit = sorted({names[k] for k in thing_kind[can["toggleable"]]} & lamps)
         for k in np.unique(thing_kind[loose]):
             own = loose & (thing_kind == k)
             fits = [names[p] for p in np.unique(place_kind[(accepts & own).any(1)])]
-            lit = sorted({names[l] for l in np.unique(thing_kind[can["toggleable"]])} & lamps)
             for task in TASK_TYPES:
                 _, able, tool = _TREATED.get(task, (None, None, None))
                 if able and not ((can[able] & own).any() and games.place_can[g, PLACE_CAN.index(tool)].any()):

@@ -36,8 +36,8 @@ def room(tables: Tables, g: int) -> tuple:
     return repr(names), repr(np.trim_zeros(games.within[g].ravel()).tolist())
 
 
-def write_game(tables: Tables, g: int, given: Path, path: Path) -> None:
-    """Writes the game `g` of the tables as `path`; `given` is a game with the same room and things."""
+def write_game(tables: Tables, g: int, given: Path, folder: Path) -> Path:
+    """Writes the game `g` of the tables below `folder`; `given` is a game with the same room and things."""
     texts, games, words = json.loads(given.read_text()), tables.games, tables.words
     id_of = {f" {entity.name}": id for id, entity in load_game(given).data.narrator.entities.items()}
     count = games.thing_word.shape[1]
@@ -49,12 +49,10 @@ def write_game(tables: Tables, g: int, given: Path, path: Path) -> None:
     location = dict(zip(games.location[g].tolist(), map(spots.get, place), strict=True))
 
     head, goal = problem.split("(:goal")
-    for name, subject in (("inreceptacle", "object"), ("objectatlocation", "object"), *((mark, "object") for mark in MARKS)):
-        del subject
-        own = "|".join(map(re.escape, filter(None, thing)))
-        places = "|".join(map(re.escape, filter(None, place)))
-        behind = {"inreceptacle": rf"\s+(?:{places})", "objectatlocation": r"\s+\S+"}.get(name, "")
-        head = re.sub(rf"\({name}\s+(?:{own}){behind}\s*\)", "", head)
+    own, places = ("|".join(map(re.escape, filter(None, ids))) for ids in (thing, place))
+    arguments = dict.fromkeys(MARKS, "") | {"inreceptacle": rf"\s+(?:{places})", "objectatlocation": r"\s+[^\s()]+"}
+    for name, more in arguments.items():
+        head = re.sub(rf"\({name}\s+(?:{own}){more}\s*\)", "", head)
     facts = [f"(inreceptacle {thing[o]} {place[r]})" for r, o in zip(*np.nonzero(flags(games.inside)), strict=True)]
     facts += [f"(objectatlocation {thing[o]} {location[l]})" for l, o in zip(*np.nonzero(flags(games.lying)), strict=True)]
     facts += [f"({MARKS[m]} {thing[o]})" for m, o in zip(*np.nonzero(flags(games.marks)), strict=True)]
@@ -71,7 +69,7 @@ def write_game(tables: Tables, g: int, given: Path, path: Path) -> None:
     texts["pddl_problem"] = f"{head} (:goal (and {goal})))"
     sentence = "".join(words[word] for word in games.goal[g]).rstrip(".")
     texts["grammar"] = re.sub(r'Your task is to: [^"]*?(\.?")', rf"Your task is to: {sentence}\1", texts["grammar"])
-    path = path / f"{task}-{g}" / "game.tw-pddl"
+    path = folder / f"{task}-{g}" / "game.tw-pddl"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(texts))
     return path
