@@ -12,12 +12,13 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from envs.alfworld.dataset import ENVIRONMENT_VARIABLE, list_games
+from envs.alfworld.generated import generate_games
 from envs.alfworld.habits import search_order
 from envs.alfworld.numbered import NumberedAlfworld
-from envs.alfworld.tables import compile_games
+from envs.alfworld.tables import Tables, compile_games, joined
 from envs.household import Household
 from envs.sokoban import Sokoban
 from hgpo_jax.config import Config
@@ -55,16 +56,49 @@ def sokoban(config: Config) -> Sokoban:
 
 def alfworld(config: Config) -> NumberedAlfworld:
     """The games of all splits that a run can train on or be evaluated on, for they share one vocabulary. Raises ConfigError."""
-    return _alfworld(alfworld_data(config), config.env.split, config.env.max_turns, config.cache_dir)[0]
+    return _alfworld(*_which_games(config))[0]
 
 
 def alfworld_games(config: Config) -> dict[str, np.ndarray]:
     """The numbers of the games of each stream of tasks (`rollout/tasks.py`), i32[.]. Raises ConfigError."""
+    _, games = _alfworld(*_which_games(config))
+    if (held_out := config.env.held_out) not in games:
+        list_alfworld(alfworld_data(config), held_out)  # says why
+    return {"train": games["train"], "warm_start": games["train"], "held_out": games[held_out]}
+
+
+def _which_games(config: Config) -> tuple:
     env = config.env
-    _, games = _alfworld(alfworld_data(config), env.split, env.max_turns, config.cache_dir)
-    if env.held_out not in games:
-        list_alfworld(alfworld_data(config), env.held_out)  # says why
-    return {"train": games[env.split], "warm_start": games[env.split], "held_out": games[env.held_out]}
+    made = env.generated if env.split == "generated" else 0
+    return alfworld_data(config), env.split, made, env.max_turns, Path(config.cache_dir, "alfworld")
+
+
+@functools.lru_cache(maxsize=2)  # policy, plan and runner all ask for it
+def _alfworld(data: str, split: str, made: int, max_turns: int, cache: Path) -> tuple[NumberedAlfworld, dict[str, np.ndarray]]:
+    if made:
+        try:
+            files = list_alfworld(data, "train")
+        except ConfigError:
+            files = list_alfworld(data, "valid_train")
+    else:
+        files = list_alfworld(data, split)
+    count, held_out, games = len(files), [], {"train": np.arange(len(files), dtype=np.int32)}
+    for name in HELD_OUT:
+        with contextlib.suppress(ConfigError):  # a folder need not have both; `alfworld_games` needs the one that is asked for
+            found = list_alfworld(data, name)
+            games[name] = count + len(held_out) + np.arange(len(found), dtype=np.int32)
+            held_out += found
+    try:
+        words, tables = compile_games([*files, *held_out], cache=cache)
+        order = search_order(words, jax.tree.map(lambda field: field[:count], tables))
+        if made:
+            games["train"] = np.append(games["train"], len(tables.task) + np.arange(made, dtype=np.int32))
+            tables = joined(tables, generate_games(files, held_out, made, seed=0, cache=cache).games)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"env.data={data}: {' '.join(str(error).split())}") from None
+    env = NumberedAlfworld(Tables(words, tables), max_turns)
+    env.search_order = order  # the expert knows nothing of held-out games
+    return env, games
 
 
 def alfworld_data(config: Config) -> str:
@@ -81,25 +115,6 @@ def list_alfworld(data: str, split: str) -> list[Path]:
     """The games of a split. Raises ConfigError."""
     try:
         return [game.path for game in list_games(split, data)]
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"env.data={data}: {' '.join(str(error).split())}") from None
-
-
-@functools.lru_cache(maxsize=2)  # policy, plan and runner all ask for it
-def _alfworld(data: str, split: str, max_turns: int, cache_dir: str) -> tuple[NumberedAlfworld, dict[str, np.ndarray]]:
-    paths, games = list_alfworld(data, split), {}
-    games[split] = np.arange(len(paths), dtype=np.int32)
-    for name in HELD_OUT:
-        with contextlib.suppress(ConfigError):  # a folder need not have both; `alfworld_games` needs the one that is asked for
-            found = list_alfworld(data, name)
-            games[name] = np.arange(len(paths), len(paths) + len(found), dtype=np.int32)
-            paths += found
-    try:
-        tables = compile_games(paths, cache=Path(cache_dir, "alfworld"))
-        env = NumberedAlfworld(tables, max_turns)
-        # The expert knows the habits of the games that are trained on, not those of held-out ones.
-        env.search_order = search_order(tables.words, jax.tree.map(lambda a: a[games[split]], tables.games))
-        return env, games
     except (ValueError, OSError) as error:
         raise ConfigError(f"env.data={data}: {' '.join(str(error).split())}") from None
 
@@ -130,6 +145,8 @@ class CompiledRunner:
         except ValueError as error:
             raise ConfigError(str(error)) from None
         self.env, self.task_types, self._games = env, env.task_types, games
+        # Given to the program as an argument: thousands of games take longer to compile into it.
+        self._tables = jax.device_put(env.tables, NamedSharding(mesh, PartitionSpec())) if games else None
         self.num_tasks, self.num_held_out_tasks = (games and len(games[stream]) for stream in ("train", "held_out"))
         self.program = make_rollout(
             env, network(model), mesh, history_length=config.rollout.history_length,
@@ -147,7 +164,7 @@ class CompiledRunner:
           groups: i32[B], prompt groups.
           held_out: whether the tasks are held-out ones.
         """
-        return RolloutResult(self.program(params, tasks, keys, groups, decoding), None)
+        return RolloutResult(self.program(params, tasks, keys, groups, decoding, self._tables), None)
 
     def select_tasks(self, stream: str, seed: int, indices) -> jax.Array:
         """What `rollout` takes as the tasks with these numbers, i32[B], in a stream (`rollout/tasks.py`)."""
@@ -158,11 +175,11 @@ class CompiledRunner:
 
     def abstract_episodes(self, params, inputs: tuple) -> Episodes:
         """Shapes and dtypes of the episodes of `rollout(params, *inputs)`, nothing computed."""
-        return jax.eval_shape(self.program, params, *inputs)
+        return jax.eval_shape(self.program, params, *inputs, self._tables)
 
     def compile(self, params, inputs: tuple) -> None:
         """Compiles the rollout, whose first call then finds it in the compilation cache."""
-        self.program.lower(params, *inputs).compile()
+        self.program.lower(params, *inputs, self._tables).compile()
 
     def transcript(self, result: RolloutResult, index: int) -> str:
         """One episode as a person would read it."""

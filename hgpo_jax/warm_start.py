@@ -57,7 +57,7 @@ def generate_play(
     """
     expert = EXPERTS[type(env)]
 
-    def episode(task, key):
+    def episode(env, task, key):
         row = start_episode(env, max(history_length, 1), task, key)
 
         def turn(row, t):
@@ -85,7 +85,10 @@ def generate_play(
         _, (rows, won) = jax.lax.scan(turn, row, jnp.arange(env.max_turns))
         return rows, won.any()
 
-    rows, success = jax.jit(jax.vmap(episode))(tasks, jax.random.split(key, len(tasks)))
+    def episodes(tables, tasks, keys):
+        return jax.vmap(functools.partial(episode, env if tables is None else env.bound(tables)))(tasks, keys)
+
+    rows, success = jax.jit(episodes)(getattr(env, "tables", None), tasks, jax.random.split(key, len(tasks)))
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), rows), success
 
 

@@ -72,7 +72,10 @@ class EnvConfig(Section):
     )
     max_turns: int = field(20, "actions after which an episode ends", ge=1, le=1000)
     data: str = field("", "folder of ALFWorld's (default: ALFWORLD_DATA) or WebShop's files; data=FOLDER is short for it")
-    split: Literal["train", "valid_train"] = field("train", "alfworld: games to train on")
+    split: Literal["train", "valid_train", "generated"] = field(
+        "train", "alfworld: games to train on; generated: the training games there are, and more made of them (compiled only)"
+    )
+    generated: int = field(4000, "alfworld: games made for env.split=generated", ge=1)
     held_out: Literal["valid_seen", "valid_unseen"] = field("valid_seen", "alfworld: games to evaluate on")
     goal_order: Literal["original", "verl-agent"] = field(
         "original", "webshop: one shuffle of the goals for all, the first 500 held out; or as verl-agent a shuffle for each "
@@ -312,6 +315,8 @@ def check_together(config: Config) -> None:
         f"log.keep_best={config.log.keep_best}: the best by validation; give evaluation.every, too":
             config.log.keep_best and not config.evaluation.every,
         f"env.compiled=true: env.name={env.name} has no such choice; leave it out": env.compiled and env.name != "alfworld",
+        "env.split=generated: has no files to play on the host; give env.compiled=true, too":
+            env.name == "alfworld" and env.split == "generated" and not env.compiled,
         f"policy.tokenizer={config.policy.tokenizer}: with env.compiled=true a policy has the games' own words; leave it out":
             env.compiled and config.policy.tokenizer,
         f"warm_start=cloning: there is no play to clone for env.name={env.name}{text}; give warm_start=none":

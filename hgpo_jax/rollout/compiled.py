@@ -59,10 +59,10 @@ def parse_answer(response, length, end: int, answer_length: int):
 
 
 def make_rollout(env, graphdef, mesh: Mesh, *, history_length: int, decode_batch_size: int, end: int, act: int):
-    """Builds `rollout(params, tasks, keys, groups, decoding) -> Episodes`, jitted.
+    """Builds `rollout(params, tasks, keys, groups, decoding, tables=None) -> Episodes`, jitted.
 
     It takes tasks [B], random keys or of an environment with a list of games their numbers, keys [B], random keys, groups
-    i32[B] and a `sampling.Decoding`.
+    i32[B] and a `sampling.Decoding`; and, of such an environment, its `tables` where the program shall not hold them.
 
     Args:
       env: a compiled environment such as `envs.household.Household` or `envs.sokoban.Sokoban`.
@@ -76,18 +76,22 @@ def make_rollout(env, graphdef, mesh: Mesh, *, history_length: int, decode_batch
       ValueError: the environment lacks something (`requirements.py`).
     """
     check_compiled(env, ROLLOUT)
-    program = _Program(env, graphdef, mesh.shape["fsdp"], history_length, decode_batch_size, end, act)
+
+    def play(tables, *inputs):
+        played = env if tables is None else env.bound(tables)
+        return _Program(played, graphdef, mesh.shape["fsdp"], history_length, decode_batch_size, end, act).play(*inputs)
+
     play_shards = jax.shard_map(
-        program.play,
+        play,
         mesh=mesh,
-        in_specs=(P(), P("data"), P("data"), P()),
+        in_specs=(P(), P(), P("data"), P("data"), P()),
         out_specs=P("data"),
         axis_names={"data"},
         check_vma=False,
     )
 
-    def rollout(params, tasks, keys, groups, decoding) -> Episodes:
-        result = play_shards(params, tasks, keys, decoding)
+    def rollout(params, tasks, keys, groups, decoding, tables=None) -> Episodes:
+        result = play_shards(tables, params, tasks, keys, decoding)
         # Episodes are small: every device gets all of them, so that groups and mini-batches can cut across devices.
         record, final, task, won = jax.lax.with_sharding_constraint(result, NamedSharding(mesh, P()))
         states, next_states = _state_ids(record["observations"], final, record["mask"])

@@ -42,7 +42,7 @@ def prompt_length(env, history_length: int) -> int:
 def prompt_widths(env, history_length: int) -> list[int]:
     """Slots with which prompts are read, ascending to P: several where they are of different lengths."""
     P = prompt_length(env, history_length)
-    return sorted({-(-P * part // 5) for part in (2, 3, 4, 5)}) if hasattr(env, "prompt") else [P]
+    return sorted({-(-P * part // 5) for part in (3, 5)}) if hasattr(env, "prompt") else [P]
 
 
 def answer_length(env) -> int:
