@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from envs.alfworld.dataset import ENVIRONMENT_VARIABLE, list_games
+from envs.alfworld.generated import generate_games
+from envs.alfworld.habits import search_order
+from envs.alfworld.numbered import NumberedAlfworld
+from envs.alfworld.tables import Tables, compile_games, joined
 from envs.household import Household
 from envs.sokoban import Sokoban
 from hgpo_jax.config import Config
+from hgpo_jax.config.tree import EnvConfig
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.policy import ModelConfig, network
 from hgpo_jax.policy.tokenizer import ACT
@@ -45,30 +54,100 @@ def sokoban(config: Config) -> Sokoban:
         raise ConfigError(f"env.{error}") from None
 
 
-COMPILED = {"household": household, "sokoban": sokoban}
+def alfworld(config: Config) -> NumberedAlfworld:
+    """The games of all splits that a run can train on or be evaluated on, for they share one vocabulary. Raises ConfigError."""
+    return _alfworld(*_which_games(config))[0]
+
+
+def alfworld_games(config: Config) -> dict[str, np.ndarray]:
+    """The numbers of the games of each stream of tasks (`rollout/tasks.py`), i32[.]. Raises ConfigError."""
+    _, games = _alfworld(*_which_games(config))
+    if (held_out := config.env.held_out) not in games:
+        list_alfworld(alfworld_data(config), held_out)  # says why
+    return {"train": games["train"], "warm_start": games["train"], "held_out": games[held_out]}
+
+
+def _which_games(config: Config) -> tuple:
+    env = config.env
+    made = env.generated if env.split == "generated" else 0
+    return alfworld_data(config), env.split, made, env.max_turns, Path(config.cache_dir, "alfworld")
+
+
+@functools.lru_cache(maxsize=2)  # policy, plan and runner all ask for it
+def _alfworld(data: str, split: str, made: int, max_turns: int, cache: Path) -> tuple[NumberedAlfworld, dict[str, np.ndarray]]:
+    if made:
+        try:
+            files = list_alfworld(data, "train")
+        except ConfigError:
+            files = list_alfworld(data, "valid_train")
+    else:
+        files = list_alfworld(data, split)
+    count, held_out, games = len(files), [], {"train": np.arange(len(files), dtype=np.int32)}
+    for name in HELD_OUT:
+        with contextlib.suppress(ConfigError):  # a folder need not have both; `alfworld_games` needs the one that is asked for
+            found = list_alfworld(data, name)
+            games[name] = count + len(held_out) + np.arange(len(found), dtype=np.int32)
+            held_out += found
+    try:
+        words, tables = compile_games([*files, *held_out], cache=cache)
+        order = search_order(words, jax.tree.map(lambda field: field[:count], tables))
+        if made:
+            games["train"] = np.append(games["train"], len(tables.task) + np.arange(made, dtype=np.int32))
+            tables = joined(tables, generate_games(files, held_out, made, seed=0, cache=cache).games)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"env.data={data}: {' '.join(str(error).split())}") from None
+    env = NumberedAlfworld(Tables(words, tables), max_turns)
+    env.search_order = order  # the expert knows nothing of held-out games
+    return env, games
+
+
+def alfworld_data(config: Config) -> str:
+    """The folder of ALFWorld's games. Raises ConfigError where none is given."""
+    if folder := config.env.data or os.environ.get(ENVIRONMENT_VARIABLE, ""):
+        return folder
+    raise ConfigError(
+        "env.data=: alfworld needs its games; unpack ALFWorld's json_2.1.1 (or later) and give data=FOLDER, where it lies, "
+        f"or set {ENVIRONMENT_VARIABLE}"
+    )
+
+
+def list_alfworld(data: str, split: str) -> list[Path]:
+    """The games of a split. Raises ConfigError."""
+    try:
+        return [game.path for game in list_games(split, data)]
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"env.data={data}: {' '.join(str(error).split())}") from None
+
+
+HELD_OUT = get_args(EnvConfig.model_fields["held_out"].annotation)
+COMPILED = {"household": household, "sokoban": sokoban, "alfworld": alfworld}
 
 
 class CompiledRunner:
-    """Runs an embedded environment: a rollout is one compiled program.
+    """Runs a compiled environment: a rollout is one compiled program.
+
+    Args:
+      games: of an environment with a list of games, the numbers (i32[.]) of those of each stream of tasks.
 
     Attributes:
       env: the environment.
       program: the jitted rollout (`rollout.compiled.make_rollout`).
       task_types: names; `Episodes.task` is an index into them.
-      num_tasks, num_held_out_tasks: None, because tasks are generated.
+      num_tasks, num_held_out_tasks: games to train on and held-out ones; None where tasks are generated.
 
     Raises:
       ConfigError: the environment lacks something (`rollout/requirements.py`).
     """
 
-    num_tasks = num_held_out_tasks = None
-
-    def __init__(self, config: Config, env, model: ModelConfig, tokenizer, mesh: Mesh):
+    def __init__(self, config: Config, env, model: ModelConfig, tokenizer, mesh: Mesh, games: dict | None = None):
         try:
             check_compiled(env, RUNNER)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        self.env, self.task_types = env, env.task_types
+        self.env, self.task_types, self._games = env, env.task_types, games
+        # Given to the program as an argument: thousands of games take longer to compile into it.
+        self._tables = jax.device_put(env.tables, NamedSharding(mesh, PartitionSpec())) if games else None
+        self.num_tasks, self.num_held_out_tasks = (games and len(games[stream]) for stream in ("train", "held_out"))
         self.program = make_rollout(
             env, network(model), mesh, history_length=config.rollout.history_length,
             decode_batch_size=config.rollout.decode_batch_size, end=tokenizer.eos_token_id,
@@ -85,31 +164,36 @@ class CompiledRunner:
           groups: i32[B], prompt groups.
           held_out: whether the tasks are held-out ones.
         """
-        return RolloutResult(self.program(params, tasks, keys, groups, decoding), None)
+        return RolloutResult(self.program(params, tasks, keys, groups, decoding, self._tables), None)
 
     def select_tasks(self, stream: str, seed: int, indices) -> jax.Array:
         """What `rollout` takes as the tasks with these numbers, i32[B], in a stream (`rollout/tasks.py`)."""
-        return task_keys(stream, seed, indices)
+        if self._games is None:
+            return task_keys(stream, seed, indices)
+        games = self._games[stream]
+        return jnp.asarray(games[task_numbers(stream, seed, np.asarray(indices), len(games))])
 
     def abstract_episodes(self, params, inputs: tuple) -> Episodes:
         """Shapes and dtypes of the episodes of `rollout(params, *inputs)`, nothing computed."""
-        return jax.eval_shape(self.program, params, *inputs)
+        return jax.eval_shape(self.program, params, *inputs, self._tables)
 
     def compile(self, params, inputs: tuple) -> None:
         """Compiles the rollout, whose first call then finds it in the compilation cache."""
-        self.program.lower(params, *inputs).compile()
+        self.program.lower(params, *inputs, self._tables).compile()
 
     def transcript(self, result: RolloutResult, index: int) -> str:
         """One episode as a person would read it."""
         episodes = result.episodes
         text = lambda ids: self.env.decode([i for i in np.asarray(ids) if i < len(self.env.words)])  # noqa: E731
         outcome = "success" if episodes.success[index] else "failure"
-        lines = [f"task: {text(episodes.prompts[index, 0][: self.env.goal_length])} ({outcome})"]
+        own, prompts = hasattr(self.env, "prompt"), episodes.prompts[index]
+        goal = self.env.goal_text(episodes.observations[index, 0]) if own else text(prompts[0][: self.env.goal_length])
+        lines = [f"task: {goal} ({outcome})"]
         for t in range(int(episodes.mask[index].sum())):
             invalid = "   (invalid)" if episodes.invalid[index, t] else ""
-            lines.append(
-                f"  {text(episodes.observations[index, t])}\n    > {text(episodes.responses[index, t])}{invalid}"
-            )
+            response = episodes.responses[index, t]
+            action = self.env.answer_text(prompts[t], response) if own else text(response)
+            lines.append(f"  {text(episodes.observations[index, t])}\n    > {action}{invalid}")
         return "\n".join(lines)
 
 
@@ -167,21 +251,14 @@ def make_environments(config: Config) -> tuple[Callable, Callable]:
 
         make = functools.partial(SokobanText, sokoban(config))
         return make, make
-    data = env.data or (os.environ.get("ALFWORLD_DATA", "") if env.name == "alfworld" else "")
-    if not data:
-        raise ConfigError(f"env.data=: {env.name} needs its data; give data=FOLDER")
     if env.name == "alfworld":
-        from envs.alfworld.dataset import list_games
         from envs.alfworld.text import AlfworldText
 
-        def games(split):
-            try:
-                return [game.path for game in list_games(split, data)]
-            except (ValueError, OSError) as error:
-                raise ConfigError(f"env.data={data}: {' '.join(str(error).split())}") from None
-
-        make = functools.partial(AlfworldText, max_turns=env.max_turns)
-        return functools.partial(make, games(env.split)), functools.partial(make, games(env.held_out))
+        make, data = functools.partial(AlfworldText, max_turns=env.max_turns), alfworld_data(config)
+        return tuple(functools.partial(make, list_alfworld(data, split)) for split in (env.split, env.held_out))
+    data = env.data
+    if not data:
+        raise ConfigError(f"env.data=: {env.name} needs its data; give data=FOLDER")
     try:
         from envs.webshop.text import WebshopText
 

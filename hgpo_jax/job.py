@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from hgpo_jax import memory
 from hgpo_jax.config import Config, check_together
-from hgpo_jax.environments import COMPILED, CompiledRunner, TextRunner, make_environments
+from hgpo_jax.environments import COMPILED, CompiledRunner, TextRunner, alfworld_games, make_environments
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.methods import METHODS, Method
@@ -166,7 +166,7 @@ def make_policy(config: Config, model: ModelConfig, mesh: Mesh) -> Policy:
     """The configured policy: given weights, or fresh ones for the environment's words or a tokenizer. Raises ConfigError."""
     settings = config.policy
     name = config.env.name
-    words = word_tokenizer(COMPILED[name](config).words) if name in COMPILED else None
+    words = word_tokenizer(COMPILED[name](config).words) if config.env.runs_compiled else None
     if not settings.source:
         params = cast(initialize(model, config.seed, mesh), settings.dtype)
         return Policy(model, params, words or load_tokenizer(settings.tokenizer))
@@ -196,7 +196,7 @@ def build(config: Config, mesh: Mesh | None = None) -> Job:
     if any(path.exists() and not path.is_dir() for path in (compiled, *compiled.parents)):
         raise ConfigError(f"cache_dir={config.cache_dir}: part of the path is a file; choose another folder")
     jax.config.update("jax_compilation_cache_dir", str(compiled))
-    texts = () if config.env.name in COMPILED else make_environments(config)
+    texts = () if config.env.runs_compiled else make_environments(config)
     policy = make_policy(config, check_memory(config, mesh), mesh)
     adapted = policy.config
     if config.lora.rank:
@@ -204,5 +204,6 @@ def build(config: Config, mesh: Mesh | None = None) -> Job:
     if texts:
         runner = TextRunner(config, *texts, adapted, policy.tokenizer, mesh)
     else:
-        runner = CompiledRunner(config, COMPILED[config.env.name](config), adapted, policy.tokenizer, mesh)
+        games = alfworld_games(config) if config.env.name == "alfworld" else None
+        runner = CompiledRunner(config, COMPILED[config.env.name](config), adapted, policy.tokenizer, mesh, games)
     return Job(config=config, mesh=mesh, policy=policy, adapted=adapted, runner=runner)

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from flax import struct
 
 MAX_SEGMENTS = 16  # of one sequence
-# Shorter prompts fill their slots well enough unpacked: all of one environment are about equally long.
-PACK_FROM = 256  # prompt slots
+# Shorter prompts fill their slots well enough unpacked: of the environments that have them all are about equally long.
+PACK_FROM = 160  # prompt slots
 
 
 class SequenceShape(NamedTuple):

@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from hgpo_jax import cli, memory
 from hgpo_jax import config as configuration
 from hgpo_jax.config import Config
-from hgpo_jax.environments import COMPILED, TextRunner, make_environments
+from hgpo_jax.environments import TextRunner, make_environments
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.evaluation import describe_evaluation, evaluate
 from hgpo_jax.files import atomic_write
@@ -44,7 +44,7 @@ def dry_run(config: Config) -> None:
     configuration.check_together(config)
     try:
         mesh = make_mesh("auto") if config.mesh == "auto" else abstract_mesh(config.mesh)
-        texts = () if config.env.name in COMPILED else make_environments(config)
+        texts = () if config.env.runs_compiled else make_environments(config)
         workload = memory.workload_of(config, mesh)
         phases = memory.bytes_by_phase(config, mesh, workload)
         if texts:

@@ -22,11 +22,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from envs.alfworld import expert as alfworld_expert
+from envs.alfworld.numbered import NumberedAlfworld
 from envs.household import Household
 from envs.household import expert as household_expert
 from envs.sokoban import Sokoban
 from envs.sokoban import expert as sokoban_expert
 from hgpo_jax.config import Config
+from hgpo_jax.environments import alfworld
 from hgpo_jax.errors import ConfigError, RunError
 from hgpo_jax.job import Job
 from hgpo_jax.learner import make_cloning_loss, make_update
@@ -34,46 +37,46 @@ from hgpo_jax.policy import Policy, load_policy
 from hgpo_jax.policy.tokenizer import ACT
 from hgpo_jax.progress import Progress
 from hgpo_jax.rollout.compiled import start_episode
-from hgpo_jax.rollout.prompts import build_prompt
-from hgpo_jax.rollout.tasks import task_keys
+from hgpo_jax.rollout.prompts import answer_of, make_prompt
 from hgpo_jax.run import distributed
 from hgpo_jax.sampling import Decoding
 from hgpo_jax.training_batch import TrainingBatch
 
-EXPERTS = {Household: household_expert, Sokoban: sokoban_expert}
+EXPERTS = {Household: household_expert, Sokoban: sokoban_expert, NumberedAlfworld: alfworld_expert}
 STEPS_PER_CALL = 50  # between checks of success
 ROOT, OURS = Path(__file__).parent.parent, ("hgpo_jax", "envs")  # where this project's packages are
 
 
 def generate_play(
-    env, key, seed: int, *, episodes: int, noise: float, history_length: int, end: int, act: int
+    env, key, tasks, *, noise: float, history_length: int, end: int, act: int
 ) -> tuple[TrainingBatch, jax.Array]:
-    """Plays and labels.
+    """Plays and labels an episode of each task, as a rollout takes them.
 
-    Returns: (TrainingBatch of episodes * max_turns decisions, response_lengths 0 where an episode had ended; success
-      bool[episodes]).
+    Returns: (TrainingBatch of tasks x max_turns decisions, response_lengths 0 where an episode had ended or no answer means
+      what the expert would do; success bool[tasks]).
     """
     expert = EXPERTS[type(env)]
 
-    def episode(task_key, key):
-        row = start_episode(env, max(history_length, 1), task_key, key)
+    def episode(env, task, key):
+        row = start_episode(env, max(history_length, 1), task, key)
 
         def turn(row, t):
             keys = jax.random.split(jax.random.fold_in(row.key, t), 3)
             label = expert.expert_action(env, row.env, row.history.actions, keys[0])
             action = jnp.where(jax.random.uniform(keys[1]) < noise, expert.random_action(env, row.env, keys[2]), label)
             history = row.history if history_length else jax.tree.map(lambda a: a[:0], row.history)
-            prompt = build_prompt(row.goal, history, row.observation, act)
-            words = (label != 0).sum()
-            response = jnp.concatenate([label, jnp.zeros(1, jnp.int32)]).at[words].set(end)
+            prompt, length = make_prompt(env, row.env, row.goal, history, row.observation, act)
+            answer = answer_of(env, row.env, label)
+            words = (answer != 0).sum()
+            response = jnp.concatenate([answer, jnp.zeros(1, jnp.int32)]).at[words].set(end)
             state, observation, _, done, _ = env.step(row.env, action)
             after = row.replace(env=state, observation=observation, history=row.history.push(row.observation, action))
             after = after.replace(done=row.done | done)
             rows = TrainingBatch(
                 prompts=prompt,
-                prompt_lengths=jnp.int32(prompt.shape[0]),
+                prompt_lengths=length,
                 responses=response,
-                response_lengths=jnp.where(row.done, 0, words + 1),
+                response_lengths=jnp.where(row.done | (words == 0), 0, words + 1),
                 old_logp=jnp.zeros(response.shape),
                 advantages=jnp.float32(0),
             )
@@ -82,8 +85,10 @@ def generate_play(
         _, (rows, won) = jax.lax.scan(turn, row, jnp.arange(env.max_turns))
         return rows, won.any()
 
-    tasks = task_keys("warm_start", seed, jnp.arange(episodes))
-    rows, success = jax.jit(jax.vmap(episode))(tasks, jax.random.split(key, episodes))
+    def episodes(tables, tasks, keys):
+        return jax.vmap(functools.partial(episode, env if tables is None else env.bound(tables)))(tasks, keys)
+
+    rows, success = jax.jit(episodes)(getattr(env, "tables", None), tasks, jax.random.split(key, len(tasks)))
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), rows), success
 
 
@@ -94,8 +99,8 @@ def clone(job: Job) -> dict:
     key = jax.random.key(config.seed)
     end, act = policy.tokenizer.eos_token_id, policy.tokenizer.convert_tokens_to_ids(ACT)
     rows, success = generate_play(
-        env, jax.random.fold_in(key, 1), config.seed, episodes=settings.episodes, noise=settings.noise,
-        history_length=config.rollout.history_length, end=end, act=act,
+        env, jax.random.fold_in(key, 1), job.runner.select_tasks("warm_start", config.seed, jnp.arange(settings.episodes)),
+        noise=settings.noise, history_length=config.rollout.history_length, end=end, act=act,
     )  # fmt: skip
     total = rows.response_lengths.shape[0]
     count = (rows.response_lengths > 0).sum()  # an argument of what is compiled, which then serves every seed
@@ -114,7 +119,7 @@ def clone(job: Job) -> dict:
             params, opt_state, None, rows, order, jnp.minimum(STEPS_PER_CALL * settings.batch_size, count), 1.0
         )
 
-    practice = task_keys("warm_start", config.seed, settings.episodes + jnp.arange(job.batch))
+    practice = job.runner.select_tasks("warm_start", config.seed, settings.episodes + jnp.arange(job.batch))
     groups = jnp.arange(job.batch, dtype=jnp.int32)
 
     def practice_success(params, step):
@@ -181,6 +186,8 @@ def cache_key(config: Config) -> str:
         str(config.learner.microbatch_size),
         *(f"{package} {version(package)}" for package in ("jax", "jaxlib", "flax", "optax")),
     ]
+    if config.env.name == "alfworld":
+        parts.append(alfworld(config).digest)
     digest = hashlib.sha256("\0".join(parts).encode())
     for file in sources():
         digest.update(f"\0{file.relative_to(ROOT).as_posix()}\0".encode() + file.read_bytes())

@@ -20,14 +20,13 @@ class Layout:
     Attributes:
       slots: i32[bits, 3], for each bit its verb and its arguments as places in the list of names that `admissible` makes.
       words: which verbs share words of bits.
-      place_word, location, thing_word: i16[G, R], [G, R] and [G, O], as in `Games` but sorted by name.
+      by_name: the fields place_word, location i16[G, R] and thing_word i16[G, O] of `Games` sorted by name.
     """
 
     def __init__(self, games: Games):
         (_, R), (_, O), K = games.place_word.shape, games.thing_word.shape, games.here.shape[2]
-        self.place_word = np.take_along_axis(games.place_word, games.place_order, 1)
-        self.location = np.take_along_axis(games.location, games.place_order, 1)
-        self.thing_word = np.take_along_axis(games.thing_word, games.thing_order, 1)
+        sorted_by = {"place_word": games.place_order, "location": games.place_order, "thing_word": games.thing_order}
+        self.by_name = {field: np.take_along_axis(games[field], order, 1) for field, order in sorted_by.items()}
         here, held = 1 + len(VERBS) + np.arange(K), np.array([1 + len(VERBS) + K])
         place = held + 1 + np.arange(R)
         thing = place[-1] + 1 + np.arange(O)
@@ -78,7 +77,7 @@ def admissible(env, state) -> tuple[chex.Array, chex.Array]:
     contents = jnp.where(there[:, None], state.inside[here], jnp.uint32(0))
     takes = jnp.where(reach[:, None] & ~holds, contents & can["pickupable"], jnp.uint32(0))
     slices = jnp.where(can_held["knife"], state.lying[at] & can["sliceable"], jnp.uint32(0))
-    location = jnp.asarray(layout.location)[game]
+    location = env.by_name["location"][game]
     always = jnp.ones(1, bool)
     legal = {
         "clean": cleans & can_held["cleanable"],
@@ -108,8 +107,8 @@ def admissible(env, state) -> tuple[chex.Array, chex.Array]:
             jnp.arange(1 + len(VERBS), dtype=jnp.int16),
             games.place_word[game, here],
             games.thing_word[game, held_one][None],
-            jnp.asarray(layout.place_word)[game],
-            jnp.asarray(layout.thing_word)[game],
+            env.by_name["place_word"][game],
+            env.by_name["thing_word"][game],
         ]
     )
     filled = jnp.arange(env.commands) < count

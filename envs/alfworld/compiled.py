@@ -13,6 +13,8 @@ once; beside a place one sees what was once taken out of it and lies at the same
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import re
 from functools import cached_property
 
@@ -24,6 +26,7 @@ import numpy as np
 from envs.alfworld import bits
 from envs.alfworld.commands import Layout, admissible
 from envs.alfworld.dataset import TASK_TYPES
+from envs.alfworld.habits import kinds_of, search_order
 from envs.alfworld.phrases import LINKS, VERBS, command, join
 from envs.alfworld.sheets import CAN, MARKS, PLACE_CAN
 from envs.alfworld.tables import Games, Tables
@@ -78,14 +81,60 @@ class CompiledAlfworld:
         self.listed = max(min(int(games.contents.max()) + brought, self.things), min(int(games.pairs.max()), brought))
         self.sentence = max(5, 2 * self.nearby + 1)  # words before a list
         self.observation_length = max(self.sentence + 3 * self.listed, games.intro.shape[1])
-        self._games = games
+        self._games, self._arrays, self._bound = games, {}, None
         self.layout = Layout(games)
 
-    @cached_property
+    @property
     def games(self) -> Games:
-        """The tables as arrays of the device, shared by all episodes and by all programs."""
-        with jax.ensure_compile_time_eval():
-            return jax.tree.map(jnp.asarray, self._games)
+        """The tables as arrays of the device, shared by all episodes."""
+        return self._on_device("games")
+
+    @property
+    def by_name(self) -> dict[str, chex.Array]:
+        """See `Layout.by_name`."""
+        return self._on_device("by_name")
+
+    @property
+    def search_order(self) -> chex.Array:
+        """See `habits.search_order`, of these games. May be set to that of other games with the same words."""
+        return self._on_device("search_order")
+
+    @search_order.setter
+    def search_order(self, order) -> None:
+        self.tables["search_order"], self._arrays = np.asarray(order), {}
+
+    @property
+    def kind_of_word(self) -> chex.Array:
+        """i32[V], the row of `search_order` for a word that is a name, else -1."""
+        return self._on_device("kind_of_word")
+
+    @cached_property
+    def tables(self) -> dict[str, chex.ArrayTree]:
+        """All arrays about the games, of NumPy: what programs take as an argument that shall hold no game (`bound`)."""
+        order, kinds = search_order(self.words, self._games), kinds_of(self.words)[1]
+        return {"games": self._games, "by_name": self.layout.by_name, "search_order": order, "kind_of_word": kinds}
+
+    def bound(self, tables: dict[str, chex.ArrayTree]) -> CompiledAlfworld:
+        """This environment with other arrays, such as the traced ones of `tables` in a program that has them as an argument."""
+        other = copy.copy(self)
+        other._bound = tables
+        return other
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all words and games, in hexadecimal digits."""
+        parts = ["\0".join(self.words).encode(), *(self._games[field].tobytes() for field in sorted(self._games))]
+        return hashlib.sha256(b"".join(parts)).hexdigest()
+
+    def _on_device(self, name: str):
+        """One of `tables`; where none were bound, as constants, which one mesh cannot have from another."""
+        if self._bound is not None:
+            return self._bound[name]
+        key = name, jax.sharding.get_abstract_mesh()
+        if key not in self._arrays:
+            with jax.ensure_compile_time_eval():
+                self._arrays[key] = jax.tree.map(jnp.asarray, self.tables[name])
+        return self._arrays[key]
 
     def __len__(self) -> int:
         return len(self._games.task)

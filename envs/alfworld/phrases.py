@@ -67,13 +67,18 @@ PHRASES = (
 )  # fmt: skip
 FIXED = ("", *PHRASES)  # word 0 is the empty slot
 ID = {phrase: number for number, phrase in enumerate(FIXED)}
+# Words of prompts alone (`numbered.py`): the numbers of commands, and that there are more of them than a prompt holds. What
+# LINKS holds are words too, so that commands are texts of words.
+NUMBERS, MORE = 96, " ..."
 # No name may run on from a phrase into a longer one, as " armchair 1" would with the word ", and a".
 _NAME = re.compile(r"[a-z]+ [0-9]+")
 _KIND = re.compile(r"[a-z]+")
 
 
 def vocabulary(kinds: Collection[str], names: Collection[str]) -> tuple[str, ...]:
-    """All words: the fixed ones, then " apple" for each kind, then " apple 1" for each name. A word's id is its index.
+    """All words: the fixed ones, then " apple" for each kind, " apple 1" for each name, and the words of prompts and commands.
+
+    A word's id is its index.
 
     Raises:
       ValueError: a kind that is no word of small letters, or a name that is not such a word with a number.
@@ -83,7 +88,14 @@ def vocabulary(kinds: Collection[str], names: Collection[str]) -> tuple[str, ...
         if strange:
             raise ValueError(f"cannot make a word of {strange[0]!r}")
     numbered = sorted((name.split()[0], int(name.split()[1])) for name in names)
-    return (*FIXED, *(f" {kind}" for kind in sorted(kinds)), *(f" {kind} {number}" for kind, number in numbered))
+    named = (f" {kind} {number}" for kind, number in numbered)
+    counted = (number_word(number) for number in range(1, NUMBERS + 1))
+    return (*FIXED, *(f" {kind}" for kind in sorted(kinds)), *named, *counted, MORE, *dict.fromkeys(LINKS.values()))
+
+
+def number_word(number: int) -> str:
+    """The word for a command's number."""
+    return f" [{number}]"
 
 
 class Splitter:

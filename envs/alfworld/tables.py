@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import chex
+import jax
 import numpy as np
 from tqdm import tqdm
 
@@ -143,6 +144,11 @@ def _stack(sheets: list[dict], words: Sequence[str]) -> Games:
     fields["lying"] = np.pad(lying, ((0, 0), (0, L - lying.shape[1]), (0, 0)))
     fields["location_word"] = np.pad(names, ((0, 0), (0, L - names.shape[1])))
     return Games(**fields)
+
+
+def joined(first: Games, second: Games) -> Games:
+    """All games of two tables with the same bounds but for the lengths of texts."""
+    return jax.tree.map(lambda *fields: _pad([row for field in fields for row in field], 0), first, second)
 
 
 def _pad(values: list[np.ndarray], fill: int) -> np.ndarray:

@@ -49,7 +49,7 @@ def field(default, meaning, **limits):
 
 
 class EnvConfig(Section):
-    """The environment: embedded and compiled with the policy (household, sokoban), or text on the host (the others)."""
+    """The environment: compiled with the policy (household, sokoban, on request alfworld), or text on the host (the others)."""
 
     name: Literal["household", "household_text", "sokoban", "sokoban_text", "alfworld", "webshop"] = field(
         "household", "which environment"
@@ -67,9 +67,15 @@ class EnvConfig(Section):
     reward: Literal["success", "gym"] = field(
         "success", "sokoban: 10 for all boxes on targets and nothing else; or as gym-sokoban for every step"
     )
+    compiled: bool = field(
+        False, "alfworld: play the games inside the compiled rollout, with a small policy whose words are the games' own"
+    )
     max_turns: int = field(20, "actions after which an episode ends", ge=1, le=1000)
     data: str = field("", "folder of ALFWorld's (default: ALFWORLD_DATA) or WebShop's files; data=FOLDER is short for it")
-    split: Literal["train", "valid_train"] = field("train", "alfworld: games to train on")
+    split: Literal["train", "valid_train", "generated"] = field(
+        "train", "alfworld: games to train on; generated: the training games there are, and more made of them (compiled only)"
+    )
+    generated: int = field(4000, "alfworld: games made for env.split=generated", ge=1)
     held_out: Literal["valid_seen", "valid_unseen"] = field("valid_seen", "alfworld: games to evaluate on")
     goal_order: Literal["original", "verl-agent"] = field(
         "original", "webshop: one shuffle of the goals for all, the first 500 held out; or as verl-agent a shuffle for each "
@@ -79,6 +85,11 @@ class EnvConfig(Section):
     strict: bool = field(False, "text: an inadmissible action is invalid, beside a malformed response")
     workers: int = field(0, "text: processes that play the environments; 0 plays them in this one", ge=0, le=256)
     time_limit: float = field(60.0, "text: seconds after which an environment in a worker counts as hung", gt=0)
+
+    @property
+    def runs_compiled(self) -> bool:
+        """Whether episodes are sampled in one compiled program; else the environment is text on the host."""
+        return self.name in COMPILED or (self.name == "alfworld" and self.compiled)
 
 
 class PolicyConfig(Section):
@@ -299,18 +310,24 @@ class Config(Section):
 def check_together(config: Config) -> None:
     """Raises ConfigError for fields that are right each by itself, but not together."""
     cloning, env = config.warm_start == "cloning", config.env
+    text = " with env.compiled=false" if env.name == "alfworld" else ""
     wrong = {
         f"log.keep_best={config.log.keep_best}: the best by validation; give evaluation.every, too":
             config.log.keep_best and not config.evaluation.every,
-        f"warm_start=cloning: there is no play to clone for env.name={env.name}; give warm_start=none":
-            cloning and env.name not in COMPILED,
+        f"env.compiled=true: env.name={env.name} has no such choice; leave it out": env.compiled and env.name != "alfworld",
+        "env.split=generated: has no files to play on the host; give env.compiled=true, too":
+            env.name == "alfworld" and env.split == "generated" and not env.compiled,
+        f"policy.tokenizer={config.policy.tokenizer}: with env.compiled=true a policy has the games' own words; leave it out":
+            env.compiled and config.policy.tokenizer,
+        f"warm_start=cloning: there is no play to clone for env.name={env.name}{text}; give warm_start=none":
+            cloning and not env.runs_compiled,
         f"lora.rank={config.lora.rank}: adapters go beside given weights; give warm_start=none and policy=":
             cloning and config.lora.rank,
         "warm_start=cloning: makes weights from nothing; give warm_start=none where policy= gives them":
             cloning and config.policy.source,
         f"rollout.ready_fraction={config.rollout.ready_fraction:g}: needs env.workers; in this process environments step one "
         "by one":
-            config.rollout.ready_fraction < 1 and env.name not in COMPILED and not env.workers,
+            config.rollout.ready_fraction < 1 and not env.runs_compiled and not env.workers,
     }  # fmt: skip
     for message, found in wrong.items():
         if found:

@@ -1,4 +1,4 @@
-"""A word-level tokenizer for embedded environments: one token per word of the environment.
+"""Word-level tokenizers for compiled environments: one token per word of the environment.
 
 The environment's word indices are the token ids, so a compiled rollout writes ids straight into prompts. Three tokens
 follow them: padding, the end of a response and the mark after which the agent acts.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 BLANK, PAD, END, ACT = "_", "<|endoftext|>", "<|im_end|>", ">"
@@ -17,15 +17,22 @@ BLANK, PAD, END, ACT = "_", "<|endoftext|>", "<|im_end|>", ">"
 def word_tokenizer(words: tuple[str, ...]) -> PreTrainedTokenizerFast:
     """A transformers tokenizer whose id of words[i] is i; words[0], the empty slot, reads "_".
 
-    Text is words separated by spaces; an unknown word becomes the padding token.
+    Text is words separated by spaces; an unknown word becomes the padding token. Where words contain spaces themselves
+    (`envs/alfworld/phrases.py`), text is words written together and is cut into the longest that fit.
     """
-    names = (BLANK, *words[1:], PAD, END, ACT)
+    names, phrases = (BLANK, *words[1:], PAD, END, ACT), any(" " in word for word in words)
     tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token=PAD))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if phrases:
+        tokenizer.decoder = decoders.Fuse()
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     # Words are added tokens besides: transformers 5 gives every folder of model type qwen2 its own splitting rules and
     # byte-level model, and added tokens are what survives that.
-    tokenizer.add_tokens([AddedToken(name, lstrip=True, single_word=True, normalized=False) for name in names])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, unk_token=PAD)
+    splits = {} if phrases else {"lstrip": True, "single_word": True}
+    tokenizer.add_tokens([AddedToken(name, **splits, normalized=False) for name in names])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, unk_token=PAD, clean_up_tokenization_spaces=False
+    )
 
 
 def vocabulary_size(words: tuple[str, ...]) -> int:

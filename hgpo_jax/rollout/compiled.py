@@ -8,6 +8,7 @@ decode batches of fixed size, so that finished ones stop costing although every 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import chex
 import jax
@@ -19,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from hgpo_jax.advantages import state_ids
 from hgpo_jax.mesh import max_across_devices
 from hgpo_jax.rollout.episodes import Episodes
-from hgpo_jax.rollout.prompts import History, build_prompt, prompt_length
+from hgpo_jax.rollout.prompts import History, action_of, answer_length, make_prompt, prompt_length, prompt_widths
 from hgpo_jax.rollout.requirements import ROLLOUT, check_compiled
 from hgpo_jax.sampling import generate
 
@@ -36,30 +37,32 @@ class EpisodeState:
     done: chex.Array  # bool[]
 
 
-def start_episode(env, history_length: int, task_key, key) -> EpisodeState:
-    """An episode before its first turn: `task_key` decides the task, `key` what is sampled."""
-    state, observation = env.reset(task_key)
+def start_episode(env, history_length: int, task, key) -> EpisodeState:
+    """An episode before its first turn: `task` (a random key, or the number of a game) decides the task, `key` the samples."""
+    drawn = jnp.issubdtype(task.dtype, jax.dtypes.prng_key)
+    state, observation = env.reset(task) if drawn else env.start(task)
     history = History.empty(history_length, env.observation_length, env.action_length)
     return EpisodeState(
         env=state, goal=env.goal(state), observation=observation, history=history, key=key, done=jnp.array(False)
     )
 
 
-def parse_action(response, length, end: int, action_length: int):
-    """The action in a response i32[R] of i32[] tokens: (words i32[A], whether it is well formed bool[]).
+def parse_answer(response, length, end: int, answer_length: int):
+    """The answer in a response i32[R] of i32[] tokens: (its words i32[answer_length], whether it is well formed bool[]).
 
-    Without an end token there is no action.
+    Without an end token there is no answer.
     """
     words = jnp.where(jnp.arange(response.shape[0]) < length, response, 0)
     ended = (words == end).any()
-    words = jnp.where((words == end) | ~ended, 0, words)[:action_length]
+    words = jnp.where((words == end) | ~ended, 0, words)[:answer_length]
     return words, ended
 
 
 def make_rollout(env, graphdef, mesh: Mesh, *, history_length: int, decode_batch_size: int, end: int, act: int):
-    """Builds `rollout(params, task_keys, keys, groups, decoding) -> Episodes`, jitted.
+    """Builds `rollout(params, tasks, keys, groups, decoding, tables=None) -> Episodes`, jitted.
 
-    It takes task_keys [B] and keys [B], random keys, groups i32[B] and a `sampling.Decoding`.
+    It takes tasks [B], random keys or of an environment with a list of games their numbers, keys [B], random keys, groups
+    i32[B] and a `sampling.Decoding`; and, of such an environment, its `tables` where the program shall not hold them.
 
     Args:
       env: a compiled environment such as `envs.household.Household` or `envs.sokoban.Sokoban`.
@@ -73,18 +76,22 @@ def make_rollout(env, graphdef, mesh: Mesh, *, history_length: int, decode_batch
       ValueError: the environment lacks something (`requirements.py`).
     """
     check_compiled(env, ROLLOUT)
-    program = _Program(env, graphdef, mesh.shape["fsdp"], history_length, decode_batch_size, end, act)
+
+    def play(tables, *inputs):
+        played = env if tables is None else env.bound(tables)
+        return _Program(played, graphdef, mesh.shape["fsdp"], history_length, decode_batch_size, end, act).play(*inputs)
+
     play_shards = jax.shard_map(
-        program.play,
+        play,
         mesh=mesh,
-        in_specs=(P(), P("data"), P("data"), P()),
+        in_specs=(P(), P(), P("data"), P("data"), P()),
         out_specs=P("data"),
         axis_names={"data"},
         check_vma=False,
     )
 
-    def rollout(params, task_keys, keys, groups, decoding) -> Episodes:
-        result = play_shards(params, task_keys, keys, decoding)
+    def rollout(params, tasks, keys, groups, decoding, tables=None) -> Episodes:
+        result = play_shards(tables, params, tasks, keys, decoding)
         # Episodes are small: every device gets all of them, so that groups and mini-batches can cut across devices.
         record, final, task, won = jax.lax.with_sharding_constraint(result, NamedSharding(mesh, P()))
         states, next_states = _state_ids(record["observations"], final, record["mask"])
@@ -105,24 +112,28 @@ class _Program:
     end: int
     act: int
 
-    def play(self, params, task_keys, keys, decoding):
+    def play(self, params, tasks, keys, decoding):
         """All turns of B episodes: (record {field: [B, T, ...]}, last observations i32[B, O], tasks i32[B], won bool[B])."""
-        env, B = self.env, task_keys.shape[0]
+        env, B = self.env, tasks.shape[0]
         model = nnx.merge(self.graphdef, params)
         blocks = model.decode_blocks()
-        states = jax.vmap(start_episode, (None, None, 0, 0))(env, self.history_length, task_keys, keys)
+        states = jax.vmap(start_episode, (None, None, 0, 0))(env, self.history_length, tasks, keys)
         sizes = range(self.fsdp, min(self.decode_batch_size, B) + 1, self.fsdp)
         M = max([self.fsdp, *(size for size in sizes if B % size == 0)])
 
         def one_turn(carry):
             turn, states, record, unfinished = carry
-            unfinished_first = jnp.argsort(states.done, stable=True)
+            prompt = functools.partial(make_prompt, env, act=self.act)
+            prompts, lengths = jax.vmap(prompt)(states.env, states.goal, states.history, states.observation)
+            # Those of about one length together, so that few slots are padding.
+            unfinished_first = jnp.argsort(jnp.where(states.done, prompts.shape[1] + 1, lengths), stable=True)
+            lengths = jnp.where(states.done, 1, lengths)
 
             def one_batch(i, carry):
                 states, record = carry
                 index = jax.lax.dynamic_slice(unfinished_first, (i * M,), (M,))
                 before = jax.tree.map(lambda a: a[index], states)
-                after, new = self.take_turn(model, blocks, before, turn, decoding)
+                after, new = self.take_turn(model, blocks, before, prompts[index], lengths[index], turn, decoding)
                 states = jax.tree.map(
                     lambda a, old, new: a.at[index].set(_unless_done(before.done, old, new)), states, before, after
                 )
@@ -141,15 +152,24 @@ class _Program:
         _, states, record, _ = jax.lax.while_loop(goes_on, one_turn, carry)
         return record, states.observation, states.env.task, jax.vmap(env.won)(states.env)
 
-    def take_turn(self, model, blocks, states: EpisodeState, turn, decoding):
-        """Turn number i32[] of M episodes: (their states after it, its record {field: [M, ...]})."""
-        env = self.env
-        prompts = jax.vmap(build_prompt, (0, 0, 0, None))(states.goal, states.history, states.observation, self.act)
-        lengths = jnp.full(prompts.shape[0], prompts.shape[1], jnp.int32)
-        keys = jax.vmap(jax.random.fold_in, (0, None))(states.key, turn)
-        max_new = env.action_length + 1
-        out = generate(model, blocks, prompts, lengths, keys, max_new=max_new, end_tokens=(self.end,), decoding=decoding)
-        actions, ended = jax.vmap(parse_action, (0, 0, None, None))(out.tokens, out.lengths, self.end, env.action_length)
+    def take_turn(self, model, blocks, states: EpisodeState, prompts, lengths, turn, decoding):
+        """Turn number i32[] of M episodes: (their states after it, its record {field: [M, ...]}).
+
+        prompts i32[M, P] are their prompts, lengths i32[M] how long these are.
+        """
+        env, keys = self.env, jax.vmap(jax.random.fold_in, (0, None))(states.key, turn)
+        max_new, widths = answer_length(env) + 1, prompt_widths(env, self.history_length)
+
+        def respond(width, prompts, lengths, keys):
+            end_tokens = (self.end,)
+            prompts = prompts[:, :width]
+            return generate(model, blocks, prompts, lengths, keys, max_new=max_new, end_tokens=end_tokens, decoding=decoding)
+
+        longest = max_across_devices(lengths.max())
+        choices = [functools.partial(respond, width) for width in widths]
+        out = jax.lax.switch(jnp.searchsorted(jnp.array(widths), longest), choices, prompts, lengths, keys)
+        answers, ended = jax.vmap(parse_answer, (0, 0, None, None))(out.tokens, out.lengths, self.end, max_new - 1)
+        actions = jax.vmap(functools.partial(action_of, env))(states.env, answers)
         state, observation, reward, done, invalid = jax.vmap(env.step)(states.env, actions)
         after = states.replace(
             env=state,
@@ -172,7 +192,7 @@ class _Program:
 
     def empty_record(self, batch: int) -> dict:
         """Zeros [B, T, ...] for the fields that `take_turn` records."""
-        env, R = self.env, self.env.action_length + 1
+        env, R = self.env, answer_length(self.env) + 1
         zeros = lambda dtype, *shape: jnp.zeros((batch, env.max_turns, *shape), dtype)  # noqa: E731
         return {
             "prompts": zeros(jnp.int32, prompt_length(env, self.history_length)),

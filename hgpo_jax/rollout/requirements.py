@@ -22,6 +22,15 @@ RUNNER = ROLLOUT | {  # and to be read
     "task_types": TYPES,
     "decode": "decode(ids) -> text, for transcripts",
 }
+OWN = {  # what an environment with a `prompt` of its own has besides
+    "prompt": "prompt(state, goal, observations [K, .], actions [K, .], observation, act) -> (token ids, how many of them)",
+    "prompt_slots": "prompt_slots(history_length) -> tokens of the longest prompt",
+    "answer_length": "words of an answer",
+    "action": "action(state, answer) -> the words of the action that an answer means",
+    "answer": "answer(state, action) -> the words of the answer that means an action, 0 if none does",
+    "goal_text": "goal_text(observation) -> the task, from an episode's first observation, for transcripts",
+    "answer_text": "answer_text(prompt, answer) -> text, for transcripts",
+}
 STATE = {"task": "the index of the episode's task type"}
 TEXT = {
     "max_turns": TURNS,
@@ -38,7 +47,7 @@ def check_compiled(env, members: dict[str, str]) -> None:
     import jax  # text environments are checked in worker processes, which do not need it
 
     name = type(env).__name__
-    _check(name, env, members)
+    _check(name, env, members | (OWN if hasattr(env, "prompt") else {}))
     state, _ = jax.eval_shape(env.reset, jax.random.key(0))
     _check(f"{name}: the state of reset(key)", state, STATE)
 

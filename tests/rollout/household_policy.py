@@ -16,6 +16,7 @@ from hgpo_jax.learner import token_logprobs
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import ModelConfig, initialize, network, shapes
 from hgpo_jax.policy.tokenizer import vocabulary_size
+from hgpo_jax.rollout.tasks import task_keys
 from hgpo_jax.warm_start import generate_play
 
 ENV = Household(max_turns=10, things=2)
@@ -45,7 +46,8 @@ def cloned():
 def clone(env=ENV, model=MODEL, steps=1500):
     """Clones an environment's scripted expert."""
     end, act = len(env.words) + 1, len(env.words) + 2
-    play, _ = generate_play(env, jax.random.key(0), 0, episodes=256, noise=0.2, history_length=K, end=end, act=act)
+    tasks = task_keys("warm_start", 0, jnp.arange(256))
+    play, _ = generate_play(env, jax.random.key(0), tasks, noise=0.2, history_length=K, end=end, act=act)
     happened = np.flatnonzero(play.response_lengths > 0)
     play = jax.tree.map(lambda a: a[happened], jax.device_get(play))
     optimizer = optax.adam(5e-3, b2=0.98)

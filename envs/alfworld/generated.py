@@ -1,0 +1,285 @@
+"""More games in the rooms of given ones: `generate_games(paths, held_out, number, seed)`.
+
+A new game takes over a game's room: its places, its things and what can be done with them. Drawn anew are the task, the kind
+of thing that it is about, where that belongs, and where all loose things lie (as likely as in the given games, and where
+the rules let them). Kept are games that are not won from the start, that the local expert wins, and whose task, kind of thing,
+target and room together are those of no held-out game.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from envs.alfworld import habits, phrases, tables
+from envs.alfworld.compiled import CompiledAlfworld
+from envs.alfworld.dataset import TASK_TYPES, list_games, split_folder
+from envs.alfworld.expert import expert_action
+from envs.alfworld.sheets import CAN, MARKS, PLACE_CAN
+from envs.alfworld.tables import Games, Tables, compile_games
+
+# What a new game depends on besides the game files and the code that reads them.
+CODE = ("bits", "commands", "compiled", "expert", "generated", "habits", "telling")
+BATCH = 1024  # games played at once
+TURNS = 50  # in which the expert must win
+# By task type: the sentences of the official games; and how a thing must be treated, rows of MARKS, CAN and PLACE_CAN.
+_SENTENCES = {
+    "pick_and_place_simple": ("put a {} in {}.", "put some {} on {}."),
+    "look_at_obj_in_light": ("look at {} under the {}.", "examine the {} with the {}."),
+    "pick_clean_then_place_in_recep": ("put a clean {} in {}.", "clean some {} and put it in {}."),
+    "pick_heat_then_place_in_recep": ("put a hot {} in {}.", "heat some {} and put it in {}."),
+    "pick_cool_then_place_in_recep": ("put a cool {} in {}.", "cool some {} and put it in {}."),
+    "pick_two_obj_and_place": ("put two {} in {}.", "find two {} and put them in {}."),
+}
+_TREATED = {
+    "pick_clean_then_place_in_recep": ("isclean", "cleanable", "clean"),
+    "pick_heat_then_place_in_recep": ("ishot", "heatable", "heat"),
+    "pick_cool_then_place_in_recep": ("iscool", "coolable", "cool"),
+}
+GOAL_LENGTH = 6  # words of the longest sentence
+LOOK, TWO = "look_at_obj_in_light", "pick_two_obj_and_place"
+
+
+class Task(NamedTuple):
+    """What makes a game a different one: none of the held-out games' may occur. A room is the names of its places."""
+
+    task: str
+    kind: str
+    target: str  # kind of place, or of lamp
+    room: tuple[str, ...]
+
+
+def generated_split(
+    data: str | os.PathLike | None = None,
+    number: int = 4000,
+    seed: int = 0,
+    logic: str | os.PathLike | None = None,
+    cache: str | os.PathLike | None = None,
+) -> Tables:
+    """`generate_games` in the rooms of the `train` games of a data folder (of `valid_train`, if it has no `train`), with
+    `valid_seen` and `valid_unseen` held out. Raises: as `list_games` and `generate_games`."""
+    try:
+        split_folder(split := "train", data)
+    except ValueError:
+        split = "valid_train"
+    given = list_games(split, data)
+    held_out = [game.path for split in ("valid_seen", "valid_unseen") for game in list_games(split, data)]
+    return generate_games([game.path for game in given], held_out, number, seed, logic, cache)
+
+
+def generate_games(
+    paths: Sequence[str | os.PathLike],
+    held_out: Sequence[str | os.PathLike],
+    number: int,
+    seed: int,
+    logic: str | os.PathLike | None = None,
+    cache: str | os.PathLike | None = None,
+) -> Tables:
+    """Makes games.
+
+    Args:
+      paths: the games whose rooms are taken, as for `compile_games`.
+      held_out: games none of which may be made. Their words are among those of the result.
+      number: of games to make.
+      seed: another one gives other games.
+      logic, cache: as for `compile_games`.
+
+    Returns: only the new games, with shapes that also hold the given ones.
+
+    Raises:
+      OSError, ValueError: as `compile_games`, or no game can be made in these rooms.
+    """
+    if number < 1:
+        raise ValueError(f"number={number}: must be at least 1")
+    files = [*paths, *held_out]
+    kept = None
+    if cache is not None:
+        digest = hashlib.sha256(repr((tables._digest(files, logic, None), len(paths), number, seed)).encode())
+        for name in CODE:
+            digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
+        kept = Path(cache) / f"alfworld-generated-{digest.hexdigest()[:24]}.npz"
+        if found := tables._read(kept):
+            return found
+    words, everything = compile_games(files, logic, cache=cache)
+    given = jax.tree.map(lambda field: field[: len(paths)], everything)
+    refused = set(tasks_of(Tables(words, jax.tree.map(lambda field: field[len(paths) :], everything))))
+    made = Tables(words, _made(words, given, refused, number, np.random.default_rng(seed)))
+    if kept is not None:
+        tables._write(kept, made)
+    return made
+
+
+def tasks_of(games: Tables) -> list[Task]:
+    """The task of each game."""
+    names, kind = habits.kinds_of(games.words)
+    games, words = games.games, games.words
+    found = []
+    for g in range(len(games.task)):
+        of = lambda flags, those, g=g: names[kind[those[g][np.flatnonzero(flags)[0]]]]  # noqa: E731
+        lamps = _flags(games.lamp[g])
+        target = of(lamps, games.thing_word) if lamps.any() else of(games.target[g], games.place_word)
+        task = TASK_TYPES[games.task[g]] if games.task[g] < len(TASK_TYPES) else "unknown"
+        found.append(Task(task, of(_flags(games.wanted[g]), games.thing_word), target, _room(words, games, g)))
+    return found
+
+
+def _room(words: Sequence[str], games: Games, g: int) -> tuple[str, ...]:
+    return tuple(words[word] for word in games.place_word[g] if word)
+
+
+def _made(words: Sequence[str], given: Games, refused: set[Task], number: int, rng: np.random.Generator) -> Games:
+    """`number` games that the expert wins."""
+    tasks = _possible_tasks(Tables(words, given), refused)
+    if not tasks:
+        raise ValueError("held_out: leaves no task for the rooms of the given games; give more games")
+    order = CompiledAlfworld(Tables(words, given)).search_order
+    draw = _Draw(words, given, tasks, rng)
+    kept, missing = [], number
+    while missing:
+        drawn = draw(missing + missing // 4 + 16)
+        env = CompiledAlfworld(Tables(words, drawn), TURNS)
+        env.search_order = order
+        won = np.flatnonzero(_won(env))[:missing]
+        if len(won) < len(drawn.task) / 100:
+            raise ValueError(f"only {len(won)} of {len(drawn.task)} games drawn in the given rooms can be won; give more games")
+        kept.append(jax.tree.map(lambda field, won=won: field[won], drawn))
+        missing -= len(won)
+    return jax.tree.map(lambda *fields: np.concatenate(fields), *kept)
+
+
+def _won(env: CompiledAlfworld) -> np.ndarray:
+    """bool[G]: which games are not won from the start, but by the expert."""
+
+    def turn(carry, _):
+        state, recent, won = carry
+        action = expert_action(env, state, recent, None)
+        state, _, reward, _, _ = env.step(state, action)
+        return (state, jnp.concatenate([recent[1:], action[None]]), won | (reward > 0)), None
+
+    def play(game):
+        state, _ = env.start(game)
+        start = (state, jnp.zeros((2, env.action_length), jnp.int32), jnp.array(False))
+        (_, _, won), _ = jax.lax.scan(turn, start, length=TURNS)
+        return won & ~env.won(state)
+
+    count = len(env)
+    batch = min(BATCH, count)
+    games = jnp.arange(count + -count % batch).reshape(-1, batch) % count
+    return np.asarray(jax.jit(lambda games: jax.lax.map(jax.vmap(play), games))(games)).ravel()[:count]
+
+
+def _possible_tasks(games: Tables, refused: set[Task]) -> dict[str, dict[int, list[Task]]]:
+    """By task type and number of the game whose room is taken: what can be asked for there."""
+    names, kind = habits.kinds_of(games.words)
+    words, games = games.words, games.games
+    lamps = {names[k] for k in kind[games.thing_word[_flags(games.lamp, games.thing_word.shape[1])]]}
+    possible: dict[str, dict[int, list[Task]]] = {}
+    for g in range(len(games.task)):
+        loose = _loose(games, g)
+        room = _room(words, games, g)
+        can = dict(zip(CAN, _flags(games.can[g], loose.size), strict=True))
+        accepts = _flags(games.accepts[g], loose.size)
+        thing_kind, place_kind = kind[games.thing_word[g]], kind[games.place_word[g]]
+        lit = sorted({names[k] for k in thing_kind[can["toggleable"]]} & lamps)
+        for k in np.unique(thing_kind[loose]):
+            own = loose & (thing_kind == k)
+            fits = [names[p] for p in np.unique(place_kind[(accepts & own).any(1)])]
+            for task in TASK_TYPES:
+                _, able, tool = _TREATED.get(task, (None, None, None))
+                if able and not ((can[able] & own).any() and games.place_can[g, PLACE_CAN.index(tool)].any()):
+                    continue
+                if task == TWO and own.sum() < 2:
+                    continue
+                found = [Task(task, names[k], target, room) for target in (lit if task == LOOK else fits)]
+                if found := [one for one in found if one not in refused]:
+                    possible.setdefault(task, {}).setdefault(g, []).extend(found)
+    return possible
+
+
+def _loose(games: Games, g: int) -> np.ndarray:
+    """bool[O]: a game's things that are dealt anew: those that can be carried, lie in a place and have to do with no other."""
+    count = games.thing_word.shape[1]
+    within = _flags(games.within[g], count)
+    movable = _flags(games.can[g, CAN.index("pickupable")], count) & _flags(games.inside[g], count).any(0)
+    return movable & _flags(games.accepts[g], count).any(0) & ~within.any(0) & ~within.any(1)
+
+
+class _Draw:
+    """`draw(number)` -> so many games, which need not be solvable."""
+
+    def __init__(self, words: Sequence[str], given: Games, tasks: dict[str, dict[int, list[Task]]], rng: np.random.Generator):
+        self.words, self.given, self.tasks, self.rng = words, given, tasks, rng
+        self.names, self.kind = habits.kinds_of(words)
+        self.chances = habits.chances(words, given)
+        self.split = lru_cache(maxsize=None)(phrases.Splitter(words))
+        self.rooms = (given.intro == phrases.ID[phrases.TASK]).argmax(1) + 1  # words of an introduction before the task
+        self.goal_length = max(given.goal.shape[1], GOAL_LENGTH)
+
+    def __call__(self, number: int) -> Games:
+        rows = []
+        while len(rows) < number:
+            row = self._row()
+            if row["contents"] <= self.given.contents.max():  # no longer observations than the given games have
+                rows.append(row)
+        base = np.array([row.pop("game") for row in rows])
+        games = jax.tree.map(lambda field: field[base], self.given)
+        return games.replace(**{name: tables._pad([row[name] for row in rows], 0) for name in rows[0]})
+
+    def _row(self) -> dict[str, np.ndarray]:
+        """A game's new fields, and the `game` whose room it takes."""
+        rng, given, kind = self.rng, self.given, self.kind
+        name = TASK_TYPES[rng.choice([TASK_TYPES.index(task) for task in self.tasks])]
+        g = rng.choice(list(self.tasks[name]))
+        task = self.tasks[name][g][rng.integers(len(self.tasks[name][g]))]
+        count = given.thing_word.shape[1]
+        thing_kind, place_kind = kind[given.thing_word[g]], kind[given.place_word[g]]
+        is_lamp = _flags(given.can[g, CAN.index("toggleable")], count) & (thing_kind == self.names.index(task.target))
+        mark = MARKS.index(_TREATED[name][0]) if name in _TREATED else -1
+        goal = self.split(_SENTENCES[name][rng.integers(2)].format(task.kind, task.target))
+        intro = [*given.intro[g, : self.rooms[g]], *goal]
+        inside, lying, moved = self._places(g, thing_kind, place_kind)
+        return {
+            "game": g,
+            "task": np.int16(TASK_TYPES.index(name)),
+            "goal": np.pad(goal, (0, self.goal_length - len(goal))),
+            "intro": np.pad(intro, (0, self.rooms.max() + self.goal_length - len(intro))),
+            "wanted": _bits(thing_kind == self.names.index(task.kind)),
+            "target": (place_kind == self.names.index(task.target)) & (name != LOOK),
+            "lamp": _bits(is_lamp & (name == LOOK)),
+            "mark": np.int16(mark),
+            "count": np.int16(2 if name == TWO else 1),
+            "inside": _bits(inside),
+            "lying": _bits(lying),
+            "marks": _bits(_flags(given.marks[g], count) & ~moved),
+            "contents": np.int16(inside.sum(1).max()),
+        }
+
+    def _places(self, g: int, thing_kind, place_kind):
+        """Things dealt anew: in places bool[R, O], at locations bool[L + 1, O]; and which ones are, bool[O]."""
+        given, count = self.given, thing_kind.size
+        loose = _loose(given, g)
+        inside, lying = _flags(given.inside[g], count), _flags(given.lying[g], count)
+        chance = np.where(_flags(given.accepts[g], count), self.chances[thing_kind][:, place_kind].T, 0.0)[:, loose].cumsum(0)
+        place = (self.rng.random(loose.sum()) * chance[-1] >= chance).sum(0)
+        inside[:, loose] = np.arange(len(inside))[:, None] == place
+        lying[:, loose] = np.arange(len(lying))[:, None] == given.location[g, place]
+        return inside, lying, loose
+
+
+def _flags(sets: np.ndarray, count: int | None = None) -> np.ndarray:
+    """bool[..., count] of bits u32[..., W]."""
+    return np.unpackbits(np.ascontiguousarray(sets).view(np.uint8), axis=-1, bitorder="little", count=count).astype(bool)
+
+
+def _bits(flags: np.ndarray) -> np.ndarray:
+    """u32[..., W] of bool[..., O]."""
+    padded = np.pad(flags, [(0, 0)] * (flags.ndim - 1) + [(0, -flags.shape[-1] % 32)])
+    return np.packbits(padded, axis=-1, bitorder="little").view(np.uint32)

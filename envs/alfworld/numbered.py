@@ -1,0 +1,154 @@
+"""The compiled games as a small policy plays them: short prompts that list the commands with numbers, of which it says one.
+
+    put some alarmclock on desk                                        the task
+    You arrive at loc 4. The drawer 1 is closed.>open drawer 1         the last turns
+    You open the drawer 1. The drawer 1 is open. In it, you see a pen 2 cd 1      now
+    go to bed 1 [1] desk 1 [2] take cd 1 drawer 1 [3] pen 2 [4]>       what it can do
+
+(in one piece, without the line breaks). The answer is a number, ` [2]`. Small networks recall names where they should copy
+them, so that commands which the room does not have are a third of what they say; a number means something only by the list,
+and each has just one word to copy. It comes after its command because a causal network reads the command first.
+
+What is left out, all of it documented here and the same on every turn: commands that change nothing (`help`, `inventory`,
+`look`, `examine`); of observations the commas and articles of lists, all after `PAST` words of earlier ones and after `NOW`
+of the current one (what can be taken is among the commands),
+and of the first one all but its first word, for the room's
+places are among the commands; of a command its verb where the one before it has the same, and then also the thing in the
+agent's hands, or else a second argument that did not change. If a prompt does not fit its
+slots, past turns are left out, the oldest first; if it then still does not, the last commands are, and `MORE` says so.
+"""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from envs.alfworld import bits
+from envs.alfworld.compiled import CompiledAlfworld, State
+from envs.alfworld.phrases import AND, COMMA, ID, ITEM, MORE, NUMBERS, STOP, TASK, VERBS, WELCOME, number_word
+
+SILENT = ("examine", "help", "inventory", "look")  # verbs that are not listed
+IN_HAND = ("clean", "cool", "heat", "move", "put")  # verbs whose first argument is always the thing in the agent's hands
+PAST, NOW = 5, 16  # words of a past and of the current observation
+
+
+class NumberedAlfworld(CompiledAlfworld):
+    """`CompiledAlfworld` with prompts and answers of its own.
+
+    Args:
+      tables, max_turns: as there.
+      slots: P, of a prompt.
+
+    Attributes:
+      answer_length: words of an answer.
+    """
+
+    answer_length = 1
+
+    def __init__(self, tables, max_turns: int = 50, slots: int = 160):
+        super().__init__(tables, max_turns)
+        least = self.goal_length + NOW + len(VERBS) + 8
+        if slots < least:
+            raise ValueError(f"slots={slots}: must be at least {least}")
+        self.slots = slots
+        self._first_number = self.word_id[number_word(1)]
+        self._more = self.word_id[MORE]
+
+    def prompt_slots(self, history_length: int) -> int:
+        """P, whatever the history's length is."""
+        return self.slots
+
+    def prompt(self, state: State, goal, observations, actions, observation, act: int) -> tuple[chex.Array, chex.Array]:
+        """What the policy reads before its next action.
+
+        Args:
+          state: the episode.
+          goal: i32[goal_length].
+          observations, actions: i32[K, observation_length] and i32[K, 3], the last K turns, oldest first; 0 before the first.
+          observation: i32[observation_length], the current one.
+          act: the token that asks for an action.
+
+        Returns: (i32[P] with 0 behind the prompt, its length i32[]).
+        """
+        rows, number = self._listed(state)
+        before = jnp.pad(rows, ((1, 0), (0, 0)))[:-1]
+        goes_on, again = rows[:, 0] == before[:, 0], rows[:, 2] == before[:, 2]
+        in_hand = (rows[:, :1] == jnp.array(_ids(IN_HAND))).any(1)
+        says = jnp.where(number > 0, self._first_number + number - 1, 0)
+        left_out = jnp.stack([goes_on, goes_on & in_hand, goes_on & again & ~in_hand], 1)
+        listing = jnp.concatenate([jnp.where(left_out, 0, rows), says[:, None]], 1)
+
+        task = jnp.where(goal == ID[STOP], 0, goal)
+        now = _shortened(observation, NOW)
+        asked = jnp.where((observations != 0).any(1), act, 0)[:, None]
+        turns = jnp.concatenate([jax.vmap(_shortened, (0, None))(observations, PAST), asked, actions], 1)
+
+        used = lambda words: (words != 0).sum(-1)  # noqa: E731
+        room = self.slots - used(task) - used(now) - 1
+        ends = jnp.cumsum(used(listing))
+        whole = ends[-1] <= room
+        listing = jnp.where((whole | (ends < room))[:, None], listing, 0)
+        more = jnp.where(whole, 0, self._more)[None]
+        since = jnp.cumsum(used(turns)[::-1])[::-1]  # words of each turn and of those after it
+        turns = jnp.where((since <= room - ends[-1])[:, None], turns, 0)
+
+        asks = jnp.full(1, act, jnp.int32)
+        words = jnp.concatenate([task, turns.ravel(), now, listing.ravel(), more, asks]).astype(jnp.int32)
+        at, length = bits.select(bits.pack(words != 0), self.slots)
+        return jnp.where(jnp.arange(self.slots) < length, words[jnp.minimum(at, words.shape[0] - 1)], 0), length
+
+    def action(self, state: State, answer) -> chex.Array:
+        """i32[3]: the command with the number that an answer i32[1] says; 0, which is no command, if none has it."""
+        rows, number = self._listed(state)
+        said = (number > 0) & (self._first_number + number - 1 == answer[0])
+        return jnp.where(said[:, None], rows, 0).sum(0)
+
+    def answer(self, state: State, action) -> chex.Array:
+        """i32[1]: the answer that means this action i32[3]; 0 if none does."""
+        rows, number = self._listed(state)
+        said = (number > 0) & (rows == action).all(1)
+        return jnp.where(said, self._first_number + number - 1, 0).sum(keepdims=True)
+
+    def goal_text(self, observation) -> str:
+        """The task, from an episode's first observation."""
+        return self.decode(observation).rpartition(TASK)[2]
+
+    def answer_text(self, prompt, answer) -> str:
+        """The command that an answer meant, from the ids of its prompt; else the answer as it stands."""
+        command, said = [0, 0, 0], [int(i) for i in np.asarray(answer) if i < len(self.words)]
+        numbers = range(self._first_number, self._first_number + NUMBERS)
+        if not said or said[0] not in numbers:
+            return self.decode(said)
+        part = 1
+        for word in np.asarray(prompt).tolist():
+            if 0 < word <= len(VERBS):
+                command, part = [word, 0, 0], 1
+            elif word == said[0]:
+                return self.command(command)
+            elif word in numbers:
+                part = 2 if self.words[command[0]] in IN_HAND else 1
+            elif part < 3:
+                command[part], part = word, part + 1
+        return self.decode(said)
+
+    def _listed(self, state: State) -> tuple[chex.Array, chex.Array]:
+        """(i32[commands, 3], the listed commands and 0 elsewhere; i32[commands], their numbers from 1 on, 0 elsewhere)."""
+        filled, rows = self.admissible(state)
+        listed = filled & (rows[:, :1] != jnp.array(_ids(SILENT))).all(1)
+        number = jnp.cumsum(listed)
+        listed &= number <= NUMBERS
+        return jnp.where(listed[:, None], rows, 0), jnp.where(listed, number, 0)
+
+
+def _ids(words) -> list[int]:
+    return [ID[word] for word in words]
+
+
+def _shortened(observation, length: int):
+    """The first words of an observation without what only strings a list together, i32[length]."""
+    tells = (observation[:, None] != jnp.array([0, *_ids((ITEM, COMMA, AND, STOP))])).all(1)
+    at, count = bits.select(bits.pack(tells), length)
+    count = jnp.where(observation[0] == ID[WELCOME], 1, count)
+    return jnp.where(jnp.arange(length) < count, observation[jnp.minimum(at, observation.shape[0] - 1)], 0)

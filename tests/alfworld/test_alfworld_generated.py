@@ -1,0 +1,131 @@
+"""More games made in the rooms of given ones: that they are new, can be won and are what the engine plays."""
+
+import dataclasses
+import functools
+import tarfile
+from collections import Counter
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from alfworld_places import ARCHIVE, GAMES, SHARED
+from alfworld_play import compare
+from alfworld_writer import room, write_game
+
+from envs.alfworld import generated, habits, load_game
+from envs.alfworld.dataset import TASK_TYPES, list_games
+from envs.alfworld.generated import generate_games, generated_split, tasks_of
+from envs.alfworld.planner import plan
+from envs.alfworld.tables import Tables, compile_games
+
+# One game of each task type and split, where ../shared/data is there.
+SAMPLE = sorted((SHARED / "alfworld" / "sample").glob("json_*/*/*/*/game.tw-pddl")) or GAMES
+GIVEN = [path for path in SAMPLE if "valid_train" in path.parts]
+HELD_OUT = [path for path in SAMPLE if path not in GIVEN]
+BOUNDS = ("pairs", "commands")  # those of the game whose room it is, which hold for every way to deal its things
+
+
+@functools.cache
+def made(seed: int = 0) -> Tables:
+    return generate_games(GIVEN, HELD_OUT, 40, seed)
+
+
+def check_rows(tables: Tables, numbers: list[int], given: list[Path], others: list[Path], folder: Path) -> list[Path]:
+    """Asserts that these games, written as PDDL and compiled, are the rows that they were made as; returns the files."""
+    rooms = compile_games(given)
+    base = {room(rooms, g): path for g, path in enumerate(given)}
+    files = [write_game(tables, g, base[room(tables, g)], folder) for g in numbers]
+    compiled = compile_games([*given, *others, *files])
+    assert set(compiled.words) <= set(tables.words)
+    compiled = compile_games([*given, *others, *files], words=tables.words)
+    for field in dataclasses.fields(tables.games):
+        ours = getattr(tables.games, field.name)[numbers]
+        theirs = getattr(compiled.games, field.name)[-len(numbers) :]
+        if field.name in BOUNDS:
+            assert (ours >= theirs).all(), field.name
+            continue
+        size = tuple(map(min, zip(ours.shape, theirs.shape, strict=True)))
+        within = tuple(map(slice, size))
+        np.testing.assert_array_equal(ours[within], theirs[within], field.name)
+        if field.name in ("goal", "intro"):  # as long as the longest of all that were made
+            assert not ours[:, size[1] :].any() and not theirs[:, size[1] :].any()
+        else:
+            assert ours.shape == theirs.shape, field.name
+    return files
+
+
+def test_engine_plays_the_same_games(tmp_path: Path) -> None:
+    tables = made()
+    files = check_rows(tables, list(range(0, 40, 4)), GIVEN, HELD_OUT, tmp_path)
+    for file in files:
+        assert 0 < len(plan(load_game(file))) <= 50
+    assert compare(files, None, ("planner", "random", "cook"), 25, seed=0)["won"] > 0
+
+
+def test_games_are_new() -> None:
+    tables = made()
+    tasks = tasks_of(tables)
+    assert len(tasks) == 40 and len(set(tasks)) > 25
+    assert not set(tasks) & set(tasks_of(compile_games(HELD_OUT)))
+    # The given games' tasks would be among those that are drawn, were they not held out.
+    given = compile_games(GIVEN, words=tables.words)
+    own, free = set(tasks_of(given)), every_task(given, set())
+    assert own <= free and every_task(given, own) == free - own
+
+
+def every_task(given: Tables, refused: set) -> set:
+    return {
+        task
+        for rooms in generated._possible_tasks(given, refused).values()
+        for found in rooms.values()
+        for task in found
+    }  # fmt: skip
+
+
+def test_tasks_are_the_games_names() -> None:
+    """`pick_heat_then_place_in_recep-Apple-None-DiningTable-26` is the folder of a game."""
+    for path, task in zip(SAMPLE, tasks_of(compile_games(SAMPLE)), strict=True):
+        kind, thing, _, target, _ = path.parts[-3].split("-")
+        assert task[:3] == (kind, thing.lower(), target.lower())
+
+
+def test_same_seed_same_games(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = made()
+    again = generate_games(GIVEN, HELD_OUT, 40, 0, cache=tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(generated, "_made", lambda *_: pytest.fail("made again"))
+        kept = generate_games(GIVEN, HELD_OUT, 40, 0, cache=tmp_path)
+    for other in (again, kept):
+        assert other.words == first.words
+        jax.tree.map(np.testing.assert_array_equal, other.games, first.games)
+    assert tasks_of(made(1)) != tasks_of(first)
+    assert (made(1).games.inside != first.games.inside).any((1, 2)).all()
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="number=0: must be at least 1"):
+        generate_games(GIVEN, HELD_OUT, 0, 0)
+    with pytest.raises(ValueError, match="games: is empty"):
+        generate_games([], [], 1, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ARCHIVE.exists(), reason="../shared/data is not there")
+def test_thousands_of_games(tmp_path: Path) -> None:
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    tables = generated_split(tmp_path, 4000, 0)
+    tasks = tasks_of(tables)
+    held_out = [game.path for split in ("valid_seen", "valid_unseen") for game in list_games(split, tmp_path)]
+    assert not set(tasks) & set(tasks_of(compile_games(held_out))) and len(set(tasks)) > 2000
+    share = Counter(task.task for task in tasks)
+    assert set(share) == set(TASK_TYPES) and min(share.values()) > 400
+    given = [game.path for game in list_games("valid_train", tmp_path)]
+    files = check_rows(tables, list(range(0, 4000, 100)), given, held_out, tmp_path / "written")
+    compare(files, None, ("planner", "random", "cook"), 50, seed=0)
+    # Things lie where they usually do.
+    before = habits.chances(tables.words, compile_games(given, words=tables.words).games)
+    after = habits.chances(tables.words, tables.games)
+    usual = before > 0.3
+    assert np.corrcoef(before[usual], after[usual])[0, 1] > 0.9

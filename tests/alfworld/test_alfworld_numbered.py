@@ -1,0 +1,182 @@
+"""Prompts and answers of the compiled games, against the same made from the engine's texts in plain Python."""
+
+import functools
+import json
+import random
+import re
+import tarfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from alfworld_places import ARCHIVE, GAMES, LOGIC
+from alfworld_play import Player
+from transformers import AutoTokenizer
+
+from envs.alfworld import load_game
+from envs.alfworld.dataset import list_games
+from envs.alfworld.numbered import NumberedAlfworld
+from envs.alfworld.phrases import LINKS, VERBS, Splitter
+from envs.alfworld.tables import compile_games
+from hgpo_jax.policy.tokenizer import word_tokenizer
+
+K = 2
+STRINGING = (" a", ",", ", and", ".")
+ARGUMENT_IN_HAND = ("clean", "cool", "heat", "move", "put")
+
+
+@functools.lru_cache(maxsize=8)
+def environment(paths: tuple[Path, ...], logic: Path | None, slots: int = 160) -> NumberedAlfworld:
+    return NumberedAlfworld(compile_games(paths, logic), slots=slots)
+
+
+@functools.lru_cache(maxsize=8)
+def programs(env: NumberedAlfworld):
+    """(start(games), step(states, actions), read(states, observations, history)), jitted over batches."""
+    act = len(env.words) + 2
+
+    def read(state, past, actions, observation):
+        prompt, length = env.prompt(state, env.goal(state), past, actions, observation, act)
+        filled, rows = env.admissible(state)
+        answers = jax.vmap(env.answer, (None, 0))(state, rows)
+        return prompt, length, filled, rows, answers, jax.vmap(env.action, (None, 0))(state, answers)
+
+    return jax.jit(jax.vmap(env.start)), jax.jit(jax.vmap(env.step)), jax.jit(jax.vmap(read))
+
+
+def plain_prompt(split: Splitter, goal: str, past, now: str, commands: list[str], slots: int) -> tuple[list[str], dict]:
+    """(The words of a prompt, {command: its number}). past: [(observation, action)], oldest first."""
+
+    def words(text: str, most: int) -> list[str]:
+        found = [split.words[i] for i in split(text)]
+        found = [word for word in found if word not in STRINGING]
+        return found[: 1 if found[0].startswith("-=") else most]
+
+    turns = [[*words(observation, 5), ">", *parts(action)] for observation, action in past]
+    listed = [c for c in commands if c.split()[0] not in ("help", "inventory", "look", "examine")]
+    listing, before = [], ("", "", "")
+    for number, command in enumerate(listed, 1):
+        verb, first, *second = parts(command)
+        second = second[0] if second else ""
+        again = before[0] == verb
+        shown = [] if again else [verb]
+        if not (again and verb in ARGUMENT_IN_HAND):
+            shown.append(first)
+        if not (again and verb not in ARGUMENT_IN_HAND and before[2] == second):
+            shown.append(second)
+        listing.append([word for word in shown if word] + [f" [{number}]"])
+        before = verb, first, second
+    task, seen = words(goal, 99), words(now, 16)
+    room, numbers = slots - len(task) - len(seen) - 1, {command: n for n, command in enumerate(listed, 1)}
+    flat = lambda lists: [word for some in lists for word in some]  # noqa: E731
+    while turns and len(flat([*turns, *listing])) > room:
+        turns.pop(0)
+    more = []
+    while len(flat(listing)) + len(more) > room:
+        listing.pop()
+        more = [" ..."]
+    return [*task, *flat(turns), *seen, *flat(listing), *more, ">"], numbers
+
+
+def parts(command: str) -> list[str]:
+    """A command's verb and the names in it, with the blanks before them; none of a text that is no command."""
+    for verb in VERBS:
+        if command == verb or command.startswith(f"{verb} "):
+            rest = command[len(verb) :]
+            return [verb, *filter(None, re.split(f"{LINKS[verb]}(?= )", rest) if verb in LINKS else [rest])]
+    return []
+
+
+def check(paths, logic, kinds, turns, slots, seed=0) -> dict:
+    """Plays games with several players, all at once, and asserts that every prompt and answer is what it should be."""
+    env = environment(tuple(paths), logic, slots)
+    start, step, read = programs(env)
+    tokenizer, split, rng = word_tokenizer(env.words), Splitter(env.words), random.Random(seed)
+    split.words = env.words
+    games = [load_game(path, logic) for path in paths for _ in kinds]
+    chosen = [Player(kind, game, rng) for game, kind in zip(games, [*kinds] * len(paths), strict=True)]
+    state, observation = start(jnp.arange(len(games)) // len(kinds))
+    B, counts = len(games), {"prompts": 0, "more": 0, "fewer turns": 0, "longest": 0}
+    past = np.zeros((B, K, env.observation_length), np.int32)
+    actions = np.zeros((B, K, 3), np.int32)
+    told, texts = [game.reset() for game in games], [[] for _ in games]
+    for _ in range(turns):
+        prompt, length, filled, rows, answers, meant = jax.device_get(read(state, past, actions, observation))
+        done = []
+        for i, (now, commands) in enumerate(told):
+            goal = games[i].task
+            words, numbers = plain_prompt(split, goal, texts[i][-K:], now, commands, slots)
+            ids = prompt[i, : length[i]]
+            assert tokenizer.decode(ids) == "".join(words) and not prompt[i, length[i] :].any()
+            assert ids.tolist() == [tokenizer.convert_tokens_to_ids(word) for word in words]
+            assert tokenizer("".join(words))["input_ids"] == ids.tolist()
+            for command, row, answer, action in zip(commands, rows[i], answers[i], meant[i], strict=False):
+                said = f" [{numbers[command]}]" if command in numbers else "_"
+                assert tokenizer.convert_ids_to_tokens(answer.tolist()) == [said]
+                assert (action == (row if command in numbers else 0)).all()
+                if command in numbers and said in words:
+                    assert env.answer_text(prompt[i], answer) == command
+            assert not answers[i][~filled[i]].any()
+            counts["prompts"] += 1
+            counts["more"] += " ..." in words
+            counts["fewer turns"] += words.count(">") - 1 < min(K, len(texts[i]))
+            counts["longest"] = max(counts["longest"], len(words))
+            done.append(chosen[i].choose(commands, told[i - 1][1]))
+        sent = np.stack([env.encode(action) for action in done])
+        sent[(sent < 0).any(1)] = 0  # what is no command, as after an answer that is no number
+        past = np.concatenate([past, np.asarray(observation)[:, None]], 1)[:, 1:]
+        actions = np.concatenate([actions, sent[:, None]], 1)[:, 1:]
+        for i, action in enumerate(done):
+            texts[i].append((told[i][0], env.command(sent[i])))
+            told[i] = games[i].step(action)[:2]
+        state, observation, *_ = step(state, sent)
+    return counts
+
+
+WORDINGS = pytest.mark.parametrize("logic", [None, LOGIC], ids=["release 2.1.1", "current wording"])
+
+
+@WORDINGS
+def test_prompts_and_answers(logic: Path | None) -> None:
+    counts = check(GAMES, logic, ("planner", "verbs", "shuffle"), 40, slots=160)
+    assert counts["prompts"] == len(GAMES) * 3 * 40 and counts["more"] == counts["fewer turns"] == 0 < counts["longest"]
+
+
+def test_what_does_not_fit() -> None:
+    """The oldest turns go first, then the last commands, and the prompt says so."""
+    counts = check(GAMES, None, ("planner", "verbs"), 25, slots=60)
+    assert counts["fewer turns"] > counts["more"] > 0 and counts["longest"] == 60
+    with pytest.raises(ValueError, match="slots=40: must be at least"):
+        environment(tuple(GAMES), None, 40)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ARCHIVE.exists(), reason="../shared/data is not there")
+def test_prompts_of_all_games(tmp_path: Path) -> None:
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    paths = [game.path for split in ("valid_seen", "valid_unseen", "valid_train") for game in list_games(split, tmp_path)]
+    counts = check(paths, None, ("expert", "verbs"), 50, slots=160, seed=1)
+    assert counts["prompts"] == 474 * 2 * 50 and counts["more"] == 0 and counts["fewer turns"] < 0.002 * counts["prompts"]
+
+
+def test_transformers_reads_the_vocabulary(tmp_path: Path) -> None:
+    """A saved policy's tokenizer gives every observation, task and command back, and its words are the environment's."""
+    env = environment(tuple(GAMES), None)
+    word_tokenizer(env.words).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    tokenizer, split, texts = AutoTokenizer.from_pretrained(tmp_path), Splitter(env.words), set()
+    for path in GAMES:
+        for kind in ("planner", "shuffle"):
+            game, rng = load_game(path).fresh(), random.Random(0)
+            (observation, commands), player = game.reset(), Player(kind, game, rng)
+            for _ in range(30):
+                texts |= {observation, *commands}
+                observation, commands, _ = game.step(player.choose(commands, commands))
+    assert len(texts) > 100
+    for text in texts:
+        ids = tokenizer(text)["input_ids"]
+        assert tokenizer.decode(ids) == text and ids == split(text)
+    assert tokenizer.convert_ids_to_tokens(list(range(1, len(env.words)))) == list(env.words[1:])

@@ -1,0 +1,152 @@
+"""Whole episodes of the compiled games: the host's engine, given the same actions, tells, pays and ends the same."""
+
+import dataclasses
+import json
+import tarfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from alfworld_places import ARCHIVE, DATA, GAMES, SHARED
+
+from envs.alfworld.dataset import list_games
+from envs.alfworld.numbered import NumberedAlfworld
+from envs.alfworld.tables import compile_games
+from envs.alfworld.text import AlfworldText
+from hgpo_jax.config import check_together, load
+from hgpo_jax.environments import alfworld, alfworld_games
+from hgpo_jax.errors import ConfigError
+from hgpo_jax.mesh import make_mesh
+from hgpo_jax.policy import ModelConfig, initialize, network
+from hgpo_jax.policy.tokenizer import vocabulary_size
+from hgpo_jax.rollout.compiled import make_rollout
+from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.sampling import Decoding
+from tests.helpers.training import command, rows_of
+
+SIZES = ModelConfig(
+    vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+    tie_word_embeddings=False, initializer_range=0.3,
+)  # fmt: skip
+SILENT = ("help", "inventory", "look", "examine")
+
+
+def play(paths, episodes: int, turns: int) -> tuple[NumberedAlfworld, np.ndarray, Episodes]:
+    """Episodes of a network that says small numbers with, mostly, an end behind: (environment, each one's game, Episodes)."""
+    env = NumberedAlfworld(compile_games(paths), turns)
+    model, mesh = dataclasses.replace(SIZES, vocab_size=vocabulary_size(env.words)), make_mesh("data=1", jax.devices()[:1])
+    end, numbers = len(env.words) + 1, np.array([env.word_id[f" [{number}]"] for number in range(1, 21)])
+    params = jax.device_get(initialize(model, 0, mesh))
+    embedding, head = (np.array(params[part][name]) for part, name in (("embed_tokens", "embedding"), ("lm_head", "kernel")))
+    # The first dimension says whether a number came last, and the second is always on.
+    embedding[numbers, 0], embedding[end + 1, 0], embedding[:, 1] = 2, -2, 2
+    head[:2], head[0, end], head[1] = 0, 2, -10
+    head[1, [*numbers, end]] = 0
+    params["embed_tokens"]["embedding"], params["lm_head"]["kernel"] = embedding, head
+    options = {"history_length": 2, "decode_batch_size": 8, "end": end, "act": end + 1}
+    rollout = make_rollout(env, network(model), mesh, **options)
+    games = np.arange(episodes, dtype=np.int32) % len(paths)
+    keys = jax.random.split(jax.random.key(0), episodes)
+    return env, games, jax.device_get(rollout(params, jnp.asarray(games), keys, jnp.asarray(games), Decoding()))
+
+
+def replay(paths, env: NumberedAlfworld, games, e: Episodes) -> None:
+    """Asserts that the engine, given what the answers mean, tells, pays and ends as the Episodes say."""
+    host, end, ids = AlfworldText(paths, max_turns=env.max_turns), len(env.words) + 1, {}
+    for b, game in enumerate(games):
+        text, commands = host.reset(int(game))
+        won = done = False
+        assert e.task[b] == host.task_type
+        for t in range(int(e.mask[b].sum())):
+            assert not done and env.decode(e.observations[b, t]) == text
+            assert ids.setdefault(text, e.states[b, t]) == e.states[b, t]
+            listed = [command for command in commands if command.split()[0] not in SILENT]
+            said = e.responses[b, t, : e.response_lengths[b, t]].tolist()
+            numbers = [env.word_id[f" [{number}]"] for number in range(1, len(listed) + 1)]
+            number = numbers.index(said[0]) if len(said) == 2 and said[1] == end and said[0] in numbers else None
+            action = "" if number is None else listed[number]
+            text, commands, reward, done, info = host.step(action)
+            assert (reward, not info["admissible"]) == (e.rewards[b, t], e.invalid[b, t]), (b, t, action)
+            assert ids.setdefault(text, e.next_states[b, t]) == e.next_states[b, t]
+            won = info["won"]
+        assert done and won == e.success[b]
+    assert len(set(ids.values())) == len(ids)
+
+
+def test_the_engine_replays_the_episodes() -> None:
+    env, games, e = play(GAMES, 24, 15)
+    assert 0.1 < e.invalid[e.mask].mean() < 0.9 and e.mask.sum() == 24 * 15
+    assert len(np.unique(e.prompt_lengths[e.mask])) > 20
+    replay(GAMES, env, games, e)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ARCHIVE.exists(), reason="../shared/data is not there")
+def test_the_engine_replays_episodes_of_all_games(tmp_path: Path) -> None:
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    paths = [game.path for split in ("valid_seen", "valid_unseen", "valid_train") for game in list_games(split, tmp_path)]
+    env, games, e = play(paths, 480, 50)
+    replay(paths, env, games, e)
+    assert e.success.any()
+
+
+def test_games_of_a_configuration(tmp_path: Path) -> None:
+    """All splits share one vocabulary; streams of tasks hold the games of their splits."""
+    config = load("alfworld_small", [f"data={DATA}", f"cache_dir={tmp_path}"])
+    check_together(config)
+    env, games = alfworld(config), alfworld_games(config)
+    train, held_out = ([game.path for game in list_games(split, DATA)] for split in ("valid_train", "valid_seen"))
+    assert games["train"].tolist() == games["warm_start"].tolist() == [0, 1] and games["held_out"].tolist() == [2]
+    for stream, paths in (("train", train), ("held_out", held_out)):
+        for game, path in zip(games[stream], paths, strict=True):
+            assert env.decode(env.goal(env.start(int(game))[0])) == AlfworldText([path]).reset(0)[0].rpartition("is to: ")[2]
+    assert (tmp_path / "alfworld").is_dir()
+    with pytest.raises(ConfigError, match="valid_unseen") as error:
+        alfworld_games(load("alfworld_small", [f"data={DATA}", f"cache_dir={tmp_path}", "env.held_out=valid_unseen"]))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["env.name=household"], "env.compiled=true: env.name=household"),
+    (["policy.tokenizer=x"], "policy.tokenizer=x"),
+    (["env.compiled=false"], "env.name=alfworld with env.compiled=false"),
+])  # fmt: skip
+def test_what_does_not_go_together(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        check_together(load("alfworld_small", ["data=x", *overrides]))
+    assert "\n" not in str(error.value)
+
+
+def test_games_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ALFWORLD_DATA", raising=False)
+    for data, message in (("", "alfworld needs its games"), (tmp_path, f"env.data={tmp_path}")):
+        with pytest.raises(ConfigError, match=message) as error:
+            alfworld(load("alfworld_small", [f"data={data}", f"cache_dir={tmp_path}"]))
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SHARED.exists(), reason="../shared/data is not there")
+def test_trains_from_cloning_to_evaluation(tmp_path: Path) -> None:
+    data, run = SHARED / "alfworld" / "sample", tmp_path / "run"
+    tiny = (
+        "iterations=2", "policy.hidden_size=16", "policy.intermediate_size=16", "rollout.prompt_groups=2",
+        "rollout.group_size=4", "env.max_turns=10", "cloning.episodes=64", "cloning.max_steps=50", "log.dump_every=1",
+    )  # fmt: skip
+    where = (f"data={data}", f"run_dir={run}", f"cache_dir={tmp_path / 'cache'}")
+    command("-m", "hgpo_jax.train", "--config", "alfworld_small", *where, *tiny, cwd=tmp_path)
+    rows = rows_of(run)
+    assert [row["iteration"] for row in rows] == [0, 1] and all(row["logp_difference"] < 1e-4 for row in rows)
+    paths = [game.path for split in ("valid_train", "valid_seen", "valid_unseen") for game in list_games(split, data)]
+    config = load(str(run / "config.yaml"))
+    env, e = alfworld(config), Episodes.load(run / "episodes" / "iteration-00001.npz")
+    titles = {env.decode(row): game for game, row in enumerate(np.asarray(env.games.intro))}
+    games = [titles[env.decode(row)] for row in e.observations[:, 0]]
+    assert set(games) <= set(alfworld_games(config)["train"].tolist())
+    replay(paths, env, games, e)
+    command("-m", "hgpo_jax.evaluate", run, "--split", "valid_unseen", cwd=tmp_path)
+    (file,) = (run / "evaluations").iterdir()
+    assert json.loads(file.read_text())["split"] == "valid_unseen"
