@@ -195,7 +195,8 @@ def build(config: Config, mesh: Mesh | None = None) -> Job:
     compiled = Path(config.cache_dir, "compiled")
     if any(path.exists() and not path.is_dir() for path in (compiled, *compiled.parents)):
         raise ConfigError(f"cache_dir={config.cache_dir}: part of the path is a file; choose another folder")
-    jax.config.update("jax_compilation_cache_dir", str(compiled))
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):  # jax's own variable, where it is set, wins
+        jax.config.update("jax_compilation_cache_dir", str(compiled))
     texts = () if config.env.runs_compiled else make_environments(config)
     policy = make_policy(config, check_memory(config, mesh), mesh)
     adapted = policy.config

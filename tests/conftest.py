@@ -53,6 +53,14 @@ def pytest_runtest_setup(item):
     jax.config.update("jax_disable_most_optimizations", quick and not item.get_closest_marker("optimized"))
 
 
+def pytest_runtest_teardown(item, nextitem):
+    """A job sets its mesh for the whole process: the next file's tests must not meet it."""
+    import jax
+
+    if nextitem is None or nextitem.path != item.path:
+        jax.set_mesh(None)
+
+
 class Skips:
     """Prints every skipped test, and makes the session fail for one that is not allowed."""
 

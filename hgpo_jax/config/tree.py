@@ -294,7 +294,9 @@ class Config(Section):
     method: Literal[*METHODS] = field("hgpo", "how advantages and loss are made (hgpo_jax/methods.py)")
     warm_start: Literal["cloning", "none"] = field("cloning", "where the policy starts")
     mesh: str = field("auto", "device mesh: auto, or sizes as in data=2,fsdp=4,tensor=1 with at most one -1")
-    cache_dir: str = field("runs/cache", "folder of warm starts and compiled programs, shared by runs")
+    cache_dir: str = field(
+        "runs/cache", "folder of warm starts and, unless JAX_COMPILATION_CACHE_DIR is set, compiled programs; shared by runs"
+    )
     env: EnvConfig = EnvConfig()
     policy: PolicyConfig = PolicyConfig()
     lora: LoraFields = LoraFields()
