@@ -9,13 +9,12 @@
 them, so that commands which the room does not have are a third of what they say; a number means something only by the list,
 and each has just one word to copy. It comes after its command because a causal network reads the command first.
 
-What is left out, all of it documented here and the same on every turn: commands that change nothing (`help`, `inventory`,
-`look`, `examine`); of observations the commas and articles of lists, all after `PAST` words of earlier ones and after `NOW`
-of the current one (what can be taken is among the commands),
-and of the first one all but its first word, for the room's
-places are among the commands; of a command its verb where the one before it has the same, and then also the thing in the
-agent's hands, or else a second argument that did not change. If a prompt does not fit its
-slots, past turns are left out, the oldest first; if it then still does not, the last commands are, and `MORE` says so.
+The same is left out on every turn. Of the commands: those that change nothing (`SILENT`); the verb where the command before
+has the same, and then also the thing in the agent's hands, or else a second argument that did not change. Of observations:
+the commas and articles of lists; what comes after `PAST` words of earlier ones and `NOW` words of the current one (what can
+be taken is among the commands); all but the first word of an episode's first one (the room's places are among the commands).
+If a prompt does not fit its slots, past turns are left out, the oldest first; if it then still does not, so are the last
+commands, and the word `MORE` says so.
 """
 
 from __future__ import annotations
