@@ -156,7 +156,7 @@ def test_members_of_a_prompt_group_start_alike_and_act_differently(episodes):
 def test_turns_that_did_not_happen_are_zero(episodes):
     e = episodes
     np.testing.assert_array_equal(e.mask, np.arange(T) < e.mask.sum(1)[:, None])
-    for name, value in e.items():
+    for name, value in vars(e).items():
         if value.ndim > 1 and name != "mask":
             assert not value[~e.mask].any(), name
     tail = np.arange(A + 1) >= e.response_lengths[..., None]
@@ -180,7 +180,7 @@ def test_the_trainer_sees_the_samplers_log_probabilities(temperature):
 
 
 def assert_same(e, wanted):
-    for name, value in wanted.items():
+    for name, value in vars(wanted).items():
         if name == "logp":
             np.testing.assert_allclose(e.logp, value, atol=1e-4)
         else:
@@ -233,9 +233,9 @@ def test_a_dump_that_cannot_be_finished_leaves_the_one_before(episodes, tmp_path
 
 def changed(e, name, index, value):
     """The fields of an Episodes with one entry changed."""
-    array = e[name].copy()
+    array = getattr(e, name).copy()
     array[index] = value
-    return dict(e.items()) | {name: array}
+    return vars(e) | {name: array}
 
 
 OTHER_FILES = {
@@ -245,14 +245,14 @@ OTHER_FILES = {
     "cut off": lambda path, e: (e.save(path), path.write_bytes(path.read_bytes()[:-200])),
     "a single array": lambda path, e: (np.save(path.with_suffix(".npy"), e.mask), path.with_suffix(".npy").rename(path)),
     "fields missing": lambda path, e: np.savez(path, rewards=e.rewards, mask=e.mask),
-    "a field too many": lambda path, e: np.savez(path, other=e.mask, **dict(e.items())),
+    "a field too many": lambda path, e: np.savez(path, other=e.mask, **vars(e)),
     "a hole": lambda path, e: np.savez(path, **changed(e, "mask", (0, 0), False)),
     "a state below 0": lambda path, e: np.savez(path, **changed(e, "states", (0, 0), -1)),
     "a prompt that is longer than its slots": lambda path, e: np.savez(path, **changed(e, "prompt_lengths", (0, 0), 999)),
     "a response that is longer than its slots": lambda path, e: np.savez(path, **changed(e, "response_lengths", (0, 0), A + 2)),
-    "whole rewards": lambda path, e: np.savez(path, **dict(e.items()) | {"rewards": e.rewards.astype(int)}),
-    "another number of groups": lambda path, e: np.savez(path, **dict(e.items()) | {"groups": e.groups[:-1]}),
-    "pickled": lambda path, e: np.savez(path, **(dict(e.items()) | {"mask": np.array([{}], object)})),
+    "whole rewards": lambda path, e: np.savez(path, **vars(e) | {"rewards": e.rewards.astype(int)}),
+    "another number of groups": lambda path, e: np.savez(path, **vars(e) | {"groups": e.groups[:-1]}),
+    "pickled": lambda path, e: np.savez(path, **(vars(e) | {"mask": np.array([{}], object)})),
 }
 
 

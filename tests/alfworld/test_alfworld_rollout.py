@@ -95,7 +95,8 @@ def test_the_engine_replays_episodes_of_all_games(tmp_path: Path) -> None:
 
 def test_games_of_a_configuration(tmp_path: Path) -> None:
     """All splits share one vocabulary; streams of tasks hold the games of their splits."""
-    config = load("alfworld_small", [f"data={DATA}", f"cache_dir={tmp_path}"])
+    fields = [f"data={DATA}", f"cache_dir={tmp_path}", "env.split=valid_train"]
+    config = load("alfworld_small", fields)
     check_together(config)
     env, games = alfworld(config), alfworld_games(config)
     train, held_out = ([game.path for game in list_games(split, DATA)] for split in ("valid_train", "valid_seen"))
@@ -105,14 +106,15 @@ def test_games_of_a_configuration(tmp_path: Path) -> None:
             assert env.decode(env.goal(env.start(int(game))[0])) == AlfworldText([path]).reset(0)[0].rpartition("is to: ")[2]
     assert (tmp_path / "alfworld").is_dir()
     with pytest.raises(ConfigError, match="valid_unseen") as error:
-        alfworld_games(load("alfworld_small", [f"data={DATA}", f"cache_dir={tmp_path}", "env.held_out=valid_unseen"]))
+        alfworld_games(load("alfworld_small", [*fields, "env.held_out=valid_unseen"]))
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(("overrides", "message"), [
     (["env.name=household"], "env.compiled=true: env.name=household"),
     (["policy.tokenizer=x"], "policy.tokenizer=x"),
-    (["env.compiled=false"], "env.name=alfworld with env.compiled=false"),
+    (["env.compiled=false"], "env.split=generated: has no files"),
+    (["env.compiled=false", "env.split=train"], "env.name=alfworld with env.compiled=false"),
 ])  # fmt: skip
 def test_what_does_not_go_together(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:

@@ -19,6 +19,7 @@ RELEASED = {
     "warm_start": "none",
     "seed": 0,  # H env.seed
     "env.split": "train",
+    "env.compiled": False,
     "env.strict": False,  # agent_system/environments: a response is valid by its form alone
     "env.reachable_only": False,
     "policy.dtype": "float32",  # verl/workers/fsdp_workers.py: what the actor's optimizer holds
@@ -115,7 +116,8 @@ METHOD = {
 # Other environments' and methods' fields, places, speed, and what is written: no result depends on them here.
 ELSEWHERE = (
     "name", "run_dir", "cache_dir", "mesh", "env.tasks", "env.rooms", "env.places", "env.things", "env.size", "env.boxes",
-    "env.reward", "env.data", "env.workers", "env.time_limit", "lora.alpha", "lora.targets", "rollout.max_tries",
+    "env.reward", "env.data", "env.generated", "env.workers", "env.time_limit", "lora.alpha", "lora.targets",
+    "rollout.max_tries",
     "rollout.decode_batch_size", "cloning.", "learner.microbatch_size", "learner.remat", "learner.offload",
     "learner.max_nonfinite", "evaluation.every",
     "log.", *(f"policy.{name}" for name in ("tokenizer", *configuration.PolicyConfig().sizes)),
