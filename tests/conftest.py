@@ -33,7 +33,10 @@ def pytest_configure(config):
 
 # Files that take minutes each. One that began last would leave the other processes idle (pytest-xdist keeps this
 # order with `--no-loadscope-reorder` only).
-LONGEST = ("test_tpu.py", "test_runs.py", "test_distributed.py", "test_main_job.py", "test_notebooks.py", "test_methods.py")
+LONGEST = (
+    "test_tpu.py", "test_runs.py", "test_methods.py", "test_text_training.py", "test_alfworld_compiled.py", "test_distributed.py",
+    "test_main_job.py", "test_notebooks.py",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):
@@ -42,15 +45,16 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(tryfirst=True)  # before the fixtures, which compile too
 def pytest_runtest_setup(item):
-    """Quick tests compile without LLVM's optimization, which took half of their time for programs that run once. Processes
-    that they start, all slow tests and tests marked `optimized`, which are about rounding, compile as users' runs do.
+    """Quick tests and the processes that they start compile without LLVM's optimization, which took half of their time for
+    programs that run once. Slow tests and tests marked `optimized`, which are about rounding, compile as users' runs do.
 
     Compiled programs are cached by shape: marked tests must not share theirs with others of the same process.
     """
     import jax
 
-    quick = item.config.option.markexpr == "not slow"
-    jax.config.update("jax_disable_most_optimizations", quick and not item.get_closest_marker("optimized"))
+    quick = item.config.option.markexpr == "not slow" and not item.get_closest_marker("optimized")
+    jax.config.update("jax_disable_most_optimizations", quick)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(quick))
 
 
 def pytest_runtest_teardown(item, nextitem):

@@ -107,7 +107,7 @@ CASES = {
     "graphgpo": ((), "token-mean", lambda e: estimated(e, "graphgpo", success=e.success, next_states=e.next_states)),
     "ppo": ((), "token-mean", lambda e: estimated(e, "gae", values=np.zeros((B, T), np.float32))),  # a fresh critic says 0
 }
-SLOW = ("gigpo", "graphgpo")  # seconds of compiling each
+SLOW = ("gigpo", "graphgpo", "ppo")  # seconds of compiling each
 
 
 @pytest.mark.parametrize("method", [pytest.param(m, marks=pytest.mark.slow) if m in SLOW else m for m in CASES])

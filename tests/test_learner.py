@@ -181,8 +181,9 @@ def test_devices_change_nothing(off_policy, expected, spec):
     np.testing.assert_allclose(stats["kl"], expected[1]["kl"], rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_segments", [1, 4])
-@pytest.mark.parametrize("spec", ["data=2", pytest.param("data=2,fsdp=2,tensor=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("spec", ["data=2", "data=2,fsdp=2,tensor=2"])
 def test_packing_changes_nothing(off_policy, expected, spec, max_segments, monkeypatch):
     """Decisions that share sequences, in micro-batches that predict as many tokens as one response has, or more."""
     predictions = MAX_NEW if max_segments == 1 else 2 * MAX_NEW

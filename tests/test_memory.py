@@ -75,6 +75,7 @@ def bench(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_plan_and_refuses_what_does_not_fit():
     big = ["policy=Qwen/Qwen2.5-7B-Instruct", "policy.compute_dtype=bfloat16", "learner.remat=full", "warm_start=none"]
     fits = bench(*big, "--mesh", "fsdp=8", "--chip", "h100-80g", "learner.microbatch_size=8")

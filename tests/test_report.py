@@ -337,6 +337,7 @@ def single():
     return report.render(report.gather([EXAMPLE], dumps=1, groups=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 390])
 def test_charts_and_browser_in_chromium(page, single, width, tmp_path):
     said = probe(page if width > 1000 else single, tmp_path, width)
@@ -368,6 +369,7 @@ def test_charts_and_browser_in_chromium(page, single, width, tmp_path):
     assert said["broken"] == ""
 
 
+@pytest.mark.slow
 def test_charts_in_chromium(single, tmp_path):
     said = probe(single, tmp_path)
     sampled, greedy = "held-out, sampled 92.2 % (88.2 % to 94.9 %)", "held-out, greedy 69.5 % (63.6 % to 74.8 %)"
@@ -393,6 +395,7 @@ def test_charts_in_chromium(single, tmp_path):
     assert said["downloads"] == "metrics.csv:blob|metrics.json:blob"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("known", "episode"), [(True, 3), (False, 99)])
 def test_a_link_opens_its_step(known, episode, single, tmp_path):
     group = report.choose(inspect.load(EXAMPLE), 2)[1]
@@ -406,6 +409,7 @@ def test_a_link_opens_its_step(known, episode, single, tmp_path):
         assert float(spoken) == pytest.approx(float(dump.estimate("gigpo").advantages[row, 2]), rel=6e-3)
 
 
+@pytest.mark.slow
 def test_nasty_texts_in_chromium(tmp_path, two_estimators):
     folder = text_run(tmp_path / "run", NASTY)
     written = report.render(report.gather([folder], 1, 9))

@@ -63,11 +63,11 @@ def test_trains_end_to_end(environment, tokenizer, tmp_path):
     assert [row["iteration"] for row in rows_of(folder)] == [0, 1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "size"),
     [
-        ("alfworld", "7b"),
-        *(pytest.param(*c, marks=pytest.mark.slow) for c in [("alfworld", "1.5b"), ("webshop", "1.5b"), ("webshop", "7b")]),
+        ("alfworld", "1.5b"), ("alfworld", "7b"), ("webshop", "1.5b"), ("webshop", "7b"),
     ],
 )
 def test_the_papers_settings_pass_the_dry_run(environment, size, tokenizer, tmp_path):
@@ -80,6 +80,7 @@ def test_the_papers_settings_pass_the_dry_run(environment, size, tokenizer, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "fragment"),
     [

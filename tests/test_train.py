@@ -83,12 +83,14 @@ def test_metrics_have_one_row_per_iteration(run):
     assert rows[0]["kl"] < rows[3]["kl"]  # the policy moves away from its start
 
 
+@pytest.mark.slow
 def test_a_log_shows_how_far_the_run_is(cloned):
     said = cloned.with_suffix(".log").read_text()
     assert re.search(r"^warm start 50/200  loss \d\.\d+  success 0\.\d\d$", said, re.MULTILINE)
     assert re.search(r"^iteration 4/4  success .*  left 0s$", said, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_evaluation_repeats(run):
     before = (run / "evaluation.json").read_text()
     result = json.loads(before)
@@ -179,6 +181,7 @@ def test_refusals_write_nothing(monkeypatch, capsys, tmp_path, arguments, fragme
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argument", "fragment"),
     [("env.rooms=bedroom", "rooms"), ("policy.hidden_size=33", "hidden_size=33")],

@@ -55,6 +55,7 @@ def check_rows(tables: Tables, numbers: list[int], given: list[Path], others: li
     return files
 
 
+@pytest.mark.slow
 def test_engine_plays_the_same_games(tmp_path: Path) -> None:
     tables = made()
     files = check_rows(tables, list(range(0, 40, 4)), GIVEN, HELD_OUT, tmp_path)

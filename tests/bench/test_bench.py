@@ -137,6 +137,7 @@ def peer():
     return peer
 
 
+@pytest.mark.slow
 def test_the_peer_generates_the_same_tokens(peer):
     model = dataclasses.replace(policies.workload(parse(TINY)).model, initializer_range=0.5)
     mesh = policies.meshes("data=1", 3)["data=1"]
@@ -174,6 +175,7 @@ def test_the_peer_learns_the_same_from_the_same_episodes(peer, job):
     assert theirs["kl"] > 1e-3 and stats["clip_fraction_high"] > 0
 
 
+@pytest.mark.slow
 def test_what_the_peer_plays_is_what_the_environment_does(peer, job):
     env, tokenizer = job.runner.env, job.policy.tokenizer
     played = peer.play(peer.make_model(job.policy.config, job.policy.params, "float32"), job, 1)

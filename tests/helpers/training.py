@@ -11,16 +11,16 @@ TINY = (
     "policy.intermediate_size=16", "policy.num_hidden_layers=1", "rollout.prompt_groups=2", "rollout.group_size=4",
     "learner.minibatch_size=8", "learner.final_lr=1", "log.checkpoint_every=1", "log.dump_every=2", "evaluation.episodes=12",
 )  # fmt: skip
-ENVIRONMENT = os.environ | {
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-    "PYTHONPATH": str(Path(__file__).parents[2]),
-}
 
 
 def command(*arguments, cwd, code=0) -> subprocess.CompletedProcess:
     """Runs Python with these arguments; a process of its own, because a job sets devices and mesh permanently."""
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
     done = subprocess.run(
-        [sys.executable, *map(str, arguments)], cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=500
+        [sys.executable, *map(str, arguments)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == code, done.stderr
     return done

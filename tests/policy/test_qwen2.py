@@ -124,6 +124,7 @@ def test_wanted_slots_equal_the_full_output(tiny):
     np.testing.assert_allclose(some, jnp.take_along_axis(full, slots[..., None], 1), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_remat_changes_nothing(tiny):
     graphdef, params = tiny
     tokens = jax.random.randint(jax.random.key(0), (2, 9), 0, 64)

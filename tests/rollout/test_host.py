@@ -184,7 +184,11 @@ class Unpunctual(LocalWorkers):
 
 @pytest.mark.parametrize(
     ("decode_batch_size", "options"),
-    [(1, {"workers_type": Unpunctual}), (7, {"workers_type": Unpunctual}), (7, {"make_env": Restless, "workers": 3})],
+    [
+        (1, {"workers_type": Unpunctual}),
+        pytest.param(7, {"workers_type": Unpunctual}, marks=pytest.mark.slow),
+        (7, {"make_env": Restless, "workers": 3}),
+    ],
 )
 def test_an_asynchronous_rollout_gives_the_same_episodes(played, decode_batch_size, options):
     synchronous_play = played if decode_batch_size == 7 else play(HARMLESS, decode_batch_size=decode_batch_size)

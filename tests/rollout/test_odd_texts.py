@@ -23,10 +23,8 @@ MODEL = ModelConfig(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("environment", "workers", "numbers"),
-    [(Wild, 0, (0, 1, 3, 5)), pytest.param(Deadly, 2, range(10), marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("environment", "workers", "numbers"), [(Wild, 0, (0, 1, 3, 5)), (Deadly, 2, range(10))])
 def test_odd_texts_and_mishaps(environment, workers, numbers, tmp_path):
     tasks = np.repeat(list(numbers), 2)
     tokenizer, mesh = byte_tokenizer(), mesh_of("data=1")
