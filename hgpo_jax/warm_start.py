@@ -98,12 +98,12 @@ def clone(job: Job) -> dict:
     settings = config.cloning
     key = jax.random.key(config.seed)
     end, act = policy.tokenizer.eos_token_id, policy.tokenizer.convert_tokens_to_ids(ACT)
-    rows, success = generate_play(
+    decisions, success = generate_play(
         env, jax.random.fold_in(key, 1), job.runner.select_tasks("warm_start", config.seed, jnp.arange(settings.episodes)),
         noise=settings.noise, history_length=config.rollout.history_length, end=end, act=act,
     )  # fmt: skip
-    total = rows.response_lengths.shape[0]
-    count = (rows.response_lengths > 0).sum()  # an argument of what is compiled, which then serves every seed
+    total = decisions.response_lengths.shape[0]
+    count = (decisions.response_lengths > 0).sum()  # an argument of what is compiled, which then serves every seed
     schedule = optax.warmup_cosine_decay_schedule(0.0, settings.lr, 100, max(settings.max_steps, 101), settings.lr / 10)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98))
     update = make_update(
@@ -112,11 +112,11 @@ def clone(job: Job) -> dict:
     )  # fmt: skip
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def some_steps(params, opt_state, rows, count, key):
+    def some_steps(params, opt_state, decisions, count, key):
         # Rows of decisions that happened come first in a random order.
-        order = jnp.argsort(jax.random.uniform(key, (total,)) + 2.0 * (rows.response_lengths == 0))
+        order = jnp.argsort(jax.random.uniform(key, (total,)) + 2.0 * (decisions.response_lengths == 0))
         return update(
-            params, opt_state, None, rows, order, jnp.minimum(STEPS_PER_CALL * settings.batch_size, count), 1.0
+            params, opt_state, None, decisions, order, jnp.minimum(STEPS_PER_CALL * settings.batch_size, count), 1.0
         )
 
     practice = job.runner.select_tasks("warm_start", config.seed, settings.episodes + jnp.arange(job.batch))
@@ -132,7 +132,7 @@ def clone(job: Job) -> dict:
     solved = 0.0
     with Progress("warm start", settings.max_steps, "step") as progress:
         for step in range(0, settings.max_steps, STEPS_PER_CALL):
-            params, opt_state, stats = some_steps(params, opt_state, rows, count, jax.random.fold_in(key, 2 + step))
+            params, opt_state, stats = some_steps(params, opt_state, decisions, count, jax.random.fold_in(key, 2 + step))
             loss = float(stats["loss"])
             if stats["nonfinite_steps"]:
                 raise RunError(f"warm start: a loss or gradient is not finite after {step} steps; lower cloning.lr")
@@ -202,7 +202,7 @@ def warm_start(job: Job) -> dict:
         try:
             return load_policy(folder, job.mesh, job.config.policy.dtype).params
         except ValueError as error:
-            raise ConfigError(f"{error}; remove {folder}, and it is made again") from None
+            raise ConfigError(f"{error}; remove {folder}; the next run makes a new one") from None
     params = clone(job)
 
     def make_room() -> str:

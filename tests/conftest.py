@@ -34,8 +34,8 @@ def pytest_configure(config):
 # Files that take minutes each. One that began last would leave the other processes idle (pytest-xdist keeps this
 # order with `--no-loadscope-reorder` only).
 LONGEST = (
-    "test_tpu.py", "test_runs.py", "test_methods.py", "test_text_training.py", "test_alfworld_compiled.py", "test_distributed.py",
-    "test_main_job.py", "test_notebooks.py",
+    "test_tpu.py", "test_runs.py", "test_methods.py", "test_text_training.py", "test_alfworld_compiled.py",
+    "test_distributed.py", "test_main_job.py", "test_notebooks.py",
 )  # fmt: skip
 
 

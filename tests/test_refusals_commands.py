@@ -127,7 +127,7 @@ CASES = [
     ("train", ["run_dir=hf"], "run_dir=hf: is not empty"),
     ("train", ["cache_dir=file"], "cache_dir=file: part of the path is a file"),
     ("train", ["cache_dir=file/x"], "cache_dir=file/x: part of the path is a file"),
-    ("train", ["seed=true"], "seed=True: true and false are no value"),
+    ("train", ["seed=true"], "seed=True: true and false are not values"),
     ("train", ["--config", "number.yaml"], "1: no such field"),
     ("train", ["run_dir=run"], "--resume run"),
     ("train", [f"run_dir={NUL}"], "run_dir="),

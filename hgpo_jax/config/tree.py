@@ -31,16 +31,16 @@ class Section(pydantic.BaseModel):
     @pydantic.field_validator("*", mode="before")
     @classmethod
     def _is_meant(cls, value, info):
-        """`true`, `yes` and `on` are no number 1."""
+        """`true`, `yes` and `on` do not mean the number 1."""
         if isinstance(value, bool) and not _takes_bool(cls.model_fields[info.field_name].annotation):
-            raise ValueError("true and false are no value of this field")
+            raise ValueError("true and false are not values of this field")
         return value
 
     @pydantic.field_validator("*")
     @classmethod
     def _is_text(cls, value):
         if isinstance(value, str) and _CONTROL.search(value):
-            raise ValueError("holds a control character; take it out")
+            raise ValueError("contains a control character; remove it")
         return value
 
 
@@ -82,7 +82,7 @@ class EnvConfig(Section):
         "prompt group and each evaluation episode, so that held-out goals are also trained on",
     )  # fmt: skip
     reachable_only: bool = field(False, "webshop: leave out goals that no purchase of just what is asked can fulfil")
-    strict: bool = field(False, "text: an inadmissible action is invalid, beside a malformed response")
+    strict: bool = field(False, "text: an inadmissible action is invalid, as a malformed response always is")
     workers: int = field(0, "text: processes that play the environments; 0 plays them in this one", ge=0, le=256)
     time_limit: float = field(60.0, "text: seconds after which an environment in a worker counts as hung", gt=0)
 
@@ -150,7 +150,7 @@ class RolloutConfig(Section):
     prompt_limit: int = field(4096, "tokens of the longest prompt of a text environment", ge=16)
     response_limit: Positive = field(512, "tokens of the longest response in a text environment")
     stop: tuple[str, ...] = field(
-        (), "tokens that end a response in a text environment beside the tokenizer's eos_token, as in [<|endoftext|>]"
+        (), "tokens that end a response in a text environment besides the tokenizer's eos_token, as in [<|endoftext|>]"
     )
     decode_batch_size: Positive = field(
         64, "episodes that each device decodes at a time; finished episodes are left out in steps of this size"
