@@ -3,12 +3,11 @@
 import functools
 import itertools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import nnx, struct
 
 from hgpo_jax.learner import token_logprobs
 from hgpo_jax.mesh import make_mesh
@@ -23,12 +22,11 @@ from tests.helpers.plain_rollout import check_against_plain_play
 CELLS, END, ACT, VOCABULARY = 5, 6, 7, 8
 
 
-@chex.dataclass(frozen=True)
-class Place:
-    cell: chex.Array
-    goal: chex.Array
-    task: chex.Array
-    turn: chex.Array
+class Place(struct.PyTreeNode):
+    cell: jax.Array
+    goal: jax.Array
+    task: jax.Array
+    turn: jax.Array
 
 
 class Ring:

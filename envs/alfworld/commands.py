@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -26,7 +26,7 @@ class Layout:
     def __init__(self, games: Games):
         (_, R), (_, O), K = games.place_word.shape, games.thing_word.shape, games.here.shape[2]
         sorted_by = {"place_word": games.place_order, "location": games.place_order, "thing_word": games.thing_order}
-        self.by_name = {field: np.take_along_axis(games[field], order, 1) for field, order in sorted_by.items()}
+        self.by_name = {field: np.take_along_axis(getattr(games, field), order, 1) for field, order in sorted_by.items()}
         here, held = 1 + len(VERBS) + np.arange(K), np.array([1 + len(VERBS) + K])
         place = held + 1 + np.arange(R)
         thing = place[-1] + 1 + np.arange(O)
@@ -58,7 +58,7 @@ class Layout:
         self.slots = np.concatenate(slots).astype(np.int32)
 
 
-def admissible(env, state) -> tuple[chex.Array, chex.Array]:
+def admissible(env, state) -> tuple[jax.Array, jax.Array]:
     """See `CompiledAlfworld.admissible`."""
     games, layout = env.games, env.layout
     game, at, held = state.game, state.at, state.held

@@ -17,11 +17,12 @@ import copy
 import hashlib
 import re
 from functools import cached_property
+from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from envs.alfworld import bits
 from envs.alfworld.commands import Layout, admissible
@@ -36,20 +37,19 @@ from envs.alfworld.text import WON_REWARD
 NOTHING = -1  # what empty hands hold
 
 
-@chex.dataclass(frozen=True)
-class State:
+class State(struct.PyTreeNode):
     """One episode. O things in W words of bits, R places, L locations and the one at the start; see `tables.Games`."""
 
-    game: chex.Array  # i32[], number of the game
-    task: chex.Array  # i32[], index into CompiledAlfworld.task_types
-    at: chex.Array  # i32[], the agent's location
-    held: chex.Array  # i32[], the thing in its hands, or -1
-    opened: chex.Array  # bool[R]
-    inside: chex.Array  # u32[R, W], things in each place
-    taken: chex.Array  # u32[R, W], things that were taken out of a place and not put back into it
-    lying: chex.Array  # u32[L + 1, W], things at each location
-    marks: chex.Array  # u32[5, W], things that are clean, hot, cool, sliced, toggled
-    turn: chex.Array  # i32[], actions taken
+    game: jax.Array  # i32[], number of the game
+    task: jax.Array  # i32[], index into CompiledAlfworld.task_types
+    at: jax.Array  # i32[], the agent's location
+    held: jax.Array  # i32[], the thing in its hands, or -1
+    opened: jax.Array  # bool[R]
+    inside: jax.Array  # u32[R, W], things in each place
+    taken: jax.Array  # u32[R, W], things that were taken out of a place and not put back into it
+    lying: jax.Array  # u32[L + 1, W], things at each location
+    marks: jax.Array  # u32[5, W], things that are clean, hot, cool, sliced, toggled
+    turn: jax.Array  # i32[], actions taken
 
 
 class CompiledAlfworld:
@@ -90,12 +90,12 @@ class CompiledAlfworld:
         return self._on_device("games")
 
     @property
-    def by_name(self) -> dict[str, chex.Array]:
+    def by_name(self) -> dict[str, jax.Array]:
         """See `Layout.by_name`."""
         return self._on_device("by_name")
 
     @property
-    def search_order(self) -> chex.Array:
+    def search_order(self) -> jax.Array:
         """See `habits.search_order`, of these games. May be set to that of other games with the same words."""
         return self._on_device("search_order")
 
@@ -104,17 +104,17 @@ class CompiledAlfworld:
         self.tables["search_order"], self._arrays = np.asarray(order), {}
 
     @property
-    def kind_of_word(self) -> chex.Array:
+    def kind_of_word(self) -> jax.Array:
         """i32[V], the row of `search_order` for a word that is a name, else -1."""
         return self._on_device("kind_of_word")
 
     @cached_property
-    def tables(self) -> dict[str, chex.ArrayTree]:
+    def tables(self) -> dict[str, Any]:
         """All arrays about the games, of NumPy: what programs take as an argument that shall hold no game (`bound`)."""
         order, kinds = search_order(self.words, self._games), kinds_of(self.words)[1]
         return {"games": self._games, "by_name": self.layout.by_name, "search_order": order, "kind_of_word": kinds}
 
-    def bound(self, tables: dict[str, chex.ArrayTree]) -> CompiledAlfworld:
+    def bound(self, tables: dict[str, Any]) -> CompiledAlfworld:
         """This environment with other arrays, such as the traced ones of `tables` in a program that has them as an argument."""
         other = copy.copy(self)
         other._bound = tables
@@ -123,7 +123,7 @@ class CompiledAlfworld:
     @cached_property
     def digest(self) -> str:
         """Of all words and games, in hexadecimal digits."""
-        parts = ["\0".join(self.words).encode(), *(self._games[field].tobytes() for field in sorted(self._games))]
+        parts = ["\0".join(self.words).encode(), *(array.tobytes() for _, array in sorted(vars(self._games).items()))]
         return hashlib.sha256(b"".join(parts)).hexdigest()
 
     def _on_device(self, name: str):
@@ -167,17 +167,17 @@ class CompiledAlfworld:
         """Text of an action."""
         return command(self.words, np.asarray(ids).tolist())
 
-    def goal(self, state: State) -> chex.Array:
+    def goal(self, state: State) -> jax.Array:
         """i32[goal_length]: the task, as the first observation states it."""
         return self.games.goal[state.game].astype(jnp.int32)
 
     # -- the game -----------------------------------------------------------------------------------------------
 
-    def reset(self, key: chex.PRNGKey) -> tuple[State, chex.Array]:
+    def reset(self, key: jax.Array) -> tuple[State, jax.Array]:
         """An episode of a game drawn from a key: (State, observation i32[observation_length])."""
         return self.start(jax.random.randint(key, (), 0, len(self)))
 
-    def start(self, game) -> tuple[State, chex.Array]:
+    def start(self, game) -> tuple[State, jax.Array]:
         """An episode of this game, i32[]: (State, observation i32[observation_length])."""
         games, game = self.games, jnp.asarray(game, jnp.int32)
         state = State(
@@ -195,7 +195,7 @@ class CompiledAlfworld:
         intro = games.intro[game].astype(jnp.int32)
         return state, jnp.pad(intro, (0, self.observation_length - intro.shape[0]))
 
-    def step(self, state: State, action: chex.Array):
+    def step(self, state: State, action: jax.Array):
         """Does one action.
 
         Args:
@@ -235,7 +235,7 @@ class CompiledAlfworld:
         done = won | (after.turn >= self.max_turns)
         return after, tell(self, after, deed), WON_REWARD * won, done, deed.invalid
 
-    def won(self, state: State) -> chex.Array:
+    def won(self, state: State) -> jax.Array:
         """bool[]: whether the task is fulfilled."""
         games, game = self.games, state.game
         wanted, mark = games.wanted[game], games.mark[game]
@@ -248,7 +248,7 @@ class CompiledAlfworld:
         holds = (state.held >= 0) & bits.test(wanted, state.held)
         return placed | (by_lamp.any() & holds)
 
-    def open_here(self, state: State, place) -> chex.Array:
+    def open_here(self, state: State, place) -> jax.Array:
         """bool[...]: whether one can reach into these places i32[...], if one is there."""
         return state.opened[place] | ~self.games.place_can[state.game, PLACE_CAN.index("openable"), place]
 
@@ -300,6 +300,6 @@ class CompiledAlfworld:
 
     # -- commands -----------------------------------------------------------------------------------------------
 
-    def admissible(self, state: State) -> tuple[chex.Array, chex.Array]:
+    def admissible(self, state: State) -> tuple[jax.Array, jax.Array]:
         """The admissible commands in the engine's order: (bool[commands] which rows hold one, i32[commands, 3] words)."""
         return admissible(self, state)

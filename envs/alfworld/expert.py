@@ -10,7 +10,6 @@ put something, it starts over.
 
 from __future__ import annotations
 
-import chex
 import jax
 import jax.numpy as jnp
 
@@ -21,13 +20,13 @@ from envs.alfworld.sheets import MARKS, PLACE_CAN
 TREATMENTS = {"isclean": "clean", "ishot": "heat", "iscool": "cool"}  # both a verb and what a place can do
 
 
-def random_action(env: CompiledAlfworld, state: State, key: chex.PRNGKey) -> chex.Array:
+def random_action(env: CompiledAlfworld, state: State, key: jax.Array) -> jax.Array:
     """i32[3]: one of the admissible commands, all equally likely."""
     filled, commands = env.admissible(state)
     return commands[jax.random.randint(key, (), 0, filled.sum())]
 
 
-def expert_action(env: CompiledAlfworld, state: State, recent: chex.Array, key: chex.PRNGKey) -> chex.Array:
+def expert_action(env: CompiledAlfworld, state: State, recent: jax.Array, key: jax.Array) -> jax.Array:
     """The local expert's command, always an admissible one.
 
     Args:

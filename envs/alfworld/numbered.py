@@ -19,7 +19,6 @@ commands, and the word `MORE` says so.
 
 from __future__ import annotations
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,7 +58,7 @@ class NumberedAlfworld(CompiledAlfworld):
         """P, whatever the history's length is."""
         return self.slots
 
-    def prompt(self, state: State, goal, observations, actions, observation, act: int) -> tuple[chex.Array, chex.Array]:
+    def prompt(self, state: State, goal, observations, actions, observation, act: int) -> tuple[jax.Array, jax.Array]:
         """What the policy reads before its next action.
 
         Args:
@@ -98,13 +97,13 @@ class NumberedAlfworld(CompiledAlfworld):
         at, length = bits.select(bits.pack(words != 0), self.slots)
         return jnp.where(jnp.arange(self.slots) < length, words[jnp.minimum(at, words.shape[0] - 1)], 0), length
 
-    def action(self, state: State, answer) -> chex.Array:
+    def action(self, state: State, answer) -> jax.Array:
         """i32[3]: the command with the number that an answer i32[1] says; 0, which is no command, if none has it."""
         rows, number = self._listed(state)
         said = (number > 0) & (self._first_number + number - 1 == answer[0])
         return jnp.where(said[:, None], rows, 0).sum(0)
 
-    def answer(self, state: State, action) -> chex.Array:
+    def answer(self, state: State, action) -> jax.Array:
         """i32[1]: the answer that means this action i32[3]; 0 if none does."""
         rows, number = self._listed(state)
         said = (number > 0) & (rows == action).all(1)
@@ -132,7 +131,7 @@ class NumberedAlfworld(CompiledAlfworld):
                 command[part], part = word, part + 1
         return self.decode(said)
 
-    def _listed(self, state: State) -> tuple[chex.Array, chex.Array]:
+    def _listed(self, state: State) -> tuple[jax.Array, jax.Array]:
         """(i32[commands, 3], the listed commands and 0 elsewhere; i32[commands], their numbers from 1 on, 0 elsewhere)."""
         filled, rows = self.admissible(state)
         listed = filled & (rows[:, :1] != jnp.array(_ids(SILENT))).all(1)

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import chex
 import jax
 import numpy as np
+from flax import struct
 from tqdm import tqdm
 
 from envs.alfworld import phrases
@@ -32,43 +32,42 @@ CODE = (
 NOWHERE = -1
 
 
-@chex.dataclass(frozen=True)
-class Games:
+class Games(struct.PyTreeNode):
     """G games, padded to common bounds: O things in W = ceil(O / 32) words of bits, R places, L locations and after them the
     one where an episode starts, at most K places at one location, V words."""
 
-    task: chex.Array  # i16[G], index into dataset.TASK_TYPES, or their number if the path names none
-    moves: chex.Array  # bool[G], "move pen 1 to desk 1" (else "put pen 1 in/on desk 1")
-    helps: chex.Array  # bool[G], whether there is a command `help`
-    goal: chex.Array  # i16[G, .], words of the task, 0 after them
-    intro: chex.Array  # i16[G, .], words of the first observation
-    wanted: chex.Array  # u32[G, W], things the task is about
-    target: chex.Array  # bool[G, R], places where they belong
-    lamp: chex.Array  # u32[G, W], lamps one of which must be on; none but where things are looked at
-    mark: chex.Array  # i16[G], row of sheets.MARKS that a wanted thing must have, or -1
-    count: chex.Array  # i16[G], how many wanted things in one place
-    thing_word: chex.Array  # i16[G, O], its name; 0 where the game has fewer things
-    thing_order: chex.Array  # i16[G, O], things sorted by name
-    thing_rank: chex.Array  # i16[G, O], where in that order a thing stands
-    can: chex.Array  # u32[G, 8, W], things by what can be done with them, rows as sheets.CAN
-    within: chex.Array  # u32[G, O, W], things that lie in a thing from the start
-    marks: chex.Array  # u32[G, 5, W], things with a mark at the start, rows as sheets.MARKS
-    place_word: chex.Array  # i16[G, R], its name
-    place_order: chex.Array  # i16[G, R], places sorted by name
-    place_rank: chex.Array  # i16[G, R], how many things' names come before a place's
-    place_can: chex.Array  # bool[G, 4, R], rows as sheets.PLACE_CAN
-    opened: chex.Array  # bool[G, R], open at the start
-    accepts: chex.Array  # u32[G, R, W], things that can be put into a place
-    inside: chex.Array  # u32[G, R, W], things in a place at the start
-    location: chex.Array  # i16[G, R], a place's location, -1 where the game has fewer places
-    here: chex.Array  # i16[G, L + 1, K], places at a location in order, then -1
-    here_by_name: chex.Array  # i16[G, L + 1, K], the same sorted by name
-    location_word: chex.Array  # i16[G, L + 1], its name where arrivals tell it, else 0
-    lying: chex.Array  # u32[G, L + 1, W], things at a location at the start
-    entity: chex.Array  # i16[G, V], the thing a word names, or O + the place, or -1
-    contents: chex.Array  # i16[G], most things in one place at the start
-    pairs: chex.Array  # i16[G], most pairs (thing, place at one location that can take it)
-    commands: chex.Array  # i16[G], most admissible commands
+    task: jax.Array  # i16[G], index into dataset.TASK_TYPES, or their number if the path names none
+    moves: jax.Array  # bool[G], "move pen 1 to desk 1" (else "put pen 1 in/on desk 1")
+    helps: jax.Array  # bool[G], whether there is a command `help`
+    goal: jax.Array  # i16[G, .], words of the task, 0 after them
+    intro: jax.Array  # i16[G, .], words of the first observation
+    wanted: jax.Array  # u32[G, W], things the task is about
+    target: jax.Array  # bool[G, R], places where they belong
+    lamp: jax.Array  # u32[G, W], lamps one of which must be on; none but where things are looked at
+    mark: jax.Array  # i16[G], row of sheets.MARKS that a wanted thing must have, or -1
+    count: jax.Array  # i16[G], how many wanted things in one place
+    thing_word: jax.Array  # i16[G, O], its name; 0 where the game has fewer things
+    thing_order: jax.Array  # i16[G, O], things sorted by name
+    thing_rank: jax.Array  # i16[G, O], where in that order a thing stands
+    can: jax.Array  # u32[G, 8, W], things by what can be done with them, rows as sheets.CAN
+    within: jax.Array  # u32[G, O, W], things that lie in a thing from the start
+    marks: jax.Array  # u32[G, 5, W], things with a mark at the start, rows as sheets.MARKS
+    place_word: jax.Array  # i16[G, R], its name
+    place_order: jax.Array  # i16[G, R], places sorted by name
+    place_rank: jax.Array  # i16[G, R], how many things' names come before a place's
+    place_can: jax.Array  # bool[G, 4, R], rows as sheets.PLACE_CAN
+    opened: jax.Array  # bool[G, R], open at the start
+    accepts: jax.Array  # u32[G, R, W], things that can be put into a place
+    inside: jax.Array  # u32[G, R, W], things in a place at the start
+    location: jax.Array  # i16[G, R], a place's location, -1 where the game has fewer places
+    here: jax.Array  # i16[G, L + 1, K], places at a location in order, then -1
+    here_by_name: jax.Array  # i16[G, L + 1, K], the same sorted by name
+    location_word: jax.Array  # i16[G, L + 1], its name where arrivals tell it, else 0
+    lying: jax.Array  # u32[G, L + 1, W], things at a location at the start
+    entity: jax.Array  # i16[G, V], the thing a word names, or O + the place, or -1
+    contents: jax.Array  # i16[G], most things in one place at the start
+    pairs: jax.Array  # i16[G], most pairs (thing, place at one location that can take it)
+    commands: jax.Array  # i16[G], most admissible commands
 
 
 class Tables(NamedTuple):
@@ -186,5 +185,5 @@ def _read(path: Path) -> Tables | None:
 def _write(path: Path, tables: Tables) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".npz", delete=False) as file:
-        np.savez_compressed(file, words=np.array(tables.words), **dict(tables.games))
+        np.savez_compressed(file, words=np.array(tables.words), **vars(tables.games))
     os.replace(file.name, path)

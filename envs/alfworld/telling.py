@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from envs.alfworld import bits
 from envs.alfworld import phrases as p
@@ -13,20 +13,19 @@ from envs.alfworld.phrases import ID, VERBS
 from envs.alfworld.sheets import CAN, PLACE_CAN
 
 
-@chex.dataclass(frozen=True)
-class Deed:
+class Deed(struct.PyTreeNode):
     """An action and what comes of it.
 
     Its thing and place mean something only for verbs that have them.
     """
 
-    does: dict[str, chex.Array]  # verb -> bool[], at most one is set
-    invalid: chex.Array  # bool[], none is
-    thing: chex.Array  # i32[]
-    place: chex.Array  # i32[]
-    first: chex.Array  # i32[], word of the first argument
-    second: chex.Array  # i32[], word of the second argument
-    container: chex.Array  # bool[], whether things can lie in the thing
+    does: dict[str, jax.Array]  # verb -> bool[], at most one is set
+    invalid: jax.Array  # bool[], none is
+    thing: jax.Array  # i32[]
+    place: jax.Array  # i32[]
+    first: jax.Array  # i32[], word of the first argument
+    second: jax.Array  # i32[], word of the second argument
+    container: jax.Array  # bool[], whether things can lie in the thing
 
 
 # By verb: what is said before its first argument, before its second, and at the end; "" where more decides.
@@ -45,7 +44,7 @@ _CONFIRM = {
 _CONFIRM_WORDS = np.array([[ID[word] for word in _CONFIRM.get(verb, ("", "", ""))] for verb in VERBS], np.int32)
 
 
-def tell(env, state, deed: Deed) -> chex.Array:
+def tell(env, state, deed: Deed) -> jax.Array:
     """i32[observation_length]: what is told after `deed` has led to `state`."""
     games, game, does, first = env.games, state.game, deed.does, deed.first
     here = games.here[game, state.at]
@@ -91,7 +90,7 @@ def tell(env, state, deed: Deed) -> chex.Array:
     return _joined(env, sentence, _listed(listing, count))
 
 
-def _words(*words: str) -> chex.Array:
+def _words(*words: str) -> jax.Array:
     return jnp.array([ID[word] for word in words])
 
 

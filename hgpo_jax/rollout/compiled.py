@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import nnx, struct
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -25,16 +25,15 @@ from hgpo_jax.rollout.requirements import ROLLOUT, check_compiled
 from hgpo_jax.sampling import generate
 
 
-@chex.dataclass(frozen=True)
-class EpisodeState:
+class EpisodeState(struct.PyTreeNode):
     """What one episode carries from turn to turn."""
 
-    env: chex.ArrayTree  # the environment's state
-    goal: chex.Array  # i32[env.goal_length]
-    observation: chex.Array  # i32[O]
+    env: Any  # the environment's state
+    goal: jax.Array  # i32[env.goal_length]
+    observation: jax.Array  # i32[O]
     history: History
-    key: chex.PRNGKey
-    done: chex.Array  # bool[]
+    key: jax.Array
+    done: jax.Array  # bool[]
 
 
 def start_episode(env, history_length: int, task, key) -> EpisodeState:

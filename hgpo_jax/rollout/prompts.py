@@ -5,16 +5,16 @@ An environment can have prompts and answers of its own (`requirements.OWN`), of 
 
 from __future__ import annotations
 
-import chex
+import jax
 import jax.numpy as jnp
+from flax import struct
 
 
-@chex.dataclass(frozen=True)
-class History:
+class History(struct.PyTreeNode):
     """The last K turns of one episode, oldest first; zeros before the first turn."""
 
-    observations: chex.Array  # i32[K, O]
-    actions: chex.Array  # i32[K, A]
+    observations: jax.Array  # i32[K, O]
+    actions: jax.Array  # i32[K, A]
 
     @classmethod
     def empty(cls, history_length: int, observation_length: int, action_length: int) -> History:

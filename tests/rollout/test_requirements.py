@@ -6,11 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import struct
 from odd_env import Counting
 
 from hgpo_jax import config as configuration
@@ -22,14 +22,12 @@ from hgpo_jax.rollout.requirements import ROLLOUT, RUNNER, TEXT, TEXT_INFO, TEXT
 from hgpo_jax.rollout.workers import LocalWorkers
 
 
-@chex.dataclass(frozen=True)
-class State:
-    task: chex.Array
+class State(struct.PyTreeNode):
+    task: jax.Array
 
 
-@chex.dataclass(frozen=True)
-class Taskless:
-    turn: chex.Array
+class Taskless(struct.PyTreeNode):
+    turn: jax.Array
 
 
 def lacking(base, member):
@@ -60,7 +58,7 @@ def test_the_notebook_shows_complete_ones():
     """Its classes alone; that all of it runs takes minutes (`test_notebooks.py`)."""
     book = Path(__file__).parents[2] / "notebooks" / "your_own_environment.ipynb"
     cells = ["".join(cell["source"]) for cell in json.loads(book.read_text())["cells"] if cell["cell_type"] == "code"]
-    found = {"chex": chex, "jax": jax, "jnp": jnp, "np": np}
+    found = {"struct": struct, "jax": jax, "jnp": jnp, "np": np}
     for cell in cells:
         body = [part for part in ast.parse(cell.replace("%", "#")).body if isinstance(part, ast.ClassDef)]
         exec(compile(ast.Module(body, []), book.name, "exec"), found)
