@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +120,7 @@ def list_alfworld(data: str, split: str) -> list[Path]:
 
 
 HELD_OUT = get_args(EnvConfig.model_fields["held_out"].annotation)
-COMPILED = {"household": household, "sokoban": sokoban, "alfworld": alfworld}
+COMPILED: dict[str, Callable[[Config], Any]] = {"household": household, "sokoban": sokoban, "alfworld": alfworld}
 
 
 class CompiledRunner:

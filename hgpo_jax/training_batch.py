@@ -27,7 +27,7 @@ class TrainingBatch(struct.PyTreeNode):
     returns: jax.Array | None = None  # f32[N], the critic's targets
     layout: packing.PackedLayout | None = None  # None: each decision is a sequence of its own
 
-    def tokens(self) -> tuple:
+    def tokens(self) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """(prompts, prompt_lengths, responses, response_lengths), as the functions of `packing` take them."""
         return self.prompts, self.prompt_lengths, self.responses, self.response_lengths
 
@@ -88,5 +88,5 @@ def gather_microbatch(
     )
     if shape.max_segments > 1:
         local = (sequence - first_sequence, slot, offset)
-        microbatch = microbatch.replace(layout=packing.packed(local, *microbatch.tokens(), sequences, shape))
+        microbatch = microbatch.replace(layout=packing.packed(local, *microbatch.tokens(), sequences=sequences, shape=shape))
     return decision, microbatch

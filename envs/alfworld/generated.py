@@ -117,10 +117,10 @@ def generate_games(
     return made
 
 
-def tasks_of(games: Tables) -> list[Task]:
+def tasks_of(tables: Tables) -> list[Task]:
     """The task of each game."""
-    names, kind = habits.kinds_of(games.words)
-    games, words = games.games, games.words
+    names, kind = habits.kinds_of(tables.words)
+    games, words = tables.games, tables.words
     found = []
     for g in range(len(games.task)):
         of = lambda flags, those, g=g: names[kind[those[g][np.flatnonzero(flags)[0]]]]  # noqa: E731
@@ -176,10 +176,10 @@ def _won(env: CompiledAlfworld) -> np.ndarray:
     return np.asarray(jax.jit(lambda games: jax.lax.map(jax.vmap(play), games))(games)).ravel()[:count]
 
 
-def _possible_tasks(games: Tables, refused: set[Task]) -> dict[str, dict[int, list[Task]]]:
+def _possible_tasks(tables: Tables, refused: set[Task]) -> dict[str, dict[int, list[Task]]]:
     """By task type and number of the game whose room is taken: what can be asked for there."""
-    names, kind = habits.kinds_of(games.words)
-    words, games = games.words, games.games
+    names, kind = habits.kinds_of(tables.words)
+    words, games = tables.words, tables.games
     lamps = {names[k] for k in kind[games.thing_word[_flags(games.lamp, games.thing_word.shape[1])]]}
     possible: dict[str, dict[int, list[Task]]] = {}
     for g in range(len(games.task)):

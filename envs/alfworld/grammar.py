@@ -21,7 +21,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from envs.alfworld.pddl import Formula
 
@@ -60,7 +60,7 @@ class Part(NamedTuple):
     """
 
     kind: str
-    value: object
+    value: Any
     given: str | None = None
 
 
@@ -168,7 +168,8 @@ def _compile(node: ast.expr, text: str, depth: int) -> Evaluate:
     if isinstance(node, ast.Name):
         return lambda entities: entities[node.id]
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in _ATTRIBUTES:
-        return lambda entities: getattr(entities[node.value.id], node.attr)
+        name, attribute = node.value.id, node.attr
+        return lambda entities: getattr(entities[name], attribute)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         left, right = _compile(node.left, text, depth + 1), _compile(node.right, text, depth + 1)
         return lambda entities: left(entities) + right(entities)

@@ -145,11 +145,13 @@ class _Attempt:
             self.take(thing)
             for state in self.untreated(thing):
                 action, kinds = TREATMENTS[state]
-                self.first(
-                    [name for kind in kinds for name in _of_type(self.game, "receptacletype", kind)],
-                    lambda spot, action=action, thing=thing: (self.go(spot), self.do(action, thing, spot)),
-                    f"no place to make {thing} {state[2:]}",
-                )
+                spots = [name for kind in kinds for name in _of_type(self.game, "receptacletype", kind)]
+
+                def treat(spot: str, action: str = action, thing: str = thing) -> None:
+                    self.go(spot)
+                    self.do(action, thing, spot)
+
+                self.first(spots, treat, f"no place to make {thing} {state[2:]}")
             if place is not None:
                 self.put(thing, place)
         if place is None:

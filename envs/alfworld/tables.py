@@ -116,10 +116,10 @@ def _stack(sheets: list[dict], words: Sequence[str]) -> Games:
     O, L = bound("thing_word"), bound("lying") + 1
     for game in sheets:
         try:
-            for field in ("goal", "intro"):
-                game[field] = split(game[field])
-            for field in ("thing_word", "place_word", "location_word"):
-                game[field] = [word_id[f" {name}"] if name else 0 for name in game[field]]
+            for field_name in ("goal", "intro"):
+                game[field_name] = split(game[field_name])
+            for field_name in ("thing_word", "place_word", "location_word"):
+                game[field_name] = [word_id[f" {name}"] if name else 0 for name in game[field_name]]
         except (KeyError, ValueError) as error:
             problem = f"no word for {error}" if isinstance(error, KeyError) else error
             raise ValueError(f"{game['path']}: {problem}; compile all games together, or leave this one out") from None
@@ -127,8 +127,8 @@ def _stack(sheets: list[dict], words: Sequence[str]) -> Games:
         entity[game["thing_word"]] = np.arange(len(game["thing_word"]))
         entity[game["place_word"]] = O + np.arange(len(game["place_word"]))
         game["entity"] = entity
-        for field in ("here", "here_by_name"):
-            game[field] = [*game[field], *[[]] * (L - len(game[field]))]
+        for name in ("here", "here_by_name"):
+            game[name] = [*game[name], *[[]] * (L - len(game[name]))]
     # Behind the places and things of a game in the order of names stands one that it does not have.
     fill = {"location": NOWHERE, "here": NOWHERE, "here_by_name": NOWHERE}
     fill |= {"thing_order": O - 1, "place_order": bound("place_word") - 1}

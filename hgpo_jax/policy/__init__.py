@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +48,7 @@ class Policy:
 
     config: ModelConfig
     params: dict
-    tokenizer: object
+    tokenizer: Any
 
     @functools.cached_property
     def graphdef(self):

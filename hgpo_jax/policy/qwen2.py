@@ -164,7 +164,7 @@ class Block(nnx.Module):
           in place of keys and values.
         """
         y = self.input_layernorm(x)
-        kv = self.self_attn.keys_values(y, rope)
+        kv = keys, values = self.self_attn.keys_values(y, rope)
         if predict_slots is not None:
             at = lambda a: jnp.take_along_axis(a, jnp.expand_dims(predict_slots, range(2, a.ndim)), axis=1)  # noqa: E731
             x, y, rope, segment_start = jax.tree.map(at, (x, y, rope, segment_start))
@@ -173,12 +173,12 @@ class Block(nnx.Module):
         rows, hidden = ("batch", None) if cache is None else (None, "embed")
         q = self.self_attn.queries(y, rope)
         if cache is not None:
-            kv = cache.write(*(a[:, 0] for a in kv), position)
+            kv = cache.write(keys[:, 0], values[:, 0], position)
             y = decode_attention(q[:, 0], kv.keys, kv.values, position)[:, None]
         elif predict_slots is None:
-            y = attend_all(q, *kv, segment_start)
+            y = attend_all(q, keys, values, segment_start)
         else:
-            y = attend(q, *kv, predict_slots, segment_start)
+            y = attend(q, keys, values, predict_slots, segment_start)
         y = constrain(y.reshape(*y.shape[:2], -1), rows, None, "heads")
         x = constrain(x + self.self_attn.o_proj(y), rows, None, hidden)
         x = x + self.mlp(self.post_attention_layernorm(x))
@@ -254,7 +254,7 @@ class Qwen2(nnx.Module):
         x, stacked = self._stack(self._embed(tokens), rope, return_kv=True)
         x, kv = self.last(x, rope, predict_slots=last[:, None])
         per_layer = [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(self.c.num_hidden_layers - 1)]
-        return self.norm(x)[:, 0], [KVCache.allocate(*kv, cache_length) for kv in (*per_layer, kv)]
+        return self.norm(x)[:, 0], [KVCache.allocate(k, v, cache_length) for k, v in (*per_layer, kv)]
 
     def decode_blocks(self):
         """All blocks for `decode`, each with weights of its own, transposed.

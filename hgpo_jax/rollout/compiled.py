@@ -103,8 +103,8 @@ def make_rollout(env, graphdef, mesh: Mesh, *, history_length: int, decode_batch
 class _Program:
     """What one index of the `data` axis computes; the devices of its `fsdp` axis share a decode batch."""
 
-    env: object
-    graphdef: object
+    env: Any
+    graphdef: Any
     fsdp: int
     history_length: int
     decode_batch_size: int

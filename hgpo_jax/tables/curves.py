@@ -177,7 +177,7 @@ def _forest(axis: Axes, plan: Plan, blocks: list, mine: dict, named: bool) -> No
     for text in axis.get_yticklabels():
         if text.get_text().endswith("seeds)"):
             text.set_color("#666666")
-            text.set_style("italic")
+            text.set_fontstyle("italic")
     axis.tick_params(axis="y", length=0)
     axis.grid(axis="x", alpha=0.25)
     axis.spines[["top", "right", "left"]].set_visible(False)
