@@ -202,7 +202,7 @@ def warm_start(job: Job) -> dict:
         try:
             return load_policy(folder, job.mesh, job.config.policy.dtype).params
         except ValueError as error:
-            raise ConfigError(f"{error}; remove {folder}; the next run makes a new one") from None
+            raise ConfigError(f"{error}; remove {folder}, and the next run makes a new one") from None
     params = clone(job)
 
     def make_room() -> str:
