@@ -32,7 +32,9 @@ LOOK = """(exists (?ot - object ?r - receptacle ?a - agent ?l - location)
 def room(tables: Tables, g: int) -> tuple:
     """What a game made in the room of another has in common with it, padding aside."""
     words, games = tables.words, tables.games
-    names = [[words[word] for word in field[g] if word] for field in (games.place_word, games.thing_word)]
+    # Several rooms have the same places and things, at other locations.
+    fields = (games.place_word, games.thing_word, games.location_word)
+    names = [[words[word] for word in field[g] if word] for field in fields]
     return repr(names), repr(np.trim_zeros(games.within[g].ravel()).tolist())
 
 

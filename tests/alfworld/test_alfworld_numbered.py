@@ -68,7 +68,7 @@ def plain_prompt(split: Splitter, goal: str, past, now: str, commands: list[str]
             shown.append(second)
         listing.append([word for word in shown if word] + [f" [{number}]"])
         before = verb, first, second
-    task, seen = words(goal, 99), words(now, 16)
+    task, seen = [split.words[i] for i in split(goal) if split.words[i] != "."], words(now, 16)
     room, numbers = slots - len(task) - len(seen) - 1, {command: n for n, command in enumerate(listed, 1)}
     flat = lambda lists: [word for some in lists for word in some]  # noqa: E731
     while turns and len(flat([*turns, *listing])) > room:

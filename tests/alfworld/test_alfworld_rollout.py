@@ -90,7 +90,7 @@ def test_the_engine_replays_episodes_of_all_games(tmp_path: Path) -> None:
     paths = [game.path for split in ("valid_seen", "valid_unseen", "valid_train") for game in list_games(split, tmp_path)]
     env, games, e = play(paths, 480, 50)
     replay(paths, env, games, e)
-    assert e.success.any()
+    assert e.mask.sum() > 20_000
 
 
 def test_games_of_a_configuration(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_trains_from_cloning_to_evaluation(tmp_path: Path) -> None:
         "iterations=2", "policy.hidden_size=16", "policy.intermediate_size=16", "rollout.prompt_groups=2",
         "rollout.group_size=4", "env.max_turns=10", "cloning.episodes=64", "cloning.max_steps=50", "log.dump_every=1",
     )  # fmt: skip
-    where = (f"data={data}", f"run_dir={run}", f"cache_dir={tmp_path / 'cache'}")
+    where = ("env.split=valid_train", f"data={data}", f"run_dir={run}", f"cache_dir={tmp_path / 'cache'}")
     command("-m", "hgpo_jax.train", "--config", "alfworld_small", *where, *tiny, cwd=tmp_path)
     rows = rows_of(run)
     assert [row["iteration"] for row in rows] == [0, 1] and all(row["logp_difference"] < 1e-4 for row in rows)
