@@ -92,7 +92,8 @@ def generate_games(
       seed: another one gives other games.
       logic, cache: as for `compile_games`.
 
-    Returns: only the new games, with shapes that also hold the given ones.
+    Returns: only the new games, with shapes that also hold the given ones. Locations keep the numbers that they have in the
+      game whose room is taken.
 
     Raises:
       OSError, ValueError: as `compile_games`, or no game can be made in these rooms.

@@ -32,9 +32,7 @@ LOOK = """(exists (?ot - object ?r - receptacle ?a - agent ?l - location)
 def room(tables: Tables, g: int) -> tuple:
     """What a game made in the room of another has in common with it, padding aside."""
     words, games = tables.words, tables.games
-    # Several rooms have the same places and things, at other locations.
-    fields = (games.place_word, games.thing_word, games.location_word)
-    names = [[words[word] for word in field[g] if word] for field in fields]
+    names = [[words[word] for word in field[g] if word] for field in (games.place_word, games.thing_word)]
     return repr(names), repr(np.trim_zeros(games.within[g].ravel()).tolist())
 
 
@@ -51,8 +49,9 @@ def write_game(tables: Tables, g: int, given: Path, folder: Path) -> Path:
     location = dict(zip(games.location[g].tolist(), map(spots.get, place), strict=True))
 
     head, goal = problem.split("(:goal")
-    own, places = ("|".join(map(re.escape, filter(None, ids))) for ids in (thing, place))
-    arguments = dict.fromkeys(MARKS, "") | {"inreceptacle": rf"\s+(?:{places})", "objectatlocation": r"\s+[^\s()]+"}
+    own, places, at = ("|".join(map(re.escape, filter(None, ids))) for ids in (thing, place, set(spots.values())))
+    # A thing's location without a place stays: the engine numbers the locations that occur in a fact.
+    arguments = dict.fromkeys(MARKS, "") | {"inreceptacle": rf"\s+(?:{places})", "objectatlocation": rf"\s+(?:{at})"}
     for name, more in arguments.items():
         head = re.sub(rf"\({name}\s+(?:{own}){more}\s*\)", "", head)
     facts = [f"(inreceptacle {thing[o]} {place[r]})" for r, o in zip(*np.nonzero(flags(games.inside)), strict=True)]
