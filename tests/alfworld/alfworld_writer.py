@@ -32,7 +32,8 @@ LOOK = """(exists (?ot - object ?r - receptacle ?a - agent ?l - location)
 def room(tables: Tables, g: int) -> tuple:
     """What a game made in the room of another has in common with it, padding aside."""
     words, games = tables.words, tables.games
-    names = [[words[word] for word in field[g] if word] for field in (games.place_word, games.thing_word)]
+    named = (games.place_word, games.thing_word, games.location_word)
+    names = [[words[word] for word in field[g] if word] for field in named]
     return repr(names), repr(np.trim_zeros(games.within[g].ravel()).tolist())
 
 
@@ -57,6 +58,10 @@ def write_game(tables: Tables, g: int, given: Path, folder: Path) -> Path:
     facts = [f"(inreceptacle {thing[o]} {place[r]})" for r, o in zip(*np.nonzero(flags(games.inside)), strict=True)]
     facts += [f"(objectatlocation {thing[o]} {location[l]})" for l, o in zip(*np.nonzero(flags(games.lying)), strict=True)]
     facts += [f"({MARKS[m]} {thing[o]})" for m, o in zip(*np.nonzero(flags(games.marks)), strict=True)]
+    # Locations are numbered by those that are mentioned: the ones where things lay stay so, by a thing that cannot be used.
+    before = dict(re.findall(r"\(objectatlocation (\S+) ([^\s()]+)\)", problem))
+    unused = next(id for id in before if id not in thing)
+    facts += [f"(objectatlocation {unused} {spot})" for spot in sorted(set(before.values()))]
 
     task = TASK_TYPES[games.task[g]]
     name_of = lambda some, those: words[those[g][np.flatnonzero(some)[0]]].split()[0]  # noqa: E731
