@@ -50,9 +50,8 @@ def write_game(tables: Tables, g: int, given: Path, folder: Path) -> Path:
     location = dict(zip(games.location[g].tolist(), map(spots.get, place), strict=True))
 
     head, goal = problem.split("(:goal")
-    own, places, at = ("|".join(map(re.escape, filter(None, ids))) for ids in (thing, place, set(spots.values())))
-    # A thing's location without a place stays: the engine numbers the locations that occur in a fact.
-    arguments = dict.fromkeys(MARKS, "") | {"inreceptacle": rf"\s+(?:{places})", "objectatlocation": rf"\s+(?:{at})"}
+    own, places = ("|".join(map(re.escape, filter(None, ids))) for ids in (thing, place))
+    arguments = dict.fromkeys(MARKS, "") | {"inreceptacle": rf"\s+(?:{places})", "objectatlocation": r"\s+[^\s()]+"}
     for name, more in arguments.items():
         head = re.sub(rf"\({name}\s+(?:{own}){more}\s*\)", "", head)
     facts = [f"(inreceptacle {thing[o]} {place[r]})" for r, o in zip(*np.nonzero(flags(games.inside)), strict=True)]
