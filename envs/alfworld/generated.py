@@ -21,7 +21,7 @@ import numpy as np
 
 from envs.alfworld import habits, phrases, tables
 from envs.alfworld.compiled import CompiledAlfworld
-from envs.alfworld.dataset import TASK_TYPES, list_games, split_folder
+from envs.alfworld.dataset import TASK_TYPES
 from envs.alfworld.expert import expert_action
 from envs.alfworld.sheets import CAN, MARKS, PLACE_CAN
 from envs.alfworld.tables import Games, Tables, compile_games
@@ -55,24 +55,6 @@ class Task(NamedTuple):
     kind: str
     target: str  # kind of place, or of lamp
     room: tuple[str, ...]
-
-
-def generated_split(
-    data: str | os.PathLike | None = None,
-    number: int = 4000,
-    seed: int = 0,
-    logic: str | os.PathLike | None = None,
-    cache: str | os.PathLike | None = None,
-) -> Tables:
-    """`generate_games` in the rooms of the `train` games of a data folder (of `valid_train`, if it has no `train`), with
-    `valid_seen` and `valid_unseen` held out. Raises: as `list_games` and `generate_games`."""
-    try:
-        split_folder(split := "train", data)
-    except ValueError:
-        split = "valid_train"
-    given = list_games(split, data)
-    held_out = [game.path for split in ("valid_seen", "valid_unseen") for game in list_games(split, data)]
-    return generate_games([game.path for game in given], held_out, number, seed, logic, cache)
 
 
 def generate_games(

@@ -1,19 +1,17 @@
 """The compiled games against the engine: every observation, command list, win and reward, letter by letter."""
 
 import json
-import tarfile
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from alfworld_places import ARCHIVE, DATA, GAMES, LOGIC, TINY
+from alfworld_places import DATA, GAMES, LOGIC, TINY
 from alfworld_play import PLAYERS, Reader, compare, environment, programs
 
 from envs.alfworld import phrases, tables
 from envs.alfworld.compiled import CompiledAlfworld
-from envs.alfworld.dataset import list_games
 from envs.alfworld.tables import compile_games
 
 WORDINGS = pytest.mark.parametrize("logic", [None, LOGIC], ids=["release 2.1.1", "current wording"])
@@ -30,13 +28,10 @@ def test_play_equals_the_engines(logic: Path | None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not ARCHIVE.exists(), reason="../shared/data is not there")
 @WORDINGS
-def test_all_games_equal_the_engines(tmp_path: Path, logic: Path | None) -> None:
+def test_all_games_equal_the_engines(official: dict, logic: Path | None) -> None:
     """More than half a million steps with both wordings."""
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(tmp_path, filter="data")
-    paths = [game.path for split in ("valid_seen", "valid_unseen", "valid_train") for game in list_games(split, tmp_path)]
+    paths = [path for games in official.values() for path in games]
     seen = compare(paths, logic, PLAYERS * 2, 50, seed=1)
     assert len(paths) == 474 and seen["steps"] > 250_000
     never = {" is on.", "This"}  # no lamp of these games can be held

@@ -2,20 +2,19 @@
 
 import dataclasses
 import functools
-import tarfile
 from collections import Counter
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from alfworld_places import ARCHIVE, GAMES, SHARED
+from alfworld_places import GAMES, SHARED
 from alfworld_play import compare
 from alfworld_writer import room, write_game
 
 from envs.alfworld import generated, habits, load_game
-from envs.alfworld.dataset import TASK_TYPES, list_games
-from envs.alfworld.generated import generate_games, generated_split, tasks_of
+from envs.alfworld.dataset import TASK_TYPES
+from envs.alfworld.generated import generate_games, tasks_of
 from envs.alfworld.planner import plan
 from envs.alfworld.tables import Tables, compile_games
 
@@ -138,16 +137,12 @@ def test_refusals() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not ARCHIVE.exists(), reason="../shared/data is not there")
-def test_thousands_of_games(tmp_path: Path) -> None:
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(tmp_path, filter="data")
-    tables = generated_split(tmp_path, 4000, 0)
+def test_thousands_of_games(official: dict, tmp_path: Path) -> None:
+    given, held_out = official["valid_train"], [*official["valid_seen"], *official["valid_unseen"]]
+    tables = generate_games(given, held_out, 4000, 0)
     tasks = tasks_of(tables)
-    held_out = [game.path for split in ("valid_seen", "valid_unseen") for game in list_games(split, tmp_path)]
     assert not set(tasks) & set(tasks_of(compile_games(held_out))) and len(set(tasks)) > 2000
     share = Counter(task.task for task in tasks)
     assert set(share) == set(TASK_TYPES) and min(share.values()) > 400
-    given = [game.path for game in list_games("valid_train", tmp_path)]
     files = check_rows(tables, list(range(0, 4000, 100)), given, held_out, tmp_path / "written")
     compare(files, None, ("planner", "random", "cook"), 50, seed=0)

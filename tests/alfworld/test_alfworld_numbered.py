@@ -4,19 +4,17 @@ import functools
 import json
 import random
 import re
-import tarfile
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from alfworld_places import ARCHIVE, GAMES, LOGIC
+from alfworld_places import GAMES, LOGIC
 from alfworld_play import Player
 from transformers import AutoTokenizer
 
 from envs.alfworld import load_game
-from envs.alfworld.dataset import list_games
 from envs.alfworld.numbered import NumberedAlfworld
 from envs.alfworld.phrases import LINKS, VERBS, Splitter
 from envs.alfworld.tables import compile_games
@@ -154,11 +152,8 @@ def test_what_does_not_fit() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not ARCHIVE.exists(), reason="../shared/data is not there")
-def test_prompts_of_all_games(tmp_path: Path) -> None:
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(tmp_path, filter="data")
-    paths = [game.path for split in ("valid_seen", "valid_unseen", "valid_train") for game in list_games(split, tmp_path)]
+def test_prompts_of_all_games(official: dict) -> None:
+    paths = [path for games in official.values() for path in games]
     counts = check(paths, None, ("expert", "verbs"), 50, slots=160, seed=1)
     assert counts["prompts"] == 474 * 2 * 50 and counts["more"] == 0 and counts["fewer turns"] < 0.002 * counts["prompts"]
 

@@ -2,14 +2,13 @@
 
 import dataclasses
 import json
-import tarfile
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from alfworld_places import ARCHIVE, DATA, GAMES, SHARED
+from alfworld_places import DATA, GAMES, SHARED
 
 from envs.alfworld.dataset import list_games
 from envs.alfworld.numbered import NumberedAlfworld
@@ -83,11 +82,8 @@ def test_the_engine_replays_the_episodes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not ARCHIVE.exists(), reason="../shared/data is not there")
-def test_the_engine_replays_episodes_of_all_games(tmp_path: Path) -> None:
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(tmp_path, filter="data")
-    paths = [game.path for split in ("valid_seen", "valid_unseen", "valid_train") for game in list_games(split, tmp_path)]
+def test_the_engine_replays_episodes_of_all_games(official: dict) -> None:
+    paths = [path for games in official.values() for path in games]
     env, games, e = play(paths, 480, 50)
     replay(paths, env, games, e)
     assert e.mask.sum() > 20_000

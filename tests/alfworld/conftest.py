@@ -1,0 +1,20 @@
+"""The official games of ../shared, unpacked once."""
+
+import tarfile
+from pathlib import Path
+
+import pytest
+from alfworld_places import ARCHIVE
+
+from envs.alfworld.dataset import list_games
+
+
+@pytest.fixture(scope="session")
+def official(tmp_path_factory) -> dict[str, list[Path]]:
+    """The files of the 474 games by split."""
+    if not ARCHIVE.exists():
+        pytest.skip("../shared/data is not there")
+    folder = tmp_path_factory.mktemp("official")
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(folder, filter="data")
+    return {split: [game.path for game in list_games(split, folder)] for split in ("valid_seen", "valid_unseen", "valid_train")}
