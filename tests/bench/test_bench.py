@@ -166,7 +166,7 @@ def test_the_peer_learns_the_same_from_the_same_episodes(peer, job):
     # A fresh policy gets no reward; with made-up ones there are advantages of both signs.
     rewards = np.random.default_rng(0).standard_normal(episodes.rewards.shape).astype(np.float32)
     episodes = episodes.replace(rewards=jnp.asarray(rewards))
-    record = {name: np.asarray(value) for name, value in episodes.items()}
+    record = jax.device_get(vars(episodes))
     model, frozen = (peer.make_model(job.policy.config, params, "float32") for params in (job.policy.params, other))
     theirs = peer.learn(model, frozen, peer.make_optimizer(model, job.config.learner), job, record, 16, 0)
     _, stats = learn(init(job.policy.params), other, episodes, job.key(0, 1), 1.0)

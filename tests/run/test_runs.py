@@ -243,8 +243,8 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_a_full_disk_ends_in_one_line_and_the_run_goes_on_when_there_is_room(zygote, cache, whole, small_disk):
-    fields = (*PLAIN, cache)
+def test_a_full_disk_ends_in_one_line_and_the_run_goes_on_when_there_is_room(zygote, cache, whole, small_disk, tmp_path):
+    fields = (*PLAIN, cache, f"run_dir={small_disk / 'run'}")  # only the run: what it prints needs room, too
     filler = small_disk / "filler"
     code = (
         "from hgpo_jax import training\nsample, calls = training.sample, []\n"
@@ -258,15 +258,15 @@ def test_a_full_disk_ends_in_one_line_and_the_run_goes_on_when_there_is_room(zyg
         "    return sample(*given)\n"
         "training.sample = crowded\n"
     )
-    said = zygote.run(small_disk, *fields, code=code, expect=1)
+    said = zygote.run(tmp_path, *fields, code=code, expect=1)
     errors = [line for line in said.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert "No space left on device" in errors[0] or "cannot be written" in errors[0]
     # Threads of Orbax and tensorstore that were still writing may print tracebacks of their own, now and then; none is ours.
     assert "hgpo_jax/" not in said
     filler.unlink()
-    said = zygote.run(small_disk, *fields)
-    assert re.search("resumed after iteration [12] in run", said)  # the second checkpoint was being written
+    said = zygote.run(tmp_path, *fields)
+    assert re.search("resumed after iteration [12] in ", said)  # the second checkpoint was being written
     assert_same_run(small_disk / "run", whole)
 
 

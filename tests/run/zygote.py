@@ -80,7 +80,8 @@ class Zygote:
     def run(self, folder: Path, *arguments, code: str = "", expect: int = 0) -> str:
         """Runs to the end; returns the output."""
         child = self.start(folder, *arguments, code=code)
-        assert child.wait() == expect, child.log.read_text()
+        status = child.wait()
+        assert status == expect, f"ended with {status}:\n{child.log.read_text()}"
         return child.log.read_text()
 
 
