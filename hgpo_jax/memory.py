@@ -18,6 +18,7 @@ from hgpo_jax.environments import COMPILED
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.learner import MAX_LOGITS
 from hgpo_jax.methods import METHODS
+from hgpo_jax.packing import sequence_shape
 from hgpo_jax.policy import LoraConfig, ModelConfig, huggingface, shapes, shardings
 from hgpo_jax.policy.attention import MAX_SCORES, query_block_size
 from hgpo_jax.policy.presets import preset
@@ -147,7 +148,7 @@ def _update(config: Config, sizes: _Sizes, workload: Workload) -> dict[str, int]
     looked_up = model.hidden_size * sizes.compute_bytes * (sizes.fsdp * sizes.tensor > 1)
     tokens = rows * sizes.fsdp * (workload.prompt + workload.response)
     # Float32 logits, with their exponentials and gradient.
-    predictions = rows * sizes.fsdp * workload.response
+    predictions = rows * sizes.fsdp * sequence_shape(workload.prompt, workload.response).predictions
     logits = 3 * 4 * min(predictions * model.vocab_size, max(MAX_LOGITS, rows * sizes.fsdp * model.vocab_size))
     return {
         "compute copy": sizes.compute_copy,
