@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import sys
 import unicodedata
@@ -24,6 +25,18 @@ def printable(text: str) -> str:
 def one_line(message: object) -> str:
     """A message without line breaks, whatever it contains."""
     return printable(" ".join(str(message).split()))
+
+
+def nearest(name: str, names: list[str], otherwise: str = "--help lists them all") -> str:
+    """What a mistyped name was meant to be, as the end of a message."""
+    name = name[:100]
+    # A field's last part alone is what people remember: `lr` should find `learner.lr`.
+    close = [n for n in names if n.rpartition(".")[2] == name]
+    if not close:
+        close = difflib.get_close_matches(name, names, 3, 0.5)
+        alike = [difflib.SequenceMatcher(None, n, name).ratio() for n in close]
+        close = [n for n, ratio in zip(close, alike, strict=True) if ratio == max(alike)]
+    return f"did you mean {' or '.join(close)}?" if close else otherwise
 
 
 # Errors that a wrong path causes; others, such as a full disk, are not the user's mistake.

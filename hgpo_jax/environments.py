@@ -1,57 +1,84 @@
-"""The configured environment and its runner: compiled together with the policy, or text programs on the host."""
+"""The environments that `env.name=` names: a table of ours, and a user's own from outside the repository.
+
+Whatever differs between environments stands in the table `ENVIRONMENTS`; nothing else asks for an environment's name.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from envs import outside
+from envs.alfworld import expert as alfworld_expert
 from envs.alfworld.dataset import ENVIRONMENT_VARIABLE, list_games
 from envs.alfworld.generated import generate_games
 from envs.alfworld.habits import search_order
 from envs.alfworld.numbered import NumberedAlfworld
 from envs.alfworld.tables import Tables, compile_games, joined
+from envs.alfworld.text import AlfworldText
 from envs.household import Household
+from envs.household import expert as household_expert
+from envs.household.text import HouseholdText
+from envs.protocol import Expert, Playable, members
 from envs.sokoban import Sokoban
-from hgpo_jax.config import Config
-from hgpo_jax.config.tree import EnvConfig
+from envs.sokoban import expert as sokoban_expert
+from envs.sokoban.text import SokobanText
 from hgpo_jax.errors import ConfigError
-from hgpo_jax.policy import ModelConfig, network
-from hgpo_jax.policy.tokenizer import ACT
-from hgpo_jax.rollout.compiled import make_rollout
-from hgpo_jax.rollout.episodes import Episodes
-from hgpo_jax.rollout.host import HostRollout
-from hgpo_jax.rollout.requirements import RUNNER, check_compiled
-from hgpo_jax.rollout.result import RolloutResult
-from hgpo_jax.rollout.tasks import task_keys, task_numbers
-from hgpo_jax.rollout.text import ChatFormat
-from hgpo_jax.sampling import Decoding
+
+if TYPE_CHECKING:  # whose fields are checked with this table
+    from hgpo_jax.config import Config
+    from hgpo_jax.config.tree import EnvConfig
+
+HELD_OUT = ("valid_seen", "valid_unseen")  # splits of ALFWorld to evaluate on
+Makers = tuple[Callable[[], Any], Callable[[], Any]]  # of one text environment for training, and of one for the evaluation
 
 
-def household(config: Config) -> Household:
-    """The embedded household with the configured tasks and rooms. Raises ConfigError."""
-    fields = {name: getattr(config.env, name) for name in ("tasks", "rooms", "places", "things", "max_turns")}
+@dataclasses.dataclass(frozen=True)
+class Environment:
+    """What an environment's name stands for.
+
+    options: fields of `env` that it reads, besides those that all do.
+    compiled: makes it as a compiled environment. text: makes what makes it as a text environment. One that has both is text unless
+      `env.compiled=true`.
+    games: the numbers of the games of each stream of tasks (`rollout/tasks.py`), i32[.], where a compiled environment has a list of
+      games; else its tasks are generated.
+    expert: the scripted player that the warm start of a compiled environment clones, if it has one.
+    template: file with the prompts of a text environment, or a name in `rollout/templates/`.
+    fallback: characters of the end of a malformed response that are taken for its action, as verl-agent does.
+    digest: of the code of a user's own environment, "" of ours.
+    """
+
+    options: tuple[str, ...] = ()
+    compiled: Callable[[Config], Any] | None = None
+    text: Callable[[Config], Makers] | None = None
+    games: Callable[[Config], dict[str, np.ndarray]] | None = None
+    expert: Expert | None = None
+    template: str = "text"
+    fallback: int = 30
+    digest: str = ""
+
+
+def _from_fields(make: type, options: tuple[str, ...], config: Config):
+    """An environment with the fields of `env` that it reads. Raises ConfigError."""
     try:
-        return Household(**fields)
+        return make(**{name: getattr(config.env, name) for name in options})
     except ValueError as error:
         raise ConfigError(f"env.{error}") from None
 
 
-def sokoban(config: Config) -> Sokoban:
-    """Sokoban with rooms as configured. Raises ConfigError."""
-    fields = {name: getattr(config.env, name) for name in ("size", "boxes", "reward", "max_turns")}
-    try:
-        return Sokoban(**fields)
-    except ValueError as error:
-        raise ConfigError(f"env.{error}") from None
+def _told(text: type, make: Callable[[Config], Any], config: Config) -> Makers:
+    """A compiled environment as text."""
+    maker = functools.partial(text, make(config))
+    return maker, maker
 
 
 def alfworld(config: Config) -> NumberedAlfworld:
@@ -119,143 +146,17 @@ def list_alfworld(data: str, split: str) -> list[Path]:
         raise ConfigError(f"env.data={data}: {' '.join(str(error).split())}") from None
 
 
-HELD_OUT = get_args(EnvConfig.model_fields["held_out"].annotation)
-COMPILED: dict[str, Callable[[Config], Any]] = {"household": household, "sokoban": sokoban, "alfworld": alfworld}
+def alfworld_text(config: Config) -> Makers:
+    """The games on the host. Raises ConfigError."""
+    env, data = config.env, alfworld_data(config)
+    make = functools.partial(AlfworldText, max_turns=env.max_turns)
+    train, held_out = (functools.partial(make, list_alfworld(data, split)) for split in (env.split, env.held_out))
+    return train, held_out
 
 
-class CompiledRunner:
-    """Runs a compiled environment: a rollout is one compiled program.
-
-    Args:
-      games: of an environment with a list of games, the numbers (i32[.]) of those of each stream of tasks.
-
-    Attributes:
-      env: the environment.
-      program: the jitted rollout (`rollout.compiled.make_rollout`).
-      task_types: names; `Episodes.task` is an index into them.
-      num_tasks, num_held_out_tasks: games to train on and held-out ones; None where tasks are generated.
-
-    Raises:
-      ConfigError: the environment lacks something (`rollout/requirements.py`).
-    """
-
-    def __init__(self, config: Config, env, model: ModelConfig, tokenizer, mesh: Mesh, games: dict | None = None):
-        try:
-            check_compiled(env, RUNNER)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        self.env, self.task_types, self._games = env, env.task_types, games
-        # Given to the program as an argument: thousands of games take longer to compile into it.
-        self._tables = jax.device_put(env.tables, NamedSharding(mesh, PartitionSpec())) if games else None
-        self.num_tasks, self.num_held_out_tasks = (games and len(games[stream]) for stream in ("train", "held_out"))
-        self.program = make_rollout(
-            env, network(model), mesh, history_length=config.rollout.history_length,
-            decode_batch_size=config.rollout.decode_batch_size, end=tokenizer.eos_token_id,
-            act=tokenizer.convert_tokens_to_ids(ACT),
-        )  # fmt: skip
-
-    def rollout(self, params, tasks, keys, groups, decoding: Decoding, *, held_out: bool = False) -> RolloutResult:
-        """Plays B episodes; does not wait until they are computed.
-
-        Args:
-          params: of the network that plays.
-          tasks: [B], from `select_tasks`.
-          keys: [B], a random key for each episode.
-          groups: i32[B], prompt groups.
-          held_out: whether the tasks are held-out ones.
-        """
-        return RolloutResult(self.program(params, tasks, keys, groups, decoding, self._tables), None)
-
-    def select_tasks(self, stream: str, seed: int, indices) -> jax.Array:
-        """What `rollout` takes as the tasks with these numbers, i32[B], in a stream (`rollout/tasks.py`)."""
-        if self._games is None:
-            return task_keys(stream, seed, indices)
-        games = self._games[stream]
-        return jnp.asarray(games[task_numbers(stream, seed, np.asarray(indices), len(games))])
-
-    def abstract_episodes(self, params, inputs: tuple) -> Episodes:
-        """Shapes and dtypes of the episodes of `rollout(params, *inputs)`, nothing computed."""
-        return jax.eval_shape(self.program, params, *inputs, self._tables)
-
-    def compile(self, params, inputs: tuple) -> None:
-        """Compiles the rollout, whose first call then finds it in the compilation cache."""
-        self.program.lower(params, *inputs, self._tables).compile()
-
-    def transcript(self, result: RolloutResult, index: int) -> str:
-        """One episode as a person would read it."""
-        episodes = result.episodes
-        text = lambda ids: self.env.decode([i for i in np.asarray(ids) if i < len(self.env.words)])  # noqa: E731
-        outcome = "success" if episodes.success[index] else "failure"
-        own, prompts = hasattr(self.env, "prompt"), episodes.prompts[index]
-        goal = self.env.goal_text(episodes.observations[index, 0]) if own else text(prompts[0][: self.env.goal_length])
-        lines = [f"task: {goal} ({outcome})"]
-        for t in range(int(episodes.mask[index].sum())):
-            invalid = "   (invalid)" if episodes.invalid[index, t] else ""
-            response = episodes.responses[index, t]
-            action = self.env.answer_text(prompts[t], response) if own else text(response)
-            lines.append(f"  {text(episodes.observations[index, t])}\n    > {action}{invalid}")
-        return "\n".join(lines)
-
-
-class TextRunner:
-    """Runs text programs on the host: the embedded environments told in sentences or drawings, ALFWorld's games, WebShop.
-
-    `train` and `held_out` make an environment each (`make_environments`). Attributes and methods as in `CompiledRunner`.
-    """
-
-    def __init__(
-        self, config: Config, train: Callable, held_out: Callable, model: ModelConfig, tokenizer, mesh: Mesh
-    ):
-        env, rollout = config.env, config.rollout
-        try:
-            prompts = ChatFormat(tokenizer, env.name.removesuffix("_text"), rollout.prompt_limit, rollout.stop)
-            self._train = HostRollout(
-                train, prompts, network(model), mesh, batch=rollout.prompt_groups * rollout.group_size,
-                history_length=rollout.history_length, response_limit=rollout.response_limit,
-                decode_batch_size=rollout.decode_batch_size, strict=env.strict, workers=env.workers,
-                time_limit=env.time_limit, ready_fraction=rollout.ready_fraction,
-            )  # fmt: skip
-            self._held_out = self._train.with_environment(held_out)
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"env.name={env.name}: {' '.join(str(error).split())}") from None
-        self.task_types = self._train.task_types
-        self.num_tasks, self.num_held_out_tasks = self._train.num_tasks, self._held_out.num_tasks
-
-    def rollout(self, params, tasks, keys, groups, decoding: Decoding, *, held_out: bool = False) -> RolloutResult:
-        return (self._held_out if held_out else self._train)(params, tasks, keys, groups, decoding)
-
-    def select_tasks(self, stream: str, seed: int, indices) -> list[int]:
-        count = self.num_held_out_tasks if stream == "held_out" else self.num_tasks
-        return task_numbers(stream, seed, np.asarray(indices), count)
-
-    def abstract_episodes(self, params, inputs: tuple) -> Episodes:
-        return self._train.abstract_episodes()
-
-    def compile(self, params, inputs: tuple) -> None:
-        """Its shapes depend on the prompts: each compiles when it first occurs."""
-
-    def transcript(self, result: RolloutResult, index: int) -> str:
-        return result.report.transcript(result.episodes, index)
-
-
-def make_environments(config: Config) -> tuple[Callable, Callable]:
-    """What makes one text environment for training, and one for the evaluation. Raises ConfigError."""
+def webshop_text(config: Config) -> Makers:
+    """Shops with the goals to train on, and with those to evaluate on. Raises ConfigError."""
     env = config.env
-    if env.name == "household_text":
-        from envs.household.text import HouseholdText
-
-        make = functools.partial(HouseholdText, household(config))
-        return make, make
-    if env.name == "sokoban_text":
-        from envs.sokoban.text import SokobanText
-
-        make = functools.partial(SokobanText, sokoban(config))
-        return make, make
-    if env.name == "alfworld":
-        from envs.alfworld.text import AlfworldText
-
-        make, data = functools.partial(AlfworldText, max_turns=env.max_turns), alfworld_data(config)
-        return tuple(functools.partial(make, list_alfworld(data, split)) for split in (env.split, env.held_out))
     data = env.data
     if not data:
         raise ConfigError(f"env.data=: {env.name} needs its data; give data=FOLDER")
@@ -279,3 +180,57 @@ def webshop_files(folder: str) -> list[Path]:
     if None in files:
         raise ValueError("expected WebShop's items_shuffle*.json and items_ins*.json (or .json.gz) in it")
     return files
+
+
+HOUSEHOLD, SOKOBAN = ("tasks", "rooms", "places", "things", "max_turns"), ("size", "boxes", "reward", "max_turns")
+household = functools.partial(_from_fields, Household, HOUSEHOLD)
+sokoban = functools.partial(_from_fields, Sokoban, SOKOBAN)
+
+ENVIRONMENTS = {
+    "household": Environment(HOUSEHOLD, compiled=household, expert=household_expert),
+    "household_text": Environment(
+        HOUSEHOLD, text=functools.partial(_told, HouseholdText, household), template="household",
+    ),
+    "sokoban": Environment(SOKOBAN, compiled=sokoban, expert=sokoban_expert),
+    "sokoban_text": Environment(
+        SOKOBAN, text=functools.partial(_told, SokobanText, sokoban), template="sokoban", fallback=20,
+    ),
+    "alfworld": Environment(
+        ("data", "split", "generated", "held_out", "max_turns"), compiled=alfworld, text=alfworld_text, games=alfworld_games,
+        expert=alfworld_expert, template="alfworld",
+    ),
+    "webshop": Environment(
+        ("data", "goal_order", "reachable_only", "max_turns"), text=webshop_text, template="webshop", fallback=20,
+    ),
+}  # fmt: skip
+
+
+def environment(env: EnvConfig) -> Environment:
+    """What `env.name` stands for. Raises ConfigError where it cannot be found or made."""
+    if env.name in ENVIRONMENTS:
+        return ENVIRONMENTS[env.name]
+    return _from_outside(env.name, outside.located(env.name, outside.ENVIRONMENTS), json.dumps(env.options))
+
+
+@functools.lru_cache(maxsize=8)
+def _from_outside(given: str, name: str, options: str) -> Environment:
+    """A user's own environment, which is made once to learn of which kind it is. given: its name as the user wrote it."""
+    try:
+        _, found = outside.load(name)
+    except ValueError as error:
+        raise ConfigError(f"env.name={given}: {error}") from None
+    try:
+        arguments = outside.options(found, json.loads(options))
+    except ValueError as error:
+        raise ConfigError(f"env.options.{error}") from None
+    make = functools.partial(outside.make, name, arguments)
+    try:
+        env = make()
+    except Exception as error:  # whatever it does
+        raise ConfigError(f"env.name={given}: cannot be made: {type(error).__name__}: {' '.join(str(error).split())}") from None
+    digest = outside.version(name)["sha256"] or ""
+    if not any(hasattr(env, length) for length in members(Playable) if length.endswith("_length")):
+        return Environment(text=lambda _: (make, make), digest=digest)
+    return Environment(
+        compiled=lambda _: env, expert=type(env) if isinstance(env, Expert) else None, digest=digest
+    )

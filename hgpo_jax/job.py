@@ -13,15 +13,16 @@ from jax.sharding import Mesh
 
 from hgpo_jax import memory
 from hgpo_jax.config import Config, check_together
-from hgpo_jax.environments import COMPILED, CompiledRunner, TextRunner, alfworld_games, make_environments
+from hgpo_jax.environments import environment
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.mesh import make_mesh
-from hgpo_jax.methods import METHODS, Method
+from hgpo_jax.methods import Method, method_named
 from hgpo_jax.policy import LoraConfig, ModelConfig, Policy, initialize, load_policy, lora
 from hgpo_jax.policy.placement import cast, storage_shardings
 from hgpo_jax.policy.tokenizer import load_tokenizer, word_tokenizer
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.run import distributed
+from hgpo_jax.runners import CompiledRunner, TextRunner
 from hgpo_jax.sampling import Decoding
 
 
@@ -76,7 +77,7 @@ class Job:
     @property
     def method(self) -> Method:
         """What `method=` stands for."""
-        return METHODS[self.config.method]
+        return method_named(self.config.method)
 
     def episode_inputs(self, iteration: int, attempt: int = 0) -> tuple:
         """What a rollout takes besides the parameters for one training iteration.
@@ -165,8 +166,8 @@ def check_memory(config: Config, mesh: Mesh) -> ModelConfig:
 def make_policy(config: Config, model: ModelConfig, mesh: Mesh) -> Policy:
     """The configured policy: given weights, or fresh ones for the environment's words or a tokenizer. Raises ConfigError."""
     settings = config.policy
-    name = config.env.name
-    words = word_tokenizer(COMPILED[name](config).words) if config.env.runs_compiled else None
+    found = environment(config.env)
+    words = word_tokenizer(found.compiled(config).words) if found.compiled and config.env.runs_compiled else None
     if not settings.source:
         params = cast(initialize(model, config.seed, mesh), settings.dtype)
         return Policy(model, params, words or load_tokenizer(settings.tokenizer))
@@ -176,7 +177,7 @@ def make_policy(config: Config, model: ModelConfig, mesh: Mesh) -> Policy:
         raise ConfigError(str(error)) from None
     if policy.tokenizer is None or (words and policy.tokenizer.get_vocab() != words.get_vocab()):
         raise ConfigError(
-            f"policy.source={settings.source}: its tokenizer does not hold the words of this {name}; "
+            f"policy.source={settings.source}: its tokenizer does not hold the words of this {config.env.name}; "
             "give a policy that was trained on the same env.*"
             if words
             else f"policy.source={settings.source}: holds no tokenizer; add tokenizer.json and tokenizer_config.json"
@@ -197,14 +198,16 @@ def build(config: Config, mesh: Mesh | None = None) -> Job:
         raise ConfigError(f"cache_dir={config.cache_dir}: part of the path is a file; choose another folder")
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):  # jax's own variable, where it is set, wins
         jax.config.update("jax_compilation_cache_dir", str(compiled))
-    texts = () if config.env.runs_compiled else make_environments(config)
+    found = environment(config.env)
+    makers = None if config.env.runs_compiled or found.text is None else found.text(config)
     policy = make_policy(config, check_memory(config, mesh), mesh)
     adapted = policy.config
     if config.lora.rank:
         adapted = dataclasses.replace(adapted, lora=LoraConfig(**config.lora.model_dump()))
-    if texts:
-        runner = TextRunner(config, *texts, adapted, policy.tokenizer, mesh)
+    runner: CompiledRunner | TextRunner
+    if makers:
+        runner = TextRunner(config, found, *makers, adapted, policy.tokenizer, mesh)
     else:
-        games = alfworld_games(config) if config.env.name == "alfworld" else None
-        runner = CompiledRunner(config, COMPILED[config.env.name](config), adapted, policy.tokenizer, mesh, games)
+        games = found.games(config) if found.games else None
+        runner = CompiledRunner(config, found.compiled(config), adapted, policy.tokenizer, mesh, games)
     return Job(config=config, mesh=mesh, policy=policy, adapted=adapted, runner=runner)

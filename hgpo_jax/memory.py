@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from hgpo_jax.config import Config
-from hgpo_jax.environments import COMPILED
+from hgpo_jax.environments import environment
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.learner import MAX_LOGITS
-from hgpo_jax.methods import METHODS
+from hgpo_jax.methods import method_named
 from hgpo_jax.packing import sequence_shape
 from hgpo_jax.policy import LoraConfig, ModelConfig, huggingface, shapes, shardings
 from hgpo_jax.policy.attention import MAX_SCORES, query_block_size
@@ -109,7 +109,7 @@ class _Sizes:
 
 def _learning_state(config: Config, sizes: _Sizes) -> dict[str, int]:
     """What only the update reads, so that `learner.offload` can move it out of the way."""
-    critic = METHODS[config.method].critic
+    critic = method_named(config.method).critic
     state = {"optimizer": (2 if critic else 1) * 2 * sizes.trained * sizes.param_bytes}
     if critic:
         state["critic"] = sizes.trained * sizes.param_bytes
@@ -179,8 +179,9 @@ def workload_of(config: Config, mesh) -> Workload:
     batch = settings.prompt_groups * settings.group_size
     prompt, response, vocabulary = settings.prompt_limit, settings.response_limit, None
     published = preset(policy.source)
-    if config.env.runs_compiled and not published:
-        env = COMPILED[config.env.name](config)
+    found = environment(config.env)
+    if found.compiled and config.env.runs_compiled and not published:
+        env = found.compiled(config)
         prompt, response = prompt_length(env, settings.history_length), answer_length(env) + 1
         vocabulary = vocabulary_size(env.words)
     elif not policy.source:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 
+from envs import outside
 from hgpo_jax.advantages import ESTIMATORS, parameters
+from hgpo_jax.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,3 +38,27 @@ METHODS = {name: Method(name) for name in ESTIMATORS if AVAILABLE_ARRAYS.issuper
     "gspo": Method("grpo", loss="gspo", clip_low=3e-4, clip_high=4e-4),  # Zheng et al., 2025, arXiv 2507.18071
     "ppo": Method("gae", critic=True),  # Schulman et al., 2017, arXiv 1707.06347
 }
+
+
+def method_named(name: str) -> Method:
+    """What `method=name` stands for; a user's own estimator is loaded and listed in ESTIMATORS under this name.
+
+    Raises ConfigError where there is none, or it asks for what an iteration does not have.
+    """
+    if name in METHODS:
+        return METHODS[name]
+    try:
+        _, estimator = outside.load(outside.located(name, outside.ESTIMATORS))
+    except ValueError as error:
+        raise ConfigError(f"method={name}: {error}") from None
+    kinds = [parameter.kind for parameter in inspect.signature(estimator).parameters.values()]
+    if not kinds or kinds[0] not in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
+        raise ConfigError(f"method={name}: is no estimator; write it as estimator(batch, *, options) -> Estimate")
+    ESTIMATORS[name] = estimator
+    if lacking := set(parameters(name)[0]) - AVAILABLE_ARRAYS:
+        del ESTIMATORS[name]
+        raise ConfigError(
+            f"method={name}: needs {', '.join(sorted(lacking))}; an iteration has {', '.join(sorted(AVAILABLE_ARRAYS))} "
+            "besides the batch, and options need a default"
+        )
+    return Method(name)

@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from hgpo_jax import cli, memory
 from hgpo_jax import config as configuration
 from hgpo_jax.config import Config
-from hgpo_jax.environments import TextRunner, make_environments
+from hgpo_jax.environments import environment
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.evaluation import describe_evaluation, evaluate
 from hgpo_jax.files import atomic_write
@@ -36,6 +36,7 @@ from hgpo_jax.run import distributed
 from hgpo_jax.run.curves import plot_curves
 from hgpo_jax.run.folder import find_run, take_folder
 from hgpo_jax.run.interruption import Interrupted, Interruption
+from hgpo_jax.runners import TextRunner
 from hgpo_jax.training import Training, refusals
 
 
@@ -44,12 +45,13 @@ def dry_run(config: Config) -> None:
     configuration.check_together(config)
     try:
         mesh = make_mesh("auto") if config.mesh == "auto" else abstract_mesh(config.mesh)
-        texts = () if config.env.runs_compiled else make_environments(config)
+        found = environment(config.env)
+        makers = None if config.env.runs_compiled or found.text is None else found.text(config)
         workload = memory.workload_of(config, mesh)
         phases = memory.bytes_by_phase(config, mesh, workload)
-        if texts:
+        if makers:
             tokenizer = load_tokenizer(config.policy.tokenizer or config.policy.source)
-            runner = TextRunner(config, *texts, workload.model, tokenizer, mesh)
+            runner = TextRunner(config, found, *makers, workload.model, tokenizer, mesh)
             counts = (runner.num_tasks or "generated", runner.num_held_out_tasks or "generated")
             print(f"{config.env.name}: {counts[0]} tasks to train on, {counts[1]} held out")
     except ValueError as error:

@@ -22,14 +22,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from envs.alfworld import expert as alfworld_expert
-from envs.alfworld.numbered import NumberedAlfworld
-from envs.household import Household
-from envs.household import expert as household_expert
-from envs.sokoban import Sokoban
-from envs.sokoban import expert as sokoban_expert
+from envs.protocol import CompiledEnv, Expert
 from hgpo_jax.config import Config
-from hgpo_jax.environments import alfworld
+from hgpo_jax.environments import environment
 from hgpo_jax.errors import ConfigError, RunError
 from hgpo_jax.job import Job
 from hgpo_jax.learner import make_cloning_loss, make_update
@@ -42,21 +37,18 @@ from hgpo_jax.run import distributed
 from hgpo_jax.sampling import Decoding
 from hgpo_jax.training_batch import TrainingBatch
 
-EXPERTS = {Household: household_expert, Sokoban: sokoban_expert, NumberedAlfworld: alfworld_expert}
 STEPS_PER_CALL = 50  # between checks of success
 ROOT, OURS = Path(__file__).parent.parent, ("hgpo_jax", "envs")  # where this project's packages are
 
 
 def generate_play(
-    env, key, tasks, *, noise: float, history_length: int, end: int, act: int
+    env: CompiledEnv, expert: Expert, key, tasks, *, noise: float, history_length: int, end: int, act: int
 ) -> tuple[TrainingBatch, jax.Array]:
     """Plays and labels an episode of each task, as a rollout takes them.
 
     Returns: (TrainingBatch of tasks x max_turns decisions, response_lengths 0 where an episode had ended or no answer means
       what the expert would do; success bool[tasks]).
     """
-    expert = EXPERTS[type(env)]
-
     def episode(env, task, key):
         row = start_episode(env, max(history_length, 1), task, key)
 
@@ -99,7 +91,7 @@ def clone(job: Job) -> dict:
     key = jax.random.key(config.seed)
     end, act = policy.tokenizer.eos_token_id, policy.tokenizer.convert_tokens_to_ids(ACT)
     decisions, success = generate_play(
-        env, jax.random.fold_in(key, 1), job.runner.select_tasks("warm_start", config.seed, jnp.arange(settings.episodes)),
+        env, environment(config.env).expert, jax.random.fold_in(key, 1), job.runner.select_tasks("warm_start", config.seed, jnp.arange(settings.episodes)),
         noise=settings.noise, history_length=config.rollout.history_length, end=end, act=act,
     )  # fmt: skip
     total = decisions.response_lengths.shape[0]
@@ -186,8 +178,8 @@ def cache_key(config: Config) -> str:
         str(config.learner.microbatch_size),
         *(f"{package} {version(package)}" for package in ("jax", "jaxlib", "flax", "optax")),
     ]
-    if config.env.name == "alfworld":
-        parts.append(alfworld(config).digest)
+    found = environment(config.env)
+    parts += [found.digest, getattr(found.compiled(config), "digest", "")]  # a user's code; the games of one with a list of games
     digest = hashlib.sha256("\0".join(parts).encode())
     for file in sources():
         digest.update(f"\0{file.relative_to(ROOT).as_posix()}\0".encode() + file.read_bytes())

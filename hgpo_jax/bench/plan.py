@@ -24,7 +24,7 @@ from hgpo_jax.config import Config
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.learner import aggregation, make_optimizer, make_policy_loss, make_update
 from hgpo_jax.mesh import abstract_mesh, make_mesh
-from hgpo_jax.methods import METHODS
+from hgpo_jax.methods import method_named
 from hgpo_jax.policy import network, shapes, shardings
 from hgpo_jax.policy.placement import shardings_like
 from hgpo_jax.rollout.host import make_decode_blocks, make_sampler
@@ -144,7 +144,7 @@ def programs(config: Config, mesh, workload: memory.Workload):
             )  # fmt: skip
 
     def update():
-        optimizer, method = make_optimizer(learner), METHODS[config.method]
+        optimizer, method = make_optimizer(learner), method_named(config.method)
         loss = make_policy_loss(model, learner, method, config.rollout.temperature)
         step = make_update(
             loss, optimizer, mesh, minibatch_size=learner.minibatch_size, microbatch_size=learner.microbatch_size,

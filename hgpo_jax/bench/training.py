@@ -20,7 +20,7 @@ from hgpo_jax.config import Config
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.iteration import make_learn, sample
 from hgpo_jax.job import Job, build
-from hgpo_jax.methods import METHODS
+from hgpo_jax.methods import method_named
 from hgpo_jax.run.metrics import rollout_metrics
 
 # Rows that the peer works on at a time in its update: the fastest of 32 to 1,024 with the default job on two cores.
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> list[dict]:
 
 def refuse_unlike(config: Config) -> None:
     """Raises ConfigError where the peer's loop does not do what the configuration says."""
-    method = METHODS[config.method]
+    method = method_named(config.method)
     if config.env.name != "household":
         raise ConfigError(f"env.name={config.env.name}: --against transformers plays the embedded household only")
     if method.loss != "clip" or method.critic or method.dynamic_sampling or config.lora.rank:

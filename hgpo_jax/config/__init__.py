@@ -7,7 +7,7 @@ that `python -m hgpo_jax.train` needs no file. `load` refuses what it does not k
 from hgpo_jax.config.describe import COMMON, describe
 from hgpo_jax.config.reading import CONFIGS, dump, given, load, parse_value, read_yaml, resolve, shown
 from hgpo_jax.config.tree import (
-    COMPILED,
+    OPEN,
     AdvantageConfig,
     CloningConfig,
     Config,
@@ -28,8 +28,8 @@ from hgpo_jax.config.tree import (
 
 __all__ = [
     "COMMON",
-    "COMPILED",
     "CONFIGS",
+    "OPEN",
     "AdvantageConfig",
     "CloningConfig",
     "Config",

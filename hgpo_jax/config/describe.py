@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable
 
-from hgpo_jax.config.tree import Config, fields, literals
+from hgpo_jax.config.tree import OPEN, Config, choices, fields, literals
 
 # What `--help` shows; the others are behind `--help-all`.
 COMMON = (
@@ -25,14 +25,14 @@ def describe(names: Iterable[str] | None = None) -> str:
             about = Config.model_fields[head].annotation.__doc__.strip() if head else Config.__doc__
             lines += ["", f"{head}: {about}" if head else about] if names is None else [""]
         section, info = head, known[name]
-        default = ",".join(info.default) if isinstance(info.default, tuple) else info.default
-        text = f"{info.description}{_choices(info.annotation)}"
+        default = ",".join(info.default) if isinstance(info.default, tuple | dict) else info.default
+        text = f"{info.description}{_choices(name, info.annotation)}"
         start = f"  {name}={default}"
         start = f"{start:35s} " if len(start) < 36 else f"{start}\n{'':36s}"
         lines.append(textwrap.fill(text, 118, initial_indent=start, subsequent_indent=" " * 36, break_on_hyphens=False))
     return "\n".join(lines).strip("\n")
 
 
-def _choices(annotation) -> str:
-    options = literals(annotation)
+def _choices(name: str, annotation) -> str:
+    options = (*choices(name), "package.module:NAME", "file.py:NAME") if name in OPEN else literals(annotation)
     return f" ({' | '.join(options)})" if options else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import reprlib
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import get_origin
 import pydantic
 import yaml
 
+from envs.cli import nearest
 from hgpo_jax.config.tree import Config, fields, literals
 from hgpo_jax.errors import ConfigError, one_line
 
@@ -71,7 +71,9 @@ def given(path: str | None, overrides: list[str] | tuple[str, ...]) -> dict:
         name = SHORT.get(name, name)
         if not equals:
             raise ConfigError(f"{override!r}: an override is written field=value, as in learner.lr=3e-4")
-        if name not in known:
+        section, _, option = name.rpartition(".")
+        free = section in known and get_origin(known[section].annotation) is dict and option.isidentifier()
+        if name not in known and not free:
             raise ConfigError(one_line(f"{name:.200}={text:.200}: {_unknown(name, list(known))}"))
         *heads, leaf = name.split(".")
         node = tree
@@ -80,6 +82,9 @@ def given(path: str | None, overrides: list[str] | tuple[str, ...]) -> dict:
             if not isinstance(node, dict):
                 raise ConfigError(f"{head}={shown(node)}: is a section; its fields are written {head}.field=value")
         value = parse_value(text)
+        if free:  # of a type that only its constructor knows: what YAML would change, as 007, stays text
+            node[leaf] = value if isinstance(value, bool | list) or str(value) == text else text
+            continue
         if get_origin(known[name].annotation) is tuple and not isinstance(value, list):
             value = [part.strip() for part in text.split(",")]
         node[leaf] = text if known[name].annotation is str else value
@@ -91,14 +96,18 @@ def resolve(tree: dict, base: dict | None = None) -> Config:
 
     Raises ConfigError as `load` does.
     """
-    merged = dict(base or {})
-    for name, value in tree.items():
-        section = isinstance(value, dict) and isinstance(merged.get(name), dict)
-        merged[name] = merged[name] | value if section else value
     try:
-        return Config.model_validate(merged)
+        return Config.model_validate(_merged(base or {}, tree))
     except pydantic.ValidationError as error:
         raise ConfigError(_one_line(error, fields())) from None
+
+
+def _merged(base: dict, tree: dict) -> dict:
+    merged = dict(base)
+    for name, value in tree.items():
+        section = isinstance(value, dict) and isinstance(merged.get(name), dict)
+        merged[name] = _merged(merged[name], value) if section else value
+    return merged
 
 
 def _read(path: str) -> dict:
@@ -107,7 +116,7 @@ def _read(path: str) -> dict:
         file = CONFIGS / f"{path}.yaml"
     if not file.is_file():
         names = sorted(p.stem for p in CONFIGS.glob("*.yaml"))
-        raise ConfigError(f"--config {path}: no such file; {_nearest(path, names)}")
+        raise ConfigError(f"--config {path}: no such file; {nearest(path, names)}")
     try:
         tree = read_yaml(file.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -127,18 +136,7 @@ def shown(value) -> str:
 
 def _unknown(name: str, names: list[str]) -> str:
     """Why there is no field of this name, and what to write instead."""
-    return f"is now called {RENAMED[name]}" if name in RENAMED else f"no such field; {_nearest(name, names)}"
-
-
-def _nearest(name: str, names: list[str]) -> str:
-    name = name[:100]
-    # A field's last part alone is what people remember: `lr` should find `learner.lr`.
-    close = [n for n in names if n.rpartition(".")[2] == name]
-    if not close:
-        close = difflib.get_close_matches(name, names, 3, 0.5)
-        alike = [difflib.SequenceMatcher(None, n, name).ratio() for n in close]
-        close = [n for n, ratio in zip(close, alike, strict=True) if ratio == max(alike)]
-    return f"did you mean {' or '.join(close)}?" if close else "--help lists them all"
+    return f"is now called {RENAMED[name]}" if name in RENAMED else f"no such field; {nearest(name, names)}"
 
 
 def _one_line(error: pydantic.ValidationError, known: dict) -> str:
@@ -151,12 +149,12 @@ def _one_line(error: pydantic.ValidationError, known: dict) -> str:
         siblings = [n for n in known if n.startswith(f"{section}." if section else "")]
         return one_line(f"{name}{value}: {_unknown(name, siblings)}")
     if first["type"] == "invalid_key":
-        return one_line(f"{shown(first['input'])}: no such field; {_nearest(str(first['input']), list(known))}")
+        return one_line(f"{shown(first['input'])}: no such field; {nearest(str(first['input']), list(known))}")
     message = first["msg"].removeprefix("Value error, ")
     message = message.replace("Input should be", "must be").replace("Input", "the value")
     if first["type"] == "literal_error":
         given = first["input"] if isinstance(first["input"], str) else ""
-        message += f"; {_nearest(given, list(literals(known[name].annotation)))}"
+        message += f"; {nearest(given, list(literals(known[name].annotation)))}"
     return one_line(f"{name}={shown(first['input'])}: {message}" if name else message)
 
 

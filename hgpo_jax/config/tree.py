@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pydantic
 from pydantic import Field
 
+from envs import outside
+from envs.cli import nearest
+from hgpo_jax.environments import ENVIRONMENTS, HELD_OUT, environment
 from hgpo_jax.errors import ConfigError
-from hgpo_jax.methods import METHODS
+from hgpo_jax.methods import METHODS, method_named
 from hgpo_jax.policy.model_config import LINEARS
 
-COMPILED = ("household", "sokoban")  # the environments that run inside the compiled rollout; the others are text on the host
+# Fields that take one of these names, what an installed package calls its own, or a place outside (`envs/outside.py`).
+OPEN = {"env.name": (tuple(ENVIRONMENTS), outside.ENVIRONMENTS), "method": (tuple(METHODS), outside.ESTIMATORS)}
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")  # in a text; what else a path may hold is the file system's to say
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 def _takes_bool(annotation) -> bool:
@@ -44,16 +50,44 @@ class Section(pydantic.BaseModel):
         return value
 
 
+def choices(name: str) -> tuple[str, ...]:
+    """The names that an open field takes; besides them it takes `package.module:NAME` and `path/to/file.py:NAME`."""
+    ours, group = OPEN[name]
+    return *ours, *outside.installed(group)
+
+
+def _is_choice(name: str, value: str) -> str:
+    place, colon, attribute = value.rpartition(":")
+    if value not in choices(name) and not (colon and place and attribute):
+        wanted = f"{', '.join(choices(name))}, package.module:NAME or path/to/file.py:NAME"
+        raise ValueError(f"must be one of {wanted}; {nearest(value, list(choices(name)))}")
+    return value
+
+
+def _is_option(value) -> bool:
+    """Whether YAML can hold it and give it back."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_option, value))
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, int):
+        return value.bit_length() < 64
+    return isinstance(value, str) and not _CONTROL.search(value) and not _SURROGATE.search(value)
+
+
 def field(default, meaning, **limits):
     return Field(default, description=meaning, validate_default=True, **limits)
 
 
 class EnvConfig(Section):
-    """The environment: compiled with the policy (household, sokoban, on request alfworld), or text on the host (the others)."""
+    """The environment: compiled with the policy (household, sokoban, on request alfworld), or text on the host (the others). One of
+    your own is of the kind that its class is (`envs/protocol.py`)."""
 
-    name: Literal["household", "household_text", "sokoban", "sokoban_text", "alfworld", "webshop"] = field(
-        "household", "which environment"
+    name: str = field("household", "which environment; your own by the place of its class")
+    options: dict[str, Any] = field(
+        {}, "your own: keyword arguments of its class, each written as env.options.NAME=VALUE"
     )
+    template: str = field("", "text: file with the prompts; default: the environment's, for your own rollout/templates/text.txt")
     tasks: tuple[Literal["place", "two", "look", "clean", "heat", "cool"], ...] = field(
         ("place",), "household: task types to draw from"
     )
@@ -76,7 +110,7 @@ class EnvConfig(Section):
         "train", "alfworld: games to train on; generated: the training games there are, and more made of them (compiled only)"
     )
     generated: int = field(4000, "alfworld: games made for env.split=generated", ge=1)
-    held_out: Literal["valid_seen", "valid_unseen"] = field("valid_seen", "alfworld: games to evaluate on")
+    held_out: Literal[*HELD_OUT] = field("valid_seen", "alfworld: games to evaluate on")
     goal_order: Literal["original", "verl-agent"] = field(
         "original", "webshop: one shuffle of the goals for all, the first 500 held out; or as verl-agent a shuffle for each "
         "prompt group and each evaluation episode, so that held-out goals are also trained on",
@@ -89,7 +123,21 @@ class EnvConfig(Section):
     @property
     def runs_compiled(self) -> bool:
         """Whether episodes are sampled in one compiled program; else the environment is text on the host."""
-        return self.name in COMPILED or (self.name == "alfworld" and self.compiled)
+        found = environment(self)
+        return found.compiled is not None and (found.text is None or self.compiled)
+
+    @pydantic.field_validator("name")
+    @classmethod
+    def _is_known(cls, value):
+        return _is_choice("env.name", value)
+
+    @pydantic.field_validator("options")
+    @classmethod
+    def _are_options(cls, value):
+        for name, option in value.items():
+            if not name.isidentifier() or not _is_option(option):
+                raise ValueError(f"{name!r:.50} has a value that is no text, number, true, false or a list of these; change it")
+        return value
 
 
 class PolicyConfig(Section):
@@ -291,7 +339,7 @@ class Config(Section):
     run_dir: str = field("", "the run's folder; default runs/NAME-METHOD-sSEED-TIME")
     seed: int = field(0, "seed of everything random", ge=0, lt=2**31)
     iterations: int = field(80, "iterations of rollout and update", ge=0)
-    method: Literal[*METHODS] = field("hgpo", "how advantages and loss are made (hgpo_jax/methods.py)")
+    method: str = field("hgpo", "how advantages and loss are made (hgpo_jax/methods.py); your own by the place of its estimator")
     warm_start: Literal["cloning", "none"] = field("cloning", "where the policy starts")
     mesh: str = field("auto", "device mesh: auto, or sizes as in data=2,fsdp=4,tensor=1 with at most one -1")
     cache_dir: str = field(
@@ -308,21 +356,37 @@ class Config(Section):
     log: LogConfig = LogConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
 
+    @pydantic.field_validator("method")
+    @classmethod
+    def _is_known(cls, value):
+        return _is_choice("method", value)
+
 
 def check_together(config: Config) -> None:
     """Raises ConfigError for fields that are right each by itself, but not together."""
     cloning, env = config.warm_start == "cloning", config.env
-    text = " with env.compiled=false" if env.name == "alfworld" else ""
+    if env.options and env.name in ENVIRONMENTS:
+        name, value = next(iter(env.options.items()))
+        raise ConfigError(f"env.options.{name}={value}: env.name={env.name} has fields of its own; write env.{name}={value}")
+    method_named(config.method)
+    found = environment(env)
+    either = found.compiled is not None and found.text is not None
+    text = " with env.compiled=false" if either else ""
+    turns = EnvConfig.model_fields["max_turns"].default
     wrong = {
         f"log.keep_best={config.log.keep_best}: the best by validation; give evaluation.every, too":
             config.log.keep_best and not config.evaluation.every,
-        f"env.compiled=true: env.name={env.name} has no such choice; leave it out": env.compiled and env.name != "alfworld",
+        f"env.compiled=true: env.name={env.name} has no such choice; leave it out": env.compiled and not either,
+        f"env.max_turns={env.max_turns}: env.name={env.name} has a max_turns of its own; leave it out, or give env.options":
+            env.max_turns != turns and env.name not in ENVIRONMENTS,
+        f"env.template={env.template}: env.name={env.name}, compiled, takes no template; leave it out":
+            env.template and env.runs_compiled,
         "env.split=generated: has no files to play on the host; give env.compiled=true, too":
-            env.name == "alfworld" and env.split == "generated" and not env.compiled,
+            "split" in found.options and env.split == "generated" and not env.compiled,
         f"policy.tokenizer={config.policy.tokenizer}: with env.compiled=true a policy has the games' own words; leave it out":
             env.compiled and config.policy.tokenizer,
         f"warm_start=cloning: there is no play to clone for env.name={env.name}{text}; give warm_start=none":
-            cloning and not env.runs_compiled,
+            cloning and not (env.runs_compiled and found.expert),
         f"lora.rank={config.lora.rank}: adapters go beside given weights; give warm_start=none and policy=":
             cloning and config.lora.rank,
         "warm_start=cloning: makes weights from nothing; give warm_start=none where policy= gives them":

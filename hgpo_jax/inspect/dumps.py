@@ -43,7 +43,7 @@ class Dump:
     @property
     def estimator(self) -> str:
         """The estimator that the run trained with."""
-        return methods.METHODS[self.config.method].estimator
+        return methods.method_named(self.config.method).estimator
 
     @property
     def estimators(self) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Prompts of compiled environments: goal, the last K observation-action pairs, the current observation, "now act".
 
-An environment can have prompts and answers of its own (`requirements.OWN`), of any length up to a bound.
+An environment can have prompts and answers of its own (`envs.protocol.OwnPrompts`), of any length up to a bound.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import struct
+
+from envs.protocol import OwnPrompts
 
 
 class History(struct.PyTreeNode):
@@ -33,7 +35,7 @@ class History(struct.PyTreeNode):
 
 def prompt_length(env, history_length: int) -> int:
     """P: slots of the longest prompt."""
-    if hasattr(env, "prompt"):
+    if isinstance(env, OwnPrompts):
         return env.prompt_slots(history_length)
     pair = env.observation_length + env.action_length
     return env.goal_length + history_length * pair + env.observation_length + 1
@@ -42,17 +44,17 @@ def prompt_length(env, history_length: int) -> int:
 def prompt_widths(env, history_length: int) -> list[int]:
     """Slots with which prompts are read, ascending to P: several where they are of different lengths."""
     P = prompt_length(env, history_length)
-    return sorted({-(-P * part // 5) for part in (3, 5)}) if hasattr(env, "prompt") else [P]
+    return sorted({-(-P * part // 5) for part in (3, 5)}) if isinstance(env, OwnPrompts) else [P]
 
 
 def answer_length(env) -> int:
     """Words of the longest answer; its end takes one more token."""
-    return env.answer_length if hasattr(env, "prompt") else env.action_length
+    return env.answer_length if isinstance(env, OwnPrompts) else env.action_length
 
 
 def make_prompt(env, state, goal, history: History, observation, act: int):
     """One episode's prompt and its length, (i32[P], i32[]): the environment's own, or else that of `build_prompt`."""
-    if hasattr(env, "prompt"):
+    if isinstance(env, OwnPrompts):
         return env.prompt(state, goal, history.observations, history.actions, observation, act)
     prompt = build_prompt(goal, history, observation, act)
     return prompt, jnp.int32(prompt.shape[0])
@@ -60,12 +62,12 @@ def make_prompt(env, state, goal, history: History, observation, act: int):
 
 def action_of(env, state, answer):
     """The action i32[A] that the words of an answer mean."""
-    return env.action(state, answer) if hasattr(env, "prompt") else answer
+    return env.action(state, answer) if isinstance(env, OwnPrompts) else answer
 
 
 def answer_of(env, state, action):
     """The words that mean an action i32[A]; all 0 if none do."""
-    return env.answer(state, action) if hasattr(env, "prompt") else action
+    return env.answer(state, action) if isinstance(env, OwnPrompts) else action
 
 
 def build_prompt(goal, history: History, observation, act: int):

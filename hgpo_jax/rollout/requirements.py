@@ -6,40 +6,14 @@ as the failure of every single episode.
 
 from __future__ import annotations
 
-TURNS, TYPES = "actions after which an episode ends", "the names of its task types"
-ROLLOUT = {  # of a compiled environment, to be played
-    "goal_length": "words of a goal",
-    "observation_length": "words of an observation",
-    "action_length": "words of an action",
-    "max_turns": TURNS,
-    "reset": "reset(key) -> (state, observation)",
-    "step": "step(state, action) -> (state, observation, reward, done, invalid)",
-    "goal": "goal(state) -> the words of the task",
-    "won": "won(state) -> whether the task is solved",
-}
-RUNNER = ROLLOUT | {  # and to be read
-    "words": "its vocabulary, the empty word first; a word's index is its token id",
-    "task_types": TYPES,
-    "decode": "decode(ids) -> text, for transcripts",
-}
-OWN = {  # what an environment with a `prompt` of its own has besides
-    "prompt": "prompt(state, goal, observations [K, .], actions [K, .], observation, act) -> (token ids, how many of them)",
-    "prompt_slots": "prompt_slots(history_length) -> tokens of the longest prompt",
-    "answer_length": "words of an answer",
-    "action": "action(state, answer) -> the words of the action that an answer means",
-    "answer": "answer(state, action) -> the words of the answer that means an action, 0 if none does",
-    "goal_text": "goal_text(observation) -> the task, from an episode's first observation, for transcripts",
-    "answer_text": "answer_text(prompt, answer) -> text, for transcripts",
-}
+from envs.protocol import INFO, BegunTextEnv, CompiledEnv, OwnPrompts, Playable, TextEnv, members
+
+ROLLOUT = members(Playable)  # of a compiled environment, to be played
+RUNNER = members(CompiledEnv)  # and to be read
+OWN = members(OwnPrompts)  # what an environment with a `prompt` of its own has besides
 STATE = {"task": "the index of the episode's task type"}
-TEXT = {
-    "max_turns": TURNS,
-    "task_types": TYPES,
-    "reset": "reset(task) -> (observation, commands)",
-    "step": "step(action) -> (observation, commands, reward, done, info with won and admissible)",
-}
-TEXT_RESET = {"goal": "the task as text", "task_type": "the index of the task's type in task_types"}
-TEXT_INFO = {"won": "whether the task is solved", "admissible": "whether the last action was one of the commands"}
+TEXT = members(TextEnv)
+TEXT_RESET = members(BegunTextEnv, beyond=TextEnv)
 
 
 def check_compiled(env, members: dict[str, str]) -> None:
@@ -63,7 +37,7 @@ def check_text(env) -> None:
     _check(f"{name} after reset(task)", env, TEXT_RESET)
     try:
         *_, info = env.step(commands[0] if commands else "")
-        missing = [f"{key}: {meaning}" for key, meaning in TEXT_INFO.items() if key not in info]
+        missing = [f"{key}: {meaning}" for key, meaning in INFO.items() if key not in info]
     except Exception:
         return
     if missing:

@@ -16,8 +16,6 @@ from typing import NamedTuple
 from hgpo_jax.errors import one_line
 
 TEMPLATES = Path(__file__).parent / "templates"
-# Characters of the end of a malformed response that are taken for its action, as verl-agent does.
-FALLBACK = {"alfworld": 30, "household": 30, "sokoban": 20, "webshop": 20}
 # A message with more characters per token of the limit than this is too long in any case, and is not tokenized to find out.
 # Real observations have 2 to 5.
 MAX_CHARACTERS_PER_TOKEN = 16
@@ -103,21 +101,26 @@ class ChatFormat:
 
     Args:
       tokenizer: a transformers tokenizer with a chat template.
-      environment: whose template (a file of `templates/`) and rule for malformed responses to use.
+      template: a name in `templates/`, or a file (`Template.load`).
       prompt_limit: tokens of the longest prompt. A longer one loses its oldest history first, then the beginning of the
         user message; the frame always stays.
       stop: further tokens that end a response, besides the tokenizer's eos_token.
+      fallback: characters of the end of a malformed response that are taken for its action.
 
     Raises:
       ValueError: no such template, a tokenizer without a chat template or end token, a stop that is not one of its tokens, or a
         limit that the frame alone fills.
     """
 
-    def __init__(self, tokenizer, environment: str, prompt_limit: int = 4096, stop: Sequence[str] = ()):
-        if environment not in FALLBACK:
-            raise ValueError(f"environment={environment!r}: there are prompts for {', '.join(FALLBACK)}")
-        self.template = Template.load(TEMPLATES / f"{environment}.txt")
-        self.prompt_limit, self._fallback = prompt_limit, FALLBACK[environment]
+    def __init__(
+        self, tokenizer, template: str, prompt_limit: int = 4096, stop: Sequence[str] = (), fallback: int = 30
+    ):
+        ours = {file.stem: file for file in TEMPLATES.glob("*.txt")}
+        file = ours.get(template, Path(template))
+        if not file.is_file():
+            raise ValueError(f"template={template}: no such file; give one, or {', '.join(sorted(ours))}")
+        self.template = Template.load(file)
+        self.prompt_limit, self._fallback = prompt_limit, fallback
         self._tokenizer, self._head, self._tail = tokenizer, *_frame(tokenizer)
         if tokenizer.eos_token_id is None:
             raise ValueError("tokenizer: has no eos_token, which ends a response; set it in tokenizer_config.json")

@@ -78,7 +78,7 @@ def run_folder(given: dict, resume: str) -> tuple[Path, bool]:
     """Where the run lives, and whether it is resumed there. Arguments and errors as in `find_run`."""
     # The other fields may only make sense together with those of the run that is resumed.
     names = configuration.resolve({name: given[name] for name in ("name", "method", "seed", "run_dir") if name in given})
-    stem, run_dir = f"{names.name}-{names.method}-s{names.seed}", names.run_dir
+    stem, run_dir = f"{names.name}-{names.method.rpartition(':')[2]}-s{names.seed}", names.run_dir
     if resume not in ("auto", "never"):
         if not (Path(resume) / "config.yaml").is_file():
             raise ConfigError(f"--resume {resume}: not a run's folder, it holds no config.yaml")

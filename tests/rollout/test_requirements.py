@@ -13,12 +13,13 @@ import pytest
 from flax import struct
 from odd_env import Counting
 
+from envs.protocol import INFO
 from hgpo_jax import config as configuration
-from hgpo_jax.environments import CompiledRunner
+from hgpo_jax.runners import CompiledRunner
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.rollout.compiled import make_rollout
 from hgpo_jax.rollout.process_workers import ProcessWorkers
-from hgpo_jax.rollout.requirements import ROLLOUT, RUNNER, TEXT, TEXT_INFO, TEXT_RESET, check_compiled, check_text
+from hgpo_jax.rollout.requirements import ROLLOUT, RUNNER, TEXT, TEXT_RESET, check_compiled, check_text
 from hgpo_jax.rollout.workers import LocalWorkers
 
 
@@ -90,7 +91,7 @@ def test_a_text_environment(member):
         LocalWorkers(lacking(Counting, member))
 
 
-@pytest.mark.parametrize("key", TEXT_INFO)
+@pytest.mark.parametrize("key", INFO)
 def test_what_a_text_environments_step_says(key):
     class Mine(Counting):
         def step(self, action):

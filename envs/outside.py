@@ -1,0 +1,152 @@
+"""Environments and functions from outside this project, named on a command line.
+
+A name is `package.module:NAME`, found as `import` finds it, or `folder/file.py:NAME`, or what an installed package calls one of
+its entry points. A file is executed once in a process, as a module of its own that worker processes find again.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import pydantic
+
+from envs.cli import nearest, one_line
+
+ENVIRONMENTS, ESTIMATORS = "hgpo_jax.environments", "hgpo_jax.estimators"  # groups of entry points
+
+
+@functools.cache
+def installed(group: str) -> dict[str, str]:
+    """Name -> where it is (`package.module:NAME`) of the entry points that installed packages have in a group."""
+    return {entry.name: entry.value for entry in importlib.metadata.entry_points(group=group)}
+
+
+def located(name: str, group: str) -> str:
+    """The name in full: an entry point as what it stands for, a file with its absolute path."""
+    name = installed(group).get(name, name)
+    place, _, attribute = name.rpartition(":")
+    return f"{Path(place).resolve()}:{attribute}" if place.endswith(".py") else name
+
+
+def load(name: str) -> tuple[ModuleType, Any]:
+    """The module and the object of a `located` name. Raises ValueError, in one line, where there is none."""
+    place, _, attribute = name.rpartition(":")
+    if place.endswith(".py"):
+        module = _executed(Path(place))
+    else:
+        try:
+            module = importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+                raise ValueError(f"its import fails: {_told(error)}") from None
+            raise ValueError(f"no module {error.name!r}; write package.module:NAME or path/to/file.py:NAME") from None
+        except Exception as error:  # whatever a module does
+            raise ValueError(f"its import fails: {_told(error)}") from None
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            known = [each for each in vars(found) if not each.startswith("_")] if hasattr(found, "__dict__") else []
+            raise ValueError(f"{place} has no {part}; {nearest(part, known, 'look there for its name')}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ValueError(f"{attribute} is a {type(found).__name__}; name a class or a function")
+    return module, found
+
+
+def _executed(file: Path) -> ModuleType:
+    name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if not file.is_file():
+        raise ValueError(f"no file {file}; a relative path begins where the command runs")
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None  # the name ends with .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look themselves up there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever a module does
+        del sys.modules[name]
+        raise ValueError(f"its import fails: {_told(error)}") from None
+    return module
+
+
+def _told(error: Exception) -> str:
+    line = traceback.extract_tb(error.__traceback__)[-1]
+    return one_line(f"{type(error).__name__}: {error} ({line.filename}, line {line.lineno})")
+
+
+def options(make: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments for a class or function, of the types that its annotations say; without one a value stays as it is.
+
+    Raises ValueError, which begins with `name=value: `, for one that it does not take, of a wrong type, or that it lacks.
+    """
+    signature = inspect.signature(make)
+    taken = {
+        name: parameter
+        for name, parameter in signature.parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    anything = any(parameter.kind == parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    hints = get_type_hints(make.__init__ if inspect.isclass(make) else make)
+    typed = {}
+    for name, value in given.items():
+        if name not in taken and not anything:
+            raise ValueError(f"{name}={value}: no such option; {nearest(name, list(taken), _listed(taken))}")
+        typed[name] = _typed(name, value, hints[name]) if name in hints and name in taken else value
+    for name, parameter in taken.items():
+        if parameter.default is parameter.empty and name not in typed:
+            raise ValueError(f"{name}=: is needed")
+    return typed
+
+
+def _listed(taken) -> str:
+    return f"there are {', '.join(taken)}" if taken else "there are none"
+
+
+def _typed(name: str, value: Any, annotation: Any) -> Any:
+    kinds = {annotation, *get_args(annotation)}
+    sequence = get_origin(annotation) in (tuple, list) or annotation in (tuple, list)
+    parts = value.split(",") if sequence and isinstance(value, str) else [value] if sequence and _single(value) else value
+    try:
+        if isinstance(value, bool) and not kinds & {bool, Any, object}:
+            raise ValueError("true and false are not values of it")
+        config = pydantic.ConfigDict(arbitrary_types_allowed=True, coerce_numbers_to_str=True)
+        return pydantic.TypeAdapter(annotation, config=config).validate_python(parts)
+    except pydantic.ValidationError as error:
+        reason = error.errors()[0]["msg"].replace("Input should be", "must be")
+    except (pydantic.PydanticUserError, ValueError) as error:
+        reason = str(error)
+    raise ValueError(one_line(f"{name}={value}: {reason}"))
+
+
+def _single(value: Any) -> bool:
+    return isinstance(value, bool | int | float)
+
+
+def make(name: str, given: Mapping[str, Any]) -> Any:
+    """Makes what a `located` name says with options that were checked before; worker processes call it, too."""
+    return load(name)[1](**given)
+
+
+def version(name: str) -> dict[str, str | None]:
+    """What a `located` name was when it was loaded: its file, the file's SHA-256, and the version of module or distribution."""
+    module, _ = load(name)
+    file = getattr(module, "__file__", None)
+    number = getattr(module, "__version__", None)
+    if number is None:
+        for distribution in importlib.metadata.packages_distributions().get(module.__name__.partition(".")[0], []):
+            number = importlib.metadata.version(distribution)
+    digest = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
+    return {"file": file, "sha256": digest, "version": number and str(number)}

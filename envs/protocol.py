@@ -1,0 +1,155 @@
+"""What an environment is: the members that a rollout relies on, and the optional ones that give it more.
+
+A class needs these members and no base class. `members` lists them with their meanings, which is how one that lacks something is
+refused in a line. Letters are those of `hgpo_jax`: O words of an observation, A of an action, K past turns.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, get_type_hints, runtime_checkable
+
+if TYPE_CHECKING:  # text environments run in processes that do not need it
+    import jax
+
+_MaxTurns = Annotated[int, "actions after which an episode ends"]
+_TaskTypes = Annotated[Sequence[str], "the names of its task types"]
+
+
+class Playable(Protocol):
+    """A compiled environment as far as a rollout plays it: pure JAX functions of one episode, which are mapped over a batch.
+
+    A state is any pytree of arrays with a field `task`, i32[], the index of the episode's task type. Words are token ids, i32, and
+    0 is an empty slot. Everything random comes from the key of `reset`; `step` must also take states of episodes that have ended.
+    """
+
+    goal_length: Annotated[int, "words of a goal"]
+    observation_length: Annotated[int, "words of an observation"]
+    action_length: Annotated[int, "words of an action"]
+    max_turns: _MaxTurns
+
+    def reset(self, key: jax.Array) -> tuple[Any, jax.Array]:
+        """reset(key) -> (state, observation i32[O]): a new episode; equal keys give equal episodes"""
+        ...
+
+    def step(self, state: Any, action: jax.Array) -> tuple[Any, jax.Array, jax.Array, jax.Array, jax.Array]:
+        """step(state, action i32[A]) -> (state, observation i32[O], reward f32[], done bool[], invalid bool[])"""
+        ...
+
+    def goal(self, state: Any) -> jax.Array:
+        """goal(state) -> the words of the task, i32[goal_length]"""
+        ...
+
+    def won(self, state: Any) -> jax.Array:
+        """won(state) -> whether the task is solved, bool[]"""
+        ...
+
+
+class CompiledEnv(Playable, Protocol):
+    """A compiled environment that can also be read, as a training run needs it."""
+
+    words: Annotated[Sequence[str], "its vocabulary, the empty word first; a word's index is its token id"]
+    task_types: _TaskTypes
+
+    def decode(self, ids: Any) -> str:
+        """decode(ids) -> text, for transcripts"""
+        ...
+
+
+@runtime_checkable
+class OwnPrompts(Protocol):
+    """Optional for a compiled environment: prompts and answers of its own, of any length up to a bound."""
+
+    answer_length: Annotated[int, "words of an answer"]
+
+    def prompt(
+        self, state: Any, goal: Any, observations: jax.Array, actions: jax.Array, observation: jax.Array, act: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """prompt(state, goal, observations [K, O], actions [K, A], observation, act) -> (token ids i32[P], how many of them)"""
+        ...
+
+    def prompt_slots(self, history_length: int) -> int:
+        """prompt_slots(history_length) -> P, tokens of the longest prompt"""
+        ...
+
+    def action(self, state: Any, answer: jax.Array) -> jax.Array:
+        """action(state, answer) -> the words of the action that an answer means, i32[A]"""
+        ...
+
+    def answer(self, state: Any, action: jax.Array) -> jax.Array:
+        """answer(state, action) -> the words of the answer that means an action, 0 if none does"""
+        ...
+
+    def goal_text(self, observation: Any) -> str:
+        """goal_text(observation) -> the task, from an episode's first observation, for transcripts"""
+        ...
+
+    def answer_text(self, prompt: Any, answer: Any) -> str:
+        """answer_text(prompt, answer) -> text, for transcripts"""
+        ...
+
+
+@runtime_checkable
+class Expert(Protocol):
+    """Optional for a compiled environment: a scripted player, which the warm start clones. A module with these functions, or the
+    environment's own class with these methods (`env` is then `self`)."""
+
+    def expert_action(self, env: Any, state: Any, recent: jax.Array, key: jax.Array) -> jax.Array:
+        """expert_action(env, state, recent i32[K, A], key) -> what the expert does, i32[A], given the last K actions, 0 before"""
+        ...
+
+    def random_action(self, env: Any, state: Any, key: jax.Array) -> jax.Array:
+        """random_action(env, state, key) -> one of the admissible actions, i32[A]"""
+        ...
+
+
+@runtime_checkable
+class ListsActions(Protocol):
+    """Optional for a compiled environment: what can be done now. `envs.words.Words` and with it `envs.play` list it."""
+
+    def admissible(self, state: Any) -> tuple[jax.Array, jax.Array]:
+        """admissible(state) -> (which rows are admissible bool[.], their words i32[., A])"""
+        ...
+
+
+class TextEnv(Protocol):
+    """A program on the host that is read and answered in text, one episode at a time, with tasks numbered from 0.
+
+    It must be deterministic, because a worker that takes over an episode plays its actions again. An environment with a fixed
+    number of tasks has it as its `len`; tasks of others are numbers below 2**64.
+    """
+
+    max_turns: _MaxTurns
+    task_types: _TaskTypes
+
+    def reset(self, task: int) -> tuple[str, Sequence[str]]:
+        """reset(task) -> (observation, commands): starts a task"""
+        ...
+
+    def step(self, action: str) -> tuple[str, Sequence[str], float, bool, dict]:
+        """step(action) -> (observation, commands, reward, done, info with won and admissible)"""
+        ...
+
+
+class BegunTextEnv(TextEnv, Protocol):
+    """A text environment after a reset."""
+
+    goal: Annotated[str, "the task as text"]
+    task_type: Annotated[int, "the index of the task's type in task_types"]
+
+
+# What the info of a text environment's step says; optional is `score`, a float, by default 1 for a task that is solved.
+INFO = {"won": "whether the task is solved", "admissible": "whether the last action was one of the commands"}
+
+
+def members(protocol: type, beyond: type | None = None) -> dict[str, str]:
+    """Name -> meaning of a protocol's members, attributes first; only of those that the protocol `beyond` lacks."""
+    found = {name: hint.__metadata__[0] for name, hint in get_type_hints(protocol, include_extras=True).items()}
+    for each in reversed(protocol.__mro__):
+        found |= {
+            name: inspect.cleandoc(value.__doc__ or "")
+            for name, value in vars(each).items()
+            if inspect.isfunction(value) and not name.startswith("_")
+        }
+    return {name: meaning for name, meaning in found.items() if beyond is None or name not in members(beyond)}

@@ -1,0 +1,45 @@
+"""Which code from outside this project a run was made with: `provenance.json` in its folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from envs import outside
+from hgpo_jax.config import OPEN, Config
+from hgpo_jax.errors import ConfigError
+from hgpo_jax.files import atomic_write
+
+FILE = "provenance.json"
+
+
+def record(config: Config, folder: Path, done: int) -> list[str]:
+    """Adds to the file what the run uses from iteration `done` on, where that differs from what it used before.
+
+    A record has `from_iteration` and, by field (`env.name`, `method`), the place as given, the file, its SHA-256, and the version
+    of the module or its distribution. Without code from outside nothing is written.
+
+    Returns: a line for each environment or estimator that changed. Raises ConfigError for a damaged file.
+    """
+    given = {"env.name": config.env.name, "method": config.method}
+    now = {
+        field: {"name": name} | outside.version(outside.located(name, OPEN[field][1]))
+        for field, name in given.items()
+        if name not in OPEN[field][0]
+    }
+    file = folder / FILE
+    try:
+        records = json.loads(file.read_text()) if file.is_file() else []
+        before = {field: value for field, value in records[-1].items() if field != "from_iteration"} if records else {}
+        changed = [
+            f"{field}={given[field]}: its code changed since iteration {records[-1]['from_iteration']}, see {file}"
+            for field, about in now.items()
+            if field in before and any(about[part] != before[field][part] for part in ("sha256", "version"))
+        ]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{file}: is damaged: {' '.join(str(error).split())}; remove it, and a new one begins") from None
+    if now != before:
+        with atomic_write(file) as target:
+            json.dump([*records, {"from_iteration": done, **now}], target, indent=1)
+            target.write("\n")
+    return changed

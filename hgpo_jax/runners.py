@@ -1,0 +1,147 @@
+"""What makes rollouts in the configured environment: compiled together with the policy, or text programs on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from envs.protocol import CompiledEnv, OwnPrompts
+from hgpo_jax.config import Config
+from hgpo_jax.environments import Environment
+from hgpo_jax.errors import ConfigError
+from hgpo_jax.policy import ModelConfig, network
+from hgpo_jax.policy.tokenizer import ACT
+from hgpo_jax.rollout.compiled import make_rollout
+from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.rollout.host import HostRollout
+from hgpo_jax.rollout.requirements import RUNNER, check_compiled
+from hgpo_jax.rollout.result import RolloutResult
+from hgpo_jax.rollout.tasks import task_keys, task_numbers
+from hgpo_jax.rollout.text import ChatFormat
+from hgpo_jax.sampling import Decoding
+
+
+class CompiledRunner:
+    """Runs a compiled environment: a rollout is one compiled program.
+
+    Args:
+      games: of an environment with a list of games, the numbers (i32[.]) of those of each stream of tasks.
+
+    Attributes:
+      env: the environment.
+      program: the jitted rollout (`rollout.compiled.make_rollout`).
+      task_types: names; `Episodes.task` is an index into them.
+      num_tasks, num_held_out_tasks: games to train on and held-out ones; None where tasks are generated.
+
+    Raises:
+      ConfigError: the environment lacks something (`rollout/requirements.py`).
+    """
+
+    def __init__(self, config: Config, env: CompiledEnv, model: ModelConfig, tokenizer, mesh: Mesh, games: dict | None = None):
+        try:
+            check_compiled(env, RUNNER)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        self.env, self.task_types, self._games = env, env.task_types, games
+        # Given to the program as an argument: thousands of games take longer to compile into it.
+        self._tables = jax.device_put(env.tables, NamedSharding(mesh, PartitionSpec())) if games else None
+        self.num_tasks, self.num_held_out_tasks = (games and len(games[stream]) for stream in ("train", "held_out"))
+        self.program = make_rollout(
+            env, network(model), mesh, history_length=config.rollout.history_length,
+            decode_batch_size=config.rollout.decode_batch_size, end=tokenizer.eos_token_id,
+            act=tokenizer.convert_tokens_to_ids(ACT),
+        )  # fmt: skip
+
+    def rollout(self, params, tasks, keys, groups, decoding: Decoding, *, held_out: bool = False) -> RolloutResult:
+        """Plays B episodes; does not wait until they are computed.
+
+        Args:
+          params: of the network that plays.
+          tasks: [B], from `select_tasks`.
+          keys: [B], a random key for each episode.
+          groups: i32[B], prompt groups.
+          held_out: whether the tasks are held-out ones.
+        """
+        return RolloutResult(self.program(params, tasks, keys, groups, decoding, self._tables), None)
+
+    def select_tasks(self, stream: str, seed: int, indices) -> jax.Array:
+        """What `rollout` takes as the tasks with these numbers, i32[B], in a stream (`rollout/tasks.py`)."""
+        if self._games is None:
+            return task_keys(stream, seed, indices)
+        games = self._games[stream]
+        return jnp.asarray(games[task_numbers(stream, seed, np.asarray(indices), len(games))])
+
+    def abstract_episodes(self, params, inputs: tuple) -> Episodes:
+        """Shapes and dtypes of the episodes of `rollout(params, *inputs)`, nothing computed."""
+        return jax.eval_shape(self.program, params, *inputs, self._tables)
+
+    def compile(self, params, inputs: tuple) -> None:
+        """Compiles the rollout, whose first call then finds it in the compilation cache."""
+        self.program.lower(params, *inputs, self._tables).compile()
+
+    def transcript(self, result: RolloutResult, index: int) -> str:
+        """One episode as a person would read it."""
+        episodes = result.episodes
+        text = lambda ids: self.env.decode([i for i in np.asarray(ids) if i < len(self.env.words)])  # noqa: E731
+        outcome = "success" if episodes.success[index] else "failure"
+        own, prompts = isinstance(self.env, OwnPrompts), episodes.prompts[index]
+        goal = self.env.goal_text(episodes.observations[index, 0]) if own else text(prompts[0][: self.env.goal_length])
+        lines = [f"task: {goal} ({outcome})"]
+        for t in range(int(episodes.mask[index].sum())):
+            invalid = "   (invalid)" if episodes.invalid[index, t] else ""
+            response = episodes.responses[index, t]
+            action = self.env.answer_text(prompts[t], response) if own else text(response)
+            lines.append(f"  {text(episodes.observations[index, t])}\n    > {action}{invalid}")
+        return "\n".join(lines)
+
+
+class TextRunner:
+    """Runs text programs on the host: the embedded environments told in sentences or drawings, ALFWorld's games, WebShop, a user's own.
+
+    Args:
+      environment: whose prompts and rule for malformed answers to use.
+      train, held_out: make one environment each (`Environment.text`).
+
+    Attributes and methods as in `CompiledRunner`.
+    """
+
+    def __init__(
+        self, config: Config, environment: Environment, train: Callable, held_out: Callable, model: ModelConfig, tokenizer,
+        mesh: Mesh,
+    ):  # fmt: skip
+        env, rollout = config.env, config.rollout
+        try:
+            prompts = ChatFormat(
+                tokenizer, env.template or environment.template, rollout.prompt_limit, rollout.stop, environment.fallback
+            )
+            self._train = HostRollout(
+                train, prompts, network(model), mesh, batch=rollout.prompt_groups * rollout.group_size,
+                history_length=rollout.history_length, response_limit=rollout.response_limit,
+                decode_batch_size=rollout.decode_batch_size, strict=env.strict, workers=env.workers,
+                time_limit=env.time_limit, ready_fraction=rollout.ready_fraction,
+            )  # fmt: skip
+            self._held_out = self._train.with_environment(held_out)
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"env.name={env.name}: {' '.join(str(error).split())}") from None
+        self.task_types = self._train.task_types
+        self.num_tasks, self.num_held_out_tasks = self._train.num_tasks, self._held_out.num_tasks
+
+    def rollout(self, params, tasks, keys, groups, decoding: Decoding, *, held_out: bool = False) -> RolloutResult:
+        return (self._held_out if held_out else self._train)(params, tasks, keys, groups, decoding)
+
+    def select_tasks(self, stream: str, seed: int, indices) -> list[int]:
+        count = self.num_held_out_tasks if stream == "held_out" else self.num_tasks
+        return task_numbers(stream, seed, np.asarray(indices), count)
+
+    def abstract_episodes(self, params, inputs: tuple) -> Episodes:
+        return self._train.abstract_episodes()
+
+    def compile(self, params, inputs: tuple) -> None:
+        """Its shapes depend on the prompts: each compiles when it first occurs."""
+
+    def transcript(self, result: RolloutResult, index: int) -> str:
+        return result.report.transcript(result.episodes, index)
