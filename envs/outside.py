@@ -88,7 +88,7 @@ def _told(error: Exception) -> str:
 
 
 def options(make: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments for a class or function, of the types that its annotations say; without one a value stays as it is.
+    """Keyword arguments for a class or function, of the types that its annotations or else its defaults say.
 
     Raises ValueError, which begins with `name=value: `, for one that it does not take, of a wrong type, or that it lacks.
     """
@@ -104,7 +104,9 @@ def options(make: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         if name not in taken and not anything:
             raise ValueError(f"{name}={value}: no such option; {nearest(name, list(taken), _listed(taken))}")
-        typed[name] = _typed(name, value, hints[name]) if name in hints and name in taken else value
+        default = taken[name].default if name in taken else None
+        said = hints.get(name, Any if default in (None, inspect.Parameter.empty) else type(default))
+        typed[name] = _typed(name, value, said)
     for name, parameter in taken.items():
         if parameter.default is parameter.empty and name not in typed:
             raise ValueError(f"{name}=: is needed")

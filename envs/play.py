@@ -5,6 +5,7 @@
     python -m envs.play alfworld path/to/game.tw-pddl
     python -m envs.play alfworld path/to/json_2.1.1/valid_seen --seed 7
     python -m envs.play webshop items_shuffle_1000.json.gz items_ins_v2_1000.json.gz --seed 7
+    python -m envs.play ./my_env.py:MyEnv size=5                    your own, or package.module:MyEnv, with options of its class
 
 A command is typed as it stands in the list, or by its number there. Without a terminal, commands are read from standard
 input, one per line. An empty line, or the end of the input, ends the game.
@@ -17,7 +18,7 @@ import contextlib
 import sys
 from pathlib import Path
 
-from envs import cli
+from envs import cli, outside
 from envs.cli import Parser, printable
 
 
@@ -60,6 +61,18 @@ def webshop(args):
     return env, args.seed % len(env)
 
 
+def own(args):
+    """Your own, by its place or an entry point's name: FILE.py:CLASS or package.module:CLASS."""
+    _, found = outside.load(outside.located(args.name, outside.ENVIRONMENTS))
+    given = {name: value for name, _, value in (option.partition("=") for option in args.options)}
+    env = found(**outside.options(found, given | ({"max_turns": args.turns} if args.turns else {})))
+    if hasattr(env, "observation_length"):  # compiled
+        from envs.words import Words
+
+        env = Words(env)
+    return env, args.seed % len(env) if hasattr(env, "__len__") else args.seed
+
+
 def parser() -> Parser:
     p = Parser(
         prog="python -m envs.play",
@@ -95,7 +108,17 @@ def parser() -> Parser:
     g.add_argument("items", type=Path, metavar="ITEMS", help="the catalogue, .json or .json.gz, or a built folder")
     g.add_argument("attributes", type=Path, nargs="?", metavar="ATTRIBUTES", help="attributes and synthetic instructions")
     g.add_argument("--human", type=Path, metavar="FILE", help="play the human instructions of this file")
+
+    g = add("own", own)
+    g.set_defaults(start=own)
+    g.add_argument("name", metavar="PLACE", help=f"where its class is{_installed()}")
+    g.add_argument("options", nargs="*", metavar="option=value", help="keyword arguments of its class")
     return p
+
+
+def _installed() -> str:
+    names = ", ".join(outside.installed(outside.ENVIRONMENTS))
+    return f", or one of {names}" if names else ""
 
 
 def _whole_number(low: int):
@@ -144,7 +167,9 @@ def _ask(prompt: str) -> str:
 
 
 def main() -> None:
-    args = parser().parse_args()
+    given = sys.argv[1:]
+    named = given and (":" in given[0] or given[0] in outside.installed(outside.ENVIRONMENTS))
+    args = parser().parse_args(["own", *given] if named else given)
     sys.stdin.reconfigure(errors="replace")
     sys.stdout.reconfigure(errors="replace")
     play(*args.start(args))

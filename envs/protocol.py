@@ -1,7 +1,7 @@
 """What an environment is: the members that a rollout relies on, and the optional ones that give it more.
 
-A class needs these members and no base class. `members` lists them with their meanings, which is how one that lacks something is
-refused in a line. Letters are those of `hgpo_jax`: O words of an observation, A of an action, K past turns.
+A class needs these members and no base class. `members` lists them with their meanings, which is how one that lacks something
+is refused in a line. Letters are those of `hgpo_jax`: O words of an observation, A of an action, K past turns.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _TaskTypes = Annotated[Sequence[str], "the names of its task types"]
 class Playable(Protocol):
     """A compiled environment as far as a rollout plays it: pure JAX functions of one episode, which are mapped over a batch.
 
-    A state is any pytree of arrays with a field `task`, i32[], the index of the episode's task type. Words are token ids, i32, and
-    0 is an empty slot. Everything random comes from the key of `reset`; `step` must also take states of episodes that have ended.
+    A state is any pytree of arrays with a field `task`, i32[], the index of the episode's task type. Words are token ids, i32,
+    and 0 is an empty slot. Everything random comes from the key of `reset`; `step` must also take states of ended episodes.
     """
 
     goal_length: Annotated[int, "words of a goal"]
@@ -92,11 +92,11 @@ class OwnPrompts(Protocol):
 
 @runtime_checkable
 class Expert(Protocol):
-    """Optional for a compiled environment: a scripted player, which the warm start clones. A module with these functions, or the
-    environment's own class with these methods (`env` is then `self`)."""
+    """Optional for a compiled environment: a scripted player, which the warm start clones. A module with these functions, or
+    the environment's own class with these methods (`env` is then `self`)."""
 
     def expert_action(self, env: Any, state: Any, recent: jax.Array, key: jax.Array) -> jax.Array:
-        """expert_action(env, state, recent i32[K, A], key) -> what the expert does, i32[A], given the last K actions, 0 before"""
+        """expert_action(env, state, recent i32[K, A], key) -> what the expert does, i32[A], after the last K actions"""
         ...
 
     def random_action(self, env: Any, state: Any, key: jax.Array) -> jax.Array:

@@ -11,6 +11,8 @@ import functools
 import jax
 import numpy as np
 
+from envs.protocol import ListsActions
+
 BLANK = "_"  # an empty slot between words
 
 
@@ -18,7 +20,8 @@ class Words:
     """Generated tasks played one at a time. A task is the random key that it is generated from, as a 64-bit number.
 
     Args:
-      env: the compiled environment; instances over the same one share its compiled functions.
+      env: the compiled environment; instances over the same one share its compiled functions. One that does not list what
+        can be done (`protocol.ListsActions`) has no commands to choose from.
 
     Attributes:
       task_types: their names; `task_type` is an index into it.
@@ -50,8 +53,8 @@ class Words:
         return *self._see(seen), float(seen["reward"]), bool(seen["done"]), info
 
     def _see(self, seen) -> tuple[str, list[str]]:
-        legal, words = seen["admissible"]
-        self._commands = {self._command(*self._words(ids)): ids for ids in words[legal]}
+        listed = [words[legal] for legal, words in seen["admissible"]]
+        self._commands = {self._command(*self._words(ids)): ids for rows in listed for ids in rows}
         return self._tell(seen["observation"]), sorted(self._commands)
 
     def _words(self, ids) -> list[str]:
@@ -61,7 +64,7 @@ class Words:
 
     def _ids(self, action: str) -> np.ndarray:
         """An action's words, i32[action_length]; a word that the environment does not know is -1."""
-        known = self._env.word_id | {BLANK: 0}
+        known = {word: index for index, word in enumerate(self._env.words)} | {BLANK: 0}
         ids = [known.get(word, -1) for word in action.split()][: self._env.action_length]
         return np.array(ids + [0] * (self._env.action_length - len(ids)), np.int32)
 
@@ -90,17 +93,20 @@ def _one_cpu() -> jax.sharding.Mesh:
 def _programs(env):
     """Jitted `reset(key data)` and `step(state, action)`, both -> (state, what the text is made of)."""
 
+    def admissible(state):
+        return [env.admissible(state)] if isinstance(env, ListsActions) else []
+
     @jax.jit
     def reset(key):
         state, observation = env.reset(jax.random.wrap_key_data(key, impl="threefry2x32"))
-        return state, {"observation": observation, "admissible": env.admissible(state), "goal": env.goal(state)}
+        return state, {"observation": observation, "admissible": admissible(state), "goal": env.goal(state)}
 
     @jax.jit
     def step(state, action):
         state, observation, reward, done, invalid = env.step(state, action)
         return state, {
             "observation": observation,
-            "admissible": env.admissible(state),
+            "admissible": admissible(state),
             "reward": reward,
             "done": done,
             "won": env.won(state),

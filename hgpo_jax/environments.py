@@ -33,6 +33,7 @@ from envs.sokoban import Sokoban
 from envs.sokoban import expert as sokoban_expert
 from envs.sokoban.text import SokobanText
 from hgpo_jax.errors import ConfigError
+from hgpo_jax.rollout.requirements import RUNNER, check_compiled, check_text
 
 if TYPE_CHECKING:  # whose fields are checked with this table
     from hgpo_jax.config import Config
@@ -47,13 +48,14 @@ class Environment:
     """What an environment's name stands for.
 
     options: fields of `env` that it reads, besides those that all do.
-    compiled: makes it as a compiled environment. text: makes what makes it as a text environment. One that has both is text unless
-      `env.compiled=true`.
-    games: the numbers of the games of each stream of tasks (`rollout/tasks.py`), i32[.], where a compiled environment has a list of
-      games; else its tasks are generated.
+    compiled: makes it as a compiled environment. text: makes what makes it as a text environment. One that has both is text
+      unless `env.compiled=true`.
+    games: the numbers of the games of each stream of tasks (`rollout/tasks.py`), i32[.], where a compiled environment has a
+      list of games; else its tasks are generated.
     expert: the scripted player that the warm start of a compiled environment clones, if it has one.
     template: file with the prompts of a text environment, or a name in `rollout/templates/`.
     fallback: characters of the end of a malformed response that are taken for its action, as verl-agent does.
+    max_turns: of a user's own environment; of ours it is a field.
     digest: of the code of a user's own environment, "" of ours.
     """
 
@@ -64,6 +66,7 @@ class Environment:
     expert: Expert | None = None
     template: str = "text"
     fallback: int = 30
+    max_turns: int | None = None
     digest: str = ""
 
 
@@ -228,9 +231,12 @@ def _from_outside(given: str, name: str, options: str) -> Environment:
         env = make()
     except Exception as error:  # whatever it does
         raise ConfigError(f"env.name={given}: cannot be made: {type(error).__name__}: {' '.join(str(error).split())}") from None
-    digest = outside.version(name)["sha256"] or ""
-    if not any(hasattr(env, length) for length in members(Playable) if length.endswith("_length")):
-        return Environment(text=lambda _: (make, make), digest=digest)
-    return Environment(
-        compiled=lambda _: env, expert=type(env) if isinstance(env, Expert) else None, digest=digest
-    )
+    compiled = any(hasattr(env, length) for length in members(Playable) if length.endswith("_length"))
+    try:
+        check_compiled(env, RUNNER) if compiled else check_text(env)
+    except ValueError as error:
+        raise ConfigError(f"env.name={given}: {error}") from None
+    about: dict[str, Any] = {"max_turns": int(env.max_turns), "digest": outside.version(name)["sha256"] or ""}
+    if compiled:
+        return Environment(compiled=lambda _: env, expert=type(env) if isinstance(env, Expert) else None, **about)
+    return Environment(text=lambda _: (make, make), **about)

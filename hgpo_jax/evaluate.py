@@ -23,7 +23,7 @@ import jax
 from hgpo_jax import cli
 from hgpo_jax import config as configuration
 from hgpo_jax.config import Config
-from hgpo_jax.environments import environment
+from hgpo_jax.environments import ENVIRONMENTS, Environment
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.evaluation import describe_evaluation, describe_seeds, evaluate_seeds, play_both
 from hgpo_jax.evaluation_files import OWN, file_name, refuse_another, settings_of, write, write_seeds
@@ -33,7 +33,7 @@ from hgpo_jax.run.curves import plot_curves
 
 def split_of(config: Config, split: str | None) -> tuple[str, list[str]]:
     """The name of the tasks to evaluate on, and the overrides that choose them. Raises ConfigError."""
-    if "held_out" in environment(config.env).options:
+    if "held_out" in ENVIRONMENTS.get(config.env.name, Environment()).options:
         return split or config.env.held_out, [f"env.held_out={split}"] if split else []
     if split not in (None, "held_out"):
         raise ConfigError(f"--split {split}: {config.env.name} has one set of tasks to evaluate on, held_out")

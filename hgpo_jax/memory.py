@@ -196,7 +196,7 @@ def workload_of(config: Config, mesh) -> Workload:
         except ValueError as error:
             raise ValueError(f"policy.{error}") from None
     return Workload(
-        model=model, prompt=prompt, response=response, steps=batch * config.env.max_turns,
+        model=model, prompt=prompt, response=response, steps=batch * config.env.turns,
         decode_batch=min(settings.decode_batch_size, -(-batch // mesh.shape["data"])),
     )  # fmt: skip
 

@@ -100,7 +100,8 @@ class CompiledRunner:
 
 
 class TextRunner:
-    """Runs text programs on the host: the embedded environments told in sentences or drawings, ALFWorld's games, WebShop, a user's own.
+    """Runs text programs on the host: the embedded environments told in sentences or drawings, ALFWorld's games, WebShop, or a
+    user's own.
 
     Args:
       environment: whose prompts and rule for malformed answers to use.

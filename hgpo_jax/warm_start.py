@@ -87,11 +87,12 @@ def generate_play(
 def clone(job: Job) -> dict:
     """Trains the job's fresh policy on generated play; returns its parameters. Prints its progress."""
     config, policy, env = job.config, job.policy, job.runner.env
-    settings = config.cloning
+    settings, expert = config.cloning, environment(config.env).expert
     key = jax.random.key(config.seed)
     end, act = policy.tokenizer.eos_token_id, policy.tokenizer.convert_tokens_to_ids(ACT)
     decisions, success = generate_play(
-        env, environment(config.env).expert, jax.random.fold_in(key, 1), job.runner.select_tasks("warm_start", config.seed, jnp.arange(settings.episodes)),
+        env, expert, jax.random.fold_in(key, 1),
+        job.runner.select_tasks("warm_start", config.seed, jnp.arange(settings.episodes)),
         noise=settings.noise, history_length=config.rollout.history_length, end=end, act=act,
     )  # fmt: skip
     total = decisions.response_lengths.shape[0]
@@ -179,7 +180,9 @@ def cache_key(config: Config) -> str:
         *(f"{package} {version(package)}" for package in ("jax", "jaxlib", "flax", "optax")),
     ]
     found = environment(config.env)
-    parts += [found.digest, getattr(found.compiled(config), "digest", "")]  # a user's code; the games of one with a list of games
+    parts.append(found.digest)
+    if found.games and found.compiled:
+        parts.append(found.compiled(config).digest)
     digest = hashlib.sha256("\0".join(parts).encode())
     for file in sources():
         digest.update(f"\0{file.relative_to(ROOT).as_posix()}\0".encode() + file.read_bytes())

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> list[dict]:
     passes = 4 if job.config.learner.kl_weight else 3  # backward counts twice; the reference policy once
     update_flops = steps * passes * forward_flops(model, width + answer - 1, answer)
     shape = (
-        f"{job.config.rollout.prompt_groups} x {job.config.rollout.group_size} episodes of {job.config.env.max_turns} turns"
+        f"{job.config.rollout.prompt_groups} x {job.config.rollout.group_size} episodes of {job.config.env.turns} turns"
     )
 
     profiled = []

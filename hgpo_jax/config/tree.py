@@ -80,14 +80,15 @@ def field(default, meaning, **limits):
 
 
 class EnvConfig(Section):
-    """The environment: compiled with the policy (household, sokoban, on request alfworld), or text on the host (the others). One of
-    your own is of the kind that its class is (`envs/protocol.py`)."""
+    """The environment: compiled with the policy (household, sokoban, on request alfworld), or text on the host (the others).
+
+    One of your own is of the kind that its class is (`envs/protocol.py`)."""
 
     name: str = field("household", "which environment; your own by the place of its class")
     options: dict[str, Any] = field(
         {}, "your own: keyword arguments of its class, each written as env.options.NAME=VALUE"
     )
-    template: str = field("", "text: file with the prompts; default: the environment's, for your own rollout/templates/text.txt")
+    template: str = field("", "text: file with the prompts; default: the environment's, of your own one for all")
     tasks: tuple[Literal["place", "two", "look", "clean", "heat", "cool"], ...] = field(
         ("place",), "household: task types to draw from"
     )
@@ -125,6 +126,11 @@ class EnvConfig(Section):
         """Whether episodes are sampled in one compiled program; else the environment is text on the host."""
         found = environment(self)
         return found.compiled is not None and (found.text is None or self.compiled)
+
+    @property
+    def turns(self) -> int:
+        """Actions after which an episode ends: `max_turns`, of a user's own environment its own."""
+        return environment(self).max_turns or self.max_turns
 
     @pydantic.field_validator("name")
     @classmethod
@@ -339,7 +345,7 @@ class Config(Section):
     run_dir: str = field("", "the run's folder; default runs/NAME-METHOD-sSEED-TIME")
     seed: int = field(0, "seed of everything random", ge=0, lt=2**31)
     iterations: int = field(80, "iterations of rollout and update", ge=0)
-    method: str = field("hgpo", "how advantages and loss are made (hgpo_jax/methods.py); your own by the place of its estimator")
+    method: str = field("hgpo", "how advantages and loss are made (hgpo_jax/methods.py); your own by its estimator's place")
     warm_start: Literal["cloning", "none"] = field("cloning", "where the policy starts")
     mesh: str = field("auto", "device mesh: auto, or sizes as in data=2,fsdp=4,tensor=1 with at most one -1")
     cache_dir: str = field(

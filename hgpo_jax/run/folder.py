@@ -15,6 +15,7 @@ from hgpo_jax.config import Config
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.files import atomic_write
 from hgpo_jax.learner import lr_scale
+from hgpo_jax.run import provenance
 from hgpo_jax.run.checkpoint import newest, newest_intact
 from hgpo_jax.run.metrics import read_metrics
 
@@ -210,7 +211,8 @@ def began_with(folder: Path) -> dict:
 def take_folder(config: Config, folder: Path, resuming: bool) -> tuple[FileLock, int, list[str], list[str]]:
     """Claims the folder for this process, prepares it for training, and writes its config.yaml.
 
-    Returns: (its lock, the iterations that are done, what is wrong with later ones, messages about a change of length).
+    Returns: (its lock, the iterations that are done, what is wrong with later ones or changed in code from outside, messages
+      about a change of length).
 
     Raises:
       ConfigError: another process has the folder, began a run there or has continued it since `find_run`.
@@ -222,6 +224,7 @@ def take_folder(config: Config, folder: Path, resuming: bool) -> tuple[FileLock,
     done, faults = resume_point(folder) if resuming else (0, [])
     refuse_fewer(config, folder, done)
     changes = change_length(config, folder, done) if resuming else []
+    faults += provenance.record(config, folder, done)
     drop_later(folder, done)
     with atomic_write(folder / "config.yaml") as file:
         file.write(configuration.dump(config))

@@ -16,8 +16,8 @@ FILE = "provenance.json"
 def record(config: Config, folder: Path, done: int) -> list[str]:
     """Adds to the file what the run uses from iteration `done` on, where that differs from what it used before.
 
-    A record has `from_iteration` and, by field (`env.name`, `method`), the place as given, the file, its SHA-256, and the version
-    of the module or its distribution. Without code from outside nothing is written.
+    A record has `from_iteration` and, by field (`env.name`, `method`), the place as given, the file, its SHA-256, and the
+    version of the module or its distribution. Without code from outside nothing is written.
 
     Returns: a line for each environment or estimator that changed. Raises ConfigError for a damaged file.
     """

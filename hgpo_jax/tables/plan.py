@@ -238,7 +238,7 @@ def cost(plan: Plan, cell: Cell) -> Cost:
         given or limit
         for given, limit in zip(
             (setting.expected.turns, setting.expected.prompt, setting.expected.response),
-            (config.env.max_turns, workload.prompt, workload.response), strict=True,
+            (config.env.turns, workload.prompt, workload.response), strict=True,
         )
     )  # fmt: skip
     episodes = trained + evaluated
@@ -246,7 +246,7 @@ def cost(plan: Plan, cell: Cell) -> Cost:
         devices=mesh.size,
         bytes=most,
         tokens=episodes * turns * (prompt + response),
-        limit=episodes * config.env.max_turns * (workload.prompt + workload.response),
+        limit=episodes * config.env.turns * (workload.prompt + workload.response),
     )
 
 

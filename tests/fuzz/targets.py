@@ -17,11 +17,12 @@ from envs.alfworld.pddl import parse_domain, parse_problem
 from envs.webshop import load_shop
 from envs.webshop.commands import click, parse
 from hgpo_jax import config as configuration
+from hgpo_jax.environments import ENVIRONMENTS
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.mesh import abstract_mesh, parse_mesh
 from hgpo_jax.policy import huggingface, shapes, weights
 from hgpo_jax.rollout.episodes import Episodes
-from hgpo_jax.rollout.text import FALLBACK, project
+from hgpo_jax.rollout.text import project
 
 CORPUS = Path(__file__).parent / "corpus"
 CUT = b"\n--------\n"  # between the files of an input that is several
@@ -107,7 +108,7 @@ def actions(data: bytes, folder: Path) -> None:
     """A response a line, read as every environment's and done in a shop."""
     session = tiny_shop(folder).session(0)
     for line in data.decode("utf-8", "surrogateescape").split("\n"):
-        for fallback in set(FALLBACK.values()):
+        for fallback in {entry.fallback for entry in ENVIRONMENTS.values()}:
             action, well_formed = project(line, fallback)
             assert isinstance(action, str) and isinstance(well_formed, bool)
             assert all(isinstance(part, str) for part in parse(action))

@@ -12,6 +12,7 @@ import optax
 from flax import nnx
 
 from envs.household import Household
+from envs.household import expert as household_expert
 from hgpo_jax.learner import token_logprobs
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import ModelConfig, initialize, network, shapes
@@ -43,11 +44,11 @@ def cloned():
     return jax.tree.unflatten(tree, [value.astype(np.float32) for value in values])
 
 
-def clone(env=ENV, model=MODEL, steps=1500):
+def clone(env=ENV, expert=household_expert, model=MODEL, steps=1500):
     """Clones an environment's scripted expert."""
     end, act = len(env.words) + 1, len(env.words) + 2
     tasks = task_keys("warm_start", 0, jnp.arange(256))
-    play, _ = generate_play(env, jax.random.key(0), tasks, noise=0.2, history_length=K, end=end, act=act)
+    play, _ = generate_play(env, expert, jax.random.key(0), tasks, noise=0.2, history_length=K, end=end, act=act)
     happened = np.flatnonzero(play.response_lengths > 0)
     play = jax.tree.map(lambda a: a[happened], jax.device_get(play))
     optimizer = optax.adam(5e-3, b2=0.98)

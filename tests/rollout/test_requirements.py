@@ -15,12 +15,12 @@ from odd_env import Counting
 
 from envs.protocol import INFO
 from hgpo_jax import config as configuration
-from hgpo_jax.runners import CompiledRunner
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.rollout.compiled import make_rollout
 from hgpo_jax.rollout.process_workers import ProcessWorkers
 from hgpo_jax.rollout.requirements import ROLLOUT, RUNNER, TEXT, TEXT_RESET, check_compiled, check_text
 from hgpo_jax.rollout.workers import LocalWorkers
+from hgpo_jax.runners import CompiledRunner
 
 
 class State(struct.PyTreeNode):

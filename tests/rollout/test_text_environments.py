@@ -19,7 +19,7 @@ from envs.household.text import HouseholdText
 from envs.webshop import load_shop
 from envs.webshop.text import SEARCH, WebshopText
 from hgpo_jax.config import load
-from hgpo_jax.environments import make_environments
+from hgpo_jax.environments import ENVIRONMENTS
 
 TESTS = Path(__file__).resolve().parents[1]
 ENVS = TESTS.parent / "envs"
@@ -169,7 +169,7 @@ def test_webshop_settings_reach_the_shop(files, tmp_path):
     given = ["env.name=webshop", f"data={tmp_path}", "rollout.prompt_groups=3"]
     for order, reachable in (("original", False), ("verl-agent", True)):
         config = load(None, [*given, f"env.goal_order={order}", f"env.reachable_only={reachable}"])
-        train, held_out = make_environments(config)
+        train, held_out = ENVIRONMENTS["webshop"].text(config)
         shop = load_shop(*files, order=order, reachable_only=reachable)
         env = held_out()
         assert len(env) == len(shop.goals) * (128 if order == "verl-agent" else 1)

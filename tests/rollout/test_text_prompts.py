@@ -8,19 +8,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hgpo_jax.rollout.text import FALLBACK, TEMPLATES, ChatFormat, PromptInput, Template, project
+from hgpo_jax.environments import ENVIRONMENTS, Environment
+from hgpo_jax.rollout.text import TEMPLATES, ChatFormat, PromptInput, Template, project
 from tests.helpers.chat_tokenizers import byte_tokenizer, folding_tokenizer, qwen_tokenizer
 
 VIEW = PromptInput("put a mug in desk.", [], 0, "You are in a room.", ["go to desk 1", "look"])
 HISTORY = [("seen one", "did one"), ("seen two", "did two")]
 LATER = VIEW._replace(history=HISTORY, turn=7)
 LOADERS = {"bytes": functools.cache(byte_tokenizer), "qwen2.5": functools.cache(qwen_tokenizer)}
+ENTRIES = [entry for entry in ENVIRONMENTS.values() if entry.text]
+FALLBACK = {entry.template: entry.fallback for entry in (*ENTRIES, Environment())}
 both = pytest.mark.parametrize("tokenizer", LOADERS)
 
 
 @functools.cache
 def chat(tokenizer, environment="alfworld", **options):
-    return ChatFormat(LOADERS[tokenizer](), environment, **options)
+    return ChatFormat(LOADERS[tokenizer](), environment, fallback=FALLBACK[environment], **options)
 
 
 @both
@@ -179,7 +182,7 @@ def test_the_end_of_a_malformed_response_by_environment():
     ids = LOADERS["bytes"]().encode(text)
     assert {name: chat("bytes", name).parse(ids)[1:] for name in FALLBACK} == {
         "alfworld": (text[-30:], False), "household": (text[-30:], False), "sokoban": (text[-20:], False),
-        "webshop": (text[-20:], False),
+        "webshop": (text[-20:], False), "text": (text[-30:], False),
     }  # fmt: skip
 
 
@@ -213,7 +216,7 @@ def test_any_response_has_an_action(text, fallback):
 
 def test_mistakes_are_refused():
     plain = byte_tokenizer()
-    with pytest.raises(ValueError, match=r"environment='chess'.*alfworld"):
+    with pytest.raises(ValueError, match=r"template=chess: no such file.*alfworld"):
         ChatFormat(plain, "chess")
     with pytest.raises(ValueError, match=r"prompt_limit=10.*template alone"):
         ChatFormat(plain, "alfworld", prompt_limit=10)

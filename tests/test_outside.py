@@ -1,0 +1,291 @@
+"""Environments and estimators from a folder outside the repository: named on the command line, trained, evaluated, resumed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from envs import outside
+from hgpo_jax.config import check_together, describe, load
+from hgpo_jax.environments import environment
+from hgpo_jax.errors import ConfigError
+from hgpo_jax.job import build
+from hgpo_jax.methods import method_named
+from hgpo_jax.run import provenance
+from tests.helpers.chat_tokenizers import byte_tokenizer
+from tests.helpers.training import TINY, command, rows_of
+
+COMPILED = '''
+import jax, jax.numpy as jnp
+from flax import struct
+
+class State(struct.PyTreeNode):
+    task: jax.Array
+    at: jax.Array
+    turn: jax.Array
+
+class Corridor:
+    """The agent walks to the right end."""
+    words, task_types = ("", "left", "right", "reach_the_end", "door", "hall"), ("walk",)
+    goal_length = observation_length = action_length = 1
+
+    def __init__(self, size: int = 3, max_turns: int = 4, lights: bool = True):
+        self.size, self.max_turns = size, max_turns
+
+    def reset(self, key):
+        return State(jnp.int32(0), jax.random.randint(key, (), 0, self.size - 1), jnp.int32(0)), jnp.array([5], jnp.int32)
+
+    def step(self, state, action):
+        move = jnp.select([action[0] == 1, action[0] == 2], [-1, 1], 0)
+        after = State(state.task, jnp.clip(state.at + move, 0, self.size - 1), state.turn + 1)
+        won, invalid = self.won(after), move == 0
+        seen = jnp.where(won, 4, 5)[None].astype(jnp.int32)
+        return after, seen, 10.0 * won, won | (after.turn >= self.max_turns), invalid
+
+    def goal(self, state):
+        return jnp.array([3], jnp.int32)
+
+    def won(self, state):
+        return state.at == self.size - 1
+
+    def decode(self, ids):
+        return " ".join(self.words[i] for i in ids if i)
+
+class Guided(Corridor):
+    def expert_action(self, state, recent, key):
+        return jnp.array([2], jnp.int32)
+
+    def random_action(self, state, key):
+        return jax.random.randint(key, (1,), 1, 3)
+'''
+TEXT = '''
+class Guess:
+    task_types, task_type = ("guess",), 0
+
+    def __init__(self, size: int = 4, max_turns: int = 3):
+        self.size, self.max_turns = size, max_turns
+
+    def reset(self, task):
+        self.number, self.turn, self.goal = task % self.size, 0, "guess my number"
+        return "I think of a number.", [f"guess {n}" for n in range(self.size)]
+
+    def step(self, action):
+        self.turn += 1
+        won = action == f"guess {self.number}"
+        info = {"won": won, "admissible": action.startswith("guess ")}
+        return "No.", [f"guess {n}" for n in range(self.size)], 10.0 * won, won or self.turn == self.max_turns, info
+'''
+ESTIMATOR = '''
+from hgpo_jax.advantages import Estimate, returns
+
+def plain(batch, *, gamma=0.95, invalid_penalty=0.1):
+    total = returns.step_returns(batch, gamma, invalid_penalty)
+    return Estimate(total, total)
+
+def greedy(batch, *, dreams):
+    return plain(batch)
+
+number = 3
+'''
+PROMPTS = "== first ==\n$goal\n$observation\n$commands\n== later ==\n$goal\n$history\n$observation\n== entry ==\n$action\n"
+SMALL = [word for word in TINY if not word.startswith("env.")]
+TEXTS = ["policy.tokenizer=tok", "rollout.prompt_limit=512", "rollout.response_limit=4", "learner.microbatch_size=4"]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A user's folder, from which commands run."""
+    for name, text in (("rooms", COMPILED), ("games", TEXT), ("learning", ESTIMATOR)):
+        (tmp_path / f"{name}.py").write_text(text)
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    (tmp_path / "prompts.txt").write_text(PROMPTS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def checked(*overrides):
+    config = load(None, ["warm_start=none", *overrides])
+    check_together(config)
+    return config
+
+
+def test_a_compiled_one_with_options_of_its_annotated_types(here):
+    config = checked("env.name=./rooms.py:Corridor", "env.options.size=5", "env.options.lights=false")
+    found = environment(config.env)
+    env = found.compiled(config)
+    assert (env.size, env.max_turns, found.expert) == (5, 4, None)
+    assert config.env.runs_compiled and config.env.turns == 4
+    assert config.model_dump(mode="json")["env"]["options"] == {"size": 5, "lights": False}
+    guided = environment(load(None, ["env.name=./rooms.py:Guided"]).env)
+    assert guided.expert.__name__ == "Guided"
+    check_together(load(None, ["env.name=./rooms.py:Guided"]))  # with the default warm start
+
+
+def test_a_text_one_that_worker_processes_make_again(here):
+    config = checked("env.name=./games.py:Guess", "env.options.size=7")
+    train, held_out = environment(config.env).text(config)
+    assert not config.env.runs_compiled
+    assert len(train().reset(3)[1]) == 7
+    script = "import pickle, sys; print(pickle.load(sys.stdin.buffer)().reset(1)[1][-1], 'jax' in sys.modules)"
+    import pickle
+
+    done = subprocess.run([sys.executable, "-c", script], input=pickle.dumps(held_out), capture_output=True, check=True)
+    assert done.stdout.decode().split() == ["guess", "6", "False"]
+
+
+def test_a_module_and_an_entry_point(here, monkeypatch):
+    monkeypatch.syspath_prepend(here)
+    (here / "my_rooms.py").write_text(COMPILED + "\n__version__ = '1.2'\n")
+    assert environment(checked("env.name=my_rooms:Corridor").env).compiled
+    assert outside.version("my_rooms:Corridor")["version"] == "1.2"
+    package = here / "added-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: added\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text(
+        "[hgpo_jax.environments]\nlong_corridor = my_rooms:Corridor\n[hgpo_jax.estimators]\nmine = learning:plain\n"
+    )
+    outside.installed.cache_clear()
+    try:
+        assert environment(checked("env.name=long_corridor").env).compiled
+        assert method_named("mine").estimator == "mine"
+        shown = describe(["env.name", "method"])
+        assert "long_corridor" in shown and "| mine |" in " ".join(shown.split())
+        with pytest.raises(ConfigError, match=r"env.name='long_corrido'.*did you mean long_corridor\?"):
+            load(None, ["env.name=long_corrido"])
+    finally:
+        outside.installed.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["env.name=no_such.module:MyEnv"], "env.name=no_such.module:MyEnv: no module 'no_such'; write package.module:NAME"),
+        (["env.name=./none.py:MyEnv"], r"env.name=./none.py:MyEnv: no file .*none.py; a relative path begins where"),
+        (["env.name=./broken.py:MyEnv"], r"env.name=./broken.py:MyEnv: its import fails: ZeroDivisionError: .*broken.py, line 1"),
+        (["env.name=./rooms.py:Coridor"], r"env.name=./rooms.py:Coridor: .* has no Coridor; did you mean Corridor\?"),
+        (["env.name=./learning.py:number"], "env.name=./learning.py:number: number is a int; name a class"),
+        (["env.name=./rooms.py:"], "env.name='./rooms.py:': must be one of household, .*path/to/file.py:NAME"),
+        (["env.name=./lacking.py:Guess"], "env.name=./lacking.py:Guess: Guess lacks task_types: the names of its task types"),
+        (["env.name=./lacking.py:Corridor"], r"env.name=./lacking.py:Corridor: Corridor lacks won: won\(state\) -> "),
+        (["env.name=./rooms.py:Corridor", "env.options.sise=5"], r"env.options.sise=5: no such option; did you mean size\?"),
+        (["env.name=./rooms.py:Corridor", "env.options.size=big"], "env.options.size=big: must be a valid integer"),
+        (["env.name=./rooms.py:Corridor", "env.options.size=true"], "env.options.size=True: true and false are not values"),
+        (["env.name=./rooms.py:Corridor", "env.max_turns=9"], "env.max_turns=9: .* has a max_turns of its own.*env.options"),
+        (["env.name=./rooms.py:Corridor", "env.template=x"], "env.template=x: .* takes no template"),
+        (["env.name=./rooms.py:Corridor", "warm_start=cloning"], "warm_start=cloning: there is no play to clone for env.name"),
+        (["env.name=./rooms.py:Corridor", "env.compiled=true"], "env.compiled=true: .* has no such choice"),
+        (["env.options.size=7", "env.name=sokoban"], "env.options.size=7: env.name=sokoban has fields of its own; write"),
+        (["method=./learning.py:plane"], r"method=./learning.py:plane: .* has no plane; did you mean plain\?"),
+        (["method=./learning.py:greedy"], "method=./learning.py:greedy: needs dreams; an iteration has next_states, success"),
+        (["method=no_such:plain"], "method=no_such:plain: no module 'no_such'"),
+    ],
+)
+def test_mistakes_are_one_line(here, overrides, message):
+    (here / "lacking.py").write_text(
+        TEXT.replace('task_types, task_type = ("guess",), 0', "task_type = 0") + COMPILED.replace("def won", "def is_won")
+    )
+    with pytest.raises(ConfigError, match=f"^{message}") as caught:
+        checked(*overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_options_of_a_resumed_run_keep_those_that_are_not_given_again():
+    from hgpo_jax.config import given, resolve
+
+    base = load(None, ["env.name=a:B", "env.options.size=5", "env.options.name=007"]).model_dump(mode="json")
+    assert base["env"]["options"] == {"size": 5, "name": "007"}
+    assert resolve(given(None, ["env.options.size=6"]), base).env.options == {"size": 6, "name": "007"}
+
+
+def test_what_a_run_was_made_with_is_recorded_and_a_change_warned_of_once(here):
+    config = checked("env.name=./rooms.py:Corridor", "method=./learning.py:plain")
+    assert provenance.record(config, here, 0) == []
+    (record,) = json.loads((here / "provenance.json").read_text())
+    assert record["env.name"]["name"] == "./rooms.py:Corridor" and record["method"]["file"] == str(here / "learning.py")
+    assert provenance.record(config, here, 2) == []
+    (here / "rooms.py").write_text(COMPILED + "# changed\n")
+    (warning,) = provenance.record(config, here, 3)
+    assert warning.startswith("env.name=./rooms.py:Corridor: its code changed since iteration 0")
+    first, second = json.loads((here / "provenance.json").read_text())
+    assert first == record and second["from_iteration"] == 3 and second["method"] == first["method"]
+    assert second["env.name"]["sha256"] != first["env.name"]["sha256"]
+    assert provenance.record(config, here, 4) == []
+    (here / "empty").mkdir()
+    provenance.record(load(), here / "empty", 0)
+    assert not list((here / "empty").iterdir())
+
+
+def test_play(here):
+    def play(*arguments, keys):
+        command = [sys.executable, "-m", "envs.play", *arguments]
+        return subprocess.run(
+            command, input=keys, capture_output=True, text=True, timeout=120, env={"PYTHONPATH": str(ROOT), "PATH": ""}
+        )
+
+    shown = play("./games.py:Guess", "size=2", "--seed", "1", keys="guess 0\n2\n")
+    assert shown.returncode == 0 and shown.stdout.endswith("Solved after 2 turns: reward 10.\n")
+    refused = play("./games.py:Guess", "sizes=2", keys="")
+    assert (refused.returncode, refused.stderr) == (2, "error: sizes=2: no such option; did you mean size?\n")
+
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["compiled", "warm start", "text"])
+def test_trains_evaluates_resumes_and_is_reported(here, kind):
+    byte_tokenizer().save_pretrained(here / "tok")
+    start = {
+        "compiled": ["env.name=./rooms.py:Corridor", "env.options.size=4"],
+        "warm start": ["env.name=./rooms.py:Guided", "warm_start=cloning", "cloning.max_steps=50", "cloning.episodes=64"],
+        "text": ["env.name=./games.py:Guess", "env.options.size=2", "env.template=prompts.txt", "env.workers=1", *TEXTS],
+    }[kind]
+    words = [*SMALL, *start, "method=./learning.py:plain", "run_dir=run", "cache_dir=cache"]
+    command("-m", "hgpo_jax.train", *words, cwd=here)
+    rows = rows_of(here / "run")
+    assert len(rows) == 4 and all(np.isfinite(row["loss"]) for row in rows)
+    assert "./learning.py:plain" in (here / "run" / "config.yaml").read_text()
+    before = (here / "run" / "evaluation.json").read_text()
+    command("-m", "hgpo_jax.evaluate", "run", cwd=here)
+    assert (here / "run" / "evaluation.json").read_text() == before
+    (here / "learning.py").write_text(ESTIMATOR + "# changed\n")
+    resumed = command("-m", "hgpo_jax.train", "--resume", "run", "iterations=5", cwd=here)
+    assert len(rows_of(here / "run")) == 5
+    warnings = [line for line in resumed.stderr.splitlines() if line.startswith("warning: ")]
+    (warning,) = warnings
+    assert warning.startswith("warning: method=./learning.py:plain: its code changed since iteration 0")
+    command("-m", "hgpo_jax.report", "run", cwd=here)
+
+
+@pytest.mark.slow
+def test_bench_takes_one(here):
+    words = [*SMALL, "env.name=./rooms.py:Corridor", "method=./learning.py:plain"]
+    assert "4 turns" in command("-m", "hgpo_jax.bench", "train", *words, cwd=here).stdout
+
+
+def test_a_job_with_a_users_template(here):
+    byte_tokenizer().save_pretrained(here / "tok")
+    config = load(None, [*SMALL, "env.name=./games.py:Guess", "env.template=prompts.txt", *TEXTS, "mesh=data=1", "cache_dir=c"])
+    runner = build(config).runner
+    prompts = runner._train._format.template
+    assert prompts.first.template == "$goal\n$observation\n$commands"
+    assert runner.task_types == ("guess",)
+    with pytest.raises(ConfigError, match=r"template=nowhere.txt: no such file; give one, or alfworld"):
+        build(config.model_copy(update={"env": config.env.model_copy(update={"template": "nowhere.txt"})}))
+
+
+def test_a_users_estimator_gives_the_advantages(here):
+    from hgpo_jax import advantages
+
+    name = method_named("./learning.py:plain").estimator
+    try:
+        shape = (2, 3)
+        batch = {"rewards": np.ones(shape), "mask": np.ones(shape, bool), "states": np.zeros(shape, int)}
+        estimate = jax.device_get(advantages.estimate(name, **batch, groups=np.zeros(2, int), gamma=1.0))
+        np.testing.assert_allclose(estimate.advantages, [[3, 2, 1]] * 2)
+    finally:
+        advantages.ESTIMATORS.pop(name)
