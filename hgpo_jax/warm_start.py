@@ -139,8 +139,9 @@ def clone(job: Job) -> dict:
             if solved >= settings.stop_at:
                 break
     print(
-        f"warm start: {step + settings.check_every} steps of behaviour cloning on {int(count):,} decisions of {settings.episodes:,} "
-        f"generated episodes ({float(success.mean()):.0%} of them successful); loss {loss:.3f}, success {solved:.0%}",
+        f"warm start: {step + settings.check_every} steps of behaviour cloning on {int(count):,} decisions of "
+        f"{settings.episodes:,} generated episodes ({float(success.mean()):.0%} of them successful); "
+        f"loss {loss:.3f}, success {solved:.0%}",
         flush=True,
     )
     return params
