@@ -59,9 +59,7 @@ class CompiledEnv(Playable, Protocol):
 
 @runtime_checkable
 class OwnPrompts(Protocol):
-    """Optional for a compiled environment: prompts and answers of its own, of any length up to a bound."""
-
-    answer_length: Annotated[int, "words of an answer"]
+    """Optional for a compiled environment: prompts of its own, of any length up to a bound."""
 
     def prompt(
         self, state: Any, goal: Any, observations: jax.Array, actions: jax.Array, observation: jax.Array, act: int
@@ -73,20 +71,8 @@ class OwnPrompts(Protocol):
         """prompt_slots(history_length) -> P, tokens of the longest prompt"""
         ...
 
-    def action(self, state: Any, answer: jax.Array) -> jax.Array:
-        """action(state, answer) -> the words of the action that an answer means, i32[A]"""
-        ...
-
-    def answer(self, state: Any, action: jax.Array) -> jax.Array:
-        """answer(state, action) -> the words of the answer that means an action, 0 if none does"""
-        ...
-
     def goal_text(self, observation: Any) -> str:
         """goal_text(observation) -> the task, from an episode's first observation, for transcripts"""
-        ...
-
-    def answer_text(self, prompt: Any, answer: Any) -> str:
-        """answer_text(prompt, answer) -> text, for transcripts"""
         ...
 
 

@@ -22,7 +22,7 @@ from envs.alfworld import expert as alfworld_expert
 from envs.alfworld.dataset import ENVIRONMENT_VARIABLE, list_games
 from envs.alfworld.generated import generate_games
 from envs.alfworld.habits import search_order
-from envs.alfworld.numbered import NumberedAlfworld
+from envs.alfworld.short_prompts import ShortPromptAlfworld
 from envs.alfworld.tables import Tables, compile_games, joined
 from envs.alfworld.text import AlfworldText
 from envs.household import Household
@@ -84,7 +84,7 @@ def _told(text: type, make: Callable[[Config], Any], config: Config) -> Makers:
     return maker, maker
 
 
-def alfworld(config: Config) -> NumberedAlfworld:
+def alfworld(config: Config) -> ShortPromptAlfworld:
     """The games of all splits that a run can train on or be evaluated on, for they share one vocabulary. Raises ConfigError."""
     return _alfworld(*_which_games(config))[0]
 
@@ -104,7 +104,9 @@ def _which_games(config: Config) -> tuple:
 
 
 @functools.lru_cache(maxsize=2)  # policy, plan and runner all ask for it
-def _alfworld(data: str, split: str, made: int, max_turns: int, cache: Path) -> tuple[NumberedAlfworld, dict[str, np.ndarray]]:
+def _alfworld(
+    data: str, split: str, made: int, max_turns: int, cache: Path
+) -> tuple[ShortPromptAlfworld, dict[str, np.ndarray]]:
     if made:
         try:
             files = list_alfworld(data, "train")
@@ -126,7 +128,7 @@ def _alfworld(data: str, split: str, made: int, max_turns: int, cache: Path) -> 
             tables = joined(tables, generate_games(files, held_out, made, seed=0, cache=cache).games)
     except (ValueError, OSError) as error:
         raise ConfigError(f"env.data={data}: {' '.join(str(error).split())}") from None
-    env = NumberedAlfworld(Tables(words, tables), max_turns)
+    env = ShortPromptAlfworld(Tables(words, tables), max_turns)
     env.search_order = order  # the expert knows nothing of held-out games
     return env, games
 

@@ -93,9 +93,7 @@ class CompiledRunner:
         lines = [f"task: {goal} ({outcome})"]
         for t in range(int(episodes.mask[index].sum())):
             invalid = "   (invalid)" if episodes.invalid[index, t] else ""
-            response = episodes.responses[index, t]
-            action = self.env.answer_text(prompts[t], response) if own else text(response)
-            lines.append(f"  {text(episodes.observations[index, t])}\n    > {action}{invalid}")
+            lines.append(f"  {text(episodes.observations[index, t])}\n    > {text(episodes.responses[index, t])}{invalid}")
         return "\n".join(lines)
 
 

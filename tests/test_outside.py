@@ -1,6 +1,7 @@
 """Environments and estimators from a folder outside the repository: named on the command line, trained, evaluated, resumed."""
 
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -131,8 +132,6 @@ def test_a_text_one_that_worker_processes_make_again(here):
     assert not config.env.runs_compiled
     assert len(train().reset(3)[1]) == 7
     script = "import pickle, sys; print(pickle.load(sys.stdin.buffer)().reset(1)[1][-1], 'jax' in sys.modules)"
-    import pickle
-
     done = subprocess.run([sys.executable, "-c", script], input=pickle.dumps(held_out), capture_output=True, check=True)
     assert done.stdout.decode().split() == ["guess", "6", "False"]
 
@@ -165,7 +164,7 @@ def test_a_module_and_an_entry_point(here, monkeypatch):
     [
         (["env.name=no_such.module:MyEnv"], "env.name=no_such.module:MyEnv: no module 'no_such'; write package.module:NAME"),
         (["env.name=./none.py:MyEnv"], r"env.name=./none.py:MyEnv: no file .*none.py; a relative path begins where"),
-        (["env.name=./broken.py:MyEnv"], r"env.name=./broken.py:MyEnv: its import fails: ZeroDivisionError: .*broken.py, line 1"),
+        (["env.name=./broken.py:MyEnv"], r"env.name=./broken.py:MyEnv: its import fails: ZeroDivisionError: .*broken.py"),
         (["env.name=./rooms.py:Coridor"], r"env.name=./rooms.py:Coridor: .* has no Coridor; did you mean Corridor\?"),
         (["env.name=./learning.py:number"], "env.name=./learning.py:number: number is a int; name a class"),
         (["env.name=./rooms.py:"], "env.name='./rooms.py:': must be one of household, .*path/to/file.py:NAME"),
@@ -269,7 +268,7 @@ def test_bench_takes_one(here):
 
 def test_a_job_with_a_users_template(here):
     byte_tokenizer().save_pretrained(here / "tok")
-    config = load(None, [*SMALL, "env.name=./games.py:Guess", "env.template=prompts.txt", *TEXTS, "mesh=data=1", "cache_dir=c"])
+    config = load(None, [*SMALL, "env.name=./games.py:Guess", "env.template=prompts.txt", *TEXTS, "cache_dir=c"])
     runner = build(config).runner
     prompts = runner._train._format.template
     assert prompts.first.template == "$goal\n$observation\n$commands"
