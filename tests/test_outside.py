@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -288,3 +289,13 @@ def test_a_users_estimator_gives_the_advantages(here):
         np.testing.assert_allclose(estimate.advantages, [[3, 2, 1]] * 2)
     finally:
         advantages.ESTIMATORS.pop(name)
+
+
+def test_the_front_pages_environment(here):
+    """README's class, from a file of the user's, by README's own command."""
+    text = (ROOT / "README.md").read_text()
+    section = text[text.index("## Your own environment") :]
+    (here / "my_env.py").write_text(re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0])
+    named = re.search(r"env\.name=\./my_env\.py:\w+", section)
+    config = checked(named[0])
+    assert not config.env.runs_compiled and config.env.turns == 8
