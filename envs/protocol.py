@@ -77,6 +77,21 @@ class OwnPrompts(Protocol):
 
 
 @runtime_checkable
+class ListsGames(Protocol):
+    """Optional for a compiled environment: a list of games instead of tasks generated from keys."""
+
+    tables: Annotated[Any, "a pytree of arrays, all games; an argument of the compiled program"]
+
+    def start(self, game: jax.Array) -> tuple[Any, jax.Array]:
+        """start(game i32[]) -> (state, observation): as reset, of the game with this number"""
+        ...
+
+    def bound(self, tables: Any) -> Any:
+        """bound(tables) -> the environment with these tables"""
+        ...
+
+
+@runtime_checkable
 class Expert(Protocol):
     """Optional for a compiled environment: a scripted player, which the warm start clones. A module with these functions, or
     the environment's own class with these methods (`env` is then `self`)."""

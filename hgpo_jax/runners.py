@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from envs.protocol import CompiledEnv, OwnPrompts
+from envs.protocol import CompiledEnv, ListsGames, OwnPrompts
 from hgpo_jax.config import Config
 from hgpo_jax.environments import Environment
 from hgpo_jax.errors import ConfigError
@@ -48,7 +48,8 @@ class CompiledRunner:
             raise ConfigError(str(error)) from None
         self.env, self.task_types, self._games = env, env.task_types, games
         # Given to the program as an argument: thousands of games take longer to compile into it.
-        self._tables = jax.device_put(env.tables, NamedSharding(mesh, PartitionSpec())) if games else None
+        tables = env.tables if isinstance(env, ListsGames) and games else None
+        self._tables = None if tables is None else jax.device_put(tables, NamedSharding(mesh, PartitionSpec()))
         self.num_tasks, self.num_held_out_tasks = (games and len(games[stream]) for stream in ("train", "held_out"))
         self.program = make_rollout(
             env, network(model), mesh, history_length=config.rollout.history_length,
@@ -88,8 +89,10 @@ class CompiledRunner:
         episodes = result.episodes
         text = lambda ids: self.env.decode([i for i in np.asarray(ids) if i < len(self.env.words)])  # noqa: E731
         outcome = "success" if episodes.success[index] else "failure"
-        own, prompts = isinstance(self.env, OwnPrompts), episodes.prompts[index]
-        goal = self.env.goal_text(episodes.observations[index, 0]) if own else text(prompts[0][: self.env.goal_length])
+        if isinstance(self.env, OwnPrompts):
+            goal = self.env.goal_text(episodes.observations[index, 0])
+        else:
+            goal = text(episodes.prompts[index][0][: self.env.goal_length])
         lines = [f"task: {goal} ({outcome})"]
         for t in range(int(episodes.mask[index].sum())):
             invalid = "   (invalid)" if episodes.invalid[index, t] else ""

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from envs.protocol import CompiledEnv, Expert
+from envs.protocol import CompiledEnv, Expert, ListsGames
 from hgpo_jax.config import Config
 from hgpo_jax.environments import environment
 from hgpo_jax.errors import ConfigError, RunError
@@ -77,9 +77,11 @@ def generate_play(
         return rows, won.any()
 
     def episodes(tables, tasks, keys):
-        return jax.vmap(functools.partial(episode, env if tables is None else env.bound(tables)))(tasks, keys)
+        played = env.bound(tables) if isinstance(env, ListsGames) else env
+        return jax.vmap(functools.partial(episode, played))(tasks, keys)
 
-    rows, success = jax.jit(episodes)(getattr(env, "tables", None), tasks, jax.random.split(key, len(tasks)))
+    given = env.tables if isinstance(env, ListsGames) else None
+    rows, success = jax.jit(episodes)(given, tasks, jax.random.split(key, len(tasks)))
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), rows), success
 
 
