@@ -219,13 +219,20 @@ def test_what_a_run_was_made_with_is_recorded_and_a_change_warned_of_once(here):
     assert not list((here / "empty").iterdir())
 
 
-def test_play(here):
-    def play(*arguments, keys):
-        command = [sys.executable, "-m", "envs.play", *arguments]
-        return subprocess.run(
-            command, input=keys, capture_output=True, text=True, timeout=120, env={"PYTHONPATH": str(ROOT), "PATH": ""}
-        )
+def play(*arguments, keys):
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "envs.play", *arguments]
+    return subprocess.run(command, input=keys, capture_output=True, text=True, timeout=120, env=environment)
 
+
+@pytest.mark.slow
+def test_play_of_a_compiled_one_in_its_words(here):
+    shown = play("./rooms.py:Corridor", "size=4", "--seed", "1", keys="right\nright\n")
+    assert shown.stdout.startswith("Task: reach_the_end\n\nhall\nturn 1 of 4> right\n")
+    assert shown.stdout.endswith("door\n\nSolved after 2 turns: reward 10.\n")
+
+
+def test_play(here):
     shown = play("./games.py:Guess", "size=2", "--seed", "1", keys="guess 0\n2\n")
     assert shown.returncode == 0 and shown.stdout.endswith("Solved after 2 turns: reward 10.\n")
     refused = play("./games.py:Guess", "sizes=2", keys="")
