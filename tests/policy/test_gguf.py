@@ -136,7 +136,7 @@ VARIANTS = {
     "llama": {},
     "llama, untied": {"tie_word_embeddings": False},
     "qwen2": {"model_type": "qwen2", "rope_theta": 1e6},
-    "qwen3, head_dim": {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": False},
+    "qwen3, head_dim": {"model_type": "qwen3", "head_dim": 128, "tie_word_embeddings": False},  # transformers reads no other
 }
 
 

@@ -63,7 +63,8 @@ def test_as_many_parameters_as_published_on_a_mesh_of_eight(name, tmp_path):
     config = config_of(name, tmp_path)
     like = shapes(config)
     assert sum(leaf.size for leaf in jax.tree.leaves(like)) == MODELS[name][2]
-    places = shardings(config, make_mesh("data=2,fsdp=2,tensor=2"))
+    # The smaller SmolLM2 have an odd number of heads, which no tensor axis divides.
+    places = shardings(config, make_mesh("data=2,fsdp=4" if config.num_attention_heads % 2 else "data=2,fsdp=2,tensor=2"))
     largest = max(math.prod(s.shard_shape(a.shape)) for s, a in zip(*map(jax.tree.leaves, (places, like)), strict=True))
     matrices = [a.size for a in jax.tree.leaves(like) if a.ndim > 1]
     assert largest == max(matrices) / 4  # fsdp x tensor cut every matrix
