@@ -2,6 +2,7 @@
 
     python -m hgpo_jax.export runs/household-hgpo-s0 --to household-policy
     python -m hgpo_jax.export Qwen/Qwen2.5-1.5B-Instruct --to qwen --dtype bfloat16 --shard-size 2GB
+    python -m hgpo_jax.export FILE.gguf --to folder
 
 Weights pass through memory one tensor at a time; config.json (but for its dtype), tokenizer and chat template stay as they
 are. The folder appears only when it is complete.
@@ -26,7 +27,7 @@ def export(source: str | Path, target: str | Path, dtype: str | None = None, sha
     """Copies the policy in a run's folder or a Hugging Face folder.
 
     Args:
-      source: a folder, or a name on the hub.
+      source: a folder, a GGUF file or package, or a name on the hub.
       target: a folder that does not exist, or is empty.
       dtype: `float32` or `bfloat16`; as stored if None.
       shard_size: bytes of a safetensors file at most; a larger tensor gets a file of its own.
@@ -75,7 +76,7 @@ def shard_size(text: str) -> int:
 
 def main() -> None:
     p = cli.parser("export", __doc__)
-    p.add_argument("source", metavar="RUN_OR_FOLDER", help="a run's folder, a Hugging Face folder or a name on the hub")
+    p.add_argument("source", metavar="RUN_OR_FOLDER", help="a run's folder, or what policy= takes")
     p.add_argument("--to", metavar="DIR", required=True, help="the folder to write; new or empty")
     p.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the weights; default: as they are stored")
     p.add_argument("--shard-size", metavar="SIZE", default="5GB", help="of a file at most, as in 500MB; default: 5GB")

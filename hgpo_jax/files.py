@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+CACHE_DIR = "runs/cache"  # where no other is given
+
 
 @contextlib.contextmanager
 def atomic_write(path: str | Path, mode: str = "w", **options) -> Iterator[IO]:

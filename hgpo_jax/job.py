@@ -170,9 +170,9 @@ def make_policy(config: Config, model: ModelConfig, mesh: Mesh) -> Policy:
     words = word_tokenizer(found.compiled(config).words) if found.compiled and config.env.runs_compiled else None
     if not settings.source:
         params = cast(initialize(model, config.seed, mesh), settings.dtype)
-        return Policy(model, params, words or load_tokenizer(settings.tokenizer))
+        return Policy(model, params, words or load_tokenizer(settings.tokenizer, config.cache_dir))
     try:
-        policy = load_policy(settings.source, mesh, settings.dtype)
+        policy = load_policy(settings.source, mesh, settings.dtype, config.cache_dir)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if policy.tokenizer is None or (words and policy.tokenizer.get_vocab() != words.get_vocab()):

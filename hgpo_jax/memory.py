@@ -187,9 +187,9 @@ def workload_of(config: Config, mesh) -> Workload:
     elif not policy.source:
         if not policy.tokenizer:
             raise ValueError(f"env.name={config.env.name}: text needs a tokenizer; give policy= or policy.tokenizer=FOLDER")
-        vocabulary = embedding_rows(len(load_tokenizer(policy.tokenizer)))
+        vocabulary = embedding_rows(len(load_tokenizer(policy.tokenizer, config.cache_dir)))
     if policy.source:
-        model = published or huggingface.read_config(huggingface.find(policy.source))
+        model = published or huggingface.read_config(huggingface.find(policy.source, config.cache_dir))
     else:
         try:
             model = ModelConfig(vocab_size=vocabulary, **policy.sizes)

@@ -50,7 +50,7 @@ def dry_run(config: Config) -> None:
         workload = memory.workload_of(config, mesh)
         phases = memory.bytes_by_phase(config, mesh, workload)
         if makers:
-            tokenizer = load_tokenizer(config.policy.tokenizer or config.policy.source)
+            tokenizer = load_tokenizer(config.policy.tokenizer or config.policy.source, config.cache_dir)
             runner = TextRunner(config, found, *makers, workload.model, tokenizer, mesh)
             counts = (runner.num_tasks or "generated", runner.num_held_out_tasks or "generated")
             print(f"{config.env.name}: {counts[0]} tasks to train on, {counts[1]} held out")

@@ -29,6 +29,7 @@ CASES = [
     ("data=1", 1, 4, 16, 192, 64, "dots", {}),
     ("data=2", 2, 2, 16, 100, 28, "none", UNTIED),
     ("fsdp=2", 2, 4, 16, 192, 64, "full", {}),
+    ("data=1", 1, 4, 16, 192, 64, "full", {"model_type": "llama"}),
     ("fsdp=4,tensor=2", 8, 4, 16, 192, 64, "full", {}),
 ]
 
@@ -63,7 +64,8 @@ def test_what_is_offloaded_is_there_in_the_update_only():
 @pytest.mark.parametrize(
     ("name", "billions"),
     [("Qwen/Qwen2.5-0.5B", 0.49), ("Qwen/Qwen2.5-1.5B-Instruct", 1.54), ("Qwen/Qwen2.5-7B-Instruct", 7.61),
-     ("Qwen/Qwen2.5-72B", 72.7), ("Qwen/Qwen3-4B", 4.0), ("Qwen/Qwen3-8B", 8.2)],
+     ("Qwen/Qwen2.5-72B", 72.7), ("Qwen/Qwen3-4B", 4.0), ("Qwen/Qwen3-8B", 8.2),
+     ("meta-llama/Llama-3.2-1B-Instruct", 1.24), ("HuggingFaceTB/SmolLM2-135M-Instruct", 0.135)],
 )  # fmt: skip
 def test_presets_have_the_published_number_of_parameters(name, billions):
     count = sum(a.size for a in jax.tree.leaves(shapes(preset(name))))

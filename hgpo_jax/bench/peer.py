@@ -34,7 +34,7 @@ def device() -> torch.device:
 def make_model(c: ModelConfig, params: dict, dtype: str):
     """transformers' model with the same weights."""
     torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    fields = huggingface.config_json(c, None, None, dtype)
+    fields = huggingface.config_json(c, dtype)
     config = AutoConfig.for_model(**fields)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=getattr(torch, dtype))
     flat = flatten_dict(jax.device_get(params))

@@ -16,7 +16,7 @@ from hgpo_jax.errors import ConfigError
 from hgpo_jax.job import prepare_devices
 from hgpo_jax.mesh import abstract_mesh, make_mesh
 from hgpo_jax.policy import ModelConfig, shapes, shardings
-from hgpo_jax.policy.presets import QWEN2_5, QWEN3, preset
+from hgpo_jax.policy.presets import FAMILIES, preset
 
 SIZES = {
     "layers": "num_hidden_layers", "width": "hidden_size", "inner": "intermediate_size", "heads": "num_attention_heads",
@@ -56,10 +56,10 @@ def workload(args: argparse.Namespace) -> memory.Workload:
     elif model := preset(args.policy):
         found = memory.Workload(model=model, prompt=128, response=32, steps=0, decode_batch=0)
     else:
-        known = [HOUSEHOLD, *(f"Qwen2.5-{size}" for size in QWEN2_5), *(f"Qwen3-{size}" for size in QWEN3)]
+        known = [HOUSEHOLD, *(family + size for family, (sizes, _) in FAMILIES.items() for size in sizes)]
         raise ConfigError(f"--policy {args.policy}: expected one of {', '.join(known)}")
     changes = {name: getattr(args, option) for option, name in SIZES.items() if getattr(args, option)}
-    if {"hidden_size", "num_attention_heads"} & changes.keys() and found.model.model_type == "qwen2":
+    if {"hidden_size", "num_attention_heads"} & changes.keys() and found.model.model_type != "qwen3":
         changes["head_dim"] = None
     try:
         return dataclasses.replace(found, model=dataclasses.replace(found.model, **changes))

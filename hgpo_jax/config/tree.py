@@ -13,6 +13,7 @@ from envs import outside
 from envs.cli import nearest
 from hgpo_jax.environments import ENVIRONMENTS, HELD_OUT, environment
 from hgpo_jax.errors import ConfigError
+from hgpo_jax.files import CACHE_DIR
 from hgpo_jax.methods import METHODS, method_named
 from hgpo_jax.policy.model_config import LINEARS
 
@@ -150,10 +151,11 @@ class PolicyConfig(Section):
     """The policy: given weights (`policy=...` is short for `policy.source=...`), or a fresh Qwen2.5 of these sizes."""
 
     source: str = field(
-        "", "Hugging Face folder or hub id such as Qwen/Qwen2.5-1.5B-Instruct; empty: fresh weights of the sizes below"
+        "", "Hugging Face folder, FILE.gguf, smollm2 (a package's), or hub id such as Qwen/Qwen2.5-1.5B-Instruct; empty: fresh "
+        "weights of the sizes below",
     )
     tokenizer: str = field(
-        "", "text: folder or hub id of the tokenizer for fresh weights; default: the source's own"
+        "", "text: the tokenizer for fresh weights, where source would look for it; default: the source's own"
     )
     dtype: Literal["float32", "bfloat16"] = field("float32", "type of the weights that are trained")
     compute_dtype: Literal["float32", "bfloat16"] = field(
@@ -352,7 +354,8 @@ class Config(Section):
     warm_start: Literal["cloning", "none"] = field("cloning", "where the policy starts")
     mesh: str = field("auto", "device mesh: auto, or sizes as in data=2,fsdp=4,tensor=1 with at most one -1")
     cache_dir: str = field(
-        "runs/cache", "folder of warm starts and, unless JAX_COMPILATION_CACHE_DIR is set, compiled programs; shared by runs"
+        CACHE_DIR, "folder of warm starts, unpacked GGUF files and, unless JAX_COMPILATION_CACHE_DIR is set, compiled "
+        "programs; shared by runs",
     )
     env: EnvConfig = EnvConfig()
     policy: PolicyConfig = PolicyConfig()

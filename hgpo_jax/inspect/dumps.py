@@ -180,7 +180,7 @@ def load(path: str | Path, iteration: int | None = None) -> Dump:
         source = [name for name in (config.policy.tokenizer, config.policy.source) if name]
         if not names and not source:
             raise ConfigError(f"{folder}: holds no tokenizer; expected it in {folder}/policy or {folder}/start")
-        return Dump(episodes, config, load_tokenizer(str([*names, *source][0])), report, iteration)
+        return Dump(episodes, config, load_tokenizer(str([*names, *source][0]), config.cache_dir), report, iteration)
     except (ValueError, OSError) as error:
         raise ConfigError(" ".join(str(error).split())) from None
 

@@ -1,6 +1,7 @@
-"""The policy: a Qwen2.5 or Qwen3 (`qwen2.py`), its tokenizer, and both as a Hugging Face folder.
+"""The policy: a Qwen2.5, Qwen3 or Llama (`qwen2.py`), its tokenizer, and both as a Hugging Face folder.
 
 policy = load_policy("runs/household-hgpo-s0/policy")
+policy = load_policy("smollm2")
 policy = load_policy("Qwen/Qwen2.5-1.5B-Instruct", make_mesh("fsdp=8"), "bfloat16")
 logits = policy.logits(input_ids, lengths)
 """
@@ -18,9 +19,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from hgpo_jax.files import CACHE_DIR
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import huggingface, weights
-from hgpo_jax.policy.model_config import LoraConfig, ModelConfig
+from hgpo_jax.policy.model_config import LoraConfig, ModelConfig, RopeScaling
 from hgpo_jax.policy.placement import PARAMETER_AXES, initialize, network, shapes, shardings
 from hgpo_jax.policy.qwen2 import Qwen2
 from hgpo_jax.policy.tokenizer import read_tokenizer
@@ -31,6 +33,7 @@ __all__ = [
     "ModelConfig",
     "Policy",
     "Qwen2",
+    "RopeScaling",
     "initialize",
     "load_policy",
     "network",
@@ -73,8 +76,8 @@ class Policy:
         tensors = weights.layout(self.params, self.config.num_hidden_layers)
 
         def write_rest(folder: Path) -> None:
-            eos, pad = (getattr(self.tokenizer, name, None) for name in ("eos_token_id", "pad_token_id"))
-            config = huggingface.config_json(self.config, eos, pad, tensors[0].dtype)
+            special = [getattr(self.tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")]
+            config = huggingface.config_json(self.config, tensors[0].dtype, *special)
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(folder)
@@ -88,19 +91,23 @@ def _logits(graphdef, params, tokens):
     return model.logits(model.hidden(tokens, jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)))
 
 
-def load_policy(folder: str | Path, mesh: Mesh | None = None, dtype: str = "float32") -> Policy:
+def load_policy(
+    folder: str | Path, mesh: Mesh | None = None, dtype: str = "float32", cache_dir: str | Path = CACHE_DIR
+) -> Policy:
     """Reads a Hugging Face folder, each process the parts of the weights that its devices hold.
 
     Args:
       folder: holds config.json, model.safetensors (or an index and what it names) and, if the policy is to read text, a
-        tokenizer. A name such as Qwen/Qwen2.5-1.5B-Instruct is fetched from the hub.
+        tokenizer. A name such as Qwen/Qwen2.5-1.5B-Instruct is fetched from the hub. Or a GGUF file, or `smollm2`, the
+        package that carries one (`gguf_folder.py`).
       mesh: where to put the weights; one device if None.
       dtype: `float32` or `bfloat16`.
+      cache_dir: where the folder is kept that a GGUF file becomes.
 
     Raises:
       ValueError: one line that names the file or tensor at fault.
     """
-    folder = huggingface.find(folder)
+    folder = huggingface.find(folder, cache_dir)
     mesh = mesh or make_mesh("data=1", jax.local_devices()[:1])
     config = huggingface.read_config(folder)
     tensors = weights.layout(shapes(config), config.num_hidden_layers)

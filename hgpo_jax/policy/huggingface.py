@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -12,18 +13,24 @@ from pathlib import Path
 
 import jax
 from jax.experimental import multihost_utils
-from transformers import Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
+from hgpo_jax.files import CACHE_DIR
 from hgpo_jax.policy import weights
-from hgpo_jax.policy.model_config import ModelConfig
+from hgpo_jax.policy.model_config import ModelConfig, RopeScaling
 
-ARCHITECTURES = {"qwen2": ("Qwen2ForCausalLM", Qwen2Config), "qwen3": ("Qwen3ForCausalLM", Qwen3Config)}
+ARCHITECTURES = {
+    "qwen2": ("Qwen2ForCausalLM", Qwen2Config),
+    "qwen3": ("Qwen3ForCausalLM", Qwen3Config),
+    "llama": ("LlamaForCausalLM", LlamaConfig),
+}
 REQUIRED_FIELDS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
 )  # fmt: skip
 CONFIG_FIELDS = (
     *REQUIRED_FIELDS, "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "initializer_range",
 )  # fmt: skip
+ROPE_FIELDS = tuple(field.name for field in dataclasses.fields(RopeScaling))
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
     "chat_template.jinja", "chat_template.json",
@@ -35,12 +42,17 @@ FILES = {
 }
 
 
-def find(folder: str | Path) -> Path:
+def find(folder: str | Path, cache_dir: str | Path = CACHE_DIR) -> Path:
     """The local folder of a policy; a name like Qwen/Qwen2.5-1.5B-Instruct is fetched from the hub.
 
+    A GGUF file or package (`gguf_folder.py`) becomes a folder in `cache_dir`.
+
     Raises:
-      ValueError: neither a folder nor available from the hub.
+      ValueError: neither a folder nor available from the hub, or a GGUF file that cannot be read.
     """
+    from hgpo_jax.policy import gguf_folder  # which uses this module
+
+    folder = gguf_folder.unpacked(folder, cache_dir)
     if Path(folder).is_dir():
         return Path(folder)
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", str(folder)):
@@ -77,7 +89,7 @@ def read_config(folder: Path) -> ModelConfig:
     """
     raw = read_json(folder, "config.json")
     if raw.get("model_type") not in list(ARCHITECTURES):
-        known = " and ".join(ARCHITECTURES)
+        known = ", ".join(ARCHITECTURES)
         raise ValueError(f"policy {folder}: model_type is {raw.get('model_type')!r:.50} in config.json; {known} are supported")
     missing = [name for name in REQUIRED_FIELDS if name not in raw]
     if missing:
@@ -86,13 +98,14 @@ def read_config(folder: Path) -> ModelConfig:
     if not isinstance(rope, dict) or not isinstance(layers, list):
         name = "layer_types" if isinstance(rope, dict) else "rope_scaling"
         raise ValueError(f"policy {folder}: {name} in config.json is not {'a list' if isinstance(rope, dict) else 'an object'}")
-    qwen3 = raw["model_type"] == "qwen3"
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
     refused = {
         "use_sliding_window": raw.get("use_sliding_window"),
         "layer_types": any(kind != "full_attention" for kind in layers),
-        "rope_scaling": rope.get("rope_type", rope.get("type", "default")) != "default",
+        "rope_scaling": rope_type not in ("default", "llama3"),
         "hidden_act": raw.get("hidden_act", "silu") != "silu",
-        "attention_bias": qwen3 and raw.get("attention_bias"),
+        "attention_bias": raw["model_type"] != "qwen2" and raw.get("attention_bias"),
+        "mlp_bias": raw["model_type"] == "llama" and raw.get("mlp_bias"),
         "quantization_config": raw.get("quantization_config"),
     }
     for name, present in refused.items():
@@ -109,15 +122,27 @@ def read_config(folder: Path) -> ModelConfig:
         return ModelConfig(
             **filled,
             model_type=raw["model_type"],
-            head_dim=raw.get("head_dim", defaults.head_dim if qwen3 else None),
+            head_dim=raw.get("head_dim", defaults.head_dim if raw["model_type"] == "qwen3" else None),
             rope_theta=float(theta) if isinstance(theta, int | float) else theta,
+            rope_scaling=RopeScaling(**{name: rope[name] for name in ROPE_FIELDS}) if rope_type == "llama3" else None,
         )
+    except KeyError as error:
+        raise ValueError(f"policy {folder}: rope_scaling in config.json lacks {error.args[0]}") from None
     except ValueError as error:
         raise ValueError(f"policy {folder}: config.json: {error}") from None
 
 
-def config_json(config: ModelConfig, eos: int | None, pad: int | None, dtype: str) -> dict:
+def config_json(
+    config: ModelConfig, dtype: str, bos: int | None = None, eos: int | None = None, pad: int | None = None
+) -> dict:
     """The content of config.json, readable by transformers 4 and 5."""
+    scaling, rope, more = config.rope_scaling, {"rope_type": "default"}, {}
+    if scaling:
+        rope = more["rope_scaling"] = {"rope_type": "llama3", **dataclasses.asdict(scaling)}
+    if config.model_type == "llama":
+        more |= {"attention_bias": False, "mlp_bias": False}
+    else:
+        more["use_sliding_window"] = False
     return {
         "architectures": [ARCHITECTURES[config.model_type][0]],
         "model_type": config.model_type,
@@ -125,9 +150,9 @@ def config_json(config: ModelConfig, eos: int | None, pad: int | None, dtype: st
         "head_dim": config.head_dim,
         "hidden_act": "silu",
         "rope_theta": config.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        "use_sliding_window": False,
-        "bos_token_id": None,
+        "rope_parameters": {**rope, "rope_theta": config.rope_theta},
+        **more,
+        "bos_token_id": bos,
         "eos_token_id": eos,
         "pad_token_id": pad,
         "dtype": dtype,

@@ -1,4 +1,4 @@
-"""The sizes of a Qwen2.5 or Qwen3 and of the adapters beside its weights."""
+"""The sizes of a Qwen2.5, Qwen3 or Llama and of the adapters beside its weights."""
 
 from __future__ import annotations
 
@@ -38,12 +38,38 @@ NUMBERS = [
 ]  # fmt: skip
 
 
+MODEL_TYPES = ("qwen2", "qwen3", "llama")
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Rotary embeddings for longer contexts, `rope_type: llama3` (Llama 3, arXiv 2407.21783, as transformers has it).
+
+    Wave lengths beyond original_max_position_embeddings / low_freq_factor become `factor` times longer, those below
+    original_max_position_embeddings / high_freq_factor stay, and between them frequencies are interpolated.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def __post_init__(self):
+        for name, value in dataclasses.asdict(self).items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**63:
+                raise ValueError(f"{name}={value!r:.50}: must be a positive number")
+        if not self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                f"high_freq_factor={self.high_freq_factor}: must be greater than low_freq_factor={self.low_freq_factor}"
+            )
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The sizes of a Qwen2.5 or Qwen3, named as in its Hugging Face config.json.
+    """The sizes of a Qwen2.5, Qwen3 or Llama, named as in its Hugging Face config.json.
 
-    model_type: `qwen2` (Qwen2.5 too) or `qwen3`. head_dim: hidden_size // num_attention_heads if None. lora: adapters beside
-    the weights, see `lora.py`.
+    model_type: `qwen2` (Qwen2.5 too), `qwen3` or `llama` (SmolLM2 too). head_dim: hidden_size // num_attention_heads if None.
+    rope_scaling: of Llama 3, see there. lora: adapters beside the weights, see `lora.py`.
     """
 
     vocab_size: int
@@ -59,11 +85,12 @@ class ModelConfig:
     max_position_embeddings: int = 32768
     model_type: str = "qwen2"
     head_dim: int | None = None
+    rope_scaling: RopeScaling | None = None
     lora: LoraConfig | None = None
 
     def __post_init__(self):
-        if self.model_type not in ("qwen2", "qwen3"):
-            raise ValueError(f"model_type={self.model_type!r}: must be qwen2 or qwen3")
+        if self.model_type not in MODEL_TYPES:
+            raise ValueError(f"model_type={self.model_type!r}: must be one of {', '.join(MODEL_TYPES)}")
         for name, kind, meaning in NUMBERS:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < 2**63:

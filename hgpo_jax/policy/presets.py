@@ -1,11 +1,11 @@
-"""Sizes of the published Qwen2.5 and Qwen3 (dense) models, so that a run can be planned without their files.
+"""Sizes of the published Qwen2.5, Qwen3 (dense), Llama 3 and SmolLM2 models, so that a run can be planned without their files.
 
 Source: the models' config.json on the Hugging Face hub.
 """
 
 from __future__ import annotations
 
-from hgpo_jax.policy.model_config import ModelConfig
+from hgpo_jax.policy.model_config import ModelConfig, RopeScaling
 
 # name: (vocabulary, width, feed-forward, layers, query heads, key-value heads, tied head)
 QWEN2_5 = {
@@ -25,19 +25,53 @@ QWEN3 = {
     "14B": (151936, 5120, 17408, 40, 40, 8, False),
     "32B": (151936, 5120, 25600, 64, 64, 8, False),
 }
+LLAMA3_1 = {
+    "8B": (128256, 4096, 14336, 32, 32, 8, False),
+    "70B": (128256, 8192, 28672, 80, 64, 8, False),
+}
+LLAMA3_2 = {
+    "1B": (128256, 2048, 8192, 16, 32, 8, True),
+    "3B": (128256, 3072, 8192, 28, 24, 8, True),
+}
+SMOLLM2 = {
+    "135M": (49152, 576, 1536, 30, 9, 3, True),
+    "360M": (49152, 960, 2560, 32, 15, 5, True),
+    "1.7B": (49152, 2048, 8192, 24, 32, 32, True),
+}
+
+
+def _llama3(factor: float) -> dict:
+    scaling = RopeScaling(factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+    return {
+        "model_type": "llama", "rope_theta": 5e5, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
+        "rope_scaling": scaling,
+    }  # fmt: skip
+
+
+# The beginning of a hub name: sizes, and what else a model of the family has.
+FAMILIES = {
+    "Qwen2.5-": (QWEN2_5, {}),
+    "Qwen3-": (QWEN3, {"model_type": "qwen3", "head_dim": 128}),
+    "Llama-3.1-": (LLAMA3_1, _llama3(8.0)),
+    "Llama-3.2-": (LLAMA3_2, _llama3(32.0)),
+    "SmolLM2-": (
+        SMOLLM2, {"model_type": "llama", "rope_theta": 1e5, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192}
+    ),
+}  # fmt: skip
+ROPE_THETA = {"SmolLM2-1.7B": 1.3e5}  # where it is not the family's
 
 
 def preset(name: str) -> ModelConfig | None:
     """The sizes of a model by its hub name, such as Qwen/Qwen2.5-1.5B-Instruct; None for a name that is not known."""
-    name = name.removeprefix("Qwen/").removesuffix("-Instruct").removesuffix("-Base")
-    for family, sizes, more in (
-        ("Qwen2.5-", QWEN2_5, {}),
-        ("Qwen3-", QWEN3, {"model_type": "qwen3", "head_dim": 128}),
-    ):
+    for owner in ("Qwen/", "meta-llama/", "HuggingFaceTB/"):
+        name = name.removeprefix(owner)
+    name = name.removesuffix("-Instruct").removesuffix("-Base")
+    for family, (sizes, more) in FAMILIES.items():
         if name.startswith(family) and name.removeprefix(family) in sizes:
             vocabulary, width, inner, layers, heads, kv_heads, tied = sizes[name.removeprefix(family)]
             return ModelConfig(
                 vocab_size=vocabulary, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers,
-                num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=tied, **more,
+                num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=tied,
+                **more | ({"rope_theta": ROPE_THETA[name]} if name in ROPE_THETA else {}),
             )  # fmt: skip
     return None

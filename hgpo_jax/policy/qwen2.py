@@ -1,6 +1,8 @@
-"""Qwen2.5 and Qwen3 (dense) in Flax NNX: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU, tied or untied head.
+"""Qwen2.5, Qwen3 (dense) and Llama in Flax NNX: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU, a tied or
+untied head.
 
-They differ in attention: Qwen2.5 adds biases to queries, keys and values, Qwen3 normalizes each head's query and key.
+They differ in attention: Qwen2.5 adds biases to queries, keys and values, Qwen3 normalizes each head's query and key, and
+Llama 3 scales rotary frequencies.
 
 Sequences are right-padded, so that causal masking alone is enough: a query at slot t sees slots 0..t, and what a padded
 slot computes is never used. Where a sequence holds several segments (`packing.py`), it sees its segment's slots up to t.
@@ -11,8 +13,8 @@ Three entry points, one set of weights:
 * `prefill(tokens, last, cache_length)` and `decode(token, position, cache, blocks)`: sampling, one KVCache per layer.
 
 Shapes are written in the dimension letters of `hgpo_jax`.
-Source: technical reports of Qwen2.5 (arXiv 2412.15115) and Qwen3 (arXiv 2505.09388); the weights' names and conventions
-follow transformers' Qwen2 and Qwen3.
+Source: technical reports of Qwen2.5 (arXiv 2412.15115), Qwen3 (arXiv 2505.09388) and Llama 3 (arXiv 2407.21783); the weights'
+names and conventions follow transformers' Qwen2, Qwen3 and Llama.
 """
 
 from __future__ import annotations
@@ -24,16 +26,27 @@ from flax import nnx
 from hgpo_jax.mesh import constrain
 from hgpo_jax.policy.attention import attend, attend_all, decode_attention
 from hgpo_jax.policy.kv_cache import KVCache
-from hgpo_jax.policy.model_config import ModelConfig
+from hgpo_jax.policy.model_config import ModelConfig, RopeScaling
 from hgpo_jax.policy.vocabulary import embedding_lookup
 
 # What of a block is saved for the backward pass, by the value of learner.remat; the rest is computed again.
 REMAT = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
 
+
+def scaled_frequency(frequency, scaling: RopeScaling):
+    """Rotary frequencies, f32[E / 2], as `scaling` says."""
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    waves = scaling.original_max_position_embeddings * frequency / (2 * jnp.pi)  # that fit into the original context
+    kept = jnp.clip((waves - low) / (high - low), 0, 1)
+    return frequency * (kept + (1 - kept) / scaling.factor)
+
+
 def rope_tables(positions, c: ModelConfig):
     """Cosines and sines, f32[B, S, 1, E / 2] each, for positions i32[B, S] (rotary embedding, Su et al., arXiv 2104.09864)."""
     half = c.head_dim // 2
     frequency = c.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if c.rope_scaling:
+        frequency = scaled_frequency(frequency, c.rope_scaling)
     angle = positions[..., None, None].astype(jnp.float32) * frequency
     # Made once: the compiler would make them again for every element of every layer's queries and keys.
     return jax.lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle)))

@@ -55,4 +55,9 @@ def read_tokenizer(name: str):
         raise ValueError(f"policy.tokenizer={name}: cannot be read: {' '.join(str(error).split())[:300]}") from None
 
 
-load_tokenizer = functools.cache(read_tokenizer)
+@functools.cache
+def load_tokenizer(name: str, cache_dir: str):
+    """`read_tokenizer`, once, also of a GGUF file or package (`gguf_folder.py`)."""
+    from hgpo_jax.policy import gguf_folder  # where tokenizers are made, too
+
+    return read_tokenizer(gguf_folder.unpacked(name, cache_dir))

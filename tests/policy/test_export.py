@@ -29,7 +29,7 @@ def tensors(folder):
     return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
 
 
-@pytest.mark.parametrize("name", ["qwen2_tiny", "qwen3_tiny"])
+@pytest.mark.parametrize("name", ["qwen2_tiny", "qwen3_tiny", "llama_tiny"])
 def test_a_folder_is_copied_in_shards(name, tmp_path, monkeypatch, capsys):
     run(monkeypatch, DATA / name, "--to", tmp_path / "out", "--shard-size", "20KB")
     assert "MB of weights" in capsys.readouterr().out
@@ -63,7 +63,7 @@ def test_conversion(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["qwen2_tiny", "qwen3_tiny"])
+@pytest.mark.parametrize("name", ["qwen2_tiny", "qwen3_tiny", "llama_tiny"])
 def test_transformers_loads_what_was_exported(name, dtype, tmp_path):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM

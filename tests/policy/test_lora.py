@@ -133,7 +133,7 @@ def test_no_gradient_of_the_size_of_the_weights_is_computed():
     assert weight_gradients(0) == 0
 
 
-@pytest.mark.parametrize("name", ["qwen2_tiny", "qwen3_tiny"])
+@pytest.mark.parametrize("name", ["qwen2_tiny", "qwen3_tiny", "llama_tiny"])
 def test_an_adapter_folder_comes_back_bit_exact(name, tmp_path):
     policy = load_policy(DATA / name)
     config, adapters = adapted(policy.config, SOME)
@@ -210,7 +210,7 @@ def test_settings_are_checked(fields, fragment):
         LoraConfig(**{"rank": 2, "alpha": 4, **fields})
 
 
-@pytest.mark.parametrize("name", ["qwen2_tiny", "qwen3_tiny"])
+@pytest.mark.parametrize("name", ["qwen2_tiny", "qwen3_tiny", "llama_tiny"])
 def test_peft_reads_and_writes_the_same_adapters(name, tmp_path):
     torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""The network: equal to transformers' PyTorch Qwen2 and Qwen3, and its three faces equal to each other on every mesh."""
+"""The network: equal to transformers' PyTorch Qwen2, Qwen3 and Llama, and its three faces equal to each other on every mesh."""
 
 import dataclasses
 from pathlib import Path
@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from hgpo_jax.mesh import make_mesh
-from hgpo_jax.policy import ModelConfig, Policy, initialize, load_policy, network, shardings, weights
+from hgpo_jax.policy import ModelConfig, Policy, RopeScaling, initialize, load_policy, network, shardings, weights
 from hgpo_jax.policy.qwen2 import product
 
 DATA = Path(__file__).parent / "data"
@@ -30,6 +30,13 @@ VARIANTS = {
     "qwen3, untied, rope 1e6": dict(
         model_type="qwen3", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, head_dim=8,
         tie_word_embeddings=False, rope_theta=1e6,
+    ),
+    "llama, 3:1 heads, tied": dict(
+        model_type="llama", hidden_size=48, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2, rms_norm_eps=1e-5
+    ),
+    "llama, scaled rope, untied, head_dim": dict(
+        model_type="llama", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1, head_dim=12,
+        tie_word_embeddings=False, rope_theta=5e5, llama3=True,
     ),
 }  # fmt: skip
 TINY = ModelConfig(
@@ -64,7 +71,7 @@ def assert_same(policy, ids, logits, gradients):
         np.testing.assert_allclose(ours_gradients[name], theirs, rtol=0, atol=1e-3 * min(scale, 1), err_msg=name)
 
 
-@pytest.mark.parametrize("name", ["qwen2_tiny", "qwen3_tiny"])
+@pytest.mark.parametrize("name", ["qwen2_tiny", "qwen3_tiny", "llama_tiny"])
 def test_logits_and_gradients_equal_the_stored_ones_of_transformers(name):
     stored = dict(np.load(DATA / name / "expected.npz"))
     gradients = {key.removeprefix("gradient/"): value for key, value in stored.items() if key.startswith("gradient/")}
@@ -139,7 +146,7 @@ def test_remat_changes_nothing(tiny):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), plain, other)
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
 def test_decoding_equals_reading_with_prompts_of_different_lengths(model_type):
     config = dataclasses.replace(TINY, model_type=model_type, head_dim=12)
     graphdef, params = network(config), initialize(config, 0, make_mesh("data=1", jax.devices()[:1]))
@@ -163,21 +170,28 @@ def test_decoding_equals_reading_with_prompts_of_different_lengths(model_type):
         np.testing.assert_allclose(hidden, full[rows, position], atol=1e-5)
 
 
+LLAMA = dataclasses.replace(TINY, model_type="llama", rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64), tie_word_embeddings=False)
+
+
 @pytest.mark.parametrize(
-    "spec",
-    ["data=2,fsdp=2,tensor=2", *(pytest.param(s, marks=pytest.mark.slow) for s in ("data=8", "fsdp=8", "data=2,tensor=4"))],
+    ("spec", "config"),
+    [
+        ("data=2,fsdp=2,tensor=2", TINY),
+        *(pytest.param(s, TINY, marks=pytest.mark.slow) for s in ("data=8", "fsdp=8", "data=2,tensor=4")),
+        pytest.param("data=2,fsdp=2,tensor=2", LLAMA, marks=pytest.mark.slow),
+    ],
 )
-def test_same_parameters_and_logits_on_every_mesh(spec, tiny):
-    _, expected = tiny
+def test_same_parameters_and_logits_on_every_mesh(spec, config):
+    expected = initialize(config, 0, make_mesh("data=1", jax.devices()[:1]))
     mesh = make_mesh(spec)
-    params = initialize(TINY, 0, mesh)
+    params = initialize(config, 0, mesh)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), params, expected)
-    placed = jax.tree.map(lambda a, s: a.sharding.is_equivalent_to(s, a.ndim), params, shardings(TINY, mesh))
+    placed = jax.tree.map(lambda a, s: a.sharding.is_equivalent_to(s, a.ndim), params, shardings(config, mesh))
     assert all(jax.tree.leaves(placed))
     ids = np.random.default_rng(0).integers(0, 64, (8, 9))
     with jax.set_mesh(mesh):
-        logits = np.asarray(Policy(TINY, params, None).logits(ids, np.full(8, 9)))
-    reference = np.asarray(Policy(TINY, expected, None).logits(ids, np.full(8, 9)))
+        logits = np.asarray(Policy(config, params, None).logits(ids, np.full(8, 9)))
+    reference = np.asarray(Policy(config, expected, None).logits(ids, np.full(8, 9)))
     np.testing.assert_allclose(logits, reference, atol=1e-4)
 
 
