@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from envs.alfworld.dataset import ENVIRONMENT_VARIABLE, list_games
 from envs.alfworld.generated import generate_games
 from envs.alfworld.habits import search_order
-from envs.alfworld.numbered import NumberedAlfworld
+from envs.alfworld.short_prompts import ShortPromptAlfworld
 from envs.alfworld.tables import Tables, compile_games, joined
 from envs.household import Household
 from envs.sokoban import Sokoban
@@ -54,7 +54,7 @@ def sokoban(config: Config) -> Sokoban:
         raise ConfigError(f"env.{error}") from None
 
 
-def alfworld(config: Config) -> NumberedAlfworld:
+def alfworld(config: Config) -> ShortPromptAlfworld:
     """The games of all splits that a run can train on or be evaluated on, for they share one vocabulary. Raises ConfigError."""
     return _alfworld(*_which_games(config))[0]
 
@@ -74,7 +74,9 @@ def _which_games(config: Config) -> tuple:
 
 
 @functools.lru_cache(maxsize=2)  # policy, plan and runner all ask for it
-def _alfworld(data: str, split: str, made: int, max_turns: int, cache: Path) -> tuple[NumberedAlfworld, dict[str, np.ndarray]]:
+def _alfworld(
+    data: str, split: str, made: int, max_turns: int, cache: Path
+) -> tuple[ShortPromptAlfworld, dict[str, np.ndarray]]:
     if made:
         try:
             files = list_alfworld(data, "train")
@@ -96,7 +98,7 @@ def _alfworld(data: str, split: str, made: int, max_turns: int, cache: Path) -> 
             tables = joined(tables, generate_games(files, held_out, made, seed=0, cache=cache).games)
     except (ValueError, OSError) as error:
         raise ConfigError(f"env.data={data}: {' '.join(str(error).split())}") from None
-    env = NumberedAlfworld(Tables(words, tables), max_turns)
+    env = ShortPromptAlfworld(Tables(words, tables), max_turns)
     env.search_order = order  # the expert knows nothing of held-out games
     return env, games
 
@@ -191,9 +193,7 @@ class CompiledRunner:
         lines = [f"task: {goal} ({outcome})"]
         for t in range(int(episodes.mask[index].sum())):
             invalid = "   (invalid)" if episodes.invalid[index, t] else ""
-            response = episodes.responses[index, t]
-            action = self.env.answer_text(prompts[t], response) if own else text(response)
-            lines.append(f"  {text(episodes.observations[index, t])}\n    > {action}{invalid}")
+            lines.append(f"  {text(episodes.observations[index, t])}\n    > {text(episodes.responses[index, t])}{invalid}")
         return "\n".join(lines)
 
 

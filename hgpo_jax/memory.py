@@ -23,7 +23,7 @@ from hgpo_jax.policy import LoraConfig, ModelConfig, huggingface, shapes, shardi
 from hgpo_jax.policy.attention import MAX_SCORES, query_block_size
 from hgpo_jax.policy.presets import preset
 from hgpo_jax.policy.tokenizer import embedding_rows, load_tokenizer, vocabulary_size
-from hgpo_jax.rollout.prompts import answer_length, prompt_length
+from hgpo_jax.rollout.prompts import prompt_length
 
 GiB = 2**30
 # Memory of one device (vendors' data sheets).
@@ -181,7 +181,7 @@ def workload_of(config: Config, mesh) -> Workload:
     published = preset(policy.source)
     if config.env.runs_compiled and not published:
         env = COMPILED[config.env.name](config)
-        prompt, response = prompt_length(env, settings.history_length), answer_length(env) + 1
+        prompt, response = prompt_length(env, settings.history_length), env.action_length + 1
         vocabulary = vocabulary_size(env.words)
     elif not policy.source:
         if not policy.tokenizer:

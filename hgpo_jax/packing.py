@@ -14,7 +14,7 @@ from flax import struct
 
 MAX_SEGMENTS = 16  # of one sequence
 # Shorter prompts fill their slots well enough unpacked: of the environments that have them all are about equally long.
-PACK_FROM = 160  # prompt slots
+PACK_FROM = 128  # prompt slots
 
 
 class SequenceShape(NamedTuple):

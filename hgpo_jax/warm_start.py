@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import optax
 
 from envs.alfworld import expert as alfworld_expert
-from envs.alfworld.numbered import NumberedAlfworld
+from envs.alfworld.short_prompts import ShortPromptAlfworld
 from envs.household import Household
 from envs.household import expert as household_expert
 from envs.sokoban import Sokoban
@@ -37,13 +37,12 @@ from hgpo_jax.policy import Policy, load_policy
 from hgpo_jax.policy.tokenizer import ACT
 from hgpo_jax.progress import Progress
 from hgpo_jax.rollout.compiled import start_episode
-from hgpo_jax.rollout.prompts import answer_of, make_prompt
+from hgpo_jax.rollout.prompts import make_prompt
 from hgpo_jax.run import distributed
 from hgpo_jax.sampling import Decoding
 from hgpo_jax.training_batch import TrainingBatch
 
-EXPERTS = {Household: household_expert, Sokoban: sokoban_expert, NumberedAlfworld: alfworld_expert}
-STEPS_PER_CALL = 50  # between checks of success
+EXPERTS = {Household: household_expert, Sokoban: sokoban_expert, ShortPromptAlfworld: alfworld_expert}
 ROOT, OURS = Path(__file__).parent.parent, ("hgpo_jax", "envs")  # where this project's packages are
 
 
@@ -52,8 +51,8 @@ def generate_play(
 ) -> tuple[TrainingBatch, jax.Array]:
     """Plays and labels an episode of each task, as a rollout takes them.
 
-    Returns: (TrainingBatch of tasks x max_turns decisions, response_lengths 0 where an episode had ended or no answer means
-      what the expert would do; success bool[tasks]).
+    Returns: (TrainingBatch of tasks x max_turns decisions, response_lengths 0 where an episode had ended; success
+      bool[tasks]).
     """
     expert = EXPERTS[type(env)]
 
@@ -66,9 +65,8 @@ def generate_play(
             action = jnp.where(jax.random.uniform(keys[1]) < noise, expert.random_action(env, row.env, keys[2]), label)
             history = row.history if history_length else jax.tree.map(lambda a: a[:0], row.history)
             prompt, length = make_prompt(env, row.env, row.goal, history, row.observation, act)
-            answer = answer_of(env, row.env, label)
-            words = (answer != 0).sum()
-            response = jnp.concatenate([answer, jnp.zeros(1, jnp.int32)]).at[words].set(end)
+            words = (label != 0).sum()
+            response = jnp.concatenate([label, jnp.zeros(1, jnp.int32)]).at[words].set(end)
             state, observation, _, done, _ = env.step(row.env, action)
             after = row.replace(env=state, observation=observation, history=row.history.push(row.observation, action))
             after = after.replace(done=row.done | done)
@@ -76,7 +74,7 @@ def generate_play(
                 prompts=prompt,
                 prompt_lengths=length,
                 responses=response,
-                response_lengths=jnp.where(row.done | (words == 0), 0, words + 1),
+                response_lengths=jnp.where(row.done, 0, words + 1),
                 old_logp=jnp.zeros(response.shape),
                 advantages=jnp.float32(0),
             )
@@ -116,7 +114,7 @@ def clone(job: Job) -> dict:
         # Rows of decisions that happened come first in a random order.
         order = jnp.argsort(jax.random.uniform(key, (total,)) + 2.0 * (decisions.response_lengths == 0))
         return update(
-            params, opt_state, None, decisions, order, jnp.minimum(STEPS_PER_CALL * settings.batch_size, count), 1.0
+            params, opt_state, None, decisions, order, jnp.minimum(settings.check_every * settings.batch_size, count), 1.0
         )
 
     practice = job.runner.select_tasks("warm_start", config.seed, settings.episodes + jnp.arange(job.batch))
@@ -131,18 +129,19 @@ def clone(job: Job) -> dict:
     opt_state = jax.jit(optimizer.init)(params)
     solved = 0.0
     with Progress("warm start", settings.max_steps, "step") as progress:
-        for step in range(0, settings.max_steps, STEPS_PER_CALL):
+        for step in range(0, settings.max_steps, settings.check_every):
             params, opt_state, stats = some_steps(params, opt_state, decisions, count, jax.random.fold_in(key, 2 + step))
             loss = float(stats["loss"])
             if stats["nonfinite_steps"]:
                 raise RunError(f"warm start: a loss or gradient is not finite after {step} steps; lower cloning.lr")
             solved = practice_success(params, step)
-            progress.update(STEPS_PER_CALL, {"loss": f"{loss:.3f}", "success": f"{solved:.2f}"})
+            progress.update(settings.check_every, {"loss": f"{loss:.3f}", "success": f"{solved:.2f}"})
             if solved >= settings.stop_at:
                 break
     print(
-        f"warm start: {step + STEPS_PER_CALL} steps of behaviour cloning on {int(count):,} decisions of {settings.episodes:,} "
-        f"generated episodes ({float(success.mean()):.0%} of them successful); loss {loss:.3f}, success {solved:.0%}",
+        f"warm start: {step + settings.check_every} steps of behaviour cloning on {int(count):,} decisions of "
+        f"{settings.episodes:,} generated episodes ({float(success.mean()):.0%} of them successful); "
+        f"loss {loss:.3f}, success {solved:.0%}",
         flush=True,
     )
     return params

@@ -4,7 +4,9 @@ import pytest
 import yaml
 
 from hgpo_jax import config as configuration
+from hgpo_jax.advantages.checks import check_option
 from hgpo_jax.config import CONFIGS, load
+from hgpo_jax.config.tree import AdvantageConfig
 from hgpo_jax.errors import ConfigError
 
 
@@ -12,6 +14,20 @@ def test_defaults_need_no_file():
     config = load()
     assert config.method == "hgpo"
     assert config.env.tasks == ("place",)
+
+
+def test_no_option_of_an_estimator_is_refused_only_after_the_warm_start():
+    """What the configuration takes, the estimators take."""
+    numbers = (-1, 0, 0.5, 1, 2, 10, 10.5, 64, 65, 1000, 1001, 1e6, 1e7)
+    for name in AdvantageConfig.model_fields:
+        taken = []
+        for number in numbers:
+            try:
+                taken.append(getattr(load(None, [f"advantage.{name}={number:g}"]).advantage, name))
+            except ConfigError:
+                continue
+            check_option(name, taken[-1])
+        assert len(taken) < len(numbers)
 
 
 def test_overrides_win_over_the_file_and_take_yaml_values(tmp_path):

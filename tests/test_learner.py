@@ -295,7 +295,7 @@ def test_logits_in_chunks_give_the_same_and_the_same_gradient(off_policy, max_lo
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("mesh", ["data=1", "data=2"])
+@pytest.mark.parametrize("mesh", ["data=1", pytest.param("data=2", marks=pytest.mark.slow)])
 def test_a_mini_batch_that_is_not_finite_is_as_if_it_had_not_been(batch, value, mesh):
     """Only its optimizer step is missing: parameters and means are those of the other mini-batches."""
     bad = MINIBATCHES[1]

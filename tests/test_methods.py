@@ -48,7 +48,9 @@ def at_the_start(cache, tmp_path_factory):
     return success
 
 
-@pytest.mark.parametrize(("method", "low", "high"), [("gagpo", 0.2, 0.2), ("gspo", 3e-4, 4e-4)])
+@pytest.mark.parametrize(
+    ("method", "low", "high"), [("gspo", 3e-4, 4e-4), pytest.param("gagpo", 0.2, 0.2, marks=pytest.mark.slow)]
+)
 def test_methods_with_one_ratio_for_each_response(method, low, high):
     model = ModelConfig(
         vocab_size=8, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,

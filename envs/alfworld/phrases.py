@@ -67,9 +67,9 @@ PHRASES = (
 )  # fmt: skip
 FIXED = ("", *PHRASES)  # word 0 is the empty slot
 ID = {phrase: number for number, phrase in enumerate(FIXED)}
-# Words of prompts alone (`numbered.py`): the numbers of commands, and that there are more of them than a prompt holds. What
-# LINKS holds are words too, so that commands are texts of words.
-NUMBERS, MORE = 96, " ..."
+# A word of prompts alone (`short_prompts.py`): there are more commands than a prompt holds. What LINKS holds are words, too, so
+# that commands are texts of words.
+MORE = " ..."
 # No name may run on from a phrase into a longer one, as " armchair 1" would with the word ", and a".
 _NAME = re.compile(r"[a-z]+ [0-9]+")
 _KIND = re.compile(r"[a-z]+")
@@ -89,13 +89,7 @@ def vocabulary(kinds: Collection[str], names: Collection[str]) -> tuple[str, ...
             raise ValueError(f"cannot make a word of {strange[0]!r}")
     numbered = sorted((name.split()[0], int(name.split()[1])) for name in names)
     named = (f" {kind} {number}" for kind, number in numbered)
-    counted = (number_word(number) for number in range(1, NUMBERS + 1))
-    return (*FIXED, *(f" {kind}" for kind in sorted(kinds)), *named, *counted, MORE, *dict.fromkeys(LINKS.values()))
-
-
-def number_word(number: int) -> str:
-    """The word for a command's number."""
-    return f" [{number}]"
+    return (*FIXED, *(f" {kind}" for kind in sorted(kinds)), *named, MORE, *dict.fromkeys(LINKS.values()))
 
 
 class Splitter:

@@ -170,6 +170,7 @@ class CloningConfig(Section):
         0.4, "sampled success on practice tasks at which cloning ends, so that every run starts alike"
     )
     max_steps: Positive = field(1000, "optimizer steps at most")
+    check_every: Positive = field(50, "optimizer steps between two looks at the practice success")
     batch_size: Positive = field(64, "decisions per optimizer step")
     episodes: Positive = field(4096, "generated episodes to learn from")
     noise: Share = field(
@@ -183,20 +184,22 @@ class AdvantageConfig(Section):
 
     gamma: Share = field(0.95, "discount per turn")
     normalize: Literal["mean", "mean_std"] = field("mean", "centre a group's returns, or also divide by their std")
-    alpha: float = field(1.0, "exponent of a level's weight (k + weight_offset)^alpha in hgpo")
-    weight_offset: NonNegative = field(2.0, "offset of a level's weight: 2 in the released code, 1 in the paper")
+    alpha: float = field(1.0, "exponent of a level's weight (k + weight_offset)^alpha in hgpo", ge=0, le=10)
+    weight_offset: float = field(
+        2.0, "offset of a level's weight: 2 in the released code, 1 in the paper", ge=1, le=1000
+    )
     base_group: bool = field(False, "whether hgpo also compares whole episodes")
     statistics: Literal["per_step", "per_trajectory"] = field(
         "per_step", "what the episode part's mean and std run over"
     )
-    step_weight: NonNegative = field(1.0, "weight of the step part in gigpo and graphgpo")
+    step_weight: float = field(1.0, "weight of the step part in gigpo and graphgpo", ge=0, le=1e6)
     history_length: int | None = field(
         None, "K of the groups in hgpo and eb_gae; default: rollout.history_length, the K of the prompt", ge=0, le=64
     )
     lam: Share | None = field(
         None, "lambda of ppo, gagpo and eb_gae; default: the method's own, 0.95, 0.95 and 0.65"
     )
-    invalid_penalty: NonNegative = field(0.1, "subtracted from the return of a step whose action is invalid")
+    invalid_penalty: float = field(0.1, "subtracted from the return of a step whose action is invalid", ge=0, le=1e6)
 
 
 class OptimizerConfig(Section):

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from hgpo_jax.advantages import state_ids
 from hgpo_jax.mesh import max_across_devices
 from hgpo_jax.rollout.episodes import Episodes
-from hgpo_jax.rollout.prompts import History, action_of, answer_length, make_prompt, prompt_length, prompt_widths
+from hgpo_jax.rollout.prompts import History, make_prompt, prompt_length, prompt_widths
 from hgpo_jax.rollout.requirements import ROLLOUT, check_compiled
 from hgpo_jax.sampling import generate
 
@@ -157,7 +157,7 @@ class _Program:
         prompts i32[M, P] are their prompts, lengths i32[M] how long these are.
         """
         env, keys = self.env, jax.vmap(jax.random.fold_in, (0, None))(states.key, turn)
-        max_new, widths = answer_length(env) + 1, prompt_widths(env, self.history_length)
+        max_new, widths = env.action_length + 1, prompt_widths(env, self.history_length)
 
         def respond(width, prompts, lengths, keys):
             end_tokens = (self.end,)
@@ -167,8 +167,7 @@ class _Program:
         longest = max_across_devices(lengths.max())
         choices = [functools.partial(respond, width) for width in widths]
         out = jax.lax.switch(jnp.searchsorted(jnp.array(widths), longest), choices, prompts, lengths, keys)
-        answers, ended = jax.vmap(parse_answer, (0, 0, None, None))(out.tokens, out.lengths, self.end, max_new - 1)
-        actions = jax.vmap(functools.partial(action_of, env))(states.env, answers)
+        actions, ended = jax.vmap(parse_answer, (0, 0, None, None))(out.tokens, out.lengths, self.end, env.action_length)
         state, observation, reward, done, invalid = jax.vmap(env.step)(states.env, actions)
         after = states.replace(
             env=state,
@@ -191,7 +190,7 @@ class _Program:
 
     def empty_record(self, batch: int) -> dict:
         """Zeros [B, T, ...] for the fields that `take_turn` records."""
-        env, R = self.env, answer_length(self.env) + 1
+        env, R = self.env, self.env.action_length + 1
         zeros = lambda dtype, *shape: jnp.zeros((batch, env.max_turns, *shape), dtype)  # noqa: E731
         return {
             "prompts": zeros(jnp.int32, prompt_length(env, self.history_length)),

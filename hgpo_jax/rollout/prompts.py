@@ -1,6 +1,6 @@
 """Prompts of compiled environments: goal, the last K observation-action pairs, the current observation, "now act".
 
-An environment can have prompts and answers of its own (`requirements.OWN`), of any length up to a bound.
+An environment can have prompts of its own (`requirements.OWN`), of any length up to a bound.
 """
 
 from __future__ import annotations
@@ -45,27 +45,12 @@ def prompt_widths(env, history_length: int) -> list[int]:
     return sorted({-(-P * part // 5) for part in (3, 5)}) if hasattr(env, "prompt") else [P]
 
 
-def answer_length(env) -> int:
-    """Words of the longest answer; its end takes one more token."""
-    return env.answer_length if hasattr(env, "prompt") else env.action_length
-
-
 def make_prompt(env, state, goal, history: History, observation, act: int):
     """One episode's prompt and its length, (i32[P], i32[]): the environment's own, or else that of `build_prompt`."""
     if hasattr(env, "prompt"):
         return env.prompt(state, goal, history.observations, history.actions, observation, act)
     prompt = build_prompt(goal, history, observation, act)
     return prompt, jnp.int32(prompt.shape[0])
-
-
-def action_of(env, state, answer):
-    """The action i32[A] that the words of an answer mean."""
-    return env.action(state, answer) if hasattr(env, "prompt") else answer
-
-
-def answer_of(env, state, action):
-    """The words that mean an action i32[A]; all 0 if none do."""
-    return env.answer(state, action) if hasattr(env, "prompt") else action
 
 
 def build_prompt(goal, history: History, observation, act: int):

@@ -25,11 +25,7 @@ RUNNER = ROLLOUT | {  # and to be read
 OWN = {  # what an environment with a `prompt` of its own has besides
     "prompt": "prompt(state, goal, observations [K, .], actions [K, .], observation, act) -> (token ids, how many of them)",
     "prompt_slots": "prompt_slots(history_length) -> tokens of the longest prompt",
-    "answer_length": "words of an answer",
-    "action": "action(state, answer) -> the words of the action that an answer means",
-    "answer": "answer(state, action) -> the words of the answer that means an action, 0 if none does",
     "goal_text": "goal_text(observation) -> the task, from an episode's first observation, for transcripts",
-    "answer_text": "answer_text(prompt, answer) -> text, for transcripts",
 }
 STATE = {"task": "the index of the episode's task type"}
 TEXT = {

@@ -98,6 +98,7 @@ def check_labels(env: CompiledAlfworld, noise: float) -> np.ndarray:
     return (record["won"] & live).any(1)
 
 
+@pytest.mark.slow
 def test_wins_by_what_it_sees() -> None:
     env = sampled()
     assert check_labels(env, 0.0).all()

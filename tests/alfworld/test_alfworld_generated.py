@@ -116,6 +116,7 @@ def test_things_lie_where_they_usually_do() -> None:
     assert counts["dealt"] > 10 and counts["kept"] < counts["dealt"] / 2
 
 
+@pytest.mark.slow
 def test_same_seed_same_games(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = made()
     again = generate_games(GIVEN, HELD_OUT, 40, 0, cache=tmp_path)

@@ -11,7 +11,8 @@ import pytest
 from alfworld_places import DATA, GAMES, SHARED
 
 from envs.alfworld.dataset import list_games
-from envs.alfworld.numbered import NumberedAlfworld
+from envs.alfworld.phrases import LINKS, VERBS
+from envs.alfworld.short_prompts import ShortPromptAlfworld
 from envs.alfworld.tables import compile_games
 from envs.alfworld.text import AlfworldText
 from hgpo_jax.config import check_together, load
@@ -20,53 +21,69 @@ from hgpo_jax.errors import ConfigError
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import ModelConfig, initialize, network
 from hgpo_jax.policy.tokenizer import vocabulary_size
-from hgpo_jax.rollout.compiled import make_rollout
+from hgpo_jax.rollout import compiled
 from hgpo_jax.rollout.episodes import Episodes
-from hgpo_jax.sampling import Decoding
+from hgpo_jax.sampling import Decoding, Responses
+from tests.helpers.plain_rollout import action_of
 from tests.helpers.training import command, rows_of
 
 SIZES = ModelConfig(
-    vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-    tie_word_embeddings=False, initializer_range=0.3,
-)  # fmt: skip
-SILENT = ("help", "inventory", "look", "examine")
+    vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
+)
 
 
-def play(paths, episodes: int, turns: int) -> tuple[NumberedAlfworld, np.ndarray, Episodes]:
-    """Episodes of a network that says small numbers with, mostly, an end behind: (environment, each one's game, Episodes)."""
-    env = NumberedAlfworld(compile_games(paths), turns)
-    model, mesh = dataclasses.replace(SIZES, vocab_size=vocabulary_size(env.words)), make_mesh("data=1", jax.devices()[:1])
-    end, numbers = len(env.words) + 1, np.array([env.word_id[f" [{number}]"] for number in range(1, 21)])
-    params = jax.device_get(initialize(model, 0, mesh))
-    embedding, head = (np.array(params[part][name]) for part, name in (("embed_tokens", "embedding"), ("lm_head", "kernel")))
-    # The first dimension says whether a number came last, and the second is always on.
-    embedding[numbers, 0], embedding[end + 1, 0], embedding[:, 1] = 2, -2, 2
-    head[:2], head[0, end], head[1] = 0, 2, -10
-    head[1, [*numbers, end]] = 0
-    params["embed_tokens"]["embedding"], params["lm_head"]["kernel"] = embedding, head
-    options = {"history_length": 2, "decode_batch_size": 8, "end": end, "act": end + 1}
-    rollout = make_rollout(env, network(model), mesh, **options)
+def speaker(env):
+    """A stand-in for `generate`: says the command at a random place of the prompt's list, and sometimes says no end."""
+    names = jnp.array([word.startswith(" ") and word[-1].isdigit() for word in env.words] + [False] * 8)
+    pairs = jnp.array([word in LINKS for word in env.words] + [False] * 8)
+    verbs, end, act = len(VERBS), len(env.words) + 1, len(env.words) + 2
+
+    def say(prompt, length, key):
+        slots, keys = jnp.arange(prompt.shape[0]), jax.random.split(key)
+        is_verb = (prompt > 0) & (prompt <= verbs)
+        listed = (slots > jnp.where((prompt == act) & (slots < length - 1), slots, -1).max()) & names[prompt]
+        listed &= slots > jnp.argmax(is_verb & (jnp.cumsum(prompt == act) == (prompt == act).sum() - 1))
+        at = jax.random.categorical(keys[0], jnp.where(listed, 0.0, -jnp.inf))
+        verb = prompt[jnp.where(is_verb & (slots < at), slots, 0).max()]
+        after = prompt[jnp.minimum(at + 1, prompt.shape[0] - 1)]
+        two = pairs[verb] & names[after]
+        words = jnp.stack([verb, prompt[at], jnp.where(two, after, end), jnp.where(two, end, 0)])
+        ends = jax.random.uniform(keys[1]) < 0.9
+        return jnp.where(ends | (words != end), words, act), jnp.where(two | ~ends, 4, 3)
+
+    def generate(model, blocks, prompts, lengths, keys, *, max_new, end_tokens, decoding):
+        assert (max_new, end_tokens) == (4, (end,))
+        tokens, count = jax.vmap(say)(prompts, lengths, keys)
+        return Responses(tokens=tokens, lengths=count, logp=jnp.zeros(tokens.shape))
+
+    return generate
+
+
+def play(paths, episodes: int, turns: int, monkeypatch) -> tuple[ShortPromptAlfworld, np.ndarray, Episodes]:
+    """Episodes of `speaker`: (environment, each one's game, Episodes)."""
+    env, mesh = ShortPromptAlfworld(compile_games(paths), turns), make_mesh("data=1", jax.devices()[:1])
+    model = dataclasses.replace(SIZES, vocab_size=vocabulary_size(env.words))
+    monkeypatch.setattr(compiled, "generate", speaker(env))
+    options = {"history_length": 2, "decode_batch_size": 8, "end": len(env.words) + 1, "act": len(env.words) + 2}
+    rollout = compiled.make_rollout(env, network(model), mesh, **options)
     games = np.arange(episodes, dtype=np.int32) % len(paths)
-    keys = jax.random.split(jax.random.key(0), episodes)
+    keys, params = jax.random.split(jax.random.key(0), episodes), initialize(model, 0, mesh)
     return env, games, jax.device_get(rollout(params, jnp.asarray(games), keys, jnp.asarray(games), Decoding()))
 
 
-def replay(paths, env: NumberedAlfworld, games, e: Episodes) -> None:
+def replay(paths, env: ShortPromptAlfworld, games, e: Episodes) -> None:
     """Asserts that the engine, given what the answers mean, tells, pays and ends as the Episodes say."""
     host, end, ids = AlfworldText(paths, max_turns=env.max_turns), len(env.words) + 1, {}
     for b, game in enumerate(games):
-        text, commands = host.reset(int(game))
+        text, _ = host.reset(int(game))
         won = done = False
         assert e.task[b] == host.task_type
         for t in range(int(e.mask[b].sum())):
             assert not done and env.decode(e.observations[b, t]) == text
             assert ids.setdefault(text, e.states[b, t]) == e.states[b, t]
-            listed = [command for command in commands if command.split()[0] not in SILENT]
-            said = e.responses[b, t, : e.response_lengths[b, t]].tolist()
-            numbers = [env.word_id[f" [{number}]"] for number in range(1, len(listed) + 1)]
-            number = numbers.index(said[0]) if len(said) == 2 and said[1] == end and said[0] in numbers else None
-            action = "" if number is None else listed[number]
-            text, commands, reward, done, info = host.step(action)
+            words, ended = action_of(e.responses[b, t, : e.response_lengths[b, t]].tolist(), end, env.action_length)
+            action = env.command(words) if ended else ""
+            text, _, reward, done, info = host.step(action)
             assert (reward, not info["admissible"]) == (e.rewards[b, t], e.invalid[b, t]), (b, t, action)
             assert ids.setdefault(text, e.next_states[b, t]) == e.next_states[b, t]
             won = info["won"]
@@ -74,17 +91,17 @@ def replay(paths, env: NumberedAlfworld, games, e: Episodes) -> None:
     assert len(set(ids.values())) == len(ids)
 
 
-def test_the_engine_replays_the_episodes() -> None:
-    env, games, e = play(GAMES, 24, 15)
-    assert 0.1 < e.invalid[e.mask].mean() < 0.9 and e.mask.sum() == 24 * 15
+def test_the_engine_replays_the_episodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    env, games, e = play(GAMES, 24, 15, monkeypatch)
+    assert 0.1 < e.invalid[e.mask].mean() < 0.5 and e.mask.sum() > 24 * 10
     assert len(np.unique(e.prompt_lengths[e.mask])) > 20
     replay(GAMES, env, games, e)
 
 
 @pytest.mark.slow
-def test_the_engine_replays_episodes_of_all_games(official: dict) -> None:
+def test_the_engine_replays_episodes_of_all_games(official: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [path for games in official.values() for path in games]
-    env, games, e = play(paths, 480, 50)
+    env, games, e = play(paths, 480, 50, monkeypatch)
     replay(paths, env, games, e)
     assert e.mask.sum() > 20_000
 

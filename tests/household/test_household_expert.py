@@ -11,7 +11,7 @@ from envs.household import world
 from hgpo_jax.rollout.tasks import task_keys
 
 ALONE, CLUMSY, ADMISSIBLE = (1, 0, 0, 0), (0.7, 0.3, 0, 0), (0, 1, 0, 0)
-SIZES = [None, *DIAGONAL]  # None is the default household
+SIZES = [None, *(pytest.param(size, marks=pytest.mark.slow) for size in DIAGONAL)]  # None is the default household
 
 
 @functools.cache

@@ -36,7 +36,7 @@ def test_equals_one_query_at_a_time(arrays, limit):
     np.testing.assert_allclose(attend(*arrays, start, max_scores=limit), plain(*arrays, start), atol=1e-5)
 
 
-@pytest.mark.parametrize("size", [1, 4, None])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 4, None])
 def test_all_slots_in_blocks(arrays, size):
     k, v = arrays[1:3]
     q, slots = jnp.tile(k, (1, 1, H // G, 1)) * 1.3, jnp.broadcast_to(jnp.arange(S), (B, S))

@@ -187,7 +187,7 @@ class Unpunctual(LocalWorkers):
     [
         (1, {"workers_type": Unpunctual}),
         pytest.param(7, {"workers_type": Unpunctual}, marks=pytest.mark.slow),
-        (7, {"make_env": Restless, "workers": 3}),
+        pytest.param(7, {"make_env": Restless, "workers": 3}, marks=pytest.mark.slow),
     ],
 )
 def test_an_asynchronous_rollout_gives_the_same_episodes(played, decode_batch_size, options):

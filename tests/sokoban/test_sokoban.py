@@ -32,10 +32,10 @@ def rooms(size, boxes, count, seed=0):
     return [PlainSokoban.read(size, state) for state in each(states, count)]
 
 
-SLOW_CASES = [pytest.param(*case, marks=pytest.mark.slow) for case in ((6, 1, "success"), (6, 1, "gym"), (7, 2, "success"))]
+SLOW_CASES = [pytest.param(*case, marks=pytest.mark.slow) for case in ((6, 1, "success"), (7, 2, "success"), (7, 2, "gym"))]
 
 
-@pytest.mark.parametrize(("size", "boxes", "reward"), [(7, 2, "gym"), *SLOW_CASES])
+@pytest.mark.parametrize(("size", "boxes", "reward"), [(6, 1, "gym"), *SLOW_CASES])
 def test_every_step_is_what_the_plain_rules_say(size, boxes, reward):
     """A mix of random words, admissible moves and the solver's, also past the end."""
     env, B = Sokoban(size, boxes, reward, max_turns=25), 96

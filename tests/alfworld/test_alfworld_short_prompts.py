@@ -1,4 +1,4 @@
-"""Prompts and answers of the compiled games, against the same made from the engine's texts in plain Python."""
+"""Prompts of the compiled games, against the same made from the engine's texts in plain Python."""
 
 import functools
 import json
@@ -15,8 +15,8 @@ from alfworld_play import Player
 from transformers import AutoTokenizer
 
 from envs.alfworld import load_game
-from envs.alfworld.numbered import NumberedAlfworld
 from envs.alfworld.phrases import LINKS, VERBS, Splitter
+from envs.alfworld.short_prompts import ShortPromptAlfworld
 from envs.alfworld.tables import compile_games
 from hgpo_jax.policy.tokenizer import word_tokenizer
 
@@ -26,26 +26,24 @@ ARGUMENT_IN_HAND = ("clean", "cool", "heat", "move", "put")
 
 
 @functools.lru_cache(maxsize=8)
-def environment(paths: tuple[Path, ...], logic: Path | None, slots: int = 160) -> NumberedAlfworld:
-    return NumberedAlfworld(compile_games(paths, logic), slots=slots)
+def environment(paths: tuple[Path, ...], logic: Path | None, slots: int = 128) -> ShortPromptAlfworld:
+    return ShortPromptAlfworld(compile_games(paths, logic), slots=slots)
 
 
 @functools.lru_cache(maxsize=8)
-def programs(env: NumberedAlfworld):
+def programs(env: ShortPromptAlfworld):
     """(start(games), step(states, actions), read(states, observations, history)), jitted over batches."""
     act = len(env.words) + 2
 
     def read(state, past, actions, observation):
         prompt, length = env.prompt(state, env.goal(state), past, actions, observation, act)
-        filled, rows = env.admissible(state)
-        answers = jax.vmap(env.answer, (None, 0))(state, rows)
-        return prompt, length, filled, rows, answers, jax.vmap(env.action, (None, 0))(state, answers)
+        return prompt, length
 
     return jax.jit(jax.vmap(env.start)), jax.jit(jax.vmap(env.step)), jax.jit(jax.vmap(read))
 
 
-def plain_prompt(split: Splitter, goal: str, past, now: str, commands: list[str], slots: int) -> tuple[list[str], dict]:
-    """(The words of a prompt, {command: its number}). past: [(observation, action)], oldest first."""
+def plain_prompt(split: Splitter, goal: str, past, now: str, commands: list[str], slots: int) -> list[str]:
+    """The words of a prompt. past: [(observation, action)], oldest first."""
 
     def words(text: str, most: int) -> list[str]:
         found = [split.words[i] for i in split(text)]
@@ -55,7 +53,7 @@ def plain_prompt(split: Splitter, goal: str, past, now: str, commands: list[str]
     turns = [[*words(observation, 5), ">", *parts(action)] for observation, action in past]
     listed = [c for c in commands if c.split()[0] not in ("help", "inventory", "look", "examine")]
     listing, before = [], ("", "", "")
-    for number, command in enumerate(listed, 1):
+    for command in listed:
         verb, first, *second = parts(command)
         second = second[0] if second else ""
         again = before[0] == verb
@@ -64,10 +62,10 @@ def plain_prompt(split: Splitter, goal: str, past, now: str, commands: list[str]
             shown.append(first)
         if not (again and verb not in ARGUMENT_IN_HAND and before[2] == second):
             shown.append(second)
-        listing.append([word for word in shown if word] + [f" [{number}]"])
+        listing.append([word for word in shown if word])
         before = verb, first, second
     task, seen = [split.words[i] for i in split(goal) if split.words[i] != "."], words(now, 16)
-    room, numbers = slots - len(task) - len(seen) - 1, {command: n for n, command in enumerate(listed, 1)}
+    room = slots - len(task) - len(seen) - 1
     flat = lambda lists: [word for some in lists for word in some]  # noqa: E731
     while turns and len(flat([*turns, *listing])) > room:
         turns.pop(0)
@@ -75,7 +73,7 @@ def plain_prompt(split: Splitter, goal: str, past, now: str, commands: list[str]
     while len(flat(listing)) + len(more) > room:
         listing.pop()
         more = [" ..."]
-    return [*task, *flat(turns), *seen, *flat(listing), *more, ">"], numbers
+    return [*task, *flat(turns), *seen, *flat(listing), *more, ">"]
 
 
 def parts(command: str) -> list[str]:
@@ -88,7 +86,7 @@ def parts(command: str) -> list[str]:
 
 
 def check(paths, logic, kinds, turns, slots, seed=0) -> dict:
-    """Plays games with several players, all at once, and asserts that every prompt and answer is what it should be."""
+    """Plays games with several players, all at once, and asserts that every prompt is what it should be."""
     env = environment(tuple(paths), logic, slots)
     start, step, read = programs(env)
     tokenizer, split, rng = word_tokenizer(env.words), Splitter(env.words), random.Random(seed)
@@ -101,29 +99,22 @@ def check(paths, logic, kinds, turns, slots, seed=0) -> dict:
     actions = np.zeros((B, K, 3), np.int32)
     told, texts = [game.reset() for game in games], [[] for _ in games]
     for _ in range(turns):
-        prompt, length, filled, rows, answers, meant = jax.device_get(read(state, past, actions, observation))
+        prompt, length = jax.device_get(read(state, past, actions, observation))
         done = []
         for i, (now, commands) in enumerate(told):
             goal = games[i].task
-            words, numbers = plain_prompt(split, goal, texts[i][-K:], now, commands, slots)
+            words = plain_prompt(split, goal, texts[i][-K:], now, commands, slots)
             ids = prompt[i, : length[i]]
             assert tokenizer.decode(ids) == "".join(words) and not prompt[i, length[i] :].any()
             assert ids.tolist() == [tokenizer.convert_tokens_to_ids(word) for word in words]
             assert tokenizer("".join(words))["input_ids"] == ids.tolist()
-            for command, row, answer, action in zip(commands, rows[i], answers[i], meant[i], strict=False):
-                said = f" [{numbers[command]}]" if command in numbers else "_"
-                assert tokenizer.convert_ids_to_tokens(answer.tolist()) == [said]
-                assert (action == (row if command in numbers else 0)).all()
-                if command in numbers and said in words:
-                    assert env.answer_text(prompt[i], answer) == command
-            assert not answers[i][~filled[i]].any()
             counts["prompts"] += 1
             counts["more"] += " ..." in words
             counts["fewer turns"] += words.count(">") - 1 < min(K, len(texts[i]))
             counts["longest"] = max(counts["longest"], len(words))
             done.append(chosen[i].choose(commands, told[i - 1][1]))
         sent = np.stack([env.encode(action) for action in done])
-        sent[(sent < 0).any(1)] = 0  # what is no command, as after an answer that is no number
+        sent[(sent < 0).any(1)] = 0  # what is not a command
         past = np.concatenate([past, np.asarray(observation)[:, None]], 1)[:, 1:]
         actions = np.concatenate([actions, sent[:, None]], 1)[:, 1:]
         for i, action in enumerate(done):
@@ -138,15 +129,15 @@ WORDINGS = pytest.mark.parametrize("logic", [None, CURRENT], ids=["release 2.1.1
 
 
 @WORDINGS
-def test_prompts_and_answers(logic: Path | None) -> None:
-    counts = check(GAMES, logic, ("planner", "verbs", "shuffle"), 40, slots=160)
+def test_prompts(logic: Path | None) -> None:
+    counts = check(GAMES, logic, ("planner", "verbs", "shuffle"), 40, slots=128)
     assert counts["prompts"] == len(GAMES) * 3 * 40 and counts["more"] == counts["fewer turns"] == 0 < counts["longest"]
 
 
 def test_what_does_not_fit() -> None:
     """The oldest turns go first, then the last commands, and the prompt says so."""
-    counts = check(GAMES, None, ("planner", "verbs"), 25, slots=60)
-    assert counts["fewer turns"] > counts["more"] > 0 and counts["longest"] == 60
+    counts = check(GAMES, None, ("planner", "verbs"), 25, slots=48)
+    assert counts["fewer turns"] > counts["more"] > 0 and counts["longest"] == 48
     with pytest.raises(ValueError, match="slots=40: must be at least"):
         environment(tuple(GAMES), None, 40)
 
@@ -154,7 +145,7 @@ def test_what_does_not_fit() -> None:
 @pytest.mark.slow
 def test_prompts_of_all_games(official: dict) -> None:
     paths = [path for games in official.values() for path in games]
-    counts = check(paths, None, ("expert", "verbs"), 50, slots=160, seed=1)
+    counts = check(paths, None, ("expert", "verbs"), 50, slots=128, seed=1)
     assert counts["prompts"] == 474 * 2 * 50 and counts["more"] == 0 and counts["fewer turns"] < 0.002 * counts["prompts"]
 
 

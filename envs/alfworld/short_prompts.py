@@ -1,13 +1,11 @@
-"""The compiled games as a small policy plays them: short prompts that list the commands with numbers, of which it says one.
+"""The compiled games as a small policy plays them: short prompts that list the commands, of which it says one.
 
-    put some alarmclock on desk                                        the task
-    You arrive at loc 4. The drawer 1 is closed.>open drawer 1         the last turns
-    You open the drawer 1. The drawer 1 is open. In it, you see a pen 2 cd 1      now
-    go to bed 1 [1] desk 1 [2] take cd 1 drawer 1 [3] pen 2 [4]>       what it can do
+    put some alarmclock on desk                                                the task
+    You arrive at loc 4. The drawer 1 is closed.>open drawer 1                 the last turns
+    You open the drawer 1. The drawer 1 is open. In it, you see a pen 2 cd 1   now
+    go to bed 1 desk 1 take cd 1 drawer 1 pen 2>                               what it can do
 
-(in one piece, without the line breaks). The answer is a number, ` [2]`. Small networks recall names where they should copy
-them, so that commands which the room does not have are a third of what they say; a number means something only by the list,
-and each has just one word to copy. It comes after its command because a causal network reads the command first.
+(in one piece, without the line breaks).
 
 The same is left out on every turn. Of the commands: those that change nothing (`SILENT`); the verb where the command before
 has the same, and then also the thing in the agent's hands, or else a second argument that did not change. Of observations:
@@ -21,37 +19,30 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from envs.alfworld import bits
 from envs.alfworld.compiled import CompiledAlfworld, State
-from envs.alfworld.phrases import AND, COMMA, ID, ITEM, MORE, NUMBERS, STOP, TASK, VERBS, WELCOME, number_word
+from envs.alfworld.phrases import AND, COMMA, ID, ITEM, MORE, STOP, TASK, VERBS, WELCOME
 
 SILENT = ("examine", "help", "inventory", "look")  # verbs that are not listed
 IN_HAND = ("clean", "cool", "heat", "move", "put")  # verbs whose first argument is always the thing in the agent's hands
 PAST, NOW = 5, 16  # words of a past and of the current observation
 
 
-class NumberedAlfworld(CompiledAlfworld):
-    """`CompiledAlfworld` with prompts and answers of its own.
+class ShortPromptAlfworld(CompiledAlfworld):
+    """`CompiledAlfworld` with prompts of its own.
 
     Args:
       tables, max_turns: as there.
       slots: P, of a prompt.
-
-    Attributes:
-      answer_length: words of an answer.
     """
 
-    answer_length = 1
-
-    def __init__(self, tables, max_turns: int = 50, slots: int = 160):
+    def __init__(self, tables, max_turns: int = 50, slots: int = 128):
         super().__init__(tables, max_turns)
         least = self.goal_length + NOW + len(VERBS) + 8
         if slots < least:
             raise ValueError(f"slots={slots}: must be at least {least}")
         self.slots = slots
-        self._first_number = self.word_id[number_word(1)]
         self._more = self.word_id[MORE]
 
     def prompt_slots(self, history_length: int) -> int:
@@ -70,13 +61,12 @@ class NumberedAlfworld(CompiledAlfworld):
 
         Returns: (i32[P] with 0 behind the prompt, its length i32[]).
         """
-        rows, number = self._listed(state)
+        rows = self._listed(state)
         before = jnp.pad(rows, ((1, 0), (0, 0)))[:-1]
         goes_on, again = rows[:, 0] == before[:, 0], rows[:, 2] == before[:, 2]
         in_hand = (rows[:, :1] == jnp.array(_ids(IN_HAND))).any(1)
-        says = jnp.where(number > 0, self._first_number + number - 1, 0)
         left_out = jnp.stack([goes_on, goes_on & in_hand, goes_on & again & ~in_hand], 1)
-        listing = jnp.concatenate([jnp.where(left_out, 0, rows), says[:, None]], 1)
+        listing = jnp.where(left_out, 0, rows)
 
         task = jnp.where(goal == ID[STOP], 0, goal)
         now = _shortened(observation, NOW)
@@ -97,47 +87,15 @@ class NumberedAlfworld(CompiledAlfworld):
         at, length = bits.select(bits.pack(words != 0), self.slots)
         return jnp.where(jnp.arange(self.slots) < length, words[jnp.minimum(at, words.shape[0] - 1)], 0), length
 
-    def action(self, state: State, answer) -> jax.Array:
-        """i32[3]: the command with the number that an answer i32[1] says; 0, which is no command, if none has it."""
-        rows, number = self._listed(state)
-        said = (number > 0) & (self._first_number + number - 1 == answer[0])
-        return jnp.where(said[:, None], rows, 0).sum(0)
-
-    def answer(self, state: State, action) -> jax.Array:
-        """i32[1]: the answer that means this action i32[3]; 0 if none does."""
-        rows, number = self._listed(state)
-        said = (number > 0) & (rows == action).all(1)
-        return jnp.where(said, self._first_number + number - 1, 0).sum(keepdims=True)
-
     def goal_text(self, observation) -> str:
         """The task, from an episode's first observation."""
         return self.decode(observation).rpartition(TASK)[2]
 
-    def answer_text(self, prompt, answer) -> str:
-        """The command that an answer meant, from the ids of its prompt; else the answer as it stands."""
-        command, said = [0, 0, 0], [int(i) for i in np.asarray(answer) if i < len(self.words)]
-        numbers = range(self._first_number, self._first_number + NUMBERS)
-        if not said or said[0] not in numbers:
-            return self.decode(said)
-        part = 1
-        for word in np.asarray(prompt).tolist():
-            if 0 < word <= len(VERBS):
-                command, part = [word, 0, 0], 1
-            elif word == said[0]:
-                return self.command(command)
-            elif word in numbers:
-                part = 2 if self.words[command[0]] in IN_HAND else 1
-            elif part < 3:
-                command[part], part = word, part + 1
-        return self.decode(said)
-
-    def _listed(self, state: State) -> tuple[jax.Array, jax.Array]:
-        """(i32[commands, 3], the listed commands and 0 elsewhere; i32[commands], their numbers from 1 on, 0 elsewhere)."""
+    def _listed(self, state: State) -> jax.Array:
+        """i32[commands, 3]: the listed commands, 0 elsewhere."""
         filled, rows = self.admissible(state)
         listed = filled & (rows[:, :1] != jnp.array(_ids(SILENT))).all(1)
-        number = jnp.cumsum(listed)
-        listed &= number <= NUMBERS
-        return jnp.where(listed[:, None], rows, 0), jnp.where(listed, number, 0)
+        return jnp.where(listed[:, None], rows, 0)
 
 
 def _ids(words) -> list[int]:
