@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import inspect
 
+import jax
+
 from envs import outside
-from hgpo_jax.advantages import ESTIMATORS, parameters
-from hgpo_jax.errors import ConfigError
+from hgpo_jax.advantages import ESTIMATORS, Estimate, checks, estimate, parameters
+from hgpo_jax.errors import ConfigError, one_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +56,34 @@ def method_named(name: str) -> Method:
     kinds = [parameter.kind for parameter in inspect.signature(estimator).parameters.values()]
     if not kinds or kinds[0] not in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
         raise ConfigError(f"method={name}: is no estimator; write it as estimator(batch, *, options) -> Estimate")
-    ESTIMATORS[name] = estimator
-    if lacking := set(parameters(name)[0]) - AVAILABLE_ARRAYS:
-        del ESTIMATORS[name]
+    if ESTIMATORS.get(name) is not estimator:
+        ESTIMATORS[name] = estimator
+        try:
+            _check_estimator(name)
+        except ConfigError:
+            del ESTIMATORS[name]
+            raise
+    return Method(name)
+
+
+def _check_estimator(name: str) -> None:
+    """Raises ConfigError where a user's estimator cannot be used; it is traced once with two trajectories of three steps."""
+    needed = set(parameters(name)[0])
+    if lacking := needed - AVAILABLE_ARRAYS:
         raise ConfigError(
             f"method={name}: needs {', '.join(sorted(lacking))}; an iteration has {', '.join(sorted(AVAILABLE_ARRAYS))} "
             "besides the batch, and options need a default"
         )
-    return Method(name)
+    arrays = {
+        array: jax.ShapeDtypeStruct((2, 3)[:axes], dtype)
+        for array, (dtype, axes) in checks.ARRAYS.items()
+        if array in needed | {"rewards", "mask", "states", "groups"}
+    }
+    try:
+        result = jax.eval_shape(lambda given: estimate(name, **given), arrays)
+    except Exception as error:  # whatever it does
+        raise ConfigError(one_line(f"method={name}: fails with {type(error).__name__}: {error}")) from None
+    shape = getattr(getattr(result, "advantages", None), "shape", None)
+    if not isinstance(result, Estimate) or shape != (2, 3):
+        shown = f"advantages of shape {shape}" if isinstance(result, Estimate) else f"a {type(result).__name__}"
+        raise ConfigError(f"method={name}: returns {shown} for 2 trajectories of 3 steps; return an Estimate with one each")

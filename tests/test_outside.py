@@ -91,6 +91,15 @@ def plain(batch, *, gamma=0.95, invalid_penalty=0.1):
 def greedy(batch, *, dreams):
     return plain(batch)
 
+def misspelt(batch):
+    return plain(batch.rewards)
+
+def bare(batch):
+    return batch.rewards
+
+def by_episode(batch):
+    return Estimate(batch.rewards.sum(1), batch.rewards)
+
 number = 3
 '''
 PROMPTS = "== first ==\n$goal\n$observation\n$commands\n== later ==\n$goal\n$history\n$observation\n== entry ==\n$action\n"
@@ -181,6 +190,9 @@ def test_a_module_and_an_entry_point(here, monkeypatch):
         (["env.options.size=7", "env.name=sokoban"], "env.options.size=7: env.name=sokoban has fields of its own; write"),
         (["method=./learning.py:plane"], r"method=./learning.py:plane: .* has no plane; did you mean plain\?"),
         (["method=./learning.py:greedy"], "method=./learning.py:greedy: needs dreams; an iteration has next_states, success"),
+        (["method=./learning.py:misspelt"], "method=./learning.py:misspelt: fails with AttributeError: "),
+        (["method=./learning.py:bare"], r"method=./learning.py:bare: returns a \w+ for 2 trajectories of 3 steps; return"),
+        (["method=./learning.py:by_episode"], r"method=./learning.py:by_episode: returns advantages of shape \(2,\) for 2"),
         (["method=no_such:plain"], "method=no_such:plain: no module 'no_such'"),
     ],
 )
