@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from envs import outside
+from hgpo_jax.advantages import ESTIMATORS
 from hgpo_jax.config import check_together, describe, load
 from hgpo_jax.environments import environment
 from hgpo_jax.errors import ConfigError
@@ -115,7 +116,10 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "broken.py").write_text("1 / 0\n")
     (tmp_path / "prompts.txt").write_text(PROMPTS)
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    known = dict(ESTIMATORS)
+    yield tmp_path
+    ESTIMATORS.clear()
+    ESTIMATORS.update(known)
 
 
 def checked(*overrides):

@@ -235,7 +235,7 @@ SINGLE = [
     (retensor(lambda t: t.update({"model.rotary.inv": t["model.norm.weight"]})), "model.rotary.inv is unexpected"),
     (retensor(lambda t: t.update({"model.norm.weight": np.ones(32, np.int32)})), "model.norm.weight has dtype I32"),
     (edit(model_type="mistral"), "model_type is 'mistral'"),
-    (edit(model_type="llama"), "q_proj.bias is unexpected"),
+    (edit(model_type="llama"), "k_proj.bias is unexpected (9 in all)"),
     (edit(model_type="llama", attention_bias=True), "attention_bias=true"),
     (edit(model_type="llama", mlp_bias=True), "mlp_bias=true"),
     (edit(rope_parameters={"rope_type": "llama3", "factor": 8.0}), "rope_scaling in config.json lacks low_freq_factor"),

@@ -116,8 +116,8 @@ METHOD = {
 # Other environments' and methods' fields, places, speed, and what is written: no result depends on them here.
 ELSEWHERE = (
     "name", "run_dir", "cache_dir", "mesh", "env.tasks", "env.rooms", "env.places", "env.things", "env.size", "env.boxes",
-    "env.reward", "env.data", "env.generated", "env.workers", "env.time_limit", "lora.alpha", "lora.targets",
-    "rollout.max_tries",
+    "env.reward", "env.options", "env.template", "env.data", "env.generated", "env.workers",
+    "env.time_limit", "lora.alpha", "lora.targets", "rollout.max_tries",
     "rollout.decode_batch_size", "cloning.", "learner.microbatch_size", "learner.remat", "learner.offload",
     "learner.max_nonfinite", "evaluation.every",
     "log.", *(f"policy.{name}" for name in ("tokenizer", *configuration.PolicyConfig().sizes)),
