@@ -1,0 +1,46 @@
+"""`python -m hgpo_jax`, installed as `hgpo`: lists the commands and runs one of them.
+
+    hgpo train learner.lr=1e-3        as python -m hgpo_jax.train learner.lr=1e-3
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from importlib.metadata import version
+
+from envs.cli import nearest, run
+from hgpo_jax.errors import ConfigError
+
+COMMANDS = {
+    "train": ("hgpo_jax.train", "train an agent: the embedded job, a configuration, or your own environment"),
+    "evaluate": ("hgpo_jax.evaluate", "success on held-out tasks, with intervals"),
+    "report": ("hgpo_jax.report", "runs as one HTML page: curves, groups, every step's advantage"),
+    "export": ("hgpo_jax.export", "a run's policy as a Hugging Face folder"),
+    "tables": ("hgpo_jax.tables", "tables of runs, the paper's among them: plan, run, draw"),
+    "bench": ("hgpo_jax.bench", "speed and memory, as shares of what the machine can do"),
+    "play": ("envs.play", "play an environment yourself"),
+}
+
+
+def main() -> None:
+    given = sys.argv[1:2]
+    if given == ["--version"]:
+        print(f"hgpo_jax {version('hgpo_jax')}")
+    elif not given or given[0] in ("-h", "--help"):
+        print("usage: hgpo COMMAND ...        hgpo COMMAND --help explains one\n")
+        print("\n".join(f"  {name:10s}{meaning}   (python -m {module})" for name, (module, meaning) in COMMANDS.items()))
+    elif given[0] not in COMMANDS:
+        raise ConfigError(f"{given[0]}: no such command; {nearest(given[0], list(COMMANDS))}")
+    else:
+        del sys.argv[1]
+        runpy.run_module(COMMANDS[given[0]][0], run_name="__main__", alter_sys=True)
+
+
+def command() -> None:
+    """The console script."""
+    run(main, (ConfigError,))
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,40 @@
+"""`python -m hgpo_jax`, which lists the commands and runs them."""
+
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from hgpo_jax.__main__ import COMMANDS, command
+
+
+def hgpo(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["hgpo", *arguments])
+    command()
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",)])
+def test_the_commands_are_listed(arguments, monkeypatch, capsys):
+    hgpo(monkeypatch, *arguments)
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert listed == list(COMMANDS)
+    assert all(find_spec(module) for module, _ in COMMANDS.values())
+
+
+def test_a_command_gets_its_arguments(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as ended:
+        hgpo(monkeypatch, "train", "learner.lrr=1")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: learner.lrr=1: no such field; did you mean learner.lr?\n"
+
+
+def test_another_name_is_refused(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as ended:
+        hgpo(monkeypatch, "trian")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: trian: no such command; did you mean train?\n"
+
+
+def test_the_version(monkeypatch, capsys):
+    hgpo(monkeypatch, "--version")
+    assert capsys.readouterr().out.startswith("hgpo_jax 0.")
