@@ -9,6 +9,7 @@ import pytest
 from household_policy import MODEL, K, clone, mesh_of
 
 from envs.sokoban import Sokoban
+from envs.sokoban import expert as sokoban_expert
 from envs.sokoban.text import SokobanText
 from envs.words import Words
 from hgpo_jax.advantages import estimate
@@ -34,7 +35,7 @@ SIZES = dataclasses.replace(MODEL, vocab_size=vocabulary_size(Sokoban().words))
 
 @pytest.fixture(scope="module")
 def params():
-    return clone(Sokoban(max_turns=12), SIZES, steps=500)
+    return clone(Sokoban(max_turns=12), sokoban_expert, SIZES, steps=500)
 
 
 @pytest.mark.parametrize("reward", ["success", "gym"])
