@@ -426,4 +426,4 @@ def test_smollm2_knows_the_capital_of_france(tmp_path):
     ids = policy.tokenizer("The capital of France is")["input_ids"]
     assert ids == [504, 3575, 282, 4649, 314]
     logits = policy.logits(np.array([ids]), np.array([5]))
-    assert policy.tokenizer.decode(logits[0, -1].argmax()) == " Paris"
+    assert policy.tokenizer.decode([int(logits[0, -1].argmax())]) == " Paris"
