@@ -49,10 +49,10 @@ def load(name: str) -> tuple[ModuleType, Any]:
             module = importlib.import_module(place)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{place}.".startswith(f"{error.name}."):
-                raise ValueError(f"its import fails: {_told(error)}") from None
+                raise ValueError(f"its import fails: {_described(error)}") from None
             raise ValueError(f"no module {error.name!r}; write package.module:NAME or path/to/file.py:NAME") from None
         except Exception as error:  # whatever a module does
-            raise ValueError(f"its import fails: {_told(error)}") from None
+            raise ValueError(f"its import fails: {_described(error)}") from None
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -78,11 +78,11 @@ def _executed(file: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever a module does
         del sys.modules[name]
-        raise ValueError(f"its import fails: {_told(error)}") from None
+        raise ValueError(f"its import fails: {_described(error)}") from None
     return module
 
 
-def _told(error: Exception) -> str:
+def _described(error: Exception) -> str:
     line = traceback.extract_tb(error.__traceback__)[-1]
     return one_line(f"{type(error).__name__}: {error} ({line.filename}, line {line.lineno})")
 

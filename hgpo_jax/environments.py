@@ -78,7 +78,7 @@ def _from_fields(make: type, options: tuple[str, ...], config: Config):
         raise ConfigError(f"env.{error}") from None
 
 
-def _told(text: type, make: Callable[[Config], Any], config: Config) -> Makers:
+def _as_text(text: type, make: Callable[[Config], Any], config: Config) -> Makers:
     """A compiled environment as text."""
     maker = functools.partial(text, make(config))
     return maker, maker
@@ -194,11 +194,11 @@ sokoban = functools.partial(_from_fields, Sokoban, SOKOBAN)
 ENVIRONMENTS = {
     "household": Environment(HOUSEHOLD, compiled=household, expert=household_expert),
     "household_text": Environment(
-        HOUSEHOLD, text=functools.partial(_told, HouseholdText, household), template="household",
+        HOUSEHOLD, text=functools.partial(_as_text, HouseholdText, household), template="household",
     ),
     "sokoban": Environment(SOKOBAN, compiled=sokoban, expert=sokoban_expert),
     "sokoban_text": Environment(
-        SOKOBAN, text=functools.partial(_told, SokobanText, sokoban), template="sokoban", fallback=20,
+        SOKOBAN, text=functools.partial(_as_text, SokobanText, sokoban), template="sokoban", fallback=20,
     ),
     "alfworld": Environment(
         ("data", "split", "generated", "held_out", "max_turns"), compiled=alfworld, text=alfworld_text, games=alfworld_games,

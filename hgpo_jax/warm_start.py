@@ -106,12 +106,10 @@ def clone(job: Job) -> dict:
     )  # fmt: skip
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def some_steps(params, opt_state, decisions, count, key):
+    def some_steps(params, opt_state, decisions, count, key, steps):
         # Rows of decisions that happened come first in a random order.
         order = jnp.argsort(jax.random.uniform(key, (total,)) + 2.0 * (decisions.response_lengths == 0))
-        return update(
-            params, opt_state, None, decisions, order, jnp.minimum(settings.check_every * settings.batch_size, count), 1.0
-        )
+        return update(params, opt_state, None, decisions, order, jnp.minimum(steps * settings.batch_size, count), 1.0)
 
     practice = job.runner.select_tasks("warm_start", config.seed, settings.episodes + jnp.arange(job.batch))
     groups = jnp.arange(job.batch, dtype=jnp.int32)
@@ -126,16 +124,19 @@ def clone(job: Job) -> dict:
     solved = 0.0
     with Progress("warm start", settings.max_steps, "step") as progress:
         for step in range(0, settings.max_steps, settings.check_every):
-            params, opt_state, stats = some_steps(params, opt_state, decisions, count, jax.random.fold_in(key, 2 + step))
+            steps = min(settings.check_every, settings.max_steps - step)
+            params, opt_state, stats = some_steps(
+                params, opt_state, decisions, count, jax.random.fold_in(key, 2 + step), jnp.int32(steps)
+            )
             loss = float(stats["loss"])
             if stats["nonfinite_steps"]:
                 raise RunError(f"warm start: a loss or gradient is not finite after {step} steps; lower cloning.lr")
             solved = practice_success(params, step)
-            progress.update(settings.check_every, {"loss": f"{loss:.3f}", "success": f"{solved:.2f}"})
+            progress.update(steps, {"loss": f"{loss:.3f}", "success": f"{solved:.2f}"})
             if solved >= settings.stop_at:
                 break
     print(
-        f"warm start: {step + settings.check_every} steps of behaviour cloning on {int(count):,} decisions of "
+        f"warm start: {step + steps} steps of behaviour cloning on {int(count):,} decisions of "
         f"{settings.episodes:,} generated episodes ({float(success.mean()):.0%} of them successful); "
         f"loss {loss:.3f}, success {solved:.0%}",
         flush=True,

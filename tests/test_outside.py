@@ -264,11 +264,12 @@ def test_trains_evaluates_resumes_and_is_reported(here, kind):
     byte_tokenizer().save_pretrained(here / "tok")
     start = {
         "compiled": ["env.name=./rooms.py:Corridor", "env.options.size=4"],
-        "warm start": ["env.name=./rooms.py:Guided", "warm_start=cloning", "cloning.max_steps=50", "cloning.episodes=64"],
+        "warm start": ["env.name=./rooms.py:Guided", "warm_start=cloning", "cloning.max_steps=30", "cloning.episodes=64"],
         "text": ["env.name=./games.py:Guess", "env.options.size=2", "env.template=prompts.txt", "env.workers=1", *TEXTS],
     }[kind]
     words = [*SMALL, *start, "method=./learning.py:plain", "run_dir=run", "cache_dir=cache"]
-    command("-m", "hgpo_jax.train", *words, cwd=here)
+    said = command("-m", "hgpo_jax.train", *words, cwd=here).stdout
+    assert ("warm start: 30 steps of behaviour cloning" in said) == (kind == "warm start")
     rows = rows_of(here / "run")
     assert len(rows) == 4 and all(np.isfinite(row["loss"]) for row in rows)
     assert "./learning.py:plain" in (here / "run" / "config.yaml").read_text()
