@@ -45,16 +45,17 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(tryfirst=True)  # before the fixtures, which compile too
 def pytest_runtest_setup(item):
-    """Quick tests and the processes that they start compile without LLVM's optimization, which took half of their time for
-    programs that run once. Slow tests and tests marked `optimized`, which are about rounding, compile as users' runs do.
+    """Tests and the processes that they start compile without LLVM's optimization, which took half of their time for
+    programs that run once or twice. Tests marked `optimized` compile as users' runs do: those about rounding, memory or
+    learning, and those whose programs run for long.
 
     Compiled programs are cached by shape: marked tests must not share theirs with others of the same process.
     """
     import jax
 
-    quick = item.config.option.markexpr == "not slow" and not item.get_closest_marker("optimized")
-    jax.config.update("jax_disable_most_optimizations", quick)
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(quick))
+    optimized = item.get_closest_marker("optimized") is not None
+    jax.config.update("jax_disable_most_optimizations", not optimized)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(not optimized))
 
 
 def pytest_runtest_teardown(item, nextitem):

@@ -9,6 +9,7 @@ import pytest
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 def test_the_default_run_teaches_the_agent(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     folders = [f"run_dir={tmp_path / 'run'}", f"cache_dir={tmp_path / 'cache'}"]

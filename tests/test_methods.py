@@ -74,6 +74,7 @@ def test_methods_with_one_ratio_for_each_response(method, low, high):
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 @pytest.mark.parametrize("method", METHODS)
 def test_success_rises_above_the_warm_start(method, at_the_start, cache, tmp_path):
     success, rows = train(tmp_path / "run", cache, f"method={method}")
@@ -84,6 +85,7 @@ def test_success_rises_above_the_warm_start(method, at_the_start, cache, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 def test_the_readmes_estimator_learns(at_the_start, cache, tmp_path):
     readme = Path(advantages.__file__).with_name("README.md").read_text()
     program = tmp_path / "mine.py"

@@ -31,6 +31,7 @@ def test_the_committed_copy_was_executed_in_order(book):
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 @pytest.mark.parametrize("book", BOOKS, ids=lambda book: book.stem)
 def test_it_runs(book, tmp_path, monkeypatch):
     nbclient = pytest.importorskip("nbclient")

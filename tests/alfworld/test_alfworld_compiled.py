@@ -28,6 +28,7 @@ def test_play_equals_the_engines(logic: Path | None) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 @WORDINGS
 def test_all_games_equal_the_engines(official: dict, logic: Path | None) -> None:
     """More than half a million steps with both wordings."""

@@ -99,6 +99,7 @@ def check_labels(env: CompiledAlfworld, noise: float) -> np.ndarray:
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 def test_wins_by_what_it_sees() -> None:
     env = sampled()
     assert check_labels(env, 0.0).all()
@@ -107,6 +108,7 @@ def test_wins_by_what_it_sees() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 def test_wins_all_games(official: dict) -> None:
     """With nothing learned from the held-out games."""
     tables = compile_games([path for paths in official.values() for path in paths])

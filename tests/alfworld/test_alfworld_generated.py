@@ -55,6 +55,7 @@ def check_rows(tables: Tables, numbers: list[int], given: list[Path], others: li
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 def test_engine_plays_the_same_games(tmp_path: Path) -> None:
     tables = made()
     files = check_rows(tables, list(range(0, 40, 4)), GIVEN, HELD_OUT, tmp_path)
@@ -117,6 +118,7 @@ def test_things_lie_where_they_usually_do() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 def test_same_seed_same_games(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = made()
     again = generate_games(GIVEN, HELD_OUT, 40, 0, cache=tmp_path)
@@ -138,6 +140,7 @@ def test_refusals() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 def test_thousands_of_games(official: dict, tmp_path: Path) -> None:
     given, held_out = official["valid_train"], [*official["valid_seen"], *official["valid_unseen"]]
     tables = generate_games(given, held_out, 4000, 0)

@@ -143,6 +143,7 @@ def test_what_does_not_fit() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 def test_prompts_of_all_games(official: dict) -> None:
     paths = [path for games in official.values() for path in games]
     counts = check(paths, None, ("expert", "verbs"), 50, slots=128, seed=1)

@@ -65,6 +65,7 @@ def against():
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 def test_sample(tmp_path, monkeypatch):
     peer = against()
     profiled = ("--profile", str(tmp_path / "traces"))
@@ -104,6 +105,7 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 def test_update(tmp_path, monkeypatch):
     peer = against()  # which then must have the same loss and gradient
     sizes = ("--rows", "6", "--tokens", "12", "--response", "5", "--remat", "full")
@@ -116,6 +118,7 @@ def test_update(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 def test_train(tmp_path, monkeypatch):
     peer = against()
     rows = bench(tmp_path, monkeypatch, "train", "--repeats", "1", f"cache_dir={tmp_path}", *SMALL_JOB, *peer)
@@ -138,6 +141,7 @@ def peer():
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 def test_the_peer_generates_the_same_tokens(peer):
     model = dataclasses.replace(policies.workload(parse(TINY)).model, initializer_range=0.5)
     mesh = policies.meshes("data=1", 3)["data=1"]
@@ -158,6 +162,7 @@ def job(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 def test_the_peer_learns_the_same_from_the_same_episodes(peer, job):
     """One optimizer step on another policy's episodes, so that clipping and KL count too."""
     learn, init = make_learn(job)
@@ -176,6 +181,7 @@ def test_the_peer_learns_the_same_from_the_same_episodes(peer, job):
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 def test_what_the_peer_plays_is_what_the_environment_does(peer, job):
     env, tokenizer = job.runner.env, job.policy.tokenizer
     played = peer.play(peer.make_model(job.policy.config, job.policy.params, "float32"), job, 1)

@@ -18,6 +18,7 @@ CHIP = {"v5e": 16, "v5p": 95, "v6e": 32}  # GiB
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs jax[tpu]")
 @pytest.mark.parametrize(("size", "topology", "mesh", "programs"), CASES)
 def test_the_papers_settings_compile_and_fit(size, topology, mesh, programs):
