@@ -1,6 +1,6 @@
 """Measurements in a process of their own, so that the memory they report is theirs alone.
 
-    in_own_process("envs.webshop.bench", "build_folder", items, attributes, folder)["mb"]
+    in_own_process("hgpo_jax.envs.webshop.bench", "build_folder", items, attributes, folder)["mb"]
 """
 
 import importlib
@@ -21,9 +21,9 @@ def in_own_process(module: str, function: str, *arguments: object) -> dict[str, 
     Raises:
         RuntimeError: it failed; gives the last line of its standard error.
     """
-    root = str(Path(__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", "envs.measure", module, function, *map(str, arguments)]
+    command = [sys.executable, "-m", "hgpo_jax.envs.measure", module, function, *map(str, arguments)]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{module}.{function} failed: {done.stderr.strip().splitlines()[-1:]}")

@@ -21,7 +21,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import pydantic
 
-from envs.cli import nearest, one_line
+from hgpo_jax.envs.cli import nearest, one_line
 
 ENVIRONMENTS, ESTIMATORS = "hgpo_jax.environments", "hgpo_jax.estimators"  # groups of entry points
 

@@ -1,11 +1,11 @@
-"""`python -m envs.play`: play an environment in the terminal and see what an agent sees.
+"""`python -m hgpo_jax.envs.play`: play an environment in the terminal and see what an agent sees.
 
-    python -m envs.play household --seed 3 --tasks place two --rooms kitchen bedroom
-    python -m envs.play sokoban --size 8 --boxes 2
-    python -m envs.play alfworld path/to/game.tw-pddl
-    python -m envs.play alfworld path/to/json_2.1.1/valid_seen --seed 7
-    python -m envs.play webshop items_shuffle_1000.json.gz items_ins_v2_1000.json.gz --seed 7
-    python -m envs.play ./my_env.py:MyEnv size=5                    your own, or package.module:MyEnv, with options of its class
+    python -m hgpo_jax.envs.play household --seed 3 --tasks place two --rooms kitchen bedroom
+    python -m hgpo_jax.envs.play sokoban --size 8 --boxes 2
+    python -m hgpo_jax.envs.play alfworld path/to/game.tw-pddl
+    python -m hgpo_jax.envs.play alfworld path/to/json_2.1.1/valid_seen --seed 7
+    python -m hgpo_jax.envs.play webshop items_shuffle_1000.json.gz items_ins_v2_1000.json.gz --seed 7
+    python -m hgpo_jax.envs.play ./my_env.py:MyEnv size=5     your own, or package.module:MyEnv, with its options
 
 A command is typed as it stands in the list, or by its number there. Without a terminal, commands are read from standard
 input, one per line. An empty line, or the end of the input, ends the game.
@@ -18,14 +18,14 @@ import contextlib
 import sys
 from pathlib import Path
 
-from envs import cli, outside
-from envs.cli import Parser, printable
+from hgpo_jax.envs import cli, outside
+from hgpo_jax.envs.cli import Parser, printable
 
 
 def household(args):
     """The household in ALFWorld's wording, and the task to play."""
-    from envs.household import Household
-    from envs.household.text import HouseholdText
+    from hgpo_jax.envs.household import Household
+    from hgpo_jax.envs.household.text import HouseholdText
 
     sizes = {"places": args.places, "things": args.things, "max_turns": args.turns or 20}
     return HouseholdText(Household(tasks=tuple(args.tasks), rooms=tuple(args.rooms), **sizes)), args.seed
@@ -33,15 +33,15 @@ def household(args):
 
 def sokoban(args):
     """A generated room, drawn."""
-    from envs.sokoban import Sokoban
-    from envs.sokoban.text import SokobanText
+    from hgpo_jax.envs.sokoban import Sokoban
+    from hgpo_jax.envs.sokoban.text import SokobanText
 
     return SokobanText(Sokoban(args.size, args.boxes, max_turns=args.turns or 50)), args.seed
 
 
 def alfworld(args):
     """One game, or the one that the seed picks in a folder."""
-    from envs.alfworld.text import AlfworldText
+    from hgpo_jax.envs.alfworld.text import AlfworldText
 
     games = [args.game]
     if args.game.is_dir():
@@ -53,7 +53,7 @@ def alfworld(args):
 
 def webshop(args):
     """The goal that the seed picks."""
-    from envs.webshop.text import WebshopText
+    from hgpo_jax.envs.webshop.text import WebshopText
 
     files = [file for file in (args.items, args.attributes) if file]
     options = {"human": args.human, "human_goals": True} if args.human else {}
@@ -67,7 +67,7 @@ def own(args):
     given = {name: value for name, _, value in (option.partition("=") for option in args.options)}
     env = found(**outside.options(found, given | ({"max_turns": args.turns} if args.turns else {})))
     if hasattr(env, "observation_length"):  # compiled
-        from envs.words import Words
+        from hgpo_jax.envs.words import Words
 
         env = Words(env)
     return env, args.seed % len(env) if hasattr(env, "__len__") else args.seed
@@ -75,7 +75,7 @@ def own(args):
 
 def parser() -> Parser:
     p = Parser(
-        prog="python -m envs.play",
+        prog="python -m hgpo_jax.envs.play",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

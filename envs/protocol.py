@@ -107,7 +107,7 @@ class Expert(Protocol):
 
 @runtime_checkable
 class ListsActions(Protocol):
-    """Optional for a compiled environment: what can be done now. `envs.words.Words` and with it `envs.play` list it."""
+    """Optional for a compiled environment: what can be done now. `Words` and with it `hgpo_jax.envs.play` list it."""
 
     def admissible(self, state: Any) -> tuple[jax.Array, jax.Array]:
         """admissible(state) -> (which rows are admissible bool[.], their words i32[., A])"""

@@ -11,7 +11,7 @@ import functools
 import jax
 import numpy as np
 
-from envs.protocol import ListsActions
+from hgpo_jax.envs.protocol import ListsActions
 
 BLANK = "_"  # an empty slot between words
 

@@ -9,7 +9,7 @@ import runpy
 import sys
 from importlib.metadata import version
 
-from envs.cli import nearest, run
+from hgpo_jax.envs.cli import nearest, run
 from hgpo_jax.errors import ConfigError
 
 COMMANDS = {
@@ -19,7 +19,7 @@ COMMANDS = {
     "export": ("hgpo_jax.export", "a run's policy as a Hugging Face folder"),
     "tables": ("hgpo_jax.tables", "tables of runs, the paper's among them: plan, run, draw"),
     "bench": ("hgpo_jax.bench", "speed and memory, as shares of what the machine can do"),
-    "play": ("envs.play", "play an environment yourself"),
+    "play": ("hgpo_jax.envs.play", "play an environment yourself"),
 }
 
 

@@ -7,10 +7,10 @@ import errno
 import sys
 from collections.abc import Callable
 
-from envs import cli
-from envs.cli import Parser
 from hgpo_jax import config as configuration
 from hgpo_jax import errors
+from hgpo_jax.envs import cli
+from hgpo_jax.envs.cli import Parser
 
 
 def parser(command: str, description: str) -> Parser:

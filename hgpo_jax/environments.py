@@ -17,21 +17,21 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from envs import outside
-from envs.alfworld import expert as alfworld_expert
-from envs.alfworld.dataset import ENVIRONMENT_VARIABLE, list_games
-from envs.alfworld.generated import generate_games
-from envs.alfworld.habits import search_order
-from envs.alfworld.short_prompts import ShortPromptAlfworld
-from envs.alfworld.tables import Tables, compile_games, joined
-from envs.alfworld.text import AlfworldText
-from envs.household import Household
-from envs.household import expert as household_expert
-from envs.household.text import HouseholdText
-from envs.protocol import Expert, Playable, members
-from envs.sokoban import Sokoban
-from envs.sokoban import expert as sokoban_expert
-from envs.sokoban.text import SokobanText
+from hgpo_jax.envs import outside
+from hgpo_jax.envs.alfworld import expert as alfworld_expert
+from hgpo_jax.envs.alfworld.dataset import ENVIRONMENT_VARIABLE, list_games
+from hgpo_jax.envs.alfworld.generated import generate_games
+from hgpo_jax.envs.alfworld.habits import search_order
+from hgpo_jax.envs.alfworld.short_prompts import ShortPromptAlfworld
+from hgpo_jax.envs.alfworld.tables import Tables, compile_games, joined
+from hgpo_jax.envs.alfworld.text import AlfworldText
+from hgpo_jax.envs.household import Household
+from hgpo_jax.envs.household import expert as household_expert
+from hgpo_jax.envs.household.text import HouseholdText
+from hgpo_jax.envs.protocol import Expert, Playable, members
+from hgpo_jax.envs.sokoban import Sokoban
+from hgpo_jax.envs.sokoban import expert as sokoban_expert
+from hgpo_jax.envs.sokoban.text import SokobanText
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.rollout.requirements import RUNNER, check_compiled, check_text
 
@@ -166,7 +166,7 @@ def webshop_text(config: Config) -> Makers:
     if not data:
         raise ConfigError(f"env.data=: {env.name} needs its data; give data=FOLDER")
     try:
-        from envs.webshop.text import WebshopText
+        from hgpo_jax.envs.webshop.text import WebshopText
 
         files = webshop_files(data)
     except (ValueError, ImportError) as error:

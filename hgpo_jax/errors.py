@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # The environments are used without hgpo_jax, too, so the texts of messages are made there.
-from envs.cli import one_line, printable
+from hgpo_jax.envs.cli import one_line, printable
 
 __all__ = ["ConfigError", "RunError", "one_line", "printable"]
 

@@ -7,8 +7,8 @@ import inspect
 
 import jax
 
-from envs import outside
 from hgpo_jax.advantages import ESTIMATORS, Estimate, checks, estimate, parameters
+from hgpo_jax.envs import outside
 from hgpo_jax.errors import ConfigError, one_line
 
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from envs.protocol import CompiledEnv, ListsGames, OwnPrompts
 from hgpo_jax.config import Config
 from hgpo_jax.environments import Environment
+from hgpo_jax.envs.protocol import CompiledEnv, ListsGames, OwnPrompts
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.policy import ModelConfig, network
 from hgpo_jax.policy.tokenizer import ACT

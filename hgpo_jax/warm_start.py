@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from envs.protocol import CompiledEnv, Expert, ListsGames
 from hgpo_jax.config import Config
 from hgpo_jax.environments import environment
+from hgpo_jax.envs.protocol import CompiledEnv, Expert, ListsGames
 from hgpo_jax.errors import ConfigError, RunError
 from hgpo_jax.job import Job
 from hgpo_jax.learner import make_cloning_loss, make_update
@@ -37,7 +37,7 @@ from hgpo_jax.run import distributed
 from hgpo_jax.sampling import Decoding
 from hgpo_jax.training_batch import TrainingBatch
 
-ROOT, OURS = Path(__file__).parent.parent, ("hgpo_jax", "envs")  # where this project's packages are
+ROOT = Path(__file__).parent.parent  # where this package is
 
 
 def generate_play(
@@ -152,7 +152,7 @@ def sources(module: str = __name__) -> list[Path]:
     found, todo = set(), [module]
     while todo:
         parts = todo.pop().split(".")
-        if parts[0] not in OURS:
+        if parts[0] != "hgpo_jax":
             continue
         # To import a.b.c executes a and a.b, too; where c is a name inside a.b there is no such file.
         for end in range(1, len(parts) + 1):

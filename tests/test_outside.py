@@ -11,10 +11,10 @@ import jax
 import numpy as np
 import pytest
 
-from envs import outside
 from hgpo_jax.advantages import ESTIMATORS
 from hgpo_jax.config import check_together, describe, load
 from hgpo_jax.environments import environment
+from hgpo_jax.envs import outside
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.job import build
 from hgpo_jax.methods import method_named
@@ -237,7 +237,7 @@ def test_what_a_run_was_made_with_is_recorded_and_a_change_warned_of_once(here):
 
 def play(*arguments, keys):
     environment = {"PYTHONPATH": str(ROOT), "PATH": "", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "envs.play", *arguments]
+    command = [sys.executable, "-m", "hgpo_jax.envs.play", *arguments]
     return subprocess.run(command, input=keys, capture_output=True, text=True, timeout=120, env=environment)
 
 

@@ -1,4 +1,4 @@
-"""`python -m envs.play`, run as a person would."""
+"""`python -m hgpo_jax.envs.play`, run as a person would."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 GAMES = ROOT / "tests" / "alfworld" / "data" / "json_2.1.1"
-PLAY = [sys.executable, "-m", "envs.play"]
+PLAY = [sys.executable, "-m", "hgpo_jax.envs.play"]
 
 
 def play(*arguments, keys="", **options):
@@ -24,8 +24,8 @@ def commands_in(screen: str) -> list[str]:
 
 
 def test_household_shows_what_an_agent_sees():
-    from envs.household import Household
-    from envs.household.text import HouseholdText
+    from hgpo_jax.envs.household import Household
+    from hgpo_jax.envs.household.text import HouseholdText
 
     env = HouseholdText(Household())
     seen = [env.reset(3), env.step("go to cabinet 1"), env.step("open cabinet 1"), env.step("dance")]
@@ -55,7 +55,7 @@ def test_an_episode_ends_with_its_turns():
 
 
 def test_alfworld_plays_a_file_and_picks_from_a_folder():
-    from envs.alfworld import load_game
+    from hgpo_jax.envs.alfworld import load_game
 
     path = sorted(GAMES.rglob("game.tw-pddl"))[1]
     game = load_game(path)
@@ -73,7 +73,7 @@ def test_webshop_can_be_won(tmp_path):
     sys.path.insert(0, str(ROOT / "tests" / "webshop"))
     from webshop_tiny import write
 
-    from envs.webshop.text import WebshopText
+    from hgpo_jax.envs.webshop.text import WebshopText
 
     files = write(tmp_path)[:2]
     env = WebshopText.open(*files)

@@ -74,13 +74,13 @@ def refused(monkeypatch, capsys, command: str, *arguments: str) -> str:
     """What a command says that ends with exit code 2."""
     name, *more = command.split()
     module = importlib.import_module(
-        {"bench": "hgpo_jax.bench.__main__", "play": "envs.play", "oracle": "envs.webshop.oracle",
-         "catalogue": "envs.webshop.catalogue"}.get(name, f"hgpo_jax.{name}")
+        {"bench": "hgpo_jax.bench.__main__", "play": "hgpo_jax.envs.play", "oracle": "hgpo_jax.envs.webshop.oracle",
+         "catalogue": "hgpo_jax.envs.webshop.catalogue"}.get(name, f"hgpo_jax.{name}")
     )  # fmt: skip
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
     monkeypatch.setattr("sys.argv", [name, *more, *arguments])
     with pytest.raises(SystemExit) as stop:
-        if module.__name__.startswith("envs"):
+        if module.__name__.startswith("hgpo_jax.envs"):
             cli.cli.run(module.main, (ValueError, ImportError))
         else:
             cli.run(module.main)

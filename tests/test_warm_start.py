@@ -21,15 +21,14 @@ def test_every_module_that_is_reached_is_in_the_key():
     finder = ModuleFinder(path=[str(ROOT)])  # the standard library's own walk, over the compiled code
     finder.import_hook("hgpo_jax.warm_start")
     reached = names(module.__file__ for module in finder.modules.values() if module.__file__)
-    assert {"hgpo_jax/learner.py", "hgpo_jax/mesh.py", "hgpo_jax/policy/placement.py", "envs/household/expert.py"} <= reached
+    assert {f"hgpo_jax/{name}.py" for name in ("learner", "mesh", "policy/placement", "envs/household/expert")} <= reached
     assert reached <= names(warm_start.sources())
 
 
 @pytest.fixture
 def copied(tmp_path, monkeypatch):
     """The sources where they can be changed."""
-    for package in warm_start.OURS:
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "hgpo_jax", tmp_path / "hgpo_jax", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(warm_start, "ROOT", tmp_path)
     return tmp_path
 
@@ -39,7 +38,7 @@ def test_a_byte_of_a_source_changes_the_key(copied):
     before = warm_start.cache_key(config)
     files = warm_start.sources()
     (loss,) = [file for file in files if "def reduce_tokens" in file.read_text()]
-    for file in (loss, copied / "hgpo_jax/policy/placement.py", copied / "envs/household/env.py"):
+    for file in (loss, copied / "hgpo_jax/policy/placement.py", copied / "hgpo_jax/envs/household/env.py"):
         kept = file.read_bytes()
         file.write_bytes(kept + b"\n")
         assert warm_start.cache_key(config) != before, file
@@ -56,9 +55,9 @@ def test_every_way_to_import_is_followed(copied, statement):
     learner = copied / "hgpo_jax" / "learner.py"
     learner.write_text(f"{learner.read_text()}\n{statement}\n")
     (copied / "hgpo_jax" / "extra").mkdir()
-    (copied / "hgpo_jax" / "extra" / "__init__.py").write_text("from envs import nothing, unheard_of\n")
-    (copied / "envs" / "unheard_of.py").write_text("")
-    assert {"hgpo_jax/extra/__init__.py", "envs/unheard_of.py"} <= names(warm_start.sources())
+    (copied / "hgpo_jax" / "extra" / "__init__.py").write_text("from hgpo_jax.envs import nothing, unheard_of\n")
+    (copied / "hgpo_jax" / "envs" / "unheard_of.py").write_text("")
+    assert {"hgpo_jax/extra/__init__.py", "hgpo_jax/envs/unheard_of.py"} <= names(warm_start.sources())
 
 
 @pytest.mark.parametrize("package", ["jax", "jaxlib", "flax", "optax"])

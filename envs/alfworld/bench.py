@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from itertools import cycle, islice
 
-from envs.alfworld.game import Game, load_game
-from envs.measure import in_own_process
+from hgpo_jax.envs.alfworld.game import Game, load_game
+from hgpo_jax.envs.measure import in_own_process
 
 EPISODE = 50  # steps, the limit the benchmark uses
 LIVE = 1000  # environments alive while memory is measured

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from envs.alfworld.bench import EPISODE
-from envs.alfworld.compiled import CompiledAlfworld
-from envs.alfworld.tables import compile_games
+from hgpo_jax.envs.alfworld.bench import EPISODE
+from hgpo_jax.envs.alfworld.compiled import CompiledAlfworld
+from hgpo_jax.envs.alfworld.tables import compile_games
 
 
 def measure_compiled(paths: Sequence[str | os.PathLike], batch: int = 256, repeats: int = 5) -> list[dict]:

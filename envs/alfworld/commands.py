@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from envs.alfworld import bits
-from envs.alfworld.phrases import VERBS
-from envs.alfworld.sheets import CAN
-from envs.alfworld.tables import Games
+from hgpo_jax.envs.alfworld import bits
+from hgpo_jax.envs.alfworld.phrases import VERBS
+from hgpo_jax.envs.alfworld.sheets import CAN
+from hgpo_jax.envs.alfworld.tables import Games
 
 _ALONE = ("go to", "slice", "take", "use")  # verbs whose commands have words of bits to themselves
 

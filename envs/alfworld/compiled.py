@@ -24,15 +24,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from envs.alfworld import bits
-from envs.alfworld.commands import Layout, admissible
-from envs.alfworld.dataset import TASK_TYPES
-from envs.alfworld.habits import kinds_of, search_order
-from envs.alfworld.phrases import LINKS, VERBS, command, join
-from envs.alfworld.sheets import CAN, MARKS, PLACE_CAN
-from envs.alfworld.tables import Games, Tables
-from envs.alfworld.telling import Deed, tell
-from envs.alfworld.text import WON_REWARD
+from hgpo_jax.envs.alfworld import bits
+from hgpo_jax.envs.alfworld.commands import Layout, admissible
+from hgpo_jax.envs.alfworld.dataset import TASK_TYPES
+from hgpo_jax.envs.alfworld.habits import kinds_of, search_order
+from hgpo_jax.envs.alfworld.phrases import LINKS, VERBS, command, join
+from hgpo_jax.envs.alfworld.sheets import CAN, MARKS, PLACE_CAN
+from hgpo_jax.envs.alfworld.tables import Games, Tables
+from hgpo_jax.envs.alfworld.telling import Deed, tell
+from hgpo_jax.envs.alfworld.text import WON_REWARD
 
 NOTHING = -1  # what empty hands hold
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from envs.alfworld import bits
-from envs.alfworld.compiled import CompiledAlfworld, State
-from envs.alfworld.sheets import MARKS, PLACE_CAN
+from hgpo_jax.envs.alfworld import bits
+from hgpo_jax.envs.alfworld.compiled import CompiledAlfworld, State
+from hgpo_jax.envs.alfworld.sheets import MARKS, PLACE_CAN
 
 TREATMENTS = {"isclean": "clean", "ishot": "heat", "iscool": "cool"}  # both a verb and what a place can do
 

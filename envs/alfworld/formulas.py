@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from envs.alfworld.pddl import Formula
+from hgpo_jax.envs.alfworld.pddl import Formula
 
 MAX_CONJUNCTIONS = 64
 

@@ -14,11 +14,11 @@ import re
 from operator import itemgetter
 from pathlib import Path
 
-from envs.alfworld.grammar import Command, Entity, Grammar, parse_grammar, parse_text
-from envs.alfworld.narrator import Narrator, names_in
-from envs.alfworld.pddl import Domain, Formula, Problem, parse_problem
-from envs.alfworld.query import Row, View
-from envs.alfworld.rules import ActionRule, Rules, State, rules_for
+from hgpo_jax.envs.alfworld.grammar import Command, Entity, Grammar, parse_grammar, parse_text
+from hgpo_jax.envs.alfworld.narrator import Narrator, names_in
+from hgpo_jax.envs.alfworld.pddl import Domain, Formula, Problem, parse_problem
+from hgpo_jax.envs.alfworld.query import Row, View
+from hgpo_jax.envs.alfworld.rules import ActionRule, Rules, State, rules_for
 
 NOTHING_HAPPENS = "Nothing happens."
 MEMO_LIMIT = 256  # remembered command lists per action and game; a house has about 40 places

@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from envs.alfworld import habits, phrases, tables
-from envs.alfworld.compiled import CompiledAlfworld
-from envs.alfworld.dataset import TASK_TYPES
-from envs.alfworld.expert import expert_action
-from envs.alfworld.sheets import CAN, MARKS, PLACE_CAN
-from envs.alfworld.tables import Games, Tables, compile_games
+from hgpo_jax.envs.alfworld import habits, phrases, tables
+from hgpo_jax.envs.alfworld.compiled import CompiledAlfworld
+from hgpo_jax.envs.alfworld.dataset import TASK_TYPES
+from hgpo_jax.envs.alfworld.expert import expert_action
+from hgpo_jax.envs.alfworld.sheets import CAN, MARKS, PLACE_CAN
+from hgpo_jax.envs.alfworld.tables import Games, Tables, compile_games
 
 # What a new game depends on besides the game files and the code that reads them.
 CODE = ("bits", "commands", "compiled", "expert", "generated", "habits", "telling")

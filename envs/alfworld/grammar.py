@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from envs.alfworld.pddl import Formula
+from hgpo_jax.envs.alfworld.pddl import Formula
 
 
 class Entity:

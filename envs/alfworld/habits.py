@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from envs.alfworld.sheets import PLACE_CAN
-from envs.alfworld.tables import Games
+from hgpo_jax.envs.alfworld.sheets import PLACE_CAN
+from hgpo_jax.envs.alfworld.tables import Games
 
 
 def kinds_of(words: Sequence[str]) -> tuple[list[str], np.ndarray]:

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Mapping
 
-from envs.alfworld.grammar import Entity, Grammar, Part, parse_condition
-from envs.alfworld.query import View
-from envs.alfworld.rules import Rules
+from hgpo_jax.envs.alfworld.grammar import Entity, Grammar, Part, parse_condition
+from hgpo_jax.envs.alfworld.query import View
+from hgpo_jax.envs.alfworld.rules import Rules
 
 MAX_DEPTH = 50  # symbols inside symbols; the real grammar needs 5
 MAX_PIECES = 20_000  # parts of one text; the longest real text has about 250

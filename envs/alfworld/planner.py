@@ -8,8 +8,8 @@ plan is played on a copy of the game before it is returned.
 from collections.abc import Callable
 from typing import NamedTuple
 
-from envs.alfworld.game import Game
-from envs.alfworld.pddl import Formula
+from hgpo_jax.envs.alfworld.game import Game
+from hgpo_jax.envs.alfworld.pddl import Formula
 
 TREATMENTS = {  # state the goal asks for -> (PDDL action that brings it about, receptacle types where it is possible)
     "ishot": ("heatobject", ("microwavetype",)),

@@ -12,8 +12,8 @@ sets in a state, which makes states immutable and cheap to share.
 from collections.abc import Callable, Collection, Mapping
 from operator import itemgetter
 
-from envs.alfworld.formulas import Splitter, free_variables, is_variable
-from envs.alfworld.pddl import Formula
+from hgpo_jax.envs.alfworld.formulas import Splitter, free_variables, is_variable
+from hgpo_jax.envs.alfworld.pddl import Formula
 
 WORK_LIMIT = 300_000  # facts looked at by one request; the largest real game needs about 3,000
 MAX_PARTS = 200  # of one conjunction; each is one level of calls when it is walked

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from envs.alfworld.formulas import free_variables, predicates
-from envs.alfworld.grammar import parse_condition
-from envs.alfworld.pddl import FALSE, TRUE, Action, Domain, Effect, Formula, parse_domain
-from envs.alfworld.query import Query, Row, View
+from hgpo_jax.envs.alfworld.formulas import free_variables, predicates
+from hgpo_jax.envs.alfworld.grammar import parse_condition
+from hgpo_jax.envs.alfworld.pddl import FALSE, TRUE, Action, Domain, Effect, Formula, parse_domain
+from hgpo_jax.envs.alfworld.query import Query, Row, View
 
 State = dict[str, frozenset[Row]]
 

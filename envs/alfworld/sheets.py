@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-from envs.alfworld import bits
-from envs.alfworld.dataset import TASK_TYPES
-from envs.alfworld.game import Game, load_game
-from envs.alfworld.pddl import parse_lists
-from envs.alfworld.planner import read_goal
+from hgpo_jax.envs.alfworld import bits
+from hgpo_jax.envs.alfworld.dataset import TASK_TYPES
+from hgpo_jax.envs.alfworld.game import Game, load_game
+from hgpo_jax.envs.alfworld.pddl import parse_lists
+from hgpo_jax.envs.alfworld.planner import read_goal
 
 # Digests of the rules that the arrays follow. Domains: the kinds of places where things are cleaned.
 DOMAINS = {"9eae8f285bf65a92": ("sinktype", "sinkbasintype"), "6d2f322ee043e011": ("sinkbasintype",)}

@@ -20,9 +20,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from envs.alfworld import bits
-from envs.alfworld.compiled import CompiledAlfworld, State
-from envs.alfworld.phrases import AND, COMMA, ID, ITEM, MORE, STOP, TASK, VERBS, WELCOME
+from hgpo_jax.envs.alfworld import bits
+from hgpo_jax.envs.alfworld.compiled import CompiledAlfworld, State
+from hgpo_jax.envs.alfworld.phrases import AND, COMMA, ID, ITEM, MORE, STOP, TASK, VERBS, WELCOME
 
 SILENT = ("examine", "help", "inventory", "look")  # verbs that are not listed
 IN_HAND = ("clean", "cool", "heat", "move", "put")  # verbs whose first argument is always the thing in the agent's hands

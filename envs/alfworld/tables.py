@@ -21,8 +21,8 @@ import numpy as np
 from flax import struct
 from tqdm import tqdm
 
-from envs.alfworld import phrases
-from envs.alfworld.sheets import sheet
+from hgpo_jax.envs.alfworld import phrases
+from hgpo_jax.envs.alfworld.sheets import sheet
 
 # What reads a game: a change in these modules makes kept arrays worthless.
 CODE = (

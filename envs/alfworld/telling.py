@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from envs.alfworld import bits
-from envs.alfworld import phrases as p
-from envs.alfworld.phrases import ID, VERBS
-from envs.alfworld.sheets import CAN, PLACE_CAN
+from hgpo_jax.envs.alfworld import bits
+from hgpo_jax.envs.alfworld import phrases as p
+from hgpo_jax.envs.alfworld.phrases import ID, VERBS
+from hgpo_jax.envs.alfworld.sheets import CAN, PLACE_CAN
 
 
 class Deed(struct.PyTreeNode):

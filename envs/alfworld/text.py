@@ -9,8 +9,8 @@ import functools
 import os
 from collections.abc import Sequence
 
-from envs.alfworld.dataset import TASK_TYPES
-from envs.alfworld.game import Game, load_game
+from hgpo_jax.envs.alfworld.dataset import TASK_TYPES
+from hgpo_jax.envs.alfworld.game import Game, load_game
 
 WON_REWARD = 10.0  # as verl-agent pays
 HELP = "help"  # admissible in newer releases, but no command to show an agent

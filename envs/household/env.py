@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from envs.household import world
+from hgpo_jax.envs.household import world
 
 CAPACITY = 3  # things in one receptacle, so that an observation has a fixed width
 NORMAL, HOT, COLD, CLEAN = range(4)  # what was last done to a thing

@@ -10,8 +10,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from envs.household import world
-from envs.household.env import CAPACITY, CLEAN, COLD, HOT, Household, State
+from hgpo_jax.envs.household import world
+from hgpo_jax.envs.household.env import CAPACITY, CLEAN, COLD, HOT, Household, State
 
 
 def random_action(env: Household, state: State, key: jax.Array) -> jax.Array:

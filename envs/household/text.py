@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from envs.household import world
-from envs.words import Words
+from hgpo_jax.envs.household import world
+from hgpo_jax.envs.words import Words
 
 
 class HouseholdText(Words):

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from envs.sokoban.rooms import make_room
+from hgpo_jax.envs.sokoban.rooms import make_room
 
 MOVES = ("up", "down", "left", "right")
 FLOOR, WALL, TARGET, BOX, BOX_ON_TARGET, AGENT, AGENT_ON_TARGET = range(7)  # what a cell shows

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from envs.sokoban.env import MOVES, Sokoban, State
+from hgpo_jax.envs.sokoban.env import MOVES, Sokoban, State
 
 NEVER = 10_000  # moves
 

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from envs.words import Words
+from hgpo_jax.envs.words import Words
 
 LETTERS = "-#.$*@+"  # floor, wall, target, box, box on target, agent, agent on target, as `env.py` numbers them
 

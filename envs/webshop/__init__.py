@@ -6,7 +6,7 @@
     observation, reward, done, actions = session.step("search[blue cotton shirt]")
 """
 
-from envs.webshop.session import Session
-from envs.webshop.shop import Shop, load_shop
+from hgpo_jax.envs.webshop.session import Session
+from hgpo_jax.envs.webshop.shop import Shop, load_shop
 
 __all__ = ["Session", "Shop", "load_shop"]

@@ -11,7 +11,7 @@ try:
 except ImportError:
     raise ImportError("the package regex is missing; pip install -e '.[webshop]'") from None
 
-from envs.webshop.porter import stem
+from hgpo_jax.envs.webshop.porter import stem
 
 STOP_WORDS = frozenset((
     "a", "an", "and", "are", "as", "at", "be", "but", "by", "for", "if", "in", "into", "is", "it", "no", "not", "of",

@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from envs.measure import in_own_process
-from envs.webshop.catalogue import Catalogue, build
-from envs.webshop.commands import click
-from envs.webshop.oracle import shortest_purchase
-from envs.webshop.products import read_products
-from envs.webshop.shop import Shop, load_shop
-from envs.webshop.synthetic import write_catalogue
+from hgpo_jax.envs.measure import in_own_process
+from hgpo_jax.envs.webshop.catalogue import Catalogue, build
+from hgpo_jax.envs.webshop.commands import click
+from hgpo_jax.envs.webshop.oracle import shortest_purchase
+from hgpo_jax.envs.webshop.products import read_products
+from hgpo_jax.envs.webshop.shop import Shop, load_shop
+from hgpo_jax.envs.webshop.synthetic import write_catalogue
 
 ENVIRONMENTS = 256  # verl-agent's: 128 to train in 16 groups of one seed each, 128 to validate with a seed each
 TURNS = 15

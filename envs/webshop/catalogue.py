@@ -2,7 +2,7 @@
 
 One format for a thousand products and for a million: numpy arrays, kept in memory (`build` without a folder) or built
 once into a folder and mapped from there (`build` with a folder, then `Catalogue.open`). Build a folder with
-    python -m envs.webshop.catalogue ITEMS ATTRIBUTES FOLDER
+    python -m hgpo_jax.envs.webshop.catalogue ITEMS ATTRIBUTES FOLDER
 """
 
 import argparse
@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from envs import cli
-from envs.webshop.index import Index, IndexBuilder
-from envs.webshop.pages import item_page
-from envs.webshop.products import Product, read_products, search_text
+from hgpo_jax.envs import cli
+from hgpo_jax.envs.webshop.index import Index, IndexBuilder
+from hgpo_jax.envs.webshop.pages import item_page
+from hgpo_jax.envs.webshop.products import Product, read_products, search_text
 
 FORMAT = {"format": "hgpo_jax webshop catalogue", "version": 1}
 _META = "meta.json"
@@ -199,7 +199,8 @@ def _goal_weights(goals: list[tuple[int, int, list[str]]]) -> np.ndarray:
 def main() -> None:
     """Build a folder from the two files."""
     p = cli.Parser(
-        prog="python -m envs.webshop.catalogue", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m hgpo_jax.envs.webshop.catalogue", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument("items", type=Path, metavar="ITEMS", help="the catalogue, .json or .json.gz")
     p.add_argument("attributes", type=Path, metavar="ATTRIBUTES", help="attributes and synthetic instructions")

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from envs.webshop.catalogue import Catalogue
-from envs.webshop.products import read_json
-from envs.webshop.purchase import why_unreachable
-from envs.webshop.reward import Nouns
+from hgpo_jax.envs.webshop.catalogue import Catalogue
+from hgpo_jax.envs.webshop.products import read_json
+from hgpo_jax.envs.webshop.purchase import why_unreachable
+from hgpo_jax.envs.webshop.reward import Nouns
 
 ORDERS = ("verl-agent", "original")
 ORIGINAL_SHUFFLE_SEED = 233

@@ -12,7 +12,7 @@ from collections import Counter
 
 import numpy as np
 
-from envs.webshop.analyzer import analyze, term, tokens
+from hgpo_jax.envs.webshop.analyzer import analyze, term, tokens
 
 K1 = np.float32(0.9)
 B = np.float32(0.4)

@@ -1,7 +1,7 @@
 """A shopper who knows the goal: search, page on if need be, open the product, choose the options, buy.
 
 The upper bound in tables and the source of warm-start episodes. Over all goals of a catalogue:
-    python -m envs.webshop.oracle ITEMS ATTRIBUTES
+    python -m hgpo_jax.envs.webshop.oracle ITEMS ATTRIBUTES
 """
 
 import argparse
@@ -9,11 +9,11 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from envs import cli
-from envs.webshop.commands import click, search
-from envs.webshop.pages import PAGE_SIZE
-from envs.webshop.purchase import asked_values, option_owner
-from envs.webshop.shop import Shop, load_shop
+from hgpo_jax.envs import cli
+from hgpo_jax.envs.webshop.commands import click, search
+from hgpo_jax.envs.webshop.pages import PAGE_SIZE
+from hgpo_jax.envs.webshop.purchase import asked_values, option_owner
+from hgpo_jax.envs.webshop.shop import Shop, load_shop
 
 _PRICE = re.compile(r", and price lower than [\d.]+ dollars$")
 
@@ -74,7 +74,7 @@ def success(shop: Shop) -> dict[str, float]:
 
 def main() -> None:
     p = cli.Parser(
-        prog="python -m envs.webshop.oracle", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m hgpo_jax.envs.webshop.oracle", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("items", type=Path, metavar="ITEMS", help="the catalogue, .json or .json.gz, or a built folder")
     p.add_argument("attributes", type=Path, nargs="?", metavar="ATTRIBUTES", help="attributes and synthetic instructions")

@@ -7,7 +7,7 @@ which the session puts in front.
 import json
 from collections.abc import Mapping, Sequence
 
-from envs.webshop.products import Product
+from hgpo_jax.envs.webshop.products import Product
 
 SEP = " [SEP] "
 PAGE_SIZE = 10

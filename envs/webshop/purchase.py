@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Mapping
 
-from envs.webshop.commands import click, parse
-from envs.webshop.products import Product
-from envs.webshop.reward import Nouns, goal_options, has_attribute, option_hit, purchase_reward
+from hgpo_jax.envs.webshop.commands import click, parse
+from hgpo_jax.envs.webshop.products import Product
+from hgpo_jax.envs.webshop.reward import Nouns, goal_options, has_attribute, option_hit, purchase_reward
 
 # On an item page these names are the page's own buttons, whatever option carries the same name; a click on "search"
 # never does anything.

@@ -6,8 +6,8 @@
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 
-from envs.webshop.fuzzy import similar
-from envs.webshop.products import Product
+from hgpo_jax.envs.webshop.fuzzy import similar
+from hgpo_jax.envs.webshop.products import Product
 
 # An option that contains one of these words counts as that word; the first in this order wins, so "peppermint" is
 # "mint" and "colored" is "red".

@@ -3,13 +3,13 @@
 import random
 from typing import TYPE_CHECKING
 
-from envs.webshop import pages
-from envs.webshop.commands import parse
-from envs.webshop.index import TOP_K
-from envs.webshop.purchase import option_owner
+from hgpo_jax.envs.webshop import pages
+from hgpo_jax.envs.webshop.commands import parse
+from hgpo_jax.envs.webshop.index import TOP_K
+from hgpo_jax.envs.webshop.purchase import option_owner
 
 if TYPE_CHECKING:
-    from envs.webshop.shop import Shop
+    from hgpo_jax.envs.webshop.shop import Shop
 
 Actions = dict[str, bool | list[str]]
 

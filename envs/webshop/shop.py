@@ -5,12 +5,12 @@ import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
-from envs.webshop.catalogue import Catalogue, build
-from envs.webshop.goals import ORDERS, GoalBook, GoalList, HumanGoals, SyntheticGoals
-from envs.webshop.nouns import title_nouns
-from envs.webshop.products import read_products
-from envs.webshop.reward import Nouns, purchase_reward
-from envs.webshop.session import Session
+from hgpo_jax.envs.webshop.catalogue import Catalogue, build
+from hgpo_jax.envs.webshop.goals import ORDERS, GoalBook, GoalList, HumanGoals, SyntheticGoals
+from hgpo_jax.envs.webshop.nouns import title_nouns
+from hgpo_jax.envs.webshop.products import read_products
+from hgpo_jax.envs.webshop.reward import Nouns, purchase_reward
+from hgpo_jax.envs.webshop.session import Session
 
 _open_catalogues: weakref.WeakValueDictionary[tuple, Catalogue] = weakref.WeakValueDictionary()
 
@@ -90,14 +90,14 @@ def load_shop(
     """Load WebShop's data files.
 
     Args:
-        items: the catalogue, `.json` or `.json.gz`, or a folder built with `python -m envs.webshop.catalogue`.
+        items: the catalogue, `.json` or `.json.gz`, or a folder built with `python -m hgpo_jax.envs.webshop.catalogue`.
         attributes: the attributes and synthetic instructions; not needed with a built folder, which holds them.
         human: the human instructions; needed for `human_goals`.
         human_goals: play the human instructions instead of the synthetic ones.
         seed: of prices, price limits and (in order "verl-agent") the order of the goals.
         order: "verl-agent" (each seed its own order) or "original" (one order for all seeds).
         reachable_only: leave out goals that cannot reach a reward of 1.0.
-        nouns: finds the nouns of a title, see `envs.webshop.nouns`.
+        nouns: finds the nouns of a title, see `hgpo_jax.envs.webshop.nouns`.
 
     Raises:
         ValueError: a file is broken or an argument is wrong or missing; one line with the fix.

@@ -11,9 +11,9 @@ import functools
 import os
 from collections.abc import Sequence
 
-from envs.webshop.commands import click, parse
-from envs.webshop.pages import SEP
-from envs.webshop.shop import Shop, load_shop
+from hgpo_jax.envs.webshop.commands import click, parse
+from hgpo_jax.envs.webshop.pages import SEP
+from hgpo_jax.envs.webshop.shop import Shop, load_shop
 
 WON_REWARD = 10.0  # as verl-agent pays, for a purchase with the full score only
 SEARCH = "search[<your query>]"

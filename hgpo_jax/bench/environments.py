@@ -17,14 +17,14 @@ import time
 import jax
 import numpy as np
 
-from envs.household import TASKS, Household
-from envs.household.expert import random_action
-from envs.household.world import ROOMS
-from envs.waiting import Waiting
 from hgpo_jax.bench import policies
 from hgpo_jax.bench.limits import alternate
 from hgpo_jax.config import PolicyConfig
 from hgpo_jax.environments import webshop_files
+from hgpo_jax.envs.household import TASKS, Household
+from hgpo_jax.envs.household.expert import random_action
+from hgpo_jax.envs.household.world import ROOMS
+from hgpo_jax.envs.waiting import Waiting
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import ModelConfig, initialize, network
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> list[dict]:
     if args.webshop:
         rows += webshop(args.webshop)
     if args.products:
-        from envs.webshop.bench import measure_large
+        from hgpo_jax.envs.webshop.bench import measure_large
 
         name = f"webshop, {args.products:,} products"
         rows += [row(f"{name}: {r['name']}", r["value"], r["unit"]) for r in measure_large(args.products)]
@@ -114,9 +114,9 @@ def household(batch: int, repeats: int) -> list[dict]:
 
 def alfworld(folder: str) -> list[dict]:
     """ALFWorld's engine and the compiled games on some games of valid_seen."""
-    from envs.alfworld.bench import measure
-    from envs.alfworld.bench_compiled import measure_compiled
-    from envs.alfworld.dataset import list_games
+    from hgpo_jax.envs.alfworld.bench import measure
+    from hgpo_jax.envs.alfworld.bench_compiled import measure_compiled
+    from hgpo_jax.envs.alfworld.dataset import list_games
 
     try:
         games = [game.path for game in list_games("valid_seen", folder)]
@@ -130,7 +130,7 @@ def alfworld(folder: str) -> list[dict]:
 def webshop(folder: str) -> list[dict]:
     """WebShop's engine on a catalogue."""
     try:
-        from envs.webshop.bench import measure
+        from hgpo_jax.envs.webshop.bench import measure
 
         measured = measure(*webshop_files(folder))
     except (ValueError, OSError, ImportError) as error:

@@ -10,11 +10,11 @@ from typing import get_origin
 import pydantic
 import yaml
 
-from envs.cli import nearest
 from hgpo_jax.config.tree import Config, fields, literals
+from hgpo_jax.envs.cli import nearest
 from hgpo_jax.errors import ConfigError, one_line
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[1] / "configs"
 
 MAX_DEPTH = 50  # brackets inside brackets in YAML
 

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import pydantic
 from pydantic import Field
 
-from envs import outside
-from envs.cli import nearest
 from hgpo_jax.environments import ENVIRONMENTS, HELD_OUT, environment
+from hgpo_jax.envs import outside
+from hgpo_jax.envs.cli import nearest
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.files import CACHE_DIR
 from hgpo_jax.methods import METHODS, method_named

@@ -64,7 +64,7 @@ def make_rollout(env, graphdef, mesh: Mesh, *, history_length: int, decode_batch
     i32[B] and a `sampling.Decoding`; and, of such an environment, its `tables` where the program shall not hold them.
 
     Args:
-      env: a compiled environment such as `envs.household.Household` or `envs.sokoban.Sokoban`.
+      env: a compiled environment such as `hgpo_jax.envs.household.Household` or `hgpo_jax.envs.sokoban.Sokoban`.
       graphdef: of the `Qwen2` whose parameters will be given.
       mesh: episodes are split over its `data` axis; data x fsdp must divide their number.
       history_length: K, observation-action pairs in a prompt.

@@ -1,6 +1,6 @@
 """Prompts of compiled environments: goal, the last K observation-action pairs, the current observation, "now act".
 
-An environment can have prompts of its own (`envs.protocol.OwnPrompts`), of any length up to a bound.
+An environment can have prompts of its own (`hgpo_jax.envs.protocol.OwnPrompts`), of any length up to a bound.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from envs.protocol import OwnPrompts
+from hgpo_jax.envs.protocol import OwnPrompts
 
 
 class History(struct.PyTreeNode):

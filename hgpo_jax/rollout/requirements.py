@@ -6,7 +6,7 @@ as the failure of every single episode.
 
 from __future__ import annotations
 
-from envs.protocol import INFO, BegunTextEnv, CompiledEnv, OwnPrompts, Playable, TextEnv, members
+from hgpo_jax.envs.protocol import INFO, BegunTextEnv, CompiledEnv, OwnPrompts, Playable, TextEnv, members
 
 ROLLOUT = members(Playable)  # of a compiled environment, to be played
 RUNNER = members(CompiledEnv)  # and to be read

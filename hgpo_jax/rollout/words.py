@@ -1,6 +1,6 @@
 """The compiled rollout's prompts and answers for a host rollout: fixed slots, one token per word.
 
-With `envs.words.Words` a host rollout sees, asks and does exactly what the compiled one does.
+With `hgpo_jax.envs.words.Words` a host rollout sees, asks and does exactly what the compiled one does.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from envs import outside
 from hgpo_jax.config import OPEN, Config
+from hgpo_jax.envs import outside
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.files import atomic_write
 

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from envs.alfworld.dataset import SPLITS, list_games
+from hgpo_jax.envs.alfworld.dataset import SPLITS, list_games
 
 HERE = Path(__file__).resolve().parent
 DATA = HERE / "data"

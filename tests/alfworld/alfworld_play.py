@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from envs.alfworld import Game, load_game
-from envs.alfworld.compiled import CompiledAlfworld
-from envs.alfworld.phrases import Splitter
-from envs.alfworld.planner import TREATMENTS, Unsolvable, _Attempt, plan
-from envs.alfworld.tables import compile_games
+from hgpo_jax.envs.alfworld import Game, load_game
+from hgpo_jax.envs.alfworld.compiled import CompiledAlfworld
+from hgpo_jax.envs.alfworld.phrases import Splitter
+from hgpo_jax.envs.alfworld.planner import TREATMENTS, Unsolvable, _Attempt, plan
+from hgpo_jax.envs.alfworld.tables import compile_games
 
 PLAYERS = ("planner", "expert", "random", "verbs", "shuffle", "cook")
 SHUFFLE = ("take ", "move ", "put ", "open ", "look", "examine ")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from envs.alfworld import load_game
-from envs.alfworld.dataset import TASK_TYPES
-from envs.alfworld.sheets import MARKS
-from envs.alfworld.tables import Tables
+from hgpo_jax.envs.alfworld import load_game
+from hgpo_jax.envs.alfworld.dataset import TASK_TYPES
+from hgpo_jax.envs.alfworld.sheets import MARKS
+from hgpo_jax.envs.alfworld.tables import Tables
 
 # The goals of the official games.
 GOALS = {

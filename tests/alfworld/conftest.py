@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from alfworld_places import ARCHIVE
 
-from envs.alfworld.dataset import list_games
+from hgpo_jax.envs.alfworld.dataset import list_games
 
 
 @pytest.fixture(scope="session")

@@ -10,9 +10,9 @@ import pytest
 from alfworld_places import DATA, GAMES, LOGIC, TINY
 from alfworld_play import PLAYERS, Reader, compare, environment, programs
 
-from envs.alfworld import phrases, tables
-from envs.alfworld.compiled import CompiledAlfworld
-from envs.alfworld.tables import compile_games
+from hgpo_jax.envs.alfworld import phrases, tables
+from hgpo_jax.envs.alfworld.compiled import CompiledAlfworld
+from hgpo_jax.envs.alfworld.tables import compile_games
 
 WORDINGS = pytest.mark.parametrize("logic", [None, LOGIC], ids=["release 2.1.1", "current wording"])
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from alfworld_places import ARCHIVE, DATA, LOGIC, RECORDINGS
 
-from envs.alfworld import load_game
+from hgpo_jax.envs.alfworld import load_game
 
 OWN = [json.loads(line) for line in (DATA / "recorded.jsonl").read_text().splitlines()]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from alfworld_places import DATA, GAMES
 
-from envs.alfworld.dataset import TASK_TYPES, list_games
+from hgpo_jax.envs.alfworld.dataset import TASK_TYPES, list_games
 
 
 def make(folder: Path, trial: str, task_type: str = TASK_TYPES[0], **game: object) -> None:

@@ -11,8 +11,8 @@ from alfworld_places import GAMES, LOGIC
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.alfworld import Game, load_game
-from envs.alfworld.planner import plan
+from hgpo_jax.envs.alfworld import Game, load_game
+from hgpo_jax.envs.alfworld.planner import plan
 
 EVERY = [(path, logic) for path in GAMES for logic in (None, LOGIC)]
 LETTERS = "lok go to\tinventry1{}#?()\0é\u2028\U0001f600İ"
@@ -125,7 +125,7 @@ def test_a_changed_domain_is_followed(tmp_path: Path) -> None:
 
 def test_transcripts_do_not_depend_on_the_hash_seed() -> None:
     code = (
-        "import sys, random; from envs.alfworld import load_game; game = load_game(sys.argv[1], sys.argv[2]);"
+        "import sys, random; from hgpo_jax.envs.alfworld import load_game; game = load_game(sys.argv[1], sys.argv[2]);"
         "chance = random.Random(1); game.reset();"
         "print([game.step(chance.choice(game.commands)) for _ in range(60)])"
     )
@@ -143,7 +143,7 @@ def test_transcripts_do_not_depend_on_the_hash_seed() -> None:
 
 def test_memory_of_live_episodes() -> None:
     """1,000 live environments under 1 GB, also when each was loaded on its own (less than 1 MB each)."""
-    from envs.alfworld.bench import measure
+    from hgpo_jax.envs.alfworld.bench import measure
 
     rows = {row["name"]: row for row in measure(GAMES, live=60)}
     loaded = rows["memory of 60 live environments, each loaded on its own"]["value"]

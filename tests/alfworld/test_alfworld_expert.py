@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from alfworld_places import GAMES, SHARED
 
-from envs.alfworld import bits, habits, load_game
-from envs.alfworld.compiled import CompiledAlfworld
-from envs.alfworld.dataset import TASK_TYPES
-from envs.alfworld.expert import expert_action, random_action
-from envs.alfworld.sheets import CAN
-from envs.alfworld.tables import compile_games
+from hgpo_jax.envs.alfworld import bits, habits, load_game
+from hgpo_jax.envs.alfworld.compiled import CompiledAlfworld
+from hgpo_jax.envs.alfworld.dataset import TASK_TYPES
+from hgpo_jax.envs.alfworld.expert import expert_action, random_action
+from hgpo_jax.envs.alfworld.sheets import CAN
+from hgpo_jax.envs.alfworld.tables import compile_games
 
 # One game of each task type and split, where ../shared/data is there.
 SAMPLE = sorted((SHARED / "alfworld" / "sample").glob("json_*/*/*/*/game.tw-pddl")) or GAMES

@@ -12,11 +12,11 @@ from alfworld_places import GAMES, SHARED
 from alfworld_play import compare
 from alfworld_writer import room, write_game
 
-from envs.alfworld import generated, habits, load_game
-from envs.alfworld.dataset import TASK_TYPES
-from envs.alfworld.generated import generate_games, tasks_of
-from envs.alfworld.planner import plan
-from envs.alfworld.tables import Tables, compile_games
+from hgpo_jax.envs.alfworld import generated, habits, load_game
+from hgpo_jax.envs.alfworld.dataset import TASK_TYPES
+from hgpo_jax.envs.alfworld.generated import generate_games, tasks_of
+from hgpo_jax.envs.alfworld.planner import plan
+from hgpo_jax.envs.alfworld.tables import Tables, compile_games
 
 # One game of each task type and split, where ../shared/data is there.
 SAMPLE = sorted((SHARED / "alfworld" / "sample").glob("json_*/*/*/*/game.tw-pddl")) or GAMES

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from alfworld_places import GAMES, LOGIC
 
-from envs.alfworld import Game, load_game
-from envs.alfworld.pddl import parse_domain, parse_problem
-from envs.alfworld.planner import Unsolvable, plan, read_goal
+from hgpo_jax.envs.alfworld import Game, load_game
+from hgpo_jax.envs.alfworld.pddl import parse_domain, parse_problem
+from hgpo_jax.envs.alfworld.planner import Unsolvable, plan, read_goal
 
 
 def check(game: Game) -> int:

@@ -8,8 +8,8 @@ from alfworld_places import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.alfworld import load_game
-from envs.alfworld.query import Query, View
+from hgpo_jax.envs.alfworld import load_game
+from hgpo_jax.envs.alfworld.query import Query, View
 
 OBJECTS = ("a", "b", "c")
 VARIABLES = ("?x", "?y", "?z")

@@ -9,9 +9,9 @@ from alfworld_places import GAMES, LOGIC
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from envs.alfworld import load_game
-from envs.alfworld.grammar import parse_condition, parse_expression, parse_grammar, parse_text
-from envs.alfworld.pddl import parse_domain, parse_lists, parse_problem
+from hgpo_jax.envs.alfworld import load_game
+from hgpo_jax.envs.alfworld.grammar import parse_condition, parse_expression, parse_grammar, parse_text
+from hgpo_jax.envs.alfworld.pddl import parse_domain, parse_lists, parse_problem
 
 DATA = json.loads(GAMES[0].read_text())
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from alfworld_places import DATA, GAMES, SHARED
 
-from envs.alfworld.dataset import list_games
-from envs.alfworld.phrases import LINKS, VERBS
-from envs.alfworld.short_prompts import ShortPromptAlfworld
-from envs.alfworld.tables import compile_games
-from envs.alfworld.text import AlfworldText
 from hgpo_jax.config import check_together, load
 from hgpo_jax.environments import alfworld, alfworld_games
+from hgpo_jax.envs.alfworld.dataset import list_games
+from hgpo_jax.envs.alfworld.phrases import LINKS, VERBS
+from hgpo_jax.envs.alfworld.short_prompts import ShortPromptAlfworld
+from hgpo_jax.envs.alfworld.tables import compile_games
+from hgpo_jax.envs.alfworld.text import AlfworldText
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import ModelConfig, initialize, network

@@ -14,10 +14,10 @@ from alfworld_places import GAMES, LOGIC
 from alfworld_play import Player
 from transformers import AutoTokenizer
 
-from envs.alfworld import load_game
-from envs.alfworld.phrases import LINKS, VERBS, Splitter
-from envs.alfworld.short_prompts import ShortPromptAlfworld
-from envs.alfworld.tables import compile_games
+from hgpo_jax.envs.alfworld import load_game
+from hgpo_jax.envs.alfworld.phrases import LINKS, VERBS, Splitter
+from hgpo_jax.envs.alfworld.short_prompts import ShortPromptAlfworld
+from hgpo_jax.envs.alfworld.tables import compile_games
 from hgpo_jax.policy.tokenizer import word_tokenizer
 
 K = 2

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from alfworld_places import GAMES, LOGIC, TINY, some_games
 
-from envs.alfworld import load_game
+from hgpo_jax.envs.alfworld import load_game
 
 pytest.importorskip("textworld")
 pytest.importorskip("fast_downward")

@@ -10,8 +10,8 @@ from pathlib import Path
 import textworld
 from textworld.envs.pddl import PddlEnv
 
-from envs.alfworld.game import Game, load_game
-from envs.alfworld.planner import Unsolvable, plan
+from hgpo_jax.envs.alfworld.game import Game, load_game
+from hgpo_jax.envs.alfworld.planner import Unsolvable, plan
 
 
 class Original:

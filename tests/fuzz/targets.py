@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 from webshop_tiny import write
 
-from envs.alfworld import load_game
-from envs.alfworld.pddl import parse_domain, parse_problem
-from envs.webshop import load_shop
-from envs.webshop.commands import click, parse
 from hgpo_jax import config as configuration
 from hgpo_jax.environments import ENVIRONMENTS
+from hgpo_jax.envs.alfworld import load_game
+from hgpo_jax.envs.alfworld.pddl import parse_domain, parse_problem
+from hgpo_jax.envs.webshop import load_shop
+from hgpo_jax.envs.webshop.commands import click, parse
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.mesh import abstract_mesh, parse_mesh
 from hgpo_jax.policy import huggingface, shapes, weights

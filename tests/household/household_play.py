@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from envs.household import Household
-from envs.household.expert import expert_action, random_action
+from hgpo_jax.envs.household import Household
+from hgpo_jax.envs.household.expert import expert_action, random_action
 from hgpo_jax.rollout.tasks import task_keys
 
 K = 2  # actions that the expert remembers, as many as the default job's prompt holds

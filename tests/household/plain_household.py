@@ -1,6 +1,6 @@
 """The household's rules told again in plain Python: words, dicts and sets, one episode, no arrays.
 
-It follows the docstrings of `envs.household` and the tables of `world.py`, and shares no code with `env.py`. Only the
+It follows the docstrings of `hgpo_jax.envs.household` and the tables of `world.py`, and shares no code with `env.py`. Only the
 facts that an episode starts from are read out of a JAX `State`; from there on the two step independently. Two of these
 are equal when all their facts are, so a JAX state at any later turn can be read and compared with `==`.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from envs.household import world
+from hgpo_jax.envs.household import world
 
 CARRIED = "carried"
 MIDDLE = "middle of the room"

@@ -11,7 +11,7 @@ from itertools import permutations
 
 from plain_household import MIDDLE, QUALITY, ROOM_FOR, Action, PlainHousehold, kind_of
 
-from envs.household import world
+from hgpo_jax.envs.household import world
 
 
 class Unsolvable(Exception):

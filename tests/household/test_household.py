@@ -7,7 +7,7 @@ import pytest
 from household_play import BATCH, DIAGONAL, OTHERS, each, generated, lengths, player, quick_jit, state_at
 from plain_household import PlainHousehold
 
-from envs.household import Household, State, world
+from hgpo_jax.envs.household import Household, State, world
 from hgpo_jax.rollout.tasks import task_keys
 
 COMPARED = 400  # episodes that the plain household replays

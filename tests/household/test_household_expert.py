@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from household_play import BATCH, DIAGONAL, OTHERS, K, Play, lengths, player, six
 
-from envs.household import world
+from hgpo_jax.envs.household import world
 from hgpo_jax.rollout.tasks import task_keys
 
 ALONE, CLUMSY, ADMISSIBLE = (1, 0, 0, 0), (0.7, 0.3, 0, 0), (0, 1, 0, 0)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from envs.household import Household, world
+from hgpo_jax.envs.household import Household, world
 
 NOT_NUMBERS = ["6", 6.5, 7.0, None, float("nan"), True, [6]]
 NOT_NAMES = [None, "place", "kitchen", 5, {}, (), [], ("fly",), ("place", 3), (["place"],), np.array(["place", "two"])]

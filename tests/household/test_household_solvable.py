@@ -8,7 +8,7 @@ from household_play import DIAGONAL, OTHERS, each, generated
 from plain_household import MIDDLE, PlainHousehold, kind_of
 from solver import Unsolvable, plan, solve
 
-from envs.household import Household, world
+from hgpo_jax.envs.household import Household, world
 from hgpo_jax.rollout.tasks import STREAMS, task_keys
 
 # The longest plans there can be: 3 to fetch and 3 to deliver a thing (go, open, take; go, open, put), 2 to treat it.

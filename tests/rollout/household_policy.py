@@ -11,8 +11,8 @@ import numpy as np
 import optax
 from flax import nnx
 
-from envs.household import Household
-from envs.household import expert as household_expert
+from hgpo_jax.envs.household import Household
+from hgpo_jax.envs.household import expert as household_expert
 from hgpo_jax.learner import token_logprobs
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import ModelConfig, initialize, network, shapes

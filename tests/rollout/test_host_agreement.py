@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from household_policy import ACT, END, ENV, MODEL, K, cloned, mesh_of
 
-from envs.household.text import HouseholdText
-from envs.words import Words
 from hgpo_jax.advantages import estimate
+from hgpo_jax.envs.household.text import HouseholdText
+from hgpo_jax.envs.words import Words
 from hgpo_jax.policy import network, shardings
 from hgpo_jax.rollout.compiled import make_rollout
 from hgpo_jax.rollout.host import HostRollout

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from household_policy import mesh_of
 
-from envs.alfworld.text import AlfworldText
-from envs.household import Household
-from envs.household.text import HouseholdText
-from envs.webshop.text import WebshopText
 from hgpo_jax.advantages import estimate
+from hgpo_jax.envs.alfworld.text import AlfworldText
+from hgpo_jax.envs.household import Household
+from hgpo_jax.envs.household.text import HouseholdText
+from hgpo_jax.envs.webshop.text import WebshopText
 from hgpo_jax.policy import ModelConfig, Policy, initialize, network
 from hgpo_jax.rollout.host import HostRollout
 from hgpo_jax.rollout.text import ChatFormat

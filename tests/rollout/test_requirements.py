@@ -13,8 +13,8 @@ import pytest
 from flax import struct
 from odd_env import Counting
 
-from envs.protocol import INFO
 from hgpo_jax import config as configuration
+from hgpo_jax.envs.protocol import INFO
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.rollout.compiled import make_rollout
 from hgpo_jax.rollout.process_workers import ProcessWorkers

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from household_policy import MODEL, K, clone, mesh_of
 
-from envs.sokoban import Sokoban
-from envs.sokoban import expert as sokoban_expert
-from envs.sokoban.text import SokobanText
-from envs.words import Words
 from hgpo_jax.advantages import estimate
+from hgpo_jax.envs.sokoban import Sokoban
+from hgpo_jax.envs.sokoban import expert as sokoban_expert
+from hgpo_jax.envs.sokoban.text import SokobanText
+from hgpo_jax.envs.words import Words
 from hgpo_jax.policy import network
 from hgpo_jax.policy.tokenizer import vocabulary_size
 from hgpo_jax.rollout.compiled import make_rollout

@@ -10,16 +10,16 @@ import jax
 import numpy as np
 import pytest
 
-from envs.alfworld import load_game
-from envs.alfworld.dataset import TASK_TYPES
-from envs.alfworld.planner import plan
-from envs.alfworld.text import AlfworldText
-from envs.household import TASKS, Household, world
-from envs.household.text import HouseholdText
-from envs.webshop import load_shop
-from envs.webshop.text import SEARCH, WebshopText
 from hgpo_jax.config import load
 from hgpo_jax.environments import ENVIRONMENTS
+from hgpo_jax.envs.alfworld import load_game
+from hgpo_jax.envs.alfworld.dataset import TASK_TYPES
+from hgpo_jax.envs.alfworld.planner import plan
+from hgpo_jax.envs.alfworld.text import AlfworldText
+from hgpo_jax.envs.household import TASKS, Household, world
+from hgpo_jax.envs.household.text import HouseholdText
+from hgpo_jax.envs.webshop import load_shop
+from hgpo_jax.envs.webshop.text import SEARCH, WebshopText
 
 TESTS = Path(__file__).resolve().parents[1]
 ENVS = TESTS.parent / "envs"
@@ -37,7 +37,7 @@ def test_environments_know_nothing_of_hgpo_jax():
         for node in ast.walk(ast.parse(path.read_text())):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            assert not any(name.startswith("hgpo_jax") for name in names), path
+            assert not any(name.startswith("hgpo_jax") and not name.startswith("hgpo_jax.envs") for name in names), path
 
 
 # -- ALFWorld ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Sokoban's rules told again in plain Python, and a solver: sets of (row, column), no arrays, no code of `envs.sokoban`."""
+"""Sokoban's rules told again in plain Python, and a solver: sets of (row, column), no arrays, no code of `envs/sokoban`."""
 
 from __future__ import annotations
 

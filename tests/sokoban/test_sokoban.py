@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from plain_sokoban import PlainSokoban, solve
 
-from envs.sokoban import Sokoban
-from envs.sokoban.env import MOVES
-from envs.sokoban.expert import expert_action, random_action
-from envs.sokoban.text import SokobanText
+from hgpo_jax.envs.sokoban import Sokoban
+from hgpo_jax.envs.sokoban.env import MOVES
+from hgpo_jax.envs.sokoban.expert import expert_action, random_action
+from hgpo_jax.envs.sokoban.text import SokobanText
 from hgpo_jax.rollout.tasks import task_keys
 
 # Compiling is most of these tests' time, and without optimisation takes a quarter of it.

@@ -3,7 +3,7 @@
 import pytest
 from webshop_tiny import SHARED, write
 
-from envs.webshop import load_shop
+from hgpo_jax.envs.webshop import load_shop
 
 
 @pytest.fixture(scope="session")

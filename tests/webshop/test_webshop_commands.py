@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.webshop import load_shop
-from envs.webshop.commands import parse, search
-from envs.webshop.synthetic import write_catalogue
+from hgpo_jax.envs.webshop import load_shop
+from hgpo_jax.envs.webshop.commands import parse, search
+from hgpo_jax.envs.webshop.synthetic import write_catalogue
 
 IGNORED = [
     "", " ", "look around", "buy now", "search", "search[]", "click[]", "search[a", "Search[hat]", "CLICK[search]",

@@ -6,7 +6,7 @@ import pytest
 from webshop_tagger import perceptron_nouns
 from webshop_tiny import SHARED
 
-from envs.webshop import load_shop
+from hgpo_jax.envs.webshop import load_shop
 
 RECORDINGS = SHARED / "conformance"
 TAGGER = SHARED / "pos_tagger" / "averaged_perceptron_tagger.json.gz"
@@ -82,7 +82,7 @@ def test_known_counts_of_the_real_catalogue(real, real_files):
 
 @pytest.mark.slow
 def test_oracle_wins_every_reachable_goal(real, real_files):
-    from envs.webshop.oracle import success
+    from hgpo_jax.envs.webshop.oracle import success
 
     outcome = success(real)
     assert outcome["won"] == outcome["reachable"] == 6452

@@ -6,7 +6,7 @@ import random
 import pytest
 from webshop_tiny import ATTRIBUTES, ITEMS, write
 
-from envs.webshop import load_shop
+from hgpo_jax.envs.webshop import load_shop
 
 PRICES = {"B000000002": (1010.0, 1020.5), "B000000007": (5.0, 35.0)}
 OPTIONS = {  # option names sorted, values in file order

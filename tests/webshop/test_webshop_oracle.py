@@ -3,9 +3,9 @@
 import pytest
 from webshop_tiny import ATTRIBUTES, ITEMS, write
 
-from envs.webshop import load_shop
-from envs.webshop.bench import measure, measure_large
-from envs.webshop.oracle import shortest_purchase, success
+from hgpo_jax.envs.webshop import load_shop
+from hgpo_jax.envs.webshop.bench import measure, measure_large
+from hgpo_jax.envs.webshop.oracle import shortest_purchase, success
 
 
 def test_oracle_buys_what_is_asked(tiny):

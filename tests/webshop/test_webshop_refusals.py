@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from webshop_tiny import ATTRIBUTES, HUMAN, ITEMS, values, write
 
-from envs.webshop import load_shop
-from envs.webshop.catalogue import FORMAT, Catalogue, build
-from envs.webshop.products import read_products
+from hgpo_jax.envs.webshop import load_shop
+from hgpo_jax.envs.webshop.catalogue import FORMAT, Catalogue, build
+from hgpo_jax.envs.webshop.products import read_products
 
 GOOD = ITEMS[0]
 WISH = ATTRIBUTES["B000000001"]
@@ -113,7 +113,7 @@ def test_broken_gzip(tmp_path):
 
 
 def test_gzip_and_a_file_longer_than_one_read(tmp_path, monkeypatch, tiny):
-    monkeypatch.setattr("envs.webshop.products._CHUNK", 50)
+    monkeypatch.setattr("hgpo_jax.envs.webshop.products._CHUNK", 50)
     items, attributes, _ = write(tmp_path)
     packed = tmp_path / "items.json.gz"
     packed.write_bytes(gzip.compress(items.read_bytes()))

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envs.webshop.fuzzy import similar
-from envs.webshop.nouns import spacy_nouns, title_nouns
-from envs.webshop.products import Product
-from envs.webshop.reward import first_colour, option_hit, purchase_reward
+from hgpo_jax.envs.webshop.fuzzy import similar
+from hgpo_jax.envs.webshop.nouns import spacy_nouns, title_nouns
+from hgpo_jax.envs.webshop.products import Product
+from hgpo_jax.envs.webshop.reward import first_colour, option_hit, purchase_reward
 
 SHIRT = Product(
     "B1", "Red Cotton Shirt", "Easy care.", ["Soft feel"], "$5.0", [5.0], "fashion", "shirts",

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from webshop_tiny import ITEMS
 
-from envs.webshop import load_shop
-from envs.webshop.analyzer import STOP_WORDS, analyze
-from envs.webshop.catalogue import Catalogue, build, main
-from envs.webshop.index import lossy_length
-from envs.webshop.products import read_products, search_text
-from envs.webshop.synthetic import write_catalogue
+from hgpo_jax.envs.webshop import load_shop
+from hgpo_jax.envs.webshop.analyzer import STOP_WORDS, analyze
+from hgpo_jax.envs.webshop.catalogue import Catalogue, build, main
+from hgpo_jax.envs.webshop.index import lossy_length
+from hgpo_jax.envs.webshop.products import read_products, search_text
+from hgpo_jax.envs.webshop.synthetic import write_catalogue
 
 DATA = Path(__file__).parent / "data"
 
