@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+from tests.helpers.xla import xla_flags
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Tests compile many programs twice, and compiling is most of their time. Fresh for each session: nothing stale is read.
@@ -25,6 +26,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # One set of flags for a process: the optimized tests are slow ones, too.
+    os.environ["XLA_FLAGS"] = xla_flags(8, optimized=config.option.markexpr != "not slow")
     if hasattr(config, "workerinput"):
         return  # pytest-xdist's main process hears of every test
     allowed = config.getoption("--skips") and Path(config.getoption("--skips")).read_text()

@@ -134,6 +134,7 @@ def test_without_history_it_is_the_step_part_of_gigpo(batch):
     np.testing.assert_allclose(alone.advantages, sample * np.sqrt(size / (size - 1)), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.parametrize("name", ["hgpo", "grpo", "gigpo", "eb_gae", "gagpo"])
 def test_equal_returns_give_exact_zeros(name):
@@ -151,6 +152,7 @@ def test_equal_returns_give_exact_zeros(name):
     assert not np.asarray(record.advantages).any()
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.parametrize("name", ["hgpo", "gigpo"])
 def test_equal_trajectories_differ_in_no_way_that_counts(name):
@@ -174,6 +176,7 @@ def test_equal_trajectories_differ_in_no_way_that_counts(name):
     assert np.asarray(record.advantages)[8:].any()
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.parametrize("name", ["gae", "gagpo", "eb_gae"])
 @pytest.mark.parametrize("steady", [False, True])

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from hgpo_jax.run import distributed
+from tests.helpers.xla import xla_flags
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = (sys.executable, "-m", "hgpo_jax.train")
@@ -15,7 +16,7 @@ LIMIT = 400  # seconds, after which processes that wait for each other have fail
 
 
 def environment(devices, **more):
-    flags = f"--xla_force_host_platform_device_count={devices}"
+    flags = xla_flags(devices, optimized=os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "0")
     return os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | more
 
 

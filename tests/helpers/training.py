@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.helpers.xla import xla_flags
+
 TINY = (
     "iterations=4", "warm_start=none", "env.max_turns=4", "env.things=2", "policy.hidden_size=16",
     "policy.intermediate_size=16", "policy.num_hidden_layers=1", "rollout.prompt_groups=2", "rollout.group_size=4",
@@ -16,7 +18,7 @@ TINY = (
 def command(*arguments, cwd, code=0) -> subprocess.CompletedProcess:
     """Runs Python with these arguments; a process of its own, because a job sets devices and mesh permanently."""
     environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XLA_FLAGS": xla_flags(2, optimized=os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "0"),
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
     done = subprocess.run(

@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from hgpo_jax.policy import ModelConfig, Policy, shapes
+from tests.helpers.xla import xla_flags
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -52,7 +53,7 @@ def test_two_processes_read_their_parts_and_one_writes(tmp_path):
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT),
+        "XLA_FLAGS": xla_flags(2, optimized=False), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT),
     }  # fmt: skip
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
     running = [

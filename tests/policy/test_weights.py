@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import ModelConfig, Policy, RopeScaling, huggingface, load_policy, shapes, shardings, weights
 from hgpo_jax.policy.tokenizer import word_tokenizer
+from tests.helpers.xla import xla_flags
 
 DATA = Path(__file__).parent / "data"
 ROOT = Path(__file__).parents[2]
@@ -443,7 +444,7 @@ def test_loading_takes_the_shards_and_one_tensor(spec, tmp_path):
     devices = 1 if spec == "data=1" else 8
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(MEASURE), str(tmp_path), spec],
-        env=os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"XLA_FLAGS": xla_flags(devices, optimized=False), "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=600, check=True,
     )  # fmt: skip
     grown, shards, one = map(float, run.stdout.split())

@@ -16,11 +16,13 @@ import sys
 import time
 from pathlib import Path
 
+from tests.helpers.xla import xla_flags
+
 LIMIT = 1200.0  # seconds, after which a run hangs; a busy machine is slow
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT),
-    "HF_HUB_OFFLINE": "1", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "XLA_FLAGS": xla_flags(2, optimized=False), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT),
+    "HF_HUB_OFFLINE": "1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from hgpo_jax.tables import __main__ as tables
 from hgpo_jax.tables import plan as planning
 from hgpo_jax.tables import run
 from tests.helpers.training import TINY
+from tests.helpers.xla import xla_flags
 
 STAND_IN = """
 import pathlib, sys
@@ -93,7 +94,7 @@ def test_variables_are_filled_in_or_asked_for():
 def test_a_real_cell_that_was_interrupted_is_resumed(tmp_path):
     tiny = [field for field in TINY if not field.startswith(("warm_start", "iterations"))]
     file = write_plan(tmp_path, fields=[*tiny, "iterations=3", "mesh=data=1", "warm_start=none", f"cache_dir={tmp_path}/cache"],
-                      variables={"XLA_FLAGS": "--xla_force_host_platform_device_count=1"},
+                      variables={"XLA_FLAGS": xla_flags(1, optimized=False)},
                       tables=[SMALL["tables"][0] | {"settings": ["far"], "methods": ["hgpo"], "seeds": [0]}])  # fmt: skip
     runs = tmp_path / "runs"
     tables.main(["run", str(file), "--runs", str(runs)])
