@@ -4,8 +4,8 @@
     python -m hgpo_jax.export Qwen/Qwen2.5-1.5B-Instruct --to qwen --dtype bfloat16 --shard-size 2GB
     python -m hgpo_jax.export FILE.gguf --to folder
 
-Weights pass through memory one tensor at a time; config.json (but for its dtype), tokenizer and chat template stay as they
-are. The folder appears only when it is complete.
+Weights pass through memory one tensor at a time; config.json (but for its dtype), tokenizer, chat template and model card stay
+as they are. The folder appears only when it is complete.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def export(source: str | Path, target: str | Path, dtype: str | None = None, sha
     raw |= {name: tensors[0].dtype for name in ("dtype", "torch_dtype") if name in raw or name == "torch_dtype"}
     with huggingface.atomic_folder(target) as partial:
         (partial / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-        for name in ("generation_config.json", *huggingface.TOKENIZER_FILES):
+        for name in (huggingface.CARD, "generation_config.json", *huggingface.TOKENIZER_FILES):
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, partial / name)
         weights.write(partial, tensors, lambda t: source_weights.read(t.name), size=shard_size)

@@ -21,7 +21,7 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from hgpo_jax import cli, memory
+from hgpo_jax import cli, memory, model_card
 from hgpo_jax import config as configuration
 from hgpo_jax.config import Config
 from hgpo_jax.environments import environment
@@ -147,6 +147,9 @@ def run(config: Config, mesh: Mesh, folder: Path, resuming: bool, stop: Interrup
     shown = "\n\n".join(transcripts)
     if writes:
         plot_curves(folder)
+        for saved in (folder / "policy", folder / "adapter"):
+            if saved.is_dir():
+                model_card.write(saved, config, count, result)
         with atomic_write(folder / "transcripts.txt") as file:  # last: its presence means that the run has ended
             file.write(shown + "\n")
     print(f"\n{shown}\n\n{describe_evaluation(result)}")

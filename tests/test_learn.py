@@ -107,7 +107,7 @@ CASES = {
     "graphgpo": ((), "token-mean", lambda e: estimated(e, "graphgpo", success=e.success, next_states=e.next_states)),
     "ppo": ((), "token-mean", lambda e: estimated(e, "gae", values=np.zeros((B, T), np.float32))),  # a fresh critic says 0
 }
-SLOW = ("gigpo", "graphgpo", "ppo")  # seconds of compiling each
+SLOW = ("gigpo", "graphgpo", "gspo", "ppo")  # seconds of compiling each
 
 
 @pytest.mark.parametrize("method", [pytest.param(m, marks=pytest.mark.slow) if m in SLOW else m for m in CASES])
@@ -166,6 +166,7 @@ def test_what_is_said_of_the_advantages(params, episodes):
         assert metrics[f"hierarchy/tau2_level{level}"] == pytest.approx(float(stats["tau2"][column]), rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_critic_learns_the_returns_and_a_scale_of_zero_moves_nothing(params, episodes):
     e = episodes
     state, metrics, before = learn(params, e, "method=ppo", scale=0.0)

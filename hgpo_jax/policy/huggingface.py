@@ -35,10 +35,11 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
     "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
+CARD = "README.md"  # with front matter for model hubs (hgpo_jax/model_card.py)
 # What a folder may hold besides STEM*.safetensors, by that stem.
 FILES = {
-    "model": {"config.json", "generation_config.json", "model.safetensors.index.json", *TOKENIZER_FILES},
-    "adapter_model": {"adapter_config.json", "adapter_model.safetensors.index.json"},
+    "model": {CARD, "config.json", "generation_config.json", "model.safetensors.index.json", *TOKENIZER_FILES},
+    "adapter_model": {CARD, "adapter_config.json", "adapter_model.safetensors.index.json"},
 }
 
 
@@ -60,7 +61,7 @@ def find(folder: str | Path, cache_dir: str | Path = CACHE_DIR) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(folder), allow_patterns=["model*.safetensors", "*.json", *TOKENIZER_FILES]))
+        return Path(snapshot_download(str(folder), allow_patterns=["model*.safetensors", "*.json", CARD, *TOKENIZER_FILES]))
     except Exception as error:  # its errors come from several libraries: none of them is worth a traceback
         reason = " ".join(str(error).split())
         raise ValueError(f"policy {folder}: no such folder, and it cannot be fetched from the hub: {reason}") from None

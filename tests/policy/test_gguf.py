@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer, pre_tokenizers
 
-from hgpo_jax import memory
+from hgpo_jax import memory, model_card
 from hgpo_jax.config import load
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import ModelConfig, RopeScaling, gguf_folder, load_policy, shapes, weights
@@ -427,3 +427,5 @@ def test_smollm2_knows_the_capital_of_france(tmp_path):
     assert ids == [504, 3575, 282, 4649, 314]
     logits = policy.logits(np.array([ids]), np.array([5]))
     assert policy.tokenizer.decode([int(logits[0, -1].argmax())]) == " Paris"
+    known = {"base_model": "HuggingFaceTB/SmolLM2-135M-Instruct", "license": "apache-2.0"}
+    assert model_card.base_of("smollm2", str(tmp_path)) == known

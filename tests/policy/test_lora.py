@@ -210,7 +210,10 @@ def test_settings_are_checked(fields, fragment):
         LoraConfig(**{"rank": 2, "alpha": 4, **fields})
 
 
-@pytest.mark.parametrize("name", ["qwen2_tiny", "qwen3_tiny", "llama_tiny"])
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_tiny", "llama_tiny")]
+
+
+@pytest.mark.parametrize("name", ["qwen2_tiny", *OTHERS])
 def test_peft_reads_and_writes_the_same_adapters(name, tmp_path):
     torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM

@@ -146,7 +146,7 @@ def test_remat_changes_nothing(tiny):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), plain, other)
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("model_type", ["qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "llama"))])
 def test_decoding_equals_reading_with_prompts_of_different_lengths(model_type):
     config = dataclasses.replace(TINY, model_type=model_type, head_dim=12)
     graphdef, params = network(config), initialize(config, 0, make_mesh("data=1", jax.devices()[:1]))

@@ -107,6 +107,7 @@ class Goalless(Counting):
     goal = property(doc="can be set, and not read").setter(lambda self, value: None)
 
 
+@pytest.mark.slow
 def test_a_text_environment_in_a_worker():
     message = r"Goalless after reset\(task\) lacks goal: "
     with pytest.raises(ValueError, match=f"^environment: {message}"):

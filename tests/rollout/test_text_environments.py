@@ -218,6 +218,7 @@ def household(**changes):
     return Household(**{"places": 12, "things": 8, "max_turns": 30} | rooms)
 
 
+@pytest.mark.slow
 def test_household_tells_one_text_for_one_observation_and_one_command_for_one_action():
     rules = household()
     step, admissible = jax.jit(rules.step), jax.jit(rules.admissible)
