@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
+from tqdm import tqdm
 
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.evaluation import play_held_out, sampled_decoding, summarize
@@ -19,6 +20,7 @@ from hgpo_jax.job import Job
 from hgpo_jax.learner import lr_scale
 from hgpo_jax.policy import Policy, load_policy, lora
 from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.rollout.result import RolloutResult
 from hgpo_jax.run import distributed
 from hgpo_jax.run.checkpoint import Checkpoints
 from hgpo_jax.run.interruption import Interrupted, Interruption
@@ -100,11 +102,22 @@ class Training:
     def _rollout(self, iteration: int) -> tuple[Episodes, list[dict], dict]:
         """The iteration's episodes, sums over its rollouts, and further metrics."""
         began = time.perf_counter()
-        (episodes, report), sums, counts = sample(self.job, self._rollout_params(), iteration)
+        result, sums, counts = sample(self.job, self._rollout_params(), iteration)
+        episodes, report = result
         self.recorder.time_phase("rollout", episodes.mask, began)
         self.recorder.dump(iteration, episodes, report)
         self.recorder.wait()  # at most one iteration is in flight
+        if self.config.log.sample_every and iteration % self.config.log.sample_every == 0:
+            self._print_first(iteration, result)
         return episodes, sums, counts
+
+    def _print_first(self, iteration: int, result: RolloutResult) -> None:
+        """Prints the first of an iteration's episodes; waits for the rollout."""
+        first = jax.tree.map(lambda a: a[:1], result.episodes)  # in every process
+        if jax.process_index() == 0:
+            text = self.job.runner.transcript(RolloutResult(jax.device_get(first), result.report), 0)
+            with tqdm.external_write_mode():
+                print(f"\nan episode of iteration {iteration + 1}:\n{text}\n", flush=True)
 
     def _update(self, iteration: int, episodes: Episodes, sums: list[dict], known: dict) -> None:
         """Learns from the episodes; signals wait until the iteration has been counted."""

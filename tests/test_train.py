@@ -44,7 +44,7 @@ def tiny_train(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def run(tiny_train):
-    return tiny_train("run", *TINY)
+    return tiny_train("run", *TINY, "log.sample_every=3")
 
 
 @pytest.fixture(scope="session")
@@ -60,7 +60,7 @@ def test_the_run_folder_holds_what_is_promised(run):
     promised = {"config.yaml", "metrics.jsonl", "tensorboard", "curves.png", "checkpoints", "episodes", "start", "policy"}
     assert {path.name for path in run.iterdir()} == promised | {"evaluation.json", "transcripts.txt", ".lock"}
     assert configuration.load(str(run / "config.yaml")) == configuration.load(
-        None, [*TINY, f"run_dir={run}", f"cache_dir={run.parent / 'cache'}"]
+        None, [*TINY, f"run_dir={run}", f"cache_dir={run.parent / 'cache'}", "log.sample_every=3"]
     )
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["3", "4"]  # the two newest
     assert sorted(path.name for path in (run / "episodes").iterdir()) == ["iteration-00001.npz", "iteration-00003.npz"]
@@ -82,6 +82,14 @@ def test_metrics_have_one_row_per_iteration(run):
         assert row["logp_difference"] < 1e-4
         assert row["optimizer_steps"] == -(-row["steps"] // 8)
     assert rows[0]["kl"] < rows[3]["kl"]  # the policy moves away from its start
+
+
+def test_episodes_are_printed_while_it_trains(run):
+    shown = run.with_suffix(".log").read_text()
+    assert re.findall(r"^an episode of iteration (\d)\:$", shown, re.MULTILINE) == ["1", "4"]
+    told = shown.partition("an episode of iteration 4:\n")[2].partition("\n\n")[0]
+    dumped = Episodes.load(run / "episodes" / "iteration-00003.npz")
+    assert told.startswith("task: ") and told.count("    > ") == dumped.mask[0].sum()
 
 
 @pytest.mark.slow

@@ -318,6 +318,7 @@ class LogConfig(Section):
     keep_best: int = field(0, "checkpoints kept besides that succeeded most in a validation (evaluation.every)", ge=0)
     keep_every: int = field(0, "checkpoints kept besides: those whose iterations this divides; 0: none", ge=0)
     dump_every: Positive = field(25, "iterations between dumps of the sampled episodes")
+    sample_every: int = field(0, "iterations between episodes that are printed while the policy trains; 0: none", ge=0)
     tensorboard: bool = field(True, "write TensorBoard events")
     wandb: bool = field(False, "send metrics to Weights & Biases (extra wandb; WANDB_MODE=offline only writes them down)")
     wandb_project: str = field("hgpo_jax", "its project")
@@ -380,7 +381,7 @@ def check_together(config: Config) -> None:
     if env.options and env.name in ENVIRONMENTS:
         name, value = next(iter(env.options.items()))
         raise ConfigError(f"env.options.{name}={value}: env.name={env.name} has fields of its own; write env.{name}={value}")
-    method_named(config.method)
+    method = method_named(config.method)
     found = environment(env)
     either = found.compiled is not None and found.text is not None
     text = " with env.compiled=false" if either else ""
@@ -388,6 +389,9 @@ def check_together(config: Config) -> None:
     wrong = {
         f"log.keep_best={config.log.keep_best}: the best by validation; give evaluation.every, too":
             config.log.keep_best and not config.evaluation.every,
+        f"log.sample_every={config.log.sample_every}: method={config.method} mixes several rollouts, whose texts are not "
+        "kept; leave it out":
+            config.log.sample_every and method.dynamic_sampling and not env.runs_compiled,
         f"env.compiled=true: env.name={env.name} has no such choice; leave it out": env.compiled and not either,
         f"env.max_turns={env.max_turns}: env.name={env.name} has a max_turns of its own; leave it out, or give env.options":
             env.max_turns != turns and env.name not in ENVIRONMENTS,
