@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 LEVEL = 0.975  # the upper quantile of a two-sided 95 %
 
@@ -32,7 +32,7 @@ def over_seeds(values: list[float], sizes: list[int] | None = None) -> dict:
     std = float(np.std(values, ddof=1))
     if sizes is not None:
         return {"mean": mean, "std": std, "interval": list(korn_graubard(values, sizes))}
-    half = float(stats.t.ppf(LEVEL, len(values) - 1)) * std / math.sqrt(len(values))
+    half = float(special.stdtrit(len(values) - 1, LEVEL)) * std / math.sqrt(len(values))
     return {"mean": mean, "std": std, "interval": [mean - half, mean + half]}
 
 
@@ -49,11 +49,11 @@ def korn_graubard(shares: list[float], sizes: list[int]) -> tuple[float, float]:
     mean, seeds = float(np.mean(shares)), len(shares)
     most = seeds**2 / sum(1 / size for size in sizes)
     if variance := float(np.var(shares, ddof=1)) / seeds:
-        few = stats.t.ppf(LEVEL, most - 1) / stats.t.ppf(LEVEL, seeds - 1)
+        few = special.stdtrit(most - 1, LEVEL) / special.stdtrit(seeds - 1, LEVEL)
         n = min(most, mean * (1 - mean) / variance * float(few) ** 2)
     else:
         n = most
     wins, losses = mean * n, (1 - mean) * n
-    low = float(stats.beta.ppf(1 - LEVEL, wins, losses + 1)) if wins else 0.0
-    high = float(stats.beta.ppf(LEVEL, wins + 1, losses)) if losses else 1.0
+    low = float(special.betaincinv(wins, losses + 1, 1 - LEVEL)) if wins else 0.0
+    high = float(special.betaincinv(wins + 1, losses, LEVEL)) if losses else 1.0
     return low, high

@@ -1,11 +1,16 @@
 """`python -m hgpo_jax`, which lists the commands and runs them."""
 
+import os
+import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 from hgpo_jax.__main__ import COMMANDS, command
+
+ROOT = Path(__file__).parents[1]
 
 
 def hgpo(monkeypatch, *arguments):
@@ -38,3 +43,14 @@ def test_another_name_is_refused(monkeypatch, capsys):
 def test_the_version(monkeypatch, capsys):
     hgpo(monkeypatch, "--version")
     assert capsys.readouterr().out.startswith("hgpo_jax 0.")
+
+
+@pytest.mark.slow
+def test_training_starts_without_what_takes_seconds_to_import():
+    """PyTorch may be installed, for comparisons; and transformers' configurations of models import it."""
+    names = ("torch", "transformers.configuration_utils")
+    code = f"import sys, hgpo_jax.train; print([name for name in {names} if name in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"

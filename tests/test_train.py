@@ -42,9 +42,12 @@ def tiny_train(tmp_path_factory):
     return run
 
 
+SEEN = ("log.tensorboard=true", "log.sample_every=3")
+
+
 @pytest.fixture(scope="session")
 def run(tiny_train):
-    return tiny_train("run", *TINY, "log.sample_every=3")
+    return tiny_train("run", *TINY, *SEEN)
 
 
 @pytest.fixture(scope="session")
@@ -60,7 +63,7 @@ def test_the_run_folder_holds_what_is_promised(run):
     promised = {"config.yaml", "metrics.jsonl", "tensorboard", "curves.png", "checkpoints", "episodes", "start", "policy"}
     assert {path.name for path in run.iterdir()} == promised | {"evaluation.json", "transcripts.txt", ".lock"}
     assert configuration.load(str(run / "config.yaml")) == configuration.load(
-        None, [*TINY, f"run_dir={run}", f"cache_dir={run.parent / 'cache'}", "log.sample_every=3"]
+        None, [*TINY, f"run_dir={run}", f"cache_dir={run.parent / 'cache'}", *SEEN]
     )
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["3", "4"]  # the two newest
     assert sorted(path.name for path in (run / "episodes").iterdir()) == ["iteration-00001.npz", "iteration-00003.npz"]

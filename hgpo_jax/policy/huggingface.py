@@ -13,17 +13,12 @@ from pathlib import Path
 
 import jax
 from jax.experimental import multihost_utils
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from hgpo_jax.files import CACHE_DIR
 from hgpo_jax.policy import weights
 from hgpo_jax.policy.model_config import ModelConfig, RopeScaling
 
-ARCHITECTURES = {
-    "qwen2": ("Qwen2ForCausalLM", Qwen2Config),
-    "qwen3": ("Qwen3ForCausalLM", Qwen3Config),
-    "llama": ("LlamaForCausalLM", LlamaConfig),
-}
+ARCHITECTURES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}  # what names of classes of transformers begin with
 REQUIRED_FIELDS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
 )  # fmt: skip
@@ -113,17 +108,18 @@ def read_config(folder: Path) -> ModelConfig:
         if present:
             value = rope if name == "rope_scaling" else raw[name]
             raise ValueError(f"policy {folder}: {name}={json.dumps(value)} in config.json is not supported")
-    # transformers leaves fields out of the file that equal the architecture's defaults.
-    defaults = ARCHITECTURES[raw["model_type"]][1]()
+    names = (*CONFIG_FIELDS, "head_dim") if raw["model_type"] == "qwen3" else CONFIG_FIELDS
+    if left_out := [name for name in names if name not in raw]:
+        raw |= _defaults(raw["model_type"], left_out)
     theta = rope.get("rope_theta", raw.get("rope_theta", 10_000.0))
-    filled = {name: raw.get(name, getattr(defaults, name)) for name in CONFIG_FIELDS}
+    filled = {name: raw[name] for name in CONFIG_FIELDS}
     try:
         if not isinstance(filled["tie_word_embeddings"], bool):
             raise ValueError(f"tie_word_embeddings={filled['tie_word_embeddings']!r:.50}: must be true or false")
         return ModelConfig(
             **filled,
             model_type=raw["model_type"],
-            head_dim=raw.get("head_dim", defaults.head_dim if raw["model_type"] == "qwen3" else None),
+            head_dim=raw.get("head_dim"),
             rope_theta=float(theta) if isinstance(theta, int | float) else theta,
             rope_scaling=RopeScaling(**{name: rope[name] for name in ROPE_FIELDS}) if rope_type == "llama3" else None,
         )
@@ -131,6 +127,14 @@ def read_config(folder: Path) -> ModelConfig:
         raise ValueError(f"policy {folder}: rope_scaling in config.json lacks {error.args[0]}") from None
     except ValueError as error:
         raise ValueError(f"policy {folder}: config.json: {error}") from None
+
+
+def _defaults(model_type: str, names: list[str]) -> dict:
+    """What transformers takes for fields that a config.json leaves out, as it does with some that equal the defaults."""
+    import transformers  # here: its configurations take seconds to import, and few files need them
+
+    defaults = getattr(transformers, f"{ARCHITECTURES[model_type]}Config")()
+    return {name: getattr(defaults, name) for name in names}
 
 
 def config_json(
@@ -145,7 +149,7 @@ def config_json(
     else:
         more["use_sliding_window"] = False
     return {
-        "architectures": [ARCHITECTURES[config.model_type][0]],
+        "architectures": [f"{ARCHITECTURES[config.model_type]}ForCausalLM"],
         "model_type": config.model_type,
         **{name: getattr(config, name) for name in CONFIG_FIELDS},
         "head_dim": config.head_dim,

@@ -15,13 +15,15 @@ from hgpo_jax.config import Config
 from hgpo_jax.progress import Progress
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.run.alarms import Alarms
-from hgpo_jax.run.metrics import MetricsWriter, TensorBoard, WeightsAndBiases, read_metrics, rollout_metrics
+from hgpo_jax.run.metrics import MetricsWriter, WeightsAndBiases, read_metrics, rollout_metrics
 
 
 def loggers(config: Config, folder: Path, first: int) -> dict:
     """What a MetricsWriter calls for the configured loggers."""
     chosen = {}
     if config.log.tensorboard:
+        from hgpo_jax.run.tensorboard import TensorBoard
+
         chosen["TensorBoard"] = functools.partial(TensorBoard, folder, first)
     if config.log.wandb:
         fields = config.model_dump(mode="json")

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
-from scipy import stats
+from scipy import special
 
 from hgpo_jax.run.curves import smooth, smoothing_window
 from hgpo_jax.tables.plan import Cell, Plan, Table
@@ -24,7 +24,7 @@ CHANCE = 0.05  # of a 95 % interval to leave out 0 without any effect
 def band(curves: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Mean and half the 95 % interval (Student's t), [iterations] each, of curves [seeds, iterations] of two or more seeds."""
     n = len(curves)
-    return curves.mean(0), stats.t.ppf(0.975, n - 1) * curves.std(0, ddof=1) / np.sqrt(n)
+    return curves.mean(0), special.stdtrit(n - 1, 0.975) * curves.std(0, ddof=1) / np.sqrt(n)
 
 
 def highlighted(table: Table) -> list[str]:

@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.run.folder import FREE_TO_CHANGE, differing
@@ -124,8 +124,8 @@ def paired(ours: dict[int, float], theirs: dict[int, float]) -> dict | None:
     if len(d) < 2:
         return None
     mean, error = float(d.mean()), float(d.std(ddof=1) / math.sqrt(len(d)))
-    half = float(stats.t.ppf(0.975, len(d) - 1)) * error
-    p = float(2 * stats.t.sf(abs(mean) / error, len(d) - 1)) if error else float(mean == 0)
+    half = float(special.stdtrit(len(d) - 1, 0.975)) * error
+    p = float(2 * special.stdtr(len(d) - 1, -abs(mean) / error)) if error else float(mean == 0)
     return {
         "n": len(d), "mean": mean, "error": error, "interval": [mean - half, mean + half],
         "positive": int((d > 0).sum()), "negative": int((d < 0).sum()), "p": p,

@@ -7,7 +7,8 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from hgpo_jax.errors import ConfigError
-from hgpo_jax.run.metrics import MetricsWriter, TensorBoard, WeightsAndBiases, flatten, read_metrics
+from hgpo_jax.run.metrics import MetricsWriter, WeightsAndBiases, flatten, read_metrics
+from hgpo_jax.run.tensorboard import TensorBoard
 
 
 def write(folder, rows, **options):
