@@ -23,7 +23,7 @@ from tests.helpers.glossary import unexplained
 
 TASKS = 256
 SHORT = [
-    "rollout.prompt_groups=16", "iterations=16", "cloning.stop_at=0.2", f"evaluation.episodes={TASKS}",
+    "rollout.prompt_groups=16", "iterations=8", "cloning.stop_at=0.2", f"evaluation.episodes={TASKS}",
     "log.tensorboard=false",
 ]  # fmt: skip
 
@@ -79,7 +79,7 @@ def test_methods_with_one_ratio_for_each_response(method, low, high):
 def test_success_rises_above_the_warm_start(method, at_the_start, cache, tmp_path):
     success, rows = train(tmp_path / "run", cache, f"method={method}")
     assert success > at_the_start + 0.1  # two and a half standard errors of the difference on this many tasks
-    assert len(rows) == 16
+    assert len(rows) == 8
     assert max(row["logp_difference"] for row in rows) < 1e-4
     assert not [name for row in rows for name in unexplained(row)]
 

@@ -42,6 +42,7 @@ def test_trains_end_to_end(environment, tokenizer, tmp_path):
     else:
         start = ["--config", f"{environment}_tiny", f"data={data_of(environment)}"]
     folder = tmp_path / "run"
+    start += ["env.max_turns=2", "rollout.response_limit=4", "log.tensorboard=false"]
     arguments = [*start, f"policy.tokenizer={tokenizer}", f"run_dir={folder}", f"cache_dir={tmp_path / 'cache'}"]
     shown = command("-m", "hgpo_jax.train", *arguments, cwd=tmp_path).stdout
     assert "task: " in shown
@@ -59,8 +60,9 @@ def test_trains_end_to_end(environment, tokenizer, tmp_path):
     before = (folder / "evaluation.json").read_text()
     command("-m", "hgpo_jax.evaluate", folder, cwd=tmp_path)
     assert (folder / "evaluation.json").read_text() == before
-    command("-m", "hgpo_jax.train", *arguments, "iterations=3", "--resume", "auto", cwd=tmp_path)
-    assert [row["iteration"] for row in rows_of(folder)] == [0, 1, 2]
+    if environment == "alfworld":  # tests/run stops and continues runs of all kinds
+        command("-m", "hgpo_jax.train", *arguments, "iterations=3", "--resume", "auto", cwd=tmp_path)
+        assert [row["iteration"] for row in rows_of(folder)] == [0, 1, 2]
 
 
 @pytest.mark.slow
