@@ -18,6 +18,7 @@ COMMANDS = {
     "report": ("hgpo_jax.report", "runs as one HTML page: curves, groups, every step's advantage"),
     "export": ("hgpo_jax.export", "a run's policy as a Hugging Face folder"),
     "tables": ("hgpo_jax.tables", "tables of runs, the paper's among them: plan, run, draw"),
+    "chat": ("hgpo_jax.chat", "talk to a language model"),
     "bench": ("hgpo_jax.bench", "speed and memory, as shares of what the machine can do"),
     "play": ("hgpo_jax.envs.play", "play an environment yourself"),
 }

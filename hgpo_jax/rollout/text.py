@@ -121,9 +121,8 @@ class ChatFormat:
             raise ValueError(f"template={template}: no such file; give one, or {', '.join(sorted(ours))}")
         self.template = Template.load(file)
         self.prompt_limit, self._fallback = prompt_limit, fallback
+        check_chat_tokenizer(tokenizer)
         self._tokenizer, self._head, self._tail = tokenizer, *_frame(tokenizer)
-        if tokenizer.eos_token_id is None:
-            raise ValueError("tokenizer: has no eos_token, which ends a response; set it in tokenizer_config.json")
         vocabulary = tokenizer.get_vocab()
         if unknown := [token for token in stop if token not in vocabulary]:
             raise ValueError(f"stop={unknown}: no token of the tokenizer; give tokens such as {tokenizer.eos_token!r}")
@@ -189,10 +188,16 @@ def project(text: str, fallback: int) -> tuple[str, bool]:
     return action, "<think>" in text and "</think>" in text and not _CHINESE.search(text)
 
 
-def _frame(tokenizer) -> tuple[list[int], list[int]]:
-    """Token ids of what the chat template puts before and after the only user message."""
+def check_chat_tokenizer(tokenizer) -> None:
+    """Raises ValueError for a tokenizer without a chat template or an end token."""
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("tokenizer: has no chat template; take an instruction-tuned model's tokenizer")
+    if tokenizer.eos_token_id is None:
+        raise ValueError("tokenizer: has no eos_token, which ends a response; set it in tokenizer_config.json")
+
+
+def _frame(tokenizer) -> tuple[list[int], list[int]]:
+    """Token ids of what the chat template puts before and after the only user message."""
     mark = "5f1c-the-message-7d2e"
     try:
         text = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True)

