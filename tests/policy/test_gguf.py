@@ -260,7 +260,7 @@ def test_a_llama_3_tokenizer_takes_whole_words_first_and_three_digits_at_a_time(
 def test_the_folder_is_made_once_for_a_content(tmp_path, monkeypatch):
     write(tmp_path / "m.gguf")
     made, convert = [], gguf_folder._convert
-    monkeypatch.setattr(gguf_folder, "_convert", lambda path, folder, base: made.append(folder.name) or convert(path, folder, base))
+    monkeypatch.setattr(gguf_folder, "_convert", lambda *given: made.append(given[1].name) or convert(*given))
     first = gguf_folder.unpacked(tmp_path / "m.gguf", tmp_path / "c")
     assert gguf_folder.unpacked(tmp_path / "m.gguf", tmp_path / "c") == first
     write(tmp_path / "m.gguf", metadata={"tokenizer.chat_template": "other"})
