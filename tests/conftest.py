@@ -38,7 +38,7 @@ def pytest_configure(config):
 # order with `--no-loadscope-reorder` only).
 LONGEST = (
     "test_tpu.py", "test_runs.py", "test_methods.py", "test_text_training.py", "test_alfworld_compiled.py",
-    "test_distributed.py", "test_main_job.py", "test_notebooks.py",
+    "test_distributed.py", "test_main_job.py", "test_notebooks.py", "test_memory.py", "test_train.py", "test_outside.py",
 )  # fmt: skip
 
 

@@ -35,7 +35,6 @@ CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.optimized
 @pytest.mark.parametrize(("spec", "devices", "micro", "decode_batch", "prompt", "response", "remat", "changes"), CASES)
 def test_the_plan_is_within_15_percent_of_xla(spec, devices, micro, decode_batch, prompt, response, remat, changes):
     mesh = make_mesh(spec, jax.devices()[:devices])
@@ -80,7 +79,6 @@ def bench(*arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.optimized
 def test_the_command_prints_the_plan_and_refuses_what_does_not_fit():
     big = ["policy=Qwen/Qwen2.5-7B-Instruct", "policy.compute_dtype=bfloat16", "learner.remat=full", "warm_start=none"]
     fits = bench(*big, "--mesh", "fsdp=8", "--chip", "h100-80g", "learner.microbatch_size=8")
