@@ -156,7 +156,7 @@ def draw(rows: list[dict], title: str = "", held_out: dict | None = None, warm_s
                 reached = rows[0]["success"]
                 text = f"the warm start ends at {reached:.0%}"
                 axis.plot(0, reached, "D", color=FIRST, markersize=5, label=text, zorder=3)
-            axis.legend(fontsize=7.5, frameon=False, loc="lower right")
+            axis.legend(fontsize=7.5, frameon=False)
         elif len(panel.names(known)) > 1:
             axis.legend(fontsize=8, frameon=False)
     for axis in axes.flat[len(panels) :]:
