@@ -195,7 +195,7 @@ class Game:
             observation = data.narrator.text(data.commands[rule.index].feedback, data.view(self._state), known)
             return observation, self.commands, self.won
         except ValueError as error:
-            raise ValueError(f"{data.path}: {error}; mend its grammar or domain") from None
+            raise ValueError(f"{data.path}: {error}; correct its grammar or domain") from None
 
 
 def _type_facts(domain: Domain, problem: Problem) -> dict[str, frozenset[Row]]:
@@ -239,7 +239,7 @@ def load_game(path: str | os.PathLike, logic: str | os.PathLike | None = None) -
 
     Raises:
         OSError: a file cannot be opened.
-        ValueError: one line: which file, what is wrong with it, how to mend it.
+        ValueError: one line: which file, what is wrong with it, how to correct it.
     """
     path = Path(path)
     data = _read_json(path)
@@ -262,7 +262,7 @@ def load_game(path: str | os.PathLike, logic: str | os.PathLike | None = None) -
         return game
     except (ValueError, RecursionError) as error:
         where = f"{path} with the logic in {logic}" if logic is not None else str(path)
-        raise ValueError(f"{where}: {error}; unpack the released file again or mend its PDDL or grammar") from None
+        raise ValueError(f"{where}: {error}; unpack the released file again, or correct its PDDL or grammar") from None
 
 
 def _read_text(path: Path) -> str:
