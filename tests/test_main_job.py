@@ -2,10 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
+
+from tests.helpers import fork_server
 
 
 @pytest.mark.slow
@@ -13,8 +13,8 @@ import pytest
 def test_the_default_run_teaches_the_agent(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     folders = [f"run_dir={tmp_path / 'run'}", f"cache_dir={tmp_path / 'cache'}"]
-    command = [sys.executable, "-m", "hgpo_jax.train", *folders, "seed=5"]
-    subprocess.run(command, check=True, env=environment, timeout=1500)
+    done = fork_server.run(["-m", "hgpo_jax.train", *folders, "seed=5"], tmp_path, environment, timeout=1500)
+    assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert result["episodes"] == 512
     assert result["success"]["sampled"] >= 0.9

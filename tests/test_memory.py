@@ -15,7 +15,7 @@ from hgpo_jax.policy import ModelConfig, shapes
 from hgpo_jax.policy.presets import preset
 
 SIZES = {
-    "vocab_size": 8192, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "vocab_size": 8192, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }  # fmt: skip
 UNTIED = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 3, "tie_word_embeddings": False}

@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -19,6 +17,7 @@ from hgpo_jax.mesh import make_mesh
 from hgpo_jax.methods import METHODS
 from hgpo_jax.policy import ModelConfig, initialize, network
 from hgpo_jax.training_batch import TrainingBatch
+from tests.helpers import fork_server
 from tests.helpers.glossary import unexplained
 
 TASKS = 256
@@ -30,8 +29,9 @@ SHORT = [
 
 def train(folder, cache, *overrides, program=("-m", "hgpo_jax.train")):
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    command = [sys.executable, *program, f"run_dir={folder}", f"cache_dir={cache}", *SHORT, *overrides]
-    subprocess.run(command, check=True, env=environment, timeout=900)
+    command = [*program, f"run_dir={folder}", f"cache_dir={cache}", *SHORT, *overrides]
+    done = fork_server.run(command, folder.parent, environment, timeout=900)
+    assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return json.loads((folder / "evaluation.json").read_text())["success"]["sampled"], rows
 

@@ -3,9 +3,8 @@
 import json
 import os
 import subprocess
-import sys
-from pathlib import Path
 
+from tests.helpers import fork_server
 from tests.helpers.xla import xla_flags
 
 TINY = (
@@ -18,13 +17,8 @@ TINY = (
 
 def command(*arguments, cwd, code=0) -> subprocess.CompletedProcess:
     """Runs Python with these arguments; a process of its own, because a job sets devices and mesh permanently."""
-    environment = os.environ | {
-        "XLA_FLAGS": xla_flags(2, optimized=os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "0"),
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=500
-    )
+    flags = xla_flags(2, optimized=os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "0")
+    done = fork_server.run(arguments, cwd, os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(fork_server.ROOT)})
     assert done.returncode == code, done.stderr
     return done
 

@@ -1,6 +1,6 @@
 """`kill -9` at random moments of a short run: every time it resumes, and ends as if nothing had happened.
 
-    python tests/run/kills.py FOLDER --kills 50        # can itself be stopped and resumed; prints one line per kill
+    python -m tests.run.kills FOLDER --kills 50      # can itself be stopped and resumed; prints one line per kill
 
 Three of four kills fall between the first rollout of a process and its end, the others before.
 """
@@ -16,7 +16,8 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-from zygote import Child, Zygote
+
+from tests.helpers import runs
 
 RUN = (
     "iterations=12", "env.max_turns=6", "env.things=2", "policy.hidden_size=32", "policy.intermediate_size=64",
@@ -57,7 +58,7 @@ def assert_same_run(folder: Path, wanted: Path) -> None:
             assert (folder / "episodes" / name).read_text() == (wanted / "episodes" / name).read_text(), name
 
 
-def moment(run: Path, child: Child) -> str:
+def moment(run: Path, child: runs.Run) -> str:
     """What a killed process was doing, as far as its folder shows."""
     if not child.trains():
         return "before the first rollout"
@@ -76,43 +77,42 @@ def kill_again_and_again(folder: Path, kills: int, seed: int = 0, fields: tuple[
     progress = folder / "progress.json"
     state = json.loads(progress.read_text()) if progress.exists() else {"killed": [], "runs": 0}
     fields = (*fields, f"cache_dir={folder / 'cache'}")
-    with Zygote() as zygote:
-        if "seconds" not in state:
-            for home in ("first", "whole"):  # the second time everything is in the cache
-                began = time.monotonic()
-                child = zygote.start(folder / home, *fields)
-                child.wait_for(child.trains)
-                trains = time.monotonic()
-                assert child.wait() == 0, child.log.read_text()
-                state["seconds"] = [trains - began, time.monotonic() - trains]
-            progress.write_text(json.dumps(state))
-        while len(state["killed"]) < kills:
-            home = folder / f"{state['runs']:03d}"
-            random.seed(f"{seed} {len(state['killed'])} {state['runs']}")
-            child = zygote.start(home, *fields)
-            before, after = state["seconds"]
-            if random.random() < 0.25:
-                code = child.wait(random.uniform(0.0, before))
-            else:
-                while not child.trains() and child.wait(0.02) is None:  # only the evaluation may be left
-                    pass
-                code = child.wait(random.uniform(0.0, after))
-            if code is None:
-                child.signal(signal.SIGKILL)
-                assert child.wait() == -signal.SIGKILL
-                state["killed"].append(moment(home / "run", child))
-                print(f"{len(state['killed'])}: killed at {state['killed'][-1]}", flush=True)
-            else:
-                assert code == 0, child.log.read_text()
-                finish(home, folder, state)
-                # On a machine that has become faster every moment would otherwise come too late.
-                state["seconds"] = [0.8 * seconds for seconds in state["seconds"]]
-            progress.write_text(json.dumps(state))
+    if "seconds" not in state:
+        for home in ("first", "whole"):  # the second time everything is in the cache
+            began = time.monotonic()
+            child = runs.start(folder / home, *fields)
+            child.wait_for(child.trains)
+            trains = time.monotonic()
+            assert child.wait() == 0, child.log.read_text()
+            state["seconds"] = [trains - began, time.monotonic() - trains]
+        progress.write_text(json.dumps(state))
+    while len(state["killed"]) < kills:
         home = folder / f"{state['runs']:03d}"
-        if home.exists():
-            zygote.run(home, *fields)
+        random.seed(f"{seed} {len(state['killed'])} {state['runs']}")
+        child = runs.start(home, *fields)
+        before, after = state["seconds"]
+        if random.random() < 0.25:
+            code = child.wait(random.uniform(0.0, before))
+        else:
+            while not child.trains() and child.wait(0.02) is None:  # only the evaluation may be left
+                pass
+            code = child.wait(random.uniform(0.0, after))
+        if code is None:
+            child.send_signal(signal.SIGKILL)
+            assert child.wait() == -signal.SIGKILL
+            state["killed"].append(moment(home / "run", child))
+            print(f"{len(state['killed'])}: killed at {state['killed'][-1]}", flush=True)
+        else:
+            assert code == 0, child.log.read_text()
             finish(home, folder, state)
-            progress.write_text(json.dumps(state))
+            # On a machine that has become faster every moment would otherwise come too late.
+            state["seconds"] = [0.8 * seconds for seconds in state["seconds"]]
+        progress.write_text(json.dumps(state))
+    home = folder / f"{state['runs']:03d}"
+    if home.exists():
+        runs.run(home, *fields)
+        finish(home, folder, state)
+        progress.write_text(json.dumps(state))
     return Counter(state["killed"])
 
 

@@ -1,4 +1,4 @@
-"""Whole runs that are stopped, killed, damaged and crowded out; each is a process of its own (`zygote.py`)."""
+"""Whole runs that are stopped, killed, damaged and crowded out; each is a process of its own."""
 
 import json
 import os
@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kills import RUN, arrays, assert_same_run, kill_again_and_again, timeless
-from zygote import ENVIRONMENT, Zygote
 
+from tests.helpers import runs
 from tests.helpers.chat_tokenizers import byte_tokenizer
 from tests.helpers.glossary import unexplained
 
@@ -30,21 +30,15 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def zygote():
-    with Zygote() as zygote:
-        yield zygote
-
-
-@pytest.fixture(scope="module")
 def cache():
     return f"cache_dir={os.environ['HGPO_TESTS_CACHE']}/survive"
 
 
 @pytest.fixture(scope="module")
-def whole(zygote, cache, tmp_path_factory):
+def whole(cache, tmp_path_factory):
     """The run in one piece."""
     home = tmp_path_factory.mktemp("whole")
-    zygote.run(home, *PLAIN, cache)
+    runs.run(home, *PLAIN, cache)
     return home / "run"
 
 
@@ -55,10 +49,10 @@ def copied(run, home) -> Path:
 
 
 @pytest.fixture(scope="module")
-def half(zygote, cache, tmp_path_factory):
+def half(cache, tmp_path_factory):
     """The run, killed in the third iteration: two are checkpointed, a row more may be there."""
     home = tmp_path_factory.mktemp("half")
-    zygote.run(home, *PLAIN, cache, code=DIES_IN_THE_THIRD, expect=-signal.SIGKILL)
+    runs.run(home, *PLAIN, cache, code=DIES_IN_THE_THIRD, expect=-signal.SIGKILL)
     return home / "run"
 
 
@@ -87,7 +81,7 @@ def states(run) -> dict:
     )
     newest = max((p for p in (run / "checkpoints").iterdir() if p.name.isdecimal()), key=lambda p: int(p.name))
     out = run.parent / "state.npz"
-    subprocess.run([sys.executable, "-c", script, newest / "state", out], check=True, env=ENVIRONMENT, capture_output=True)
+    subprocess.run([sys.executable, "-c", script, newest / "state", out], check=True, env=runs.ENVIRONMENT, capture_output=True)
     return {"step": newest.name, **arrays(out)}
 
 
@@ -106,7 +100,7 @@ def tokenizer(tmp_path_factory):
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_halves_equal_the_whole_to_the_bit(zygote, cache, whole, tokenizer, tmp_path, setting):
+def test_halves_equal_the_whole_to_the_bit(cache, whole, tokenizer, tmp_path, setting):
     fields = (*PLAIN, cache, *SETTINGS[setting])
     if setting == "text":
         fields += (f"policy.tokenizer={tokenizer}",)
@@ -115,23 +109,23 @@ def test_halves_equal_the_whole_to_the_bit(zygote, cache, whole, tokenizer, tmp_
     if setting == "household":
         wanted = whole
     else:
-        zygote.run(tmp_path / "whole", *fields)
+        runs.run(tmp_path / "whole", *fields)
         wanted = tmp_path / "whole" / "run"
     middle = len(timeless(wanted)) // 2
     home = tmp_path / "halves"
-    child = zygote.start(home, *fields, code=DIES_IN_THE_THIRD.replace("iteration == 2", f"iteration == {middle}"))
+    child = runs.start(home, *fields, code=DIES_IN_THE_THIRD.replace("iteration == 2", f"iteration == {middle}"))
     assert child.wait() == -signal.SIGKILL, child.log.read_text()
     assert len(timeless(home / "run")) == middle + 1  # a row after the checkpoint, to be dropped
-    assert f"resumed after iteration {middle} in" in zygote.run(home, "--resume", "run")  # its own configuration is enough
+    assert f"resumed after iteration {middle} in" in runs.run(home, "--resume", "run")  # its own configuration is enough
     assert_same_run(home / "run", wanted)
     assert_same_state(home / "run", wanted)
     rows = [json.loads(line) for line in (wanted / "metrics.jsonl").read_text().splitlines()]
     assert not [name for row in rows for name in unexplained(row)]
 
 
-def test_another_mesh_goes_on(zygote, cache, half, whole, tmp_path):
+def test_another_mesh_goes_on(cache, half, whole, tmp_path):
     run = copied(half, tmp_path)
-    zygote.run(tmp_path, *PLAIN, cache, "mesh=fsdp=2")
+    runs.run(tmp_path, *PLAIN, cache, "mesh=fsdp=2")
     ours, theirs = timeless(run), timeless(whole)
     assert ours[:2] == theirs[:2]
     for row, wanted in zip(ours[2:], theirs[2:], strict=True):
@@ -141,16 +135,16 @@ def test_another_mesh_goes_on(zygote, cache, half, whole, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-def test_a_signal_saves_and_leaves(zygote, cache, whole, tmp_path, number):
+def test_a_signal_saves_and_leaves(cache, whole, tmp_path, number):
     """Once in the rollout and once in the update, with checkpoints that would come much later."""
     rare = (*PLAIN, cache, "log.checkpoint_every=50")
     where = "training.sample" if number == signal.SIGTERM else "Recorder.row"
-    said = zygote.run(tmp_path, *rare, code=SIGNALLED.format(where=where, number=int(number)), expect=128 + number)
+    said = runs.run(tmp_path, *rare, code=SIGNALLED.format(where=where, number=int(number)), expect=128 + number)
     done = 2 if number == signal.SIGTERM else 3
     assert f"stopped by {number.name}: {done} of 4 iterations are saved; continue with --resume run" in said
     assert "Traceback" not in said
     assert len(timeless(tmp_path / "run")) == done
-    assert f"resumed after iteration {done} " in zygote.run(tmp_path, "--resume", "run")
+    assert f"resumed after iteration {done} " in runs.run(tmp_path, "--resume", "run")
     assert_same_run(tmp_path / "run", whole)
 
 
@@ -168,67 +162,67 @@ def signalled(*given):
 """
 
 
-def test_a_signal_before_there_is_anything_to_save(zygote, cache, tmp_path):
-    code = "import os\nfrom hgpo_jax import train\ntrain.build = lambda *given: os.kill(os.getpid(), 15)"
-    said = zygote.run(tmp_path, *PLAIN, cache, code=code, expect=143)
+def test_a_signal_before_there_is_anything_to_save(cache, tmp_path):
+    code = "import os\nfrom hgpo_jax import job\njob.build = lambda *given: os.kill(os.getpid(), 15)"
+    said = runs.run(tmp_path, *PLAIN, cache, code=code, expect=143)
     assert said == "stopped by SIGTERM: no iteration was done\n"
 
 
-def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(zygote, cache, half, whole, tmp_path):
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(cache, half, whole, tmp_path):
     run = copied(half, tmp_path)
     largest = max((run / "checkpoints" / "2" / "state").rglob("*"), key=lambda path: path.stat().st_size)
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1
     largest.write_bytes(content)
-    said = zygote.run(tmp_path, *PLAIN, cache)
+    said = runs.run(tmp_path, *PLAIN, cache)
     assert "warning: checkpoint run/checkpoints/2 is damaged: state/" in said
     assert "resumed after iteration 1 in run" in said
     assert_same_run(run, whole)
 
 
-def refused(zygote, home, *fields, code=2) -> str:
+def refused(home, *fields, code=2) -> str:
     """The one line with which a run is refused."""
-    said = zygote.run(home, *fields, expect=code)
+    said = runs.run(home, *fields, expect=code)
     lines = [line for line in said.splitlines() if not line.startswith(("iteration", "warm start", "run:", "resumed"))]
     assert len(lines) == 1, said
     assert lines[0].startswith("error: ")
     return lines[0]
 
 
-def test_without_a_good_checkpoint_the_run_is_refused_and_left_alone(zygote, cache, half, tmp_path):
+def test_without_a_good_checkpoint_the_run_is_refused_and_left_alone(cache, half, tmp_path):
     run = copied(half, tmp_path)
     for path in (run / "checkpoints").rglob("digests.json"):
         path.unlink()
     rows = (run / "metrics.jsonl").read_text()
-    assert "no intact checkpoint is left" in refused(zygote, tmp_path, *PLAIN, cache)
+    assert "no intact checkpoint is left" in refused(tmp_path, *PLAIN, cache)
     assert (run / "metrics.jsonl").read_text() == rows
 
 
-def test_a_damaged_start_is_named(zygote, cache, half, tmp_path):
+def test_a_damaged_start_is_named(cache, half, tmp_path):
     weights = copied(half, tmp_path) / "start" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-40])
-    error = refused(zygote, tmp_path, *PLAIN, cache)
+    error = refused(tmp_path, *PLAIN, cache)
     assert "run/start" in error
 
 
-def test_two_runs_in_one_folder(zygote, cache, tmp_path):
+def test_two_runs_in_one_folder(cache, tmp_path):
     fields = (*PLAIN, cache, "iterations=10000")
-    first = zygote.start(tmp_path, *fields)
+    first = runs.start(tmp_path, *fields)
     first.wait_for(first.trains)
     other = tmp_path / "other"
-    error = refused(zygote, other, *fields, f"run_dir={tmp_path / 'run'}")
+    error = refused(other, *fields, f"run_dir={tmp_path / 'run'}")
     assert "another process is writing this run" in error
-    first.signal(signal.SIGKILL)
+    first.send_signal(signal.SIGKILL)
     first.wait()
 
 
-def test_a_changed_configuration(zygote, cache, half, tmp_path):
+def test_a_changed_configuration(cache, half, tmp_path):
     copied(half, tmp_path)
     changed = (*PLAIN, cache, "learner.lr=0.001", "advantage.gamma=0.9")
-    error = refused(zygote, tmp_path, *changed)
+    error = refused(tmp_path, *changed)
     assert "learner.lr=0.001 (the run began with learner.lr=0.002), " in error or "advantage.gamma=0.9 (" in error
     allow = ("--allow-change=learner.lr", "--allow-change", "advantage.gamma")
-    assert "resumed after iteration 2" in zygote.run(tmp_path, *changed, *allow)
+    assert "resumed after iteration 2" in runs.run(tmp_path, *changed, *allow)
 
 
 @pytest.fixture
@@ -243,7 +237,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_a_full_disk_ends_in_one_line_and_the_run_goes_on_when_there_is_room(zygote, cache, whole, small_disk, tmp_path):
+def test_a_full_disk_ends_in_one_line_and_the_run_goes_on_when_there_is_room(cache, whole, small_disk, tmp_path):
     fields = (*PLAIN, cache, f"run_dir={small_disk / 'run'}")  # only the run: what it prints needs room, too
     filler = small_disk / "filler"
     code = (
@@ -258,14 +252,14 @@ def test_a_full_disk_ends_in_one_line_and_the_run_goes_on_when_there_is_room(zyg
         "    return sample(*given)\n"
         "training.sample = crowded\n"
     )
-    said = zygote.run(tmp_path, *fields, code=code, expect=1)
+    said = runs.run(tmp_path, *fields, code=code, expect=1)
     errors = [line for line in said.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert "No space left on device" in errors[0] or "cannot be written" in errors[0]
     # Threads of Orbax and tensorstore that were still writing may print tracebacks of their own, now and then; none is ours.
     assert "hgpo_jax/" not in said
     filler.unlink()
-    said = zygote.run(tmp_path, *fields)
+    said = runs.run(tmp_path, *fields)
     assert re.search("resumed after iteration [12] in ", said)  # the second checkpoint was being written
     assert_same_run(small_disk / "run", whole)
 
@@ -287,8 +281,8 @@ def read_only(tmp_path, half):
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_a_read_only_folder_is_named(zygote, cache, read_only, tmp_path):
-    error = refused(zygote, tmp_path / "elsewhere", *PLAIN, cache, f"run_dir={read_only / 'run'}", code=1)
+def test_a_read_only_folder_is_named(cache, read_only, tmp_path):
+    error = refused(tmp_path / "elsewhere", *PLAIN, cache, f"run_dir={read_only / 'run'}", code=1)
     assert "Read-only file system" in error
     assert str(read_only / "run") in error
 
@@ -307,8 +301,8 @@ training.sample = poisoned
 """
 
 
-def test_a_batch_that_is_not_finite_is_skipped_counted_and_kept(zygote, cache, whole, tmp_path):
-    said = zygote.run(tmp_path, *PLAIN, cache, code=NONFINITE.format(bad=[1]))
+def test_a_batch_that_is_not_finite_is_skipped_counted_and_kept(cache, whole, tmp_path):
+    said = runs.run(tmp_path, *PLAIN, cache, code=NONFINITE.format(bad=[1]))
     rows, wanted = timeless(tmp_path / "run"), timeless(whole)
     assert rows[0] == wanted[0]
     assert [row["nonfinite_steps"] > 0 for row in rows] == [False, True, False, False]
@@ -317,9 +311,9 @@ def test_a_batch_that_is_not_finite_is_skipped_counted_and_kept(zygote, cache, w
     assert all(np.isfinite(row["entropy"]) for row in rows)
 
 
-def test_batches_that_are_not_finite_end_the_run_in_one_line(zygote, cache, tmp_path):
+def test_batches_that_are_not_finite_end_the_run_in_one_line(cache, tmp_path):
     fields = (*PLAIN, cache, "learner.max_nonfinite=2")
-    said = zygote.run(tmp_path, *fields, code=NONFINITE.format(bad=[1, 2, 3]), expect=1)
+    said = runs.run(tmp_path, *fields, code=NONFINITE.format(bad=[1, 2, 3]), expect=1)
     assert "learner.max_nonfinite=2" in said.splitlines()[-1]
     assert said.splitlines()[-1].startswith("error: iteration 3: ")
     assert "Traceback" not in said
@@ -348,12 +342,12 @@ MetricsWriter.write = counted
 """
 
 
-def test_a_long_run_keeps_its_memory_files_and_threads(zygote, cache, tmp_path):
+def test_a_long_run_keeps_its_memory_files_and_threads(cache, tmp_path):
     """HGPO_LONG_RUN=2000 is the long one."""
     count = int(os.environ.get("HGPO_LONG_RUN", "200"))
     fields = (*PLAIN, cache, f"iterations={count}", f"evaluation.every={count // 20}", f"log.checkpoint_every={count // 20}",
               f"log.dump_every={count // 20}", "log.tensorboard=true")  # fmt: skip
-    zygote.run(tmp_path, *fields, code=LONG.format(path=str(tmp_path / "usage")))
+    runs.run(tmp_path, *fields, code=LONG.format(path=str(tmp_path / "usage")))
     usage = np.array([json.loads(line) for line in (tmp_path / "usage").read_text().splitlines()])
     assert len(usage) == count
     warm = usage[count // 5 :]
