@@ -7,9 +7,9 @@ from collections import Counter, defaultdict
 
 import numpy as np
 
+from hgpo_jax.rollout.chat_format import ParsedResponse, Prompt, PromptInput
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.result import RolloutReport, RolloutResult
-from hgpo_jax.rollout.text import ParsedResponse, Prompt, PromptInput
 from hgpo_jax.rollout.workers import EnvFailure, EnvOutput
 from hgpo_jax.sampling import Responses
 

@@ -12,10 +12,10 @@ from odd_env import Counting, Restless
 from hgpo_jax.config import check_together, load
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.policy import ModelConfig, initialize, network
+from hgpo_jax.rollout.chat_format import ParsedResponse, Prompt
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.host import HostRollout
 from hgpo_jax.rollout.tasks import task_numbers
-from hgpo_jax.rollout.text import ParsedResponse, Prompt
 from hgpo_jax.rollout.workers import LocalWorkers
 from hgpo_jax.sampling import Decoding, buckets
 
