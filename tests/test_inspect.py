@@ -161,12 +161,15 @@ def test_text_runs_with_and_without_a_report(tmp_path):
     assert told.goal(1) == "goal 0: a room"
     assert [told.observation(0, t) for t in range(3)] == ["a room", "a hall", "a shed"]
     assert told.response(2, 1).startswith("answer 2 1")
+    assert told.action(2, 1) == "act 2 1"
+    assert [told.admissible(1, t) for t in range(2)] == [False, True]
     assert told.state_name(2) == "a shed"
     untold = inspect.load(text_run(tmp_path / "untold", ["", "", ""], report=False, method="dapo"))
     assert untold.estimator == "grpo"
     assert untold.goal(0) == ""
     assert untold.observation(0, 1) == untold.prompt(0, 1) != ""
-    assert untold.response(0, 1)
+    assert untold.response(0, 1) == untold.action(0, 1) != ""
+    assert untold.admissible(0, 1)
     assert untold.state_name(2) == "state 2"
     assert "success" in untold.transcript(0)
 
