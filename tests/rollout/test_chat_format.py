@@ -196,6 +196,14 @@ def test_responses_are_read_without_special_tokens_and_to_the_letter(tokenizer):
     assert format.parse(plain.encode("<action> it 's , so .</action>")).action == "it 's , so ."
 
 
+def test_tags_that_are_special_tokens_stay_in_the_text():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    text = "<think>it is so</think><action>look</action>"
+    ids = tokenizer(text + "<|im_start|>" + "<|im_end|>").input_ids
+    assert ChatFormat(tokenizer, "alfworld").parse(ids) == (text, "look", True)
+
+
 @both
 def test_further_tokens_end_a_response(tokenizer):
     plain = LOADERS[tokenizer]()
