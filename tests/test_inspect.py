@@ -174,6 +174,16 @@ def test_text_runs_with_and_without_a_report(tmp_path):
     assert "success" in untold.transcript(0)
 
 
+def test_a_text_run_without_its_tokenizer_is_read_but_for_the_prompts(tmp_path):
+    run = text_run(tmp_path / "told", ["a room", "a hall", "a shed"])
+    shutil.rmtree(run / "policy")
+    dump = inspect.load(run)
+    assert "> answer 2 1" in dump.transcript(2)
+    assert "act 2 1" in inspect.step_text(dump, dump.estimate(), 2, 1)
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        dump.prompt(2, 1)
+
+
 def test_maps_of_a_group_with_prices_whose_first_episode_failed(tmp_path):
     told = inspect.load(text_run(tmp_path / "told", ["costs $3", r"$\frac{ $5", "a shed"]))
     e = told.episodes

@@ -27,7 +27,7 @@ class Dump:
 
     episodes: of NumPy arrays.
     config: the run's; decides what the estimators do unless they are told otherwise.
-    tokenizer: the policy's.
+    tokenizer: the policy's; None where the folder holds none but there is a report, which lacks only the prompts.
     report: of a host rollout (`rollout/result.py`), as a dict; None where there is none, as with dynamic sampling.
     iteration: the training iteration; -1 if there is none.
     """
@@ -98,6 +98,8 @@ class Dump:
             goal, *history, observation = self._slots(episode, turn)
             lines = [goal, *(part for part in history if part.any()), observation]
             return "\n".join([*map(self._words, lines), ">"])
+        if self.tokenizer is None:
+            raise ConfigError("the run's folder holds no tokenizer, which prompts are read with; put it into its policy/")
         ids = e.prompts[episode, turn, : e.prompt_lengths[episode, turn]]
         return self.tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
 
@@ -187,6 +189,8 @@ def load(path: str | Path, iteration: int | None = None) -> Dump:
         beside = file.with_suffix(".json")
         report = read_report(beside, episodes) if beside.is_file() else None
         names = [folder / part for part in ("policy", "start") if (folder / part / "tokenizer_config.json").is_file()]
+        if report and not names:
+            return Dump(episodes, config, None, report, iteration)
         source = [name for name in (config.policy.tokenizer, config.policy.source) if name]
         if not names and not source:
             raise ConfigError(f"{folder}: holds no tokenizer; expected it in {folder}/policy or {folder}/start")
