@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -143,6 +144,17 @@ def lr_scale(settings: LearnerConfig, iteration: int, iterations: int) -> float:
     return 1 - (1 - settings.final_lr) * iteration / max(iterations - 1, 1)
 
 
+class EpochState(NamedTuple):
+    """What an epoch hands from one optimizer step to the next."""
+
+    params: Any
+    opt_state: Any
+    stats: losses.Stats  # sums over the steps so far
+    grad_norm: jax.Array  # f32[], likewise
+    nonfinite_steps: jax.Array  # i32[], steps that were skipped and count in neither
+    logp_difference: jax.Array  # f32[], the largest of the first mini-batch
+
+
 def make_update(
     loss: Callable, optimizer, mesh: Mesh, *, minibatch_size: int, microbatch_size: int, per_token: bool = True,
     compute_dtype: str = "float32",
@@ -173,33 +185,36 @@ def make_update(
         weight = batch.response_lengths if per_token else (batch.response_lengths > 0).astype(jnp.int32)
         before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(weight[order])])
 
-        def one_step(j, carry):
-            params, opt_state, stats, max_difference, norms, skipped = carry
+        def one_step(j, old: EpochState) -> EpochState:
             begin, stop = j * size, jnp.minimum((j + 1) * size, count)
-            gradient, new_stats, new_max_difference = sum_gradients(params, reference, batch, order, begin, stop)
+            gradient, stats, difference = sum_gradients(old.params, reference, batch, order, begin, stop)
             scale = 1.0 / jnp.maximum(before[stop] - before[begin], 1)
             gradient = jax.tree.map(lambda g: g * scale, gradient)
-            updates, new_opt_state = optimizer.update(gradient, opt_state, params)
-            updated = optax.apply_updates(params, jax.tree.map(lambda u: u * lr_scale, updates))
-            max_difference = jnp.where(j == 0, new_max_difference, max_difference)
+            updates, opt_state = optimizer.update(gradient, old.opt_state, old.params)
             norm = optax.tree.norm(gradient)
-            finite = jnp.isfinite(jnp.stack(jax.tree.leaves((norm, new_stats)))).all()
-            new = (updated, new_opt_state, *jax.tree.map(jnp.add, (stats, norms), (new_stats, norm)))
-            old = (params, opt_state, stats, norms)
-            params, opt_state, stats, norms = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-            return params, opt_state, stats, max_difference, norms, skipped + ~finite
+            new = old._replace(
+                params=optax.apply_updates(old.params, jax.tree.map(lambda u: u * lr_scale, updates)),
+                opt_state=opt_state,
+                stats=jax.tree.map(jnp.add, old.stats, stats),
+                grad_norm=old.grad_norm + norm,
+            )
+            finite = jnp.isfinite(jnp.stack(jax.tree.leaves((norm, stats)))).all()
+            return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)._replace(
+                nonfinite_steps=old.nonfinite_steps + ~finite,
+                logp_difference=jnp.where(j == 0, difference, old.logp_difference),
+            )
 
         stats = _zeros(jax.eval_shape(lambda: sum_gradients(params, reference, batch, order, 0, 0)[1]))
-        carry = (params, opt_state, stats, jnp.float32(0), jnp.float32(0), jnp.int32(0))
-        params, opt_state, stats, max_difference, norms, skipped = jax.lax.fori_loop(0, steps, one_step, carry)
-        stats = {name: losses.divide(part) for name, part in stats.items()}
+        start = EpochState(params, opt_state, stats, jnp.float32(0), jnp.int32(0), jnp.float32(0))
+        end = jax.lax.fori_loop(0, steps, one_step, start)
+        stats = {name: losses.divide(part) for name, part in end.stats.items()}
         stats |= {
-            "grad_norm": norms / jnp.maximum(steps - skipped, 1),
+            "grad_norm": end.grad_norm / jnp.maximum(steps - end.nonfinite_steps, 1),
             "optimizer_steps": steps,
-            "nonfinite_steps": skipped,
-            "logp_difference": max_difference,
+            "nonfinite_steps": end.nonfinite_steps,
+            "logp_difference": end.logp_difference,
         }
-        return params, opt_state, stats
+        return end.params, end.opt_state, stats
 
     return jax.shard_map(epoch, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=False)
 

@@ -15,13 +15,13 @@ from hgpo_jax.envs.protocol import CompiledEnv, ListsGames, OwnPrompts
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.policy import ModelConfig, network
 from hgpo_jax.policy.tokenizer import ACT
+from hgpo_jax.rollout.chat_format import ChatFormat
 from hgpo_jax.rollout.compiled import make_rollout
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.host import HostRollout
 from hgpo_jax.rollout.requirements import RUNNER, check_compiled
 from hgpo_jax.rollout.result import RolloutResult
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
-from hgpo_jax.rollout.text import ChatFormat
 from hgpo_jax.sampling import Decoding
 
 

@@ -108,11 +108,8 @@ class DecodeState(struct.PyTreeNode):
 
     def take(self, rows) -> DecodeState:
         """Some rows, i32[n], of those that a device has."""
-        index, key, prompt_length, token, ended = (
-            a[rows] for a in (self.index, self.key, self.prompt_length, self.token, self.ended)
-        )
-        cache = [layer.take(rows) for layer in self.cache]
-        return DecodeState(index=index, key=key, prompt_length=prompt_length, token=token, ended=ended, cache=cache)
+        taken = jax.tree.map(lambda a: a[rows], self.replace(cache=[]))
+        return taken.replace(cache=[layer.take(rows) for layer in self.cache])
 
 
 def row_shards() -> int:
@@ -169,22 +166,27 @@ def generate(
         return (tokens[..., None] == jnp.asarray(end_tokens)).any(-1)
 
     token, logp = sample(hidden, keys, 0)
-    tokens = jnp.zeros((B, max_new), jnp.int32).at[:, 0].set(token)
-    logps = jnp.zeros((B, max_new), jnp.float32).at[:, 0].set(logp)
-    count = jnp.ones(B, jnp.int32)
+    out = Responses(
+        tokens=jnp.zeros((B, max_new), jnp.int32).at[:, 0].set(token),
+        logp=jnp.zeros((B, max_new), jnp.float32).at[:, 0].set(logp),
+        lengths=jnp.ones(B, jnp.int32),
+    )
     state = DecodeState(
         index=jnp.arange(B), key=keys, prompt_length=lengths, token=token, ended=is_end(token), cache=cache
     )
 
     def step(carry):
-        i, state, tokens, logps, count, _ = carry
+        i, state, out, _ = carry
         hidden, cache = model.decode(state.token, state.prompt_length + i - 1, state.cache, blocks)
         token, logp = sample(hidden, state.key, i)
         token, logp = jnp.where(state.ended, 0, token), jnp.where(state.ended, 0.0, logp)
-        tokens, logps = tokens.at[state.index, i].set(token), logps.at[state.index, i].set(logp)
-        count = count.at[state.index].add(~state.ended)
+        out = Responses(
+            tokens=out.tokens.at[state.index, i].set(token),
+            logp=out.logp.at[state.index, i].set(logp),
+            lengths=out.lengths.at[state.index].add(~state.ended),
+        )
         state = state.replace(token=token, cache=cache, ended=state.ended | is_end(token))
-        return i + 1, state, tokens, logps, count, smallest_batch(state.ended)
+        return i + 1, state, out, smallest_batch(state.ended)
 
     # The whole batch until a quarter of it can hold all unfinished rows, then that quarter. No further sizes: each is one more
     # copy of all layers to compile.
@@ -195,9 +197,9 @@ def generate(
             state = compact_unfinished(state, size)
 
         def too_many_unfinished(carry, next_size=next_size):
-            i, *_, unfinished = carry
+            i, _, _, unfinished = carry
             return (i < max_new) & (unfinished > next_size)
 
-        carry = (i, state, tokens, logps, count, smallest_batch(state.ended))
-        i, state, tokens, logps, count, _ = jax.lax.while_loop(too_many_unfinished, step, carry)
-    return Responses(tokens=tokens, logp=logps, lengths=count)
+        carry = (i, state, out, smallest_batch(state.ended))
+        i, state, out, _ = jax.lax.while_loop(too_many_unfinished, step, carry)
+    return out

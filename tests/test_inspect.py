@@ -161,14 +161,27 @@ def test_text_runs_with_and_without_a_report(tmp_path):
     assert told.goal(1) == "goal 0: a room"
     assert [told.observation(0, t) for t in range(3)] == ["a room", "a hall", "a shed"]
     assert told.response(2, 1).startswith("answer 2 1")
+    assert told.action(2, 1) == "act 2 1"
+    assert [told.admissible(1, t) for t in range(2)] == [False, True]
     assert told.state_name(2) == "a shed"
     untold = inspect.load(text_run(tmp_path / "untold", ["", "", ""], report=False, method="dapo"))
     assert untold.estimator == "grpo"
     assert untold.goal(0) == ""
     assert untold.observation(0, 1) == untold.prompt(0, 1) != ""
-    assert untold.response(0, 1)
+    assert untold.response(0, 1) == untold.action(0, 1) != ""
+    assert untold.admissible(0, 1)
     assert untold.state_name(2) == "state 2"
     assert "success" in untold.transcript(0)
+
+
+def test_a_text_run_without_its_tokenizer_is_read_but_for_the_prompts(tmp_path):
+    run = text_run(tmp_path / "told", ["a room", "a hall", "a shed"])
+    shutil.rmtree(run / "policy")
+    dump = inspect.load(run)
+    assert "> answer 2 1" in dump.transcript(2)
+    assert "act 2 1" in inspect.step_text(dump, dump.estimate(), 2, 1)
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        dump.prompt(2, 1)
 
 
 def test_maps_of_a_group_with_prices_whose_first_episode_failed(tmp_path):

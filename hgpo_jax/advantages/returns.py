@@ -55,8 +55,9 @@ ROUNDING = 64 * jnp.finfo(jnp.float32).eps
 def generalized_advantages(
     rewards: jax.Array, values: jax.Array, mask: jax.Array, gamma: float, lam: float
 ) -> jax.Array:
-    """GAE (Schulman et al., 2016, eq. 16), f32[B, T]; the value after the last step is 0.
+    """GAE (Schulman et al., 2016, eq. 16), f32[B, T]: `A_t = d_t + gamma lam A_{t+1}` with `d_t = r_t + gamma V_{t+1} - V_t`.
 
+    values: V, f32[B, T]; the value after the last step is 0.
     Serves tokens as well as steps: the rows may be responses and the columns their tokens.
     Temporal differences below rounding are 0, so that a later division by their spread cannot blow them up: where all
     trajectories of a prompt group are the same, group means as values leave nothing else.

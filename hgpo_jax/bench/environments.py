@@ -28,8 +28,8 @@ from hgpo_jax.envs.waiting import Waiting
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import ModelConfig, initialize, network
+from hgpo_jax.rollout.chat_format import ParsedResponse, Prompt
 from hgpo_jax.rollout.host import HostRollout
-from hgpo_jax.rollout.text import ParsedResponse, Prompt
 from hgpo_jax.sampling import Decoding
 
 GAMES = 20  # of a split, evenly spread

@@ -411,8 +411,8 @@ def check_together(config: Config) -> None:
         "by one":
             config.rollout.ready_fraction < 1 and not env.runs_compiled and not env.workers,
     }  # fmt: skip
-    for message, found in wrong.items():
-        if found:
+    for message, applies in wrong.items():
+        if applies:
             raise ConfigError(message)
 
 

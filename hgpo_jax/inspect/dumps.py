@@ -27,7 +27,7 @@ class Dump:
 
     episodes: of NumPy arrays.
     config: the run's; decides what the estimators do unless they are told otherwise.
-    tokenizer: the policy's.
+    tokenizer: the policy's; None where the folder holds none but there is a report, which lacks only the prompts.
     report: of a host rollout (`rollout/result.py`), as a dict; None where there is none, as with dynamic sampling.
     iteration: the training iteration; -1 if there is none.
     """
@@ -98,6 +98,8 @@ class Dump:
             goal, *history, observation = self._slots(episode, turn)
             lines = [goal, *(part for part in history if part.any()), observation]
             return "\n".join([*map(self._words, lines), ">"])
+        if self.tokenizer is None:
+            raise ConfigError("the run's folder holds no tokenizer, which prompts are read with; put it into its policy/")
         ids = e.prompts[episode, turn, : e.prompt_lengths[episode, turn]]
         return self.tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
 
@@ -109,6 +111,16 @@ class Dump:
         if self.report:
             return self.report["responses"][episode][turn]
         return self.tokenizer.decode(ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def action(self, episode: int, turn: int) -> str:
+        """What the environment was given: of a text run what was found in the response, else the response itself."""
+        return self.report["actions"][episode][turn] if self.report else self.response(episode, turn)
+
+    def admissible(self, episode: int, turn: int) -> bool:
+        """Whether the action was one that the environment offers; a text run calls others invalid only with `env.strict`."""
+        if self.report:
+            return self.report["admissible"][episode][turn]
+        return not self.episodes.invalid[episode, turn]
 
     def state_name(self, state: int) -> str:
         """The observation that a state id stands for, where one of the turns or the report shows it."""
@@ -177,6 +189,8 @@ def load(path: str | Path, iteration: int | None = None) -> Dump:
         beside = file.with_suffix(".json")
         report = read_report(beside, episodes) if beside.is_file() else None
         names = [folder / part for part in ("policy", "start") if (folder / part / "tokenizer_config.json").is_file()]
+        if report and not names:
+            return Dump(episodes, config, None, report, iteration)
         source = [name for name in (config.policy.tokenizer, config.policy.source) if name]
         if not names and not source:
             raise ConfigError(f"{folder}: holds no tokenizer; expected it in {folder}/policy or {folder}/start")
@@ -189,13 +203,17 @@ def read_report(file: Path, e: Episodes) -> dict:
     """The report beside a dump. Raises ValueError where it does not fit the Episodes."""
     try:
         report = json.loads(file.read_text(encoding="utf-8"))
-        texts, goals, responses, scores = (report[name] for name in ("texts", "goals", "responses", "scores"))
-        turns = [len(episode) for episode in responses]
-        strings = all(isinstance(text, str) for text in (*texts, *goals, *(text for episode in responses for text in episode)))
-        numbers = all(isinstance(score, int | float) for score in scores) and len(goals) == len(scores) == len(e.mask)
+        texts, goals, scores = (report[name] for name in ("texts", "goals", "scores"))
+        by_turn = {"responses": str, "actions": str, "admissible": bool}
+        turns = e.mask.sum(1).tolist()
+        fits = all(isinstance(text, str) for text in (*texts, *goals))
+        fits &= all(isinstance(score, int | float) for score in scores) and len(goals) == len(scores) == len(e.mask)
+        for name, kind in by_turn.items():
+            fits &= [len(episode) for episode in report[name]] == turns
+            fits &= all(isinstance(value, kind) for episode in report[name] for value in episode)
         last = max(e.states.max(initial=0, where=e.mask), e.next_states.max(initial=0, where=e.mask))
-        if not (strings and numbers and turns == e.mask.sum(1).tolist() and (last < len(texts) or not e.mask.any())):
-            raise ValueError("texts, goals, responses or scores do not fit")
+        if not (fits and (last < len(texts) or not e.mask.any())):
+            raise ValueError(f"texts, goals, scores, {', '.join(by_turn)} do not fit")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{file}: not the report of {file.stem}.npz: {error}") from None
     return report

@@ -106,7 +106,7 @@ def step_text(dump: Dump, record: Estimate, episode: int, turn: int, shown: int 
             if place > last + 1:
                 lines.append(f"    ... {place - last - 1} more")
             last = place
-            action = " ".join(dump.response(member["episode"], member["turn"]).split())
+            action = " ".join(dump.action(member["episode"], member["turn"]).split())
             where = f"episode {member['episode']:3d}, turn {member['turn']:2d}"
             lines.append(f"    {where}: {member['value']:7.3f} ({member['advantage']:+.3f})  > {action[-60:]}{here}")
     return "\n".join(lines)

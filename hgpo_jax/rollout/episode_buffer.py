@@ -7,9 +7,9 @@ from collections import Counter, defaultdict
 
 import numpy as np
 
+from hgpo_jax.rollout.chat_format import ParsedResponse, Prompt, PromptInput
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.result import RolloutReport, RolloutResult
-from hgpo_jax.rollout.text import ParsedResponse, Prompt, PromptInput
 from hgpo_jax.rollout.workers import EnvFailure, EnvOutput
 from hgpo_jax.sampling import Responses
 
@@ -33,6 +33,7 @@ class EpisodeBuffer:
         self._observations: dict[int, list[str]] = defaultdict(list)
         self._actions: dict[int, list[str]] = defaultdict(list)
         self._responses: dict[int, list[str]] = defaultdict(list)
+        self._admissible: dict[int, list[bool]] = defaultdict(list)  # of each action whose output has come
         self._failures: dict[int, str] = {}
         self._counts = Counter(malformed=0, unfinished=0, pairs_dropped=0, prompts_cut=0)
         self._inadmissible = 0
@@ -55,6 +56,7 @@ class EpisodeBuffer:
         if turn:
             e.rewards[episode, turn - 1] = output.reward
             e.invalid[episode, turn - 1] |= self._strict and not output.admissible
+            self._admissible[episode].append(bool(output.admissible))
         return not output.done and turn < e.mask.shape[1]
 
     def prompt_input(self, episode: int) -> PromptInput:
@@ -108,10 +110,21 @@ class EpisodeBuffer:
             "response_tokens": int(e.response_lengths.sum()),
             "longest_prompt": int(e.prompt_lengths.max()),
         }
-        kept = [episode in self._latest for episode in range(batch)]
-        goals = [self._latest[episode].goal if kept[episode] else "" for episode in range(batch)]
-        responses = [self._responses[episode] if kept[episode] else [] for episode in range(batch)]
-        return RolloutResult(e, RolloutReport(texts, goals, responses, scores, self._failures, counts))
+        report = RolloutReport(
+            texts=texts,
+            goals=[self._latest[episode].goal if episode in self._latest else "" for episode in range(batch)],
+            responses=self._of_kept(self._responses),
+            actions=self._of_kept(self._actions),
+            admissible=self._of_kept(self._admissible),
+            scores=scores,
+            failures=self._failures,
+            counts=counts,
+        )
+        return RolloutResult(e, report)
+
+    def _of_kept(self, turns: dict[int, list]) -> list[list]:
+        """What was collected turn by turn, by episode; nothing for those that failed."""
+        return [turns[episode] if episode in self._latest else [] for episode in range(len(self._episodes.mask))]
 
     def _number_states(self) -> tuple[list[str], dict[int, list[int]]]:
         """All texts observed in episodes that have not failed, and for each such episode their numbers, turn by turn.

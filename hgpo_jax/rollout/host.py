@@ -41,7 +41,7 @@ class HostRollout:
 
     Args:
       make_env: makes one environment (see `workers.py`); must be picklable if there are worker processes.
-      format: prompts and actions, such as `text.ChatFormat` or `words.WordFormat`.
+      format: prompts and actions, such as `chat_format.ChatFormat` or `words.WordFormat`.
       graphdef: of the `Qwen2` whose parameters will be given.
       mesh: prompts are split over its `data` axis.
       batch: B, episodes per call.

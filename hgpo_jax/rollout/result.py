@@ -21,6 +21,8 @@ class RolloutReport:
     texts: `texts[states[b, t]]` is the observation before turn t of episode b.
     goals: each episode's task as text.
     responses: what the policy wrote in each episode, turn by turn.
+    actions: what was found in each response and given to the environment.
+    admissible: whether the environment took each of these actions for one of its commands.
     scores: f32[B], the environment's own score at the end (1 for success where it has none).
     failures: episode -> why it was excluded; its rows in the Episodes are empty.
     counts: sums over the batch, for metrics.
@@ -29,6 +31,8 @@ class RolloutReport:
     texts: list[str]
     goals: list[str]
     responses: list[list[str]]
+    actions: list[list[str]]
+    admissible: list[list[bool]]
     scores: np.ndarray
     failures: dict[int, str]
     counts: dict[str, int]

@@ -21,8 +21,8 @@ from hgpo_jax.envs.webshop.commands import click, parse
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.mesh import abstract_mesh, parse_mesh
 from hgpo_jax.policy import huggingface, shapes, weights
+from hgpo_jax.rollout.chat_format import project
 from hgpo_jax.rollout.episodes import Episodes
-from hgpo_jax.rollout.text import project
 
 CORPUS = Path(__file__).parent / "corpus"
 CUT = b"\n--------\n"  # between the files of an input that is several

@@ -37,7 +37,8 @@ def text_run(folder: Path, texts: list[str], report: bool = True, method: str = 
         content = {
             "texts": texts, "goals": [f"goal {b // 2}: {texts[0]}" for b in range(B)], "scores": [1, 0.25, 1, 0],
             "responses": [[f"answer {b} {t}: {texts[1]}" for t in range(mask[b].sum())] for b in range(B)],
-            "failures": {}, "counts": {},
+            "actions": [[f"act {b} {t}" for t in range(mask[b].sum())] for b in range(B)],
+            "admissible": [[b == t for t in range(mask[b].sum())] for b in range(B)], "failures": {}, "counts": {},
         }  # fmt: skip
         (folder / "episodes" / "iteration-00000.json").write_text(json.dumps(content))
     return folder

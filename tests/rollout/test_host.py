@@ -12,10 +12,10 @@ from odd_env import Counting, Restless
 from hgpo_jax.config import check_together, load
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.policy import ModelConfig, initialize, network
+from hgpo_jax.rollout.chat_format import ParsedResponse, Prompt
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.host import HostRollout
 from hgpo_jax.rollout.tasks import task_numbers
-from hgpo_jax.rollout.text import ParsedResponse, Prompt
 from hgpo_jax.rollout.workers import LocalWorkers
 from hgpo_jax.sampling import Decoding, buckets
 
@@ -100,9 +100,11 @@ def check(episodes: Episodes, report, *, actions, tasks=TASKS, strict=False):
             response = episodes.responses[b, t, :length].tolist()
             assert END not in response[:-1] and (response[-1] == END or length == R)
             assert (episodes.logp[b, t, :length] < 0).all() and not episodes.logp[b, t, length:].any()
-            _, action, well_formed = script.parse(response)
+            text, action, well_formed = script.parse(response)
             before = observation
             observation, commands, reward, done, info = env.step(action)
+            told = (report.responses[b][t], report.actions[b][t], report.admissible[b][t])
+            assert told == (text, action, info["admissible"])
             assert episodes.rewards[b, t] == reward
             assert episodes.invalid[b, t] == (not well_formed or (strict and not info["admissible"]))
             for text, state in ((before, episodes.states[b, t]), (observation, episodes.next_states[b, t])):

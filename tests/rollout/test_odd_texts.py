@@ -11,9 +11,9 @@ from odd_env import ODD, Deadly, Wild
 from hgpo_jax.advantages import estimate
 from hgpo_jax.inspect.dumps import read_report
 from hgpo_jax.policy import ModelConfig, initialize, network
+from hgpo_jax.rollout.chat_format import ChatFormat, PromptInput
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.host import HostRollout
-from hgpo_jax.rollout.text import ChatFormat, PromptInput
 from hgpo_jax.sampling import Decoding
 from tests.helpers.chat_tokenizers import byte_tokenizer
 

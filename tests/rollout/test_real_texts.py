@@ -14,8 +14,8 @@ from hgpo_jax.envs.household import Household
 from hgpo_jax.envs.household.text import HouseholdText
 from hgpo_jax.envs.webshop.text import WebshopText
 from hgpo_jax.policy import ModelConfig, Policy, initialize, network
+from hgpo_jax.rollout.chat_format import ChatFormat
 from hgpo_jax.rollout.host import HostRollout
-from hgpo_jax.rollout.text import ChatFormat
 from hgpo_jax.sampling import Decoding
 from tests.helpers.chat_tokenizers import QWEN, qwen_tokenizer
 
@@ -85,7 +85,7 @@ def test_a_tiny_model_plays_a_few_turns(environment, workers):
 @pytest.mark.parametrize("environment", MAKE)
 def test_prompts_of_real_observations_are_the_tokenizers_own(environment):
     """On the texts of real environments the encoding as data changes nothing."""
-    from hgpo_jax.rollout.text import PromptInput
+    from hgpo_jax.rollout.chat_format import PromptInput
 
     tokenizer = qwen_tokenizer()
     format, env = ChatFormat(tokenizer, environment), MAKE[environment]()

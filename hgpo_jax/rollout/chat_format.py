@@ -20,6 +20,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 # Real observations have 2 to 5.
 MAX_CHARACTERS_PER_TOKEN = 16
 _SECTIONS = ("first", "later", "entry")
+_TAGS = ("<think>", "</think>", "<action>", "</action>")  # of a response
 _NOT_TEXT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")  # controls and lone surrogates
 _CHINESE = re.compile("[\u4e00-\u9fff]")
 
@@ -136,6 +137,9 @@ class ChatFormat:
         markers = sorted(added, key=len, reverse=True)
         self._cuts = re.compile(f"(?=(?:{'|'.join(map(re.escape, markers))}))") if markers else None
         self._added = frozenset(added.values())
+        # Some reasoning models' tags are special tokens; they belong to the text nevertheless.
+        special = ((index, token) for index, token in tokenizer.added_tokens_decoder.items() if token.special)
+        self._hidden = frozenset(index for index, token in special if token.content not in _TAGS)
 
     def build(self, inputs: Sequence[PromptInput]) -> list[Prompt]:
         """The prompt of each input."""
@@ -168,8 +172,9 @@ class ChatFormat:
         return ids
 
     def parse(self, ids: Sequence[int]) -> ParsedResponse:
-        """A response's text without special tokens, and what `project` finds in it."""
-        text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        """A response's text without special tokens other than the tags, and what `project` finds in it."""
+        shown = [index for index in ids if index not in self._hidden]
+        text = self._tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return ParsedResponse(text, *project(text, self._fallback))
 
 

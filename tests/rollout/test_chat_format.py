@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hgpo_jax.environments import ENVIRONMENTS, Environment
-from hgpo_jax.rollout.text import TEMPLATES, ChatFormat, PromptInput, Template, project
+from hgpo_jax.rollout.chat_format import TEMPLATES, ChatFormat, PromptInput, Template, project
 from tests.helpers.chat_tokenizers import byte_tokenizer, folding_tokenizer, qwen_tokenizer
 
 VIEW = PromptInput("put a mug in desk.", [], 0, "You are in a room.", ["go to desk 1", "look"])
@@ -194,6 +194,14 @@ def test_responses_are_read_without_special_tokens_and_to_the_letter(tokenizer):
     assert format.parse([*ids, format.end_tokens[0]]) == (text, "go to desk 1", True)
     assert format.parse([*ids[:-1], format.end_tokens[0], *ids[-1:], plain.vocab_size + 10_000]) == (text, "go to desk 1", True)
     assert format.parse(plain.encode("<action> it 's , so .</action>")).action == "it 's , so ."
+
+
+def test_tags_that_are_special_tokens_stay_in_the_text():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    text = "<think>it is so</think><action>look</action>"
+    ids = tokenizer(text + "<|im_start|>" + "<|im_end|>").input_ids
+    assert ChatFormat(tokenizer, "alfworld").parse(ids) == (text, "look", True)
 
 
 @both
