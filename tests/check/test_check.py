@@ -165,7 +165,7 @@ class Counting(Corridor):
 
 def drawn_when_traced(self, key):
     state, seen = Corridor.reset(self, key)
-    return state, seen - random.randrange(4)
+    return state, seen - random.randrange(1_000_000)
 
 
 def drawn_on_the_host(state, seen, *rest):
