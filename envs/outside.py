@@ -23,7 +23,7 @@ import pydantic
 
 from hgpo_jax.envs.cli import nearest, one_line
 
-ENVIRONMENTS, ESTIMATORS = "hgpo_jax.environments", "hgpo_jax.estimators"  # groups of entry points
+ENVIRONMENTS, ESTIMATORS, REWARDS = "hgpo_jax.environments", "hgpo_jax.estimators", "hgpo_jax.rewards"  # groups of entry points
 
 
 @functools.cache

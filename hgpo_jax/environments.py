@@ -212,14 +212,26 @@ ENVIRONMENTS = {
 
 def environment(env: EnvConfig) -> Environment:
     """What `env.name` stands for. Raises ConfigError where it cannot be found or made."""
-    if env.name in ENVIRONMENTS:
-        return ENVIRONMENTS[env.name]
-    return _from_outside(env.name, outside.located(env.name, outside.ENVIRONMENTS), json.dumps(env.options))
+    return ENVIRONMENTS[env.name] if env.name in ENVIRONMENTS else _from_outside(*_outside(env))
+
+
+def made_outside(env: EnvConfig) -> tuple[Callable[[], Any], Any]:
+    """What makes a user's own environment, and one that it made, which may lack anything. Raises ConfigError."""
+    return _made(*_outside(env))
+
+
+def is_compiled(env) -> bool:
+    """Whether an environment means to be a compiled one."""
+    return any(hasattr(env, length) for length in members(Playable) if length.endswith("_length"))
+
+
+def _outside(env: EnvConfig) -> tuple[str, str, str]:
+    """Its name as the user wrote it, its place, and its options as JSON."""
+    return env.name, outside.located(env.name, outside.ENVIRONMENTS), json.dumps(env.options)
 
 
 @functools.lru_cache(maxsize=8)
-def _from_outside(given: str, name: str, options: str) -> Environment:
-    """A user's own environment, which is made once to learn of which kind it is. given: its name as the user wrote it."""
+def _made(given: str, name: str, options: str) -> tuple[Callable[[], Any], Any]:
     try:
         _, found = outside.load(name)
     except ValueError as error:
@@ -230,10 +242,16 @@ def _from_outside(given: str, name: str, options: str) -> Environment:
         raise ConfigError(f"env.options.{error}") from None
     make = functools.partial(outside.make, name, arguments)
     try:
-        env = make()
+        return make, make()
     except Exception as error:  # whatever it does
         raise ConfigError(f"env.name={given}: cannot be made: {type(error).__name__}: {' '.join(str(error).split())}") from None
-    compiled = any(hasattr(env, length) for length in members(Playable) if length.endswith("_length"))
+
+
+@functools.lru_cache(maxsize=8)
+def _from_outside(given: str, name: str, options: str) -> Environment:
+    """A user's own environment, which is made once to learn of which kind it is."""
+    make, env = _made(given, name, options)
+    compiled = is_compiled(env)
     try:
         check_compiled(env, RUNNER) if compiled else check_text(env)
     except ValueError as error:

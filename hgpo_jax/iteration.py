@@ -29,21 +29,29 @@ def sample(job: Job, params, iteration: int) -> tuple[RolloutResult, list[dict],
     many prompt groups with different rewards as an iteration learns from; what is missing then has no steps, and there is no
     report.
     """
-    settings, gamma = job.config.rollout, job.config.advantage.gamma
+    settings = job.config.rollout
     if not job.method.dynamic_sampling:
-        result = job.runner.rollout(params, *job.episode_inputs(iteration))
-        return result, [rollout_sums(result.episodes, gamma)], result.report.counts if result.report else {}
+        result, of_one = _judged_rollout(job, params, job.episode_inputs(iteration))
+        return result, [of_one], result.report.counts if result.report else {}
     kept, sums = None, []
     for attempt in range(settings.max_tries):
-        episodes, _ = job.runner.rollout(params, *job.episode_inputs(iteration, attempt))
+        (episodes, _), of_one = _judged_rollout(job, params, job.episode_inputs(iteration, attempt))
         if kept is None:
             kept = jax.tree.map(jnp.zeros_like, episodes).replace(groups=episodes.groups)
             filled = jnp.int32(0)
         kept, filled = _keep_informative(kept, filled, episodes, settings.group_size)
-        sums.append(rollout_sums(episodes, gamma))
+        sums.append(of_one)
         if filled >= settings.prompt_groups:
             break
     return RolloutResult(kept, None), sums, {"rollouts": len(sums), "kept_groups": int(filled)}
+
+
+def _judged_rollout(job: Job, params, inputs: tuple) -> tuple[RolloutResult, dict]:
+    """A rollout with the configured rewards, and its sums."""
+    result, rewards = job.runner.rollout(params, *inputs), {}
+    if job.reward:
+        result, rewards = job.reward(result)
+    return result, rollout_sums(result.episodes, job.config.advantage.gamma) | rewards
 
 
 @functools.partial(jax.jit, static_argnums=3)

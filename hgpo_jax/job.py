@@ -20,6 +20,7 @@ from hgpo_jax.methods import Method, method_named
 from hgpo_jax.policy import LoraConfig, ModelConfig, Policy, initialize, load_policy, lora
 from hgpo_jax.policy.placement import cast, storage_shardings
 from hgpo_jax.policy.tokenizer import load_tokenizer, word_tokenizer
+from hgpo_jax.rewards import Reward, make_reward
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.run import distributed
 from hgpo_jax.runners import CompiledRunner, TextRunner
@@ -33,6 +34,7 @@ class Job:
     policy: the weights to start from, freshly initialized unless they are given; training keeps its own.
     runner: makes rollouts in the configured environment.
     adapted: the sizes of the network that samples and learns, with the adapters that LoRA adds to the policy's weights.
+    reward: puts the configured judge's rewards into what a training rollout returns.
     """
 
     config: Config
@@ -40,6 +42,7 @@ class Job:
     policy: Policy
     adapted: ModelConfig
     runner: CompiledRunner | TextRunner
+    reward: Reward | None = None
 
     @property
     def batch(self) -> int:
@@ -210,4 +213,5 @@ def build(config: Config, mesh: Mesh | None = None) -> Job:
     else:
         games = found.games(config) if found.games else None
         runner = CompiledRunner(config, found.compiled(config), adapted, policy.tokenizer, mesh, games)
-    return Job(config=config, mesh=mesh, policy=policy, adapted=adapted, runner=runner)
+    job = Job(config=config, mesh=mesh, policy=policy, adapted=adapted, runner=runner)
+    return dataclasses.replace(job, reward=make_reward(config, job.abstract_episodes())) if config.reward.source else job

@@ -49,7 +49,7 @@ def fake_job(batches, method, max_tries=4):
     config = load(None, [f"method={method}", f"rollout.prompt_groups={GROUPS}", f"rollout.group_size={MEMBERS}",
                          f"rollout.max_tries={max_tries}"])  # fmt: skip
     return types.SimpleNamespace(
-        config=config, method=METHODS[method], episode_inputs=lambda number, attempt=0: (),
+        config=config, method=METHODS[method], reward=None, episode_inputs=lambda number, attempt=0: (),
         runner=types.SimpleNamespace(rollout=lambda params, *inputs: RolloutResult(next(left), None)),
     )  # fmt: skip
 

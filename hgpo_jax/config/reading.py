@@ -20,7 +20,7 @@ MAX_DEPTH = 50  # brackets inside brackets in YAML
 
 _SHOWN = reprlib.Repr()  # of values in messages, where a few lines of YAML can stand for millions of elements
 _SHOWN.maxlevel, _SHOWN.maxstring, _SHOWN.maxother = 2, 200, 200
-SHORT = {"policy": "policy.source", "data": "env.data"}  # short names of fields in overrides
+SHORT = {"policy": "policy.source", "reward": "reward.source", "data": "env.data"}  # short names of fields in overrides
 RENAMED = {"rollout.chunk": "rollout.decode_batch_size", "rollout.ready_share": "rollout.ready_fraction"}  # old name -> new
 
 
@@ -63,8 +63,9 @@ def given(path: str | None, overrides: list[str] | tuple[str, ...]) -> dict:
     Raises ConfigError for a file that cannot be read and for an override of no field.
     """
     tree = {} if path is None else _read(path)
-    if isinstance(tree.get("policy"), str):
-        tree["policy"] = {"source": tree["policy"]}
+    for section in ("policy", "reward"):
+        if isinstance(tree.get(section), str):
+            tree[section] = {"source": tree[section]}
     known = fields()
     for override in overrides:
         name, equals, text = override.partition("=")

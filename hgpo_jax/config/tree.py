@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pydantic
@@ -16,9 +17,14 @@ from hgpo_jax.errors import ConfigError
 from hgpo_jax.files import CACHE_DIR
 from hgpo_jax.methods import METHODS, method_named
 from hgpo_jax.policy.model_config import LINEARS
+from hgpo_jax.rollout.judges import judge_named
 
 # Fields that take one of these names, what an installed package calls its own, or a place outside (`envs/outside.py`).
-OPEN = {"env.name": (ENVIRONMENTS, outside.ENVIRONMENTS), "method": (METHODS, outside.ESTIMATORS)}
+OPEN: dict[str, tuple[Collection[str], str]] = {
+    "env.name": (ENVIRONMENTS, outside.ENVIRONMENTS),
+    "method": (METHODS, outside.ESTIMATORS),
+    "reward.source": ((), outside.REWARDS),
+}
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -60,7 +66,7 @@ def choices(name: str) -> tuple[str, ...]:
 def _is_choice(name: str, value: str) -> str:
     place, colon, attribute = value.rpartition(":")
     if value not in choices(name) and not (colon and place and attribute):
-        wanted = f"{', '.join(choices(name))}, package.module:NAME or path/to/file.py:NAME"
+        wanted = ", ".join((*choices(name), "package.module:NAME or path/to/file.py:NAME"))
         raise ValueError(f"must be one of {wanted}; {nearest(value, list(choices(name)))}")
     return value
 
@@ -217,6 +223,25 @@ class RolloutConfig(Section):
     )  # fmt: skip
 
 
+class RewardConfig(Section):
+    """A reward of your own (`reward=...` is short for `reward.source=...`): a judge of episodes (hgpo_jax/rewards.py)."""
+
+    source: str = field("", "function that judges an episode by its texts, of a compiled environment in pure JAX; empty: none")
+    mode: Literal["add", "replace"] = field("add", "its rewards are added to the environment's, or replace them")
+    workers: Positive = field(1, "text: processes that judge", le=256)
+    time_limit: float = field(60.0, "text: seconds after which an episode is left out, because its judge takes too long", gt=0)
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _short(cls, value):
+        return {"source": value} if isinstance(value, str) else value
+
+    @pydantic.field_validator("source")
+    @classmethod
+    def _is_known(cls, value):
+        return value and _is_choice("reward.source", value)
+
+
 class CloningConfig(Section):
     """The warm start: behaviour cloning on generated play (see README for what it does and what success it gives)."""
 
@@ -362,6 +387,7 @@ class Config(Section):
     policy: PolicyConfig = PolicyConfig()
     lora: LoraFields = LoraFields()
     rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
     cloning: CloningConfig = CloningConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     learner: LearnerConfig = LearnerConfig()
@@ -383,6 +409,8 @@ def check_together(config: Config) -> None:
         raise ConfigError(f"env.options.{name}={value}: env.name={env.name} has fields of its own; write env.{name}={value}")
     method = method_named(config.method)
     found = environment(env)
+    if config.reward.source:
+        judge_named(config.reward.source)
     either = found.compiled is not None and found.text is not None
     text = " with env.compiled=false" if either else ""
     turns = EnvConfig.model_fields["max_turns"].default

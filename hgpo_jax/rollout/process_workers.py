@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import multiprocessing
 import os
 import signal
@@ -19,8 +20,8 @@ class _WorkerProcess:
 
     _starting = threading.Lock()
 
-    def __init__(self, make_env: Callable, time_limit: float, start_limit: float):
-        self._make_env, self._time_limit, self._start_limit = make_env, time_limit, start_limit
+    def __init__(self, make: Callable, time_limit: float, start_limit: float):
+        self._make, self._time_limit, self._start_limit = make, time_limit, start_limit
         self.queue: SimpleQueue[tuple[Request, SimpleQueue] | None] = SimpleQueue()  # a request, and the queue for its answer
         self.replaced, self._ended, self.process = 0, False, None
         self._thread = threading.Thread(target=self._answer_all, daemon=True)
@@ -30,7 +31,7 @@ class _WorkerProcess:
         context = multiprocessing.get_context("spawn")
         self._deadline = time.monotonic() + self._start_limit
         self.pipe, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, self._make_env), daemon=True)
+        process = context.Process(target=_serve, args=(theirs, self._make), daemon=True)
         with self._starting:
             # A worker never needs the accelerator; jax reads this when it is imported.
             before = os.environ.get("JAX_PLATFORMS")
@@ -115,18 +116,22 @@ class ProcessWorkers:
       episodes: of a batch.
       time_limit: seconds that one answer may take.
       start_limit: seconds that a process may take to make its first environment.
+      local: what each process has; `judges.LocalJudge` instead of environments has a judge, which `make_env` then loads.
 
     Raises:
       ValueError: the first environment cannot be made.
     """
 
-    def __init__(self, make_env: Callable, workers: int, episodes: int, time_limit: float = 60.0, start_limit: float = 600.0):
+    def __init__(
+        self, make_env: Callable, workers: int, episodes: int, time_limit: float = 60.0, start_limit: float = 600.0,
+        local: Callable = LocalWorkers,
+    ):  # fmt: skip
         self._episodes = episodes
         self.discard_answers()
         self._workers = []
         atexit.register(self.close)  # otherwise a thread would replace the processes that the exiting interpreter ends
         for _ in range(min(workers, episodes)):
-            self._workers.append(_WorkerProcess(make_env, time_limit, start_limit))
+            self._workers.append(_WorkerProcess(functools.partial(local, make_env), time_limit, start_limit))
         for worker in self._workers:
             try:
                 self.spec = worker.read_spec()
@@ -171,13 +176,13 @@ class ProcessWorkers:
         self._workers = []
 
 
-def _serve(pipe, make_env) -> None:
+def _serve(pipe, make) -> None:
     """What a worker process does: makes its environments, answers requests, ends with the pipe."""
     # Signals are for the parent to handle, which may finish its iteration before it exits.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     try:
-        workers = LocalWorkers(make_env)
+        workers = make()
     except Exception as error:
         pipe.send(" ".join(f"environment: {error}".split()))
         return

@@ -86,10 +86,10 @@ class LocalWorkers:
     def _answer(self, episode: int, task: int, actions: tuple[str, ...]) -> EnvOutput:
         env, current_task, done = self._envs.pop(episode, None) or (self._make_env(), None, 0)
         if not actions or (current_task, done) != (task, len(actions) - 1):
-            output = _checked(env, env.reset(task), 2)
+            output = read_output(env, env.reset(task), 2)
             done = 0
         for action in actions[done:]:
-            output = _checked(env, env.step(action), 5)
+            output = read_output(env, env.step(action), 5)
         self._envs[episode] = env, task, len(actions)
         return output
 
@@ -98,8 +98,8 @@ class LocalWorkers:
         self._envs.clear()
 
 
-def _checked(env, result, length: int) -> EnvOutput:
-    """What `reset` or `step` returned, as plain Python values. Raises TypeError or ValueError for anything else."""
+def read_output(env, result, length: int) -> EnvOutput:
+    """What `reset` (2 values) or `step` (5) returned, as plain Python values. Raises TypeError or ValueError for all else."""
     _expect("what was returned", result, tuple | list)  # an iterator might never end
     if len(result) != length:
         raise TypeError(f"{len(result)} values were returned instead of {length}")

@@ -28,6 +28,7 @@ FREE_TO_CHANGE = (
     "rollout.decode_batch_size",
     "learner.microbatch_size",
     "env.workers",
+    "reward.workers",
     "log.",
     "evaluation.",
 )

@@ -108,6 +108,7 @@ def rollout_metrics(sums: list[dict[str, jax.Array]]) -> dict[str, float]:
     sums = jax.device_get(sums)
     total = {name: float(sum(of_one[name] for of_one in sums)) for name in sums[0]}
     episodes = max(total["episodes"], 1)
+    rewards = {name: value for name, value in total.items() if name.startswith("reward/")}  # of a judge (`rewards.py`)
     return {
         "success": total["success"] / episodes,
         "return": total["return"] / episodes,
@@ -115,6 +116,7 @@ def rollout_metrics(sums: list[dict[str, jax.Array]]) -> dict[str, float]:
         "invalid": total["invalid"] / max(total["steps"], 1),
         "steps": total["steps"],
         "tokens": total["tokens"],
+        **{name: value / (1 if name == "reward/failed" else episodes) for name, value in rewards.items()},
     }
 
 

@@ -1,0 +1,117 @@
+"""`python -m hgpo_jax.check`: plays an environment, says what is wrong with it, and what its episodes are like.
+
+    python -m hgpo_jax.check household
+    python -m hgpo_jax.check ./my_env.py:MyEnv env.options.size=5 --episodes 200
+    python -m hgpo_jax.check alfworld data=ALFWORLD_DATA policy.tokenizer=FOLDER      with the lengths of prompts in tokens
+
+Every fault is one line that names the member and how to correct it. The exit code is 1 where there are faults.
+
+A group of 8 plays each task. Peers at level k, which HGPO compares, are steps of a group with the same last k + 1
+observations, k = 0 to rollout.history_length; a player who acts at random has fewer than most policies.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hgpo_jax import cli
+from hgpo_jax import config as configuration
+from hgpo_jax.check import compiled, text
+from hgpo_jax.check.statistics import GROUP, table
+from hgpo_jax.config import Config
+from hgpo_jax.environments import ENVIRONMENTS, Environment, is_compiled, made_outside
+from hgpo_jax.envs.cli import printable
+from hgpo_jax.envs.protocol import Expert
+from hgpo_jax.errors import ConfigError
+from hgpo_jax.policy.tokenizer import load_tokenizer
+from hgpo_jax.rollout.tasks import task_keys, task_numbers
+from hgpo_jax.rollout.text import MAX_CHARACTERS_PER_TOKEN, TEMPLATES, ChatFormat, Template
+
+
+def check(config: Config, episodes: int) -> tuple[list[str], str]:
+    """The faults of the configured environment, and what its episodes are like. Raises ConfigError."""
+    name = config.env.name
+    if name in ENVIRONMENTS:
+        found = ENVIRONMENTS[name]
+        runs_compiled = config.env.runs_compiled
+        make = None if runs_compiled else found.text(config)[0]
+        env = found.compiled(config) if runs_compiled else make()
+    else:
+        make, env = made_outside(config.env)
+        found, runs_compiled = Environment(expert=type(env) if isinstance(env, Expert) else None), is_compiled(env)
+    groups = -(-episodes // GROUP)
+    indices = np.arange(groups * GROUP) // GROUP
+    if runs_compiled:
+        games = found.games(config)["train"] if found.games else None
+        tasks = task_keys("train", config.seed, indices)
+        if games is not None:
+            tasks = jnp.asarray(games[task_numbers("train", config.seed, indices, len(games))])
+        key, unit = jax.random.key(config.seed), "words"
+        faults, plays, speed = compiled.check(env, found.expert, tasks, key, config.rollout.history_length)
+    else:
+        count = len(env) if hasattr(env, "__len__") else None
+        if count == 0:
+            return ["__len__: is 0; let there be tasks, or leave it out where tasks are generated"], ""
+        tasks, (measure, unit) = task_numbers("train", config.seed, indices, count), prompt_measure(config, found)
+        faults, play, speed = text.check(make, env, tasks, config.seed, config.rollout.history_length, measure)
+        plays = {} if play is None else {"random commands": play}
+    if not plays:
+        return faults, ""
+    kind = "compiled" if runs_compiled else "text"
+    heading = f"{name}: {kind}; {speed:,.0f} steps/s; {groups} tasks, {GROUP} episodes each"
+    return faults, f"{heading}\n{table(plays, config.rollout.history_length, unit)}"
+
+
+def prompt_measure(config: Config, found: Environment) -> tuple[text.Measure, str]:
+    """What measures prompts, and the unit: tokens where a tokenizer is configured. Raises ConfigError."""
+    limit, template = config.rollout.prompt_limit, config.env.template or found.template
+    source = config.policy.tokenizer or config.policy.source
+    try:
+        if source:
+            form = ChatFormat(load_tokenizer(source, config.cache_dir), template, limit)
+        else:
+            file = TEMPLATES / f"{template}.txt"
+            messages = Template.load(file if file.is_file() else template)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"env.name={config.env.name}: {' '.join(str(error).split())}") from None
+
+    def tokens(inputs):
+        prompts = form.build(inputs)
+        return [len(prompt.ids) for prompt in prompts], sum(bool(p.pairs_dropped or p.tokens_cut) for p in prompts)
+
+    def characters(inputs):
+        lengths = [len(messages.render(each)) for each in inputs]
+        return lengths, sum(length > limit * MAX_CHARACTERS_PER_TOKEN for length in lengths)
+
+    return (tokens, "tokens") if source else (characters, "characters")
+
+
+def positive(value: str) -> int:
+    number = int(value)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def main() -> None:
+    p = cli.parser("check", __doc__)
+    p.add_argument("name", metavar="ENV", help="env.name: one of ours, package.module:NAME or path/to/file.py:NAME")
+    p.add_argument("overrides", nargs="*", metavar="field=value", help="fields of a run, as in env.options.size=5 seed=1")
+    p.add_argument("--episodes", type=positive, default=100, metavar="N", help="rounded up to groups of 8; default 100")
+    args = p.parse_intermixed_args()
+    config = configuration.load(None, [f"env.name={args.name}", *args.overrides])
+    faults, described = check(config, args.episodes)
+    if described:
+        print(printable(described))
+    for fault in faults:
+        print(f"fault: {printable(fault)}")
+    print(f"{len(faults) or 'no'} fault{'s' if len(faults) != 1 else ''} found in {printable(args.name)}")
+    sys.exit(bool(faults))
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,184 @@
+"""What is wrong with a text environment: its members, what it answers, and whether equal tasks are equal."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from hgpo_jax.check.statistics import GROUP, Play
+from hgpo_jax.envs.protocol import INFO
+from hgpo_jax.errors import one_line
+from hgpo_jax.rollout.requirements import TEXT, TEXT_RESET
+from hgpo_jax.rollout.text import PromptInput
+from hgpo_jax.rollout.workers import EnvOutput, read_output
+
+REPLAYED = 8  # tasks of which an episode is played again
+NONSENSE = "no such command"
+Measure = Callable[[list[PromptInput]], tuple[list[int], int]]  # inputs -> (lengths of their prompts, how many do not fit)
+
+
+class _Fault(Exception):
+    """Why an episode cannot continue; the text is the fault's line."""
+
+
+class _Checked:
+    """An environment whose answers are checked and timed."""
+
+    def __init__(self, env):
+        self._env, self.max_turns, self.steps, self.seconds = env, env.max_turns, 0, 0.0
+
+    def reset(self, task: int) -> EnvOutput:
+        return self._answer(f"reset({task})", self._env.reset, task, 2)
+
+    def step(self, action: str) -> EnvOutput:
+        self.steps += 1
+        return self._answer(f"step({action!r:.80})", self._env.step, action, 5)
+
+    def _answer(self, call: str, method: Callable, argument, count: int) -> EnvOutput:
+        began = time.perf_counter()
+        try:
+            result = method(argument)
+        except (Exception, SystemExit) as error:
+            raise _Fault(one_line(f"{call}: fails with {type(error).__name__}: {error!s:.300}; let it take this")) from None
+        self.seconds += time.perf_counter() - began
+        for member, meaning in TEXT_RESET.items():
+            if not hasattr(self._env, member):
+                raise _Fault(f"{member}: is missing after {call}; set it there: {meaning}")
+        if count == 5 and isinstance(result, tuple | list) and len(result) == 5 and isinstance(result[4], dict):
+            for name, meaning in INFO.items():
+                if name not in result[4]:
+                    raise _Fault(f"{call}: its info lacks {name}; add it: {meaning}")
+        try:
+            return read_output(self._env, result, count)
+        except (TypeError, ValueError) as error:
+            kind = "(observation, commands)" if count == 2 else "(observation, commands, reward, done, info)"
+            raise _Fault(one_line(f"{call}: {error}; return {kind}, texts and finite numbers")) from None
+
+
+def check(make: Callable, env, tasks: Sequence[int], seed: int, history_length: int, measure: Measure):
+    """Plays an episode of each task with random commands.
+
+    Args:
+      make: makes a further environment.
+      env: an environment.
+      tasks: [B], the members of a group side by side.
+      measure: of prompts.
+
+    Returns: the faults, the play (None where no episode could be played), and steps per second.
+    """
+    faults = [f"{name}: is missing; add it: {meaning}" for name, meaning in TEXT.items() if not hasattr(env, name)]
+    if not faults and (not isinstance(env.max_turns, int | np.integer) or env.max_turns < 1):
+        faults = [f"max_turns: is {env.max_turns!r}; make it a whole number above 0"]
+    if faults:
+        return faults, None, 0.0
+    used, found, episodes = _Checked(env), {}, []
+    for number, task in enumerate(tasks):
+        random = np.random.default_rng([seed, number])
+        first = number % GROUP == 0 and number // GROUP < REPLAYED
+        player = _Checked(make()) if first else used
+        try:
+            outputs, actions = _play(player, task, functools.partial(_random_command, random))
+            episodes.append((number, outputs, actions))
+            found = _episode_faults(outputs, actions, env.max_turns) | found
+            if first:
+                found = _replay_faults(make, used, task, outputs, actions) | found
+        except _Fault as fault:
+            found.setdefault(str(fault).partition("(")[0], str(fault))
+            used = _Checked(make()) if player is used else used
+    if not episodes:
+        return list(found.values()), None, 0.0
+    inputs = [_inputs(outputs, actions, history_length) for _, outputs, actions in episodes]
+    lengths, too_long = measure([each for episode in inputs for each in episode])
+    if too_long:
+        found["prompt"] = (
+            f"rollout.prompt_limit: {too_long} of {len(lengths)} prompts are longer, and lose history or more; raise it, lower "
+            "rollout.history_length, or shorten observations or env.template"
+        )
+    return list(found.values()), _as_play(episodes, lengths, env.max_turns), used.steps / max(used.seconds, 1e-9)
+
+
+def _play(env: _Checked, task: int, choose: Callable[[list[str]], str]) -> tuple[list[EnvOutput], list[str]]:
+    """The outputs, that of the reset first, and the actions."""
+    outputs, actions = [env.reset(task)], []
+    while not outputs[-1].done and len(actions) < env.max_turns:
+        actions.append(choose(outputs[-1].commands))
+        outputs.append(env.step(actions[-1]))
+    return outputs, actions
+
+
+def _random_command(random: np.random.Generator, commands: list[str]) -> str:
+    return str(random.choice(commands)) if commands else ""
+
+
+def _episode_faults(outputs: list[EnvOutput], actions: list[str], max_turns: int) -> dict[str, str]:
+    found = {}
+    if not outputs[-1].done:
+        found["end"] = f"step(action): an episode goes on after max_turns={max_turns} actions; count them, and return done"
+    for before, action, after in zip(outputs[:-1], actions, outputs[1:], strict=True):
+        if before.commands and not after.admissible:
+            found["commands"] = (
+                f"step({action!r:.80}): info calls this inadmissible, but the commands before it list it; let both agree"
+            )
+    return found
+
+
+def _replay_faults(make: Callable, used: _Checked, task: int, outputs, actions) -> dict[str, str]:
+    """Whether an episode repeats itself in a new environment, and in one that has played others before."""
+    again = _play(_Checked(make()), task, _script(actions))[0]
+    if again != outputs:
+        call = "reset(task)" if again[0] != outputs[0] else "step(action)"
+        seen = _difference(outputs, again)
+        return {"differs": f"{call}: a second play of task {task} differs ({seen}); draw everything random from the task"}
+    _play(used, task, _script(actions[::-1]))  # leaves behind what it leaves behind
+    after = _play(used, task, _script(actions))[0]
+    if after != outputs:
+        seen = _difference(outputs, after)
+        return {"leak": f"reset(task): something of earlier episodes is left in task {task} ({seen}); set everything anew"}
+    with contextlib.suppress(_Fault):  # a step after the end may do anything but touch the next episode
+        used.step(actions[-1])
+    begun = used.reset(task)
+    if begun != outputs[0]:
+        seen = _difference(outputs, [begun])
+        return {"leak": f"reset(task): a step after the end of an episode changes the next one ({seen}); set everything anew"}
+    if begun.commands and used.step(NONSENSE).admissible:
+        return {"admissible": f"step({NONSENSE!r}): info calls it admissible, and the commands do not list it; say False"}
+    return {}
+
+
+def _script(actions: list[str]) -> Callable[[list[str]], str]:
+    """A player that does these actions, then the last one again."""
+    left = iter(actions)
+    return lambda commands: next(left, actions[-1] if actions else "")
+
+
+def _difference(first: list[EnvOutput], second: list[EnvOutput]) -> str:
+    """Where two plays part."""
+    for turn, (a, b) in enumerate(zip(first, second, strict=False)):
+        for name, one, other in zip(EnvOutput._fields, a, b, strict=True):
+            if one != other:
+                return one_line(f"{name} after {turn} actions: {one!r:.60} and {other!r:.60}")
+    return f"{len(first) - 1} and {len(second) - 1} actions"
+
+
+def _inputs(outputs: list[EnvOutput], actions: list[str], history_length: int) -> list[PromptInput]:
+    pairs = [(output.observation, action) for output, action in zip(outputs, actions, strict=False)]
+    return [
+        PromptInput(output.goal, pairs[max(0, turn - history_length) : turn], turn, output.observation, output.commands)
+        for turn, output in enumerate(outputs[: len(actions)])
+    ]
+
+
+def _as_play(episodes: list[tuple], lengths: list[int], max_turns: int) -> Play:
+    shape, texts, measured = (len(episodes), max_turns), {}, iter(lengths)
+    mask, invalid, states, prompts = (np.zeros(shape, kind) for kind in (bool, bool, np.int32, np.int32))
+    for row, (_, outputs, actions) in enumerate(episodes):
+        for turn in range(len(actions)):
+            mask[row, turn], invalid[row, turn] = True, not outputs[turn + 1].admissible
+            states[row, turn] = texts.setdefault(outputs[turn].observation, len(texts))
+            prompts[row, turn] = next(measured)
+    success = np.array([outputs[-1].won for _, outputs, _ in episodes])
+    return Play(mask, states, invalid, prompts, success, np.array([number // GROUP for number, *_ in episodes]))

@@ -1,0 +1,86 @@
+"""Rewards from outside for text episodes: a user's function of an episode's texts, which worker processes call.
+
+    def judge(episode: JudgedEpisode) -> float | list[float]
+
+A number is the reward of the last turn; a list has one for each turn.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from hgpo_jax.envs import outside
+from hgpo_jax.errors import ConfigError, one_line
+from hgpo_jax.rollout.workers import MAX_REWARD, EnvFailure
+
+
+class JudgedEpisode(NamedTuple):
+    """What a judge is given of an episode of T turns."""
+
+    goal: str
+    observations: list[str]  # T + 1: before each turn, and after the last
+    responses: list[str]  # T, what the policy wrote
+    rewards: list[float]  # T, the environment's
+    success: bool
+
+
+class LocalJudge:
+    """A judge in this process, with the interface of `workers.LocalWorkers`. What it raises costs that episode only.
+
+    load: returns (module, judge), such as `outside.load` of a place.
+    """
+
+    spec = ()
+
+    def __init__(self, load: Callable):
+        _, self._judge = load()
+        self._answers: list[tuple[int, list[float] | EnvFailure]] = []
+
+    def send(self, requests: Iterable[tuple[int, JudgedEpisode]]) -> None:
+        """Judges each episode, for `receive`."""
+        for number, episode in requests:
+            try:
+                answer = read_rewards(self._judge(episode), len(episode.responses))
+            except (Exception, SystemExit) as error:  # whatever it does
+                answer = EnvFailure(one_line("".join(traceback.format_exception_only(error))[:2000])[:500])
+            self._answers.append((number, answer))
+
+    def receive(self, minimum: int) -> list[tuple[int, list[float] | EnvFailure]]:
+        """(number, the rewards of its turns or why there are none) of the episodes that were sent."""
+        answers, self._answers = self._answers, []
+        return answers
+
+
+def judge_named(given: str) -> Callable:
+    """The judge of `reward=given`. Raises ConfigError where there is none."""
+    try:
+        _, judge = outside.load(outside.located(given, outside.REWARDS))
+        inspect.signature(judge).bind(None)
+    except ValueError as error:
+        raise ConfigError(f"reward.source={given}: {error}") from None
+    except TypeError:
+        raise ConfigError(f"reward.source={given}: does not take one argument; write it as judge(episode)") from None
+    return judge
+
+
+def read_rewards(returned, turns: int) -> list[float]:
+    """What a judge returned, turn by turn. Raises TypeError or ValueError for anything but finite numbers."""
+    if isinstance(returned, numbers.Real):
+        rewards = [0.0] * (turns - 1) + [returned]
+    elif isinstance(returned, Sequence) and not isinstance(returned, str):
+        rewards = list(returned)
+    else:
+        raise TypeError(f"a {type(returned).__name__} was returned; return a number, or a list with one for each turn")
+    if len(rewards) != turns:
+        raise ValueError(f"{len(rewards)} numbers were returned for {turns} turns")
+    for reward in rewards:
+        if not isinstance(reward, numbers.Real):
+            raise TypeError(f"a reward is a {type(reward).__name__}, not a number")
+        if not math.isfinite(reward) or abs(reward) > MAX_REWARD:
+            raise ValueError(f"a reward is {reward}")
+    return [float(reward) for reward in rewards]

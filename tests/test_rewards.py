@@ -1,0 +1,176 @@
+"""Rewards from outside: judges of text and of compiled episodes, what they may do wrong, and what a run records of them."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hgpo_jax.config import check_together, load
+from hgpo_jax.errors import ConfigError
+from hgpo_jax.rewards import make_reward
+from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.rollout.judges import read_rewards
+from hgpo_jax.rollout.result import RolloutReport, RolloutResult
+from hgpo_jax.run import provenance
+from hgpo_jax.run.metrics import rollout_metrics, rollout_sums
+from tests.helpers.chat_tokenizers import byte_tokenizer
+from tests.helpers.training import TINY, command, rows_of
+
+TEXTS = """
+import os, time
+
+def polite(episode):
+    {"raises": lambda: 1 / 0, "hangs": lambda: time.sleep(600), "dies": lambda: os._exit(3)}.get(episode.goal, lambda: 0)()
+    if episode.goal == "each turn":
+        return [float(len(observation)) for observation in episode.observations[1:]]
+    return "a lot" if episode.goal == "talks" else sum("please" in said for said in episode.responses)
+"""
+JUDGES = """
+import jax.numpy as jnp
+
+def first_word(episode):
+    return 1.0 * episode.responses[:, 0]
+
+def short(episode):
+    return 1.0 / (episode.task - 1) - jnp.float32(episode.mask.sum())
+
+def of_goals(episode):
+    return episode.goal
+
+def too_many(episode):
+    return jnp.zeros(9)
+
+def branches(episode):
+    return 1.0 if episode.success else 0.0
+
+def alone():
+    return 0.0
+
+number = 3
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    (tmp_path / "judges.py").write_text(JUDGES)
+    (tmp_path / "texts.py").write_text(TEXTS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def reward(*overrides, episodes=None):
+    return make_reward(load(None, overrides), episodes if episodes is not None else Episodes.zeros(4, 3, 4, 2))
+
+
+def played(turns, **fields):
+    """Episodes with these numbers of turns, and the environment's reward 10 at the last."""
+    e = Episodes.zeros(len(turns), 3, 4, 2)
+    for episode, count in enumerate(turns):
+        e.mask[episode, :count], e.states[episode, :count], e.next_states[episode, :count] = True, 0, 1
+        e.rewards[episode, count - 1], e.success[episode] = 10, True
+    return e.replace(groups=np.arange(len(turns), dtype=np.int32), **fields)
+
+
+def text_result(goals, turns):
+    responses = [["Two, please."] * count for count in turns]
+    return RolloutResult(played(turns), RolloutReport(["seen", "afterwards"], goals, responses, np.ones(len(turns)), {}, {}))
+
+
+def test_text_episodes_are_judged_and_one_whose_judge_fails_is_left_out(here):
+    judged = reward("env.name=household_text", "reward=./texts.py:polite", "reward.time_limit=1", "warm_start=none")
+    goals = ["counts", "raises", "each turn", "hangs", "talks", "dies", "counts"]
+    (e, report), sums = judged(text_result(goals, [2, 3, 2, 1, 1, 2, 3]))
+    np.testing.assert_array_equal(e.rewards, [[0, 12, 0], [0] * 3, [4, 20, 0], [0] * 3, [0] * 3, [0] * 3, [0, 0, 13]])
+    assert e.mask.sum(1).tolist() == [2, 0, 2, 0, 0, 0, 3] and not e.success[[1, 3, 4, 5]].any()
+    assert e.groups.tolist() == list(range(7))
+    assert {number: reason.split(":")[1].strip() for number, reason in report.failures.items()} == {
+        1: "ZeroDivisionError", 3: "no answer in 1 s", 4: "TypeError", 5: "its worker process died",
+    }  # fmt: skip
+    metrics = rollout_metrics([rollout_sums(e, 1.0) | sums])
+    assert metrics["reward/polite"] == 19 / 3 and metrics["reward/environment"] == 10 and metrics["reward/failed"] == 4
+    assert metrics["return"] == 49 / 3
+
+
+def test_a_judge_can_replace_the_environments_reward(here):
+    judged = reward("env.name=household_text", "reward=./texts.py:polite", "reward.mode=replace", "warm_start=none")
+    (e, _), sums = judged(text_result(["counts"], [2]))
+    assert e.rewards.tolist() == [[0, 2, 0]] and float(sums["reward/environment"]) == 10
+
+
+@pytest.mark.parametrize("mode", ["add", "replace"])
+def test_compiled_episodes_are_judged_inside_a_program(here, mode):
+    environment = 10 * (mode == "add")
+    e = played([2, 1], responses=np.array([[[3, 0], [4, 0], [9, 0]], [[5, 0]] * 3], np.int32), task=np.array([0, 1], np.int32))
+    given = [f"reward.mode={mode}", "reward=./judges.py:first_word"]
+    (each_turn, _), sums = reward(*given, episodes=e)(RolloutResult(jax.tree.map(jnp.asarray, e), None))
+    assert each_turn.rewards.tolist() == [[3, 4 + environment, 0], [5 + environment, 0, 0]]
+    assert (float(sums["reward/first_word"]), float(sums["reward/environment"]), int(sums["reward/failed"])) == (12, 20, 0)
+    given[1] = "reward=./judges.py:short"  # infinite for a task of type 1
+    (at_the_end, _), sums = reward(*given, episodes=e)(RolloutResult(jax.tree.map(jnp.asarray, e), None))
+    assert at_the_end.rewards.tolist() == [[0, -3 + environment, 0], [0] * 3]
+    assert at_the_end.mask.sum(1).tolist() == [2, 0] and at_the_end.groups.tolist() == [0, 1]
+    assert (float(sums["reward/short"]), int(sums["reward/failed"])) == (-3, 1)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ([1.0], "1 numbers were returned for 2 turns"),
+        ([1.0, "2"], "a reward is a str, not a number"),
+        (float("nan"), "a reward is nan"),
+        ([0, 1e39], r"a reward is 1e\+39"),
+        (None, "a NoneType was returned; return a number, or a list with one for each turn"),
+    ],
+)
+def test_what_a_judge_may_not_return(returned, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        read_rewards(returned, 2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["reward=judge"], "reward.source='judge': must be one of package.module:NAME or path/to/file.py:NAME"),
+        (["reward=./none.py:judge"], "reward.source=./none.py:judge: no file"),
+        (["reward=./judges.py:shor"], r"reward.source=./judges.py:shor: .* has no shor; did you mean short\?"),
+        (["reward=./judges.py:number"], "reward.source=./judges.py:number: number is a int"),
+        (["reward=./judges.py:alone"], "reward.source=./judges.py:alone: does not take one argument"),
+        (["reward=./judges.py:too_many"], r"reward.source=./judges.py:too_many: returns shape \(9,\); return f32.., or f32.3."),
+        (["reward=./judges.py:of_goals"], "reward.source=./judges.py:of_goals: cannot be compiled: AttributeError: .*goal"),
+        (["reward=./judges.py:branches"], "reward.source=./judges.py:branches: cannot be compiled: TracerBoolConversionError"),
+        (["reward.mode=both"], "reward.mode='both': must be 'add' or 'replace'"),
+        (["reward.mod=add"], r"reward.mod=add: no such field; did you mean reward.mode\?"),
+    ],
+)
+def test_mistakes_are_one_line(here, overrides, message):
+    with pytest.raises(ConfigError, match=f"^{message}") as caught:
+        check_together(load(None, overrides))
+        reward(*overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_run_records_the_judge(here):
+    config = load(None, ["reward=./texts.py:polite"])
+    assert provenance.record(config, here, 0) == []
+    (record,) = json.loads((here / "provenance.json").read_text())
+    assert record["reward.source"]["file"] == str(here / "texts.py") and len(record["reward.source"]["sha256"]) == 64
+    (here / "texts.py").write_text(TEXTS + "# changed\n")
+    (warning,) = provenance.record(config, here, 1)
+    assert warning.startswith("reward.source=./texts.py:polite: its code changed since iteration 0")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["compiled", "text"])
+def test_a_run_with_a_judge(here, kind):
+    byte_tokenizer().save_pretrained(here / "tok")
+    given = {
+        "compiled": ["reward=./judges.py:first_word", "reward.mode=replace"],
+        "text": ["env.name=household_text", "reward=./texts.py:polite", "policy.tokenizer=tok", "rollout.prompt_limit=512",
+                 "rollout.response_limit=4", "learner.microbatch_size=4"],
+    }[kind]  # fmt: skip
+    command("-m", "hgpo_jax.train", *TINY, *given, "run_dir=run", "cache_dir=cache", "iterations=1", cwd=here)
+    (row,) = rows_of(here / "run")
+    assert row["reward/failed"] == 0 and row["reward/environment"] >= 0 and np.isfinite(row["loss"])
+    assert (row["reward/first_word"] > 0) if kind == "compiled" else (row["reward/polite"] == 0)
