@@ -28,8 +28,8 @@ from hgpo_jax.envs.cli import printable
 from hgpo_jax.envs.protocol import Expert
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.policy.tokenizer import load_tokenizer
+from hgpo_jax.rollout.chat_format import MAX_CHARACTERS_PER_TOKEN, TEMPLATES, ChatFormat, Template
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
-from hgpo_jax.rollout.text import MAX_CHARACTERS_PER_TOKEN, TEMPLATES, ChatFormat, Template
 
 
 def check(config: Config, episodes: int) -> tuple[list[str], str]:

@@ -12,8 +12,8 @@ import numpy as np
 from hgpo_jax.check.statistics import GROUP, Play
 from hgpo_jax.envs.protocol import INFO
 from hgpo_jax.errors import one_line
+from hgpo_jax.rollout.chat_format import PromptInput
 from hgpo_jax.rollout.requirements import TEXT, TEXT_RESET
-from hgpo_jax.rollout.text import PromptInput
 from hgpo_jax.rollout.workers import EnvOutput, read_output
 
 REPLAYED = 8  # tasks of which an episode is played again
