@@ -74,8 +74,10 @@ def played(turns, **fields):
 
 
 def text_result(goals, turns):
-    responses = [["Two, please."] * count for count in turns]
-    return RolloutResult(played(turns), RolloutReport(["seen", "afterwards"], goals, responses, np.ones(len(turns)), {}, {}))
+    responses, actions, admissible = ([[said] * count for count in turns] for said in ("Two, please.", "two", True))
+    scores = np.ones(len(turns))
+    report = RolloutReport(["seen", "afterwards"], goals, responses, actions, admissible, scores, failures={}, counts={})
+    return RolloutResult(played(turns), report)
 
 
 def test_text_episodes_are_judged_and_one_whose_judge_fails_is_left_out(here):
