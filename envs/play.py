@@ -80,7 +80,7 @@ def parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    common = argparse.ArgumentParser(add_help=False)
+    common = Parser(add_help=False)
     common.add_argument("--seed", type=_whole_number(0), default=0, metavar="N", help="which task; default 0")
     common.add_argument("--turns", type=_whole_number(1), metavar="N", help="actions after which the game ends")
     games = p.add_subparsers(metavar="ENVIRONMENT", required=True, parser_class=Parser)

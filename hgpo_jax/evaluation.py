@@ -39,7 +39,8 @@ def play_held_out(
     wanted = job.config.evaluation.episodes
     if seed is None and runner.num_held_out_tasks:
         wanted = min(wanted, runner.num_held_out_tasks)
-    parts, scores, shown = [], [], []
+    parts, scores = [], []
+    shown: list[str] = []
     for first in range(0, wanted, job.batch):
         index = first + jnp.arange(job.batch, dtype=jnp.int32)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed or 0), index)
@@ -84,7 +85,8 @@ def evaluate(job: Job, params, folder: Path) -> tuple[dict, list[str]]:
 
 def play_both(job: Job, params) -> tuple[dict, list[str]]:
     """The sampled and the greedy evaluation: (their result, the first sampled transcripts)."""
-    settings, modes, shown = job.config.evaluation, {}, []
+    settings, modes = job.config.evaluation, {}
+    shown: list[str] = []
     sampled, params = sampled_decoding(settings), job.base_rollout_params(params)
     for mode, decoding in (("sampled", sampled), ("greedy", sampled.replace(temperature=0.0))):
         episodes, scores, transcripts = play_held_out(job, params, decoding)
@@ -162,7 +164,7 @@ def evaluate_seeds(job: Job, params, seeds: list[int]) -> tuple[dict, list[dict]
         plays.append(e)
         by_seed[seed] = measures(e, job.runner.task_types, scores)
         for i, transcript in enumerate(transcripts):
-            record = {"seed": seed, "episode": i, "task": job.runner.task_types[e.task[i]], "success": bool(e.success[i])}
+            record = {"seed": seed, "episode": i, "task": job.runner.task_types[int(e.task[i])], "success": bool(e.success[i])}
             score = {} if scores is None else {"score": float(scores[i])}
             episodes.append(record | score | {"turns": int(e.mask[i].sum()), "transcript": transcript})
     of = {seed: share_sizes(e, job.runner.task_types) for seed, e in zip(seeds, plays, strict=True)}

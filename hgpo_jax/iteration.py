@@ -140,8 +140,8 @@ def _estimate(job: Job, e: Episodes, values) -> tuple[advantages.Estimate, advan
     available = {"success": e.success, "next_states": e.next_states}
     if values is not None:
         available["values"] = values.reshape(e.mask.shape)
-    arrays, _ = advantages.parameters(name)
-    arrays = {array: available[array] for array in arrays}
+    needed, _ = advantages.parameters(name)
+    arrays = {array: available[array] for array in needed}
     estimate = advantages.estimate(name, **batch, **arrays, **estimator_options(job.config, name))
     if name == "eb_gae":
         return estimate, estimate

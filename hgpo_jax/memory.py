@@ -55,7 +55,8 @@ def bytes_by_phase(config: Config, mesh, workload: Workload) -> dict[str, dict[s
     `always` lives through the whole iteration; sampling and update come one after the other.
     """
     sizes = _Sizes.of(config, mesh, workload.model)
-    always, update = {"parameters": sizes.trained * sizes.param_bytes}, {}
+    always = {"parameters": sizes.trained * sizes.param_bytes}
+    update: dict[str, int] = {}
     (update if config.learner.offload else always).update(_learning_state(config, sizes))
     if config.lora.rank:  # the adapters are bound to it while sampling, too
         always["reference policy"] = sizes.policy * sizes.compute_bytes

@@ -149,7 +149,8 @@ def sources(module: str = __name__) -> list[Path]:
 
     Found by reading the code, so that no list can forget one.
     """
-    found, todo = set(), [module]
+    found: set[Path] = set()
+    todo = [module]
     while todo:
         parts = todo.pop().split(".")
         if parts[0] != "hgpo_jax":

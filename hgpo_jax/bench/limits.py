@@ -85,7 +85,11 @@ def read_rate(mesh) -> float:
     a = jax.jit(lambda: jnp.ones((mesh.size * 2**16, 2**12), jnp.float32), out_shardings=place)()
     vector = jnp.ones(a.shape[1], jnp.float32)
     kernels = [jax.jit(lambda a: a.sum(1)), jax.jit(lambda a: a.max(1)), jax.jit(lambda a: a @ vector)]
-    seconds = [fastest(lambda k=kernel: jax.block_until_ready(k(a))) for kernel in kernels]
+
+    def seconds_of(kernel: Callable) -> float:
+        return fastest(lambda: jax.block_until_ready(kernel(a)))
+
+    seconds = [seconds_of(kernel) for kernel in kernels]
     if mesh.devices.flat[0].platform == "cpu":
         cores = mesh.devices.flat[0].client.device_count()
         parts = np.array_split(np.asarray(a.addressable_shards[0].data), cores)
@@ -123,7 +127,7 @@ class Rates:
 
 def alternate(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
     """Seconds of each call in `repeats` rounds through all of them, so that a slow minute affects all of them alike."""
-    seconds = {name: [] for name in calls}
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
             began = time.perf_counter()
@@ -157,6 +161,7 @@ def memory_rise(call: Callable[[], object]) -> int | None:
 
 def memory_rows(name: str, rise: dict[str, int | None], ours: str) -> list[dict]:
     """The row of a memory_rise of ours and, if there is one, of the peer; the ratio is ours to the peer's."""
-    if rise[ours] is None:
+    mine, theirs = rise[ours], rise.get("peer")
+    if mine is None:
         return []
-    return [row(name, rise[ours] / GiB, "GiB", ratio=rise[ours] / max(rise["peer"], 1) if "peer" in rise else None)]
+    return [row(name, mine / GiB, "GiB", ratio=None if theirs is None else mine / max(theirs, 1))]

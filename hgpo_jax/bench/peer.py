@@ -130,7 +130,8 @@ def play(model, job: Job, iteration: int) -> dict[str, np.ndarray]:
     state, observation = reset(tasks)
     goal, observation, ask = np.asarray(goal_of(state)), np.asarray(observation), np.full((B, 1), act)
     past = np.zeros((B, rollout.history_length, env.observation_length + A), np.int64)
-    done, names, record = np.zeros(B, bool), {}, []
+    done, record = np.zeros(B, bool), []
+    names: dict[bytes, int] = {}
     for _ in range(T):
         live = np.flatnonzero(~done)
         prompts = np.concatenate([goal, past.reshape(B, -1), observation, ask], 1)

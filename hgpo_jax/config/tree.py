@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pydantic
 from pydantic import Field
 
-from hgpo_jax.environments import ENVIRONMENTS, HELD_OUT, environment
+from hgpo_jax.environments import ENVIRONMENTS, HeldOut, environment
 from hgpo_jax.envs import outside
 from hgpo_jax.envs.cli import nearest
 from hgpo_jax.errors import ConfigError
@@ -18,7 +19,9 @@ from hgpo_jax.methods import METHODS, method_named
 from hgpo_jax.policy.model_config import LINEARS
 
 # Fields that take one of these names, what an installed package calls its own, or a place outside (`envs/outside.py`).
-OPEN = {"env.name": (ENVIRONMENTS, outside.ENVIRONMENTS), "method": (METHODS, outside.ESTIMATORS)}
+OPEN: dict[str, tuple[Mapping[str, object], str]] = {
+    "env.name": (ENVIRONMENTS, outside.ENVIRONMENTS), "method": (METHODS, outside.ESTIMATORS),
+}  # fmt: skip
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -112,7 +115,7 @@ class EnvConfig(Section):
         "train", "alfworld: games to train on; generated: the training games there are, and more made of them (compiled only)"
     )
     generated: int = field(4000, "alfworld: games made for env.split=generated", ge=1)
-    held_out: Literal[*HELD_OUT] = field("valid_seen", "alfworld: games to evaluate on")
+    held_out: HeldOut = field("valid_seen", "alfworld: games to evaluate on")
     goal_order: Literal["original", "verl-agent"] = field(
         "original", "webshop: one shuffle of the goals for all, the first 500 held out; or as verl-agent a shuffle for each "
         "prompt group and each evaluation episode, so that held-out goals are also trained on",
@@ -411,14 +414,14 @@ def check_together(config: Config) -> None:
         "by one":
             config.rollout.ready_fraction < 1 and not env.runs_compiled and not env.workers,
     }  # fmt: skip
-    for message, found in wrong.items():
-        if found:
+    for message, happens in wrong.items():
+        if happens:
             raise ConfigError(message)
 
 
 def fields(section: type[Section] = Config, prefix: str = "") -> dict[str, Any]:
     """Dotted name -> pydantic field of every leaf of the tree."""
-    leaves = {}
+    leaves: dict[str, Any] = {}
     for name, info in section.model_fields.items():
         if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
             leaves |= fields(info.annotation, f"{prefix}{name}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import numpy as np
 
 from hgpo_jax import diagnostics
@@ -31,7 +32,7 @@ def group_ids(episodes: Episodes, level: int) -> np.ndarray:
     return ids
 
 
-def step_value(dump: Dump, record: Estimate, level: int) -> np.ndarray:
+def step_value(dump: Dump, record: Estimate, level: int) -> jax.Array | np.ndarray:
     """f32[B, T]: what a level compares: returns; in the prompt group episode scores less the step's penalty.
 
     `eb_gae` compares returns in the prompt group too, and subtracts penalties only after it has compared.
@@ -116,13 +117,14 @@ def steps_table(dump: Dump, record: Estimate) -> dict[str, np.ndarray]:
     """One row per step that happened: where it is, what it got, and for each level its group's size, advantage and weight."""
     e = dump.episodes
     rows, turns = np.nonzero(e.mask)
-    table = {"episode": rows, "turn": turns, "group": e.groups[rows], "task": e.task[rows], "success": e.success[rows]}
-    fields = {"state": e.states, "invalid": e.invalid, "reward": e.rewards}
+    places = {"episode": rows, "turn": turns, "group": e.groups[rows], "task": e.task[rows], "success": e.success[rows]}
+    fields: dict[str, jax.Array] = {"state": e.states, "invalid": e.invalid, "reward": e.rewards}
     fields |= {"return": record.returns, "advantage": record.advantages}
     for column, level in enumerate(record.levels):
         name = "prompt_group" if level < 0 else f"level{level}"
         for part in ("sizes", "advantages", "weights"):
             fields[f"{name}_{part.removesuffix('s')}"] = getattr(record, f"level_{part}")[..., column]
+    table = {name: np.asarray(values) for name, values in places.items()}
     return table | {name: np.asarray(values)[rows, turns] for name, values in fields.items()}
 
 
@@ -148,14 +150,14 @@ def transitions(dump: Dump, record: Estimate, group: int) -> dict[str, np.ndarra
     }
 
 
-def compare(dump: Dump, names: tuple[str, ...] = ("grpo", "gigpo", "hgpo"), **options) -> dict[str, np.ndarray]:
+def compare(dump: Dump, names: tuple[str, ...] = ("grpo", "gigpo", "hgpo"), **options) -> dict[str, jax.Array | np.ndarray]:
     """The advantages of several estimators, one row per step: episode, turn and, for each name, its advantage.
 
     Advantages are divided by their root mean square over the batch, because the scales of estimators differ.
     """
     e = dump.episodes
     rows, turns = np.nonzero(e.mask)
-    table = {"episode": rows, "turn": turns}
+    table: dict[str, jax.Array | np.ndarray] = {"episode": rows, "turn": turns}
     for name in names:
         values = dump.estimate(name, **options).advantages[rows, turns]
         table[name] = values / max(float(np.sqrt(np.mean(values**2))), 1e-12)

@@ -141,7 +141,9 @@ def config_json(
     config: ModelConfig, dtype: str, bos: int | None = None, eos: int | None = None, pad: int | None = None
 ) -> dict:
     """The content of config.json, readable by transformers 4 and 5."""
-    scaling, rope, more = config.rope_scaling, {"rope_type": "default"}, {}
+    scaling = config.rope_scaling
+    rope: dict[str, object] = {"rope_type": "default"}
+    more: dict[str, object] = {}
     if scaling:
         rope = more["rope_scaling"] = {"rope_type": "llama3", **dataclasses.asdict(scaling)}
     if config.model_type == "llama":

@@ -151,7 +151,8 @@ class Weights:
 
     def _array(self, tensor: Tensor, sharding: NamedSharding, dtype: str) -> jax.Array:
         """One tensor on the mesh, in our orientation; one part of it at a time passes through the host."""
-        shards, by_index = [], {}
+        shards: list[jax.Array] = []
+        by_index: dict[tuple, jax.Array] = {}
         for device, index in sharding.addressable_devices_indices_map(tensor.param_shape).items():
             key = tuple((s.start, s.stop) for s in index)
             if key in by_index:  # a replica: from device to device

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
 
 from hgpo_jax.rollout.workers import EnvFailure, EnvOutput, EnvSpec, LocalWorkers, Request
@@ -22,7 +23,8 @@ class _WorkerProcess:
     def __init__(self, make_env: Callable, time_limit: float, start_limit: float):
         self._make_env, self._time_limit, self._start_limit = make_env, time_limit, start_limit
         self.queue: SimpleQueue[tuple[Request, SimpleQueue] | None] = SimpleQueue()  # a request, and the queue for its answer
-        self.replaced, self._ended, self.process = 0, False, None
+        self.replaced, self._ended = 0, False
+        self.process: BaseProcess | None = None
         self._thread = threading.Thread(target=self._answer_all, daemon=True)
         self._spawn()
 
