@@ -170,8 +170,8 @@ def main() -> None:
     given = sys.argv[1:]
     named = given and (":" in given[0] or given[0] in outside.installed(outside.ENVIRONMENTS))
     args = parser().parse_args(["own", *given] if named else given)
-    sys.stdin.reconfigure(errors="replace")
-    sys.stdout.reconfigure(errors="replace")
+    for stream in (sys.stdin, sys.stdout):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # typeshed says TextIO
     play(*args.start(args))
 
 

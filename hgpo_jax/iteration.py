@@ -222,10 +222,11 @@ def _advantage_metrics(mask, estimate: advantages.Estimate) -> dict:
         "advantage_zero": ((estimate.advantages == 0) & mask).sum() / steps,
     }
     for column, level in enumerate(estimate.levels):
-        metrics[f"peers/level{level}"] = ((estimate.level_sizes[..., column] > 1) & mask).sum() / steps
+        _, sizes, _ = estimate.by_level()
+        metrics[f"peers/level{level}"] = ((sizes[..., column] > 1) & mask).sum() / steps
     if 0 in estimate.levels:
         # Cosine between HGPO with K = 0 and what is used: how much the deeper levels change the advantage.
-        level0 = estimate.level_advantages[..., estimate.levels.index(0)]
+        level0 = estimate.by_level()[0][..., estimate.levels.index(0)]
         norms = jnp.sqrt((level0**2).sum() * (estimate.advantages**2).sum())
         metrics["cosine_to_level0"] = (level0 * estimate.advantages).sum() / jnp.maximum(norms, 1e-12)
     return metrics

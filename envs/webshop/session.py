@@ -1,7 +1,7 @@
 """One shopping episode: pages, commands, and the reward of the purchase."""
 
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from hgpo_jax.envs.webshop import pages
 from hgpo_jax.envs.webshop.commands import parse
@@ -11,7 +11,12 @@ from hgpo_jax.envs.webshop.purchase import option_owner
 if TYPE_CHECKING:
     from hgpo_jax.envs.webshop.shop import Shop
 
-Actions = dict[str, bool | list[str]]
+class Actions(TypedDict):
+    """What can be done on a page."""
+
+    has_search_bar: bool
+    clickables: list[str]
+
 
 
 class Session:

@@ -22,6 +22,7 @@ from hgpo_jax.iteration import make_learn, sample
 from hgpo_jax.job import Job, build
 from hgpo_jax.methods import method_named
 from hgpo_jax.run.metrics import rollout_metrics
+from hgpo_jax.runners import CompiledRunner
 
 # Rows that the peer works on at a time in its update: the fastest of 32 to 1,024 with the default job on two cores.
 PEER_MICROBATCH = 256
@@ -76,6 +77,7 @@ def run(args: argparse.Namespace) -> list[dict]:
 
     profiled = []
     if args.profile:
+        assert isinstance(job.runner, CompiledRunner)
         inputs = state["params"], *job.episode_inputs(0)
         play = job.runner.program.lower(*inputs).compile()
         profiled += profile.rows(args.profile, "rollout", lambda: play(*inputs), play)

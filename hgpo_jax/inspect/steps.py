@@ -58,15 +58,16 @@ def step_groups(dump: Dump, record: Estimate, episode: int, turn: int) -> list[d
         raise ValueError(f"episode {episode} has {dump.turns(episode)} turns, and turn {turn} is not one of them")
     groups = []
     for column, level in enumerate(record.levels):
-        if not record.level_sizes[episode, turn, column]:
+        advantages, sizes, weights = record.by_level()
+        if not sizes[episode, turn, column]:
             continue
         ids, value = group_ids(e, level), step_value(dump, record, level)
         members = np.argwhere(ids == ids[episode, turn]).tolist()
         groups.append({
             "level": level,
             "history": [dump.observation(episode, t) for t in range(max(turn - level, 0), turn + 1) if level >= 0],
-            "advantage": float(record.level_advantages[episode, turn, column]),
-            "weight": float(record.level_weights[episode, turn, column]),
+            "advantage": float(advantages[episode, turn, column]),
+            "weight": float(weights[episode, turn, column]),
             "mean": float(np.mean([value[b, t] for b, t in members])),
             "members": [
                 {
@@ -74,7 +75,7 @@ def step_groups(dump: Dump, record: Estimate, episode: int, turn: int) -> list[d
                     "turn": t,
                     "return": float(record.returns[b, t]),
                     "value": float(value[b, t]),
-                    "advantage": float(record.level_advantages[b, t, column]),
+                    "advantage": float(advantages[b, t, column]),
                 }
                 for b, t in members
             ],

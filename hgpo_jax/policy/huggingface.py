@@ -185,7 +185,7 @@ def atomic_folder(folder: Path, stem: str = "model") -> Iterator[Path]:
     try:
         partial.mkdir(parents=True)
     except OSError as error:
-        raise ValueError(f"policy {folder}: cannot be written: {error.strerror.lower()}") from None
+        raise ValueError(f"policy {folder}: cannot be written: {str(error.strerror).lower()}") from None
     try:
         yield partial
         if folder.exists():
