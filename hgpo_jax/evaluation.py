@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -56,7 +57,7 @@ def play_held_out(
     return episodes, None if scores[0] is None else np.concatenate(scores)[:wanted], shown
 
 
-def summarize(episodes: Episodes, task_types: tuple[str, ...], scores: np.ndarray | None = None) -> dict:
+def summarize(episodes: Episodes, task_types: Sequence[str], scores: np.ndarray | None = None) -> dict:
     """The result of one evaluation, as plain numbers. Episodes that their environment failed have no turns and do not count."""
     played = episodes.mask[:, 0]
     n, wins, steps = int(played.sum()), int(episodes.success.sum()), int(episodes.mask.sum())
@@ -115,7 +116,7 @@ def describe_evaluation(result: dict) -> str:
     return "\n".join(lines)
 
 
-def measures(episodes: Episodes, task_types: tuple[str, ...], scores: np.ndarray | None) -> dict[str, float]:
+def measures(episodes: Episodes, task_types: Sequence[str], scores: np.ndarray | None) -> dict[str, float]:
     """The numbers of one seed's evaluation, by name; `success/TYPE` for each task type that occurs."""
     summary = summarize(episodes, task_types, scores)
     steps = episodes.mask.sum()
@@ -130,7 +131,7 @@ def measures(episodes: Episodes, task_types: tuple[str, ...], scores: np.ndarray
     return numbers | ({"score": summary["score"]} if "score" in summary else {})
 
 
-def share_sizes(episodes: Episodes, task_types: tuple[str, ...]) -> dict[str, int]:
+def share_sizes(episodes: Episodes, task_types: Sequence[str]) -> dict[str, int]:
     """How many episodes or steps each of the `measures` that lie in [0, 1] is a mean of; the others are left out."""
     played = episodes.mask[:, 0]
     types, counts = np.unique(episodes.task[played], return_counts=True)
@@ -138,7 +139,7 @@ def share_sizes(episodes: Episodes, task_types: tuple[str, ...]) -> dict[str, in
     return {"success": int(played.sum()), **by_type, "valid_actions": int(episodes.mask.sum()), "score": int(played.sum())}
 
 
-def pooled(plays: list[Episodes], task_types: tuple[str, ...]) -> dict[str, dict]:
+def pooled(plays: list[Episodes], task_types: Sequence[str]) -> dict[str, dict]:
     """Success over the episodes of all seeds, together and by task type: episodes, successes, share, 95 % interval.
 
     Episodes count as independent, also those that repeat a task: the interval says nothing about tasks that were not played.

@@ -142,7 +142,7 @@ def dump_data(dump: Dump, groups: int, lines: Lines) -> dict:
     """A dump as the page reads it: group sizes of all its episodes, and some prompt groups whole."""
     records = {name: dump.estimate(name) for name in dump.estimators}
     hierarchy = records["hgpo"]
-    sizes = diagnostics.group_sizes(hierarchy.level_sizes, dump.episodes.mask)
+    sizes = diagnostics.group_sizes(hierarchy.by_level()[1], dump.episodes.mask)
     return {
         "iteration": dump.iteration,
         "own": dump.estimator,

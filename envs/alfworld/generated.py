@@ -118,7 +118,7 @@ def _room(words: Sequence[str], games: Games, g: int) -> tuple[str, ...]:
     return tuple(words[word] for word in games.place_word[g] if word)
 
 
-def _made(words: Sequence[str], given: Games, refused: set[Task], number: int, rng: np.random.Generator) -> Games:
+def _made(words: tuple[str, ...], given: Games, refused: set[Task], number: int, rng: np.random.Generator) -> Games:
     """`number` games that the expert wins."""
     tasks = _possible_tasks(Tables(words, given), refused)
     if not tasks:
@@ -257,7 +257,7 @@ class _Draw:
         return inside, lying, loose
 
 
-def _flags(sets: np.ndarray, count: int | None = None) -> np.ndarray:
+def _flags(sets: jax.Array | np.ndarray, count: int | None = None) -> np.ndarray:
     """bool[..., count] of bits u32[..., W]."""
     return np.unpackbits(np.ascontiguousarray(sets).view(np.uint8), axis=-1, bitorder="little", count=count).astype(bool)
 
