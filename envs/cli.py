@@ -48,17 +48,20 @@ PATHS = (
 
 def run(main: Callable[[], None], mistakes: tuple[type[Exception], ...]) -> None:
     """Runs a command; one of the `mistakes`, or a wrong path, becomes one line on standard error and exit code 2."""
+    caught: tuple[type[Exception], ...] = (OSError, *mistakes)
     try:
         main()
     except BrokenPipeError:  # the reader of our output has gone
         sys.stdout = None
         sys.exit(1)
-    except (OSError, *mistakes) as error:
+    except caught as error:
+        message = one_line(error)
         if isinstance(error, OSError) and error.filename is not None and error.errno in PATHS:
-            error = f"{error.filename}: {error.strerror.lower()}; check the path"
+            assert error.strerror is not None  # as the system gives it with the file's name
+            message = one_line(f"{error.filename}: {error.strerror.lower()}; check the path")
         elif not isinstance(error, mistakes):
             raise
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -35,7 +35,9 @@ def _peak_mb() -> float:
     status = Path("/proc/self/status")
     if status.is_file():
         # Not getrusage: there Linux counts the parent's memory at the time of the fork as the child's own.
-        return int(re.search(r"VmHWM:\s*(\d+) kB", status.read_text())[1]) / 1e3
+        peak_line = re.search(r"VmHWM:\s*(\d+) kB", status.read_text())
+        assert peak_line is not None  # every process has one
+        return int(peak_line[1]) / 1e3
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 1e6 if sys.platform == "darwin" else peak / 1e3  # bytes there, kilobytes elsewhere
 

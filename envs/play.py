@@ -80,7 +80,7 @@ def parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    common = argparse.ArgumentParser(add_help=False)
+    common = Parser(add_help=False)
     common.add_argument("--seed", type=_whole_number(0), default=0, metavar="N", help="which task; default 0")
     common.add_argument("--turns", type=_whole_number(1), metavar="N", help="actions after which the game ends")
     games = p.add_subparsers(metavar="ENVIRONMENT", required=True, parser_class=Parser)
@@ -170,8 +170,8 @@ def main() -> None:
     given = sys.argv[1:]
     named = given and (":" in given[0] or given[0] in outside.installed(outside.ENVIRONMENTS))
     args = parser().parse_args(["own", *given] if named else given)
-    sys.stdin.reconfigure(errors="replace")
-    sys.stdout.reconfigure(errors="replace")
+    for stream in (sys.stdin, sys.stdout):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # typeshed says TextIO
     play(*args.start(args))
 
 

@@ -200,8 +200,8 @@ def main() -> None:
         chat = Chat(policy, decoding, max_new=args.max_tokens, seed=args.seed, system=args.system)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    sys.stdin.reconfigure(errors="replace")
-    sys.stdout.reconfigure(errors="replace")
+    for stream in (sys.stdin, sys.stdout):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # typeshed says TextIO
     if sys.stdin.isatty():
         print("Ask something; /reset forgets the conversation, Ctrl-D ends.")
     converse(chat)

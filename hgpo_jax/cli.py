@@ -70,7 +70,7 @@ def run(main: Callable[[], None]) -> None:
     try:
         cli.run(main, (errors.ConfigError,))
     except errors.RunError as error:
-        message = error
+        message = str(error)
     except OSError as error:
         if error.errno not in REFUSED:
             raise

@@ -9,9 +9,10 @@ but few steps have a peer there.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 
-def peer_share(level_sizes: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def peer_share(level_sizes: ArrayLike, mask: ArrayLike) -> np.ndarray:
     """f64[L]: share of steps that have a peer, that is a group of two or more, at each level.
 
     level_sizes: i32[B, T, L] as in the record of `hgpo_jax.advantages.estimate`, or [B, T, 1] from `oracle_sizes`.
@@ -21,7 +22,7 @@ def peer_share(level_sizes: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return (sizes > 1).mean(axis=0) if len(sizes) else np.zeros(sizes.shape[-1])
 
 
-def group_sizes(level_sizes: np.ndarray, mask: np.ndarray) -> list[dict[int, int]]:
+def group_sizes(level_sizes: ArrayLike, mask: ArrayLike) -> list[dict[int, int]]:
     """For each level the number of groups by group size, sizes ascending."""
     sizes = np.asarray(level_sizes)[np.asarray(mask)]
     distribution = []
@@ -32,7 +33,7 @@ def group_sizes(level_sizes: np.ndarray, mask: np.ndarray) -> list[dict[int, int
     return distribution
 
 
-def oracle_groups(states: np.ndarray, mask: np.ndarray, groups: np.ndarray) -> np.ndarray:
+def oracle_groups(states: ArrayLike, mask: ArrayLike, groups: ArrayLike) -> np.ndarray:
     """i64[B, T]: dense ids of the Oracle groups, -1 where no step happened.
 
     states i32[B, T], groups i32[B]. Two trajectories share a history as long as they have not parted, so one pass over
@@ -60,7 +61,7 @@ def oracle_sizes(ids: np.ndarray) -> np.ndarray:
     return sizes[..., None]
 
 
-def against_oracle(advantages: np.ndarray, returns: np.ndarray, ids: np.ndarray) -> dict[str, float]:
+def against_oracle(advantages: ArrayLike, returns: ArrayLike, ids: np.ndarray) -> dict[str, float]:
     """Error of an estimator's advantages against those of the Oracle groups, over the steps with an Oracle peer.
 
     advantages: f32[B, T], with `normalize="mean"`, or the scales do not compare. returns: f32[B, T] as in the record of

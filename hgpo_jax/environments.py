@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import jax
 import numpy as np
@@ -39,7 +39,8 @@ if TYPE_CHECKING:  # whose fields are checked with this table
     from hgpo_jax.config import Config
     from hgpo_jax.config.tree import EnvConfig
 
-HELD_OUT = ("valid_seen", "valid_unseen")  # splits of ALFWorld to evaluate on
+HeldOut = Literal["valid_seen", "valid_unseen"]  # splits of ALFWorld to evaluate on
+HELD_OUT = get_args(HeldOut)
 Makers = tuple[Callable[[], Any], Callable[[], Any]]  # of one text environment for training, and of one for the evaluation
 
 
@@ -114,7 +115,8 @@ def _alfworld(
             files = list_alfworld(data, "valid_train")
     else:
         files = list_alfworld(data, split)
-    count, held_out, games = len(files), [], {"train": np.arange(len(files), dtype=np.int32)}
+    held_out: list[Path] = []
+    count, games = len(files), {"train": np.arange(len(files), dtype=np.int32)}
     for name in HELD_OUT:
         with contextlib.suppress(ConfigError):  # a folder need not have both; `alfworld_games` needs the one that is asked for
             found = list_alfworld(data, name)
@@ -181,10 +183,10 @@ def webshop_text(config: Config) -> Makers:
 
 def webshop_files(folder: str) -> list[Path]:
     """The catalogue and the attributes in a folder of WebShop's files. Raises ValueError."""
-    files = [next(iter(sorted(Path(folder).glob(f"{stem}*.json*"))), None) for stem in ("items_shuffle", "items_ins")]
-    if None in files:
+    files = [sorted(Path(folder).glob(f"{stem}*.json*"))[:1] for stem in ("items_shuffle", "items_ins")]
+    if not all(files):
         raise ValueError("expected WebShop's items_shuffle*.json and items_ins*.json (or .json.gz) in it")
-    return files
+    return [file for (file,) in files]
 
 
 HOUSEHOLD, SOKOBAN = ("tasks", "rooms", "places", "things", "max_turns"), ("size", "boxes", "reward", "max_turns")

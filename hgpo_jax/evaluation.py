@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -39,7 +40,8 @@ def play_held_out(
     wanted = job.config.evaluation.episodes
     if seed is None and runner.num_held_out_tasks:
         wanted = min(wanted, runner.num_held_out_tasks)
-    parts, scores, shown = [], [], []
+    parts, scores = [], []
+    shown: list[str] = []
     for first in range(0, wanted, job.batch):
         index = first + jnp.arange(job.batch, dtype=jnp.int32)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed or 0), index)
@@ -55,7 +57,7 @@ def play_held_out(
     return episodes, None if scores[0] is None else np.concatenate(scores)[:wanted], shown
 
 
-def summarize(episodes: Episodes, task_types: tuple[str, ...], scores: np.ndarray | None = None) -> dict:
+def summarize(episodes: Episodes, task_types: Sequence[str], scores: np.ndarray | None = None) -> dict:
     """The result of one evaluation, as plain numbers. Episodes that their environment failed have no turns and do not count."""
     played = episodes.mask[:, 0]
     n, wins, steps = int(played.sum()), int(episodes.success.sum()), int(episodes.mask.sum())
@@ -84,7 +86,8 @@ def evaluate(job: Job, params, folder: Path) -> tuple[dict, list[str]]:
 
 def play_both(job: Job, params) -> tuple[dict, list[str]]:
     """The sampled and the greedy evaluation: (their result, the first sampled transcripts)."""
-    settings, modes, shown = job.config.evaluation, {}, []
+    settings, modes = job.config.evaluation, {}
+    shown: list[str] = []
     sampled, params = sampled_decoding(settings), job.base_rollout_params(params)
     for mode, decoding in (("sampled", sampled), ("greedy", sampled.replace(temperature=0.0))):
         episodes, scores, transcripts = play_held_out(job, params, decoding)
@@ -113,7 +116,7 @@ def describe_evaluation(result: dict) -> str:
     return "\n".join(lines)
 
 
-def measures(episodes: Episodes, task_types: tuple[str, ...], scores: np.ndarray | None) -> dict[str, float]:
+def measures(episodes: Episodes, task_types: Sequence[str], scores: np.ndarray | None) -> dict[str, float]:
     """The numbers of one seed's evaluation, by name; `success/TYPE` for each task type that occurs."""
     summary = summarize(episodes, task_types, scores)
     steps = episodes.mask.sum()
@@ -128,7 +131,7 @@ def measures(episodes: Episodes, task_types: tuple[str, ...], scores: np.ndarray
     return numbers | ({"score": summary["score"]} if "score" in summary else {})
 
 
-def share_sizes(episodes: Episodes, task_types: tuple[str, ...]) -> dict[str, int]:
+def share_sizes(episodes: Episodes, task_types: Sequence[str]) -> dict[str, int]:
     """How many episodes or steps each of the `measures` that lie in [0, 1] is a mean of; the others are left out."""
     played = episodes.mask[:, 0]
     types, counts = np.unique(episodes.task[played], return_counts=True)
@@ -136,7 +139,7 @@ def share_sizes(episodes: Episodes, task_types: tuple[str, ...]) -> dict[str, in
     return {"success": int(played.sum()), **by_type, "valid_actions": int(episodes.mask.sum()), "score": int(played.sum())}
 
 
-def pooled(plays: list[Episodes], task_types: tuple[str, ...]) -> dict[str, dict]:
+def pooled(plays: list[Episodes], task_types: Sequence[str]) -> dict[str, dict]:
     """Success over the episodes of all seeds, together and by task type: episodes, successes, share, 95 % interval.
 
     Episodes count as independent, also those that repeat a task: the interval says nothing about tasks that were not played.
@@ -162,7 +165,7 @@ def evaluate_seeds(job: Job, params, seeds: list[int]) -> tuple[dict, list[dict]
         plays.append(e)
         by_seed[seed] = measures(e, job.runner.task_types, scores)
         for i, transcript in enumerate(transcripts):
-            record = {"seed": seed, "episode": i, "task": job.runner.task_types[e.task[i]], "success": bool(e.success[i])}
+            record = {"seed": seed, "episode": i, "task": job.runner.task_types[int(e.task[i])], "success": bool(e.success[i])}
             score = {} if scores is None else {"score": float(scores[i])}
             episodes.append(record | score | {"turns": int(e.mask[i].sum()), "transcript": transcript})
     of = {seed: share_sizes(e, job.runner.task_types) for seed, e in zip(seeds, plays, strict=True)}

@@ -48,7 +48,8 @@ def sample(job: Job, params, iteration: int) -> tuple[RolloutResult, list[dict],
 
 def _judged_rollout(job: Job, params, inputs: tuple) -> tuple[RolloutResult, dict]:
     """A rollout with the configured rewards, and its sums."""
-    result, rewards = job.runner.rollout(params, *inputs), {}
+    result = job.runner.rollout(params, *inputs)
+    rewards: dict = {}
     if job.reward:
         result, rewards = job.reward(result)
     return result, rollout_sums(result.episodes, job.config.advantage.gamma) | rewards
@@ -148,8 +149,8 @@ def _estimate(job: Job, e: Episodes, values) -> tuple[advantages.Estimate, advan
     available = {"success": e.success, "next_states": e.next_states}
     if values is not None:
         available["values"] = values.reshape(e.mask.shape)
-    arrays, _ = advantages.parameters(name)
-    arrays = {array: available[array] for array in arrays}
+    needed, _ = advantages.parameters(name)
+    arrays = {array: available[array] for array in needed}
     estimate = advantages.estimate(name, **batch, **arrays, **estimator_options(job.config, name))
     if name == "eb_gae":
         return estimate, estimate
@@ -230,10 +231,11 @@ def _advantage_metrics(mask, estimate: advantages.Estimate) -> dict:
         "advantage_zero": ((estimate.advantages == 0) & mask).sum() / steps,
     }
     for column, level in enumerate(estimate.levels):
-        metrics[f"peers/level{level}"] = ((estimate.level_sizes[..., column] > 1) & mask).sum() / steps
+        _, sizes, _ = estimate.by_level()
+        metrics[f"peers/level{level}"] = ((sizes[..., column] > 1) & mask).sum() / steps
     if 0 in estimate.levels:
         # Cosine between HGPO with K = 0 and what is used: how much the deeper levels change the advantage.
-        level0 = estimate.level_advantages[..., estimate.levels.index(0)]
+        level0 = estimate.by_level()[0][..., estimate.levels.index(0)]
         norms = jnp.sqrt((level0**2).sum() * (estimate.advantages**2).sum())
         metrics["cosine_to_level0"] = (level0 * estimate.advantages).sum() / jnp.maximum(norms, 1e-12)
     return metrics

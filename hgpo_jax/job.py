@@ -211,6 +211,7 @@ def build(config: Config, mesh: Mesh | None = None) -> Job:
     if makers:
         runner = TextRunner(config, found, *makers, adapted, policy.tokenizer, mesh)
     else:
+        assert found.compiled is not None  # what has no text version
         games = found.games(config) if found.games else None
         runner = CompiledRunner(config, found.compiled(config), adapted, policy.tokenizer, mesh, games)
     job = Job(config=config, mesh=mesh, policy=policy, adapted=adapted, runner=runner)

@@ -55,7 +55,8 @@ def bytes_by_phase(config: Config, mesh, workload: Workload) -> dict[str, dict[s
     `always` lives through the whole iteration; sampling and update come one after the other.
     """
     sizes = _Sizes.of(config, mesh, workload.model)
-    always, update = {"parameters": sizes.trained * sizes.param_bytes}, {}
+    always = {"parameters": sizes.trained * sizes.param_bytes}
+    update: dict[str, int] = {}
     (update if config.learner.offload else always).update(_learning_state(config, sizes))
     if config.lora.rank:  # the adapters are bound to it while sampling, too
         always["reference policy"] = sizes.policy * sizes.compute_bytes
@@ -97,7 +98,7 @@ class _Sizes:
             adapted = dataclasses.replace(model, lora=LoraConfig(**config.lora.model_dump()))
             trained = sum(a.size for a in jax.tree.leaves(shapes(adapted))) - sum(a.size for a in whole)
             param_bytes, compute_copy = 4, 0
-        D, F, E = model.hidden_size, model.intermediate_size, model.head_dim
+        D, F, E = model.hidden_size, model.intermediate_size, model.head_size
         H, G = model.num_attention_heads, model.num_key_value_heads
         return cls(
             fsdp=fsdp, tensor=tensor, policy=policy, trained=trained, param_bytes=param_bytes, compute_bytes=compute_bytes,
@@ -121,7 +122,7 @@ def _learning_state(config: Config, sizes: _Sizes) -> dict[str, int]:
 def _sampling(sizes: _Sizes, workload: Workload) -> dict[str, int]:
     """What `sampling.generate` holds for the rows of one decode batch."""
     model, compute, P = workload.model, sizes.compute_bytes, workload.prompt
-    D, E, H, layers = model.hidden_size, model.head_dim, model.num_attention_heads, model.num_hidden_layers
+    D, E, H, layers = model.hidden_size, model.head_size, model.num_attention_heads, model.num_hidden_layers
     rows = -(-workload.decode_batch // sizes.fsdp)
     tokens, token_kv = rows * P, 2 * sizes.kv_heads * E * compute
     scores = min(tokens * H * query_block_size(P) * sizes.fsdp, max(MAX_SCORES, H * tokens * sizes.fsdp))
@@ -163,7 +164,7 @@ def _update(config: Config, sizes: _Sizes, workload: Workload) -> dict[str, int]
 def _training_activations(remat: str, sizes: _Sizes, workload: Workload, rows: int) -> float:
     """Bytes that the forward pass saves for the backward pass, for rows of S slots."""
     model, compute, S = workload.model, sizes.compute_bytes, workload.prompt + workload.response
-    D, E, H = model.hidden_size, model.head_dim, model.num_attention_heads
+    D, E, H = model.hidden_size, model.head_size, model.num_attention_heads
     # What one block computes: attention scores in float32, projections, the feed-forward.
     scores = min(H * S * S * rows * sizes.fsdp, max(MAX_SCORES, H * S * rows * sizes.fsdp)) / sizes.fsdp / sizes.tensor
     projections = 2 * sizes.heads * E + 2 * sizes.kv_heads * E

@@ -82,7 +82,7 @@ def abstract_mesh(spec: str) -> AbstractMesh:
 
 
 def partition(
-    axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh, name: str = "array", mesh_axes=AXES
+    axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh | AbstractMesh, name: str = "array", mesh_axes=AXES
 ) -> PartitionSpec:
     """The PartitionSpec of an array whose dimensions have these logical axes, over some `mesh_axes`.
 

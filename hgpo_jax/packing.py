@@ -101,7 +101,7 @@ def unpacked(prompts, prompt_lengths, responses, response_lengths) -> PackedLayo
 
 
 def packed(
-    assignment, prompts, prompt_lengths, responses, response_lengths, sequences: int, shape: SequenceShape
+    assignment, prompts, prompt_lengths, responses, response_lengths, *, sequences: int, shape: SequenceShape
 ) -> PackedLayout:
     """N segments in M = `sequences` sequences, where `assignment`, the result of `first_fit`, puts them.
 

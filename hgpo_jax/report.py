@@ -118,11 +118,12 @@ def group_data(dump: Dump, group: int, records: dict[str, Estimate], lines: Line
         estimators[name] = {"advantages": cut(record.advantages), "levels": list(record.levels)}
         if record.levels:
             # None where a step has no such level.
-            absent = np.where(record.level_sizes > 0, 0.0, np.nan)
-            total = (record.level_weights * record.level_advantages).sum(-1)
+            advantages, sizes, weights = record.by_level()
+            absent = np.where(sizes > 0, 0.0, np.nan)
+            total = (weights * advantages).sum(-1)
             estimators[name] |= {
-                "level_advantages": cut(record.level_advantages + absent),
-                "level_weights": cut(record.level_weights + absent),
+                "level_advantages": cut(advantages + absent),
+                "level_weights": cut(weights + absent),
                 "returns": cut(record.returns),
                 "compared": cut(step_value(dump, record, 0)),
                 # What level -1 compares, where that is not the same.
@@ -141,7 +142,7 @@ def dump_data(dump: Dump, groups: int, lines: Lines) -> dict:
     """A dump as the page reads it: group sizes of all its episodes, and some prompt groups whole."""
     records = {name: dump.estimate(name) for name in dump.estimators}
     hierarchy = records["hgpo"]
-    sizes = diagnostics.group_sizes(hierarchy.level_sizes, dump.episodes.mask)
+    sizes = diagnostics.group_sizes(hierarchy.by_level()[1], dump.episodes.mask)
     return {
         "iteration": dump.iteration,
         "own": dump.estimator,

@@ -94,6 +94,7 @@ class _TextReward:
 
     def __call__(self, result: RolloutResult) -> tuple[RolloutResult, dict]:
         e, report = result
+        assert report is not None  # text episodes have one
         # A time limit must not pass in one process alone.
         answers = distributed.broadcast_from_process_0(lambda: self._ask(e, report))
         judged, failures = np.zeros_like(e.rewards), dict(report.failures)

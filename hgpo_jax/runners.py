@@ -146,4 +146,5 @@ class TextRunner:
         """Its shapes depend on the prompts: each compiles when it first occurs."""
 
     def transcript(self, result: RolloutResult, index: int) -> str:
+        assert result.report is not None  # a HostRollout makes one
         return result.report.transcript(result.episodes, index)

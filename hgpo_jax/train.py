@@ -126,9 +126,9 @@ def run(config: Config, mesh: Mesh, folder: Path, resuming: bool, stop: Interrup
     locks = []  # keeps the folder's lock as long as this runs
 
     def take() -> tuple[int, list[str], list[str]]:
-        lock, *found = take_folder(config, folder, resuming)
+        lock, done, faults, changes = take_folder(config, folder, resuming)
         locks.append(lock)
-        return found
+        return done, faults, changes
 
     first, faults, changes = distributed.broadcast_from_process_0(take)
     stop.saved = first

@@ -34,6 +34,7 @@ from hgpo_jax.progress import Progress
 from hgpo_jax.rollout.compiled import start_episode
 from hgpo_jax.rollout.prompts import make_prompt
 from hgpo_jax.run import distributed
+from hgpo_jax.runners import CompiledRunner
 from hgpo_jax.sampling import Decoding
 from hgpo_jax.training_batch import TrainingBatch
 
@@ -87,8 +88,10 @@ def generate_play(
 
 def clone(job: Job) -> dict:
     """Trains the job's fresh policy on generated play; returns its parameters. Prints its progress."""
+    assert isinstance(job.runner, CompiledRunner)  # `check_together` refuses others
     config, policy, env = job.config, job.policy, job.runner.env
     settings, expert = config.cloning, environment(config.env).expert
+    assert expert is not None
     key = jax.random.key(config.seed)
     end, act = policy.tokenizer.eos_token_id, policy.tokenizer.convert_tokens_to_ids(ACT)
     decisions, success = generate_play(
@@ -149,7 +152,8 @@ def sources(module: str = __name__) -> list[Path]:
 
     Found by reading the code, so that no list can forget one.
     """
-    found, todo = set(), [module]
+    found: set[Path] = set()
+    todo = [module]
     while todo:
         parts = todo.pop().split(".")
         if parts[0] != "hgpo_jax":

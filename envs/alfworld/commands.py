@@ -41,7 +41,8 @@ class Layout:
             "take": (np.repeat(thing, K), np.tile(here, O)),
             "use": (thing, none),
         }
-        slots, self.words = [], []
+        slots: list[np.ndarray] = []
+        self.words: list[list[str]] = []
         for number, verb in enumerate(VERBS, 1):
             rows = np.stack(np.broadcast_arrays(number, *arguments[verb]), 1)
             if verb == "take":  # a field of K bits for each thing

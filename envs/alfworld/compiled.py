@@ -81,7 +81,9 @@ class CompiledAlfworld:
         self.listed = max(min(int(games.contents.max()) + brought, self.things), min(int(games.pairs.max()), brought))
         self.sentence = max(5, 2 * self.nearby + 1)  # words before a list
         self.observation_length = max(self.sentence + 3 * self.listed, games.intro.shape[1])
-        self._games, self._arrays, self._bound = games, {}, None
+        self._games = games
+        self._bound: dict[str, Any] | None = None
+        self._arrays: dict[tuple, Any] = {}
         self.layout = Layout(games)
 
     @property

@@ -11,6 +11,7 @@ A `GameData` holds what never changes and is shared by any number of live episod
 import json
 import os
 import re
+from collections.abc import Callable
 from operator import itemgetter
 from pathlib import Path
 
@@ -73,9 +74,9 @@ class GameData:
         self._memo: dict[int, dict] = {}
         self._texts = [self._text_cache(rule) for rule in self.rules.actions]
 
-    def _text_cache(self, rule: ActionRule) -> tuple[itemgetter | None, dict]:
+    def _text_cache(self, rule: ActionRule) -> tuple[Callable[[Row], object] | None, dict]:
         """Commands are written again and again: (which arguments a command depends on, texts by those arguments)."""
-        template = self.commands[rule.index].template
+        template = self.commands[rule.number].template
         if not self.narrator.fixed(template):
             return None, {}
         used = names_in(template)
@@ -90,11 +91,11 @@ class GameData:
         """Admissible commands with the action each stands for."""
         found: dict[str, tuple[ActionRule, Row]] = {}
         for rule in reversed(self.rules.actions):  # of two actions with the same wording, the domain's first one counts
-            if len(rule.reads) > 1 or self._texts[rule.index][0] is None:
+            if len(rule.reads) > 1 or self._texts[rule.number][0] is None:
                 found.update(self._choices_of(rule, view))
                 continue
             # Going, looking and examining a receptacle depend on the agent's place alone: worth remembering.
-            memo = self._memo.setdefault(rule.index, {})
+            memo = self._memo.setdefault(rule.number, {})
             key = view.state.get(rule.reads[0]) if rule.reads else None
             if key not in memo:
                 if len(memo) >= MEMO_LIMIT:
@@ -105,7 +106,7 @@ class GameData:
 
     def _choices_of(self, rule: ActionRule, view: View) -> dict[str, tuple[ActionRule, Row]]:
         found: dict[str, tuple[ActionRule, Row]] = {}
-        project, texts = self._texts[rule.index]
+        project, texts = self._texts[rule.number]
         for values in rule.query.rows(view):
             text = texts.get(project(values)) if project is not None else None
             if text is None:
@@ -118,7 +119,7 @@ class GameData:
 
     def _write(self, rule: ActionRule, values: Row, view: View) -> str:
         known = dict(zip(rule.keys, values, strict=True))
-        return self.narrator.text(self.commands[rule.index].template, view, known)
+        return self.narrator.text(self.commands[rule.number].template, view, known)
 
 
 class Game:
@@ -192,7 +193,7 @@ class Game:
         try:
             self._state, self._choices = data.rules.apply(rule, values, data.view(self._state)), None
             known = dict(zip(rule.keys, values, strict=True))
-            observation = data.narrator.text(data.commands[rule.index].feedback, data.view(self._state), known)
+            observation = data.narrator.text(data.commands[rule.number].feedback, data.view(self._state), known)
             return observation, self.commands, self.won
         except ValueError as error:
             raise ValueError(f"{data.path}: {error}; correct its grammar or domain") from None

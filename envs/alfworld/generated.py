@@ -118,7 +118,7 @@ def _room(words: Sequence[str], games: Games, g: int) -> tuple[str, ...]:
     return tuple(words[word] for word in games.place_word[g] if word)
 
 
-def _made(words: Sequence[str], given: Games, refused: set[Task], number: int, rng: np.random.Generator) -> Games:
+def _made(words: tuple[str, ...], given: Games, refused: set[Task], number: int, rng: np.random.Generator) -> Games:
     """`number` games that the expert wins."""
     tasks = _possible_tasks(Tables(words, given), refused)
     if not tasks:
@@ -207,16 +207,16 @@ class _Draw:
         self.goal_length = max(given.goal.shape[1], GOAL_LENGTH)
 
     def __call__(self, number: int) -> Games:
-        rows = []
+        rows: list[dict[str, np.ndarray | np.integer]] = []
         while len(rows) < number:
             row = self._row()
             if row["contents"] <= self.given.contents.max():  # no longer observations than the given games have
                 rows.append(row)
         base = np.array([row.pop("game") for row in rows])
         games = jax.tree.map(lambda field: field[base], self.given)
-        return games.replace(**{name: tables._pad([row[name] for row in rows], 0) for name in rows[0]})
+        return games.replace(**{name: tables._pad([np.asarray(row[name]) for row in rows], 0) for name in rows[0]})
 
-    def _row(self) -> dict[str, np.ndarray]:
+    def _row(self) -> dict[str, np.ndarray | np.integer]:
         """A game's new fields, and the `game` whose room it takes."""
         rng, given, kind = self.rng, self.given, self.kind
         name = TASK_TYPES[rng.choice([TASK_TYPES.index(task) for task in self.tasks])]
@@ -257,7 +257,7 @@ class _Draw:
         return inside, lying, loose
 
 
-def _flags(sets: np.ndarray, count: int | None = None) -> np.ndarray:
+def _flags(sets: jax.Array | np.ndarray, count: int | None = None) -> np.ndarray:
     """bool[..., count] of bits u32[..., W]."""
     return np.unpackbits(np.ascontiguousarray(sets).view(np.uint8), axis=-1, bitorder="little", count=count).astype(bool)
 

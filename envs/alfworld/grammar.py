@@ -40,7 +40,7 @@ class Entity:
         return self.name
 
 
-Evaluate = Callable[[Mapping[str, Entity]], object]
+Evaluate = Callable[[Mapping[str, Entity]], Any]  # of any type that the grammar's language has
 
 
 class Expression(NamedTuple):
@@ -87,6 +87,13 @@ class Grammar(NamedTuple):
 
 _LEADING = re.compile(r"(?:[\t]+|//[^\n]*\n?|\s+)*")
 _TABS = re.compile(r"\t*")
+
+
+def _after(pattern: re.Pattern[str], text: str, at: int = 0) -> int:
+    """Where a pattern that matches everywhere, if only nothing, ends."""
+    match = pattern.match(text, at)
+    assert match is not None
+    return match.end()
 _SYMBOL = re.compile(r"#\t*([\w()/!<>\-\s,.]+)#")
 _LITERAL = re.compile(r'[^;|"<>\[\]#{}]*')
 _QUOTED = re.compile(r'"\t*([^;|"<>\[\]#{}]*)"')
@@ -103,10 +110,10 @@ def parse_text(text: str) -> tuple[Part, ...]:
         ValueError: an expression that cannot be evaluated safely.
     """
     text = text.replace("\\n", "\n")
-    at = _LEADING.match(text).end()
+    at = _after(_LEADING, text)
     parts: list[Part] = []
     while at < len(text):
-        at = _TABS.match(text, at).end()
+        at = _after(_TABS, text, at)
         if found := _conditional(text, at, "["):
             inner, end = found
             if text[end : end + 1] != "]":
@@ -204,9 +211,10 @@ def parse_condition(text: str) -> Formula:
     for piece in text.split("&"):
         match = _PREDICATE.fullmatch(piece)
         terms = [_PLACEHOLDER.fullmatch(term) for term in match[2].split(",")] if match and match[2].strip() else []
-        if match is None or None in terms:
+        known = [term for term in terms if term is not None]
+        if match is None or len(known) < len(terms):
             raise ValueError(f"cannot read the condition {text[:80]!r} in the grammar")
-        atoms.append(("atom", match[1], tuple(f"{term[1]}:{term[2]}" for term in terms)))
+        atoms.append(("atom", match[1], tuple(f"{term[1]}:{term[2]}" for term in known)))
     return ("and", tuple(atoms))
 
 
@@ -223,7 +231,7 @@ def parse_grammar(text: str) -> Grammar:
     """
     symbols: dict[str, tuple[Alternative, ...]] = {}
     commands: dict[str, Command] = {}
-    at = _SPACE.match(text).end()
+    at = _after(_SPACE, text)
     while at < len(text):
         item = _ITEM.match(text, at)
         if item is None:
@@ -235,14 +243,14 @@ def parse_grammar(text: str) -> Grammar:
             fields: dict[str, str] = {}
             at = _parse_action(text, at, item[2], fields, symbols)
             commands[item[2].lower()] = Command(parse_text(fields["template"]), parse_text(fields["feedback"]))
-        at = _SPACE.match(text, at).end()
+        at = _after(_SPACE, text, at)
     return Grammar(symbols, commands)
 
 
 def _parse_action(text: str, at: int, name: str, fields: dict[str, str], symbols: dict) -> int:
     """Fills `fields` and `symbols` from the body of an action; returns the position behind its closing bracket."""
     while True:
-        part = _FIELD.match(text, _SPACE.match(text, at).end())
+        part = _FIELD.match(text, _after(_SPACE, text, at))
         if part is None:
             raise ValueError(f"cannot read the body of action {name} in the grammar near {text[at : at + 40]!r}")
         at = part.end()

@@ -242,7 +242,8 @@ def parse_domain(text: str) -> Domain:
                     raise ValueError("(:predicates) holds something that is not '(name ?argument ...)'")
                 domain.arity[predicate[0]] = len(typed_list(predicate[1:], "(:predicates)"))
     for kind in parents:
-        above, todo = set(), [kind]
+        above: set[str] = set()
+        todo = [kind]
         while todo:
             todo += parents[(last := todo.pop())] - above - {last}
             above.add(last)

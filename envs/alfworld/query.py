@@ -33,7 +33,7 @@ class View:
 
     __slots__ = ("budget", "fixed", "index", "state")
 
-    def __init__(self, fixed: Mapping[str, Collection[Row]], index: dict, state: Mapping[str, Collection[Row]]) -> None:
+    def __init__(self, fixed: Mapping[str, Collection[Row]], index: dict, state: Mapping[str, frozenset[Row]]) -> None:
         self.fixed = fixed
         self.index = index
         self.state = state
@@ -199,6 +199,7 @@ def _scan(part: Formula, known: set[str], slots: dict[str, int], changing, filte
     kinds = [(terms.index(fact[2][0]), fact[1]) for fact in filters]
 
     def scan(view: View, env: list, found: set | None) -> bool:
+        rows: Collection[Row]
         if in_state:
             rows = view.state.get(predicate, ())
         elif key is not None:

@@ -30,14 +30,14 @@ class ActionRule(NamedTuple):
     """A runnable action.
 
     Attributes:
-        index: position in the domain.
+        number: position in the domain.
         variables: parameter names as in PDDL (`?o`).
         keys: the same as the text grammar writes them (`o:object`).
         query: finds the argument tuples for which the action is applicable.
         reads: the changing predicates on which that depends.
     """
 
-    index: int
+    number: int
     name: str
     variables: tuple[str, ...]
     keys: tuple[str, ...]
@@ -79,7 +79,7 @@ class Rules:
             self._conditions[key] = (self.query(("and", node[1] + types), bound, new), new)
         return self._conditions[key]
 
-    def _action(self, index: int, action: Action) -> ActionRule:
+    def _action(self, number: int, action: Action) -> ActionRule:
         names = tuple(name for name, _ in action.parameters)
         unknown = free_variables(action.precondition) - set(names)
         if unknown:
@@ -87,7 +87,7 @@ class Rules:
         idle = _without_effect(action)
         condition = action.precondition if idle == FALSE else ("and", (action.precondition, ("not", idle)))
         return ActionRule(
-            index=index,
+            number=number,
             name=action.name,
             variables=names,
             keys=tuple(f"{name.lstrip('?')}:{kind}" for name, kind in action.parameters),

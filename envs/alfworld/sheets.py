@@ -54,10 +54,10 @@ def _rules(path: Path, logic: str | os.PathLike | None) -> tuple[tuple[str, ...]
     else:
         texts = json.loads(path.read_text(encoding="utf-8"))
         domain, grammar = texts["pddl_domain"], texts["grammar"]
-    known = DOMAINS.get(_domain_digest(domain)), GRAMMARS.get(_grammar_digest(_TASK.sub("", grammar)))
-    if None in known:
+    cleaners, moves = DOMAINS.get(_domain_digest(domain)), GRAMMARS.get(_grammar_digest(_TASK.sub("", grammar)))
+    if cleaners is None or moves is None:
         raise ValueError("its domain or grammar is of no release that can be compiled")
-    return known
+    return cleaners, moves
 
 
 @lru_cache(maxsize=8)
@@ -86,7 +86,7 @@ def _arrays(game: Game, cleaners: tuple[str, ...], moves: bool) -> dict:
     things = sorted(outer | {o for o, _ in at if (o,) in facts["sliceable"]} | {inner for inner, _ in within})
     at = {(o, l) for o, l in at if o in set(things)}
     number = {id: n for ids in (things, places, locations) for n, id in enumerate(ids)}
-    kind_of = {"objecttype": defaultdict(set), "receptacletype": defaultdict(set)}
+    kind_of: dict[str, dict[str, set[str]]] = {"objecttype": defaultdict(set), "receptacletype": defaultdict(set)}
     for predicate, kinds in kind_of.items():
         for id, kind in facts[predicate]:
             kinds[id].add(kind)

@@ -156,7 +156,8 @@ def _pad(values: list[np.ndarray], fill: int) -> np.ndarray:
     dtype = values[0].dtype if values[0].dtype in (np.bool_, np.uint32) else np.int16
     stacked = np.full((len(values), *map(int, shape)), fill, dtype)
     for row, value in enumerate(values):
-        stacked[(row, *(slice(0, size) for size in value.shape))] = value
+        place: tuple[int | slice, ...] = (row, *(slice(0, size) for size in value.shape))
+        stacked[place] = value
     return stacked
 
 

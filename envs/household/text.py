@@ -29,7 +29,8 @@ class HouseholdText(Words):
         quality = {"place": "a", "two": "two", "clean": "a clean", "heat": "a hot", "cool": "a cool"}[name]
         return f"put {quality} {kind} in {place}."
 
-    def _command(self, verb, argument):
+    def _command(self, *words: str) -> str:
+        verb, argument = words
         argument, here = _name(argument), _name(self._here())
         return {
             "go_to": f"go to {argument}",
@@ -77,10 +78,10 @@ class HouseholdText(Words):
         """What a receptacle shows."""
         if status == "it_is_closed":
             return f"The {_name(place)} is closed."
-        things = _list([_name(thing) for thing in things if thing])
+        listed = _list([_name(thing) for thing in things if thing])
         if place.rsplit("_", 1)[0] in world.OPENABLE:
-            return f"The {_name(place)} is open. In it, you see {things}."
-        return f"On the {_name(place)}, you see {things}."
+            return f"The {_name(place)} is open. In it, you see {listed}."
+        return f"On the {_name(place)}, you see {listed}."
 
 
 def _name(word: str) -> str:

@@ -68,7 +68,7 @@ _UNICODE = _unicode_pattern()
 
 def tokens(text: str) -> list[str]:
     """Return the words of a lower-case `text`, before stop words and stemming."""
-    found = []
+    found: list[str] = []
     for piece in [text] if text.isascii() else text.split(" "):  # no word spans a space
         pattern = _ASCII if piece.isascii() else _UNICODE
         words = pattern.findall(piece)

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypedDict
 
 from hgpo_jax.envs.measure import in_own_process
 from hgpo_jax.envs.webshop.catalogue import Catalogue, build
@@ -19,7 +20,14 @@ from hgpo_jax.envs.webshop.synthetic import write_catalogue
 
 ENVIRONMENTS = 256  # verl-agent's: 128 to train in 16 groups of one seed each, 128 to validate with a seed each
 TURNS = 15
-Row = dict[str, str | float]
+
+
+class Row(TypedDict):
+    """A number that was measured."""
+
+    name: str
+    value: float
+    unit: str
 
 
 def measure(items: Path | str, attributes: Path | str) -> list[Row]:

@@ -116,9 +116,10 @@ def build(products: Iterable[Product], folder: Path | str | None = None) -> Cata
         Path(folder).mkdir(parents=True, exist_ok=True)
     index = IndexBuilder()
     labels: dict[str, dict[str, int]] = {"category": {}, "query": {}}
-    rows = {name: [] for name in ("asins", "low", "high", "category", "query")}
+    rows: dict[str, list] = {name: [] for name in ("asins", "low", "high", "category", "query")}
     record_start, goals = [0], []
-    with io.BytesIO() if folder is None else open(Path(folder) / _RECORDS, "wb") as records:
+    memory = io.BytesIO()
+    with memory if folder is None else open(Path(folder) / _RECORDS, "wb") as records:
         for position, product in enumerate(itertools.chain([first], products)):
             record_start.append(record_start[-1] + records.write(json.dumps(product).encode()))
             index.add(search_text(product))
@@ -130,7 +131,7 @@ def build(products: Iterable[Product], folder: Path | str | None = None) -> Cata
             if product.instruction is not None:
                 count = math.prod(len(values) for values in product.options.values())
                 goals.append((position, count, product.instruction_attributes))
-        content = None if folder else np.frombuffer(records.getvalue(), np.uint8)
+        content = None if folder else np.frombuffer(memory.getvalue(), np.uint8)
 
     arrays = index.finish()
     asins = np.array(rows["asins"])

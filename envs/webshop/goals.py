@@ -120,7 +120,7 @@ def _human_wish(entry, asin: str, path: Path | str) -> dict | None:
     }
 
 
-class GoalList(Sequence):
+class GoalList:
     """The goals of one seed, in playing order.
 
     `goals[i]` is a dict with `asin`, `category`, `query`, `name`, `product_category`, `instruction_text`,

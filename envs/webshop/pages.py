@@ -48,8 +48,8 @@ def item_page(product: Product) -> Page:
         parts += [text for label in (name, *values) for text in _part(label)]
     parts += [*_part(product.name), f"Price: {product.price_tag}", "Rating: N.A.", *_SUB_PAGES, "Buy Now"]
     buttons = _clickables(["Back to Search", "< Prev", *_SUB_PAGES, "Buy Now"])
-    values = (value for values in product.options.values() for value in values)
-    return SEP.join(parts), tuple(dict.fromkeys((*buttons, *values)))
+    choices = (value for values in product.options.values() for value in values)
+    return SEP.join(parts), tuple(dict.fromkeys((*buttons, *choices)))
 
 
 def sub_page(product: Product, name: str) -> Page:

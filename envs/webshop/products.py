@@ -148,6 +148,7 @@ def _options(raw, items: Path | str, where: str) -> dict[str, list[str]]:
 def _text(raw: dict, key: str, path: Path | str, where: str) -> str:
     value = raw.get(key)
     _need(isinstance(value, str), path, f"{where}, field '{key}'", "is missing or not a string", "give it a string")
+    assert isinstance(value, str)
     return value
 
 

@@ -69,7 +69,8 @@ def why_unreachable(product: Product, goal: Mapping, nouns: Nouns) -> str | None
             name, value = wanted if isinstance(wanted, tuple) else ("", wanted)
             read = f"option {name}: {value!r}" if name else f"option {value!r}"
             faults.append(f"{read} is not counted when chosen" if value in chosen.values() else f"{read} not choosable")
-    if parts["r_type"] < 1:
+    kind = parts["r_type"]
+    if kind is not None and kind < 1:
         faults.append("its title repeats few nouns too often")
     return "; ".join(faults)
 

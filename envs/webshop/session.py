@@ -1,7 +1,7 @@
 """One shopping episode: pages, commands, and the reward of the purchase."""
 
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from hgpo_jax.envs.webshop import pages
 from hgpo_jax.envs.webshop.commands import parse
@@ -11,7 +11,12 @@ from hgpo_jax.envs.webshop.purchase import option_owner
 if TYPE_CHECKING:
     from hgpo_jax.envs.webshop.shop import Shop
 
-Actions = dict[str, bool | list[str]]
+class Actions(TypedDict):
+    """What can be done on a page."""
+
+    has_search_bar: bool
+    clickables: list[str]
+
 
 
 class Session:
@@ -23,6 +28,16 @@ class Session:
         asin, options: the product and options at hand; None and {} before a product is opened.
         purchase: after the purchase, the parts of its reward with `asin`, `options` and `price`; None before.
     """
+
+    _kind: str  # of the page: search, results, item, sub or done
+    _text: str
+    _clickables: tuple[str, ...]
+    _keywords: list[str]  # of the last search, and the page of its results
+    _page: int
+    _position: int  # of the product at hand
+    asin: str | None
+    options: dict[str, str]
+    purchase: dict | None
 
     def __init__(self, shop: "Shop", goal_index: int):
         self._shop, self._catalogue = shop, shop.catalogue
@@ -57,7 +72,7 @@ class Session:
                 self._open_results(argument.split(" "), 1)
             elif verb == "click" and argument in self._clickables and argument != "search":
                 self._click(argument)
-                if self.done:
+                if self.purchase is not None:
                     return self._text, self.purchase["reward"], True, self.actions
         return self._text, 0.0, self.done, self.actions
 
@@ -87,8 +102,7 @@ class Session:
             self.options[option_owner(product)[label]] = label
 
     def _open_search(self) -> None:
-        self._keywords, self._page = None, None
-        self._position, self.asin, self.options = None, None, {}
+        self.asin, self.options = None, {}
         self._show("search", pages.search_page(self.goal["instruction_text"]))
 
     def _open_results(self, keywords: list[str], page: int) -> None:
@@ -96,7 +110,7 @@ class Session:
         if found is None:
             return
         self._keywords, self._page = keywords, page
-        self._position, self.asin, self.options = None, None, {}
+        self.asin, self.options = None, {}
         shown = found[(page - 1) * pages.PAGE_SIZE : page * pages.PAGE_SIZE]
         products = [self._catalogue.product(position) for position in shown]
         self._show("results", pages.results_page(products, page, len(found)))
@@ -123,6 +137,7 @@ class Session:
         self._show("item", self._catalogue.item_page(self._position))
 
     def _buy(self) -> None:
+        assert self.asin is not None  # only a product's page has the button
         price = self._shop.price(self.asin)
         parts = self._shop.reward(self.goal, self.asin, self.options, price)
         self.purchase = {"asin": self.asin, "options": dict(self.options), "price": price, **parts}

@@ -51,7 +51,7 @@ def _product(rng: np.random.Generator, words: np.ndarray, number: int) -> tuple[
         "customization_options": options,
     }
     named = [" ".join(pair) for pair in _pick(rng, words, 500, (3, 2))]
-    wish = {"attributes": named}
+    wish: dict[str, str | list[str]] = {"attributes": named}
     if rng.random() < 0.4:
         wish |= {"instruction": f"Find me {named[0]} {product['query']}", "instruction_attributes": named[:1]}
     return product, wish

@@ -90,7 +90,7 @@ def estimate(
     """
     arrays_known, options_known = parameters(name)
     shape = checks.mask_shape(mask)
-    arrays = {"rewards": rewards, "mask": mask, "states": states, "groups": groups}
+    arrays: dict[str, jax.Array | np.ndarray] = {"rewards": rewards, "mask": mask, "states": states, "groups": groups}
     arrays["invalid"] = np.zeros(shape, bool) if invalid is None else invalid
     for option in options:
         if option not in (*arrays_known, *options_known):

@@ -73,7 +73,7 @@ def describe(name: str) -> str:
     return f"{jnp.dtype(dtype).name}[{', '.join('BT'[:axes])}]"
 
 
-def mask_shape(mask: object) -> tuple[int, int]:
+def mask_shape(mask: jax.Array | np.ndarray) -> tuple[int, int]:
     """The shape [B, T] that every other argument follows."""
     shape = np.shape(mask)
     if len(shape) != 2 or 0 in shape:

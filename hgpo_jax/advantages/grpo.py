@@ -56,7 +56,8 @@ def compare_episodes(
     if statistics == "per_step":
         steps = grouping.sort_steps(keys, batch.mask)
         segment = steps.segments[-1]
-        size, weights = grouping.group_size(segment), 1.0
+        size = grouping.group_size(segment)
+        weights: jax.Array | float = 1.0
     else:
         trajectories = jnp.broadcast_to(jnp.arange(shape[0], dtype=jnp.int32)[:, None], shape)
         steps = grouping.sort_steps([*keys, trajectories], batch.mask)

@@ -54,3 +54,8 @@ class Estimate:
     level_weights: jax.Array | None = None
     stats: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     levels: tuple[int, ...] = ()
+
+    def by_level(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(level_advantages, level_sizes, level_weights) of an estimator with levels."""
+        assert self.level_advantages is not None and self.level_sizes is not None and self.level_weights is not None
+        return self.level_advantages, self.level_sizes, self.level_weights

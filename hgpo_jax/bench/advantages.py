@@ -7,6 +7,7 @@ it on the host; it is timed in the same run and its result compared.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import statistics
 import time
@@ -39,10 +40,10 @@ def run(args: argparse.Namespace) -> list[dict]:
         started = time.perf_counter()
         record = jax.block_until_ready(estimate("hgpo", **on_device))
         compiled = time.perf_counter() - started
-        milliseconds = 1e3 * median_time(lambda a=on_device: estimate("hgpo", **a), repeats)
+        milliseconds = 1e3 * median_time(functools.partial(estimate, "hgpo", **on_device), repeats)
         ratio = None
         if trajectories < 20_000:
-            peer_milliseconds = 1e3 * median_time(lambda b=batch: dictionaries(**b), 3)
+            peer_milliseconds = 1e3 * median_time(functools.partial(dictionaries, **batch), 3)
             ratio = peer_milliseconds / milliseconds
             np.testing.assert_allclose(record.advantages, dictionaries(**batch), rtol=1e-3, atol=1e-4)
         limit = LIMITS.get(trajectories)
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> list[dict]:
         arrays = {**batch, **{key: further[key] for key in parameters(name)[0]}}
         on_device = {key: jax.device_put(value) for key, value in arrays.items()}
         jax.block_until_ready(estimate(name, **on_device))
-        milliseconds = 1e3 * median_time(lambda n=name, a=on_device: estimate(n, **a), args.repeats)
+        milliseconds = 1e3 * median_time(functools.partial(estimate, name, **on_device), args.repeats)
         rows.append(row(f"{name}, defaults, 128 x {STEPS}", milliseconds, "ms"))
     return rows
 

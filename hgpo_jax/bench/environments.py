@@ -155,7 +155,8 @@ def waiting(mean: float, episodes: int, workers: int, ready_fraction: float, rep
     mesh = make_mesh("data=1", jax.devices()[:1])
     model = ModelConfig(vocab_size=256, **PolicyConfig().sizes)
     params, keys, groups = initialize(model, 0, mesh), jax.random.split(jax.random.key(0), episodes), np.arange(episodes)
-    rows, rollouts = [], {}
+    rows = []
+    rollouts: dict[float, HostRollout] = {}
     for kind in ("exponential", "constant"):
         make_env = functools.partial(Waiting, mean, kind == "exponential")
         for fraction in (1.0, ready_fraction):

@@ -8,8 +8,9 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ def row(name: str, value: float, unit: str, limit_share: float | None = None, ra
 
 def forward_flops(c: ModelConfig, tokens: int, predictions: int) -> float:
     """Operations of `Qwen2.hidden` and the head for one row of `tokens` slots, `predictions` of them asked for."""
-    D, F, E = c.hidden_size, c.intermediate_size, c.head_dim
+    D, F, E = c.hidden_size, c.intermediate_size, c.head_size
     H, G = c.num_attention_heads, c.num_key_value_heads
 
     def block(queries):
@@ -39,7 +40,7 @@ def forward_flops(c: ModelConfig, tokens: int, predictions: int) -> float:
 
 def decode_flops(c: ModelConfig, slots: int) -> float:
     """Operations of `Qwen2.decode` and the head for one token that sees `slots` slots."""
-    D, F, E = c.hidden_size, c.intermediate_size, c.head_dim
+    D, F, E = c.hidden_size, c.intermediate_size, c.head_size
     H, G = c.num_attention_heads, c.num_key_value_heads
     block = 2 * D * (2 * G + 2 * H) * E + 6 * D * F + 4 * slots * H * E
     return c.num_hidden_layers * block + 2 * D * c.vocab_size
@@ -49,7 +50,7 @@ def read_bytes(c: ModelConfig, rows: int, slots: int, itemsize: int) -> int:
     """Bytes that one pass must read: every weight that multiplies, and the keys and values of `slots` slots of each row."""
     weights = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes(c)))
     looked_up = 0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size
-    cache = rows * slots * c.num_hidden_layers * 2 * c.num_key_value_heads * c.head_dim
+    cache = rows * slots * c.num_hidden_layers * 2 * c.num_key_value_heads * c.head_size
     return (weights - looked_up + cache) * itemsize
 
 
@@ -85,7 +86,11 @@ def read_rate(mesh) -> float:
     a = jax.jit(lambda: jnp.ones((mesh.size * 2**16, 2**12), jnp.float32), out_shardings=place)()
     vector = jnp.ones(a.shape[1], jnp.float32)
     kernels = [jax.jit(lambda a: a.sum(1)), jax.jit(lambda a: a.max(1)), jax.jit(lambda a: a @ vector)]
-    seconds = [fastest(lambda k=kernel: jax.block_until_ready(k(a))) for kernel in kernels]
+
+    def seconds_of(kernel: Callable) -> float:
+        return fastest(lambda: jax.block_until_ready(kernel(a)))
+
+    seconds = [seconds_of(kernel) for kernel in kernels]
     if mesh.devices.flat[0].platform == "cpu":
         cores = mesh.devices.flat[0].client.device_count()
         parts = np.array_split(np.asarray(a.addressable_shards[0].data), cores)
@@ -121,9 +126,12 @@ class Rates:
         ]
 
 
-def alternate(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+Name = TypeVar("Name")
+
+
+def alternate(calls: Mapping[Name, Callable[[], object]], repeats: int) -> dict[Name, list[float]]:
     """Seconds of each call in `repeats` rounds through all of them, so that a slow minute affects all of them alike."""
-    seconds = {name: [] for name in calls}
+    seconds: dict[Name, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
             began = time.perf_counter()
@@ -145,7 +153,12 @@ def memory_rise(call: Callable[[], object]) -> int | None:
     if hasattr(libc, "mallopt"):
         libc.mallopt(-3, 2**20)  # M_MMAP_THRESHOLD
         libc.malloc_trim(0)
-    kilobytes = lambda field: int(re.search(rf"{field}:\s+(\d+) kB", status.read_text())[1])  # noqa: E731
+
+    def kilobytes(field: str) -> int:
+        found = re.search(rf"{field}:\s+(\d+) kB", status.read_text())
+        assert found is not None  # every process has these lines
+        return int(found[1])
+
     try:
         reset.write_text("5")  # the peak starts again from here
     except OSError:
@@ -157,6 +170,7 @@ def memory_rise(call: Callable[[], object]) -> int | None:
 
 def memory_rows(name: str, rise: dict[str, int | None], ours: str) -> list[dict]:
     """The row of a memory_rise of ours and, if there is one, of the peer; the ratio is ours to the peer's."""
-    if rise[ours] is None:
+    mine, theirs = rise[ours], rise.get("peer")
+    if mine is None:
         return []
-    return [row(name, rise[ours] / GiB, "GiB", ratio=rise[ours] / max(rise["peer"], 1) if "peer" in rise else None)]
+    return [row(name, mine / GiB, "GiB", ratio=None if theirs is None else mine / max(theirs, 1))]

@@ -24,6 +24,7 @@ from hgpo_jax.iteration import estimator_options
 from hgpo_jax.job import Job
 from hgpo_jax.policy import ModelConfig, huggingface, weights
 from hgpo_jax.policy.tokenizer import ACT
+from hgpo_jax.runners import CompiledRunner
 from hgpo_jax.training_batch import TrainingBatch
 
 
@@ -122,6 +123,7 @@ def _batched(env):
 
 def play(model, job: Job, iteration: int) -> dict[str, np.ndarray]:
     """The episodes of one iteration of the embedded household, turn by turn; keys and shapes as in `Episodes`."""
+    assert isinstance(job.runner, CompiledRunner)  # `household`
     env, rollout, tokenizer = job.runner.env, job.config.rollout, job.policy.tokenizer
     end, act = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(ACT)
     tasks, _, groups, decoding = job.episode_inputs(iteration)
@@ -130,7 +132,8 @@ def play(model, job: Job, iteration: int) -> dict[str, np.ndarray]:
     state, observation = reset(tasks)
     goal, observation, ask = np.asarray(goal_of(state)), np.asarray(observation), np.full((B, 1), act)
     past = np.zeros((B, rollout.history_length, env.observation_length + A), np.int64)
-    done, names, record = np.zeros(B, bool), {}, []
+    done, record = np.zeros(B, bool), []
+    names: dict[bytes, int] = {}
     for _ in range(T):
         live = np.flatnonzero(~done)
         prompts = np.concatenate([goal, past.reshape(B, -1), observation, ask], 1)

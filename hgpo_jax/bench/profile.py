@@ -44,7 +44,7 @@ def rows(into: Path, title: str, call: Callable[[], object], compiled) -> list[d
         jax.block_until_ready(call())
     newest = max((into / title).rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
     kinds = {name: kind(opcode, source) for name, opcode, source in INSTRUCTION.findall(compiled.as_text())}
-    spent = collections.Counter()
+    spent: dict[str, float] = collections.defaultdict(float)
     for plane in jax.profiler.ProfileData.from_file(str(newest)).planes:
         for line in plane.lines:
             # Where an event is a kernel's, it says which instruction the kernel is part of.
@@ -52,12 +52,13 @@ def rows(into: Path, title: str, call: Callable[[], object], compiled) -> list[d
             for name, own in own_times(events):
                 if name in kinds:
                     spent[kinds[name]] += own
-    if not spent.total():
+    total = sum(spent.values())
+    if not total:
         print(f"warning: the trace in {into / title} names no operation of the program", file=sys.stderr)
         return []
-    shown = spent.most_common(KINDS)
-    shown.append(("all else", spent.total() - sum(value for _, value in shown)))
-    return [row(f"{title}: time in {name}", 100 * value / spent.total(), "%") for name, value in shown]
+    shown = sorted(spent.items(), key=lambda found: -found[1])[:KINDS]
+    shown.append(("all else", total - sum(value for _, value in shown)))
+    return [row(f"{title}: time in {name}", 100 * value / total, "%") for name, value in shown]
 
 
 def kind(opcode: str, source: str) -> str:
@@ -73,7 +74,8 @@ def kind(opcode: str, source: str) -> str:
 
 def own_times(events: Iterable[tuple[str, float, float]]) -> list[tuple[str, float]]:
     """Events (name, start, duration) of one thread -> (name, self time: its duration less that of events within it)."""
-    out, open_ = [], []  # of each open event: name, end, what is left of its duration
+    out: list[tuple[str, float]] = []
+    open_: list[list] = []  # of each open event: name, end, what is left of its duration
     for name, start, duration in sorted(events, key=lambda e: (e[1], -e[2])):
         while open_ and open_[-1][1] <= start:
             done = open_.pop()

@@ -22,6 +22,7 @@ from hgpo_jax.iteration import make_learn, sample
 from hgpo_jax.job import Job, build
 from hgpo_jax.methods import method_named
 from hgpo_jax.run.metrics import rollout_metrics
+from hgpo_jax.runners import CompiledRunner
 
 # Rows that the peer works on at a time in its update: the fastest of 32 to 1,024 with the default job on two cores.
 PEER_MICROBATCH = 256
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> list[dict]:
     reference = jax.tree.map(jnp.copy, job.policy.params)
     state = init(job.policy.params)
     peer_iteration = make_peer(peer, job) if peer else None
-    seconds = {"rollout": [], "update": [], "peer rollout": [], "peer update": []}
+    seconds: dict[str, list[float]] = {"rollout": [], "update": [], "peer rollout": [], "peer update": []}
     for iteration in range(args.repeats + 1):
         began = time.perf_counter()
         (episodes, _), sums, _ = sample(job, state["params"], iteration)
@@ -54,12 +55,12 @@ def run(args: argparse.Namespace) -> list[dict]:
         state, _ = jax.block_until_ready(learn(state, reference, episodes, job.key(iteration, 1), 0.0))
         seconds["rollout"].append(sampled - began)
         seconds["update"].append(time.perf_counter() - sampled)
-        if peer:
+        if peer_iteration is not None:
             for name, value in zip(("peer rollout", "peer update"), peer_iteration(iteration), strict=True):
                 seconds[name].append(value)
     first = {name: times.pop(0) for name, times in seconds.items() if times}
     rollout, update = (statistics.median(seconds[name]) for name in ("rollout", "update"))
-    ratios = [None] * 3
+    ratios: list[float | None] = [None] * 3
     if peer:
         theirs = [statistics.median(seconds[name]) for name in ("peer rollout", "peer update")]
         ratios = [theirs[0] / rollout, theirs[1] / update, sum(theirs) / (rollout + update)]
@@ -76,6 +77,7 @@ def run(args: argparse.Namespace) -> list[dict]:
 
     profiled = []
     if args.profile:
+        assert isinstance(job.runner, CompiledRunner)
         inputs = state["params"], *job.episode_inputs(0)
         play = job.runner.program.lower(*inputs).compile()
         profiled += profile.rows(args.profile, "rollout", lambda: play(*inputs), play)

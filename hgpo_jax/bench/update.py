@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> list[dict]:
                 np.testing.assert_allclose(first[name][what], value, rtol=tolerance, atol=1e-5, err_msg=f"{what}, {name}, peer")
     times = {name: statistics.median(values) for name, values in limits.alternate(calls, args.repeats).items()}
     rates.measure()
-    best = min(steps, key=times.get)
+    best = min(steps, key=times.__getitem__)
 
     forward = limits.forward_flops(model, args.tokens - 1, response)
     again = forward - limits.forward_flops(dataclasses.replace(model, num_hidden_layers=1), args.tokens - 1, response)

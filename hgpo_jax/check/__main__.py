@@ -12,6 +12,7 @@ observations, k = 0 to rollout.history_length; a player who acts at random has f
 
 from __future__ import annotations
 
+import functools
 import sys
 
 import jax
@@ -38,8 +39,10 @@ def check(config: Config, episodes: int) -> tuple[list[str], str]:
     if name in ENVIRONMENTS:
         found = ENVIRONMENTS[name]
         runs_compiled = config.env.runs_compiled
-        make = None if runs_compiled else found.text(config)[0]
-        env = found.compiled(config) if runs_compiled else make()
+        build = found.compiled if runs_compiled else found.text
+        assert build is not None  # the configuration is checked
+        make = functools.partial(build, config) if runs_compiled else build(config)[0]
+        env = make()
     else:
         make, env = made_outside(config.env)
         found, runs_compiled = Environment(expert=type(env) if isinstance(env, Expert) else None), is_compiled(env)
@@ -56,8 +59,9 @@ def check(config: Config, episodes: int) -> tuple[list[str], str]:
         count = len(env) if hasattr(env, "__len__") else None
         if count == 0:
             return ["__len__: is 0; let there be tasks, or leave it out where tasks are generated"], ""
-        tasks, (measure, unit) = task_numbers("train", config.seed, indices, count), prompt_measure(config, found)
-        faults, play, speed = text.check(make, env, tasks, config.seed, config.rollout.history_length, measure)
+        measure, unit = prompt_measure(config, found)
+        numbers = task_numbers("train", config.seed, indices, count)
+        faults, play, speed = text.check(make, env, numbers, config.seed, config.rollout.history_length, measure)
         plays = {} if play is None else {"random commands": play}
     if not plays:
         return faults, ""

@@ -113,7 +113,8 @@ def _drawn(task) -> bool:
 
 def _changed_fields(before, after) -> Iterator[str]:
     """Where a state after a step is not of the kind that it was before."""
-    if jax.tree.structure(before) != jax.tree.structure(after):
+    kinds = [str(jax.tree.structure(state)) for state in (before, after)]
+    if kinds[0] != kinds[1]:
         yield "its state has other fields than that of reset; return the same"
         return
     for (path, old), new in zip(jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True):

@@ -75,7 +75,8 @@ def check(make: Callable, env, tasks: Sequence[int], seed: int, history_length: 
         faults = [f"max_turns: is {env.max_turns!r}; make it a whole number above 0"]
     if faults:
         return faults, None, 0.0
-    used, found, episodes = _Checked(env), {}, []
+    used, episodes = _Checked(env), []
+    found: dict[str, str] = {}
     for number, task in enumerate(tasks):
         random = np.random.default_rng([seed, number])
         first = number % GROUP == 0 and number // GROUP < REPLAYED
@@ -103,7 +104,8 @@ def check(make: Callable, env, tasks: Sequence[int], seed: int, history_length: 
 
 def _play(env: _Checked, task: int, choose: Callable[[list[str]], str]) -> tuple[list[EnvOutput], list[str]]:
     """The outputs, that of the reset first, and the actions."""
-    outputs, actions = [env.reset(task)], []
+    outputs = [env.reset(task)]
+    actions: list[str] = []
     while not outputs[-1].done and len(actions) < env.max_turns:
         actions.append(choose(outputs[-1].commands))
         outputs.append(env.step(actions[-1]))
@@ -173,7 +175,8 @@ def _inputs(outputs: list[EnvOutput], actions: list[str], history_length: int) -
 
 
 def _as_play(episodes: list[tuple], lengths: list[int], max_turns: int) -> Play:
-    shape, texts, measured = (len(episodes), max_turns), {}, iter(lengths)
+    shape, measured = (len(episodes), max_turns), iter(lengths)
+    texts: dict[str, int] = {}
     mask, invalid, states, prompts = (np.zeros(shape, kind) for kind in (bool, bool, np.int32, np.int32))
     for row, (_, outputs, actions) in enumerate(episodes):
         for turn in range(len(actions)):

@@ -18,11 +18,12 @@ COMMON = (
 
 def describe(names: Iterable[str] | None = None) -> str:
     """Fields with defaults and meanings, by section: the named ones, or every one with what its section is."""
-    lines, section, known = [], None, fields()
+    lines: list[str] = []
+    section, known = None, fields()
     for name in known if names is None else names:
         head = name.rpartition(".")[0]
         if head != section:
-            about = Config.model_fields[head].annotation.__doc__.strip() if head else Config.__doc__
+            about = ((Config.model_fields[head].annotation if head else Config).__doc__ or "").strip()
             lines += ["", f"{head}: {about}" if head else about] if names is None else [""]
         section, info = head, known[name]
         default = ",".join(info.default) if isinstance(info.default, tuple | dict) else info.default

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import pydantic
 from pydantic import Field
 
-from hgpo_jax.environments import ENVIRONMENTS, HELD_OUT, environment
+from hgpo_jax.environments import ENVIRONMENTS, HeldOut, environment
 from hgpo_jax.envs import outside
 from hgpo_jax.envs.cli import nearest
 from hgpo_jax.errors import ConfigError
@@ -118,7 +118,7 @@ class EnvConfig(Section):
         "train", "alfworld: games to train on; generated: the training games there are, and more made of them (compiled only)"
     )
     generated: int = field(4000, "alfworld: games made for env.split=generated", ge=1)
-    held_out: Literal[*HELD_OUT] = field("valid_seen", "alfworld: games to evaluate on")
+    held_out: HeldOut = field("valid_seen", "alfworld: games to evaluate on")
     goal_order: Literal["original", "verl-agent"] = field(
         "original", "webshop: one shuffle of the goals for all, the first 500 held out; or as verl-agent a shuffle for each "
         "prompt group and each evaluation episode, so that held-out goals are also trained on",
@@ -446,7 +446,7 @@ def check_together(config: Config) -> None:
 
 def fields(section: type[Section] = Config, prefix: str = "") -> dict[str, Any]:
     """Dotted name -> pydantic field of every leaf of the tree."""
-    leaves = {}
+    leaves: dict[str, Any] = {}
     for name, info in section.model_fields.items():
         if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
             leaves |= fields(info.annotation, f"{prefix}{name}.")

@@ -155,7 +155,7 @@ def _places(drawn: set[int], depth: dict[int, int], arrows: list[tuple]) -> dict
     """State -> (column, row): a column for each depth that is drawn, in it each state near those that lead to it."""
     columns = [sorted(s for s in drawn if depth[s] == d) for d in sorted({depth[s] for s in drawn})]
     high = max(map(len, columns))
-    place = {}
+    place: dict[int, tuple[int, float]] = {}
     for i, column in enumerate(columns):
         wish = {s: np.mean([place[a][1] for a, b, *_ in arrows if b == s and a in place] or [0.0]) for s in column}
         for row, s in enumerate(sorted(column, key=lambda s: (wish[s], s))):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import numpy as np
 
 from hgpo_jax import diagnostics
@@ -31,7 +32,7 @@ def group_ids(episodes: Episodes, level: int) -> np.ndarray:
     return ids
 
 
-def step_value(dump: Dump, record: Estimate, level: int) -> np.ndarray:
+def step_value(dump: Dump, record: Estimate, level: int) -> jax.Array | np.ndarray:
     """f32[B, T]: what a level compares: returns; in the prompt group episode scores less the step's penalty.
 
     `eb_gae` compares returns in the prompt group too, and subtracts penalties only after it has compared.
@@ -57,15 +58,16 @@ def step_groups(dump: Dump, record: Estimate, episode: int, turn: int) -> list[d
         raise ValueError(f"episode {episode} has {dump.turns(episode)} turns, and turn {turn} is not one of them")
     groups = []
     for column, level in enumerate(record.levels):
-        if not record.level_sizes[episode, turn, column]:
+        advantages, sizes, weights = record.by_level()
+        if not sizes[episode, turn, column]:
             continue
         ids, value = group_ids(e, level), step_value(dump, record, level)
         members = np.argwhere(ids == ids[episode, turn]).tolist()
         groups.append({
             "level": level,
             "history": [dump.observation(episode, t) for t in range(max(turn - level, 0), turn + 1) if level >= 0],
-            "advantage": float(record.level_advantages[episode, turn, column]),
-            "weight": float(record.level_weights[episode, turn, column]),
+            "advantage": float(advantages[episode, turn, column]),
+            "weight": float(weights[episode, turn, column]),
             "mean": float(np.mean([value[b, t] for b, t in members])),
             "members": [
                 {
@@ -73,7 +75,7 @@ def step_groups(dump: Dump, record: Estimate, episode: int, turn: int) -> list[d
                     "turn": t,
                     "return": float(record.returns[b, t]),
                     "value": float(value[b, t]),
-                    "advantage": float(record.level_advantages[b, t, column]),
+                    "advantage": float(advantages[b, t, column]),
                 }
                 for b, t in members
             ],
@@ -116,13 +118,14 @@ def steps_table(dump: Dump, record: Estimate) -> dict[str, np.ndarray]:
     """One row per step that happened: where it is, what it got, and for each level its group's size, advantage and weight."""
     e = dump.episodes
     rows, turns = np.nonzero(e.mask)
-    table = {"episode": rows, "turn": turns, "group": e.groups[rows], "task": e.task[rows], "success": e.success[rows]}
-    fields = {"state": e.states, "invalid": e.invalid, "reward": e.rewards}
+    places = {"episode": rows, "turn": turns, "group": e.groups[rows], "task": e.task[rows], "success": e.success[rows]}
+    fields: dict[str, jax.Array] = {"state": e.states, "invalid": e.invalid, "reward": e.rewards}
     fields |= {"return": record.returns, "advantage": record.advantages}
     for column, level in enumerate(record.levels):
         name = "prompt_group" if level < 0 else f"level{level}"
         for part in ("sizes", "advantages", "weights"):
             fields[f"{name}_{part.removesuffix('s')}"] = getattr(record, f"level_{part}")[..., column]
+    table = {name: np.asarray(values) for name, values in places.items()}
     return table | {name: np.asarray(values)[rows, turns] for name, values in fields.items()}
 
 
@@ -148,14 +151,14 @@ def transitions(dump: Dump, record: Estimate, group: int) -> dict[str, np.ndarra
     }
 
 
-def compare(dump: Dump, names: tuple[str, ...] = ("grpo", "gigpo", "hgpo"), **options) -> dict[str, np.ndarray]:
+def compare(dump: Dump, names: tuple[str, ...] = ("grpo", "gigpo", "hgpo"), **options) -> dict[str, jax.Array | np.ndarray]:
     """The advantages of several estimators, one row per step: episode, turn and, for each name, its advantage.
 
     Advantages are divided by their root mean square over the batch, because the scales of estimators differ.
     """
     e = dump.episodes
     rows, turns = np.nonzero(e.mask)
-    table = {"episode": rows, "turn": turns}
+    table: dict[str, jax.Array | np.ndarray] = {"episode": rows, "turn": turns}
     for name in names:
         values = dump.estimate(name, **options).advantages[rows, turns]
         table[name] = values / max(float(np.sqrt(np.mean(values**2))), 1e-12)

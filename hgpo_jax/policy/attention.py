@@ -17,7 +17,7 @@ from hgpo_jax.mesh import auto_axes
 MAX_SCORES = 2**28  # 1 GB in float32, over the devices of fsdp and tensor together
 
 
-def attend(q_BQHE, k_BSGE, v_BSGE, slots_BQ, start_BQ=None, max_scores: int = MAX_SCORES):
+def attend(q_BQHE, k_BSGE, v_BSGE, slots_BQ, start_BQ=None, *, max_scores: int = MAX_SCORES):
     """Attention of queries at `slots` to the slots not after them, from `start` (0 if None) on: [B, Q, H, E].
 
     max_scores: scores to hold at a time; where B x H x Q x S is more, they are computed in chunks of queries, and recomputed in
@@ -146,6 +146,7 @@ def splash(q_BSHE, k_BSGE, v_BSGE, start_BS=None, interpret: bool = False):
         return attend_shard(q_BSHE, k_BSGE, v_BSGE, start_BS)
     split = P(auto_axes("batch") or None, None, auto_axes("heads") or None)
     rows = P(auto_axes("batch") or None)
-    specs = {"in_specs": (split, split, split, rows), "out_specs": split}
-    attend_shards = jax.shard_map(attend_shard, **specs, axis_names=axes, check_vma=False)
+    attend_shards = jax.shard_map(
+        attend_shard, in_specs=(split, split, split, rows), out_specs=split, axis_names=axes, check_vma=False
+    )
     return attend_shards(q_BSHE, k_BSGE, v_BSGE, start_BS)

@@ -102,11 +102,11 @@ class GgufFile:
         return name, shape, self._number("<u4"), self._number("<u8")
 
     def _entry(self, name: str, shape: tuple[int, ...], kind: int, begin: int) -> Entry:
-        from gguf.constants import GGML_QUANT_SIZES
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         if kind not in GGML_QUANT_SIZES:
             raise ValueError(f"holds {name:.100} of type {kind}, which the gguf package does not know")
-        elements, size = GGML_QUANT_SIZES[kind]
+        elements, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
         if not shape or 0 in shape or shape[-1] % elements:
             raise ValueError(f"is damaged: {name:.100} has shape {list(shape)}")
         row = shape[-1] // elements * size

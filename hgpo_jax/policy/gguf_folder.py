@@ -191,8 +191,8 @@ def read_config(file: GgufFile) -> ModelConfig:
     # Sizes of damaged metadata could ask for more than any machine holds.
     sizes = {
         "token_embd": config.vocab_size, "blk.0.ffn_up": config.intermediate_size,
-        "blk.0.attn_q": config.num_attention_heads * config.head_dim,
-        "blk.0.attn_k": config.num_key_value_heads * config.head_dim,
+        "blk.0.attn_q": config.num_attention_heads * config.head_size,
+        "blk.0.attn_k": config.num_key_value_heads * config.head_size,
     }  # fmt: skip
     for name, size in sizes.items():
         entry = file.tensors.get(f"{name}.weight")
@@ -209,7 +209,7 @@ def _with_rope_scaling(config: ModelConfig, file: GgufFile) -> ModelConfig:
     factors = file.tensors[ROPE_FACTORS].dequantized()
     # Every Llama 3.x has these settings but for its factor, that of the longest waves.
     scaling = RopeScaling(float(factors[-1]), low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
-    half = config.head_dim // 2
+    half = config.head_size // 2
     frequency = config.rope_theta ** (-np.arange(half, dtype=np.float32) / half)
     if factors.shape != (half,) or not np.allclose(frequency / factors, scaled_frequency(frequency, scaling), rtol=1e-3):
         raise ValueError(f"{ROPE_FACTORS} is not Llama 3's rope scaling, which alone is supported")

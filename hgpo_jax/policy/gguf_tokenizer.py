@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -35,7 +37,10 @@ def make_tokenizer(metadata: dict) -> PreTrainedTokenizerFast:
     Raises:
       ValueError: a tokenizer that is not byte-level BPE, or one that splits text in a way that is not known here.
     """
-    get = lambda name, default=None: metadata.get(f"tokenizer.ggml.{name}", default)  # noqa: E731
+
+    def get(name: str, default: Any = None) -> Any:
+        return metadata.get(f"tokenizer.ggml.{name}", default)
+
     kind, split = get("model"), get("pre", "default")
     if kind != "gpt2" or split not in SPLITS:
         name, value = ("pre", split) if kind == "gpt2" else ("model", kind)

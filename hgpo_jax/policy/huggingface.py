@@ -141,7 +141,9 @@ def config_json(
     config: ModelConfig, dtype: str, bos: int | None = None, eos: int | None = None, pad: int | None = None
 ) -> dict:
     """The content of config.json, readable by transformers 4 and 5."""
-    scaling, rope, more = config.rope_scaling, {"rope_type": "default"}, {}
+    scaling = config.rope_scaling
+    rope: dict[str, object] = {"rope_type": "default"}
+    more: dict[str, object] = {}
     if scaling:
         rope = more["rope_scaling"] = {"rope_type": "llama3", **dataclasses.asdict(scaling)}
     if config.model_type == "llama":
@@ -183,7 +185,7 @@ def atomic_folder(folder: Path, stem: str = "model") -> Iterator[Path]:
     try:
         partial.mkdir(parents=True)
     except OSError as error:
-        raise ValueError(f"policy {folder}: cannot be written: {error.strerror.lower()}") from None
+        raise ValueError(f"policy {folder}: cannot be written: {str(error.strerror).lower()}") from None
     try:
         yield partial
         if folder.exists():

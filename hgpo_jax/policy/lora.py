@@ -63,6 +63,7 @@ def merge(config: ModelConfig, params: dict, adapters: dict) -> dict:
 
     Weights without an adapter are shared with `params`, not copied.
     """
+    assert config.lora is not None  # of the adapters
     flat, low = flatten_dict(params), flatten_dict(adapters)
     for path in [path for path in low if path[-1] == "lora_a"]:
         kernel, a, b = flat[*path[:-1], "kernel"], low[path], low[*path[:-1], "lora_b"]
@@ -82,6 +83,7 @@ def save(folder: str | Path, config: ModelConfig, adapters: dict, base: str = ""
     Raises:
       ValueError: the folder holds something that is not a policy's.
     """
+    assert config.lora is not None  # of the adapters
     content = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -88,6 +88,12 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     lora: LoraConfig | None = None
 
+    @property
+    def head_size(self) -> int:
+        """`head_dim`, which is known once the config is made."""
+        assert self.head_dim is not None
+        return self.head_dim
+
     def __post_init__(self):
         if self.model_type not in MODEL_TYPES:
             raise ValueError(f"model_type={self.model_type!r}: must be one of {', '.join(MODEL_TYPES)}")

@@ -43,7 +43,7 @@ def scaled_frequency(frequency, scaling: RopeScaling):
 
 def rope_tables(positions, c: ModelConfig):
     """Cosines and sines, f32[B, S, 1, E / 2] each, for positions i32[B, S] (rotary embedding, Su et al., arXiv 2104.09864)."""
-    half = c.head_dim // 2
+    half = c.head_size // 2
     frequency = c.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     if c.rope_scaling:
         frequency = scaled_frequency(frequency, c.rope_scaling)
@@ -112,7 +112,7 @@ class Linear(nnx.Linear):
         """Stores W as [out, in] from now on: on CPUs products of few rows read it a quarter faster."""
         self.kernel, self.transposed = nnx.Param(self.kernel[...].T), True
 
-    def __call__(self, x):
+    def __call__(self, x):  # type: ignore[override]  # no `out_sharding` here
         y = (product_transposed if self.transposed else product)(x, self.kernel[...])
         if self.bias is not None:
             y += self.bias[...]
@@ -125,15 +125,15 @@ class Linear(nnx.Linear):
 class Attention(nnx.Module):
     def __init__(self, c: ModelConfig, rngs):
         self.c, bias = c, c.model_type == "qwen2"
-        self.q_proj = Linear(c, "q_proj", c.hidden_size, c.num_attention_heads * c.head_dim, rngs, bias)
-        self.k_proj = Linear(c, "k_proj", c.hidden_size, c.num_key_value_heads * c.head_dim, rngs, bias)
-        self.v_proj = Linear(c, "v_proj", c.hidden_size, c.num_key_value_heads * c.head_dim, rngs, bias)
-        self.o_proj = Linear(c, "o_proj", c.num_attention_heads * c.head_dim, c.hidden_size, rngs)
+        self.q_proj = Linear(c, "q_proj", c.hidden_size, c.num_attention_heads * c.head_size, rngs, bias)
+        self.k_proj = Linear(c, "k_proj", c.hidden_size, c.num_key_value_heads * c.head_size, rngs, bias)
+        self.v_proj = Linear(c, "v_proj", c.hidden_size, c.num_key_value_heads * c.head_size, rngs, bias)
+        self.o_proj = Linear(c, "o_proj", c.num_attention_heads * c.head_size, c.hidden_size, rngs)
         if c.model_type == "qwen3":
-            self.q_norm, self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps), RMSNorm(c.head_dim, c.rms_norm_eps)
+            self.q_norm, self.k_norm = RMSNorm(c.head_size, c.rms_norm_eps), RMSNorm(c.head_size, c.rms_norm_eps)
 
     def _heads(self, x):
-        return x.reshape(*x.shape[:2], -1, self.c.head_dim)
+        return x.reshape(*x.shape[:2], -1, self.c.head_size)
 
     def keys_values(self, x, rope):
         """x [B, S, D] -> keys and values, [B, S, G, E] each."""

@@ -25,8 +25,11 @@ def embedding_lookup(table, tokens):
         found = jnp.take(shard, jnp.where(inside, local, 0), axis=0)
         return jax.lax.psum(jnp.where(inside[..., None], found, 0), axes)
 
-    specs = {"in_specs": (PartitionSpec(axes), PartitionSpec()), "out_specs": PartitionSpec()}
-    return jax.shard_map(lookup_in_shard, **specs, axis_names=set(axes), check_vma=False)(table, tokens)
+    lookup = jax.shard_map(
+        lookup_in_shard, in_specs=(PartitionSpec(axes), PartitionSpec()), out_specs=PartitionSpec(), axis_names=set(axes),
+        check_vma=False,
+    )  # fmt: skip
+    return lookup(table, tokens)
 
 
 def gather_logprobs(logps, tokens):

@@ -151,8 +151,10 @@ class Weights:
 
     def _array(self, tensor: Tensor, sharding: NamedSharding, dtype: str) -> jax.Array:
         """One tensor on the mesh, in our orientation; one part of it at a time passes through the host."""
-        shards, by_index = [], {}
+        shards: list[jax.Array] = []
+        by_index: dict[tuple, jax.Array] = {}
         for device, index in sharding.addressable_devices_indices_map(tensor.param_shape).items():
+            assert index is not None  # as for every device of this process
             key = tuple((s.start, s.stop) for s in index)
             if key in by_index:  # a replica: from device to device
                 shards.append(jax.device_put(by_index[key], device))

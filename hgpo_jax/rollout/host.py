@@ -30,7 +30,7 @@ from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.process_workers import ProcessWorkers
 from hgpo_jax.rollout.result import RolloutResult
 from hgpo_jax.rollout.shared_workers import SharedWorkers
-from hgpo_jax.rollout.workers import LocalWorkers
+from hgpo_jax.rollout.workers import EnvSpec, LocalWorkers
 from hgpo_jax.sampling import Decoding, Responses, buckets, generate
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,8 @@ class HostRollout:
             return ProcessWorkers(make_env, self._num_workers, self._batch, self._time_limit)
 
         self._workers = SharedWorkers(make_workers) if jax.process_count() > 1 else make_workers()
-        self.task_types, self.num_tasks, self.max_turns = self._workers.spec
+        spec: EnvSpec = self._workers.spec
+        self.task_types, self.num_tasks, self.max_turns = spec
 
     def with_environment(self, make_env: Callable) -> HostRollout:
         """The same rollout over another environment, such as held-out games; what is compiled is shared."""
@@ -120,7 +121,8 @@ class HostRollout:
         blocks = self._decode_blocks(params)
         self._workers.discard_answers()
         self._workers.send([(episode, task, ()) for episode, task in enumerate(tasks)])
-        ready, pending = [], self._batch  # unfinished episodes to sample for; environments that have yet to answer
+        ready: list[int] = []
+        pending = self._batch  # unfinished episodes to sample for; environments that have yet to answer
         while ready or pending:
             minimum = max(0, math.ceil(self._ready_fraction * (len(ready) + pending)) - len(ready))
             for episode, output in self._workers.receive(minimum):

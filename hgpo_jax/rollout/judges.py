@@ -44,6 +44,7 @@ class LocalJudge:
     def send(self, requests: Iterable[tuple[int, JudgedEpisode]]) -> None:
         """Judges each episode, for `receive`."""
         for number, episode in requests:
+            answer: list[float] | EnvFailure
             try:
                 answer = read_rewards(self._judge(episode), len(episode.responses))
             except (Exception, SystemExit) as error:  # whatever it does
@@ -81,6 +82,6 @@ def read_rewards(returned, turns: int) -> list[float]:
     for reward in rewards:
         if not isinstance(reward, numbers.Real):
             raise TypeError(f"a reward is a {type(reward).__name__}, not a number")
-        if not math.isfinite(reward) or abs(reward) > MAX_REWARD:
+        if not math.isfinite(reward) or abs(float(reward)) > MAX_REWARD:
             raise ValueError(f"a reward is {reward}")
     return [float(reward) for reward in rewards]

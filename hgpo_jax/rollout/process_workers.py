@@ -10,7 +10,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
+from typing import Any
 
 from hgpo_jax.rollout.workers import EnvFailure, EnvOutput, EnvSpec, LocalWorkers, Request
 
@@ -23,7 +25,8 @@ class _WorkerProcess:
     def __init__(self, make: Callable, time_limit: float, start_limit: float):
         self._make, self._time_limit, self._start_limit = make, time_limit, start_limit
         self.queue: SimpleQueue[tuple[Request, SimpleQueue] | None] = SimpleQueue()  # a request, and the queue for its answer
-        self.replaced, self._ended, self.process = 0, False, None
+        self.replaced, self._ended = 0, False
+        self.process: BaseProcess | None = None
         self._thread = threading.Thread(target=self._answer_all, daemon=True)
         self._spawn()
 
@@ -148,16 +151,16 @@ class ProcessWorkers:
 
     def discard_answers(self) -> None:
         """Discards answers that have not been received, those to come too."""
-        self._answers: SimpleQueue[tuple[int, EnvOutput | EnvFailure] | ValueError] = SimpleQueue()
+        self._answers: SimpleQueue[tuple[int, Any] | ValueError] = SimpleQueue()
 
-    def send(self, requests: Iterable[Request]) -> None:
+    def send(self, requests: Iterable[tuple]) -> None:
         """Sends requests to the workers."""
         for request in requests:
             worker = self._workers[request[0] * len(self._workers) // self._episodes]
             worker.queue.put((request, self._answers))
 
-    def receive(self, minimum: int) -> Iterator[tuple[int, EnvOutput | EnvFailure]]:
-        """(episode, answer) for the answers that have come, in order of arrival; waits for at least `minimum`.
+    def receive(self, minimum: int) -> Iterator[tuple[int, Any]]:
+        """(episode, answer: EnvOutput, what a judge gives, or EnvFailure) for the answers that have come, in order of arrival; waits for at least `minimum`.
 
         Raises ValueError if a worker that was replaced cannot make its environment.
         """

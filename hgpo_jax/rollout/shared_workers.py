@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.rollout.workers import EnvFailure, EnvOutput, EnvSpec, Request
@@ -19,7 +20,7 @@ class SharedWorkers:
     """
 
     def __init__(self, make_workers: Callable):
-        self._workers = None
+        self._workers: Any = None
 
         def make() -> EnvSpec:
             try:

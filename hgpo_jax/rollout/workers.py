@@ -72,7 +72,7 @@ class LocalWorkers:
         """Answers each request, to be received."""
         for episode, task, actions in requests:
             try:
-                answer = self._answer(episode, task, actions)
+                answer: EnvOutput | EnvFailure = self._answer(episode, task, actions)
             except (Exception, SystemExit) as error:  # the environment may be in any state now, and is dropped
                 # Its message may be anything, too, and formatting it may fail.
                 answer = EnvFailure(one_line("".join(traceback.format_exception_only(error))[:2000])[:500])

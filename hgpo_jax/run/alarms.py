@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from hgpo_jax.config import Config
 from hgpo_jax.errors import RunError
 
@@ -14,14 +16,15 @@ class Alarms:
     earlier: rows of the iterations before a resumption.
     """
 
-    def __init__(self, config: Config, earlier: list[dict] = ()):
+    def __init__(self, config: Config, earlier: Sequence[dict] = ()):
         limit = config.log.max_logp_difference or LARGEST_DIFFERENCE[config.policy.compute_dtype]
-        self._limits = {
+        self._limits: dict[str, tuple[str, Callable[[float], float], float]] = {
             "ratio": ("max_ratio", lambda x: max(x, 1 / x) if x else 1.0, config.log.max_ratio),
             "approx_kl": ("max_approx_kl", abs, config.log.max_approx_kl),
             "logp_difference": ("max_logp_difference", abs, limit),
         }
-        self._most, self._in_a_row, self._above = config.learner.max_nonfinite, 0, set()
+        self._most, self._in_a_row = config.learner.max_nonfinite, 0
+        self._above: set[str] = set()
         for row in earlier:
             self._count(row)
 

@@ -77,7 +77,7 @@ def newest_intact(folder: Path) -> tuple[int | None, list[str]]:
 
     Damaged checkpoints are renamed to N.damaged, so that the run can write its own N again.
     """
-    wrong = []
+    wrong: list[str] = []
     for step in sorted(_numbers(folder), reverse=True):
         fault = damage(folder / str(step))
         if fault is None:

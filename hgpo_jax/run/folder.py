@@ -98,9 +98,9 @@ def run_folder(given: dict, resume: str) -> tuple[Path, bool]:
             raise ConfigError(f"run_dir={folder}: is not empty and not a run; choose another folder")
         return folder, begun
     if resume == "auto":
-        begun = [p.parent for p in Path("runs").glob(f"{stem}-*/config.yaml") if not _evaluated(p.parent)]
-        if begun:
-            return max(begun), True
+        earlier = [p.parent for p in Path("runs").glob(f"{stem}-*/config.yaml") if not _evaluated(p.parent)]
+        if earlier:
+            return max(earlier), True
     return Path("runs") / f"{stem}-{datetime.now():%Y%m%d-%H%M%S}", False
 
 
@@ -126,7 +126,8 @@ def change_length(config: Config, folder: Path, first: int) -> list[str]:
 
     Its results, if it had ended, are renamed. Returns messages about that and about the learning rate.
     """
-    before, messages = configuration.resolve(began_with(folder)), []
+    before = configuration.resolve(began_with(folder))
+    messages: list[str] = []
     if before.iterations == config.iterations:
         return messages
     if 0 < first < config.iterations:

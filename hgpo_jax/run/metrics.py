@@ -7,7 +7,9 @@ import json
 import math
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +41,14 @@ class WeightsAndBiases:
         self._run.finish()
 
 
+class Logger(Protocol):
+    """Takes the rows of metrics elsewhere, too."""
+
+    def write(self, row: dict) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class MetricsWriter:
     """Appends one JSON object per iteration to metrics.jsonl, and passes the same row to other loggers.
 
@@ -48,13 +58,13 @@ class MetricsWriter:
       loggers: by name, what makes a logger such as `TensorBoard`. One that fails is left out from then on, with a warning.
     """
 
-    def __init__(self, folder: Path, keep: int = 0, loggers: dict | None = None):
+    def __init__(self, folder: Path, keep: int = 0, loggers: dict[str, Callable[[], Logger]] | None = None):
         self.path = folder / "metrics.jsonl"
         rows = [row for row in read_metrics(folder) if row["iteration"] < keep]
         with atomic_write(self.path) as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
         self._file = open(self.path, "a")  # noqa: SIM115 - open as long as the run
-        self._loggers = {}
+        self._loggers: dict[str, Logger] = {}
         for name, make in (loggers or {}).items():
             self._try(name, lambda name=name, make=make: self._loggers.update({name: make()}))
 
@@ -122,7 +132,7 @@ def rollout_metrics(sums: list[dict[str, jax.Array]]) -> dict[str, float]:
 
 def flatten(row: dict) -> dict:
     """Nested numbers by dotted name."""
-    flat = {}
+    flat: dict[str, float] = {}
     for name, value in row.items():
         if isinstance(value, dict):
             flat |= {f"{name}.{inner}": number for inner, number in value.items()}

@@ -23,7 +23,7 @@ def record(config: Config, folder: Path, done: int) -> list[str]:
     """
     given = {"env.name": config.env.name, "method": config.method, "reward.source": config.reward.source}
     now = {
-        field: {"name": name} | outside.version(outside.located(name, OPEN[field][1]))
+        field: {"name": name, **outside.version(outside.located(name, OPEN[field][1]))}
         for field, name in given.items()
         if name and name not in OPEN[field][0]
     }

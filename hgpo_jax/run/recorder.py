@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,12 +16,12 @@ from hgpo_jax.config import Config
 from hgpo_jax.progress import Progress
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.run.alarms import Alarms
-from hgpo_jax.run.metrics import MetricsWriter, WeightsAndBiases, read_metrics, rollout_metrics
+from hgpo_jax.run.metrics import Logger, MetricsWriter, WeightsAndBiases, read_metrics, rollout_metrics
 
 
 def loggers(config: Config, folder: Path, first: int) -> dict:
     """What a MetricsWriter calls for the configured loggers."""
-    chosen = {}
+    chosen: dict[str, Callable[[], Logger]] = {}
     if config.log.tensorboard:
         from hgpo_jax.run.tensorboard import TensorBoard
 
@@ -49,7 +50,8 @@ class Recorder:
             self._writer = MetricsWriter(folder, first, loggers(config, folder, first))
         # The other processes see the same folder, but not before the first one has written in it.
         self._alarms = Alarms(config, [row for row in read_metrics(folder) if row["iteration"] < first])
-        self._seconds, self._last = {}, 0.0
+        self._last = 0.0
+        self._seconds: dict[str, float] = {}
         self._progress = Progress("training", config.iterations, "it", done=first, plain="iteration")
 
     def time_phase(self, phase: str, arrays, began: float) -> None:

@@ -59,7 +59,7 @@ def measure(config: Config) -> dict:
         "turns": float(e.mask.sum(1).mean()),
         "steps": int(counted.sum()),
         "return_variance": spread,
-        "peers": [float(share) for share in diagnostics.peer_share(record.level_sizes, e.mask)],
+        "peers": [float(share) for share in diagnostics.peer_share(record.by_level()[1], e.mask)],
         "bias2": {k: error["bias"] ** 2 / spread for k, error in errors.items()},
         "variance": {k: error["variance"] / spread for k, error in errors.items()},
         "mse": {k: error["mse"] / spread for k, error in errors.items()},

@@ -127,18 +127,18 @@ def layout(plan: Plan, made: list[Row]) -> list[tuple[str, str, list[list[str]]]
 
 def outside(plan: Plan, made: list[Row]) -> list[str]:
     """The paired differences that are outside the noise, and how many would be expected without any effect."""
-    compared = [row for row in made if row.versus]
+    compared = [(row, row.versus) for row in made if row.versus]
     if not compared:
         return []
-    found = [row for row in compared if row.versus["interval"][0] > 0 or row.versus["interval"][1] < 0]
+    found = [(row, versus) for row, versus in compared if versus["interval"][0] > 0 or versus["interval"][1] < 0]
     text = ["", "## Outside the noise", "",
             f"The 95 % interval leaves out 0 in {len(found)} of {len(compared)} differences. Without any effect about "
             f"{0.05 * len(compared):.1f} would be expected, in clusters, because a run's numbers are correlated."]  # fmt: skip
     text += [""] if found else []
-    baselines = {table.title: table.baseline for table in plan.tables}
-    for row in found:
+    baselines = {table.title: table.baseline for table in plan.tables if table.baseline}
+    for row, versus in found:
         pair = f"{plan.methods[row.method].title} minus {plan.methods[baselines[row.table]].title}"
-        numbers = f"{_versus(row.versus)}, p = {row.versus['p']:.2g}"
+        numbers = f"{_versus(versus)}, p = {versus['p']:.2g}"
         text.append(f"* {row.table}, {plan.settings[row.setting].title}: {pair}, {row.column} {numbers}")
     return text
 
@@ -147,7 +147,7 @@ def gains(plan: Plan, made: list[Row]) -> tuple[str, dict[str, str]]:
     """A column for the table of Oracle bias: title, and by setting the first paired difference of the first table with any."""
     for table in plan.tables:
         rows = [row for row in made if row.table == table.title and row.versus]
-        if rows:
+        if rows and table.baseline:
             method = rows[0].method
             title = f"{plan.methods[method].title} minus {plan.methods[table.baseline].title}, {rows[0].column}"
             first = [row for row in rows if (row.method, row.column) == (method, rows[0].column)]

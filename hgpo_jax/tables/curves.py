@@ -30,7 +30,8 @@ def band(curves: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def highlighted(table: Table) -> list[str]:
     """The methods that a picture names, the baseline first: all of a small table, else those of its field `highlight`."""
     chosen = table.highlight or (table.methods if len(table.methods) <= FEW else table.methods[:FEW])
-    return [table.baseline, *(method for method in chosen if method != table.baseline)]
+    first = [table.baseline] if table.baseline else []
+    return [*first, *(method for method in chosen if method != table.baseline)]
 
 
 def draw_curves(plan: Plan, found: dict) -> Figure | None:
@@ -87,8 +88,8 @@ def _curves(axis: Axes, plan: Plan, table: Table, curves: dict[str, np.ndarray],
     axis.set_ylabel("success in training", fontsize=9)
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
-    low, high = axis.get_ylim()
-    axis.set_ylim(max(0, low), min(1, high))
+    bottom, top = axis.get_ylim()
+    axis.set_ylim(max(0, bottom), min(1, top))
     _name_ends(axis, ends)
     notes = [f"mean over {window} iterations" if window > 1 else ""]
     notes += ["band: 95 % interval" if not others else "grey: " + ", ".join(plan.methods[m].title for m in others)]
@@ -118,14 +119,14 @@ def draw_differences(plan: Plan, made: list) -> Figure | None:
     settings = list(dict.fromkeys(row.setting for row in rows))
     if not rows:
         return None
-    blocks = {}  # setting -> (table, its methods from the top down)
+    blocks: dict[str, list[tuple[str, list[str]]]] = {}  # setting -> (table, its methods from the top down)
     for setting in settings:
         for title in dict.fromkeys(row.table for row in rows if row.setting == setting):
-            first = {}
+            first: dict[str, float] = {}
             for row in rows:
                 if (row.table, row.setting) == (title, setting):
                     first.setdefault(row.method, row.versus["mean"])
-            blocks.setdefault(setting, []).append((title, sorted(first, key=first.get, reverse=True)))
+            blocks.setdefault(setting, []).append((title, sorted(first, key=first.__getitem__, reverse=True)))
     heights = [sum(len(methods) + 1 for _, methods in blocks[setting]) for setting in settings]
     wide = max(len(plan.settings[setting].columns) for setting in settings)
     figure = Figure(figsize=(3 + 2.5 * wide, 1.2 + sum(0.27 * h + 0.7 for h in heights)), layout="constrained")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from collections.abc import Collection
 from pathlib import Path
+from typing import Annotated
 
 import pydantic
 import yaml
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from hgpo_jax import config as configuration
 from hgpo_jax import memory
@@ -18,7 +20,7 @@ from hgpo_jax.evaluate import parse_seeds
 from hgpo_jax.evaluation_files import OWN, file_name
 from hgpo_jax.mesh import abstract_mesh
 
-Name = pydantic.constr(pattern=r"^[a-z0-9][a-z0-9_.-]*$")  # part of a path and of a job's name
+Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_.-]*$")]  # part of a path and of a job's name
 
 
 class Expected(Section):
@@ -160,14 +162,15 @@ def read(file: Path) -> Plan:
             if number not in known:
                 raise ConfigError(f"{file}: settings.{name}.columns: {column}: {number} is not one of {', '.join(known)}")
     for table in plan.tables:
-        for kind, names, known in (
+        checked: tuple[tuple[str, tuple[str, ...], Collection[str]], ...] = (
             ("settings", table.settings, plan.settings),
             ("methods", (*table.methods, *filter(None, [table.baseline])), plan.methods),
             ("methods of the table", table.highlight, table.methods),
-        ):
+        )
+        for kind, names, ours in checked:
             for name in names:
-                if name not in known:
-                    raise ConfigError(f"{file}: table {table.title!r}: {name} is not one of the {kind} {', '.join(known)}")
+                if name not in ours:
+                    raise ConfigError(f"{file}: table {table.title!r}: {name} is not one of the {kind} {', '.join(ours)}")
     return plan
 
 

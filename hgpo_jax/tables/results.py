@@ -51,7 +51,7 @@ def read_cell(plan: Plan, cell: Cell, runs: Path) -> Result | None:
     rows = read_metrics(folder)
     if not rows and not any(step.proof.is_file() for step in parts):
         return None
-    numbers = {}
+    numbers: dict[str, tuple[float, float | None]] = {}
     for step in parts:
         if not step.proof.is_file():
             continue
