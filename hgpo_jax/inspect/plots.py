@@ -65,6 +65,7 @@ def plot_group(dump: Dump, records: dict[str, Estimate], group: int) -> Figure:
         axis.plot(turn, row, "x", color="black", markersize=4, markeredgewidth=0.8)
         names = [f"{b} {'*' if e.success[b] else ' '}" for b in rows]
         axis.set_yticks(range(len(rows)), names, fontsize=8, family="monospace")
+        axis.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
         axis.set_xlabel("turn", fontsize=9)
         axis.set_title(name, fontsize=10, loc="left")
         figure.colorbar(shown, ax=axis, pad=0.02, shrink=0.9).ax.tick_params(labelsize=8)
