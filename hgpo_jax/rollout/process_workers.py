@@ -160,7 +160,8 @@ class ProcessWorkers:
             worker.queue.put((request, self._answers))
 
     def receive(self, minimum: int) -> Iterator[tuple[int, Any]]:
-        """(episode, answer: EnvOutput, what a judge gives, or EnvFailure) for the answers that have come, in order of arrival; waits for at least `minimum`.
+        """(episode, answer) for the answers that have come, in order of arrival; waits for at least `minimum`. An answer
+        is an EnvOutput or what a judge gives, or an EnvFailure.
 
         Raises ValueError if a worker that was replaced cannot make its environment.
         """
