@@ -195,7 +195,7 @@ def test_every_field_is_either_compared_or_free(tmp_path):
 
 
 # Written down again: a field that slips into the product's list would let a resumed run learn something else, unsaid.
-CHANGE_NOTHING = {"run_dir", "cache_dir", "mesh", "iterations", "env.workers"}
+CHANGE_NOTHING = {"run_dir", "cache_dir", "mesh", "iterations", "env.workers", "reward.workers"}
 
 
 def test_what_is_free_to_change_changes_nothing_that_is_learned():

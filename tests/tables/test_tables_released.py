@@ -33,6 +33,7 @@ RELEASED = {
     "rollout.response_limit": 512,  # H data.max_response_length
     "rollout.stop": ("<|endoftext|>",),  # vLLM ends where Qwen2.5's generation_config.json does: there, and at eos_token
     "rollout.ready_fraction": 1.0,  # all environments in step
+    "reward.source": "",  # the environment's alone
     "advantage.gamma": 0.95,  # H algorithm.gamma
     "advantage.alpha": 1.0,  # H algorithm.hgpo.length_weight_alpha
     "advantage.weight_offset": 2.0,  # recipe/hgpo/core_hgpo.py
@@ -118,8 +119,8 @@ ELSEWHERE = (
     "name", "run_dir", "cache_dir", "mesh", "env.tasks", "env.rooms", "env.places", "env.things", "env.size", "env.boxes",
     "env.reward", "env.options", "env.template", "env.data", "env.generated", "env.workers",
     "env.time_limit", "lora.alpha", "lora.targets", "rollout.max_tries",
-    "rollout.decode_batch_size", "cloning.", "learner.microbatch_size", "learner.remat", "learner.offload",
-    "learner.max_nonfinite", "evaluation.every",
+    "reward.mode", "reward.workers", "reward.time_limit", "rollout.decode_batch_size", "cloning.",
+    "learner.microbatch_size", "learner.remat", "learner.offload", "learner.max_nonfinite", "evaluation.every",
     "log.", *(f"policy.{name}" for name in ("tokenizer", *configuration.PolicyConfig().sizes)),
 )  # fmt: skip
 CELLS = planning.cells(PLAN)
