@@ -109,7 +109,8 @@ def _become(arguments: list[str], cwd: str, environment: dict[str, str], out: st
     exec(code, {})
     sys.path[0], sys.argv = os.getcwd(), arguments
     match arguments:
-        case "-c", program, *_:
+        case "-c", program, *rest:
+            sys.argv = ["-c", *rest]
             exec(program, {"__name__": "__main__"})
         case "-m", module, *_:
             sys.argv = arguments[1:]
