@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import jax
 import numpy as np
@@ -33,14 +33,13 @@ from hgpo_jax.envs.sokoban import Sokoban
 from hgpo_jax.envs.sokoban import expert as sokoban_expert
 from hgpo_jax.envs.sokoban.text import SokobanText
 from hgpo_jax.errors import ConfigError
+from hgpo_jax.names import HeldOut
 from hgpo_jax.rollout.requirements import RUNNER, check_compiled, check_text
 
 if TYPE_CHECKING:  # whose fields are checked with this table
     from hgpo_jax.config import Config
     from hgpo_jax.config.tree import EnvConfig
 
-HeldOut = Literal["valid_seen", "valid_unseen"]  # splits of ALFWorld to evaluate on
-HELD_OUT = get_args(HeldOut)
 Makers = tuple[Callable[[], Any], Callable[[], Any]]  # of one text environment for training, and of one for the evaluation
 
 
@@ -117,7 +116,7 @@ def _alfworld(
         files = list_alfworld(data, split)
     held_out: list[Path] = []
     count, games = len(files), {"train": np.arange(len(files), dtype=np.int32)}
-    for name in HELD_OUT:
+    for name in get_args(HeldOut):
         with contextlib.suppress(ConfigError):  # a folder need not have both; `alfworld_games` needs the one that is asked for
             found = list_alfworld(data, name)
             games[name] = count + len(held_out) + np.arange(len(found), dtype=np.int32)

@@ -49,8 +49,19 @@ def test_the_version(monkeypatch, capsys):
 def test_training_starts_without_what_takes_seconds_to_import():
     """PyTorch may be installed, for comparisons; and transformers' configurations of models import it."""
     names = ("torch", "transformers.configuration_utils")
-    code = f"import sys, hgpo_jax.train; print([name for name in {names} if name in sys.modules])"
+    code = f"import sys, hgpo_jax.training_run; print([name for name in {names} if name in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
     )
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("wrong", ["iteratons=3", "learner.lr=-1", "method=hgop", "--config=houshold_six"])
+def test_a_mistyped_field_is_refused_before_jax_is_imported(wrong, tmp_path):
+    (tmp_path / "jax.py").write_text("raise SystemExit('imported')")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, "-m", "hgpo_jax.train", wrong], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

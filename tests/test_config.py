@@ -4,10 +4,13 @@ import pytest
 import yaml
 
 from hgpo_jax import config as configuration
+from hgpo_jax import names
 from hgpo_jax.advantages.checks import check_option
 from hgpo_jax.config import CONFIGS, load
 from hgpo_jax.config.tree import AdvantageConfig
+from hgpo_jax.environments import ENVIRONMENTS
 from hgpo_jax.errors import ConfigError
+from hgpo_jax.methods import METHODS
 
 
 def test_defaults_need_no_file():
@@ -123,3 +126,8 @@ def test_broken_files(tmp_path, content, fragment):
 def test_a_missing_file_suggests_a_known_one():
     with pytest.raises(ConfigError, match="did you mean household_six"):
         load("household_sx")
+
+
+def test_names_are_those_of_the_tables():
+    assert tuple(ENVIRONMENTS) == names.ENVIRONMENTS
+    assert tuple(METHODS) == names.METHODS

@@ -27,9 +27,9 @@ SHORT = [
 ]  # fmt: skip
 
 
-def train(folder, cache, *overrides, program=("-m", "hgpo_jax.train")):
+def train(folder, cache, *overrides):
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    command = [*program, f"run_dir={folder}", f"cache_dir={cache}", *SHORT, *overrides]
+    command = ["-m", "hgpo_jax.train", f"run_dir={folder}", f"cache_dir={cache}", *SHORT, *overrides]
     done = fork_server.run(command, folder.parent, environment, timeout=900)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -90,6 +90,6 @@ def test_the_readmes_estimator_learns(at_the_start, cache, tmp_path):
     readme = Path(advantages.__file__).with_name("README.md").read_text()
     program = tmp_path / "mine.py"
     program.write_text("\n".join(re.findall(r"```python\n(.*?)```", readme, re.DOTALL)))
-    success, rows = train(tmp_path / "run", cache, "method=leave_one_out", "iterations=10", program=[program])
+    success, rows = train(tmp_path / "run", cache, f"method={program}:leave_one_out", "iterations=10")
     assert len(rows) == 10
     assert success > at_the_start + 0.1

@@ -34,7 +34,7 @@ def here(folder, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(jax, "set_mesh", lambda mesh: None)
     monkeypatch.setattr(type(jax.config), "update", lambda *_: None)
-    monkeypatch.setattr("hgpo_jax.train.Training", lambda *_: pytest.fail("was not refused"))
+    monkeypatch.setattr("hgpo_jax.training_run.Training", lambda *_: pytest.fail("was not refused"))
     return folder
 
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import pydantic
 from pydantic import Field
 
-from hgpo_jax.environments import ENVIRONMENTS, HeldOut, environment
 from hgpo_jax.envs import outside
 from hgpo_jax.envs.cli import nearest
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.files import CACHE_DIR
-from hgpo_jax.methods import METHODS, method_named
-from hgpo_jax.policy.model_config import LINEARS
-from hgpo_jax.rollout.judges import judge_named
+from hgpo_jax.names import ENVIRONMENTS, LINEARS, METHODS, HeldOut
+
+if TYPE_CHECKING:
+    from hgpo_jax.environments import Environment
 
 # Fields that take one of these names, what an installed package calls its own, or a place outside (`envs/outside.py`).
 OPEN: dict[str, tuple[Collection[str], str]] = {
@@ -86,6 +86,12 @@ def field(default, meaning, **limits):
     return Field(default, description=meaning, validate_default=True, **limits)
 
 
+def _environment(env: EnvConfig) -> Environment:
+    from hgpo_jax.environments import environment  # not before a field is asked what it stands for: it imports jax
+
+    return environment(env)
+
+
 class EnvConfig(Section):
     """The environment: compiled with the policy (household, sokoban, on request alfworld), or text on the host (the others).
 
@@ -131,13 +137,13 @@ class EnvConfig(Section):
     @property
     def runs_compiled(self) -> bool:
         """Whether episodes are sampled in one compiled program; else the environment is text on the host."""
-        found = environment(self)
+        found = _environment(self)
         return found.compiled is not None and (found.text is None or self.compiled)
 
     @property
     def turns(self) -> int:
         """Actions after which an episode ends: `max_turns`, of a user's own environment its own."""
-        return environment(self).max_turns or self.max_turns
+        return _environment(self).max_turns or self.max_turns
 
     @pydantic.field_validator("name")
     @classmethod
@@ -403,12 +409,15 @@ class Config(Section):
 
 def check_together(config: Config) -> None:
     """Raises ConfigError for fields that are right each by itself, but not together."""
+    from hgpo_jax.methods import method_named
+    from hgpo_jax.rollout.judges import judge_named
+
     cloning, env = config.warm_start == "cloning", config.env
     if env.options and env.name in ENVIRONMENTS:
         name, value = next(iter(env.options.items()))
         raise ConfigError(f"env.options.{name}={value}: env.name={env.name} has fields of its own; write env.{name}={value}")
     method = method_named(config.method)
-    found = environment(env)
+    found = _environment(env)
     if config.reward.source:
         judge_named(config.reward.source)
     either = found.compiled is not None and found.text is not None

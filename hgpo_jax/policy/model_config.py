@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a block
+from hgpo_jax.names import LINEARS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from hgpo_jax.mesh import sharding
-from hgpo_jax.policy.model_config import LINEARS, ModelConfig
+from hgpo_jax.names import LINEARS
+from hgpo_jax.policy.model_config import ModelConfig
 from hgpo_jax.policy.qwen2 import Qwen2
 
 # Logical axes of each parameter by its last two names; a leading "layers" axis is never split, other parameters neither.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from hgpo_jax import config as configuration
-from hgpo_jax import train, training
+from hgpo_jax import training, training_run
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.policy import ModelConfig, Policy
 from hgpo_jax.policy.huggingface import atomic_folder
@@ -305,9 +305,9 @@ def test_a_run_that_began_meanwhile_is_not_begun_again(tmp_path, monkeypatch):
         (folder / "episodes").mkdir()
         (folder / "episodes" / "iteration-00009.npz").touch()
 
-    monkeypatch.setattr("hgpo_jax.train.build", slow_build)
+    monkeypatch.setattr("hgpo_jax.training_run.build", slow_build)
     with pytest.raises(ConfigError, match="another process has begun a run here"):
-        train.run(configuration.load(), None, folder, False, None)
+        training_run.run(configuration.load(), None, folder, False, None)
     assert (folder / "episodes" / "iteration-00009.npz").exists()
 
 

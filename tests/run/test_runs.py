@@ -58,7 +58,6 @@ def half(cache, tmp_path_factory):
 
 DIES_IN_THE_THIRD = """
 import os, signal, time
-from hgpo_jax import train
 from hgpo_jax.run.recorder import Recorder
 row = Recorder.row
 def row_and_die(self, iteration, *rest):
@@ -163,7 +162,7 @@ def signalled(*given):
 
 
 def test_a_signal_before_there_is_anything_to_save(cache, tmp_path):
-    code = "import os\nfrom hgpo_jax import job\njob.build = lambda *given: os.kill(os.getpid(), 15)"
+    code = "import os\nfrom hgpo_jax import training_run\ntraining_run.build = lambda *given: os.kill(os.getpid(), 15)"
     said = runs.run(tmp_path, *PLAIN, cache, code=code, expect=143)
     assert said == "stopped by SIGTERM: no iteration was done\n"
 

@@ -1,0 +1,135 @@
+"""A run from the fields that a command was given to its results: checked, trained or resumed, evaluated, drawn."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from hgpo_jax import config as configuration
+from hgpo_jax import memory, model_card
+from hgpo_jax.config import Config
+from hgpo_jax.environments import environment
+from hgpo_jax.errors import ConfigError
+from hgpo_jax.evaluation import describe_evaluation, evaluate
+from hgpo_jax.files import atomic_write
+from hgpo_jax.job import build, job_mesh, open_devices
+from hgpo_jax.mesh import abstract_mesh, make_mesh
+from hgpo_jax.policy import Policy
+from hgpo_jax.policy.tokenizer import load_tokenizer
+from hgpo_jax.run import distributed
+from hgpo_jax.run.curves import plot_curves
+from hgpo_jax.run.folder import find_run, take_folder
+from hgpo_jax.run.interruption import Interrupted, Interruption
+from hgpo_jax.runners import TextRunner
+from hgpo_jax.training import Training, refusals
+
+
+def train(given: dict, resume: str, allowed: tuple[str, ...], dry: bool, multiprocess: bool) -> None:
+    """Trains the run that a command asks for, to its end or until a signal.
+
+    Args:
+      given, resume, allowed: as `find_run` takes them.
+      dry: only check everything but the weights, and print the memory plan.
+      multiprocess: this is one of several processes.
+
+    Raises ConfigError, RunError.
+    """
+    began = time.perf_counter()
+
+    def look() -> tuple:
+        config, folder, *rest = find_run(given, resume, allowed)
+        return config.model_dump(mode="json"), str(folder), *rest
+
+    if dry:
+        return dry_run(configuration.resolve(look()[0]))
+    if multiprocess:
+        open_devices(multiprocess=True)
+        found = distributed.broadcast_from_process_0(look)
+    else:
+        found = look()
+        open_devices()
+    config, folder, (resuming, ended) = configuration.resolve(found[0]), Path(found[1]), found[2:]
+    if ended:
+        print(
+            f"{folder}: all {config.iterations} iterations are done and evaluated; a larger iterations= trains on, "
+            f"python -m hgpo_jax.evaluate {folder} evaluates again"
+        )
+        return
+    check_loggers(config)
+    mesh = job_mesh(config)
+    with Interruption() as stop:
+        try:
+            run(config, mesh, folder, resuming, stop)
+        except Interrupted as signal:
+            saved = f"{stop.saved} of {config.iterations} iterations are saved" if stop.saved else "no iteration was done"
+            hint = f"; continue with --resume {folder}" if stop.saved or resuming else ""
+            print(f"stopped by {signal}: {saved}{hint}", flush=True)
+            sys.exit(128 + signal.number)
+    print(f"{time.perf_counter() - began:.0f} s in all; everything is in {folder}")
+
+
+def dry_run(config: Config) -> None:
+    """Reads the data and the tokenizer, and plans the memory; needs neither the weights nor the devices of the mesh."""
+    configuration.check_together(config)
+    try:
+        mesh = make_mesh("auto") if config.mesh == "auto" else abstract_mesh(config.mesh)
+        found = environment(config.env)
+        makers = None if config.env.runs_compiled or found.text is None else found.text(config)
+        workload = memory.workload_of(config, mesh)
+        phases = memory.bytes_by_phase(config, mesh, workload)
+        if makers:
+            tokenizer = load_tokenizer(config.policy.tokenizer or config.policy.source, config.cache_dir)
+            runner = TextRunner(config, found, *makers, workload.model, tokenizer, mesh)
+            counts = (runner.num_tasks or "generated", runner.num_held_out_tasks or "generated")
+            print(f"{config.env.name}: {counts[0]} tasks to train on, {counts[1]} held out")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    print(f"memory on each of {mesh.size} devices, mesh {dict(mesh.shape)}:\n{memory.table(phases)}")
+
+
+def check_loggers(config: Config) -> None:
+    """Raises ConfigError for a logger that is not installed."""
+    if config.log.wandb and importlib.util.find_spec("wandb") is None:
+        raise ConfigError("log.wandb=true: wandb is not installed; pip install 'hgpo_jax[wandb]'")
+
+
+def run(config: Config, mesh: Mesh, folder: Path, resuming: bool, stop: Interruption) -> None:
+    """Everything after the arguments."""
+    job = build(config, mesh)
+    writes = jax.process_index() == 0
+
+    locks = []  # keeps the folder's lock as long as this runs
+
+    def take() -> tuple[int, list[str], list[str]]:
+        lock, done, faults, changes = take_folder(config, folder, resuming)
+        locks.append(lock)
+        return done, faults, changes
+
+    first, faults, changes = distributed.broadcast_from_process_0(take)
+    stop.saved = first
+    devices = f"{job.mesh.size} {jax.devices()[0].platform} device{'s' if job.mesh.size > 1 else ''}"
+    count = sum(a.size for a in jax.tree.leaves(job.policy.params))
+    print(f"{folder}: {config.method}, {count:,} parameters, {devices}, mesh {dict(job.mesh.shape)}", flush=True)
+
+    for fault in faults:
+        print(f"warning: {fault}", file=sys.stderr if writes else None, flush=True)
+    if resuming:
+        print("\n".join([f"resumed after iteration {first} in {folder}", *changes]), flush=True)
+    params = Training(job, folder, first, stop).run()
+    with refusals():
+        Policy(job.policy.config, params, job.policy.tokenizer).save(folder / "policy")
+    result, transcripts = evaluate(job, params, folder)
+    shown = "\n\n".join(transcripts)
+    if writes:
+        plot_curves(folder)
+        for saved in (folder / "policy", folder / "adapter"):
+            if saved.is_dir():
+                model_card.write(saved, config, count, result)
+        with atomic_write(folder / "transcripts.txt") as file:  # last: its presence means that the run has ended
+            file.write(shown + "\n")
+    print(f"\n{shown}\n\n{describe_evaluation(result)}")
