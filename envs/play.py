@@ -8,7 +8,8 @@
     python -m hgpo_jax.envs.play ./my_env.py:MyEnv size=5     your own, or package.module:MyEnv, with its options
 
 A command is typed as it stands in the list, or by its number there. Without a terminal, commands are read from standard
-input, one per line. An empty line, or the end of the input, ends the game.
+input, one per line. An empty line, or the end of the input, ends the game. To see a trained policy play:
+`python -m hgpo_jax.watch RUN`.
 """
 
 from __future__ import annotations

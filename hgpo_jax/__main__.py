@@ -15,6 +15,7 @@ from hgpo_jax.errors import ConfigError
 COMMANDS = {
     "train": ("hgpo_jax.train", "train an agent: the embedded job, a configuration, or your own environment"),
     "evaluate": ("hgpo_jax.evaluate", "success on held-out tasks, with intervals"),
+    "watch": ("hgpo_jax.watch", "see a trained policy play, turn by turn"),
     "report": ("hgpo_jax.report", "runs as one HTML page: curves, groups, every step's advantage"),
     "export": ("hgpo_jax.export", "a run's policy as a Hugging Face folder"),
     "tables": ("hgpo_jax.tables", "tables of runs, the paper's among them: plan, run, draw"),

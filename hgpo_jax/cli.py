@@ -6,6 +6,7 @@ import argparse
 import errno
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from hgpo_jax import config as configuration
 from hgpo_jax import errors
@@ -41,6 +42,38 @@ def add_config_arguments(p: argparse.ArgumentParser) -> None:
         "--mesh", metavar="SPEC", help="device mesh: auto, or sizes as in data=2,fsdp=4,tensor=1; -1: the remaining devices"
     )
     p.add_argument("overrides", nargs="*", metavar="field=value", help="fields to change, as in learner.lr=3e-4 seed=1")
+
+
+def add_trained_policy(p: argparse.ArgumentParser) -> None:
+    """RUN|HF_FOLDER, and `add_config_arguments`."""
+    p.add_argument("run", metavar="RUN|HF_FOLDER", help="the folder of a run that has ended, or of a Hugging Face policy")
+    add_config_arguments(p)
+
+
+def is_run(folder: str) -> bool:
+    """Whether it is the folder of a run that has ended."""
+    return Path(folder, "config.yaml").is_file() and Path(folder, "policy").is_dir()
+
+
+def trained_policy(args) -> tuple[str, list[str]]:
+    """Of `add_trained_policy`'s arguments: the configuration's file, and the overrides with which the policy is that one.
+
+    Raises ConfigError.
+    """
+    run = is_run(args.run)
+    if not run and args.config is None:
+        raise errors.ConfigError(
+            f"{args.run}: not the folder of a run that has ended; it needs config.yaml and policy/ (for a Hugging Face policy, "
+            "exported or not, give --config, as in --config household or --config RUN/config.yaml)"
+        )
+    if run and args.config is not None:
+        raise errors.ConfigError(
+            f"--config {args.config}: the run in {args.run} has its own config.yaml; change fields as field=value"
+        )
+    # The saved policy has its adapters merged.
+    saved = [f"policy={Path(args.run, 'policy') if run else args.run}", "warm_start=none", "lora.rank=0"]
+    mesh = [] if args.mesh is None else [f"mesh={args.mesh}"]
+    return str(Path(args.run, "config.yaml")) if run else args.config, [*args.overrides, *mesh, *saved]
 
 
 def add_distributed(p: argparse.ArgumentParser) -> None:

@@ -49,31 +49,18 @@ def parse_seeds(text: str) -> list[int]:
 
 def main() -> None:
     p = cli.parser("evaluate", __doc__)
-    p.add_argument("run", metavar="RUN|HF_FOLDER", help="the folder of a run that has ended, or of a Hugging Face policy")
-    cli.add_config_arguments(p)
+    cli.add_trained_policy(p)
     p.add_argument("--seeds", metavar="N,N,...", help="seeds of tasks and sampling, as in 123,456,789")
     p.add_argument("--split", help="tasks to evaluate on: valid_seen or valid_unseen of ALFWorld, else held_out")
     p.add_argument("--to", metavar="FOLDER", help="where to write; default: evaluations/ in the first folder")
     cli.add_distributed(p)
     args = p.parse_intermixed_args()
-    folder = Path(args.run)
-    is_run = (folder / "config.yaml").is_file() and (folder / "policy").is_dir()
-    if not is_run and args.config is None:
-        raise ConfigError(
-            f"{folder}: not the folder of a run that has ended; it needs config.yaml and policy/ (for a Hugging Face policy, "
-            "exported or not, give --config, as in --config household or --config RUN/config.yaml)"
-        )
+    folder, is_run = Path(args.run), cli.is_run(args.run)
+    source, overrides = cli.trained_policy(args)
     if not is_run and args.to is None and not folder.is_dir():
         # A folder named like the policy would from then on be taken for the policy itself.
         raise ConfigError(f"{args.run}: no such folder; for a policy from the hub give --to, the folder for its evaluations")
-    if is_run and args.config is not None:
-        raise ConfigError(f"--config {args.config}: the run in {folder} has its own config.yaml; change fields as field=value")
     seeds = [] if args.seeds is None else parse_seeds(args.seeds)
-    # The saved policy has its adapters merged.
-    saved = [f"policy={folder / 'policy' if is_run else args.run}", "warm_start=none", "lora.rank=0"]
-    mesh = [] if args.mesh is None else [f"mesh={args.mesh}"]
-    source = str(folder / "config.yaml") if is_run else args.config
-    overrides = [*args.overrides, *mesh, *saved]
     split, chosen = split_of(configuration.load(source, overrides), args.split)
     config = configuration.load(source, [*overrides, *chosen])
     settings = settings_of(config)

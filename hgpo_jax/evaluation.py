@@ -52,7 +52,7 @@ def play_held_out(
         scores.append(result.report and result.report.scores)
         if seed is not None or not shown:
             count = min(wanted - first, job.batch if seed is not None else SHOWN)
-            shown += [runner.transcript(result, i) for i in range(count)]
+            shown += [runner.story(result, i).text() for i in range(count)]
     episodes = jax.tree.map(lambda *arrays: np.concatenate(arrays)[:wanted], *parts)
     return episodes, None if scores[0] is None else np.concatenate(scores)[:wanted], shown
 

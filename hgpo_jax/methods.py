@@ -55,7 +55,7 @@ def method_named(name: str) -> Method:
         raise ConfigError(f"method={name}: {error}") from None
     kinds = [parameter.kind for parameter in inspect.signature(estimator).parameters.values()]
     if not kinds or kinds[0] not in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
-        raise ConfigError(f"method={name}: is no estimator; write it as estimator(batch, *, options) -> Estimate")
+        raise ConfigError(f"method={name}: is not an estimator; write it as estimator(batch, *, options) -> Estimate")
     if ESTIMATORS.get(name) is not estimator:
         ESTIMATORS[name] = estimator
         try:

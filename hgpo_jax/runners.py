@@ -20,7 +20,7 @@ from hgpo_jax.rollout.compiled import make_rollout
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.host import HostRollout
 from hgpo_jax.rollout.requirements import RUNNER, check_compiled
-from hgpo_jax.rollout.result import RolloutResult
+from hgpo_jax.rollout.result import RolloutResult, Story
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
 from hgpo_jax.sampling import Decoding
 
@@ -84,7 +84,7 @@ class CompiledRunner:
         """Compiles the rollout, whose first call then finds it in the compilation cache."""
         self.program.lower(params, *inputs, self._tables).compile()
 
-    def transcript(self, result: RolloutResult, index: int) -> str:
+    def story(self, result: RolloutResult, index: int) -> Story:
         """One episode as a person would read it."""
         episodes = result.episodes
         text = lambda ids: self.env.decode([i for i in np.asarray(ids) if i < len(self.env.words)])  # noqa: E731
@@ -93,11 +93,11 @@ class CompiledRunner:
             goal = self.env.goal_text(episodes.observations[index, 0])
         else:
             goal = text(episodes.prompts[index][0][: self.env.goal_length])
-        lines = [f"task: {goal} ({outcome})"]
+        turns = []
         for t in range(int(episodes.mask[index].sum())):
             invalid = "   (invalid)" if episodes.invalid[index, t] else ""
-            lines.append(f"  {text(episodes.observations[index, t])}\n    > {text(episodes.responses[index, t])}{invalid}")
-        return "\n".join(lines)
+            turns.append(f"  {text(episodes.observations[index, t])}\n    > {text(episodes.responses[index, t])}{invalid}")
+        return Story(goal, turns, outcome)
 
 
 class TextRunner:
@@ -145,6 +145,6 @@ class TextRunner:
     def compile(self, params, inputs: tuple) -> None:
         """Its shapes depend on the prompts: each compiles when it first occurs."""
 
-    def transcript(self, result: RolloutResult, index: int) -> str:
+    def story(self, result: RolloutResult, index: int) -> Story:
         assert result.report is not None  # a HostRollout makes one
-        return result.report.transcript(result.episodes, index)
+        return result.report.story(result.episodes, index)

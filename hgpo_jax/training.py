@@ -115,7 +115,7 @@ class Training:
         """Prints the first of an iteration's episodes; waits for the rollout."""
         first = jax.tree.map(lambda a: a[:1], result.episodes)  # in every process
         if jax.process_index() == 0:
-            text = self.job.runner.transcript(RolloutResult(jax.device_get(first), result.report), 0)
+            text = self.job.runner.story(RolloutResult(jax.device_get(first), result.report), 0).text()
             with tqdm.external_write_mode():
                 print(f"\nan episode of iteration {iteration + 1}:\n{text}\n", flush=True)
 

@@ -42,8 +42,8 @@ class Runner:
         })  # fmt: skip
         return RolloutResult(episodes, SimpleNamespace(scores=np.arange(B) / 10))
 
-    def transcript(self, result, index):
-        return f"{int(result.episodes.mask[index].sum())} turns"
+    def story(self, result, index):
+        return SimpleNamespace(text=lambda: f"{int(result.episodes.mask[index].sum())} turns")
 
 
 @dataclasses.dataclass
@@ -246,6 +246,14 @@ def test_a_run_and_its_exported_policy_score_alike(tmp_path):
     command("-m", "hgpo_jax.train", *TINY, "iterations=3", "learner.final_lr=0.25", cache, f"run_dir={run}", cwd=tmp_path)
     assert [row["lr"] for row in rows_of(run)] == pytest.approx([2e-3, 1.25e-3, 5e-4])
     before = (run / "evaluation.json").read_text()
+
+    shown = command("-m", "hgpo_jax.watch", run, "--task", "1", cwd=tmp_path).stdout.splitlines()
+    told = (run / "transcripts.txt").read_text().split("\n\n")[1].splitlines()  # of the evaluation's second task
+    assert [line for line in shown[:-2] if "probability" not in line] == [told[0].rpartition(" (")[0], *told[1:]]
+    assert sum("probability" in line for line in shown) == 4  # turns
+    refused = command("-m", "hgpo_jax.watch", run, "--config", "household", cwd=tmp_path, code=2).stderr
+    assert "has its own config.yaml" in refused
+
     command("-m", "hgpo_jax.export", run, "--to", exported, cwd=tmp_path)
     fields = [field for field in TINY if field.startswith(("env.", "evaluation.", "rollout."))]
     command("-m", "hgpo_jax.evaluate", exported, "--config", "household", *fields, cache, cwd=tmp_path)

@@ -38,7 +38,7 @@ def data_of(environment):
 @pytest.mark.parametrize("environment", ["alfworld", "webshop", "household_text"])
 def test_trains_end_to_end(environment, tokenizer, tmp_path):
     if environment == "household_text":
-        start = ["--config", "alfworld_tiny", "env.name=household_text"]
+        start = ["--config", "alfworld_tiny", "env.name=household_text", "env.split=train"]
     else:
         start = ["--config", f"{environment}_tiny", f"data={data_of(environment)}"]
     folder = tmp_path / "run"
@@ -60,6 +60,9 @@ def test_trains_end_to_end(environment, tokenizer, tmp_path):
     before = (folder / "evaluation.json").read_text()
     command("-m", "hgpo_jax.evaluate", folder, cwd=tmp_path)
     assert (folder / "evaluation.json").read_text() == before
+    if environment == "household_text":
+        shown = command("-m", "hgpo_jax.watch", folder, "--greedy", cwd=tmp_path).stdout
+        assert shown.startswith("task: ") and shown.count("      probability ") == 2
     if environment == "alfworld":  # tests/run stops and continues runs of all kinds
         command("-m", "hgpo_jax.train", *arguments, "iterations=3", "--resume", "auto", cwd=tmp_path)
         assert [row["iteration"] for row in rows_of(folder)] == [0, 1, 2]

@@ -24,7 +24,7 @@ def measure(paths: Sequence[str | os.PathLike], live: int = LIVE) -> list[dict]:
         Rows `{"name": str, "value": float, "unit": str}`; times are means over the games and the slowest game.
 
     Raises:
-        ValueError: no path, or a file that is no game.
+        ValueError: no path, or a file that is not a game.
     """
     if not paths:
         raise ValueError("no game files to measure; give the paths of some game.tw-pddl files")

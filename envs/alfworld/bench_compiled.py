@@ -22,7 +22,7 @@ def measure_compiled(paths: Sequence[str | os.PathLike], batch: int = 256, repea
     Returns: rows as `bench.measure`; seconds to compile the tables, and steps a second of the median of `repeats` runs.
 
     Raises:
-        ValueError: no path, or a file that is no game or cannot be compiled.
+        ValueError: no path, or a file that is not a game or cannot be compiled.
     """
     start = time.perf_counter()
     env = CompiledAlfworld(compile_games(paths), EPISODE)

@@ -149,7 +149,7 @@ class CompiledAlfworld:
         return {word: index for index, word in enumerate(self.words)}
 
     def encode(self, text: str) -> np.ndarray:
-        """A command's words as i32[3]; text that is no verb with names is -1, which no action has."""
+        """A command's words as i32[3]; text that is not a verb with names is -1, which no action has."""
         text, unknown = text.strip(), np.full(self.action_length, -1, np.int32)
         verb = next((verb for verb in VERBS if text == verb or text.startswith(f"{verb} ")), None)
         if verb is None:

@@ -39,7 +39,7 @@ def data_folder(data: str | os.PathLike | None = None) -> Path:
     """The data folder: `data`, or else `ALFWORLD_DATA`.
 
     Raises:
-        ValueError: neither is given, or it is no folder.
+        ValueError: neither is given, or it is not a folder.
     """
     given = data if data is not None else os.environ.get(ENVIRONMENT_VARIABLE)
     if not given:

@@ -11,7 +11,7 @@ from hgpo_jax.envs.alfworld.tables import Games
 
 
 def kinds_of(words: Sequence[str]) -> tuple[list[str], np.ndarray]:
-    """(The kinds in the words' names, sorted; for each word the index of its name's kind, i32[V], -1 where it is no name)."""
+    """(The kinds in the words' names, sorted; for each word the index of its name's kind, i32[V], -1 for other words)."""
     kinds = [word.split()[0] if word.startswith(" ") and word[-1].isdigit() else "" for word in words]
     names = sorted(set(kinds) - {""})
     number = {kind: n for n, kind in enumerate(names)}

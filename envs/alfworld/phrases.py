@@ -81,7 +81,7 @@ def vocabulary(kinds: Collection[str], names: Collection[str]) -> tuple[str, ...
     A word's id is its index.
 
     Raises:
-      ValueError: a kind that is no word of small letters, or a name that is not such a word with a number.
+      ValueError: a kind that is not a word of small letters, or a name that is not such a word with a number.
     """
     for pattern, found in ((_KIND, kinds), (_NAME, names)):
         strange = sorted(name for name in found if not pattern.fullmatch(name))

@@ -83,7 +83,7 @@ class Rules:
         names = tuple(name for name, _ in action.parameters)
         unknown = free_variables(action.precondition) - set(names)
         if unknown:
-            raise ValueError(f"action '{action.name}' uses {', '.join(sorted(unknown))}, which is no parameter")
+            raise ValueError(f"action '{action.name}' uses {', '.join(sorted(unknown))}, which is not a parameter")
         idle = _without_effect(action)
         condition = action.precondition if idle == FALSE else ("and", (action.precondition, ("not", idle)))
         return ActionRule(
@@ -104,7 +104,7 @@ class Rules:
         unknown = {term for term in effect.terms if term.startswith("?")} | free_variables(effect.condition)
         unknown -= set(everything)
         if unknown:
-            raise ValueError(f"an effect of '{action.name}' uses {', '.join(sorted(unknown))}, which is no parameter")
+            raise ValueError(f"an effect of '{action.name}' uses {', '.join(sorted(unknown))}, which is not a parameter")
         query = None if effect.condition == TRUE else self.query(effect.condition, names, effect.variables)
         fact, opposite = effect.predicate, "not_" + effect.predicate
         if not effect.positive:

@@ -155,7 +155,7 @@ class EnvConfig(Section):
     def _are_options(cls, value):
         for name, option in value.items():
             if not name.isidentifier() or not _is_option(option):
-                raise ValueError(f"{name!r:.50} has a value that is no text, number, true, false or a list of these; change it")
+                raise ValueError(f"{name!r:.50} must be text, a number, true, false or a list of these")
         return value
 
 
@@ -451,6 +451,13 @@ def check_together(config: Config) -> None:
     for message, applies in wrong.items():
         if applies:
             raise ConfigError(message)
+    read = {"name", "options", "template", "compiled", "max_turns", *found.options}
+    read |= set() if env.runs_compiled else {"strict", "workers", "time_limit"}
+    for name, info in EnvConfig.model_fields.items():
+        value, default = (",".join(v) if isinstance(v, tuple) else v for v in (getattr(env, name), info.default))
+        if name not in read and value != default:
+            face = ", compiled," if name in ("strict", "workers", "time_limit") else ""
+            raise ConfigError(f"env.{name}={value}: env.name={env.name}{face} does not read it; leave it at {default!r}")
 
 
 def fields(section: type[Section] = Config, prefix: str = "") -> dict[str, Any]:

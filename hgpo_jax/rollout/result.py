@@ -14,6 +14,17 @@ from hgpo_jax.files import atomic_write
 from hgpo_jax.rollout.episodes import Episodes
 
 
+class Story(NamedTuple):
+    """One episode in words: its task, what was seen and done in each turn, and how it ended."""
+
+    task: str
+    turns: list[str]
+    outcome: str
+
+    def text(self) -> str:
+        return "\n".join([f"task: {self.task} ({self.outcome})", *self.turns])
+
+
 @dataclasses.dataclass(frozen=True)
 class RolloutReport:
     """What the Episodes of B episodes over a text environment do not hold.
@@ -43,14 +54,14 @@ class RolloutReport:
         with atomic_write(path) as file:
             file.write(json.dumps(content, indent=1))  # ASCII: lone surrogates survive
 
-    def transcript(self, episodes: Episodes, index: int) -> str:
+    def story(self, episodes: Episodes, index: int) -> Story:
         """One episode as a person would read it, in a terminal too."""
-        outcome = "success" if episodes.success[index] else "failure"
-        lines = [f"task: {self.goals[index]} ({self.failures.get(index, outcome)})"]
+        turns = []
         for t in range(int(episodes.mask[index].sum())):
             invalid = "   (invalid)" if episodes.invalid[index, t] else ""
-            lines += [f"  {self.texts[episodes.states[index, t]]}", f"    > {self.responses[index][t]}{invalid}"]
-        return printable("\n".join(lines))
+            turns.append(f"  {self.texts[episodes.states[index, t]]}\n    > {self.responses[index][t]}{invalid}")
+        outcome = self.failures.get(index, "success" if episodes.success[index] else "failure")
+        return Story(printable(self.goals[index]), list(map(printable, turns)), printable(outcome))
 
 
 class RolloutResult(NamedTuple):

@@ -64,6 +64,7 @@ def test_engine_plays_the_same_games(tmp_path: Path) -> None:
     assert compare(files, None, ("planner", "random", "cook"), 25, seed=0)["won"] > 0
 
 
+@pytest.mark.slow
 def test_games_are_new() -> None:
     tables = made()
     tasks = tasks_of(tables)

@@ -91,6 +91,7 @@ def replay(paths, env: ShortPromptAlfworld, games, e: Episodes) -> None:
     assert len(set(ids.values())) == len(ids)
 
 
+@pytest.mark.slow
 def test_the_engine_replays_the_episodes(monkeypatch: pytest.MonkeyPatch) -> None:
     env, games, e = play(GAMES, 24, 15, monkeypatch)
     assert 0.1 < e.invalid[e.mask].mean() < 0.5 and e.mask.sum() > 24 * 10

@@ -134,6 +134,7 @@ def test_prompts(logic: Path | None) -> None:
     assert counts["prompts"] == len(GAMES) * 3 * 40 and counts["more"] == counts["fewer turns"] == 0 < counts["longest"]
 
 
+@pytest.mark.slow
 def test_what_does_not_fit() -> None:
     """The oldest turns go first, then the last commands, and the prompt says so."""
     counts = check(GAMES, None, ("planner", "verbs"), 25, slots=48)

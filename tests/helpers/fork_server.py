@@ -4,6 +4,8 @@
 
 The imports take five to eight seconds, for some commands more than all the rest. Forked before jax has a back end, so that
 each command sets up its own devices. One server for each process of pytest, started by the first command.
+
+Not for processes that form one program: of such a pair, one was seen to spin for ever (`processes.py` starts these).
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ class Child:
 
 
 def start(arguments, cwd, env: dict[str, str], out, error, code: str = "") -> Child:
-    """Starts `python *arguments`: a module (-m), a program (-c) or a file.
+    """Starts `python *arguments`: a module (-m) or a program (-c).
 
     out, error: files that its output is written to; they may be the same.
     code: Python to execute in it before.
@@ -80,7 +82,7 @@ def _server() -> subprocess.Popen:
         text=True,
     )  # fmt: skip
     atexit.register(server.wait, 60)
-    atexit.register(server.stdin.close)  # before it
+    atexit.register(server.stdin.close)  # runs first, and ends the server
     return server
 
 
@@ -116,9 +118,6 @@ def _become(arguments: list[str], cwd: str, environment: dict[str, str], out: st
             sys.argv = arguments[1:]
             sys.modules.pop(module, None)  # it is imported already, of which runpy would warn
             runpy.run_module(module, run_name="__main__", alter_sys=True)
-        case file, *_:
-            sys.path[0] = os.path.dirname(os.path.abspath(file))
-            runpy.run_path(file, run_name="__main__")
 
 
 def _serve() -> None:

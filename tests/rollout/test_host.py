@@ -265,7 +265,7 @@ def test_a_report_that_cannot_be_finished_leaves_the_one_before(played, tmp_path
 def test_a_transcript(played):
     episodes, report, _, script = played
     for b in (0, 5):
-        lines = report.transcript(episodes, b).splitlines()
+        lines = report.story(episodes, b).text().splitlines()
         turns = int(episodes.mask[b].sum())
         assert lines[0] == f"task: from {TASKS[b]} ({'success' if episodes.success[b] else 'failure'})"
         assert lines[1] == f"  at {TASKS[b]}" and len(lines) == 1 + 2 * turns

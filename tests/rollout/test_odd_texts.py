@@ -64,7 +64,7 @@ def test_odd_texts_and_mishaps(environment, workers, numbers, tmp_path):
     back = Episodes.load(tmp_path / "iteration-00000.npz")
     assert read_report(tmp_path / "iteration-00000.json", back)["texts"] == report.texts
     for b in range(len(tasks)):
-        transcript = report.transcript(e, b)
+        transcript = report.story(e, b).text()
         assert all(c.isprintable() or c in "\n\t\u00a0" for c in transcript)
         transcript.encode()
         json.dumps(transcript)

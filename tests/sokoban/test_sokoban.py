@@ -76,6 +76,7 @@ def told(env, observation) -> str:
     return SokobanText(env)._tell(np.asarray(observation)).replace(" ", "")
 
 
+@pytest.mark.slow
 def test_observations_are_equal_just_where_rooms_are():
     env = Sokoban()
     states, seen = jax.device_get(quick_jit(jax.vmap(env.reset))(task_keys("train", 2, jnp.arange(512))))
@@ -110,6 +111,7 @@ def test_every_generated_room_is_solved_and_takes_some_moves(size, boxes, count,
     assert len({room.draw_all(size) for room in first}) > 0.95 * len(first)
 
 
+@pytest.mark.slow
 def test_the_expert_needs_the_fewest_moves_with_one_box():
     env = Sokoban(max_turns=40)
     B = 128

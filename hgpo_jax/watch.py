@@ -1,0 +1,82 @@
+"""`python -m hgpo_jax.watch RUN`: a trained policy plays a held-out task, turn by turn, with the probability of what it says.
+
+    python -m hgpo_jax.watch RUN                                 the first task of its evaluation, as it was played there
+    python -m hgpo_jax.watch RUN --task 7 --greedy               another, always with the most likely tokens
+    python -m hgpo_jax.watch HF_FOLDER --config household        a policy without a run, as `export` writes
+
+In a terminal, Enter shows the next turn.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hgpo_jax import cli
+from hgpo_jax import config as configuration
+from hgpo_jax.errors import ConfigError, printable
+from hgpo_jax.evaluation import sampled_decoding
+from hgpo_jax.job import build, prepare_devices
+
+EACH = 8  # tokens of a response whose probabilities are shown one by one; of a longer one the mean and the least
+
+
+def probabilities(tokens: list[str], logp: np.ndarray) -> str:
+    """What a response's tokens and their log-probabilities f32[R] say, in a line."""
+    chances = np.exp(logp)
+    if len(tokens) <= EACH:
+        parts = ", ".join(f"{token.strip() or repr(token)} {chance:.0%}" for token, chance in zip(tokens, chances, strict=True))
+    else:
+        least = int(np.argmin(logp))
+        parts = f"{len(tokens)} tokens, {chances.mean():.0%} each on average, least {tokens[least]!r} {chances[least]:.0%}"
+    return f"probability {np.exp(logp.sum()):.1%}: {parts}"
+
+
+def show(turns: list[str], notes: list[str], outcome: str) -> None:
+    """Prints the turns, in a terminal each after Enter."""
+    for number, (turn, note) in enumerate(zip(turns, notes, strict=True), 1):
+        print(f"{turn}\n      {printable(note)}", flush=True)
+        if sys.stdin.isatty() and number < len(turns):
+            input(f"turn {number}> ")
+    print(f"\n{outcome} after {len(turns)} turns")
+
+
+def main() -> None:
+    p = cli.parser("watch", __doc__)
+    cli.add_trained_policy(p)
+    p.add_argument("--task", type=int, default=0, metavar="N", help="number of the held-out task; default: 0")
+    p.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampled tokens; default: 0, the evaluation's")
+    p.add_argument("--greedy", action="store_true", help="take the most likely tokens; default: sample as the evaluation does")
+    args = p.parse_intermixed_args()
+    for name, value in (("task", args.task), ("seed", args.seed)):
+        if not 0 <= value < 2**31:
+            raise ConfigError(f"--{name} {value}: must be from 0 to {2**31 - 1}")
+    source, overrides = cli.trained_policy(args)
+    mesh = prepare_devices(configuration.load(source, overrides))
+    episodes = max(2, mesh.shape["data"] * mesh.shape["fsdp"])  # the fewest that devices share and a group has
+    small = ["rollout.prompt_groups=1", f"rollout.group_size={episodes}"]
+    job = build(configuration.load(source, [*overrides, *small]), mesh)
+    if job.runner.num_held_out_tasks and args.task >= job.runner.num_held_out_tasks:
+        raise ConfigError(f"--task {args.task}: there are {job.runner.num_held_out_tasks} held-out tasks, counted from 0")
+
+    index = jnp.minimum(args.task + jnp.arange(episodes, dtype=jnp.int32), (job.runner.num_held_out_tasks or 2**31) - 1)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(args.seed), index)
+    decoding = sampled_decoding(job.config.evaluation)
+    decoding = decoding.replace(temperature=0.0) if args.greedy else decoding
+    tasks, params = job.runner.select_tasks("held_out", 0, index), job.base_rollout_params(job.policy.params)
+    result = jax.device_get(job.runner.rollout(params, tasks, keys, index, decoding, held_out=True))
+    story, played = job.runner.story(result, 0), result.episodes
+    notes = []
+    for t in range(len(story.turns)):
+        length = played.response_lengths[0, t]
+        tokens = [job.policy.tokenizer.decode([token]) for token in played.responses[0, t, :length]]
+        notes.append(probabilities(tokens, played.logp[0, t, :length]))
+    print(f"task: {story.task}")
+    show(story.turns, notes, story.outcome)
+
+
+if __name__ == "__main__":
+    cli.run(main)

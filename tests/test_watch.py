@@ -1,0 +1,53 @@
+"""`python -m hgpo_jax.watch`: what it says of a turn, and its mistakes; test_evaluate.py watches a run play."""
+
+import io
+import sys
+
+import numpy as np
+import pytest
+
+from hgpo_jax import watch
+from hgpo_jax.errors import ConfigError
+
+
+def test_probabilities_are_those_of_the_tokens():
+    logp = np.log(np.array([0.5, 0.25, 1.0], np.float32))
+    said = watch.probabilities([" go_to", " fridge_1", "<end>"], logp)
+    assert said == "probability 12.5%: go_to 50%, fridge_1 25%, <end> 100%"
+    assert watch.probabilities(["\n"], logp[2:]) == r"probability 100.0%: '\n' 100%"
+
+
+def test_of_a_long_response_only_the_least_likely_token_is_named():
+    logp = np.log(np.array([0.8] * 9 + [0.3], np.float32))
+    said = watch.probabilities([f"w{i}" for i in range(10)], logp)
+    assert said == f"probability {0.8**9 * 0.3:.1%}: 10 tokens, 75% each on average, least 'w9' 30%"
+
+
+def test_in_a_terminal_enter_shows_the_next_turn(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr("builtins.input", asked.append)
+    story = (["  here\n    > go", "  there\n    > stop"], ["probability 1", "probability 2"], "success")
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    watch.show(*story)
+    assert asked == []
+    shown = capsys.readouterr().out
+    assert shown == "  here\n    > go\n      probability 1\n  there\n    > stop\n      probability 2\n\nsuccess after 2 turns\n"
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    watch.show(*story)
+    assert asked == ["turn 1> "] and capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere"], "nowhere: not the folder of a run that has ended"),
+        (["nowhere", "--task", "-1"], "--task -1: must be from 0 to"),
+        (["nowhere", "--seed", "-1"], "--seed -1: must be from 0 to"),
+    ],
+)
+def test_mistakes_are_one_line(words, message, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["watch", *words])
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        watch.main()
+    assert list(tmp_path.iterdir()) == []
