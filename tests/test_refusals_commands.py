@@ -125,6 +125,8 @@ CASES = [
     ("train", ["name=a\nb"], "name='a\\nb'"),
     ("train", ["run_dir=file"], "run_dir=file: is a file"),
     ("train", ["run_dir=hf"], "run_dir=hf: is not empty"),
+    ("train", ["run_dir=gs://bucket/run"], "run_dir='gs://bucket/run': must be a folder of this machine"),
+    ("train", ["cache_dir=s3://bucket"], "cache_dir='s3://bucket': must be a folder of this machine"),
     ("train", ["cache_dir=file"], "cache_dir=file: part of the path is a file"),
     ("train", ["cache_dir=file/x"], "cache_dir=file/x: part of the path is a file"),
     ("train", ["seed=true"], "seed=True: true and false are not values"),

@@ -406,6 +406,13 @@ class Config(Section):
     def _is_known(cls, value):
         return _is_choice("method", value)
 
+    @pydantic.field_validator("run_dir", "cache_dir")
+    @classmethod
+    def _is_local(cls, value):
+        if "://" in value:  # else it would be a folder of this name
+            raise ValueError("must be a folder of this machine; mount the bucket, and give the path where it is mounted")
+        return value
+
 
 def check_together(config: Config) -> None:
     """Raises ConfigError for fields that are right each by itself, but not together."""
