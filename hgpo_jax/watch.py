@@ -9,6 +9,7 @@ In a terminal, Enter shows the next turn.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 import jax
@@ -40,7 +41,8 @@ def show(turns: list[str], notes: list[str], outcome: str) -> None:
     for number, (turn, note) in enumerate(zip(turns, notes, strict=True), 1):
         print(f"{turn}\n      {printable(note)}", flush=True)
         if sys.stdin.isatty() and number < len(turns):
-            input(f"turn {number}> ")
+            with contextlib.suppress(EOFError):
+                input(f"turn {number}> ")
     print(f"\n{outcome} after {len(turns)} turns")
 
 
@@ -62,7 +64,8 @@ def main() -> None:
     if job.runner.num_held_out_tasks and args.task >= job.runner.num_held_out_tasks:
         raise ConfigError(f"--task {args.task}: there are {job.runner.num_held_out_tasks} held-out tasks, counted from 0")
 
-    index = jnp.minimum(args.task + jnp.arange(episodes, dtype=jnp.int32), (job.runner.num_held_out_tasks or 2**31) - 1)
+    last = (job.runner.num_held_out_tasks or 2**31) - 1
+    index = jnp.asarray(np.minimum(args.task + np.arange(episodes), last).astype(np.int32))
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(args.seed), index)
     decoding = sampled_decoding(job.config.evaluation)
     decoding = decoding.replace(temperature=0.0) if args.greedy else decoding

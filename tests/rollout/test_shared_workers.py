@@ -9,8 +9,9 @@ from tests.helpers.chat_tokenizers import byte_tokenizer
 from tests.helpers.processes import alone, metrics, together
 
 FIELDS = (
-    "--config", "alfworld_tiny", "env.name=household_text", "env.max_turns=3", "rollout.prompt_limit=512",
-    "rollout.response_limit=4", "learner.minibatch_size=4", "learner.microbatch_size=2", "evaluation.episodes=4",
+    "--config", "alfworld_tiny", "env.name=household_text", "env.split=train", "env.max_turns=3",
+    "rollout.prompt_limit=512", "rollout.response_limit=4", "learner.minibatch_size=4", "learner.microbatch_size=2",
+    "evaluation.episodes=4",
 )  # fmt: skip
 
 
