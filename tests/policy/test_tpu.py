@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# The smallest settings that the README gives. Two layers show what all do, in two minutes of a core instead of a quarter of
-# an hour; .ci/by-hand.txt names the cases that CI leaves out.
+# The smallest settings that the README gives. Two layers show what all do, sampler and update in nine minutes of a core;
+# .ci/by-hand.txt names the cases that CI leaves out.
 CASES = [
     ("1.5b", "v5e:2x4", "fsdp=8", "sampler", 2), ("1.5b", "v5e:2x4", "fsdp=8", "update", 2),
     ("1.5b", "v5e:2x4", "fsdp=8", "update", 28), ("7b", "v5e:4x4", "fsdp=8,tensor=2", "update", 28),
