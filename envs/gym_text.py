@@ -1,0 +1,265 @@
+"""Gymnasium's environments as text environments: actions by their names, observations drawn or described.
+
+    env = GymnasiumText("FrozenLake-v1", is_slippery=False)               # pip install 'hgpo_jax[gymnasium]'
+    observation, commands = env.reset(0)
+    observation, commands, reward, done, info = env.step("right")
+
+The levels of MiniGrid and BabyAI (`pip install 'hgpo_jax[minigrid]'`) are told by `minigrid_text.py`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from hgpo_jax.envs import outside
+from hgpo_jax.envs.cli import one_line
+
+MINIGRID = ("BabyAI-", "MiniGrid-")  # how the ids of its levels begin
+
+
+class Known(NamedTuple):
+    """What an environment's documentation says and its program does not.
+
+    actions: their names, in the order of their numbers.
+    goal: what to do.
+    shown: how to read its own observation.
+    won_above: the last reward of a solved episode is above it.
+    """
+
+    actions: tuple[str, ...] = ()
+    goal: str = ""
+    shown: str = ""
+    won_above: float = 0.0
+
+
+# By the beginning of the id; from the pages of https://gymnasium.farama.org/environments/toy_text/.
+KNOWN = {
+    "Blackjack": Known(
+        ("stick", "hit"),
+        "get closer to 21 than the dealer, but not above it",
+        "the numbers are your sum, the dealer's open card (1 is an ace), and 1 if an ace of yours counts 11",
+    ),
+    "CliffWalking": Known(
+        ("up", "right", "down", "left"), "reach T without stepping on the cliff C", "you are at x", won_above=-100
+    ),
+    "FrozenLake": Known(
+        ("left", "down", "right", "up"), "walk from S over the ice F to the goal G without falling into a hole H",
+        "you are at the letter in []",
+    ),
+    "Taxi": Known(
+        ("south", "north", "east", "west", "pick up", "drop off"), "bring the passenger to the destination",
+        "the taxi is at [], the passenger waits at **, or else is in the taxi, the destination is at (); | is a wall",
+    ),
+}  # fmt: skip
+
+
+class GymnasiumText:
+    """One of Gymnasium's environments with discrete actions. A task is the seed of its reset.
+
+    Args:
+      id: its registered name, as in FrozenLake-v1, or module:name for what a module registers.
+      describe: `package.module:NAME` or `FILE.py:NAME` of a function of (observation, the environment, unwrapped) that
+        tells the observation. By default MiniGrid's is told in words, a text rendering is shown, and whole numbers are
+        written.
+      actions: their names, which are the commands, in the order of their numbers. By default MiniGrid's own, those of
+        `KNOWN`, or else `action 0` and so on.
+      goal: the task in words. By default MiniGrid's mission, that of `KNOWN`, or else `solve ID`.
+      max_turns: actions after which an episode ends, by default the environment's own limit. A level whose program has a
+        limit of its own, as MiniGrid's have (option max_steps), ends there at the latest.
+      won_above: an episode that terminates with a last reward above it is won; by default that of `KNOWN`, or 0.
+      options: further arguments of `gymnasium.make`.
+
+    Attributes:
+      task_types: (id,); `task_type` is 0.
+      goal: the task of the running episode.
+      expert: only where there is a scripted player, that is for BabyAI's levels (`protocol.TextExpert`).
+
+    Raises ValueError, in one line, where it cannot be made or played in text.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        describe: str = "",
+        actions: tuple[str, ...] = (),
+        goal: str = "",
+        max_turns: int = 0,
+        won_above: float | None = None,
+        **options: Any,
+    ):
+        if max_turns < 0:
+            raise ValueError(f"max_turns={max_turns}: must be a whole number above 0, or 0 for the environment's own limit")
+        limit = {"max_episode_steps": max_turns} if max_turns else {}
+        # The checker is for those who write environments; its warnings would stand among a run's lines.
+        self._id, self._options = id, {"disable_env_checker": True, **limit, **options}
+        self._env = self._make()
+        self._levels = _minigrid_text(self._env)
+        # `expert` is set only where it works: that it is there says that there is a scripted player.
+        if self._levels and self._levels.has_bot(self._env):
+            self._bot: Any = None  # made when it is asked first
+            self.expert = self._bot_command
+        spec = self._env.spec
+        of_gymnasium = str(spec.entry_point).startswith("gymnasium.")  # others may have similar names
+        known = next((KNOWN[name] for name in KNOWN if of_gymnasium and spec.name.startswith(name)), Known())
+        self._numbers = self._named_actions(actions, known)
+        self._view = self._chosen_view(describe)
+        self._goal = goal or ("" if self._levels else self._known_goal(known, described=bool(describe)))
+        self._won_above = known.won_above if won_above is None else won_above
+        own = spec.max_episode_steps or (self._levels.longest(self._env) if self._levels else 0)
+        self.max_turns = max_turns or own
+        if not self.max_turns:
+            raise ValueError(f"max_turns=0: {id} has no limit of its own; give the actions after which an episode ends")
+        self.task_types, self.task_type = (id,), 0
+
+    def reset(self, task: int) -> tuple[str, list[str]]:
+        """Starts the task with this seed; returns the first observation and the commands to choose from."""
+        self._task, self._turns = int(task), 0
+        reset = self._levels.reset if self._levels else _reset
+        observation, info = reset(self._env, self._task)
+        self._taken: list[int] = []  # actions since the reset
+        self.goal = self._goal or self._env.unwrapped.mission
+        return self._see(observation, info)
+
+    def step(self, action: str) -> tuple[str, list[str], float, bool, dict]:
+        """Does one action; one that is not among the commands takes a turn and changes nothing.
+
+        Returns: (observation, commands, the environment's reward, done, info with `won` and `admissible`).
+        """
+        self._turns += 1
+        number = self._commands.get(action.strip())
+        reward, terminated, truncated = 0.0, False, False
+        if number is not None:
+            observation, reward, terminated, truncated, info = self._env.step(number)
+            self._taken.append(number)
+            self._see(observation, info)
+        info = {"won": bool(terminated and reward > self._won_above), "admissible": number is not None}
+        done = bool(terminated or truncated or self._turns >= self.max_turns)
+        return self._seen, list(self._commands), float(reward), done, info
+
+    def _see(self, observation, info) -> tuple[str, list[str]]:
+        allowed = info.get("action_mask")  # which actions can do anything, as Taxi says it
+        self._commands = {
+            name: number for index, (name, number) in enumerate(self._numbers.items()) if allowed is None or allowed[index]
+        }
+        self._seen = self._view(observation)
+        return self._seen, list(self._commands)
+
+    def _bot_command(self, history_length: int) -> str:
+        """What the level's bot does now. It remembers the whole episode, whatever a prompt shows of it."""
+        if self._bot is None:
+            self._bot = self._levels.Bot(self._make())
+        return list(self._numbers)[self._bot.action(self._task, self._taken)]
+
+    # -- what it is made of -------------------------------------------------------------------------------------
+
+    def _make(self, **more):
+        extra = "gymnasium"
+        try:
+            import gymnasium
+
+            if self._id.startswith(MINIGRID):
+                extra = "minigrid"
+                import minigrid  # noqa: F401 (registers its levels)
+        except ImportError as error:
+            raise ValueError(f"id={self._id}: {error}; pip install 'hgpo_jax[{extra}]'") from None
+        try:
+            env = gymnasium.make(self._id, **self._options, **more)
+        except Exception as error:  # whatever an environment does with its options
+            raise ValueError(one_line(f"id={self._id}: cannot be made: {error!s:.300}")) from None
+        if not isinstance(env.action_space, gymnasium.spaces.Discrete):
+            kind = f"{env.action_space!s:.80}"
+            raise ValueError(one_line(f"id={self._id}: its actions are {kind}; choose one with discrete actions"))
+        return env
+
+    def _named_actions(self, given: tuple[str, ...], known: Known) -> dict[str, int]:
+        """Name -> number of every action."""
+        space = self._env.action_space
+        count = int(space.n)
+        names = given or (self._levels.action_names(self._env) if self._levels else known.actions)[:count]
+        names = tuple(name.strip() for name in names) or tuple(f"action {number}" for number in range(count))
+        if len(set(names)) != count or len(names) != count:
+            said = f"actions={','.join(names)}"
+            raise ValueError(one_line(f"{said}: {self._id} has {count} actions; name each, in the order of their numbers"))
+        return {name: int(space.start) + index for index, name in enumerate(names)}
+
+    def _known_goal(self, known: Known, described: bool) -> str:
+        goal = known.goal or f"solve {self._id}"
+        return goal if described or not known.shown else f"{goal}; {known.shown}"
+
+    def _chosen_view(self, describe: str) -> Callable[[Any], str]:
+        """What tells an observation."""
+        if describe:
+            try:
+                _, function = outside.load(describe)
+            except ValueError as error:
+                raise ValueError(f"describe={describe}: {error}") from None
+            return lambda observation: function(observation, self._env.unwrapped)
+        if self._levels:
+            return self._levels.describe
+        if "ansi" in (self._env.metadata.get("render_modes") or ()) and "render_mode" not in self._options:
+            self._env = self._make(render_mode="ansi")
+            return lambda _: plain(self._env.render())
+        if _whole_numbers(self._env.observation_space):
+            return _written
+        kind = f"{self._env.observation_space!s:.80}"
+        raise ValueError(
+            one_line(
+                f"id={self._id}: its observations are {kind}, and it draws no text; "
+                "give describe=FILE.py:NAME, a function of (observation, environment) that returns text"
+            )
+        )
+
+
+def _reset(env, task: int):
+    return env.reset(seed=task)
+
+
+def _minigrid_text(env):
+    """The module that tells MiniGrid's levels, if this is one."""
+    if "minigrid" not in sys.modules:  # what registers its own levels has imported it
+        return None
+    from hgpo_jax.envs import minigrid_text
+
+    return minigrid_text if isinstance(env.unwrapped, minigrid_text.MiniGridEnv) else None
+
+
+_COLOURED = re.compile(r"\x1b\[([\d;]*)m([^\x1b]*)\x1b\[0m")
+_CODE = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
+_CELL = re.compile(r"(?:\x1b\[[\d;]*m)*[^\x1b](?:\x1b\[0m)*")
+_LAST_ACTION = re.compile(r"\A *\(\w+\)\n|\n *\(\w+\)\n*\Z")
+
+
+def plain(drawing: str) -> str:
+    """A drawing for terminals as a text of the state alone.
+
+    Colours become brackets: [what has a background], *what is bold*, (what else is coloured). The line that names the last
+    action goes. Cells that touch are told apart by blanks, for a tokenizer would read several letters as one word.
+    """
+    text = _LAST_ACTION.sub("", drawing).strip("\n")
+    if "\n" in text and not re.search(r"[^\S\n]", text):
+        text = "\n".join(" ".join(_CELL.findall(line)) for line in text.split("\n"))
+    while (inner := _COLOURED.sub(_bracketed, text)) != text:  # colours may be inside others
+        text = inner
+    return _CODE.sub("", text)
+
+
+def _bracketed(found: re.Match) -> str:
+    codes = [int(code or 0) for code in found[1].split(";")]
+    if any(40 <= code <= 48 or 100 <= code <= 107 for code in codes):
+        return f"[{found[2]}]"
+    return f"*{found[2]}*" if 1 in codes else f"({found[2]})"
+
+
+def _whole_numbers(space) -> bool:
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Tuple):
+        return all(map(_whole_numbers, space.spaces))
+    return isinstance(space, spaces.Discrete)
+
+
+def _written(observation) -> str:
+    return ", ".join(map(_written, observation)) if isinstance(observation, tuple) else str(int(observation))
