@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
-import multiprocessing
+import multiprocessing.util  # so that its handler at exit, which joins all processes, runs after ours
 import os
 import signal
 import threading

@@ -2,7 +2,10 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from odd_env import ODD, WRONG, Counting, broken, dying
@@ -139,3 +142,20 @@ def test_workers_that_die_or_hang_are_replaced_and_the_others_go_on():
 def test_an_environment_that_cannot_be_made_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         ProcessWorkers(make, 2, 8)
+
+
+def test_workers_that_nobody_ended_do_not_keep_a_program_from_ending(tmp_path):
+    """Once it hung: the interpreter waited for processes that ignore its signal."""
+    (tmp_path / "forgets.py").write_text(
+        "from hgpo_jax.rollout.process_workers import ProcessWorkers\n"
+        "from odd_env import Counting\n"
+        "if __name__ == '__main__':\n"
+        "    workers = ProcessWorkers(Counting, 1, 1)\n"
+        "    print(workers.spec.max_turns)\n"
+    )
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+    done = subprocess.run(
+        [sys.executable, tmp_path / "forgets.py"], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, timeout=60,
+        check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == [b"6"]
