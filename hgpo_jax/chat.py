@@ -26,6 +26,7 @@ from hgpo_jax.files import CACHE_DIR
 from hgpo_jax.policy import Policy, huggingface, load_policy
 from hgpo_jax.rollout.chat_format import check_chat_tokenizer
 from hgpo_jax.rollout.host import make_decode_blocks
+from hgpo_jax.run import remote
 from hgpo_jax.sampling import Decoding, sample_token
 
 SHORTEST = 128  # tokens that a prompt is padded to; longer ones to twice that, four times, ...
@@ -196,7 +197,7 @@ def main() -> None:
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", str(Path(CACHE_DIR, "compiled")))
     try:
-        policy = load_policy(policy_folder(huggingface.find(args.policy)), dtype=args.dtype)
+        policy = load_policy(policy_folder(huggingface.find(remote.local(args.policy))), dtype=args.dtype)
         chat = Chat(policy, decoding, max_new=args.max_tokens, seed=args.seed, system=args.system)
     except ValueError as error:
         raise ConfigError(str(error)) from None

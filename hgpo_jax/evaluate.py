@@ -28,6 +28,7 @@ from hgpo_jax.errors import ConfigError
 from hgpo_jax.evaluation import describe_evaluation, describe_seeds, evaluate_seeds, play_both
 from hgpo_jax.evaluation_files import OWN, file_name, refuse_another, settings_of, write, write_seeds
 from hgpo_jax.job import build, prepare_devices
+from hgpo_jax.run import remote
 from hgpo_jax.run.curves import plot_curves
 
 
@@ -52,9 +53,13 @@ def main() -> None:
     cli.add_trained_policy(p)
     p.add_argument("--seeds", metavar="N,N,...", help="seeds of tasks and sampling, as in 123,456,789")
     p.add_argument("--split", help="tasks to evaluate on: valid_seen or valid_unseen of ALFWorld, else held_out")
-    p.add_argument("--to", metavar="FOLDER", help="where to write; default: evaluations/ in the first folder")
+    p.add_argument(
+        "--to", metavar="FOLDER", type=cli.local_path,
+        help="where to write; default: evaluations/ in the first folder",
+    )  # fmt: skip
     cli.add_distributed(p)
     args = p.parse_intermixed_args()
+    policy, args.run = args.run, remote.local(args.run)
     folder, is_run = Path(args.run), cli.is_run(args.run)
     source, overrides = cli.trained_policy(args)
     if not is_run and args.to is None and not folder.is_dir():
@@ -74,7 +79,7 @@ def main() -> None:
         target.mkdir(parents=True, exist_ok=True)
         if not os.access(target, os.W_OK):
             raise ConfigError(f"{target}: cannot be written; {'see its owner' if own else 'choose another folder with --to'}")
-    about = {"policy": args.run, "env": config.env.name, "split": split, "settings": settings}
+    about = {"policy": policy, "env": config.env.name, "split": split, "settings": settings}
     if seeds:
         result, episodes = evaluate_seeds(job, job.policy.params, seeds)
         if jax.process_index() == 0:
@@ -87,8 +92,10 @@ def main() -> None:
             if own:
                 plot_curves(folder)  # which show the evaluation
         print(describe_evaluation(result))
-    if not own and jax.process_index() == 0:
-        print(file)
+    if jax.process_index() == 0:
+        remote.send(target)
+        if not own:
+            print(file)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from pathlib import Path
 from hgpo_jax import cli
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.policy import huggingface, shapes, weights
+from hgpo_jax.run import remote
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -38,7 +39,7 @@ def export(source: str | Path, target: str | Path, dtype: str | None = None, sha
     target = Path(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"--to {target}: already exists and is not empty; choose another folder")
-    folder = policy_folder(huggingface.find(source))
+    folder = policy_folder(huggingface.find(remote.local(str(source))))
     config = huggingface.read_config(folder)
     source_weights = weights.Weights(folder)
     tensors = weights.layout(shapes(config), config.num_hidden_layers)
@@ -77,7 +78,7 @@ def shard_size(text: str) -> int:
 def main() -> None:
     p = cli.parser("export", __doc__)
     p.add_argument("source", metavar="RUN_OR_FOLDER", help="a run's folder, or what policy= takes")
-    p.add_argument("--to", metavar="DIR", required=True, help="the folder to write; new or empty")
+    p.add_argument("--to", metavar="DIR", type=cli.local_path, required=True, help="the folder to write; new or empty")
     p.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the weights; default: as they are stored")
     p.add_argument("--shard-size", metavar="SIZE", default="5GB", help="of a file at most, as in 500MB; default: 5GB")
     args = p.parse_args()

@@ -1,4 +1,4 @@
-"""Files that appear complete or not at all."""
+"""Files that appear complete or not at all, and places that are not of this machine."""
 
 from __future__ import annotations
 
@@ -9,6 +9,26 @@ from pathlib import Path
 from typing import IO
 
 CACHE_DIR = "runs/cache"  # where no other is given
+
+
+def is_remote(place: str | Path) -> bool:
+    """Whether it is a URL, and not a path of this machine."""
+    return "://" in str(place)
+
+
+def check_scheme(url: str) -> None:
+    """Raises ValueError, in a few words, where no installed package reaches such a place."""
+    import fsspec
+
+    scheme = url.partition("://")[0]
+    try:
+        fsspec.get_filesystem_class(scheme)
+    except ImportError as error:
+        extra = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}.get(scheme)
+        raise ValueError(f"{error}" if extra is None else f"needs a package more: pip install 'hgpo_jax[{extra}]'") from None
+    except ValueError:
+        known = "a folder of this machine, gs://, s3:// or another scheme that fsspec knows"
+        raise ValueError(f"{scheme}:// is not known; give {known}") from None
 
 
 @contextlib.contextmanager

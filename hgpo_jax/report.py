@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import numpy as np
@@ -21,6 +22,7 @@ from hgpo_jax.config import Config
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.files import atomic_write
 from hgpo_jax.inspect import Dump, dumped, group_ids, load, read_config, step_value
+from hgpo_jax.run import remote
 from hgpo_jax.run.curves import GROUPS, LEARNING, Panel, read_held_out, read_rows, smoothing_window
 
 LAST = 10  # iterations that the table of runs averages over
@@ -200,7 +202,8 @@ def run_names(folders: list[Path]) -> list[str]:
 
 def gather(folders: list[Path], dumps: int, groups: int) -> dict:
     """Everything the template takes. Raises ConfigError."""
-    rows, runs, curves, lines = [], [], [], Lines()
+    rows, curves, lines = [], [], Lines()
+    runs: list[dict[str, Any]] = []
     configs = [read_config(folder) for folder in folders]
     names = run_names(folders)
     for folder, name, config in zip(folders, names, configs, strict=True):
@@ -247,14 +250,17 @@ def render(content: dict) -> str:
 def main() -> None:
     p = cli.parser("report", __doc__)
     p.add_argument("runs", metavar="RUN", nargs="+", help="the folder of a run, also of one that has not ended")
-    p.add_argument("--to", metavar="FILE", help="where to write; default: report.html in the first run's folder")
+    p.add_argument(
+        "--to", metavar="FILE", type=cli.local_path,
+        help="where to write; default: report.html in the first run's folder",
+    )  # fmt: skip
     p.add_argument("--dumps", type=int, default=3, metavar="N", help="dumped iterations of each run to browse; default 3")
     p.add_argument("--groups", type=int, default=4, metavar="N", help="prompt groups of each of them; default 4")
     args = p.parse_args()
     for name in ("dumps", "groups"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} {getattr(args, name)}: must be 1 or more")
-    folders = [Path(run) for run in args.runs]
+    folders = [Path(remote.local(run)) for run in args.runs]
     for folder in folders:
         read_config(folder)
     target = Path(args.to) if args.to else folders[0] / "report.html"
@@ -263,6 +269,7 @@ def main() -> None:
     page = render(gather(folders, args.dumps, args.groups))
     with atomic_write(target, errors="replace") as file:
         file.write(page)
+    remote.send(target)
     print(f"{target}: {len(page) / 1e6:.1f} MB, {len(folders)} run{'s' if len(folders) > 1 else ''}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
 import time
@@ -16,12 +17,13 @@ from hgpo_jax.config import Config
 from hgpo_jax.environments import environment
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.evaluation import describe_evaluation, evaluate
-from hgpo_jax.files import atomic_write
-from hgpo_jax.job import build, job_mesh, open_devices
+from hgpo_jax.files import atomic_write, is_remote
+from hgpo_jax.job import Job, build, job_mesh, open_devices
 from hgpo_jax.mesh import abstract_mesh, make_mesh
+from hgpo_jax.own_words import fresh_tokenizer
 from hgpo_jax.policy import Policy
 from hgpo_jax.policy.tokenizer import load_tokenizer
-from hgpo_jax.run import distributed
+from hgpo_jax.run import distributed, remote
 from hgpo_jax.run.curves import plot_curves
 from hgpo_jax.run.folder import find_run, take_folder
 from hgpo_jax.run.interruption import Interrupted, Interruption
@@ -40,6 +42,9 @@ def train(given: dict, resume: str, allowed: tuple[str, ...], dry: bool, multipr
     Raises ConfigError, RunError.
     """
     began = time.perf_counter()
+    place = resume if is_remote(resume) else given.get("run_dir", "")
+    if multiprocess and is_remote(place):
+        raise ConfigError(f"{place}: several processes need a folder that all see; mount the bucket, and give its path")
 
     def look() -> tuple:
         config, folder, *rest = find_run(given, resume, allowed)
@@ -54,10 +59,11 @@ def train(given: dict, resume: str, allowed: tuple[str, ...], dry: bool, multipr
         found = look()
         open_devices()
     config, folder, (resuming, ended) = configuration.resolve(found[0]), Path(found[1]), found[2:]
+    place = remote.shown(folder)
     if ended:
         print(
-            f"{folder}: all {config.iterations} iterations are done and evaluated; a larger iterations= trains on, "
-            f"python -m hgpo_jax.evaluate {folder} evaluates again"
+            f"{place}: all {config.iterations} iterations are done and evaluated; a larger iterations= trains on, "
+            f"python -m hgpo_jax.evaluate {place} evaluates again"
         )
         return
     check_loggers(config)
@@ -67,10 +73,10 @@ def train(given: dict, resume: str, allowed: tuple[str, ...], dry: bool, multipr
             run(config, mesh, folder, resuming, stop)
         except Interrupted as signal:
             saved = f"{stop.saved} of {config.iterations} iterations are saved" if stop.saved else "no iteration was done"
-            hint = f"; continue with --resume {folder}" if stop.saved or resuming else ""
+            hint = f"; continue with --resume {place}" if stop.saved or resuming else ""
             print(f"stopped by {signal}: {saved}{hint}", flush=True)
             sys.exit(128 + signal.number)
-    print(f"{time.perf_counter() - began:.0f} s in all; everything is in {folder}")
+    print(f"{time.perf_counter() - began:.0f} s in all; everything is in {place}")
 
 
 def dry_run(config: Config) -> None:
@@ -83,7 +89,8 @@ def dry_run(config: Config) -> None:
         workload = memory.workload_of(config, mesh)
         phases = memory.bytes_by_phase(config, mesh, workload)
         if makers:
-            tokenizer = load_tokenizer(config.policy.tokenizer or config.policy.source, config.cache_dir)
+            source = config.policy.tokenizer or config.policy.source
+            tokenizer = load_tokenizer(source, config.cache_dir) if source else fresh_tokenizer(config)
             runner = TextRunner(config, found, *makers, workload.model, tokenizer, mesh)
             counts = (runner.num_tasks or "generated", runner.num_held_out_tasks or "generated")
             print(f"{config.env.name}: {counts[0]} tasks to train on, {counts[1]} held out")
@@ -114,12 +121,20 @@ def run(config: Config, mesh: Mesh, folder: Path, resuming: bool, stop: Interrup
     stop.saved = first
     devices = f"{job.mesh.size} {jax.devices()[0].platform} device{'s' if job.mesh.size > 1 else ''}"
     count = sum(a.size for a in jax.tree.leaves(job.policy.params))
-    print(f"{folder}: {config.method}, {count:,} parameters, {devices}, mesh {dict(job.mesh.shape)}", flush=True)
+    print(f"{remote.shown(folder)}: {config.method}, {count:,} parameters, {devices}, mesh {dict(job.mesh.shape)}", flush=True)
 
     for fault in faults:
         print(f"warning: {fault}", file=sys.stderr if writes else None, flush=True)
     if resuming:
-        print("\n".join([f"resumed after iteration {first} in {folder}", *changes]), flush=True)
+        print("\n".join([f"resumed after iteration {first} in {remote.shown(folder)}", *changes]), flush=True)
+    url = remote.url_of(folder)
+    with remote.Upload(folder, url) if url else contextlib.nullcontext():
+        train_and_evaluate(job, folder, first, stop)
+
+
+def train_and_evaluate(job: Job, folder: Path, first: int, stop: Interruption) -> None:
+    """Trains from an iteration on, evaluates, and writes what a run ends with."""
+    config, writes = job.config, jax.process_index() == 0
     params = Training(job, folder, first, stop).run()
     with refusals():
         Policy(job.policy.config, params, job.policy.tokenizer).save(folder / "policy")
@@ -129,6 +144,7 @@ def run(config: Config, mesh: Mesh, folder: Path, resuming: bool, stop: Interrup
         plot_curves(folder)
         for saved in (folder / "policy", folder / "adapter"):
             if saved.is_dir():
+                count = sum(a.size for a in jax.tree.leaves(job.policy.params))
                 model_card.write(saved, config, count, result)
         with atomic_write(folder / "transcripts.txt") as file:  # last: its presence means that the run has ended
             file.write(shown + "\n")

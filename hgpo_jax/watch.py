@@ -21,6 +21,7 @@ from hgpo_jax import config as configuration
 from hgpo_jax.errors import ConfigError, printable
 from hgpo_jax.evaluation import sampled_decoding
 from hgpo_jax.job import build, prepare_devices
+from hgpo_jax.run import remote
 
 EACH = 8  # tokens of a response whose probabilities are shown one by one; of a longer one the mean and the least
 
@@ -56,6 +57,7 @@ def main() -> None:
     for name, value in (("task", args.task), ("seed", args.seed)):
         if not 0 <= value < 2**31:
             raise ConfigError(f"--{name} {value}: must be from 0 to {2**31 - 1}")
+    args.run = remote.local(args.run)
     source, overrides = cli.trained_policy(args)
     mesh = prepare_devices(configuration.load(source, overrides))
     episodes = max(2, mesh.shape["data"] * mesh.shape["fsdp"])  # the fewest that devices share and a group has

@@ -19,6 +19,7 @@ from hgpo_jax.errors import ConfigError
 from hgpo_jax.iteration import estimator_options
 from hgpo_jax.policy.tokenizer import BLANK, END, PAD, load_tokenizer
 from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.run import remote
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,13 +164,13 @@ class Dump:
 def load(path: str | Path, iteration: int | None = None) -> Dump:
     """Reads a dump of a run.
 
-    path: the run's folder, or one dump (`episodes/iteration-*.npz`) in it.
+    path: the run's folder, also one in a bucket, or one dump (`episodes/iteration-*.npz`) in it.
     iteration: which dump of a folder; the last one by default.
 
     Raises:
       ConfigError: one line; no run, no dump of that iteration, or files that are damaged.
     """
-    path = Path(path)
+    path = Path(remote.local(str(path)))
     folder = path.parent.parent if path.suffix == ".npz" else path
     config = read_config(folder)
     found = dumped(folder)

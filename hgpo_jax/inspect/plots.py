@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -31,7 +32,7 @@ def plot_learning(runs: dict[str, str | Path | list[dict]], metrics=("success", 
     figure = Figure(figsize=(3.6 * len(metrics), 2.5), layout="constrained")
     axes = figure.subplots(1, len(metrics), squeeze=False)[0]
     for name, run in runs.items():
-        rows = [flatten(row) for row in (run if isinstance(run, list) else read_metrics(run))]
+        rows = [flatten(row) for row in (run if isinstance(run, list) else read_metrics(Path(run)))]
         for axis, metric in zip(axes, metrics, strict=True):
             known = [(row["iteration"], row[metric]) for row in rows if row.get(metric) is not None]
             axis.plot(*zip(*known, strict=True), linewidth=1.5, label=name)
@@ -69,7 +70,7 @@ def plot_group(dump: Dump, records: dict[str, Estimate], group: int) -> Figure:
         axis.set_xlabel("turn", fontsize=9)
         axis.set_title(name, fontsize=10, loc="left")
         figure.colorbar(shown, ax=axis, pad=0.02, shrink=0.9).ax.tick_params(labelsize=8)
-    figure.suptitle(dump.goal(rows[0]), fontsize=10, parse_math=False)  # a price in dollars is not a formula
+    figure.suptitle(dump.goal(int(rows[0])), fontsize=10, parse_math=False)  # a price in dollars is not a formula
     return figure
 
 
@@ -109,11 +110,11 @@ def plot_transitions(dump: Dump, record: Estimate, group: int, states: int = 12)
     axis.set_axis_off()
     norm = CenteredNorm(halfrange=max(float(np.abs(edges["advantage"]).max()), 1e-9))
     color = ScalarMappable(norm, "coolwarm_r")  # grey in the middle: an advantage of 0 is seen on white, too
-    middle = {s: tuple((place[s][i] + 0.5) * (BOX[i] + GAP[i]) for i in (0, 1)) for s in drawn}
+    middle = {s: ((place[s][0] + 0.5) * (BOX[0] + GAP[0]), (place[s][1] + 0.5) * (BOX[1] + GAP[1])) for s in drawn}
     boxes = {}
     for s in drawn:
         x, y = middle[s]
-        style = {"boxstyle": "round,pad=0,rounding_size=0.08", "linewidth": 2 if s in starts or s in goals else 1}
+        style: Any = {"boxstyle": "round,pad=0,rounding_size=0.08", "linewidth": 2 if s in starts or s in goals else 1}
         face, edge = ("#e3f2e6", "#2b7a3d") if s in goals else ("#f6f6f3", "#555555")
         corner = x - BOX[0] / 2, y - BOX[1] / 2
         boxes[s] = axis.add_patch(FancyBboxPatch(corner, *BOX, facecolor=face, edgecolor=edge, zorder=3, **style))

@@ -13,9 +13,9 @@ from filelock import FileLock, Timeout
 from hgpo_jax import config as configuration
 from hgpo_jax.config import Config
 from hgpo_jax.errors import ConfigError
-from hgpo_jax.files import atomic_write
+from hgpo_jax.files import atomic_write, is_remote
 from hgpo_jax.learner import lr_scale
-from hgpo_jax.run import provenance
+from hgpo_jax.run import provenance, remote
 from hgpo_jax.run.checkpoint import newest, newest_intact
 from hgpo_jax.run.metrics import read_metrics
 
@@ -36,6 +36,9 @@ HOW_TO_REPAIR = "repair it by hand, or start again in another run_dir"
 LOCK, UNFINISHED = ".lock", "config.yaml.partial"  # left by a run that was killed before it wrote config.yaml
 # What a run ends with; a policy is only written when the last checkpoint is complete.
 RESULTS = ("policy", "adapter", "evaluations", "evaluation.json", "transcripts.txt")
+
+
+NAMING = ("name", "method", "seed", "run_dir", "cache_dir")  # fields that decide where a run lives
 
 
 class Found(NamedTuple):
@@ -79,23 +82,24 @@ def find_run(given: dict, resume: str, allowed: tuple[str, ...] = ()) -> Found:
 def run_folder(given: dict, resume: str) -> tuple[Path, bool]:
     """Where the run lives, and whether it is resumed there. Arguments and errors as in `find_run`."""
     # The other fields may only make sense together with those of the run that is resumed.
-    names = configuration.resolve({name: given[name] for name in ("name", "method", "seed", "run_dir") if name in given})
+    names = configuration.resolve({name: given[name] for name in NAMING if name in given})
     stem, run_dir = f"{names.name}-{names.method.rpartition(':')[2]}-s{names.seed}", names.run_dir
     if resume not in ("auto", "never"):
-        if not (Path(resume) / "config.yaml").is_file():
+        folder = remote.fetch(resume, names.cache_dir) if is_remote(resume) else Path(resume)
+        if not (folder / "config.yaml").is_file():
             raise ConfigError(f"--resume {resume}: not a run's folder, it holds no config.yaml")
         if run_dir and Path(run_dir).resolve() != Path(resume).resolve():
             raise ConfigError(f"run_dir={run_dir}: a resumed run stays in {resume}; leave run_dir out")
-        return Path(resume), True
+        return folder, True
     if run_dir:
-        folder = Path(run_dir)
+        folder = remote.fetch(run_dir, names.cache_dir, begins=True) if is_remote(run_dir) else Path(run_dir)
         if folder.exists() and not folder.is_dir():
-            raise ConfigError(f"run_dir={folder}: is a file; choose another folder")
+            raise ConfigError(f"run_dir={run_dir}: is a file; choose another folder")
         begun = (folder / "config.yaml").is_file()
         if begun and resume == "never":
-            raise ConfigError(f"run_dir={folder}: already holds a run; give --resume {folder} or choose another folder")
-        if folder.is_dir() and not begun and {path.name for path in folder.iterdir()} - {LOCK, UNFINISHED}:
-            raise ConfigError(f"run_dir={folder}: is not empty and not a run; choose another folder")
+            raise ConfigError(f"run_dir={run_dir}: already holds a run; give --resume {run_dir} or choose another folder")
+        if folder.is_dir() and not begun and {path.name for path in folder.iterdir()} - {LOCK, UNFINISHED, remote.STATE}:
+            raise ConfigError(f"run_dir={run_dir}: is not empty and not a run; choose another folder")
         return folder, begun
     if resume == "auto":
         earlier = [p.parent for p in Path("runs").glob(f"{stem}-*/config.yaml") if not _evaluated(p.parent)]

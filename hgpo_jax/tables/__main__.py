@@ -32,19 +32,25 @@ def parse(arguments: list[str]):
         p.parse_args(arguments[:1])
     p = cli.parser(f"tables {command}", __doc__)
     if command == "collect":
-        p.add_argument("runs", metavar="RUNS", help="folder of the run folders")
+        p.add_argument("runs", metavar="RUNS", type=cli.local_path, help="folder of the run folders")
         p.add_argument("--plan", metavar="PLAN", help="default: RUNS/plan.yaml, which `run` leaves there")
-        p.add_argument("--to", metavar="DIR", help="where NAME.md, .csv, .tex, .json and the pictures go; default RUNS")
+        p.add_argument(
+            "--to", metavar="DIR", type=cli.local_path,
+            help="where NAME.md, .csv, .tex, .json and the pictures go; default RUNS",
+        )  # fmt: skip
     elif command == "draw":
         p.add_argument("record", metavar="NAME.json", help="what `collect` wrote")
         p.add_argument("--plan", metavar="PLAN", help="default: the plan of that name in configs/tables")
-        p.add_argument("--to", metavar="DIR", help="where the pictures go; default beside NAME.json")
+        p.add_argument("--to", metavar="DIR", type=cli.local_path, help="where the pictures go; default beside NAME.json")
     else:
         p.add_argument("plan", metavar="PLAN", help="a plan's file, or its name in configs/tables")
-        p.add_argument("--runs", metavar="RUNS", help="folder of the run folders; default runs/tables/PLAN")
+        p.add_argument(
+            "--runs", metavar="RUNS", type=cli.local_path,
+            help="folder of the run folders; default runs/tables/PLAN",
+        )  # fmt: skip
     if command == "plan":
         p.add_argument("--launch", choices=launch.WRITERS, help="write launch files for this instead")
-        p.add_argument("--to", metavar="DIR", help="where --launch writes")
+        p.add_argument("--to", metavar="DIR", type=cli.local_path, help="where --launch writes")
     if command == "run":
         p.add_argument("--jobs", type=int, default=1, help="cells at once; default 1")
     if command in ("run", "bias"):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from kills import RUN, arrays, assert_same_run, kill_again_and_again, timeless
 
-from tests.helpers import runs
+from tests.helpers import fork_server, runs
 from tests.helpers.chat_tokenizers import byte_tokenizer
 from tests.helpers.glossary import unexplained
 
@@ -120,6 +120,38 @@ def test_halves_equal_the_whole_to_the_bit(cache, whole, tokenizer, tmp_path, se
     assert_same_state(home / "run", wanted)
     rows = [json.loads(line) for line in (wanted / "metrics.jsonl").read_text().splitlines()]
     assert not [name for row in rows for name in unexplained(row)]
+
+
+UPLOADS_AT_ONCE = """
+from hgpo_jax.run import remote
+remote.EVERY = 0.05
+"""
+
+
+def test_a_run_in_a_bucket_goes_on_on_another_machine(cache, whole, tmp_path):
+    """Killed while it trains; a folder that is reached by its URL stands for the bucket."""
+    url, store = f"file://{tmp_path}/bucket/run", Path(cache.removeprefix("cache_dir="))
+    fields = (*(field for field in PLAIN if not field.startswith("run_dir")), cache)
+    runs.run(
+        tmp_path, *fields, f"run_dir={url}", code=UPLOADS_AT_ONCE + DIES_IN_THE_THIRD, expect=-signal.SIGKILL
+    )  # fmt: skip
+    bucket = tmp_path / "bucket/run"
+    assert {path.name for path in (bucket / "checkpoints").iterdir()} >= {"2"}
+    shutil.rmtree(store / "remote")  # another machine has none
+    said = runs.run(tmp_path, "--resume", url, cache)
+    assert f"resumed after iteration 2 in {url}" in said
+    assert f"everything is in {url}" in said
+    assert_same_run(bucket, whole)
+    assert_same_state(bucket, whole)
+    runs.run(tmp_path, "--resume", url, cache, "iterations=5")
+    assert len(timeless(bucket)) == 5
+    assert (bucket / "evaluation-4.json").is_file()
+
+    for command in (["report", url], ["evaluate", url, "evaluation.episodes=4", cache], ["watch", url, cache]):
+        done = fork_server.run(["-m", f"hgpo_jax.{command[0]}", *command[1:]], tmp_path, runs.ENVIRONMENT)
+        assert done.returncode == 0, done.stderr
+    assert (bucket / "report.html").is_file()
+    assert len(list((bucket / "evaluations").glob("*.json"))) == 1
 
 
 def test_another_mesh_goes_on(cache, half, whole, tmp_path):
