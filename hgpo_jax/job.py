@@ -17,9 +17,10 @@ from hgpo_jax.environments import environment
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.methods import Method, method_named
+from hgpo_jax.own_words import fresh_tokenizer
 from hgpo_jax.policy import LoraConfig, ModelConfig, Policy, initialize, load_policy, lora
 from hgpo_jax.policy.placement import cast, storage_shardings
-from hgpo_jax.policy.tokenizer import load_tokenizer, word_tokenizer
+from hgpo_jax.policy.tokenizer import word_tokenizer
 from hgpo_jax.rewards import Reward, make_reward
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.run import distributed
@@ -173,7 +174,7 @@ def make_policy(config: Config, model: ModelConfig, mesh: Mesh) -> Policy:
     words = word_tokenizer(found.compiled(config).words) if found.compiled and config.env.runs_compiled else None
     if not settings.source:
         params = cast(initialize(model, config.seed, mesh), settings.dtype)
-        return Policy(model, params, words or load_tokenizer(settings.tokenizer, config.cache_dir))
+        return Policy(model, params, words or fresh_tokenizer(config))
     try:
         policy = load_policy(settings.source, mesh, settings.dtype, config.cache_dir)
     except ValueError as error:

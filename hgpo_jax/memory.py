@@ -18,11 +18,12 @@ from hgpo_jax.environments import environment
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.learner import MAX_LOGITS
 from hgpo_jax.methods import method_named
+from hgpo_jax.own_words import fresh_tokenizer
 from hgpo_jax.packing import sequence_shape
 from hgpo_jax.policy import LoraConfig, ModelConfig, huggingface, shapes, shardings
 from hgpo_jax.policy.attention import MAX_SCORES, query_block_size
 from hgpo_jax.policy.presets import preset
-from hgpo_jax.policy.tokenizer import embedding_rows, load_tokenizer, vocabulary_size
+from hgpo_jax.policy.tokenizer import embedding_rows, vocabulary_size
 from hgpo_jax.rollout.prompts import prompt_length
 
 GiB = 2**30
@@ -185,13 +186,11 @@ def workload_of(config: Config, mesh) -> Workload:
         env = found.compiled(config)
         prompt, response = prompt_length(env, settings.history_length), env.action_length + 1
         vocabulary = vocabulary_size(env.words)
-    elif not policy.source:
-        if not policy.tokenizer:
-            raise ValueError(f"env.name={config.env.name}: text needs a tokenizer; give policy= or policy.tokenizer=FOLDER")
-        vocabulary = embedding_rows(len(load_tokenizer(policy.tokenizer, config.cache_dir)))
     if policy.source:
         model = published or huggingface.read_config(huggingface.find(policy.source, config.cache_dir))
     else:
+        if vocabulary is None:
+            vocabulary = embedding_rows(len(fresh_tokenizer(config)))
         try:
             model = ModelConfig(vocab_size=vocabulary, **policy.sizes)
         except ValueError as error:

@@ -7,12 +7,13 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from hgpo_jax.config import Config
 from hgpo_jax.environments import Environment
 from hgpo_jax.envs.protocol import CompiledEnv, ListsGames, OwnPrompts
 from hgpo_jax.errors import ConfigError
+from hgpo_jax.own_words import template_of
 from hgpo_jax.policy import ModelConfig, network
 from hgpo_jax.policy.tokenizer import ACT
 from hgpo_jax.rollout.chat_format import ChatFormat
@@ -50,7 +51,7 @@ class CompiledRunner:
         # Given to the program as an argument: thousands of games take longer to compile into it.
         tables = env.tables if isinstance(env, ListsGames) and games else None
         self._tables = None if tables is None else jax.device_put(tables, NamedSharding(mesh, PartitionSpec()))
-        self.num_tasks, self.num_held_out_tasks = (games and len(games[stream]) for stream in ("train", "held_out"))
+        self.num_tasks, self.num_held_out_tasks = (len(games[stream]) if games else None for stream in ("train", "held_out"))
         self.program = make_rollout(
             env, network(model), mesh, history_length=config.rollout.history_length,
             decode_batch_size=config.rollout.decode_batch_size, end=tokenizer.eos_token_id,
@@ -108,20 +109,24 @@ class TextRunner:
       environment: whose prompts and rule for malformed answers to use.
       train, held_out: make one environment each (`Environment.text`).
 
-    Attributes and methods as in `CompiledRunner`.
+    Attributes:
+      make_env: makes an environment for training.
+      prompts: how a prompt is made and a response read.
+
+    Others, and methods, as in `CompiledRunner`.
     """
 
     def __init__(
         self, config: Config, environment: Environment, train: Callable, held_out: Callable, model: ModelConfig, tokenizer,
-        mesh: Mesh,
+        mesh: Mesh | AbstractMesh,
     ):  # fmt: skip
         env, rollout = config.env, config.rollout
         try:
-            prompts = ChatFormat(
-                tokenizer, env.template or environment.template, rollout.prompt_limit, rollout.stop, environment.fallback
+            self.make_env, self.prompts = train, ChatFormat(
+                tokenizer, template_of(config, tokenizer), rollout.prompt_limit, rollout.stop, environment.fallback
             )
             self._train = HostRollout(
-                train, prompts, network(model), mesh, batch=rollout.prompt_groups * rollout.group_size,
+                train, self.prompts, network(model), mesh, batch=rollout.prompt_groups * rollout.group_size,
                 history_length=rollout.history_length, response_limit=rollout.response_limit,
                 decode_batch_size=rollout.decode_batch_size, strict=env.strict, workers=env.workers,
                 time_limit=env.time_limit, ready_fraction=rollout.ready_fraction,

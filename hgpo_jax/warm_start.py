@@ -3,6 +3,7 @@
 A scripted expert (`envs/*/expert.py`) plays with some random actions mixed in, so that its play also visits the states that
 a clumsy policy gets into; at every turn the label is what the expert would do there. The labels depend only on what
 the prompt shows or has shown. Reinforcement learning needs this start because random admissible play almost never succeeds.
+A small policy in a text environment without an expert clones random commands, until it writes hardly anything else.
 The result is cached on disk under a hash of all that it depends on.
 """
 
@@ -14,17 +15,19 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from hgpo_jax.config import Config
+from hgpo_jax.config.tree import CloningConfig
 from hgpo_jax.environments import environment
-from hgpo_jax.envs.protocol import CompiledEnv, Expert, ListsGames
+from hgpo_jax.envs.protocol import CompiledEnv, Expert, ListsGames, TextExpert
 from hgpo_jax.errors import ConfigError, RunError
 from hgpo_jax.job import Job
 from hgpo_jax.learner import make_cloning_loss, make_update
@@ -33,11 +36,13 @@ from hgpo_jax.policy.tokenizer import ACT
 from hgpo_jax.progress import Progress
 from hgpo_jax.rollout.compiled import start_episode
 from hgpo_jax.rollout.prompts import make_prompt
+from hgpo_jax.rollout.scripted_play import play
 from hgpo_jax.run import distributed
-from hgpo_jax.runners import CompiledRunner
+from hgpo_jax.runners import TextRunner
 from hgpo_jax.sampling import Decoding
 from hgpo_jax.training_batch import TrainingBatch
 
+ADMISSIBLE = 0.95  # share of admissible commands at which cloning random ones ends
 ROOT = Path(__file__).parent.parent  # where this package is
 
 
@@ -86,21 +91,73 @@ def generate_play(
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), rows), success
 
 
-def clone(job: Job) -> dict:
-    """Trains the job's fresh policy on generated play; returns its parameters. Prints its progress."""
-    assert isinstance(job.runner, CompiledRunner)  # `check_together` refuses others
-    config, policy, env = job.config, job.policy, job.runner.env
-    settings, expert = config.cloning, environment(config.env).expert
-    assert expert is not None
-    key = jax.random.key(config.seed)
-    end, act = policy.tokenizer.eos_token_id, policy.tokenizer.convert_tokens_to_ids(ACT)
-    decisions, success = generate_play(
-        env, expert, jax.random.fold_in(key, 1),
-        job.runner.select_tasks("warm_start", config.seed, jnp.arange(settings.episodes)),
-        noise=settings.noise, history_length=config.rollout.history_length, end=end, act=act,
+def read_play(
+    runner: TextRunner, tasks: Sequence[int], settings: CloningConfig, config: Config
+) -> tuple[TrainingBatch, jax.Array]:
+    """`generate_play` in a text environment, by its expert or with random commands; the decisions are only those that happened.
+
+    Raises ConfigError where an episode cannot be played.
+    """
+    known, commands, won = [], [], []
+    episodes = play(
+        runner.make_env, tasks, noise=settings.noise, history_length=config.rollout.history_length, seed=config.seed
+    )
+    try:
+        with Progress("warm start: play", len(tasks), "episode") as progress:
+            for episode in episodes:
+                known += episode.known
+                commands += episode.commands
+                won.append(episode.won)
+                progress.update(1, {"won": f"{sum(won) / len(won):.2f}"})
+    except ValueError as error:
+        raise ConfigError(f"env.name={config.env.name}: {error}") from None
+    prompts = [prompt.ids for prompt in runner.prompts.build(known)]
+    responses = [[*ids, runner.prompts.end_tokens[0]] for ids in runner.prompts.encode(commands)]
+    padded = _padded(responses, 1)
+    return TrainingBatch(
+        prompts=_padded(prompts, 64),
+        prompt_lengths=jnp.array(list(map(len, prompts))),
+        responses=padded,
+        response_lengths=jnp.array(list(map(len, responses))),
+        old_logp=jnp.zeros(padded.shape),
+        advantages=jnp.zeros(len(responses)),
+    ), jnp.array(won)
+
+
+def _padded(rows: list[list[int]], multiple: int) -> jax.Array:
+    """Rows of token ids as one array, as wide as the longest, rounded up."""
+    width = -(-max(map(len, rows)) // multiple) * multiple
+    padded = np.zeros((len(rows), width), np.int32)
+    for row, ids in zip(padded, rows, strict=True):
+        row[: len(ids)] = ids
+    return jnp.asarray(padded)
+
+
+def demonstrations(job: Job) -> tuple[TrainingBatch, jax.Array]:
+    """Decisions to clone, and which of their episodes succeeded, bool[episodes]. Raises ConfigError."""
+    config, runner, tokenizer = job.config, job.runner, job.policy.tokenizer
+    settings = config.cloning
+    numbers = jnp.arange(settings.episodes)
+    if isinstance(runner, TextRunner):
+        return read_play(runner, runner.select_tasks("warm_start", config.seed, numbers), settings, config)
+    tasks = runner.select_tasks("warm_start", config.seed, numbers)
+    expert = environment(config.env).expert
+    assert expert is not None  # `check_together` refuses others
+    return generate_play(
+        runner.env, expert, jax.random.fold_in(jax.random.key(config.seed), 1), tasks, noise=settings.noise,
+        history_length=config.rollout.history_length, end=tokenizer.eos_token_id, act=tokenizer.convert_tokens_to_ids(ACT),
     )  # fmt: skip
+
+
+def clone(job: Job) -> dict:
+    """Trains the job's fresh policy on generated play; returns its parameters. Prints its progress. Raises ConfigError."""
+    config, policy = job.config, job.policy
+    settings = config.cloning
+    key = jax.random.key(config.seed)
+    decisions, success = demonstrations(job)
     total = decisions.response_lengths.shape[0]
-    count = (decisions.response_lengths > 0).sum()  # an argument of what is compiled, which then serves every seed
+    count = int((decisions.response_lengths > 0).sum())
+    passes = -(-settings.check_every * settings.batch_size // count)  # over few decisions, between two looks
     schedule = optax.warmup_cosine_decay_schedule(0.0, settings.lr, 100, max(settings.max_steps, 101), settings.lr / 10)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98))
     update = make_update(
@@ -109,42 +166,52 @@ def clone(job: Job) -> dict:
     )  # fmt: skip
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def some_steps(params, opt_state, decisions, count, key, steps):
-        # Rows of decisions that happened come first in a random order.
-        order = jnp.argsort(jax.random.uniform(key, (total,)) + 2.0 * (decisions.response_lengths == 0))
-        return update(params, opt_state, None, decisions, order, jnp.minimum(steps * settings.batch_size, count), 1.0)
+    def some_steps(params, opt_state, decisions, key, steps):
+        # Rows of decisions that happened come first, pass by pass, in a random order.
+        rank = jax.random.uniform(key, (passes, total)) + jnp.arange(passes)[:, None]
+        order = jnp.argsort((rank + (passes + 1) * (decisions.response_lengths == 0)).reshape(-1)) % total
+        return update(params, opt_state, None, decisions, order, steps * settings.batch_size, 1.0)
 
     practice = job.runner.select_tasks("warm_start", config.seed, settings.episodes + jnp.arange(job.batch))
     groups = jnp.arange(job.batch, dtype=jnp.int32)
+    # Random commands are cloned for their form, not for what they reach.
+    aim, stop_at = ("success", settings.stop_at) if _has_expert(job) else ("admissible", ADMISSIBLE)
 
-    def practice_success(params, step):
+    def practised(params, step) -> float:
         keys = jax.random.split(jax.random.fold_in(jax.random.fold_in(key, 1), step), job.batch)
         decoding = Decoding(temperature=config.rollout.temperature)
-        return float(job.runner.rollout(params, practice, keys, groups, decoding).episodes.success.mean())
+        episodes, report = job.runner.rollout(params, practice, keys, groups, decoding)
+        if aim == "success" or report is None:
+            return float(episodes.success.mean())
+        return 1 - report.counts["inadmissible"] / max(int(episodes.mask.sum()), 1)
 
     params = jax.tree.map(jnp.copy, policy.params)
     opt_state = jax.jit(optimizer.init)(params)
-    solved = 0.0
+    reached = 0.0
     with Progress("warm start", settings.max_steps, "step") as progress:
         for step in range(0, settings.max_steps, settings.check_every):
             steps = min(settings.check_every, settings.max_steps - step)
             params, opt_state, stats = some_steps(
-                params, opt_state, decisions, count, jax.random.fold_in(key, 2 + step), jnp.int32(steps)
+                params, opt_state, decisions, jax.random.fold_in(key, 2 + step), jnp.int32(steps)
             )
             loss = float(stats["loss"])
             if stats["nonfinite_steps"]:
                 raise RunError(f"warm start: a loss or gradient is not finite after {step} steps; lower cloning.lr")
-            solved = practice_success(params, step)
-            progress.update(steps, {"loss": f"{loss:.3f}", "success": f"{solved:.2f}"})
-            if solved >= settings.stop_at:
+            reached = practised(params, step)
+            progress.update(steps, {"loss": f"{loss:.3f}", aim: f"{reached:.2f}"})
+            if reached >= stop_at:
                 break
     print(
-        f"warm start: {step + steps} steps of behaviour cloning on {int(count):,} decisions of "
+        f"warm start: {step + steps} steps of behaviour cloning on {count:,} decisions of "
         f"{settings.episodes:,} generated episodes ({float(success.mean()):.0%} of them successful); "
-        f"loss {loss:.3f}, success {solved:.0%}",
+        f"loss {loss:.3f}, {aim} {reached:.0%}",
         flush=True,
     )
     return params
+
+
+def _has_expert(job: Job) -> bool:
+    return not isinstance(job.runner, TextRunner) or isinstance(job.runner.make_env(), TextExpert)
 
 
 def sources(module: str = __name__) -> list[Path]:

@@ -150,6 +150,15 @@ def test_a_text_one_that_worker_processes_make_again(here):
     assert done.stdout.decode().split() == ["guess", "6", "False"]
 
 
+def test_a_value_without_a_type_is_read_as_in_a_configuration():
+    def make(size: int = 1, **others):
+        return size, others
+
+    assert outside.options(make, {"size": "2", "slippery": "false", "text": "a: b: c"}) == {
+        "size": 2, "slippery": False, "text": "a: b: c",
+    }  # fmt: skip
+
+
 def test_a_module_and_an_entry_point(here, monkeypatch):
     monkeypatch.syspath_prepend(here)
     (here / "my_rooms.py").write_text(COMPILED + "\n__version__ = '1.2'\n")
@@ -189,7 +198,7 @@ def test_a_module_and_an_entry_point(here, monkeypatch):
         (["env.name=./rooms.py:Corridor", "env.options.size=true"], "env.options.size=True: true and false are not values"),
         (["env.name=./rooms.py:Corridor", "env.max_turns=9"], "env.max_turns=9: .* has a max_turns of its own.*env.options"),
         (["env.name=./rooms.py:Corridor", "env.template=x"], "env.template=x: .* takes no template"),
-        (["env.name=./rooms.py:Corridor", "warm_start=cloning"], "warm_start=cloning: there is no play to clone for env.name"),
+        (["env.name=./rooms.py:Corridor", "warm_start=cloning"], "warm_start=cloning: .*Corridor has no expert to clone"),
         (["env.name=./rooms.py:Corridor", "env.compiled=true"], "env.compiled=true: .* has no such choice"),
         (["env.name=./rooms.py:Corridor", "env.size=7"], "env.size=7: .*Corridor does not read it; leave it at 6"),
         (["env.name=sokoban", "env.rooms=bathroom,kitchen"], "env.rooms=bathroom,kitchen: env.name=sokoban does not read it"),
@@ -265,15 +274,18 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["compiled", "warm start", "text"])
 def test_trains_evaluates_resumes_and_is_reported(here, kind):
-    byte_tokenizer().save_pretrained(here / "tok")
     start = {
         "compiled": ["env.name=./rooms.py:Corridor", "env.options.size=4"],
         "warm start": ["env.name=./rooms.py:Guided", "warm_start=cloning", "cloning.max_steps=30", "cloning.episodes=64"],
-        "text": ["env.name=./games.py:Guess", "env.options.size=2", "env.template=prompts.txt", "env.workers=1", *TEXTS],
+        "text": [
+            "env.name=./games.py:Guess", "env.options.size=2", "env.template=prompts.txt", "env.workers=1",
+            "warm_start=cloning", "cloning.episodes=64", "cloning.max_steps=300", "policy.hidden_size=32", *TEXTS[1:],
+        ],
     }[kind]
     words = [*SMALL, *start, "method=./learning.py:plain", "run_dir=run", "cache_dir=cache"]
     said = command("-m", "hgpo_jax.train", *words, cwd=here).stdout
     assert ("warm start: 30 steps of behaviour cloning" in said) == (kind == "warm start")
+    assert (re.search(r"admissible (9[5-9]|100)%\n", said) is not None) == (kind == "text")  # it has no expert
     rows = rows_of(here / "run")
     assert len(rows) == 4 and all(np.isfinite(row["loss"]) for row in rows)
     assert "./learning.py:plain" in (here / "run" / "config.yaml").read_text()

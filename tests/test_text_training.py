@@ -11,6 +11,10 @@ from hgpo_jax.rollout.episodes import Episodes
 from tests.helpers.training import command, rows_of
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
+SMALL = (
+    "iterations=2", "rollout.prompt_groups=2", "rollout.group_size=2", "cloning.episodes=8", "cloning.max_steps=20",
+    "evaluation.episodes=4", "log.dump_every=1",
+)  # fmt: skip
 DATA = {"alfworld": SHARED / "alfworld" / "sample", "webshop": SHARED / "webshop"}
 
 
@@ -35,17 +39,19 @@ def data_of(environment):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("environment", ["alfworld", "webshop", "household_text"])
+@pytest.mark.parametrize("environment", ["alfworld", "webshop", "household_text", "gymnasium:BabyAI-GoToObj-v0"])
 def test_trains_end_to_end(environment, tokenizer, tmp_path):
-    if environment == "household_text":
-        start = ["--config", "alfworld_tiny", "env.name=household_text", "env.split=train"]
+    small = environment not in DATA
+    if small:  # a policy with the environment's own words, cloned from its expert
+        start = ["--config", "text_small", f"env.name={environment}", *SMALL, "rollout.response_limit=16"]
     else:
-        start = ["--config", f"{environment}_tiny", f"data={data_of(environment)}"]
+        start = ["--config", f"{environment}_tiny", f"data={data_of(environment)}", f"policy.tokenizer={tokenizer}"]
+        start += ["rollout.response_limit=4"]
     folder = tmp_path / "run"
-    start += ["env.max_turns=2", "rollout.response_limit=4", "log.tensorboard=false"]
-    arguments = [*start, f"policy.tokenizer={tokenizer}", f"run_dir={folder}", f"cache_dir={tmp_path / 'cache'}"]
-    shown = command("-m", "hgpo_jax.train", *arguments, cwd=tmp_path).stdout
-    assert "task: " in shown
+    start.append("env.options.max_turns=2" if ":" in environment else "env.max_turns=2")
+    arguments = [*start, "log.tensorboard=false", f"run_dir={folder}", f"cache_dir={tmp_path / 'cache'}"]
+    trained = command("-m", "hgpo_jax.train", *arguments, cwd=tmp_path).stdout
+    assert "task: " in trained
     rows = rows_of(folder)
     assert len(rows) == 2
     for row in rows:
@@ -60,7 +66,8 @@ def test_trains_end_to_end(environment, tokenizer, tmp_path):
     before = (folder / "evaluation.json").read_text()
     command("-m", "hgpo_jax.evaluate", folder, cwd=tmp_path)
     assert (folder / "evaluation.json").read_text() == before
-    if environment == "household_text":
+    if small:
+        assert "behaviour cloning" in trained
         shown = command("-m", "hgpo_jax.watch", folder, "--greedy", cwd=tmp_path).stdout
         assert shown.startswith("task: ") and shown.count("      probability ") == 2
     if environment == "alfworld":  # tests/run stops and continues runs of all kinds
@@ -90,8 +97,8 @@ def test_the_papers_settings_pass_the_dry_run(environment, size, tokenizer, tmp_
     ("arguments", "fragment"),
     [
         (["env.name=alfworld", "warm_start=none", "policy.tokenizer=x", "data="], "env.data="),
-        (["env.name=household_text", "warm_start=none"], "needs a tokenizer"),
-        (["env.name=alfworld"], "warm_start=cloning"),
+        (["env.name=household_text", "policy.tokenizer=x"], "policy.tokenizer=x: warm_start=cloning is for a small policy"),
+        (["env.name=alfworld", "policy=x"], "warm_start=cloning"),
         (["lora.rank=4"], "lora.rank=4"),
     ],
 )

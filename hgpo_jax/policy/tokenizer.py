@@ -1,17 +1,26 @@
-"""Word-level tokenizers for compiled environments: one token per word of the environment.
+"""Word-level tokenizers of small policies: one token per word of the environment.
 
-The environment's word indices are the token ids, so a compiled rollout writes ids straight into prompts. Three tokens
-follow them: padding, the end of a response and the mark after which the agent acts.
+A compiled environment's word indices are the token ids, so a compiled rollout writes ids straight into prompts. Three tokens
+follow them: padding, the end of a response and the mark after which the agent acts. For a text environment the words are
+found in its texts.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 BLANK, PAD, END, ACT = "_", "<|endoftext|>", "<|im_end|>", ">"
+PLAIN = "{{ messages[0]['content'] }}"  # the chat template of a policy that is shown a message and nothing else
+# How Qwen2 cuts text before it merges bytes (its tokenizer.json); transformers 5 puts it into every folder of this model type.
+_QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_WORDS = r" ?\p{Ll}+|\p{Lu}\p{Ll}+|."  # a drawing's characters stay apart, so that it is read cell by cell
+MAX_WORDS = 2048  # tokens
 
 
 def word_tokenizer(words: tuple[str, ...]) -> PreTrainedTokenizerFast:
@@ -33,6 +42,28 @@ def word_tokenizer(words: tuple[str, ...]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, unk_token=PAD, clean_up_tokenization_spaces=False
     )
+
+
+def text_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """A transformers tokenizer in which every word of some texts is a token; whatever else it is given, it spells.
+
+    Words are lower-case but for their first letter; digits and other characters are tokens of their own. Of very many words
+    the most frequent are tokens. It is byte-level BPE in Qwen2's manner, so decoding gives every text back.
+    """
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_WORDS), "isolated"), byte_level])
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    # Every merge is inside a word, so the tokens are the same however the text is cut around words.
+    trainer = trainers.BpeTrainer(vocab_size=MAX_WORDS - 2, min_frequency=1, show_progress=False, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_QWEN2), "isolated"), byte_level])
+    tokenizer.normalizer, tokenizer.decoder = normalizers.NFC(), decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in (PAD, END)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, unk_token=PAD, chat_template=PLAIN,
+        clean_up_tokenization_spaces=False,
+    )  # fmt: skip
 
 
 def vocabulary_size(words: tuple[str, ...]) -> int:

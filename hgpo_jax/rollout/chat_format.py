@@ -97,16 +97,27 @@ class Template:
         return (self.later if entries else self.first).substitute(slots)
 
 
+def load_template(name: str) -> Template:
+    """The template of this name in `templates/`, or of a file. Raises ValueError."""
+    ours = {file.stem: file for file in TEMPLATES.glob("*.txt")}
+    file = ours.get(name, Path(name))
+    if not file.is_file():
+        raise ValueError(f"template={name}: no such file; give one, or {', '.join(sorted(ours))}")
+    return Template.load(file)
+
+
 class ChatFormat:
     """Prompts in a tokenizer's chat template, and actions out of its responses.
 
     Args:
       tokenizer: a transformers tokenizer with a chat template.
-      template: a name in `templates/`, or a file (`Template.load`).
+      template: as `load_template` takes it.
       prompt_limit: tokens of the longest prompt. A longer one loses its oldest history first, then the beginning of the
         user message; the frame always stays.
       stop: further tokens that end a response, besides the tokenizer's eos_token.
       fallback: characters of the end of a malformed response that are taken for its action.
+
+    A template that does not mention <action> asks for the action alone: the whole response is the action.
 
     Raises:
       ValueError: no such template, a tokenizer without a chat template or end token, a stop that is not one of its tokens, or a
@@ -116,12 +127,9 @@ class ChatFormat:
     def __init__(
         self, tokenizer, template: str, prompt_limit: int = 4096, stop: Sequence[str] = (), fallback: int = 30
     ):
-        ours = {file.stem: file for file in TEMPLATES.glob("*.txt")}
-        file = ours.get(template, Path(template))
-        if not file.is_file():
-            raise ValueError(f"template={template}: no such file; give one, or {', '.join(sorted(ours))}")
-        self.template = Template.load(file)
+        self.template = load_template(template)
         self.prompt_limit, self._fallback = prompt_limit, fallback
+        self._bare = "<action>" not in self.template.first.template + self.template.later.template
         check_chat_tokenizer(tokenizer)
         self._tokenizer, self._head, self._tail = tokenizer, *_frame(tokenizer)
         vocabulary = tokenizer.get_vocab()
@@ -175,7 +183,7 @@ class ChatFormat:
         """A response's text without special tokens other than the tags, and what `project` finds in it."""
         shown = [index for index in ids if index not in self._hidden]
         text = self._tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return ParsedResponse(text, *project(text, self._fallback))
+        return ParsedResponse(text, text.strip(), True) if self._bare else ParsedResponse(text, *project(text, self._fallback))
 
 
 def project(text: str, fallback: int) -> tuple[str, bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -45,7 +46,7 @@ class Episodes(struct.PyTreeNode):
         """Episodes of NumPy arrays in which nothing happened, with observations of one slot."""
         width = {"prompts": prompt_slots, "responses": response_slots, "logp": response_slots, "observations": 1}
         dtype = {"i": np.int32, "f": np.float32, "b": bool}
-        arrays = {}
+        arrays: dict[str, Any] = {}
         for name, (kind, dimensions) in KINDS.items():
             shape = (batch,) if dimensions is None else (batch, max_turns, *(width[name] for _ in range(dimensions)))
             arrays[name] = np.zeros(shape, dtype[kind])
@@ -53,8 +54,9 @@ class Episodes(struct.PyTreeNode):
 
     def save(self, path: str | Path) -> None:
         """Writes a compressed .npz, atomically."""
+        arrays: dict[str, Any] = {name: np.asarray(value) for name, value in vars(self).items()}
         with atomic_write(path, "wb") as file:
-            np.savez_compressed(file, **{name: np.asarray(value) for name, value in vars(self).items()})
+            np.savez_compressed(file, **arrays)
 
     @classmethod
     def load(cls, path: str | Path) -> Episodes:

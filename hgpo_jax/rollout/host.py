@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hgpo_jax.rollout.episode_buffer import EpisodeBuffer
@@ -63,7 +63,7 @@ class HostRollout:
     """
 
     def __init__(
-        self, make_env: Callable, format, graphdef, mesh: Mesh, *, batch: int, history_length: int,
+        self, make_env: Callable, format, graphdef, mesh: Mesh | AbstractMesh, *, batch: int, history_length: int,
         response_limit: int = 512, decode_batch_size: int = 64, strict: bool = False, workers: int = 0,
         time_limit: float = 60.0, ready_fraction: float = 1.0,
     ):  # fmt: skip
@@ -76,7 +76,7 @@ class HostRollout:
         shards = mesh.shape["data"] * mesh.shape["fsdp"]
         largest = min(math.ceil(batch * ready_fraction / shards), max(1, decode_batch_size * mesh.shape["data"] // shards))
         self._batch_sizes = [shards * size for size in buckets(largest, factor=4, smallest=1)]
-        self._widths = buckets(format.prompt_limit, factor=2, smallest=256)
+        self._widths = buckets(format.prompt_limit, factor=2, smallest=128)
         self._compiled: dict[tuple[int, int], float] = {}  # (batch size, width) -> seconds of the first call
 
     def _start_workers(self, make_env: Callable) -> None:
@@ -102,7 +102,7 @@ class HostRollout:
     def _no_episodes(self) -> Episodes:
         return Episodes.zeros(self._batch, self.max_turns, self._format.prompt_limit, self._response_limit)
 
-    def __call__(self, params, tasks: Sequence[int], keys, groups, decoding: Decoding) -> RolloutResult:
+    def __call__(self, params, tasks: Sequence[int] | np.ndarray, keys, groups, decoding: Decoding) -> RolloutResult:
         """Plays B episodes.
 
         Args:
@@ -190,7 +190,7 @@ def make_decode_blocks(graphdef):
     return jax.jit(lambda params: nnx.merge(graphdef, params).decode_blocks())
 
 
-def make_sampler(graphdef, mesh: Mesh, max_new: int, end_tokens: tuple[int, ...]):
+def make_sampler(graphdef, mesh: Mesh | AbstractMesh, max_new: int, end_tokens: tuple[int, ...]):
     """Jitted `sample(params, blocks, prompts, lengths, keys, episodes, turns, decoding) -> Responses`.
 
     blocks are those of `make_decode_blocks` for the params. prompts i32[M, P] and lengths i32[M] belong to the episodes

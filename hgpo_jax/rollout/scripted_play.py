@@ -1,0 +1,68 @@
+"""Play of a text environment without a policy: by its own scripted player, or with random commands.
+
+The warm start clones it, and a small policy's vocabulary is what it reads and writes there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from hgpo_jax.envs.protocol import TextExpert
+from hgpo_jax.errors import one_line
+from hgpo_jax.rollout.chat_format import PromptInput
+from hgpo_jax.rollout.workers import EnvOutput, read_output
+
+
+class ScriptedEpisode(NamedTuple):
+    """What was known before each turn, and what the player commands there."""
+
+    known: list[PromptInput]
+    commands: list[str]
+    won: bool
+
+
+def play(
+    make_env: Callable, tasks: Iterable[int], *, noise: float, history_length: int, seed: int
+) -> Iterator[ScriptedEpisode]:
+    """Plays an episode of each task in one environment, in this process.
+
+    With probability `noise` a random command is done instead of the player's own, which nevertheless is recorded: the play
+    also visits what a clumsy policy gets into. An environment without a scripted player (`protocol.TextExpert`) is played
+    with random commands.
+
+    Raises ValueError, in one line, for an episode that cannot be played.
+    """
+    env = make_env()
+    for task in tasks:
+        random = np.random.default_rng([seed, task])
+        try:
+            yield _episode(env, task, noise, history_length, random)
+        except Exception as error:  # whatever an environment or its player does
+            raise ValueError(one_line(f"task {task} cannot be played: {type(error).__name__}: {error}")) from None
+
+
+def _episode(env, task: int, noise: float, history_length: int, random: np.random.Generator) -> ScriptedEpisode:
+    output, known, labels = read_output(env, env.reset(task), 2), [], []
+    observations: list[str] = []
+    actions: list[str] = []
+    for turn in range(env.max_turns):
+        begin = max(0, turn - history_length)
+        history = list(zip(observations[begin:], actions[begin:], strict=True))
+        known.append(PromptInput(output.goal, history, turn, output.observation, output.commands))
+        labels.append(env.expert(history_length) if isinstance(env, TextExpert) else _random_command(output, random))
+        action = _random_command(output, random) if random.random() < noise and output.commands else labels[-1]
+        observations.append(output.observation)
+        actions.append(action)
+        output = read_output(env, env.step(action), 5)
+        if output.done:
+            break
+    return ScriptedEpisode(known, labels, output.won)
+
+
+def _random_command(output: EnvOutput, random: np.random.Generator) -> str:
+    if not output.commands:
+        raise ValueError("it lists no commands to choose from, and has no expert(history_length)")
+    return output.commands[random.integers(len(output.commands))]

@@ -1,0 +1,68 @@
+"""The vocabulary of a small policy for a text environment."""
+
+import pytest
+
+from hgpo_jax.config import load
+from hgpo_jax.errors import ConfigError
+from hgpo_jax.own_words import fresh_tokenizer, template_of
+from hgpo_jax.rollout.chat_format import ChatFormat, PromptInput
+
+ENV = '''
+class Colours:
+    """The agent names the colour that it is told; the words differ by task."""
+
+    max_turns, task_types, task_type, goal = 2, ("name",), 0, "Name the colour."
+
+    def __len__(self):
+        return 3
+
+    def reset(self, task):
+        self.colour = ("crimson", "azure", "ochre")[task]
+        return f"It is {self.colour}.", [f"say {self.colour}", "wait a little"]
+
+    def step(self, action):
+        won = action == f"say {self.colour}"
+        return "Well.", ["wait a little"], 10.0 * won, won, {"won": won, "admissible": True}
+'''
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    (tmp_path / "colours.py").write_text(ENV)
+    monkeypatch.chdir(tmp_path)
+    return lambda *overrides: load("text_small", ["env.name=./colours.py:Colours", f"cache_dir={tmp_path}", *overrides])
+
+
+def test_words_of_every_task_are_tokens_and_the_seed_changes_nothing(config):
+    tokenizer = fresh_tokenizer(config())
+    for word in ("crimson", "azure", "ochre", "wait", "little", "Well"):
+        assert len(tokenizer(f" {word}").input_ids) <= 2, word  # a capital stands apart from the blank before it
+    assert fresh_tokenizer(config("seed=7", "method=gigpo")) is tokenizer
+
+
+def test_the_prompt_is_the_bare_facts_and_the_response_the_command(config):
+    tokenizer = fresh_tokenizer(config())
+    form = ChatFormat(tokenizer, template_of(config(), tokenizer))
+    (prompt,) = form.build([PromptInput("Name it.", [("It is azure.", "wait")], 1, "Well.", ["say azure", "wait"])])
+    assert tokenizer.decode(prompt.ids) == "Name it.\nIt is azure. > wait\nWell.\n['say azure',\n'wait']\n>"
+    parsed = form.parse(form.encode([" say azure"])[0] + [tokenizer.eos_token_id])
+    assert parsed == (" say azure", "say azure", True)
+
+
+def test_a_template_of_the_users_wins(config, tmp_path):
+    (tmp_path / "mine.txt").write_text("== first ==\nLook: $observation\n== later ==\n$history\n== entry ==\n$action\n")
+    mine = config(f"env.template={tmp_path / 'mine.txt'}")
+    tokenizer = fresh_tokenizer(mine)
+    assert template_of(mine, tokenizer).endswith("mine.txt")
+    assert len(tokenizer("Look:").input_ids) == 2
+
+
+def test_commands_that_no_response_can_hold_are_refused(config):
+    with pytest.raises(ConfigError, match=r"^rollout.response_limit=3: the commands take up to 4 tokens; give as many"):
+        fresh_tokenizer(config("rollout.response_limit=3"))
+
+
+def test_an_environment_that_cannot_be_played_is_refused(config, tmp_path):
+    (tmp_path / "colours.py").write_text(ENV.replace("(\"crimson\"", "1 / 0 or (\"crimson\"").replace("Colours:", "Broken:"))
+    with pytest.raises(ConfigError, match=r"^env.name=./colours.py:Broken: task \d cannot be played: ZeroDivisionError"):
+        fresh_tokenizer(config("env.name=./colours.py:Broken"))
