@@ -5,16 +5,33 @@ from __future__ import annotations
 import argparse
 import difflib
 import errno
+import os
 import sys
 import unicodedata
 from collections.abc import Callable
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage text."""
+    """Says what is wrong in one line, without the usage text; answers a shell that asks for completions (argcomplete)."""
+
+    def parse_args(self, *args, **kwargs):
+        complete(self)
+        return super().parse_args(*args, **kwargs)
+
+    def parse_intermixed_args(self, *args, **kwargs):
+        complete(self)
+        return super().parse_intermixed_args(*args, **kwargs)
 
     def error(self, message):
         self.exit(2, f"error: {one_line(message)}; {self.prog} --help explains\n")
+
+
+def complete(parser: argparse.ArgumentParser) -> None:
+    """Does nothing, unless a shell asks what could be typed next: then it answers, and ends the process."""
+    if "_ARGCOMPLETE" in os.environ:
+        import argcomplete  # whose registration in the shell sets that variable
+
+        argcomplete.autocomplete(parser)
 
 
 def printable(text: str) -> str:

@@ -1,11 +1,13 @@
 """Environments and functions from outside this project, named on a command line.
 
 A name is `package.module:NAME`, found as `import` finds it, or `folder/file.py:NAME`, or what an installed package calls one of
-its entry points. A file is executed once in a process, as a module of its own that worker processes find again.
+its entry points, or `gymnasium:ID` for an environment that Gymnasium registers (`gym_text.py`). A file is executed once in a
+process, as a module of its own that worker processes find again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -20,10 +22,14 @@ from types import ModuleType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import pydantic
+import yaml
 
 from hgpo_jax.envs.cli import nearest, one_line
 
 ENVIRONMENTS, ESTIMATORS, REWARDS = "hgpo_jax.environments", "hgpo_jax.estimators", "hgpo_jax.rewards"  # groups of entry points
+
+
+GYMNASIUM = "gymnasium:"
 
 
 @functools.cache
@@ -34,9 +40,16 @@ def installed(group: str) -> dict[str, str]:
 
 def located(name: str, group: str) -> str:
     """The name in full: an entry point as what it stands for, a file with its absolute path."""
+    if name.startswith(GYMNASIUM):
+        return "hgpo_jax.envs.gym_text:GymnasiumText"
     name = installed(group).get(name, name)
     place, _, attribute = name.rpartition(":")
     return f"{Path(place).resolve()}:{attribute}" if place.endswith(".py") else name
+
+
+def implied(name: str) -> dict[str, str]:
+    """The options that a name itself gives."""
+    return {"id": name.removeprefix(GYMNASIUM)} if name.startswith(GYMNASIUM) else {}
 
 
 def load(name: str) -> tuple[ModuleType, Any]:
@@ -118,6 +131,9 @@ def _listed(taken) -> str:
 
 
 def _typed(name: str, value: Any, annotation: Any) -> Any:
+    if annotation is Any and isinstance(value, str):  # as a configuration reads it
+        with contextlib.suppress(yaml.YAMLError):
+            return yaml.safe_load(value)
     kinds = {annotation, *get_args(annotation)}
     sequence = get_origin(annotation) in (tuple, list) or annotation in (tuple, list)
     parts = value.split(",") if sequence and isinstance(value, str) else [value] if sequence and _single(value) else value

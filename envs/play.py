@@ -63,9 +63,9 @@ def webshop(args):
 
 
 def own(args):
-    """Your own, by its place or an entry point's name: FILE.py:CLASS or package.module:CLASS."""
+    """Your own, by its place or an entry point's name: FILE.py:CLASS or package.module:CLASS; or gymnasium:ID."""
     _, found = outside.load(outside.located(args.name, outside.ENVIRONMENTS))
-    given = {name: value for name, _, value in (option.partition("=") for option in args.options)}
+    given = dict(option.partition("=")[::2] for option in args.options) | outside.implied(args.name)
     env = found(**outside.options(found, given | ({"max_turns": args.turns} if args.turns else {})))
     if hasattr(env, "observation_length"):  # compiled
         from hgpo_jax.envs.words import Words

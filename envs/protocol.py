@@ -133,6 +133,15 @@ class TextEnv(Protocol):
         ...
 
 
+@runtime_checkable
+class TextExpert(Protocol):
+    """Optional for a text environment: a scripted player, which the warm start clones."""
+
+    def expert(self, history_length: int) -> str:
+        """expert(history_length) -> the command that it gives now; a prompt shows that many past turns"""
+        ...
+
+
 class BegunTextEnv(TextEnv, Protocol):
     """A text environment after a reset."""
 

@@ -11,7 +11,7 @@ import functools
 import jax
 import numpy as np
 
-from hgpo_jax.envs.protocol import ListsActions
+from hgpo_jax.envs.protocol import Expert, ListsActions
 
 BLANK = "_"  # an empty slot between words
 
@@ -38,6 +38,8 @@ class Words:
         key = np.array([task >> 32, task & 0xFFFFFFFF], np.uint32)
         with jax.set_mesh(_one_cpu()):
             self._state, seen = jax.device_get(_programs(self._env)[0](key))
+        self._key = key
+        self._past: list[np.ndarray] = []  # actions since the reset
         self.task_type = int(self._state.task)
         self.goal = self._goal(seen["goal"])
         return self._see(seen)
@@ -47,10 +49,21 @@ class Words:
 
         Returns: (observation, commands, the environment's reward, done, info with `won` and `admissible`).
         """
+        ids = self._ids(action)
         with jax.set_mesh(_one_cpu()):
-            self._state, seen = jax.device_get(_programs(self._env)[1](self._state, self._ids(action)))
+            self._state, seen = jax.device_get(_programs(self._env)[1](self._state, ids))
+        self._past.append(ids)
         info = {"won": bool(seen["won"]), "admissible": not seen["invalid"]}
         return *self._see(seen), float(seen["reward"]), bool(seen["done"]), info
+
+    def _expert(self, player, history_length: int) -> str:
+        """What a player (`protocol.Expert`) of the compiled environment does after the K past turns that a prompt shows."""
+        length = max(history_length, 1)
+        blank = [np.zeros(self._env.action_length, np.int32)] * length
+        recent = np.array([*blank, *self._past][-length:])
+        with jax.set_mesh(_one_cpu()):
+            ids = jax.device_get(_expert_action(self._env, player)(self._state, recent, self._key, len(self._past)))
+        return self._command(*self._words(ids))
 
     def _see(self, seen) -> tuple[str, list[str]]:
         listed = [words[legal] for legal, words in seen["admissible"]]
@@ -114,3 +127,15 @@ def _programs(env):
         }
 
     return reset, step
+
+
+@functools.lru_cache(maxsize=8)
+def _expert_action(env, player: Expert):
+    """Jitted `(state, recent, key data, turn) -> action`; ties are broken by the task and the turn."""
+
+    @jax.jit
+    def action(state, recent, key, turn):
+        key = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), turn)
+        return player.expert_action(env, state, recent, key)
+
+    return action

@@ -1,15 +1,18 @@
 """`python -m hgpo_jax`, installed as `hgpo`: lists the commands and runs one of them.
 
-    hgpo train learner.lr=1e-3        as python -m hgpo_jax.train learner.lr=1e-3
+    hgpo train learner.lr=1e-3                  as python -m hgpo_jax.train learner.lr=1e-3
+    eval "$(register-python-argcomplete hgpo)"  what is typed can be completed, in bash and zsh (extra completion)
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import runpy
 import sys
 from importlib.metadata import version
 
-from hgpo_jax.envs.cli import nearest, run
+from hgpo_jax.envs.cli import complete, nearest, run
 from hgpo_jax.errors import ConfigError
 
 COMMANDS = {
@@ -27,7 +30,7 @@ COMMANDS = {
 
 
 def main() -> None:
-    given = sys.argv[1:2]
+    given = _completed() or sys.argv[1:2]
     if given == ["--version"]:
         print(f"hgpo_jax {version('hgpo_jax')}")
     elif not given or given[0] in ("-h", "--help"):
@@ -36,8 +39,22 @@ def main() -> None:
     elif given[0] not in COMMANDS:
         raise ConfigError(f"{given[0]}: no such command; {nearest(given[0], list(COMMANDS))}")
     else:
-        del sys.argv[1]
+        del sys.argv[1:2]
         runpy.run_module(COMMANDS[given[0]][0], run_name="__main__", alter_sys=True)
+
+
+def _completed() -> list[str]:
+    """The command whose arguments a shell wants to complete; nothing where none does. Completes the command itself, too."""
+    if "_ARGCOMPLETE" not in os.environ:
+        return []
+    typed = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split(" ")
+    if len(typed) > 2 and typed[1] in COMMANDS:
+        os.environ["_ARGCOMPLETE"] = "2"  # so many words are the program's
+        return [typed[1]]
+    p = argparse.ArgumentParser()
+    p.add_argument("command", choices=list(COMMANDS))
+    complete(p)
+    return []
 
 
 def command() -> None:

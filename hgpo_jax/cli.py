@@ -12,15 +12,23 @@ from hgpo_jax import config as configuration
 from hgpo_jax import errors
 from hgpo_jax.envs import cli
 from hgpo_jax.envs.cli import Parser
+from hgpo_jax.files import is_remote
 
 
-def parser(command: str, description: str) -> Parser:
+def parser(command: str, description: str | None) -> Parser:
     return Parser(
         prog=f"python -m hgpo_jax.{command}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+
+
+def local_path(text: str) -> str:
+    """The type of an argument that names a file or folder of this machine."""
+    if is_remote(text):
+        raise argparse.ArgumentTypeError(f"{text}: must be a place of this machine")
+    return text
 
 
 class _HelpAll(argparse.Action):
@@ -35,13 +43,17 @@ def add_config_arguments(p: argparse.ArgumentParser) -> None:
     common = configuration.describe(configuration.COMMON)
     p.epilog = f"fields that are often changed (--help-all shows every field):\n\n{common}"
     p.add_argument("--help-all", action=_HelpAll, nargs=0, help="show this help with every field, and exit")
-    p.add_argument(
+    file = p.add_argument(
         "--config", metavar="FILE", help="a YAML file, or the name of one in configs/; default: the embedded job"
     )
     p.add_argument(
         "--mesh", metavar="SPEC", help="device mesh: auto, or sizes as in data=2,fsdp=4,tensor=1; -1: the remaining devices"
     )
-    p.add_argument("overrides", nargs="*", metavar="field=value", help="fields to change, as in learner.lr=3e-4 seed=1")
+    overrides = p.add_argument(
+        "overrides", nargs="*", metavar="field=value", help="fields to change, as in learner.lr=3e-4 seed=1"
+    )
+    overrides.completer = lambda prefix, **_: configuration.completions(prefix)  # type: ignore[attr-defined]  # argcomplete's
+    file.completer = lambda **_: configuration.named_files()  # type: ignore[attr-defined]
 
 
 def add_trained_policy(p: argparse.ArgumentParser) -> None:

@@ -46,6 +46,7 @@ def make_value_loss(values, clip: float):
     def loss(params, _, batch: TrainingBatch):
         counts = batch.response_lengths > 0
         predicted = values(params, batch)
+        assert batch.values is not None and batch.returns is not None
         _, stats = losses.value_loss(predicted, batch.values, batch.returns, counts, clip=clip)
         total = stats.pop("loss")
         stats = {"loss": total, "value_clip_fraction": stats["value_clip_fraction"]}

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import jax
 import numpy as np
@@ -226,9 +226,14 @@ def is_compiled(env) -> bool:
     return any(hasattr(env, length) for length in members(Playable) if length.endswith("_length"))
 
 
+def expert_of(env) -> Expert | None:
+    """The scripted player that a user's own environment is itself: its class, whose methods take `env` as a module's do."""
+    return cast(Expert, type(env)) if isinstance(env, Expert) else None
+
+
 def _outside(env: EnvConfig) -> tuple[str, str, str]:
     """Its name as the user wrote it, its place, and its options as JSON."""
-    return env.name, outside.located(env.name, outside.ENVIRONMENTS), json.dumps(env.options)
+    return env.name, outside.located(env.name, outside.ENVIRONMENTS), json.dumps(env.options | outside.implied(env.name))
 
 
 @functools.lru_cache(maxsize=8)
@@ -259,5 +264,5 @@ def _from_outside(given: str, name: str, options: str) -> Environment:
         raise ConfigError(f"env.name={given}: {error}") from None
     about: dict[str, Any] = {"max_turns": int(env.max_turns), "digest": outside.version(name)["sha256"] or ""}
     if compiled:
-        return Environment(compiled=lambda _: env, expert=type(env) if isinstance(env, Expert) else None, **about)
+        return Environment(compiled=lambda _: env, expert=expert_of(env), **about)
     return Environment(text=lambda _: (make, make), **about)

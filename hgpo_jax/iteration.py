@@ -43,6 +43,7 @@ def sample(job: Job, params, iteration: int) -> tuple[RolloutResult, list[dict],
         sums.append(of_one)
         if filled >= settings.prompt_groups:
             break
+    assert kept is not None  # `max_tries` is above 0
     return RolloutResult(kept, None), sums, {"rollouts": len(sums), "kept_groups": int(filled)}
 
 
@@ -187,6 +188,7 @@ def _make_critic(job: Job):
 
     def update(state, batch: TrainingBatch, order, count, lr_scale):
         params, opt_state, stats = step(state["params"], state["opt_state"], None, batch, order, count, lr_scale)
+        assert batch.returns is not None
         variance = jnp.var(batch.returns, where=batch.response_lengths > 0)
         return {"params": params, "opt_state": opt_state}, {
             "critic/loss": stats["loss"],

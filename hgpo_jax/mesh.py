@@ -17,7 +17,7 @@ AXES = ("data", "fsdp", "tensor")
 MAX_DEVICES = 2**20  # of a mesh to plan for
 
 # Logical axis of an array's dimension -> mesh axes that split it.
-RULES: dict[str, tuple[str, ...]] = {
+RULES: dict[str | None, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
     "embed": ("fsdp",),
     "heads": ("tensor",),
@@ -129,7 +129,7 @@ def auto_axes(axis: str) -> tuple[str, ...]:
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Pins the layout of an intermediate to the mesh of `jax.set_mesh`; without one (or on one device) does nothing."""
-    if not any(auto_axes(axis) for axis in RULES):
+    if not any(auto_axes(axis) for axis in RULES if axis):
         return x
     return jax.lax.with_sharding_constraint(x, partition_in_context(axes, x.shape))
 

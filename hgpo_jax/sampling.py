@@ -7,6 +7,7 @@ batch mates nor on the mesh. Log-probabilities are those of the distribution tha
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +103,7 @@ class DecodeState(struct.PyTreeNode):
 
     def partition(self) -> DecodeState:
         """The PartitionSpec of every array on the mesh in context."""
-        rows = partition_in_context(("batch",), self.token.shape)
+        rows: Any = partition_in_context(("batch",), self.token.shape)
         cache = [layer.partition() for layer in self.cache]
         return DecodeState(index=rows, key=rows, prompt_length=rows, token=rows, ended=rows, cache=cache)
 

@@ -45,6 +45,29 @@ def test_the_version(monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("hgpo_jax 0.")
 
 
+@pytest.mark.parametrize(
+    ("typed", "next_words"),
+    [
+        ("hgpo ch", ["chat", "check"]),
+        ("hgpo train learner.clip", ["learner.clip_low=", "learner.clip_high="]),
+        ("hgpo train seed=1 warm_start=", ["cloning", "none"]),
+        ("hgpo train --config sokoban_", ["sokoban_tiny "]),
+        ("hgpo trian lea", []),
+    ],
+)
+def test_a_shell_completes_what_is_typed(typed, next_words, tmp_path):
+    """As bash asks, by the variables that argcomplete's registration sets; it takes what comes after the last "="."""
+    asked = {
+        "_ARGCOMPLETE": "1", "_ARGCOMPLETE_SHELL": "bash", "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "words"),
+        "_ARGCOMPLETE_COMP_WORDBREAKS": "=:", "COMP_TYPE": "9", "COMP_LINE": typed,
+        "COMP_POINT": str(len(typed)),
+    }  # fmt: skip
+    subprocess.run(
+        [sys.executable, "-m", "hgpo_jax"], cwd=tmp_path, env=os.environ | asked | {"PYTHONPATH": str(ROOT)}, check=True
+    )
+    assert (tmp_path / "words").read_text().split("\v") == (next_words or [""])
+
+
 @pytest.mark.slow
 def test_training_starts_without_what_takes_seconds_to_import():
     """PyTorch may be installed, for comparisons; and transformers' configurations of models import it."""

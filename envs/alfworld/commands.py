@@ -25,7 +25,8 @@ class Layout:
 
     def __init__(self, games: Games):
         (_, R), (_, O), K = games.place_word.shape, games.thing_word.shape, games.here.shape[2]
-        sorted_by = {"place_word": games.place_order, "location": games.place_order, "thing_word": games.thing_order}
+        places, things = np.asarray(games.place_order), np.asarray(games.thing_order)
+        sorted_by = {"place_word": places, "location": places, "thing_word": things}
         self.by_name = {field: np.take_along_axis(getattr(games, field), order, 1) for field, order in sorted_by.items()}
         here, held = 1 + len(VERBS) + np.arange(K), np.array([1 + len(VERBS) + K])
         place = held + 1 + np.arange(R)

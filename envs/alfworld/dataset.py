@@ -95,7 +95,7 @@ def list_games(
         if "traj_data.json" not in files or GAME_FILE not in files or "movable" in trial or "Sliced" in trial:
             continue
         path = Path(root) / GAME_FILE
-        task_type = _load(Path(root) / "traj_data.json").get("task_type")
+        task_type = _load(Path(root) / "traj_data.json").get("task_type", "")
         if task_type in task_types and _load(path).get("solvable") is True:
             found.append(GameFile(path, split, task_type, trial))
     if not found:

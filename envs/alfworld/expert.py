@@ -26,7 +26,7 @@ def random_action(env: CompiledAlfworld, state: State, key: jax.Array) -> jax.Ar
     return commands[jax.random.randint(key, (), 0, filled.sum())]
 
 
-def expert_action(env: CompiledAlfworld, state: State, recent: jax.Array, key: jax.Array) -> jax.Array:
+def expert_action(env: CompiledAlfworld, state: State, recent: jax.Array, key: jax.Array | None) -> jax.Array:
     """The local expert's command, always an admissible one.
 
     Args:

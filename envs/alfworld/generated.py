@@ -232,8 +232,8 @@ class _Draw:
         return {
             "game": g,
             "task": np.int16(TASK_TYPES.index(name)),
-            "goal": np.pad(goal, (0, self.goal_length - len(goal))),
-            "intro": np.pad(intro, (0, self.rooms.max() + self.goal_length - len(intro))),
+            "goal": np.pad(goal, (0, int(self.goal_length) - len(goal))),
+            "intro": np.pad(intro, (0, int(self.rooms.max() + self.goal_length) - len(intro))),
             "wanted": _bits(thing_kind == self.names.index(task.kind)),
             "target": (place_kind == self.names.index(task.target)) & (name != LOOK),
             "lamp": _bits(is_lamp & (name == LOOK)),

@@ -125,7 +125,7 @@ def _until_won(game: Game, commands: list[str]) -> list[str]:
     raise Unsolvable("the plan's end does not fulfil the goal")
 
 
-def _of_type(game: Game, predicate: str, kind: str) -> list[str]:
+def _of_type(game: Game, predicate: str, kind: str | None) -> list[str]:
     return sorted(name for name, found in game.data.fixed.get(predicate, ()) if found == kind)
 
 
@@ -155,7 +155,7 @@ class _Attempt:
             if place is not None:
                 self.put(thing, place)
         if place is None:
-            lamps = [lamp for lamp in _of_type(self.game, "objecttype", self.goal.lamp) if self.where(lamp)]
+            lamps = _of_type(self.game, "objecttype", self.goal.lamp)
             self.first(lamps, self.switch_on, f"no {self.goal.lamp} that can be switched on")
         return self.done
 
@@ -225,6 +225,8 @@ class _Attempt:
 
     def switch_on(self, lamp: str) -> None:
         place = self.where(lamp)
+        if place is None:
+            raise Unsolvable(f"{lamp} is in no receptacle")
         self.go(place)
         if not self.game.won:
             self.do("toggleobject", lamp, place)

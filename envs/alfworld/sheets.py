@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -71,7 +71,7 @@ def _grammar_digest(text: str) -> str:
 
 
 def _arrays(game: Game, cleaners: tuple[str, ...], moves: bool) -> dict:
-    facts: dict[str, set] = defaultdict(set, game.data.fixed | game.data.initial)
+    facts: dict[str, Collection[tuple]] = defaultdict(frozenset, {**game.data.fixed, **game.data.initial})
     name = {id: entity.name for id, entity in game.data.narrator.entities.items()}
     spot = dict(facts["receptacleatlocation"])
     if len(spot) != len(facts["receptacleatlocation"]):

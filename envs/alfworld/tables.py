@@ -14,7 +14,7 @@ import tempfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -132,7 +132,7 @@ def _stack(sheets: list[dict], words: Sequence[str]) -> Games:
     # Behind the places and things of a game in the order of names stands one that it does not have.
     fill = {"location": NOWHERE, "here": NOWHERE, "here_by_name": NOWHERE}
     fill |= {"thing_order": O - 1, "place_order": bound("place_word") - 1}
-    fields = {}
+    fields: dict[str, Any] = {}
     for field in dataclasses.fields(Games):
         values = [game[field.name] for game in sheets]
         if field.name.startswith("here"):

@@ -39,7 +39,8 @@ class AlfworldText:
             raise ValueError("games: is empty; name at least one game.tw-pddl file")
         if max_turns < 1:
             raise ValueError(f"max_turns={max_turns}: must be at least 1")
-        self._games, self._logic, self.max_turns = [os.fspath(game) for game in games], logic, max_turns
+        self._games, self.max_turns = [os.fspath(game) for game in games], max_turns
+        self._logic = None if logic is None else os.fspath(logic)
 
     def __len__(self) -> int:
         return len(self._games)

@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from hgpo_jax.envs.household import world
+from hgpo_jax.envs.household import expert, world
 from hgpo_jax.envs.words import Words
 
 
 class HouseholdText(Words):
     """The household in ALFWorld's wording; see `Words` for what it takes and has."""
+
+    def expert(self, history_length: int) -> str:
+        """The command of the local expert (`expert.py`)."""
+        return self._expert(expert, history_length)
 
     def _ids(self, action):
         return np.asarray(self._commands.get(action.strip(), (-1, -1)), np.int32)

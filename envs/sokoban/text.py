@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from hgpo_jax.envs.sokoban import expert
 from hgpo_jax.envs.words import Words
 
 LETTERS = "-#.$*@+"  # floor, wall, target, box, box on target, agent, agent on target, as `env.py` numbers them
@@ -14,6 +15,10 @@ LETTERS = "-#.$*@+"  # floor, wall, target, box, box on target, agent, agent on 
 
 class SokobanText(Words):
     """Rooms as drawings, one line per row, with a space between cells so that each is a token; see `Words` for the rest."""
+
+    def expert(self, history_length: int) -> str:
+        """The command of the solver (`expert.py`)."""
+        return self._expert(expert, history_length)
 
     def _goal(self, ids):
         return "push every box onto a target."

@@ -131,7 +131,7 @@ def build(products: Iterable[Product], folder: Path | str | None = None) -> Cata
             if product.instruction is not None:
                 count = math.prod(len(values) for values in product.options.values())
                 goals.append((position, count, product.instruction_attributes))
-        content = None if folder else np.frombuffer(memory.getvalue(), np.uint8)
+        content = np.frombuffer(memory.getvalue(), np.uint8)  # of a catalogue without a folder
 
     arrays = index.finish()
     asins = np.array(rows["asins"])

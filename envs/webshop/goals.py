@@ -6,10 +6,10 @@ small arrays and makes a goal when it is asked for, so hundreds of seeds cost li
 
 import functools
 import random
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from hgpo_jax.envs.webshop.catalogue import Catalogue
 from hgpo_jax.envs.webshop.products import read_json
@@ -28,9 +28,9 @@ class GoalBook:
         position: product of each group; `start`: int64, first goal of each group, and their number at the end.
     """
 
-    def __init__(self, catalogue: Catalogue, nouns: Nouns, position: Sequence[int], counts: Sequence[int]):
+    def __init__(self, catalogue: Catalogue, nouns: Nouns, position: npt.ArrayLike, counts: npt.ArrayLike):
         self.catalogue, self._nouns = catalogue, nouns
-        self.position = position
+        self.position = np.asarray(position)
         self.start = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
         self.unreachable = functools.lru_cache(maxsize=1 << 16)(self._unreachable)
 

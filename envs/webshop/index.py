@@ -107,7 +107,7 @@ class Index:
         self._documents = documents
         self._vocabulary = range(len(arrays["term_start"]) - 1)
         # Views: reading one element is ten times cheaper than from a numpy array.
-        self._term_text, self._term_start = memoryview(arrays["term_text"]), memoryview(arrays["term_start"])
+        self._term_text, self._term_start = arrays["term_text"].data, arrays["term_start"].data
 
     def search(self, query: str, k: int = TOP_K) -> tuple[np.ndarray, np.ndarray]:
         """Return the positions (int64) and scores (float32) of the best `k` documents, best first."""

@@ -143,7 +143,7 @@ class Session:
         self.purchase = {"asin": self.asin, "options": dict(self.options), "price": price, **parts}
         self.done = True
         self._kind = "done"
-        self._text, self._clickables = pages.done_page(self.asin, self.options, parts["reward"])
+        self._text, self._clickables = pages.done_page(self.asin, self.options, float(parts["reward"] or 0))
 
     def _show(self, kind: str, page: pages.Page) -> None:
         self._kind = kind

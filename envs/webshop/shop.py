@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hgpo_jax.envs.webshop.catalogue import Catalogue, build
@@ -105,23 +105,27 @@ def load_shop(
     """
     if human_goals and human is None:
         raise ValueError("human_goals=True needs the human instructions; pass human=items_human_ins*.json")
-    catalogue = _catalogue(Path(items), attributes and Path(attributes))
+    catalogue = _catalogue(Path(items), Path(attributes) if attributes else None)
     nouns = functools.lru_cache(maxsize=1 << 14)(nouns)
-    book = HumanGoals(catalogue, nouns, human) if human_goals else SyntheticGoals(catalogue, nouns)
+    book = HumanGoals(catalogue, nouns, human) if human_goals and human is not None else SyntheticGoals(catalogue, nouns)
     return Shop(book, seed, order, nouns, reachable_only)
 
 
 def _catalogue(items: Path, attributes: Path | None) -> Catalogue:
     """Return the catalogue of the files, the same object for as long as a shop uses it and the files stay the same."""
+    read: Callable[[], Catalogue]
     if items.is_dir():
-        files = [items / "meta.json"]
+        files, read = [items / "meta.json"], functools.partial(Catalogue.open, items)
     elif attributes is None:
         raise ValueError("attributes is missing; pass items_ins_v2*.json, or a built catalogue folder as items")
     else:
-        files = [items, attributes]
+        files, read = [items, attributes], functools.partial(_build, items, attributes)
     key = tuple((file.resolve(), file.stat().st_mtime_ns, file.stat().st_size) for file in files if file.exists())
     catalogue = _open_catalogues.get(key)
     if catalogue is None:
-        catalogue = Catalogue.open(items) if items.is_dir() else build(read_products(items, attributes))
-        _open_catalogues[key] = catalogue
+        catalogue = _open_catalogues[key] = read()
     return catalogue
+
+
+def _build(items: Path, attributes: Path) -> Catalogue:
+    return build(read_products(items, attributes))

@@ -52,7 +52,7 @@ class WebshopText:
     @classmethod
     def open(cls, *files: str | os.PathLike, first=0, last=None, max_turns=15, seeds=(), **options) -> WebshopText:
         """From data files; `files` and `options` as for `load_shop`. Equal calls in one process share the shop."""
-        shop = _open(tuple(map(os.fspath, files)), tuple(sorted(options.items())))
+        shop = _open(tuple(os.fspath(file) for file in files), tuple(sorted(options.items())))
         return cls(shop, first, last, max_turns, seeds)
 
     def __len__(self) -> int:
@@ -99,7 +99,7 @@ class WebshopText:
 
 @functools.lru_cache(maxsize=4)
 def _open(files: tuple[str, ...], options: tuple) -> Shop:
-    return load_shop(*files, **dict(options))
+    return functools.partial(load_shop, **dict(options))(*files)
 
 
 @functools.lru_cache(maxsize=512)

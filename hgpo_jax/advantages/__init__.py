@@ -48,7 +48,9 @@ __all__ = [
     "state_ids",
 ]
 
-ESTIMATORS = {
+Array = jax.Array | np.ndarray
+
+ESTIMATORS: dict[str, Callable[..., Estimate]] = {
     "dr_mas": dr_mas,
     "eb_gae": eb_gae,
     "gae": gae,
@@ -67,11 +69,11 @@ ESTIMATORS = {
 def estimate(
     name: str,
     *,
-    rewards: jax.Array,
-    mask: jax.Array,
-    states: jax.Array,
-    groups: jax.Array,
-    invalid: jax.Array | None = None,
+    rewards: Array,
+    mask: Array,
+    states: Array,
+    groups: Array,
+    invalid: Array | None = None,
     **options: Any,
 ) -> Estimate:
     """Advantages of all steps of B trajectories of at most T steps.
@@ -90,7 +92,7 @@ def estimate(
     """
     arrays_known, options_known = parameters(name)
     shape = checks.mask_shape(mask)
-    arrays: dict[str, jax.Array | np.ndarray] = {"rewards": rewards, "mask": mask, "states": states, "groups": groups}
+    arrays: dict[str, Array] = {"rewards": rewards, "mask": mask, "states": states, "groups": groups}
     arrays["invalid"] = np.zeros(shape, bool) if invalid is None else invalid
     for option in options:
         if option not in (*arrays_known, *options_known):

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -80,7 +81,7 @@ def median_time(call: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
-def make_batch(trajectories: int) -> dict[str, np.ndarray]:
+def make_batch(trajectories: int) -> dict[str, Any]:
     """Trajectories of 10 to 50 steps, half of them successful; few states are common and many rare, as in a house."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(STEPS // 5, STEPS + 1, trajectories)

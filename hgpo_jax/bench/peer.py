@@ -116,9 +116,9 @@ def clipped(logp, old_logp, advantages, config: LearnerConfig):
 
 
 @functools.cache
-def _batched(env):
+def _batched(runner: CompiledRunner):
     """The environment's reset, goal and step for a whole batch, compiled once."""
-    return tuple(jax.jit(jax.vmap(f)) for f in (env.reset, env.goal, env.step))
+    return tuple(jax.jit(jax.vmap(f)) for f in (runner.env.reset, runner.env.goal, runner.env.step))
 
 
 def play(model, job: Job, iteration: int) -> dict[str, np.ndarray]:
@@ -127,7 +127,7 @@ def play(model, job: Job, iteration: int) -> dict[str, np.ndarray]:
     env, rollout, tokenizer = job.runner.env, job.config.rollout, job.policy.tokenizer
     end, act = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(ACT)
     tasks, _, groups, decoding = job.episode_inputs(iteration)
-    reset, goal_of, step = _batched(env)
+    reset, goal_of, step = _batched(job.runner)
     B, T, A, R = job.batch, env.max_turns, env.action_length, env.action_length + 1
     state, observation = reset(tasks)
     goal, observation, ask = np.asarray(goal_of(state)), np.asarray(observation), np.full((B, 1), act)

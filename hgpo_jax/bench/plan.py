@@ -14,6 +14,7 @@ import math
 import os
 import re
 from collections import Counter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +121,10 @@ def programs(config: Config, mesh, workload: memory.Workload):
     """(name, function that lowers it, bytes that live beside it given those that live always) of sampler and update."""
     model, learner, policy = workload.model, config.learner, config.policy
     everywhere = NamedSharding(mesh, PartitionSpec())
-    array = lambda shape, dtype=jnp.int32: jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)  # noqa: E731
+
+    def array(shape, dtype=jnp.int32) -> Any:  # stands for a jax.Array
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
+
     placements = shardings(model, mesh)
     placed = lambda dtype: jax.tree.map(  # noqa: E731
         lambda a, where: jax.ShapeDtypeStruct(a.shape, dtype, sharding=where), shapes(model), placements

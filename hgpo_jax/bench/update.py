@@ -13,6 +13,7 @@ import dataclasses
 import math
 import statistics
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -98,7 +99,7 @@ def run(args: argparse.Namespace) -> list[dict]:
 def random_batch(vocabulary: int, rows: int, prompt: int, response: int) -> TrainingBatch:
     """Decisions with random tokens, all of the same lengths, that a uniform policy has sampled."""
     rng = np.random.default_rng(0)
-    return TrainingBatch(
+    arrays: dict[str, Any] = dict(
         prompts=rng.integers(0, vocabulary, (rows, prompt)).astype(np.int32),
         prompt_lengths=np.full(rows, prompt, np.int32),
         responses=rng.integers(0, vocabulary, (rows, response)).astype(np.int32),
@@ -106,6 +107,7 @@ def random_batch(vocabulary: int, rows: int, prompt: int, response: int) -> Trai
         old_logp=np.full((rows, response), -math.log(vocabulary), np.float32),
         advantages=rng.standard_normal(rows).astype(np.float32),
     )
+    return TrainingBatch(**arrays)
 
 
 class OurUpdate:

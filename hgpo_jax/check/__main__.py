@@ -17,19 +17,17 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from hgpo_jax import cli
 from hgpo_jax import config as configuration
 from hgpo_jax.check import compiled, text
 from hgpo_jax.check.statistics import GROUP, table
 from hgpo_jax.config import Config
-from hgpo_jax.environments import ENVIRONMENTS, Environment, is_compiled, made_outside
+from hgpo_jax.environments import ENVIRONMENTS, Environment, expert_of, is_compiled, made_outside
 from hgpo_jax.envs.cli import printable
-from hgpo_jax.envs.protocol import Expert
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.policy.tokenizer import load_tokenizer
-from hgpo_jax.rollout.chat_format import MAX_CHARACTERS_PER_TOKEN, TEMPLATES, ChatFormat, Template
+from hgpo_jax.rollout.chat_format import MAX_CHARACTERS_PER_TOKEN, ChatFormat, load_template
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
 
 
@@ -45,9 +43,9 @@ def check(config: Config, episodes: int) -> tuple[list[str], str]:
         env = make()
     else:
         make, env = made_outside(config.env)
-        found, runs_compiled = Environment(expert=type(env) if isinstance(env, Expert) else None), is_compiled(env)
+        found, runs_compiled = Environment(expert=expert_of(env)), is_compiled(env)
     groups = -(-episodes // GROUP)
-    indices = np.arange(groups * GROUP) // GROUP
+    indices = jnp.arange(groups * GROUP) // GROUP
     if runs_compiled:
         games = found.games(config)["train"] if found.games else None
         tasks = task_keys("train", config.seed, indices)
@@ -78,8 +76,7 @@ def prompt_measure(config: Config, found: Environment) -> tuple[text.Measure, st
         if source:
             form = ChatFormat(load_tokenizer(source, config.cache_dir), template, limit)
         else:
-            file = TEMPLATES / f"{template}.txt"
-            messages = Template.load(file if file.is_file() else template)
+            messages = load_template(template)
     except (ValueError, OSError) as error:
         raise ConfigError(f"env.name={config.env.name}: {' '.join(str(error).split())}") from None
 

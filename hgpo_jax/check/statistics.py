@@ -49,4 +49,5 @@ def peers(play: Play, history_length: int) -> np.ndarray:
         "hgpo", rewards=np.zeros(play.mask.shape, np.float32), mask=play.mask, states=play.states, groups=play.groups,
         history_length=history_length,
     )  # fmt: skip
+    assert estimate.level_sizes is not None  # HGPO's has levels
     return peer_share(estimate.level_sizes, play.mask)

@@ -4,8 +4,8 @@ Every field says what it means (`--help` prints that), what values it takes, and
 that `python -m hgpo_jax.train` needs no file. `load` refuses what it does not know before anything else happens.
 """
 
-from hgpo_jax.config.describe import COMMON, describe
-from hgpo_jax.config.reading import CONFIGS, dump, given, load, parse_value, read_yaml, resolve, shown
+from hgpo_jax.config.describe import COMMON, completions, describe
+from hgpo_jax.config.reading import CONFIGS, dump, given, load, named_files, parse_value, read_yaml, resolve, shown
 from hgpo_jax.config.tree import (
     OPEN,
     AdvantageConfig,
@@ -45,11 +45,13 @@ __all__ = [
     "RolloutConfig",
     "Section",
     "check_together",
+    "completions",
     "describe",
     "dump",
     "fields",
     "given",
     "load",
+    "named_files",
     "parse_value",
     "read_yaml",
     "resolve",

@@ -34,6 +34,18 @@ def describe(names: Iterable[str] | None = None) -> str:
     return "\n".join(lines).strip("\n")
 
 
+def completions(typed: str) -> list[str]:
+    """What `field=value` could be that begins with this: fields, or the values of a field that has choices."""
+    name, given, _ = typed.partition("=")
+    if not given:
+        return [f"{known}=" for known in fields() if known.startswith(typed)]
+    info = fields().get(name)
+    if info is None:
+        return []
+    options = choices(name) if name in OPEN else ("true", "false") if info.annotation is bool else literals(info.annotation)
+    return [f"{name}={option}" for option in options if f"{name}={option}".startswith(typed)]
+
+
 def _choices(name: str, annotation) -> str:
     options = (*choices(name), "package.module:NAME", "file.py:NAME") if name in OPEN else literals(annotation)
     return f" ({' | '.join(options)})" if options else ""

@@ -111,13 +111,17 @@ def _merged(base: dict, tree: dict) -> dict:
     return merged
 
 
+def named_files() -> list[str]:
+    """What --config takes besides paths."""
+    return sorted(p.stem for p in CONFIGS.glob("*.yaml"))
+
+
 def _read(path: str) -> dict:
     file = Path(path)
     if not file.is_file():
         file = CONFIGS / f"{path}.yaml"
     if not file.is_file():
-        names = sorted(p.stem for p in CONFIGS.glob("*.yaml"))
-        raise ConfigError(f"--config {path}: no such file; {nearest(path, names)}")
+        raise ConfigError(f"--config {path}: no such file; {nearest(path, named_files())}")
     try:
         tree = read_yaml(file.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:

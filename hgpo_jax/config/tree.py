@@ -13,7 +13,7 @@ from pydantic import Field
 from hgpo_jax.envs import outside
 from hgpo_jax.envs.cli import nearest
 from hgpo_jax.errors import ConfigError
-from hgpo_jax.files import CACHE_DIR
+from hgpo_jax.files import CACHE_DIR, check_scheme, is_remote
 from hgpo_jax.names import ENVIRONMENTS, LINEARS, METHODS, HeldOut
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Section(pydantic.BaseModel):
 
 
 def choices(name: str) -> tuple[str, ...]:
-    """The names that an open field takes; besides them it takes `package.module:NAME` and `path/to/file.py:NAME`."""
+    """The names that an open field takes; besides them it takes what `envs/outside.py` finds."""
     ours, group = OPEN[name]
     return *ours, *outside.installed(group)
 
@@ -66,7 +66,8 @@ def choices(name: str) -> tuple[str, ...]:
 def _is_choice(name: str, value: str) -> str:
     place, colon, attribute = value.rpartition(":")
     if value not in choices(name) and not (colon and place and attribute):
-        wanted = ", ".join((*choices(name), "package.module:NAME or path/to/file.py:NAME"))
+        also = [f"{outside.GYMNASIUM}ID"] if name == "env.name" else []
+        wanted = ", ".join((*choices(name), *also, "package.module:NAME or path/to/file.py:NAME"))
         raise ValueError(f"must be one of {wanted}; {nearest(value, list(choices(name)))}")
     return value
 
@@ -97,11 +98,13 @@ class EnvConfig(Section):
 
     One of your own is of the kind that its class is (`envs/protocol.py`)."""
 
-    name: str = field("household", "which environment; your own by the place of its class")
+    name: str = field("household", "which environment; your own by the place of its class, Gymnasium's as gymnasium:ID")
     options: dict[str, Any] = field(
         {}, "your own: keyword arguments of its class, each written as env.options.NAME=VALUE"
     )
-    template: str = field("", "text: file with the prompts; default: the environment's, of your own one for all")
+    template: str = field(
+        "", "text: file with the prompts; default: the environment's, of your own one for all, of a small policy the bare facts"
+    )
     tasks: tuple[Literal["place", "two", "look", "clean", "heat", "cool"], ...] = field(
         ("place",), "household: task types to draw from"
     )
@@ -167,7 +170,8 @@ class PolicyConfig(Section):
         "weights of the sizes below",
     )
     tokenizer: str = field(
-        "", "text: the tokenizer for fresh weights, where source would look for it; default: the source's own"
+        "", "text: the tokenizer for fresh weights, where source would look for it; default: the source's own, for fresh "
+        "weights one of the words that the environment's texts have",
     )
     dtype: Literal["float32", "bfloat16"] = field("float32", "type of the weights that are trained")
     compute_dtype: Literal["float32", "bfloat16"] = field(
@@ -379,7 +383,7 @@ class Config(Section):
     """One run."""
 
     name: str = field("household", "name of the run, used for its folder", pattern=r"^[A-Za-z0-9][\w.-]*$")
-    run_dir: str = field("", "the run's folder; default runs/NAME-METHOD-sSEED-TIME")
+    run_dir: str = field("", "the run's folder, or a bucket's as in gs://bucket/run; default runs/NAME-METHOD-sSEED-TIME")
     seed: int = field(0, "seed of everything random", ge=0, lt=2**31)
     iterations: int = field(80, "iterations of rollout and update", ge=0)
     method: str = field("hgpo", "how advantages and loss are made (hgpo_jax/methods.py); your own by its estimator's place")
@@ -406,11 +410,18 @@ class Config(Section):
     def _is_known(cls, value):
         return _is_choice("method", value)
 
-    @pydantic.field_validator("run_dir", "cache_dir")
+    @pydantic.field_validator("run_dir")
+    @classmethod
+    def _is_reached(cls, value):
+        if is_remote(value):
+            check_scheme(value)
+        return value
+
+    @pydantic.field_validator("cache_dir")
     @classmethod
     def _is_local(cls, value):
-        if "://" in value:  # else it would be a folder of this name
-            raise ValueError("must be a folder of this machine; mount the bucket, and give the path where it is mounted")
+        if is_remote(value):  # else it would be a folder of this name
+            raise ValueError("must be a folder of this machine")
         return value
 
 
@@ -428,7 +439,6 @@ def check_together(config: Config) -> None:
     if config.reward.source:
         judge_named(config.reward.source)
     either = found.compiled is not None and found.text is not None
-    text = " with env.compiled=false" if either else ""
     turns = EnvConfig.model_fields["max_turns"].default
     wrong = {
         f"log.keep_best={config.log.keep_best}: the best by validation; give evaluation.every, too":
@@ -445,12 +455,15 @@ def check_together(config: Config) -> None:
             "split" in found.options and env.split == "generated" and not env.compiled,
         f"policy.tokenizer={config.policy.tokenizer}: with env.compiled=true a policy has the games' own words; leave it out":
             env.compiled and config.policy.tokenizer,
-        f"warm_start=cloning: there is no play to clone for env.name={env.name}{text}; give warm_start=none":
-            cloning and not (env.runs_compiled and found.expert),
+        f"warm_start=cloning: env.name={env.name} has no expert to clone; give warm_start=none":
+            cloning and env.runs_compiled and not found.expert,
         f"lora.rank={config.lora.rank}: adapters go beside given weights; give warm_start=none and policy=":
             cloning and config.lora.rank,
         "warm_start=cloning: makes weights from nothing; give warm_start=none where policy= gives them":
             cloning and config.policy.source,
+        f"policy.tokenizer={config.policy.tokenizer}: warm_start=cloning is for a small policy with the environment's own "
+        "words; leave it out, or give warm_start=none":
+            cloning and config.policy.tokenizer,
         f"rollout.ready_fraction={config.rollout.ready_fraction:g}: needs env.workers; in this process environments step one "
         "by one":
             config.rollout.ready_fraction < 1 and not env.runs_compiled and not env.workers,

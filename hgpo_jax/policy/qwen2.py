@@ -274,9 +274,12 @@ class Qwen2(nnx.Module):
 
         A loop that slices them from the stack would copy them in every iteration.
         """
-        stack, stacked = (None, None) if self.layers is None else nnx.split(self.layers)
-        each = [(stack, jax.tree.map(lambda a, i=i: a[i], stacked)) for i in range(self.c.num_hidden_layers - 1)]
-        blocks = [nnx.merge(*parts) for parts in (*each, nnx.split(self.last))]
+        blocks = []
+        if self.layers is not None:
+            stack, stacked = nnx.split(self.layers)
+            each = (jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(self.c.num_hidden_layers - 1))
+            blocks = [nnx.merge(stack, weights) for weights in each]
+        blocks.append(nnx.merge(*nnx.split(self.last)))
         for block in blocks:
             for _, module in nnx.iter_modules(block):
                 if isinstance(module, Linear):

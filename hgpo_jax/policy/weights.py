@@ -258,4 +258,4 @@ def _write_file(file: Path, tensors: list[Tensor], read: Callable[[Tensor], np.n
         out.write(len(text).to_bytes(8, "little") + text)
         for t in tensors:
             value = np.ascontiguousarray(read(t).astype(jnp.dtype(t.dtype), copy=False))
-            out.write(value.reshape(-1).view(np.uint8))
+            out.write(value.reshape(-1).view(np.uint8).data)

@@ -128,7 +128,6 @@ def test_games_of_a_configuration(tmp_path: Path) -> None:
     (["env.name=household"], "env.compiled=true: env.name=household"),
     (["policy.tokenizer=x"], "policy.tokenizer=x"),
     (["env.compiled=false"], "env.split=generated: has no files"),
-    (["env.compiled=false", "env.split=train"], "env.name=alfworld with env.compiled=false"),
 ])  # fmt: skip
 def test_what_does_not_go_together(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
