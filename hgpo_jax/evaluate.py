@@ -73,7 +73,7 @@ def main() -> None:
     target = folder if own else Path(args.to) if args.to else folder / "evaluations"
     file = target / (OWN if own else file_name(split, config.evaluation.temperature, config.evaluation.episodes, seeds))
     if not own:
-        refuse_another(file, settings, args.run if args.to else None)
+        refuse_another(file, settings, policy if args.to else None)
     job = build(config, prepare_devices(config, args.distributed))
     if jax.process_index() == 0:  # before hours of evaluation, not after
         target.mkdir(parents=True, exist_ok=True)

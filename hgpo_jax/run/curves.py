@@ -161,7 +161,7 @@ def draw(rows: list[dict], title: str = "", held_out: dict | None = None, warm_s
             axis.legend(fontsize=8, frameon=False)
     for axis in axes.flat[len(panels) :]:
         axis.remove()
-    note = f"bold: mean over {window} iterations" if window > 1 else ""
+    note = f"bold: mean over {window} iterations, fewer at both ends" if window > 1 else ""
     figure.suptitle("; ".join(part for part in (title, note) if part), fontsize=11)
     return figure
 

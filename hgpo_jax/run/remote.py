@@ -220,16 +220,20 @@ def _download(url: str, folder: Path, checkpoints: bool) -> None:
     _State(url, "", files).write(folder)
 
 
-def _upload(folder: Path, state: _State) -> _State:
+def _upload(folder: Path, state: _State, shows: bool = True) -> _State:
+    """The state after what is new was uploaded. shows: its progress."""
     bucket, here = _Bucket(state.url), _local_files(folder)
     new = [name for name, stamp in here.items() if state.files.get(name, (0, 0, ""))[:2] != stamp]
     old = [name for name in state.files if name not in here]
     if not new and not old:
         return state
     last = lambda name: (bool(_checkpoint(name)), name.endswith(DIGESTS), name)  # noqa: E731
-    for name in sorted(new, key=last):
-        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-            bucket.fs.put_file(str(folder / name), bucket.place(name))
+    with Progress(f"upload {state.url}", len(new), "file") if shows else contextlib.nullcontext() as progress:
+        for name in sorted(new, key=last):
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                bucket.fs.put_file(str(folder / name), bucket.place(name))
+            if progress:
+                progress.update(1, {})
     for name in sorted(old, key=last, reverse=True):  # a checkpoint without digests does not count
         with contextlib.suppress(FileNotFoundError):
             bucket.fs.rm_file(bucket.place(name))
@@ -283,7 +287,7 @@ class Upload:
         self._ended.set()
         self._thread.join()
         try:
-            self._push()
+            self._push(shows=True)
         except Exception as error:
             if kind is None or not issubclass(kind, Exception):
                 raise RunError(self._failed(error)) from None
@@ -301,11 +305,11 @@ class Upload:
                     print(f"warning: {self._failed(error)}", file=sys.stderr, flush=True)
                 told = True
 
-    def _push(self) -> None:
+    def _push(self, shows: bool = False) -> None:
         self._lost = self._lost or _Bucket(self._state.url).writer() != self._state.writer
         if self._lost:
             raise RunError(f"{self._state.url}: another process writes this run by now; what this one has is in {self._folder}")
-        self._state = _upload(self._folder, self._state)
+        self._state = _upload(self._folder, self._state, shows)
 
     def _failed(self, error: Exception) -> str:
         if isinstance(error, RunError):
