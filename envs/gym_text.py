@@ -193,7 +193,7 @@ class GymnasiumText:
         """What tells an observation."""
         if describe:
             try:
-                _, function = outside.load(describe)
+                _, function = outside.load(outside.located(describe, outside.ENVIRONMENTS))
             except ValueError as error:
                 raise ValueError(f"describe={describe}: {error}") from None
             return lambda observation: function(observation, self._env.unwrapped)

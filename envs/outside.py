@@ -52,6 +52,16 @@ def implied(name: str) -> dict[str, str]:
     return {"id": name.removeprefix(GYMNASIUM)} if name.startswith(GYMNASIUM) else {}
 
 
+def code_in(options: Mapping[str, Any]) -> dict[str, str]:
+    """The options whose value is the place of code in a file, as gymnasium:ID's `describe`: option -> place in full."""
+    places = {name: value.rpartition(":") for name, value in options.items() if isinstance(value, str)}
+    return {
+        name: f"{Path(file).resolve()}:{attribute}"
+        for name, (file, _, attribute) in places.items()
+        if file.endswith(".py") and attribute.isidentifier() and Path(file).is_file()
+    }
+
+
 def load(name: str) -> tuple[ModuleType, Any]:
     """The module and the object of a `located` name. Raises ValueError, in one line, where there is none."""
     place, _, attribute = name.rpartition(":")

@@ -262,7 +262,9 @@ def _from_outside(given: str, name: str, options: str) -> Environment:
         check_compiled(env, RUNNER) if compiled else check_text(env)
     except ValueError as error:
         raise ConfigError(f"env.name={given}: {error}") from None
-    about: dict[str, Any] = {"max_turns": int(env.max_turns), "digest": outside.version(name)["sha256"] or ""}
+    code = [name, *outside.code_in(json.loads(options)).values()]
+    digest = " ".join(outside.version(place)["sha256"] or "" for place in code)
+    about: dict[str, Any] = {"max_turns": int(env.max_turns), "digest": digest}
     if compiled:
         return Environment(compiled=lambda _: env, expert=expert_of(env), **about)
     return Environment(text=lambda _: (make, make), **about)

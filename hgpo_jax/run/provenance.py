@@ -16,17 +16,17 @@ FILE = "provenance.json"
 def record(config: Config, folder: Path, done: int) -> list[str]:
     """Adds to the file what the run uses from iteration `done` on, where that differs from what it used before.
 
-    A record has `from_iteration` and, by field (`env.name`, `method`, `reward.source`), the place as given, the file, its
-    SHA-256, and the version of the module or its distribution. Without code from outside nothing is written.
+    A record has `from_iteration` and, by field (`env.name`, `method`, `reward.source`, an option of the environment), the place
+    as given, the file, its SHA-256, and the version of the module or its distribution. Without code from outside nothing is
+    written.
 
     Returns: a line for each environment, estimator or judge that changed. Raises ConfigError for a damaged file.
     """
     given = {"env.name": config.env.name, "method": config.method, "reward.source": config.reward.source}
-    now = {
-        field: {"name": name, **outside.version(outside.located(name, OPEN[field][1]))}
-        for field, name in given.items()
-        if name and name not in OPEN[field][0]
-    }
+    places = {f: outside.located(name, OPEN[f][1]) for f, name in given.items() if name and name not in OPEN[f][0]}
+    for option, place in outside.code_in(config.env.options).items():
+        given[f"env.options.{option}"], places[f"env.options.{option}"] = config.env.options[option], place
+    now = {field: {"name": given[field], **outside.version(place)} for field, place in places.items()}
     file = folder / FILE
     try:
         records = json.loads(file.read_text()) if file.is_file() else []

@@ -1,6 +1,7 @@
 """Gymnasium's environments and MiniGrid's levels as text environments."""
 
 import itertools
+import json
 import re
 import subprocess
 import sys
@@ -14,10 +15,13 @@ from minigrid.core.constants import COLOR_TO_IDX, OBJECT_TO_IDX, STATE_TO_IDX
 from minigrid.core.grid import Grid
 
 from hgpo_jax.check import text
+from hgpo_jax.config import load
+from hgpo_jax.environments import environment
 from hgpo_jax.envs import minigrid_text, outside
 from hgpo_jax.envs.gym_text import GymnasiumText, plain
 from hgpo_jax.envs.protocol import TextExpert
 from hgpo_jax.rollout.requirements import check_text
+from hgpo_jax.run import provenance
 
 TAXI = max(name for name in gymnasium.registry if name.startswith("Taxi-v"))  # each release knows the newest version alone
 CLIFF = max(name for name in gymnasium.registry if name.startswith("CliffWalking-v"))
@@ -126,6 +130,19 @@ def test_a_cliff_whose_reward_is_never_above_zero():
     assert play(env, 0, ["up", *["right"] * 11, "down"])[-1][2:] == (-1.0, True, {"won": True, "admissible": True})
 
 
+def test_the_code_that_describes_is_recorded_and_part_of_what_a_warm_start_depends_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cards.py").write_text("def told(seen, level):\n    return str(seen)\n")
+    fields = ["env.name=gymnasium:Blackjack-v1", "env.options.describe=cards.py:told", "env.options.max_turns=5"]
+    config = load(None, fields)
+    provenance.record(config, tmp_path, 0)
+    (record,) = json.loads((tmp_path / "provenance.json").read_text())
+    about = record["env.options.describe"]
+    assert (about["name"], about["file"]) == ("cards.py:told", str(tmp_path / "cards.py"))
+    assert about["sha256"] in environment(config.env).digest
+    assert outside.code_in({"describe": "none.py:told", "goal": "a:b", "size": 3, "file": "cards.py:not a name"}) == {}
+
+
 def test_blackjack_as_numbers_and_by_a_describing_function(tmp_path, monkeypatch):
     source = "def told(seen, level):\n    return f'{seen[0]} against {seen[1]} of {level.dealer_top_card_suit}'\n"
     (tmp_path / "cards.py").write_text(source)
@@ -177,7 +194,7 @@ def test_colours_become_brackets():
         ({"id": "FrozenLake-v1", "actions": ("a", "b")}, "actions=a,b: FrozenLake-v1 has 4 actions; name each"),
         ({"id": "FrozenLake-v1", "actions": ("a", "b", "c", "a ")}, "actions=a,b,c,a: FrozenLake-v1 has 4 actions"),
         ({"id": "FrozenLake-v1", "slipery": True}, "id=FrozenLake-v1: cannot be made: .*slipery"),
-        ({"id": "FrozenLake-v1", "describe": "none.py:told"}, "describe=none.py:told: no file none.py"),
+        ({"id": "FrozenLake-v1", "describe": "none.py:told"}, "describe=none.py:told: no file /.*/none.py"),
         ({"id": "NoSuchGame-v1"}, "id=NoSuchGame-v1: cannot be made: .*NoSuchGame"),
         ({"id": "no_such_module:Game-v1"}, "id=no_such_module:Game-v1: cannot be made: .*no_such_module"),
     ],
