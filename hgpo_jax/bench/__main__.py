@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 from hgpo_jax import cli
-from hgpo_jax.bench import advantages, environments, plan, sample, training, update
+from hgpo_jax.bench import accelerator, advantages, environments, limits, plan, sample, training, update
 from hgpo_jax.errors import ConfigError
 
 BENCHES = {
+    "accelerator": (accelerator, "one command for a lent accelerator: what no CPU can show, within a number of minutes"),
     "advantages": (advantages, "estimators against the dictionary loop of host code"),
     "envs": (environments, "environments: resets and steps per second"),
     "plan": (plan, "memory on each device, before anything is allocated; the real TPU compiler's count of it"),
@@ -46,7 +47,7 @@ def main() -> None:
     args = p.parse_intermixed_args(sys.argv[2:])
     if args.json and (not Path(args.json).parent.is_dir() or Path(args.json).is_dir()):
         raise ConfigError(f"--json {args.json}: cannot be written; give a file in a folder that exists")
-    rows = module.run(args)
+    rows = [*module.run(args), limits.machine()]
     print(table(rows))
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")

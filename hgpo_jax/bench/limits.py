@@ -5,6 +5,8 @@ from __future__ import annotations
 import concurrent.futures
 import ctypes
 import math
+import os
+import platform
 import re
 import sys
 import time
@@ -19,11 +21,25 @@ import numpy as np
 from hgpo_jax.policy import ModelConfig, shapes
 
 GiB = 2**30
+# What Linux calls the instructions on vectors and matrices that decide a processor's rate of products.
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
 
 
-def row(name: str, value: float, unit: str, limit_share: float | None = None, ratio: float | None = None) -> dict:
+def row(name: str, value: float | str, unit: str, limit_share: float | None = None, ratio: float | None = None) -> dict:
     """A line of a benchmark's table. limit_share: of the machine's limit. ratio: ours to the peer's."""
     return {"name": name, "value": value, "unit": unit, "limit_share": limit_share, "ratio": ratio}
+
+
+def machine() -> dict:
+    """The row that says what was measured on: jax's devices, the processor and what it multiplies matrices with."""
+    devices = jax.devices()
+    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""  # of Linux
+    model = re.search(r"model name\s*: (.*)", cpuinfo)
+    flags = re.search(r"(?:flags|Features)\s*: (.*)", cpuinfo)
+    found = [name for name in INSTRUCTIONS if flags and name in flags[1].split()]
+    processor = f"{model[1].strip() if model else platform.machine()}, {os.cpu_count()} cores ({' '.join(found)})"
+    kind = devices[0].device_kind
+    return row("machine", f"{len(devices)} x {kind}, {processor}" if kind != "cpu" else processor, "")
 
 
 def forward_flops(c: ModelConfig, tokens: int, predictions: int) -> float:

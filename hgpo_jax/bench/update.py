@@ -26,6 +26,7 @@ from hgpo_jax.errors import ConfigError
 from hgpo_jax.learner import make_optimizer, make_policy_loss, make_update
 from hgpo_jax.methods import METHODS
 from hgpo_jax.policy import initialize
+from hgpo_jax.policy.placement import shardings_like, storage_shardings
 from hgpo_jax.training_batch import TrainingBatch
 
 
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--response", type=policies.positive, help="of these, tokens of the response; default an eighth")
     parser.add_argument("--microbatch", type=policies.positive, default=4, help="rows per device and gradient, the peer's too")
     parser.add_argument("--remat", choices=["none", "dots", "full"], default="none", help="as learner.remat; peer: full")
+    parser.add_argument("--offload", action="store_true", help="the optimizer's moments lie in host memory between steps")
     profile.add_argument(parser)
 
 
@@ -53,7 +55,7 @@ def run(args: argparse.Namespace) -> list[dict]:
     batch = random_batch(model.vocab_size, args.rows, args.tokens - response, response)
     rates = limits.Rates(policies.meshes(args.mesh, 0).values(), args.dtype)
     meshes = policies.meshes(args.mesh, args.rows)
-    steps = {name: OurUpdate(model, config, mesh, batch, args.dtype) for name, mesh in meshes.items()}
+    steps = {name: OurUpdate(model, config, mesh, batch, args.dtype, offload=args.offload) for name, mesh in meshes.items()}
     calls = dict(steps)
     if peer:
         weights = next(iter(steps.values())).params
@@ -113,7 +115,7 @@ def random_batch(vocabulary: int, rows: int, prompt: int, response: int) -> Trai
 class OurUpdate:
     """The compiled update of `learner.make_update` on a mesh, its weights and optimizer; each call is one step."""
 
-    def __init__(self, model, config: LearnerConfig, mesh, batch: TrainingBatch, dtype: str):
+    def __init__(self, model, config: LearnerConfig, mesh, batch: TrainingBatch, dtype: str, *, offload: bool = False):
         self._mesh, optimizer = mesh, make_optimizer(config)
         loss = make_policy_loss(model, config, METHODS["hgpo"], 1.0)
         step = make_update(
@@ -124,8 +126,15 @@ class OurUpdate:
         self._inputs = (None, batch, np.arange(count, dtype=np.int32), np.int32(count), np.float32(1))
         with jax.set_mesh(mesh):
             self.params = initialize(model, 0, mesh)
-            self._moments = jax.jit(optimizer.init)(self.params)
-            lowered = jax.jit(step, donate_argnums=(0, 1)).lower(self.params, self._moments, *self._inputs)
+            moments = jax.eval_shape(optimizer.init, self.params)
+            stored = storage_shardings(moments, model, mesh, offload=offload)
+            self._moments = jax.jit(optimizer.init, out_shardings=stored)(self.params)
+
+            def with_storage(params, moments, *inputs):
+                params, moments, stats = step(params, jax.device_put(moments, shardings_like(moments, model, mesh)), *inputs)
+                return params, jax.device_put(moments, stored), stats
+
+            lowered = jax.jit(with_storage, donate_argnums=(0, 1)).lower(self.params, self._moments, *self._inputs)
             began = time.perf_counter()
             self.compiled = lowered.compile()
             self.compile_seconds = time.perf_counter() - began

@@ -43,7 +43,8 @@ def bench(tmp_path, monkeypatch, *arguments) -> dict[str, dict]:
     file = tmp_path / "rows.json"
     monkeypatch.setattr(sys, "argv", ["bench", *arguments, "--json", str(file)])
     command.main()
-    rows = json.loads(file.read_text())
+    *rows, machine = json.loads(file.read_text())
+    assert machine["name"] == "machine" and "cores" in machine["value"]
     for row in rows:
         assert set(row) == {"name", "value", "unit", "limit_share", "ratio"}, row
         assert row["unit"] in ("s", "tokens/s", "GiB", "GB/s", "GFLOP/s", "%"), row
