@@ -90,3 +90,25 @@ def against_oracle(advantages: ArrayLike, returns: ArrayLike, ids: np.ndarray) -
         "variance": float(np.mean((error - shared) ** 2)),
         "mse": float(np.mean(error**2)),
     }
+
+
+def against_truth(advantages: ArrayLike, truth: ArrayLike, standard_error: ArrayLike, mask: ArrayLike) -> dict[str, float]:
+    """Error of an estimator's advantages against true ones that are known up to their noise, over all steps.
+
+    advantages: f32[B, T], with `normalize="mean"` and no penalty, or the scales do not compare. truth, standard_error:
+    f64[B, T] of `true_advantages`, from samples that the estimator has not seen.
+        mse: mean square of A - A_true. cosine: of both as vectors. spread: mean square of A_true.
+    What the noise of the truth adds to each is taken off, in expectation; with too few continuations the rest may be negative,
+    and the cosine is nan.
+    """
+    mask = np.asarray(mask)
+    estimated, known, noise = (np.asarray(a, np.float64)[mask] for a in (advantages, truth, standard_error))
+    if not len(estimated):
+        return {"mse": np.nan, "cosine": np.nan, "spread": np.nan}
+    spread = float(np.mean(known**2) - np.mean(noise**2))
+    scale = np.sqrt(max(np.mean(estimated**2) * spread, 0.0))
+    return {
+        "mse": float(np.mean((estimated - known) ** 2) - np.mean(noise**2)),
+        "cosine": float(np.mean(estimated * known) / scale) if scale > 0 else np.nan,
+        "spread": spread,
+    }

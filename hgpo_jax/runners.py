@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +13,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from hgpo_jax.config import Config
 from hgpo_jax.environments import Environment
-from hgpo_jax.envs.protocol import CompiledEnv, ListsGames, OwnPrompts
+from hgpo_jax.envs.protocol import CompiledEnv, ListsGames, OwnPrompts, TextExpert
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.own_words import template_of
 from hgpo_jax.policy import ModelConfig, network
 from hgpo_jax.policy.tokenizer import ACT
 from hgpo_jax.rollout.chat_format import ChatFormat
-from hgpo_jax.rollout.compiled import make_rollout
+from hgpo_jax.rollout.compiled import EpisodeState, make_continuations, make_rollout, replay
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.host import HostRollout
 from hgpo_jax.rollout.requirements import RUNNER, check_compiled
@@ -52,11 +54,13 @@ class CompiledRunner:
         tables = env.tables if isinstance(env, ListsGames) and games else None
         self._tables = None if tables is None else jax.device_put(tables, NamedSharding(mesh, PartitionSpec()))
         self.num_tasks, self.num_held_out_tasks = (len(games[stream]) if games else None for stream in ("train", "held_out"))
-        self.program = make_rollout(
-            env, network(model), mesh, history_length=config.rollout.history_length,
-            decode_batch_size=config.rollout.decode_batch_size, end=tokenizer.eos_token_id,
-            act=tokenizer.convert_tokens_to_ids(ACT),
-        )  # fmt: skip
+        self._history_length, self._end = config.rollout.history_length, tokenizer.eos_token_id
+        settings = {
+            "history_length": self._history_length, "decode_batch_size": config.rollout.decode_batch_size, "end": self._end,
+            "act": tokenizer.convert_tokens_to_ids(ACT),
+        }  # fmt: skip
+        self.program = make_rollout(env, network(model), mesh, **settings)
+        self._play_on = make_continuations(env, network(model), mesh, **settings)
 
     def rollout(self, params, tasks, keys, groups, decoding: Decoding, *, held_out: bool = False) -> RolloutResult:
         """Plays B episodes; does not wait until they are computed.
@@ -70,6 +74,25 @@ class CompiledRunner:
         """
         return RolloutResult(self.program(params, tasks, keys, groups, decoding, self._tables), None)
 
+    def replay(self, tasks, episodes: Episodes) -> EpisodeState:
+        """The states [B (T + 1)] of recorded episodes, before each of an episode's T turns and after the last."""
+
+        def states(tables, *recorded):
+            env = self.env if tables is None else cast(ListsGames, self.env).bound(tables)
+
+            def one(task, responses, lengths, mask):
+                return replay(env, self._history_length, task, responses, lengths, mask, self._end)
+
+            return jax.vmap(one)(*recorded)
+
+        e = episodes
+        found = jax.jit(states)(self._tables, tasks, e.responses, e.response_lengths, e.mask)
+        return jax.tree.map(lambda a: a.reshape(math.prod(a.shape[:2]), *a.shape[2:]), found)
+
+    def play_on(self, params, states: EpisodeState, keys, decoding: Decoding) -> jax.Array:
+        """f32[N, T]: rewards of the turns that follow N states, such as those of `replay`; `keys` [N] decide the samples."""
+        return self._play_on(params, states, keys, decoding, self._tables)
+
     def select_tasks(self, stream: str, seed: int, indices) -> jax.Array:
         """What `rollout` takes as the tasks with these numbers, i32[B], in a stream (`rollout/tasks.py`)."""
         if self._games is None:
@@ -80,6 +103,10 @@ class CompiledRunner:
     def abstract_episodes(self, params, inputs: tuple) -> Episodes:
         """Shapes and dtypes of the episodes of `rollout(params, *inputs)`, nothing computed."""
         return jax.eval_shape(self.program, params, *inputs, self._tables)
+
+    def has_expert(self) -> bool:
+        """Whether there is a scripted player, which the warm start can clone."""
+        return True  # `check_together` has asked
 
     def compile(self, params, inputs: tuple) -> None:
         """Compiles the rollout, whose first call then finds it in the compilation cache."""
@@ -146,6 +173,9 @@ class TextRunner:
 
     def abstract_episodes(self, params, inputs: tuple) -> Episodes:
         return self._train.abstract_episodes()
+
+    def has_expert(self) -> bool:
+        return isinstance(self.make_env(), TextExpert)
 
     def compile(self, params, inputs: tuple) -> None:
         """Its shapes depend on the prompts: each compiles when it first occurs."""

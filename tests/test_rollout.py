@@ -12,7 +12,7 @@ from flax import nnx, struct
 from hgpo_jax.learner import token_logprobs
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import ModelConfig, initialize, network, shardings
-from hgpo_jax.rollout.compiled import make_rollout
+from hgpo_jax.rollout.compiled import make_continuations, make_rollout, replay
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.tasks import task_keys
 from hgpo_jax.sampling import Decoding
@@ -117,6 +117,34 @@ def test_the_episodes_are_worth_testing(episodes):
 
 def test_replaying_the_responses_gives_the_same_episodes(episodes):
     check(episodes, K)
+
+
+def test_an_episode_goes_on_as_it_went(episodes):
+    """From each recorded state, with the keys that the rollout had: what came later comes again."""
+    e = episodes
+    states = jax.vmap(lambda *one: replay(ENV, K, *one[:4], END))(
+        task_keys("train", 3, INDICES), e.responses, e.response_lengths, e.mask
+    )
+    seen = np.asarray(states.observation)
+    np.testing.assert_array_equal(seen[:, :-1][e.mask], e.observations[e.mask])
+    np.testing.assert_array_equal(np.asarray(states.done), np.pad(np.cumsum(e.rewards, 1) > 0, ((0, 0), (1, 0))) | (
+        np.pad(e.mask.cumsum(1), ((0, 0), (1, 0))) == T
+    ))  # fmt: skip
+    mesh = mesh_of("data=1")
+    go_on = make_continuations(
+        ENV, network(MODEL), mesh, history_length=K, decode_batch_size=DECODE_BATCH, end=END, act=ACT
+    )
+    with jax.set_mesh(mesh):
+        placed, keys = jax.device_put(parameters(), shardings(MODEL, mesh)), jax.random.split(jax.random.key(5), B)
+        decoding = Decoding(temperature=1.0)
+        first = go_on(placed, jax.tree.map(lambda a: a[:, 0], states), keys, decoding)
+        ended = go_on(placed, jax.tree.map(lambda a: a[:, T], states), keys, decoding)
+        middle = go_on(placed, jax.tree.map(lambda a: a[:, 3], states), keys, decoding)
+    np.testing.assert_array_equal(first, e.rewards)
+    assert not np.asarray(ended).any()
+    won = np.asarray(middle).sum(1)
+    assert not won[~e.mask[:, 3]].any() and won[e.mask[:, 3]].any()
+    assert not np.asarray(middle)[:, T - 3 :].any()  # the turns that were taken count
 
 
 @pytest.mark.slow

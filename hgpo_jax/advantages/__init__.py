@@ -24,6 +24,7 @@ from hgpo_jax.advantages import checks
 from hgpo_jax.advantages.dr_mas import dr_mas
 from hgpo_jax.advantages.dynamic_sampling import informative
 from hgpo_jax.advantages.eb_gae import eb_gae
+from hgpo_jax.advantages.eb_td import eb_td
 from hgpo_jax.advantages.gae import gae
 from hgpo_jax.advantages.gagpo import gagpo
 from hgpo_jax.advantages.gigpo import gigpo
@@ -53,6 +54,7 @@ Array = jax.Array | np.ndarray
 ESTIMATORS: dict[str, Callable[..., Estimate]] = {
     "dr_mas": dr_mas,
     "eb_gae": eb_gae,
+    "eb_td": eb_td,
     "gae": gae,
     "gagpo": gagpo,
     "gigpo": gigpo,

@@ -75,19 +75,7 @@ def make_rollout(env, graphdef, mesh: Mesh, *, history_length: int, decode_batch
       ValueError: the environment lacks something (`requirements.py`).
     """
     check_compiled(env, ROLLOUT)
-
-    def play(tables, *inputs):
-        played = env if tables is None else env.bound(tables)
-        return _Program(played, graphdef, mesh.shape["fsdp"], history_length, decode_batch_size, end, act).play(*inputs)
-
-    play_shards = jax.shard_map(
-        play,
-        mesh=mesh,
-        in_specs=(P(), P(), P("data"), P("data"), P()),
-        out_specs=P("data"),
-        axis_names={"data"},
-        check_vma=False,
-    )
+    play_shards = _on_shards(_Program.play, env, graphdef, mesh, history_length, decode_batch_size, end, act)
 
     def rollout(params, tasks, keys, groups, decoding, tables=None) -> Episodes:
         result = play_shards(tables, params, tasks, keys, decoding)
@@ -97,6 +85,54 @@ def make_rollout(env, graphdef, mesh: Mesh, *, history_length: int, decode_batch
         return Episodes(**record, states=states, next_states=next_states, groups=groups, success=won, task=task)
 
     return jax.jit(rollout)
+
+
+def make_continuations(env, graphdef, mesh: Mesh, *, history_length: int, decode_batch_size: int, end: int, act: int):
+    """Builds `go_on(params, states, keys, decoding, tables=None) -> f32[B, T]`, jitted: the rewards of episodes that begin in
+    the middle, in `states`, an `EpisodeState` [B] such as those of `replay`; an ended one has none.
+
+    Arguments as for `make_rollout`.
+    """
+    play_on = _on_shards(_Program.play_on, env, graphdef, mesh, history_length, decode_batch_size, end, act)
+    return jax.jit(lambda params, states, keys, decoding, tables=None: play_on(tables, params, states, keys, decoding))
+
+
+def replay(env, history_length: int, task, responses, lengths, mask, end: int) -> EpisodeState:
+    """An episode played again from its record: its states [T + 1] before each turn and after the last, whatever the policy was.
+
+    task: as for `start_episode`. responses i32[T, R] of i32[T] tokens; mask bool[T], turns that happened. Every state
+    after the last turn is the same.
+    """
+
+    def turn(state: EpisodeState, recorded):
+        response, length, happened = recorded
+        action, _ = parse_answer(response, length, end, env.action_length)
+        after_env, observation, _, done, _ = env.step(state.env, action)
+        history = state.history.push(state.observation, action)
+        after = state.replace(env=after_env, observation=observation, history=history, done=done)
+        return jax.tree.map(lambda new, old: jnp.where(happened, new, old), after, state), state
+
+    first = start_episode(env, history_length, task, jnp.zeros((), jnp.uint32))
+    last, before = jax.lax.scan(turn, first, (responses, lengths, mask))
+    return jax.tree.map(lambda states, state: jnp.concatenate([states, state[None]]), before, last)
+
+
+def _on_shards(method, env, graphdef, mesh: Mesh, history_length: int, decode_batch_size: int, end: int, act: int):
+    """`method` of a `_Program`, whose second and third inputs are split over the mesh's data axis, as its results are."""
+
+    def call(tables, *inputs):
+        played = env if tables is None else env.bound(tables)
+        program = _Program(played, graphdef, mesh.shape["fsdp"], history_length, decode_batch_size, end, act)
+        return method(program, *inputs)
+
+    return jax.shard_map(
+        call,
+        mesh=mesh,
+        in_specs=(P(), P(), P("data"), P("data"), P()),
+        out_specs=P("data"),
+        axis_names={"data"},
+        check_vma=False,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,10 +149,19 @@ class _Program:
 
     def play(self, params, tasks, keys, decoding):
         """All turns of B episodes: (record {field: [B, T, ...]}, last observations i32[B, O], tasks i32[B], won bool[B])."""
-        env, B = self.env, tasks.shape[0]
+        states = jax.vmap(start_episode, (None, None, 0, 0))(self.env, self.history_length, tasks, keys)
+        states, record = self.play_all(params, states, decoding)
+        return record, states.observation, states.env.task, jax.vmap(self.env.won)(states.env)
+
+    def play_on(self, params, states: EpisodeState, keys, decoding):
+        """f32[B, T], the rewards of the turns after these states."""
+        return self.play_all(params, states.replace(key=keys), decoding)[1]["rewards"]
+
+    def play_all(self, params, states: EpisodeState, decoding):
+        """The turns of B episodes until all have ended: (their states then, record {field: [B, T, ...]})."""
+        env, B = self.env, states.done.shape[0]
         model = nnx.merge(self.graphdef, params)
         blocks = model.decode_blocks()
-        states = jax.vmap(start_episode, (None, None, 0, 0))(env, self.history_length, tasks, keys)
         sizes = range(self.fsdp, min(self.decode_batch_size, B) + 1, self.fsdp)
         M = max([self.fsdp, *(size for size in sizes if B % size == 0)])
 
@@ -147,9 +192,9 @@ class _Program:
             return turn + 1, states, record, max_across_devices((~states.done).sum())
 
         goes_on = lambda carry: (carry[0] < env.max_turns) & (carry[-1] > 0)  # noqa: E731
-        carry = (jnp.int32(0), states, self.empty_record(B), jnp.int32(B))
+        carry = (jnp.int32(0), states, self.empty_record(B), max_across_devices((~states.done).sum()))
         _, states, record, _ = jax.lax.while_loop(goes_on, one_turn, carry)
-        return record, states.observation, states.env.task, jax.vmap(env.won)(states.env)
+        return states, record
 
     def take_turn(self, model, blocks, states: EpisodeState, prompts, lengths, turn, decoding):
         """Turn number i32[] of M episodes: (their states after it, its record {field: [M, ...]}).

@@ -1,13 +1,16 @@
-"""How far equal observations are from equal situations in a setting: the Oracle bias of each level, measured once.
+"""How good estimators are in a setting, measured once: against the Oracle groups, and against true advantages.
 
-The policy is the setting's warm start, where training begins. It plays TASKS tasks EPISODES times each; the Oracle groups see
-all of a task's episodes, the estimators see them eight at a time as in training (`hgpo_jax/diagnostics.py`).
+The policy is the setting's warm start, where training begins. For the bias of each level of HGPO it plays TASKS tasks EPISODES
+times each; the Oracle groups see all of a task's episodes, the estimators see them eight at a time as in training. Oracle
+groups compare Monte Carlo returns, and so favour estimators that do, too; true advantages, of the episodes of one
+iteration, favour none (`hgpo_jax/diagnostics.py`, `hgpo_jax/true_advantages.py`).
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,20 +18,31 @@ import numpy as np
 
 from hgpo_jax import config as configuration
 from hgpo_jax import diagnostics
+from hgpo_jax.advantages import parameters
 from hgpo_jax.config import Config
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.files import atomic_write
 from hgpo_jax.inspect import oracle_errors
 from hgpo_jax.inspect.dumps import Dump
-from hgpo_jax.job import build
+from hgpo_jax.job import Job, build
 from hgpo_jax.sampling import Decoding
 from hgpo_jax.tables.plan import Plan
+from hgpo_jax.true_advantages import true_advantages
 from hgpo_jax.warm_start import warm_start
 
 FILE = "bias.json"
 TASKS, EPISODES = 16, 64
 LEVELS = (0, 1, 2, 4)
 PARTS = ("bias2", "variance")
+CONTINUATIONS = 64  # of a true advantage, from each state
+# What is held to true advantages: shown name -> options of `Dump.estimate`.
+ESTIMATORS: dict[str, dict[str, Any]] = {
+    "GRPO": {"name": "grpo"},
+    "GiGPO": {"name": "gigpo"},
+    **{f"HGPO K = {k}": {"name": "hgpo", "history_length": k} for k in (0, 2, 4)},
+    "EB-GAE": {"name": "eb_gae"},
+    "EB-TD": {"name": "eb_td"},
+}
 
 
 def measure(config: Config) -> dict:
@@ -36,7 +50,7 @@ def measure(config: Config) -> dict:
 
     Returns: success of the policy; turns; return_variance over the steps that have an Oracle peer, and their number; peers,
     the share of steps with a peer at each level among all EPISODES of a task, more than training has; bias2, variance, mse:
-    K -> number.
+    K -> number; truth: see `against_truth`.
     """
     job = build(config)
     params = warm_start(job)
@@ -63,7 +77,27 @@ def measure(config: Config) -> dict:
         "bias2": {k: error["bias"] ** 2 / spread for k, error in errors.items()},
         "variance": {k: error["variance"] / spread for k, error in errors.items()},
         "mse": {k: error["mse"] / spread for k, error in errors.items()},
+        "truth": against_truth(job, params),
     }
+
+
+def against_truth(job: Job, params) -> dict[str, dict[str, float]]:
+    """Shown name of each of ESTIMATORS -> mse, as a share of the true advantages' mean square, and cosine to them.
+
+    Penalties for invalid actions are in neither, and returns are centred only.
+    """
+    config = job.config
+    tasks, *inputs = job.episode_inputs(0)
+    params = job.compute_copy(params)
+    e = jax.device_get(job.runner.rollout(params, tasks, *inputs).episodes)
+    truth = true_advantages(job, params, tasks, e, continuations=CONTINUATIONS, seed=config.seed)
+    dump, found = Dump(e, config, job.policy.tokenizer), {}
+    for shown, options in ESTIMATORS.items():
+        centred = {"normalize": "mean"} if "normalize" in parameters(options["name"])[1] else {}
+        advantages = dump.estimate(**options | centred, invalid_penalty=0.0).advantages
+        error = diagnostics.against_truth(advantages, truth.advantages, truth.standard_error, e.mask)
+        found[shown] = {"mse": error["mse"] / error["spread"], "cosine": error["cosine"]}
+    return found
 
 
 def read_bias(runs: Path) -> dict[str, list[dict]]:
@@ -74,7 +108,8 @@ def read_bias(runs: Path) -> dict[str, list[dict]]:
         for measured in found.values():
             for m in measured:
                 numbers = [m["seed"], m["success"], *m["peers"][:3], *(m[part][str(k)] for part in PARTS for k in LEVELS)]
-                if len(numbers) < 5 + len(PARTS) * len(LEVELS) or not all(isinstance(x, int | float) for x in numbers):
+                numbers += [m["truth"][name][what] for name in ESTIMATORS for what in ("cosine", "mse")]
+                if len(m["peers"]) < 3 or not all(isinstance(x, int | float) for x in numbers):
                     raise ValueError("numbers are missing")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ConfigError(f"{file}: is damaged; delete it and measure again with `tables bias`") from None
@@ -94,7 +129,7 @@ def measure_all(plan: Plan, runs: Path, more: list[str]) -> None:
                 found.setdefault(name, []).append({"seed": seed} | measure(config))
                 with atomic_write(runs / FILE) as file:
                     file.write(json.dumps(found, indent=1) + "\n")
-    print("\n".join(bias_table(plan, found)))
+    print("\n".join([*bias_table(plan, found), "", *truth_table(plan, found)]))
 
 
 def bias_table(plan: Plan, bias: dict, gain: str = "", gains: dict[str, str] | None = None) -> list[str]:
@@ -120,4 +155,16 @@ def bias_table(plan: Plan, bias: dict, gain: str = "", gains: dict[str, str] | N
             *([(gains or {}).get(setting, "not run")] if gain else []),
         ]
         lines.append("| " + " | ".join(line) + " |")
+    return lines
+
+
+def truth_table(plan: Plan, bias: dict) -> list[str]:
+    """Cosine of each estimator's advantages to true ones, then the mean square of the difference (`against_truth`)."""
+    lines = ["| " + " | ".join(["setting", *ESTIMATORS]) + " |", "|---" * (1 + len(ESTIMATORS)) + "|"]
+    for setting in plan.settings:
+        measured = [m["truth"] for m in bias.get(setting, []) if m["seed"] in plan.bias_seeds]
+        if measured:
+            of = lambda name, what: np.mean([m[name][what] for m in measured])  # noqa: B023, E731
+            cells = [f"{of(name, 'cosine'):.2f}, {of(name, 'mse'):.2f}" for name in ESTIMATORS]
+            lines.append("| " + " | ".join([plan.settings[setting].title, *cells]) + " |")
     return lines

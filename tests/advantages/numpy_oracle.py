@@ -244,17 +244,16 @@ def graphgpo(
     return {s: episode[s] + step_weight * step[s] for s in data.all}
 
 
-def eb_value(data, history_length, gamma):
-    """(V by step, tau2 list, s2 list) from the sums as they are written."""
-    returns = data.returns(gamma)
+def eb_shrink(data, values, history_length):
+    """(b_K by step, tau2 list, s2 list) from the sums as they are written."""
     keys = [lambda s: (data.groups[s[0]],)]
     keys += [lambda s, k=k: (data.groups[s[0]], data.padded_context(s, k)) for k in range(history_length + 1)]
     mean, size, ssw, s2, number = [], [], [], [], []
     for key in keys:
         found = grouped(data.all, key)
-        mean.append({s: sum(returns[m] for m in members) / len(members) for members in found.values() for s in members})
+        mean.append({s: sum(values[m] for m in members) / len(members) for members in found.values() for s in members})
         size.append({s: len(members) for members in found.values() for s in members})
-        ssw.append(sum((returns[s] - mean[-1][s]) ** 2 for s in data.all))
+        ssw.append(sum((values[s] - mean[-1][s]) ** 2 for s in data.all))
         number.append(sum(1 / size[-1][s] for s in data.all))
         s2.append(ssw[-1] / max(len(data.all) - number[-1], 1))
     value, tau2 = dict(mean[0]), []
@@ -271,11 +270,50 @@ def eb_value(data, history_length, gamma):
     return value, tau2, s2
 
 
+def eb_value(data, history_length, gamma):
+    """(V by step, tau2 list, s2 list) of the returns."""
+    return eb_shrink(data, data.returns(gamma), history_length)
+
+
 def eb_gae(data, history_length=2, gamma=0.95, lam=0.65, invalid_penalty=0.1):
     value, _, _ = eb_value(data, history_length, gamma)
     advantages = temporal(data, value, gamma, lam)
     returns = data.returns(gamma)
     for members in grouped(data.all, lambda s: data.groups[s[0]]).values():
         if len({returns[s] for s in members}) == 1:
+            advantages |= dict.fromkeys(members, 0.0)
+    return {s: a - data.penalty(s, invalid_penalty) for s, a in advantages.items()}
+
+
+def eb_td_offset(data, gamma):
+    """o by step: beta * turn * the prompt group's mean return, beta the slope within level-0 groups."""
+    returns = data.returns(gamma)
+    x = {}
+    for members in grouped(data.all, lambda s: data.groups[s[0]]).values():
+        mean = sum(returns[s] for s in members) / len(members)
+        for b, t in members:
+            x[b, t] = t * mean
+    top, bottom = 0.0, 0.0
+    for members in grouped(data.all, state_group(data)).values():
+        centred_x = deviations(x, members, 0, "mean")
+        centred_return = deviations(returns, members, 0, "mean")
+        top += sum(centred_x[s] * centred_return[s] for s in members)
+        bottom += sum(centred_x[s] ** 2 for s in members)
+    beta = top / bottom if bottom > 0 else 0.0
+    return {s: beta * x[s] for s in data.all}
+
+
+def eb_td(data, history_length=2, gamma=0.95, lam=0.35, invalid_penalty=0.1):
+    offset = eb_td_offset(data, gamma)
+    returns = data.returns(gamma)
+    target = dict(returns)
+    for _ in range(3):
+        rest = {s: target[s] - offset[s] for s in data.all}
+        shrunken, *_ = eb_shrink(data, rest, history_length)
+        value = {s: offset[s] + shrunken[s] for s in data.all}
+        advantages = temporal(data, value, gamma, lam)
+        target = {s: value[s] + advantages[s] for s in data.all}
+    for members in grouped(data.all, lambda s: data.groups[s[0]]).values():
+        if all(returns[s] == 0 for s in members):
             advantages |= dict.fromkeys(members, 0.0)
     return {s: a - data.penalty(s, invalid_penalty) for s, a in advantages.items()}

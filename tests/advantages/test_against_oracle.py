@@ -26,6 +26,7 @@ EXACT = [
     ("dr_mas", {"statistics": "per_trajectory", "normalize": "mean"}),
     ("eb_gae", {}),
     ("eb_gae", {"history_length": 4, "lam": 0.0}),
+    ("eb_td", {}),
     ("graphgpo", {}),
     ("gagpo", {"normalize": "mean"}),
     ("pgpo", {}),
@@ -36,6 +37,8 @@ RARE = [
     ("rloo", {"statistics": "per_trajectory"}),
     ("reinforce_pp_baseline", {"statistics": "per_trajectory"}),
     ("eb_gae", {"history_length": 0, "lam": 1.0}),
+    ("eb_td", {"history_length": 0, "lam": 1.0}),
+    ("eb_td", {"history_length": 4, "lam": 0.0}),
     ("graphgpo", {"normalize": "mean"}),
 ]
 CONTINUOUS = [

@@ -83,7 +83,7 @@ def test_short_and_long_ids_sort_alike(largest, history):
     np.testing.assert_allclose(moved.advantages, expected.advantages, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["hgpo", "gigpo", "eb_gae", "gagpo", "reinforce_pp"])
+@pytest.mark.parametrize("name", ["hgpo", "gigpo", "eb_gae", "eb_td", "gagpo", "reinforce_pp"])
 def test_returns_hold_the_penalty_on_the_invalid_step_alone(name):
     rng = np.random.default_rng(3)
     mask = np.arange(6) < rng.integers(1, 7, 8)[:, None]
@@ -136,7 +136,7 @@ def test_without_history_it_is_the_step_part_of_gigpo(batch):
 
 @pytest.mark.slow
 @pytest.mark.optimized
-@pytest.mark.parametrize("name", ["hgpo", "grpo", "gigpo", "eb_gae", "gagpo"])
+@pytest.mark.parametrize("name", ["hgpo", "grpo", "gigpo", "eb_gae", "eb_td", "gagpo"])
 def test_equal_returns_give_exact_zeros(name):
     """Every value 10 * 0.95^n at every group size from 2 to 64, one-step trajectories, one batch."""
     values, sizes = np.float32(10) * np.float32(0.95) ** np.arange(50, dtype=np.float32), range(2, 65)
