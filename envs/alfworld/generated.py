@@ -18,6 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tqdm import tqdm
 
 from hgpo_jax.envs.alfworld import habits, phrases, tables
 from hgpo_jax.envs.alfworld.compiled import CompiledAlfworld
@@ -155,8 +156,9 @@ def _won(env: CompiledAlfworld) -> np.ndarray:
 
     count = len(env)
     batch = min(BATCH, count)
-    games = jnp.arange(count + -count % batch).reshape(-1, batch) % count
-    return np.asarray(jax.jit(lambda games: jax.lax.map(jax.vmap(play), games))(games)).ravel()[:count]
+    games = np.arange(count + -count % batch).reshape(-1, batch) % count
+    together = jax.jit(jax.vmap(play))
+    return np.concatenate([together(some) for some in tqdm(games, "playing games", delay=3, leave=False, disable=None)])[:count]
 
 
 def _possible_tasks(tables: Tables, refused: set[Task]) -> dict[str, dict[int, list[Task]]]:
@@ -208,10 +210,12 @@ class _Draw:
 
     def __call__(self, number: int) -> Games:
         rows: list[dict[str, np.ndarray | np.integer]] = []
-        while len(rows) < number:
-            row = self._row()
-            if row["contents"] <= self.given.contents.max():  # no longer observations than the given games have
-                rows.append(row)
+        with tqdm(total=number, desc="drawing games", delay=3, leave=False, disable=None) as progress:
+            while len(rows) < number:
+                row = self._row()
+                if row["contents"] <= self.given.contents.max():  # no longer observations than the given games have
+                    rows.append(row)
+                    progress.update()
         base = np.array([row.pop("game") for row in rows])
         games = jax.tree.map(lambda field: field[base], self.given)
         return games.replace(**{name: tables._pad([np.asarray(row[name]) for row in rows], 0) for name in rows[0]})

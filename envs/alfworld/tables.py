@@ -100,7 +100,7 @@ def compile_games(
     kept = Path(cache) / f"alfworld-{_digest(paths, logic, words)}.npz" if cache is not None else None
     if kept is not None and (found := _read(kept)):
         return found
-    sheets = [sheet(Path(path), logic) for path in tqdm(paths, "compiling games", delay=3, leave=False)]
+    sheets = [sheet(Path(path), logic) for path in tqdm(paths, "compiling games", delay=3, leave=False, disable=None)]
     if words is None:
         kinds, names = (set().union(*(game[part] for game in sheets)) for part in ("kinds", "names"))
         words = phrases.vocabulary(kinds, names)

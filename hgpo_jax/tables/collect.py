@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hgpo_jax.tables.bias import bias_table, read_bias
+from hgpo_jax.tables.bias import bias_table, read_bias, truth_table
 from hgpo_jax.tables.curves import draw
 from hgpo_jax.tables.plan import Cell, Plan, Table
 from hgpo_jax.tables.results import Result, paired, read_all, spread
@@ -174,6 +174,8 @@ def markdown(plan: Plan, found: Results, made: list[Row], bias: dict) -> str:
     if bias:
         note = "HGPO's advantages against the Oracle groups': squared bias and variance in shares of the returns' variance."
         text += ["", "## Oracle bias at the warm start", "", note, "", *bias_table(plan, bias, *gains(plan, made))]
+        note = "Cosine to the true advantages of an iteration's steps; mean square of the difference as a share of theirs."
+        text += ["", "## Against true advantages at the warm start", "", note, "", *truth_table(plan, bias)]
     changed = [f"* {cell.name}: {', '.join(r.changed)}" for cell, r in found.items() if r and r.changed]
     if changed:
         text += ["", "## Runs with other settings than the plan's", "", *changed]

@@ -95,7 +95,8 @@ def test_existing_cells_are_filled_and_missing_ones_marked(tmp_path, small, caps
 
 def measured(seed, bias2):
     shares = {str(k): bias2 for k in bias.LEVELS}
-    return {"seed": seed, "success": 0.5, "peers": [1, 0.5, 0.25], "bias2": shares, "variance": shares}
+    truth = {name: {"cosine": bias2, "mse": 2 * bias2} for name in bias.ESTIMATORS}
+    return {"seed": seed, "success": 0.5, "peers": [1, 0.5, 0.25], "bias2": shares, "variance": shares, "truth": truth}
 
 
 def test_what_is_outside_the_noise_is_listed_and_stands_beside_the_bias(tmp_path, small, capsys):
@@ -144,7 +145,9 @@ def test_bias_is_measured_for_the_seeds_that_lack(tmp_path, small, monkeypatch, 
         tables.main(["bias", str(write_plan(tmp_path, bias_seeds=seeds)), "--runs", str(tmp_path / "runs")])
         assert asked == wanted
         asked.clear()
-    assert capsys.readouterr().out.count("| Near | 7, 8 | 50% |") == 2
+    said = capsys.readouterr().out
+    assert said.count("| Near | 7, 8 | 50% |") == 2
+    assert said.count("| Near | 0.12, 0.25 | 0.12, 0.25 |") == 4
     with pytest.raises(ConfigError, match="bias_seeds: the plan has none"):
         tables.main(["bias", str(write_plan(tmp_path)), "--runs", str(tmp_path / "runs")])
 

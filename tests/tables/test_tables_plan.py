@@ -115,7 +115,7 @@ def test_a_plan_that_is_no_yaml_is_refused_in_one_line(tmp_path, text):
 @pytest.mark.parametrize(
     ("arguments", "fragment"),
     [
-        (["plan", "nothing"], "configs/tables has household, paper"),
+        (["plan", "nothing"], "configs/tables has alfworld_small, household, paper"),
         (["plan", "paper", "--launch", "slurm"], "--to: needed"),
         (["run", "household", "--jobs", "0"], "--jobs 0"),
         (["run", "household", "--runs", "NOWHERE", "nosuch=1"], "nosuch=1: no such field"),
