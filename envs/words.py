@@ -36,7 +36,7 @@ class Words:
         if not 0 <= task < 2**64:
             raise IndexError(f"task={task}: must be a whole number below 2**64")
         key = np.array([task >> 32, task & 0xFFFFFFFF], np.uint32)
-        with jax.set_mesh(_one_cpu()):
+        with jax.set_mesh(one_cpu()):
             self._state, seen = jax.device_get(_programs(self._env)[0](key))
         self._key = key
         self._past: list[np.ndarray] = []  # actions since the reset
@@ -50,7 +50,7 @@ class Words:
         Returns: (observation, commands, the environment's reward, done, info with `won` and `admissible`).
         """
         ids = self._ids(action)
-        with jax.set_mesh(_one_cpu()):
+        with jax.set_mesh(one_cpu()):
             self._state, seen = jax.device_get(_programs(self._env)[1](self._state, ids))
         self._past.append(ids)
         info = {"won": bool(seen["won"]), "admissible": not seen["invalid"]}
@@ -61,7 +61,7 @@ class Words:
         length = max(history_length, 1)
         blank = [np.zeros(self._env.action_length, np.int32)] * length
         recent = np.array([*blank, *self._past][-length:])
-        with jax.set_mesh(_one_cpu()):
+        with jax.set_mesh(one_cpu()):
             ids = jax.device_get(_expert_action(self._env, player)(self._state, recent, self._key, len(self._past)))
         return self._command(*self._words(ids))
 
@@ -96,7 +96,7 @@ def _join(words) -> str:
 
 
 @functools.cache
-def _one_cpu() -> jax.sharding.Mesh:
+def one_cpu() -> jax.sharding.Mesh:
     """One processor of the host: the caller's mesh may hold many devices, and a small environment needs none of them."""
     axis = (jax.sharding.AxisType.Auto,)
     return jax.make_mesh((1,), ("environment",), axis_types=axis, devices=jax.local_devices(backend="cpu")[:1])

@@ -155,7 +155,7 @@ def list_alfworld(data: str, split: str) -> list[Path]:
 def alfworld_text(config: Config) -> Makers:
     """The games on the host. Raises ConfigError."""
     env, data = config.env, alfworld_data(config)
-    make = functools.partial(AlfworldText, max_turns=env.max_turns)
+    make = functools.partial(AlfworldText, max_turns=env.max_turns, cache=Path(config.cache_dir, "alfworld"))
     train, held_out = (functools.partial(make, list_alfworld(data, split)) for split in (env.split, env.held_out))
     return train, held_out
 

@@ -215,5 +215,10 @@ def build(config: Config, mesh: Mesh | None = None) -> Job:
         assert found.compiled is not None  # what has no text version
         games = found.games(config) if found.games else None
         runner = CompiledRunner(config, found.compiled(config), adapted, policy.tokenizer, mesh, games)
+    if config.warm_start == "cloning" and config.policy.source and not runner.has_expert():
+        raise ConfigError(
+            f"warm_start=cloning: env.name={config.env.name} has no expert(history_length) whose play given weights could "
+            "learn; give warm_start=none"
+        )
     job = Job(config=config, mesh=mesh, policy=policy, adapted=adapted, runner=runner)
     return dataclasses.replace(job, reward=make_reward(config, job.abstract_episodes())) if config.reward.source else job

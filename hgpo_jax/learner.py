@@ -72,12 +72,27 @@ def aggregation(config: LearnerConfig, method: Method) -> str:
     return "seq-mean-token-mean" if method.loss == "gspo" else config.aggregate
 
 
+def make_logprobs(model: ModelConfig, temperature: float = 1.0, remat: str = "none"):
+    """`token_logprobs` of parameters: `logprobs(params, reference, batch)`.
+
+    With `model.lora`, params are adapters, and reference the weights that they are bound to; else reference is not read.
+    """
+    graphdef = network(model)
+
+    def logprobs(params, reference, batch: TrainingBatch):
+        if model.lora:
+            params = lora.bind(reference, params)
+        return token_logprobs(nnx.merge(graphdef, params), batch, temperature=temperature, remat=remat)
+
+    return logprobs
+
+
 def make_policy_loss(model: ModelConfig, config: LearnerConfig, method: Method, temperature: float):
     """The method's loss + KL to the reference policy - entropy bonus, as numerators: `loss(params, reference, batch)`.
 
-    With `model.lora`, params are adapters, and reference the weights that they are bound to.
+    Params and reference as for `make_logprobs`; with a KL, reference is read in any case.
     """
-    graphdef, plain = network(model), network(dataclasses.replace(model, lora=None))
+    logprobs, plain = make_logprobs(model, temperature, config.remat), network(dataclasses.replace(model, lora=None))
     aggregate = aggregation(config, method)
     clips = {
         "clip_low": method.clip_low if config.clip_low is None else config.clip_low,
@@ -93,9 +108,7 @@ def make_policy_loss(model: ModelConfig, config: LearnerConfig, method: Method, 
 
     def loss(params, reference, batch: TrainingBatch):
         mask = batch.response_mask()
-        if model.lora:
-            params = lora.bind(reference, params)
-        logp, entropy = token_logprobs(nnx.merge(graphdef, params), batch, temperature=temperature, remat=config.remat)
+        logp, entropy = logprobs(params, reference, batch)
         _, stats = surrogate(logp, batch, mask)
         total = stats["loss"][0]
         if config.kl_weight:
@@ -114,11 +127,12 @@ def make_policy_loss(model: ModelConfig, config: LearnerConfig, method: Method, 
     return loss
 
 
-def make_cloning_loss(graphdef):
-    """Cross-entropy of the responses: `loss(params, None, batch)`."""
+def make_cloning_loss(model: ModelConfig, remat: str = "none"):
+    """Cross-entropy of the responses: `loss(params, reference, batch)`, parameters as for `make_logprobs`."""
+    logprobs = make_logprobs(model, remat=remat)
 
-    def loss(params, _, batch: TrainingBatch):
-        logp, _ = token_logprobs(nnx.merge(graphdef, params), batch)
+    def loss(params, reference, batch: TrainingBatch):
+        logp, _ = logprobs(params, reference, batch)
         part = losses.reduce_tokens(-logp, batch.response_mask(), "token-mean")
         return part[0], {"loss": part}, jnp.float32(0)
 

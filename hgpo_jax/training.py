@@ -49,8 +49,10 @@ class Training:
         if done:
             self.state = self.checkpoints.restore(done, self.state)
         self.learn = compiling.result()
-        if self.reference is not job.policy.params:  # nothing reads them again, and they would take memory on every device
-            jax.tree.map(lambda a: a.delete(), job.policy.params)
+        kept = set(map(id, jax.tree.leaves(self.reference)))
+        for array in jax.tree.leaves(job.policy.params):
+            if id(array) not in kept:  # nothing reads it again, and it would take memory on every device
+                array.delete()
 
     def run(self) -> dict:
         """All iterations that are left; returns the final parameters, adapters merged.
@@ -78,7 +80,8 @@ class Training:
         self.checkpoints.close()
         if self.job.adapted.lora:
             with refusals():
-                lora.save(self.folder / "adapter", self.job.adapted, self.state["params"], base=self.config.policy.source)
+                base = str(self.folder / "start") if self.config.warm_start == "cloning" else self.config.policy.source
+                lora.save(self.folder / "adapter", self.job.adapted, self.state["params"], base=base)
         return self.job.merged_params(self.state["params"], self.reference)
 
     def _rollout_params(self):

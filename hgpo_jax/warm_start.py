@@ -3,6 +3,7 @@
 A scripted expert (`envs/*/expert.py`) plays with some random actions mixed in, so that its play also visits the states that
 a clumsy policy gets into; at every turn the label is what the expert would do there. The labels depend only on what
 the prompt shows or has shown. Reinforcement learning needs this start because random admissible play almost never succeeds.
+Fresh weights are trained, or given ones, of which with LoRA only adapters, which are then merged into them.
 A small policy in a text environment without an expert clones random commands, until it writes hardly anything else.
 The result is cached on disk under a hash of all that it depends on.
 """
@@ -14,8 +15,9 @@ import functools
 import hashlib
 import os
 import shutil
+import string
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -23,15 +25,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from tqdm import tqdm
 
 from hgpo_jax.config import Config
 from hgpo_jax.config.tree import CloningConfig
 from hgpo_jax.environments import environment
-from hgpo_jax.envs.protocol import CompiledEnv, Expert, ListsGames, TextExpert
+from hgpo_jax.envs.protocol import CompiledEnv, Expert, ListsGames
 from hgpo_jax.errors import ConfigError, RunError
 from hgpo_jax.job import Job
-from hgpo_jax.learner import make_cloning_loss, make_update
+from hgpo_jax.learner import make_cloning_loss, make_logprobs, make_map, make_update
 from hgpo_jax.policy import Policy, load_policy
+from hgpo_jax.policy.huggingface import find as find_policy
 from hgpo_jax.policy.tokenizer import ACT
 from hgpo_jax.progress import Progress
 from hgpo_jax.rollout.compiled import start_episode
@@ -42,6 +46,7 @@ from hgpo_jax.runners import TextRunner
 from hgpo_jax.sampling import Decoding
 from hgpo_jax.training_batch import TrainingBatch
 
+PLAYED = 4096  # episodes of the expert at once
 ADMISSIBLE = 0.95  # share of admissible commands at which cloning random ones ends
 ROOT = Path(__file__).parent.parent  # where this package is
 
@@ -87,7 +92,13 @@ def generate_play(
         return jax.vmap(functools.partial(episode, played))(tasks, keys)
 
     given = env.tables if isinstance(env, ListsGames) else None
-    rows, success = jax.jit(episodes)(given, tasks, jax.random.split(key, len(tasks)))
+    played, count = jax.jit(episodes), len(tasks)
+    batch = min(PLAYED, count)
+    numbers = jnp.arange(count + -count % batch).reshape(-1, batch) % count
+    keys, parts = jax.random.split(key, count), []
+    for some in tqdm(numbers, "warm start: play", delay=3, leave=False, disable=None):
+        parts.append(jax.block_until_ready(played(given, tasks[some], keys[some])))
+    rows, success = jax.tree.map(lambda *a: jnp.concatenate(a)[:count] if len(a) > 1 else a[0], *parts)
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), rows), success
 
 
@@ -96,7 +107,7 @@ def read_play(
 ) -> tuple[TrainingBatch, jax.Array]:
     """`generate_play` in a text environment, by its expert or with random commands; the decisions are only those that happened.
 
-    Raises ConfigError where an episode cannot be played.
+    Raises ConfigError where an episode cannot be played, or an answer is too long.
     """
     known, commands, won = [], [], []
     episodes = play(
@@ -112,7 +123,12 @@ def read_play(
     except ValueError as error:
         raise ConfigError(f"env.name={config.env.name}: {error}") from None
     prompts = [prompt.ids for prompt in runner.prompts.build(known)]
-    responses = [[*ids, runner.prompts.end_tokens[0]] for ids in runner.prompts.encode(commands)]
+    thought = string.Template(settings.thought)
+    thoughts = [thought.substitute(goal=k.goal, command=command) for k, command in zip(known, commands, strict=True)]
+    responses = runner.prompts.answers(commands, thoughts)
+    if (longest := max(map(len, responses))) > config.rollout.response_limit:
+        limit = config.rollout.response_limit
+        raise ConfigError(f"rollout.response_limit={limit}: the answers to clone take up to {longest} tokens; give as many")
     padded = _padded(responses, 1)
     return TrainingBatch(
         prompts=_padded(prompts, 64),
@@ -133,11 +149,10 @@ def _padded(rows: list[list[int]], multiple: int) -> jax.Array:
     return jnp.asarray(padded)
 
 
-def demonstrations(job: Job) -> tuple[TrainingBatch, jax.Array]:
-    """Decisions to clone, and which of their episodes succeeded, bool[episodes]. Raises ConfigError."""
+def demonstrations(job: Job, numbers: jax.Array) -> tuple[TrainingBatch, jax.Array]:
+    """Decisions to clone in the tasks with these numbers, and which episodes succeeded, bool[.]. Raises ConfigError."""
     config, runner, tokenizer = job.config, job.runner, job.policy.tokenizer
     settings = config.cloning
-    numbers = jnp.arange(settings.episodes)
     if isinstance(runner, TextRunner):
         return read_play(runner, runner.select_tasks("warm_start", config.seed, numbers), settings, config)
     tasks = runner.select_tasks("warm_start", config.seed, numbers)
@@ -150,68 +165,93 @@ def demonstrations(job: Job) -> tuple[TrainingBatch, jax.Array]:
 
 
 def clone(job: Job) -> dict:
-    """Trains the job's fresh policy on generated play; returns its parameters. Prints its progress. Raises ConfigError."""
+    """Trains the job's policy on generated play; returns its parameters, adapters merged. Prints its progress.
+
+    Given weights that are good enough come back as they are. Raises ConfigError for what cannot be cloned.
+    """
     config, policy = job.config, job.policy
     settings = config.cloning
     key = jax.random.key(config.seed)
-    decisions, success = demonstrations(job)
+    reference = job.reference_copy(policy.params) if job.adapted.lora else None
+    # Updated in place, and the job's own are still needed.
+    trained = job.fresh_adapters() if job.adapted.lora else jax.tree.map(jnp.copy, policy.params)
+    practice_numbers = settings.episodes + jnp.arange(job.batch)
+    practice = job.runner.select_tasks("warm_start", config.seed, practice_numbers)
+    groups = jnp.arange(job.batch, dtype=jnp.int32)
+    # Random commands are cloned for their form, not for what they reach.
+    aim, stop_at = ("success", settings.stop_at) if job.runner.has_expert() else ("admissible", ADMISSIBLE)
+
+    def practised(trained, step: int) -> float:
+        keys = jax.random.split(jax.random.fold_in(jax.random.fold_in(key, 1), step), job.batch)
+        decoding = Decoding(temperature=config.rollout.temperature)
+        episodes, report = job.runner.rollout(job.rollout_params(trained, reference), practice, keys, groups, decoding)
+        if aim == "success" or report is None:
+            return float(episodes.success.mean())
+        return 1 - report.counts["inadmissible"] / max(int(episodes.mask.sum()), 1)
+
+    if config.policy.source and (reached := practised(trained, settings.max_steps)) >= stop_at:
+        print(f"warm start: not needed, given weights reach success {reached:.0%} (cloning.stop_at={stop_at:g})", flush=True)
+        return policy.params
+    decisions, success = demonstrations(job, jnp.arange(settings.episodes))
+    held_out = _held_out_loss(job, practice_numbers, reference) if isinstance(job.runner, TextRunner) else None
     total = decisions.response_lengths.shape[0]
     count = int((decisions.response_lengths > 0).sum())
     passes = -(-settings.check_every * settings.batch_size // count)  # over few decisions, between two looks
     schedule = optax.warmup_cosine_decay_schedule(0.0, settings.lr, 100, max(settings.max_steps, 101), settings.lr / 10)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98))
     update = make_update(
-        make_cloning_loss(policy.graphdef), optimizer, job.mesh,
-        minibatch_size=settings.batch_size, microbatch_size=config.learner.microbatch_size,
+        make_cloning_loss(job.adapted, config.learner.remat), optimizer, job.mesh, minibatch_size=settings.batch_size,
+        microbatch_size=config.learner.microbatch_size, compute_dtype=config.policy.compute_dtype,
     )  # fmt: skip
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def some_steps(params, opt_state, decisions, key, steps):
+    def some_steps(trained, opt_state, reference, decisions, key, steps):
         # Rows of decisions that happened come first, pass by pass, in a random order.
         rank = jax.random.uniform(key, (passes, total)) + jnp.arange(passes)[:, None]
         order = jnp.argsort((rank + (passes + 1) * (decisions.response_lengths == 0)).reshape(-1)) % total
-        return update(params, opt_state, None, decisions, order, steps * settings.batch_size, 1.0)
+        return update(trained, opt_state, reference, decisions, order, steps * settings.batch_size, 1.0)
 
-    practice = job.runner.select_tasks("warm_start", config.seed, settings.episodes + jnp.arange(job.batch))
-    groups = jnp.arange(job.batch, dtype=jnp.int32)
-    # Random commands are cloned for their form, not for what they reach.
-    aim, stop_at = ("success", settings.stop_at) if _has_expert(job) else ("admissible", ADMISSIBLE)
-
-    def practised(params, step) -> float:
-        keys = jax.random.split(jax.random.fold_in(jax.random.fold_in(key, 1), step), job.batch)
-        decoding = Decoding(temperature=config.rollout.temperature)
-        episodes, report = job.runner.rollout(params, practice, keys, groups, decoding)
-        if aim == "success" or report is None:
-            return float(episodes.success.mean())
-        return 1 - report.counts["inadmissible"] / max(int(episodes.mask.sum()), 1)
-
-    params = jax.tree.map(jnp.copy, policy.params)
-    opt_state = jax.jit(optimizer.init)(params)
-    reached = 0.0
+    opt_state = jax.jit(optimizer.init)(trained)
     with Progress("warm start", settings.max_steps, "step") as progress:
         for step in range(0, settings.max_steps, settings.check_every):
             steps = min(settings.check_every, settings.max_steps - step)
-            params, opt_state, stats = some_steps(
-                params, opt_state, decisions, jax.random.fold_in(key, 2 + step), jnp.int32(steps)
+            trained, opt_state, stats = some_steps(
+                trained, opt_state, reference, decisions, jax.random.fold_in(key, 2 + step), jnp.int32(steps)
             )
-            loss = float(stats["loss"])
             if stats["nonfinite_steps"]:
                 raise RunError(f"warm start: a loss or gradient is not finite after {step} steps; lower cloning.lr")
-            reached = practised(params, step)
-            progress.update(steps, {"loss": f"{loss:.3f}", aim: f"{reached:.2f}"})
+            reached = practised(trained, step)
+            shown = {"loss": f"{float(stats['loss']):.3f}"}
+            if held_out:
+                shown["held-out loss"] = f"{held_out(trained):.3f}"
+            shown[aim] = f"{reached:.2f}"
+            progress.update(steps, shown)
             if reached >= stop_at:
                 break
     print(
         f"warm start: {step + steps} steps of behaviour cloning on {count:,} decisions of "
         f"{settings.episodes:,} generated episodes ({float(success.mean()):.0%} of them successful); "
-        f"loss {loss:.3f}, {aim} {reached:.0%}",
+        + ", ".join(f"{name} {value}" for name, value in shown.items()),
         flush=True,
     )
-    return params
+    return job.merged_params(trained, reference)
 
 
-def _has_expert(job: Job) -> bool:
-    return not isinstance(job.runner, TextRunner) or isinstance(job.runner.make_env(), TextExpert)
+def _held_out_loss(job: Job, numbers: jax.Array, reference) -> Callable[[dict], float]:
+    """`loss(params)`: the mean over the response tokens of decisions in the tasks with these numbers."""
+    decisions, _ = demonstrations(job, numbers)
+    logprobs = make_logprobs(job.adapted)
+    mapped = jax.jit(make_map(
+        lambda params, batch: logprobs(*params, batch)[0].sum(-1), job.mesh, microbatch_size=job.config.learner.microbatch_size
+    ))  # fmt: skip
+    count = decisions.response_lengths.shape[0]
+    tokens = int(decisions.response_lengths.sum())
+
+    def loss(params) -> float:
+        likelihood = mapped((job.compute_copy(params), reference), decisions, jnp.arange(count), jnp.int32(count))
+        return -float(likelihood.sum()) / tokens
+
+    return loss
 
 
 def sources(module: str = __name__) -> list[Path]:
@@ -249,7 +289,7 @@ def _imported(file: Path) -> Iterator[str]:
 def cache_key(config: Config) -> str:
     """A hash of everything that the warm start depends on."""
     parts = [
-        config.model_dump_json(include={"seed", "env", "policy", "cloning", "rollout"}),
+        config.model_dump_json(include={"seed", "env", "policy", "lora", "cloning", "rollout"}),
         str(config.learner.microbatch_size),
         *(f"{package} {version(package)}" for package in ("jax", "jaxlib", "flax", "optax")),
     ]
@@ -260,6 +300,10 @@ def cache_key(config: Config) -> str:
     digest = hashlib.sha256("\0".join(parts).encode())
     for file in sources():
         digest.update(f"\0{file.relative_to(ROOT).as_posix()}\0".encode() + file.read_bytes())
+    if config.policy.source:
+        for file in sorted(filter(Path.is_file, find_policy(config.policy.source, config.cache_dir).iterdir())):
+            with file.open("rb") as content:
+                digest.update(f"\0{file.name}\0".encode() + hashlib.file_digest(content, "sha256").digest())
     return digest.hexdigest()[:16]
 
 

@@ -2,10 +2,13 @@
 
 import gzip
 import json
+import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from hgpo_jax.rollout.episodes import Episodes
 from tests.helpers.training import command, rows_of
@@ -76,6 +79,39 @@ def test_trains_end_to_end(environment, tokenizer, tmp_path):
 
 
 @pytest.mark.slow
+def test_given_weights_are_cloned_into_adapters(tmp_path):
+    fields = ("--config", "text_small", *SMALL, "rollout.response_limit=16", "env.max_turns=3", "log.tensorboard=false",
+              f"cache_dir={tmp_path / 'cache'}", "iterations=1")  # fmt: skip
+    command("-m", "hgpo_jax.train", *fields, f"run_dir={tmp_path / 'first'}", cwd=tmp_path)
+    given = tmp_path / "first" / "policy"
+    more = (f"policy={given}", "lora.rank=2", "lora.targets=q_proj,down_proj", "cloning.lr=1e-2", "cloning.check_every=10")
+    said = command(
+        "-m", "hgpo_jax.train", *fields, *more, "cloning.stop_at=1", f"run_dir={tmp_path / 'run'}", cwd=tmp_path
+    ).stdout  # fmt: skip
+    losses = [tuple(map(float, found)) for found in re.findall(r"  loss ([\d.]+)  held-out loss ([\d.]+)", said)]
+    assert len(losses) == 2 and losses[1][0] < losses[0][0] and losses[1][1] < losses[0][1]
+    folders = given, tmp_path / "run" / "start", tmp_path / "run" / "policy"
+    before, start, trained = (load_file(folder / "model.safetensors") for folder in folders)
+    changed = {name for name in before if (before[name] != start[name]).any()}
+    assert changed and all(name.endswith(("q_proj.weight", "down_proj.weight")) for name in changed)
+    assert {name for name in start if (start[name] != trained[name]).any()} <= changed
+    adapter = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == str(tmp_path / "run" / "start")
+    # From the cache, and not at all.
+    end = ("cloning.stop_at=1", f"run_dir={tmp_path / 'again'}")
+    again = command("-m", "hgpo_jax.train", *fields, *more, *end, cwd=tmp_path).stdout
+    assert "warm start: read from" in again
+    np.testing.assert_equal(load_file(tmp_path / "again" / "policy" / "model.safetensors"), trained)
+    end = ("cloning.stop_at=0", f"run_dir={tmp_path / 'fine'}")
+    fine = command("-m", "hgpo_jax.train", *fields, *more, *end, cwd=tmp_path).stdout
+    assert "warm start: not needed, given weights reach success " in fine
+    alien = f"env.name={Path(__file__).parent / 'rollout' / 'odd_env.py'}:Counting"
+    other = [field for field in fields if not field.startswith("env.max_turns")]
+    failed = command("-m", "hgpo_jax.train", *other, *more, alien, f"run_dir={tmp_path / 'alien'}", cwd=tmp_path, code=2)
+    assert "has no expert(history_length)" in failed.stderr and not (tmp_path / "alien").exists()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "size"),
     [
@@ -98,8 +134,7 @@ def test_the_papers_settings_pass_the_dry_run(environment, size, tokenizer, tmp_
     [
         (["env.name=alfworld", "warm_start=none", "policy.tokenizer=x", "data="], "env.data="),
         (["env.name=household_text", "policy.tokenizer=x"], "policy.tokenizer=x: warm_start=cloning is for a small policy"),
-        (["env.name=alfworld", "policy=x"], "warm_start=cloning"),
-        (["lora.rank=4"], "lora.rank=4"),
+        (["lora.rank=4"], "lora.rank=4: adapters go beside given weights; give policy="),
     ],
 )
 def test_refusals_write_nothing(arguments, fragment, tmp_path):

@@ -69,6 +69,21 @@ def test_a_release_of_what_computes_changes_the_key(monkeypatch, package):
     assert warm_start.cache_key(load()) != before
 
 
+def test_given_weights_change_the_key(monkeypatch, tmp_path):
+    monkeypatch.setattr(warm_start, "sources", list)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"one")
+    config = load(None, [f"policy={tmp_path}"])
+    before = warm_start.cache_key(config)
+    assert warm_start.cache_key(load(None, [f"policy={tmp_path}", "lora.rank=2"])) != before
+    file.write_bytes(b"two")
+    assert warm_start.cache_key(config) != before
+    file.write_bytes(b"one")
+    assert warm_start.cache_key(config) == before
+    file.rename(tmp_path / "another.safetensors")
+    assert warm_start.cache_key(config) != before
+
+
 def test_fields_of_the_warm_start_change_the_key_and_others_do_not(monkeypatch):
     monkeypatch.setattr(warm_start, "sources", list)
     key = warm_start.cache_key(load())

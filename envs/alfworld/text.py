@@ -8,6 +8,7 @@
 import functools
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from hgpo_jax.envs.alfworld.dataset import TASK_TYPES
 from hgpo_jax.envs.alfworld.game import Game, load_game
@@ -23,6 +24,7 @@ class AlfworldText:
       games: paths of `game.tw-pddl` files.
       logic: as for `load_game`.
       max_turns: actions after which an episode ends (50 in ALFWorld).
+      cache: folder where the games are kept that the expert has compiled.
 
     Attributes:
       task_types: their names; `task_type` is an index into it, read from the game's path.
@@ -34,13 +36,16 @@ class AlfworldText:
 
     task_types = (*TASK_TYPES, "unknown")
 
-    def __init__(self, games: Sequence[str | os.PathLike], logic: str | os.PathLike | None = None, max_turns: int = 50):
+    def __init__(
+        self, games: Sequence[str | os.PathLike], logic: str | os.PathLike | None = None, max_turns: int = 50,
+        cache: str | os.PathLike | None = None,
+    ):  # fmt: skip
         if not games:
             raise ValueError("games: is empty; name at least one game.tw-pddl file")
         if max_turns < 1:
             raise ValueError(f"max_turns={max_turns}: must be at least 1")
         self._games, self.max_turns = [os.fspath(game) for game in games], max_turns
-        self._logic = None if logic is None else os.fspath(logic)
+        self._logic, self._cache = (None if path is None else os.fspath(path) for path in (logic, cache))
 
     def __len__(self) -> int:
         return len(self._games)
@@ -51,7 +56,9 @@ class AlfworldText:
             raise IndexError(f"task={task}: there are {len(self)} games")
         path = self._games[task]
         self._game = _load(path, self._logic).fresh()
-        self._turns = 0
+        self._task = task
+        self._past: list[str] = []  # actions since the reset
+        self._followed: tuple[int, Any] | None = None  # how many of them the expert knows, and its state after them
         self.goal = self._game.task
         found = [number for number, name in enumerate(TASK_TYPES) if name in path]
         self.task_type = found[0] if found else len(TASK_TYPES)
@@ -65,9 +72,21 @@ class AlfworldText:
         """
         admissible = action.strip() in self._game.choices
         observation, _, won = self._game.step(action)
-        self._turns += 1
+        self._past.append(action)
         info = {"won": won, "admissible": admissible}
-        return observation, self._commands(), WON_REWARD * won, won or self._turns >= self.max_turns, info
+        return observation, self._commands(), WON_REWARD * won, won or len(self._past) >= self.max_turns, info
+
+    def expert(self, history_length: int) -> str:
+        """The command of the local expert (`expert.py`); it remembers as many actions as a prompt shows."""
+        from hgpo_jax.envs.alfworld.following import following  # processes that only step need no jax
+
+        games = following(tuple(self._games), self._logic, self.max_turns, self._cache)
+        done, state = self._followed or (0, games.start(self._task))
+        for action in self._past[done:]:
+            state = games.step(state, action)
+        self._followed = len(self._past), state
+        length = max(history_length, 1)
+        return games.command(state, [*[""] * length, *self._past][-length:])
 
     def _commands(self) -> list[str]:
         return [command for command in self._game.commands if command != HELP]

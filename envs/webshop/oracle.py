@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hgpo_jax.envs import cli
-from hgpo_jax.envs.webshop.commands import click, search
+from hgpo_jax.envs.webshop.commands import click, parse, search
 from hgpo_jax.envs.webshop.pages import PAGE_SIZE
 from hgpo_jax.envs.webshop.purchase import asked_values, option_owner
+from hgpo_jax.envs.webshop.session import Session
 from hgpo_jax.envs.webshop.shop import Shop, load_shop
 
 _PRICE = re.compile(r", and price lower than [\d.]+ dollars$")
@@ -41,6 +42,37 @@ def shortest_purchase(shop: Shop, goal: Mapping) -> list[str] | None:
     owner = option_owner(product)
     options = [click(value) for value in asked_values(product, goal) if value in owner]
     return [*best, click(product.asin.lower()), *options, click("buy now")]
+
+
+def purchase_plan(shop: Shop, goal: Mapping) -> list[str]:
+    """`shortest_purchase`; where no search finds the product, the first one that the instruction's words find is bought."""
+    if plan := shortest_purchase(shop, goal):
+        return plan
+    command = search(goal["instruction_text"])
+    found = shop.catalogue.search(parse(command)[1])
+    position = found[0][0] if found else shop.catalogue.position(goal["asin"])
+    return [command, click(shop.catalogue.product(position).asin.lower()), click("buy now")]
+
+
+def next_command(session: Session, plan: list[str]) -> str:
+    """What a shopper with this plan does on the current page, wherever others' commands have led to."""
+    pages = plan.count(click("next >"))
+    product, *choices = plan[1 + pages :]
+    actions = session.actions
+    if actions["has_search_bar"]:
+        return plan[0]
+    if "buy now" in actions["clickables"]:
+        assert session.asin is not None  # of the page's product
+        if click(session.asin.lower()) != product:
+            return click("back to search")
+        chosen = {click(value.lower()) for value in session.options.values()}
+        return next(choice for choice in choices if choice.lower() not in chosen)
+    if session.asin is not None:  # a page about a product
+        return click("< prev")
+    if product in map(click, actions["clickables"]):
+        return product
+    on_the_way = parse(plan[0])[1] == " ".join(session.keywords) and session.page <= pages
+    return click("next >" if on_the_way else "back to search")
 
 
 def success(shop: Shop) -> dict[str, float]:

@@ -25,6 +25,7 @@ class Session:
     Attributes:
         goal: the goal, a dict as in `Shop.goals`.
         done: whether something was bought.
+        keywords, page: of the last search, and the page of its results, from 1; not set before the first.
         asin, options: the product and options at hand; None and {} before a product is opened.
         purchase: after the purchase, the parts of its reward with `asin`, `options` and `price`; None before.
     """
@@ -32,8 +33,8 @@ class Session:
     _kind: str  # of the page: search, results, item, sub or done
     _text: str
     _clickables: tuple[str, ...]
-    _keywords: list[str]  # of the last search, and the page of its results
-    _page: int
+    keywords: list[str]
+    page: int
     _position: int  # of the product at hand
     asin: str | None
     options: dict[str, str]
@@ -83,13 +84,13 @@ class Session:
         elif label == "back to search":
             self._open_search()
         elif label == "next >" and self._kind == "results":
-            self._open_results(self._keywords, self._page + 1)
+            self._open_results(self.keywords, self.page + 1)
         elif label == "< prev" and self._kind == "results":
-            self._open_results(self._keywords, self._page - 1)
+            self._open_results(self.keywords, self.page - 1)
         elif label == "< prev" and self._kind == "sub":
             self._open_item()
         elif label == "< prev":
-            self._open_results(self._keywords, self._page)
+            self._open_results(self.keywords, self.page)
         elif label in ("description", "features", "reviews", "attributes"):
             self._show("sub", pages.sub_page(self._catalogue.product(self._position), label))
         elif self._kind == "results":
@@ -109,7 +110,7 @@ class Session:
         found = self._find(keywords)
         if found is None:
             return
-        self._keywords, self._page = keywords, page
+        self.keywords, self.page = keywords, page
         self.asin, self.options = None, {}
         shown = found[(page - 1) * pages.PAGE_SIZE : page * pages.PAGE_SIZE]
         products = [self._catalogue.product(position) for position in shown]

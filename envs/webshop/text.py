@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 
 from hgpo_jax.envs.webshop.commands import click, parse
+from hgpo_jax.envs.webshop.oracle import next_command, purchase_plan
 from hgpo_jax.envs.webshop.pages import SEP
 from hgpo_jax.envs.webshop.shop import Shop, load_shop
 
@@ -63,8 +64,10 @@ class WebshopText:
         if not 0 <= task < len(self):
             raise IndexError(f"task={task}: there are {len(self)} goals")
         goal, which = divmod(task, len(self._seeds))
-        self._session = _with_seed(self._shop, self._seeds[which]).session(self._goals[goal])
+        self._chosen = _with_seed(self._shop, self._seeds[which])
+        self._session = self._chosen.session(self._goals[goal])
         self._turns = 0
+        self._plan: list[str] = []  # the expert's
         self.goal = self._session.goal["instruction_text"].strip()
         observation, _ = self._session.reset()
         return self._shorten(observation), self._commands()
@@ -83,6 +86,11 @@ class WebshopText:
         info = {"won": won, "admissible": clickable or verb == "search", "score": score}
         done = bought or self._turns >= self.max_turns
         return self._shorten(observation), self._commands(), WON_REWARD * won, done, info
+
+    def expert(self, history_length: int) -> str:
+        """The command of the oracle (`oracle.py`), who knows which product is meant."""
+        self._plan = self._plan or purchase_plan(self._chosen, self._session.goal)
+        return next_command(self._session, self._plan)
 
     def _commands(self) -> list[str]:
         actions = self._session.actions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import string
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
@@ -266,7 +267,18 @@ class CloningConfig(Section):
         0.3, "share of random admissible actions in the generated play; the expert's choice stays the label"
     )
     lr: float = field(2e-3, "peak learning rate; rises over 100 steps, then falls to a tenth along a cosine", gt=0)
+    thought: str = field(
+        "", "what cloned answers say between <think> and </think>, where a template has them; $goal and $command are filled in"
+    )
 
+    @pydantic.field_validator("thought")
+    @classmethod
+    def _fills_in(cls, value):
+        try:
+            string.Template(value).substitute(goal="", command="")
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"has the slots $goal and $command, and a dollar sign is written $$: {error}") from None
+        return value
 
 class AdvantageConfig(Section):
     """Options of the advantage estimators; each method uses the ones that it has (hgpo_jax/advantages)."""
@@ -283,10 +295,10 @@ class AdvantageConfig(Section):
     )
     step_weight: float = field(1.0, "weight of the step part in gigpo and graphgpo", ge=0, le=1e6)
     history_length: int | None = field(
-        None, "K of the groups in hgpo and eb_gae; default: rollout.history_length, the K of the prompt", ge=0, le=64
+        None, "K of the groups in hgpo, eb_gae and eb_td; default: rollout.history_length, the K of the prompt", ge=0, le=64
     )
     lam: Share | None = field(
-        None, "lambda of ppo, gagpo and eb_gae; default: the method's own, 0.95, 0.95 and 0.65"
+        None, "lambda of ppo, gagpo, eb_gae and eb_td; default: the method's own, 0.95, 0.95, 0.65 and 0.35"
     )
     invalid_penalty: float = field(0.1, "subtracted from the return of a step whose action is invalid", ge=0, le=1e6)
 
@@ -457,10 +469,8 @@ def check_together(config: Config) -> None:
             env.compiled and config.policy.tokenizer,
         f"warm_start=cloning: env.name={env.name} has no expert to clone; give warm_start=none":
             cloning and env.runs_compiled and not found.expert,
-        f"lora.rank={config.lora.rank}: adapters go beside given weights; give warm_start=none and policy=":
-            cloning and config.lora.rank,
-        "warm_start=cloning: makes weights from nothing; give warm_start=none where policy= gives them":
-            cloning and config.policy.source,
+        f"lora.rank={config.lora.rank}: adapters go beside given weights; give policy=, too":
+            cloning and config.lora.rank and not config.policy.source,
         f"policy.tokenizer={config.policy.tokenizer}: warm_start=cloning is for a small policy with the environment's own "
         "words; leave it out, or give warm_start=none":
             cloning and config.policy.tokenizer,

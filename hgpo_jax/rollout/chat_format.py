@@ -179,6 +179,17 @@ class ChatFormat:
                 ids[index] += part if self._added.isdisjoint(part) else [i for i in part if i not in self._added]
         return ids
 
+    def answers(self, commands: Sequence[str], thoughts: Sequence[str]) -> list[list[int]]:
+        """Well-formed responses, as `parse` reads them, that give these commands; ended, with these texts as reasoning."""
+        if self._bare:
+            parts = [[ids] for ids in self.encode(commands)]
+        else:
+            tags = "<think>", "</think><action>", "</action>"
+            think, action, end = (self._tokenizer(tag, add_special_tokens=False).input_ids for tag in tags)
+            pairs = zip(self.encode(thoughts), self.encode(commands), strict=True)
+            parts = [[think, thought, action, command, end] for thought, command in pairs]
+        return [[*(i for part in answer for i in part), self.end_tokens[0]] for answer in parts]
+
     def parse(self, ids: Sequence[int]) -> ParsedResponse:
         """A response's text without special tokens other than the tags, and what `project` finds in it."""
         shown = [index for index in ids if index not in self._hidden]

@@ -15,6 +15,8 @@ from hgpo_jax.envs.alfworld.dataset import TASK_TYPES
 from hgpo_jax.envs.alfworld.expert import expert_action, random_action
 from hgpo_jax.envs.alfworld.sheets import CAN
 from hgpo_jax.envs.alfworld.tables import compile_games
+from hgpo_jax.envs.alfworld.text import AlfworldText
+from hgpo_jax.envs.protocol import TextExpert
 
 # One game of each task type and split, where ../shared/data is there.
 SAMPLE = sorted((SHARED / "alfworld" / "sample").glob("json_*/*/*/*/game.tw-pddl")) or GAMES
@@ -124,6 +126,27 @@ def test_wins_all_games(official: dict) -> None:
         those = slice(first, first := first + len(paths))
         print(f"{split}: {alone[those].mean():.2f} turns; with noise {won[those].mean():.1%} won")
         assert alone[those].mean() < 8.5 and won[those].mean() > bounds[split], split
+
+
+def test_plays_on_the_host_as_on_the_device(tmp_path) -> None:
+    """The same commands, also after others' and inadmissible ones; and it wins."""
+    env, text = sampled(), AlfworldText(SAMPLE, cache=tmp_path)
+    assert isinstance(text, TextExpert)
+    step, chosen = jax.jit(env.step), jax.jit(functools.partial(expert_action, env))
+    for task in range(len(SAMPLE))[:6]:
+        text.reset(task)
+        state, _ = env.start(task)
+        recent = np.zeros((K, 3), np.int32)
+        for turn in range(TURNS):
+            label = text.expert(K)
+            assert label == env.command(chosen(state, recent, None))
+            action = {3: "look", 4: "take nothing at all"}.get(turn, label)
+            *_, done, info = text.step(action)
+            state = step(state, env.encode(action))[0]
+            recent = np.concatenate([recent, env.encode(action)[None]])[1:]
+            if done:
+                break
+        assert info["won"], task
 
 
 def test_random_play_is_uniform() -> None:

@@ -50,6 +50,19 @@ def test_what_the_messages_say(environment):
     assert "Turns so far: 7. The latest 2" in later and "turn 8" in later
 
 
+@both
+@pytest.mark.parametrize("environment", [*FALLBACK, "plain"])
+def test_an_answer_is_read_as_the_command_that_it_gives(tokenizer, environment):
+    format = ChatFormat(LOADERS[tokenizer](), environment)
+    commands, thoughts = ["go to desk 1", "look", "put a <|im_end|> 2"], ["", "It may lie there.", "no <|im_start|> here"]
+    for ids, command, thought in zip(format.answers(commands, thoughts), commands, thoughts, strict=True):
+        assert ids[-1] == format.end_tokens[0] and ids.count(format.end_tokens[0]) == 1
+        parsed = format.parse(ids)
+        assert parsed.action == command and parsed.well_formed
+        if environment != "plain":
+            assert parsed.text == f"<think>{thought}</think><action>{command}</action>"
+
+
 def test_values_are_not_templates():
     odd = "$goal ${turn} $$ {observation} \\1 == later =="
     text = Template.load(TEMPLATES / "alfworld.txt").render(LATER._replace(observation=odd, history=[(odd, odd)]))

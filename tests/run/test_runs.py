@@ -26,6 +26,7 @@ SETTINGS = {
     "text": ("env.name=household_text", "warm_start=none", "rollout.prompt_limit=512", "rollout.response_limit=8",
              "env.max_turns=3", "iterations=2"),
     "lora": ("lora.rank=2", "warm_start=none"),
+    "cloned lora": ("lora.rank=2", "cloning.stop_at=1", "cloning.max_steps=20", "cloning.check_every=20", "iterations=2"),
 }  # fmt: skip
 
 
@@ -103,7 +104,7 @@ def test_halves_equal_the_whole_to_the_bit(cache, whole, tokenizer, tmp_path, se
     fields = (*PLAIN, cache, *SETTINGS[setting])
     if setting == "text":
         fields += (f"policy.tokenizer={tokenizer}",)
-    if setting == "lora":
+    if "lora" in setting:
         fields += (f"policy={whole / 'policy'}",)
     if setting == "household":
         wanted = whole

@@ -1,11 +1,13 @@
 """The oracle shopper and the measurements."""
 
+import numpy as np
 import pytest
 from webshop_tiny import ATTRIBUTES, ITEMS, write
 
 from hgpo_jax.envs.webshop import load_shop
 from hgpo_jax.envs.webshop.bench import measure, measure_large
 from hgpo_jax.envs.webshop.oracle import shortest_purchase, success
+from hgpo_jax.envs.webshop.text import WebshopText
 
 
 def test_oracle_buys_what_is_asked(tiny):
@@ -39,6 +41,40 @@ def test_oracle_gives_up_where_no_search_finds_the_product(tmp_path):
     shop = load_shop(*write(tmp_path, items, {items[-1]["asin"]: ATTRIBUTES["B000000001"]})[:2])
     assert shortest_purchase(shop, shop.goals[0]) is None
     assert success(shop)["won"] == 0
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.4])
+def test_the_expert_buys_what_the_plan_buys(tiny, noise):
+    """Also after random clicks, searches and unheard-of commands."""
+    env, draw = WebshopText(tiny, max_turns=60), np.random.default_rng(0)
+    for task, goal in enumerate(tiny.goals):
+        _, commands = env.reset(task)
+        bought, score, turns = False, 0.0, 0
+        while not bought and turns < 60:
+            label, turns = env.expert(2), turns + 1
+            others = [command for command in [*commands, "search[chair]", "sing"] if command != "click[buy now]"]
+            action = label if draw.random() >= noise else str(draw.choice(others))
+            _, commands, _, bought, info = env.step(action)
+            score = info["score"]
+            assert info["admissible"] or action != label
+        plan = shortest_purchase(tiny, goal)
+        session = tiny.session(task)
+        session.reset()
+        wanted = [session.step(command) for command in plan][-1][1] if plan else score
+        assert bought and score == wanted and (noise or not plan or turns == len(plan)), goal
+
+
+@pytest.mark.slow
+def test_the_expert_in_the_real_shop(real):
+    env = WebshopText(real, max_turns=15)
+    won = []
+    for task in range(100):
+        env.reset(task)
+        done = False
+        while not done:
+            _, _, _, done, info = env.step(env.expert(2))
+        won.append((info["won"], real.goals[task]["unreachable"] is None))
+    assert all(one for one, reachable in won if reachable) and sum(reachable for _, reachable in won) > 50
 
 
 def test_measure(tiny_files):
