@@ -224,7 +224,7 @@ def clone(job: Job) -> dict:
             shown = {"loss": f"{float(stats['loss']):.3f}"}
             if held_out:
                 shown["held-out loss"] = f"{held_out(trained):.3f}"
-            shown[aim] = f"{reached:.2f}"
+            shown[aim] = f"{reached:.0%}"
             progress.update(steps, shown)
             if reached >= stop_at:
                 break
