@@ -4,6 +4,8 @@
     python -m hgpo_jax.evaluate RUN evaluation.episodes=2048                    another: RUN/evaluations/held_out-t1-n2048.json
     python -m hgpo_jax.evaluate RUN --seeds 123,456,789 --split valid_unseen    the published protocol
     python -m hgpo_jax.evaluate HF_FOLDER --config household                    a policy without a run, as `export` writes
+    python -m hgpo_jax.evaluate RUN --panel alfworld-valid_seen                 every task of a list that is the same for all
+    python -m hgpo_jax.evaluate --compare A.json B.json                         two results of a panel, paired by task
 
 The held-out tasks are the same for every run, so results are comparable. With --seeds, each seed draws evaluation.episodes
 tasks of its own (repeating them where an environment has fewer) and samples at evaluation.temperature; every transcript is
@@ -11,6 +13,9 @@ kept, too.
 RUN/evaluation.json stays that of the run's own settings: all others go into evaluations/ in the first folder, or with --to
 elsewhere, as SPLIT-tTEMPERATURE-nEPISODES.json, with -sSEEDS before the dot and the transcripts beside it (.jsonl). A file
 that was made with other settings, or of another policy, is never replaced.
+
+A panel (hgpo_jax/panels.py) decides the tasks: each is played once greedily and once sampled, or once under each of --seeds.
+evaluations/panel-NAME-tTEMPERATURE.json holds the digests of panel and policy and every task's outcome; transcripts lie beside.
 """
 
 from __future__ import annotations
@@ -20,14 +25,15 @@ from pathlib import Path
 
 import jax
 
-from hgpo_jax import cli
+from hgpo_jax import cli, panels
 from hgpo_jax import config as configuration
 from hgpo_jax.config import Config
 from hgpo_jax.environments import ENVIRONMENTS, Environment
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.evaluation import describe_evaluation, describe_seeds, evaluate_seeds, play_both
-from hgpo_jax.evaluation_files import OWN, file_name, refuse_another, settings_of, write, write_seeds
+from hgpo_jax.evaluation_files import OWN, file_name, refuse_another, settings_of, write
 from hgpo_jax.job import build, prepare_devices
+from hgpo_jax.policy import huggingface
 from hgpo_jax.run import remote
 from hgpo_jax.run.curves import plot_curves
 
@@ -50,15 +56,27 @@ def parse_seeds(text: str) -> list[int]:
 
 def main() -> None:
     p = cli.parser("evaluate", __doc__)
-    cli.add_trained_policy(p)
-    p.add_argument("--seeds", metavar="N,N,...", help="seeds of tasks and sampling, as in 123,456,789")
+    cli.add_trained_policy(p, nargs="?")
+    p.add_argument("--seeds", metavar="N,N,...", help="seeds of tasks and sampling, as in 123,456,789; of a panel, of sampling")
     p.add_argument("--split", help="tasks to evaluate on: valid_seen or valid_unseen of ALFWorld, else held_out")
     p.add_argument(
         "--to", metavar="FOLDER", type=cli.local_path,
         help="where to write; default: evaluations/ in the first folder",
     )  # fmt: skip
+    p.add_argument("--panel", metavar="NAME", help=f"every task of a list that is the same for all: {', '.join(panels.PANELS)}")
+    p.add_argument(
+        "--compare", nargs=2, metavar=("A.json", "B.json"), help="plays nothing: two results of a panel, paired by task"
+    )
     cli.add_distributed(p)
     args = p.parse_intermixed_args()
+    if args.compare:
+        if args.run is not None:
+            raise ConfigError(f"--compare: takes two files and nothing else, also not {args.run}")
+        a, b = map(panels.read, args.compare)
+        print(panels.describe_comparison(a, b, panels.compare(a, b)))
+        return
+    if args.run is None:
+        raise ConfigError("RUN|HF_FOLDER: none is given; name the folder of a run, or two results of a panel with --compare")
     policy, args.run = args.run, remote.local(args.run)
     folder, is_run = Path(args.run), cli.is_run(args.run)
     source, overrides = cli.trained_policy(args)
@@ -66,8 +84,14 @@ def main() -> None:
         # A folder named like the policy would from then on be taken for the policy itself.
         raise ConfigError(f"{args.run}: no such folder; for a policy from the hub give --to, the folder for its evaluations")
     seeds = [] if args.seeds is None else parse_seeds(args.seeds)
-    split, chosen = split_of(configuration.load(source, overrides), args.split)
+    if args.panel:
+        if args.split:
+            raise ConfigError(f"--split {args.split}: --panel {args.panel} decides the tasks; leave it out")
+        split, chosen, seeds = f"panel-{args.panel}", panels.panel_fields(args.panel, args.overrides), seeds or [0]
+    else:
+        split, chosen = split_of(configuration.load(source, overrides), args.split)
     config = configuration.load(source, [*overrides, *chosen])
+    tasks = panels.panel_tasks(args.panel, config) if args.panel else []
     settings = settings_of(config)
     own = is_run and args.to is None and not seeds and settings == settings_of(configuration.load(source))
     target = folder if own else Path(args.to) if args.to else folder / "evaluations"
@@ -80,19 +104,22 @@ def main() -> None:
         if not os.access(target, os.W_OK):
             raise ConfigError(f"{target}: cannot be written; {'see its owner' if own else 'choose another folder with --to'}")
     about = {"policy": policy, "env": config.env.name, "split": split, "settings": settings}
-    if seeds:
+    episodes: list[dict] = []  # with their transcripts, of an evaluation that keeps all
+    if args.panel:
+        result, episodes = panels.evaluate_panel(job, job.policy.params, args.panel, tasks, seeds)
+        about["policy_sha256"] = huggingface.digest(huggingface.find(config.policy.source, config.cache_dir))
+        said = panels.describe(result)
+    elif seeds:
         result, episodes = evaluate_seeds(job, job.policy.params, seeds)
-        if jax.process_index() == 0:
-            write_seeds(about | result, episodes, target, split)
-            print(describe_seeds(result))
+        said = describe_seeds(result)
     else:
         result, _ = play_both(job, job.policy.params)
-        if jax.process_index() == 0:
-            write(file, result if own else about | result)
-            if own:
-                plot_curves(folder)  # which show the evaluation
-        print(describe_evaluation(result))
+        said = describe_evaluation(result)
     if jax.process_index() == 0:
+        write(file, result if own else about | result, episodes)
+        if own:
+            plot_curves(folder)  # which show the evaluation
+        print(said)
         remote.send(target)
         if not own:
             print(file)

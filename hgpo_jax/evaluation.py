@@ -27,12 +27,13 @@ def sampled_decoding(settings: EvaluationConfig) -> Decoding:
 
 
 def play_held_out(
-    job: Job, params, decoding: Decoding, seed: int | None = None
+    job: Job, params, decoding: Decoding, seed: int | None = None, in_order: bool = False
 ) -> tuple[Episodes, np.ndarray | None, list[str]]:
     """One episode on each of the first `evaluation.episodes` held-out tasks, or on all where there are fewer.
 
     params: what a rollout takes.
     seed: draws other tasks and other samples; then tasks are repeated where there are fewer than `evaluation.episodes`.
+    in_order: the environment's tasks in their own order; a seed only draws the samples.
     Returns: (Episodes of NumPy arrays, the environment's own scores f32[B] if it has any, the first transcripts, with a
     seed all of them).
     """
@@ -45,7 +46,7 @@ def play_held_out(
     for first in range(0, wanted, job.batch):
         index = first + jnp.arange(job.batch, dtype=jnp.int32)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed or 0), index)
-        tasks = runner.select_tasks("held_out", seed or 0, index)
+        tasks = runner.select_tasks("held_out", None if in_order else seed or 0, index)
         result = jax.device_get(runner.rollout(params, tasks, keys, index, decoding, held_out=True))
         # The largest arrays are not read again; those of a whole evaluation could fill the memory.
         parts.append(result.episodes.replace(prompts=None, logp=None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from hgpo_jax import config as configuration
@@ -17,8 +18,12 @@ MATTER = ("env.", "evaluation.", "policy.dtype", "policy.compute_dtype", "rollou
 DO_NOT = ("env.data", "env.split", "env.workers", "env.time_limit", "evaluation.every")
 
 
-def write(path: Path, result: dict) -> None:
-    """Writes an evaluation as JSON."""
+def write(path: Path, result: dict, episodes: Sequence[dict] = ()) -> None:
+    """Writes an evaluation as JSON, and before it its episodes, where it has any, one per line in the file .jsonl beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if episodes:
+        with atomic_write(path.with_name(path.name + "l")) as lines:
+            lines.writelines(json.dumps(episode) + "\n" for episode in episodes)
     with atomic_write(path) as file:
         file.write(json.dumps(result, indent=2) + "\n")
 
@@ -53,13 +58,3 @@ def refuse_another(file: Path, settings: dict[str, object], policy: str | None =
     other = [f"{name}={value}" for name, value in before.items() if now.get(name, value) != value]
     if other:
         raise ConfigError(one_line(f"{file}: holds an evaluation with {', '.join(other)}; choose another folder with --to"))
-
-
-def write_seeds(result: dict, episodes: list[dict], folder: Path, split: str) -> Path:
-    """Writes the result and its transcripts; returns the path of the result."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / file_name(split, result["temperature"], result["episodes_per_seed"], result["seeds"])
-    with atomic_write(file.with_name(file.name + "l")) as lines:
-        lines.writelines(json.dumps(episode) + "\n" for episode in episodes)
-    write(file, result)
-    return file

@@ -1,4 +1,4 @@
-"""95 % intervals: of a share, and of the mean of one number per seed."""
+"""95 % intervals: of a share, of the mean of one number per seed, of a difference paired by task."""
 
 from __future__ import annotations
 
@@ -57,3 +57,23 @@ def korn_graubard(shares: list[float], sizes: list[int]) -> tuple[float, float]:
     low = float(special.betaincinv(wins, losses + 1, 1 - LEVEL)) if wins else 0.0
     high = float(special.betaincinv(wins + 1, losses, LEVEL)) if losses else 1.0
     return low, high
+
+
+def paired_difference(differences: np.ndarray) -> tuple[float, list[float]]:
+    """Mean and 95 % interval of f64[n] differences in [-1, 1], one per task that two policies played.
+
+    Agresti and Min's interval for matched proportions (Statistics in Medicine 24, 2005), Wald's after half a task is added to
+    each of the four outcomes: it has a width even where all differences are 0. Differences between 0 and 1, as of scores or of
+    means of several plays, enter it by their squares, as outcomes do.
+    """
+    n = len(differences) + 2
+    mean = float(np.sum(differences)) / n
+    variance = (float(np.square(differences).sum()) + 1) / n - mean**2
+    half = 1.959964 * math.sqrt(variance / n)
+    return float(np.mean(differences)), [max(-1.0, mean - half), min(1.0, mean + half)]
+
+
+def mcnemar(only_a: int, only_b: int) -> float:
+    """P value of McNemar's exact test: of tasks that one policy alone solved, each is as likely to be the one's."""
+    n, fewer = only_a + only_b, min(only_a, only_b)
+    return min(1.0, 2 * float(special.bdtr(fewer, n, 0.5))) if n else 1.0

@@ -93,10 +93,10 @@ class CompiledRunner:
         """f32[N, T]: rewards of the turns that follow N states, such as those of `replay`; `keys` [N] decide the samples."""
         return self._play_on(params, states, keys, decoding, self._tables)
 
-    def select_tasks(self, stream: str, seed: int, indices) -> jax.Array:
-        """What `rollout` takes as the tasks with these numbers, i32[B], in a stream (`rollout/tasks.py`)."""
+    def select_tasks(self, stream: str, seed: int | None, indices) -> jax.Array:
+        """What `rollout` takes as the tasks with these numbers, i32[B], in a stream (`rollout/tasks.py`); no seed: in order."""
         if self._games is None:
-            return task_keys(stream, seed, indices)
+            return task_keys(stream, seed or 0, indices)
         games = self._games[stream]
         return jnp.asarray(games[task_numbers(stream, seed, np.asarray(indices), len(games))])
 
@@ -167,7 +167,7 @@ class TextRunner:
     def rollout(self, params, tasks, keys, groups, decoding: Decoding, *, held_out: bool = False) -> RolloutResult:
         return (self._held_out if held_out else self._train)(params, tasks, keys, groups, decoding)
 
-    def select_tasks(self, stream: str, seed: int, indices) -> list[int]:
+    def select_tasks(self, stream: str, seed: int | None, indices) -> list[int]:
         count = self.num_held_out_tasks if stream == "held_out" else self.num_tasks
         return task_numbers(stream, seed, np.asarray(indices), count)
 

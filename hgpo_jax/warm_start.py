@@ -34,8 +34,7 @@ from hgpo_jax.envs.protocol import CompiledEnv, Expert, ListsGames
 from hgpo_jax.errors import ConfigError, RunError
 from hgpo_jax.job import Job
 from hgpo_jax.learner import make_cloning_loss, make_logprobs, make_map, make_update
-from hgpo_jax.policy import Policy, load_policy
-from hgpo_jax.policy.huggingface import find as find_policy
+from hgpo_jax.policy import Policy, huggingface, load_policy
 from hgpo_jax.policy.tokenizer import ACT
 from hgpo_jax.progress import Progress
 from hgpo_jax.rollout.compiled import start_episode
@@ -301,9 +300,7 @@ def cache_key(config: Config) -> str:
     for file in sources():
         digest.update(f"\0{file.relative_to(ROOT).as_posix()}\0".encode() + file.read_bytes())
     if config.policy.source:
-        for file in sorted(filter(Path.is_file, find_policy(config.policy.source, config.cache_dir).iterdir())):
-            with file.open("rb") as content:
-                digest.update(f"\0{file.name}\0".encode() + hashlib.file_digest(content, "sha256").digest())
+        digest.update(huggingface.digest(huggingface.find(config.policy.source, config.cache_dir)).encode())
     return digest.hexdigest()[:16]
 
 

@@ -129,8 +129,9 @@ def test_without_a_seed_tasks_are_played_once_and_a_few_are_shown(job):
 
 def test_files_hold_everything(job, tmp_path):
     result, episodes = evaluation.evaluate_seeds(job, None, [1, 2])
-    file = evaluation_files.write_seeds(result, episodes, tmp_path / "new", "valid_seen")
+    file = tmp_path / "new" / evaluation_files.file_name("valid_seen", 0.4, 10, [1, 2])
     assert file.name == "valid_seen-t0.4-n10-s1-2.json"
+    evaluation_files.write(file, result, episodes)
     assert json.loads(file.read_text())["seeds"] == [1, 2]
     lines = file.with_suffix(".jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == episodes

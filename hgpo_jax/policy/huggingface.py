@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -60,6 +61,16 @@ def find(folder: str | Path, cache_dir: str | Path = CACHE_DIR) -> Path:
     except Exception as error:  # its errors come from several libraries: none of them is worth a traceback
         reason = " ".join(str(error).split())
         raise ValueError(f"policy {folder}: no such folder, and it cannot be fetched from the hub: {reason}") from None
+
+
+def digest(folder: Path) -> str:
+    """SHA-256 over the files of a policy's folder, its card left out."""
+    found = hashlib.sha256()
+    for file in sorted(filter(Path.is_file, folder.iterdir())):
+        if file.name != CARD:
+            with file.open("rb") as content:
+                found.update(f"\0{file.name}\0".encode() + hashlib.file_digest(content, "sha256").digest())
+    return found.hexdigest()
 
 
 def read_json(folder: Path, name: str) -> dict:

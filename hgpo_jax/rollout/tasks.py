@@ -18,15 +18,18 @@ def task_keys(stream: str, seed: int, indices: jax.Array) -> jax.Array:
     return jax.vmap(jax.random.fold_in, (None, 0))(key, indices)
 
 
-def task_numbers(stream: str, seed: int, indices, count: int | None) -> list[int]:
+def task_numbers(stream: str, seed: int | None, indices, count: int | None) -> list[int]:
     """The same for host rollouts, where a task is a number.
 
     An environment with `count` tasks goes through all of them in a random order, then through all again in another. One
     that generates its tasks (None) gets the 64 bits of `task_keys`, so that both versions of the household have equal tasks.
+    Without a seed the `count` tasks come in their own order, and generated ones are those of seed 0.
     """
     if count is None:
-        data = np.asarray(jax.random.key_data(task_keys(stream, seed, jax.numpy.asarray(indices))))
+        data = np.asarray(jax.random.key_data(task_keys(stream, seed or 0, jax.numpy.asarray(indices))))
         return [int(high) << 32 | int(low) for high, low in data]
+    if seed is None:
+        return [int(index) % count for index in indices]
     passes, positions = np.divmod(np.asarray(indices), count)
     orders = {n: np.random.default_rng([_ROOT, STREAMS[stream], seed, n]).permutation(count) for n in set(passes.tolist())}
     return [int(orders[n][at]) for n, at in zip(passes.tolist(), positions.tolist(), strict=True)]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from hgpo_jax.evaluation_files import write_seeds
+from hgpo_jax.evaluation_files import file_name, write
 from hgpo_jax.intervals import over_seeds
 from hgpo_jax.tables.plan import Cell
 
@@ -51,4 +51,5 @@ def finish(runs: Path, plan, cell: Cell, curve, success=0.5, evaluated=None) -> 
     if evaluated:
         result = {"seeds": [1, 2, 3], "temperature": 1.0, "episodes_per_seed": 512, "split": "held_out",
                   "over_seeds": {"success": over_seeds(evaluated)}}  # fmt: skip
-        write_seeds(result, [], folder / "evaluations", "held_out")
+        name = file_name("held_out", result["temperature"], result["episodes_per_seed"], result["seeds"])
+        write(folder / "evaluations" / name, result)

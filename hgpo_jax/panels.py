@@ -1,0 +1,252 @@
+"""Panels: complete, ordered lists of tasks on which policies are compared, wherever and by whomever they were trained.
+
+    python -m hgpo_jax.evaluate RUN --panel alfworld-valid_seen         every task, sampled and greedy
+    python -m hgpo_jax.evaluate --compare A.json B.json                 paired by task, with intervals
+
+A panel is the same on every machine, under every seed and with any number of workers. Its digest covers the content of each
+task, in order: of ALFWorld the game's file, of WebShop the goal and the catalogue, of generated tasks the whole first state.
+Results with equal digests are of equal tasks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hgpo_jax import environments
+from hgpo_jax.config import Config
+from hgpo_jax.envs.alfworld.dataset import list_games
+from hgpo_jax.envs.protocol import CompiledEnv
+from hgpo_jax.errors import ConfigError
+from hgpo_jax.evaluation import play_held_out, sampled_decoding, summarize
+from hgpo_jax.intervals import mcnemar, over_seeds, paired_difference
+from hgpo_jax.job import Job
+from hgpo_jax.rollout.tasks import task_keys
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """A list of tasks.
+
+    environments: names of those that have these tasks, told differently.
+    fields: of the configuration, which decide the tasks and how long they may take.
+    count: how many tasks.
+    contents: what the tasks are under a configuration with these fields, each in a line that differs if the task does.
+    """
+
+    environments: tuple[str, ...]
+    fields: dict[str, str]
+    count: int
+    contents: Callable[[Config, int], list[str]]
+
+
+def _short(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _games(config: Config, count: int) -> list[str]:
+    """ALFWorld: the trial, and its game's file."""
+    games = list_games(config.env.held_out, environments.alfworld_data(config))
+    return [f"{game.trial} {_short(game.path.read_bytes())}" for game in games]
+
+
+def _goals(config: Config, count: int) -> list[str]:
+    """WebShop: the instruction; the first also names the catalogue's files."""
+    env, lines = environments.webshop_text(config)[1](), []
+    for task in range(len(env)):
+        env.reset(task)
+        lines.append(env.goal)
+    lines[0] += "".join(f" {file.name} {_short(file.read_bytes())}" for file in environments.webshop_files(config.env.data))
+    return lines
+
+
+def _first_states(make: Callable[[Config], CompiledEnv], config: Config, count: int) -> list[str]:
+    """A compiled environment whose tasks are generated: every array of the state after reset."""
+    states, _ = jax.jit(jax.vmap(make(config).reset))(task_keys("held_out", 0, jnp.arange(count)))
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(states)]
+    return [f"{i:03d} {_short(b''.join(leaf[i].tobytes() for leaf in leaves))}" for i in range(count)]
+
+
+def _household(**fields: str) -> Panel:
+    default = {"env.tasks": "place", "env.rooms": "kitchen", "env.places": "6", "env.things": "4", "env.max_turns": "20"}
+    contents = functools.partial(_first_states, environments.household)
+    return Panel(("household", "household_text"), default | fields, 512, contents)
+
+
+PANELS = {
+    "alfworld-valid_seen": Panel(("alfworld",), {"env.held_out": "valid_seen", "env.max_turns": "50"}, 140, _games),
+    "alfworld-valid_unseen": Panel(("alfworld",), {"env.held_out": "valid_unseen", "env.max_turns": "50"}, 134, _games),
+    # The order that keeps the first 500 goals apart from those that are trained on.
+    "webshop": Panel(
+        ("webshop",), {"env.goal_order": "original", "env.reachable_only": "false", "env.max_turns": "30"}, 500, _goals
+    ),
+    "household": _household(),
+    "household-two": _household(**{"env.tasks": "two"}),
+    "household-six": _household(**{
+        "env.tasks": "[place, two, look, clean, heat, cool]", "env.rooms": "[kitchen, bathroom, bedroom, livingroom]",
+        "env.max_turns": "30",
+    }),
+    "sokoban": Panel(
+        ("sokoban", "sokoban_text"), {"env.size": "6", "env.boxes": "1", "env.reward": "success", "env.max_turns": "20"}, 512,
+        functools.partial(_first_states, environments.sokoban),
+    ),
+}  # fmt: skip
+
+
+def panel_fields(name: str, given: list[str]) -> list[str]:
+    """The overrides that a panel stands for. Raises ConfigError for an unknown panel, or one that `given` overrides change."""
+    if name not in PANELS:
+        raise ConfigError(f"--panel {name:.100}: there is none of this name; give one of {', '.join(PANELS)}")
+    fields = PANELS[name].fields | {"evaluation.episodes": str(PANELS[name].count)}
+    for override in given:
+        if (field := override.partition("=")[0]) in fields:
+            raise ConfigError(f"{override:.100}: --panel {name} decides {field}; leave it out")
+    return [f"{field}={value}" for field, value in fields.items()]
+
+
+def panel_tasks(name: str, config: Config) -> list[str]:
+    """What the tasks of a panel are, in order, under a configuration with its fields. Raises ConfigError."""
+    panel = PANELS[name]
+    if config.env.name not in panel.environments:
+        raise ConfigError(f"env.name={config.env.name}: --panel {name} is played in {' or '.join(panel.environments)}")
+    tasks = panel.contents(config, panel.count)
+    if len(tasks) != panel.count:
+        raise ConfigError(f"env.data={config.env.data}: --panel {name} has {panel.count} tasks, here are {len(tasks)}")
+    return tasks
+
+
+def digest(name: str, tasks: list[str]) -> str:
+    """Of a panel: SHA-256 of its name, its fields and its tasks in order."""
+    return hashlib.sha256(json.dumps([name, PANELS[name].fields, tasks]).encode()).hexdigest()
+
+
+def evaluate_panel(job: Job, params, name: str, tasks: list[str], seeds: list[int]) -> tuple[dict, list[dict]]:
+    """Every task once greedily, and once sampled under each seed: (the result, every episode with its transcript).
+
+    Seeds decide samples only. An episode that its environment failed counts nowhere; its outcome is None.
+    """
+    types, records = job.runner.task_types, []
+    outcomes: list[dict] = [{"task": task} for task in tasks]
+    sampled = sampled_decoding(job.config.evaluation)
+    params = job.base_rollout_params(params)
+    shares: dict[str, list[dict]] = {"greedy": [], "sampled": []}
+    for mode, seed in [("greedy", 0), *(("sampled", seed) for seed in seeds)]:
+        decoding = sampled.replace(temperature=0.0) if mode == "greedy" else sampled
+        episodes, scores, transcripts = play_held_out(job, params, decoding, seed, in_order=True)
+        shares[mode].append(summarize(episodes, types, scores))
+        for i, transcript in enumerate(transcripts):
+            played = bool(episodes.mask[i, 0])
+            record = {"task": i, "mode": mode, "seed": seed, "success": bool(episodes.success[i]) if played else None}
+            score = {} if scores is None else {"score": float(scores[i]) if played else None}
+            records.append(record | score | {"turns": int(episodes.mask[i].sum()), "transcript": transcript})
+            if played:  # only then is the type known
+                outcomes[i]["type"] = types[int(episodes.task[i])]
+            for measure, value in ({"success": record["success"]} | score).items():
+                outcomes[i].setdefault(measure, {}).setdefault(mode, []).append(value)
+    result = {
+        "panel": {"name": name, "digest": digest(name, tasks), "fields": PANELS[name].fields},
+        "temperature": job.config.evaluation.temperature,
+        "seeds": seeds,
+        "greedy": shares["greedy"][0],
+        "sampled": dict(zip(map(str, seeds), shares["sampled"], strict=True)),
+        "tasks": outcomes,
+    }
+    return result, records
+
+
+def describe(result: dict) -> str:
+    """A panel's result in a few lines for the terminal."""
+    panel, count = result["panel"], len(result["tasks"])
+    low, high = result["greedy"]["interval"]
+    lines = [
+        f"panel {panel['name']}, {count} tasks, digest {panel['digest'][:16]}",
+        f"greedy   {result['greedy']['success']:6.1%} (95 % interval {low:.1%} to {high:.1%})",
+    ]
+    shares = [one["success"] for one in result["sampled"].values()]
+    if len(shares) > 1:
+        found = over_seeds(shares, [count] * len(shares))
+        spread = f" mean of {len(shares)} seeds, standard deviation {found['std']:.1%}"
+        low, high = found["interval"]
+    else:
+        (one,), spread = result["sampled"].values(), ""
+        low, high = one["interval"]
+    lines.append(f"sampled  {np.mean(shares):6.1%}{spread} (95 % interval {low:.1%} to {high:.1%})")
+    return "\n".join(lines)
+
+
+def read(path: str) -> dict:
+    """The result of a panel, from its file. Raises ConfigError."""
+    try:
+        result = json.loads(Path(path).read_text())
+        result["panel"]["digest"], result["tasks"][0]["success"]["greedy"], result["policy"], result["temperature"]
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+        raise ConfigError(f"{path}: not the result of a panel; make one with --panel NAME") from None
+    return result
+
+
+def compare(a: dict, b: dict) -> dict[str, dict[str, dict]]:
+    """B - A, paired by task: measure, as in "success, greedy" -> type of task, "all" first -> numbers.
+
+    Numbers: `tasks` (how many both finished), `a` and `b` (means), `difference`, `interval` (95 %), and of single plays
+    `only_a`, `only_b` (tasks that one of them alone solved) and `p` (McNemar's exact test).
+
+    Raises:
+      ConfigError: the results are of different panels.
+    """
+    for what in ("name", "digest"):
+        one, other = a["panel"][what], b["panel"][what]
+        if one != other:
+            raise ConfigError(f"--compare: panels of different {what}, {one:.60} and {other:.60}; compare equal ones")
+    found: dict[str, dict[str, dict]] = {}
+    for measure, mode in itertools.product(("success", "score"), ("greedy", "sampled")):
+        if mode == "sampled" and a["temperature"] != b["temperature"]:
+            continue
+        pairs: dict[str, list[tuple[list, list]]] = {"all": []}
+        for ours, theirs in zip(a["tasks"], b["tasks"], strict=True):
+            one, other = ([v for v in task.get(measure, {}).get(mode, []) if v is not None] for task in (ours, theirs))
+            if one and other:
+                for part in ("all", ours["type"]):
+                    pairs.setdefault(part, []).append((one, other))
+        if pairs["all"]:
+            found[f"{measure}, {mode}"] = {part: _paired(some, measure == "success") for part, some in pairs.items()}
+    return found
+
+
+def _paired(pairs: list[tuple[list, list]], of_outcomes: bool) -> dict:
+    one, other = (np.array([np.mean(pair[i]) for pair in pairs]) for i in (0, 1))
+    difference, interval = paired_difference(other - one)
+    numbers = {
+        "tasks": len(pairs), "a": float(one.mean()), "b": float(other.mean()), "difference": difference, "interval": interval
+    }  # fmt: skip
+    if of_outcomes and all(len(a) == len(b) == 1 for a, b in pairs):
+        only_a, only_b = int((one > other).sum()), int((other > one).sum())
+        numbers |= {"only_a": only_a, "only_b": only_b, "p": mcnemar(only_a, only_b)}
+    return numbers
+
+
+def describe_comparison(a: dict, b: dict, found: dict[str, dict[str, dict]]) -> str:
+    """A comparison as a table for the terminal."""
+    panel = a["panel"]
+    lines = [f"panel {panel['name']}, digest {panel['digest'][:16]}", f"A: {a['policy']}", f"B: {b['policy']}"]
+    for name, parts in found.items():
+        lines += ["", f"{name:32s}{'tasks':>6s}{'A':>9s}{'B':>9s}{'B - A':>9s}   {'95 %':18s}  only A  only B  p (McNemar)"]
+        for part, x in parts.items():
+            if len(parts) == 2 and part != "all":
+                continue  # the only type of task
+            interval = "{:+.1%} to {:+.1%}".format(*x["interval"])
+            line = f"{part:32s}{x['tasks']:6d}{x['a']:9.1%}{x['b']:9.1%}{x['difference']:+9.1%}   {interval:18s}"
+            lines.append(line + (f"  {x['only_a']:6d}  {x['only_b']:6d}  {x['p']:.2g}" if "p" in x else ""))
+    if a["temperature"] != b["temperature"]:
+        lines += ["", f"sampled at different temperatures, {a['temperature']:g} and {b['temperature']:g}: not compared"]
+    return "\n".join(line.rstrip() for line in lines)
