@@ -1,35 +1,259 @@
-"""Panels: equal tasks for everybody, digests that notice every change, comparisons against plain counts."""
+"""Panels: equal tasks for everybody, digests that notice a change, comparisons against plain counts."""
 
-import itertools
 import json
 import math
+import tarfile
+from fractions import Fraction
+from itertools import product
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from hgpo_jax import config as configuration
-from hgpo_jax import evaluate, evaluation_files, panels
+from hgpo_jax import evaluate, panels
+from hgpo_jax.envs.household import Household
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.intervals import mcnemar, paired_difference
-from hgpo_jax.rollout.tasks import task_numbers
+from hgpo_jax.rollout.tasks import task_keys, task_numbers
+from tests.helpers.pretended import FakeJob, Runner
 from tests.helpers.training import TINY, command
 
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 # Whoever sees another digest has other tasks: results from before are then not comparable, which has to be a decision.
-DIGESTS = {}
+DIGESTS = {
+    "household": "292bc063a1da9c20", "household-two": "97252b749ad62168", "household-six": "7a6ce7b5635aa1e5",
+    "sokoban": "ede0edc3314fe14e",
+}  # fmt: skip
 
 
-def tasks_of(name: str, *overrides: str) -> list[str]:
+def config_of(name: str, *overrides: str, face: int = 0) -> configuration.Config:
     fields = panels.panel_fields(name, list(overrides))
-    env = panels.PANELS[name].environments[0]
-    return panels.panel_tasks(name, configuration.load(None, [f"env.name={env}", "warm_start=none", *overrides, *fields]))
+    env = panels.PANELS[name].environments[face]
+    return configuration.load(None, [f"env.name={env}", "warm_start=none", *overrides, *fields])
 
 
-@pytest.mark.parametrize("name", [name for name in panels.PANELS if name.startswith(("household", "sokoban"))])
+@pytest.mark.parametrize("name", DIGESTS)
 def test_generated_tasks_stay_what_they_are(name):
-    tasks = tasks_of(name)
-    assert len(tasks) == len(set(tasks)) == 512
+    tasks = panels.panel_tasks(name, config_of(name))
+    assert len(set(tasks)) == 512
     assert panels.digest(name, tasks)[:16] == DIGESTS[name]
-    text = panels.PANELS[name].environments[1]
-    told = configuration.load(None, [f"env.name={text}", "warm_start=none", *panels.panel_fields(name, [])])
-    assert panels.panel_tasks(name, told) == tasks
+    # Neither the run's seed, nor another number of episodes at once, nor the way the tasks are told changes them.
+    for config in (config_of(name, "seed=7", "rollout.prompt_groups=3"), config_of(name, face=1)):
+        assert panels.panel_tasks(name, config) == tasks
+
+
+def test_what_a_digest_covers():
+    tasks = ["one", "two"]
+    seen = {panels.digest("household", tasks), panels.digest("household", tasks[::-1]), panels.digest("household", ["one"]),
+            panels.digest("household-two", tasks)}  # fmt: skip
+    assert len(seen) == 4
+
+
+def test_tasks_in_their_own_order():
+    assert task_numbers("held_out", None, range(7), 5) == [0, 1, 2, 3, 4, 0, 1]
+    assert task_numbers("held_out", None, range(3), None) == task_numbers("held_out", 0, range(3), None)
+
+
+def test_alfworld_games_by_their_content(tmp_path):
+    """Two tiny games: the order is that of their names, and the digest notices one byte."""
+    for trial in ("b", "a"):
+        folder = tmp_path / "json_1" / "valid_seen" / "look_at_obj_in_light-Book-None-DeskLamp-302" / trial
+        folder.mkdir(parents=True)
+        (folder / "traj_data.json").write_text(json.dumps({"task_type": "look_at_obj_in_light"}))
+        (folder / "game.tw-pddl").write_text(json.dumps({"solvable": True}))
+    config = config_of("alfworld-valid_seen", f"data={tmp_path}")
+    before = panels._games(config, 140)
+    assert [line.split()[0].rpartition("/")[2] for line in before] == ["a", "b"]
+    with pytest.raises(ConfigError, match="has 140 tasks, here are 2"):
+        panels.panel_tasks("alfworld-valid_seen", config)
+    (folder / "game.tw-pddl").write_text(json.dumps({"solvable": True}) + " ")
+    changed = panels._games(config, 140)
+    assert (changed[0] == before[0], changed[1] == before[1]) == (False, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("split", "count", "expected"), [("valid_seen", 140, "55bbc8af61e4c318"), ("valid_unseen", 134, "5c0bfd26689e9814")]
+)
+def test_alfworlds_official_games(split, count, expected, tmp_path):
+    archive = SHARED / "alfworld" / "json_2.1.1.tar.xz"
+    if not archive.exists():
+        pytest.skip("../shared/data is not there")
+    with tarfile.open(archive) as opened:
+        opened.extractall(tmp_path, filter="data")
+    name = f"alfworld-{split}"
+    tasks = panels.panel_tasks(name, config_of(name, f"data={tmp_path}"))
+    assert len(set(tasks)) == count
+    assert panels.digest(name, tasks)[:16] == expected
+
+
+@pytest.mark.slow
+def test_webshops_goals():
+    if not (SHARED / "webshop").exists():
+        pytest.skip("../shared/data is not there")
+    tasks = panels.panel_tasks("webshop", config_of("webshop", f"data={SHARED / 'webshop'}"))
+    assert len(tasks) == 500
+    assert panels.digest("webshop", tasks)[:16] == "5b784ee67eeb2b23"
+
+
+@pytest.mark.parametrize(("arguments", "fragment"), [
+    ((), "none is given; name the folder of a run, or two results"),
+    (("RUN", "--panel", "nothing"), "--panel nothing: there is none of this name; give one of alfworld-valid_seen,"),
+    (("RUN", "--panel", "sokoban"), "env.name=household: --panel sokoban is played in sokoban or sokoban_text"),
+    (("RUN", "--panel", "household", "--split", "held_out"), "--split held_out: --panel household decides the tasks"),
+    (("RUN", "--panel", "household", "env.max_turns=3"), "--panel household decides env.max_turns; leave it out"),
+    (("RUN", "--panel", "household", "evaluation.episodes=3"), "decides evaluation.episodes; leave it out"),
+    (("RUN", "--panel", "household", "--seeds", "1,1"), "--seeds 1,1"),
+    (("--compare", "RUN/config.yaml", "nowhere.json"), "config.yaml: not the result of a panel"),
+    (("RUN", "--compare", "a", "b"), "takes two files and nothing else"),
+])  # fmt: skip
+def test_refusals(arguments, fragment, tmp_path, monkeypatch):
+    (tmp_path / "run" / "policy").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text("seed: 1\n")
+    monkeypatch.setattr("sys.argv", ["evaluate", *(a.replace("RUN", str(tmp_path / "run")) for a in arguments)])
+    with pytest.raises(ConfigError) as caught:
+        evaluate.main()
+    assert fragment in str(caught.value)
+
+
+@pytest.fixture
+def played():
+    """The result of a panel of ten tasks and its episodes, made up."""
+    job = FakeJob(configuration.load(None, ["evaluation.episodes=10", "evaluation.temperature=0.4"]), Runner(10))
+    return panels.evaluate_panel(job, None, "household", [f"task {i}" for i in range(10)], [3, 4])
+
+
+def test_every_episode_is_recorded(played):
+    result, episodes = played
+    assert [(e["mode"], e["seed"], e["task"]) for e in episodes] == [
+        (mode, seed, task) for mode, seed in (("greedy", 0), ("sampled", 3), ("sampled", 4)) for task in range(10)
+    ]
+    assert all(e["transcript"] == f"{e['turns']} turns" for e in episodes)
+    for task, outcome in enumerate(result["tasks"]):
+        mine = [e for e in episodes if e["task"] == task]
+        assert outcome["task"] == f"task {task}" and outcome["type"] == ("place", "look")[task % 2]
+        assert outcome["success"] == {"greedy": [mine[0]["success"]], "sampled": [e["success"] for e in mine[1:]]}
+        assert outcome["score"]["sampled"] == [e["score"] for e in mine[1:]]
+    for seed in (3, 4):
+        wins = [e["success"] for e in episodes if (e["mode"], e["seed"]) == ("sampled", seed)]
+        assert result["sampled"][str(seed)]["success"] == np.mean(wins)
+    shown = panels.describe(result)
+    assert f"10 tasks, digest {result['panel']['digest'][:16]}" in shown
+    assert f"sampled  {np.mean([e['success'] for e in episodes[10:]]):6.1%} mean of 2 seeds" in shown
+
+
+def result_of(successes, digest="x", types="a", temperature=1.0, **more):
+    """A panel's result with these outcomes of each task: (greedy, [sampled, ...])."""
+    tasks = [
+        {"task": str(i), "type": types[i % len(types)], "success": {"greedy": [greedy], "sampled": sampled}}
+        for i, (greedy, sampled) in enumerate(successes)
+    ]
+    panel = {"name": "household", "digest": digest}
+    return {"panel": panel, "policy": "p", "temperature": temperature, "tasks": tasks} | more
+
+
+def test_a_comparison_is_paired_by_task():
+    a = result_of([(True, [True, False]), (False, [False, False]), (True, [True, True]), (None, [None, True])], types="ab")
+    b = result_of([(True, [True, True]), (True, [False, True]), (False, [True, True]), (True, [False, None])], types="ab")
+    found = panels.compare(a, b)
+    assert set(found) == {"success, greedy", "success, sampled"}
+    greedy = found["success, greedy"]
+    assert list(greedy) == ["all", "a", "b"]
+    every = greedy["all"]  # the fourth task was not finished by A
+    assert (every["tasks"], every["only_a"], every["only_b"], every["p"]) == (3, 1, 1, 1.0)
+    assert (every["a"], every["b"], every["difference"]) == (2 / 3, 2 / 3, 0)
+    assert (greedy["a"]["only_a"], greedy["a"]["only_b"], greedy["b"]["only_b"]) == (1, 0, 1)
+    sampled = found["success, sampled"]["all"]
+    assert "p" not in sampled and sampled["tasks"] == 4  # several plays of a task are no single outcome
+    assert sampled["a"] == (0.5 + 0 + 1 + 1) / 4 and sampled["b"] == (1 + 0.5 + 1 + 0) / 4
+    assert sampled["difference"] == pytest.approx(sampled["b"] - sampled["a"])
+    table = panels.describe_comparison(a, b, found)
+    assert "success, greedy" in table and "+0.0%" in table
+    swapped = panels.compare(b, a)["success, sampled"]["all"]
+    assert swapped["interval"] == pytest.approx([-x for x in sampled["interval"][::-1]])
+
+
+def test_what_is_not_compared():
+    a, b = result_of([(True, [True])]), result_of([(True, [False])])
+    with pytest.raises(ConfigError, match="different digest, x and y"):
+        panels.compare(a, result_of([(True, [True])], digest="y"))
+    cooler = result_of([(True, [False])], temperature=0.4)
+    assert set(panels.compare(a, cooler)) == {"success, greedy"}
+    assert "sampled at different temperatures, 1 and 0.4: not compared" in panels.describe_comparison(a, cooler, {})
+    assert set(panels.compare(a, b)) == {"success, greedy", "success, sampled"}
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "3", '{"panel": {"digest": 1}, "tasks": []}'])
+def test_a_file_that_is_no_result(text, tmp_path):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ConfigError, match="not the result of a panel; make one with --panel"):
+        panels.read(str(tmp_path / "x.json"))
+
+
+def test_mcnemar_is_the_exact_binomial_test():
+    for a, b in product(range(8), repeat=2):
+        n, total = a + b, Fraction(0)
+        for k in range(n + 1):  # at least as far from the middle as what was seen
+            total += Fraction(math.comb(n, k), 2**n) if abs(2 * k - n) >= abs(a - b) else 0
+        assert mcnemar(a, b) == pytest.approx(float(total))
+
+
+def test_the_interval_of_matched_shares():
+    """Agresti and Min (2005), from the four counts; half a task is added to each."""
+    both, only_a, only_b, neither = 20, 3, 9, 18
+    differences = np.array([0] * (both + neither) + [-1] * only_a + [1] * only_b)
+    n, b, c = 50 + 2, only_a + 0.5, only_b + 0.5
+    half = 1.959964 * math.sqrt((b + c) - (c - b) ** 2 / n) / n
+    difference, interval = paired_difference(differences)
+    assert difference == (only_b - only_a) / 50
+    assert interval == pytest.approx([(c - b) / n - half, (c - b) / n + half])
+    assert paired_difference(np.ones(1))[1][1] <= 1
+    low, high = paired_difference(np.zeros(100))[1]
+    assert low == -high and 0 < high < 0.05
+
+
+@pytest.mark.parametrize(("only_a", "only_b"), [(0.02, 0.02), (0.1, 0.02), (0.15, 0.3)])
+def test_it_holds_the_true_difference_in_95_of_100_cases(only_a, only_b):
+    rng = np.random.default_rng(0)
+    held = []
+    for _ in range(4000):
+        draw = rng.random(140)
+        differences = (draw < only_b).astype(float) - (draw > 1 - only_a)
+        low, high = paired_difference(differences)[1]
+        held.append(low <= only_b - only_a <= high)
+    assert 0.935 <= np.mean(held) <= 0.99
+
+
+@pytest.mark.slow
+def test_a_panel_played_twice(tmp_path):
+    """The same digest, and greedily the same episodes to the letter; another policy is compared with it."""
+    run, cache, panel = tmp_path / "run", f"cache_dir={tmp_path / 'cache'}", ("--panel", "household")
+    cloned = "warm_start=cloning", "cloning.episodes=64", "cloning.max_steps=30"  # so that answers differ
+    command("-m", "hgpo_jax.train", *TINY, "iterations=1", *cloned, cache, f"run_dir={run}", cwd=tmp_path)
+    evaluated = "-m", "hgpo_jax.evaluate"
+    first = command(*evaluated, run, *panel, cwd=tmp_path).stdout
+    (file,) = sorted((run / "evaluations").glob("*.json"))
+    assert file.name == "panel-household-t1-n512-s0.json" and first.endswith(f"{file}\n")
+    command(*evaluated, run, *panel, "--seeds", "5", "--to", tmp_path / "again", cwd=tmp_path)
+    command("-m", "hgpo_jax.export", run, "--to", tmp_path / "exported", cwd=tmp_path)
+    command(*evaluated, tmp_path / "exported", "--config", run / "config.yaml", *panel, "--seeds", "5", cwd=tmp_path)
+    others = [tmp_path / "again", tmp_path / "exported" / "evaluations"]
+    files = [file, *(folder / "panel-household-t1-n512-s5.json" for folder in others)]
+    one, again, exported = (json.loads(path.read_text()) for path in files)
+    assert one["panel"]["digest"] == again["panel"]["digest"] and one["panel"]["digest"].startswith(DIGESTS["household"])
+    assert one["policy_sha256"] == again["policy_sha256"] == exported["policy_sha256"]
+    assert again["tasks"] == exported["tasks"]
+    lines = [[json.loads(line) for line in Path(f"{path}l").read_text().splitlines()] for path in files]
+    greedy = [[e for e in episodes if e["mode"] == "greedy"] for episodes in lines]
+    assert len(greedy[0]) == 512 and greedy[0] == greedy[1] == greedy[2]
+    assert lines[0][512:] != lines[1][512:] == lines[2][512:]
+    env = Household()
+    keys = task_keys("held_out", 0, jax.numpy.arange(5))
+    for i in range(5):  # what is played are the panel's tasks, in its order
+        goal = env.decode(np.asarray(env.goal(env.reset(keys[i])[0])))
+        assert greedy[0][i]["transcript"].startswith(f"task: {goal} (")
+    shown = command(*evaluated, "--compare", files[0], files[1], cwd=tmp_path).stdout.splitlines()
+    (row,) = (line.split() for line, before in zip(shown[1:], shown, strict=False) if before.startswith("success, greedy"))
+    assert row[:2] == ["all", "512"] and row[4] == "+0.0%" and row[-3:] == ["0", "0", "1"]

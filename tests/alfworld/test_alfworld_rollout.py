@@ -165,3 +165,16 @@ def test_trains_from_cloning_to_evaluation(tmp_path: Path) -> None:
     command("-m", "hgpo_jax.evaluate", run, "--split", "valid_unseen", cwd=tmp_path)
     (file,) = (run / "evaluations").iterdir()
     assert json.loads(file.read_text())["split"] == "valid_unseen"
+    # A panel of the six games that are here: played are the games in the order of their names.
+    small = "PANELS[name] = dataclasses.replace(PANELS[name], count=6)"
+    program = f"import dataclasses\nfrom hgpo_jax.panels import PANELS\nname = 'alfworld-valid_unseen'\n{small}\n"
+    program += "from hgpo_jax import cli, evaluate\ncli.run(evaluate.main)"
+    command("-c", program, run, "--panel", "alfworld-valid_unseen", cwd=tmp_path)
+    file = run / "evaluations" / "panel-alfworld-valid_unseen-t1-n6-s0.json"
+    unseen, tasks = list_games("valid_unseen", data), json.loads(file.read_text())["tasks"]
+    assert [task["task"].split()[0] for task in tasks] == [game.trial for game in unseen]
+    lines = [json.loads(line) for line in Path(f"{file}l").read_text().splitlines()]
+    host = AlfworldText([game.path for game in unseen])
+    for i, line in enumerate(lines):
+        host.reset(i % 6)
+        assert line["task"] == i % 6 and f"task: {host.goal}" in line["transcript"]
