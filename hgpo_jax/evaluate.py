@@ -5,6 +5,7 @@
     python -m hgpo_jax.evaluate RUN --seeds 123,456,789 --split valid_unseen    the published protocol
     python -m hgpo_jax.evaluate HF_FOLDER --config household                    a policy without a run, as `export` writes
     python -m hgpo_jax.evaluate RUN --panel alfworld-valid_seen                 every task of a list that is the same for all
+    python -m hgpo_jax.evaluate openai:URL#MODEL env.name=household_text --panel household --to FOLDER   a served policy
     python -m hgpo_jax.evaluate --compare A.json B.json                         two results of a panel, paired by task
 
 The held-out tasks are the same for every run, so results are comparable. With --seeds, each seed draws evaluation.episodes
@@ -15,12 +16,15 @@ elsewhere, as SPLIT-tTEMPERATURE-nEPISODES.json, with -sSEEDS before the dot and
 that was made with other settings, or of another policy, is never replaced.
 
 A panel (hgpo_jax/panels.py) decides the tasks: each is played once greedily and once sampled, or once under each of --seeds.
-evaluations/panel-NAME-tTEMPERATURE.json holds the digests of panel and policy and every task's outcome; transcripts lie beside.
+evaluations/panel-NAME-tTEMPERATURE-nTASKS-sSEEDS.json holds the digests of panel and policy and every task's outcome, with the
+transcripts beside it. Its policy may also be one that a server with OpenAI's chat API plays (hgpo_jax/served.py).
 """
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -32,10 +36,11 @@ from hgpo_jax.environments import ENVIRONMENTS, Environment
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.evaluation import describe_evaluation, describe_seeds, evaluate_seeds, play_both
 from hgpo_jax.evaluation_files import OWN, file_name, refuse_another, settings_of, write
-from hgpo_jax.job import build, prepare_devices
+from hgpo_jax.job import Job, build, prepare_devices
 from hgpo_jax.policy import huggingface
 from hgpo_jax.run import remote
 from hgpo_jax.run.curves import plot_curves
+from hgpo_jax.served import PREFIX, ServedPolicy
 
 
 def split_of(config: Config, split: str | None) -> tuple[str, list[str]]:
@@ -52,6 +57,49 @@ def parse_seeds(text: str) -> list[int]:
     if not all(part.isdecimal() and len(part) <= 10 and int(part) < 2**31 for part in parts) or len(set(parts)) < len(parts):
         raise ConfigError(f"--seeds {text:.100}: give different whole numbers with commas between them, as in 123,456,789")
     return list(map(int, parts))
+
+
+def _served_configuration(args) -> tuple[str | None, list[str]]:
+    """As `cli.trained_policy`, of a policy that a server plays. Raises ConfigError for what does not go with one."""
+    for option, value, why in (
+        ("--panel NAME", args.panel, "a served policy plays panels"),
+        ("--to FOLDER", args.to, "it has no folder for the result"),
+    ):
+        if value is None:
+            raise ConfigError(f"{args.run}: give {option}; {why}")
+    for option, given in (("--mesh", args.mesh), ("--distributed", args.distributed)):
+        if given:
+            raise ConfigError(f"{option}: nothing is computed here for a served policy; leave it out")
+    return args.config, [*args.overrides, "warm_start=none"]
+
+
+def _prepared(args, config: Config, tasks: list[str], seeds: list[int]) -> Callable[[], tuple[dict, list[dict], str]]:
+    """The evaluation, ready to run: it gives the result, all episodes if they are kept, and what to print."""
+    if args.run.startswith(PREFIX):
+        served = ServedPolicy(args.run, config)
+        play: panels.Play = served.play
+        types: Sequence[str] = served.task_types
+        digest = None
+    else:
+        job = build(config, prepare_devices(config, args.distributed))
+        if not args.panel:
+            return functools.partial(_evaluated, job, seeds)
+        play, types = panels.player(job, job.policy.params), job.runner.task_types
+        digest = huggingface.digest(huggingface.find(config.policy.source, config.cache_dir))
+
+    def evaluated() -> tuple[dict, list[dict], str]:
+        result, episodes = panels.evaluate_panel(play, types, config.evaluation, args.panel, tasks, seeds)
+        return {"policy_sha256": digest} | result, episodes, panels.describe(result)
+
+    return evaluated
+
+
+def _evaluated(job: Job, seeds: list[int]) -> tuple[dict, list[dict], str]:
+    if seeds:
+        result, episodes = evaluate_seeds(job, job.policy.params, seeds)
+        return result, episodes, describe_seeds(result)
+    result, _ = play_both(job, job.policy.params)
+    return result, [], describe_evaluation(result)
 
 
 def main() -> None:
@@ -77,9 +125,10 @@ def main() -> None:
         return
     if args.run is None:
         raise ConfigError("RUN|HF_FOLDER: none is given; name the folder of a run, or two results of a panel with --compare")
-    policy, args.run = args.run, remote.local(args.run)
-    folder, is_run = Path(args.run), cli.is_run(args.run)
-    source, overrides = cli.trained_policy(args)
+    policy, served = args.run, args.run.startswith(PREFIX)
+    args.run = policy if served else remote.local(policy)
+    folder, is_run = Path(args.run), not served and cli.is_run(args.run)
+    source, overrides = _served_configuration(args) if served else cli.trained_policy(args)
     if not is_run and args.to is None and not folder.is_dir():
         # A folder named like the policy would from then on be taken for the policy itself.
         raise ConfigError(f"{args.run}: no such folder; for a policy from the hub give --to, the folder for its evaluations")
@@ -98,23 +147,13 @@ def main() -> None:
     file = target / (OWN if own else file_name(split, config.evaluation.temperature, config.evaluation.episodes, seeds))
     if not own:
         refuse_another(file, settings, policy if args.to else None)
-    job = build(config, prepare_devices(config, args.distributed))
+    evaluation = _prepared(args, config, tasks, seeds)
     if jax.process_index() == 0:  # before hours of evaluation, not after
         target.mkdir(parents=True, exist_ok=True)
         if not os.access(target, os.W_OK):
             raise ConfigError(f"{target}: cannot be written; {'see its owner' if own else 'choose another folder with --to'}")
     about = {"policy": policy, "env": config.env.name, "split": split, "settings": settings}
-    episodes: list[dict] = []  # with their transcripts, of an evaluation that keeps all
-    if args.panel:
-        result, episodes = panels.evaluate_panel(job, job.policy.params, args.panel, tasks, seeds)
-        about["policy_sha256"] = huggingface.digest(huggingface.find(config.policy.source, config.cache_dir))
-        said = panels.describe(result)
-    elif seeds:
-        result, episodes = evaluate_seeds(job, job.policy.params, seeds)
-        said = describe_seeds(result)
-    else:
-        result, _ = play_both(job, job.policy.params)
-        said = describe_evaluation(result)
+    result, episodes, said = evaluation()
     if jax.process_index() == 0:
         write(file, result if own else about | result, episodes)
         if own:

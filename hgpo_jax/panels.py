@@ -15,7 +15,7 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -23,14 +23,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from hgpo_jax import environments
-from hgpo_jax.config import Config
+from hgpo_jax.config import Config, EvaluationConfig
 from hgpo_jax.envs.alfworld.dataset import list_games
 from hgpo_jax.envs.protocol import CompiledEnv
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.evaluation import play_held_out, sampled_decoding, summarize
 from hgpo_jax.intervals import mcnemar, over_seeds, paired_difference
 from hgpo_jax.job import Job
+from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.tasks import task_keys
+from hgpo_jax.sampling import Decoding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,19 +131,34 @@ def digest(name: str, tasks: list[str]) -> str:
     return hashlib.sha256(json.dumps([name, PANELS[name].fields, tasks]).encode()).hexdigest()
 
 
-def evaluate_panel(job: Job, params, name: str, tasks: list[str], seeds: list[int]) -> tuple[dict, list[dict]]:
+Play = Callable[[Decoding, int], tuple[Episodes, np.ndarray | None, list[str]]]
+
+
+def player(job: Job, params) -> Play:
+    """What plays the held-out tasks of a job in their own order: with a decoding, and a seed of its samples."""
+    params = job.base_rollout_params(params)
+    return lambda decoding, seed: play_held_out(job, params, decoding, seed, in_order=True)
+
+
+def evaluate_panel(
+    play: Play, types: Sequence[str], settings: EvaluationConfig, name: str, tasks: list[str], seeds: list[int]
+) -> tuple[dict, list[dict]]:
     """Every task once greedily, and once sampled under each seed: (the result, every episode with its transcript).
 
     Seeds decide samples only. An episode that its environment failed counts nowhere; its outcome is None.
+
+    Args:
+      play: gives the episodes of all tasks in order, their scores if they have any, and their transcripts.
+      types: of tasks; `Episodes.task` is an index into it.
+      name, tasks: of the panel, and its `panel_tasks`.
     """
-    types, records = job.runner.task_types, []
+    records: list[dict] = []
     outcomes: list[dict] = [{"task": task} for task in tasks]
-    sampled = sampled_decoding(job.config.evaluation)
-    params = job.base_rollout_params(params)
+    sampled = sampled_decoding(settings)
     shares: dict[str, list[dict]] = {"greedy": [], "sampled": []}
     for mode, seed in [("greedy", 0), *(("sampled", seed) for seed in seeds)]:
         decoding = sampled.replace(temperature=0.0) if mode == "greedy" else sampled
-        episodes, scores, transcripts = play_held_out(job, params, decoding, seed, in_order=True)
+        episodes, scores, transcripts = play(decoding, seed)
         shares[mode].append(summarize(episodes, types, scores))
         for i, transcript in enumerate(transcripts):
             played = bool(episodes.mask[i, 0])
@@ -154,7 +171,7 @@ def evaluate_panel(job: Job, params, name: str, tasks: list[str], seeds: list[in
                 outcomes[i].setdefault(measure, {}).setdefault(mode, []).append(value)
     result = {
         "panel": {"name": name, "digest": digest(name, tasks), "fields": PANELS[name].fields},
-        "temperature": job.config.evaluation.temperature,
+        "temperature": settings.temperature,
         "seeds": seeds,
         "greedy": shares["greedy"][0],
         "sampled": dict(zip(map(str, seeds), shares["sampled"], strict=True)),

@@ -78,6 +78,15 @@ class Template:
             raise ValueError(f"{path}: unknown slot {error}; a dollar sign is written $$") from None
         return template
 
+    @property
+    def bare(self) -> bool:
+        """Whether it asks for the action alone: it does not mention <action>."""
+        return "<action>" not in self.first.template + self.later.template
+
+    def parse(self, text: str, fallback: int) -> ParsedResponse:
+        """What `project` finds in a response; where the action alone is asked for, that is the whole response."""
+        return ParsedResponse(text, text.strip(), True) if self.bare else ParsedResponse(text, *project(text, fallback))
+
     def render(self, prompt_input: PromptInput) -> str:
         """The user message. Slots are filled once: a dollar sign in what fills them means nothing."""
         begin = prompt_input.turn - len(prompt_input.history) + 1
@@ -129,7 +138,6 @@ class ChatFormat:
     ):
         self.template = load_template(template)
         self.prompt_limit, self._fallback = prompt_limit, fallback
-        self._bare = "<action>" not in self.template.first.template + self.template.later.template
         check_chat_tokenizer(tokenizer)
         self._tokenizer, self._head, self._tail = tokenizer, *_frame(tokenizer)
         vocabulary = tokenizer.get_vocab()
@@ -166,7 +174,7 @@ class ChatFormat:
     def encode(self, texts: Iterable[str]) -> list[list[int]]:
         """Token ids of texts as data: no special or added token comes out, whatever is in them."""
         pieces, owner = [], []
-        texts = [_NOT_TEXT.sub("\ufffd", text) for text in texts]
+        texts = list(map(sanitized, texts))
         for index, text in enumerate(texts):
             cuts = [match.start() + 1 for match in self._cuts.finditer(text)] if self._cuts else []
             for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
@@ -181,7 +189,7 @@ class ChatFormat:
 
     def answers(self, commands: Sequence[str], thoughts: Sequence[str]) -> list[list[int]]:
         """Well-formed responses, as `parse` reads them, that give these commands; ended, with these texts as reasoning."""
-        if self._bare:
+        if self.template.bare:
             parts = [[ids] for ids in self.encode(commands)]
         else:
             tags = "<think>", "</think><action>", "</action>"
@@ -191,10 +199,15 @@ class ChatFormat:
         return [[*(i for part in answer for i in part), self.end_tokens[0]] for answer in parts]
 
     def parse(self, ids: Sequence[int]) -> ParsedResponse:
-        """A response's text without special tokens other than the tags, and what `project` finds in it."""
+        """A response's text without special tokens other than the tags, and what `Template.parse` finds in it."""
         shown = [index for index in ids if index not in self._hidden]
         text = self._tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return ParsedResponse(text, text.strip(), True) if self._bare else ParsedResponse(text, *project(text, self._fallback))
+        return self.template.parse(text, self._fallback)
+
+
+def sanitized(text: str) -> str:
+    """A text whose control characters and lone surrogates are replaced."""
+    return _NOT_TEXT.sub("\ufffd", text)
 
 
 def project(text: str, fallback: int) -> tuple[str, bool]:

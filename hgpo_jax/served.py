@@ -1,0 +1,155 @@
+"""A policy that another program serves: any server that speaks OpenAI's chat API plays the tasks of a panel.
+
+    vllm serve MODEL        # or SGLang, llama.cpp, Ollama, ...
+    python -m hgpo_jax.evaluate openai:http://localhost:8000/v1#MODEL env.name=household_text --panel household --to FOLDER
+
+It gets the user messages that a policy of ours gets, through the chat template of its server; actions are found in its answers
+by the same rules. Two things differ: the server's tokenizer is unknown, so that rollout.prompt_limit shortens nothing, and what
+a sampled answer is depends on the server, which is told a seed for each. The key of a server that wants one is read from
+OPENAI_API_KEY.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import jax.numpy as jnp
+import numpy as np
+
+from hgpo_jax.config import Config
+from hgpo_jax.environments import environment
+from hgpo_jax.errors import ConfigError, RunError, one_line
+from hgpo_jax.progress import Progress
+from hgpo_jax.rollout.chat_format import Prompt, load_template, sanitized
+from hgpo_jax.rollout.episode_buffer import EpisodeBuffer
+from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.rollout.process_workers import ProcessWorkers
+from hgpo_jax.rollout.tasks import task_numbers
+from hgpo_jax.rollout.workers import EnvOutput, EnvSpec, LocalWorkers
+from hgpo_jax.sampling import Decoding, Responses
+
+PREFIX = "openai:"
+AT_ONCE = 32  # requests
+# What is decided here, and only by our own sampler.
+OURS_ALONE = {"top_k": 0, "min_response": 0}
+
+
+class _Answer(NamedTuple):
+    text: str
+    ended: bool  # by the model, not by rollout.response_limit
+
+
+class ServedPolicy:
+    """Plays held-out tasks of a text environment, asking a server for every action.
+
+    Args:
+      policy: openai:URL#MODEL.
+
+    Attributes:
+      task_types: of the environment.
+
+    Raises:
+      ConfigError: a policy that is not written so or does not answer, an environment without texts, or a field that no
+        server is told.
+    """
+
+    def __init__(self, policy: str, config: Config):
+        url, _, model = policy.removeprefix(PREFIX).partition("#")
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or not model:
+            raise ConfigError(f"{policy}: expected openai:URL#MODEL, as in openai:http://localhost:8000/v1#Qwen/Qwen3-4B")
+        if parts.username or parts.password:
+            raise ConfigError("openai:URL#MODEL: the URL holds a password, which would be written down; set OPENAI_API_KEY")
+        for name, default in OURS_ALONE.items():
+            if getattr(config.evaluation, name) != default:
+                raise ConfigError(f"evaluation.{name}={getattr(config.evaluation, name)}: a server is not told; give {default}")
+        found = environment(config.env)
+        if found.text is None or config.env.compiled:
+            raise ConfigError(f"env.name={config.env.name}: a served policy needs texts, as those of env.name=household_text")
+        try:
+            import openai
+        except ImportError:
+            raise ConfigError(f"{policy}: needs the package openai; pip install 'hgpo_jax[openai]'") from None
+        _, make_env = found.text(config)
+        try:
+            self._template = load_template(config.env.template or found.template)
+            self._workers = (
+                ProcessWorkers(make_env, config.env.workers, config.evaluation.episodes, config.env.time_limit)
+                if config.env.workers else LocalWorkers(make_env)
+            )  # fmt: skip
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"env.name={config.env.name}: {one_line(str(error))}") from None
+        spec: EnvSpec = self._workers.spec
+        self.task_types = spec.task_types
+        self._spec, self._config, self._fallback, self._policy, self._model = spec, config, found.fallback, policy, model
+        key = os.environ.get("OPENAI_API_KEY") or "none"  # most servers want none, the client wants one
+        self._client = openai.OpenAI(base_url=url, api_key=key, max_retries=6)
+        self._failure = openai.OpenAIError
+        try:  # the address, the key and the model's name, before hundreds of requests
+            self._ask(self._client.with_options(max_retries=1), "Hello", Decoding(), 0, limit=1)
+        except openai.OpenAIError as error:
+            raise ConfigError(self._said(error)) from None
+
+    def play(self, decoding: Decoding, seed: int) -> tuple[Episodes, np.ndarray | None, list[str]]:
+        """One episode on each of the first evaluation.episodes held-out tasks, in their own order.
+
+        seed: of samples.
+        Returns: as `evaluation.play_held_out`; the Episodes hold no tokens.
+        """
+        count, limit = self._config.evaluation.episodes, self._config.rollout.response_limit
+        tasks = task_numbers("held_out", None, range(count), self._spec.num_tasks)
+        episodes = Episodes.zeros(count, self._spec.max_turns, 1, 1)
+        buffer = EpisodeBuffer(episodes, np.arange(count), self._config.rollout.history_length, self._config.env.strict)
+        nothing = Responses(tokens=jnp.zeros((1, 1), jnp.int32), lengths=jnp.zeros(1, jnp.int32), logp=jnp.zeros((1, 1)))
+        asked: dict[Future[_Answer], int] = {}
+        self._workers.discard_answers()
+        self._workers.send([(episode, task, ()) for episode, task in enumerate(tasks)])
+        name, pending, ended, won = "greedy" if decoding.temperature == 0 else f"sampled, seed {seed}", count, 0, 0
+        with ThreadPoolExecutor(AT_ONCE) as pool, Progress(name, count, "episode") as progress:
+            while asked or pending:
+                for episode, output in self._workers.receive(0 if asked else 1):
+                    pending -= 1
+                    if buffer.add_output(episode, output):
+                        message = sanitized(self._template.render(buffer.prompt_input(episode)))
+                        draw = np.random.SeedSequence([seed, episode, buffer.turn(episode)]).generate_state(1)[0]
+                        asked[pool.submit(self._ask, self._client, message, decoding, int(draw) % 2**31, limit)] = episode
+                    else:
+                        ended += 1
+                        won += isinstance(output, EnvOutput) and output.won
+                        progress.update(1, {"won": f"{won / ended:.2f}"})
+                answered, _ = wait(asked, timeout=0.05 if pending else None, return_when=FIRST_COMPLETED)
+                for future in answered:
+                    episode = asked.pop(future)
+                    try:
+                        text, whole = future.result()
+                    except self._failure as error:
+                        pool.shutdown(cancel_futures=True)
+                        raise RunError(self._said(error)) from None
+                    parsed = self._template.parse(text, self._fallback)
+                    actions = buffer.add_response(episode, Prompt([]), nothing, 0, parsed, whole)
+                    self._workers.send([(episode, tasks[episode], actions)])
+                    pending += 1
+        episodes, report = buffer.result()
+        assert report is not None  # a host rollout's
+        return episodes, report.scores, [report.story(episodes, i).text() for i in range(count)]
+
+    def _said(self, error: Exception) -> str:
+        return f"{self._policy}: {one_line(f'{type(error).__name__}: {error}')[:300]}"
+
+    def _ask(self, client, message: str, decoding: Decoding, seed: int, limit: int) -> _Answer:
+        """The server's answer of at most `limit` tokens to one user message."""
+        request: dict[str, Any] = {
+            "model": self._model, "messages": [{"role": "user", "content": message}], "max_tokens": limit,
+            "temperature": float(np.asarray(decoding.temperature)), "top_p": float(np.asarray(decoding.top_p)), "seed": seed,
+        }  # fmt: skip
+        if self._config.rollout.stop:
+            request["stop"] = list(self._config.rollout.stop)
+        completion = client.chat.completions.create(**request)
+        choice = completion.choices[0]
+        text = choice.message.content or ""
+        # Some servers take the reasoning out of the text.
+        thought = getattr(choice.message, "reasoning_content", None) or getattr(choice.message, "reasoning", None)
+        return _Answer(f"<think>{thought}</think>{text}" if thought else text, choice.finish_reason != "length")

@@ -1,0 +1,200 @@
+"""A policy behind a server: a stand-in answers by a rule, and a plain loop over the environment says what must come out."""
+
+import hashlib
+import json
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+
+from hgpo_jax import config as configuration
+from hgpo_jax import evaluate, panels
+from hgpo_jax.envs.household import Household
+from hgpo_jax.envs.household.text import HouseholdText
+from hgpo_jax.errors import ConfigError, RunError
+from hgpo_jax.rollout.chat_format import PromptInput, load_template, project
+from hgpo_jax.rollout.tasks import task_numbers
+from hgpo_jax.sampling import Decoding
+from hgpo_jax.served import ServedPolicy
+
+pytest.importorskip("openai")
+TURNS, COUNT = 6, 10
+
+
+def answer_to(message: str, temperature: float, seed: int) -> str:
+    """The stand-in's rule: one of the commands in the message, by its hash; now and then without tags."""
+    mark = message + (str(seed) if temperature else "")
+    number = int(hashlib.sha256(mark.encode()).hexdigest()[:8], 16)
+    commands = re.findall("'([^']+)'", message)
+    said = commands[number % len(commands)] if commands else "hello"
+    return said if number % 5 == 0 else f"<think>hm</think><action>{said}</action>"
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.requests: list[dict] = []
+        self.keys: set[str] = set()
+        self.fail_after, self.apart = 10**9, False
+        self.policy = f"openai:http://127.0.0.1:{self.server_port}/v1#small"
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server = self.server
+        server.requests.append(asked)
+        server.keys.add(self.headers["Authorization"])
+        if self.path != "/v1/chat/completions" or asked["model"] != "small":
+            return self._send(404, {"error": {"message": f"no model {asked['model']}\nhere"}})
+        if len(server.requests) > server.fail_after:
+            return self._send(400, {"error": {"message": "too much"}})
+        if len(server.requests) == 4:
+            return self._send(503, {"error": {"message": "busy"}})  # which is asked again
+        text = answer_to(asked["messages"][0]["content"], asked["temperature"], asked["seed"])
+        message = {"role": "assistant", "content": text}
+        if server.apart and text.startswith("<think>"):
+            message |= {"reasoning_content": "hm", "content": text.removeprefix("<think>hm</think>")}
+        self._send(200, {"id": "1", "object": "chat.completion", "created": 1, "model": "small", "choices": [
+            {"index": 0, "finish_reason": "stop", "message": message}]})  # fmt: skip
+
+    def _send(self, status, content):
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.fixture
+def server():
+    with Server() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def config(*overrides):
+    fields = f"evaluation.episodes={COUNT}", f"env.max_turns={TURNS}", "env.name=household_text", "warm_start=none"
+    return configuration.load(None, [*fields, "rollout.response_limit=40", *overrides])
+
+
+def plain_play(episode: int, task: int, temperature: float) -> tuple[bool, list[bool], set[tuple[str, int]]]:
+    """One episode, turn by turn: (success, which answers are malformed, each message and the seed of its answer)."""
+    env, template, history = HouseholdText(Household(max_turns=TURNS)), load_template("household"), []
+    asked, malformed = set(), []
+    observation, commands = env.reset(task)
+    for turn in range(TURNS):
+        message = template.render(PromptInput(env.goal, history[-2:], turn, observation, commands))
+        seed = int(np.random.SeedSequence([3, episode, turn]).generate_state(1)[0]) % 2**31  # of run, episode and turn
+        asked.add((message, seed))
+        action, well_formed = project(answer_to(message, temperature, seed), 30)
+        malformed.append(not well_formed)
+        before = observation
+        observation, commands, _, done, info = env.step(action)
+        history.append((before, action))
+        if done:
+            break
+    return info["won"], malformed, asked
+
+
+@pytest.mark.parametrize(("temperature", "workers"), [(0.0, 0), (0.7, 0), pytest.param(0.7, 2, marks=pytest.mark.slow)])
+def test_what_a_server_plays_is_what_it_answers(server, temperature, workers, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    policy = ServedPolicy(server.policy, config(f"env.workers={workers}"))
+    episodes, scores, transcripts = policy.play(Decoding(temperature=temperature, top_p=0.9), seed=3)
+    asked = server.requests[1:]  # the first one finds out whether it answers
+    wanted = [plain_play(i, task, temperature) for i, task in enumerate(task_numbers("held_out", None, range(COUNT), None))]
+    assert episodes.success.tolist() == [won for won, _, _ in wanted] == scores.astype(bool).tolist()
+    turns = episodes.mask.sum(axis=1)
+    assert [episodes.invalid[i, :turns[i]].tolist() for i in range(COUNT)] == [malformed for _, malformed, _ in wanted]
+    assert 0 < episodes.invalid.sum() < turns.sum()
+    assert {(one["messages"][0]["content"], one["seed"]) for one in asked} == set.union(*(pairs for _, _, pairs in wanted))
+    assert server.keys == {"Bearer secret"}
+    sent = {(one["model"], one["max_tokens"], one["temperature"], one["top_p"]) for one in asked}
+    assert sent == {("small", 40, temperature, 0.9)}
+    assert policy.task_types[0] == "place"
+    assert all(text.startswith("task: put a") for text in transcripts), transcripts[0]
+
+
+def test_reasoning_that_a_server_takes_apart_belongs_to_the_text(server):
+    one = ServedPolicy(server.policy, config()).play(Decoding(temperature=0.0), 0)
+    server.apart = True
+    other = ServedPolicy(server.policy, config()).play(Decoding(temperature=0.0), 0)
+    assert one[2] == other[2] and "<think>hm</think>" in one[2][0]
+
+
+@pytest.mark.parametrize(("change", "fragment"), [
+    ({"policy": "openai:http://127.0.0.1:9/v1"}, "expected openai:URL#MODEL, as in"),
+    ({"policy": "openai:ftp://x/v1#small"}, "expected openai:URL#MODEL, as in"),
+    ({"policy": "openai:http://me:secret@x/v1#small"}, "holds a password, which would be written down; set OPENAI_API_KEY"),
+    ({"policy": "openai:http://127.0.0.1:9/v1#small"}, "Connection error"),
+    ({"model": "large"}, "no model large here"),
+    ({"fields": ["evaluation.top_k=3"]}, "evaluation.top_k=3: a server is not told; give 0"),
+    ({"fields": ["env.name=household"]}, "env.name=household: a served policy needs texts"),
+])  # fmt: skip
+def test_refusals(change, fragment, server):
+    policy = change.get("policy", server.policy.replace("small", change.get("model", "small")))
+    with pytest.raises(ConfigError) as caught:
+        ServedPolicy(policy, config(*change.get("fields", ())))
+    assert fragment in str(caught.value) and "\n" not in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.fixture
+def evaluated(server, tmp_path, monkeypatch):
+    """Evaluates the server on a panel of ten short tasks; gives the result's file."""
+    fields = panels.PANELS["household"].fields | {"env.max_turns": str(TURNS)}
+    small = panels.Panel(panels.PANELS["household"].environments, fields, COUNT, panels.PANELS["household"].contents)
+    monkeypatch.setitem(panels.PANELS, "household", small)
+
+    def run(*options, to="there"):
+        arguments = ["env.name=household_text", "--panel", "household", "--to", str(tmp_path / to), *options]
+        monkeypatch.setattr("sys.argv", ["evaluate", server.policy, *arguments])
+        evaluate.main()
+        return tmp_path / to / f"panel-household-t1-n{COUNT}-s0.json"
+
+    return run
+
+
+def test_a_panel_played_by_a_server(evaluated, server, capsys):
+    file = evaluated()
+    result = json.loads(file.read_text())
+    assert (result["policy"], result["policy_sha256"], len(result["tasks"])) == (server.policy, None, COUNT)
+    lines = [json.loads(line) for line in file.with_suffix(".jsonl").read_text().splitlines()]
+    assert [line["mode"] for line in lines] == ["greedy"] * COUNT + ["sampled"] * COUNT
+    again = json.loads(evaluated(to="again").read_text())
+    assert again["tasks"] == result["tasks"] and again["panel"] == result["panel"]
+    assert "panel household, 10 tasks, digest" in capsys.readouterr().out
+    found = panels.compare(panels.read(str(file)), again)
+    assert found["success, greedy"]["all"]["p"] == 1.0
+
+
+def test_a_server_that_stops_answering_ends_it_in_one_line(evaluated, server, tmp_path):
+    server.fail_after = 15
+    with pytest.raises(RunError, match=r"BadRequestError.*too much") as caught:
+        evaluated()
+    assert "\n" not in str(caught.value)
+    assert list((tmp_path / "there").iterdir()) == []
+
+
+@pytest.mark.parametrize(("arguments", "fragment"), [
+    ([], "give --panel NAME; a served policy plays panels"),
+    (["--panel", "household"], "give --to FOLDER"),
+    (["--panel", "household", "--to", "x"], "env.name=household: a served policy needs texts"),
+    (["--panel", "household", "--to", "x", "--mesh", "data=1"], "--mesh: nothing is computed"),
+])  # fmt: skip
+def test_what_a_served_policy_needs(arguments, fragment, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["evaluate", "openai:http://127.0.0.1:9/v1#small", *arguments])
+    with pytest.raises(ConfigError, match=re.escape(fragment)):
+        evaluate.main()
