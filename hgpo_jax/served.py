@@ -87,10 +87,10 @@ class ServedPolicy:
         self._spec, self._config, self._fallback, self._policy, self._model = spec, config, found.fallback, policy, model
         key = os.environ.get("OPENAI_API_KEY") or "none"  # most servers want none, the client wants one
         self._client = openai.OpenAI(base_url=url, api_key=key, max_retries=6)
-        self._failure = openai.OpenAIError
+        self._failures = openai.OpenAIError, ValueError
         try:  # the address, the key and the model's name, before hundreds of requests
             self._ask(self._client.with_options(max_retries=1), "Hello", Decoding(), 0, limit=1)
-        except openai.OpenAIError as error:
+        except self._failures as error:
             raise ConfigError(self._said(error)) from None
 
     def play(self, decoding: Decoding, seed: int) -> tuple[Episodes, np.ndarray | None, list[str]]:
@@ -125,7 +125,7 @@ class ServedPolicy:
                     episode = asked.pop(future)
                     try:
                         text, whole = future.result()
-                    except self._failure as error:
+                    except self._failures as error:
                         pool.shutdown(cancel_futures=True)
                         raise RunError(self._said(error)) from None
                     parsed = self._template.parse(text, self._fallback)
@@ -140,7 +140,7 @@ class ServedPolicy:
         return f"{self._policy}: {one_line(f'{type(error).__name__}: {error}')[:300]}"
 
     def _ask(self, client, message: str, decoding: Decoding, seed: int, limit: int) -> _Answer:
-        """The server's answer of at most `limit` tokens to one user message."""
+        """The server's answer of at most `limit` tokens to one user message. Raises ValueError for what is none."""
         request: dict[str, Any] = {
             "model": self._model, "messages": [{"role": "user", "content": message}], "max_tokens": limit,
             "temperature": float(np.asarray(decoding.temperature)), "top_p": float(np.asarray(decoding.top_p)), "seed": seed,
@@ -148,6 +148,8 @@ class ServedPolicy:
         if self._config.rollout.stop:
             request["stop"] = list(self._config.rollout.stop)
         completion = client.chat.completions.create(**request)
+        if not getattr(completion, "choices", None):  # of a page that is not an API's, the client makes a string
+            raise ValueError("what it sent has no choices; such a URL usually ends in /v1")
         choice = completion.choices[0]
         text = choice.message.content or ""
         # Some servers take the reasoning out of the text.

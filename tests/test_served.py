@@ -54,6 +54,8 @@ class Handler(BaseHTTPRequestHandler):
         server = self.server
         server.requests.append(asked)
         server.keys.add(self.headers["Authorization"])
+        if self.path.startswith("/page"):
+            return self._send(200, {}, b"<html>Welcome</html>", "text/html")
         if self.path != "/v1/chat/completions" or asked["model"] != "small":
             return self._send(404, {"error": {"message": f"no model {asked['model']}\nhere"}})
         if len(server.requests) > server.fail_after:
@@ -67,10 +69,10 @@ class Handler(BaseHTTPRequestHandler):
         self._send(200, {"id": "1", "object": "chat.completion", "created": 1, "model": "small", "choices": [
             {"index": 0, "finish_reason": "stop", "message": message}]})  # fmt: skip
 
-    def _send(self, status, content):
-        body = json.dumps(content).encode()
+    def _send(self, status, content, page=None, kind="application/json"):
+        body = page or json.dumps(content).encode()
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -140,11 +142,13 @@ def test_reasoning_that_a_server_takes_apart_belongs_to_the_text(server):
     ({"policy": "openai:http://me:secret@x/v1#small"}, "holds a password, which would be written down; set OPENAI_API_KEY"),
     ({"policy": "openai:http://127.0.0.1:9/v1#small"}, "Connection error"),
     ({"model": "large"}, "no model large here"),
+    ({"path": "page"}, "what it sent has no choices; such a URL usually ends in /v1"),
     ({"fields": ["evaluation.top_k=3"]}, "evaluation.top_k=3: a server is not told; give 0"),
     ({"fields": ["env.name=household"]}, "env.name=household: a served policy needs texts"),
 ])  # fmt: skip
 def test_refusals(change, fragment, server):
-    policy = change.get("policy", server.policy.replace("small", change.get("model", "small")))
+    policy = f"openai:http://127.0.0.1:{server.server_port}/{change.get('path', 'v1')}#{change.get('model', 'small')}"
+    policy = change.get("policy", policy)
     with pytest.raises(ConfigError) as caught:
         ServedPolicy(policy, config(*change.get("fields", ())))
     assert fragment in str(caught.value) and "\n" not in str(caught.value)

@@ -120,10 +120,11 @@ class Recorder:
 
 def live_line(row: dict) -> dict:
     """What the live line shows of an iteration."""
+    rate = row["tokens_per_second"]
     return {
         "success": f"{row['success']:.2f}",
         "return": f"{row['return']:.2f}",
-        "tok/s": f"{row['tokens_per_second'] / 1e3:.0f}k",
+        "tok/s": f"{rate / 1e3:.0f}k" if rate >= 1e4 else f"{rate:.0f}",
         "rollout": f"{row['seconds']['rollout']:.2f}s",
         "update": f"{row['seconds']['update']:.2f}s",
     }

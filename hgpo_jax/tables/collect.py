@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import io
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from hgpo_jax.tables.bias import bias_table, read_bias, truth_table
 from hgpo_jax.tables.curves import draw
 from hgpo_jax.tables.plan import Cell, Plan, Table
-from hgpo_jax.tables.results import Result, paired, read_all, spread
+from hgpo_jax.tables.results import Result, detectable, paired, pairs_for, read_all, spread
 
 Results = dict[Cell, Result | None]
 
@@ -143,6 +144,25 @@ def outside(plan: Plan, made: list[Row]) -> list[str]:
     return text
 
 
+POINTS = 2.0  # a difference worth knowing of
+
+
+def power(plan: Plan, made: list[Row]) -> list[str]:
+    """What the paired differences of each setting's first number can show, and how many pairs would show `POINTS`."""
+    lines, baselines = [], {table.title: table.baseline for table in plan.tables if table.baseline}
+    for row in made:
+        if row.versus and row.column == next(iter(plan.settings[row.setting].columns)):
+            pairs, std = row.versus["n"], row.versus["error"] * math.sqrt(row.versus["n"])
+            pair = f"{plan.methods[row.method].title} minus {plan.methods[baselines[row.table]].title}"
+            wanted = [f"{pairs}", f"{std:.1f}", f"{detectable(pairs, std):.1f}", f"{pairs_for(POINTS, std)}"]
+            lines.append("| " + " | ".join([plan.settings[row.setting].title, f"{pair}, {row.column}", *wanted]) + " |")
+    if not lines:
+        return []
+    note = "The smallest true difference that a t-test at 5 % finds in four of five repetitions, if pairs spread as these do."
+    heading = f"| setting | difference | pairs | their std | smallest found | pairs for {POINTS:g} points |"
+    return ["", "## What more seeds would show", "", note, "", heading, "|---|---|---|---|---|---|", *lines]
+
+
 def gains(plan: Plan, made: list[Row]) -> tuple[str, dict[str, str]]:
     """A column for the table of Oracle bias: title, and by setting the first paired difference of the first table with any."""
     for table in plan.tables:
@@ -171,6 +191,7 @@ def markdown(plan: Plan, found: Results, made: list[Row], bias: dict) -> str:
         text += ["| " + " | ".join(line) + " |" for line in lines]
         text.insert(-len(lines) + 1, "|" + "---|" * len(lines[0]))
     text += outside(plan, made)
+    text += power(plan, made)
     if bias:
         note = "HGPO's advantages against the Oracle groups': squared bias and variance in shares of the returns' variance."
         text += ["", "## Oracle bias at the warm start", "", note, "", *bias_table(plan, bias, *gains(plan, made))]

@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import math
 import statistics
 
 import numpy as np
@@ -33,6 +34,23 @@ def test_paired_differences_are_scipys():
     assert (found["positive"], found["negative"]) == (sum(a > b for a, b in pairs), sum(a < b for a, b in pairs))
     assert results.paired({0: 1.0}, {0: 2.0, 1: 3.0}) is None
     assert results.paired({0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0})["p"] == 1
+
+
+@pytest.mark.parametrize(("pairs", "std"), [(2, 1.0), (4, 3.0), (12, 6.0), (60, 6.0)])
+def test_the_smallest_difference_that_is_found(pairs, std):
+    """By its definition, the noncentral t distribution; and in repetitions."""
+    smallest = results.detectable(pairs, std)
+    found_from = stats.t.ppf(0.975, pairs - 1)
+    assert stats.nct.sf(found_from, pairs - 1, smallest * math.sqrt(pairs) / std) == pytest.approx(0.8, abs=1e-3)
+    draws = np.random.default_rng(0).normal(smallest, std, (4000, pairs))
+    t = draws.mean(axis=1) / (draws.std(axis=1, ddof=1) / math.sqrt(pairs))
+    assert (t > found_from).mean() == pytest.approx(0.8, abs=0.025)
+
+
+def test_how_many_pairs_find_a_difference():
+    needed = results.pairs_for(2.0, 6.0)
+    assert results.detectable(needed, 6.0) <= 2.0 < results.detectable(needed - 1, 6.0)
+    assert results.pairs_for(2.0, 0.0) == 2
 
 
 def test_existing_cells_are_filled_and_missing_ones_marked(tmp_path, small, capsys):
