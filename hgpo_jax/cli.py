@@ -31,6 +31,14 @@ def local_path(text: str) -> str:
     return text
 
 
+def positive(text: str) -> float:
+    """The type of an argument that is a number above 0."""
+    number = float(text)  # argparse reports a ValueError
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0")
+    return number
+
+
 class _HelpAll(argparse.Action):
     def __call__(self, parser, namespace, values, option_string=None):
         parser.epilog = f"every field:\n\n{configuration.describe()}"

@@ -1,7 +1,11 @@
-"""Memory of a run on each device before anything is allocated, by arithmetic and by the real compiler.
+"""Memory of a run on each device before anything is allocated, by arithmetic and by the real compiler, and its hours.
 
     python -m hgpo_jax.bench plan policy=Qwen/Qwen2.5-1.5B-Instruct --mesh fsdp=2 --chip h100-80g
+    python -m hgpo_jax.bench plan --config alfworld_qwen2.5_1.5b --chip h100-80g --turns 20 --prompt 1000 --response 200
     python -m hgpo_jax.bench plan policy=Qwen/Qwen2.5-1.5B-Instruct --mesh fsdp=8 --compile v5e:2x4      needs .[tpu], no TPU
+
+Hours are arithmetic over the chip's data sheet (bench/duration.py), for half of its rates, which is what iterations reach on
+CPUs; environments and communication come on top.
 
 `--compile` hands sampler and update to the TPU compiler with abstract weights, and reports its own count of memory and the
 collectives in the compiled programs, by kind and bytes.
@@ -21,6 +25,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from hgpo_jax import cli, memory
+from hgpo_jax.bench import duration, limits
 from hgpo_jax.config import Config
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.learner import aggregation, make_optimizer, make_policy_loss, make_update
@@ -41,6 +46,8 @@ COLLECTIVES = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permut
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     cli.add_config_arguments(parser)
     parser.add_argument("--chip", choices=sorted(memory.CHIPS), help="device whose memory the plan must fit")
+    for name, meaning in (("turns", "of an episode"), ("prompt", "tokens of a prompt"), ("response", "tokens of a response")):
+        parser.add_argument(f"--{name}", type=cli.positive, metavar="MEAN", help=f"{meaning}, for the hours; default: the most")
     parser.add_argument("--compile", metavar="TOPOLOGY", help="TPU topology to compile for, as in v5e:2x4 or v5p:2x2x2")
 
 
@@ -77,7 +84,16 @@ def run(args: argparse.Namespace) -> list[dict]:
                 rows.append(row(f"{name}: {kind}", total))
     if limit:
         memory.refuse_too_large(config, phases, largest, limit)
-    return rows
+    return rows + (_hours(args, config, mesh, workload, chip) if chip else [])
+
+
+def _hours(args: argparse.Namespace, config: Config, mesh, workload: memory.Workload, chip: str) -> list[dict]:
+    """Rows of an iteration's parts at the chip's limits, and of the run at the share of these that is reached."""
+    expected = args.turns or config.env.turns, args.prompt or workload.prompt, args.response or workload.response
+    parts = duration.seconds_at_limits(config, mesh, workload, duration.RATES[chip], *expected)
+    hours = config.iterations * sum(parts.values()) / duration.REACHED / 3600
+    rows = [limits.row(f"an iteration at the limits of {chip}: {name}", seconds, "s") for name, seconds in parts.items()]
+    return [*rows, limits.row(f"{config.iterations} iterations at {duration.REACHED:.0%} of these limits", hours, "h")]
 
 
 def compiled_bytes(compiled) -> int:

@@ -14,6 +14,7 @@ from pydantic import Field, StringConstraints
 
 from hgpo_jax import config as configuration
 from hgpo_jax import memory
+from hgpo_jax.bench import duration
 from hgpo_jax.config import CONFIGS, Config, Positive, Section
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.evaluate import parse_seeds
@@ -215,14 +216,22 @@ def steps(plan: Plan, cell: Cell, runs: str | Path, more: tuple[str, ...] = ()) 
     return found
 
 
+SLICES = {"v4": "tpu-v4", "v5litepod": "tpu-v5e", "v5p": "tpu-v5p", "v6e": "tpu-v6e"}  # as Google names slices
+
+
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """devices: of the mesh. bytes: the most that each holds. tokens: expected, limit: the most there can be, in all."""
+    """devices: of the mesh. bytes: the most that each holds. tokens: expected, limit: the most there can be, in all.
+
+    hours: of the training on `slice_`, the setting's TPUs (bench/duration.py); None where it has none.
+    """
 
     devices: int
     bytes: int
     tokens: float
     limit: float
+    slice_: str
+    hours: float | None
 
 
 def cost(plan: Plan, cell: Cell) -> Cost:
@@ -245,7 +254,20 @@ def cost(plan: Plan, cell: Cell) -> Cost:
         )
     )  # fmt: skip
     episodes = trained + evaluated
+    hours = None
+    if setting.tpu:
+        chip = SLICES.get(setting.tpu.type.partition("-")[0])
+        if chip is None:
+            raise ConfigError(
+                f"settings.{cell.setting}.tpu.type={setting.tpu.type}: expected one of {', '.join(SLICES)} and a size, as v5p-8"
+            )
+        parts = duration.seconds_at_limits(
+            config, abstract_mesh(setting.tpu.mesh), workload, duration.RATES[chip], turns, prompt, response
+        )
+        hours = config.iterations * sum(parts.values()) / duration.REACHED / 3600
     return Cost(
+        slice_=setting.tpu.type if setting.tpu else "",
+        hours=hours,
         devices=mesh.size,
         bytes=most,
         tokens=episodes * turns * (prompt + response),
@@ -265,6 +287,7 @@ def listing(plan: Plan, runs: str | Path) -> str:
         lines.append(
             f"{cell.name}: {spent.devices} device{'s' if spent.devices > 1 else ''}, {spent.bytes / memory.GiB:.3g} GiB each, "
             f"{spent.tokens:.3g} tokens expected ({spent.limit:.3g} at most)"
+            + (f", about {spent.hours:.2g} h on {spent.slice_} without environments" if spent.hours else "")
         )
         lines += [f"    {step.shell(plan.variables)}" for step in steps(plan, cell, runs)]
     return "\n".join([*lines, f"{len(cells(plan))} cells, {total:.3g} tokens expected"])

@@ -1,0 +1,57 @@
+"""How long an iteration takes on devices of a kind, by arithmetic: operations and bytes over their rates.
+
+Counted are prompts, decoding in lockstep (every turn lasts as long as its longest answer, which is taken for
+rollout.response_limit), the reference policy, the critic and the update. Not counted: environments, communication between
+devices, compiling, and padding.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+
+from hgpo_jax.bench.limits import decode_flops, forward_flops, read_bytes
+from hgpo_jax.config import Config
+from hgpo_jax.memory import Workload
+from hgpo_jax.methods import method_named
+
+# Of one device: operations per second of dense bfloat16 products, bytes per second of its memory (vendors' data sheets).
+RATES = {
+    "a100-40g": (312e12, 1.555e12), "a100-80g": (312e12, 2.039e12), "h100-80g": (989e12, 3.35e12),
+    "h200-141g": (989e12, 4.8e12), "l40s-48g": (362e12, 0.864e12), "tpu-v4": (275e12, 1.2e12), "tpu-v5e": (197e12, 0.819e12),
+    "tpu-v5p": (459e12, 2.765e12), "tpu-v6e": (918e12, 1.64e12),
+}  # fmt: skip
+# Of these rates, the share that whole iterations reach: measured on CPUs (README.md), assumed of accelerators.
+REACHED = 0.5
+
+
+def seconds_at_limits(
+    config: Config, mesh, workload: Workload, rates: tuple[float, float], turns: float, prompt: float, response: float
+) -> dict[str, float]:
+    """Seconds of each part of an iteration on a mesh of devices with these rates, as in `RATES`.
+
+    turns: of an episode, in the mean. prompt, response: tokens of a turn, in the mean.
+    """
+    model, (operations, reading), rollout = workload.model, rates, config.rollout
+    episodes = rollout.prompt_groups * rollout.group_size
+    steps, devices = episodes * turns, mesh.size
+    rows = steps / config.env.turns / mesh.shape["data"]  # that an index of the data axis decodes in a turn, in the mean
+    batches = max(1, math.ceil(rows / rollout.decode_batch_size))
+    slots, each = prompt + workload.response / 2, devices / mesh.shape["data"]
+    itemsize = jnp.dtype(config.policy.compute_dtype).itemsize
+    token = max(
+        read_bytes(model, math.ceil(rows / batches), math.ceil(slots), itemsize) / reading,
+        rows / batches * decode_flops(model, math.ceil(slots)) / operations,
+    )
+    forward = steps * forward_flops(model, math.ceil(prompt + response), math.ceil(response)) / devices / operations
+    # A backward pass costs two forward passes, one where the weights are not trained; what is not kept is computed again.
+    passes = 1 + (1 if config.lora.rank else 2) + (config.learner.remat == "full")
+    parts = {
+        "prompts": steps * forward_flops(model, math.ceil(prompt), 1) / devices / operations,
+        "decoding": config.env.turns * batches * workload.response * token / each,
+        "reference policy": forward if config.learner.kl_weight else 0.0,
+        "update": passes * forward,
+        "critic": (1 + passes) * forward if method_named(config.method).critic else 0.0,
+    }
+    return {name: seconds for name, seconds in parts.items() if seconds}

@@ -1,0 +1,88 @@
+"""Hours before renting: the counts against others of the same, and against runs that were measured."""
+
+import pytest
+
+from hgpo_jax import config as configuration
+from hgpo_jax import memory
+from hgpo_jax.bench import __main__ as bench
+from hgpo_jax.bench.duration import RATES, REACHED, seconds_at_limits
+from hgpo_jax.mesh import abstract_mesh
+from hgpo_jax.tables import plan as planning
+
+PAPER = "alfworld_qwen2.5_1.5b"
+
+
+def count(name: str, *overrides: str, mesh: str = "data=1", rates=(1e15, 1e12), turns=20.0, prompt=1000.0, response=200.0):
+    config = configuration.load(name, ["data=x", *overrides] if name == PAPER else list(overrides))
+    mesh = abstract_mesh(mesh)
+    return seconds_at_limits(config, mesh, memory.workload_of(config, mesh), rates, turns, prompt, response)
+
+
+def test_every_chip_with_a_memory_has_rates():
+    assert set(RATES) == set(memory.CHIPS)
+
+
+def test_the_usual_count_of_operations():
+    """2 operations per weight and token forwards, 4 backwards, and weights read once per step of decoding."""
+    found = count(PAPER, "learner.remat=none")
+    steps, weights = 16 * 8 * 20, 1.31e9  # without the embedding
+    assert found["prompts"] == pytest.approx(2 * weights * steps * 1000 / 1e15, rel=0.1)
+    forward = 2 * steps * (1200 * weights + 200 * 151936 * 1536) / 1e15
+    assert found["reference policy"] == pytest.approx(forward, rel=0.1)
+    assert found["update"] == pytest.approx(3 * forward, rel=0.1)
+    # 51 of the 128 episodes are alive in the mean turn of 50, decoded at once; keys and values of 28 layers, 2 heads of 128.
+    read = 2 * (weights + 151936 * 1536) + 52 * (1000 + 256) * 28 * 2 * 2 * 128 * 2
+    assert found["decoding"] == pytest.approx(50 * 512 * read / 1e12, rel=0.05)
+
+
+def test_what_changes_it():
+    base = count(PAPER)
+    assert count(PAPER, "learner.remat=none")["update"] == pytest.approx(base["update"] * 3 / 4)
+    assert count(PAPER, "lora.rank=8")["update"] == pytest.approx(base["update"] * 3 / 4)
+    assert "reference policy" not in count(PAPER, "learner.kl_weight=0")
+    assert count(PAPER, "method=ppo")["critic"] == pytest.approx(base["update"] * 5 / 4)
+    split = count(PAPER, mesh="fsdp=4")
+    assert all(split[name] == pytest.approx(base[name] / 4) for name in base)
+    # More batches of fewer rows read the weights more often.
+    assert count(PAPER, "rollout.decode_batch_size=8")["decoding"] > 2 * base["decoding"]
+    assert count(PAPER, rates=(1e15, 2e12))["decoding"] == pytest.approx(base["decoding"] / 2)
+
+
+@pytest.mark.parametrize(("name", "rates", "expected", "measured"), [
+    ("household", (181e9, 20e9), (20, 27, 3), 0.208 + 0.714),  # `bench train`
+    ("household_smollm2", (206e9, 34e9), (10.3, 174, 6.8), 72.7 + 192.1),  # means of 24 iterations
+])  # fmt: skip
+def test_measured_iterations_on_a_cpu(name, rates, expected, measured):
+    """Those in hgpo_jax/bench/README.md, with the rates of the cores that they ran on."""
+    config = configuration.load(name, ["policy.compute_dtype=float32"])
+    mesh = abstract_mesh("data=1")
+    limits = seconds_at_limits(config, mesh, memory.workload_of(config, mesh), rates, *expected)
+    assert sum(limits.values()) / REACHED == pytest.approx(measured, rel=0.3)
+
+
+def rows(*arguments, monkeypatch, capsys) -> str:
+    monkeypatch.setattr("sys.argv", ["bench", "plan", "--config", PAPER, "data=x", "--mesh", "fsdp=2", *arguments])
+    bench.main()
+    return capsys.readouterr().out
+
+
+def test_the_plan_says_how_long(monkeypatch, capsys):
+    means = "--turns", "20", "--prompt", "1000", "--response", "200"
+    shown = rows("--chip", "h100-80g", *means, monkeypatch=monkeypatch, capsys=capsys)
+    assert "| an iteration at the limits of h100-80g: decoding | 19 | s |" in shown
+    assert "| 160 iterations at 50% of these limits | 3.94 | h |" in shown
+    most = rows("--chip", "h100-80g", monkeypatch=monkeypatch, capsys=capsys)
+    assert float(most.split("50% of these limits | ")[1].split()[0]) > 10
+    assert "iterations at" not in rows(monkeypatch=monkeypatch, capsys=capsys)
+    with pytest.raises(SystemExit) as ended:
+        rows("--chip", "h100-80g", "--turns", "0", monkeypatch=monkeypatch, capsys=capsys)
+    assert ended.value.code == 2 and "--turns: 0: must be above 0" in capsys.readouterr().err
+
+
+def test_a_plan_of_runs_says_it_for_the_slices_of_its_settings():
+    plan = planning.read(planning.find("paper"))
+    listing = planning.listing(plan, "runs")
+    assert "alfworld_1.5b/hgpo-k2/s0: 2 devices" in listing and "about 4.6 h on v5litepod-8 without environments" in listing
+    cell = planning.Cell("alfworld_1.5b", "hgpo-k2", 0)
+    expected = sum(count(PAPER, mesh="fsdp=8", rates=RATES["tpu-v5e"]).values()) * 160 / REACHED / 3600
+    assert planning.cost(plan, cell).hours == pytest.approx(expected)
