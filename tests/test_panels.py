@@ -122,7 +122,8 @@ def test_refusals(arguments, fragment, tmp_path, monkeypatch):
 def played():
     """The result of a panel of ten tasks and its episodes, made up."""
     job = FakeJob(configuration.load(None, ["evaluation.episodes=10", "evaluation.temperature=0.4"]), Runner(10))
-    return panels.evaluate_panel(job, None, "household", [f"task {i}" for i in range(10)], [3, 4])
+    tasks = [f"task {i}" for i in range(10)]
+    return panels.evaluate_panel(panels.player(job, None), Runner.task_types, job.config.evaluation, "household", tasks, [3, 4])
 
 
 def test_every_episode_is_recorded(played):
