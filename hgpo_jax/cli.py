@@ -67,7 +67,7 @@ def add_config_arguments(p: argparse.ArgumentParser) -> None:
 def add_trained_policy(p: argparse.ArgumentParser, **options) -> None:
     """RUN|HF_FOLDER (with argparse's `options`), and `add_config_arguments`."""
     said = "the folder of a run that has ended, or of a Hugging Face policy"
-    p.add_argument("run", metavar="RUN|HF_FOLDER", help=said, **options)
+    p.add_argument("run", **{"metavar": "RUN|HF_FOLDER", "help": said} | options)
     add_config_arguments(p)
 
 

@@ -13,11 +13,11 @@ tasks of its own (repeating them where an environment has fewer) and samples at 
 kept, too.
 RUN/evaluation.json stays that of the run's own settings: all others go into evaluations/ in the first folder, or with --to
 elsewhere, as SPLIT-tTEMPERATURE-nEPISODES.json, with -sSEEDS before the dot and the transcripts beside it (.jsonl). A file
-that was made with other settings, or of another policy, is never replaced.
+that was made with other settings, or of a policy of another name, is never replaced.
 
 A panel (hgpo_jax/panels.py) decides the tasks: each is played once greedily and once sampled, or once under each of --seeds.
 evaluations/panel-NAME-tTEMPERATURE-nTASKS-sSEEDS.json holds the digests of panel and policy and every task's outcome, with the
-transcripts beside it. Its policy may also be one that a server with OpenAI's chat API plays (hgpo_jax/served.py).
+transcripts beside it. The policy may also be served by any program with OpenAI's chat API (hgpo_jax/served.py).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
+from jax.sharding import Mesh
 
 from hgpo_jax import cli, panels
 from hgpo_jax import config as configuration
@@ -54,7 +55,8 @@ def split_of(config: Config, split: str | None) -> tuple[str, list[str]]:
 
 def parse_seeds(text: str) -> list[int]:
     parts = text.split(",")
-    if not all(part.isdecimal() and len(part) <= 10 and int(part) < 2**31 for part in parts) or len(set(parts)) < len(parts):
+    numbers = {int(part) for part in parts if part.isdecimal() and len(part) <= 10}
+    if len(numbers) < len(parts) or max(numbers) >= 2**31:
         raise ConfigError(f"--seeds {text:.100}: give different whole numbers with commas between them, as in 123,456,789")
     return list(map(int, parts))
 
@@ -62,7 +64,7 @@ def parse_seeds(text: str) -> list[int]:
 def _served_configuration(args) -> tuple[str | None, list[str]]:
     """As `cli.trained_policy`, of a policy that a server plays. Raises ConfigError for what does not go with one."""
     for option, value, why in (
-        ("--panel NAME", args.panel, "a served policy plays panels"),
+        ("--panel NAME", args.panel or None, "a served policy plays panels"),
         ("--to FOLDER", args.to, "it has no folder for the result"),
     ):
         if value is None:
@@ -73,7 +75,9 @@ def _served_configuration(args) -> tuple[str | None, list[str]]:
     return args.config, [*args.overrides, "warm_start=none"]
 
 
-def _prepared(args, config: Config, tasks: list[str], seeds: list[int]) -> Callable[[], tuple[dict, list[dict], str]]:
+def _prepared(
+    args, config: Config, mesh: Mesh | None, tasks: list[str], seeds: list[int]
+) -> Callable[[], tuple[dict, list[dict], str]]:
     """The evaluation, ready to run: it gives the result, all episodes if they are kept, and what to print."""
     if args.run.startswith(PREFIX):
         served = ServedPolicy(args.run, config)
@@ -81,7 +85,7 @@ def _prepared(args, config: Config, tasks: list[str], seeds: list[int]) -> Calla
         types: Sequence[str] = served.task_types
         digest = None
     else:
-        job = build(config, prepare_devices(config, args.distributed))
+        job = build(config, mesh)
         if not args.panel:
             return functools.partial(_evaluated, job, seeds)
         play, types = panels.player(job, job.policy.params), job.runner.task_types
@@ -104,7 +108,8 @@ def _evaluated(job: Job, seeds: list[int]) -> tuple[dict, list[dict], str]:
 
 def main() -> None:
     p = cli.parser("evaluate", __doc__)
-    cli.add_trained_policy(p, nargs="?")
+    said = "the folder of a run that has ended, or of a Hugging Face policy; with --panel also openai:URL#MODEL, a served one"
+    cli.add_trained_policy(p, nargs="?", help=said)
     p.add_argument("--seeds", metavar="N,N,...", help="seeds of tasks and sampling, as in 123,456,789; of a panel, of sampling")
     p.add_argument("--split", help="tasks to evaluate on: valid_seen or valid_unseen of ALFWorld, else held_out")
     p.add_argument(
@@ -118,8 +123,9 @@ def main() -> None:
     cli.add_distributed(p)
     args = p.parse_intermixed_args()
     if args.compare:
-        if args.run is not None:
-            raise ConfigError(f"--compare: takes two files and nothing else, also not {args.run}")
+        others = "run", "overrides", "config", "mesh", "seeds", "split", "to", "panel", "distributed"
+        if given := [name for name in others if getattr(args, name) not in (None, [], False)]:
+            raise ConfigError(f"--compare: takes two files and nothing else; leave out {', '.join(given)}")
         a, b = map(panels.read, args.compare)
         print(panels.describe_comparison(a, b, panels.compare(a, b)))
         return
@@ -133,13 +139,16 @@ def main() -> None:
         # A folder named like the policy would from then on be taken for the policy itself.
         raise ConfigError(f"{args.run}: no such folder; for a policy from the hub give --to, the folder for its evaluations")
     seeds = [] if args.seeds is None else parse_seeds(args.seeds)
-    if args.panel:
+    if args.panel is not None:
         if args.split:
             raise ConfigError(f"--split {args.split}: --panel {args.panel} decides the tasks; leave it out")
         split, chosen, seeds = f"panel-{args.panel}", panels.panel_fields(args.panel, args.overrides), seeds or [0]
     else:
         split, chosen = split_of(configuration.load(source, overrides), args.split)
     config = configuration.load(source, [*overrides, *chosen])
+    mesh = None if served else prepare_devices(config, args.distributed)  # before anything else asks jax for its devices
+    if args.panel and is_run:
+        panels.refuse_trained_on(args.panel, configuration.load(source))
     tasks = panels.panel_tasks(args.panel, config) if args.panel else []
     settings = settings_of(config)
     own = is_run and args.to is None and not seeds and settings == settings_of(configuration.load(source))
@@ -147,7 +156,7 @@ def main() -> None:
     file = target / (OWN if own else file_name(split, config.evaluation.temperature, config.evaluation.episodes, seeds))
     if not own:
         refuse_another(file, settings, policy if args.to else None)
-    evaluation = _prepared(args, config, tasks, seeds)
+    evaluation = _prepared(args, config, mesh, tasks, seeds)
     if jax.process_index() == 0:  # before hours of evaluation, not after
         target.mkdir(parents=True, exist_ok=True)
         if not os.access(target, os.W_OK):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hgpo_jax.config import EvaluationConfig
+from hgpo_jax.errors import RunError
 from hgpo_jax.evaluation_files import OWN, write
 from hgpo_jax.intervals import over_seeds, wilson
 from hgpo_jax.job import Job
@@ -63,7 +64,7 @@ def summarize(episodes: Episodes, task_types: Sequence[str], scores: np.ndarray 
     played = episodes.mask[:, 0]
     n, wins, steps = int(played.sum()), int(episodes.success.sum()), int(episodes.mask.sum())
     if not n:
-        raise RuntimeError("evaluation: the environment failed in every episode")
+        raise RunError("evaluation: the environment failed in every episode")
     by_task = {
         task_types[task]: float(episodes.success[played & (episodes.task == task)].mean())
         for task in np.unique(episodes.task[played]).tolist()

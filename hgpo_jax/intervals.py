@@ -10,7 +10,7 @@ from scipy import special
 LEVEL = 0.975  # the upper quantile of a two-sided 95 %
 
 
-def wilson(successes: int, n: int) -> tuple[float, float]:
+def wilson(successes: float, n: int) -> tuple[float, float]:
     """95 % interval of a success probability (Wilson, 1927), which holds the share itself."""
     z = 1.959964
     p, spread = successes / n, z * z / n

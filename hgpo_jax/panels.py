@@ -1,11 +1,11 @@
-"""Panels: complete, ordered lists of tasks on which policies are compared, wherever and by whomever they were trained.
+"""Panels: fixed, ordered lists of tasks on which policies are compared, wherever and by whomever they were trained.
 
     python -m hgpo_jax.evaluate RUN --panel alfworld-valid_seen         every task, sampled and greedy
     python -m hgpo_jax.evaluate --compare A.json B.json                 paired by task, with intervals
 
 A panel is the same on every machine, under every seed and with any number of workers. Its digest covers the content of each
-task, in order: of ALFWorld the game's file, of WebShop the goal and the catalogue, of generated tasks the whole first state.
-Results with equal digests are of equal tasks.
+task, in order: of ALFWorld the game's file, of WebShop the goal and the catalogue, of generated tasks the whole first state. It
+does not cover the code that plays them, which is this version's.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from hgpo_jax import environments
 from hgpo_jax.config import Config, EvaluationConfig
 from hgpo_jax.envs.alfworld.dataset import list_games
 from hgpo_jax.envs.protocol import CompiledEnv
-from hgpo_jax.errors import ConfigError
+from hgpo_jax.errors import ConfigError, one_line
 from hgpo_jax.evaluation import play_held_out, sampled_decoding, summarize
-from hgpo_jax.intervals import mcnemar, over_seeds, paired_difference
+from hgpo_jax.intervals import mcnemar, paired_difference, wilson
 from hgpo_jax.job import Job
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.tasks import task_keys
@@ -57,13 +57,19 @@ def _short(content: bytes) -> str:
 
 def _games(config: Config, count: int) -> list[str]:
     """ALFWorld: the trial, and its game's file."""
-    games = list_games(config.env.held_out, environments.alfworld_data(config))
+    try:
+        games = list_games(config.env.held_out, environments.alfworld_data(config))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"env.data={config.env.data}: {one_line(str(error))}") from None
     return [f"{game.trial} {_short(game.path.read_bytes())}" for game in games]
 
 
 def _goals(config: Config, count: int) -> list[str]:
     """WebShop: the instruction; the first also names the catalogue's files."""
-    env, lines = environments.webshop_text(config)[1](), []
+    try:
+        env, lines = environments.webshop_text(config)[1](), []
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"env.data={config.env.data}: {one_line(str(error))}") from None
     for task in range(len(env)):
         env.reset(task)
         lines.append(env.goal)
@@ -87,7 +93,7 @@ def _household(**fields: str) -> Panel:
 PANELS = {
     "alfworld-valid_seen": Panel(("alfworld",), {"env.held_out": "valid_seen", "env.max_turns": "50"}, 140, _games),
     "alfworld-valid_unseen": Panel(("alfworld",), {"env.held_out": "valid_unseen", "env.max_turns": "50"}, 134, _games),
-    # The order that keeps the first 500 goals apart from those that are trained on.
+    # In this order the first 500 goals are held out of training.
     "webshop": Panel(
         ("webshop",), {"env.goal_order": "original", "env.reachable_only": "false", "env.max_turns": "30"}, 500, _goals
     ),
@@ -113,6 +119,16 @@ def panel_fields(name: str, given: list[str]) -> list[str]:
         if (field := override.partition("=")[0]) in fields:
             raise ConfigError(f"{override:.100}: --panel {name} decides {field}; leave it out")
     return [f"{field}={value}" for field, value in fields.items()]
+
+
+def refuse_trained_on(name: str, trained: Config) -> None:
+    """Raises ConfigError where a run with this configuration was trained on tasks of a panel."""
+    env = trained.env
+    if env.name == "webshop" and env.goal_order != "original":  # which shuffles the goals before 500 of them are held out
+        raise ConfigError(
+            f"--panel {name}: this run was trained on some of its tasks, by env.goal_order={env.goal_order}; train with "
+            "env.goal_order=original"
+        )
 
 
 def panel_tasks(name: str, config: Config) -> list[str]:
@@ -183,20 +199,21 @@ def evaluate_panel(
 def describe(result: dict) -> str:
     """A panel's result in a few lines for the terminal."""
     panel, count = result["panel"], len(result["tasks"])
+    played = {
+        mode: sum(any(outcome is not None for outcome in task["success"][mode]) for task in result["tasks"])
+        for mode in ("greedy", "sampled")
+    }
     low, high = result["greedy"]["interval"]
     lines = [
         f"panel {panel['name']}, {count} tasks, digest {panel['digest'][:16]}",
         f"greedy   {result['greedy']['success']:6.1%} (95 % interval {low:.1%} to {high:.1%})",
     ]
     shares = [one["success"] for one in result["sampled"].values()]
-    if len(shares) > 1:
-        found = over_seeds(shares, [count] * len(shares))
-        spread = f" mean of {len(shares)} seeds, standard deviation {found['std']:.1%}"
-        low, high = found["interval"]
-    else:
-        (one,), spread = result["sampled"].values(), ""
-        low, high = one["interval"]
+    spread = f" mean of {len(shares)} seeds, standard deviation {np.std(shares, ddof=1):.1%}" if len(shares) > 1 else ""
+    # The tasks are the same under every seed: at most as uncertain as one play of each, whatever the seeds add.
+    low, high = wilson(float(np.mean(shares)) * played["sampled"], played["sampled"])
     lines.append(f"sampled  {np.mean(shares):6.1%}{spread} (95 % interval {low:.1%} to {high:.1%})")
+    lines += [f"{mode}: only {n} of {count} tasks were played, the others failed" for mode, n in played.items() if n < count]
     return "\n".join(lines)
 
 
@@ -204,16 +221,34 @@ def read(path: str) -> dict:
     """The result of a panel, from its file. Raises ConfigError."""
     try:
         result = json.loads(Path(path).read_text())
-        result["panel"]["digest"], result["tasks"][0]["success"]["greedy"], result["policy"], result["temperature"]
+        whole = [result["panel"][what] for what in ("name", "digest")] + [result["policy"], result["settings"].items()]
+        whole += [len(task["success"][mode]) for task in result["tasks"] for mode in ("greedy", "sampled")]
+        if not result["tasks"] or None in whole:
+            raise ValueError("something is missing")
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
         raise ConfigError(f"{path}: not the result of a panel; make one with --panel NAME") from None
     return result
 
 
+DECODING = {  # settings that make plays of two policies incomparable
+    "greedy": {"evaluation.min_response"},
+    "sampled": {f"evaluation.{name}" for name in ("temperature", "top_k", "top_p", "min_response")},
+}
+
+
+def _different(a: dict, b: dict) -> dict[str, tuple]:
+    """Settings of two results that are not equal."""
+    names = a["settings"].keys() | b["settings"].keys()
+    both = {name: (a["settings"].get(name), b["settings"].get(name)) for name in sorted(names)}
+    return {name: (one, other) for name, (one, other) in both.items() if one != other}
+
+
 def compare(a: dict, b: dict) -> dict[str, dict[str, dict]]:
     """B - A, paired by task: measure, as in "success, greedy" -> type of task, "all" first -> numbers.
+
+    Plays that were decoded differently are left out (`DECODING`).
 
     Numbers: `tasks` (how many both finished), `a` and `b` (means), `difference`, `interval` (95 %), and of single plays
     `only_a`, `only_b` (tasks that one of them alone solved) and `p` (McNemar's exact test).
@@ -221,19 +256,22 @@ def compare(a: dict, b: dict) -> dict[str, dict[str, dict]]:
     Raises:
       ConfigError: the results are of different panels.
     """
-    for what in ("name", "digest"):
-        one, other = a["panel"][what], b["panel"][what]
+    for what, one, other in (
+        *((what, a["panel"][what], b["panel"][what]) for what in ("name", "digest")),
+        ("length", len(a["tasks"]), len(b["tasks"])),
+    ):
         if one != other:
-            raise ConfigError(f"--compare: panels of different {what}, {one:.60} and {other:.60}; compare equal ones")
+            raise ConfigError(f"--compare: panels of different {what}, {one!s:.60} and {other!s:.60}; compare equal ones")
+    different = _different(a, b)
     found: dict[str, dict[str, dict]] = {}
     for measure, mode in itertools.product(("success", "score"), ("greedy", "sampled")):
-        if mode == "sampled" and a["temperature"] != b["temperature"]:
+        if different.keys() & DECODING[mode]:
             continue
         pairs: dict[str, list[tuple[list, list]]] = {"all": []}
         for ours, theirs in zip(a["tasks"], b["tasks"], strict=True):
             one, other = ([v for v in task.get(measure, {}).get(mode, []) if v is not None] for task in (ours, theirs))
             if one and other:
-                for part in ("all", ours["type"]):
+                for part in ("all", ours.get("type", "unknown")):
                     pairs.setdefault(part, []).append((one, other))
         if pairs["all"]:
             found[f"{measure}, {mode}"] = {part: _paired(some, measure == "success") for part, some in pairs.items()}
@@ -264,6 +302,8 @@ def describe_comparison(a: dict, b: dict, found: dict[str, dict[str, dict]]) -> 
             interval = "{:+.1%} to {:+.1%}".format(*x["interval"])
             line = f"{part:32s}{x['tasks']:6d}{x['a']:9.1%}{x['b']:9.1%}{x['difference']:+9.1%}   {interval:18s}"
             lines.append(line + (f"  {x['only_a']:6d}  {x['only_b']:6d}  {x['p']:.2g}" if "p" in x else ""))
-    if a["temperature"] != b["temperature"]:
-        lines += ["", f"sampled at different temperatures, {a['temperature']:g} and {b['temperature']:g}: not compared"]
+    if different := _different(a, b):
+        lines += ["", f"different: {', '.join(f'{name}={one} and {other}' for name, (one, other) in different.items())}"]
+        missing = [mode for mode, names in DECODING.items() if different.keys() & names]
+        lines += [f"therefore not compared: {' and '.join(missing)} plays"] if missing else []
     return "\n".join(line.rstrip() for line in lines)

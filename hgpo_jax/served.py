@@ -1,16 +1,18 @@
-"""A policy that another program serves: any server that speaks OpenAI's chat API plays the tasks of a panel.
+"""A policy served by another program, any that speaks OpenAI's chat API, on the tasks of a panel.
 
     vllm serve MODEL        # or SGLang, llama.cpp, Ollama, ...
     python -m hgpo_jax.evaluate openai:http://localhost:8000/v1#MODEL env.name=household_text --panel household --to FOLDER
 
-It gets the user messages that a policy of ours gets, through the chat template of its server; actions are found in its answers
-by the same rules. Two things differ: the server's tokenizer is unknown, so that rollout.prompt_limit shortens nothing, and what
-a sampled answer is depends on the server, which is told a seed for each. The key of a server that wants one is read from
-OPENAI_API_KEY.
+It gets the user messages that a policy of ours gets, in the chat template of its server; actions are found in its answers by
+the same rules. Because the server tokenizes, three things differ: rollout.prompt_limit shortens nothing, special tokens that an
+observation spells out are not made harmless, and rollout.stop are strings. The server is told a seed for every sampled answer;
+what it makes of it is its own. A message that it refuses, for being too long as an example, ends that episode alone, which then
+counts as failed by its environment. The key of a server that wants one is read from OPENAI_API_KEY.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
@@ -19,7 +21,7 @@ from urllib.parse import urlsplit
 import jax.numpy as jnp
 import numpy as np
 
-from hgpo_jax.config import Config
+from hgpo_jax.config import Config, check_together
 from hgpo_jax.environments import environment
 from hgpo_jax.errors import ConfigError, RunError, one_line
 from hgpo_jax.progress import Progress
@@ -28,11 +30,12 @@ from hgpo_jax.rollout.episode_buffer import EpisodeBuffer
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.process_workers import ProcessWorkers
 from hgpo_jax.rollout.tasks import task_numbers
-from hgpo_jax.rollout.workers import EnvOutput, EnvSpec, LocalWorkers
+from hgpo_jax.rollout.workers import EnvFailure, EnvOutput, EnvSpec, LocalWorkers
 from hgpo_jax.sampling import Decoding, Responses
 
 PREFIX = "openai:"
 AT_ONCE = 32  # requests
+TIMEOUT, RETRIES = 300.0, 4  # seconds of one, and how often it is sent again where it did not arrive or the server is busy
 # What is decided here, and only by our own sampler.
 OURS_ALONE = {"top_k": 0, "min_response": 0}
 
@@ -58,16 +61,23 @@ class ServedPolicy:
 
     def __init__(self, policy: str, config: Config):
         url, _, model = policy.removeprefix(PREFIX).partition("#")
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or not model:
+        try:
+            parts = urlsplit(url)
+            right = parts.scheme in ("http", "https") and parts.hostname and model and parts.port != 0
+        except ValueError:  # of a host in brackets, or a port
+            right = False
+        if right and (parts.username or parts.password or parts.query):
+            raise ConfigError("openai:URL#MODEL: the URL holds more than a place, and is written down; set OPENAI_API_KEY")
+        if not right:
             raise ConfigError(f"{policy}: expected openai:URL#MODEL, as in openai:http://localhost:8000/v1#Qwen/Qwen3-4B")
-        if parts.username or parts.password:
-            raise ConfigError("openai:URL#MODEL: the URL holds a password, which would be written down; set OPENAI_API_KEY")
         for name, default in OURS_ALONE.items():
             if getattr(config.evaluation, name) != default:
                 raise ConfigError(f"evaluation.{name}={getattr(config.evaluation, name)}: a server is not told; give {default}")
+        check_together(config)
         found = environment(config.env)
-        if found.text is None or config.env.compiled:
+        if config.env.compiled:
+            raise ConfigError("env.compiled=true: a served policy needs texts; leave it out")
+        if found.text is None:
             raise ConfigError(f"env.name={config.env.name}: a served policy needs texts, as those of env.name=household_text")
         try:
             import openai
@@ -86,8 +96,8 @@ class ServedPolicy:
         self.task_types = spec.task_types
         self._spec, self._config, self._fallback, self._policy, self._model = spec, config, found.fallback, policy, model
         key = os.environ.get("OPENAI_API_KEY") or "none"  # most servers want none, the client wants one
-        self._client = openai.OpenAI(base_url=url, api_key=key, max_retries=6)
-        self._failures = openai.OpenAIError, ValueError
+        self._client = openai.OpenAI(base_url=url, api_key=key, timeout=TIMEOUT, max_retries=RETRIES)
+        self._failures, self._refusal = (openai.OpenAIError, ValueError, AttributeError), openai.BadRequestError
         try:  # the address, the key and the model's name, before hundreds of requests
             self._ask(self._client.with_options(max_retries=1), "Hello", Decoding(), 0, limit=1)
         except self._failures as error:
@@ -105,12 +115,15 @@ class ServedPolicy:
         buffer = EpisodeBuffer(episodes, np.arange(count), self._config.rollout.history_length, self._config.env.strict)
         nothing = Responses(tokens=jnp.zeros((1, 1), jnp.int32), lengths=jnp.zeros(1, jnp.int32), logp=jnp.zeros((1, 1)))
         asked: dict[Future[_Answer], int] = {}
+        refused: list[tuple[int, EnvFailure]] = []
         self._workers.discard_answers()
         self._workers.send([(episode, task, ()) for episode, task in enumerate(tasks)])
         name, pending, ended, won = "greedy" if decoding.temperature == 0 else f"sampled, seed {seed}", count, 0, 0
-        with ThreadPoolExecutor(AT_ONCE) as pool, Progress(name, count, "episode") as progress:
+        pool = ThreadPoolExecutor(AT_ONCE)
+        with contextlib.ExitStack() as ended_with, Progress(name, count, "episode") as progress:
+            ended_with.callback(pool.shutdown, wait=False, cancel_futures=True)  # what is queued is not sent, whatever happens
             while asked or pending:
-                for episode, output in self._workers.receive(0 if asked else 1):
+                for episode, output in [*refused, *self._workers.receive(0 if asked or refused else 1)]:
                     pending -= 1
                     if buffer.add_output(episode, output):
                         message = sanitized(self._template.render(buffer.prompt_input(episode)))
@@ -120,17 +133,20 @@ class ServedPolicy:
                         ended += 1
                         won += isinstance(output, EnvOutput) and output.won
                         progress.update(1, {"won": f"{won / ended:.2f}"})
+                refused = []
                 answered, _ = wait(asked, timeout=0.05 if pending else None, return_when=FIRST_COMPLETED)
                 for future in answered:
                     episode = asked.pop(future)
                     try:
                         text, whole = future.result()
+                    except self._refusal as error:
+                        refused.append((episode, EnvFailure(self._said(error))))
                     except self._failures as error:
-                        pool.shutdown(cancel_futures=True)
                         raise RunError(self._said(error)) from None
-                    parsed = self._template.parse(text, self._fallback)
-                    actions = buffer.add_response(episode, Prompt([]), nothing, 0, parsed, whole)
-                    self._workers.send([(episode, tasks[episode], actions)])
+                    else:
+                        parsed = self._template.parse(text, self._fallback)
+                        actions = buffer.add_response(episode, Prompt([]), nothing, 0, parsed, whole)
+                        self._workers.send([(episode, tasks[episode], actions)])
                     pending += 1
         episodes, report = buffer.result()
         assert report is not None  # a host rollout's
@@ -140,7 +156,7 @@ class ServedPolicy:
         return f"{self._policy}: {one_line(f'{type(error).__name__}: {error}')[:300]}"
 
     def _ask(self, client, message: str, decoding: Decoding, seed: int, limit: int) -> _Answer:
-        """The server's answer of at most `limit` tokens to one user message. Raises ValueError for what is none."""
+        """The server's answer of at most `limit` tokens to one user message. Raises ValueError for a reply without one."""
         request: dict[str, Any] = {
             "model": self._model, "messages": [{"role": "user", "content": message}], "max_tokens": limit,
             "temperature": float(np.asarray(decoding.temperature)), "top_p": float(np.asarray(decoding.top_p)), "seed": seed,
@@ -152,6 +168,8 @@ class ServedPolicy:
             raise ValueError("what it sent has no choices; such a URL usually ends in /v1")
         choice = completion.choices[0]
         text = choice.message.content or ""
+        if self._template.bare:
+            return _Answer(text, choice.finish_reason != "length")
         # Some servers take the reasoning out of the text.
         thought = getattr(choice.message, "reasoning_content", None) or getattr(choice.message, "reasoning", None)
         return _Answer(f"<think>{thought}</think>{text}" if thought else text, choice.finish_reason != "length")

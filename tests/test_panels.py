@@ -3,6 +3,7 @@
 import json
 import math
 import tarfile
+from contextlib import nullcontext
 from fractions import Fraction
 from itertools import product
 from pathlib import Path
@@ -15,7 +16,7 @@ from hgpo_jax import config as configuration
 from hgpo_jax import evaluate, panels
 from hgpo_jax.envs.household import Household
 from hgpo_jax.errors import ConfigError
-from hgpo_jax.intervals import mcnemar, paired_difference
+from hgpo_jax.intervals import mcnemar, paired_difference, wilson
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
 from tests.helpers.pretended import FakeJob, Runner
 from tests.helpers.training import TINY, command
@@ -107,9 +108,12 @@ def test_webshops_goals():
     (("RUN", "--panel", "household", "evaluation.episodes=3"), "decides evaluation.episodes; leave it out"),
     (("RUN", "--panel", "household", "--seeds", "1,1"), "--seeds 1,1"),
     (("--compare", "RUN/config.yaml", "nowhere.json"), "config.yaml: not the result of a panel"),
-    (("RUN", "--compare", "a", "b"), "takes two files and nothing else"),
+    (("RUN", "--compare", "a", "b"), "takes two files and nothing else; leave out run"),
+    (("--compare", "a", "b", "--panel", "sokoban", "--seeds", "1"), "leave out seeds, panel"),
+    (("RUN", "--panel", ""), "--panel : there is none of this name"),
 ])  # fmt: skip
 def test_refusals(arguments, fragment, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate, "prepare_devices", lambda config, several: None)
     (tmp_path / "run" / "policy").mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").write_text("seed: 1\n")
     monkeypatch.setattr("sys.argv", ["evaluate", *(a.replace("RUN", str(tmp_path / "run")) for a in arguments)])
@@ -118,10 +122,54 @@ def test_refusals(arguments, fragment, tmp_path, monkeypatch):
     assert fragment in str(caught.value)
 
 
+@pytest.mark.parametrize(("env", "panel", "data"), [("alfworld", "alfworld-valid_seen", "nowhere"), ("webshop", "webshop", "")])
+def test_tasks_that_are_not_there(env, panel, data, tmp_path):
+    with pytest.raises(ConfigError, match=f"env.data={tmp_path}") as caught:
+        panels.panel_tasks(panel, config_of(panel, f"data={tmp_path / data}"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("panel", "fields", "refused"), [
+    ("webshop", ["env.name=webshop", "env.goal_order=verl-agent"], "env.goal_order=verl-agent"),
+    ("webshop", ["env.name=webshop", "env.goal_order=original"], None),
+    ("household", [], None),
+])  # fmt: skip
+def test_a_run_is_not_judged_on_what_it_was_trained_on(panel, fields, refused):
+    trained = configuration.load(None, ["warm_start=none", *fields])
+    with pytest.raises(ConfigError, match=f"trained on some of its tasks, by {refused}") if refused else nullcontext():
+        panels.refuse_trained_on(panel, trained)
+
+
+def test_devices_are_opened_before_tasks_are_made(tmp_path, monkeypatch):
+    """Once jax has counted its devices, neither more of them nor other processes can be had."""
+    (tmp_path / "run" / "policy").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text("seed: 1\n")
+    called = []
+    monkeypatch.setattr(evaluate, "prepare_devices", lambda config, several: called.append("devices"))
+    monkeypatch.setattr(panels, "panel_tasks", lambda name, config: called.append("tasks") or [])
+    monkeypatch.setattr(evaluate, "build", lambda config, mesh: called.append("policy"))
+    monkeypatch.setattr("sys.argv", ["evaluate", str(tmp_path / "run"), "--panel", "household"])
+    with pytest.raises(AttributeError):  # of what is no job
+        evaluate.main()
+    assert called == ["devices", "tasks", "policy"]
+
+
+class Unlucky(Runner):
+    """Its episodes depend on their keys, too, and the fourth task's environment always fails."""
+
+    def rollout(self, params, tasks, keys, index, decoding, held_out):
+        drawn = np.asarray(jax.random.key_data(keys))[:, -1]
+        tasks = [task + 2 * int(d) for task, d in zip(tasks, drawn, strict=True)]
+        result = super().rollout(params, tasks, keys, index, decoding, held_out)
+        failed = np.asarray(index) == 3
+        result.episodes.mask[failed], result.episodes.success[failed] = False, False
+        return result
+
+
 @pytest.fixture
 def played():
     """The result of a panel of ten tasks and its episodes, made up."""
-    job = FakeJob(configuration.load(None, ["evaluation.episodes=10", "evaluation.temperature=0.4"]), Runner(10))
+    job = FakeJob(configuration.load(None, ["evaluation.episodes=10", "evaluation.temperature=0.4"]), Unlucky(10))
     tasks = [f"task {i}" for i in range(10)]
     return panels.evaluate_panel(panels.player(job, None), Runner.task_types, job.config.evaluation, "household", tasks, [3, 4])
 
@@ -132,17 +180,22 @@ def test_every_episode_is_recorded(played):
         (mode, seed, task) for mode, seed in (("greedy", 0), ("sampled", 3), ("sampled", 4)) for task in range(10)
     ]
     assert all(e["transcript"] == f"{e['turns']} turns" for e in episodes)
+    assert {e["task"] for e in episodes if e["success"] is None} == {3} and "type" not in result["tasks"][3]
+    assert [e["turns"] for e in episodes[10:20]] != [e["turns"] for e in episodes[20:]]  # each seed draws its own
     for task, outcome in enumerate(result["tasks"]):
         mine = [e for e in episodes if e["task"] == task]
-        assert outcome["task"] == f"task {task}" and outcome["type"] == ("place", "look")[task % 2]
+        assert outcome["task"] == f"task {task}" and outcome.get("type") == (None if task == 3 else ("place", "look")[task % 2])
         assert outcome["success"] == {"greedy": [mine[0]["success"]], "sampled": [e["success"] for e in mine[1:]]}
         assert outcome["score"]["sampled"] == [e["score"] for e in mine[1:]]
     for seed in (3, 4):
-        wins = [e["success"] for e in episodes if (e["mode"], e["seed"]) == ("sampled", seed)]
+        wins = [e["success"] for e in episodes if (e["mode"], e["seed"]) == ("sampled", seed) and e["task"] != 3]
         assert result["sampled"][str(seed)]["success"] == np.mean(wins)
     shown = panels.describe(result)
     assert f"10 tasks, digest {result['panel']['digest'][:16]}" in shown
-    assert f"sampled  {np.mean([e['success'] for e in episodes[10:]]):6.1%} mean of 2 seeds" in shown
+    mean = np.mean([e["success"] for e in episodes[10:] if e["success"] is not None])
+    low, high = wilson(9 * mean, 9)  # of nine tasks: the second play of a task is no other task
+    assert f"sampled  {mean:6.1%} mean of 2 seeds" in shown and f"(95 % interval {low:.1%} to {high:.1%})" in shown
+    assert "greedy: only 9 of 10 tasks were played, the others failed" in shown
 
 
 def result_of(successes, digest="x", types="a", temperature=1.0, **more):
@@ -152,7 +205,7 @@ def result_of(successes, digest="x", types="a", temperature=1.0, **more):
         for i, (greedy, sampled) in enumerate(successes)
     ]
     panel = {"name": "household", "digest": digest}
-    return {"panel": panel, "policy": "p", "temperature": temperature, "tasks": tasks} | more
+    return {"panel": panel, "policy": "p", "settings": {"evaluation.temperature": temperature} | more, "tasks": tasks}
 
 
 def test_a_comparison_is_paired_by_task():
@@ -180,13 +233,27 @@ def test_what_is_not_compared():
     a, b = result_of([(True, [True])]), result_of([(True, [False])])
     with pytest.raises(ConfigError, match="different digest, x and y"):
         panels.compare(a, result_of([(True, [True])], digest="y"))
+    with pytest.raises(ConfigError, match="different length, 1 and 2"):
+        panels.compare(a, result_of([(True, [True])] * 2))
+    for cooler in (result_of([(True, [False])], temperature=0.4), result_of([(True, [False])], **{"evaluation.top_p": 0.1})):
+        assert set(panels.compare(a, cooler)) == {"success, greedy"}
+        assert "therefore not compared: sampled plays" in panels.describe_comparison(a, cooler, {})
     cooler = result_of([(True, [False])], temperature=0.4)
-    assert set(panels.compare(a, cooler)) == {"success, greedy"}
-    assert "sampled at different temperatures, 1 and 0.4: not compared" in panels.describe_comparison(a, cooler, {})
+    assert "different: evaluation.temperature=1.0 and 0.4" in panels.describe_comparison(a, cooler, {})
+    assert panels.compare(a, result_of([(True, [False])], **{"evaluation.min_response": 5})) == {}
+    longer = result_of([(True, [False])], **{"rollout.response_limit": 9})
+    assert set(panels.compare(a, longer)) == {"success, greedy", "success, sampled"}
+    assert "therefore" not in panels.describe_comparison(a, longer, {})
     assert set(panels.compare(a, b)) == {"success, greedy", "success, sampled"}
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", "3", '{"panel": {"digest": 1}, "tasks": []}'])
+WHOLE = {"panel": {"name": "household", "digest": "x"}, "policy": "p", "settings": {}}
+
+
+@pytest.mark.parametrize("text", [
+    "", "[]", "{}", "3", '{"panel": {"digest": 1}, "tasks": []}', json.dumps(WHOLE | {"tasks": []}),
+    json.dumps(WHOLE | {"tasks": [{"success": {"greedy": [True]}}]}), json.dumps(WHOLE | {"tasks": [3]}),
+])  # fmt: skip
 def test_a_file_that_is_no_result(text, tmp_path):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(ConfigError, match="not the result of a panel; make one with --panel"):
@@ -249,7 +316,9 @@ def test_a_panel_played_twice(tmp_path):
     lines = [[json.loads(line) for line in Path(f"{path}l").read_text().splitlines()] for path in files]
     greedy = [[e for e in episodes if e["mode"] == "greedy"] for episodes in lines]
     assert len(greedy[0]) == 512 and greedy[0] == greedy[1] == greedy[2]
-    assert lines[0][512:] != lines[1][512:] == lines[2][512:]
+    assert lines[1][512:] == lines[2][512:]
+    told = [[line["transcript"] for line in episodes[512:]] for episodes in lines]
+    assert told[0] != told[1]  # another seed
     env = Household()
     keys = task_keys("held_out", 0, jax.numpy.arange(5))
     for i in range(5):  # what is played are the panel's tasks, in its order

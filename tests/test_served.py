@@ -4,13 +4,14 @@ import hashlib
 import json
 import re
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
 
 from hgpo_jax import config as configuration
-from hgpo_jax import evaluate, panels
+from hgpo_jax import evaluate, panels, served
 from hgpo_jax.envs.household import Household
 from hgpo_jax.envs.household.text import HouseholdText
 from hgpo_jax.errors import ConfigError, RunError
@@ -39,7 +40,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.requests: list[dict] = []
         self.keys: set[str] = set()
-        self.fail_after, self.apart = 10**9, False
+        self.fail_after, self.fail_with, self.apart = 10**9, 401, False
         self.policy = f"openai:http://127.0.0.1:{self.server_port}/v1#small"
 
 
@@ -59,7 +60,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path != "/v1/chat/completions" or asked["model"] != "small":
             return self._send(404, {"error": {"message": f"no model {asked['model']}\nhere"}})
         if len(server.requests) > server.fail_after:
-            return self._send(400, {"error": {"message": "too much"}})
+            return self._send(server.fail_with, {"error": {"message": "too much"}})
         if len(server.requests) == 4:
             return self._send(503, {"error": {"message": "busy"}})  # which is asked again
         text = answer_to(asked["messages"][0]["content"], asked["temperature"], asked["seed"])
@@ -139,7 +140,12 @@ def test_reasoning_that_a_server_takes_apart_belongs_to_the_text(server):
 @pytest.mark.parametrize(("change", "fragment"), [
     ({"policy": "openai:http://127.0.0.1:9/v1"}, "expected openai:URL#MODEL, as in"),
     ({"policy": "openai:ftp://x/v1#small"}, "expected openai:URL#MODEL, as in"),
-    ({"policy": "openai:http://me:secret@x/v1#small"}, "holds a password, which would be written down; set OPENAI_API_KEY"),
+    ({"policy": "openai:http://[x/v1#small"}, "expected openai:URL#MODEL, as in"),
+    ({"policy": "openai:http://localhost:abc/v1#small"}, "expected openai:URL#MODEL, as in"),
+    ({"policy": "openai:http://me:secret@x/v1#small"}, "holds more than a place, and is written down; set OPENAI_API_KEY"),
+    ({"policy": "openai:http://x/v1?key=secret#small"}, "holds more than a place, and is written down; set OPENAI_API_KEY"),
+    ({"fields": ["env.name=alfworld", "env.compiled=true", "data=x"]}, "env.compiled=true: a served policy needs texts"),
+    ({"fields": ["env.size=7"]}, "env.size=7"),
     ({"policy": "openai:http://127.0.0.1:9/v1#small"}, "Connection error"),
     ({"model": "large"}, "no model large here"),
     ({"path": "page"}, "what it sent has no choices; such a URL usually ends in /v1"),
@@ -184,12 +190,29 @@ def test_a_panel_played_by_a_server(evaluated, server, capsys):
     assert found["success, greedy"]["all"]["p"] == 1.0
 
 
-def test_a_server_that_stops_answering_ends_it_in_one_line(evaluated, server, tmp_path):
-    server.fail_after = 15
-    with pytest.raises(RunError, match=r"BadRequestError.*too much") as caught:
+def test_a_server_that_stops_answering_ends_it_in_one_line(evaluated, server, tmp_path, monkeypatch):
+    server.fail_after = 5
+    monkeypatch.setattr(served, "AT_ONCE", 2)
+    with pytest.raises(RunError, match=r"AuthenticationError.*too much") as caught:
         evaluated()
     assert "\n" not in str(caught.value)
     assert list((tmp_path / "there").iterdir()) == []
+    time.sleep(0.5)
+    assert len(server.requests) <= 5 + 2 * 2  # what was queued is not sent
+
+
+def test_a_message_that_is_refused_ends_its_episode_alone(server):
+    server.fail_after, server.fail_with = 30, 400
+    episodes, _, transcripts = ServedPolicy(server.policy, config()).play(Decoding(temperature=0.0), 0)
+    played = episodes.mask.any(axis=1)
+    assert 0 <= played.sum() < COUNT and not episodes.success[~played].any()
+    assert all("BadRequestError" in transcripts[i] for i in np.flatnonzero(~played))
+
+
+def test_a_prompt_that_asks_for_the_action_alone_gets_no_reasoning(server):
+    server.apart = True
+    _, _, transcripts = ServedPolicy(server.policy, config("env.template=plain")).play(Decoding(temperature=0.0), 0)
+    assert not any("hm" in text for text in transcripts)
 
 
 @pytest.mark.parametrize(("arguments", "fragment"), [

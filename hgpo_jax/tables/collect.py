@@ -145,22 +145,25 @@ def outside(plan: Plan, made: list[Row]) -> list[str]:
 
 
 POINTS = 2.0  # a difference worth knowing of
+FEW = 6  # pairs
 
 
 def power(plan: Plan, made: list[Row]) -> list[str]:
     """What the paired differences of each setting's first number can show, and how many pairs would show `POINTS`."""
     lines, baselines = [], {table.title: table.baseline for table in plan.tables if table.baseline}
     for row in made:
-        if row.versus and row.column == next(iter(plan.settings[row.setting].columns)):
+        if row.versus and row.versus["n"] >= FEW and row.column == next(iter(plan.settings[row.setting].columns)):
             pairs, std = row.versus["n"], row.versus["error"] * math.sqrt(row.versus["n"])
             pair = f"{plan.methods[row.method].title} minus {plan.methods[baselines[row.table]].title}"
             wanted = [f"{pairs}", f"{std:.1f}", f"{detectable(pairs, std):.1f}", f"{pairs_for(POINTS, std)}"]
-            lines.append("| " + " | ".join([plan.settings[row.setting].title, f"{pair}, {row.column}", *wanted]) + " |")
+            cells = [row.table, plan.settings[row.setting].title, f"{pair}, {row.column}", *wanted]
+            lines.append("| " + " | ".join(cells) + " |")
     if not lines:
         return []
-    note = "The smallest true difference that a t-test at 5 % finds in four of five repetitions, if pairs spread as these do."
-    heading = f"| setting | difference | pairs | their std | smallest found | pairs for {POINTS:g} points |"
-    return ["", "## What more seeds would show", "", note, "", heading, "|---|---|---|---|---|---|", *lines]
+    note = "The smallest true difference that a t-test at 5 % finds in four of five repetitions, if pairs spread as these do. "
+    note += f"Fewer than {FEW} pairs are left out: they do not say how pairs spread."
+    heading = f"| table | setting | difference | pairs | their std | smallest found | pairs for {POINTS:g} points |"
+    return ["", "## What more seeds would show", "", note, "", heading, "|---|---|---|---|---|---|---|", *lines]
 
 
 def gains(plan: Plan, made: list[Row]) -> tuple[str, dict[str, str]]:
