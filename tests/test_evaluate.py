@@ -116,11 +116,23 @@ def test_splits():
         (["nowhere"], "nowhere: not the folder of a run"),
         (["RUN/policy"], "give --config, as in --config household"),
         (["Qwen/Qwen2.5-0.5B", "--config", "household", "--seeds", "1"], "for a policy from the hub give --to"),
+        ([], "none is given; name the folder of a run, or two results"),
+        (["RUN", "--panel", "nothing"], "--panel nothing: there is none of this name; give one of alfworld-valid_seen,"),
+        (["RUN", "--panel", "sokoban"], "env.name=household: --panel sokoban is played in sokoban or sokoban_text"),
+        (["RUN", "--panel", "household", "--split", "held_out"], "--split held_out: --panel household decides the tasks"),
+        (["RUN", "--panel", "household", "env.max_turns=3"], "--panel household decides env.max_turns; leave it out"),
+        (["RUN", "--panel", "household", "evaluation.episodes=3"], "decides evaluation.episodes; leave it out"),
+        (["RUN", "--panel", "household", "--seeds", "1,1"], "--seeds 1,1"),
+        (["--compare", "RUN/config.yaml", "nowhere.json"], "config.yaml: not the result of a panel"),
+        (["RUN", "--compare", "a", "b"], "takes two files and nothing else; leave out run"),
+        (["--compare", "a", "b", "--panel", "sokoban", "--seeds", "1"], "leave out seeds, panel"),
+        (["RUN", "--panel", ""], "--panel : there is none of this name"),
     ],
 )
 def test_refusals(arguments, fragment, tmp_path, monkeypatch):
     (tmp_path / "run" / "policy").mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").write_text("seed: 1\n")
+    monkeypatch.setattr(evaluate, "prepare_devices", lambda config, several: None)
     monkeypatch.setattr("sys.argv", ["evaluate", *(a.replace("RUN", str(tmp_path / "run")) for a in arguments)])
     with pytest.raises(ConfigError) as caught:
         evaluate.main()

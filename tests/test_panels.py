@@ -99,29 +99,6 @@ def test_webshops_goals():
     assert panels.digest("webshop", tasks)[:16] == "5b784ee67eeb2b23"
 
 
-@pytest.mark.parametrize(("arguments", "fragment"), [
-    ((), "none is given; name the folder of a run, or two results"),
-    (("RUN", "--panel", "nothing"), "--panel nothing: there is none of this name; give one of alfworld-valid_seen,"),
-    (("RUN", "--panel", "sokoban"), "env.name=household: --panel sokoban is played in sokoban or sokoban_text"),
-    (("RUN", "--panel", "household", "--split", "held_out"), "--split held_out: --panel household decides the tasks"),
-    (("RUN", "--panel", "household", "env.max_turns=3"), "--panel household decides env.max_turns; leave it out"),
-    (("RUN", "--panel", "household", "evaluation.episodes=3"), "decides evaluation.episodes; leave it out"),
-    (("RUN", "--panel", "household", "--seeds", "1,1"), "--seeds 1,1"),
-    (("--compare", "RUN/config.yaml", "nowhere.json"), "config.yaml: not the result of a panel"),
-    (("RUN", "--compare", "a", "b"), "takes two files and nothing else; leave out run"),
-    (("--compare", "a", "b", "--panel", "sokoban", "--seeds", "1"), "leave out seeds, panel"),
-    (("RUN", "--panel", ""), "--panel : there is none of this name"),
-])  # fmt: skip
-def test_refusals(arguments, fragment, tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluate, "prepare_devices", lambda config, several: None)
-    (tmp_path / "run" / "policy").mkdir(parents=True)
-    (tmp_path / "run" / "config.yaml").write_text("seed: 1\n")
-    monkeypatch.setattr("sys.argv", ["evaluate", *(a.replace("RUN", str(tmp_path / "run")) for a in arguments)])
-    with pytest.raises(ConfigError) as caught:
-        evaluate.main()
-    assert fragment in str(caught.value)
-
-
 @pytest.mark.parametrize(("env", "panel", "data"), [("alfworld", "alfworld-valid_seen", "nowhere"), ("webshop", "webshop", "")])
 def test_tasks_that_are_not_there(env, panel, data, tmp_path):
     with pytest.raises(ConfigError, match=f"env.data={tmp_path}") as caught:
