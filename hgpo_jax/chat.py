@@ -25,9 +25,8 @@ from hgpo_jax.export import policy_folder
 from hgpo_jax.files import CACHE_DIR
 from hgpo_jax.policy import Policy, huggingface, load_policy
 from hgpo_jax.rollout.chat_format import check_chat_tokenizer
-from hgpo_jax.rollout.host import make_decode_blocks
 from hgpo_jax.run import remote
-from hgpo_jax.sampling import Decoding, sample_token
+from hgpo_jax.sampling import Decoding, make_decode_blocks, sample_token
 
 SHORTEST = 128  # tokens that a prompt is padded to; longer ones to twice that, four times, ...
 

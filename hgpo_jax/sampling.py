@@ -6,12 +6,15 @@ batch mates nor on the mesh. Log-probabilities are those of the distribution tha
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
+from flax import nnx, struct
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from hgpo_jax.mesh import auto_axes, constrain, max_across_devices, partition_in_context
 from hgpo_jax.policy.kv_cache import KVCache, manual_axes
@@ -91,6 +94,20 @@ def top_k_top_p(logits, top_k, top_p):
     return jnp.where(logits >= least, logits, -jnp.inf)
 
 
+def is_end(tokens, end_tokens: tuple[int, ...]):
+    """bool[...], which of the tokens i32[...] end a response."""
+    return (tokens[..., None] == jnp.asarray(end_tokens)).any(-1)
+
+
+def sample_next(model, hidden, keys, i, *, end_tokens: tuple[int, ...], decoding: Decoding):
+    """Token number `i`, i32[] or i32[B], of each response: (i32[B], log-probabilities f32[B]); hidden [B, D] predicts it."""
+    logits = constrain(model.logits(hidden), "batch", "vocab_of_rows")
+    i = jnp.broadcast_to(i, keys.shape)
+    too_early = is_end(jnp.arange(logits.shape[-1]), end_tokens) & (i < decoding.min_new)[:, None]
+    logits = jnp.where(too_early, -jnp.inf, logits)
+    return sample_token(logits, jax.vmap(jax.random.fold_in)(keys, i), decoding)
+
+
 class DecodeState(struct.PyTreeNode):
     """B rows that are being decoded; fewer than the whole batch once some of it has ended."""
 
@@ -157,15 +174,7 @@ def generate(
     B, P = prompts.shape
     hidden, cache = model.prefill(prompts, lengths - 1, P + max_new - 1)
 
-    def sample(hidden, keys, i):
-        logits = constrain(model.logits(hidden), "batch", "vocab_of_rows")
-        too_early = is_end(jnp.arange(logits.shape[-1])) & (i < decoding.min_new)
-        logits = jnp.where(too_early, -jnp.inf, logits)
-        return sample_token(logits, jax.vmap(jax.random.fold_in, (0, None))(keys, i), decoding)
-
-    def is_end(tokens):
-        return (tokens[..., None] == jnp.asarray(end_tokens)).any(-1)
-
+    sample = functools.partial(sample_next, model, end_tokens=end_tokens, decoding=decoding)
     token, logp = sample(hidden, keys, 0)
     out = Responses(
         tokens=jnp.zeros((B, max_new), jnp.int32).at[:, 0].set(token),
@@ -173,7 +182,7 @@ def generate(
         lengths=jnp.ones(B, jnp.int32),
     )
     state = DecodeState(
-        index=jnp.arange(B), key=keys, prompt_length=lengths, token=token, ended=is_end(token), cache=cache
+        index=jnp.arange(B), key=keys, prompt_length=lengths, token=token, ended=is_end(token, end_tokens), cache=cache
     )
 
     def step(carry):
@@ -186,7 +195,7 @@ def generate(
             logp=out.logp.at[state.index, i].set(logp),
             lengths=out.lengths.at[state.index].add(~state.ended),
         )
-        state = state.replace(token=token, cache=cache, ended=state.ended | is_end(token))
+        state = state.replace(token=token, cache=cache, ended=state.ended | is_end(token, end_tokens))
         return i + 1, state, out, smallest_batch(state.ended)
 
     # The whole batch until a quarter of it can hold all unfinished rows, then that quarter. No further sizes: each is one more
@@ -204,3 +213,38 @@ def generate(
         carry = (i, state, out, smallest_batch(state.ended))
         i, state, out, _ = jax.lax.while_loop(too_many_unfinished, step, carry)
     return out
+
+
+def make_decode_blocks(graphdef):
+    """Jitted `decode_blocks(params) -> blocks`: the copy of the weights that decoding reads, one set of arrays per layer."""
+    return jax.jit(lambda params: nnx.merge(graphdef, params).decode_blocks())
+
+
+def make_sampler(graphdef, mesh: Mesh | AbstractMesh, max_new: int, end_tokens: tuple[int, ...]):
+    """Jitted `sample(params, blocks, prompts, lengths, keys, episodes, turns, decoding) -> Responses`.
+
+    blocks are those of `make_decode_blocks` for the params. prompts i32[M, P] and lengths i32[M] belong to the episodes
+    i32[M], whose random keys are keys[episodes] of [B], at their turns, i32[M] or one for all. M is split over the mesh's
+    `data` axis, and each shard ends when its own rows have ended.
+    """
+
+    def sample_shard(params, blocks, prompts, lengths, keys, decoding):
+        model = nnx.merge(graphdef, params)
+        return generate(model, blocks, prompts, lengths, keys, max_new=max_new, end_tokens=end_tokens, decoding=decoding)
+
+    split = jax.shard_map(
+        sample_shard,
+        mesh=mesh,
+        in_specs=(P(), P(), P("data"), P("data"), P("data"), P()),
+        out_specs=P("data"),
+        axis_names={"data"},
+        check_vma=False,
+    )
+
+    # The responses are small; every process reads all of them.
+    @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P()))
+    def sample(params, blocks, prompts, lengths, keys, episodes, turns, decoding):
+        keys = jax.vmap(jax.random.fold_in)(keys[episodes], jnp.broadcast_to(turns, episodes.shape))
+        return split(params, blocks, prompts, lengths, keys, decoding)
+
+    return sample

@@ -11,8 +11,7 @@ from scipy.special import log_softmax
 from hgpo_jax.learner import token_logprobs
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import ModelConfig, Policy, initialize, network, shardings
-from hgpo_jax.rollout.host import make_decode_blocks, make_sampler
-from hgpo_jax.sampling import COMPACT_FROM, Decoding, argmax, generate, sample_token
+from hgpo_jax.sampling import COMPACT_FROM, Decoding, argmax, generate, make_decode_blocks, make_sampler, sample_token
 from hgpo_jax.training_batch import TrainingBatch
 
 LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, 1.5], np.float32)

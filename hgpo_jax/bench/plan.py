@@ -33,8 +33,7 @@ from hgpo_jax.mesh import abstract_mesh, make_mesh
 from hgpo_jax.methods import method_named
 from hgpo_jax.policy import network, shapes, shardings
 from hgpo_jax.policy.placement import shardings_like
-from hgpo_jax.rollout.host import make_decode_blocks, make_sampler
-from hgpo_jax.sampling import Decoding
+from hgpo_jax.sampling import Decoding, make_decode_blocks, make_sampler
 from hgpo_jax.training_batch import TrainingBatch
 
 TOPOLOGIES = {"v4": "tpu-v4", "v5e": "tpu-v5e", "v5p": "tpu-v5p", "v6e": "tpu-v6e"}

@@ -21,8 +21,7 @@ from hgpo_jax.bench.limits import GiB, row
 from hgpo_jax.bench.plan import compiled_bytes
 from hgpo_jax.policy import initialize, network
 from hgpo_jax.policy.placement import cast
-from hgpo_jax.rollout.host import make_decode_blocks, make_sampler
-from hgpo_jax.sampling import Decoding
+from hgpo_jax.sampling import Decoding, make_decode_blocks, make_sampler
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -53,6 +53,17 @@ class KVCache(struct.PyTreeNode):
         write = jax.shard_map(write_shard, in_specs=specs, out_specs=specs[0], axis_names=axes, check_vma=False)
         return write(self, key, value, position)
 
+    def insert(self, prompts: KVCache, source, row) -> KVCache:
+        """The cache with rows i32[m] `source` of another one, of fewer slots, at `row` i32[m], of those that a device has.
+
+        A row outside of the cache is not written.
+        """
+        W = prompts.values.shape[2]
+        return self.replace(
+            keys=self.keys.at[row, :, :, :W].set(prompts.keys[source], mode="drop"),
+            values=self.values.at[row, :, :W].set(prompts.values[source], mode="drop"),
+        )
+
     def take(self, rows) -> KVCache:
         """The cache of some rows, i32[n], of those that a device has."""
         return jax.tree.map(lambda a: a[rows], self)

@@ -10,8 +10,8 @@ import numpy as np
 from hgpo_jax.rollout.chat_format import ParsedResponse, Prompt, PromptInput
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.result import RolloutReport, RolloutResult
+from hgpo_jax.rollout.slots import SlotResponse
 from hgpo_jax.rollout.workers import EnvFailure, EnvOutput
-from hgpo_jax.sampling import Responses
 
 log = logging.getLogger(__name__)
 
@@ -67,18 +67,19 @@ class EpisodeBuffer:
         return PromptInput(output.goal, history, len(actions), output.observation, output.commands)
 
     def add_response(
-        self, episode: int, prompt: Prompt, responses: Responses, i: int, parsed: ParsedResponse, ended: bool
+        self, prompt: Prompt, response: SlotResponse, parsed: ParsedResponse, ended: bool
     ) -> tuple[str, ...]:
-        """Takes response number i of `responses` to an episode's prompt; returns all its actions with this new one.
+        """Takes a response to its episode's prompt; returns all the episode's actions with this new one.
 
         ended: whether the response ended with an end token.
         """
-        turn, e = self.turn(episode), self._episodes
+        episode, e, length = response.episode, self._episodes, len(response.tokens)
+        turn = self.turn(episode)
         e.prompts[episode, turn, : len(prompt.ids)] = prompt.ids
         e.prompt_lengths[episode, turn] = len(prompt.ids)
-        e.responses[episode, turn] = responses.tokens[i]
-        e.response_lengths[episode, turn] = responses.lengths[i]
-        e.logp[episode, turn] = responses.logp[i]
+        e.responses[episode, turn, :length] = response.tokens
+        e.response_lengths[episode, turn] = length
+        e.logp[episode, turn, :length] = response.logp
         e.mask[episode, turn] = True
         e.invalid[episode, turn] = not parsed.well_formed
         self._counts["malformed"] += not parsed.well_formed

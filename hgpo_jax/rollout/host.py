@@ -3,37 +3,32 @@
     rollout = HostRollout(make_env, ChatFormat(tokenizer, "alfworld"), policy.graphdef, mesh, batch=128, history_length=2)
     episodes, report = rollout(params, tasks, keys, groups, Decoding())
 
-As soon as enough environments have answered, their episodes' prompts are tokenized, sorted by length and padded to a few
-shapes; one compiled program prefills and decodes; responses become actions, and these environments step while responses to
-others are sampled. Enough is a fraction of all unfinished episodes; a fraction of 1 makes a rollout synchronous, turn by
-turn. Token ids are kept as sampled. What an episode samples depends on its own key and turn alone, as in compiled rollouts.
+A response that has ended becomes an action, its environment steps, and the episode's next prompt takes a slot of the sampler
+while responses of other episodes go on (`slots.py`): no episode waits for the longest response of a turn. Decoding waits for
+environments only where fewer than a fraction of the unfinished episodes could take part; a fraction of 1 waits for all, which
+makes a rollout the same to the bit however fast environments are. Token ids are kept as sampled. What an episode samples
+depends on its own key and turn alone, as in compiled rollouts.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
-import logging
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh, Mesh
 
+from hgpo_jax.rollout.chat_format import Prompt
 from hgpo_jax.rollout.episode_buffer import EpisodeBuffer
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.process_workers import ProcessWorkers
 from hgpo_jax.rollout.result import RolloutResult
 from hgpo_jax.rollout.shared_workers import SharedWorkers
+from hgpo_jax.rollout.slots import SlotPrograms, SlotRequest, SlotSampler
 from hgpo_jax.rollout.workers import EnvSpec, LocalWorkers
-from hgpo_jax.sampling import Decoding, Responses, buckets, generate
-
-log = logging.getLogger(__name__)
+from hgpo_jax.sampling import Decoding
 
 
 class HostRollout:
@@ -43,15 +38,15 @@ class HostRollout:
       make_env: makes one environment (see `workers.py`); must be picklable if there are worker processes.
       format: prompts and actions, such as `chat_format.ChatFormat` or `words.WordFormat`.
       graphdef: of the `Qwen2` whose parameters will be given.
-      mesh: prompts are split over its `data` axis.
+      mesh: episodes are split over its `data` and `fsdp` axes.
       batch: B, episodes per call.
       history_length: K, observation-action pairs in a prompt.
       response_limit: R, tokens of the longest response.
-      decode_batch_size: prompts that each device decodes at a time.
+      decode_batch_size: episodes that each index of the `data` axis decodes at a time.
       strict: whether an inadmissible action is invalid, like a malformed response.
       workers: processes that step the environments; 0 steps them in this process, where one that hangs hangs the run.
       time_limit: seconds after which a worker's episode counts as hung.
-      ready_fraction: fraction of the unfinished episodes whose environments must have answered before these are sampled for.
+      ready_fraction: fraction of the unfinished episodes whose environments must have answered before decoding goes on.
 
     Attributes:
       task_types: the environment's, named; `Episodes.task` is an index into it.
@@ -71,13 +66,8 @@ class HostRollout:
         self._start_workers(make_env)
         self._format, self._strict, self._ready_fraction = format, strict, ready_fraction
         self._history_length, self._response_limit = history_length, response_limit
-        self._decode_blocks = make_decode_blocks(graphdef)
-        self._sample = make_sampler(graphdef, mesh, response_limit, format.end_tokens)
-        shards = mesh.shape["data"] * mesh.shape["fsdp"]
-        largest = min(math.ceil(batch * ready_fraction / shards), max(1, decode_batch_size * mesh.shape["data"] // shards))
-        self._batch_sizes = [shards * size for size in buckets(largest, factor=4, smallest=1)]
-        self._widths = buckets(format.prompt_limit, factor=2, smallest=128)
-        self._compiled: dict[tuple[int, int], float] = {}  # (batch size, width) -> seconds of the first call
+        self._programs = SlotPrograms(graphdef, mesh, max_new=response_limit, end_tokens=format.end_tokens)
+        self._slots = min(batch, decode_batch_size * mesh.shape["data"])
 
     def _start_workers(self, make_env: Callable) -> None:
         def make_workers():
@@ -118,103 +108,39 @@ class HostRollout:
         if len(tasks) != self._batch:
             raise ValueError(f"tasks: has {len(tasks)} episodes, the rollout was built for batch={self._batch}")
         buffer = EpisodeBuffer(self._no_episodes(), groups, self._history_length, self._strict)
-        blocks = self._decode_blocks(params)
+        sampler = SlotSampler(
+            self._programs, params, keys, decoding, slots=self._slots, prompt_limit=self._format.prompt_limit
+        )  # fmt: skip
         self._workers.discard_answers()
         self._workers.send([(episode, task, ()) for episode, task in enumerate(tasks)])
-        ready: list[int] = []
-        pending = self._batch  # unfinished episodes to sample for; environments that have yet to answer
-        while ready or pending:
-            minimum = max(0, math.ceil(self._ready_fraction * (len(ready) + pending)) - len(ready))
+        ready: list[int] = []  # episodes with a prompt that waits for a slot
+        prompts: dict[int, Prompt] = {}  # of the episodes in a slot
+        pending = self._batch  # episodes whose environments have yet to answer
+        while ready or pending or sampler.active:
+            unfinished, going_on = len(ready) + pending + sampler.active, len(ready) + sampler.active
+            minimum = max(0, math.ceil(self._ready_fraction * unfinished) - going_on)
             for episode, output in self._workers.receive(minimum):
                 pending -= 1
                 if buffer.add_output(episode, output):
                     ready.append(episode)
             if minimum:
                 continue  # some of these may have been the last of their episodes
-            episodes, ready = self._next_batch(ready, buffer, pending)
-            turns = [buffer.turn(episode) for episode in episodes]
-            prompts = self._format.build([buffer.prompt_input(episode) for episode in episodes])
-            for index, out in self._generate(params, blocks, prompts, episodes, turns, keys, decoding):
-                requests = []
-                for i, at in enumerate(index):
-                    ids = out.tokens[i, : int(out.lengths[i])].tolist()
-                    ended, episode = ids[-1] in self._format.end_tokens, episodes[at]
-                    actions = buffer.add_response(episode, prompts[at], out, i, self._format.parse(ids), ended)
-                    requests.append((episode, tasks[episode], actions))
-                self._workers.send(requests)
-                pending += len(requests)
+            sampler.shrink(unfinished)
+            ready.sort(key=lambda episode: (buffer.turn(episode), episode))  # those that are furthest behind come first
+            begin, ready = ready[: sampler.free], ready[sampler.free :]
+            built = self._format.build([buffer.prompt_input(episode) for episode in begin]) if begin else []
+            prompts |= zip(begin, built, strict=True)
+            sampler.add([SlotRequest(episode, buffer.turn(episode), prompts[episode].ids) for episode in begin])
+            requests = []
+            for response in sampler.step():
+                ids, episode = response.tokens.tolist(), response.episode
+                ended = ids[-1] in self._format.end_tokens
+                actions = buffer.add_response(prompts.pop(episode), response, self._format.parse(ids), ended)
+                requests.append((episode, tasks[episode], actions))
+            self._workers.send(requests)
+            pending += len(requests)
         return buffer.result()
-
-    def _next_batch(self, ready: list[int], buffer: EpisodeBuffer, pending: int) -> tuple[list[int], list[int]]:
-        """(episodes to sample for now, those that wait): those that are furthest behind come first.
-
-        While environments have yet to answer, the batch fills a shape: no row is spent on padding.
-        """
-        ready = sorted(ready, key=lambda episode: (buffer.turn(episode), episode))
-        full = max((size for size in self._batch_sizes if size <= len(ready)), default=len(ready))
-        count = full if pending else len(ready)
-        return ready[:count], ready[count:]
-
-    def _generate(self, params, blocks, prompts, episodes, turns, keys, decoding) -> Iterator[tuple[list[int], Responses]]:
-        """Samples a response to each prompt: (indices of some prompts, their responses on the host), until all are done."""
-        order = sorted(range(len(prompts)), key=lambda at: len(prompts[at].ids))
-        running = []
-        for begin in range(0, len(order), self._batch_sizes[-1]):
-            index = order[begin : begin + self._batch_sizes[-1]]
-            size = next(size for size in self._batch_sizes if size >= len(index))
-            width = next(width for width in self._widths if width >= len(prompts[index[-1]].ids))
-            # Padding rows repeat a real one, so that they end with it.
-            padded = index + index[:1] * (size - len(index))
-            tokens = np.zeros((size, width), np.int32)
-            for i, at in enumerate(padded):
-                tokens[i, : len(prompts[at].ids)] = prompts[at].ids
-            lengths = np.array([len(prompts[at].ids) for at in padded], np.int32)
-            episode, turn = np.array([[episodes[at], turns[at]] for at in padded], np.int32).T
-            began = time.perf_counter()
-            out = self._sample(params, blocks, tokens, lengths, keys, episode, turn, decoding)
-            if (size, width) not in self._compiled:
-                jax.block_until_ready(out)
-                seconds = self._compiled[size, width] = time.perf_counter() - began
-                log.info("sampler for %d prompts of up to %d tokens: first call took %.1f s", size, width, seconds)
-            running.append((index, out))
-        for index, out in running:
-            yield index, jax.device_get(out)
 
     def close(self) -> None:
         """Ends the worker processes."""
         self._workers.close()
-
-
-def make_decode_blocks(graphdef):
-    """Jitted `decode_blocks(params) -> blocks`: the copy of the weights that decoding reads, one set of arrays per layer."""
-    return jax.jit(lambda params: nnx.merge(graphdef, params).decode_blocks())
-
-
-def make_sampler(graphdef, mesh: Mesh | AbstractMesh, max_new: int, end_tokens: tuple[int, ...]):
-    """Jitted `sample(params, blocks, prompts, lengths, keys, episodes, turns, decoding) -> Responses`.
-
-    blocks are those of `make_decode_blocks` for the params. prompts i32[M, P] and lengths i32[M] belong to the episodes
-    i32[M], whose random keys are keys[episodes] of [B], at their turns, i32[M] or one for all. M is split over the mesh's
-    `data` axis, and each shard ends when its own rows have ended.
-    """
-
-    def sample_shard(params, blocks, prompts, lengths, keys, decoding):
-        model = nnx.merge(graphdef, params)
-        return generate(model, blocks, prompts, lengths, keys, max_new=max_new, end_tokens=end_tokens, decoding=decoding)
-
-    split = jax.shard_map(
-        sample_shard,
-        mesh=mesh,
-        in_specs=(P(), P(), P("data"), P("data"), P("data"), P()),
-        out_specs=P("data"),
-        axis_names={"data"},
-        check_vma=False,
-    )
-
-    # The responses are small; every process reads all of them.
-    @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P()))
-    def sample(params, blocks, prompts, lengths, keys, episodes, turns, decoding):
-        keys = jax.vmap(jax.random.fold_in)(keys[episodes], jnp.broadcast_to(turns, episodes.shape))
-        return split(params, blocks, prompts, lengths, keys, decoding)
-
-    return sample

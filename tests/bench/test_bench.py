@@ -16,8 +16,7 @@ from hgpo_jax.iteration import make_learn, sample
 from hgpo_jax.job import build
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import initialize, network
-from hgpo_jax.rollout.host import make_decode_blocks, make_sampler
-from hgpo_jax.sampling import Decoding
+from hgpo_jax.sampling import Decoding, make_decode_blocks, make_sampler
 from tests.helpers.plain_rollout import action_of
 
 TINY = [

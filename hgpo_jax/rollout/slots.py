@@ -1,0 +1,419 @@
+"""Continuous batching: a slot whose response has ended takes the next prompt while the other slots go on decoding.
+
+    programs = SlotPrograms(graphdef, mesh, max_new=512, end_tokens=(end,))
+    sampler = SlotSampler(programs, params, keys, Decoding(), slots=64, prompt_limit=4096)
+    sampler.add([SlotRequest(episode, turn, ids), ...])  # at most sampler.free of them
+    for response in sampler.step(): ...  # those that have ended
+
+The state of all slots stays on the devices. A step decodes at most STEPS tokens, so that an ended slot waits for few, and the
+host asks rarely. What is sampled for a request depends on its key, its turn and its prompt alone: they are the tokens of
+`sampling.generate`. Equal prompts that are added together, such as the first of a prompt group, are read once.
+
+Source: iteration-level scheduling, Orca (Yu et al., OSDI 2022).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx, struct
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from hgpo_jax.mesh import max_across_devices, partition, partition_in_context
+from hgpo_jax.policy.kv_cache import AXES, KVCache, manual_axes
+from hgpo_jax.sampling import Decoding, buckets, is_end, sample_next
+
+log = logging.getLogger(__name__)
+
+STEPS = 8  # tokens that a step decodes at most: an ended slot waits for half of them on average
+
+
+class SlotRequest(NamedTuple):
+    """A prompt that waits for a response."""
+
+    episode: int  # whose random key it is
+    turn: int  # folded into the key
+    ids: Sequence[int]  # token ids of the prompt, at least one
+
+
+class SlotResponse(NamedTuple):
+    """What was sampled for a request."""
+
+    episode: int
+    tokens: np.ndarray  # i32[n], the end token included
+    logp: np.ndarray  # f32[n]
+
+
+class SlotState(struct.PyTreeNode):
+    """S slots on the devices, some of them free."""
+
+    key: jax.Array  # [S], of the request's turn
+    prompt_length: jax.Array  # i32[S]
+    sampled: jax.Array  # i32[S], tokens sampled so far
+    token: jax.Array  # i32[S], the last one
+    ended: jax.Array  # bool[S]; true of a free slot, too
+    cache: list[KVCache]  # of each layer
+
+    @staticmethod
+    def of(rows: Callable[[str], Any], cache: list) -> Any:
+        """A state of `rows(name)` for each of the arrays [S]."""
+        names = [field.name for field in dataclasses.fields(SlotState) if field.name != "cache"]
+        return SlotState(**{name: rows(name) for name in names}, cache=cache)
+
+    def rows(self) -> dict[str, jax.Array]:
+        """The arrays [S]."""
+        return {name: value for name, value in vars(self).items() if name != "cache"}
+
+
+class Sampled(struct.PyTreeNode):
+    """What a step has sampled in S slots."""
+
+    tokens: jax.Array  # i32[S, STEPS]
+    logp: jax.Array  # f32[S, STEPS]
+    counts: jax.Array  # i32[S], how many of them
+    ended: jax.Array  # bool[S], whether the slot's response has ended
+
+
+class SlotPrograms:
+    """The compiled programs of a SlotSampler, which all samplers of a policy share.
+
+    Args:
+      graphdef: of the `Qwen2` whose parameters will be given.
+      mesh: slots are split over its `data` and `fsdp` axes.
+      max_new: R, the longest response.
+      end_tokens: each of them ends a response.
+
+    Attributes:
+      shards: parts that the slots are split into.
+      seconds: of the first call of each program and shape, with compiling.
+    """
+
+    def __init__(self, graphdef, mesh: Mesh | AbstractMesh, *, max_new: int, end_tokens: tuple[int, ...]):
+        self._graphdef, self._mesh, self.max_new, self._end_tokens = graphdef, mesh, max_new, end_tokens
+        self.shards = mesh.shape["data"] * mesh.shape["fsdp"]
+        self.seconds: dict[tuple, float] = {}
+        self._programs = {
+            "empty": jax.jit(self._empty, static_argnums=(1, 2)),
+            "resize": jax.jit(self._resize, static_argnums=2),
+            "prefill": jax.jit(self._prefill, donate_argnums=1),
+            "decode": jax.jit(self._decode, donate_argnums=2),
+            "decode_blocks": jax.jit(lambda params: nnx.merge(graphdef, params).decode_blocks()),
+        }
+
+    def lower(self, name: str, *args):
+        """A program, lowered for these arguments."""
+        return self._programs[name].lower(*args)
+
+    def __call__(self, name: str, shape: tuple[int, ...], *args):
+        """Calls a program; its first call with this shape is timed and told to the log."""
+        if (name, *shape) in self.seconds:
+            return self._programs[name](*args)
+        began = time.perf_counter()
+        out = jax.block_until_ready(self._programs[name](*args))
+        self.seconds[(name, *shape)] = time.perf_counter() - began
+        log.info("%s %s: first call took %.1f s", name, " x ".join(map(str, shape)), time.perf_counter() - began)
+        return out
+
+    def _empty(self, params, slots: int, length: int) -> SlotState:
+        """`slots` free slots, a multiple of the shards, whose caches hold `length` tokens."""
+        one = jnp.zeros((self.shards, 1), jnp.int32)
+        prefill = lambda params: nnx.merge(self._graphdef, params).prefill(one, one[:, 0], 1)[1]  # noqa: E731
+        cache = [
+            KVCache(
+                keys=jnp.zeros((slots, *layer.keys.shape[1:3], length), layer.keys.dtype),
+                values=jnp.zeros((slots, layer.values.shape[1], length, layer.values.shape[3]), layer.values.dtype),
+            )
+            for layer in jax.eval_shape(prefill, params)
+        ]
+        ones = jnp.ones(slots, jnp.int32)
+        rows = {"key": jax.random.split(jax.random.key(0), slots), "ended": ones > 0}
+        return self._placed(SlotState.of(lambda name: rows.get(name, ones), cache))
+
+    def _placed(self, state: SlotState) -> SlotState:
+        """The state as every program takes and gives it."""
+        place = lambda axes: lambda a: NamedSharding(self._mesh, partition(axes, a.shape, self._mesh))  # noqa: E731
+        shardings = SlotState.of(lambda name: place(("batch",))(getattr(state, name)), jax.tree.map(place(AXES), state.cache))
+        return jax.lax.with_sharding_constraint(state, shardings)
+
+    def _on_data(self, call, in_specs):
+        """`call` on each index of the data axis; the other axes are left to the compiler."""
+        return jax.shard_map(
+            call, mesh=self._mesh, in_specs=in_specs, out_specs=P("data"), axis_names={"data"}, check_vma=False
+        )
+
+    def _resize(self, state: SlotState, rows, length: int) -> SlotState:
+        """The slots `rows` i32[S'] with caches that hold `length` tokens; row numbers count within a shard."""
+
+        def take(state, rows):
+            def longer(layer):
+                more = length - layer.values.shape[2]
+                return layer.replace(
+                    keys=jnp.pad(layer.keys, [(0, 0)] * 3 + [(0, more)]),
+                    values=jnp.pad(layer.values, [(0, 0), (0, 0), (0, more), (0, 0)]),
+                )
+
+            taken = {name: value[rows] for name, value in state.rows().items()}
+            return SlotState.of(taken.get, [longer(layer.take(rows)) for layer in state.cache])
+
+        return self._placed(self._on_data(lambda *a: on_each_device(take, *a), P("data"))(state, rows))
+
+    def _prefill(self, params, state: SlotState, prompts, lengths, source, slots, keys, episodes, turns, decoding: Decoding):
+        """Reads prompts i32[n, W] of `lengths` i32[n] and samples the first token of responses to them.
+
+        Response number j of m is to prompt source[j], of episode episodes[j] at turns[j], and goes into slot slots[j]; source
+        and slots count within a shard, and a slot beyond the last drops the response. keys [B] are the episodes'.
+
+        Returns: (the state, tokens i32[m], their log-probabilities f32[m]).
+        """
+        keys = jax.vmap(jax.random.fold_in)(keys[episodes], turns)
+        data, everywhere = P("data"), P()
+        prefill = self._on_data(self._prefill_shard, (everywhere, *(data,) * 6, everywhere))
+        state, *first = prefill(params, state, prompts, lengths, source, slots, keys, decoding)
+        return self._placed(state), *jax.lax.with_sharding_constraint(first, NamedSharding(self._mesh, everywhere))
+
+    def _prefill_shard(self, params, state: SlotState, prompts, lengths, source, slots, keys, decoding):
+        model = nnx.merge(self._graphdef, params)
+        hidden, prompt_cache = model.prefill(prompts, lengths - 1, prompts.shape[1])
+        hidden, lengths = on_each_device(lambda hidden, lengths, at: (hidden[at], lengths[at]), hidden, lengths, source)
+        token, logp = sample_next(model, hidden, keys, 0, end_tokens=self._end_tokens, decoding=decoding)
+        ended = is_end(token, self._end_tokens) | (self.max_new == 1)
+        new = {"key": keys, "prompt_length": lengths, "sampled": jnp.ones_like(token), "token": token, "ended": ended}
+
+        def insert(state, new, prompt_cache, source, slots):
+            rows = {name: value.at[slots].set(new[name], mode="drop") for name, value in state.rows().items()}
+            layers = zip(state.cache, prompt_cache, strict=True)
+            return SlotState.of(rows.get, [layer.insert(prompt, source, slots) for layer, prompt in layers])
+
+        return on_each_device(insert, state, new, prompt_cache, source, slots), token, logp
+
+    def _decode(self, params, blocks, state: SlotState, decoding: Decoding) -> tuple[SlotState, Sampled]:
+        """Decodes STEPS tokens in every slot that has not ended; fewer once all have."""
+        data, everywhere = P("data"), P()
+        decode = self._on_data(self._decode_shard, (everywhere, everywhere, data, everywhere))
+        state, sampled = decode(params, blocks, state, decoding)
+        return self._placed(state), jax.lax.with_sharding_constraint(sampled, NamedSharding(self._mesh, everywhere))
+
+    def _decode_shard(self, params, blocks, state: SlotState, decoding):
+        model, S = nnx.merge(self._graphdef, params), state.token.shape[0]
+
+        def step(carry):
+            i, state, out, _ = carry
+            # A slot that has ended writes behind its response, or nowhere.
+            hidden, cache = model.decode(state.token, state.prompt_length + state.sampled - 1, state.cache, blocks)
+            token, logp = sample_next(
+                model, hidden, state.key, state.sampled, end_tokens=self._end_tokens, decoding=decoding
+            )
+            live = ~state.ended
+            out = out.replace(
+                tokens=out.tokens.at[:, i].set(token), logp=out.logp.at[:, i].set(logp), counts=out.counts + live
+            )
+            sampled = state.sampled + live
+            ended = state.ended | is_end(token, self._end_tokens) | (sampled >= self.max_new)
+            state = state.replace(sampled=sampled, token=token, ended=ended, cache=cache)
+            return i + 1, state, out, max_across_devices((~ended).sum())
+
+        out = Sampled(
+            tokens=jnp.zeros((S, STEPS), jnp.int32), logp=jnp.zeros((S, STEPS)), counts=jnp.zeros(S, jnp.int32),
+            ended=state.ended,
+        )  # fmt: skip
+        carry = (jnp.int32(0), state, out, max_across_devices((~state.ended).sum()))
+        _, state, out, _ = jax.lax.while_loop(lambda carry: (carry[0] < STEPS) & (carry[-1] > 0), step, carry)
+        return state, out.replace(ended=state.ended)
+
+
+def on_each_device(call, *args):
+    """`call` with the part of the arguments' rows that each device has, inside a `shard_map` or not.
+
+    Arguments are trees of arrays whose rows are split over the batch's axes, and of KVCaches. Left to the compiler, rows would
+    move between devices.
+    """
+    if not manual_axes():
+        return call(*args)
+    is_cache = lambda a: isinstance(a, KVCache)  # noqa: E731
+
+    def specs(tree):
+        def spec(a):
+            return a.partition() if is_cache(a) else partition_in_context(("batch",) + (None,) * (a.ndim - 1), a.shape)
+
+        return jax.tree.map(spec, tree, is_leaf=is_cache)
+
+    shapes = jax.eval_shape(call, *args)
+    mapped = jax.shard_map(
+        call, in_specs=specs(args), out_specs=specs(shapes), axis_names=manual_axes(), check_vma=False
+    )
+    return mapped(*args)
+
+
+class SlotSampler:
+    """Samples responses to prompts that come and go.
+
+    Args:
+      programs: compiled for the policy.
+      params: the policy's.
+      keys: [B], the episodes' random keys.
+      slots: responses at a time, rounded up to a multiple of `programs.shards`.
+      prompt_limit: P, tokens of the longest prompt.
+
+    Attributes:
+      steps: tokens decoded so far, one after the other.
+      busy: of these steps, the sum of the shares of slots that had not ended.
+    """
+
+    def __init__(
+        self, programs: SlotPrograms, params, keys, decoding: Decoding, *, slots: int, prompt_limit: int
+    ):  # fmt: skip
+        self._programs, self._params, self._keys, self._decoding = programs, params, keys, decoding
+        self._blocks = programs("decode_blocks", (), params)
+        shards = programs.shards
+        self._sizes = buckets(-(-slots // shards), factor=4, smallest=1)  # slots of a shard, prompts that it reads at a time
+        self._widths = buckets(prompt_limit, factor=2, smallest=128)
+        self._length = 0  # tokens that a cache holds
+        self._state: Any = None
+        self._requests: list[list[SlotRequest | None]] = [[None] * self._sizes[-1] for _ in range(shards)]
+        self._sampled: dict[int, tuple[list, list]] = {}  # episode -> (tokens, log-probabilities) so far
+        self._first: list[tuple[list[int], Any, Any]] = []  # of responses that have begun: episodes, tokens, log-probabilities
+        self.steps, self.busy = 0, 0.0
+
+    @property
+    def active(self) -> int:
+        """Responses that have not ended."""
+        return len(self._sampled)
+
+    @property
+    def free(self) -> int:
+        """Slots for further requests."""
+        return len(self._requests) * len(self._requests[0]) - self.active
+
+    def add(self, requests: Sequence[SlotRequest]) -> None:
+        """Begins responses to some prompts, at most `free`; an episode has one at a time."""
+        if not requests:
+            return
+        self._make_room(max(len(request.ids) for request in requests))
+        by_width: dict[int, list[SlotRequest]] = {}
+        for request in requests:
+            by_width.setdefault(self._width(len(request.ids)), []).append(request)
+        for width, some in by_width.items():
+            waiting = self._assign(some)
+            while any(waiting):
+                count = self._prompts_at_a_time(max(map(len, waiting)))
+                self._prefill(width, count, [prompts[:count] for prompts in waiting])
+                waiting = [prompts[count:] for prompts in waiting]
+
+    def step(self) -> list[SlotResponse]:
+        """Decodes up to STEPS tokens; the responses that have ended."""
+        shape = (len(self._requests) * len(self._requests[0]), self._length)
+        self._state, out = self._programs("decode", shape, self._params, self._blocks, self._state, self._decoding)
+        first, out = jax.device_get((self._first, out))
+        self._first = []
+        for episodes, tokens, logp in first:
+            for i, episode in enumerate(episodes):
+                if episode >= 0:
+                    self._sampled[episode] = [int(tokens[i])], [float(logp[i])]
+        self.steps += int(out.counts.max())
+        self.busy += float(out.counts.sum()) / len(out.counts)
+        responses = []
+        for shard, requests in enumerate(self._requests):
+            for slot, request in enumerate(requests):
+                if request is None:
+                    continue
+                at = shard * len(requests) + slot
+                tokens, logp = self._sampled[request.episode]
+                tokens.extend(out.tokens[at, : out.counts[at]].tolist())
+                logp.extend(out.logp[at, : out.counts[at]].tolist())
+                if out.ended[at]:
+                    responses.append(SlotResponse(request.episode, np.array(tokens, np.int32), np.array(logp, np.float32)))
+                    del self._sampled[request.episode]
+                    requests[slot] = None
+        return responses
+
+    def shrink(self, wanted: int) -> None:
+        """Leaves out free slots that are not wanted any more, once the rest is a quarter or less."""
+        busiest = max(sum(request is not None for request in requests) for requests in self._requests)
+        needed = max(busiest, -(-wanted // len(self._requests)))
+        size = next((size for size in self._sizes if size >= needed), self._sizes[-1])
+        if size == len(self._requests[0]) or self._state is None:
+            return
+        rows = [
+            sorted(range(len(requests)), key=lambda slot: requests[slot] is None)[:size]
+            for requests in self._requests
+        ]
+        self._requests = [[requests[slot] for slot in some] for requests, some in zip(self._requests, rows, strict=True)]
+        self._resize(np.concatenate(rows), self._length)
+
+    def _width(self, length: int) -> int:
+        return next(width for width in self._widths if width >= length)
+
+    def _make_room(self, length: int) -> None:
+        """Makes the caches long enough for a prompt."""
+        slots, needed = len(self._requests[0]), self._width(length) + self._programs.max_new
+        if self._state is None:
+            shape = (len(self._requests) * slots, needed)
+            self._state, self._length = self._programs("empty", shape, self._params, *shape), needed
+        elif needed > self._length:
+            self._resize(np.tile(np.arange(slots), len(self._requests)), needed)
+
+    def _resize(self, rows: np.ndarray, length: int) -> None:
+        shape = (self._state.token.shape[0], self._length, len(rows), length)
+        self._state = self._programs("resize", shape, self._state, rows.astype(np.int32), length)
+        self._length = length
+
+    def _assign(self, requests: list[SlotRequest]) -> list[list[list[tuple[int, SlotRequest]]]]:
+        """Gives each request a slot. Returns, of each shard, lists of (slot in it, request) with the same prompt.
+
+        A prompt is shared where sharing leaves half of them or fewer: the program for it takes as many responses as slots.
+        """
+        distinct = {tuple(request.ids) for request in requests}
+        share = 2 * len(distinct) <= len(requests)
+        free = [[slot for slot, other in enumerate(some) if other is None] for some in self._requests]
+        prompts: list[dict] = [{} for _ in free]
+        home: dict[tuple, int] = {}  # where equal prompts went
+        for request in requests:
+            prompt = tuple(request.ids)
+            shard = home.get(prompt, 0) if share else 0
+            if not (share and prompt in home and free[shard]):
+                shard = max(range(len(free)), key=lambda at: len(free[at]))
+            home[prompt] = shard
+            slot = free[shard].pop(0)
+            self._requests[shard][slot] = request
+            self._sampled[request.episode] = [], []
+            prompts[shard].setdefault(prompt if share else request.episode, []).append((slot, request))
+        return [list(some.values()) for some in prompts]
+
+    def _prompts_at_a_time(self, count: int) -> int:
+        """How many of `count` prompts a shard reads next: a size that is filled to more than half."""
+        above = next((size for size in self._sizes if size >= count), self._sizes[-1])
+        return above if above < 2 * count else max(size for size in self._sizes if size <= count)
+
+    def _prefill(self, width: int, count: int, prompts: list[list[list[tuple[int, SlotRequest]]]]) -> None:
+        """Reads up to `count` prompts of every shard."""
+        slots = len(self._requests[0])
+        shared = any(len(same) > 1 for some in prompts for same in some)
+        m = slots if shared else count
+        tokens, lengths = np.zeros((len(prompts), count, width), np.int32), np.ones((len(prompts), count), np.int32)
+        source, slot, turn = np.zeros((3, len(prompts), m), np.int32)
+        episode = np.full((len(prompts), m), -1, np.int32)
+        slot[:] = slots  # none
+        for shard, some in enumerate(prompts):
+            row = 0
+            for i, same in enumerate(some):
+                ids = same[0][1].ids
+                tokens[shard, i, : len(ids)], lengths[shard, i] = ids, len(ids)
+                for at, request in same:
+                    source[shard, row], slot[shard, row] = i, at
+                    episode[shard, row], turn[shard, row] = request.episode, request.turn
+                    row += 1
+        flat = lambda a: a.reshape(-1, *a.shape[2:])  # noqa: E731
+        shape = (tokens.size // width, width, episode.size, self._state.token.shape[0], self._length)
+        self._state, *first = self._programs(
+            "prefill", shape, self._params, self._state, flat(tokens), flat(lengths), flat(source), flat(slot), self._keys,
+            flat(np.maximum(episode, 0)), flat(turn), self._decoding,
+        )  # fmt: skip
+        self._first.append((flat(episode).tolist(), *first))
