@@ -19,7 +19,7 @@ from hgpo_jax.run.metrics import rollout_sums
 from hgpo_jax.training_batch import TrainingBatch
 
 
-def sample(job: Job, params, iteration: int) -> tuple[RolloutResult, list[dict], dict[str, int]]:
+def sample(job: Job, params, iteration: int) -> tuple[RolloutResult, list[dict], dict[str, float]]:
     """Samples the episodes to learn from; does not wait for a compiled rollout.
 
     params: `Job.rollout_params`.

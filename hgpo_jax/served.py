@@ -18,7 +18,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-import jax.numpy as jnp
 import numpy as np
 
 from hgpo_jax.config import Config, check_together
@@ -29,9 +28,10 @@ from hgpo_jax.rollout.chat_format import Prompt, load_template, sanitized
 from hgpo_jax.rollout.episode_buffer import EpisodeBuffer
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.process_workers import ProcessWorkers
+from hgpo_jax.rollout.slots import SlotResponse
 from hgpo_jax.rollout.tasks import task_numbers
 from hgpo_jax.rollout.workers import EnvFailure, EnvOutput, EnvSpec, LocalWorkers
-from hgpo_jax.sampling import Decoding, Responses
+from hgpo_jax.sampling import Decoding
 
 PREFIX = "openai:"
 AT_ONCE = 32  # requests
@@ -113,7 +113,6 @@ class ServedPolicy:
         tasks = task_numbers("held_out", None, range(count), self._spec.num_tasks)
         episodes = Episodes.zeros(count, self._spec.max_turns, 1, 1)
         buffer = EpisodeBuffer(episodes, np.arange(count), self._config.rollout.history_length, self._config.env.strict)
-        nothing = Responses(tokens=jnp.zeros((1, 1), jnp.int32), lengths=jnp.zeros(1, jnp.int32), logp=jnp.zeros((1, 1)))
         asked: dict[Future[_Answer], int] = {}
         refused: list[tuple[int, EnvFailure]] = []
         self._workers.discard_answers()
@@ -145,7 +144,8 @@ class ServedPolicy:
                         raise RunError(self._said(error)) from None
                     else:
                         parsed = self._template.parse(text, self._fallback)
-                        actions = buffer.add_response(episode, Prompt([]), nothing, 0, parsed, whole)
+                        nothing = SlotResponse(episode, np.zeros(0, np.int32), np.zeros(0, np.float32))
+                        actions = buffer.add_response(Prompt([]), nothing, parsed, whole)
                         self._workers.send([(episode, tasks[episode], actions)])
                     pending += 1
         episodes, report = buffer.result()

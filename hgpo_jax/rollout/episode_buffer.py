@@ -90,8 +90,8 @@ class EpisodeBuffer:
         self._responses[episode].append(parsed.text)
         return tuple(self._actions[episode])
 
-    def result(self) -> RolloutResult:
-        """The episodes without those that failed, which are empty, and the report."""
+    def result(self, sampling: dict[str, float] | None = None) -> RolloutResult:
+        """The episodes without those that failed, which are empty, and the report; `sampling` joins its figures."""
         e, batch = self._episodes, len(self._episodes.mask)
         for episode in self._failures:
             for name, values in vars(e).items():
@@ -104,7 +104,7 @@ class EpisodeBuffer:
         for episode, ids in states.items():
             e.states[episode, : len(ids) - 1], e.next_states[episode, : len(ids) - 1] = ids[:-1], ids[1:]
         e.observations[:, :, 0] = e.states
-        counts = dict(self._counts) | {
+        counts: dict[str, float] = dict(self._counts) | (sampling or {}) | {
             "excluded": len(self._failures),
             "inadmissible": self._inadmissible,
             "prompt_tokens": int(e.prompt_lengths.sum()),

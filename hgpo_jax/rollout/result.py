@@ -36,7 +36,8 @@ class RolloutReport:
     admissible: whether the environment took each of these actions for one of its commands.
     scores: f32[B], the environment's own score at the end (1 for success where it has none).
     failures: episode -> why it was excluded; its rows in the Episodes are empty.
-    counts: sums over the batch, for metrics.
+    counts: for metrics: sums over the batch and, of the sampler, `decode_steps`, tokens decoded one after the other, and
+      `slot_use`, the mean share of its slots that decoded.
     """
 
     texts: list[str]
@@ -46,7 +47,7 @@ class RolloutReport:
     admissible: list[list[bool]]
     scores: np.ndarray
     failures: dict[int, str]
-    counts: dict[str, int]
+    counts: dict[str, float]
 
     def save(self, path: str | Path) -> None:
         """Writes JSON, atomically."""

@@ -5,9 +5,9 @@
     sampler.add([SlotRequest(episode, turn, ids), ...])  # at most sampler.free of them
     for response in sampler.step(): ...  # those that have ended
 
-The state of all slots stays on the devices. A step decodes at most STEPS tokens, so that an ended slot waits for few, and the
-host asks rarely. What is sampled for a request depends on its key, its turn and its prompt alone: they are the tokens of
-`sampling.generate`. Equal prompts that are added together, such as the first of a prompt group, are read once.
+The state of all slots stays on the devices; the host learns after every step which responses have ended. What is sampled for
+a request depends on its key, its turn and its prompt alone: they are the tokens of `sampling.generate`. Equal prompts that are
+added together, such as the first of a prompt group, are read once.
 
 Source: iteration-level scheduling, Orca (Yu et al., OSDI 2022).
 """
@@ -33,7 +33,9 @@ from hgpo_jax.sampling import Decoding, buckets, is_end, sample_next
 
 log = logging.getLogger(__name__)
 
-STEPS = 8  # tokens that a step decodes at most: an ended slot waits for half of them on average
+# Tokens that a step decodes: the first number, and on until a sixteenth of the slots has ended, but at most the second. So an
+# ended slot waits for few tokens, and long responses are not interrupted for nothing.
+MIN_STEPS, MAX_STEPS = 8, 64
 
 
 class SlotRequest(NamedTuple):
@@ -76,8 +78,8 @@ class SlotState(struct.PyTreeNode):
 class Sampled(struct.PyTreeNode):
     """What a step has sampled in S slots."""
 
-    tokens: jax.Array  # i32[S, STEPS]
-    logp: jax.Array  # f32[S, STEPS]
+    tokens: jax.Array  # i32[S, MAX_STEPS]
+    logp: jax.Array  # f32[S, MAX_STEPS]
     counts: jax.Array  # i32[S], how many of them
     ended: jax.Array  # bool[S], whether the slot's response has ended
 
@@ -195,7 +197,7 @@ class SlotPrograms:
         return on_each_device(insert, state, new, prompt_cache, source, slots), token, logp
 
     def _decode(self, params, blocks, state: SlotState, decoding: Decoding) -> tuple[SlotState, Sampled]:
-        """Decodes STEPS tokens in every slot that has not ended; fewer once all have."""
+        """Decodes MIN_STEPS to MAX_STEPS tokens in every slot that has not ended; fewer once all have."""
         data, everywhere = P("data"), P()
         decode = self._on_data(self._decode_shard, (everywhere, everywhere, data, everywhere))
         state, sampled = decode(params, blocks, state, decoding)
@@ -218,14 +220,18 @@ class SlotPrograms:
             sampled = state.sampled + live
             ended = state.ended | is_end(token, self._end_tokens) | (sampled >= self.max_new)
             state = state.replace(sampled=sampled, token=token, ended=ended, cache=cache)
-            return i + 1, state, out, max_across_devices((~ended).sum())
+            return i + 1, state, out, goes_on(i + 1, ended)
+
+        def goes_on(i, ended):
+            enough = (i >= MIN_STEPS) & ((ended & ~out.ended).sum() * 16 >= S)
+            return max_across_devices(((i < MAX_STEPS) & ~ended.all() & ~enough).astype(jnp.int32))
 
         out = Sampled(
-            tokens=jnp.zeros((S, STEPS), jnp.int32), logp=jnp.zeros((S, STEPS)), counts=jnp.zeros(S, jnp.int32),
+            tokens=jnp.zeros((S, MAX_STEPS), jnp.int32), logp=jnp.zeros((S, MAX_STEPS)), counts=jnp.zeros(S, jnp.int32),
             ended=state.ended,
         )  # fmt: skip
-        carry = (jnp.int32(0), state, out, max_across_devices((~state.ended).sum()))
-        _, state, out, _ = jax.lax.while_loop(lambda carry: (carry[0] < STEPS) & (carry[-1] > 0), step, carry)
+        carry = (jnp.int32(0), state, out, goes_on(0, state.ended))
+        _, state, out, _ = jax.lax.while_loop(lambda carry: carry[-1] > 0, step, carry)
         return state, out.replace(ended=state.ended)
 
 
@@ -308,7 +314,7 @@ class SlotSampler:
                 waiting = [prompts[count:] for prompts in waiting]
 
     def step(self) -> list[SlotResponse]:
-        """Decodes up to STEPS tokens; the responses that have ended."""
+        """Decodes up to MAX_STEPS tokens; the responses that have ended."""
         shape = (len(self._requests) * len(self._requests[0]), self._length)
         self._state, out = self._programs("decode", shape, self._params, self._blocks, self._state, self._decoding)
         first, out = jax.device_get((self._first, out))

@@ -132,10 +132,15 @@ def test_every_field_is_what_a_plain_loop_says(played):
         "prompts_cut": sum(turn >= 4 for turn in turns),
         "excluded": 0,
         "inadmissible": counts["inadmissible"],
+        "decode_steps": counts["decode_steps"],
+        "slot_use": counts["slot_use"],
         "prompt_tokens": episodes.prompt_lengths.sum(),
         "response_tokens": episodes.response_lengths.sum(),
         "longest_prompt": episodes.prompt_lengths.max(),
     }  # fmt: skip
+    # A response's first token comes with its prompt. Seven slots are never enough for all 20 episodes.
+    decoded = counts["response_tokens"] - episodes.mask.sum()
+    assert decoded == pytest.approx(7 * counts["decode_steps"] * counts["slot_use"], rel=0.5) and 0.5 < counts["slot_use"] <= 1
     assert 0 < counts["unfinished"] < episodes.mask.sum() and counts["inadmissible"] > 0
 
 

@@ -7,7 +7,7 @@ from flax import nnx
 
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import ModelConfig, initialize, network, shardings
-from hgpo_jax.rollout.slots import STEPS, SlotPrograms, SlotRequest, SlotSampler
+from hgpo_jax.rollout.slots import MIN_STEPS, SlotPrograms, SlotRequest, SlotSampler
 from hgpo_jax.sampling import Decoding, generate
 
 MODEL = ModelConfig(
@@ -100,7 +100,7 @@ def test_responses_are_those_of_each_prompt_alone(params, spec):
     responses = play(sampler, mesh, requests, np.random.default_rng(1))
     check(params, responses, requests, decoding)
     lengths = [len(response.tokens) for response in responses.values()]
-    assert min(lengths) < STEPS and max(lengths) == MAX_NEW
+    assert min(lengths) < MIN_STEPS and max(lengths) == MAX_NEW
     names = [name for name, *_ in programs.seconds]
     assert names.count("empty") == 1 and names.count("resize") >= 2  # longer caches, and fewer slots in the end
     assert sampler.active == 0
@@ -126,7 +126,7 @@ def test_equal_prompts_are_read_once(params):
 @pytest.mark.slow
 def test_equal_prompts_are_read_once_by_every_shard(params):
     decoding = Decoding()
-    programs, sampler, mesh = make_sampler(params, "data=2,fsdp=2", EPISODES, decoding)
+    _, sampler, mesh = make_sampler(params, "data=2,fsdp=2", EPISODES, decoding)
     first = random_requests(2, 140)[:4]
     requests = [SlotRequest(episode, 0, first[episode // 6].ids) for episode in range(EPISODES)]
     check(params, play(sampler, mesh, requests, np.random.default_rng(0)), requests, decoding)
@@ -152,4 +152,4 @@ def test_slots_are_taken_again_within_a_step(params):
             lengths += [len(response.tokens) for response in sampler.step()]
     # A first token comes with the prompt; every other one is decoded once, in one of six slots.
     assert sum(lengths) - EPISODES == pytest.approx(6 * sampler.busy)
-    assert sampler.steps < sum(lengths) / 6 + MAX_NEW + STEPS * EPISODES / 6
+    assert sampler.steps < sum(lengths) / 6 + MAX_NEW + MIN_STEPS * EPISODES / 6

@@ -1,0 +1,173 @@
+"""Host rollouts with long answers: continuous batching beside turns in lockstep, with random weights of any shape.
+
+    python -m hgpo_jax.bench rollout --policy Qwen2.5-0.5B --layers 4 --episodes 32 --turns 6
+
+The environment is made up and answers at once. Prompts grow from 300 to 1,200 tokens over an episode. Every token ends an
+answer with probability 1 / --mean, by weights made for it, whatever came before; so lengths are geometric, cut at --longest.
+Lockstep samples a turn of all unfinished episodes, one decode batch after the other, and begins the next turn when the last
+has ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hgpo_jax.bench import policies
+from hgpo_jax.bench.limits import row
+from hgpo_jax.policy import initialize, network
+from hgpo_jax.policy.placement import cast
+from hgpo_jax.rollout.chat_format import ParsedResponse, Prompt
+from hgpo_jax.rollout.host import HostRollout
+from hgpo_jax.sampling import Decoding, buckets, make_decode_blocks, make_sampler
+
+END = 0
+
+
+class MadeUp:
+    """An environment whose episodes last as long as they may."""
+
+    task_types, goal, task_type = ("made up",), "", 0
+
+    def __init__(self, turns: int):
+        self.max_turns = turns
+
+    def reset(self, task):
+        """The first observation."""
+        self._task = task
+        return str(task), []
+
+    def step(self, action):
+        """The next observation."""
+        return str(self._task), [], 0.0, False, {"won": False, "admissible": True}
+
+
+class MadeUpFormat:
+    """Prompts of random tokens that grow from one length to another."""
+
+    end_tokens = (END,)
+
+    def __init__(self, vocabulary: int, turns: int, shortest: int, longest: int):
+        self.prompt_limit, self._vocabulary = longest, vocabulary
+        self._lengths = np.linspace(shortest, longest, turns).astype(int)
+
+    def build(self, inputs) -> list[Prompt]:
+        """The prompts of some turns: a task has the same ones whenever it is played."""
+        return [Prompt(self.ids(int(each.observation), each.turn), pairs_dropped=0, tokens_cut=0) for each in inputs]
+
+    def ids(self, task: int, turn: int) -> list[int]:
+        """Token ids of a task's prompt at a turn."""
+        return np.random.default_rng((task, turn)).integers(1, self._vocabulary, self._lengths[turn]).tolist()
+
+    def parse(self, ids) -> ParsedResponse:
+        """Every response is an action."""
+        return ParsedResponse("", "", True)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    policies.add_arguments(parser)
+    for name, default, meaning in (
+        ("episodes", 32, "episodes, each of another task"), ("slots", 32, "of them that are decoded at a time"),
+        ("turns", 8, "of an episode"), ("mean", 150, "tokens of an answer, before it is cut"),
+        ("longest", 512, "tokens of the longest answer"), ("shortest-prompt", 300, "tokens of the first prompt"),
+        ("longest-prompt", 1200, "tokens of the last prompt"),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=policies.positive, default=default, help=f"{meaning}; default {default}")
+    parser.add_argument("--equal", action="store_true", help="all answers have --longest tokens")
+
+
+def run(args: argparse.Namespace) -> list[dict]:
+    """Rows of name, value, unit, ratio (speed over that of lockstep, or of the peer)."""
+    workload = policies.workload(args)
+    policies.refuse(args, workload.model, [args.slots], args.longest_prompt + args.longest)
+    ((spec, mesh),) = policies.meshes(args.mesh or "data=1", args.slots).items()
+    model, B = workload.model, args.episodes
+    text = MadeUpFormat(model.vocab_size, args.turns, args.shortest_prompt, args.longest_prompt)
+    tasks, keys, groups = list(range(B)), jax.random.split(jax.random.key(1), B), np.arange(B)
+    with jax.set_mesh(mesh):
+        params = cast(initialize(model, 0, mesh), args.dtype)
+        params = jax.jit(lambda params: _ends_at_random(params, 0.0 if args.equal else 1 / args.mean))(params)
+        rollout = HostRollout(
+            lambda: MadeUp(args.turns), text, network(model), mesh, batch=B, history_length=0, response_limit=args.longest,
+            decode_batch_size=max(1, args.slots // mesh.shape["data"]),
+        )  # fmt: skip
+        lockstep = Lockstep(network(model), mesh, text, args)
+        times: dict[str, list[float]] = {"continuous": [], "lockstep": []}
+        for repeat in range(args.repeats + 1):  # the first compiles
+            began = time.perf_counter()
+            episodes, report = rollout(params, tasks, keys, groups, Decoding())
+            half = time.perf_counter()
+            lengths = lockstep(params, tasks, keys)
+            if repeat:
+                times["continuous"].append(half - began)
+                times["lockstep"].append(time.perf_counter() - half)
+        rollout.close()
+    np.testing.assert_array_equal(lengths, episodes.response_lengths)
+    tokens, own = int(lengths.sum()), int(lengths.sum(1).max())
+    assert report is not None
+    steps = report.counts["decode_steps"]
+    seconds = {name: statistics.median(some) for name, some in times.items()}
+    ratio = statistics.median(b / a for a, b in zip(*times.values(), strict=True))
+    shape = f"{args.policy}, {args.dtype}, {B} episodes in {args.slots} slots, {spec}"
+    # No schedule can take fewer steps than the longest episode's tokens, nor than all tokens over the slots.
+    least = max(own, math.ceil(tokens / args.slots))
+    return [
+        row(f"tokens, {shape}", tokens / seconds["continuous"], "tokens/s", least / steps, ratio),
+        row("in lockstep", tokens / seconds["lockstep"], "tokens/s", least / lockstep.steps),
+        row("decode steps over the fewest possible", steps / least, ""),
+        row("decode steps over the fewest possible, in lockstep", lockstep.steps / least, ""),
+        row("slots that decode, in the mean", report.counts["slot_use"], "of all"),
+        row("tokens of an answer, in the mean", tokens / lengths.size, ""),
+    ]
+
+
+def _ends_at_random(params, probability: float):
+    """Weights under which every token is END with this probability and else any other one.
+
+    A large equal component of all embeddings outweighs in every hidden state what the layers add; END's is a little larger.
+    """
+    table = params["embed_tokens"]["embedding"]
+    V, D = table.shape
+    size = 1e3  # beside what random layers add
+    odds = math.log(probability * (V - 1) / (1 - probability)) if probability else -50.0
+    hidden = math.sqrt(D)  # of that component after the final norm
+    head = jnp.zeros((V, D), table.dtype).at[:, 0].set(1.0)
+    if "lm_head" in params:
+        kernel = head.T.at[0, END].add(odds / hidden)
+        params = params | {"lm_head": params["lm_head"] | {"kernel": kernel.astype(table.dtype)}}
+        return params | {"embed_tokens": {"embedding": table.at[:, 0].set(size)}}
+    return params | {"embed_tokens": {"embedding": (size * head).at[END, 0].add(odds / hidden)}}
+
+
+class Lockstep:
+    """`lockstep(params, tasks, keys)`: plays the episodes turn by turn; lengths of all responses, i32[B, T].
+
+    Attributes:
+      steps: tokens that the latest call decoded one after the other.
+    """
+
+    def __init__(self, graphdef, mesh, text: MadeUpFormat, args: argparse.Namespace):
+        self._text, self._turns, self._slots = text, args.turns, args.slots
+        self._blocks, self._sample = make_decode_blocks(graphdef), make_sampler(graphdef, mesh, args.longest, (END,))
+        self._widths = buckets(args.longest_prompt, factor=2, smallest=128)
+
+    def __call__(self, params, tasks: list[int], keys) -> np.ndarray:
+        blocks, self.steps = self._blocks(params), 0
+        lengths = np.zeros((len(tasks), self._turns), np.int32)
+        for turn in range(self._turns):
+            for begin in range(0, len(tasks), self._slots):
+                rows = np.arange(begin, min(begin + self._slots, len(tasks)), dtype=np.int32)
+                prompts = [self._text.ids(tasks[row], turn) for row in rows]
+                width = next(width for width in self._widths if width >= len(prompts[0]))
+                tokens = np.array([ids + [0] * (width - len(ids)) for ids in prompts], np.int32)
+                some = np.array([len(ids) for ids in prompts], np.int32)
+                out = self._sample(params, blocks, tokens, some, keys, rows, np.int32(turn), Decoding())
+                lengths[rows, turn] = out.lengths
+                self.steps += int(lengths[rows, turn].max())
+        return lengths
