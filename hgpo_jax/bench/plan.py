@@ -7,7 +7,7 @@
 Hours are arithmetic over the chip's data sheet (bench/duration.py), for half of its rates, which is what iterations reach on
 CPUs; environments and communication come on top.
 
-`--compile` hands sampler and update to the TPU compiler with abstract weights, and reports its own count of memory and the
+`--compile` hands sampling and update to the TPU compiler with abstract weights, and reports its own count of memory and the
 collectives in the compiled programs, by kind and bytes.
 """
 
@@ -33,6 +33,7 @@ from hgpo_jax.mesh import abstract_mesh, make_mesh
 from hgpo_jax.methods import method_named
 from hgpo_jax.policy import network, shapes, shardings
 from hgpo_jax.policy.placement import shardings_like
+from hgpo_jax.rollout.slots import SlotPrograms
 from hgpo_jax.sampling import Decoding, make_decode_blocks, make_sampler
 from hgpo_jax.training_batch import TrainingBatch
 
@@ -133,7 +134,7 @@ def _tpu_mesh(topology: str, spec: str):
 
 
 def programs(config: Config, mesh, workload: memory.Workload):
-    """(name, function that lowers it, bytes that live beside it given those that live always) of sampler and update."""
+    """(name, function that lowers it, bytes that live beside it given those that live always) of sampling and update."""
     model, learner, policy = workload.model, config.learner, config.policy
     everywhere = NamedSharding(mesh, PartitionSpec())
 
@@ -146,21 +147,37 @@ def programs(config: Config, mesh, workload: memory.Workload):
     )
     params, compute = placed(policy.dtype), placed(policy.compute_dtype)
 
+    rows = workload.decode_batch * mesh.shape["data"]
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
+    key = jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=everywhere)
+    scalar, row, prompts = array(()), array((rows,)), array((rows, workload.prompt))
+
+    def outputs(lowered):
+        """What a program gives, with the places that the compiler gives it."""
+        return jax.tree.map(
+            lambda a, where: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where),
+            lowered.out_info, lowered.compile().output_shardings,
+        )  # fmt: skip
+
     def sampler():
-        rows = workload.decode_batch * mesh.shape["data"]
-        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
         sample = make_sampler(network(model), mesh, workload.response, (0,))
-        scalar, row = array(()), array((rows,))
         with jax.set_mesh(mesh):
-            lowered = make_decode_blocks(network(model)).lower(compute)
-            blocks = jax.tree.map(
-                lambda a, where: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where),
-                lowered.out_info, lowered.compile().output_shardings,
-            )  # fmt: skip
-            return sample.lower(
-                compute, blocks, array((rows, workload.prompt)), row,
-                jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=everywhere), row, scalar, Decoding(),
-            )  # fmt: skip
+            blocks = outputs(make_decode_blocks(network(model)).lower(compute))
+            return sample.lower(compute, blocks, prompts, row, key, row, scalar, Decoding())
+
+    slots = SlotPrograms(network(model), mesh, max_new=workload.response, end_tokens=(0,))
+
+    def free_slots():
+        return outputs(slots.lower("empty", compute, rows, workload.prompt + workload.response))
+
+    def prefill():
+        with jax.set_mesh(mesh):
+            return slots.lower("prefill", compute, free_slots(), prompts, row, row, row, key, row, row, Decoding())
+
+    def decode():
+        with jax.set_mesh(mesh):
+            blocks = outputs(slots.lower("decode_blocks", compute))
+            return slots.lower("decode", compute, blocks, free_slots(), Decoding())
 
     def update():
         optimizer, method = make_optimizer(learner), method_named(config.method)
@@ -184,10 +201,15 @@ def programs(config: Config, mesh, workload: memory.Workload):
                 params, opt_state, compute, batch, array((N,)), array(()), array((), jnp.float32)
             )
 
-    # The sampler sees one copy of the weights; parameters, optimizer and reference wait beside it.
-    copies = policy.dtype == policy.compute_dtype
+    # A sampler sees one copy of the weights; parameters, optimizer and reference wait beside it.
     size = sum(
         math.prod(where.shard_shape(a.shape)) * a.dtype.itemsize
         for a, where in zip(jax.tree.leaves(params), jax.tree.leaves(placements), strict=True)
     )
-    return [("sampler", sampler, lambda always: always - (size if copies else 0)), ("update", update, lambda always: 0)]
+    waiting = lambda always: always - (size if policy.dtype == policy.compute_dtype else 0)  # noqa: E731
+    if config.env.runs_compiled:
+        samplers = [("sampler", sampler, waiting)]
+    else:
+        blocks = memory.bytes_by_phase(config, mesh, workload)["sampling"]["weights by layer"]  # `prefill` does not see them
+        samplers = [("prefill", prefill, lambda always: waiting(always) + blocks), ("decode", decode, waiting)]
+    return [*samplers, ("update", update, lambda always: 0)]
