@@ -1,8 +1,9 @@
 """How long an iteration takes on devices of a kind, by arithmetic: operations and bytes over their rates.
 
-Counted are prompts, decoding in lockstep (every turn lasts as long as its longest answer, which is taken for
-rollout.response_limit), the reference policy, the critic and the update. Not counted: environments, communication between
-devices, compiling, and padding.
+Counted are prompts, decoding, the reference policy, the critic and the update. Compiled environments decode in lockstep: every
+turn lasts as long as its longest answer, which is taken for the longest possible. Text environments decode by continuous
+batching: all tokens over the slots, but not less than an episode of all turns takes alone. Not counted: environments,
+communication between devices, compiling, and padding.
 """
 
 from __future__ import annotations
@@ -36,20 +37,27 @@ def seconds_at_limits(
     model, (operations, reading), rollout = workload.model, rates, config.rollout
     episodes = rollout.prompt_groups * rollout.group_size
     steps, devices = episodes * turns, mesh.size
-    rows = steps / config.env.turns / mesh.shape["data"]  # that an index of the data axis decodes in a turn, in the mean
-    batches = max(1, math.ceil(rows / rollout.decode_batch_size))
-    slots, each = prompt + workload.response / 2, devices / mesh.shape["data"]
+    each = devices / mesh.shape["data"]
+    if config.env.runs_compiled:
+        rows = steps / config.env.turns / mesh.shape["data"]  # that an index of the data axis decodes in a turn, in the mean
+        batches = max(1, math.ceil(rows / rollout.decode_batch_size))
+        rows, longest = rows / batches, workload.response
+        decoded = config.env.turns * batches * longest  # tokens, one after the other
+    else:
+        tokens, longest = steps * response / mesh.shape["data"], response
+        decoded = max(tokens / workload.decode_batch, config.env.turns * response)
+        rows = tokens / decoded
+    slots = math.ceil(prompt + longest / 2)
     itemsize = jnp.dtype(config.policy.compute_dtype).itemsize
     token = max(
-        read_bytes(model, math.ceil(rows / batches), math.ceil(slots), itemsize) / reading,
-        rows / batches * decode_flops(model, math.ceil(slots)) / operations,
+        read_bytes(model, math.ceil(rows), slots, itemsize) / reading, rows * decode_flops(model, slots) / operations
     )
     forward = steps * forward_flops(model, math.ceil(prompt + response), math.ceil(response)) / devices / operations
     # A backward pass costs two forward passes, one where the weights are not trained; what is not kept is computed again.
     passes = 1 + (1 if config.lora.rank else 2) + (config.learner.remat == "full")
     parts = {
         "prompts": steps * forward_flops(model, math.ceil(prompt), 1) / devices / operations,
-        "decoding": config.env.turns * batches * workload.response * token / each,
+        "decoding": decoded * token / each,
         "reference policy": forward if config.learner.kl_weight else 0.0,
         "update": passes * forward,
         "critic": (1 + passes) * forward if method_named(config.method).critic else 0.0,

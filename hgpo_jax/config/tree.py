@@ -226,11 +226,11 @@ class RolloutConfig(Section):
         (), "tokens that end a response in a text environment besides the tokenizer's eos_token, as in [<|endoftext|>]"
     )
     decode_batch_size: Positive = field(
-        64, "episodes that each device decodes at a time; finished episodes are left out in steps of this size"
+        64, "episodes that each index of the data axis decodes at a time; in a text environment the others wait for a free slot"
     )
     ready_fraction: float = field(
-        1.0, "text: sample as soon as this fraction of the unfinished episodes is ready, while the environments of the others "
-        "step in env.workers; 1: wait for the slowest of every turn", gt=0, le=1,
+        1.0, "text: go on decoding as soon as this fraction of the unfinished episodes can take part, while the environments "
+        "of the others step in env.workers; 1: wait for all of them, which makes a run the same to the bit", gt=0, le=1,
     )  # fmt: skip
 
 
