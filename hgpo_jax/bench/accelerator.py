@@ -3,10 +3,10 @@
     python -m hgpo_jax.bench accelerator --minutes 9 --json accelerator.json
 
 The whole main job from a cold start; its iteration by phase; sampling and learning with policies of 0.5 and 1.5 billion
-parameters in bfloat16, each against the machine's own rates and, where torch is installed, against transformers; decisions of
-8,192 tokens; an update whose optimizer lies in the host's memory. Each part is a process of its own: one that fails, or for
-which no time is left, says so in its row, and the others go on. --json is written after every part. --tiny tries the same with
-small shapes.
+parameters in bfloat16, each against the machine's own rates and, where torch is installed, against transformers; rollouts
+with answers of very different lengths; decisions of 8,192 tokens; an update whose optimizer lies in the host's memory. Each
+part is a process of its own: one that fails, or for which no time is left, says so in its row, and the others go on. --json is
+written after every part. --tiny tries the same with small shapes.
 """
 
 from __future__ import annotations
@@ -40,15 +40,20 @@ PARTS = (
     ("iteration of the main job", BENCH, ["train"], True),
     ("update, 1.5B", BENCH, [*UPDATE, *ONE_AND_A_HALF, "--rows", "64", "--tokens", "1024", "--microbatch", "16"], True),
     ("sampling, 1.5B", BENCH, [*SAMPLE, *ONE_AND_A_HALF, "--batch", "1", "64"], True),
+    ("rollout, 0.5B", BENCH, ["rollout", *BF16, *HALF, "--episodes", "64", "--slots", "64", "--turns", "4"], False),
     ("update, long", BENCH, [*UPDATE, *ONE_AND_A_HALF, "--rows", "8", "--tokens", "8192", "--microbatch", "2"], False),
     ("update, offload", BENCH, [*UPDATE, *ONE_AND_A_HALF, "--rows", "16", "--tokens", "1024", "--offload"], False),
 )  # fmt: skip
 # What --tiny adds; the last value of an option counts.
 TINY = {
     "sample": ["--policy", "household", "--prompt", "8", "--new", "4", "--batch", "2", "--repeats", "1"],
+    "rollout": [
+        "--policy", "household", "--episodes", "4", "--slots", "2", "--turns", "2", "--mean", "4", "--longest", "8",
+        "--shortest-prompt", "10", "--longest-prompt", "20", "--repeats", "1",
+    ],
     "update": ["--policy", "household", "--rows", "4", "--tokens", "16", "--microbatch", "2", "--repeats", "1"],
     "train": ["--repeats", "1", "rollout.prompt_groups=8", "rollout.group_size=2", "env.max_turns=3"],
-}
+}  # fmt: skip
 TINY_JOB = ["iterations=2", "cloning.max_steps=2", "cloning.episodes=64", "evaluation.episodes=16", *TINY["train"][2:]]
 
 

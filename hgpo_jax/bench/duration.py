@@ -41,7 +41,7 @@ def seconds_at_limits(
     if config.env.runs_compiled:
         rows = steps / config.env.turns / mesh.shape["data"]  # that an index of the data axis decodes in a turn, in the mean
         batches = max(1, math.ceil(rows / rollout.decode_batch_size))
-        rows, longest = rows / batches, workload.response
+        rows, longest = rows / batches, float(workload.response)
         decoded = config.env.turns * batches * longest  # tokens, one after the other
     else:
         tokens, longest = steps * response / mesh.shape["data"], response
