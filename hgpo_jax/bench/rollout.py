@@ -110,8 +110,8 @@ def run(args: argparse.Namespace) -> list[dict]:
         rollout.close()
     assert report is not None
     # Their lengths may differ where another shape rounds otherwise.
-    found = {
-        "continuous": (episodes.response_lengths, report.counts["decode_steps"]),
+    found: dict[str, tuple[np.ndarray, float]] = {
+        "continuous": (np.asarray(episodes.response_lengths), report.counts["decode_steps"]),
         "lockstep": (lengths, lockstep.steps),
     }
     speed, excess = {}, {}

@@ -101,7 +101,7 @@ class SlotPrograms:
     def __init__(self, graphdef, mesh: Mesh | AbstractMesh, *, max_new: int, end_tokens: tuple[int, ...]):
         self._graphdef, self._mesh, self.max_new, self._end_tokens = graphdef, mesh, max_new, end_tokens
         self.shards = mesh.shape["data"] * mesh.shape["fsdp"]
-        self.seconds: dict[tuple, float] = {}
+        self.seconds: dict[tuple[str, str], float] = {}
         self._programs = {
             "empty": jax.jit(self._empty, static_argnums=(1, 2)),
             "resize": jax.jit(self._resize, static_argnums=2),
@@ -114,14 +114,14 @@ class SlotPrograms:
         """A program, lowered for these arguments."""
         return self._programs[name].lower(*args)
 
-    def __call__(self, name: str, shape: tuple[int, ...], *args):
-        """Calls a program; its first call with this shape is timed and told to the log."""
-        if (name, *shape) in self.seconds:
+    def __call__(self, name: str, shape: str, *args):
+        """Calls a program; its first call with this shape, as one would say it, is timed and told to the log."""
+        if (name, shape) in self.seconds:
             return self._programs[name](*args)
         began = time.perf_counter()
         out = jax.block_until_ready(self._programs[name](*args))
-        self.seconds[(name, *shape)] = time.perf_counter() - began
-        log.info("%s %s: first call took %.1f s", name, " x ".join(map(str, shape)), time.perf_counter() - began)
+        self.seconds[name, shape] = time.perf_counter() - began
+        log.info("%s, %s: first call took %.1f s", name, shape, self.seconds[name, shape])
         return out
 
     def _empty(self, params, slots: int, length: int) -> SlotState:
@@ -273,11 +273,9 @@ class SlotSampler:
       busy: of these steps, the sum of the shares of slots that had not ended.
     """
 
-    def __init__(
-        self, programs: SlotPrograms, params, keys, decoding: Decoding, *, slots: int, prompt_limit: int
-    ):  # fmt: skip
+    def __init__(self, programs: SlotPrograms, params, keys, decoding: Decoding, *, slots: int, prompt_limit: int):
         self._programs, self._params, self._keys, self._decoding = programs, params, keys, decoding
-        self._blocks = programs("decode_blocks", (), params)
+        self._blocks = programs("decode_blocks", "all layers", params)
         shards = programs.shards
         self._sizes = buckets(-(-slots // shards), factor=4, smallest=1)  # slots of a shard, prompts that it reads at a time
         self._widths = buckets(prompt_limit, factor=2, smallest=128)
@@ -315,8 +313,7 @@ class SlotSampler:
 
     def step(self) -> list[SlotResponse]:
         """Decodes up to MAX_STEPS tokens; the responses that have ended."""
-        shape = (len(self._requests) * len(self._requests[0]), self._length)
-        self._state, out = self._programs("decode", shape, self._params, self._blocks, self._state, self._decoding)
+        self._state, out = self._programs("decode", self._shape(), self._params, self._blocks, self._state, self._decoding)
         first, out = jax.device_get((self._first, out))
         self._first = []
         for episodes, tokens, logp in first:
@@ -351,8 +348,8 @@ class SlotSampler:
             sorted(range(len(requests)), key=lambda slot: requests[slot] is None)[:size]
             for requests in self._requests
         ]
-        self._requests = [[requests[slot] for slot in some] for requests, some in zip(self._requests, rows, strict=True)]
         self._resize(np.concatenate(rows), self._length)
+        self._requests = [[requests[slot] for slot in some] for requests, some in zip(self._requests, rows, strict=True)]
 
     def _width(self, length: int) -> int:
         return next(width for width in self._widths if width >= length)
@@ -361,15 +358,18 @@ class SlotSampler:
         """Makes the caches long enough for a prompt."""
         slots, needed = len(self._requests[0]), self._width(length) + self._programs.max_new
         if self._state is None:
-            shape = (len(self._requests) * slots, needed)
-            self._state, self._length = self._programs("empty", shape, self._params, *shape), needed
+            self._length = needed
+            self._state = self._programs("empty", self._shape(), self._params, len(self._requests) * slots, needed)
         elif needed > self._length:
             self._resize(np.tile(np.arange(slots), len(self._requests)), needed)
 
     def _resize(self, rows: np.ndarray, length: int) -> None:
-        shape = (self._state.token.shape[0], self._length, len(rows), length)
+        shape = f"{self._shape()} to {len(rows)} of {length}"
         self._state = self._programs("resize", shape, self._state, rows.astype(np.int32), length)
         self._length = length
+
+    def _shape(self) -> str:
+        return f"{len(self._requests) * len(self._requests[0])} slots of {self._length} tokens"
 
     def _assign(self, requests: list[SlotRequest]) -> list[list[list[tuple[int, SlotRequest]]]]:
         """Gives each request a slot. Returns, of each shard, lists of (slot in it, request) with the same prompt.
@@ -417,7 +417,7 @@ class SlotSampler:
                     episode[shard, row], turn[shard, row] = request.episode, request.turn
                     row += 1
         flat = lambda a: a.reshape(-1, *a.shape[2:])  # noqa: E731
-        shape = (tokens.size // width, width, episode.size, self._state.token.shape[0], self._length)
+        shape = f"{tokens.size // width} prompts of {width} tokens, {episode.size} responses in {self._shape()}"
         self._state, *first = self._programs(
             "prefill", shape, self._params, self._state, flat(tokens), flat(lengths), flat(source), flat(slot), self._keys,
             flat(np.maximum(episode, 0)), flat(turn), self._decoding,

@@ -101,7 +101,7 @@ def test_responses_are_those_of_each_prompt_alone(params, spec):
     check(params, responses, requests, decoding)
     lengths = [len(response.tokens) for response in responses.values()]
     assert min(lengths) < MIN_STEPS and max(lengths) == MAX_NEW
-    names = [name for name, *_ in programs.seconds]
+    names = [name for name, _ in programs.seconds]
     assert names.count("empty") == 1 and names.count("resize") >= 2  # longer caches, and fewer slots in the end
     assert sampler.active == 0
 
@@ -117,8 +117,8 @@ def test_equal_prompts_are_read_once(params):
         responses = {}
         while sampler.active:
             responses |= {response.episode: response for response in sampler.step()}
-    (prefill,) = [shape for name, *shape in programs.seconds if name == "prefill"]
-    assert prefill[0] == 6 and prefill[2] == EPISODES  # 4 prompts in a shape for 6, 24 responses
+    (prefill,) = [shape for name, shape in programs.seconds if name == "prefill"]
+    assert prefill.startswith(f"6 prompts of 150 tokens, {EPISODES} responses in")  # 4 prompts in a shape for 6
     check(params, responses, requests, decoding)
     assert len({tuple(response.tokens) for response in responses.values()}) > EPISODES // 2  # each with its own key
 
