@@ -1,6 +1,6 @@
 """What a run needs on each device, by arithmetic: parameters, gradients, optimizer, reference policy, cache, activations.
 
-The sizes follow from `policy.shardings` and from what `learner.make_update` and `sampling.generate` hold;
+The sizes follow from `policy.shardings` and from what `learner.make_update` and the samplers (`sampling.generate`, `rollout/slots.py`) hold;
 tests compare the sums with XLA's own analysis of the compiled programs.
 """
 
@@ -121,7 +121,7 @@ def _learning_state(config: Config, sizes: _Sizes) -> dict[str, int]:
 
 
 def _sampling(sizes: _Sizes, workload: Workload) -> dict[str, int]:
-    """What `sampling.generate` holds for the rows of one decode batch."""
+    """What a sampler holds for the rows of one decode batch."""
     model, compute, P = workload.model, sizes.compute_bytes, workload.prompt
     D, E, H, layers = model.hidden_size, model.head_size, model.num_attention_heads, model.num_hidden_layers
     rows = -(-workload.decode_batch // sizes.fsdp)

@@ -118,7 +118,9 @@ def run(args: argparse.Namespace) -> list[dict]:
     for name, (lengths, steps) in found.items():
         speed[name] = [int(lengths.sum()) / seconds for seconds in times[name]]
         # No schedule takes fewer steps than the longest episode has tokens, nor than all tokens over the slots.
-        excess[name] = steps / max(int(lengths.sum(1).max()), math.ceil(lengths.sum() / args.slots))
+        # An answer's first token comes with its prompt.
+        decoded = lengths - 1
+        excess[name] = steps / max(1, int(decoded.sum(1).max()), math.ceil(decoded.sum() / args.slots))
     ratio = statistics.median(a / b for a, b in zip(*speed.values(), strict=True))
     shape = f"{args.policy}, {args.dtype}, {B} episodes in {args.slots} slots, {spec}"
     return [
@@ -173,5 +175,5 @@ class Lockstep:
                 some = np.array([len(ids) for ids in prompts], np.int32)
                 out = self._sample(params, blocks, tokens, some, keys, rows, np.int32(turn), Decoding())
                 lengths[rows, turn] = out.lengths
-                self.steps += int(lengths[rows, turn].max())
+                self.steps += int(lengths[rows, turn].max()) - 1
         return lengths

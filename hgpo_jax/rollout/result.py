@@ -37,7 +37,7 @@ class RolloutReport:
     scores: f32[B], the environment's own score at the end (1 for success where it has none).
     failures: episode -> why it was excluded; its rows in the Episodes are empty.
     counts: for metrics: sums over the batch and, of the sampler, `decode_steps`, tokens decoded one after the other, and
-      `slot_use`, the mean share of its slots that decoded.
+      `slot_use`, the mean share of its slots, fewer towards the end, that decoded.
     """
 
     texts: list[str]

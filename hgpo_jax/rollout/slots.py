@@ -6,8 +6,8 @@
     for response in sampler.step(): ...  # those that have ended
 
 The state of all slots stays on the devices; the host learns after every step which responses have ended. What is sampled for
-a request depends on its key, its turn and its prompt alone: they are the tokens of `sampling.generate`. Equal prompts that are
-added together, such as the first of a prompt group, are read once.
+a request depends on its key, its turn and its prompt alone: they are the tokens of `sampling.generate`. Where prompts
+that are added together are mostly equal, such as the first ones of prompt groups, equal ones are read once.
 
 Source: iteration-level scheduling, Orca (Yu et al., OSDI 2022).
 """
@@ -33,8 +33,8 @@ from hgpo_jax.sampling import Decoding, buckets, is_end, sample_next
 
 log = logging.getLogger(__name__)
 
-# Tokens that a step decodes: the first number, and on until a sixteenth of the slots has ended, but at most the second. So an
-# ended slot waits for few tokens, and long responses are not interrupted for nothing.
+# Tokens that a step decodes: the first number, and on until a sixteenth of the responses has ended, but at most the second. So
+# an ended slot waits for few tokens, and long responses are not interrupted for nothing.
 MIN_STEPS, MAX_STEPS = 8, 64
 
 
@@ -208,7 +208,7 @@ class SlotPrograms:
 
         def step(carry):
             i, state, out, _ = carry
-            # A slot that has ended writes behind its response, or nowhere.
+            # A slot that has ended writes behind its response.
             hidden, cache = model.decode(state.token, state.prompt_length + state.sampled - 1, state.cache, blocks)
             token, logp = sample_next(
                 model, hidden, state.key, state.sampled, end_tokens=self._end_tokens, decoding=decoding
@@ -223,7 +223,7 @@ class SlotPrograms:
             return i + 1, state, out, goes_on(i + 1, ended)
 
         def goes_on(i, ended):
-            enough = (i >= MIN_STEPS) & ((ended & ~out.ended).sum() * 16 >= S)
+            enough = (i >= MIN_STEPS) & ((ended & ~out.ended).sum() * 16 >= (~out.ended).sum())
             return max_across_devices(((i < MAX_STEPS) & ~ended.all() & ~enough).astype(jnp.int32))
 
         out = Sampled(
@@ -270,7 +270,7 @@ class SlotSampler:
 
     Attributes:
       steps: tokens decoded so far, one after the other.
-      busy: of these steps, the sum of the shares of slots that had not ended.
+      busy: the sum over these steps of the share of slots, as many as there were by then, that had not ended.
     """
 
     def __init__(self, programs: SlotPrograms, params, keys, decoding: Decoding, *, slots: int, prompt_limit: int):
@@ -301,11 +301,13 @@ class SlotSampler:
         if not requests:
             return
         self._make_room(max(len(request.ids) for request in requests))
-        by_width: dict[int, list[SlotRequest]] = {}
-        for request in requests:
-            by_width.setdefault(self._width(len(request.ids)), []).append(request)
-        for width, some in by_width.items():
-            waiting = self._assign(some)
+        some: list[SlotRequest] = []
+        for width in self._widths:
+            some += [request for request in requests if self._width(len(request.ids)) == width]
+            # Fewer than there are shards would leave some of these nothing but padding: they go with longer ones.
+            if not some or (len(some) < len(self._requests) and any(len(request.ids) > width for request in requests)):
+                continue
+            waiting, some = self._assign(some), []
             while any(waiting):
                 count = self._prompts_at_a_time(max(map(len, waiting)))
                 self._prefill(width, count, [prompts[:count] for prompts in waiting])
@@ -342,7 +344,7 @@ class SlotSampler:
         busiest = max(sum(request is not None for request in requests) for requests in self._requests)
         needed = max(busiest, -(-wanted // len(self._requests)))
         size = next((size for size in self._sizes if size >= needed), self._sizes[-1])
-        if size == len(self._requests[0]) or self._state is None:
+        if size >= len(self._requests[0]) or self._state is None:
             return
         rows = [
             sorted(range(len(requests)), key=lambda slot: requests[slot] is None)[:size]
@@ -396,7 +398,7 @@ class SlotSampler:
     def _prompts_at_a_time(self, count: int) -> int:
         """How many of `count` prompts a shard reads next: a size that is filled to more than half."""
         above = next((size for size in self._sizes if size >= count), self._sizes[-1])
-        return above if above < 2 * count else max(size for size in self._sizes if size <= count)
+        return above if above < 2 * count else max((size for size in self._sizes if size <= count), default=above)
 
     def _prefill(self, width: int, count: int, prompts: list[list[list[tuple[int, SlotRequest]]]]) -> None:
         """Reads up to `count` prompts of every shard."""

@@ -16,6 +16,7 @@ from hgpo_jax.policy import ModelConfig, initialize, network
 from hgpo_jax.rollout.chat_format import ParsedResponse, Prompt
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.host import HostRollout
+from hgpo_jax.rollout.slots import MIN_STEPS
 from hgpo_jax.rollout.tasks import task_numbers
 from hgpo_jax.rollout.workers import LocalWorkers
 from hgpo_jax.sampling import Decoding, buckets
@@ -55,10 +56,8 @@ class Script:
 def play(actions, *, make_env=Counting, workers_type=None, spec="data=1", tasks=TASKS, **options):
     mesh = mesh_of(spec)
     script = Script(actions)
-    options = {"decode_batch_size": 7} | options
-    rollout = HostRollout(
-        make_env, script, network(MODEL), mesh, batch=B, history_length=K, response_limit=R, **options
-    )
+    options = {"decode_batch_size": 7, "response_limit": R} | options
+    rollout = HostRollout(make_env, script, network(MODEL), mesh, batch=B, history_length=K, **options)
     if workers_type:
         rollout._workers = workers_type(make_env)
     keys = jax.random.split(jax.random.key(1), B)
@@ -76,7 +75,7 @@ def played():
     return play(HARMLESS)
 
 
-def check(episodes: Episodes, report, *, actions, tasks=TASKS, strict=False):
+def check(episodes: Episodes, report, *, actions, tasks=TASKS, strict=False, limit=R):
     """Compares every field with what a fresh environment says to the recorded responses."""
     ids: dict[str, int] = {}
     for b in range(B):
@@ -99,7 +98,7 @@ def check(episodes: Episodes, report, *, actions, tasks=TASKS, strict=False):
             assert episodes.prompts[b, t, :n].tolist() == prompt and not episodes.prompts[b, t, n:].any()
             length = episodes.response_lengths[b, t]
             response = episodes.responses[b, t, :length].tolist()
-            assert END not in response[:-1] and (response[-1] == END or length == R)
+            assert END not in response[:-1] and (response[-1] == END or length == limit)
             assert (episodes.logp[b, t, :length] < 0).all() and not episodes.logp[b, t, length:].any()
             text, action, well_formed = script.parse(response)
             before = observation
@@ -211,12 +210,30 @@ def test_an_asynchronous_rollout_gives_the_same_episodes(played, decode_batch_si
     for name in vars(episodes):  # only another shape, such as a cache that was longer by then, may round otherwise
         tolerance = 1e-5 if name == "logp" else 0
         np.testing.assert_allclose(getattr(episodes, name), getattr(reference, name), rtol=0, atol=tolerance, err_msg=name)
-    for name in ("texts", "goals", "responses", "failures", "counts"):
+    for name in ("texts", "goals", "responses", "failures"):
         assert getattr(report, name) == getattr(expected, name), name
+    schedule = {"decode_steps", "slot_use"}
+    ours, theirs = ({name: r.counts[name] for name in r.counts.keys() - schedule} for r in (report, expected))
+    assert ours == theirs
     prefills = [map(int, re.findall(r"\d+", shape)) for name, shape in rollout._programs.seconds if name == "prefill"]
     counts, widths, *_ = map(set, zip(*prefills, strict=True))
     assert widths <= set(buckets(Script.prompt_limit, factor=2, smallest=128))
     assert counts <= set(buckets(decode_batch_size, factor=4, smallest=1))
+
+
+@pytest.mark.slow
+def test_long_responses_of_some_episodes_do_not_hold_up_the_others():
+    long = {"response_limit": 40, "decode_batch_size": 6}
+    episodes, report, _, script = play(HARMLESS, **long)
+    check(episodes, report, actions=HARMLESS, limit=40)
+    turns, lengths = [each.turn for each in script.inputs], episodes.response_lengths[episodes.mask]
+    assert turns != sorted(turns) and lengths.min() == 1 and lengths.max() > 3 * MIN_STEPS
+    assert lengths.sum() - len(lengths) <= 6 * report.counts["decode_steps"]
+    late, other, *_ = play(HARMLESS, workers_type=Unpunctual, ready_fraction=0.35, **long)
+    for name in vars(episodes):
+        tolerance = 1e-5 if name == "logp" else 0
+        np.testing.assert_allclose(getattr(late, name), getattr(episodes, name), rtol=0, atol=tolerance, err_msg=name)
+    assert other.responses == report.responses
 
 
 def test_environments_in_this_process_cannot_step_while_others_wait():

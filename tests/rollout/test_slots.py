@@ -133,6 +133,21 @@ def test_equal_prompts_are_read_once_by_every_shard(params):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("slots", [65, 300])
+def test_more_slots_than_the_smallest_batch_of_prompts(params, slots):
+    _, sampler, mesh = make_sampler(params, "data=1", slots, Decoding())
+    requests = random_requests(6, 100)[:5]
+    with jax.set_mesh(mesh):
+        responses = {}
+        for request in requests:  # one at a time
+            sampler.add([request])
+            responses |= {response.episode: response for response in sampler.step()}
+        while sampler.active:
+            responses |= {response.episode: response for response in sampler.step()}
+    check(params, responses, requests, Decoding())
+
+
+@pytest.mark.slow
 def test_responses_of_one_token(params):
     _, sampler, mesh = make_sampler(params, "data=1", 5, Decoding(), max_new=1)
     requests = random_requests(4, 100)
