@@ -1,7 +1,7 @@
 """What a run needs on each device, by arithmetic: parameters, gradients, optimizer, reference policy, cache, activations.
 
-The sizes follow from `policy.shardings` and from what `learner.make_update` and the samplers (`sampling.generate`, `rollout/slots.py`) hold;
-tests compare the sums with XLA's own analysis of the compiled programs.
+The sizes follow from `policy.shardings` and from what `learner.make_update` and the samplers (`sampling.generate`,
+`rollout/slots.py`) hold; tests compare the sums with XLA's own analysis of the compiled programs.
 """
 
 from __future__ import annotations

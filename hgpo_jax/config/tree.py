@@ -230,7 +230,8 @@ class RolloutConfig(Section):
     )
     ready_fraction: float = field(
         1.0, "text: go on decoding as soon as this fraction of the unfinished episodes can take part, while the environments "
-        "of the others step in env.workers; 1: wait for all, which makes a run the same to the bit; give less where environments are slow", gt=0, le=1,
+        "of the others step in env.workers; 1: wait for all, which makes a run the same to the bit; give less where "
+        "environments are slow", gt=0, le=1,
     )  # fmt: skip
 
 
