@@ -4,7 +4,7 @@
 
 Limits are this project's own. A ratio compares with the original engine's time as recorded earlier on two other cores
 (TextWorld 1.7.0, WebShop with Flask and Lucene); the original is not run here. An asynchronous rollout's ratio is to the
-synchronous one of the same run.
+rollout of the same run that waits for all.
 """
 
 from __future__ import annotations
