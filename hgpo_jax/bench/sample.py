@@ -1,4 +1,4 @@
-"""The sampler as rollouts use it, with random weights of any shape: prefill and decode apart, against the machine's limits.
+"""A batch of responses as compiled rollouts sample them, with random weights: prefill and decode apart, against limits.
 
     python -m hgpo_jax.bench sample --policy Qwen2.5-0.5B --batch 1 8 --against transformers
 

@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 from hgpo_jax.mesh import max_across_devices, partition, partition_in_context
 from hgpo_jax.policy.kv_cache import AXES, KVCache, manual_axes
-from hgpo_jax.sampling import Decoding, buckets, is_end, sample_next
+from hgpo_jax.sampling import Decoding, buckets, is_end, make_decode_blocks, sample_next
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class SlotPrograms:
             "resize": jax.jit(self._resize, static_argnums=2),
             "prefill": jax.jit(self._prefill, donate_argnums=1),
             "decode": jax.jit(self._decode, donate_argnums=2),
-            "decode_blocks": jax.jit(lambda params: nnx.merge(graphdef, params).decode_blocks()),
+            "decode_blocks": make_decode_blocks(graphdef),
         }
 
     def lower(self, name: str, *args):
