@@ -104,6 +104,7 @@ class SlotPrograms:
         self.seconds: dict[tuple[str, str], float] = {}
         self._programs = {
             "empty": jax.jit(self._empty, static_argnums=(1, 2)),
+            "take": jax.jit(self._take),
             "resize": jax.jit(self._resize, static_argnums=2),
             "prefill": jax.jit(self._prefill, donate_argnums=1),
             "decode": jax.jit(self._decode, donate_argnums=2),
@@ -151,21 +152,28 @@ class SlotPrograms:
             call, mesh=self._mesh, in_specs=in_specs, out_specs=P("data"), axis_names={"data"}, check_vma=False
         )
 
-    def _resize(self, state: SlotState, rows, length: int) -> SlotState:
-        """The slots `rows` i32[S'] with caches that hold `length` tokens; row numbers count within a shard."""
+    def _take(self, state: SlotState, rows) -> SlotState:
+        """The slots `rows` i32[S'] without their caches; row numbers count within a shard."""
 
-        def take(state, rows):
-            def longer(layer):
-                more = length - layer.values.shape[2]
-                return layer.replace(
-                    keys=jnp.pad(layer.keys, [(0, 0)] * 3 + [(0, more)]),
-                    values=jnp.pad(layer.values, [(0, 0), (0, 0), (0, more), (0, 0)]),
-                )
+        def take(arrays, rows):
+            return {name: value[rows] for name, value in arrays.items()}
 
-            taken = {name: value[rows] for name, value in state.rows().items()}
-            return SlotState.of(taken.get, [longer(layer.take(rows)) for layer in state.cache])
+        taken = self._on_data(lambda *a: on_each_device(take, *a), P("data"))(state.rows(), rows)
+        return self._placed(SlotState.of(taken.get, []))
 
-        return self._placed(self._on_data(lambda *a: on_each_device(take, *a), P("data"))(state, rows))
+    def _resize(self, layer: KVCache, rows, length: int) -> KVCache:
+        """One layer's cache of the slots `rows`, for `length` tokens."""
+
+        def resize(layer, rows):
+            taken, more = layer.take(rows), length - layer.values.shape[2]
+            return taken.replace(
+                keys=jnp.pad(taken.keys, [(0, 0)] * 3 + [(0, more)]),
+                values=jnp.pad(taken.values, [(0, 0), (0, 0), (0, more), (0, 0)]),
+            )
+
+        resized = self._on_data(lambda *a: on_each_device(resize, *a), P("data"))(layer, rows)
+        place = lambda a: NamedSharding(self._mesh, partition(AXES, a.shape, self._mesh))  # noqa: E731
+        return jax.lax.with_sharding_constraint(resized, jax.tree.map(place, resized))
 
     def _prefill(self, params, state: SlotState, prompts, lengths, source, slots, keys, episodes, turns, decoding: Decoding):
         """Reads prompts i32[n, W] of `lengths` i32[n] and samples the first token of responses to them.
@@ -367,7 +375,10 @@ class SlotSampler:
 
     def _resize(self, rows: np.ndarray, length: int) -> None:
         shape = f"{self._shape()} to {len(rows)} of {length}"
-        self._state = self._programs("resize", shape, self._state, rows.astype(np.int32), length)
+        rows, state = rows.astype(np.int32), self._state
+        self._state = self._programs("take", shape, state, rows)
+        while state.cache:  # one layer at a time: never are all there twice
+            self._state.cache.append(self._programs("resize", shape, state.cache.pop(0), rows, length))
         self._length = length
 
     def _shape(self) -> str:
