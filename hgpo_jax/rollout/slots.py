@@ -285,8 +285,10 @@ class SlotSampler:
         self._programs, self._params, self._keys, self._decoding = programs, params, keys, decoding
         self._blocks = programs("decode_blocks", "all layers", params)
         shards = programs.shards
-        self._sizes = buckets(-(-slots // shards), factor=4, smallest=1)  # slots of a shard, prompts that it reads at a time
+        # Every combination of these that occurs is compiled, all layers of it.
+        self._sizes = buckets(-(-slots // shards), factor=4, smallest=1)[-3:]  # prompts that a shard reads at a time
         self._widths = buckets(prompt_limit, factor=2, smallest=128)
+        self._room = buckets(prompt_limit, factor=4, smallest=128)  # of a cache, for prompts
         self._length = 0  # tokens that a cache holds
         self._state: Any = None
         self._requests: list[list[SlotRequest | None]] = [[None] * self._sizes[-1] for _ in range(shards)]
@@ -351,7 +353,7 @@ class SlotSampler:
         """Leaves out free slots that are not wanted any more, once the rest is a quarter or less."""
         busiest = max(sum(request is not None for request in requests) for requests in self._requests)
         needed = max(busiest, -(-wanted // len(self._requests)))
-        size = next((size for size in self._sizes if size >= needed), self._sizes[-1])
+        size = next((size for size in self._sizes[-2:] if size >= needed), self._sizes[-1])
         if size >= len(self._requests[0]) or self._state is None:
             return
         rows = [
@@ -366,7 +368,8 @@ class SlotSampler:
 
     def _make_room(self, length: int) -> None:
         """Makes the caches long enough for a prompt."""
-        slots, needed = len(self._requests[0]), self._width(length) + self._programs.max_new
+        slots = len(self._requests[0])
+        needed = max(self._width(length), next(room for room in self._room if room >= length)) + self._programs.max_new
         if self._state is None:
             self._length = needed
             self._state = self._programs("empty", self._shape(), self._params, len(self._requests) * slots, needed)
