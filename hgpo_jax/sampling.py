@@ -40,7 +40,7 @@ def buckets(largest: int, *, factor: int, smallest: int) -> list[int]:
 
 
 class Decoding(struct.PyTreeNode):
-    """The distribution that tokens are drawn from. All are scalars, so that changing them compiles nothing.
+    """The distribution that tokens are drawn from: scalars, so that changing them compiles nothing, or [B], one of each row.
 
     temperature: 0 takes the most likely token.
     top_k: only the k most likely tokens; 0: all.
@@ -64,11 +64,11 @@ def sample_token(logits, keys, decoding: Decoding):
     Returns: (tokens i32[B], their log-probabilities f32[B] in the distribution drawn from; at temperature 0 in the whole
     softmax at temperature 1).
     """
-    temperature = jnp.asarray(decoding.temperature)
+    temperature, top_k, top_p = (jnp.asarray(a)[..., None] for a in (decoding.temperature, decoding.top_k, decoding.top_p))
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
-    restricted = (temperature > 0) & ((jnp.asarray(decoding.top_k) > 0) | (jnp.asarray(decoding.top_p) < 1))
+    restricted = ((temperature > 0) & ((top_k > 0) | (top_p < 1))).any()
     # Sorting a vocabulary costs more than the rest of this: only where it is asked for.
-    scaled = jax.lax.cond(restricted, lambda x: top_k_top_p(x, decoding.top_k, decoding.top_p), lambda x: x, scaled)
+    scaled = jax.lax.cond(restricted, lambda x: top_k_top_p(x, top_k, top_p), lambda x: x, scaled)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], logits.dtype))(keys)
     token = argmax(jnp.where(temperature > 0, scaled + noise, logits))
     return token, gather_logprobs(jax.nn.log_softmax(scaled), token)
@@ -85,7 +85,10 @@ def argmax(values):
 
 
 def top_k_top_p(logits, top_k, top_p):
-    """f32[B, V] with -inf outside the top k, and of those outside the fewest that reach probability top_p; ties stay."""
+    """f32[B, V] with -inf outside the top k, and of those outside the fewest that reach probability top_p; ties stay.
+
+    top_k, top_p: of a shape that broadcasts to [B, V].
+    """
     ordered = -jnp.sort(-logits, axis=-1)
     inside = (jnp.arange(ordered.shape[-1]) < top_k) | (top_k == 0)
     probability = jax.nn.softmax(jnp.where(inside, ordered, -jnp.inf))

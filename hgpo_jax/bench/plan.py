@@ -172,12 +172,13 @@ def programs(config: Config, mesh, workload: memory.Workload):
 
     def prefill():
         with jax.set_mesh(mesh):
-            return slots.lower("prefill", compute, free_slots(), prompts, row, row, row, key, row, row, Decoding())
+            return slots.lower("prefill", compute, free_slots(), prompts, row, row, row, key, row, row, row, Decoding())
 
     def decode():
         with jax.set_mesh(mesh):
             blocks = outputs(slots.lower("decode_blocks", compute))
-            return slots.lower("decode", compute, blocks, free_slots(), Decoding())
+            free = jax.ShapeDtypeStruct((rows,), bool, sharding=everywhere)
+            return slots.lower("decode", compute, blocks, free_slots(), free, row, scalar, Decoding())
 
     def update():
         optimizer, method = make_optimizer(learner), method_named(config.method)

@@ -44,6 +44,8 @@ class SlotRequest(NamedTuple):
     episode: int  # whose random key it is
     turn: int  # folded into the key
     ids: Sequence[int]  # token ids of the prompt, at least one
+    limit: int | None = None  # tokens of the longest response; None: the most that there is room for
+    decoding: Decoding | None = None  # of numbers, for a sampler that has none for all
 
 
 class SlotResponse(NamedTuple):
@@ -175,26 +177,29 @@ class SlotPrograms:
         place = lambda a: NamedSharding(self._mesh, partition(AXES, a.shape, self._mesh))  # noqa: E731
         return jax.lax.with_sharding_constraint(resized, jax.tree.map(place, resized))
 
-    def _prefill(self, params, state: SlotState, prompts, lengths, source, slots, keys, episodes, turns, decoding: Decoding):
+    def _prefill(
+        self, params, state: SlotState, prompts, lengths, source, slots, keys, episodes, turns, limits, decoding: Decoding
+    ):
         """Reads prompts i32[n, W] of `lengths` i32[n] and samples the first token of responses to them.
 
-        Response number j of m is to prompt source[j], of episode episodes[j] at turns[j], and goes into slot slots[j]; source
-        and slots count within a shard, and a slot beyond the last drops the response. keys [B] are the episodes'.
+        Response number j of m is to prompt source[j], of episode episodes[j] at turns[j], has at most limits[j] tokens and goes
+        into slot slots[j]; source and slots count within a shard, and a slot beyond the last drops the response. keys [B] are
+        the episodes'. decoding: of scalars, or of [m].
 
         Returns: (the state, tokens i32[m], their log-probabilities f32[m]).
         """
         keys = jax.vmap(jax.random.fold_in)(keys[episodes], turns)
         data, everywhere = P("data"), P()
-        prefill = self._on_data(self._prefill_shard, (everywhere, *(data,) * 6, everywhere))
-        state, *first = prefill(params, state, prompts, lengths, source, slots, keys, decoding)
+        prefill = self._on_data(self._prefill_shard, (everywhere, *(data,) * 7, _by_row(decoding)))
+        state, *first = prefill(params, state, prompts, lengths, source, slots, keys, limits, decoding)
         return self._placed(state), *jax.lax.with_sharding_constraint(first, NamedSharding(self._mesh, everywhere))
 
-    def _prefill_shard(self, params, state: SlotState, prompts, lengths, source, slots, keys, decoding):
+    def _prefill_shard(self, params, state: SlotState, prompts, lengths, source, slots, keys, limits, decoding):
         model = nnx.merge(self._graphdef, params)
         hidden, prompt_cache = model.prefill(prompts, lengths - 1, prompts.shape[1])
         hidden, lengths = on_each_device(lambda hidden, lengths, at: (hidden[at], lengths[at]), hidden, lengths, source)
         token, logp = sample_next(model, hidden, keys, 0, end_tokens=self._end_tokens, decoding=decoding)
-        ended = is_end(token, self._end_tokens) | (self.max_new == 1)
+        ended = is_end(token, self._end_tokens) | (limits <= 1)
         new = {"key": keys, "prompt_length": lengths, "sampled": jnp.ones_like(token), "token": token, "ended": ended}
 
         def insert(state, new, prompt_cache, source, slots):
@@ -204,15 +209,22 @@ class SlotPrograms:
 
         return on_each_device(insert, state, new, prompt_cache, source, slots), token, logp
 
-    def _decode(self, params, blocks, state: SlotState, decoding: Decoding) -> tuple[SlotState, Sampled]:
-        """Decodes MIN_STEPS to MAX_STEPS tokens in every slot that has not ended; fewer once all have."""
+    def _decode(
+        self, params, blocks, state: SlotState, free, limits, most, decoding: Decoding
+    ) -> tuple[SlotState, Sampled]:
+        """Decodes MIN_STEPS to `most` (i32[], at most MAX_STEPS) tokens in every slot that has not ended; fewer once all have.
+
+        free: bool[S], slots whose responses nobody waits for. limits: i32[S], tokens of each longest response. decoding: of
+        scalars, or of [S].
+        """
         data, everywhere = P("data"), P()
-        decode = self._on_data(self._decode_shard, (everywhere, everywhere, data, everywhere))
-        state, sampled = decode(params, blocks, state, decoding)
+        decode = self._on_data(self._decode_shard, (everywhere, everywhere, data, data, data, everywhere, _by_row(decoding)))
+        state, sampled = decode(params, blocks, state, free, limits, most, decoding)
         return self._placed(state), jax.lax.with_sharding_constraint(sampled, NamedSharding(self._mesh, everywhere))
 
-    def _decode_shard(self, params, blocks, state: SlotState, decoding):
+    def _decode_shard(self, params, blocks, state: SlotState, free, limits, most, decoding):
         model, S = nnx.merge(self._graphdef, params), state.token.shape[0]
+        state = state.replace(ended=state.ended | free)
 
         def step(carry):
             i, state, out, _ = carry
@@ -226,13 +238,13 @@ class SlotPrograms:
                 tokens=out.tokens.at[:, i].set(token), logp=out.logp.at[:, i].set(logp), counts=out.counts + live
             )
             sampled = state.sampled + live
-            ended = state.ended | is_end(token, self._end_tokens) | (sampled >= self.max_new)
+            ended = state.ended | is_end(token, self._end_tokens) | (sampled >= limits)
             state = state.replace(sampled=sampled, token=token, ended=ended, cache=cache)
             return i + 1, state, out, goes_on(i + 1, ended)
 
         def goes_on(i, ended):
             enough = (i >= MIN_STEPS) & ((ended & ~out.ended).sum() * 16 >= (~out.ended).sum())
-            return max_across_devices(((i < MAX_STEPS) & ~ended.all() & ~enough).astype(jnp.int32))
+            return max_across_devices(((i < most) & ~ended.all() & ~enough).astype(jnp.int32))
 
         out = Sampled(
             tokens=jnp.zeros((S, MAX_STEPS), jnp.int32), logp=jnp.zeros((S, MAX_STEPS)), counts=jnp.zeros(S, jnp.int32),
@@ -241,6 +253,11 @@ class SlotPrograms:
         carry = (jnp.int32(0), state, out, goes_on(0, state.ended))
         _, state, out, _ = jax.lax.while_loop(lambda carry: carry[-1] > 0, step, carry)
         return state, out.replace(ended=state.ended)
+
+
+def _by_row(decoding: Decoding):
+    """Of each of its arrays, how a `shard_map` over data splits it."""
+    return jax.tree.map(lambda a: P("data") if jnp.ndim(a) else P(), decoding)
 
 
 def on_each_device(call, *args):
@@ -273,16 +290,18 @@ class SlotSampler:
       programs: compiled for the policy.
       params: the policy's.
       keys: [B], the episodes' random keys.
+      decoding: None where every request has its own.
       slots: responses at a time, rounded up to a multiple of `programs.shards`.
       prompt_limit: P, tokens of the longest prompt.
 
     Attributes:
+      keys: as given; may be others of the same shape for the requests to come.
       steps: tokens decoded so far, one after the other.
       busy: the sum over these steps of the share of slots, as many as there were by then, that had not ended.
     """
 
-    def __init__(self, programs: SlotPrograms, params, keys, decoding: Decoding, *, slots: int, prompt_limit: int):
-        self._programs, self._params, self._keys, self._decoding = programs, params, keys, decoding
+    def __init__(self, programs: SlotPrograms, params, keys, decoding: Decoding | None, *, slots: int, prompt_limit: int):
+        self._programs, self._params, self.keys, self._decoding = programs, params, keys, decoding
         self._blocks = programs("decode_blocks", "all layers", params)
         shards = programs.shards
         # Every combination of these that occurs is compiled, all layers of it.
@@ -323,14 +342,28 @@ class SlotSampler:
                 self._prefill(width, count, [prompts[:count] for prompts in waiting])
                 waiting = [prompts[count:] for prompts in waiting]
 
-    def step(self) -> list[SlotResponse]:
-        """Decodes up to MAX_STEPS tokens; the responses that have ended."""
-        self._state, out = self._programs("decode", self._shape(), self._params, self._blocks, self._state, self._decoding)
+    def so_far(self, episode: int) -> tuple[list[int], list[float]]:
+        """Of a response that has not ended: the tokens sampled before the last `step` ended, and their log-probabilities."""
+        return self._sampled[episode]
+
+    def cancel(self, episode: int) -> None:
+        """Ends a response that nobody waits for any more; its slot is free."""
+        del self._sampled[episode]
+        for requests in self._requests:
+            requests[:] = [None if request and request.episode == episode else request for request in requests]
+
+    def step(self, most: int = MAX_STEPS) -> list[SlotResponse]:
+        """Decodes up to `most` tokens, MAX_STEPS or fewer; the responses that have ended."""
+        slots = [request for requests in self._requests for request in requests]
+        self._state, out = self._programs(
+            "decode", self._shape(), self._params, self._blocks, self._state, np.array([slot is None for slot in slots]),
+            self._limits(slots), np.int32(most), self._decodings(slots),
+        )  # fmt: skip
         first, out = jax.device_get((self._first, out))
         self._first = []
         for episodes, tokens, logp in first:
             for i, episode in enumerate(episodes):
-                if episode >= 0:
+                if episode in self._sampled:  # else it was cancelled, or is padding
                     self._sampled[episode] = [int(tokens[i])], [float(logp[i])]
         self.steps += int(out.counts.max())
         self.busy += float(out.counts.sum()) / len(out.counts)
@@ -422,6 +455,7 @@ class SlotSampler:
         tokens, lengths = np.zeros((len(prompts), count, width), np.int32), np.ones((len(prompts), count), np.int32)
         source, slot, turn = np.zeros((3, len(prompts), m), np.int32)
         episode = np.full((len(prompts), m), -1, np.int32)
+        begun: list[list[SlotRequest | None]] = [[None] * m for _ in prompts]
         slot[:] = slots  # none
         for shard, some in enumerate(prompts):
             row = 0
@@ -430,12 +464,30 @@ class SlotSampler:
                 tokens[shard, i, : len(ids)], lengths[shard, i] = ids, len(ids)
                 for at, request in same:
                     source[shard, row], slot[shard, row] = i, at
-                    episode[shard, row], turn[shard, row] = request.episode, request.turn
+                    episode[shard, row], turn[shard, row], begun[shard][row] = request.episode, request.turn, request
                     row += 1
         flat = lambda a: a.reshape(-1, *a.shape[2:])  # noqa: E731
         shape = f"{tokens.size // width} prompts of {width} tokens, {episode.size} responses in {self._shape()}"
+        rows = [request for some in begun for request in some]
         self._state, *first = self._programs(
-            "prefill", shape, self._params, self._state, flat(tokens), flat(lengths), flat(source), flat(slot), self._keys,
-            flat(np.maximum(episode, 0)), flat(turn), self._decoding,
+            "prefill", shape, self._params, self._state, flat(tokens), flat(lengths), flat(source), flat(slot), self.keys,
+            flat(np.maximum(episode, 0)), flat(turn), self._limits(rows), self._decodings(rows),
         )  # fmt: skip
         self._first.append((flat(episode).tolist(), *first))
+
+    def _limits(self, requests: list[SlotRequest | None]) -> np.ndarray:
+        """i32[n], of each request's response."""
+        most = self._programs.max_new
+        return np.array([request.limit if request and request.limit else most for request in requests], np.int32)
+
+    def _decodings(self, requests: list[SlotRequest | None]) -> Decoding:
+        """The distribution for all requests, or arrays [n] of each one's."""
+        if self._decoding is not None:
+            return self._decoding
+        each = [request.decoding if request and request.decoding else Decoding() for request in requests]
+        return Decoding(
+            temperature=np.array([one.temperature for one in each], np.float32),
+            top_k=np.array([one.top_k for one in each], np.int32),
+            top_p=np.array([one.top_p for one in each], np.float32),
+            min_new=np.array([one.min_new for one in each], np.int32),
+        )

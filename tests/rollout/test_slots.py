@@ -168,3 +168,53 @@ def test_slots_are_taken_again_within_a_step(params):
     # A first token comes with the prompt; every other one is decoded once, in one of six slots.
     assert sum(lengths) - EPISODES == pytest.approx(6 * sampler.busy)
     assert sampler.steps < sum(lengths) / 6 + MAX_NEW + MIN_STEPS * EPISODES / 6
+
+
+@pytest.mark.parametrize("spec", ["data=1", pytest.param("data=2", marks=pytest.mark.slow)])
+def test_every_request_with_its_own_distribution_and_limit(params, spec):
+    _, sampler, mesh = make_sampler(params, spec, 9, None)
+    kinds = [Decoding(temperature=0.0), Decoding(temperature=0.7, top_p=0.8), Decoding(top_k=4, min_new=9), Decoding(1.3)]
+    limits = [None, 1, 2, 25, MAX_NEW]
+    requests = [
+        request._replace(decoding=kinds[i % len(kinds)], limit=limits[i % len(limits)])
+        for i, request in enumerate(random_requests(5, 140))
+    ]
+    responses = play(sampler, mesh, requests, np.random.default_rng(2))
+    assert responses.keys() == set(range(EPISODES))
+    for request in requests:
+        check(params, {request.episode: responses[request.episode]}, [request], request.decoding, request.limit or MAX_NEW)
+    lengths = [len(responses[request.episode].tokens) for request in requests if request.limit in (1, 2)]
+    assert lengths.count(1) >= len(requests) // 5 and 2 in lengths
+
+
+def test_a_cancelled_response_frees_its_slot_and_changes_no_other(params):
+    _, sampler, mesh = make_sampler(params, "data=1", 4, Decoding(min_new=30))
+    requests = random_requests(8, 140)[:6]
+    with jax.set_mesh(mesh):
+        sampler.add(requests[:4])
+        assert sampler.step(MIN_STEPS) == []
+        tokens, logp = sampler.so_far(2)
+        assert len(tokens) == len(logp) == 1 + MIN_STEPS
+        np.testing.assert_array_equal(tokens, alone(params, requests[2], Decoding(min_new=30))[0][: len(tokens)])
+        sampler.cancel(2)
+        assert (sampler.free, sampler.active) == (1, 3)
+        sampler.add(requests[4:5])  # into its slot
+        sampler.cancel(4)  # before anything is decoded
+        sampler.add(requests[5:])
+        responses = {}
+        while sampler.active:
+            responses |= {response.episode: response for response in sampler.step()}
+    kept = [request for request in requests if request.episode not in (2, 4)]
+    check(params, responses, kept, Decoding(min_new=30))
+
+
+def test_a_step_ends_once_nobody_waits(params):
+    _, sampler, mesh = make_sampler(params, "data=1", 4, Decoding(min_new=30))
+    with jax.set_mesh(mesh):
+        sampler.add(random_requests(8, 140)[:2])
+        sampler.cancel(0)
+        sampler.cancel(1)
+        assert sampler.step() == [] and sampler.steps == 0
+        sampler.add([SlotRequest(3, 0, [1, 2], limit=3)])
+        assert [len(response.tokens) for response in sampler.step()] == [3]
+        assert sampler.steps == 2  # the first token was sampled as the prompt was read
