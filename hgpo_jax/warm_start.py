@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from optax.contrib import MuonDimensionNumbers, muon
 from tqdm import tqdm
 
 from hgpo_jax.config import Config
@@ -197,7 +198,7 @@ def clone(job: Job) -> dict:
     count = int((decisions.response_lengths > 0).sum())
     passes = -(-settings.check_every * settings.batch_size // count)  # over few decisions, between two looks
     schedule = optax.warmup_cosine_decay_schedule(0.0, settings.lr, 100, max(settings.max_steps, 101), settings.lr / 10)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98))
+    optimizer = _optimizer(schedule, fresh=not config.policy.source)
     update = make_update(
         make_cloning_loss(job.adapted, config.learner.remat), optimizer, job.mesh, minibatch_size=settings.batch_size,
         microbatch_size=config.learner.microbatch_size, compute_dtype=config.policy.compute_dtype,
@@ -234,6 +235,25 @@ def clone(job: Job) -> dict:
         flush=True,
     )
     return job.merged_params(trained, reference)
+
+
+def _optimizer(schedule: optax.Schedule, *, fresh: bool) -> optax.GradientTransformation:
+    """AdamW behind a global-norm clip; the kernels of a fresh network take steps of Muon (Jordan et al., 2024) instead.
+
+    With these a small network needs about half as many decisions until it finds in its prompt what it says.
+    """
+    if not fresh:
+        return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98))
+
+    def matrices(params):
+        def axes(path, array):  # of a kernel [(layers,) in, out]
+            return MuonDimensionNumbers(array.ndim - 2, array.ndim - 1) if path[-1].key == "kernel" else None
+
+        return jax.tree.map_with_path(axes, params)
+
+    # 0.4 is about the root mean square of Adam's steps, so that one learning rate serves both.
+    steps = muon(schedule, consistent_rms=0.4, adam_b2=0.98, muon_weight_dimension_numbers=matrices)
+    return optax.chain(optax.clip_by_global_norm(1.0), steps)
 
 
 def _held_out_loss(job: Job, numbers: jax.Array, reference) -> Callable[[dict], float]:

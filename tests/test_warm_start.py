@@ -1,14 +1,21 @@
-"""The key of a cached warm start: it changes with everything that the warm start executes."""
+"""The warm start: the key under which it is cached changes with everything that it executes; its optimizer's steps."""
 
 import importlib.metadata
 import shutil
 from modulefinder import ModuleFinder
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from hgpo_jax import warm_start
 from hgpo_jax.config import load
+from hgpo_jax.policy import ModelConfig
+from hgpo_jax.policy.placement import shapes
 
 ROOT = Path(__file__).parents[1]
 
@@ -91,3 +98,40 @@ def test_fields_of_the_warm_start_change_the_key_and_others_do_not(monkeypatch):
         assert warm_start.cache_key(load(None, [change])) != key, change
     for change in ("method=gigpo", "learner.lr=1e-3", "iterations=3", "run_dir=x"):
         assert warm_start.cache_key(load(None, [change])) == key, change
+
+
+def test_kernels_of_a_fresh_network_take_orthogonal_steps_and_all_else_nadams():
+    config = ModelConfig(
+        vocab_size=12, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1
+    )
+    rng = np.random.default_rng(0)
+    random = lambda s: jnp.asarray(rng.normal(size=s.shape) * rng.exponential(size=s.shape), jnp.float32)  # noqa: E731
+    params, gradient = (jax.tree.map(random, shapes(config)) for _ in range(2))
+
+    def first_step(optimizer):
+        return optimizer.update(gradient, optimizer.init(params), params)[0]
+
+    clipped = optax.tree.scale(1 / optax.tree.norm(gradient), gradient)
+    steps = first_step(warm_start._optimizer(lambda _: 0.1, fresh=True))
+    adams = first_step(optax.chain(optax.clip_by_global_norm(1.0), optax.nadam(0.1, b2=0.98)))
+    kernels = 0
+    for (path, step), like_adam, g in zip(tree_leaves_with_path(steps), *map(jax.tree.leaves, (adams, clipped)), strict=True):
+        if "kernel" not in keystr(path):
+            np.testing.assert_allclose(step, like_adam, rtol=1e-3, atol=1e-6, err_msg=keystr(path))
+            continue
+        kernels += 1
+        for layer, its_gradient in zip(np.atleast_3d(step.T).T, np.atleast_3d(g.T).T, strict=True):
+            u, values, v = np.linalg.svd(np.asarray(its_gradient), full_matrices=False)
+            along = np.diag(u.T @ layer @ v.T) / (-0.1 * 0.4 * max(layer.shape) ** 0.5)  # 1 for an exactly orthogonal step
+            strong = values > 0.05 * values[0]  # weak directions take more than five Newton-Schulz steps
+            assert strong.sum() >= 10 or min(layer.shape) < 10
+            assert np.all((along[strong] > 0.6) & (along[strong] < 1.3)), (keystr(path), along)
+    assert kernels == 2 * 7  # of the last layer and of those before it
+
+
+def test_given_weights_and_adapters_are_cloned_with_adamw():
+    params = {"q_proj": {"kernel": jnp.ones((3, 3)), "lora_a": jnp.ones((3, 2))}}
+    gradient = jax.tree.map(lambda a: 0.01 * a, params)
+    ours, adamw = warm_start._optimizer(lambda _: 0.1, fresh=False), optax.adamw(0.1, b2=0.98)
+    steps = (optimizer.update(gradient, optimizer.init(params), params)[0] for optimizer in (ours, adamw))
+    jax.tree.map(np.testing.assert_array_equal, *steps)
