@@ -198,7 +198,7 @@ def clone(job: Job) -> dict:
     count = int((decisions.response_lengths > 0).sum())
     passes = -(-settings.check_every * settings.batch_size // count)  # over few decisions, between two looks
     schedule = optax.warmup_cosine_decay_schedule(0.0, settings.lr, 100, max(settings.max_steps, 101), settings.lr / 10)
-    optimizer = _optimizer(schedule, fresh=not config.policy.source)
+    optimizer = make_optimizer(settings.optimizer, schedule)
     update = make_update(
         make_cloning_loss(job.adapted, config.learner.remat), optimizer, job.mesh, minibatch_size=settings.batch_size,
         microbatch_size=config.learner.microbatch_size, compute_dtype=config.policy.compute_dtype,
@@ -237,12 +237,12 @@ def clone(job: Job) -> dict:
     return job.merged_params(trained, reference)
 
 
-def _optimizer(schedule: optax.Schedule, *, fresh: bool) -> optax.GradientTransformation:
-    """AdamW behind a global-norm clip; the kernels of a fresh network take steps of Muon (Jordan et al., 2024) instead.
+def make_optimizer(name: str, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """`cloning.optimizer` behind a global-norm clip.
 
-    With these a small network needs about half as many decisions until it finds in its prompt what it says.
+    Muon (Jordan et al., 2024) makes the steps of all kernels orthogonal; everything else takes Adam's, with Nesterov's momentum.
     """
-    if not fresh:
+    if name == "adamw":
         return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98))
 
     def matrices(params):

@@ -100,7 +100,7 @@ def test_fields_of_the_warm_start_change_the_key_and_others_do_not(monkeypatch):
         assert warm_start.cache_key(load(None, [change])) == key, change
 
 
-def test_kernels_of_a_fresh_network_take_orthogonal_steps_and_all_else_nadams():
+def test_muon_makes_the_steps_of_kernels_orthogonal_and_all_else_takes_nadams():
     config = ModelConfig(
         vocab_size=12, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1
     )
@@ -112,7 +112,7 @@ def test_kernels_of_a_fresh_network_take_orthogonal_steps_and_all_else_nadams():
         return optimizer.update(gradient, optimizer.init(params), params)[0]
 
     clipped = optax.tree.scale(1 / optax.tree.norm(gradient), gradient)
-    steps = first_step(warm_start._optimizer(lambda _: 0.1, fresh=True))
+    steps = first_step(warm_start.make_optimizer("muon", lambda _: 0.1))
     adams = first_step(optax.chain(optax.clip_by_global_norm(1.0), optax.nadam(0.1, b2=0.98)))
     kernels = 0
     for (path, step), like_adam, g in zip(tree_leaves_with_path(steps), *map(jax.tree.leaves, (adams, clipped)), strict=True):
@@ -128,10 +128,3 @@ def test_kernels_of_a_fresh_network_take_orthogonal_steps_and_all_else_nadams():
             assert np.all((along[strong] > 0.6) & (along[strong] < 1.3)), (keystr(path), along)
     assert kernels == 2 * 7  # of the last layer and of those before it
 
-
-def test_given_weights_and_adapters_are_cloned_with_adamw():
-    params = {"q_proj": {"kernel": jnp.ones((3, 3)), "lora_a": jnp.ones((3, 2))}}
-    gradient = jax.tree.map(lambda a: 0.01 * a, params)
-    ours, adamw = warm_start._optimizer(lambda _: 0.1, fresh=False), optax.adamw(0.1, b2=0.98)
-    steps = (optimizer.update(gradient, optimizer.init(params), params)[0] for optimizer in (ours, adamw))
-    jax.tree.map(np.testing.assert_array_equal, *steps)

@@ -268,6 +268,7 @@ class CloningConfig(Section):
         0.3, "share of random admissible actions in the generated play; the expert's choice stays the label"
     )
     lr: float = field(2e-3, "peak learning rate; rises over 100 steps, then falls to a tenth along a cosine", gt=0)
+    optimizer: Literal["adamw", "muon"] = field("adamw", "muon: Muon's steps for the layers' kernels, as long as Adam's")
     thought: str = field(
         "", "what cloned answers say between <think> and </think>, where a template has them; $goal and $command are filled in"
     )
