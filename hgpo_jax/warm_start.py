@@ -240,14 +240,16 @@ def clone(job: Job) -> dict:
 def make_optimizer(name: str, schedule: optax.Schedule) -> optax.GradientTransformation:
     """`cloning.optimizer` behind a global-norm clip.
 
-    Muon (Jordan et al., 2024) makes the steps of all kernels orthogonal; everything else takes Adam's, with Nesterov's momentum.
+    Muon (Jordan et al., 2024) makes the steps of the layers' kernels orthogonal; everything else takes Adam's with Nesterov's
+    momentum.
     """
     if name == "adamw":
         return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98))
 
     def matrices(params):
-        def axes(path, array):  # of a kernel [(layers,) in, out]
-            return MuonDimensionNumbers(array.ndim - 2, array.ndim - 1) if path[-1].key == "kernel" else None
+        def axes(path, array):  # a kernel is [(layers,) in, out]
+            in_layer = path[-1].key == "kernel" and path[0].key != "lm_head"
+            return MuonDimensionNumbers(array.ndim - 2, array.ndim - 1) if in_layer else None
 
         return jax.tree.map_with_path(axes, params)
 
