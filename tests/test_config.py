@@ -6,7 +6,7 @@ import yaml
 from hgpo_jax import config as configuration
 from hgpo_jax import names
 from hgpo_jax.advantages.checks import check_option
-from hgpo_jax.config import CONFIGS, load
+from hgpo_jax.config import CONFIGS, check_together, load
 from hgpo_jax.config.tree import AdvantageConfig
 from hgpo_jax.environments import ENVIRONMENTS
 from hgpo_jax.errors import ConfigError
@@ -121,6 +121,14 @@ def test_broken_files(tmp_path, content, fragment):
         load(str(file))
     assert fragment in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_muon_is_refused_where_only_adapters_train():
+    fields = ["policy=somewhere", "cloning.optimizer=muon"]
+    with pytest.raises(ConfigError, match=r"^cloning.optimizer=muon: is for whole kernels, and lora.rank=2 trains adapters"):
+        check_together(load(None, [*fields, "lora.rank=2"]))
+    check_together(load(None, fields))
+    check_together(load(None, [*fields, "lora.rank=2", "warm_start=none"]))
 
 
 def test_a_missing_file_suggests_a_known_one():

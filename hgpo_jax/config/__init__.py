@@ -6,6 +6,7 @@ that `python -m hgpo_jax.train` needs no file. `load` refuses what it does not k
 
 from hgpo_jax.config.describe import COMMON, completions, describe
 from hgpo_jax.config.reading import CONFIGS, dump, given, load, named_files, parse_value, read_yaml, resolve, shown
+from hgpo_jax.config.together import check_together
 from hgpo_jax.config.tree import (
     OPEN,
     AdvantageConfig,
@@ -22,7 +23,6 @@ from hgpo_jax.config.tree import (
     Positive,
     RolloutConfig,
     Section,
-    check_together,
     fields,
 )
 
