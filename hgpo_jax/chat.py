@@ -20,11 +20,11 @@ import numpy as np
 from flax import nnx
 
 from hgpo_jax import cli
-from hgpo_jax.errors import ConfigError, one_line, printable
+from hgpo_jax.errors import ConfigError, printable
 from hgpo_jax.export import policy_folder
 from hgpo_jax.files import CACHE_DIR
 from hgpo_jax.policy import Policy, huggingface, load_policy
-from hgpo_jax.rollout.chat_format import check_chat_tokenizer
+from hgpo_jax.rollout.chat_format import TokenText, check_chat_tokenizer, conversation_ids
 from hgpo_jax.run import remote
 from hgpo_jax.sampling import Decoding, make_decode_blocks, sample_token
 
@@ -52,6 +52,7 @@ class Chat:
         if self._limit < 1:
             raise ValueError(f"--max-tokens {max_new}: the model reads {policy.config.max_position_embeddings} in all")
         self._policy, self._decoding, self._max_new = policy, decoding, max_new
+        self._text = TokenText(policy.tokenizer)
         self._key, self._system = jax.random.key(seed), [{"role": "system", "content": system}] if system else []
         self._blocks = make_decode_blocks(policy.graphdef)(policy.params)
         self.reset()
@@ -75,12 +76,7 @@ class Chat:
         return ids
 
     def _encode(self, messages: list[dict[str, str]]) -> list[int]:
-        tokenizer = self._policy.tokenizer
-        try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # whatever a template does, for example with a system message
-            raise ValueError(one_line(f"tokenizer: its chat template fails: {error}")) from None
-        return tokenizer(text, add_special_tokens=False).input_ids
+        return conversation_ids(self._policy.tokenizer, self._text, messages)
 
     def answer(self, question: str) -> Iterator[str]:
         """The answer in pieces, as they are sampled; what was sampled before the caller stops belongs to the conversation.

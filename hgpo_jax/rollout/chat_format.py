@@ -115,6 +115,45 @@ def load_template(name: str) -> Template:
     return Template.load(file)
 
 
+class TokenText:
+    """What environments, models and people write, as token ids and back.
+
+    tokenizer: a transformers tokenizer whose special and added tokens are not words of the text (not a word-level one).
+    """
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+        # A marker becomes harmless when it is encoded in two pieces; of overlapping ones each is cut.
+        added = tokenizer.get_added_vocab()
+        markers = sorted(added, key=len, reverse=True)
+        self._cuts = re.compile(f"(?=(?:{'|'.join(map(re.escape, markers))}))") if markers else None
+        self._added = frozenset(added.values())
+        # Some reasoning models' tags are special tokens; they belong to the text nevertheless.
+        special = ((index, token) for index, token in tokenizer.added_tokens_decoder.items() if token.special)
+        self._hidden = frozenset(index for index, token in special if token.content not in _TAGS)
+
+    def encode(self, texts: Iterable[str]) -> list[list[int]]:
+        """Token ids of texts as data: no special or added token comes out, whatever is in them."""
+        pieces, owner = [], []
+        texts = list(map(sanitized, texts))
+        for index, text in enumerate(texts):
+            cuts = [match.start() + 1 for match in self._cuts.finditer(text)] if self._cuts else []
+            for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+                pieces.append(text[begin:end])
+                owner.append(index)
+        ids: list[list[int]] = [[] for _ in texts]
+        if pieces:
+            for index, part in zip(owner, self._tokenizer(pieces, add_special_tokens=False).input_ids, strict=True):
+                # A normalizer may make a marker out of other characters, and a marker of one character has no pieces.
+                ids[index] += part if self._added.isdisjoint(part) else [i for i in part if i not in self._added]
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of a response, without special tokens other than the tags."""
+        shown = [index for index in ids if index not in self._hidden]
+        return self._tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
 class ChatFormat:
     """Prompts in a tokenizer's chat template, and actions out of its responses.
 
@@ -139,6 +178,7 @@ class ChatFormat:
         self.template = load_template(template)
         self.prompt_limit, self._fallback = prompt_limit, fallback
         check_chat_tokenizer(tokenizer)
+        self.text = TokenText(tokenizer)
         self._tokenizer, self._head, self._tail = tokenizer, *_frame(tokenizer)
         vocabulary = tokenizer.get_vocab()
         if unknown := [token for token in stop if token not in vocabulary]:
@@ -148,61 +188,36 @@ class ChatFormat:
         if self._message_limit < 1:
             frame = prompt_limit - self._message_limit
             raise ValueError(f"prompt_limit={prompt_limit}: the chat template alone takes {frame} tokens")
-        # A marker becomes harmless when it is encoded in two pieces; of overlapping ones each is cut.
-        added = tokenizer.get_added_vocab()
-        markers = sorted(added, key=len, reverse=True)
-        self._cuts = re.compile(f"(?=(?:{'|'.join(map(re.escape, markers))}))") if markers else None
-        self._added = frozenset(added.values())
-        # Some reasoning models' tags are special tokens; they belong to the text nevertheless.
-        special = ((index, token) for index, token in tokenizer.added_tokens_decoder.items() if token.special)
-        self._hidden = frozenset(index for index, token in special if token.content not in _TAGS)
 
     def build(self, inputs: Sequence[PromptInput]) -> list[Prompt]:
         """The prompt of each input."""
         prompts, max_characters = [], self._message_limit * MAX_CHARACTERS_PER_TOKEN
         texts = [self.template.render(prompt_input) for prompt_input in inputs]
-        for prompt_input, text, ids in zip(inputs, texts, self.encode(text[-max_characters:] for text in texts), strict=True):
+        encoded = self.text.encode(text[-max_characters:] for text in texts)
+        for prompt_input, text, ids in zip(inputs, texts, encoded, strict=True):
             dropped = 0
             while (len(ids) > self._message_limit or len(text) > max_characters) and dropped < len(prompt_input.history):
                 dropped += 1
                 text = self.template.render(prompt_input._replace(history=prompt_input.history[dropped:]))
-                ids = self.encode([text[-max_characters:]])[0]
+                ids = self.text.encode([text[-max_characters:]])[0]
             cut = max(0, len(ids) - self._message_limit)
             prompts.append(Prompt(self._head + ids[cut:] + self._tail, dropped, cut + (len(text) > max_characters)))
         return prompts
 
-    def encode(self, texts: Iterable[str]) -> list[list[int]]:
-        """Token ids of texts as data: no special or added token comes out, whatever is in them."""
-        pieces, owner = [], []
-        texts = list(map(sanitized, texts))
-        for index, text in enumerate(texts):
-            cuts = [match.start() + 1 for match in self._cuts.finditer(text)] if self._cuts else []
-            for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
-                pieces.append(text[begin:end])
-                owner.append(index)
-        ids: list[list[int]] = [[] for _ in texts]
-        if pieces:
-            for index, part in zip(owner, self._tokenizer(pieces, add_special_tokens=False).input_ids, strict=True):
-                # A normalizer may make a marker out of other characters, and a marker of one character has no pieces.
-                ids[index] += part if self._added.isdisjoint(part) else [i for i in part if i not in self._added]
-        return ids
-
     def answers(self, commands: Sequence[str], thoughts: Sequence[str]) -> list[list[int]]:
         """Well-formed responses, as `parse` reads them, that give these commands; ended, with these texts as reasoning."""
         if self.template.bare:
-            parts = [[ids] for ids in self.encode(commands)]
+            parts = [[ids] for ids in self.text.encode(commands)]
         else:
             tags = "<think>", "</think><action>", "</action>"
             think, action, end = (self._tokenizer(tag, add_special_tokens=False).input_ids for tag in tags)
-            pairs = zip(self.encode(thoughts), self.encode(commands), strict=True)
+            pairs = zip(self.text.encode(thoughts), self.text.encode(commands), strict=True)
             parts = [[think, thought, action, command, end] for thought, command in pairs]
         return [[*(i for part in answer for i in part), self.end_tokens[0]] for answer in parts]
 
     def parse(self, ids: Sequence[int]) -> ParsedResponse:
         """A response's text without special tokens other than the tags, and what `Template.parse` finds in it."""
-        shown = [index for index in ids if index not in self._hidden]
-        text = self._tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return self.template.parse(text, self._fallback)
+        return self.template.parse(self.text.decode(ids), self._fallback)
 
 
 def sanitized(text: str) -> str:
@@ -231,6 +246,27 @@ def check_chat_tokenizer(tokenizer) -> None:
         raise ValueError("tokenizer: has no chat template; take an instruction-tuned model's tokenizer")
     if tokenizer.eos_token_id is None:
         raise ValueError("tokenizer: has no eos_token, which ends a response; set it in tokenizer_config.json")
+
+
+def conversation_ids(tokenizer, text: TokenText, messages: Sequence[dict[str, str]]) -> list[int]:
+    """Token ids of a conversation in the chat template, which asks for the assistant's next message.
+
+    messages: each with `role` and `content`. What they say is data, as in `ChatFormat`. Raises ValueError where the template
+    refuses them.
+    """
+    marks = [f"5f1c-message-{number}-7d2e" for number in range(len(messages))]
+    marked = [message | {"content": mark} for message, mark in zip(messages, marks, strict=True)]
+    try:
+        shown = tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # whatever a template does, for example with a system message
+        raise ValueError(one_line(f"tokenizer: its chat template fails: {error}")) from None
+    pieces = re.split(r"5f1c-message-(\d+)-7d2e", shown)
+    contents = text.encode(message["content"] for message in messages)
+    frame = [tokenizer(piece, add_special_tokens=False).input_ids if piece else [] for piece in pieces[::2]]
+    ids = frame[0]
+    for number, after in zip(pieces[1::2], frame[1:], strict=True):
+        ids = [*ids, *contents[int(number)], *after]
+    return ids
 
 
 def _frame(tokenizer) -> tuple[list[int], list[int]]:

@@ -98,7 +98,7 @@ texts = st.lists(st.one_of(st.sampled_from(MARKERS), st.text(st.characters(exclu
 def test_no_text_makes_a_marker_or_breaks_the_frame(tokenizer, one, two):
     format, plain = chat(tokenizer), LOADERS[tokenizer]()
     added = set(plain.get_added_vocab().values())
-    data = format.encode([one, two])
+    data = format.text.encode([one, two])
     assert not added & {*data[0], *data[1]}
     if tokenizer == "bytes":  # every byte comes back, but for what is no text
         for text, ids in zip((one, two), data, strict=True):
@@ -117,7 +117,7 @@ FOLDING = ["<|turn|>", "＜｜turn｜＞", "<|TURN|>", "<|tur", "n|>", "＜|im_e
 def test_a_marker_that_a_normalizer_makes_is_none(text):
     plain = folding_tokenizer()
     format, added = ChatFormat(plain, "alfworld"), set(plain.get_added_vocab().values())
-    assert not added & {*format.encode([text])[0]}
+    assert not added & {*format.text.encode([text])[0]}
     ids, empty = (format.build([view])[0].ids for view in (VIEW._replace(observation=text), VIEW))
     assert [i for i in ids if i in added] == [i for i in empty if i in added]
 
@@ -149,7 +149,7 @@ def test_a_megabyte_is_cut_within_seconds(tokenizer, kind):
 def test_ordinary_data_is_encoded_as_the_tokenizer_does():
     plain = LOADERS["qwen2.5"]()
     for text in ("You arrive at loc 3. On the desk 1, you see a pen 2, and a mug 1.", "B0-7 [SEP] $19.99 · naïve 日本 🎉"):
-        assert chat("qwen2.5").encode([text])[0] == plain.encode(text, add_special_tokens=False)
+        assert chat("qwen2.5").text.encode([text])[0] == plain.encode(text, add_special_tokens=False)
 
 
 @both

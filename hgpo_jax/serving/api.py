@@ -1,0 +1,317 @@
+"""The web application: OpenAI's chat and text completions over an `Engine`.
+
+    POST /v1/chat/completions, POST /v1/completions    whole or streamed
+    GET /v1/models, /health, /metrics
+
+Errors have OpenAI's form. A request that finds no room is answered 429 with Retry-After; one whose client leaves gives its
+slots back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from hgpo_jax.sampling import Decoding
+from hgpo_jax.serving.answers import ChatForm, Choice, Form, Piece, TextForm, usage
+from hgpo_jax.serving.engine import Busy, Engine, Generation, Progress
+from hgpo_jax.serving.metrics import ServerMetrics
+from hgpo_jax.serving.requests import ApiError, ChatRequest, Sampling, TextRequest, parse
+from hgpo_jax.serving.text import ServedText, TextStream
+
+GRACE = 30.0  # seconds that a body may take to arrive, and the rest of an answer to be read
+LEFT = 499  # the status, for the metrics alone, where the client did not wait
+
+
+class Exchange:
+    """A request's responses as they come; use as a context, so that what nobody waits for is cancelled.
+
+    seconds: until the last token, after which it is given up. Raises ApiError where there is no room.
+    """
+
+    def __init__(
+        self, engine: Engine, texts: ServedText, asked: Sampling, ids: list[int], limit: int, *, end: int, seconds: float
+    ):
+        self._engine, self._end, self._seconds = engine, end, seconds
+        self.choices = [Choice(TextStream(texts.decode, asked.stops)) for _ in range(asked.n)]
+        self._news: asyncio.Queue[tuple[int, Progress]] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def tell(index: int):
+            def told(progress: Progress) -> None:
+                with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
+                    loop.call_soon_threadsafe(self._news.put_nowait, (index, progress))
+
+            return told
+
+        decoding = Decoding(temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k)
+        seed = secrets.randbits(32) if asked.seed is None else asked.seed % 2**32
+        self._generations = [Generation(ids, limit, decoding, seed, i, tell(i)) for i in range(asked.n)]
+
+    def __enter__(self) -> Exchange:
+        try:
+            self._engine.submit(self._generations)
+        except Busy:
+            raise ApiError(
+                429, "every slot is taken and as many requests wait as may; try again", "rate_limit_error",
+                code="rate_limit_exceeded", headers={"Retry-After": "1"},
+            ) from None  # fmt: skip
+        except RuntimeError as error:
+            raise ApiError(503, str(error), "server_error") from None
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._cancel(range(len(self.choices)))
+
+    def _cancel(self, indices: Iterable[int]) -> None:
+        left = [self._generations[i] for i in indices if self.choices[i].finish_reason is None]
+        if left:
+            self._engine.cancel(left)
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Until all choices have ended. Raises ApiError."""
+        until = time.monotonic() + self._seconds
+        while any(choice.finish_reason is None for choice in self.choices):
+            try:
+                index, progress = await asyncio.wait_for(self._news.get(), until - time.monotonic())
+            except TimeoutError:
+                raise ApiError(504, f"not done within {self._seconds:g} seconds", "server_error", code="timeout") from None
+            choice = self.choices[index]
+            if progress.error:
+                raise ApiError(503, progress.error, "server_error")
+            if choice.finish_reason is not None:
+                continue  # told before the engine heard of the stop string
+            text, count = choice.stream.push(progress.tokens, last=progress.ended)
+            tokens, logp = progress.tokens[:count], progress.logp[:count]
+            if choice.stream.stopped and not progress.ended:
+                self._cancel([index])
+            if choice.stream.stopped or progress.ended:
+                stopped = choice.stream.stopped or (tokens and tokens[-1] == self._end)
+                choice.finish_reason = "stop" if stopped else "length"
+            choice.text += text
+            choice.tokens += tokens
+            choice.logp += logp
+            yield Piece(index, text, tokens, logp, choice.finish_reason)
+
+
+class Api:
+    """The application of one served policy.
+
+    Args:
+      model: the name that clients give.
+      tokenizer: the policy's.
+      key: clients must send it; none if empty.
+      body_limit: bytes of a request.
+      time_limit: seconds until a request's last token, after which it is given up.
+    """
+
+    def __init__(self, engine: Engine, tokenizer, model: str, *, key: str, body_limit: int, time_limit: float):
+        self._engine, self._model, self._key = engine, model, key.encode()
+        self._body_limit, self._time_limit = body_limit, time_limit
+        self._texts, self._end, self._began = ServedText(tokenizer), tokenizer.eos_token_id, int(time.time())
+        self._metrics = ServerMetrics(engine)
+        routes = {
+            "/health": ("GET", self._health),
+            "/metrics": ("GET", self._show_metrics),
+            "/v1/models": ("GET", self._models),
+            "/v1/chat/completions": ("POST", self._chat),
+            "/v1/completions": ("POST", self._text),
+        }
+        self._paths = frozenset(routes)
+        self.app = Starlette(
+            routes=[Route(path, endpoint, methods=[method]) for path, (method, endpoint) in routes.items()],
+            exception_handlers={kind: _refused for kind in (ApiError, HTTPException, Exception)},
+        )
+
+    async def __call__(self, scope, receive, send) -> None:
+        """The ASGI application: checks the key, counts answers."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        path = scope["path"] if scope["path"] in self._paths else "other"
+
+        async def counted(message):
+            if message["type"] == "http.response.start":
+                self._metrics.requests.labels(path, message["status"]).inc()
+            await send(message)
+
+        given = dict(scope["headers"]).get(b"authorization", b"").removeprefix(b"Bearer ")
+        if self._key and path != "/health" and not hmac.compare_digest(given, self._key):
+            error = ApiError(401, "the API key is missing or wrong", "authentication_error", code="invalid_api_key")
+            await _refusal(error)(scope, receive, counted)
+            return
+        await self.app(scope, receive, counted)
+
+    async def _health(self, request: Request) -> Response:
+        if self._engine.failure:
+            return JSONResponse({"status": self._engine.failure}, 503)
+        return JSONResponse({"status": "ok", "active": self._engine.active, "waiting": self._engine.waiting})
+
+    async def _show_metrics(self, request: Request) -> Response:
+        return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    async def _models(self, request: Request) -> Response:
+        model = {"id": self._model, "object": "model", "created": self._began, "owned_by": "hgpo_jax"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _body(self, request: Request) -> bytes:
+        body = b""
+        try:
+            async with asyncio.timeout(GRACE):
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > self._body_limit:
+                        raise ApiError(413, f"the body has more than {self._body_limit:,} bytes", code="body_too_large")
+        except TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {GRACE:g} seconds") from None
+        except ClientDisconnect:
+            raise ApiError(LEFT, "the client has left") from None
+        return body
+
+    async def _chat(self, request: Request) -> Response:
+        asked = parse(ChatRequest, await self._body(request))
+        try:
+            ids = await asyncio.to_thread(self._texts.conversation, [message.plain() for message in asked.messages])
+        except ValueError as error:
+            raise ApiError(400, str(error), param="messages") from None
+        return await self._answer(request, asked, ids, ChatForm(asked, self._texts))
+
+    async def _text(self, request: Request) -> Response:
+        asked = parse(TextRequest, await self._body(request))
+        if isinstance(asked.prompt, str):
+            ids = await asyncio.to_thread(self._texts.prompt, asked.prompt)
+        else:
+            ids = asked.prompt
+            if max(ids) >= self._engine.vocabulary:
+                raise ApiError(400, f"prompt: {max(ids)} is no token id of this model", param="prompt")
+        return await self._answer(request, asked, ids, TextForm(asked, self._texts))
+
+    async def _answer(self, request: Request, asked: Sampling, ids: list[int], form: Form) -> Response:
+        if asked.model != self._model:
+            raise ApiError(404, f"model: {asked.model!r} is not served here, {self._model!r} is", code="model_not_found")
+        if not ids:
+            raise ApiError(400, "the prompt is empty")
+        if len(ids) > self._engine.prompt_limit:
+            raise ApiError(
+                400, f"the prompt has {len(ids):,} tokens, this server reads {self._engine.prompt_limit:,}",
+                code="context_length_exceeded",
+            )  # fmt: skip
+        most = self._engine.response_limit
+        if asked.limit is not None and asked.limit > most:
+            raise ApiError(400, f"max_tokens: {asked.limit:,} is more than this server samples, {most:,}", param="max_tokens")
+        if asked.n > self._engine.slots:
+            raise ApiError(400, f"n: {asked.n} is more than this server's {self._engine.slots} slots", param="n")
+        exchange = Exchange(
+            self._engine, self._texts, asked, ids, asked.limit or most, end=self._end, seconds=self._time_limit
+        )  # fmt: skip
+        answer = {"id": f"{form.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": self._model}
+        if asked.stream:
+            exchange.__enter__()  # refused before the stream begins
+            return _Stream(self._events(exchange, answer, form, asked, ids), exchange, self._time_limit + GRACE)
+        with exchange:
+            if not await self._whole(request, self._observed(exchange, ids)):
+                return Response(status_code=LEFT)
+        return JSONResponse(answer | form.whole(exchange.choices, ids) | {"usage": usage(exchange.choices, ids)})
+
+    async def _observed(self, exchange: Exchange, ids: list[int]) -> AsyncIterator[Piece]:
+        """The exchange's pieces, for the metrics."""
+        began, first, done = time.perf_counter(), True, False
+        try:
+            async for piece in exchange.pieces():
+                if first:
+                    self._metrics.first_token.observe(time.perf_counter() - began)
+                first = False
+                yield piece
+            done = True
+            self._metrics.duration.observe(time.perf_counter() - began)
+            self._metrics.tokens.labels("prompt").inc(len(ids))
+            self._metrics.tokens.labels("sampled").inc(sum(len(choice.tokens) for choice in exchange.choices))
+        finally:
+            if not done:
+                self._metrics.cancelled.inc()
+
+    async def _whole(self, request: Request, pieces: AsyncIterator[Piece]) -> bool:
+        """Waits for all pieces, or until the client leaves; whether it stayed."""
+
+        async def wait() -> None:
+            async for _ in pieces:
+                pass
+
+        async def leaves() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+
+        waiting, leaving = asyncio.ensure_future(wait()), asyncio.ensure_future(leaves())
+        try:
+            await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if waiting.done():
+                waiting.result()
+            return waiting.done()
+        finally:
+            waiting.cancel()
+            leaving.cancel()
+
+    async def _events(
+        self, exchange: Exchange, answer: dict[str, Any], form: Form, asked: Sampling, ids: list[int]
+    ) -> AsyncIterator[str]:
+        """A streamed answer's events."""
+        try:
+            for opening in form.opening(ids):
+                yield _event(answer | opening)
+            async for piece in self._observed(exchange, ids):
+                yield _event(answer | form.piece(piece))
+            if asked.stream_options and asked.stream_options.include_usage:
+                yield _event(answer | form.closing() | {"usage": usage(exchange.choices, ids)})
+            yield "data: [DONE]\n\n"
+        except ApiError as error:  # too late for a status
+            yield _event(error.body)
+
+
+class _Stream(StreamingResponse):
+    """Server-sent events; however the answer ends, its exchange is left. A client that reads too slowly is left, too."""
+
+    def __init__(self, events: AsyncIterator[str], exchange: Exchange, seconds: float):
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._exchange, self._seconds = exchange, seconds
+
+    async def __call__(self, scope, receive, send) -> None:
+        with contextlib.suppress(TimeoutError), self._exchange_left():
+            async with asyncio.timeout(self._seconds):
+                await super().__call__(scope, receive, send)
+
+    @contextlib.contextmanager
+    def _exchange_left(self):
+        try:
+            yield
+        finally:
+            self._exchange.__exit__()
+
+
+def _refusal(error: ApiError) -> Response:
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    """What no handler catches: our own refusals, unknown paths and methods, and defects, which are also logged."""
+    if isinstance(error, ApiError):
+        return _refusal(error)
+    if isinstance(error, HTTPException):
+        return _refusal(ApiError(error.status_code, error.detail, headers=dict(error.headers or {}) or None))
+    return _refusal(ApiError(500, "the server has failed", "server_error"))
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"

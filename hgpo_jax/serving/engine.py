@@ -1,0 +1,185 @@
+"""Samples responses to prompts that come from other threads: one thread alone uses the devices, and drives a SlotSampler."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from hgpo_jax.errors import one_line
+from hgpo_jax.policy import Policy
+from hgpo_jax.rollout.slots import SlotPrograms, SlotRequest, SlotSampler
+from hgpo_jax.sampling import Decoding
+
+# Tokens that a step decodes: what is streamed comes in pieces of as many, and a new prompt waits for no more than these.
+STEPS = 8
+
+
+class Progress(NamedTuple):
+    """What has been sampled for a response since it was last told."""
+
+    tokens: list[int]
+    logp: list[float]
+    ended: bool
+    error: str = ""  # why nothing more will come, in a line
+
+
+@dataclasses.dataclass(eq=False)
+class Generation:
+    """A response that is wanted.
+
+    ids: token ids of the prompt, at least one and at most the engine's prompt_limit.
+    limit: tokens of the longest response, at least one and at most the engine's response_limit.
+    seed, number: the same two numbers with the same prompt, decoding and weights give the same response; the number tells
+      several responses to one prompt apart.
+    tell: is called in the engine's thread after every step that sampled something, the last time with `ended`.
+    """
+
+    ids: Sequence[int]
+    limit: int
+    decoding: Decoding
+    seed: int
+    number: int
+    tell: Callable[[Progress], None]
+    told: int = 0  # tokens
+
+
+class Busy(Exception):
+    """As many requests wait as may."""
+
+
+class Engine:
+    """Use as a context: the thread ends with it, and whatever waits is told so.
+
+    Args:
+      policy: its parameters are on the mesh's devices.
+      slots: responses at a time, rounded up to a multiple of the mesh's parts.
+      prompt_limit, response_limit: tokens.
+      waiting_limit: responses that wait for a slot, at most.
+
+    Attributes:
+      vocabulary: token ids are below it.
+      failure: why the thread has ended, in a line; "" while it runs.
+    """
+
+    def __init__(
+        self, policy: Policy, mesh: Mesh, *, slots: int, prompt_limit: int, response_limit: int, waiting_limit: int
+    ):
+        self.prompt_limit, self.response_limit, self._waiting_limit = prompt_limit, response_limit, waiting_limit
+        self.vocabulary = policy.config.vocab_size
+        self.failure = ""
+        self._mesh = mesh
+        programs = SlotPrograms(
+            policy.graphdef, mesh, max_new=response_limit, end_tokens=(policy.tokenizer.eos_token_id,)
+        )  # fmt: skip
+        self._keys = jax.jit(jax.vmap(jax.random.key))
+        with jax.set_mesh(mesh):
+            seats = -(-slots // programs.shards) * programs.shards
+            self._seeds = np.zeros(seats, np.uint32)
+            self._sampler = SlotSampler(
+                programs, policy.params, self._keys(jnp.asarray(self._seeds)), None, slots=slots, prompt_limit=prompt_limit
+            )
+        self._change = threading.Condition()  # guards what follows
+        self._waiting: deque[Generation] = deque()
+        self._cancelled: set[Generation] = set()
+        self._closing = False
+        self._seated: dict[int, Generation] = {}  # seat, the sampler's episode -> who has it; the engine's thread's own
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def __enter__(self) -> Engine:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        with self._change:
+            self._closing = True
+            self._change.notify()
+        self._thread.join()
+
+    @property
+    def waiting(self) -> int:
+        """Responses that wait for a slot."""
+        return len(self._waiting)
+
+    @property
+    def active(self) -> int:
+        """Responses that have a slot."""
+        return len(self._seated)
+
+    @property
+    def slots(self) -> int:
+        """Responses that can have one."""
+        return len(self._seeds)
+
+    def submit(self, generations: Sequence[Generation]) -> None:
+        """Queues all of them or none. Raises Busy, or RuntimeError if the engine has ended."""
+        with self._change:
+            if self.failure or self._closing:
+                raise RuntimeError(self.failure or "the server is shutting down")
+            free = self.slots - self.active
+            if len(self._waiting) + len(generations) > self._waiting_limit + free:
+                raise Busy
+            self._waiting.extend(generations)
+            self._change.notify()
+
+    def cancel(self, generations: Sequence[Generation]) -> None:
+        """Nothing more is sampled or told for these, soon; those that have ended are ignored."""
+        with self._change:
+            self._cancelled.update(generations)
+            self._change.notify()
+
+    def _run(self) -> None:
+        try:
+            with jax.set_mesh(self._mesh):  # of a thread
+                while self._admit():
+                    self._step()
+        except Exception as error:  # whatever it is, those that wait must hear of it
+            self.failure = one_line(f"the sampler has failed: {type(error).__name__}: {error}")
+        with self._change:
+            self._closing = True
+            left = [*self._seated.values(), *self._waiting]
+            self._seated.clear()
+            self._waiting.clear()
+        for generation in left:
+            generation.tell(Progress([], [], True, self.failure or "the server is shutting down"))
+
+    def _admit(self) -> bool:
+        """Waits until there is something to decode, and gives free slots to those that wait; False once the engine closes."""
+        with self._change:
+            self._change.wait_for(lambda: self._closing or self._waiting or self._seated)
+            if self._closing:
+                return False
+            cancelled, self._cancelled = self._cancelled, set()
+            self._waiting = deque(generation for generation in self._waiting if generation not in cancelled)
+            for seat in [seat for seat, generation in self._seated.items() if generation in cancelled]:
+                self._sampler.cancel(seat)
+                del self._seated[seat]
+            begun = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._sampler.free))]
+            seats = [seat for seat in range(self.slots) if seat not in self._seated]
+            new = dict(zip(seats, begun, strict=False))
+            self._seated |= new
+        if new:
+            for seat, generation in new.items():
+                self._seeds[seat] = generation.seed
+            self._sampler.keys = self._keys(jnp.asarray(self._seeds))
+            self._sampler.add([SlotRequest(seat, g.number, g.ids, g.limit, g.decoding) for seat, g in new.items()])
+        return True
+
+    def _step(self) -> None:
+        ended = {response.episode: response for response in self._sampler.step(STEPS)} if self._seated else {}
+        for seat, generation in list(self._seated.items()):
+            if seat in ended:
+                tokens, logp = ended[seat].tokens.tolist(), ended[seat].logp.tolist()
+                with self._change:
+                    del self._seated[seat]
+            else:
+                tokens, logp = self._sampler.so_far(seat)
+            told, generation.told = generation.told, len(tokens)
+            generation.tell(Progress(tokens[told:], logp[told:], seat in ended))

@@ -1,0 +1,99 @@
+"""Prompts and texts of a served policy, whether its tokenizer has a chat template or only the words of an environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from hgpo_jax.policy.tokenizer import ACT
+from hgpo_jax.rollout.chat_format import TokenText, conversation_ids, sanitized
+
+
+class ServedText:
+    """Token ids of what clients write, and the text of what was sampled.
+
+    A word-level tokenizer without a chat template is of an embedded policy: of a conversation it reads the last message, and
+    then the token that asks for an action.
+    """
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+        self.chats = bool(getattr(tokenizer, "chat_template", None))
+        self._text = TokenText(tokenizer) if self.chats else None
+        self._special = frozenset(tokenizer.all_special_ids)
+
+    def conversation(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """The prompt that asks for the assistant's next message. Raises ValueError where the chat template refuses."""
+        if self._text:
+            return conversation_ids(self._tokenizer, self._text, messages)
+        return [*self.prompt(messages[-1]["content"]), self._tokenizer.convert_tokens_to_ids(ACT)]
+
+    def prompt(self, text: str) -> list[int]:
+        """A text as it is: what spells a special token is text."""
+        if self._text:
+            return self._text.encode([text])[0]
+        ids = self._tokenizer(sanitized(text), add_special_tokens=False).input_ids
+        return [index for index in ids if index not in self._special]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """What was sampled, without special tokens."""
+        if self._text:
+            return self._text.decode(ids)
+        return self._tokenizer.decode([index for index in ids if index not in self._special])
+
+    def token(self, index: int) -> str:
+        """A single token, special or not, as its log-probability is told."""
+        return self._tokenizer.decode([index])
+
+
+class TextStream:
+    """The text of a response while it is sampled, up to the first of some strings that end it.
+
+    Attributes:
+      stopped: whether one of them has come; what was sampled since is not told.
+    """
+
+    BEHIND = 8  # tokens before the new ones that are decoded again: what a token says can depend on those before it
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str]):
+        self._decode, self._stop = decode, [text for text in stop if text]
+        self._ids: list[int] = []
+        self._begin = self._read = 0  # ids[begin:read] have been decoded and told but for what is held back
+        self._held = ""  # may be the beginning of a stop string
+        self.stopped = False
+
+    def push(self, ids: Sequence[int], *, last: bool) -> tuple[str, int]:
+        """What further tokens, perhaps none, add to the text, and how many of them there are until a stop string is complete.
+
+        last: no others follow, so that nothing is held back.
+        """
+        if not self._stop:
+            return self._push(ids, last), len(ids)
+        said = ""
+        for count, index in enumerate(ids, 1):
+            said += self._push([index], last and count == len(ids))
+            if self.stopped:
+                return said, count
+        return said + ("" if ids else self._push([], last)), len(ids)
+
+    def _push(self, ids: Sequence[int], last: bool) -> str:
+        self._ids += ids
+        before, text = self._decode(self._ids[self._begin : self._read]), self._decode(self._ids[self._begin :])
+        if last or not text.endswith("\ufffd"):  # else the rest of a character is still to come
+            self._held += text[len(before) :]
+            self._read = len(self._ids)
+            self._begin = max(self._begin, self._read - self.BEHIND)
+        found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
+        if found:
+            self.stopped = True
+            return self._held[: min(found)]
+        keep = 0 if last else self._beginning()
+        said, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return said
+
+    def _beginning(self) -> int:
+        """Characters at the end of what is held that may begin a stop string."""
+        longest = max(map(len, self._stop), default=1) - 1
+        for length in range(min(longest, len(self._held)), 0, -1):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
+                return length
+        return 0
