@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 import jax
@@ -17,7 +18,7 @@ from hgpo_jax.job import Job
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.sampling import Decoding
 
-SHOWN = 3  # episodes written out as transcripts
+SHOWN = 3  # episodes written out as transcripts; more where there are more task types, one of each
 
 
 def sampled_decoding(settings: EvaluationConfig) -> Decoding:
@@ -35,8 +36,8 @@ def play_held_out(
     params: what a rollout takes.
     seed: draws other tasks and other samples; then tasks are repeated where there are fewer than `evaluation.episodes`.
     in_order: the environment's tasks in their own order; a seed only draws the samples.
-    Returns: (Episodes of NumPy arrays, the environment's own scores f32[B] if it has any, the first transcripts, with a
-    seed all of them).
+    Returns: (Episodes of NumPy arrays, the environment's own scores f32[B] if it has any, transcripts: with a seed all of
+    them, else the first of each task type and, of few types, the next ones).
     """
     runner = job.runner
     wanted = job.config.evaluation.episodes
@@ -44,6 +45,7 @@ def play_held_out(
         wanted = min(wanted, runner.num_held_out_tasks)
     parts, scores = [], []
     shown: list[str] = []
+    by_type: dict[int, list[str]] = {}
     for first in range(0, wanted, job.batch):
         index = first + jnp.arange(job.batch, dtype=jnp.int32)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed or 0), index)
@@ -52,9 +54,14 @@ def play_held_out(
         # The largest arrays are not read again; those of a whole evaluation could fill the memory.
         parts.append(result.episodes.replace(prompts=None, logp=None))
         scores.append(result.report and result.report.scores)
-        if seed is not None or not shown:
-            count = min(wanted - first, job.batch if seed is not None else SHOWN)
-            shown += [runner.story(result, i).text() for i in range(count)]
+        for i in range(min(wanted - first, job.batch)):
+            if seed is not None:
+                shown.append(runner.story(result, i).text())
+            elif len(same := by_type.setdefault(int(result.episodes.task[i]), [])) < SHOWN:
+                same.append(runner.story(result, i).text())
+    if seed is None:
+        in_turn = [text for texts in zip_longest(*by_type.values()) for text in texts if text is not None]
+        shown = in_turn[: max(SHOWN, len(by_type))]
     episodes = jax.tree.map(lambda *arrays: np.concatenate(arrays)[:wanted], *parts)
     return episodes, None if scores[0] is None else np.concatenate(scores)[:wanted], shown
 
@@ -79,7 +86,7 @@ def summarize(episodes: Episodes, task_types: Sequence[str], scores: np.ndarray 
 
 
 def evaluate(job: Job, params, folder: Path) -> tuple[dict, list[str]]:
-    """Evaluates and writes folder/evaluation.json; returns its content and the first sampled transcripts."""
+    """Evaluates and writes folder/evaluation.json; returns its content and some sampled transcripts."""
     result, shown = play_both(job, params)
     if jax.process_index() == 0:
         write(folder / OWN, result)
@@ -87,7 +94,7 @@ def evaluate(job: Job, params, folder: Path) -> tuple[dict, list[str]]:
 
 
 def play_both(job: Job, params) -> tuple[dict, list[str]]:
-    """The sampled and the greedy evaluation: (their result, the first sampled transcripts)."""
+    """The sampled and the greedy evaluation: (their result, some sampled transcripts)."""
     settings, modes = job.config.evaluation, {}
     shown: list[str] = []
     sampled, params = sampled_decoding(settings), job.base_rollout_params(params)

@@ -2,9 +2,11 @@
 
 import json
 import statistics
+import types
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from hgpo_jax import config as configuration
@@ -83,6 +85,30 @@ def test_without_a_seed_tasks_are_played_once_and_a_few_are_shown(job):
     assert len(episodes.success) == 3
     assert len(shown) == evaluation.SHOWN
     assert jax.tree.leaves(episodes.prompts) == []
+
+
+class ManyTypes(Runner):
+    """Five types of tasks, the last of them once, in the second batch; a transcript names its task's place in the batch."""
+
+    def rollout(self, *args, **options):
+        result = super().rollout(*args, **options)
+        first = int(np.asarray(args[3])[0])
+        kinds = [4 if first + i == 7 else (first + i) % 4 // 2 for i in range(4)]
+        self.at = first
+        return result._replace(episodes=result.episodes.replace(task=np.array(kinds)))
+
+    def story(self, result, i):
+        at = self.at + i
+        return types.SimpleNamespace(text=lambda: f"episode {at}, type {int(result.episodes.task[i])}")
+
+
+def test_one_of_each_task_type_is_shown():
+    job = FakeJob(configuration.load(None, ["evaluation.episodes=10"]), ManyTypes(num_held_out_tasks=None))
+    _, _, shown = evaluation.play_held_out(job, None, Decoding())
+    assert shown == ["episode 0, type 0", "episode 2, type 1", "episode 7, type 4"]
+    job = FakeJob(configuration.load(None, ["evaluation.episodes=4"]), ManyTypes(num_held_out_tasks=None))
+    _, _, shown = evaluation.play_held_out(job, None, Decoding())
+    assert shown == ["episode 0, type 0", "episode 2, type 1", "episode 1, type 0"]
 
 
 def test_files_hold_everything(job, tmp_path):

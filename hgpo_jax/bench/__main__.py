@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from hgpo_jax import cli
-from hgpo_jax.bench import accelerator, advantages, environments, limits, plan, rollout, sample, training, update
+from hgpo_jax.bench import accelerator, advantages, environments, limits, plan, rollout, sample, serving, training, update
 from hgpo_jax.errors import ConfigError
 
 BENCHES = {
@@ -17,6 +17,7 @@ BENCHES = {
     "plan": (plan, "memory on each device, before anything is allocated; the real TPU compiler's count of it"),
     "rollout": (rollout, "text rollouts with long answers: continuous batching beside lockstep"),
     "sample": (sample, "the sampler with random weights of any shape, against bandwidth, matmul rate and transformers"),
+    "serve": (serving, "a served policy beside the same sampler called directly: tokens per second, time to the first token"),
     "train": (training, "one iteration of the main job by phase, against the machine's matmul rate"),
     "update": (update, "the update with random weights of any shape, against the matmul rate and transformers"),
 }
