@@ -1,0 +1,240 @@
+"""A served policy beside the same sampler called directly: tokens per second and the time to the first token.
+
+    python -m hgpo_jax.bench serve --policy smollm2 --clients 1,8,32 --against transformers
+
+Every client streams one answer after the other to a prompt of its own random tokens; all are one process beside the server's.
+Directly, as many requests are under way as there are clients, and steps are as long as the sampler likes. With random weights
+(--policy household) answers are as long as they may be. The peer is what one writes by hand: one request after the other
+goes through transformers' `generate`, answered when it is whole, so that the first token comes with the last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import multiprocessing
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from hgpo_jax.bench import policies
+from hgpo_jax.bench.limits import row
+from hgpo_jax.config import Config
+from hgpo_jax.envs.household import Household
+from hgpo_jax.errors import ConfigError
+from hgpo_jax.export import policy_folder
+from hgpo_jax.job import prepare_devices
+from hgpo_jax.mesh import make_mesh
+from hgpo_jax.policy import Policy, huggingface, initialize, load_policy
+from hgpo_jax.policy.tokenizer import word_tokenizer
+from hgpo_jax.rollout.slots import SlotPrograms, SlotRequest, SlotSampler
+from hgpo_jax.sampling import Decoding
+
+
+class Load(NamedTuple):
+    """What clients ask for: `rounds` answers each, of up to `response` tokens, to `prompt` random tokens below `vocabulary`."""
+
+    clients: int
+    rounds: int
+    prompt: int
+    response: int
+    vocabulary: int
+
+    def ids(self, client: int, round: int) -> list[int]:
+        """Token ids of a prompt."""
+        return np.random.default_rng((client, round)).integers(1, self.vocabulary, self.prompt).tolist()
+
+
+class Measured(NamedTuple):
+    """What became of a load: its tokens, seconds in all, and seconds of each request to its first token."""
+
+    tokens: int
+    seconds: float
+    first: list[float]
+
+
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--policy", default=policies.HOUSEHOLD, metavar="POLICY",
+        help="household: random weights of the embedded job's shape (default); or smollm2, a GGUF file, a folder",
+    )  # fmt: skip
+    p.add_argument("--clients", default="1,8,32", metavar="N,N", help="numbers of clients; default: 1,8,32")
+    for name, default, meaning in (
+        ("slots", 8, "responses sampled at a time"), ("rounds", 4, "answers to each client"),
+        ("prompt", 128, "tokens of a prompt"), ("response", 64, "tokens of an answer"),
+    ):  # fmt: skip
+        p.add_argument(f"--{name}", type=policies.positive, default=default, help=f"{meaning}; default {default}")
+    policies.add_against(p)
+
+
+def run(args: argparse.Namespace) -> list[dict]:
+    """Rows of name, value, unit and ratio: of the speed to the sampler's own, and to the peer's."""
+    try:
+        from hgpo_jax.serving.api import Api
+        from hgpo_jax.serving.engine import Engine
+    except ImportError as error:
+        raise ConfigError(f"bench serve: needs the package {error.name}; pip install 'hgpo_jax[serve,openai]'") from None
+    counts = [policies.positive(text) for text in args.clients.split(",")]
+    peer = policies.load_peer(args.against)
+    prepare_devices(Config())
+    mesh = make_mesh("data=1", jax.devices()[:1])
+    policy = _policy(args.policy, mesh)
+    loads = [Load(count, args.rounds, args.prompt, args.response, len(policy.tokenizer) - 3) for count in counts]
+    rows = []
+    engine = Engine(
+        policy, mesh, slots=args.slots, prompt_limit=args.prompt, response_limit=args.response, waiting_limit=max(counts)
+    )
+    clients = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+    direct = Direct(policy, mesh, args.slots, args.prompt, args.response)
+    with clients, engine:
+        api = Api(engine, policy.tokenizer, "served", key="", body_limit=2**24, time_limit=3600.0)
+        with served(api) as url:
+            for load in loads:
+                for measure in (direct, lambda load: clients.submit(ask, url, load).result()):
+                    measure(load._replace(rounds=1))  # compiles
+                alone, ours = direct(load), clients.submit(ask, url, load).result()
+                shape = f"{load.clients} clients, {args.slots} slots, {args.policy}"
+                speeds = [each.tokens / each.seconds for each in (ours, alone)]
+                rows += [
+                    row(f"served, {shape}", speeds[0], "tokens/s", None, speeds[0] / speeds[1]),
+                    row("the sampler called directly", speeds[1], "tokens/s"),
+                    row("first token, median", 1e3 * statistics.median(ours.first), "ms"),
+                    row("first token, slowest", 1e3 * max(ours.first), "ms"),
+                ]
+    if peer:
+        with served(_peer_app(peer, policy, args.response)) as url, ProcessPoolExecutor(
+            1, mp_context=multiprocessing.get_context("spawn")
+        ) as others:
+            for number, load in enumerate(loads):
+                others.submit(ask, url, load._replace(rounds=1), False).result()
+                theirs = others.submit(ask, url, load, False).result()
+                speed = theirs.tokens / theirs.seconds
+                at = 5 * number + 1
+                rows.insert(at, row("transformers' generate, served", speed, "tokens/s", None, rows[at - 1]["value"] / speed))
+    return rows
+
+
+def _policy(name: str, mesh) -> Policy:
+    if name == policies.HOUSEHOLD:
+        env = Household()
+        found = policies.workload(argparse.Namespace(policy=name, **dict.fromkeys(policies.SIZES)))
+        return Policy(found.model, initialize(found.model, 0, mesh), word_tokenizer(env.words))
+    try:
+        return load_policy(policy_folder(huggingface.find(Path(name).as_posix())), mesh)
+    except ValueError as error:
+        raise ConfigError(f"--policy: {error}") from None
+
+
+class Direct:
+    """`direct(load) -> Measured`: the sampler without a server. Compiled once."""
+
+    def __init__(self, policy: Policy, mesh, slots: int, prompt: int, response: int):
+        self._policy, self._mesh, self._slots, self._prompt = policy, mesh, slots, prompt
+        self._programs = SlotPrograms(
+            policy.graphdef, mesh, max_new=response, end_tokens=(policy.tokenizer.eos_token_id,)
+        )  # fmt: skip
+
+    def __call__(self, load: Load) -> Measured:
+        requests = [
+            SlotRequest(load.clients * round + client, 0, load.ids(client, round))
+            for round in range(load.rounds) for client in range(load.clients)
+        ]  # fmt: skip
+        keys = jax.random.split(jax.random.key(0), len(requests))
+        tokens = 0
+        with jax.set_mesh(self._mesh):
+            sampler = SlotSampler(
+                self._programs, self._policy.params, keys, Decoding(), slots=self._slots, prompt_limit=self._prompt
+            )
+            began = time.perf_counter()
+            while requests or sampler.active:
+                room = min(sampler.free, load.clients - sampler.active)
+                sampler.add(requests[:room])
+                requests = requests[room:]
+                tokens += sum(len(response.tokens) for response in sampler.step())
+        return Measured(tokens, time.perf_counter() - began, [])
+
+
+@contextlib.contextmanager
+def served(app: Any) -> Iterator[str]:
+    """Serves an ASGI application in a thread; gives its URL."""
+    import uvicorn
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def ask(url: str, load: Load, stream: bool = True) -> Measured:
+    """The clients' side, in a process of its own."""
+    import openai
+
+    async def all_clients() -> Measured:
+        first: list[float] = []
+        tokens = 0
+
+        async def client(number: int) -> None:
+            nonlocal tokens
+            async with openai.AsyncOpenAI(base_url=url, api_key="none", timeout=3600, max_retries=0) as api:
+                for round in range(load.rounds):
+                    asked: dict[str, Any] = {
+                        "model": "served", "prompt": load.ids(number, round), "max_tokens": load.response,
+                        "seed": load.clients * round + number,
+                    }  # fmt: skip
+                    began = time.perf_counter()
+                    if not stream:
+                        answer = await api.completions.create(**asked)
+                        first.append(time.perf_counter() - began)
+                        tokens += answer.usage.completion_tokens
+                        continue
+                    options = {"include_usage": True}
+                    seen = False
+                    async for chunk in await api.completions.create(**asked, stream=True, stream_options=options):
+                        if not seen:
+                            first.append(time.perf_counter() - began)
+                        seen = True
+                        tokens += chunk.usage.completion_tokens if chunk.usage else 0
+
+        began = time.perf_counter()
+        await asyncio.gather(*map(client, range(load.clients)))
+        return Measured(tokens, time.perf_counter() - began, first)
+
+    return asyncio.run(all_clients())
+
+
+def _peer_app(peer, policy: Policy, response: int) -> Any:
+    """A server that one writes by hand around `generate`."""
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route
+
+    model, lock = peer.make_model(policy.config, policy.params, "float32"), asyncio.Lock()
+
+    async def complete(request: Request) -> JSONResponse:
+        asked = await request.json()
+        sample: Callable[[], np.ndarray] = peer.sampler(model, np.array([asked["prompt"]]), response, 1.0)
+        async with lock:
+            tokens = (await asyncio.to_thread(sample))[0].tolist()
+        ended = tokens.index(policy.tokenizer.eos_token_id) + 1 if policy.tokenizer.eos_token_id in tokens else len(tokens)
+        text = policy.tokenizer.decode(tokens[:ended], skip_special_tokens=True)
+        usage = {"prompt_tokens": len(asked["prompt"]), "completion_tokens": ended, "total_tokens": 0}
+        choices = [{"index": 0, "text": text, "finish_reason": "length", "logprobs": None}]
+        answer = {"id": "0", "object": "text_completion", "created": 0, "model": "served"}
+        return JSONResponse(answer | {"choices": choices, "usage": usage})
+
+    return Starlette(routes=[Route("/v1/completions", complete, methods=["POST"])])

@@ -1,0 +1,95 @@
+"""`python -m hgpo_jax.serve`: starts, answers, ends; refuses what cannot be served."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+
+import jax
+import openai
+import pytest
+
+from hgpo_jax import cli, serve
+from hgpo_jax.mesh import make_mesh
+from hgpo_jax.policy import ModelConfig, Policy, initialize
+from hgpo_jax.policy.tokenizer import embedding_rows
+from tests.helpers.chat_tokenizers import byte_tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    tokenizer = byte_tokenizer()
+    model = ModelConfig(
+        vocab_size=embedding_rows(len(tokenizer)), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, initializer_range=0.3, max_position_embeddings=512,
+    )  # fmt: skip
+    policy = Policy(model, initialize(model, 3, make_mesh("data=1", jax.devices()[:1])), tokenizer)
+    policy.save(folder := tmp_path_factory.mktemp("serve") / "tiny")
+    Policy(model, policy.params, None).save(folder.parent / "mute")
+    return folder
+
+
+@contextlib.contextmanager
+def started(*arguments, **environment):
+    """The command in a process of its own: (it, its URL)."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hgpo_jax.serve", *map(str, arguments), "--port", "0"], text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | environment,
+    )  # fmt: skip
+    try:
+        line = process.stdout.readline()
+        found = re.fullmatch(r"(.*) is served at (http://\S+/v1); Ctrl-C ends it\n", line)
+        assert found, (line, process.stderr.read())
+        yield process, found[2]
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_server_from_start_to_end(folder, how):
+    with started(folder, "--response-limit", 40, "--slots", 2, HGPO_API_KEY="sesame") as (process, url):
+        client = openai.OpenAI(base_url=url, api_key="sesame", max_retries=0, timeout=60)
+        assert [model.id for model in client.models.list()] == ["tiny"]
+        answer = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "Hi"}], max_tokens=3)
+        assert answer.usage.completion_tokens <= 3
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="no").models.list()
+        assert json.load(urllib.request.urlopen(url.removesuffix("v1") + "health"))["status"] == "ok"
+        process.send_signal(how)
+        assert process.wait(timeout=30) in (0, -how, 128 + how)
+        assert "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        (["nowhere"], "nowhere: no such folder"),
+        (["FOLDER", "--host", "0.0.0.0"], "--host 0.0.0.0: anybody could use the policy; set HGPO_API_KEY"),
+        (["FOLDER", "--slots", "0"], "--slots: 0: must be above 0"),
+        (["FOLDER", "--response-limit", "512"], "--response-limit 512: the model reads 512 tokens in all"),
+        (["FOLDER", "--prompt-limit", "500"], "--prompt-limit 500: the model reads 472 tokens beside a response"),
+        (["FOLDER", "--port", "TAKEN"], "--port"),
+        (["FOLDER", "--port", "70000"], "--port 70000"),
+        (["FOLDER", "--mesh", "data=9"], "mesh"),
+        (["MUTE"], "has no tokenizer with an end token"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, fragment, folder, monkeypatch, capsys):
+    monkeypatch.delenv("HGPO_API_KEY", raising=False)
+    monkeypatch.setattr(type(jax.config), "update", lambda *_: None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        names = {"FOLDER": str(folder), "MUTE": str(folder.parent / "mute"), "TAKEN": str(taken.getsockname()[1])}
+        limit = [] if "--response-limit" in arguments else ["--response-limit", "40"]
+        monkeypatch.setattr(sys, "argv", ["serve", *(names.get(word, word) for word in arguments), *limit])
+        with pytest.raises(SystemExit) as ended:
+            cli.run(serve.main)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1
+    assert fragment in said
