@@ -1,0 +1,39 @@
+"""A policy plays the same episodes through the server as in a rollout of our own."""
+
+import jax
+import numpy as np
+import pytest
+
+from hgpo_jax import config as configuration
+from hgpo_jax import evaluation
+from hgpo_jax.bench.serving import served
+from hgpo_jax.job import build, prepare_devices
+from hgpo_jax.mesh import make_mesh
+from hgpo_jax.policy import Policy
+from hgpo_jax.sampling import Decoding
+from hgpo_jax.served import ServedPolicy
+from hgpo_jax.serving.api import Api
+from hgpo_jax.serving.engine import Engine
+
+
+@pytest.mark.slow
+def test_greedy_episodes_are_equal_to_the_letter():
+    fields = [
+        "env.name=household_text", "env.template=plain", "warm_start=none", "env.max_turns=5", "evaluation.episodes=6", "rollout.prompt_groups=2",
+        "rollout.group_size=3", "rollout.response_limit=12", "rollout.prompt_limit=900", "policy.initializer_range=0.3",
+    ]  # fmt: skip
+    config = configuration.load("text_small", fields)
+    job = build(config, prepare_devices(config))
+    params, greedy = job.policy.params, Decoding(temperature=0.0)
+    ours, _, told = evaluation.play_held_out(job, job.base_rollout_params(params), greedy, 0, in_order=True)
+    mesh = make_mesh("data=1", jax.devices()[:1])
+    policy = Policy(job.policy.config, jax.device_put(jax.device_get(params), mesh.devices.flat[0]), job.policy.tokenizer)
+    with Engine(policy, mesh, slots=4, prompt_limit=900, response_limit=12, waiting_limit=64) as engine:
+        api = Api(engine, policy.tokenizer, "small", key="", body_limit=2**20, time_limit=60.0)
+        with served(api) as url:
+            theirs, _, heard = ServedPolicy(f"openai:{url}#small", config).play(greedy, 0)
+    assert heard == told
+    actions = {line for text in told for line in text.splitlines() if line.startswith("    > ")}
+    assert len(actions) > 20  # of 30 answers, in which no character of a byte-level tokenizer is lost
+    np.testing.assert_array_equal(theirs.mask, ours.mask)
+    np.testing.assert_array_equal(theirs.invalid, ours.invalid)
