@@ -12,13 +12,12 @@ policy reads the last message. Fields that would change the answer, but that thi
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import os
-import queue
 import socket
 from pathlib import Path
 
 import jax
+from tqdm import tqdm
 
 from hgpo_jax import cli
 from hgpo_jax.errors import ConfigError, RunError
@@ -27,7 +26,6 @@ from hgpo_jax.files import CACHE_DIR
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import Policy, huggingface, load_policy
 from hgpo_jax.run import remote
-from hgpo_jax.sampling import Decoding
 
 KEY = "HGPO_API_KEY"
 CONNECTIONS = 1024  # at a time; further requests are answered 503
@@ -51,12 +49,12 @@ def main() -> None:
     try:
         import uvicorn
 
-        from hgpo_jax.serving.api import Api
+        from hgpo_jax.serving.api import Api, Connection, is_loopback
         from hgpo_jax.serving.engine import Engine
     except ImportError as error:
         raise ConfigError(f"serve: needs the package {error.name}; pip install 'hgpo_jax[serve]'") from None
     key = os.environ.get(KEY, "")
-    if not (key or _is_loopback(args.host)):
+    if not (key or is_loopback(args.host)):
         raise ConfigError(f"--host {args.host}: anybody could use the policy; set {KEY}, which clients must send")
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", str(Path(CACHE_DIR, "compiled")))
@@ -67,23 +65,33 @@ def main() -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     try:
-        listening = socket.create_server((args.host, args.port), backlog=CONNECTIONS)
+        family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+        listening = socket.create_server((args.host, args.port), family=family, backlog=CONNECTIONS)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"--host {args.host} --port {args.port}: {getattr(error, 'strerror', None) or error}") from None
     name = args.name or (Path(args.policy).resolve().name if Path(args.policy).exists() else args.policy)
     engine = Engine(
         policy, mesh, slots=args.slots, prompt_limit=prompt_limit, response_limit=args.response_limit,
-        waiting_limit=args.waiting,
+        waiting_limit=args.waiting, failed=lambda: setattr(server, "should_exit", True),
     )  # fmt: skip
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig, frame) -> None:
+            engine.close()  # whoever waits is told, before the connections are closed
+            super().handle_exit(sig, frame)
+
+    api = Api(engine, policy.tokenizer, name, key=key, body_limit=args.body_limit, time_limit=args.time_limit)
+    server = Server(uvicorn.Config(
+        api, http=Connection, log_level="warning", lifespan="off", limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=5
+    ))  # fmt: skip
     with listening, engine:
-        _warm_up(engine)
-        api = Api(engine, policy.tokenizer, name, key=key, body_limit=args.body_limit, time_limit=args.time_limit)
-        server = uvicorn.Server(uvicorn.Config(
-            api, log_level="warning", lifespan="off", limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=5
-        ))  # fmt: skip
+        for length, choices in tqdm(engine.shapes(), "compiling", leave=False, disable=None):
+            engine.warm_up(length, choices)
         host, port = listening.getsockname()[:2]
         print(f"{name} is served at http://{f'[{host}]' if ':' in host else host}:{port}/v1; Ctrl-C ends it", flush=True)
         server.run(sockets=[listening])
+    if engine.failure:
+        raise RunError("the sampler has failed; what it said is above")
 
 
 def _count(text: str) -> int:
@@ -92,14 +100,6 @@ def _count(text: str) -> int:
     if not 0 < number < 2**31:
         raise argparse.ArgumentTypeError(f"{text}: must be above 0")
     return number
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether only this machine's own programs reach it."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _prompt_limit(args: argparse.Namespace, policy: Policy) -> int:
@@ -114,18 +114,6 @@ def _prompt_limit(args: argparse.Namespace, policy: Policy) -> int:
     if args.prompt_limit and args.prompt_limit > most:
         raise ValueError(f"--prompt-limit {args.prompt_limit}: the model reads {most} tokens beside a response")
     return args.prompt_limit or min(2048, most)
-
-
-def _warm_up(engine) -> None:
-    """Compiles what a short request takes, before clients are told of the server. Raises RunError where it fails."""
-    from hgpo_jax.serving.engine import Generation, Progress
-
-    told: queue.Queue[Progress] = queue.Queue()
-    engine.submit([Generation([0], min(2, engine.response_limit), Decoding(), 0, 0, told.put)])
-    while not (progress := told.get()).ended:
-        pass
-    if progress.error:
-        raise RunError(progress.error)
 
 
 if __name__ == "__main__":

@@ -190,20 +190,22 @@ def ask(url: str, load: Load, stream: bool = True) -> Measured:
         async def client(number: int) -> None:
             nonlocal tokens
             async with openai.AsyncOpenAI(base_url=url, api_key="none", timeout=3600, max_retries=0) as api:
+                create: Any = api.completions.create
                 for round in range(load.rounds):
-                    asked: dict[str, Any] = {
+                    asked = {
                         "model": "served", "prompt": load.ids(number, round), "max_tokens": load.response,
                         "seed": load.clients * round + number,
                     }  # fmt: skip
                     began = time.perf_counter()
                     if not stream:
-                        answer = await api.completions.create(**asked)
+                        answer = await create(**asked)
                         first.append(time.perf_counter() - began)
                         tokens += answer.usage.completion_tokens
                         continue
                     options = {"include_usage": True}
                     seen = False
-                    async for chunk in await api.completions.create(**asked, stream=True, stream_options=options):
+                    chunks = await create(**asked, stream=True, stream_options=options)
+                    async for chunk in chunks:
                         if not seen:
                             first.append(time.perf_counter() - began)
                         seen = True

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hgpo_jax.errors import one_line
+from hgpo_jax.policy.tokenizer import PLAIN
 
 TEMPLATES = Path(__file__).parent / "templates"
 # A message with more characters per token of the limit than this is too long in any case, and is not tokenized to find out.
@@ -251,21 +252,24 @@ def check_chat_tokenizer(tokenizer) -> None:
 def conversation_ids(tokenizer, text: TokenText, messages: Sequence[dict[str, str]]) -> list[int]:
     """Token ids of a conversation in the chat template, which asks for the assistant's next message.
 
-    messages: each with `role` and `content`. What they say is data, as in `ChatFormat`. Raises ValueError where the template
-    refuses them.
+    messages: each with `role` and `content`. What they say is data, as in `ChatFormat`. A policy that is shown a message and
+    nothing else (`tokenizer.PLAIN`) is shown the last one. Raises ValueError where the template refuses or leaves out some.
     """
-    marks = [f"5f1c-message-{number}-7d2e" for number in range(len(messages))]
-    marked = [message | {"content": mark} for message, mark in zip(messages, marks, strict=True)]
+    messages = messages[-1:] if tokenizer.chat_template == PLAIN else messages
+    marked = [message | {"content": f"5f1c-message-{number}-7d2e"} for number, message in enumerate(messages)]
     try:
         shown = tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # whatever a template does, for example with a system message
         raise ValueError(one_line(f"tokenizer: its chat template fails: {error}")) from None
     pieces = re.split(r"5f1c-message-(\d+)-7d2e", shown)
+    if lost := sorted(set(range(len(messages))) - set(map(int, pieces[1::2]))):
+        raise ValueError(f"tokenizer: its chat template does not show message {lost[0] + 1} of {len(messages)}")
+    frame = {piece: tokenizer(piece, add_special_tokens=False).input_ids for piece in set(pieces[::2])}
     contents = text.encode(message["content"] for message in messages)
-    frame = [tokenizer(piece, add_special_tokens=False).input_ids if piece else [] for piece in pieces[::2]]
-    ids = frame[0]
-    for number, after in zip(pieces[1::2], frame[1:], strict=True):
-        ids = [*ids, *contents[int(number)], *after]
+    ids: list[int] = list(frame[pieces[0]])
+    for number, after in zip(pieces[1::2], pieces[2::2], strict=True):
+        ids += contents[int(number)]
+        ids += frame[after]
     return ids
 
 

@@ -298,6 +298,7 @@ class SlotSampler:
       keys: as given; may be others of the same shape for the requests to come.
       steps: tokens decoded so far, one after the other.
       busy: the sum over these steps of the share of slots, as many as there were by then, that had not ended.
+      prompt_widths: slots with which prompts are read, ascending.
     """
 
     def __init__(self, programs: SlotPrograms, params, keys, decoding: Decoding | None, *, slots: int, prompt_limit: int):
@@ -306,7 +307,7 @@ class SlotSampler:
         shards = programs.shards
         # Every combination of these that occurs is compiled, all layers of it.
         self._sizes = buckets(-(-slots // shards), factor=4, smallest=1)[-3:]  # prompts that a shard reads at a time
-        self._widths = buckets(prompt_limit, factor=2, smallest=128)
+        self.prompt_widths = buckets(prompt_limit, factor=2, smallest=128)
         self._room = buckets(prompt_limit, factor=4, smallest=128)  # of a cache, for prompts
         self._length = 0  # tokens that a cache holds
         self._state: Any = None
@@ -331,7 +332,7 @@ class SlotSampler:
             return
         self._make_room(max(len(request.ids) for request in requests))
         some: list[SlotRequest] = []
-        for width in self._widths:
+        for width in self.prompt_widths:
             some += [request for request in requests if self._width(len(request.ids)) == width]
             # Fewer than there are shards would leave some of these nothing but padding: they go with longer ones.
             if not some or (len(some) < len(self._requests) and any(len(request.ids) > width for request in requests)):
@@ -397,7 +398,7 @@ class SlotSampler:
         self._requests = [[requests[slot] for slot in some] for requests, some in zip(self._requests, rows, strict=True)]
 
     def _width(self, length: int) -> int:
-        return next(width for width in self._widths if width >= length)
+        return next(width for width in self.prompt_widths if width >= length)
 
     def _make_room(self, length: int) -> None:
         """Makes the caches long enough for a prompt."""

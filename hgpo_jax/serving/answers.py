@@ -101,7 +101,9 @@ class ChatForm(Form):
             return None
         content = []
         for token, logp in zip(map(self._texts.token, piece.tokens), piece.logp, strict=True):
-            content.append({"token": token, "logprob": logp, "bytes": list(token.encode()), "top_logprobs": []})
+            # A part of a character has no text, and what its bytes are only the tokenizer's own model knows.
+            coded = None if "\ufffd" in token else list(token.encode())
+            content.append({"token": token, "logprob": logp, "bytes": coded, "top_logprobs": []})
         return {"content": content, "refusal": None}
 
 

@@ -12,11 +12,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import ipaddress
 import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
+from urllib.parse import urlsplit
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -24,7 +26,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from hgpo_jax.rollout.chat_format import MAX_CHARACTERS_PER_TOKEN
 from hgpo_jax.sampling import Decoding
 from hgpo_jax.serving.answers import ChatForm, Choice, Form, Piece, TextForm, usage
 from hgpo_jax.serving.engine import Busy, Engine, Generation, Progress
@@ -127,6 +131,7 @@ class Api:
             "/health": ("GET", self._health),
             "/metrics": ("GET", self._show_metrics),
             "/v1/models": ("GET", self._models),
+            "/v1/models/{name:path}": ("GET", self._a_model),
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._text),
         }
@@ -142,15 +147,22 @@ class Api:
             await self.app(scope, receive, send)
             return
         path = scope["path"] if scope["path"] in self._paths else "other"
+        headers = dict(scope["headers"])
 
         async def counted(message):
             if message["type"] == "http.response.start":
                 self._metrics.requests.labels(path, message["status"]).inc()
             await send(message)
 
-        given = dict(scope["headers"]).get(b"authorization", b"").removeprefix(b"Bearer ")
-        if self._key and path != "/health" and not hmac.compare_digest(given, self._key):
-            error = ApiError(401, "the API key is missing or wrong", "authentication_error", code="invalid_api_key")
+        if self._key:
+            given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+            if path != "/health" and not hmac.compare_digest(given, self._key):
+                error = ApiError(401, "the API key is missing or wrong", "authentication_error", code="invalid_api_key")
+                await _refusal(error)(scope, receive, counted)
+                return
+        elif not all(is_loopback(_host(headers[name])) for name in (b"host", b"origin") if name in headers):
+            # A page in this machine's browser can reach what listens here, also under a name of its own.
+            error = ApiError(403, "without a key only this machine's own programs are answered", "permission_error")
             await _refusal(error)(scope, receive, counted)
             return
         await self.app(scope, receive, counted)
@@ -163,12 +175,33 @@ class Api:
     async def _show_metrics(self, request: Request) -> Response:
         return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    async def _models(self, request: Request) -> Response:
-        model = {"id": self._model, "object": "model", "created": self._began, "owned_by": "hgpo_jax"}
-        return JSONResponse({"object": "list", "data": [model]})
+    def _described(self) -> dict[str, Any]:
+        return {"id": self._model, "object": "model", "created": self._began, "owned_by": "hgpo_jax"}
 
-    async def _body(self, request: Request) -> bytes:
-        body = b""
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._described()]})
+
+    async def _a_model(self, request: Request) -> Response:
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._described())
+
+    def _check_model(self, name: str) -> None:
+        if name != self._model:
+            raise ApiError(404, f"model: {name[:100]!r} is not served here, {self._model!r} is", code="model_not_found")
+
+    def _check_length(self, characters: int) -> None:
+        """Before anything is tokenized."""
+        if characters > self._engine.prompt_limit * MAX_CHARACTERS_PER_TOKEN:
+            raise self._too_long(f"{characters:,} characters")
+
+    def _too_long(self, size: str) -> ApiError:
+        limit = self._engine.prompt_limit
+        return ApiError(
+            400, f"the prompt has {size}, this server reads {limit:,} tokens", code="context_length_exceeded"
+        )  # fmt: skip
+
+    async def _body(self, request: Request) -> bytearray:
+        body = bytearray()
         try:
             async with asyncio.timeout(GRACE):
                 async for chunk in request.stream():
@@ -183,32 +216,30 @@ class Api:
 
     async def _chat(self, request: Request) -> Response:
         asked = parse(ChatRequest, await self._body(request))
+        messages = [message.plain() for message in asked.messages]
+        self._check_length(sum(len(message["content"]) for message in messages))
         try:
-            ids = await asyncio.to_thread(self._texts.conversation, [message.plain() for message in asked.messages])
+            ids = await asyncio.to_thread(self._texts.conversation, messages)
         except ValueError as error:
             raise ApiError(400, str(error), param="messages") from None
         return await self._answer(request, asked, ids, ChatForm(asked, self._texts))
 
     async def _text(self, request: Request) -> Response:
         asked = parse(TextRequest, await self._body(request))
-        if isinstance(asked.prompt, str):
-            ids = await asyncio.to_thread(self._texts.prompt, asked.prompt)
-        else:
-            ids = asked.prompt
-            if max(ids) >= self._engine.vocabulary:
-                raise ApiError(400, f"prompt: {max(ids)} is no token id of this model", param="prompt")
-        return await self._answer(request, asked, ids, TextForm(asked, self._texts))
+        prompt = asked.only_prompt
+        if isinstance(prompt, str):
+            self._check_length(len(prompt))
+            prompt = await asyncio.to_thread(self._texts.prompt, prompt)
+        elif max(prompt) >= self._engine.vocabulary:
+            raise ApiError(400, f"prompt: {max(prompt)} is no token id of this model", param="prompt")
+        return await self._answer(request, asked, prompt, TextForm(asked, self._texts))
 
     async def _answer(self, request: Request, asked: Sampling, ids: list[int], form: Form) -> Response:
-        if asked.model != self._model:
-            raise ApiError(404, f"model: {asked.model!r} is not served here, {self._model!r} is", code="model_not_found")
+        self._check_model(asked.model)
         if not ids:
             raise ApiError(400, "the prompt is empty")
         if len(ids) > self._engine.prompt_limit:
-            raise ApiError(
-                400, f"the prompt has {len(ids):,} tokens, this server reads {self._engine.prompt_limit:,}",
-                code="context_length_exceeded",
-            )  # fmt: skip
+            raise self._too_long(f"{len(ids):,} tokens")
         most = self._engine.response_limit
         if asked.limit is not None and asked.limit > most:
             raise ApiError(400, f"max_tokens: {asked.limit:,} is more than this server samples, {most:,}", param="max_tokens")
@@ -301,7 +332,9 @@ class _Stream(StreamingResponse):
 
 
 def _refusal(error: ApiError) -> Response:
-    return JSONResponse(error.body, error.status, error.headers)
+    # What is left of the request is not read: no other can follow it.
+    close = {"Connection": "close"} if error.status in (401, 403, 408, 413) else {}
+    return JSONResponse(error.body, error.status, close | (error.headers or {}))
 
 
 async def _refused(request: Request, error: Exception) -> Response:
@@ -314,4 +347,38 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+    return f"data: {json.dumps(content, allow_nan=False)}\n\n"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine's own programs reach it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _host(header: bytes) -> str:
+    """The name in a Host or an Origin."""
+    text = header.decode("latin-1")
+    try:
+        return urlsplit(text if "://" in text else f"//{text}").hostname or ""
+    except ValueError:
+        return ""
+
+
+class Connection(H11Protocol):
+    """Uvicorn's, closed if no request came within GRACE seconds to twice that: its own timer begins after the first one."""
+
+    def connection_made(self, transport) -> None:
+        super().connection_made(transport)
+        self._look(object())
+
+    def _look(self, seen: Any) -> None:
+        if self.transport.is_closing():
+            return
+        busy = self.cycle is not None and not self.cycle.response_complete
+        if not busy and self.cycle is seen:
+            self.transport.close()
+            return
+        self.loop.call_later(GRACE, self._look, self.cycle)

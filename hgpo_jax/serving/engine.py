@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import logging
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,10 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from hgpo_jax.errors import one_line
+from hgpo_jax.errors import RunError
 from hgpo_jax.policy import Policy
 from hgpo_jax.rollout.slots import SlotPrograms, SlotRequest, SlotSampler
 from hgpo_jax.sampling import Decoding
+
+log = logging.getLogger(__name__)
 
 # Tokens that a step decodes: what is streamed comes in pieces of as many, and a new prompt waits for no more than these.
 STEPS = 8
@@ -63,19 +68,21 @@ class Engine:
       slots: responses at a time, rounded up to a multiple of the mesh's parts.
       prompt_limit, response_limit: tokens.
       waiting_limit: responses that wait for a slot, at most.
+      failed: called in the engine's thread, after whose end, should it fail, nothing is sampled any more.
 
     Attributes:
       vocabulary: token ids are below it.
-      failure: why the thread has ended, in a line; "" while it runs.
+      failure: what clients are told once the thread has failed; "" until then. The log says why.
     """
 
     def __init__(
-        self, policy: Policy, mesh: Mesh, *, slots: int, prompt_limit: int, response_limit: int, waiting_limit: int
-    ):
+        self, policy: Policy, mesh: Mesh, *, slots: int, prompt_limit: int, response_limit: int, waiting_limit: int,
+        failed: Callable[[], None] = lambda: None,
+    ):  # fmt: skip
         self.prompt_limit, self.response_limit, self._waiting_limit = prompt_limit, response_limit, waiting_limit
         self.vocabulary = policy.config.vocab_size
         self.failure = ""
-        self._mesh = mesh
+        self._mesh, self._failed = mesh, failed
         programs = SlotPrograms(
             policy.graphdef, mesh, max_new=response_limit, end_tokens=(policy.tokenizer.eos_token_id,)
         )  # fmt: skip
@@ -98,10 +105,30 @@ class Engine:
         return self
 
     def __exit__(self, *_) -> None:
+        self.close()
+        self._thread.join()
+
+    def close(self) -> None:
+        """Ends the thread, soon; what is under way is told so. May be called by a signal's handler."""
         with self._change:
             self._closing = True
             self._change.notify()
-        self._thread.join()
+
+    def shapes(self) -> list[tuple[int, int]]:
+        """(tokens of a prompt, choices) for `warm_up`, all that are compiled apart."""
+        # The longest prompt first: then there is room for all, and no cache ever grows. Two choices share their prompt.
+        return list(itertools.product(self._sampler.prompt_widths[::-1], [1, 2][: self.slots]))
+
+    def warm_up(self, length: int, choices: int) -> None:
+        """Compiles what such a request takes, so that no client waits for it later. Raises RunError where that fails."""
+        told: queue.Queue[Progress] = queue.Queue()
+        ids, limit = [0] * length, min(2, self.response_limit)
+        self.submit([Generation(ids, limit, Decoding(), 0, number, told.put) for number in range(choices)])
+        for _ in range(choices):
+            while not (progress := told.get()).ended:
+                pass
+            if progress.error:
+                raise RunError(progress.error)
 
     @property
     def waiting(self) -> int:
@@ -140,8 +167,9 @@ class Engine:
             with jax.set_mesh(self._mesh):  # of a thread
                 while self._admit():
                     self._step()
-        except Exception as error:  # whatever it is, those that wait must hear of it
-            self.failure = one_line(f"the sampler has failed: {type(error).__name__}: {error}")
+        except Exception:  # whatever it is, those that wait must hear of it
+            log.exception("the sampler has failed")
+            self.failure = "the sampler has failed; the server's log says why"
         with self._change:
             self._closing = True
             left = [*self._seated.values(), *self._waiting]
@@ -149,6 +177,8 @@ class Engine:
             self._waiting.clear()
         for generation in left:
             generation.tell(Progress([], [], True, self.failure or "the server is shutting down"))
+        if self.failure:
+            self._failed()
 
     def _admit(self) -> bool:
         """Waits until there is something to decode, and gives free slots to those that wait; False once the engine closes."""
@@ -169,7 +199,9 @@ class Engine:
             for seat, generation in new.items():
                 self._seeds[seat] = generation.seed
             self._sampler.keys = self._keys(jnp.asarray(self._seeds))
-            self._sampler.add([SlotRequest(seat, g.number, g.ids, g.limit, g.decoding) for seat, g in new.items()])
+            # One prompt at a time: so few shapes are compiled. Choices of one request share theirs.
+            for _, same in itertools.groupby(new.items(), key=lambda item: id(item[1].ids)):
+                self._sampler.add([SlotRequest(seat, g.number, g.ids, g.limit, g.decoding) for seat, g in same])
         return True
 
     def _step(self) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 from pydantic import Field
 
-MAX_STOPS, MAX_CHOICES = 16, 128
+from hgpo_jax.errors import one_line
+
+MAX_STOPS, MAX_CHOICES, MAX_MESSAGES, MAX_PARTS = 16, 128, 4096, 256
+_MEMBER = re.compile(r"str|list\[.*|constrained-.*|fail-fast.*")  # of a union, in the place of an error
 Body = TypeVar("Body", bound=pydantic.BaseModel)
 
 
@@ -27,7 +31,24 @@ class ApiError(Exception):
 
 
 class _Strict(pydantic.BaseModel):
+    """Unknown fields are refused; null says the same as nothing, as some clients write it."""
+
     model_config = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+
+
+class _FirstErrorOnly(pydantic.FailFast):
+    """Of a long list; pydantic's own cannot be a part of a union."""
+
+    __hash__ = object.__hash__
+
+
+def _at_most(kind: Any, length: int, least: int = 0) -> Any:
+    return Annotated[list[kind], _FirstErrorOnly(), Field(min_length=least, max_length=length)]
 
 
 class TextPart(_Strict):
@@ -39,12 +60,19 @@ class Message(_Strict):
     """One of a conversation; a developer's is a system message."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | _at_most(TextPart, MAX_PARTS) | None = None  # type: ignore[valid-type]
     name: str | None = None  # not shown to the model
+    annotations: _at_most(Any, 0) | None = None  # type: ignore[valid-type]  # what the official client makes of an answer
+
+    @pydantic.model_validator(mode="after")
+    def _says_something(self):
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"a message of the {self.role} needs content")
+        return self
 
     def plain(self) -> dict[str, str]:
         """As a chat template takes it."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
@@ -61,10 +89,10 @@ class Sampling(_Strict):
 
     model: str
     temperature: float = Field(1.0, ge=0, le=10)
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(1.0, ge=1e-9, le=1)
     top_k: int = Field(0, ge=0, lt=2**31)
     max_tokens: int | None = Field(None, ge=1)
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stop: str | _at_most(str, MAX_STOPS) | None = None  # type: ignore[valid-type]
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stream: bool = False
@@ -76,16 +104,12 @@ class Sampling(_Strict):
     store: bool | None = None
     presence_penalty: Literal[0] | None = None
     frequency_penalty: Literal[0] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
 
     @pydantic.field_validator("presence_penalty", "frequency_penalty", mode="before")
     @classmethod
     def _is_zero(cls, value):
         return 0 if value == 0 else value  # 0.0, too
-
-    @pydantic.field_validator("temperature", "top_p", "n", "stream", mode="before")
-    @classmethod
-    def _default(cls, value, info):
-        return cls.model_fields[info.field_name].default if value is None else value  # some clients write null
 
     @property
     def stops(self) -> list[str]:
@@ -104,7 +128,7 @@ class Sampling(_Strict):
 class ChatRequest(Sampling):
     """The body of POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: _at_most(Message, MAX_MESSAGES, 1)  # type: ignore[valid-type]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: Literal[0] | None = None
@@ -119,26 +143,34 @@ class ChatRequest(Sampling):
         return bool(self.logprobs)
 
 
-class TextRequest(Sampling):
-    """The body of POST /v1/completions; a prompt is a text or token ids."""
+_Ids = _at_most(Annotated[int, Field(ge=0)], 2**20, 1)
 
-    prompt: str | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
+class TextRequest(Sampling):
+    """The body of POST /v1/completions; a prompt is a text or token ids, perhaps as the only one of a list."""
+
+    prompt: str | _Ids | _at_most(str, 1, 1) | _at_most(_Ids, 1, 1)  # type: ignore[valid-type]
     logprobs: int | None = Field(None, ge=0, le=1)  # of what was sampled alone, which either asks for
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
-    suffix: None = None
+
+    @property
+    def only_prompt(self) -> str | list[int]:
+        prompt = self.prompt
+        return prompt[0] if isinstance(prompt, list) and not isinstance(prompt[0], int) else prompt
 
     @property
     def wants_logprobs(self) -> bool:
         return self.logprobs is not None
 
 
-def parse(model: type[Body], body: bytes) -> Body:
+def parse(model: type[Body], body: bytes | bytearray) -> Body:
     """Raises ApiError, in a line that names the field."""
     try:
         return model.model_validate_json(body)
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("str", "list", "constrained")))
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(part for part in map(str, first["loc"]) if not _MEMBER.fullmatch(part))
         what = {"extra_forbidden": "this server has no such field; leave it out"}.get(first["type"], first["msg"])
+        where, what = one_line(where)[:100], one_line(what)[:200]
         raise ApiError(400, f"{where}: {what}" if where else what, param=where or None) from None

@@ -62,6 +62,8 @@ def test_a_server_from_start_to_end(folder, how):
         with pytest.raises(openai.AuthenticationError):
             client.with_options(api_key="no").models.list()
         assert json.load(urllib.request.urlopen(url.removesuffix("v1") + "health"))["status"] == "ok"
+        stream = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "Hi"}], stream=True, n=2)
+        next(iter(stream))
         process.send_signal(how)
         assert process.wait(timeout=30) in (0, -how, 128 + how)
         assert "Traceback" not in process.stderr.read()

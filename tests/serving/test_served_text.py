@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hgpo_jax.policy.tokenizer import ACT, END, word_tokenizer
+from hgpo_jax.policy.tokenizer import ACT, END, PLAIN, word_tokenizer
 from hgpo_jax.serving.text import ServedText, TextStream
 from tests.helpers.chat_tokenizers import byte_tokenizer
 
@@ -80,6 +80,15 @@ def test_a_conversation_is_the_chat_templates():
     ]  # fmt: skip
     text = TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert TEXTS.conversation(messages) == TOKENIZER(text, add_special_tokens=False).input_ids
+
+
+def test_no_message_is_lost(monkeypatch):
+    monkeypatch.setattr(TOKENIZER, "chat_template", "{% for m in messages if m.role != 'system' %}{{ m.content }};{% endfor %}")
+    messages = [{"role": role, "content": role} for role in ("user", "system", "user")]
+    with pytest.raises(ValueError, match="does not show message 2 of 3"):
+        TEXTS.conversation(messages)
+    monkeypatch.setattr(TOKENIZER, "chat_template", PLAIN)
+    assert TEXTS.conversation(messages) == TEXTS.prompt("user")
 
 
 @pytest.mark.parametrize("words", [("", "go", "to", "bed"), ("", "go to", " bed 1", " cup 2")])
