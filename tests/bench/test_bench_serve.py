@@ -1,0 +1,43 @@
+"""`bench serve`: the same work is measured on all sides, and a speed is tokens over seconds."""
+
+import json
+import sys
+
+import pytest
+
+from hgpo_jax.bench import __main__ as command
+from hgpo_jax.bench import serving as bench
+
+SMALL = ["--rounds", "2", "--prompt", "9", "--response", "8", "--slots", "2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("against", [False, True])
+def test_rows(tmp_path, monkeypatch, against):
+    if against:
+        pytest.importorskip("torch")
+    measured, direct = [], bench.Direct.__call__
+
+    def noted(self, load):
+        measured.append((load, direct(self, load)))
+        return measured[-1][1]
+
+    monkeypatch.setattr(bench.Direct, "__call__", noted)
+    file = tmp_path / "rows.json"
+    options = ["--against", "transformers"] if against else []
+    monkeypatch.setattr(sys, "argv", ["bench", "serve", *SMALL, "--clients", "1,3", *options, "--json", str(file)])
+    command.main()
+    rows = json.loads(file.read_text())
+    names = ["served", "transformers' generate", "the sampler", "first token", "first token"]
+    names = [name for name in names if against or "generate" not in name]
+    assert [row["name"].partition(",")[0].removesuffix(" called directly") for row in rows] == [*names, *names, "machine"]
+    for at, clients in ((0, 1), (len(names), 3)):
+        assert rows[at]["name"].startswith(f"served, {clients} clients, 2 slots, household")
+        alone = rows[at + 1 + against]
+        assert rows[at]["ratio"] == pytest.approx(rows[at]["value"] / alone["value"])
+        assert rows[at + 2 + against]["value"] <= rows[at + 3 + against]["value"]
+        if against:
+            assert rows[at + 1]["ratio"] == pytest.approx(rows[at]["value"] / rows[at + 1]["value"])
+    # With random weights, almost every answer is as long as it may be.
+    assert [(load.clients, load.rounds) for load, _ in measured] == [(1, 1), (1, 2), (3, 1), (3, 2)]
+    assert all(0.7 * 8 * load.clients * load.rounds <= out.tokens <= 8 * load.clients * load.rounds for load, out in measured)
