@@ -27,7 +27,6 @@ def test_every_room_that_the_front_page_names_has_one():
     assert {f"{room}/README.md" for room in rooms} <= set(linked)
 
 
-
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_short(name):
     words = re.findall(r"[^\s|#`*-][^\s|]*", (ROOT / name).read_text())
