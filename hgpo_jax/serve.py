@@ -17,7 +17,6 @@ import socket
 from pathlib import Path
 
 import jax
-from tqdm import tqdm
 
 from hgpo_jax import cli
 from hgpo_jax.errors import ConfigError, RunError
@@ -25,6 +24,7 @@ from hgpo_jax.export import policy_folder
 from hgpo_jax.files import CACHE_DIR
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import Policy, huggingface, load_policy
+from hgpo_jax.progress import Progress
 from hgpo_jax.run import remote
 
 KEY = "HGPO_API_KEY"
@@ -85,8 +85,10 @@ def main() -> None:
         api, http=Connection, log_level="warning", lifespan="off", limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=5
     ))  # fmt: skip
     with listening, engine:
-        for length, choices in tqdm(engine.shapes(), "compiling", leave=False, disable=None):
-            engine.warm_up(length, choices)
+        with Progress("compiling", len(engine.shapes()), "program") as progress:
+            for length, choices in engine.shapes():
+                engine.warm_up(length, choices)
+                progress.update(1, {"prompts of": f"{length} tokens"})
         host, port = listening.getsockname()[:2]
         print(f"{name} is served at http://{f'[{host}]' if ':' in host else host}:{port}/v1; Ctrl-C ends it", flush=True)
         server.run(sockets=[listening])

@@ -45,7 +45,7 @@ def test_the_prompt_is_the_bare_facts_and_the_response_the_command(config):
     form = ChatFormat(tokenizer, template_of(config(), tokenizer))
     (prompt,) = form.build([PromptInput("Name it.", [("It is azure.", "wait")], 1, "Well.", ["say azure", "wait"])])
     assert tokenizer.decode(prompt.ids) == "Name it.\nIt is azure. > wait\nWell.\n['say azure',\n'wait']\n>"
-    parsed = form.parse(form.encode([" say azure"])[0] + [tokenizer.eos_token_id])
+    parsed = form.parse(form.text.encode([" say azure"])[0] + [tokenizer.eos_token_id])
     assert parsed == (" say azure", "say azure", True)
 
 

@@ -42,7 +42,8 @@ def started(*arguments, **environment):
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | environment,
     )  # fmt: skip
     try:
-        line = process.stdout.readline()
+        while (line := process.stdout.readline()).startswith("compiling "):
+            pass
         found = re.fullmatch(r"(.*) is served at (http://\S+/v1); Ctrl-C ends it\n", line)
         assert found, (line, process.stderr.read())
         yield process, found[2]
