@@ -23,9 +23,8 @@ from hgpo_jax import cli
 from hgpo_jax.errors import ConfigError, printable
 from hgpo_jax.export import policy_folder
 from hgpo_jax.files import CACHE_DIR
-from hgpo_jax.policy import Policy, huggingface, load_policy
+from hgpo_jax.policy import Policy, load_policy
 from hgpo_jax.rollout.chat_format import TokenText, check_chat_tokenizer, conversation_ids
-from hgpo_jax.run import remote
 from hgpo_jax.sampling import Decoding, make_decode_blocks, sample_token
 
 SHORTEST = 128  # tokens that a prompt is padded to; longer ones to twice that, four times, ...
@@ -192,7 +191,7 @@ def main() -> None:
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", str(Path(CACHE_DIR, "compiled")))
     try:
-        policy = load_policy(policy_folder(huggingface.find(remote.local(args.policy))), dtype=args.dtype)
+        policy = load_policy(policy_folder(args.policy), dtype=args.dtype)
         chat = Chat(policy, decoding, max_new=args.max_tokens, seed=args.seed, system=args.system)
     except ValueError as error:
         raise ConfigError(str(error)) from None

@@ -39,7 +39,7 @@ def export(source: str | Path, target: str | Path, dtype: str | None = None, sha
     target = Path(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"--to {target}: already exists and is not empty; choose another folder")
-    folder = policy_folder(huggingface.find(remote.local(str(source))))
+    folder = policy_folder(source)
     config = huggingface.read_config(folder)
     source_weights = weights.Weights(folder)
     tensors = weights.layout(shapes(config), config.num_hidden_layers)
@@ -55,8 +55,9 @@ def export(source: str | Path, target: str | Path, dtype: str | None = None, sha
         weights.write(partial, tensors, lambda t: source_weights.read(t.name), size=shard_size)
 
 
-def policy_folder(folder: Path) -> Path:
-    """The Hugging Face folder of a run, or the folder itself. Raises ValueError where a run has no policy yet."""
+def policy_folder(source: str | Path) -> Path:
+    """The Hugging Face folder of a run's policy, or of what `huggingface.find` finds. Raises ValueError where there is none."""
+    folder = huggingface.find(remote.local(str(source)))
     if not (folder / "config.yaml").is_file():
         return folder
     if not (folder / "policy" / "config.json").is_file():

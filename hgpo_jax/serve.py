@@ -23,9 +23,8 @@ from hgpo_jax.errors import ConfigError, RunError
 from hgpo_jax.export import policy_folder
 from hgpo_jax.files import CACHE_DIR
 from hgpo_jax.mesh import make_mesh
-from hgpo_jax.policy import Policy, huggingface, load_policy
+from hgpo_jax.policy import Policy, load_policy
 from hgpo_jax.progress import Progress
-from hgpo_jax.run import remote
 
 KEY = "HGPO_API_KEY"
 CONNECTIONS = 1024  # at a time; further requests are answered 503
@@ -60,7 +59,7 @@ def main() -> None:
         jax.config.update("jax_compilation_cache_dir", str(Path(CACHE_DIR, "compiled")))
     try:
         mesh = make_mesh(args.mesh, jax.devices()[:1] if args.mesh == "data=1" else None)
-        policy = load_policy(policy_folder(huggingface.find(remote.local(args.policy))), mesh, args.dtype)
+        policy = load_policy(policy_folder(args.policy), mesh, args.dtype)
         prompt_limit = _prompt_limit(args, policy)
     except ValueError as error:
         raise ConfigError(str(error)) from None

@@ -6,19 +6,13 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from flax import nnx
 
 from hgpo_jax import chat as chatting
 from hgpo_jax import cli
 from hgpo_jax.chat import Chat
-from hgpo_jax.mesh import make_mesh
-from hgpo_jax.policy import ModelConfig, Policy, initialize
-from hgpo_jax.policy.tokenizer import embedding_rows
-from hgpo_jax.sampling import Decoding, generate
-from tests.helpers.chat_tokenizers import byte_tokenizer
+from hgpo_jax.sampling import Decoding
+from tests.helpers.byte_policy import byte_policy, generated
 
 NEW = 12
 HOT = Decoding(temperature=1.0)
@@ -26,12 +20,7 @@ HOT = Decoding(temperature=1.0)
 
 @pytest.fixture(scope="module")
 def policy():
-    tokenizer = byte_tokenizer()
-    model = ModelConfig(
-        vocab_size=embedding_rows(len(tokenizer)), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, initializer_range=0.3, max_position_embeddings=512,
-    )  # fmt: skip
-    return Policy(model, initialize(model, 3, make_mesh("data=1", jax.devices()[:1])), tokenizer)
+    return byte_policy()
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +31,7 @@ def folder(policy, tmp_path_factory):
 
 def sampled(policy, ids, key) -> str:
     """The same answer by the rollout's sampler."""
-    model = nnx.merge(policy.graphdef, policy.params)
-    responses = generate(
-        model, model.decode_blocks(), jnp.asarray([ids]), jnp.array([len(ids)]), key[None], max_new=NEW,
-        end_tokens=(policy.tokenizer.eos_token_id,), decoding=HOT,
-    )  # fmt: skip
-    return policy.tokenizer.decode(np.asarray(responses.tokens[0, : int(responses.lengths[0])]), skip_special_tokens=True)
+    return policy.tokenizer.decode(generated(policy, ids, key, NEW, HOT)[0], skip_special_tokens=True)
 
 
 def test_answers_are_the_samplers_and_the_conversation_is_kept(policy):

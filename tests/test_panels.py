@@ -35,7 +35,10 @@ def config_of(name: str, *overrides: str, face: int = 0) -> configuration.Config
     return configuration.load(None, [f"env.name={env}", "warm_start=none", *overrides, *fields])
 
 
-@pytest.mark.parametrize("name", DIGESTS)
+SLOW = {"sokoban": pytest.mark.slow}  # to make its rooms takes seven seconds
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in DIGESTS])
 def test_generated_tasks_stay_what_they_are(name):
     tasks = panels.panel_tasks(name, config_of(name))
     assert len(set(tasks)) == 512

@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +33,7 @@ from hgpo_jax.errors import ConfigError
 from hgpo_jax.export import policy_folder
 from hgpo_jax.job import prepare_devices
 from hgpo_jax.mesh import make_mesh
-from hgpo_jax.policy import Policy, huggingface, initialize, load_policy
+from hgpo_jax.policy import Policy, initialize, load_policy
 from hgpo_jax.policy.tokenizer import word_tokenizer
 from hgpo_jax.rollout.slots import SlotPrograms, SlotRequest, SlotSampler
 from hgpo_jax.sampling import Decoding
@@ -67,13 +66,18 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         "--policy", default=policies.HOUSEHOLD, metavar="POLICY",
         help="household: random weights of the embedded job's shape (default); or smollm2, a GGUF file, a folder",
     )  # fmt: skip
-    p.add_argument("--clients", default="1,8,32", metavar="N,N", help="numbers of clients; default: 1,8,32")
+    p.add_argument("--clients", type=_numbers, default="1,8,32", metavar="N,N", help="numbers of clients; default: 1,8,32")
     for name, default, meaning in (
         ("slots", 8, "responses sampled at a time"), ("rounds", 4, "answers to each client"),
         ("prompt", 128, "tokens of a prompt"), ("response", 64, "tokens of an answer"),
     ):  # fmt: skip
         p.add_argument(f"--{name}", type=policies.positive, default=default, help=f"{meaning}; default {default}")
     policies.add_against(p)
+
+
+def _numbers(text: str) -> list[int]:
+    """The type of an argument that is a list of whole numbers."""
+    return [policies.positive(part) for part in text.split(",")]
 
 
 def run(args: argparse.Namespace) -> list[dict]:
@@ -83,15 +87,14 @@ def run(args: argparse.Namespace) -> list[dict]:
         from hgpo_jax.serving.engine import Engine
     except ImportError as error:
         raise ConfigError(f"bench serve: needs the package {error.name}; pip install 'hgpo_jax[serve,openai]'") from None
-    counts = [policies.positive(text) for text in args.clients.split(",")]
     peer = policies.load_peer(args.against)
     prepare_devices(Config())
     mesh = make_mesh("data=1", jax.devices()[:1])
     policy = _policy(args.policy, mesh)
-    loads = [Load(count, args.rounds, args.prompt, args.response, len(policy.tokenizer) - 3) for count in counts]
+    loads = [Load(count, args.rounds, args.prompt, args.response, len(policy.tokenizer) - 3) for count in args.clients]
     rows = []
     engine = Engine(
-        policy, mesh, slots=args.slots, prompt_limit=args.prompt, response_limit=args.response, waiting_limit=max(counts)
+        policy, mesh, slots=args.slots, prompt_limit=args.prompt, response_limit=args.response, waiting_limit=max(args.clients)
     )
     clients = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
     direct = Direct(policy, mesh, args.slots, args.prompt, args.response)
@@ -129,7 +132,7 @@ def _policy(name: str, mesh) -> Policy:
         found = policies.workload(argparse.Namespace(policy=name, **dict.fromkeys(policies.SIZES)))
         return Policy(found.model, initialize(found.model, 0, mesh), word_tokenizer(env.words))
     try:
-        return load_policy(policy_folder(huggingface.find(Path(name).as_posix())), mesh)
+        return load_policy(policy_folder(name), mesh)
     except ValueError as error:
         raise ConfigError(f"--policy: {error}") from None
 
@@ -168,8 +171,12 @@ def served(app: Any) -> Iterator[str]:
     """Serves an ASGI application in a thread; gives its URL."""
     import uvicorn
 
+    from hgpo_jax.serving.api import Connection
+
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
+        server = uvicorn.Server(uvicorn.Config(
+            app, http=Connection, log_level="error", lifespan="off", timeout_graceful_shutdown=1
+        ))  # fmt: skip
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
         thread.start()
         try:

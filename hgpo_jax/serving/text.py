@@ -17,8 +17,7 @@ class ServedText:
 
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer
-        self.chats = bool(getattr(tokenizer, "chat_template", None))
-        self._text = TokenText(tokenizer) if self.chats else None
+        self._text = TokenText(tokenizer) if getattr(tokenizer, "chat_template", None) else None
         self._special = frozenset(tokenizer.all_special_ids)
 
     def conversation(self, messages: Sequence[dict[str, str]]) -> list[int]:

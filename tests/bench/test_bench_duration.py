@@ -92,6 +92,7 @@ def test_the_plan_says_how_long(monkeypatch, capsys):
     assert ended.value.code == 2 and "--turns: 0: must be above 0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_plan_of_runs_says_it_for_the_slices_of_its_settings():
     plan = planning.read(planning.find("paper"))
     listing = planning.listing(plan, "runs")

@@ -15,22 +15,15 @@ import openai
 import pytest
 
 from hgpo_jax import cli, serve
-from hgpo_jax.mesh import make_mesh
-from hgpo_jax.policy import ModelConfig, Policy, initialize
-from hgpo_jax.policy.tokenizer import embedding_rows
-from tests.helpers.chat_tokenizers import byte_tokenizer
+from hgpo_jax.policy import Policy
+from tests.helpers.byte_policy import byte_policy
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    tokenizer = byte_tokenizer()
-    model = ModelConfig(
-        vocab_size=embedding_rows(len(tokenizer)), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, initializer_range=0.3, max_position_embeddings=512,
-    )  # fmt: skip
-    policy = Policy(model, initialize(model, 3, make_mesh("data=1", jax.devices()[:1])), tokenizer)
+    policy = byte_policy()
     policy.save(folder := tmp_path_factory.mktemp("serve") / "tiny")
-    Policy(model, policy.params, None).save(folder.parent / "mute")
+    Policy(policy.config, policy.params, None).save(folder.parent / "mute")
     return folder
 
 

@@ -1,0 +1,98 @@
+"""A server in this process, and what speaks to it."""
+
+import contextlib
+import socket
+import time
+from urllib.parse import urlsplit
+
+import jax
+import numpy as np
+import openai
+
+from hgpo_jax.bench import serving as bench
+from hgpo_jax.mesh import make_mesh
+from hgpo_jax.sampling import Decoding
+from hgpo_jax.serving.api import Api
+from hgpo_jax.serving.engine import Engine
+from tests.helpers.byte_policy import generated
+
+SLOTS, WAITING, PROMPT, RESPONSE, BODY = 4, 3, 200, 48, 200_000
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def engine_of(policy, **limits) -> Engine:
+    """On one device; `limits` in place of the usual ones."""
+    usual = {"slots": SLOTS, "prompt_limit": PROMPT, "response_limit": RESPONSE, "waiting_limit": WAITING}
+    return Engine(policy, make_mesh("data=1", jax.devices()[:1]), **usual | limits)
+
+
+@contextlib.contextmanager
+def served(engine, policy, **options):
+    """A server in a thread; gives its port."""
+    api = Api(engine, policy.tokenizer, "tiny", **{"key": "", "body_limit": BODY, "time_limit": 60.0} | options)
+    with bench.served(api) as url:
+        yield urlsplit(url).port
+
+
+def client_of(port, key="any"):
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0, timeout=60)
+
+
+def expected(policy, ids, seed, number=0, limit=RESPONSE, decoding=None):
+    """Tokens and log-probabilities of a choice by the rollout's sampler."""
+    key = jax.random.fold_in(jax.random.key(np.uint32(seed)), number)
+    return generated(policy, ids, key, limit, decoding or Decoding())
+
+
+def idle(engine):
+    """Waits until nobody has a slot."""
+    until = time.monotonic() + 30
+    while engine.active or engine.waiting:
+        assert time.monotonic() < until, (engine.active, engine.waiting)
+        time.sleep(0.01)
+
+
+def metrics(port) -> dict[str, float]:
+    _, _, body = raw(port, "GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    lines = (line.rpartition(" ") for line in body.splitlines() if not line.startswith("#"))
+    return {name: float(value) for name, _, value in lines}
+
+
+def post(body: str | bytes, path="/v1/chat/completions", key="") -> bytes:
+    body = body.encode() if isinstance(body, str) else body
+    key = f"Authorization: Bearer {key}\r\n" if key else ""
+    return f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{key}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def raw(port, request: str | bytes, whole: bool = False) -> tuple[int, dict[str, str], str]:
+    """Sends bytes and reads one answer, or `whole`, all until the end of a stream: (status, headers, body)."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(request.encode() if isinstance(request, str) else request)
+        status, headers, body = read(connection)
+        while whole and not body.endswith("0\r\n\r\n"):
+            body += connection.recv(65536).decode()
+        return status, headers, body
+
+
+def read(connection) -> tuple[int, dict[str, str], str]:
+    data = b""
+    while b"\r\n\r\n" not in data:
+        if not (more := connection.recv(65536)):
+            break
+        data += more
+    head, _, body = data.partition(b"\r\n\r\n")
+    status, *lines = head.decode().split("\r\n")
+    headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+    while len(body) < int(headers.get("content-length", 0)):
+        body += connection.recv(65536)
+    return int(status.split()[1]), headers, body.decode()
+
+
+def ends(connection, seconds: float = 10) -> bytes:
+    """What comes until the server closes the connection, which it must."""
+    connection.settimeout(seconds)
+    data = b""
+    with contextlib.suppress(ConnectionResetError):  # with something of ours unread
+        while more := connection.recv(65536):
+            data += more
+    return data

@@ -1,0 +1,242 @@
+"""Many clients, hostile ones and such that leave; a server that fails or ends."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import openai
+import pytest
+
+from hgpo_jax.sampling import Decoding
+from hgpo_jax.serving import api as serving
+from hgpo_jax.serving.engine import STEPS, Busy, Generation
+from tests.helpers.serving import (
+    HELLO,
+    RESPONSE,
+    SLOTS,
+    WAITING,
+    client_of,
+    ends,
+    engine_of,
+    expected,
+    idle,
+    metrics,
+    post,
+    raw,
+    served,
+)  # fmt: skip
+
+
+def test_a_body_that_never_ends_is_cut_off(port):
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
+        with contextlib.suppress(ConnectionError):  # refused while we write
+            for _ in range(100):
+                connection.sendall(b"1000\r\n" + b"x" * 4096 + b"\r\n")
+        connection.sendall(b"")
+        assert b" 413 " in ends(connection)[:20]
+
+
+def test_slow_and_silent_clients_are_left(port, monkeypatch):
+    monkeypatch.setattr(serving, "GRACE", 0.3)
+    connect = lambda: socket.create_connection(("127.0.0.1", port), timeout=10)  # noqa: E731
+    with connect() as slow, connect() as silent, connect() as dribbling:
+        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{")
+        dribbling.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /health HT")  # and another that never comes
+        assert b" 408 " in ends(slow)[:20]
+        assert ends(silent) == b""
+        assert ends(dribbling).count(b" 200 ") == 1
+
+
+def test_a_reader_that_stops_reading_is_left(engine, policy, monkeypatch):
+    left = []
+    monkeypatch.setattr(serving, "GRACE", 0.3)
+
+    async def stuck(self, scope, receive, send):
+        try:
+            await asyncio.sleep(60)  # as a write to a full buffer
+        except asyncio.CancelledError:
+            left.append(time.monotonic())
+            raise
+
+    monkeypatch.setattr(serving.StreamingResponse, "__call__", stuck)
+    with served(engine, policy, time_limit=0.2) as port, socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(post(json.dumps({"model": "tiny", "messages": HELLO, "stream": True})))
+        ends(connection)
+    assert len(left) == 1
+    idle(engine)
+
+
+class Held:
+    """Responses that have every slot until they are let go."""
+
+    def __init__(self, engine, count=SLOTS):
+        self.engine, self.go = engine, threading.Event()
+        self.ended = threading.Semaphore(0)
+        self.generations = [Generation([1, 2], RESPONSE, Decoding(), 0, i, self.told) for i in range(count)]
+
+    def told(self, progress):
+        self.go.wait(60)
+        if progress.ended:
+            self.ended.release()
+
+    def __enter__(self):
+        self.engine.submit(self.generations)
+        until = time.monotonic() + 30
+        while self.engine.active < min(SLOTS, len(self.generations)):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, *_):
+        self.go.set()
+        for _ in self.generations:
+            assert self.ended.acquire(timeout=60)
+
+
+def test_a_full_queue_is_told_to_come_back(client, port, engine):
+    idle(engine)
+    answers = []
+    with Held(engine):
+        waiting = [threading.Thread(target=lambda: answers.append(
+            client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=3)
+        )) for _ in range(WAITING)]  # fmt: skip
+        for thread in waiting:
+            thread.start()
+        until = time.monotonic() + 30
+        while engine.waiting < WAITING:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        for stream in (False, True):
+            status, headers, body = raw(port, post(json.dumps({"model": "tiny", "messages": HELLO, "stream": stream})))
+            assert status == 429 and int(headers["retry-after"]) >= 1
+            assert json.loads(body)["error"]["code"] == "rate_limit_exceeded"
+    for thread in waiting:
+        thread.join(60)
+    assert len(answers) == WAITING and all(answer.choices for answer in answers)
+
+
+def test_a_stop_string_ends_the_response(client, engine, cancelled, policy):
+    idle(engine)
+    tokens, _ = expected(policy, policy.tokenizer("Once").input_ids, 3, limit=RESPONSE)
+    assert len(tokens) > 2 * STEPS
+    first = policy.tokenizer.decode(tokens[:8], skip_special_tokens=True)
+    stop = next(character for character in first if character.isascii())
+    answer = client.completions.create(model="tiny", prompt="Once", seed=3, stop=stop)
+    assert answer.choices[0].finish_reason == "stop"
+    idle(engine)
+    assert len(cancelled) == 1
+
+
+def test_all_choices_wait_or_none(engine, cancelled):
+    told = []
+    idle(engine)
+    with Held(engine):
+        more = [Generation([1], 1, Decoding(), 0, i, told.append) for i in range(WAITING + 1)]
+        with pytest.raises(Busy):
+            engine.submit(more)
+        assert engine.waiting == 0
+        engine.submit(more[:-1])
+        assert engine.waiting == WAITING
+        engine.cancel(more)
+    idle(engine)
+    assert not told and not cancelled  # they never had a slot
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_gives_its_slots_back(port, engine, stream, cancelled, monkeypatch):
+    idle(engine)
+    before, go, step = metrics(port).get("hgpo_cancelled_total", 0.0), threading.Event(), engine._sampler.step
+    monkeypatch.setattr(engine._sampler, "step", lambda most: go.wait(60) and step(most))
+    until = time.monotonic() + 30
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(post(json.dumps({"model": "tiny", "messages": HELLO, "n": 2, "stream": stream})))
+        while engine.active < 2:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    while metrics(port).get("hgpo_cancelled_total", 0.0) == before:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    go.set()
+    idle(engine)
+    assert metrics(port)["hgpo_cancelled_total"] == before + 1
+    assert len(cancelled) == 2
+
+
+def test_a_request_that_takes_too_long_is_given_up(engine, policy):
+    idle(engine)
+    with served(engine, policy, time_limit=0.3) as port, Held(engine):
+        status, _, body = raw(port, post(json.dumps({"model": "tiny", "messages": HELLO})))
+        assert status == 504 and json.loads(body)["error"]["code"] == "timeout"
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+            connection.sendall(post(json.dumps({"model": "tiny", "messages": HELLO, "stream": True})))
+            data = b""
+            while b"timeout" not in data:
+                data += connection.recv(65536)
+        assert b"200 OK" in data and b"[DONE]" not in data
+    idle(engine)
+
+
+def test_many_clients_at_once_each_get_their_own_answer(client, policy):
+    alone = {
+        seed: client.completions.create(model="tiny", prompt="Once", seed=seed).choices[0].text for seed in range(12)
+    }
+    answers = {}
+
+    def ask(seed):
+        patient = openai.OpenAI(base_url=client.base_url, api_key="any", max_retries=20, timeout=60)
+        answers[seed] = patient.completions.create(model="tiny", prompt="Once", seed=seed).choices[0].text
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in alone]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert answers == alone
+
+
+def test_what_fails_inside_is_told_to_all_and_ends_the_server(policy, monkeypatch, caplog):
+    failed = threading.Event()
+    with engine_of(policy, slots=2, failed=failed.set) as engine, served(engine, policy) as port:
+
+        def fail(*_):
+            raise MemoryError("no room\nat all")
+
+        monkeypatch.setattr(engine._sampler, "step", fail)
+        status, _, body = raw(port, post(json.dumps({"model": "tiny", "messages": HELLO, "n": 2})))
+        assert status == 503
+        assert json.loads(body)["error"]["message"] == "the sampler has failed; the server's log says why"
+        assert failed.wait(10)
+        assert raw(port, post(json.dumps({"model": "tiny", "messages": HELLO})))[0] == 503
+        status, _, body = raw(port, "GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert status == 503 and "MemoryError" not in body
+    assert "MemoryError: no room" in caplog.text
+
+
+@pytest.mark.slow
+def test_what_is_compiled_at_the_start_is_all(policy):
+    with engine_of(policy, prompt_limit=300, response_limit=20) as engine:
+        for length, choices in engine.shapes():
+            engine.warm_up(length, choices)
+        compiled = set(engine._sampler._programs.seconds)
+        with served(engine, policy) as port:
+            client = client_of(port)
+            for size in (1, 100, 250):
+                for n in (1, 3):
+                    client.chat.completions.create(
+                        model="tiny", messages=[{"role": "user", "content": "x" * size}], n=n, max_tokens=9, seed=1
+                    )
+        assert set(engine._sampler._programs.seconds) == compiled
+
+
+def test_those_who_wait_are_told_when_it_closes(policy):
+    with engine_of(policy, slots=1) as engine:
+        told = []
+        engine.submit([Generation([1], RESPONSE, Decoding(), 0, i, lambda p: told.append(p.error)) for i in range(3)])
+        engine.close()
+    assert told[-3:] and set(filter(None, told)) == {"the server is shutting down"}
+    with pytest.raises(RuntimeError, match="shutting down"):
+        engine.submit([])
