@@ -85,8 +85,8 @@ def main() -> None:
     ))  # fmt: skip
     with listening, engine:
         with Progress("compiling", len(engine.shapes()), "program") as progress:
-            for length, choices in engine.shapes():
-                engine.warm_up(length, choices)
+            for length, prompts, responses in engine.shapes():
+                engine.warm_up(length, prompts, responses)
                 progress.update(1, {"prompts of": f"{length} tokens"})
         host, port = listening.getsockname()[:2]
         print(f"{name} is served at http://{f'[{host}]' if ':' in host else host}:{port}/v1; Ctrl-C ends it", flush=True)

@@ -299,6 +299,7 @@ class SlotSampler:
       steps: tokens decoded so far, one after the other.
       busy: the sum over these steps of the share of slots, as many as there were by then, that had not ended.
       prompt_widths: slots with which prompts are read, ascending.
+      prompt_counts: how many prompts are read at a time, ascending.
     """
 
     def __init__(self, programs: SlotPrograms, params, keys, decoding: Decoding | None, *, slots: int, prompt_limit: int):
@@ -307,6 +308,7 @@ class SlotSampler:
         shards = programs.shards
         # Every combination of these that occurs is compiled, all layers of it.
         self._sizes = buckets(-(-slots // shards), factor=4, smallest=1)[-3:]  # prompts that a shard reads at a time
+        self.prompt_counts = [size * shards for size in self._sizes]
         self.prompt_widths = buckets(prompt_limit, factor=2, smallest=128)
         self._room = buckets(prompt_limit, factor=4, smallest=128)  # of a cache, for prompts
         self._length = 0  # tokens that a cache holds

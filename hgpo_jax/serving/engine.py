@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import queue
 import threading
@@ -114,17 +113,21 @@ class Engine:
             self._closing = True
             self._change.notify()
 
-    def shapes(self) -> list[tuple[int, int]]:
-        """(tokens of a prompt, choices) for `warm_up`, all that are compiled apart."""
-        # The longest prompt first: then there is room for all, and no cache ever grows. Two choices share their prompt.
-        return list(itertools.product(self._sampler.prompt_widths[::-1], [1, 2][: self.slots]))
+    def shapes(self) -> list[tuple[int, int, int]]:
+        """(tokens of a prompt, prompts, responses to each) for `warm_up`: all that are compiled apart."""
+        # The longest prompts first: then there is room for all, and no cache ever grows.
+        counts = [(prompts, 1) for prompts in self._sampler.prompt_counts] + [(1, 2)][: self.slots - 1]
+        return [(length, *count) for length in self._sampler.prompt_widths[::-1] for count in counts]
 
-    def warm_up(self, length: int, choices: int) -> None:
-        """Compiles what such a request takes, so that no client waits for it later. Raises RunError where that fails."""
+    def warm_up(self, length: int, prompts: int, responses: int) -> None:
+        """Compiles what such requests take, so that no client waits for it later. Raises RunError where that fails."""
         told: queue.Queue[Progress] = queue.Queue()
-        ids, limit = [0] * length, min(2, self.response_limit)
-        self.submit([Generation(ids, limit, Decoding(), 0, number, told.put) for number in range(choices)])
-        for _ in range(choices):
+        limit = min(2, self.response_limit)
+        self.submit([
+            Generation([prompt] * length, limit, Decoding(), 0, number, told.put)
+            for prompt in range(prompts) for number in range(responses)
+        ])  # fmt: skip
+        for _ in range(prompts * responses):
             while not (progress := told.get()).ended:
                 pass
             if progress.error:
@@ -199,9 +202,15 @@ class Engine:
             for seat, generation in new.items():
                 self._seeds[seat] = generation.seed
             self._sampler.keys = self._keys(jnp.asarray(self._seeds))
-            # One prompt at a time: so few shapes are compiled. Choices of one request share theirs.
-            for _, same in itertools.groupby(new.items(), key=lambda item: id(item[1].ids)):
-                self._sampler.add([SlotRequest(seat, g.number, g.ids, g.limit, g.decoding) for seat, g in same])
+            # Equal prompts are shared by an `add` of their own, so that few shapes are compiled.
+            by_prompt: dict[tuple[int, ...], list[SlotRequest]] = {}
+            for seat, g in new.items():
+                request = SlotRequest(seat, g.number, g.ids, g.limit, g.decoding)
+                by_prompt.setdefault(tuple(g.ids), []).append(request)
+            self._sampler.add([same[0] for same in by_prompt.values() if len(same) == 1])
+            for same in by_prompt.values():
+                if len(same) > 1:
+                    self._sampler.add(same)
         return True
 
     def _step(self) -> None:

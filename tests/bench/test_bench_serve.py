@@ -18,8 +18,14 @@ def test_rows(tmp_path, monkeypatch, against):
         pytest.importorskip("torch")
     measured, direct = [], bench.Direct.__call__
 
+    def compiled(self):
+        return sum(program._cache_size() for program in self._programs._programs.values())
+
     def noted(self, load):
+        before = compiled(self)
         measured.append((load, direct(self, load)))
+        again = len(measured) % 2 == 0
+        assert not again or compiled(self) == before > 0  # nothing is compiled while it is timed
         return measured[-1][1]
 
     monkeypatch.setattr(bench.Direct, "__call__", noted)
@@ -39,5 +45,5 @@ def test_rows(tmp_path, monkeypatch, against):
         if against:
             assert rows[at + 1]["ratio"] == pytest.approx(rows[at]["value"] / rows[at + 1]["value"])
     # With random weights, almost every answer is as long as it may be.
-    assert [(load.clients, load.rounds) for load, _ in measured] == [(1, 1), (1, 2), (3, 1), (3, 2)]
+    assert [(load.clients, load.rounds) for load, _ in measured] == [(1, 2), (1, 2), (3, 2), (3, 2)]
     assert all(0.7 * 8 * load.clients * load.rounds <= out.tokens <= 8 * load.clients * load.rounds for load, out in measured)
