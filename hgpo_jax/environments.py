@@ -52,6 +52,7 @@ class Environment:
       unless `env.compiled=true`.
     games: the numbers of the games of each stream of tasks (`rollout/tasks.py`), i32[.], where a compiled environment has a
       list of games; else its tasks are generated.
+    agent: whether a command is started for every episode, which asks for its turns itself (`agents.py`).
     expert: the scripted player that the warm start of a compiled environment clones, if it has one.
     template: file with the prompts of a text environment, or a name in `rollout/templates/`.
     fallback: characters of the end of a malformed response that are taken for its action, as verl-agent does.
@@ -63,6 +64,7 @@ class Environment:
     compiled: Callable[[Config], Any] | None = None
     text: Callable[[Config], Makers] | None = None
     games: Callable[[Config], dict[str, np.ndarray]] | None = None
+    agent: bool = False
     expert: Expert | None = None
     template: str = "text"
     fallback: int = 30
@@ -208,6 +210,7 @@ ENVIRONMENTS = {
     "webshop": Environment(
         ("data", "goal_order", "reachable_only", "max_turns"), text=webshop_text, template="webshop", fallback=20,
     ),
+    "agent": Environment(("command", "num_tasks", "num_held_out_tasks", "max_turns"), agent=True),
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from hgpo_jax import memory
+from hgpo_jax.agents import AgentRunner
 from hgpo_jax.config import Config, check_together
 from hgpo_jax.environments import environment
 from hgpo_jax.errors import ConfigError
@@ -26,6 +27,8 @@ from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.run import distributed
 from hgpo_jax.runners import CompiledRunner, TextRunner
 from hgpo_jax.sampling import Decoding
+
+Runner = CompiledRunner | TextRunner | AgentRunner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Job:
     mesh: Mesh
     policy: Policy
     adapted: ModelConfig
-    runner: CompiledRunner | TextRunner
+    runner: Runner
     reward: Reward | None = None
 
     @property
@@ -208,8 +211,10 @@ def build(config: Config, mesh: Mesh | None = None) -> Job:
     adapted = policy.config
     if config.lora.rank:
         adapted = dataclasses.replace(adapted, lora=LoraConfig(**config.lora.model_dump()))
-    runner: CompiledRunner | TextRunner
-    if makers:
+    runner: Runner
+    if found.agent:
+        runner = AgentRunner(config, adapted, policy.tokenizer, mesh)
+    elif makers:
         runner = TextRunner(config, found, *makers, adapted, policy.tokenizer, mesh)
     else:
         assert found.compiled is not None  # what has no text version

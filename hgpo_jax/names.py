@@ -6,7 +6,7 @@ That imports jax and flax, which takes seconds, and a mistyped field is to be re
 
 from typing import Literal
 
-ENVIRONMENTS = ("household", "household_text", "sokoban", "sokoban_text", "alfworld", "webshop")
+ENVIRONMENTS = ("household", "household_text", "sokoban", "sokoban_text", "alfworld", "webshop", "agent")
 METHODS = (
     "eb_gae", "eb_td", "gagpo", "gigpo", "graphgpo", "grpo", "hgpo", "pgpo", "reinforce_pp", "reinforce_pp_baseline", "rloo",
     "dapo", "gspo", "ppo",

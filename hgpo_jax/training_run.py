@@ -13,12 +13,13 @@ from jax.sharding import Mesh
 
 from hgpo_jax import config as configuration
 from hgpo_jax import memory, model_card
+from hgpo_jax.agents import AgentRunner
 from hgpo_jax.config import Config
 from hgpo_jax.environments import environment
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.evaluation import describe_evaluation, evaluate
 from hgpo_jax.files import atomic_write, is_remote
-from hgpo_jax.job import Job, build, job_mesh, open_devices
+from hgpo_jax.job import Job, Runner, build, job_mesh, open_devices
 from hgpo_jax.mesh import abstract_mesh, make_mesh
 from hgpo_jax.own_words import fresh_tokenizer
 from hgpo_jax.policy import Policy
@@ -88,10 +89,13 @@ def dry_run(config: Config) -> None:
         makers = None if config.env.runs_compiled or found.text is None else found.text(config)
         workload = memory.workload_of(config, mesh)
         phases = memory.bytes_by_phase(config, mesh, workload)
-        if makers:
+        if makers or found.agent:
             source = config.policy.tokenizer or config.policy.source
             tokenizer = load_tokenizer(source, config.cache_dir) if source else fresh_tokenizer(config)
-            runner = TextRunner(config, found, *makers, workload.model, tokenizer, mesh)
+            runner: Runner = (
+                TextRunner(config, found, *makers, workload.model, tokenizer, mesh) if makers
+                else AgentRunner(config, workload.model, tokenizer, mesh)
+            )  # fmt: skip
             counts = (runner.num_tasks or "generated", runner.num_held_out_tasks or "generated")
             print(f"{config.env.name}: {counts[0]} tasks to train on, {counts[1]} held out")
     except ValueError as error:

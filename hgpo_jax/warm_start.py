@@ -42,7 +42,7 @@ from hgpo_jax.rollout.compiled import start_episode
 from hgpo_jax.rollout.prompts import make_prompt
 from hgpo_jax.rollout.scripted_play import play
 from hgpo_jax.run import distributed
-from hgpo_jax.runners import TextRunner
+from hgpo_jax.runners import CompiledRunner, TextRunner
 from hgpo_jax.sampling import Decoding
 from hgpo_jax.training_batch import TrainingBatch
 
@@ -156,6 +156,7 @@ def demonstrations(job: Job, numbers: jax.Array) -> tuple[TrainingBatch, jax.Arr
     if isinstance(runner, TextRunner):
         return read_play(runner, runner.select_tasks("warm_start", config.seed, numbers), settings, config)
     tasks = runner.select_tasks("warm_start", config.seed, numbers)
+    assert isinstance(runner, CompiledRunner)  # an agent has no expert
     expert = environment(config.env).expert
     assert expert is not None  # `check_together` refuses others
     return generate_play(

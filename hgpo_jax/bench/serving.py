@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import multiprocessing
-import socket
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
@@ -85,6 +82,7 @@ def run(args: argparse.Namespace) -> list[dict]:
     """Rows of name, value, unit and ratio: of the speed to the sampler's own, and to the peer's."""
     try:
         from hgpo_jax.serving.api import Api
+        from hgpo_jax.serving.background import served
         from hgpo_jax.serving.engine import Engine
     except ImportError as error:
         raise ConfigError(f"bench serve: needs the package {error.name}; pip install 'hgpo_jax[serve,openai]'") from None
@@ -171,26 +169,6 @@ class Direct:
                 requests = requests[room:]
                 tokens += sum(len(response.tokens) for response in sampler.step())
         return Measured(tokens, time.perf_counter() - began, [])
-
-
-@contextlib.contextmanager
-def served(app: Any) -> Iterator[str]:
-    """Serves an ASGI application in a thread; gives its URL."""
-    import uvicorn
-
-    from hgpo_jax.serving.api import Connection
-
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        server = uvicorn.Server(uvicorn.Config(
-            app, http=Connection, log_level="error", lifespan="off", timeout_graceful_shutdown=1
-        ))  # fmt: skip
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
-        finally:
-            server.should_exit = True
-            thread.join()
 
 
 def ask(url: str, load: Load, stream: bool = True) -> Measured:

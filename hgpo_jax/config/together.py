@@ -39,7 +39,9 @@ def check_together(config: Config) -> None:
         f"policy.tokenizer={config.policy.tokenizer}: with env.compiled=true a policy has the games' own words; leave it out":
             env.compiled and config.policy.tokenizer,
         f"warm_start=cloning: env.name={env.name} has no expert to clone; give warm_start=none":
-            cloning and env.runs_compiled and not found.expert,
+            cloning and ((env.runs_compiled and not found.expert) or found.agent),
+        "policy.source=: env.name=agent has no words for a small policy; give policy=, which reads what the agent writes":
+            found.agent and not (config.policy.source or config.policy.tokenizer),
         f"lora.rank={config.lora.rank}: adapters go beside given weights; give policy=, too":
             cloning and config.lora.rank and not config.policy.source,
         f"cloning.optimizer=muon: is for whole kernels, and lora.rank={config.lora.rank} trains adapters; give adamw":
@@ -54,10 +56,12 @@ def check_together(config: Config) -> None:
     for message, applies in wrong.items():
         if applies:
             raise ConfigError(message)
-    read = {"name", "options", "template", "compiled", "max_turns", *found.options}
-    read |= set() if env.runs_compiled else {"strict", "workers", "time_limit"}
+    read = {"name", "options", "compiled", "max_turns", *found.options}
+    read |= set() if env.runs_compiled else {"workers", "time_limit"}
+    read |= set() if found.agent else {"template"}
+    read |= set() if env.runs_compiled or found.agent else {"strict"}
     for name, info in EnvConfig.model_fields.items():
         value, default = (",".join(v) if isinstance(v, tuple) else v for v in (getattr(env, name), info.default))
         if name not in read and value != default:
-            face = ", compiled," if name in ("strict", "workers", "time_limit") else ""
+            face = ", compiled," if env.runs_compiled and name in ("strict", "workers", "time_limit") else ""
             raise ConfigError(f"env.{name}={value}: env.name={env.name}{face} does not read it; leave it at {default!r}")

@@ -133,9 +133,17 @@ class EnvConfig(Section):
         "prompt group and each evaluation episode, so that held-out goals are also trained on",
     )  # fmt: skip
     reachable_only: bool = field(False, "webshop: leave out goals that no purchase of just what is asked can fulfil")
+    command: str = field("", "agent: what plays an episode, started anew for each one (hgpo_jax/agents.py)")
+    num_tasks: int = field(0, "agent: tasks to train on, numbered from 0; 0: any number, of 64 bits", ge=0)
+    num_held_out_tasks: int = field(0, "agent: the same of tasks to evaluate on", ge=0)
     strict: bool = field(False, "text: an inadmissible action is invalid, as a malformed response always is")
-    workers: int = field(0, "text: processes that play the environments; 0 plays them in this one", ge=0, le=256)
-    time_limit: float = field(60.0, "text: seconds after which an environment in a worker counts as hung", gt=0)
+    workers: int = field(
+        0, "text: processes that play the environments; 0 plays them in this one. agent: commands at a time; 0: one a slot",
+        ge=0, le=256,
+    )  # fmt: skip
+    time_limit: float = field(
+        60.0, "seconds after which an environment in a worker counts as hung, and an agent that asks for nothing", gt=0
+    )
 
     @property
     def runs_compiled(self) -> bool:

@@ -139,7 +139,7 @@ class HostRollout:
                 requests.append((episode, tasks[episode], actions))
             self._workers.send(requests)
             pending += len(requests)
-        return buffer.result({"decode_steps": sampler.steps, "slot_use": sampler.busy / max(1, sampler.steps)})
+        return buffer.result(sampler.counts)
 
     def close(self) -> None:
         """Ends the worker processes."""

@@ -96,12 +96,13 @@ class SlotPrograms:
       end_tokens: each of them ends a response.
 
     Attributes:
+      max_new, end_tokens: as given.
       shards: parts that the slots are split into.
       seconds: of the first call of each program and shape, with compiling.
     """
 
     def __init__(self, graphdef, mesh: Mesh | AbstractMesh, *, max_new: int, end_tokens: tuple[int, ...]):
-        self._graphdef, self._mesh, self.max_new, self._end_tokens = graphdef, mesh, max_new, end_tokens
+        self._graphdef, self._mesh, self.max_new, self.end_tokens = graphdef, mesh, max_new, end_tokens
         self.shards = mesh.shape["data"] * mesh.shape["fsdp"]
         self.seconds: dict[tuple[str, str], float] = {}
         self._programs = {
@@ -198,8 +199,8 @@ class SlotPrograms:
         model = nnx.merge(self._graphdef, params)
         hidden, prompt_cache = model.prefill(prompts, lengths - 1, prompts.shape[1])
         hidden, lengths = on_each_device(lambda hidden, lengths, at: (hidden[at], lengths[at]), hidden, lengths, source)
-        token, logp = sample_next(model, hidden, keys, 0, end_tokens=self._end_tokens, decoding=decoding)
-        ended = is_end(token, self._end_tokens) | (limits <= 1)
+        token, logp = sample_next(model, hidden, keys, 0, end_tokens=self.end_tokens, decoding=decoding)
+        ended = is_end(token, self.end_tokens) | (limits <= 1)
         new = {"key": keys, "prompt_length": lengths, "sampled": jnp.ones_like(token), "token": token, "ended": ended}
 
         def insert(state, new, prompt_cache, source, slots):
@@ -231,14 +232,14 @@ class SlotPrograms:
             # A slot that has ended writes behind its response.
             hidden, cache = model.decode(state.token, state.prompt_length + state.sampled - 1, state.cache, blocks)
             token, logp = sample_next(
-                model, hidden, state.key, state.sampled, end_tokens=self._end_tokens, decoding=decoding
+                model, hidden, state.key, state.sampled, end_tokens=self.end_tokens, decoding=decoding
             )
             live = ~state.ended
             out = out.replace(
                 tokens=out.tokens.at[:, i].set(token), logp=out.logp.at[:, i].set(logp), counts=out.counts + live
             )
             sampled = state.sampled + live
-            ended = state.ended | is_end(token, self._end_tokens) | (sampled >= limits)
+            ended = state.ended | is_end(token, self.end_tokens) | (sampled >= limits)
             state = state.replace(sampled=sampled, token=token, ended=ended, cache=cache)
             return i + 1, state, out, goes_on(i + 1, ended)
 
@@ -327,6 +328,11 @@ class SlotSampler:
     def free(self) -> int:
         """Slots for further requests."""
         return len(self._requests) * len(self._requests[0]) - self.active
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """Figures of a rollout's report (`result.py`)."""
+        return {"decode_steps": self.steps, "slot_use": self.busy / max(1, self.steps)}
 
     def add(self, requests: Sequence[SlotRequest]) -> None:
         """Begins responses to some prompts, at most `free`; an episode has one at a time."""

@@ -1,6 +1,7 @@
 """The web application: OpenAI's chat and text completions over an `Engine`.
 
     POST /v1/chat/completions, POST /v1/completions    whole or streamed
+    POST /v1/sessions/NAME/reward                      of an episode that is recorded (`sessions.py`)
     GET /v1/models, /health, /metrics
 
 Errors have OpenAI's form. A request that finds no room is answered 429 with Retry-After; one whose client leaves gives its
@@ -21,6 +22,7 @@ from collections.abc import AsyncIterator, Iterable
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -34,7 +36,8 @@ from hgpo_jax.sampling import Decoding
 from hgpo_jax.serving.answers import ChatForm, Choice, Form, Piece, TextForm, usage
 from hgpo_jax.serving.engine import Busy, Engine, Generation, Progress
 from hgpo_jax.serving.metrics import ServerMetrics
-from hgpo_jax.serving.requests import ApiError, ChatRequest, Sampling, TextRequest, parse
+from hgpo_jax.serving.requests import ApiError, ChatRequest, RewardRequest, Sampling, TextRequest, parse
+from hgpo_jax.serving.sessions import OpenSessions, Session, Sessions, Turn, state_of
 from hgpo_jax.serving.text import ServedText, TextStream
 
 GRACE = 30.0  # seconds that a body may take to arrive, and the rest of an answer to be read
@@ -44,13 +47,15 @@ LEFT = 499  # the status, for the metrics alone, where the client did not wait
 class Exchange:
     """A request's responses as they come; use as a context, so that what nobody waits for is cancelled.
 
-    seconds: until the last token, after which it is given up. Raises ApiError where there is no room.
+    session: whose next turn it is. seconds: until the last token, after which it is given up. Raises ApiError where there is
+    no room.
     """
 
     def __init__(
-        self, engine: Engine, texts: ServedText, asked: Sampling, ids: list[int], limit: int, *, end: int, seconds: float
-    ):
-        self._engine, self._end, self._seconds = engine, end, seconds
+        self, engine: Engine, texts: ServedText, asked: Sampling, ids: list[int], limit: int, session: Session | None,
+        state: str, *, seconds: float,
+    ):  # fmt: skip
+        self._engine, self._session, self._state, self._seconds = engine, session, state, seconds
         self.choices = [Choice(TextStream(texts.decode, asked.stops)) for _ in range(asked.n)]
         self._news: asyncio.Queue[tuple[int, Progress]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -63,23 +68,37 @@ class Exchange:
             return told
 
         decoding = Decoding(temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k)
-        seed = secrets.randbits(32) if asked.seed is None else asked.seed % 2**32
-        self._generations = [Generation(ids, limit, decoding, seed, i, tell(i)) for i in range(asked.n)]
+        seed: int | np.ndarray = secrets.randbits(32) if asked.seed is None else asked.seed % 2**32
+        first = 0
+        if session:
+            first, decoding = session.begin(), session.decoding or decoding
+            seed = seed if session.seed is None else session.seed
+        self._generations = [Generation(ids, limit, decoding, seed, first + i, tell(i)) for i in range(asked.n)]
 
     def __enter__(self) -> Exchange:
         try:
             self._engine.submit(self._generations)
-        except Busy:
+        except (Busy, RuntimeError) as error:
+            self._left()
+            if isinstance(error, RuntimeError):
+                raise ApiError(503, str(error), "server_error") from None
             raise ApiError(
                 429, "every slot is taken and as many requests wait as may; try again", "rate_limit_error",
                 code="rate_limit_exceeded", headers={"Retry-After": "1"},
             ) from None  # fmt: skip
-        except RuntimeError as error:
-            raise ApiError(503, str(error), "server_error") from None
         return self
 
     def __exit__(self, *_) -> None:
         self._cancel(range(len(self.choices)))
+        self._left()
+
+    def _left(self) -> None:
+        """Tells the session of its turn, which did not happen unless it was sampled to its end."""
+        session, self._session = self._session, None
+        if session:
+            (choice,), ids = self.choices, list(self._generations[0].ids)
+            done = choice.finish_reason is not None
+            session.end(Turn(ids, self._state, choice.tokens, choice.logp, choice.text) if done else None)
 
     def _cancel(self, indices: Iterable[int]) -> None:
         left = [self._generations[i] for i in indices if self.choices[i].finish_reason is None]
@@ -104,7 +123,7 @@ class Exchange:
             if choice.stream.stopped and not progress.ended:
                 self._cancel([index])
             if choice.stream.stopped or progress.ended:
-                stopped = choice.stream.stopped or (tokens and tokens[-1] == self._end)
+                stopped = choice.stream.stopped or (tokens and tokens[-1] in self._engine.end_tokens)
                 choice.finish_reason = "stop" if stopped else "length"
             choice.text += text
             choice.tokens += tokens
@@ -116,17 +135,21 @@ class Api:
     """The application of one served policy.
 
     Args:
-      model: the name that clients give.
+      model: the name that clients give; where it is empty, any name will do.
       tokenizer: the policy's.
       key: clients must send it; none if empty.
+      sessions: that are recorded; `Sessions` have keys of their own, in the place of `key`. None: none.
       body_limit: bytes of a request.
       time_limit: seconds until a request's last token, after which it is given up.
     """
 
-    def __init__(self, engine: Engine, tokenizer, model: str, *, key: str, body_limit: int, time_limit: float):
-        self._engine, self._model, self._key = engine, model, key.encode()
+    def __init__(
+        self, engine: Engine, tokenizer, model: str, *, key: str, body_limit: int, time_limit: float,
+        sessions: Sessions | OpenSessions | None = None,
+    ):  # fmt: skip
+        self._engine, self._model, self._key, self._sessions = engine, model, key, sessions
         self._body_limit, self._time_limit = body_limit, time_limit
-        self._texts, self._end, self._began = ServedText(tokenizer), tokenizer.eos_token_id, int(time.time())
+        self._texts, self._began = ServedText(tokenizer), int(time.time())
         self._metrics = ServerMetrics(engine)
         routes = {
             "/health": ("GET", self._health),
@@ -135,6 +158,7 @@ class Api:
             "/v1/models/{name:path}": ("GET", self._a_model),
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._text),
+            "/v1/sessions/{name}/reward": ("POST", self._reward),
         }
         self._paths = frozenset(routes)
         self.app = Starlette(
@@ -148,6 +172,7 @@ class Api:
             await self.app(scope, receive, send)
             return
         path = scope["path"] if scope["path"] in self._paths else "other"
+        path = "/v1/sessions" if scope["path"].startswith("/v1/sessions/") else path
         headers = dict(scope["headers"])
 
         async def counted(message):
@@ -155,9 +180,8 @@ class Api:
                 self._metrics.requests.labels(path, message["status"]).inc()
             await send(message)
 
-        if self._key:
-            given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
-            if path != "/health" and not hmac.compare_digest(given, self._key):
+        if self._key or isinstance(self._sessions, Sessions):
+            if path != "/health" and not self._allows(_key_in(headers.get(b"authorization", b""))):
                 error = ApiError(401, "the API key is missing or wrong", "authentication_error", code="invalid_api_key")
                 await _refusal(error)(scope, receive, counted)
                 return
@@ -168,6 +192,11 @@ class Api:
             return
         await self.app(scope, receive, counted)
 
+    def _allows(self, key: str) -> bool:
+        if isinstance(self._sessions, Sessions):
+            return self._sessions.allows(key)
+        return hmac.compare_digest(key.encode("latin-1"), self._key.encode())
+
     async def _health(self, request: Request) -> Response:
         if self._engine.failure:
             return JSONResponse({"status": self._engine.failure}, 503)
@@ -177,7 +206,7 @@ class Api:
         return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     def _described(self) -> dict[str, Any]:
-        return {"id": self._model, "object": "model", "created": self._began, "owned_by": "hgpo_jax"}
+        return {"id": self._model or "policy", "object": "model", "created": self._began, "owned_by": "hgpo_jax"}
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._described()]})
@@ -187,7 +216,7 @@ class Api:
         return JSONResponse(self._described())
 
     def _check_model(self, name: str) -> None:
-        if name != self._model:
+        if self._model and name != self._model:
             raise ApiError(404, f"model: {name[:100]!r} is not served here, {self._model!r} is", code="model_not_found")
 
     def _check_length(self, characters: int) -> None:
@@ -223,19 +252,38 @@ class Api:
             ids = await asyncio.to_thread(self._texts.conversation, messages)
         except ValueError as error:
             raise ApiError(400, str(error), param="messages") from None
-        return await self._answer(request, asked, ids, ChatForm(asked, self._texts))
+        seen = next((message["content"] for message in reversed(messages) if message["role"] != "assistant"), "")
+        return await self._answer(request, asked, ids, seen, ChatForm(asked, self._texts))
 
     async def _text(self, request: Request) -> Response:
         asked = parse(TextRequest, await self._body(request))
         prompt = asked.only_prompt
+        seen = str(prompt)
         if isinstance(prompt, str):
             self._check_length(len(prompt))
             prompt = await asyncio.to_thread(self._texts.prompt, prompt)
         elif max(prompt) >= self._engine.vocabulary:
             raise ApiError(400, f"prompt: {max(prompt)} is no token id of this model", param="prompt")
-        return await self._answer(request, asked, prompt, TextForm(asked, self._texts))
+        return await self._answer(request, asked, prompt, seen, TextForm(asked, self._texts))
 
-    async def _answer(self, request: Request, asked: Sampling, ids: list[int], form: Form) -> Response:
+    async def _reward(self, request: Request) -> Response:
+        if self._sessions is None:
+            raise ApiError(404, "this server records no sessions; start it with --record FOLDER")
+        posted = parse(RewardRequest, await self._body(request))
+        session = self._sessions.named(_key_of(request), request.path_params["name"])
+        session.post(posted)
+        if session.ended and isinstance(self._sessions, OpenSessions):
+            self._sessions.ended(session)
+        return JSONResponse(session.described())
+
+    def _session_of(self, request: Request, asked: Sampling) -> Session | None:
+        """Whose turn a request is. Raises ApiError."""
+        session = self._sessions.of(_key_of(request), request.headers, asked.metadata or {}) if self._sessions else None
+        if session and asked.n > 1:
+            raise ApiError(400, f"n: {asked.n} answers are no turn of a session; leave it out", param="n")
+        return session
+
+    async def _answer(self, request: Request, asked: Sampling, ids: list[int], seen: str, form: Form) -> Response:
         self._check_model(asked.model)
         if not ids:
             raise ApiError(400, "the prompt is empty")
@@ -246,10 +294,11 @@ class Api:
             raise ApiError(400, f"max_tokens: {asked.limit:,} is more than this server samples, {most:,}", param="max_tokens")
         if asked.n > self._engine.slots:
             raise ApiError(400, f"n: {asked.n} is more than this server's {self._engine.slots} slots", param="n")
+        session, state = self._session_of(request, asked), state_of(request.headers, asked.metadata or {}, seen)
         exchange = Exchange(
-            self._engine, self._texts, asked, ids, asked.limit or most, end=self._end, seconds=self._time_limit
-        )  # fmt: skip
-        answer = {"id": f"{form.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": self._model}
+            self._engine, self._texts, asked, ids, asked.limit or most, session, state, seconds=self._time_limit
+        )
+        answer = {"id": f"{form.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": asked.model}
         if asked.stream:
             exchange.__enter__()  # refused before the stream begins
             return _Stream(self._events(exchange, answer, form, asked, ids), exchange, self._time_limit + GRACE)
@@ -357,6 +406,15 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _key_in(header: bytes) -> str:
+    """The API key in an Authorization."""
+    return header.removeprefix(b"Bearer ").decode("latin-1")
+
+
+def _key_of(request: Request) -> str:
+    return _key_in(request.headers.get("authorization", "").encode("latin-1"))
 
 
 def _host(header: bytes) -> str:

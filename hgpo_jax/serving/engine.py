@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -41,15 +40,15 @@ class Generation:
 
     ids: token ids of the prompt, at least one and at most the engine's prompt_limit.
     limit: tokens of the longest response, at least one and at most the engine's response_limit.
-    seed, number: the same two numbers with the same prompt, decoding and weights give the same response; the number tells
-      several responses to one prompt apart.
+    seed, number: the same two with the same prompt, decoding and weights give the same response; the number tells several
+      responses to one prompt, or the turns of an episode, apart. seed: a number below 2**32, or a random key's data, u32[2].
     tell: is called in the engine's thread after every step that sampled something, the last time with `ended`.
     """
 
     ids: Sequence[int]
     limit: int
     decoding: Decoding
-    seed: int
+    seed: int | np.ndarray
     number: int
     tell: Callable[[Progress], None]
     told: int = 0  # tokens
@@ -57,6 +56,16 @@ class Generation:
 
 class Busy(Exception):
     """As many requests wait as may."""
+
+
+def _key_data(seed: int | np.ndarray) -> np.ndarray:
+    return np.asarray(jax.random.key_data(jax.random.key(np.uint32(seed)))) if isinstance(seed, int) else seed
+
+
+@jax.jit
+def _as_keys(data) -> jax.Array:
+    """Random keys [N] of their data u32[N, 2]."""
+    return jax.random.wrap_key_data(data)
 
 
 class Engine:
@@ -67,30 +76,32 @@ class Engine:
       slots: responses at a time, rounded up to a multiple of the mesh's parts.
       prompt_limit, response_limit: tokens.
       waiting_limit: responses that wait for a slot, at most.
+      programs: of the policy's network, with this response_limit, where they have been compiled before.
       failed: called in the engine's thread, after whose end, should it fail, nothing is sampled any more.
 
     Attributes:
       vocabulary: token ids are below it.
+      end_tokens: each of them ends a response.
       failure: what clients are told once the thread has failed; "" until then. The log says why.
     """
 
     def __init__(
         self, policy: Policy, mesh: Mesh, *, slots: int, prompt_limit: int, response_limit: int, waiting_limit: int,
-        failed: Callable[[], None] = lambda: None,
+        programs: SlotPrograms | None = None, failed: Callable[[], None] = lambda: None,
     ):  # fmt: skip
         self.prompt_limit, self.response_limit, self._waiting_limit = prompt_limit, response_limit, waiting_limit
         self.vocabulary = policy.config.vocab_size
         self.failure = ""
         self._mesh, self._failed = mesh, failed
-        programs = SlotPrograms(
+        programs = programs or SlotPrograms(
             policy.graphdef, mesh, max_new=response_limit, end_tokens=(policy.tokenizer.eos_token_id,)
-        )  # fmt: skip
-        self._keys = jax.jit(jax.vmap(jax.random.key))
+        )
+        self.end_tokens = programs.end_tokens
         with jax.set_mesh(mesh):
             seats = -(-slots // programs.shards) * programs.shards
-            self._seeds = np.zeros(seats, np.uint32)
+            self._keys = np.tile(_key_data(0), (seats, 1))
             self._sampler = SlotSampler(
-                programs, policy.params, self._keys(jnp.asarray(self._seeds)), None, slots=slots, prompt_limit=prompt_limit
+                programs, policy.params, _as_keys(self._keys.copy()), None, slots=slots, prompt_limit=prompt_limit
             )
         self._change = threading.Condition()  # guards what follows
         self._waiting: deque[Generation] = deque()
@@ -146,7 +157,12 @@ class Engine:
     @property
     def slots(self) -> int:
         """Responses that can have one."""
-        return len(self._seeds)
+        return len(self._keys)
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """The sampler's."""
+        return self._sampler.counts
 
     def submit(self, generations: Sequence[Generation]) -> None:
         """Queues all of them or none. Raises Busy, or RuntimeError if the engine has ended."""
@@ -200,8 +216,8 @@ class Engine:
             self._seated |= new
         if new:
             for seat, generation in new.items():
-                self._seeds[seat] = generation.seed
-            self._sampler.keys = self._keys(jnp.asarray(self._seeds))
+                self._keys[seat] = _key_data(generation.seed)
+            self._sampler.keys = _as_keys(self._keys.copy())
             # Equal prompts are shared by an `add` of their own, so that few shapes are compiled.
             by_prompt: dict[tuple[int, ...], list[SlotRequest]] = {}
             for seat, g in new.items():

@@ -164,6 +164,28 @@ class TextRequest(Sampling):
         return self.logprobs is not None
 
 
+class RewardRequest(_Strict):
+    """The body of POST /v1/sessions/NAME/reward.
+
+    reward: is added to that of the turn; of the last one, and the session ends, where no turn is given.
+    turn: its number, from 0; -1 is the last one so far.
+    admissible: whether the turn's answer could be used; if not, it is penalized (`advantage.invalid_penalty`).
+    success, state: with the session's end: whether it succeeded, by default if its rewards are above 0 in sum; what was seen.
+    """
+
+    reward: float
+    turn: int | None = None
+    admissible: bool = True
+    success: bool | None = None
+    state: str = ""
+
+    @pydantic.model_validator(mode="after")
+    def _at_the_end_only(self):
+        if self.turn is not None and (self.success is not None or self.state):
+            raise ValueError("success and state go with the session's end, without a turn")
+        return self
+
+
 def parse(model: type[Body], body: bytes | bytearray) -> Body:
     """Raises ApiError, in a line that names the field."""
     try:

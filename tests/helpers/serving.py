@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import openai
 
-from hgpo_jax.bench import serving as bench
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.sampling import Decoding
+from hgpo_jax.serving import background
 from hgpo_jax.serving.api import Api
 from hgpo_jax.serving.engine import Engine
 from tests.helpers.byte_policy import generated
@@ -30,7 +30,7 @@ def engine_of(policy, **limits) -> Engine:
 def served(engine, policy, **options):
     """A server in a thread; gives its port."""
     api = Api(engine, policy.tokenizer, "tiny", **{"key": "", "body_limit": BODY, "time_limit": 60.0} | options)
-    with bench.served(api) as url:
+    with background.served(api) as url:
         yield urlsplit(url).port
 
 

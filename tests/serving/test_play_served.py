@@ -6,13 +6,13 @@ import pytest
 
 from hgpo_jax import config as configuration
 from hgpo_jax import evaluation
-from hgpo_jax.bench.serving import served
 from hgpo_jax.job import build, prepare_devices
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import Policy
 from hgpo_jax.sampling import Decoding
 from hgpo_jax.served import ServedPolicy
 from hgpo_jax.serving.api import Api
+from hgpo_jax.serving.background import served
 from hgpo_jax.serving.engine import Engine
 
 

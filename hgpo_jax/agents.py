@@ -1,0 +1,223 @@
+"""Programs of your own as players: a command that talks to the policy through OpenAI's API is started for every episode.
+
+    python -m hgpo_jax.train policy=smollm2 warm_start=none env.name=agent env.command="python my_agent.py"
+
+The policy is served while a rollout lasts (`serving/`), and every request of an episode is one of its turns. A command finds
+in its environment
+
+    OPENAI_BASE_URL, OPENAI_API_KEY    where the policy is; the key is the episode's own, by which its requests are known
+    HGPO_TASK, HGPO_SPLIT              the number of the task it should play, and whether of `train` or `held_out`
+    HGPO_SESSION                       the episode's name: the program ends by posting its reward to /sessions/NAME/reward
+
+What a turn samples depends on the episode's key, the turn and the prompt alone, in the rollout's distribution, whatever
+temperature a program asks for. A command that fails, falls silent or posts no reward costs its own episode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import cast
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from hgpo_jax.config import Config
+from hgpo_jax.errors import ConfigError, RunError, one_line
+from hgpo_jax.policy import ModelConfig, Policy, network
+from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.rollout.result import RolloutResult, Story
+from hgpo_jax.rollout.slots import SlotPrograms
+from hgpo_jax.rollout.tasks import task_numbers
+from hgpo_jax.sampling import Decoding
+
+ANSWER_LIMIT = 3600.0  # seconds of a request, most of which it may wait for a slot
+BODY_LIMIT = 2**24  # bytes of a request
+
+
+class AgentRunner:
+    """Runs `env.command` for each episode; a `runners.TextRunner` in all else.
+
+    Raises ConfigError for a command that cannot be started, several processes, or what is not installed.
+    """
+
+    task_types = ("agent",)
+
+    def __init__(self, config: Config, model: ModelConfig, tokenizer, mesh: Mesh | AbstractMesh):
+        env, rollout = config.env, config.rollout
+        self._command = command_of(env.command)
+        try:
+            import hgpo_jax.serving.background  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(f"env.name=agent: needs the package {error.name}; pip install 'hgpo_jax[serve]'") from None
+        if jax.process_count() > 1:
+            raise ConfigError("env.name=agent: cannot run as one of several processes")
+        if tokenizer is None or tokenizer.eos_token_id is None:
+            raise ConfigError(f"policy.source={config.policy.source}: has no tokenizer with an end token")
+        vocabulary = tokenizer.get_vocab()
+        if unknown := [token for token in rollout.stop if token not in vocabulary]:
+            raise ConfigError(f"rollout.stop={unknown[0]}: no token of the tokenizer")
+        end_tokens = (tokenizer.eos_token_id, *(vocabulary[token] for token in rollout.stop))
+        self._programs = SlotPrograms(network(model), mesh, max_new=rollout.response_limit, end_tokens=end_tokens)
+        self._model, self._tokenizer, self._mesh = model, tokenizer, cast(Mesh, mesh)  # a rollout needs one of real devices
+        self._prompt_limit, self._turns, self._time_limit = rollout.prompt_limit, env.max_turns, env.time_limit
+        self._batch = rollout.prompt_groups * rollout.group_size
+        self._slots = min(self._batch, rollout.decode_batch_size * mesh.shape["data"])
+        self._at_a_time = env.workers or self._slots
+        self.num_tasks, self.num_held_out_tasks = env.num_tasks or None, env.num_held_out_tasks or None
+
+    def rollout(self, params, tasks, keys, groups, decoding: Decoding, *, held_out: bool = False) -> RolloutResult:
+        """Plays B episodes. Raises RunError where every command failed."""
+        from hgpo_jax.serving.api import Api
+        from hgpo_jax.serving.background import served
+        from hgpo_jax.serving.engine import Engine
+        from hgpo_jax.serving.sessions import Session, Sessions, episodes_of
+
+        jax.block_until_ready(params)  # from here on another thread uses the devices
+        seeds, split = np.asarray(jax.random.key_data(keys)), "held_out" if held_out else "train"
+        sessions = [Session(secrets.token_hex(16), self._turns, decoding, seed) for seed in seeds]
+        policy, empty = Policy(self._model, params, self._tokenizer), self._no_episodes()
+        engine = Engine(
+            policy, self._mesh, slots=self._slots, prompt_limit=self._prompt_limit, response_limit=self._programs.max_new,
+            waiting_limit=self._batch, programs=self._programs,
+        )  # fmt: skip
+        api = Api(
+            engine, self._tokenizer, "", key="", body_limit=BODY_LIMIT, time_limit=ANSWER_LIMIT, sessions=Sessions(sessions)
+        )
+        with engine, served(api) as url, Commands(self._command, self._time_limit) as commands:
+            play = functools.partial(_play, commands, url, split, engine)
+            with ThreadPoolExecutor(self._at_a_time, "agents") as threads:
+                try:
+                    reasons = list(threads.map(play, sessions, tasks))
+                except BaseException:  # a signal, perhaps
+                    commands.stop()
+                    threads.shutdown(cancel_futures=True)
+                    raise
+            counts = engine.counts
+        failures = {number: reason for number, reason in enumerate(reasons) if reason}
+        if len(failures) == len(sessions):
+            raise RunError(f"env.command: failed in all {len(sessions)} episodes, in the first one: {failures[0]}")
+        counts["out_of_turns"] = sum(session.spent for session in sessions)
+        goals = [f"task {task} of {split}" for task in tasks]
+        return episodes_of(sessions, goals, groups, empty, self._programs.end_tokens, failures, counts)
+
+    def _no_episodes(self) -> Episodes:
+        return Episodes.zeros(self._batch, self._turns, self._prompt_limit, self._programs.max_new)
+
+    def select_tasks(self, stream: str, seed: int | None, indices) -> list[int]:
+        return task_numbers(
+            stream, seed, np.asarray(indices), self.num_held_out_tasks if stream == "held_out" else self.num_tasks
+        )
+
+    def abstract_episodes(self, params, inputs: tuple) -> Episodes:
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), self._no_episodes())
+
+    def has_expert(self) -> bool:
+        return False
+
+    def compile(self, params, inputs: tuple) -> None:
+        """Its shapes depend on the prompts: each compiles when it first occurs."""
+
+    def story(self, result: RolloutResult, index: int) -> Story:
+        assert result.report is not None
+        return result.report.story(result.episodes, index)
+
+
+def command_of(text: str) -> list[str]:
+    """A command's words. Raises ConfigError for one that cannot be started."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"env.command={text}: {error}") from None
+    if not words:
+        raise ConfigError('env.command=: env.name=agent needs the command of an episode, as in env.command="python agent.py"')
+    if shutil.which(words[0]) is None:
+        raise ConfigError(f"env.command={text}: there is no program {words[0]}")
+    return words
+
+
+def _play(commands: Commands, url: str, split: str, engine, session, task: int) -> str:
+    """Plays one episode; returns why it is left out, "" where it is not."""
+    reason = commands.run(session, {
+        "OPENAI_BASE_URL": url, "OPENAI_API_KEY": session.name, "HGPO_SESSION": session.name, "HGPO_TASK": str(task),
+        "HGPO_SPLIT": split,
+    })  # fmt: skip
+    if engine.failure:
+        raise RunError("the sampler has failed; what it said is above")
+    if not session.turns:
+        return reason or "its command asked the policy nothing"
+    return "" if session.ended or session.spent else reason or "its command ended without a reward"
+
+
+class Commands:
+    """Starts a command again and again, several at a time; use as a context, with which all end.
+
+    time_limit: seconds after which one that neither asks the policy nor ends is killed.
+    """
+
+    def __init__(self, command: list[str], time_limit: float):
+        self._command, self._time_limit = command, time_limit
+        self._stopping = threading.Event()
+
+    def __enter__(self) -> Commands:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends those that run, and starts no others."""
+        self._stopping.set()
+
+    def run(self, session, variables: dict[str, str]) -> str:
+        """Runs the command for one session; returns what went wrong, "" if nothing did."""
+        if self._stopping.is_set():
+            return "stopped"
+        # An agent needs no accelerator, and does not ask a proxy for what is on this machine.
+        local = ",".join(filter(None, [os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), "127.0.0.1"]))
+        variables = {"JAX_PLATFORMS": "cpu", "NO_PROXY": local, "no_proxy": local} | variables
+        with tempfile.TemporaryFile() as said:
+            process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, env=os.environ | variables,
+                start_new_session=True,
+            )  # fmt: skip
+            session.started()
+            try:
+                while (code := _wait(process)) is None:
+                    if self._stopping.is_set():
+                        return "stopped"
+                    if session.silent > self._time_limit:
+                        return f"its command neither asked nor ended in {self._time_limit:g} s"
+            finally:
+                with contextlib.suppress(ProcessLookupError):  # it and what it started
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            if code < 0:
+                return f"its command was ended by signal {-code}"
+            return f"its command ended with {code}: {_last_line(said)}" if code else ""
+
+
+def _wait(process: subprocess.Popen) -> int | None:
+    """The exit code; None if it does not end in a moment."""
+    try:
+        return process.wait(timeout=0.5)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _last_line(file) -> str:
+    """The last line that a command has written, for a message."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - 4000))
+    lines = file.read().decode(errors="replace").split("\n")
+    return one_line(next((line for line in reversed(lines) if line.strip()), "it said nothing"))[:500]

@@ -1,0 +1,221 @@
+"""Sessions: the requests of one episode of a program that plays with the policy, kept as a rollout would keep them.
+
+A session's requests come one after the other; each is a turn. The program posts rewards, with a turn's number while it plays,
+without one at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from hgpo_jax.rollout.chat_format import ParsedResponse, Prompt
+from hgpo_jax.rollout.episode_buffer import EpisodeBuffer
+from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.rollout.result import RolloutResult
+from hgpo_jax.rollout.slots import SlotResponse
+from hgpo_jax.rollout.workers import MAX_REWARD, EnvFailure, EnvOutput
+from hgpo_jax.sampling import Decoding
+from hgpo_jax.serving.requests import ApiError, RewardRequest
+
+_NAME = re.compile(r"[\w.-]{1,100}")
+
+
+@dataclasses.dataclass
+class Turn:
+    """A request and its answer.
+
+    ids: of the prompt. state: what tells apart the states that the agent can be in. tokens, logp: as sampled, up to a stop
+    string. admissible: whether the program could use the answer.
+    """
+
+    ids: list[int]
+    state: str
+    tokens: list[int]
+    logp: list[float]
+    text: str
+    reward: float = 0.0
+    admissible: bool = True
+
+
+class Session:
+    """One episode.
+
+    Args:
+      name: that clients give.
+      max_turns: T; a further request is refused, and the episode counts as it is then.
+      decoding, seed: how all its turns are sampled (`engine.Generation`), whatever is asked; None: as each request asks.
+
+    Attributes:
+      success: what was posted, else whether the sum of the rewards is above 0.
+      state: what the program saw after its last turn, where it says so.
+      ended: whether its last reward has been posted. spent: whether it asked for more turns than it has.
+    """
+
+    def __init__(
+        self, name: str, max_turns: int, decoding: Decoding | None = None, seed: np.ndarray | None = None
+    ):
+        self.name, self.decoding, self.seed, self._max_turns = name, decoding, seed, max_turns
+        self.turns: list[Turn] = []
+        self.state, self.ended, self.spent = "", False, False
+        self._success: bool | None = None
+        self._asking = False
+        self._heard = time.monotonic()
+
+    @property
+    def reward(self) -> float:
+        """The sum so far."""
+        return sum(turn.reward for turn in self.turns)
+
+    @property
+    def success(self) -> bool:
+        return self.reward > 0 if self._success is None else self._success
+
+    @property
+    def silent(self) -> float:
+        """Seconds since it was last heard of or answered; 0 while it waits for an answer."""
+        return 0.0 if self._asking else time.monotonic() - self._heard
+
+    def started(self) -> None:
+        """Its program has begun."""
+        self._heard = time.monotonic()
+
+    def begin(self) -> int:
+        """The number of the turn that a request begins. Raises ApiError; else `end` must follow."""
+        if self.ended:
+            raise ApiError(400, f"session {self.name} has ended: its last reward has been posted", code="session_ended")
+        if self._asking:
+            raise ApiError(409, f"session {self.name}: its last request has not been answered yet", code="session_busy")
+        if len(self.turns) >= self._max_turns:
+            self.spent = True
+            raise ApiError(400, f"session {self.name} has had its {self._max_turns} turns", code="no_turns_left")
+        self._asking = True
+        return len(self.turns)
+
+    def end(self, turn: Turn | None) -> None:
+        """Its request was answered, or not (None): then the turn did not happen."""
+        if turn is not None:
+            self.turns.append(turn)
+        self._asking, self._heard = False, time.monotonic()
+
+    def post(self, posted: RewardRequest) -> None:
+        """Takes a reward. Raises ApiError."""
+        if self.ended or self._asking:
+            why = "has ended" if self.ended else "has a request that is not answered yet"
+            raise ApiError(400 if self.ended else 409, f"session {self.name} {why}", code="session_ended")
+        count = len(self.turns)
+        number = count - 1 if posted.turn is None else posted.turn
+        if not -count <= number < count:
+            raise ApiError(400, f"turn: session {self.name} has {count} turns, counted from 0", param="turn")
+        turn = self.turns[number]
+        if not abs(self.reward + posted.reward) <= MAX_REWARD:
+            raise ApiError(400, f"reward: {posted.reward} is too large", param="reward")
+        turn.reward += posted.reward
+        turn.admissible = posted.admissible
+        self._heard = time.monotonic()
+        if posted.turn is None:
+            self.ended, self._success, self.state = True, posted.success, posted.state
+
+    def described(self) -> dict:
+        """What clients are told of it."""
+        return {"id": self.name, "object": "session", "turns": len(self.turns), "reward": self.reward, "ended": self.ended}
+
+
+class Sessions:
+    """The sessions of a server, each of them known by the API key that it has: its name is secret."""
+
+    def __init__(self, sessions: Sequence[Session]):
+        self._named = {session.name: session for session in sessions}
+
+    def allows(self, key: str) -> bool:
+        """Whether a request with this API key is answered."""
+        return key in self._named
+
+    def of(self, key: str, headers: Mapping[str, str], metadata: Mapping) -> Session | None:
+        """Whose turn a request is. Raises ApiError."""
+        return self._named[key]
+
+    def named(self, key: str, name: str) -> Session:
+        """The session that a reward is posted to. Raises ApiError."""
+        if name != key:
+            raise ApiError(404, "there is no such session")
+        return self._named[name]
+
+
+class OpenSessions:
+    """Sessions that a header (X-Session-Id) or the request's metadata (session_id) names, and that begin with their first turn.
+
+    Args:
+      max_turns: of a session.
+      most: sessions that have not ended, at most.
+      done: called with each session that ends.
+    """
+
+    def __init__(self, max_turns: int, most: int, done: Callable[[Session], None]):
+        self._max_turns, self._most, self._done = max_turns, most, done
+        self._named: dict[str, Session] = {}
+
+    def __len__(self) -> int:
+        return len(self._named)
+
+    def of(self, key: str, headers: Mapping[str, str], metadata: Mapping) -> Session | None:
+        name = headers.get("x-session-id") or metadata.get("session_id")
+        if name is None:
+            return None
+        if not (isinstance(name, str) and _NAME.fullmatch(name)):
+            raise ApiError(400, "a session's name has up to 100 letters, digits, '.', '_' and '-'", param="session_id")
+        if name not in self._named and len(self._named) >= self._most:
+            raise ApiError(429, f"{self._most} sessions have not ended; post their rewards", "rate_limit_error")
+        return self._named.setdefault(name, Session(name, self._max_turns))
+
+    def named(self, key: str, name: str) -> Session:
+        if name not in self._named:
+            raise ApiError(404, f"there is no session {name[:100]!r}, or it has ended")
+        return self._named[name]
+
+    def ended(self, session: Session) -> None:
+        """Forgets a session whose last reward has come."""
+        self._done(self._named.pop(session.name))
+
+
+def state_of(headers: Mapping[str, str], metadata: Mapping, seen: str) -> str:
+    """What a request's step groups go by: a header (X-State-Key), the metadata's state_key, or what was seen last."""
+    state = headers.get("x-state-key") or metadata.get("state_key")
+    return state if isinstance(state, str) else seen
+
+
+def episodes_of(
+    sessions: Sequence[Session], goals: Sequence[str], groups, empty: Episodes, end_tokens: tuple[int, ...],
+    failures: Mapping[int, str], counts: dict[str, float],
+) -> RolloutResult:  # fmt: skip
+    """What a rollout returns, of sessions.
+
+    Args:
+      goals: of each.
+      groups: i32[B], prompt groups.
+      empty: `Episodes.zeros` with room for them, written in place.
+      end_tokens: a response without one of them at its end is unfinished.
+      failures: the numbers of sessions that are left out -> why.
+      counts: further ones for the report.
+    """
+    buffer = EpisodeBuffer(empty, groups, history_length=0, strict=True)
+    for number, (session, goal) in enumerate(zip(sessions, goals, strict=True)):
+        if number in failures:
+            buffer.add_output(number, EnvFailure(failures[number]))
+            continue
+        seen = [*(turn.state for turn in session.turns), session.state]
+        buffer.add_output(number, EnvOutput(seen[0], [], goal, 0))
+        for turn, after in zip(session.turns, seen[1:], strict=True):
+            response = SlotResponse(number, np.array(turn.tokens, np.int32), np.array(turn.logp, np.float32))
+            said = ParsedResponse(turn.text, turn.text, True)
+            buffer.add_response(Prompt(turn.ids), response, said, turn.tokens[-1] in end_tokens)
+            last = turn is session.turns[-1]
+            buffer.add_output(number, EnvOutput(
+                after, [], goal, 0, turn.reward, done=last, won=last and session.success, admissible=turn.admissible,
+                score=session.reward,
+            ))  # fmt: skip
+    return buffer.result(counts)

@@ -1,0 +1,65 @@
+"""An agent that plays Guess over HTTP alone, and others that do not do what they should."""
+
+import json
+import os
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from guess import Guess
+
+URL, KEY, NAME = (os.environ[name] for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY", "HGPO_SESSION"))
+TASK, SPLIT = int(os.environ["HGPO_TASK"]), os.environ["HGPO_SPLIT"]
+
+
+def post(path, **body):
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    request = urllib.request.Request(URL + path, json.dumps(body).encode(), headers)
+    return json.load(urllib.request.urlopen(request, timeout=120))
+
+
+def ask(text):
+    messages = [{"role": "user", "content": text}]
+    answer = post("/chat/completions", model="whatever", messages=messages, temperature=0, seed=1)
+    return answer["choices"][0]["message"]["content"]
+
+
+def reward(reward, **body):
+    return post(f"/sessions/{NAME}/reward", reward=reward, **body)
+
+
+def play():
+    env = Guess()
+    seen, _ = env.reset(TASK)
+    done = False
+    while not done:
+        seen, _, points, done, info = env.step(ask(seen).strip())
+        reward(points, turn=-1, admissible=info["admissible"])
+    reward(0, success=info["won"], state=seen)
+
+
+if __name__ == "__main__":
+    how = sys.argv[1] if len(sys.argv) > 1 else "well"
+    odd = how if TASK % 2 else "well"
+    if odd == "crashes":
+        ask("hello")
+        sys.exit("it is broken\n")
+    elif odd == "hangs":
+        ask("hello")
+        time.sleep(600)
+    elif odd == "leaves":
+        ask("hello")
+    elif odd == "idles":
+        pass
+    elif odd == "talks":
+        try:
+            for number in range(99):
+                ask(f"hello {number}")
+        except urllib.error.HTTPError as error:
+            assert error.code == 400, error
+            sys.exit(json.load(error)["error"]["message"])
+    else:
+        play()
