@@ -7,6 +7,7 @@ in its environment
 
     OPENAI_BASE_URL, OPENAI_API_KEY    where the policy is; the key is the episode's own, by which its requests are known
     HGPO_TASK, HGPO_SPLIT              the number of the task it should play, and whether of `train` or `held_out`
+    HGPO_TURNS                         how often it may ask
     HGPO_SESSION                       the episode's name: the program ends by posting its reward to /sessions/NAME/reward
 
 What a turn samples depends on the episode's key, the turn and the prompt alone, in the rollout's distribution, whatever
@@ -23,9 +24,11 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import cast
 
 import jax
@@ -141,16 +144,21 @@ def command_of(text: str) -> list[str]:
         raise ConfigError(f"env.command={text}: {error}") from None
     if not words:
         raise ConfigError('env.command=: env.name=agent needs the command of an episode, as in env.command="python agent.py"')
-    if shutil.which(words[0]) is None:
+    if shutil.which(words[0], path=_path()) is None:
         raise ConfigError(f"env.command={text}: there is no program {words[0]}")
     return words
+
+
+def _path() -> str:
+    """Where programs are looked for: `python` is the one that this runs in."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 def _play(commands: Commands, url: str, split: str, engine, session, task: int) -> str:
     """Plays one episode; returns why it is left out, "" where it is not."""
     reason = commands.run(session, {
         "OPENAI_BASE_URL": url, "OPENAI_API_KEY": session.name, "HGPO_SESSION": session.name, "HGPO_TASK": str(task),
-        "HGPO_SPLIT": split,
+        "HGPO_SPLIT": split, "HGPO_TURNS": str(session.max_turns),
     })  # fmt: skip
     if engine.failure:
         raise RunError("the sampler has failed; what it said is above")
@@ -185,7 +193,7 @@ class Commands:
             return "stopped"
         # An agent needs no accelerator, and does not ask a proxy for what is on this machine.
         local = ",".join(filter(None, [os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), "127.0.0.1"]))
-        variables = {"JAX_PLATFORMS": "cpu", "NO_PROXY": local, "no_proxy": local} | variables
+        variables = {"JAX_PLATFORMS": "cpu", "NO_PROXY": local, "no_proxy": local, "PATH": _path()} | variables
         with tempfile.TemporaryFile() as said:
             process = subprocess.Popen(
                 self._command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, env=os.environ | variables,

@@ -12,6 +12,7 @@ policy reads the last message. Fields that would change the answer, but that thi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import socket
 from pathlib import Path
@@ -19,6 +20,7 @@ from pathlib import Path
 import jax
 
 from hgpo_jax import cli
+from hgpo_jax import config as configuration
 from hgpo_jax.errors import ConfigError, RunError
 from hgpo_jax.export import policy_folder
 from hgpo_jax.files import CACHE_DIR
@@ -27,6 +29,7 @@ from hgpo_jax.policy import Policy, load_policy
 from hgpo_jax.progress import Progress
 
 KEY = "HGPO_API_KEY"
+SESSIONS = 4096  # that are recorded at a time
 CONNECTIONS = 1024  # at a time; further requests are answered 503
 
 
@@ -42,6 +45,8 @@ def main() -> None:
     p.add_argument("--response-limit", type=_count, default=512, metavar="N", help="tokens of the longest answer; default: 512")
     p.add_argument("--time-limit", type=cli.positive, default=300.0, metavar="S", help="seconds of a request; default: 300")
     p.add_argument("--body-limit", type=_count, default=2**22, metavar="N", help="bytes of a request; default: 4 MiB")
+    p.add_argument("--record", type=cli.local_path, metavar="FOLDER", help="record sessions in it, as Episodes")
+    p.add_argument("--max-turns", type=_count, default=100, metavar="N", help="turns of a recorded session; default: 100")
     p.add_argument("--mesh", default="data=1", metavar="SPEC", help="device mesh, as in data=1,fsdp=4; default: data=1")
     p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the weights; default: float32")
     args = p.parse_args()
@@ -50,6 +55,8 @@ def main() -> None:
 
         from hgpo_jax.serving.api import Api, Connection, is_loopback
         from hgpo_jax.serving.engine import Engine
+        from hgpo_jax.serving.recording import Recording
+        from hgpo_jax.serving.sessions import OpenSessions
     except ImportError as error:
         raise ConfigError(f"serve: needs the package {error.name}; pip install 'hgpo_jax[serve]'") from None
     key = os.environ.get(KEY, "")
@@ -68,6 +75,13 @@ def main() -> None:
         listening = socket.create_server((args.host, args.port), family=family, backlog=CONNECTIONS)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"--host {args.host} --port {args.port}: {getattr(error, 'strerror', None) or error}") from None
+    recording: contextlib.AbstractContextManager = contextlib.nullcontext()
+    sessions = None
+    if args.record:
+        source = str(Path(args.policy).resolve()) if Path(args.policy).exists() else args.policy
+        fields = ["name=recording", "env.name=agent", f"env.max_turns={args.max_turns}", f"policy={source}", "warm_start=none"]
+        recording = kept = Recording(Path(args.record), configuration.load(None, fields), policy.tokenizer)
+        sessions = OpenSessions(args.max_turns, SESSIONS, kept.add)
     name = args.name or (Path(args.policy).resolve().name if Path(args.policy).exists() else args.policy)
     engine = Engine(
         policy, mesh, slots=args.slots, prompt_limit=prompt_limit, response_limit=args.response_limit,
@@ -79,11 +93,13 @@ def main() -> None:
             engine.close()  # whoever waits is told, before the connections are closed
             super().handle_exit(sig, frame)
 
-    api = Api(engine, policy.tokenizer, name, key=key, body_limit=args.body_limit, time_limit=args.time_limit)
+    api = Api(
+        engine, policy.tokenizer, name, key=key, body_limit=args.body_limit, time_limit=args.time_limit, sessions=sessions
+    )
     server = Server(uvicorn.Config(
         api, http=Connection, log_level="warning", lifespan="off", limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=5
     ))  # fmt: skip
-    with listening, engine:
+    with recording, listening, engine:
         with Progress("compiling", len(engine.shapes()), "program") as progress:
             for length, prompts, responses in engine.shapes():
                 engine.warm_up(length, prompts, responses)
@@ -91,6 +107,8 @@ def main() -> None:
         host, port = listening.getsockname()[:2]
         print(f"{name} is served at http://{f'[{host}]' if ':' in host else host}:{port}/v1; Ctrl-C ends it", flush=True)
         server.run(sockets=[listening])
+    if sessions:
+        print(f"{args.record}: holds the sessions that have ended; {len(sessions)} others had no last reward", flush=True)
     if engine.failure:
         raise RunError("the sampler has failed; what it said is above")
 

@@ -7,11 +7,13 @@ environments and models wrote is data, and is encoded so that no marker in it ca
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import string
+import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hgpo_jax.errors import one_line
 from hgpo_jax.policy.tokenizer import PLAIN
@@ -127,7 +129,8 @@ class TokenText:
         # A marker becomes harmless when it is encoded in two pieces; of overlapping ones each is cut.
         added = tokenizer.get_added_vocab()
         markers = sorted(added, key=len, reverse=True)
-        self._cuts = re.compile(f"(?=(?:{'|'.join(map(re.escape, markers))}))") if markers else None
+        self._marker = re.compile(f"({'|'.join(map(re.escape, markers))})") if markers else None
+        self._cuts = re.compile(f"(?={self._marker.pattern})") if self._marker else None
         self._added = frozenset(added.values())
         # Some reasoning models' tags are special tokens; they belong to the text nevertheless.
         special = ((index, token) for index, token in tokenizer.added_tokens_decoder.items() if token.special)
@@ -148,6 +151,16 @@ class TokenText:
                 # A normalizer may make a marker out of other characters, and a marker of one character has no pieces.
                 ids[index] += part if self._added.isdisjoint(part) else [i for i in part if i not in self._added]
         return ids
+
+    def split(self, text: str) -> list[str]:
+        """What is between the special and added tokens that a text spells, and these, in turn."""
+        return self._marker.split(text) if self._marker else [text]
+
+    def marker_in(self, text: str) -> str:
+        """A special or added token that a text spells, also with other characters of the same meaning; "" if none."""
+        texts = [text, unicodedata.normalize("NFKC", text), unicodedata.normalize("NFKC", text).lower()]
+        found = next(filter(None, map(self._cuts.search, texts)), None) if self._cuts else None
+        return found.group(1) if found else ""
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of a response, without special tokens other than the tags."""
@@ -249,27 +262,50 @@ def check_chat_tokenizer(tokenizer) -> None:
         raise ValueError("tokenizer: has no eos_token, which ends a response; set it in tokenizer_config.json")
 
 
-def conversation_ids(tokenizer, text: TokenText, messages: Sequence[dict[str, str]]) -> list[int]:
+def conversation_ids(
+    tokenizer, text: TokenText, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
+) -> list[int]:
     """Token ids of a conversation in the chat template, which asks for the assistant's next message.
 
     messages: each with `role` and `content`. What they say is data, as in `ChatFormat`. A policy that is shown a message and
-    nothing else (`tokenizer.PLAIN`) is shown the last one. Raises ValueError where the template refuses or leaves out some.
+    nothing else (`tokenizer.PLAIN`) is shown the last one. tools, and `tool_calls` of messages: as the template takes them;
+    these become a part of the frame, and must not spell a special or added token.
+
+    Raises ValueError where the template refuses or leaves out some, or where tools spell a token.
     """
     messages = messages[-1:] if tokenizer.chat_template == PLAIN else messages
-    marked = [message | {"content": f"5f1c-message-{number}-7d2e"} for number, message in enumerate(messages)]
+    calls = [message["tool_calls"] for message in messages if message.get("tool_calls")]
+    if spelled := text.marker_in(json.dumps([list(tools), calls], ensure_ascii=False)):
+        raise ValueError(f"tools: {spelled!r} is a token of its own in this policy's vocabulary; write it otherwise")
+    marked = [
+        message if message.get("tool_calls") and not message["content"] else
+        message | {"content": f"5f1c-message-{number}-7d2e"}
+        for number, message in enumerate(messages)
+    ]  # fmt: skip
+    more = {"tools": list(tools)} if tools else {}
     try:
-        shown = tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True)
+        shown = tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True, **more)
     except Exception as error:  # whatever a template does, for example with a system message
         raise ValueError(one_line(f"tokenizer: its chat template fails: {error}")) from None
     pieces = re.split(r"5f1c-message-(\d+)-7d2e", shown)
-    if lost := sorted(set(range(len(messages))) - set(map(int, pieces[1::2]))):
+    said = {number for number, message in enumerate(marked) if message is not messages[number]}
+    if lost := sorted(said - set(map(int, pieces[1::2]))):
         raise ValueError(f"tokenizer: its chat template does not show message {lost[0] + 1} of {len(messages)}")
-    frame = {piece: tokenizer(piece, add_special_tokens=False).input_ids for piece in set(pieces[::2])}
-    contents = text.encode(message["content"] for message in messages)
-    ids: list[int] = list(frame[pieces[0]])
-    for number, after in zip(pieces[1::2], pieces[2::2], strict=True):
-        ids += contents[int(number)]
-        ids += frame[after]
+    # Between two tokens of the frame, what it says and what messages say is one text: a word may begin in one and end in the
+    # other, as with a full stop before a line's end.
+    runs, tokens = [""], list[str]()
+    for at, piece in enumerate(pieces):
+        if at % 2:
+            runs[-1] += messages[int(piece)]["content"]
+            continue
+        parts = text.split(piece)
+        runs[-1] += parts[0]
+        tokens += parts[1::2]
+        runs += parts[2::2]
+    ids: list[int] = []
+    for run, token in zip(text.encode(runs), [*tokens, ""], strict=True):
+        ids += run
+        ids += tokenizer(token, add_special_tokens=False).input_ids if token else []
     return ids
 
 

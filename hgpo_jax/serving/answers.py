@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
 from hgpo_jax.serving.requests import Sampling
 from hgpo_jax.serving.text import ServedText, TextStream
+
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 @dataclasses.dataclass
@@ -105,6 +110,45 @@ class ChatForm(Form):
             coded = None if "\ufffd" in token else list(token.encode())
             content.append({"token": token, "logprob": logp, "bytes": coded, "top_logprobs": []})
         return {"content": content, "refusal": None}
+
+
+class ToolForm(ChatForm):
+    """Of /v1/chat/completions with tools. What is called is known at the end, so a stream's text comes then, as a whole."""
+
+    def __init__(self, asked: Sampling, texts: ServedText):
+        super().__init__(asked, texts)
+        self._held: dict[int, str] = {}  # choice -> its text so far
+
+    def piece(self, piece: Piece) -> dict[str, Any]:
+        self._held[piece.index] = text = self._held.get(piece.index, "") + piece.text
+        return super().piece(dataclasses.replace(piece, text=text if piece.finish_reason else ""))
+
+    def _choice(self, piece: Piece, where: str) -> dict[str, Any]:
+        choice = super()._choice(piece, where)
+        content, calls = tool_calls(piece.text) if piece.finish_reason else ("", [])
+        if calls:
+            choice["finish_reason"] = "tool_calls"
+            choice[where] |= {"content": content or None, "tool_calls": calls}
+        return choice
+
+
+def tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
+    """What an answer says before it calls tools, and the calls; where one of them cannot be read there are none.
+
+    They are written <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Qwen2.5's chat template asks.
+    """
+    calls: list[dict[str, Any]] = []
+    for found in _CALL.finditer(text):
+        try:
+            call = json.loads(found[1])
+            name, arguments = call["name"], call.get("arguments", {})
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return text, []
+        if not (isinstance(name, str) and isinstance(arguments, dict)):
+            return text, []
+        called = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        calls.append({"index": len(calls), "id": f"call_{secrets.token_hex(12)}", "type": "function", "function": called})
+    return text[: text.find("<tool_call>")].strip() if calls else text, calls
 
 
 class TextForm(Form):

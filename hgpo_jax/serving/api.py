@@ -33,7 +33,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hgpo_jax.rollout.chat_format import MAX_CHARACTERS_PER_TOKEN
 from hgpo_jax.sampling import Decoding
-from hgpo_jax.serving.answers import ChatForm, Choice, Form, Piece, TextForm, usage
+from hgpo_jax.serving.answers import ChatForm, Choice, Form, Piece, TextForm, ToolForm, usage
 from hgpo_jax.serving.engine import Busy, Engine, Generation, Progress
 from hgpo_jax.serving.metrics import ServerMetrics
 from hgpo_jax.serving.requests import ApiError, ChatRequest, RewardRequest, Sampling, TextRequest, parse
@@ -247,13 +247,15 @@ class Api:
     async def _chat(self, request: Request) -> Response:
         asked = parse(ChatRequest, await self._body(request))
         messages = [message.plain() for message in asked.messages]
-        self._check_length(sum(len(message["content"]) for message in messages))
+        tools = asked.shown_tools
+        called = json.dumps([tools, [message.get("tool_calls") for message in messages]], ensure_ascii=False)
+        self._check_length(len(called) + sum(len(message["content"]) for message in messages))
         try:
-            ids = await asyncio.to_thread(self._texts.conversation, messages)
+            ids = await asyncio.to_thread(self._texts.conversation, messages, tools)
         except ValueError as error:
             raise ApiError(400, str(error), param="messages") from None
         seen = next((message["content"] for message in reversed(messages) if message["role"] != "assistant"), "")
-        return await self._answer(request, asked, ids, seen, ChatForm(asked, self._texts))
+        return await self._answer(request, asked, ids, seen, (ToolForm if tools else ChatForm)(asked, self._texts))
 
     async def _text(self, request: Request) -> Response:
         asked = parse(TextRequest, await self._body(request))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -10,7 +11,7 @@ from pydantic import Field
 
 from hgpo_jax.errors import one_line
 
-MAX_STOPS, MAX_CHOICES, MAX_MESSAGES, MAX_PARTS = 16, 128, 4096, 256
+MAX_STOPS, MAX_CHOICES, MAX_MESSAGES, MAX_PARTS, MAX_CALLS = 16, 128, 4096, 256, 128
 _MEMBER = re.compile(r"str|list\[.*|constrained-.*|fail-fast.*")  # of a union, in the place of an error
 Body = TypeVar("Body", bound=pydantic.BaseModel)
 
@@ -56,24 +57,77 @@ class TextPart(_Strict):
     text: str
 
 
-class Message(_Strict):
-    """One of a conversation; a developer's is a system message."""
+class Function(_Strict):
+    """What a tool does, as the chat template shows it."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class Tool(_Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class CalledFunction(_Strict):
+    name: str
+    arguments: str  # a JSON object
+
+
+class ToolCall(_Strict):
+    """Of an assistant's message."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # of a streamed one
+
+    @pydantic.model_validator(mode="after")
+    def _has_arguments(self):
+        self.arguments()
+        return self
+
+    def arguments(self) -> dict[str, Any]:
+        """Raises ValueError."""
+        try:
+            found = json.loads(self.function.arguments or "{}")
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise ValueError("arguments must be a JSON object, in a text")
+        return found
+
+
+class Message(_Strict):
+    """One of a conversation; a developer's is a system message, a tool's is what a call of it gave."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | _at_most(TextPart, MAX_PARTS) | None = None  # type: ignore[valid-type]
-    name: str | None = None  # not shown to the model
+    tool_calls: _at_most(ToolCall, MAX_CALLS) | None = None  # type: ignore[valid-type]
+    tool_call_id: str | None = None  # not shown to the model
+    name: str | None = None  # neither
     annotations: _at_most(Any, 0) | None = None  # type: ignore[valid-type]  # what the official client makes of an answer
 
     @pydantic.model_validator(mode="after")
     def _says_something(self):
         if self.content is None and self.role != "assistant":
             raise ValueError(f"a message of the {self.role} needs content")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"a message of the {self.role} calls no tools")
         return self
 
-    def plain(self) -> dict[str, str]:
+    def plain(self) -> dict[str, Any]:
         """As a chat template takes it."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"type": "function", "function": {"name": call.function.name, "arguments": call.arguments()}}
+                for call in self.tool_calls
+            ]
+        return message
 
 
 class StreamOptions(_Strict):
@@ -132,7 +186,17 @@ class ChatRequest(Sampling):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: Literal[0] | None = None
+    tools: _at_most(Tool, MAX_CALLS) | None = None  # type: ignore[valid-type]
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
     response_format: dict[Literal["type"], Literal["text"]] | None = None
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """As a chat template takes them."""
+        if not self.tools or self.tool_choice == "none":
+            return []
+        return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
     @property
     def limit(self) -> int | None:

@@ -59,7 +59,7 @@ class Session:
     def __init__(
         self, name: str, max_turns: int, decoding: Decoding | None = None, seed: np.ndarray | None = None
     ):
-        self.name, self.decoding, self.seed, self._max_turns = name, decoding, seed, max_turns
+        self.name, self.decoding, self.seed, self.max_turns = name, decoding, seed, max_turns
         self.turns: list[Turn] = []
         self.state, self.ended, self.spent = "", False, False
         self._success: bool | None = None
@@ -90,9 +90,9 @@ class Session:
             raise ApiError(400, f"session {self.name} has ended: its last reward has been posted", code="session_ended")
         if self._asking:
             raise ApiError(409, f"session {self.name}: its last request has not been answered yet", code="session_busy")
-        if len(self.turns) >= self._max_turns:
+        if len(self.turns) >= self.max_turns:
             self.spent = True
-            raise ApiError(400, f"session {self.name} has had its {self._max_turns} turns", code="no_turns_left")
+            raise ApiError(400, f"session {self.name} has had its {self.max_turns} turns", code="no_turns_left")
         self._asking = True
         return len(self.turns)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from hgpo_jax.policy.tokenizer import ACT
 from hgpo_jax.rollout.chat_format import TokenText, conversation_ids, sanitized
@@ -20,10 +21,12 @@ class ServedText:
         self._text = TokenText(tokenizer) if getattr(tokenizer, "chat_template", None) else None
         self._special = frozenset(tokenizer.all_special_ids)
 
-    def conversation(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def conversation(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         """The prompt that asks for the assistant's next message. Raises ValueError where the chat template refuses."""
+        if tools and "tools" not in (getattr(self._tokenizer, "chat_template", None) or ""):
+            raise ValueError("tools: this policy's chat template does not show any; leave them out")
         if self._text:
-            return conversation_ids(self._tokenizer, self._text, messages)
+            return conversation_ids(self._tokenizer, self._text, messages, tools)
         return [*self.prompt(messages[-1]["content"]), self._tokenizer.convert_tokens_to_ids(ACT)]
 
     def prompt(self, text: str) -> list[int]:

@@ -24,6 +24,19 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=TEMPLATE)
 
 
+def tool_tokenizer() -> PreTrainedTokenizerFast:
+    """The byte tokenizer with a template that shows tools and what was called."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% if tools %}{{ '<|im_start|>system\\n' }}{% for t in tools %}{{ t | tojson }}{% endfor %}{{ '<|im_end|>\\n' }}"
+        "{% endif %}"
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + (m.content or '') }}"
+        "{% for c in m.tool_calls or [] %}{{ '<tool_call>' + (c.function | tojson) + '</tool_call>' }}{% endfor %}"
+        "{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    return tokenizer
+
+
 def folding_tokenizer() -> PreTrainedTokenizerFast:
     """Folds letters before it looks for its added tokens, so that other characters become markers; one is one character."""
     tokenizer = byte_tokenizer()

@@ -13,7 +13,7 @@ from hgpo_jax.mesh import make_mesh
 from hgpo_jax.sampling import Decoding
 from hgpo_jax.serving import background
 from hgpo_jax.serving.api import Api
-from hgpo_jax.serving.engine import Engine
+from hgpo_jax.serving.engine import Engine, Progress
 from tests.helpers.byte_policy import generated
 
 SLOTS, WAITING, PROMPT, RESPONSE, BODY = 4, 3, 200, 48, 200_000
@@ -32,6 +32,27 @@ def served(engine, policy, **options):
     api = Api(engine, policy.tokenizer, "tiny", **{"key": "", "body_limit": BODY, "time_limit": 60.0} | options)
     with background.served(api) as url:
         yield urlsplit(url).port
+
+
+class Scripted:
+    """In the place of an engine: what it answers is written by a function of the prompt's text, 7 tokens at a time."""
+
+    prompt_limit, response_limit, slots, waiting, active, failure = 4000, 300, 4, 0, 0, ""
+
+    def __init__(self, tokenizer, write):
+        self.tokenizer, self.write, self.vocabulary, self.end_tokens = tokenizer, write, 10**6, (tokenizer.eos_token_id,)
+        self.prompts: list[str] = []
+
+    def submit(self, generations):
+        for generation in generations:
+            self.prompts.append(self.tokenizer.decode(generation.ids))
+            tokens = [*self.tokenizer(self.write(self.prompts[-1])).input_ids, *self.end_tokens]
+            for at in range(0, len(tokens), 7):
+                some = tokens[at : at + 7]
+                generation.tell(Progress(some, [-0.5] * len(some), at + 7 >= len(tokens)))
+
+    def cancel(self, generations):
+        """Nothing is under way."""
 
 
 def client_of(port, key="any"):

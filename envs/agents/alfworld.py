@@ -1,0 +1,41 @@
+"""Plays a game of ALFWorld with whatever answers behind OpenAI's API.
+
+    export ALFWORLD_DATA=FOLDER
+    python -m hgpo_jax.train --config alfworld_agent policy=Qwen/Qwen2.5-1.5B-Instruct
+
+An optional argument names the split to train on. Of the trainer it knows four variables and where the reward goes.
+"""
+
+import os
+import sys
+
+from openai import OpenAI
+
+from hgpo_jax.envs.alfworld import load_game
+from hgpo_jax.envs.alfworld.dataset import list_games
+
+QUESTION = """You play a text game of household chores. {task}
+
+{past}You see: {observation}
+
+What can be done: {commands}.
+Answer with one of these commands and nothing else."""
+
+client = OpenAI()  # reads OPENAI_BASE_URL and OPENAI_API_KEY
+split = (sys.argv[1:] or ["train"])[0] if os.environ["HGPO_SPLIT"] == "train" else "valid_seen"
+games = list_games(split)
+game = load_game(games[int(os.environ["HGPO_TASK"]) % len(games)].path)
+observation, commands = game.reset()
+past: list[tuple[str, str]] = []
+won, turns = False, int(os.environ["HGPO_TURNS"])
+while not won and len(past) < turns:
+    recently = "".join(f"You saw: {seen}\nYou did: {done}\n\n" for seen, done in past[-2:])
+    question = QUESTION.format(task=game.task, past=recently, observation=observation, commands=", ".join(commands))
+    answer = client.chat.completions.create(
+        model="policy", messages=[{"role": "user", "content": question}], metadata={"state_key": observation}
+    )
+    command = (answer.choices[0].message.content or "").strip()
+    past.append((observation, command))
+    observation, commands, won = game.step(command)
+reward = {"reward": 10.0 * won, "state": observation}
+client.post(f"/sessions/{os.environ['HGPO_SESSION']}/reward", body=reward, cast_to=object)
