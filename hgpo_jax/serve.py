@@ -107,7 +107,7 @@ def main() -> None:
         host, port = listening.getsockname()[:2]
         print(f"{name} is served at http://{f'[{host}]' if ':' in host else host}:{port}/v1; Ctrl-C ends it", flush=True)
         server.run(sockets=[listening])
-    if sessions:
+    if sessions is not None:
         print(f"{args.record}: holds the sessions that have ended; {len(sessions)} others had no last reward", flush=True)
     if engine.failure:
         raise RunError("the sampler has failed; what it said is above")

@@ -248,8 +248,8 @@ class Api:
         asked = parse(ChatRequest, await self._body(request))
         messages = [message.plain() for message in asked.messages]
         tools = asked.shown_tools
-        called = json.dumps([tools, [message.get("tool_calls") for message in messages]], ensure_ascii=False)
-        self._check_length(len(called) + sum(len(message["content"]) for message in messages))
+        shown = [*tools, *(message["tool_calls"] for message in messages if "tool_calls" in message)]
+        self._check_length(sum(len(json.dumps(one)) for one in shown) + sum(len(message["content"]) for message in messages))
         try:
             ids = await asyncio.to_thread(self._texts.conversation, messages, tools)
         except ValueError as error:
@@ -280,7 +280,9 @@ class Api:
 
     def _session_of(self, request: Request, asked: Sampling) -> Session | None:
         """Whose turn a request is. Raises ApiError."""
-        session = self._sessions.of(_key_of(request), request.headers, asked.metadata or {}) if self._sessions else None
+        if self._sessions is None:
+            return None
+        session = self._sessions.of(_key_of(request), request.headers, asked.metadata or {})
         if session and asked.n > 1:
             raise ApiError(400, f"n: {asked.n} answers are no turn of a session; leave it out", param="n")
         return session

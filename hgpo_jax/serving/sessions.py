@@ -115,7 +115,7 @@ class Session:
         if not abs(self.reward + posted.reward) <= MAX_REWARD:
             raise ApiError(400, f"reward: {posted.reward} is too large", param="reward")
         turn.reward += posted.reward
-        turn.admissible = posted.admissible
+        turn.admissible &= posted.admissible
         self._heard = time.monotonic()
         if posted.turn is None:
             self.ended, self._success, self.state = True, posted.success, posted.state

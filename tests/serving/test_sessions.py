@@ -1,0 +1,148 @@
+"""Sessions: what is recorded of requests, and what a client may do with them."""
+
+import json
+
+import numpy as np
+import openai
+import pytest
+
+from hgpo_jax import config as configuration
+from hgpo_jax import inspect
+from hgpo_jax.errors import ConfigError
+from hgpo_jax.sampling import Decoding
+from hgpo_jax.serving.recording import EVERY, Recording
+from hgpo_jax.serving.sessions import OpenSessions, Session, Turn
+from tests.helpers.serving import HELLO, RESPONSE, client_of, expected, idle, post, raw, served
+
+MOST, TURNS = 3, 2
+
+
+@pytest.fixture
+def ended():
+    return []
+
+
+@pytest.fixture
+def recorded(engine, policy, ended):
+    with served(engine, policy, sessions=OpenSessions(TURNS, MOST, ended.append)) as port:
+        yield client_of(port)
+
+
+def ask(client, session="a", text="Hello", **more):
+    more = {"extra_headers": {"X-Session-Id": session}} | more
+    messages = [{"role": "user", "content": text}]
+    return client.chat.completions.create(
+        model="tiny", messages=messages, extra_body={"return_token_ids": True}, **{"seed": 7} | more
+    )
+
+
+def reward(client, session="a", **body):
+    return client.post(f"/sessions/{session}/reward", body=body, cast_to=object)
+
+
+def test_a_session_is_what_was_sampled(recorded, policy, ended):
+    first = ask(recorded)
+    second = ask(recorded, extra_headers={}, metadata={"session_id": "a", "state_key": "elsewhere"}, temperature=0.7)
+    other = recorded.chat.completions.create(model="tiny", messages=HELLO, seed=7)  # of no session
+    assert reward(recorded, reward=0.5, turn=0) == {"id": "a", "object": "session", "turns": 2, "reward": 0.5, "ended": False}
+    reward(recorded, reward=0, turn=-1, admissible=False)
+    assert reward(recorded, reward=2, success=False, state="the end")["reward"] == 2.5
+    (session,) = ended
+    assert [turn.state for turn in session.turns] == ["Hello", "elsewhere"] and session.state == "the end"
+    assert [turn.reward for turn in session.turns] == [0.5, 2] and not session.success
+    assert [turn.admissible for turn in session.turns] == [True, False]
+    for number, (turn, answer) in enumerate(zip(session.turns, (first, second), strict=True)):
+        assert turn.ids == answer.prompt_token_ids
+        assert (turn.text, turn.tokens) == (answer.choices[0].message.content, answer.choices[0].token_ids)
+        decoding = None if number == 0 else Decoding(temperature=0.7)
+        tokens, logp = expected(policy, turn.ids, 7, number, decoding=decoding)  # each turn draws anew
+        assert turn.tokens == tokens
+        np.testing.assert_allclose(turn.logp, logp, rtol=1e-4, atol=1e-4)
+    assert first.choices[0].message.content == other.choices[0].message.content != second.choices[0].message.content
+
+
+def test_a_stop_string_ends_what_is_recorded(recorded, ended):
+    text = ask(recorded, "b").choices[0].message.content
+    stop = next(text[at : at + 2] for at in range(9, 30) if text[at : at + 2].isascii())
+    reward(recorded, "b", reward=1)
+    answer = ask(recorded, "c", stop=stop)
+    reward(recorded, "c", reward=1)
+    assert ended[1].turns[0].tokens == answer.choices[0].token_ids == ended[0].turns[0].tokens[: len(ended[1].turns[0].tokens)]
+    assert len(ended[1].turns[0].tokens) < len(ended[0].turns[0].tokens)
+
+
+@pytest.mark.parametrize(
+    ("ask_for", "message"),
+    [
+        (lambda c: ask(c, "no space"), "a session's name has up to 100 letters"),
+        (lambda c: ask(c, extra_headers={}, metadata={"session_id": "x" * 101}), "a session's name has up to 100 letters"),
+        (lambda c: ask(c, n=2), "n: 2 answers are no turn of a session"),
+        (lambda c: reward(c, "nobody", reward=1), "there is no session 'nobody', or it has ended"),
+        (lambda c: [ask(c), reward(c, reward=1, turn=1)], "turn: session a has 1 turns, counted from 0"),
+        (lambda c: [ask(c), reward(c, reward=1, turn=-2)], "turn: session a has 1 turns"),
+        (lambda c: [ask(c), reward(c, reward=1e39)], "is too large"),
+        (lambda c: [ask(c), reward(c, reward=1, turn=0, success=True)], "success and state go with the session's end"),
+        (lambda c: [ask(c), reward(c, reward=1, score=1)], "score: this server has no such field"),
+        (lambda c: [ask(c), reward(c, reward="x")], "reward"),
+        (lambda c: [ask(c), reward(c, reward=1), reward(c, reward=1)], "there is no session 'a', or it has ended"),
+        (lambda c: [ask(c) for _ in range(TURNS + 1)], "session a has had its 2 turns"),
+        (lambda c: [ask(c, name) for name in "abcd"], "3 sessions have not ended; post their rewards"),
+    ],
+)
+def test_what_is_refused(recorded, ask_for, message):
+    with pytest.raises(openai.APIStatusError) as raised:
+        ask_for(recorded)
+    assert message in raised.value.message and raised.value.status_code in (400, 404, 429)
+
+
+def test_requests_of_a_session_come_one_after_the_other(recorded, engine, ended):
+    stream = ask(recorded, stream=True)
+    next(iter(stream))
+    for refused in (lambda: ask(recorded), lambda: reward(recorded, reward=1)):
+        with pytest.raises(openai.ConflictError, match="not"):
+            refused()
+    stream.close()
+    idle(engine)
+    # Who leaves has had no turn, and asks again for the same.
+    again = ask(recorded).choices[0].message.content
+    reward(recorded, reward=1)
+    assert [turn.text for turn in ended[0].turns] == [again]
+
+
+def test_without_recording_there_are_no_sessions(port, client):
+    ask(client)
+    status, _, body = raw(port, post(json.dumps({"reward": 1}), "/v1/sessions/a/reward"))
+    assert status == 404 and "start it with --record FOLDER" in body
+
+
+def a_session(name, first, turns=2):
+    session = Session(name, 5)
+    for number in range(turns):
+        session.begin()
+        session.end(Turn([first, 2, 3][: 3 - number], f"state {number}", [4, 5, 6], [-1.0, -2.0, -0.5], "text", float(number)))
+    return session
+
+
+def test_a_recording_is_read_like_a_run(policy, tmp_path):
+    config = configuration.load(None, ["env.name=agent", "env.max_turns=5", "warm_start=none", f"policy={tmp_path / 'policy'}"])
+    for _ in range(2):  # the second time it goes on
+        with Recording(tmp_path / "kept", config, policy.tokenizer) as recording:
+            for number in range(EVERY + 3):
+                recording.add(a_session(f"s{number}", number % 4, turns=1 + number % 2))
+            recording.add(a_session("empty", 1, turns=0))
+    assert [inspect.load(tmp_path / "kept", number).episodes.mask.shape[0] for number in range(4)] == [EVERY, 3, EVERY, 3]
+    dump = inspect.load(tmp_path / "kept", 0)
+    e = dump.episodes
+    assert e.mask.sum(1).tolist() == [1 + number % 2 for number in range(EVERY)]
+    assert (e.groups == np.arange(EVERY) % 4).all()
+    assert e.prompts[1, 0].tolist() == [1, 2, 3] and e.prompts[1, 1].tolist() == [1, 2, 0]
+    assert e.rewards[1].tolist() == [0, 1] and e.success.tolist() == [bool(number % 2) for number in range(EVERY)]
+    assert dump.observation(1, 1) == "state 1" and dump.goal(1) == "s1"
+    assert np.isfinite(dump.estimate("hgpo").advantages).all()
+    (tmp_path / "kept" / "mine.txt").write_text("x")
+    with pytest.raises(ConfigError, match=r"holds mine\.txt, which is no recording's"):
+        Recording(tmp_path / "kept", config, policy.tokenizer)
+
+
+def test_the_longest_answer_has_room(recorded, ended):
+    assert len(ask(recorded, "long", max_tokens=RESPONSE).choices[0].token_ids) <= RESPONSE
