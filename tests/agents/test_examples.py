@@ -1,0 +1,128 @@
+"""The worked agents of envs/agents, and training with an agent, end to end."""
+
+import json
+import os
+import re
+import secrets
+import shutil
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from hgpo_jax import config as configuration
+from hgpo_jax.agents import AgentRunner, Commands
+from hgpo_jax.envs.alfworld import load_game
+from hgpo_jax.mesh import make_mesh
+from hgpo_jax.sampling import Decoding
+from hgpo_jax.serving.api import Api
+from hgpo_jax.serving.background import served
+from hgpo_jax.serving.sessions import Session, Sessions
+from tests.helpers.byte_policy import byte_policy
+from tests.helpers.chat_tokenizers import byte_tokenizer, tool_tokenizer
+from tests.helpers.serving import Scripted
+from tests.helpers.training import command, rows_of
+
+HERE = Path(__file__).parent
+GAMES = HERE.parent / "alfworld" / "data"
+FAR = 258  # a task, whose number is 59
+
+
+def variables(url: str, session: Session, task: int) -> dict[str, str]:
+    return {
+        "OPENAI_BASE_URL": url, "OPENAI_API_KEY": session.name, "HGPO_SESSION": session.name, "HGPO_TASK": str(task),
+        "HGPO_SPLIT": "train", "HGPO_TURNS": str(session.max_turns),
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_agent_of_alfworld_plays_its_games(monkeypatch):
+    monkeypatch.setenv("ALFWORLD_DATA", str(GAMES))
+    policy, mesh = byte_policy(), make_mesh("data=1", jax.devices()[:1])
+    fields = [
+        "env.name=agent", "env.command=python -m hgpo_jax.envs.agents.alfworld valid_train", "env.max_turns=3",
+        "policy.tokenizer=any", "rollout.prompt_groups=2", "rollout.group_size=2", "rollout.prompt_limit=4096",
+        "rollout.response_limit=12", "env.num_tasks=2",
+    ]  # fmt: skip
+    runner = AgentRunner(configuration.load(None, fields), policy.config, policy.tokenizer, mesh)
+    keys = jax.random.split(jax.random.key(0), 4)
+    episodes, report = runner.rollout(policy.params, [0, 0, 1, 1], keys, [0, 0, 1, 1], Decoding())
+    assert not report.failures and episodes.mask.all() and not episodes.success.any()
+    games = sorted(GAMES.glob("json_2.1.1/valid_train/*/*/game.tw-pddl"))
+    for episode, path in enumerate([games[0], games[0], games[1], games[1]]):
+        game = load_game(path)
+        seen, commands = game.reset()
+        for turn, said in enumerate(report.responses[episode]):
+            assert report.texts[episodes.states[episode, turn]] == seen
+            prompt = policy.tokenizer.decode(episodes.prompts[episode, turn])
+            assert game.task in prompt and commands[0] in prompt and seen in prompt
+            seen, commands, _ = game.step(said.strip())
+        assert report.texts[episodes.next_states[episode, 2]] == seen
+
+
+def test_the_agent_with_tools_finds_its_number():
+    def guess(prompt: str) -> str:
+        """Halves what is left; first it does not use the tool, then one that there is not."""
+        said = re.findall(r'"number": (\d+).*?(too small|too large)', prompt, re.DOTALL)
+        low = max([0, *(int(number) for number, answer in said if answer == "too small")])
+        high = min([101, *(int(number) for number, answer in said if answer == "too large")])
+        if "Use the tool." not in prompt.partition("few guesses.")[2]:
+            return "50?"
+        name = "guess" if "no such tool" in prompt else "gues"
+        return f'<tool_call>{{"name": "{name}", "arguments": {{"number": {(low + high) // 2}}}}}</tool_call>'
+
+    engine = Scripted(tool_tokenizer(), guess)
+    session = Session(secrets.token_hex(8), 12)
+    api = Api(engine, engine.tokenizer, "", key="", body_limit=2**20, time_limit=60.0, sessions=Sessions([session]))
+    run = [sys.executable, "-m", "hgpo_jax.envs.agents.number_tools"]
+    with served(api) as url, Commands(run, 60.0) as commands:
+        assert commands.run(session, variables(url, session, FAR)) == ""
+    assert session.ended and session.success and session.reward == 1
+    assert len(session.turns) == 1 + 1 + 5  # without the tool, with one that there is not, 50, 75, 62, 56, 59
+    assert [turn.admissible for turn in session.turns[:2]] == [False, True]
+    assert "there is no such tool" in engine.prompts[2] and "too small" in engine.prompts[3]
+    assert session.turns[3].state in ("too small", "too large")
+
+
+@pytest.mark.slow
+def test_training_with_an_agent_is_training_with_its_environment(tmp_path):
+    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "bare.txt").write_text("== first ==\n$observation\n== later ==\n$observation\n== entry ==\n$action\n")
+    for name in ("guess.py", "player.py"):
+        shutil.copy(HERE / name, tmp_path / name)
+    fields = [
+        "policy.tokenizer=tokenizer", "warm_start=none", "policy.hidden_size=16", "policy.intermediate_size=16",
+        "policy.num_hidden_layers=1", "policy.initializer_range=0.3", "rollout.prompt_groups=2", "rollout.group_size=4",
+        "rollout.prompt_limit=128", "rollout.response_limit=9", "rollout.history_length=0", "learner.minibatch_size=8",
+        "learner.final_lr=1", "log.checkpoint_every=1", "log.dump_every=1", "evaluation.episodes=8", "log.tensorboard=false",
+        "mesh=data=2",
+    ]  # fmt: skip
+    own = ["env.name=./guess.py:Guess", "env.template=bare.txt", "env.strict=true"]
+    agent = ["env.name=agent", "env.command=python player.py", "env.max_turns=3"]
+    for name, env, iterations in (("own", own, 2), ("agent", agent, 2), ("half", agent, 1)):
+        out = command("-m", "hgpo_jax.train", *fields, *env, f"iterations={iterations}", f"run_dir={name}", cwd=tmp_path).stdout
+        assert "held-out sampled" in out
+    command("-m", "hgpo_jax.train", "--resume", "half", "iterations=2", cwd=tmp_path)
+    weights = {name: load_file(tmp_path / name / "policy" / "model.safetensors") for name in ("own", "agent", "half")}
+    for name in ("agent", "half"):  # which requests meet in the sampler changes the last bits of log-probabilities
+        for tensor, values in weights["own"].items():
+            np.testing.assert_allclose(weights[name][tensor], values, atol=1e-5)  # a step's length is 2e-3
+    rows = {name: rows_of(tmp_path / name) for name in ("own", "agent")}
+    for ours, theirs in zip(rows["own"], rows["agent"], strict=True):
+        for measure in ("return", "success", "invalid", "prompt_tokens", "peers/level0"):
+            assert ours[measure] == theirs[measure], measure
+    assert {row["excluded"] for row in rows["agent"]} == {0}
+    evaluated = [json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("own", "agent", "half")]
+    assert evaluated[0]["success"] == evaluated[1]["success"] == evaluated[2]["success"]
+
+
+@pytest.mark.slow
+def test_the_paper_like_configuration_passes_the_dry_run(tmp_path):
+    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    sizes = f"policy.tokenizer={tmp_path / 'tokenizer'}"
+    out = command("-m", "hgpo_jax.train", "--config", "alfworld_agent", sizes, "--dry-run", cwd=tmp_path).stdout
+    assert "agent: generated tasks to train on, 140 held out" in out
+    assert os.listdir(tmp_path) == ["tokenizer"]
