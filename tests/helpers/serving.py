@@ -1,7 +1,11 @@
 """A server in this process, and what speaks to it."""
 
 import contextlib
+import os
+import re
 import socket
+import subprocess
+import sys
 import time
 from urllib.parse import urlsplit
 
@@ -53,6 +57,24 @@ class Scripted:
 
     def cancel(self, generations):
         """Nothing is under way."""
+
+
+@contextlib.contextmanager
+def started(*arguments, **environment):
+    """The command in a process of its own: (it, its URL)."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hgpo_jax.serve", *map(str, arguments), "--port", "0"], text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | environment,
+    )  # fmt: skip
+    try:
+        while (line := process.stdout.readline()).startswith("compiling "):
+            pass
+        found = re.fullmatch(r"(.*) is served at (http://\S+/v1); Ctrl-C ends it\n", line)
+        assert found, (line, process.stderr.read())
+        yield process, found[2]
+    finally:
+        process.kill()
+        process.wait()
 
 
 def client_of(port, key="any"):

@@ -1,12 +1,8 @@
 """`python -m hgpo_jax.serve`: starts, answers, ends; refuses what cannot be served."""
 
-import contextlib
 import json
-import os
-import re
 import signal
 import socket
-import subprocess
 import sys
 import urllib.request
 
@@ -17,6 +13,7 @@ import pytest
 from hgpo_jax import cli, serve
 from hgpo_jax.policy import Policy
 from tests.helpers.byte_policy import byte_policy
+from tests.helpers.serving import started
 
 
 @pytest.fixture(scope="module")
@@ -25,24 +22,6 @@ def folder(tmp_path_factory):
     policy.save(folder := tmp_path_factory.mktemp("serve") / "tiny")
     Policy(policy.config, policy.params, None).save(folder.parent / "mute")
     return folder
-
-
-@contextlib.contextmanager
-def started(*arguments, **environment):
-    """The command in a process of its own: (it, its URL)."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hgpo_jax.serve", *map(str, arguments), "--port", "0"], text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | environment,
-    )  # fmt: skip
-    try:
-        while (line := process.stdout.readline()).startswith("compiling "):
-            pass
-        found = re.fullmatch(r"(.*) is served at (http://\S+/v1); Ctrl-C ends it\n", line)
-        assert found, (line, process.stderr.read())
-        yield process, found[2]
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.mark.slow
