@@ -33,7 +33,7 @@ def test_nonsense_is_answered_and_changes_nothing(engine, policy):
     with served(engine, policy, sessions=OpenSessions(3, 50, lambda session: None)) as port:
         ask = lambda: client_of(port).chat.completions.create(model="tiny", messages=HELLO, seed=5).choices[0].message  # noqa: E731
         before = ask().content
-        for given, path in [(given, path) for path in BODIES for given in nonsense(path)]:
+        for path, given in [(place, body) for place in BODIES for body in nonsense(place)]:
             status, _, answer = raw(port, post(given, path))
             seen.add(status)
             assert status in (200, 400, 404, 409, 413, 429), (given, status, answer)
