@@ -100,6 +100,7 @@ def test_fields_of_the_warm_start_change_the_key_and_others_do_not(monkeypatch):
         assert warm_start.cache_key(load(None, [change])) == key, change
 
 
+@pytest.mark.slow
 def test_muon_makes_the_steps_of_the_layers_kernels_orthogonal_and_all_else_takes_nadams():
     config = ModelConfig(
         vocab_size=12, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1,

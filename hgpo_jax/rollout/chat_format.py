@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import secrets
 import string
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -277,9 +278,10 @@ def conversation_ids(
     calls = [message["tool_calls"] for message in messages if message.get("tool_calls")]
     if spelled := text.marker_in(json.dumps([list(tools), calls], ensure_ascii=False)):
         raise ValueError(f"tools: {spelled!r} is a token of its own in this policy's vocabulary; write it otherwise")
+    mark = f"message-{secrets.token_hex(8)}-"  # nobody can write it
     marked = [
         message if message.get("tool_calls") and not message["content"] else
-        message | {"content": f"5f1c-message-{number}-7d2e"}
+        message | {"content": f"{mark}{number}-"}
         for number, message in enumerate(messages)
     ]  # fmt: skip
     more = {"tools": list(tools)} if tools else {}
@@ -287,7 +289,7 @@ def conversation_ids(
         shown = tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True, **more)
     except Exception as error:  # whatever a template does, for example with a system message
         raise ValueError(one_line(f"tokenizer: its chat template fails: {error}")) from None
-    pieces = re.split(r"5f1c-message-(\d+)-7d2e", shown)
+    pieces = re.split(rf"{mark}(\d+)-", shown)
     said = {number for number, message in enumerate(marked) if message is not messages[number]}
     if lost := sorted(said - set(map(int, pieces[1::2]))):
         raise ValueError(f"tokenizer: its chat template does not show message {lost[0] + 1} of {len(messages)}")

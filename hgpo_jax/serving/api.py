@@ -128,6 +128,8 @@ class Exchange:
             choice.text += text
             choice.tokens += tokens
             choice.logp += logp
+            if all(choice.finish_reason is not None for choice in self.choices):
+                self._left()  # before the client can have heard of it, and asks again
             yield Piece(index, text, tokens, logp, choice.finish_reason)
 
 

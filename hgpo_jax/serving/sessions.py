@@ -86,10 +86,7 @@ class Session:
 
     def begin(self) -> int:
         """The number of the turn that a request begins. Raises ApiError; else `end` must follow."""
-        if self.ended:
-            raise ApiError(400, f"session {self.name} has ended: its last reward has been posted", code="session_ended")
-        if self._asking:
-            raise ApiError(409, f"session {self.name}: its last request has not been answered yet", code="session_busy")
+        self._check_free()
         if len(self.turns) >= self.max_turns:
             self.spent = True
             raise ApiError(400, f"session {self.name} has had its {self.max_turns} turns", code="no_turns_left")
@@ -104,9 +101,7 @@ class Session:
 
     def post(self, posted: RewardRequest) -> None:
         """Takes a reward. Raises ApiError."""
-        if self.ended or self._asking:
-            why = "has ended" if self.ended else "has a request that is not answered yet"
-            raise ApiError(400 if self.ended else 409, f"session {self.name} {why}", code="session_ended")
+        self._check_free()
         count = len(self.turns)
         number = count - 1 if posted.turn is None else posted.turn
         if not -count <= number < count:
@@ -119,6 +114,12 @@ class Session:
         self._heard = time.monotonic()
         if posted.turn is None:
             self.ended, self._success, self.state = True, posted.success, posted.state
+
+    def _check_free(self) -> None:
+        if self.ended:
+            raise ApiError(400, f"session {self.name} has ended: its last reward has been posted", code="session_ended")
+        if self._asking:
+            raise ApiError(409, f"session {self.name}: its last request has not been answered yet", code="session_busy")
 
     def described(self) -> dict:
         """What clients are told of it."""

@@ -64,7 +64,7 @@ def expected(policy, tmp_path_factory):
     return rollout(policy.params, TASKS, jax.random.split(jax.random.key(5), B), GROUPS, Decoding(temperature=0.9))
 
 
-@pytest.mark.parametrize("spec", ["data=1", "data=2"])
+@pytest.mark.parametrize("spec", ["data=1", pytest.param("data=2", marks=pytest.mark.slow)])
 def test_episodes_are_those_of_a_host_rollout(policy, expected, spec):
     ours, report = expected
     theirs, told = played(policy, spec=spec)
@@ -82,9 +82,9 @@ def test_episodes_are_those_of_a_host_rollout(policy, expected, spec):
     ("how", "reason"),
     [
         ("crashes", "its command ended with 1: it is broken"),
-        ("hangs", "its command neither asked nor ended in 1.5 s"),
-        ("leaves", "its command ended without a reward"),
-        ("idles", "its command asked the policy nothing"),
+        pytest.param("hangs", "its command neither asked nor ended in 1.5 s", marks=pytest.mark.slow),
+        pytest.param("leaves", "its command ended without a reward", marks=pytest.mark.slow),
+        pytest.param("idles", "its command asked the policy nothing", marks=pytest.mark.slow),
     ],
 )
 def test_what_goes_wrong_costs_an_episode(policy, expected, how, reason):
@@ -96,12 +96,14 @@ def test_what_goes_wrong_costs_an_episode(policy, expected, how, reason):
         np.testing.assert_array_equal(getattr(episodes, name)[2:], getattr(ours, name)[2:])
 
 
+@pytest.mark.slow
 def test_an_episode_has_no_more_turns_than_it_may(policy):
     episodes, report = played(policy, "talks")
     assert not report.failures and report.counts["out_of_turns"] == 2
     assert episodes.mask[:2].all() and not episodes.rewards[:2].any() and not episodes.success[:2].any()
 
 
+@pytest.mark.slow
 def test_where_all_fail_the_run_ends(policy):
     with pytest.raises(RunError, match=r"failed in all 6 episodes, in the first one: its command ended with 2: .*nowhere.py"):
         runner = runner_of(policy, mesh_of("data=1"))

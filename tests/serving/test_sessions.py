@@ -109,6 +109,15 @@ def test_requests_of_a_session_come_one_after_the_other(recorded, engine, ended)
     assert [turn.text for turn in ended[0].turns] == [again]
 
 
+def test_who_has_read_a_stream_can_ask_again(recorded, ended):
+    for session in ("a", "b"):
+        for _ in range(TURNS):
+            for _chunk in ask(recorded, session, stream=True, max_tokens=2):
+                pass
+        reward(recorded, session, reward=1)
+    assert [len(session.turns) for session in ended] == [TURNS, TURNS]
+
+
 def test_without_recording_there_are_no_sessions(port, client):
     ask(client)
     status, _, body = raw(port, post(json.dumps({"reward": 1}), "/v1/sessions/a/reward"))

@@ -118,7 +118,8 @@ METHOD = {
 ELSEWHERE = (
     "name", "run_dir", "cache_dir", "mesh", "env.tasks", "env.rooms", "env.places", "env.things", "env.size", "env.boxes",
     "env.reward", "env.options", "env.template", "env.data", "env.generated", "env.workers",
-    "env.time_limit", "lora.alpha", "lora.targets", "rollout.max_tries",
+    "env.time_limit", "env.command", "env.num_tasks", "env.num_held_out_tasks", "lora.alpha", "lora.targets",
+    "rollout.max_tries",
     "reward.mode", "reward.workers", "reward.time_limit", "rollout.decode_batch_size", "cloning.",
     "learner.microbatch_size", "learner.remat", "learner.offload", "learner.max_nonfinite", "evaluation.every",
     "log.", *(f"policy.{name}" for name in ("tokenizer", *configuration.PolicyConfig().sizes)),
