@@ -91,7 +91,9 @@ def main() -> None:
     class Server(uvicorn.Server):
         def handle_exit(self, sig, frame) -> None:
             engine.close()  # whoever waits is told, before the connections are closed
-            super().handle_exit(sig, frame)
+            # Uvicorn's own would raise the signal again at its end, before what is recorded is written.
+            self.force_exit = self.should_exit
+            self.should_exit = True
 
     api = Api(
         engine, policy.tokenizer, name, key=key, body_limit=args.body_limit, time_limit=args.time_limit, sessions=sessions
@@ -108,7 +110,8 @@ def main() -> None:
         print(f"{name} is served at http://{f'[{host}]' if ':' in host else host}:{port}/v1; Ctrl-C ends it", flush=True)
         server.run(sockets=[listening])
     if sessions is not None:
-        print(f"{args.record}: holds the sessions that have ended; {len(sessions)} others had no last reward", flush=True)
+        left = f"{len(sessions)} had no last reward and are left out"
+        print(f"{args.record}: holds the sessions that have ended; {left}", flush=True)
     if engine.failure:
         raise RunError("the sampler has failed; what it said is above")
 

@@ -10,7 +10,7 @@ import jax
 import openai
 import pytest
 
-from hgpo_jax import cli, serve
+from hgpo_jax import cli, inspect, serve
 from hgpo_jax.policy import Policy
 from tests.helpers.byte_policy import byte_policy
 from tests.helpers.serving import started
@@ -40,6 +40,26 @@ def test_a_server_from_start_to_end(folder, how):
         process.send_signal(how)
         assert process.wait(timeout=30) in (0, -how, 128 + how)
         assert "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.slow
+def test_sessions_are_recorded_until_the_server_ends(folder, tmp_path):
+    kept = tmp_path / "kept"
+    with started(folder, "--response-limit", 40, "--slots", 2, "--record", kept, "--max-turns", 2) as (process, url):
+        client = openai.OpenAI(base_url=url, api_key="any", max_retries=0, timeout=60)
+        for session in ("left", "ended"):
+            for text in ("Hello", "Hello again"):
+                client.chat.completions.create(
+                    model="tiny", messages=[{"role": "user", "content": text}], metadata={"session_id": session}, seed=1
+                )
+        client.post("/sessions/ended/reward", body={"reward": 1.5}, cast_to=object)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0
+        assert "holds the sessions that have ended; 1 had no last reward and are left out" in process.stdout.read()
+    dump = inspect.load(kept)
+    assert dump.goal(0) == "ended" and dump.episodes.mask.tolist() == [[True, True]]
+    assert dump.episodes.rewards.tolist() == [[0, 1.5]] and dump.episodes.success.all()
+    assert [dump.observation(0, turn) for turn in range(2)] == ["Hello", "Hello again"]
 
 
 @pytest.mark.parametrize(
