@@ -5,6 +5,7 @@ import contextlib
 import json
 import queue
 import socket
+import struct
 import threading
 import time
 
@@ -210,6 +211,35 @@ def test_many_clients_at_once_each_get_their_own_answer(client, policy):
     for thread in threads:
         thread.join(120)
     assert answers == alone
+
+
+@pytest.mark.slow
+def test_clients_that_are_killed_take_no_other_with_them(client, port, cancelled):
+    asked = {"model": "tiny", "prompt": "Once", "max_tokens": RESPONSE}
+    alone = {seed: client.completions.create(**asked, seed=seed).choices[0].text for seed in range(4)}
+    answers, over = {}, threading.Event()
+
+    def ask(seed):
+        patient = openai.OpenAI(base_url=client.base_url, api_key="any", max_retries=30, timeout=60)
+        answers[seed] = patient.completions.create(**asked, seed=seed).choices[0].text
+
+    def die():
+        while not over.is_set():
+            with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # reset, not closed
+                connection.sendall(post(json.dumps(asked | {"stream": True}), "/v1/completions"))
+                connection.recv(1)
+
+    dying = [threading.Thread(target=die) for _ in range(2)]
+    asking = [threading.Thread(target=ask, args=(seed,)) for seed in alone for _ in range(3)]
+    for thread in [*dying, *asking]:
+        thread.start()
+    for thread in asking:
+        thread.join(120)
+    over.set()
+    for thread in dying:
+        thread.join(120)
+    assert answers == alone and cancelled
 
 
 def test_what_fails_inside_is_told_to_all_and_ends_the_server(policy, monkeypatch, caplog):
