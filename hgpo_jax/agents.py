@@ -7,7 +7,7 @@ in its environment
 
     OPENAI_BASE_URL, OPENAI_API_KEY    where the policy is; the key is the episode's own, by which its requests are known
     HGPO_TASK, HGPO_SPLIT              the number of the task it should play, and whether of `train` or `held_out`
-    HGPO_TURNS                         how often it may ask
+    HGPO_TURNS                         how many requests it may make
     HGPO_SESSION                       the episode's name: the program ends by posting its reward to /sessions/NAME/reward
 
 What a turn samples depends on the episode's key, the turn and the prompt alone, in the rollout's distribution, whatever
@@ -46,6 +46,7 @@ from hgpo_jax.sampling import Decoding
 
 ANSWER_LIMIT = 3600.0  # seconds of a request, most of which it may wait for a slot
 BODY_LIMIT = 2**24  # bytes of a request
+MAX_OUTPUT = 2**26  # bytes that a command may write to its terminal
 
 
 class AgentRunner:
@@ -195,19 +196,24 @@ class Commands:
         local = ",".join(filter(None, [os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), "127.0.0.1"]))
         variables = {"JAX_PLATFORMS": "cpu", "NO_PROXY": local, "no_proxy": local, "PATH": _path()} | variables
         with tempfile.TemporaryFile() as said:
-            process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, env=os.environ | variables,
-                start_new_session=True,
-            )  # fmt: skip
+            try:
+                process = subprocess.Popen(
+                    self._command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT,
+                    env=os.environ | variables, start_new_session=True,
+                )  # fmt: skip
+            except OSError as error:
+                return f"its command could not be started: {error.strerror}"
             session.started()
             try:
                 while (code := _wait(process)) is None:
                     if self._stopping.is_set():
                         return "stopped"
+                    if os.fstat(said.fileno()).st_size > MAX_OUTPUT:
+                        return f"its command wrote more than {MAX_OUTPUT:,} bytes"
                     if session.silent > self._time_limit:
                         return f"its command neither asked nor ended in {self._time_limit:g} s"
             finally:
-                with contextlib.suppress(ProcessLookupError):  # it and what it started
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # it and what it started
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             if code < 0:

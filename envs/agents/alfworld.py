@@ -3,7 +3,7 @@
     export ALFWORLD_DATA=FOLDER
     python -m hgpo_jax.train --config alfworld_agent policy=Qwen/Qwen2.5-1.5B-Instruct
 
-An optional argument names the split to train on. Of the trainer it knows four variables and where the reward goes.
+An optional argument names the split to train on. Of the trainer it needs some environment variables and the reward's URL.
 """
 
 import os

@@ -10,7 +10,7 @@ import json
 import os
 from typing import Any
 
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 
 TOOL: Any = {
     "type": "function",
@@ -35,7 +35,10 @@ def main() -> None:
     wanted = 1 + int(os.environ["HGPO_TASK"]) % 100
     messages: list[Any] = [{"role": "user", "content": "Find my number, from 1 to 100. Use the tool; you have few guesses."}]
     for _ in range(int(os.environ["HGPO_TURNS"])):
-        message = client.chat.completions.create(model="policy", messages=messages, tools=[TOOL]).choices[0].message
+        try:
+            message = client.chat.completions.create(model="policy", messages=messages, tools=[TOOL]).choices[0].message
+        except BadRequestError:  # the conversation has become too long
+            break
         messages.append(message)
         for call in message.tool_calls or []:
             if call.type == "function" and call.function.name == "guess":

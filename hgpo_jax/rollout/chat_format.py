@@ -135,6 +135,7 @@ class TokenText:
         self._added = frozenset(added.values())
         # Some reasoning models' tags are special tokens; they belong to the text nevertheless.
         special = ((index, token) for index, token in tokenizer.added_tokens_decoder.items() if token.special)
+        self._special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._hidden = frozenset(index for index, token in special if token.content not in _TAGS)
 
     def encode(self, texts: Iterable[str]) -> list[list[int]]:
@@ -161,7 +162,9 @@ class TokenText:
         """A special or added token that a text spells, also with other characters of the same meaning; "" if none."""
         texts = [text, unicodedata.normalize("NFKC", text), unicodedata.normalize("NFKC", text).lower()]
         found = next(filter(None, map(self._cuts.search, texts)), None) if self._cuts else None
-        return found.group(1) if found else ""
+        # A template may put the brackets around a name itself.
+        inner = (token for token in self._special if len(token) > 5 and any(token[1:-1] in text for text in texts))
+        return found.group(1) if found else next(inner, "")
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of a response, without special tokens other than the tags."""
@@ -276,6 +279,8 @@ def conversation_ids(
     """
     messages = messages[-1:] if tokenizer.chat_template == PLAIN else messages
     calls = [message["tool_calls"] for message in messages if message.get("tool_calls")]
+    if calls and "tool_calls" not in tokenizer.chat_template:
+        raise ValueError("tool_calls: this policy's chat template does not show any; leave them out")
     if spelled := text.marker_in(json.dumps([list(tools), calls], ensure_ascii=False)):
         raise ValueError(f"tools: {spelled!r} is a token of its own in this policy's vocabulary; write it otherwise")
     mark = f"message-{secrets.token_hex(8)}-"  # nobody can write it

@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from hgpo_jax.rollout.chat_format import sanitized
 from hgpo_jax.serving.requests import Sampling
 from hgpo_jax.serving.text import ServedText, TextStream
 
@@ -126,7 +127,7 @@ class ToolForm(ChatForm):
     def _choice(self, piece: Piece, where: str) -> dict[str, Any]:
         choice = super()._choice(piece, where)
         content, calls = tool_calls(piece.text) if piece.finish_reason else ("", [])
-        if calls:
+        if calls and not self._texts.spells_token(json.dumps(calls, ensure_ascii=False)):
             choice["finish_reason"] = "tool_calls"
             choice[where] |= {"content": content or None, "tool_calls": calls}
         return choice
@@ -142,11 +143,11 @@ def tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
         try:
             call = json.loads(found[1])
             name, arguments = call["name"], call.get("arguments", {})
+            called = {"name": name, "arguments": json.dumps(arguments, allow_nan=False)}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return text, []
-        if not (isinstance(name, str) and isinstance(arguments, dict)):
+        if not (isinstance(name, str) and isinstance(arguments, dict) and sanitized(name) == name):
             return text, []
-        called = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
         calls.append({"index": len(calls), "id": f"call_{secrets.token_hex(12)}", "type": "function", "function": called})
     return text[: text.find("<tool_call>")].strip() if calls else text, calls
 

@@ -129,7 +129,7 @@ class Exchange:
             choice.tokens += tokens
             choice.logp += logp
             if all(choice.finish_reason is not None for choice in self.choices):
-                self._left()  # before the client can have heard of it, and asks again
+                self._left()  # before the client can hear of it and ask again
             yield Piece(index, text, tokens, logp, choice.finish_reason)
 
 
@@ -150,7 +150,9 @@ class Api:
         sessions: Sessions | OpenSessions | None = None,
     ):  # fmt: skip
         self._engine, self._model, self._key, self._sessions = engine, model, key, sessions
-        self._body_limit, self._time_limit = body_limit, time_limit
+        # What is longer than any prompt need not be parsed, which others would wait for; a character takes 6 bytes at most.
+        self._body_limit = min(body_limit, 6 * MAX_CHARACTERS_PER_TOKEN * engine.prompt_limit + 2**18)
+        self._time_limit = time_limit
         self._texts, self._began = ServedText(tokenizer), int(time.time())
         self._metrics = ServerMetrics(engine)
         routes = {
@@ -420,7 +422,7 @@ def _key_in(header: bytes) -> str:
 
 
 def _key_of(request: Request) -> str:
-    return _key_in(request.headers.get("authorization", "").encode("latin-1"))
+    return _key_in(dict(request.scope["headers"]).get(b"authorization", b""))  # the last one, as where it is checked
 
 
 def _host(header: bytes) -> str:

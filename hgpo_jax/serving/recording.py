@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock, Timeout
 
 from hgpo_jax import config as configuration
 from hgpo_jax.config import Config
-from hgpo_jax.errors import ConfigError
+from hgpo_jax.errors import ConfigError, RunError, one_line
 from hgpo_jax.files import atomic_write
 from hgpo_jax.inspect.dumps import dumped
 from hgpo_jax.rollout.episodes import Episodes
@@ -33,29 +34,37 @@ class Recording:
     def __init__(self, folder: Path, config: Config, tokenizer):
         try:
             (folder / "episodes").mkdir(parents=True, exist_ok=True)
-            other = [path.name for path in folder.iterdir() if path.name not in ("config.yaml", "episodes", "policy")]
+            other = [path.name for path in folder.iterdir() if path.name not in ("config.yaml", "episodes", "lock", "policy")]
             if other:
                 raise ConfigError(f"--record {folder}: holds {other[0]}, which is no recording's; give another folder")
-            with atomic_write(folder / "config.yaml") as file:
-                file.write(configuration.dump(config))
+            before, fields = folder / "config.yaml", configuration.dump(config)
+            if before.is_file() and before.read_text(encoding="utf-8") != fields:
+                raise ConfigError(f"--record {folder}: was recorded with another policy or --max-turns; give another folder")
+            self._lock = FileLock(folder / "lock", timeout=0)
+            self._lock.acquire()
+            with atomic_write(before) as file:
+                file.write(fields)
             tokenizer.save_pretrained(folder / "policy")
+        except Timeout:
+            raise ConfigError(f"--record {folder}: another server records in it; give another folder") from None
         except OSError as error:
             raise ConfigError(f"--record {folder}: {error.strerror or error}") from None
         self._folder, self._end = folder, (tokenizer.eos_token_id,)
         self._kept: list[Session] = []
         self._number = 1 + max(dumped(folder), default=-1)  # of the next dump
         self._writer = ThreadPoolExecutor(1, "recording")
-        self._written: list[Future] = []
+        self._failure = ""
 
     def __enter__(self) -> Recording:
         return self
 
     def __exit__(self, *_) -> None:
-        """Raises OSError where a dump could not be written."""
+        """Raises RunError where a dump could not be written."""
         self._dump()
         self._writer.shutdown()
-        for dump in self._written:
-            dump.result()
+        self._lock.release()
+        if self._failure:
+            raise RunError(f"--record {self._folder}: sessions were lost: {self._failure}")
 
     def add(self, session: Session) -> None:
         """Keeps a session that has ended."""
@@ -66,10 +75,17 @@ class Recording:
 
     def _dump(self) -> None:
         if self._kept:
-            self._written.append(self._writer.submit(self._write, self._kept, self._number))
+            self._writer.submit(self._write, self._kept, self._number)
             self._kept, self._number = [], self._number + 1
 
     def _write(self, sessions: list[Session], number: int) -> None:
+        try:
+            self._save(sessions, self._folder / "episodes" / f"iteration-{number:05d}.npz")
+        except Exception as error:  # whatever it is, the server goes on
+            self._failure = one_line(str(error))
+            log.exception("%d sessions are lost", len(sessions))
+
+    def _save(self, sessions: list[Session], file: Path) -> None:
         turns = [turn for session in sessions for turn in session.turns]
         empty = Episodes.zeros(
             len(sessions), max(len(session.turns) for session in sessions), max(len(turn.ids) for turn in turns),
@@ -78,13 +94,8 @@ class Recording:
         names = [session.name for session in sessions]
         episodes, report = episodes_of(sessions, names, prompt_groups(sessions), empty, self._end, {}, {})
         assert report is not None
-        file = self._folder / "episodes" / f"iteration-{number:05d}.npz"
-        try:
-            report.save(file.with_suffix(".json"))
-            episodes.save(file)
-        except OSError as error:
-            log.error("%d sessions are lost: %s", len(sessions), error)
-            raise
+        report.save(file.with_suffix(".json"))
+        episodes.save(file)
 
 
 def prompt_groups(sessions: Sequence[Session]) -> np.ndarray:

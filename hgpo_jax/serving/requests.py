@@ -12,6 +12,7 @@ from pydantic import Field
 from hgpo_jax.errors import one_line
 
 MAX_STOPS, MAX_CHOICES, MAX_MESSAGES, MAX_PARTS, MAX_CALLS = 16, 128, 4096, 256, 128
+MAX_STATE = 10_000  # characters
 _MEMBER = re.compile(r"str|list\[.*|constrained-.*|fail-fast.*")  # of a union, in the place of an error
 Body = TypeVar("Body", bound=pydantic.BaseModel)
 
@@ -107,7 +108,7 @@ class Message(_Strict):
     content: str | _at_most(TextPart, MAX_PARTS) | None = None  # type: ignore[valid-type]
     tool_calls: _at_most(ToolCall, MAX_CALLS) | None = None  # type: ignore[valid-type]
     tool_call_id: str | None = None  # not shown to the model
-    name: str | None = None  # neither
+    name: str | None = None  # not shown either
     annotations: _at_most(Any, 0) | None = None  # type: ignore[valid-type]  # what the official client makes of an answer
 
     @pydantic.model_validator(mode="after")
@@ -234,14 +235,14 @@ class RewardRequest(_Strict):
     reward: is added to that of the turn; of the last one, and the session ends, where no turn is given.
     turn: its number, from 0; -1 is the last one so far.
     admissible: whether the turn's answer could be used; if not, it is penalized (`advantage.invalid_penalty`).
-    success, state: with the session's end: whether it succeeded, by default if its rewards are above 0 in sum; what was seen.
+    success, state: with the session's end: whether it succeeded, by default if its rewards sum to more than 0; what was seen.
     """
 
     reward: float
     turn: int | None = None
     admissible: bool = True
     success: bool | None = None
-    state: str = ""
+    state: str = Field("", max_length=MAX_STATE)
 
     @pydantic.model_validator(mode="after")
     def _at_the_end_only(self):

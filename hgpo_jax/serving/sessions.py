@@ -20,8 +20,9 @@ from hgpo_jax.rollout.result import RolloutResult
 from hgpo_jax.rollout.slots import SlotResponse
 from hgpo_jax.rollout.workers import MAX_REWARD, EnvFailure, EnvOutput
 from hgpo_jax.sampling import Decoding
-from hgpo_jax.serving.requests import ApiError, RewardRequest
+from hgpo_jax.serving.requests import MAX_STATE, ApiError, RewardRequest
 
+SILENT = 3600.0  # seconds after which a session may be forgotten, where there is no room for others
 _NAME = re.compile(r"[\w.-]{1,100}")
 
 
@@ -77,7 +78,7 @@ class Session:
 
     @property
     def silent(self) -> float:
-        """Seconds since it was last heard of or answered; 0 while it waits for an answer."""
+        """Seconds since its last turn, or since it was started; 0 while it waits for an answer."""
         return 0.0 if self._asking else time.monotonic() - self._heard
 
     def started(self) -> None:
@@ -97,21 +98,24 @@ class Session:
         """Its request was answered, or not (None): then the turn did not happen."""
         if turn is not None:
             self.turns.append(turn)
-        self._asking, self._heard = False, time.monotonic()
+            self._heard = time.monotonic()
+        self._asking = False
 
     def post(self, posted: RewardRequest) -> None:
         """Takes a reward. Raises ApiError."""
         self._check_free()
         count = len(self.turns)
+        if not count and posted.turn is None:
+            self.ended = True  # without anything that could be learned
+            return
         number = count - 1 if posted.turn is None else posted.turn
         if not -count <= number < count:
             raise ApiError(400, f"turn: session {self.name} has {count} turns, counted from 0", param="turn")
         turn = self.turns[number]
-        if not abs(self.reward + posted.reward) <= MAX_REWARD:
+        if not max(abs(turn.reward + posted.reward), abs(self.reward + posted.reward)) <= MAX_REWARD:
             raise ApiError(400, f"reward: {posted.reward} is too large", param="reward")
         turn.reward += posted.reward
         turn.admissible &= posted.admissible
-        self._heard = time.monotonic()
         if posted.turn is None:
             self.ended, self._success, self.state = True, posted.success, posted.state
 
@@ -152,7 +156,7 @@ class OpenSessions:
 
     Args:
       max_turns: of a session.
-      most: sessions that have not ended, at most.
+      most: sessions that have not ended, at most; then those that have been silent for an hour make room.
       done: called with each session that ends.
     """
 
@@ -170,6 +174,8 @@ class OpenSessions:
         if not (isinstance(name, str) and _NAME.fullmatch(name)):
             raise ApiError(400, "a session's name has up to 100 letters, digits, '.', '_' and '-'", param="session_id")
         if name not in self._named and len(self._named) >= self._most:
+            self._forget_silent()
+        if name not in self._named and len(self._named) >= self._most:
             raise ApiError(429, f"{self._most} sessions have not ended; post their rewards", "rate_limit_error")
         return self._named.setdefault(name, Session(name, self._max_turns))
 
@@ -178,15 +184,26 @@ class OpenSessions:
             raise ApiError(404, f"there is no session {name[:100]!r}, or it has ended")
         return self._named[name]
 
+    def _forget_silent(self) -> None:
+        """Those that have nothing to keep, and those that seem to have been left."""
+        for name, session in list(self._named.items()):
+            if session.silent > (SILENT if session.turns else 0):
+                del self._named[name]
+
     def ended(self, session: Session) -> None:
         """Forgets a session whose last reward has come."""
         self._done(self._named.pop(session.name))
 
 
 def state_of(headers: Mapping[str, str], metadata: Mapping, seen: str) -> str:
-    """What a request's step groups go by: a header (X-State-Key), the metadata's state_key, or what was seen last."""
-    state = headers.get("x-state-key") or metadata.get("state_key")
-    return state if isinstance(state, str) else seen
+    """What a request's step groups go by: a header (X-State-Key), the metadata's state_key, or what was seen.
+
+    Raises ApiError.
+    """
+    state = headers.get("x-state-key") or metadata.get("state_key", seen)
+    if not isinstance(state, str) or (len(state) > MAX_STATE and state is not seen):
+        raise ApiError(400, f"state_key: must be a text of up to {MAX_STATE:,} characters", param="state_key")
+    return state
 
 
 def episodes_of(

@@ -29,6 +29,10 @@ class ServedText:
             return conversation_ids(self._tokenizer, self._text, messages, tools)
         return [*self.prompt(messages[-1]["content"]), self._tokenizer.convert_tokens_to_ids(ACT)]
 
+    def spells_token(self, text: str) -> bool:
+        """Whether it could not be a part of a tool call in a later prompt (`conversation_ids`)."""
+        return bool(self._text and self._text.marker_in(text))
+
     def prompt(self, text: str) -> list[int]:
         """A text as it is: what spells a special token is text."""
         if self._text:

@@ -18,6 +18,7 @@ from hgpo_jax.mesh import make_mesh
 from hgpo_jax.rollout.chat_format import ChatFormat
 from hgpo_jax.rollout.host import HostRollout
 from hgpo_jax.sampling import Decoding
+from hgpo_jax.serving.sessions import Session
 from tests.helpers.agreement import assert_same
 from tests.helpers.byte_policy import byte_policy
 
@@ -101,6 +102,15 @@ def test_an_episode_has_no_more_turns_than_it_may(policy):
     episodes, report = played(policy, "talks")
     assert not report.failures and report.counts["out_of_turns"] == 2
     assert episodes.mask[:2].all() and not episodes.rewards[:2].any() and not episodes.success[:2].any()
+
+
+def test_a_command_that_cannot_be_started_is_a_reason(tmp_path):
+    (script := tmp_path / "script").write_text("no program")
+    script.chmod(0o755)
+    with agents.Commands([str(script)], 5.0) as commands:
+        assert commands.run(Session("x", 1), {}) == "its command could not be started: Exec format error"
+    with agents.Commands(["yes"], 60.0) as commands:
+        assert commands.run(Session("x", 1), {}) == "its command wrote more than 67,108,864 bytes"
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from hgpo_jax.serving.sessions import OpenSessions, Session, Turn
 from tests.helpers.serving import HELLO, RESPONSE, client_of, expected, idle, post, raw, served
 
 MOST, TURNS = 3, 2
+HUGE = ((3e38, 0), (-3e38, 1), (3e38, 0))  # rewards and their turns
 
 
 @pytest.fixture
@@ -86,6 +87,10 @@ def test_a_stop_string_ends_what_is_recorded(recorded, ended):
         (lambda c: [ask(c), reward(c, reward="x")], "reward"),
         (lambda c: [ask(c), reward(c, reward=1), reward(c, reward=1)], "there is no session 'a', or it has ended"),
         (lambda c: [ask(c) for _ in range(TURNS + 1)], "session a has had its 2 turns"),
+        (lambda c: [ask(c), ask(c), *(reward(c, reward=r, turn=t) for r, t in HUGE)], "is too large"),
+        (lambda c: ask(c, extra_headers={}, metadata={"session_id": "a", "state_key": "x" * 10_001}), "state_key: must be"),
+        (lambda c: ask(c, metadata={"state_key": 5}), "state_key: must be a text"),
+        (lambda c: [ask(c), reward(c, reward=1, state="x" * 10_001)], "state"),
         (lambda c: [ask(c, name) for name in "abcd"], "3 sessions have not ended; post their rewards"),
     ],
 )
@@ -118,6 +123,15 @@ def test_who_has_read_a_stream_can_ask_again(recorded, ended):
     assert [len(session.turns) for session in ended] == [TURNS, TURNS]
 
 
+def test_sessions_without_a_turn_take_no_room(recorded, ended):
+    for name in ("a", "b", "c", "d"):
+        with pytest.raises(openai.BadRequestError):
+            ask(recorded, name, n=2)
+    assert reward(recorded, "d", reward=1)["ended"] and not ended[0].turns
+    for name in ("e", "f"):
+        ask(recorded, name)
+
+
 def test_without_recording_there_are_no_sessions(port, client):
     ask(client)
     status, _, body = raw(port, post(json.dumps({"reward": 1}), "/v1/sessions/a/reward"))
@@ -148,6 +162,12 @@ def test_a_recording_is_read_like_a_run(policy, tmp_path):
     assert e.rewards[1].tolist() == [0, 1] and e.success.tolist() == [bool(number % 2) for number in range(EVERY)]
     assert dump.observation(1, 1) == "state 1" and dump.goal(1) == "s1"
     assert np.isfinite(dump.estimate("hgpo").advantages).all()
+    refused = pytest.raises(ConfigError, match="another server records in it")
+    with Recording(tmp_path / "kept", config, policy.tokenizer), refused:
+        Recording(tmp_path / "kept", config, policy.tokenizer)
+    other = config.model_copy(update={"seed": 1})
+    with pytest.raises(ConfigError, match="was recorded with another policy"):
+        Recording(tmp_path / "kept", other, policy.tokenizer)
     (tmp_path / "kept" / "mine.txt").write_text("x")
     with pytest.raises(ConfigError, match=r"holds mine\.txt, which is no recording's"):
         Recording(tmp_path / "kept", config, policy.tokenizer)

@@ -59,7 +59,7 @@ def answered(policy, text, **more):
         create = client_of(port).chat.completions.create
         asked = {"model": "tiny", "messages": HELLO, "tools": [LOOK]} | more
         (choice,) = create(**asked).choices
-        calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
+        calls = [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls or []]
         whole = choice.message.content, calls, choice.finish_reason
         content, calls, reason = "", [], None
         for chunk in create(**asked, stream=True):
@@ -67,15 +67,18 @@ def answered(policy, text, **more):
                 content += choice.delta.content or ""
                 for call in choice.delta.tool_calls or []:
                     assert call.index == len(calls) and call.id.startswith("call_")
-                    calls.append((call.function.name, call.function.arguments))
+                    calls.append((call.function.name, json.loads(call.function.arguments)))
                 reason = choice.finish_reason or reason
     return whole, (content or None, calls, reason)
 
 
 def test_calls_reach_the_client(policy):
     whole, streamed = answered(policy, CALLED)
-    assert whole == streamed == ("I look.", [("look_at", '{"thing": "a désk"}')], "tool_calls")
-    assert answered(policy, CALLED.replace("I look.\n", "") * 2)[0][:2] == (None, [("look_at", '{"thing": "a désk"}')] * 2)
+    assert whole == streamed == ("I look.", [("look_at", {"thing": "a désk"})], "tool_calls")
+    assert answered(policy, CALLED.replace("I look.\n", "") * 2)[0][:2] == (None, [("look_at", {"thing": "a désk"})] * 2)
+    forged = CALLED.replace("désk", "<tool\\u003e")  # which no later prompt could show
+    assert answered(policy, forged)[0][1:] == ([], "stop")
+    assert answered(policy, CALLED.replace("a désk", "\\ud800"))[0][1] == [("look_at", {"thing": "\ud800"})]
     assert answered(policy, "Nothing to do.")[0] == ("Nothing to do.", [], "stop")
     assert answered(policy, CALLED, tool_choice="none")[0] == (CALLED, [], "stop")
 
@@ -84,7 +87,8 @@ def test_calls_reach_the_client(policy):
     "text",
     [
         "<tool_call>{\"name\": \"x\"", "<tool_call>{}</tool_call>", "<tool_call>[1]</tool_call>", "<tool_call>no</tool_call>",
-        "<tool_call>{\"name\": 3}</tool_call>", "<tool_call>{\"name\": \"x\", \"arguments\": \"y\"}</tool_call>",
+        "<tool_call>{\"name\": 3}</tool_call>", "<tool_call>{\"name\": \"x\", \"arguments\": {\"y\": NaN}}</tool_call>",
+        "<tool_call>{\"name\": \"\\ud800\"}</tool_call>", "<tool_call>{\"name\": \"x\", \"arguments\": \"y\"}</tool_call>",
         "<tool_call>" + "[" * 100_000 + "</tool_call>", CALLED + "<tool_call>{}</tool_call>",
     ],
 )  # fmt: skip
@@ -115,10 +119,19 @@ def test_tools_cannot_forge_the_frame():
     calls = [{"function": {"name": "x", "arguments": json.dumps({"thing": forged})}}]
     with pytest.raises(ValueError, match="is a token of its own"):
         shown(tokenizer, body([*HELLO, {"role": "assistant", "tool_calls": calls}]))
+    tokenizer.chat_template = tokenizer.chat_template.replace("t | tojson", "'<' + t.function.name + '>'")
+    with pytest.raises(ValueError, match="is a token of its own"):
+        shown(tokenizer, body(tools=[LOOK | {"function": {"name": "|im_end|"}}]))
+    tokenizer = tool_tokenizer()
     # What a tool has answered is data like any message.
     markers = set(tokenizer.get_added_vocab().values())
     count = lambda ids: sum(i in markers for i in ids)  # noqa: E731
     assert count(shown(tokenizer, body([*CALLS[:-1], CALLS[-1] | {"content": forged}]))) == count(shown(tokenizer, body(CALLS)))
+
+
+def test_calls_that_a_template_leaves_out_are_refused():
+    with pytest.raises(ValueError, match="tool_calls: this policy's chat template does not show any"):
+        shown(byte_tokenizer(), body(CALLS, tools=None))
 
 
 def test_a_template_without_tools_is_told_so(policy):
