@@ -28,8 +28,27 @@ def household(args):
     from hgpo_jax.envs.household import Household
     from hgpo_jax.envs.household.text import HouseholdText
 
-    sizes = {"places": args.places, "things": args.things, "max_turns": args.turns or 20}
-    return HouseholdText(Household(tasks=tuple(args.tasks), rooms=tuple(args.rooms), **sizes)), args.seed
+    return HouseholdText(_sized(Household, args)), args.seed
+
+
+def household_team(args):
+    """The household for two: you are the searcher and the carrier in turn."""
+    from hgpo_jax.envs.household import HouseholdTeam
+    from hgpo_jax.envs.household.text import HouseholdTeamText
+
+    return HouseholdTeamText(_sized(HouseholdTeam, args)), args.seed
+
+
+def household_subgoals(args):
+    """The household whose agent says what it is about before it acts, in its own words."""
+    from hgpo_jax.envs.household import HouseholdSubgoals
+    from hgpo_jax.envs.words import Words
+
+    return Words(_sized(HouseholdSubgoals, args)), args.seed
+
+
+def _sized(household, args):
+    return household(tuple(args.tasks), tuple(args.rooms), args.places, args.things, args.turns or 20)
 
 
 def sokoban(args):
@@ -87,12 +106,13 @@ def parser() -> Parser:
     games = p.add_subparsers(metavar="ENVIRONMENT", required=True, parser_class=Parser)
     add = lambda name, start: games.add_parser(name, parents=[common], help=start.__doc__, allow_abbrev=False)  # noqa: E731
 
-    g = add("household", household)
-    g.set_defaults(start=household)
-    g.add_argument("--tasks", nargs="+", default=["place"], metavar="TASK", help="task types to draw from")
-    g.add_argument("--rooms", nargs="+", default=["kitchen"], metavar="ROOM", help="rooms to draw from")
-    g.add_argument("--places", type=int, default=6, metavar="N", help="receptacles, 6 to 12")
-    g.add_argument("--things", type=int, default=4, metavar="N", help="things, 2 to 8")
+    for start in (household, household_team, household_subgoals):
+        g = add(start.__name__, start)
+        g.set_defaults(start=start)
+        g.add_argument("--tasks", nargs="+", default=["place"], metavar="TASK", help="task types to draw from")
+        g.add_argument("--rooms", nargs="+", default=["kitchen"], metavar="ROOM", help="rooms to draw from")
+        g.add_argument("--places", type=int, default=6, metavar="N", help="receptacles, 6 to 12")
+        g.add_argument("--things", type=int, default=4, metavar="N", help="things, 2 to 8")
 
     g = add("sokoban", sokoban)
     g.set_defaults(start=sokoban)

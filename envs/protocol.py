@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # text environments run in processes that do not need it
 
 _MaxTurns = Annotated[int, "actions after which an episode ends"]
 _TaskTypes = Annotated[Sequence[str], "the names of its task types"]
+_Roles = Annotated[Sequence[str], "the names of its roles"]
 
 
 class Playable(Protocol):
@@ -97,7 +98,7 @@ class Expert(Protocol):
     the environment's own class with these methods (`env` is then `self`)."""
 
     def expert_action(self, env: Any, state: Any, recent: jax.Array, key: jax.Array) -> jax.Array:
-        """expert_action(env, state, recent i32[K, A], key) -> what the expert does, i32[A], after the last K actions"""
+        """expert_action(env, state, recent i32[K, A], key) -> what the expert does, i32[A], after the role's last K actions"""
         ...
 
     def random_action(self, env: Any, state: Any, key: jax.Array) -> jax.Array:
@@ -111,6 +112,35 @@ class ListsActions(Protocol):
 
     def admissible(self, state: Any) -> tuple[jax.Array, jax.Array]:
         """admissible(state) -> (which rows are admissible bool[.], their words i32[., A])"""
+        ...
+
+
+@runtime_checkable
+class Team(Protocol):
+    """Optional for a compiled environment: turns that belong to several roles.
+
+    A role remembers its own turns: a prompt holds the last K of the role that acts next. Whatever it should know
+    about the others, the environment must show it.
+    """
+
+    roles: _Roles
+
+    def role(self, state: Any) -> jax.Array:
+        """role(state) -> whose turn the next one is, an index into roles, i32[]"""
+        ...
+
+
+@runtime_checkable
+class Plans(Protocol):
+    """Optional for a compiled environment: answers that say what they are about before what they do, as `method=hiper` needs.
+
+    The parts stand one after the other, each in its own words of the A of an action.
+    """
+
+    answer_parts: Annotated[Sequence[int], "how many words the switch, subgoal and action parts of an answer have, A together"]
+
+    def switches(self, answer: jax.Array) -> jax.Array:
+        """switches(answer i32[A]) -> whether it takes up the subgoal that it names in place of the one before, bool[]"""
         ...
 
 
@@ -147,6 +177,13 @@ class BegunTextEnv(TextEnv, Protocol):
 
     goal: Annotated[str, "the task as text"]
     task_type: Annotated[int, "the index of the task's type in task_types"]
+
+
+class TextTeam(Protocol):
+    """Optional for a text environment: turns that belong to several roles, as in `Team`; after a reset."""
+
+    roles: _Roles
+    role: Annotated[int, "whose turn the next one is, an index into roles"]
 
 
 # What the info of a text environment's step says; optional is `score`, a float, by default 1 for a task that is solved.

@@ -7,11 +7,12 @@ read (`envs/*/text.py`).
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 
 import jax
 import numpy as np
 
-from hgpo_jax.envs.protocol import Expert, ListsActions
+from hgpo_jax.envs.protocol import Expert, ListsActions, Team
 
 BLANK = "_"  # an empty slot between words
 
@@ -26,10 +27,13 @@ class Words:
     Attributes:
       task_types: their names; `task_type` is an index into it.
       goal: the task of the running episode.
+      roles: of a team, names; `role` is the index of the one whose turn it is.
     """
 
     def __init__(self, env):
         self._env, self.max_turns, self.task_types = env, env.max_turns, env.task_types
+        if isinstance(env, Team):
+            self.roles = env.roles
 
     def reset(self, task: int) -> tuple[str, list[str]]:
         """Starts the task of `jax.random.key(task)`; returns the first observation and the commands to choose from."""
@@ -39,7 +43,7 @@ class Words:
         with jax.set_mesh(one_cpu()):
             self._state, seen = jax.device_get(_programs(self._env)[0](key))
         self._key = key
-        self._past: list[np.ndarray] = []  # actions since the reset
+        self._past: dict[int, list[np.ndarray]] = defaultdict(list)  # each role's actions since the reset
         self.task_type = int(self._state.task)
         self.goal = self._goal(seen["goal"])
         return self._see(seen)
@@ -52,20 +56,22 @@ class Words:
         ids = self._ids(action)
         with jax.set_mesh(one_cpu()):
             self._state, seen = jax.device_get(_programs(self._env)[1](self._state, ids))
-        self._past.append(ids)
+        self._past[self.role].append(ids)
         info = {"won": bool(seen["won"]), "admissible": not seen["invalid"]}
         return *self._see(seen), float(seen["reward"]), bool(seen["done"]), info
 
     def _expert(self, player, history_length: int) -> str:
-        """What a player (`protocol.Expert`) of the compiled environment does after the K past turns that a prompt shows."""
+        """What a player (`protocol.Expert`) of the compiled environment does after the K past turns that its prompt shows."""
         length = max(history_length, 1)
         blank = [np.zeros(self._env.action_length, np.int32)] * length
-        recent = np.array([*blank, *self._past][-length:])
+        recent = np.array([*blank, *self._past[self.role]][-length:])
+        turn = sum(map(len, self._past.values()))
         with jax.set_mesh(one_cpu()):
-            ids = jax.device_get(_expert_action(self._env, player)(self._state, recent, self._key, len(self._past)))
+            ids = jax.device_get(_expert_action(self._env, player)(self._state, recent, self._key, turn))
         return self._command(*self._words(ids))
 
     def _see(self, seen) -> tuple[str, list[str]]:
+        self.role = int(seen["role"])
         listed = [words[legal] for legal, words in seen["admissible"]]
         self._commands = {self._command(*self._words(ids)): ids for rows in listed for ids in rows}
         return self._tell(seen["observation"]), sorted(self._commands)
@@ -109,10 +115,14 @@ def _programs(env):
     def admissible(state):
         return [env.admissible(state)] if isinstance(env, ListsActions) else []
 
+    def role(state):
+        return env.role(state) if isinstance(env, Team) else 0
+
     @jax.jit
     def reset(key):
         state, observation = env.reset(jax.random.wrap_key_data(key, impl="threefry2x32"))
-        return state, {"observation": observation, "admissible": admissible(state), "goal": env.goal(state)}
+        seen = {"observation": observation, "admissible": admissible(state), "role": role(state), "goal": env.goal(state)}
+        return state, seen
 
     @jax.jit
     def step(state, action):
@@ -120,6 +130,7 @@ def _programs(env):
         return state, {
             "observation": observation,
             "admissible": admissible(state),
+            "role": role(state),
             "reward": reward,
             "done": done,
             "won": env.won(state),

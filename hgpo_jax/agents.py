@@ -39,6 +39,7 @@ from hgpo_jax.config import Config
 from hgpo_jax.errors import ConfigError, RunError, one_line
 from hgpo_jax.policy import ModelConfig, Policy, network
 from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.rollout.requirements import ONE_ROLE
 from hgpo_jax.rollout.result import RolloutResult, Story
 from hgpo_jax.rollout.slots import SlotPrograms
 from hgpo_jax.rollout.tasks import task_numbers
@@ -55,7 +56,7 @@ class AgentRunner:
     Raises ConfigError for a command that cannot be started, several processes, or what is not installed.
     """
 
-    task_types = ("agent",)
+    task_types, roles = ("agent",), ONE_ROLE
 
     def __init__(self, config: Config, model: ModelConfig, tokenizer, mesh: Mesh | AbstractMesh):
         env, rollout = config.env, config.rollout
@@ -134,7 +135,7 @@ class AgentRunner:
 
     def story(self, result: RolloutResult, index: int) -> Story:
         assert result.report is not None
-        return result.report.story(result.episodes, index)
+        return result.report.story(result.episodes, index, self.roles)
 
 
 def command_of(text: str) -> list[str]:

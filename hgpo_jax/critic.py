@@ -1,7 +1,9 @@
-"""PPO's critic: a Qwen2.5 of the policy's size with one number as its output, the value of the coming turn.
+"""The critic of PPO and HiPER: a Qwen2.5 of the policy's size whose output is the value of the coming turn.
 
 It reads the prompt as the policy does, up to the last token before the response; its body starts as a copy of the policy
-and its head at zero. One value per turn: a response is one action here (Schulman et al., 2016, arXiv 1506.02438).
+and its head at zero. PPO has one value per turn: a response is one action here (Schulman et al., 2016, arXiv 1506.02438).
+HiPER has three, of the switch, subgoal and action parts of an answer; the last is read once the subgoal stands there, at
+the token before the action, the others where the prompt ends (as in github.com/JonP07/HiPER-agent).
 """
 
 from __future__ import annotations
@@ -17,34 +19,52 @@ from hgpo_jax.policy import ModelConfig, network
 from hgpo_jax.training_batch import TrainingBatch
 
 
-def initialize_critic(params: dict) -> dict:
-    """The critic's parameters from the policy's: {"body": its blocks without the language-model head, "value": the head}."""
+def initialize_critic(params: dict, heads: tuple[int, ...] = ()) -> dict:
+    """The critic's parameters from the policy's: {"body": its blocks without the language-model head, "value": the head}.
+
+    heads: (3,) for three in one array.
+    """
     body = {name: part for name, part in params.items() if name != "lm_head"}
     embedding = params["embed_tokens"]["embedding"]
-    head = {"kernel": jnp.zeros(embedding.shape[1], embedding.dtype), "bias": jnp.zeros((), embedding.dtype)}
+    head = {
+        "kernel": jnp.zeros((*heads, embedding.shape[1]), embedding.dtype), "bias": jnp.zeros(heads, embedding.dtype),
+    }  # fmt: skip
     return {"body": jax.tree.map(jnp.copy, body), "value": head}
 
 
-def make_values(config: ModelConfig, remat: str = "none"):
-    """Builds `values(params, batch) -> f32[N]`, the discounted return that the critic expects from each decision on."""
+def make_values(config: ModelConfig, remat: str = "none", plan_words: int = 0):
+    """Builds `values(params, batch) -> f32[N]`, the discounted return that the critic expects from each decision on.
+
+    plan_words: of three heads, words of the switch and subgoal parts together; `values` are then f32[N, 3].
+    """
     graphdef = network(dataclasses.replace(config, tie_word_embeddings=True))  # tied: a body without a head of its own
 
     def values(params, batch: TrainingBatch):
         model = nnx.merge(graphdef, params["body"])
         layout = batch.sequences()
         hidden = model.hidden(layout.tokens, layout.predict_slots, segment_start=layout.segment_start, remat=remat)
-        # A response's first token is predicted where the prompt ends.
-        hidden = hidden.at[layout.sequence, layout.offset].get(mode="fill", fill_value=0)
+        # A response's first token is predicted where the prompt ends, and one that ends too early has no token after its plan.
+        where = layout.sequence, layout.offset
+        if plan_words:
+            last = jnp.maximum(batch.response_lengths - 1, 0)[:, None]
+            where = where[0][:, None], where[1][:, None] + jnp.minimum(jnp.array([0, 0, plan_words]), last)
+        hidden = hidden.at[where].get(mode="fill", fill_value=0)
         return (hidden.astype(jnp.float32) * params["value"]["kernel"]).sum(-1) + params["value"]["bias"]
 
     return values
+
+
+def targets(batch: TrainingBatch) -> jax.Array:
+    """Which values learn, bool[N] or of three heads bool[N, 3]."""
+    happened = batch.response_lengths > 0
+    return happened if batch.has_target is None else happened[:, None] & batch.has_target
 
 
 def make_value_loss(values, clip: float):
     """PPO's clipped value loss as numerators: `loss(params, None, batch)`; the batch holds `values` and `returns`."""
 
     def loss(params, _, batch: TrainingBatch):
-        counts = batch.response_lengths > 0
+        counts = targets(batch)
         predicted = values(params, batch)
         assert batch.values is not None and batch.returns is not None
         _, stats = losses.value_loss(predicted, batch.values, batch.returns, counts, clip=clip)

@@ -25,16 +25,16 @@ from hgpo_jax.envs.alfworld.habits import search_order
 from hgpo_jax.envs.alfworld.short_prompts import ShortPromptAlfworld
 from hgpo_jax.envs.alfworld.tables import Tables, compile_games, joined
 from hgpo_jax.envs.alfworld.text import AlfworldText
-from hgpo_jax.envs.household import Household
+from hgpo_jax.envs.household import Household, HouseholdPlan, HouseholdSubgoals, HouseholdTeam
 from hgpo_jax.envs.household import expert as household_expert
-from hgpo_jax.envs.household.text import HouseholdText
+from hgpo_jax.envs.household.text import HouseholdTeamText, HouseholdText
 from hgpo_jax.envs.protocol import Expert, Playable, members
 from hgpo_jax.envs.sokoban import Sokoban
 from hgpo_jax.envs.sokoban import expert as sokoban_expert
 from hgpo_jax.envs.sokoban.text import SokobanText
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.names import HeldOut
-from hgpo_jax.rollout.requirements import RUNNER, check_compiled, check_text
+from hgpo_jax.rollout.requirements import ONE_ROLE, RUNNER, check_compiled, check_text, roles_of
 
 if TYPE_CHECKING:  # whose fields are checked with this table
     from hgpo_jax.config import Config
@@ -49,7 +49,7 @@ class Environment:
 
     options: fields of `env` that it reads, besides those that all do.
     compiled: makes it as a compiled environment. text: makes what makes it as a text environment. One that has both is text
-      unless `env.compiled=true`.
+      for a policy that reads text (`Config.in_words`), inside the rollout where it can (`Config.told_on_device`).
     games: the numbers of the games of each stream of tasks (`rollout/tasks.py`), i32[.], where a compiled environment has a
       list of games; else its tasks are generated.
     agent: whether a command is started for every episode, which asks for its turns itself (`agents.py`).
@@ -109,13 +109,7 @@ def _which_games(config: Config) -> tuple:
 def _alfworld(
     data: str, split: str, made: int, max_turns: int, cache: Path
 ) -> tuple[ShortPromptAlfworld, dict[str, np.ndarray]]:
-    if made:
-        try:
-            files = list_alfworld(data, "train")
-        except ConfigError:
-            files = list_alfworld(data, "valid_train")
-    else:
-        files = list_alfworld(data, split)
+    files = _training_files(data, split)
     held_out: list[Path] = []
     count, games = len(files), {"train": np.arange(len(files), dtype=np.int32)}
     for name in get_args(HeldOut):
@@ -158,8 +152,17 @@ def alfworld_text(config: Config) -> Makers:
     """The games on the host. Raises ConfigError."""
     env, data = config.env, alfworld_data(config)
     make = functools.partial(AlfworldText, max_turns=env.max_turns, cache=Path(config.cache_dir, "alfworld"))
-    train, held_out = (functools.partial(make, list_alfworld(data, split)) for split in (env.split, env.held_out))
-    return train, held_out
+    return functools.partial(make, _training_files(data, env.split)), functools.partial(make, list_alfworld(data, env.held_out))
+
+
+def _training_files(data: str, split: str) -> list[Path]:
+    """The games of a split; of `generated` those in whose rooms they are made. Raises ConfigError."""
+    if split != "generated":
+        return list_alfworld(data, split)
+    try:
+        return list_alfworld(data, "train")
+    except ConfigError:
+        return list_alfworld(data, "valid_train")
 
 
 def webshop_text(config: Config) -> Makers:
@@ -192,6 +195,9 @@ def webshop_files(folder: str) -> list[Path]:
 
 HOUSEHOLD, SOKOBAN = ("tasks", "rooms", "places", "things", "max_turns"), ("size", "boxes", "reward", "max_turns")
 household = functools.partial(_from_fields, Household, HOUSEHOLD)
+household_team = functools.partial(_from_fields, HouseholdTeam, HOUSEHOLD)
+household_plan = functools.partial(_from_fields, HouseholdPlan, HOUSEHOLD)
+household_subgoals = functools.partial(_from_fields, HouseholdSubgoals, HOUSEHOLD)
 sokoban = functools.partial(_from_fields, Sokoban, SOKOBAN)
 
 ENVIRONMENTS = {
@@ -199,6 +205,12 @@ ENVIRONMENTS = {
     "household_text": Environment(
         HOUSEHOLD, text=functools.partial(_as_text, HouseholdText, household), template="household",
     ),
+    "household_team": Environment(HOUSEHOLD, compiled=household_team, expert=cast(Expert, HouseholdTeam)),
+    "household_team_text": Environment(
+        HOUSEHOLD, text=functools.partial(_as_text, HouseholdTeamText, household_team), template="household",
+    ),
+    "household_plan": Environment(HOUSEHOLD, compiled=household_plan, expert=cast(Expert, HouseholdPlan)),
+    "household_subgoals": Environment(HOUSEHOLD, compiled=household_subgoals, expert=cast(Expert, HouseholdSubgoals)),
     "sokoban": Environment(SOKOBAN, compiled=sokoban, expert=sokoban_expert),
     "sokoban_text": Environment(
         SOKOBAN, text=functools.partial(_as_text, SokobanText, sokoban), template="sokoban", fallback=20,
@@ -217,6 +229,15 @@ ENVIRONMENTS = {
 def environment(env: EnvConfig) -> Environment:
     """What `env.name` stands for. Raises ConfigError where it cannot be found or made."""
     return ENVIRONMENTS[env.name] if env.name in ENVIRONMENTS else _from_outside(*_outside(env))
+
+
+def role_names(config: Config) -> tuple[str, ...]:
+    """The names of the roles of the configured environment, which is made to ask it. Raises what its making raises."""
+    found = environment(config.env)
+    if config.in_words:
+        assert found.compiled is not None
+        return roles_of(found.compiled(config))
+    return roles_of(found.text(config)[0]()) if found.text else ONE_ROLE
 
 
 def made_outside(env: EnvConfig) -> tuple[Callable[[], Any], Any]:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import functools
+import typing
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hgpo_jax import advantages
+from hgpo_jax.advantages.hiper import segment_begins
 from hgpo_jax.config import Config
-from hgpo_jax.critic import initialize_critic, make_value_loss, make_values
+from hgpo_jax.critic import initialize_critic, make_value_loss, make_values, targets
 from hgpo_jax.job import Job
 from hgpo_jax.learner import aggregation, make_map, make_optimizer, make_policy_loss, make_update
+from hgpo_jax.methods import AVAILABLE_ARRAYS
 from hgpo_jax.policy.placement import cast, shardings_like, storage_shardings
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.result import RolloutResult
-from hgpo_jax.run.metrics import rollout_sums
+from hgpo_jax.run.metrics import role_advantages, rollout_sums
+from hgpo_jax.runners import CompiledRunner
 from hgpo_jax.training_batch import TrainingBatch
 
 
@@ -53,7 +58,7 @@ def _judged_rollout(job: Job, params, inputs: tuple) -> tuple[RolloutResult, dic
     rewards: dict = {}
     if job.reward:
         result, rewards = job.reward(result)
-    return result, rollout_sums(result.episodes, job.config.advantage.gamma) | rewards
+    return result, rollout_sums(result.episodes, job.config.advantage.gamma, job.runner.roles) | rewards
 
 
 @functools.partial(jax.jit, static_argnums=3)
@@ -69,10 +74,11 @@ def _keep_informative(kept: Episodes, filled, episodes: Episodes, group_size: in
 def make_learn(job: Job):
     """Builds the training half of an iteration.
 
-    Returns: (`learn(state, reference, episodes, key, lr_scale) -> (state, metrics)`, jitted, with the state donated;
+    Returns: (`learn(state, reference, episodes, key, lr_scale, role=None) -> (state, metrics)`, jitted, with the state donated;
     `init(params) -> state` from the weights that training starts with). The state holds `params`, the weights or, with
     LoRA, the adapters; `opt_state`; and with a critic `critic`, the same two for it. With `learner.offload`, all but the
-    adapters or weights are stored in the host's memory between two calls.
+    adapters or weights are stored in the host's memory between two calls. With a role, i32[], the policy learns from its turns:
+    the advantages of the others' count as 0, so that only the KL and the entropy bonus act on them.
     """
     optimizer, update_policy = _make_policy_update(job)
     if job.method.critic:
@@ -83,30 +89,38 @@ def make_learn(job: Job):
         trained = job.fresh_adapters() if job.adapted.lora else jax.tree.map(jnp.copy, params)
         state = {"params": trained, "opt_state": _create_stored(job, optimizer.init, trained)}
         if job.method.critic:
-            critic = _create_stored(job, initialize_critic, params)
+            create = functools.partial(initialize_critic, heads=(3,) if job.method.parts else ())
+            critic = _create_stored(job, create, params)
             state["critic"] = {"params": critic, "opt_state": _create_stored(job, critic_optimizer.init, critic)}
         return state
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def learn(state, reference, episodes: Episodes, key, lr_scale):
+    def learn(state, reference, episodes: Episodes, key, lr_scale, role=None):
         state, reference = _to_devices(job, state), _to_devices(job, reference)
         batch = training_batch(episodes)
+        if len(job.runner.roles) > 1:
+            batch = batch.replace(agents=_flat(episodes.agents))
         order, count = _shuffled(key, _flat(episodes.mask))
         if job.method.critic:
             batch = batch.replace(values=predict_values(state["critic"]["params"], batch, order, count))
         estimate, hierarchy = _estimate(job, episodes, batch.values)
-        batch = batch.replace(advantages=_flat(estimate.advantages))
+        learned = _by_token(job, estimate, episodes.responses.shape[-1])
+        if role is not None:
+            learns = episodes.agents == role
+            learned = jnp.where(learns.reshape(learns.shape + (1,) * (learned.ndim - 2)), learned, 0.0)
+        batch = batch.replace(advantages=_flat(learned))
 
         new = {}
         new["params"], new["opt_state"], metrics = update_policy(
             state["params"], state["opt_state"], reference, batch, order, count, lr_scale
         )
         if job.method.critic:
-            batch = batch.replace(returns=_flat(estimate.returns))
+            batch = _with_targets(job, batch, episodes, estimate)
             new["critic"], critic_metrics = update_critic(state["critic"], batch, order, count, lr_scale)
             metrics["nonfinite_steps"] += critic_metrics.pop("nonfinite_steps")
             metrics |= critic_metrics
         metrics |= _advantage_metrics(episodes.mask, estimate) | _hierarchy_metrics(hierarchy)
+        metrics |= role_advantages(episodes, estimate.advantages, job.runner.roles)
         return _to_storage(job, new), metrics
 
     return learn, init
@@ -144,18 +158,43 @@ def estimator_options(config: Config, estimator: str) -> dict:
 
 
 def _estimate(job: Job, e: Episodes, values) -> tuple[advantages.Estimate, advantages.Estimate]:
-    """The method's advantages, and those of `eb_gae`, whose statistics are always logged. values: f32[N], the critic's."""
+    """The method's advantages, and those of `eb_gae`, whose statistics are always logged. values: f32[N, ...], the critic's."""
     name = job.method.estimator
     batch = {field: getattr(e, field) for field in ("rewards", "mask", "states", "groups", "invalid")}
-    available = {"success": e.success, "next_states": e.next_states}
-    if values is not None:
-        available["values"] = values.reshape(e.mask.shape)
     needed, _ = advantages.parameters(name)
-    arrays = {array: available[array] for array in needed}
+    arrays = {array: getattr(e, array) for array in needed if array in AVAILABLE_ARRAYS}
+    if job.method.parts:
+        by_part = jnp.moveaxis(values.reshape(*e.mask.shape, 3), -1, 0)
+        arrays |= dict(zip(("term_values", "high_values", "low_values"), by_part, strict=True))
+        arrays["switches"] = _planning(job).switches(e)
+    elif job.method.critic:
+        arrays["values"] = values.reshape(e.mask.shape)
     estimate = advantages.estimate(name, **batch, **arrays, **estimator_options(job.config, name))
     if name == "eb_gae":
         return estimate, estimate
     return estimate, advantages.estimate("eb_gae", **batch, **estimator_options(job.config, "eb_gae"))
+
+
+def _planning(job: Job) -> CompiledRunner:
+    """The runner of a method whose answers have parts; `check_together` refuses others than compiled ones."""
+    return typing.cast(CompiledRunner, job.runner)
+
+
+def _by_token(job: Job, estimate: advantages.Estimate, slots: int) -> jax.Array:
+    """f32[B, T], or where an answer has parts f32[B, T, R]: every token's that of its part, the end's that of the action."""
+    if estimate.part_advantages is None:
+        return estimate.advantages
+    switch, subgoal, _ = _planning(job).answer_parts
+    return estimate.part_advantages[..., np.repeat(np.arange(3), (switch, subgoal, slots - switch - subgoal))]
+
+
+def _with_targets(job: Job, batch: TrainingBatch, e: Episodes, estimate: advantages.Estimate) -> TrainingBatch:
+    """The decisions with what the critic learns from them."""
+    if estimate.part_returns is None:
+        return batch.replace(returns=_flat(estimate.returns))
+    every = jnp.ones(e.mask.shape, bool)
+    has_target = jnp.stack([every, segment_begins(_planning(job).switches(e), e.mask), every], axis=-1)
+    return batch.replace(returns=_flat(estimate.part_returns), has_target=_flat(has_target))
 
 
 def _update_sizes(config: Config) -> dict:
@@ -170,15 +209,16 @@ def _update_sizes(config: Config) -> dict:
 def _make_policy_update(job: Job):
     """(optimizer, the policy's `make_update`)."""
     config, method, optimizer = job.config, job.method, make_optimizer(job.config.learner)
-    loss = make_policy_loss(job.adapted, config.learner, method, config.rollout.temperature)
+    loss = make_policy_loss(job.adapted, config.learner, method, config.rollout.temperature, job.runner.roles)
     per_token = aggregation(config.learner, method) == "token-mean"
     return optimizer, make_update(loss, optimizer, job.mesh, **_update_sizes(config), per_token=per_token)
 
 
 def _make_critic(job: Job):
-    """(optimizer, `predict(params, batch, order, count) -> f32[N]`, `update(state, batch, order, count, lr_scale)`)."""
+    """(optimizer, `predict(params, batch, order, count) -> f32[N, ...]`, `update(state, batch, order, count, lr_scale)`)."""
     config, optimizer = job.config, make_optimizer(job.config.critic)
-    values = make_values(job.policy.config, config.learner.remat)
+    plan_words = sum(_planning(job).answer_parts[:2]) if job.method.parts else 0
+    values = make_values(job.policy.config, config.learner.remat, plan_words)
     mapped = make_map(values, job.mesh, microbatch_size=config.learner.microbatch_size)
     loss = make_value_loss(values, config.critic.value_clip)
     step = make_update(loss, optimizer, job.mesh, **_update_sizes(config), per_token=False)
@@ -189,7 +229,7 @@ def _make_critic(job: Job):
     def update(state, batch: TrainingBatch, order, count, lr_scale):
         params, opt_state, stats = step(state["params"], state["opt_state"], None, batch, order, count, lr_scale)
         assert batch.returns is not None
-        variance = jnp.var(batch.returns, where=batch.response_lengths > 0)
+        variance = jnp.var(batch.returns, where=targets(batch))
         return {"params": params, "opt_state": opt_state}, {
             "critic/loss": stats["loss"],
             "critic/grad_norm": stats["grad_norm"],
@@ -232,6 +272,8 @@ def _advantage_metrics(mask, estimate: advantages.Estimate) -> dict:
         "advantage_abs": jnp.abs(estimate.advantages).sum() / steps,
         "advantage_zero": ((estimate.advantages == 0) & mask).sum() / steps,
     }
+    if "switch_rate" in estimate.stats:
+        metrics["switch_rate"] = estimate.stats["switch_rate"]
     for column, level in enumerate(estimate.levels):
         _, sizes, _ = estimate.by_level()
         metrics[f"peers/level{level}"] = ((sizes[..., column] > 1) & mask).sum() / steps

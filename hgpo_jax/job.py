@@ -86,16 +86,27 @@ class Job:
         """What `method=` stands for."""
         return method_named(self.config.method)
 
+    def learning_role(self, iteration: int) -> int | None:
+        """The index of the role whose turns an iteration learns from; None: it learns from all (`learner.alternate`)."""
+        given, roles = self.config.learner.alternate, len(self.runner.roles)
+        every = self.method.alternate if given is None else given
+        return iteration // every % roles if every and roles > 1 else None
+
     def episode_inputs(self, iteration: int, attempt: int = 0) -> tuple:
         """What a rollout takes besides the parameters for one training iteration.
 
-        Equal for equal seed, iteration and attempt; further attempts (dynamic sampling) get tasks of their own.
+        Equal for equal seed, iteration and attempt; further attempts (dynamic sampling) get tasks of their own. Where a role
+        other than the first one learns, the members of a prompt group share the random key of their first turn: what differs
+        among them is then what came of one and the same plan.
         """
         settings = self.config.rollout
         groups = jnp.arange(self.batch, dtype=jnp.int32) // settings.group_size
         number = iteration * settings.max_tries + attempt if self.method.dynamic_sampling else iteration
         tasks = self.runner.select_tasks("train", self.config.seed, number * settings.prompt_groups + groups)
-        return tasks, jax.random.split(self.key(number, 0), self.batch), groups, Decoding(temperature=settings.temperature)
+        keys = jax.random.split(self.key(number, 0), self.batch)
+        if self.learning_role(iteration):
+            keys = jnp.stack([keys[groups * settings.group_size], keys], axis=1)
+        return tasks, keys, groups, Decoding(temperature=settings.temperature)
 
     def abstract_episodes(self) -> Episodes:
         """The shapes of one iteration's episodes, nothing computed."""
@@ -174,7 +185,7 @@ def make_policy(config: Config, model: ModelConfig, mesh: Mesh) -> Policy:
     """The configured policy: given weights, or fresh ones for the environment's words or a tokenizer. Raises ConfigError."""
     settings = config.policy
     found = environment(config.env)
-    words = word_tokenizer(found.compiled(config).words) if found.compiled and config.env.runs_compiled else None
+    words = word_tokenizer(found.compiled(config).words) if found.compiled and config.in_words else None
     if not settings.source:
         params = cast(initialize(model, config.seed, mesh), settings.dtype)
         return Policy(model, params, words or fresh_tokenizer(config))
@@ -206,7 +217,7 @@ def build(config: Config, mesh: Mesh | None = None) -> Job:
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):  # jax's own variable, where it is set, wins
         jax.config.update("jax_compilation_cache_dir", str(compiled))
     found = environment(config.env)
-    makers = None if config.env.runs_compiled or found.text is None else found.text(config)
+    makers = None if config.in_words or found.text is None else found.text(config)
     policy = make_policy(config, check_memory(config, mesh), mesh)
     adapted = policy.config
     if config.lora.rank:

@@ -10,7 +10,7 @@ sequences.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -68,8 +68,8 @@ def token_logprobs(model, batch: TrainingBatch, *, temperature=1.0, remat="none"
 
 
 def aggregation(config: LearnerConfig, method: Method) -> str:
-    """How token losses become one number; a loss per response counts every response once."""
-    return "seq-mean-token-mean" if method.loss == "gspo" else config.aggregate
+    """How token losses become one number; the losses of GSPO and KPO count every response once."""
+    return config.aggregate if method.loss == "clip" else "seq-mean-token-mean"
 
 
 def make_logprobs(model: ModelConfig, temperature: float = 1.0, remat: str = "none"):
@@ -87,10 +87,13 @@ def make_logprobs(model: ModelConfig, temperature: float = 1.0, remat: str = "no
     return logprobs
 
 
-def make_policy_loss(model: ModelConfig, config: LearnerConfig, method: Method, temperature: float):
+def make_policy_loss(
+    model: ModelConfig, config: LearnerConfig, method: Method, temperature: float, roles: Sequence[str] = ()
+):
     """The method's loss + KL to the reference policy - entropy bonus, as numerators: `loss(params, reference, batch)`.
 
-    Params and reference as for `make_logprobs`; with a KL, reference is read in any case.
+    Params and reference as for `make_logprobs`; with a KL, reference is read in any case. Of several roles, names that
+    `batch.agents` are indices into, each one's statistics are told apart.
     """
     logprobs, plain = make_logprobs(model, temperature, config.remat), network(dataclasses.replace(model, lora=None))
     aggregate = aggregation(config, method)
@@ -102,6 +105,10 @@ def make_policy_loss(model: ModelConfig, config: LearnerConfig, method: Method, 
     def surrogate(logp, batch: TrainingBatch, mask):
         if method.loss == "gspo":
             return losses.gspo_loss(logp, batch.old_logp, batch.advantages, mask, **clips)
+        if method.loss == "kpo":
+            return losses.kpo_loss(
+                logp, batch.old_logp, batch.advantages, mask, **clips, process_noise=config.process_noise
+            )
         return losses.policy_loss(
             logp, batch.old_logp, batch.advantages, mask, **clips, dual_clip=config.dual_clip, aggregate=aggregate
         )
@@ -111,6 +118,7 @@ def make_policy_loss(model: ModelConfig, config: LearnerConfig, method: Method, 
         logp, entropy = logprobs(params, reference, batch)
         _, stats = surrogate(logp, batch, mask)
         total = stats["loss"][0]
+        tokens = {"entropy": entropy}
         if config.kl_weight:
             reference_logp, _ = token_logprobs(nnx.merge(plain, reference), batch, temperature=temperature)
             _, kl = losses.kl_loss(
@@ -118,13 +126,33 @@ def make_policy_loss(model: ModelConfig, config: LearnerConfig, method: Method, 
             )
             total += config.kl_weight * kl["loss"][0]
             stats["kl"] = kl["kl"]
+            tokens["kl"] = losses.kl(logp, reference_logp, config.kl_kind)
         stats["entropy"] = losses.reduce_tokens(entropy, mask, "token-mean")
         total -= config.entropy_weight * losses.reduce_tokens(entropy, mask, aggregate)[0]
         # How far the sampler's log-probabilities are from the trainer's; exact only before the first step.
         difference = jnp.where(mask, jnp.abs(logp - batch.old_logp), 0.0)
+        if len(roles) > 1:
+            slope = jax.grad(lambda logp: surrogate(logp, batch, mask)[1]["loss"][0])(jax.lax.stop_gradient(logp))
+            stats |= role_stats(roles, batch.agents, mask, tokens, slope)
         return total, stats, difference.max(initial=0.0)
 
     return loss
+
+
+def role_stats(roles: Sequence[str], agents, mask, tokens: dict[str, jax.Array], slope) -> losses.Stats:
+    """Statistics by role of N decisions: the mean of each array of `tokens`, f32[N, R], and the role's `logp_gradient_share`.
+
+    agents: i32[N], indices into `roles`; mask: bool[N, R]. slope: f32[N, R], the derivative of the policy loss with respect to
+    each token's log-probability; a role's share is of the sum of its squares. It says which role's tokens the loss pulls on
+    hardest, and needs no second backward pass through the network.
+    """
+    stats: losses.Stats = {}
+    squares = jnp.where(mask, slope**2, 0.0)
+    for index, role in enumerate(roles):
+        own = (agents == index)[:, None]
+        stats |= {f"by_role/{name}/{role}": losses.reduce_tokens(of, mask & own, "token-mean") for name, of in tokens.items()}
+        stats[f"by_role/logp_gradient_share/{role}"] = jnp.where(own, squares, 0.0).sum(), squares.sum()
+    return stats
 
 
 def make_cloning_loss(model: ModelConfig, remat: str = "none"):
@@ -269,10 +297,10 @@ def _make_sum_gradients(loss: Callable, mesh: Mesh, minibatch_size: int, microba
 
 
 def make_map(function: Callable, mesh: Mesh, *, microbatch_size: int):
-    """Builds `mapped(params, batch, order, count) -> f32[N]`, to be called under `jax.jit`.
+    """Builds `mapped(params, batch, order, count) -> f32[N, ...]`, to be called under `jax.jit`.
 
-    `function(params, microbatch) -> f32[decisions in it]` is applied to the decisions `order[:count]` in micro-batches, split
-    over the mesh's `data` axis; other decisions get 0. Arguments as in `make_update`.
+    `function(params, microbatch) -> f32[decisions in it, ...]` is applied to the decisions `order[:count]` in micro-batches,
+    split over the mesh's `data` axis; other decisions get 0. Arguments as in `make_update`.
     """
     devices, M = mesh.shape["data"], _round_up(microbatch_size, mesh.shape["fsdp"])
     data = _data_axis(mesh)
@@ -281,14 +309,16 @@ def make_map(function: Callable, mesh: Mesh, *, microbatch_size: int):
         device = jax.lax.axis_index("data")
         trimmed = _trim_predictions(function, batch.responses.shape[1])
         assignment, sequences = assign_to_sequences(batch, order, 0, count, order.shape[0])
+        some = lambda i: gather_microbatch(batch, assignment, (i * devices + device) * M, M)  # noqa: E731
+        shape = jax.eval_shape(lambda: function(params, some(0)[1])).shape
 
         def one_microbatch(i, out):
-            index, microbatch = gather_microbatch(batch, assignment, (i * devices + device) * M, M)
+            index, microbatch = some(i)
             # Entries that are not needed must not write.
             index = jnp.where(microbatch.response_lengths > 0, index, out.shape[0])
             return out.at[index].set(trimmed(params, microbatch), mode="drop")
 
-        out = jax.lax.fori_loop(0, -(-sequences // (M * devices)), one_microbatch, jnp.zeros(order.shape[0]))
+        out = jax.lax.fori_loop(0, -(-sequences // (M * devices)), one_microbatch, jnp.zeros((order.shape[0], *shape[1:])))
         return jax.lax.psum(out, data)
 
     return jax.shard_map(mapped, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=False)

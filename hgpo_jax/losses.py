@@ -5,7 +5,8 @@ Rows are steps (one response each) and columns its tokens: N rows of R tokens. E
 micro-batches of both parts, divided once, give the statistic of the whole batch exactly. A learner that accumulates
 gradients therefore differentiates `stats["loss"][0]`.
 
-Policy losses report, with A the advantage and r the importance ratio of a token (of a response in GSPO):
+Policy losses report, with A the advantage and r the importance ratio of a token, smoothed in KPO, of a response in
+GSPO:
     ratio, approx_kl      means of r and of r - 1 - log r, an estimate of KL(old || new)
     clip_fraction_low     share with A < 0 and r < 1 - clip_low
     clip_fraction_high    share with A > 0 and r > 1 + clip_high
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Stats = dict[str, tuple[jax.Array, jax.Array]]
 
@@ -113,34 +115,45 @@ def kpo_loss(
     mask: jax.Array,
     *,
     process_noise: float = 1e-6,
-    observation_noise: float = 1.0,
-    initial_variance: float = 1.0,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = 3.0,
-    aggregate: str = "token-mean",
-    norm_length: float | None = None,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
 ) -> tuple[jax.Array, Stats]:
-    """`policy_loss` with the log-ratios smoothed along each response by a Kalman filter (KPO, arXiv 2602.10609).
+    """KPO (He et al., 2026, arXiv 2602.10609): token ratios smoothed along each response; every response counts once.
 
-    gain = (P + Q) / (P + Q + V); rho_t = rho_{t-1} + gain (z_t - rho_{t-1}); P = (1 - gain)(P + Q), from rho_0 = 0 and
-    P_0 = `initial_variance`. Q is `process_noise`, V `observation_noise`; the tokens of a response are a prefix.
+    A causal Kalman filter treats the log-ratios z_t as observations, with noise of variance V, of a random walk with steps of
+    variance Q from a known start: rho_0 = 0, P_0 = 0. With q = Q / V, which is `process_noise`, a gain is P_t / V, too:
+        gain_t = (gain_{t-1} + q) / (gain_{t-1} + q + 1),  rho_t = rho_{t-1} + gain_t (z_t - rho_{t-1}),  gain_0 = 0.
+    Gains depend on the token's place alone: about t q at first, towards sqrt(q) over some 1 / sqrt(q) tokens.
+    exp(rho_t) is clipped like a ratio in place of exp(z_t) and weighs the gradient of its own token's log-probability alone:
+    none flows through the filter. That, P_0 and the mean over responses are those of the authors' code
+    (github.com/shuohe1995/verl-kpo).
+
+    Arguments as in `policy_loss`; the tokens of a response are a prefix. The statistics count tokens; `approx_kl` is that of
+    the ratios before they are smoothed.
     """
     mask = mask.astype(bool)
-
-    def filter_token(carry, z):
-        rho, variance = carry
-        predicted = variance + process_noise
-        gain = predicted / (predicted + observation_noise)
-        rho = rho + gain * (z - rho)
-        return (rho, (1 - gain) * predicted), rho
-
     log_ratio = _log_ratio(new_logp, old_logp, mask)
-    start = (jnp.zeros_like(log_ratio[:, 0]), jnp.asarray(initial_variance, log_ratio.dtype))
-    _, filtered = jax.lax.scan(filter_token, start, log_ratio.T)
-    filtered = jnp.where(mask, filtered.T, 0.0)
-    loss, stats = _surrogate(filtered, advantages, mask, clip_low, clip_high, dual_clip)
-    return _with_loss(reduce_tokens(loss, mask, aggregate, norm_length), stats)
+    observed = jax.lax.stop_gradient(log_ratio)
+
+    gains = jnp.broadcast_to(_kalman_gains(observed.shape[-1], process_noise).astype(observed.dtype), observed.shape)
+
+    def after(first, then):  # of two affine maps of rho: factors and summands
+        return first[0] * then[0], then[0] * first[1] + then[1]
+
+    _, filtered = jax.lax.associative_scan(after, (1 - gains, gains * observed), axis=-1)  # R tokens in log R steps
+    smoothed = jnp.where(mask, log_ratio - observed + filtered, 0.0)  # its value is the filter's, its gradient 1
+    loss, stats = _surrogate(smoothed, advantages, mask, clip_low, clip_high, dual_clip=None)
+    stats["approx_kl"] = reduce_tokens(_approx_kl(observed), mask, "token-mean")
+    return _with_loss(reduce_tokens(loss, mask, "seq-mean-token-mean"), stats)
+
+
+def _kalman_gains(tokens: int, process_noise: float) -> np.ndarray:
+    """f64[R], the gains of `kpo_loss`."""
+    gains, gain = np.empty(tokens), 0.0
+    for t in range(tokens):
+        gain = (gain + process_noise) / (gain + process_noise + 1)
+        gains[t] = gain
+    return gains
 
 
 def kl(new_logp: jax.Array, ref_logp: jax.Array, kind: str = "k3") -> jax.Array:
@@ -222,8 +235,13 @@ def _surrogate(
         flags["clip_fraction_dual"] = negative & (ratio > dual_clip)
     values = {name: flag.astype(jnp.float32) for name, flag in flags.items()}
     values["ratio"] = ratio
-    values["approx_kl"] = jnp.expm1(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)) - log_ratio
+    values["approx_kl"] = _approx_kl(log_ratio)
     return loss, {name: reduce_tokens(value, mask, "token-mean") for name, value in values.items()}
+
+
+def _approx_kl(log_ratio: jax.Array) -> jax.Array:
+    """r - 1 - log r of each token, without losing digits near 0."""
+    return jnp.expm1(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)) - log_ratio
 
 
 def _with_loss(part: tuple[jax.Array, jax.Array], stats: Stats) -> tuple[jax.Array, Stats]:

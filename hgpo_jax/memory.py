@@ -182,7 +182,7 @@ def workload_of(config: Config, mesh) -> Workload:
     prompt, response, vocabulary = settings.prompt_limit, settings.response_limit, None
     published = preset(policy.source)
     found = environment(config.env)
-    if found.compiled and config.env.runs_compiled and not published:
+    if found.compiled and config.in_words:
         env = found.compiled(config)
         prompt, response = prompt_length(env, settings.history_length), env.action_length + 1
         vocabulary = vocabulary_size(env.words)

@@ -17,10 +17,14 @@ class Method:
     """One way to train.
 
     estimator: a name of `hgpo_jax.advantages.ESTIMATORS`.
-    loss: `clip`, PPO's clipped surrogate with a ratio for each token, or `gspo`, with one for each response.
+    loss: `clip`, PPO's clipped surrogate with a ratio for each token; `gspo`, with one for each response; or `kpo`, with token
+      ratios that are smoothed along the response.
     clip_low, clip_high: where the loss clips the ratio, unless the configuration says otherwise.
     dynamic_sampling: drop prompt groups whose episode rewards are all equal and sample further tasks in their place.
     critic: train a value head beside the policy and give its values to the estimator.
+    alternate: iterations for which one role of a team learns before the next one does, unless the configuration says otherwise;
+      0: all learn in each.
+    parts: the switch, subgoal and action parts of an answer have a value head and an advantage each (`envs.protocol.Plans`).
     """
 
     estimator: str
@@ -29,15 +33,20 @@ class Method:
     clip_high: float = 0.2
     dynamic_sampling: bool = False
     critic: bool = False
+    alternate: int = 0
+    parts: bool = False
 
 
-# Arrays that an iteration has for an estimator besides its Batch; `gae` needs a critic and `dr_mas` several agents.
-AVAILABLE_ARRAYS = {"next_states", "success"}
+# Attributes of Episodes for estimators that need more than a Batch; `gae` and `hiper` need a critic besides.
+AVAILABLE_ARRAYS = {"actions", "agents", "next_states", "success"}
 
 METHODS = {name: Method(name) for name in ESTIMATORS if AVAILABLE_ARRAYS.issuperset(parameters(name)[0])} | {
     "dapo": Method("grpo", clip_high=0.28, dynamic_sampling=True),  # Yu et al., 2025, arXiv 2503.14476
     "gagpo": Method("gagpo", loss="gspo"),  # one length-normalised ratio for each action, clipped like PPO's
     "gspo": Method("grpo", loss="gspo", clip_low=3e-4, clip_high=4e-4),  # Zheng et al., 2025, arXiv 2507.18071
+    "himac": Method("himac", alternate=1),  # planner and executor in turns
+    "hiper": Method("hiper", critic=True, parts=True),
+    "kpo": Method("grpo", loss="kpo", clip_low=3e-4, clip_high=4e-4),  # He et al., 2026, arXiv 2602.10609
     "ppo": Method("gae", critic=True),  # Schulman et al., 2017, arXiv 1707.06347
 }
 

@@ -6,10 +6,13 @@ That imports jax and flax, which takes seconds, and a mistyped field is to be re
 
 from typing import Literal
 
-ENVIRONMENTS = ("household", "household_text", "sokoban", "sokoban_text", "alfworld", "webshop", "agent")
+ENVIRONMENTS = (
+    "household", "household_text", "household_team", "household_team_text", "household_plan", "household_subgoals", "sokoban",
+    "sokoban_text", "alfworld", "webshop", "agent",
+)  # fmt: skip
 METHODS = (
-    "eb_gae", "eb_td", "gagpo", "gigpo", "graphgpo", "grpo", "hgpo", "pgpo", "reinforce_pp", "reinforce_pp_baseline", "rloo",
-    "dapo", "gspo", "ppo",
+    "dr_mas", "eb_gae", "eb_td", "ecpo", "gagpo", "gigpo", "graphgpo", "grpo", "hgpo", "himac", "pgpo", "reinforce_pp",
+    "reinforce_pp_baseline", "rloo", "dapo", "gspo", "hiper", "kpo", "ppo",
 )  # fmt: skip
 HeldOut = Literal["valid_seen", "valid_unseen"]  # splits of ALFWorld to evaluate on
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a block, for adapters

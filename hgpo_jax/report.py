@@ -23,7 +23,7 @@ from hgpo_jax.errors import ConfigError
 from hgpo_jax.files import atomic_write
 from hgpo_jax.inspect import Dump, dumped, group_ids, load, read_config, step_value
 from hgpo_jax.run import remote
-from hgpo_jax.run.curves import GROUPS, LEARNING, Panel, read_held_out, read_rows, smoothing_window
+from hgpo_jax.run.curves import GROUPS, LEARNING, ROLES, Panel, read_held_out, read_rows, smoothing_window
 
 LAST = 10  # iterations that the table of runs averages over
 LONE = re.compile("[\ud800-\udfff]")  # lone surrogates, which an environment's text may hold and a page may not
@@ -110,6 +110,7 @@ def group_data(dump: Dump, group: int, records: dict[str, Estimate], lines: Line
                 "response": lines.add(dump.response(b, t)),
                 "reward": number(e.rewards[b, t]),
                 "invalid": bool(e.invalid[b, t]),
+                "role": dump.role(b, t),
             }
             for t in range(happened[b])
         ]
@@ -229,7 +230,7 @@ def gather(folders: list[Path], dumps: int, groups: int) -> dict:
             "name": name, "x": x, "metrics": known, "held_out": held_out if ended else None, "dumps": dumps_shown,
         })  # fmt: skip
         curves.append(known)
-    panels = {"learning": charts(LEARNING, curves), "groups": charts(GROUPS, curves)}
+    panels = {"learning": charts(LEARNING, curves), "groups": charts(GROUPS, curves), "roles": charts(ROLES, curves)}
     longest = max(len(run["x"]) for run in runs)
     data = {"runs": runs, "panels": panels, "window": smoothing_window(longest), "lines": lines.all()}
     title = " and ".join(names) if len(names) < 3 else f"{len(names)} runs compared"

@@ -42,7 +42,7 @@ def make_reward(config: Config, episodes: Episodes) -> Reward:
     judge = judge_named(given)
     name = f"reward/{given.rpartition(':')[2]}"
     replaces = config.reward.mode == "replace"
-    if config.env.runs_compiled:
+    if config.in_words:
         _check_compiled(given, judge, episodes)
         return functools.partial(_judge_compiled, jax.jit(functools.partial(_with_compiled, judge, name, replaces)))
     return _TextReward(outside.located(given, outside.REWARDS), name, replaces, config.reward.workers, config.reward.time_limit)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,19 +14,22 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from hgpo_jax.config import Config
 from hgpo_jax.environments import Environment
-from hgpo_jax.envs.protocol import CompiledEnv, ListsGames, OwnPrompts, TextExpert
-from hgpo_jax.errors import ConfigError
+from hgpo_jax.envs.protocol import CompiledEnv, ListsGames, OwnPrompts, Plans, TextExpert
+from hgpo_jax.errors import ConfigError, RunError
 from hgpo_jax.own_words import template_of
 from hgpo_jax.policy import ModelConfig, network
 from hgpo_jax.policy.tokenizer import ACT
 from hgpo_jax.rollout.chat_format import ChatFormat
-from hgpo_jax.rollout.compiled import EpisodeState, make_continuations, make_rollout, replay
+from hgpo_jax.rollout.compiled import EpisodeState, make_continuations, make_rollout, parse_answer, replay
+from hgpo_jax.rollout.compiled_text import CompiledTextRollout
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.host import HostRollout
-from hgpo_jax.rollout.requirements import RUNNER, check_compiled
-from hgpo_jax.rollout.result import RolloutResult, Story
+from hgpo_jax.rollout.requirements import RUNNER, check_compiled, roles_of
+from hgpo_jax.rollout.result import RolloutResult, Story, told_turns
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
 from hgpo_jax.sampling import Decoding
+
+log = logging.getLogger(__name__)
 
 
 class CompiledRunner:
@@ -38,6 +42,8 @@ class CompiledRunner:
       env: the environment.
       program: the jitted rollout (`rollout.compiled.make_rollout`).
       task_types: names; `Episodes.task` is an index into them.
+      roles: names; `Episodes.agents` is an index into them.
+      answer_parts: words of the switch, subgoal and action parts of an answer, where it has them (`envs.protocol.Plans`).
       num_tasks, num_held_out_tasks: games to train on and held-out ones; None where tasks are generated.
 
     Raises:
@@ -49,7 +55,8 @@ class CompiledRunner:
             check_compiled(env, RUNNER)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        self.env, self.task_types, self._games = env, env.task_types, games
+        self.env, self.task_types, self.roles, self._games = env, env.task_types, roles_of(env), games
+        self.answer_parts = tuple(getattr(env, "answer_parts", ()))
         # Given to the program as an argument: thousands of games take longer to compile into it.
         tables = env.tables if isinstance(env, ListsGames) and games else None
         self._tables = None if tables is None else jax.device_put(tables, NamedSharding(mesh, PartitionSpec()))
@@ -68,11 +75,26 @@ class CompiledRunner:
         Args:
           params: of the network that plays.
           tasks: [B], from `select_tasks`.
-          keys: [B], a random key for each episode.
+          keys: [B], a random key for each episode, or [B, 2] as for `sampling.turn_keys`.
           groups: i32[B], prompt groups.
           held_out: whether the tasks are held-out ones.
         """
-        return RolloutResult(self.program(params, tasks, keys, groups, decoding, self._tables), None)
+        episodes = self.program(params, tasks, keys, groups, decoding, self._tables)
+        if len(self.roles) > 1:
+            low, high = int(episodes.agents.min()), int(episodes.agents.max())
+            if low < 0 or high >= len(self.roles):
+                name, found = type(self.env).__name__, low if low < 0 else high
+                raise RunError(f"{name}: role(state) is {found}, an index into its {len(self.roles)} roles is needed")
+        return RolloutResult(episodes, None)
+
+    def switches(self, episodes: Episodes) -> jax.Array:
+        """bool[B, T]: turns whose answer takes up a new subgoal, in an environment with `answer_parts`."""
+
+        def one(response, length):
+            answer, _ = parse_answer(response, length, self._end, self.env.action_length)
+            return cast(Plans, self.env).switches(answer)
+
+        return jax.vmap(jax.vmap(one))(episodes.responses, episodes.response_lengths) & episodes.mask
 
     def replay(self, tasks, episodes: Episodes) -> EpisodeState:
         """The states [B (T + 1)] of recorded episodes, before each of an episode's T turns and after the last."""
@@ -121,16 +143,14 @@ class CompiledRunner:
             goal = self.env.goal_text(episodes.observations[index, 0])
         else:
             goal = text(episodes.prompts[index][0][: self.env.goal_length])
-        turns = []
-        for t in range(int(episodes.mask[index].sum())):
-            invalid = "   (invalid)" if episodes.invalid[index, t] else ""
-            turns.append(f"  {text(episodes.observations[index, t])}\n    > {text(episodes.responses[index, t])}{invalid}")
-        return Story(goal, turns, outcome)
+        happened = episodes.mask[index]
+        seen, said = ([text(ids) for ids in part[index][happened]] for part in (episodes.observations, episodes.responses))
+        return Story(goal, told_turns(episodes, index, self.roles, seen, said), outcome)
 
 
 class TextRunner:
     """Runs text programs on the host: the embedded environments told in sentences or drawings, ALFWorld's games, WebShop, or a
-    user's own.
+    user's own; ALFWorld's games on the device where it can (`Config.told_on_device`), to the same Episodes.
 
     Args:
       environment: whose prompts and rule for malformed answers to use.
@@ -139,6 +159,7 @@ class TextRunner:
     Attributes:
       make_env: makes an environment for training.
       prompts: how a prompt is made and a response read.
+      train: the rollout of training.
 
     Others, and methods, as in `CompiledRunner`.
     """
@@ -152,34 +173,56 @@ class TextRunner:
             self.make_env, self.prompts = train, ChatFormat(
                 tokenizer, template_of(config, tokenizer), rollout.prompt_limit, rollout.stop, environment.fallback
             )
-            self._train = HostRollout(
-                train, self.prompts, network(model), mesh, batch=rollout.prompt_groups * rollout.group_size,
-                history_length=rollout.history_length, response_limit=rollout.response_limit,
-                decode_batch_size=rollout.decode_batch_size, strict=env.strict, workers=env.workers,
-                time_limit=env.time_limit, ready_fraction=rollout.ready_fraction,
+            settings: dict[str, Any] = {
+                "batch": rollout.prompt_groups * rollout.group_size, "history_length": rollout.history_length,
+                "response_limit": rollout.response_limit, "decode_batch_size": rollout.decode_batch_size, "strict": env.strict,
+            }  # fmt: skip
+            self.train: HostRollout | CompiledTextRollout
+            self._held_out: HostRollout | CompiledTextRollout
+            host = HostRollout(
+                train, self.prompts, network(model), mesh, workers=env.workers, time_limit=env.time_limit,
+                ready_fraction=rollout.ready_fraction, **settings,
             )  # fmt: skip
-            self._held_out = self._train.with_environment(held_out)
+            self.train, self._held_out = host, host.with_environment(held_out)
+            if config.told_on_device:
+                assert environment.compiled and environment.games  # what is told on the device has both
+                try:
+                    games, played = environment.games(config), environment.compiled(config)
+                    device = CompiledTextRollout(
+                        played, games["train"], self.prompts, tokenizer, network(model), mesh,
+                        host=None if env.split == "generated" else host, **settings,
+                    )  # fmt: skip
+                    self.train, self._held_out = device, device.of_games(games["held_out"], self._held_out)
+                except ValueError as error:
+                    if env.compiled:
+                        raise
+                    log.info("env.name=%s is played on the host: %s", env.name, error)
         except (ValueError, OSError) as error:
             raise ConfigError(f"env.name={env.name}: {' '.join(str(error).split())}") from None
-        self.task_types = self._train.task_types
-        self.num_tasks, self.num_held_out_tasks = self._train.num_tasks, self._held_out.num_tasks
+        self.task_types, self.roles = self.train.task_types, self.train.roles
+        self.num_tasks, self.num_held_out_tasks = self.train.num_tasks, self._held_out.num_tasks
+        # Of generated games the host, where the warm start's expert plays, has only those that they are made of.
+        self._num_files = len(train()) if env.split == "generated" else self.num_tasks
 
     def rollout(self, params, tasks, keys, groups, decoding: Decoding, *, held_out: bool = False) -> RolloutResult:
-        return (self._held_out if held_out else self._train)(params, tasks, keys, groups, decoding)
+        return (self._held_out if held_out else self.train)(params, tasks, keys, groups, decoding)
 
     def select_tasks(self, stream: str, seed: int | None, indices) -> list[int]:
-        count = self.num_held_out_tasks if stream == "held_out" else self.num_tasks
+        count = {"held_out": self.num_held_out_tasks, "train": self.num_tasks, "warm_start": self._num_files}[stream]
         return task_numbers(stream, seed, np.asarray(indices), count)
 
     def abstract_episodes(self, params, inputs: tuple) -> Episodes:
-        return self._train.abstract_episodes()
+        return self.train.abstract_episodes()
 
     def has_expert(self) -> bool:
         return isinstance(self.make_env(), TextExpert)
 
     def compile(self, params, inputs: tuple) -> None:
-        """Its shapes depend on the prompts: each compiles when it first occurs."""
+        """As `CompiledRunner`. On the host shapes depend on the prompts: each compiles when it first occurs."""
+        if isinstance(self.train, CompiledTextRollout):
+            _, keys, _, decoding = inputs
+            self.train.lowered(params, keys, decoding).compile()
 
     def story(self, result: RolloutResult, index: int) -> Story:
         assert result.report is not None  # a HostRollout makes one
-        return result.report.story(result.episodes, index)
+        return result.report.story(result.episodes, index, self.roles)

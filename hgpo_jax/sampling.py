@@ -102,6 +102,15 @@ def is_end(tokens, end_tokens: tuple[int, ...]):
     return (tokens[..., None] == jnp.asarray(end_tokens)).any(-1)
 
 
+def turn_keys(keys, turns):
+    """The random key of one turn of each of M episodes, at turns i32[] or i32[M]; keys: [M], or [M, 2], the first of which
+    serves an episode's first turn and the second all others."""
+    turns = jnp.broadcast_to(turns, keys.shape[:1])
+    if keys.ndim == 2:
+        keys = keys[jnp.arange(keys.shape[0]), jnp.minimum(turns, 1)]
+    return jax.vmap(jax.random.fold_in)(keys, turns)
+
+
 def sample_next(model, hidden, keys, i, *, end_tokens: tuple[int, ...], decoding: Decoding):
     """Token number `i`, i32[] or i32[B], of each response: (i32[B], log-probabilities f32[B]); hidden [B, D] predicts it."""
     logits = constrain(model.logits(hidden), "batch", "vocab_of_rows")
@@ -176,7 +185,6 @@ def generate(
     """
     B, P = prompts.shape
     hidden, cache = model.prefill(prompts, lengths - 1, P + max_new - 1)
-
     sample = functools.partial(sample_next, model, end_tokens=end_tokens, decoding=decoding)
     token, logp = sample(hidden, keys, 0)
     out = Responses(
@@ -227,8 +235,8 @@ def make_sampler(graphdef, mesh: Mesh | AbstractMesh, max_new: int, end_tokens: 
     """Jitted `sample(params, blocks, prompts, lengths, keys, episodes, turns, decoding) -> Responses`.
 
     blocks are those of `make_decode_blocks` for the params. prompts i32[M, P] and lengths i32[M] belong to the episodes
-    i32[M], whose random keys are keys[episodes] of [B], at their turns, i32[M] or one for all. M is split over the mesh's
-    `data` axis, and each shard ends when its own rows have ended.
+    i32[M], whose random keys are keys[episodes] (`turn_keys`), at their turns, i32[M] or one for all. M is split over the
+    mesh's `data` axis, and each shard ends when its own rows have ended.
     """
 
     def sample_shard(params, blocks, prompts, lengths, keys, decoding):
@@ -247,7 +255,7 @@ def make_sampler(graphdef, mesh: Mesh | AbstractMesh, max_new: int, end_tokens: 
     # The responses are small; every process reads all of them.
     @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P()))
     def sample(params, blocks, prompts, lengths, keys, episodes, turns, decoding):
-        keys = jax.vmap(jax.random.fold_in)(keys[episodes], jnp.broadcast_to(turns, episodes.shape))
+        keys = turn_keys(keys[episodes], turns)
         return split(params, blocks, prompts, lengths, keys, decoding)
 
     return sample

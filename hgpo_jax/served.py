@@ -73,10 +73,11 @@ class ServedPolicy:
         for name, default in OURS_ALONE.items():
             if getattr(config.evaluation, name) != default:
                 raise ConfigError(f"evaluation.{name}={getattr(config.evaluation, name)}: a server is not told; give {default}")
-        check_together(config)
-        found = environment(config.env)
         if config.env.compiled:
             raise ConfigError("env.compiled=true: a served policy needs texts; leave it out")
+        config = config.model_copy(update={"env": config.env.model_copy(update={"compiled": False})})
+        check_together(config)
+        found = environment(config.env)
         if found.text is None:
             raise ConfigError(f"env.name={config.env.name}: a served policy needs texts, as those of env.name=household_text")
         try:
@@ -150,7 +151,7 @@ class ServedPolicy:
                     pending += 1
         episodes, report = buffer.result()
         assert report is not None  # a host rollout's
-        return episodes, report.scores, [report.story(episodes, i).text() for i in range(count)]
+        return episodes, report.scores, [report.story(episodes, i, self._spec.roles).text() for i in range(count)]
 
     def _said(self, error: Exception) -> str:
         return f"{self._policy}: {one_line(f'{type(error).__name__}: {error}')[:300]}"

@@ -128,7 +128,8 @@ class Training:
             began = time.perf_counter()
             scale = lr_scale(self.config.learner, iteration, self.config.iterations)
             key = self.job.key(iteration, 1)
-            self.state, metrics = self.learn(self.state, self.reference, episodes, key, jnp.float32(scale))
+            role = learning_role(self.job, iteration)
+            self.state, metrics = self.learn(self.state, self.reference, episodes, key, jnp.float32(scale), role)
             self.done = iteration + 1
             self.recorder.time_phase("update", metrics, began)
             self.recorder.row(iteration, sums, metrics, known | {"lr": self.config.learner.lr * scale}, episodes)
@@ -153,7 +154,14 @@ def compile_ahead(job: Job, learn, state):
         whole = NamedSharding(job.mesh, PartitionSpec())
         abstract = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole)  # noqa: E731
         episodes = jax.tree.map(abstract, job.abstract_episodes())
-        return learn.lower(state, reference, episodes, job.key(0, 1), jnp.float32(0)).compile()
+        role = learning_role(job, 0)
+        return learn.lower(state, reference, episodes, job.key(0, 1), jnp.float32(0), role).compile()
+
+
+def learning_role(job: Job, iteration: int) -> jax.Array | None:
+    """`Job.learning_role` as the update takes it."""
+    role = job.learning_role(iteration)
+    return None if role is None else jnp.int32(role)
 
 
 def validate(job: Job, params) -> dict:

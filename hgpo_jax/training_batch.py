@@ -14,7 +14,7 @@ from hgpo_jax import packing
 class TrainingBatch(struct.PyTreeNode):
     """N decisions to learn from: one prompt and one response each.
 
-    The policy loss alone reads old_logp and advantages, the critic's alone values and returns.
+    The policy loss alone reads old_logp, advantages and agents, the critic's alone values, returns and has_target.
     """
 
     prompts: jax.Array  # i32[N, P], right-padded
@@ -22,9 +22,11 @@ class TrainingBatch(struct.PyTreeNode):
     responses: jax.Array  # i32[N, R], right-padded
     response_lengths: jax.Array  # i32[N]; 0 for a decision that does not count
     old_logp: jax.Array  # f32[N, R], under the policy that sampled
-    advantages: jax.Array  # f32[N]
-    values: jax.Array | None = None  # f32[N], the critic's before the update
-    returns: jax.Array | None = None  # f32[N], the critic's targets
+    advantages: jax.Array  # f32[N], or f32[N, R] where the tokens of a response have their own
+    agents: jax.Array | None = None  # i32[N], the role of each decision; None where there is one
+    values: jax.Array | None = None  # f32[N], the critic's before the update; of three heads f32[N, 3]
+    returns: jax.Array | None = None  # its targets, likewise
+    has_target: jax.Array | None = None  # bool[N, 3], heads that learn from a decision; None: all
     layout: packing.PackedLayout | None = None  # None: each decision is a sequence of its own
 
     def tokens(self) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

@@ -86,7 +86,9 @@ def dry_run(config: Config) -> None:
     try:
         mesh = make_mesh("auto") if config.mesh == "auto" else abstract_mesh(config.mesh)
         found = environment(config.env)
-        makers = None if config.env.runs_compiled or found.text is None else found.text(config)
+        if config.told_on_device and config.env.compiled is None:  # its games' tables would be written
+            config = config.model_copy(update={"env": config.env.model_copy(update={"compiled": False})})
+        makers = None if config.in_words or found.text is None else found.text(config)
         workload = memory.workload_of(config, mesh)
         phases = memory.bytes_by_phase(config, mesh, workload)
         if makers or found.agent:

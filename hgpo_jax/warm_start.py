@@ -39,7 +39,7 @@ from hgpo_jax.policy import Policy, huggingface, load_policy
 from hgpo_jax.policy.tokenizer import ACT
 from hgpo_jax.progress import Progress
 from hgpo_jax.rollout.compiled import start_episode
-from hgpo_jax.rollout.prompts import make_prompt
+from hgpo_jax.rollout.prompts import make_prompt, role_of
 from hgpo_jax.rollout.scripted_play import play
 from hgpo_jax.run import distributed
 from hgpo_jax.runners import CompiledRunner, TextRunner
@@ -65,14 +65,16 @@ def generate_play(
 
         def turn(row, t):
             keys = jax.random.split(jax.random.fold_in(row.key, t), 3)
-            label = expert.expert_action(env, row.env, row.history.actions, keys[0])
+            role = role_of(env, row.env)
+            _, recent = row.history.of(role)
+            label = expert.expert_action(env, row.env, recent, keys[0])
             action = jnp.where(jax.random.uniform(keys[1]) < noise, expert.random_action(env, row.env, keys[2]), label)
-            history = row.history if history_length else jax.tree.map(lambda a: a[:0], row.history)
+            history = row.history if history_length else jax.tree.map(lambda a: a[:, :0], row.history)
             prompt, length = make_prompt(env, row.env, row.goal, history, row.observation, act)
             words = (label != 0).sum()
             response = jnp.concatenate([label, jnp.zeros(1, jnp.int32)]).at[words].set(end)
             state, observation, _, done, _ = env.step(row.env, action)
-            after = row.replace(env=state, observation=observation, history=row.history.push(row.observation, action))
+            after = row.replace(env=state, observation=observation, history=row.history.push(role, row.observation, action))
             after = after.replace(done=row.done | done)
             rows = TrainingBatch(
                 prompts=prompt,

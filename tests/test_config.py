@@ -131,6 +131,20 @@ def test_muon_is_refused_where_only_adapters_train():
     check_together(load(None, [*fields, "lora.rank=2", "warm_start=none"]))
 
 
+def test_roles_take_turns_in_learning_only_where_there_are_several():
+    with pytest.raises(ConfigError, match=r"^learner.alternate=2: env.name=household has one role, agent; leave it out$"):
+        check_together(load(None, ["learner.alternate=2"]))
+    for fields in (["env.name=household_plan", "learner.alternate=2"], ["learner.alternate=0"], ["method=himac"]):
+        check_together(load(None, fields))
+
+
+@pytest.mark.parametrize("env", ["household", "household_text", "household_team"])
+def test_hiper_is_refused_where_answers_have_no_parts(env):
+    with pytest.raises(ConfigError, match=rf"^method=hiper: needs answers with [^\n]* which env.name={env} does not have"):
+        check_together(load(None, ["method=hiper", f"env.name={env}"]))
+    check_together(load(None, ["method=hiper", "env.name=household_subgoals"]))
+
+
 def test_a_missing_file_suggests_a_known_one():
     with pytest.raises(ConfigError, match="did you mean household_six"):
         load("household_sx")
@@ -139,3 +153,18 @@ def test_a_missing_file_suggests_a_known_one():
 def test_names_are_those_of_the_tables():
     assert tuple(ENVIRONMENTS) == names.ENVIRONMENTS
     assert tuple(METHODS) == names.METHODS
+
+
+@pytest.mark.parametrize(
+    ("given", "on_device"),
+    [
+        (["policy=Qwen2.5-0.5B"], True),
+        (["policy=Qwen2.5-0.5B", "env.workers=2"], False),  # they are the host's
+        (["policy=Qwen2.5-0.5B", "env.compiled=false"], False),
+        (["policy.tokenizer=some/folder"], False),  # what fresh weights say cannot be reproduced
+        (["policy.tokenizer=some/folder", "env.compiled=true"], True),
+        ([], False),  # in the games' own words
+    ],
+)
+def test_given_weights_play_alfworld_on_the_device(given, on_device):
+    assert load(None, ["env.name=alfworld", *given]).told_on_device == on_device

@@ -55,6 +55,32 @@ def test_estimates_have_the_runs_own_settings(dump, hgpo):
         dump.estimate("gae")
 
 
+def test_roles_are_told_where_there_are_several(dump):
+    """By number: the example's environment knows of one only."""
+    assert dump.roles == ("agent",) and dump.role(0, 0) == "" and "dr_mas" not in dump.estimators
+    agents = np.where(dump.episodes.mask, np.arange(dump.episodes.mask.shape[1]) % 2, 0).astype(np.int32)
+    team = dataclasses.replace(dump, episodes=dump.episodes.replace(agents=agents))
+    assert team.roles == ("role_0", "role_1") and [team.role(0, t) for t in range(3)] == ["role_0", "role_1", "role_0"]
+    plain, lines = (each.transcript(0).splitlines() for each in (dump, team))
+    assert lines[0] == plain[0] and lines[1::2] == plain[1::2]
+    for t, (alone, told) in enumerate(zip(plain[2::2], lines[2::2], strict=True)):
+        assert told == alone.replace(">", f"role_{t % 2} >", 1)
+    assert f"\n    {team.said(0, 1)}\n" in inspect.step_text(team, team.estimate(), 0, 1)
+    assert inspect.steps_table(team, team.estimate())["role"].tolist() == agents[team.episodes.mask].tolist()
+    e = team.episodes
+    figure = plots.plot_group(team, {"hgpo": team.estimate()}, int(e.groups[0]))
+    rows = np.flatnonzero((e.groups == e.groups[0]) & e.mask.any(1))
+    marks = [text.get_text() for text in figure.axes[0].texts]
+    assert marks == [str(agent) for row in rows for agent in agents[row][e.mask[row]]]
+    assert figure.get_suptitle().endswith(" (0 role_0, 1 role_1)")
+    assert not plots.plot_group(dump, {"hgpo": dump.estimate()}, int(e.groups[0])).axes[0].texts
+    batch = {name: getattr(e, name) for name in ("rewards", "mask", "states", "groups", "invalid", "agents")}
+    options = {"normalize": "mean", "statistics": team.config.advantage.statistics}
+    own = estimate("dr_mas", **batch, **options, invalid_penalty=team.config.advantage.invalid_penalty)
+    assert "dr_mas" in team.estimators
+    np.testing.assert_array_equal(team.estimate("dr_mas").advantages, own.advantages)
+
+
 @pytest.mark.parametrize("level", [-1, 0, 1, 2, 5])
 def test_groups_are_those_of_a_plain_loop(dump, level):
     e = dump.episodes

@@ -21,7 +21,7 @@ from hgpo_jax.policy import ModelConfig, initialize, network
 from hgpo_jax.policy.placement import storage_shardings
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.result import RolloutResult
-from hgpo_jax.run.metrics import rollout_metrics
+from hgpo_jax.run.metrics import rollout_metrics, rollout_sums
 from hgpo_jax.training_batch import TrainingBatch
 
 GROUPS, MEMBERS, T, P, R, O = 4, 3, 5, 6, 3, 2
@@ -39,6 +39,7 @@ def episodes(seed: int, wins) -> Episodes:
         response_lengths=mask * 2, logp=zeros(R) * 0.0, observations=zeros(O), mask=mask,
         rewards=np.float32(10 * last * wins[:, None]), invalid=rng.random((B, T)) < 0.2,
         states=rng.integers(0, 2, (B, T)), next_states=rng.integers(0, 2, (B, T)),
+        agents=np.zeros((B, T), np.int32), actions=np.zeros((B, T), np.int32),
         groups=np.repeat(np.arange(GROUPS, dtype=np.int32), MEMBERS), success=wins, task=np.zeros(B, np.int32),
     )  # fmt: skip
 
@@ -50,7 +51,7 @@ def fake_job(batches, method, max_tries=4):
                          f"rollout.max_tries={max_tries}"])  # fmt: skip
     return types.SimpleNamespace(
         config=config, method=METHODS[method], reward=None, episode_inputs=lambda number, attempt=0: (),
-        runner=types.SimpleNamespace(rollout=lambda params, *inputs: RolloutResult(next(left), None)),
+        runner=types.SimpleNamespace(rollout=lambda params, *inputs: RolloutResult(next(left), None), roles=("agent",)),
     )  # fmt: skip
 
 
@@ -95,6 +96,22 @@ def test_other_methods_learn_from_everything():
     assert metrics["success"] == pytest.approx(batch.success.mean())
     assert metrics["turns"] == pytest.approx(batch.mask.sum() / B)
     assert metrics["tokens"] == (4 + 2) * batch.mask.sum()
+
+
+def test_metrics_of_each_role():
+    e = episodes(1, [LOST, MIXED, WON, MIXED])
+    e = e.replace(agents=np.random.default_rng(0).integers(0, 2, (B, T)), response_lengths=e.mask * (1 + np.arange(T) % 3))
+    usual = rollout_metrics([rollout_sums(e, 0.9, ("agent",))] * 2)
+    metrics = rollout_metrics([rollout_sums(e, 0.9, ("talker", "doer"))] * 2)
+    assert usual.items() <= metrics.items() and len(metrics) == len(usual) + 2 * 4
+    for index, role in enumerate(("talker", "doer")):
+        own = e.mask & (e.agents == index)
+        acted = own.any(1)
+        assert 0 < acted.sum() < B
+        assert metrics[f"by_role/success/{role}"] == pytest.approx(e.success[acted].mean())
+        assert metrics[f"by_role/turns/{role}"] == pytest.approx(own.sum() / B)
+        assert metrics[f"by_role/invalid/{role}"] == pytest.approx(e.invalid[own].mean())
+        assert metrics[f"by_role/response_length/{role}"] == pytest.approx(e.response_lengths[own].mean())
 
 
 def test_hgpo_with_no_history_is_reported_beside_hgpo():
@@ -152,6 +169,38 @@ def test_values_of_all_rows(critic, spec):
     expected = np.zeros(N)
     expected[order[:count]] = plain_values(params, batch)[order[:count]]
     np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_three_heads_are_read_before_and_behind_the_plan(critic):
+    """The first two where the prompt ends, the third at the last token of the plan, or of a shorter answer."""
+    params, batch = critic
+    rng = np.random.default_rng(2)
+    lengths = rng.integers(1, R + 1, N)
+    prompt_lengths = 3 + batch.prompt_lengths % 2  # of few lengths: each compiles
+    batch = batch.replace(responses=rng.integers(1, 16, (N, R)), response_lengths=lengths, prompt_lengths=prompt_lengths)
+    kernel, bias = rng.normal(size=(3, 16)).astype(np.float32), np.float32([1, 2, 3])
+    got = jax.jit(make_map(make_values(MODEL, plan_words=2), make_mesh("data=1", jax.devices()[:1]), microbatch_size=5))(
+        params | {"value": {"kernel": kernel, "bias": bias}}, batch, np.arange(N), N
+    )
+    assert got.shape == (N, 3) and set(lengths) == {1, 2, 3}
+    for column, read in enumerate((0 * lengths, 0 * lengths, np.minimum(2, lengths - 1))):
+        longer = np.concatenate([batch.prompts, np.zeros((N, R), int)], axis=1)
+        for row, n, more, said in zip(longer, batch.prompt_lengths, read, batch.responses, strict=True):
+            row[n : n + more] = said[:more]
+        head = params | {"value": {"kernel": kernel[column], "bias": bias[column]}}
+        expected = plain_values(head, batch.replace(prompts=longer, prompt_lengths=batch.prompt_lengths + read))
+        np.testing.assert_allclose(got[:, column], expected, atol=1e-5)
+
+
+def test_a_head_without_a_target_learns_nothing(critic):
+    params, batch = critic
+    params = params | {"value": {"kernel": np.zeros((3, 16), np.float32), "bias": np.zeros(3, np.float32)}}
+    has_target = np.random.default_rng(3).random((N, 3)) < [1, 0.5, 0]
+    batch = batch.replace(values=np.zeros((N, 3)), returns=np.ones((N, 3), np.float32), has_target=has_target)
+    loss = make_value_loss(make_values(MODEL, plan_words=2), clip=10.0)
+    gradient, stats = jax.jit(jax.grad(lambda params: loss(params, None, batch)[:2], has_aux=True))(params)
+    np.testing.assert_allclose(gradient["value"]["bias"], -has_target.sum(0), rtol=1e-6)
+    assert stats["squared_error"] == (has_target.sum(), has_target.sum())
 
 
 def test_a_fresh_critic_says_zero_and_learns_its_targets(critic):

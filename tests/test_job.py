@@ -1,10 +1,14 @@
 """What a job sets up for the whole process."""
 
+import types
+
 import jax
+import numpy as np
 import pytest
 
 from hgpo_jax import config as configuration
-from hgpo_jax.job import build
+from hgpo_jax.job import Job, build
+from hgpo_jax.sampling import turn_keys
 from tests.helpers.training import TINY
 
 
@@ -19,3 +23,31 @@ def test_compiled_programs_go_to_cache_dir_unless_jax_was_told_where(told, tmp_p
         jax.config.update("jax_compilation_cache_dir", before)
     assert used == (before if told else str(tmp_path / "compiled"))
     assert jax.sharding.get_abstract_mesh().shape == job.mesh.shape
+
+
+@pytest.mark.parametrize(
+    ("fields", "roles", "learners"),
+    [
+        (["method=himac"], 2, [0, 1, 0, 1, 0, 1]),
+        (["method=himac", "learner.alternate=2"], 2, [0, 0, 1, 1, 0, 0]),
+        (["method=himac", "learner.alternate=0"], 2, [None] * 6),
+        (["method=himac"], 1, [None] * 6),
+        (["method=hgpo"], 2, [None] * 6),
+        (["method=hgpo", "learner.alternate=1"], 3, [0, 1, 2, 0, 1, 2]),
+    ],
+)
+def test_roles_learn_in_turns_and_executors_from_one_plan_in_each_prompt_group(fields, roles, learners):
+    config = configuration.load(None, [*fields, "rollout.prompt_groups=3", "rollout.group_size=4"])
+    runner = types.SimpleNamespace(roles=("a", "b", "c")[:roles], select_tasks=lambda stream, seed, numbers: numbers)
+    job = Job(config=config, mesh=None, policy=None, adapted=None, runner=runner)
+    assert [job.learning_role(iteration) for iteration in range(6)] == learners
+    for iteration, learner in enumerate(learners):
+        _, keys, groups, _ = job.episode_inputs(iteration)
+        first, second = (np.asarray(jax.random.key_data(turn_keys(keys, turn))) for turn in (0, 1))
+        distinct = len(np.unique(first, axis=0)), len(np.unique(second, axis=0))
+        assert distinct == (3 if learner else 12, 12)
+        if learner:
+            assert all(len(np.unique(first[np.asarray(groups) == group], axis=0)) == 1 for group in range(3))
+        else:
+            usual = jax.random.split(job.key(iteration, 0), 12)
+            np.testing.assert_array_equal(jax.random.key_data(keys), jax.random.key_data(usual))

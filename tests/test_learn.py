@@ -10,13 +10,14 @@ import optax
 import pytest
 from flax import nnx
 
+from hgpo_jax import losses
 from hgpo_jax.advantages import estimate, parameters
 from hgpo_jax.config import load
 from hgpo_jax.iteration import make_learn
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.methods import METHODS
 from hgpo_jax.policy import ModelConfig, initialize, network
-from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.rollout.episodes import Episodes, action_ids
 
 B, T, P, R, WORDS, TEMPERATURE = 6, 4, 5, 3, 12, 0.8
 MODEL = ModelConfig(
@@ -64,6 +65,7 @@ def episodes(params):
         logp=logp.reshape(B, T, R) * (np.arange(R) < lengths[..., None]), observations=np.zeros((B, T, 1), np.int32),
         rewards=np.float32(rng.integers(0, 4, (B, T)) * mask), mask=mask, invalid=(rng.random((B, T)) < 0.4) & mask,
         states=rng.integers(0, 4, (B, T)) * mask, next_states=rng.integers(2, 6, (B, T)) * mask,
+        agents=(np.arange(T) + np.arange(B)[:, None]) % 2 * mask, actions=np.arange(B * T).reshape(B, T) // 2 % 3 * mask,
         groups=np.repeat(np.arange(2, dtype=np.int32), 3), success=np.array([1, 0, 1, 0, 1, 1], bool),
         task=np.zeros(B, np.int32),
     )  # fmt: skip
@@ -76,21 +78,40 @@ def estimated(e: Episodes, name: str, **more):
     return estimate(name, **arrays, **options | more)
 
 
+def switches(e: Episodes):
+    """bool[B, T], of answers whose first token says so."""
+    return (e.responses[..., 0] % 2 == 1) & e.mask
+
+
 @functools.cache
-def built(*overrides, devices):
+def built(*overrides, devices, roles):
+    """(mesh, the iteration's `learn`, its `init`); of an answer that has parts every token is one."""
     config, mesh = load(None, [*SETTINGS, *overrides]), make_mesh(f"data={devices}", jax.devices()[:devices])
     policy = types.SimpleNamespace(config=MODEL)
-    job = types.SimpleNamespace(config=config, method=METHODS[config.method], adapted=MODEL, mesh=mesh, policy=policy)
+    runner = types.SimpleNamespace(roles=roles, answer_parts=(1, 1, 1), switches=switches)
+    method = METHODS[config.method]
+    job = types.SimpleNamespace(config=config, method=method, adapted=MODEL, mesh=mesh, policy=policy, runner=runner)
     return mesh, *make_learn(job)
 
 
-def learn(params, e: Episodes, *overrides, scale=1.0, devices=1):
-    """(state, metrics) after one iteration, and the state before it."""
-    mesh, step, init = built(*overrides, devices=devices)
+def learn(params, e: Episodes, *overrides, scale=1.0, devices=1, roles=("agent",), reference=None, role=None):
+    """(state, metrics) after one iteration, and the state before it. reference: parameters, by default the policy's. role: the
+    index of the one that learns, by default all."""
+    mesh, step, init = built(*overrides, devices=devices, roles=roles)
     with jax.set_mesh(mesh):
         state = init(jax.tree.map(jnp.asarray, params))
         before = jax.device_get(state)
-        return *jax.device_get(step(state, params, jax.tree.map(jnp.asarray, e), jax.random.key(0), scale)), before
+        frozen = jax.tree.map(jnp.array, reference or params)
+        one = () if role is None else (jnp.int32(role),)
+        return *jax.device_get(step(state, frozen, jax.tree.map(jnp.asarray, e), jax.random.key(0), scale, *one)), before
+
+
+def said(e: Episodes):
+    """i32[B, T], a number for each response there is."""
+    numbers, ids = {}, np.zeros((B, T), np.int32)
+    for b, t in np.argwhere(e.mask):
+        ids[b, t] = numbers.setdefault(tuple(e.responses[b, t, : e.response_lengths[b, t]]), len(numbers))
+    return ids
 
 
 # How much each token's log-probability counts, from the advantages f32[N], tokens [N, R] and lengths [N] of N decisions.
@@ -104,10 +125,13 @@ CASES = {
     "hgpo": ((), "token-mean", lambda e: estimated(e, "hgpo")),
     "gigpo": (GIGPO, "seq-mean-token-sum", lambda e: estimated(e, "gigpo", normalize="mean_std")),
     "gspo": ((), "seq-mean-token-mean", lambda e: estimated(e, "grpo")),
+    "kpo": ((), "seq-mean-token-mean", lambda e: estimated(e, "grpo")),
+    "ecpo": ((), "token-mean", lambda e: estimated(e, "ecpo", actions=e.actions)),
     "graphgpo": ((), "token-mean", lambda e: estimated(e, "graphgpo", success=e.success, next_states=e.next_states)),
+    "dr_mas": ((), "token-mean", lambda e: estimated(e, "dr_mas", agents=e.agents)),
     "ppo": ((), "token-mean", lambda e: estimated(e, "gae", values=np.zeros((B, T), np.float32))),  # a fresh critic says 0
 }
-SLOW = ("gigpo", "graphgpo", "gspo", "ppo")  # seconds of compiling each
+SLOW = ("dr_mas", "ecpo", "gigpo", "graphgpo", "gspo", "kpo", "ppo")  # seconds of compiling each
 
 
 @pytest.mark.parametrize("method", [pytest.param(m, marks=pytest.mark.slow) if m in SLOW else m for m in CASES])
@@ -133,6 +157,32 @@ def test_the_first_gradient_is_that_of_reinforce(params, episodes, method):
     assert max(jax.tree.leaves(moved)) > 1e-5
 
 
+@pytest.mark.slow
+def test_hipers_first_gradient_gives_every_token_its_parts_advantage(params, episodes):
+    """A planner's token is credited where its answer begins a segment alone, and the end of an answer with its action."""
+    e, happened = episodes, episodes.mask
+    state, metrics, before = learn(params, e, "method=hiper")
+    zeros = dict.fromkeys(("high_values", "low_values", "term_values"), np.zeros((B, T), np.float32))  # a fresh critic says 0
+    record = estimated(e, "hiper", switches=switches(e), **zeros)
+    weights = np.asarray(record.part_advantages)[happened] * (np.arange(R) < e.response_lengths[happened][:, None])
+    weights /= e.response_lengths.sum()
+    begins = (switches(e) | (np.arange(T) == 0))[happened]
+    assert 2 < begins.sum() < happened.sum() - 2
+    assert not weights[~begins, 1].any()
+    assert metrics["switch_rate"] == pytest.approx(begins.mean())
+
+    def loss(params):
+        return -(weights * logprobs(params, e.prompts[happened], e.prompt_lengths[happened], e.responses[happened])).sum()
+
+    gradient = jax.grad(loss)(jax.tree.map(jnp.asarray, params))
+    moments = optax.tree.get(state["opt_state"], "mu")
+    jax.tree.map(lambda m, g: np.testing.assert_allclose(m, 0.1 * g, atol=2e-6), moments, gradient)
+    # The bias of a head of zeros moves by the mean over decisions of what it says too little; V_high's by that of its segments.
+    bias = optax.tree.get(state["critic"]["opt_state"], "mu")["value"]["bias"]
+    np.testing.assert_allclose(bias, -0.1 * np.asarray(record.part_returns)[happened].sum(0) / happened.sum(), rtol=1e-4)
+    assert (before["critic"]["params"]["value"]["kernel"].shape, metrics["nonfinite_steps"]) == ((3, 16), 0)
+
+
 def test_gspo_clips_by_response(params, episodes):
     """Two tokens that moved apart leave the response's ratio at 1, however far they are beyond the bounds themselves."""
     e, logp = episodes, episodes.logp.copy()
@@ -144,6 +194,16 @@ def test_gspo_clips_by_response(params, episodes):
     assert metrics["logp_difference"] == pytest.approx(0.1, abs=1e-4)
     assert (metrics["clip_fraction_low"], metrics["clip_fraction_high"]) == (0, 0)
     assert metrics["grad_norm"] == pytest.approx(usual["grad_norm"], rel=1e-4)
+
+
+def test_actions_are_equal_exactly_where_responses_are(episodes):
+    """A token 0 is a token, and what stands beyond a response's end is none."""
+    rng = np.random.default_rng(1)
+    e = episodes.replace(responses=rng.integers(0, 2, (B, T, R)))
+    assert ((e.responses != 0) & (np.arange(R) >= e.response_lengths[..., None]))[e.mask].any()
+    found, expected = np.asarray(action_ids(e.responses, e.response_lengths, e.mask))[e.mask], said(e)[e.mask]
+    np.testing.assert_array_equal(found[:, None] == found, expected[:, None] == expected)
+    assert 4 < len(set(found.tolist())) < e.mask.sum()
 
 
 def test_what_is_said_of_the_advantages(params, episodes):
@@ -164,6 +224,59 @@ def test_what_is_said_of_the_advantages(params, episodes):
         assert metrics[f"hierarchy/s2_level{level}"] == pytest.approx(float(stats["s2"][column]), rel=1e-4)
     for column, level in enumerate((0, 1)):
         assert metrics[f"hierarchy/tau2_level{level}"] == pytest.approx(float(stats["tau2"][column]), rel=1e-4, abs=1e-6)
+
+
+def test_what_is_said_of_each_role(params, episodes):
+    e, roles, reference = episodes, ("talker", "doer"), jax.tree.map(lambda a: a * 0.8, params)
+    state, metrics, _ = learn(params, e, "method=hgpo", "learner.kl_weight=0.1", roles=roles, reference=reference)
+    alone, usual, _ = learn(params, e, "method=hgpo", "learner.kl_weight=0.1", reference=reference)
+    said = (e.prompts[e.mask], e.prompt_lengths[e.mask], e.responses[e.mask])
+    kl = np.zeros((B, T, R))
+    kl[e.mask] = losses.kl(logprobs(params, *said), logprobs(reference, *said))
+    happened = np.arange(R) < e.response_lengths[..., None]
+    jax.tree.map(np.testing.assert_array_equal, state, alone)
+    told = {name: value for name, value in metrics.items() if name.startswith("by_role/")}
+    assert {name: metrics[name] for name in metrics.keys() - told} == usual
+    A, pulls, tokens = np.asarray(estimated(e, "hgpo").advantages), [], []
+    for index, role in enumerate(roles):
+        own = e.mask & (e.agents == index)
+        assert own.sum() > 5
+        assert told[f"by_role/advantage_mean/{role}"] == pytest.approx(A[own].mean(), rel=1e-5)
+        assert told[f"by_role/advantage_std/{role}"] == pytest.approx(A[own].std(), rel=1e-5)
+        tokens.append(e.response_lengths[own].sum())
+        pulls.append((A[own] ** 2 * e.response_lengths[own]).sum())  # on the sampler's own policy a token's slope is -A
+        far = kl[own][happened[own]].mean()
+        assert far > 1e-3 and told[f"by_role/kl/{role}"] == pytest.approx(far, rel=1e-4)
+    for pull, role in zip(pulls, roles, strict=True):
+        assert told[f"by_role/logp_gradient_share/{role}"] == pytest.approx(pull / sum(pulls), rel=1e-4)
+    entropy = [told[f"by_role/entropy/{role}"] for role in roles]
+    assert entropy[0] != pytest.approx(entropy[1], rel=1e-3)
+    assert np.dot(entropy, tokens) / sum(tokens) == pytest.approx(metrics["entropy"], rel=1e-5)
+    assert len(told) == 5 * len(roles)
+
+
+@pytest.mark.slow  # programs to compile
+@pytest.mark.parametrize("role", [0, 1])
+def test_one_role_learns_and_of_the_other_only_the_kl_is_felt(params, episodes, role):
+    e, roles = episodes, ("planner", "executor")
+    own = e.mask & (e.agents == role)
+    state, metrics, _ = learn(params, e, "method=hgpo", roles=roles, role=role)
+    A = np.where(own, estimated(e, "hgpo").advantages, 0)[e.mask]
+    assert np.abs(A).max() > 0.5
+    lengths = e.response_lengths[e.mask]
+    weights = AGGREGATES["token-mean"](A, np.arange(R) < lengths[:, None], lengths)
+
+    def loss(params):
+        return -(weights * logprobs(params, e.prompts[e.mask], e.prompt_lengths[e.mask], e.responses[e.mask])).sum()
+
+    gradient = jax.grad(loss)(jax.tree.map(jnp.asarray, params))
+    moments = optax.tree.get(state["opt_state"], "mu")
+    jax.tree.map(lambda m, g: np.testing.assert_allclose(m, 0.1 * g, atol=2e-6), moments, gradient)
+    shares = [metrics[f"by_role/logp_gradient_share/{name}"] for name in roles]
+    assert shares == pytest.approx([1 - role, role])
+    _, usual, _ = learn(params, e, "method=hgpo", roles=roles)
+    said = [name for name in usual if "advantage" in name or "kl" in name or "entropy" in name]
+    assert len(said) > 8 and all(metrics[name] == pytest.approx(usual[name], rel=1e-5) for name in said)
 
 
 @pytest.mark.slow

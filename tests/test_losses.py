@@ -173,26 +173,6 @@ def test_ratios_beyond_float32_leave_loss_and_gradient_finite(name):
         assert np.isfinite(gradient).all()
 
 
-def kalman(z, noise, observation, variance):
-    """The filter of one response, token by token."""
-    rho, filtered = 0.0, []
-    for value in z:
-        gain = (variance + noise) / (variance + noise + observation)
-        rho, variance = rho + gain * (value - rho), (1 - gain) * (variance + noise)
-        filtered.append(rho)
-    return filtered
-
-
-@pytest.mark.parametrize("noise", [1e-6, 0.5])
-def test_kpo_filters_the_log_ratios(noise):
-    loss, _ = losses.kpo_loss(NEW, OLD, ADVANTAGES, MASK, process_noise=noise)
-    table = np.zeros((N, R))
-    for i in range(N):
-        filtered = kalman((NEW - OLD)[i, : LENGTHS[i]].astype(float), noise, 1.0, 1.0)
-        table[i, : LENGTHS[i]] = [surrogate(np.exp(x), float(ADVANTAGES[i]), 0.2, 0.2, 3.0) for x in filtered]
-    np.testing.assert_allclose(loss, aggregated(table, "token-mean"), rtol=1e-5)
-
-
 def test_kl_kinds():
     d = OLD.astype(float) - NEW
     expected = {"k1": -d, "k2": d**2 / 2, "k3": np.minimum(np.exp(d) - d - 1, 10), "abs": abs(d)}

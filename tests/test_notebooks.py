@@ -11,8 +11,9 @@ HERE = Path(__file__).parent.parent / "notebooks"
 BOOKS = sorted(HERE.glob("*.ipynb"))
 
 
-def test_there_are_four():
-    assert [book.stem for book in BOOKS] == ["bias_variance", "inspect_advantages", "quickstart", "your_own_environment"]
+def test_there_are_five():
+    names = ["bias_variance", "inspect_advantages", "quickstart", "teams", "your_own_environment"]
+    assert [book.stem for book in BOOKS] == names
 
 
 def complaints(outputs: list[dict]) -> list[dict]:

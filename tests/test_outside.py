@@ -133,7 +133,7 @@ def test_a_compiled_one_with_options_of_its_annotated_types(here):
     found = environment(config.env)
     env = found.compiled(config)
     assert (env.size, env.max_turns, found.expert) == (5, 4, None)
-    assert config.env.runs_compiled and config.env.turns == 4
+    assert config.in_words and config.env.turns == 4
     assert config.model_dump(mode="json")["env"]["options"] == {"size": 5, "lights": False}
     guided = environment(load(None, ["env.name=./rooms.py:Guided"]).env)
     assert guided.expert.__name__ == "Guided"
@@ -143,7 +143,7 @@ def test_a_compiled_one_with_options_of_its_annotated_types(here):
 def test_a_text_one_that_worker_processes_make_again(here):
     config = checked("env.name=./games.py:Guess", "env.options.size=7")
     train, held_out = environment(config.env).text(config)
-    assert not config.env.runs_compiled
+    assert not config.in_words
     assert len(train().reset(3)[1]) == 7
     script = "import pickle, sys; print(pickle.load(sys.stdin.buffer)().reset(1)[1][-1], 'jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], input=pickle.dumps(held_out), capture_output=True, check=True)
@@ -204,9 +204,12 @@ def test_a_module_and_an_entry_point(here, monkeypatch):
         (["env.name=sokoban", "env.rooms=bathroom,kitchen"], "env.rooms=bathroom,kitchen: env.name=sokoban does not read it"),
         (["env.data=games"], "env.data=games: env.name=household does not read it"),
         (["env.workers=2"], "env.workers=2: env.name=household, compiled, does not read it"),
+        (["method=kpo", "learner.aggregate=seq-mean-token-sum"], "learner.aggregate=.*: method=kpo does not read it"),
+        (["method=gspo", "learner.dual_clip=2"], "learner.dual_clip=2.0: method=gspo does not read it; leave it at 3.0"),
+        (["learner.process_noise=0.5"], "learner.process_noise=0.5: method=hgpo does not read it"),
         (["env.options.size=7", "env.name=sokoban"], "env.options.size=7: env.name=sokoban has fields of its own; write"),
         (["method=./learning.py:plane"], r"method=./learning.py:plane: .* has no plane; did you mean plain\?"),
-        (["method=./learning.py:greedy"], "method=./learning.py:greedy: needs dreams; an iteration has next_states, success"),
+        (["method=./learning.py:greedy"], "method=./learning.py:greedy: needs dreams; an iteration has actions, agents"),
         (["method=./learning.py:misspelt"], "method=./learning.py:misspelt: fails with AttributeError: "),
         (["method=./learning.py:bare"], r"method=./learning.py:bare: returns a \w+ for 2 trajectories of 3 steps; return"),
         (["method=./learning.py:by_episode"], r"method=./learning.py:by_episode: returns advantages of shape \(2,\) for 2"),
@@ -311,7 +314,7 @@ def test_a_job_with_a_users_template(here):
     byte_tokenizer().save_pretrained(here / "tok")
     config = load(None, [*SMALL, "env.name=./games.py:Guess", "env.template=prompts.txt", *TEXTS, "cache_dir=c"])
     runner = build(config).runner
-    prompts = runner._train._format.template
+    prompts = runner.train._format.template
     assert prompts.first.template == "$goal\n$observation\n$commands"
     assert runner.task_types == ("guess",)
     with pytest.raises(ConfigError, match=r"template=nowhere.txt: no such file; give one, or alfworld"):
@@ -338,4 +341,4 @@ def test_the_front_pages_environment(here):
     (here / "my_env.py").write_text(re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0])
     named = re.search(r"env\.name=\./my_env\.py:\w+", section)
     config = checked(named[0])
-    assert not config.env.runs_compiled and config.env.turns == 8
+    assert not config.in_words and config.env.turns == 8

@@ -47,6 +47,15 @@ def test_a_number_picks_a_command_and_the_seed_a_task():
     assert "You arrive at cabinet 1." in first
 
 
+def test_a_team_is_played_by_one_person():
+    result = play("household_team", "--seed", 3, keys="say fridge 1\nlook\n")
+    assert result.returncode == 0 and result.stderr == ""
+    screens = result.stdout.split("turn ")
+    assert [command.split()[0] for command in commands_in(screens[0])] == ["say"] * 6
+    assert "You are the carrier. The searcher says: fridge 1. You are in the middle" in screens[1]
+    assert "look" in commands_in(screens[1])
+
+
 def test_an_episode_ends_with_its_turns():
     result = play("household", "--turns", 2, keys="look\nlook\nlook\n")
     assert result.returncode == 0

@@ -90,7 +90,7 @@ def test_text_episodes_are_judged_and_one_whose_judge_fails_is_left_out(here):
     assert {number: reason.split(":")[1].strip() for number, reason in report.failures.items()} == {
         1: "ZeroDivisionError", 3: "no answer in 1 s", 4: "TypeError", 5: "its worker process died",
     }  # fmt: skip
-    metrics = rollout_metrics([rollout_sums(e, 1.0) | sums])
+    metrics = rollout_metrics([rollout_sums(e, 1.0, ("agent",)) | sums])
     assert metrics["reward/polite"] == 19 / 3 and metrics["reward/environment"] == 10 and metrics["reward/failed"] == 4
     assert metrics["return"] == 49 / 3
 

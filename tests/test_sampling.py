@@ -11,7 +11,16 @@ from scipy.special import log_softmax
 from hgpo_jax.learner import token_logprobs
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import ModelConfig, Policy, initialize, network, shardings
-from hgpo_jax.sampling import COMPACT_FROM, Decoding, argmax, generate, make_decode_blocks, make_sampler, sample_token
+from hgpo_jax.sampling import (
+    COMPACT_FROM,
+    Decoding,
+    argmax,
+    generate,
+    make_decode_blocks,
+    make_sampler,
+    sample_token,
+    turn_keys,
+)
 from hgpo_jax.training_batch import TrainingBatch
 
 LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, 1.5], np.float32)
@@ -198,6 +207,18 @@ def test_no_response_ends_early(batch):
     assert np.asarray(bound.lengths).min() == 5  # the fifth token may end it
     late = np.asarray(free.lengths) > 4
     np.testing.assert_array_equal(np.asarray(free.tokens)[late, 0], np.asarray(bound.tokens)[late, 0])
+
+
+def test_the_first_turn_may_have_a_key_of_its_own():
+    keys, firsts = jax.random.split(jax.random.key(0), 4), jax.random.split(jax.random.key(1), 4)
+    data = lambda keys: np.asarray(jax.random.key_data(keys))  # noqa: E731
+    turns = jnp.array([0, 1, 0, 5])
+    alone = data(jax.vmap(jax.random.fold_in)(keys, turns))
+    np.testing.assert_array_equal(data(turn_keys(keys, turns)), alone)
+    both = data(turn_keys(jnp.stack([firsts, keys], axis=1), turns))
+    np.testing.assert_array_equal(both[[1, 3]], alone[[1, 3]])
+    np.testing.assert_array_equal(both[[0, 2]], data(jax.vmap(jax.random.fold_in, (0, None))(firsts, 0))[[0, 2]])
+    np.testing.assert_array_equal(data(turn_keys(keys, 2)), data(jax.vmap(jax.random.fold_in, (0, None))(keys, 2)))
 
 
 SLOW_MESHES = [pytest.param(spec, marks=pytest.mark.slow) for spec in ("data=2", "data=2,fsdp=2,tensor=2")]

@@ -22,12 +22,14 @@ TOOL: Any = {
 }
 
 
-def guess(wanted: int, arguments: str) -> str:
-    """What the tool answers."""
+def guess(wanted: int, name: str, arguments: str) -> tuple[str, bool]:
+    """The answer to a call, and whether it was a guess."""
+    if name != "guess":
+        return "there is no such tool", False
     number = json.loads(arguments).get("number")
-    if not isinstance(number, int):
-        return "number must be a whole number"
-    return "found" if number == wanted else "too small" if number < wanted else "too large"
+    if type(number) is not int:  # isinstance would let True pass
+        return "number must be a whole number", False
+    return "found" if number == wanted else "too small" if number < wanted else "too large", True
 
 
 def main() -> None:
@@ -40,18 +42,19 @@ def main() -> None:
         except BadRequestError:  # the conversation has become too long
             break
         messages.append(message)
+        guesses = []
         for call in message.tool_calls or []:
-            if call.type == "function" and call.function.name == "guess":
-                said = guess(wanted, call.function.arguments)
-            else:
-                said = "there is no such tool"
+            assert call.type == "function"
+            said, is_guess = guess(wanted, call.function.name, call.function.arguments)
+            guesses.append(is_guess)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": said})
             if said == "found":
                 client.post(session, body={"reward": 1.0}, cast_to=object)
                 return
-        if not message.tool_calls:
-            client.post(session, body={"reward": 0.0, "turn": -1, "admissible": False}, cast_to=object)
+        if not guesses:
             messages.append({"role": "user", "content": "Use the tool."})
+        if not (guesses and all(guesses)):
+            client.post(session, body={"reward": 0.0, "turn": -1, "admissible": False}, cast_to=object)
     client.post(session, body={"reward": 0.0}, cast_to=object)
 
 

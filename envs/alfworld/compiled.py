@@ -28,7 +28,7 @@ from hgpo_jax.envs.alfworld import bits
 from hgpo_jax.envs.alfworld.commands import Layout, admissible
 from hgpo_jax.envs.alfworld.dataset import TASK_TYPES
 from hgpo_jax.envs.alfworld.habits import kinds_of, search_order
-from hgpo_jax.envs.alfworld.phrases import LINKS, VERBS, command, join
+from hgpo_jax.envs.alfworld.phrases import ID, LINKS, VERBS, command, join
 from hgpo_jax.envs.alfworld.sheets import CAN, MARKS, PLACE_CAN
 from hgpo_jax.envs.alfworld.tables import Games, Tables
 from hgpo_jax.envs.alfworld.telling import Deed, tell
@@ -173,6 +173,10 @@ class CompiledAlfworld:
         """i32[goal_length]: the task, as the first observation states it."""
         return self.games.goal[state.game].astype(jnp.int32)
 
+    def goal_of(self, game: int) -> str:
+        """Text of the task of a game."""
+        return self.decode(self._games.goal[game])
+
     # -- the game -----------------------------------------------------------------------------------------------
 
     def reset(self, key: jax.Array) -> tuple[State, jax.Array]:
@@ -305,3 +309,16 @@ class CompiledAlfworld:
     def admissible(self, state: State) -> tuple[jax.Array, jax.Array]:
         """The admissible commands in the engine's order: (bool[commands] which rows hold one, i32[commands, 3] words)."""
         return admissible(self, state)
+
+    def choices(self, state: State) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The same as texts and as actions: (i32[commands, 4] words whose texts written together are the command,
+        i32[commands, 3], which of them agents are shown, all but `help`, bool[commands]); 0 where there are fewer."""
+        filled, rows = self.admissible(state)
+        verb, first, second = rows.T
+        link = jnp.where(second > 0, jnp.asarray(self._links)[verb], 0)
+        return jnp.stack([verb, first, link, second], 1), rows, filled & (verb != ID["help"])
+
+    @cached_property
+    def _links(self) -> np.ndarray:
+        """i32[1 + verbs]: the word between a verb's arguments, 0 if it has none."""
+        return np.array([0, *(self.word_id[LINKS[verb]] if verb in LINKS else 0 for verb in VERBS)], np.int32)

@@ -20,13 +20,14 @@ def random_action(env: Household, state: State, key: jax.Array) -> jax.Array:
     return words[jax.random.categorical(key, jnp.where(legal, 0.0, -jnp.inf))]
 
 
-def expert_action(env: Household, state: State, recent: jax.Array, key: jax.Array) -> jax.Array:
+def expert_action(env: Household, state: State, recent: jax.Array, key: jax.Array, told: jax.Array | int = 0) -> jax.Array:
     """The local expert's action.
 
     Args:
       env, state: the household.
       recent: i32[K, 2], the last K actions, oldest first, 0 where there was none.
       key: breaks ties between places to search.
+      told: i32[], word of a place to search first, 0 for none.
 
     Returns: i32[2], verb and argument.
     """
@@ -63,7 +64,7 @@ def expert_action(env: Household, state: State, recent: jax.Array, key: jax.Arra
     # Somewhere to search: not here, not where the last few go_to actions led.
     went = ((recent[:, :1] == word["go_to"]) & (recent[:, 1:] == place_words)).any(0)
     noise = jax.random.uniform(key, (places,))
-    search = go(jnp.argmax(noise - 2.0 * went - 4.0 * here))
+    search = go(jnp.argmax(noise - 2.0 * went - 4.0 * here + (place_words == told)))
 
     tool = jnp.asarray(env._tool_at)[state.room]  # heat, cool, clean
     verbs = jnp.array([0, 0, 0, word["clean"], word["heat"], word["cool"]])

@@ -12,6 +12,8 @@ from __future__ import annotations
 import numpy as np
 
 from hgpo_jax.envs.household import expert, world
+from hgpo_jax.envs.household.env import Household, State
+from hgpo_jax.envs.household.team import SEARCHER, HouseholdTeam
 from hgpo_jax.envs.words import Words
 
 
@@ -45,13 +47,19 @@ class HouseholdText(Words):
             "clean": f"clean {argument} with {here}",
         }.get(verb, f"{verb} {argument}".strip())
 
+    def _house(self) -> tuple[Household, State]:
+        """The household and its state."""
+        return self._env, self._state
+
     def _here(self) -> str:
-        at = int(self._state.at)
-        return self._places()[at] if at < self._env.places else ""
+        env, state = self._house()
+        at = int(state.at)
+        return self._places()[at] if at < env.places else ""
 
     def _places(self) -> list[str]:
         """The names of the room's receptacles."""
-        return list(world.ROOMS[self._env.rooms[int(self._state.room)]][: self._env.places])
+        env, state = self._house()
+        return list(world.ROOMS[env.rooms[int(state.room)]][: env.places])
 
     def _tell(self, ids):
         first, *rest = self._words(ids)
@@ -86,6 +94,30 @@ class HouseholdText(Words):
         if place.rsplit("_", 1)[0] in world.OPENABLE:
             return f"The {_name(place)} is open. In it, you see {listed}."
         return f"On the {_name(place)}, you see {listed}."
+
+
+class HouseholdTeamText(HouseholdText):
+    """The household for two (`HouseholdTeam`) in the same wording; the searcher's commands are "say fridge 1" and the like."""
+
+    def expert(self, history_length: int) -> str:
+        """The command of the role's scripted player."""
+        return self._expert(HouseholdTeam, history_length)
+
+    def _house(self):
+        return self._env.house, self._state.house
+
+    def _command(self, *words):
+        return f"say {_name(words[0])}" if self.role == SEARCHER else super()._command(*words)
+
+    def _tell(self, ids):
+        _, *rest = self._words(ids)
+        if self.role == SEARCHER:
+            pairs = zip(rest[::2], rest[1::2], strict=False)
+            held = {"carrier": "with the carrier"}  # else at a place
+            spots = [f"The {_name(thing)} is {held.get(place, f'at the {_name(place)}')}." for thing, place in pairs if thing]
+            return f"You are the searcher and tell the carrier a place. {' '.join(spots)}"
+        said = f"The searcher says: {_name(rest[0])}." if rest[0] else "The searcher has said nothing."
+        return f"You are the carrier. {said} {super()._tell(ids[2:])}"
 
 
 def _name(word: str) -> str:

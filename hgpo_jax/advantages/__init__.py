@@ -25,6 +25,7 @@ from hgpo_jax.advantages.dr_mas import dr_mas
 from hgpo_jax.advantages.dynamic_sampling import informative
 from hgpo_jax.advantages.eb_gae import eb_gae
 from hgpo_jax.advantages.eb_td import eb_td
+from hgpo_jax.advantages.ecpo import ecpo
 from hgpo_jax.advantages.gae import gae
 from hgpo_jax.advantages.gagpo import gagpo
 from hgpo_jax.advantages.gigpo import gigpo
@@ -32,6 +33,8 @@ from hgpo_jax.advantages.graphgpo import graphgpo
 from hgpo_jax.advantages.grouping import state_ids
 from hgpo_jax.advantages.grpo import grpo
 from hgpo_jax.advantages.hgpo import hgpo
+from hgpo_jax.advantages.himac import himac
+from hgpo_jax.advantages.hiper import hiper
 from hgpo_jax.advantages.pgpo import pgpo
 from hgpo_jax.advantages.record import Batch, Estimate
 from hgpo_jax.advantages.reinforce_pp import reinforce_pp, reinforce_pp_baseline
@@ -55,12 +58,15 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
     "dr_mas": dr_mas,
     "eb_gae": eb_gae,
     "eb_td": eb_td,
+    "ecpo": ecpo,
     "gae": gae,
     "gagpo": gagpo,
     "gigpo": gigpo,
     "graphgpo": graphgpo,
     "grpo": grpo,
     "hgpo": hgpo,
+    "himac": himac,
+    "hiper": hiper,
     "pgpo": pgpo,
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,

@@ -24,7 +24,12 @@ ARRAYS = {
     "values": (jnp.float32, 2),
     "next_states": (jnp.int32, 2),
     "agents": (jnp.int32, 2),
+    "actions": (jnp.int32, 2),
     "success": (jnp.bool_, 1),
+    "switches": (jnp.bool_, 2),
+    "high_values": (jnp.float32, 2),
+    "low_values": (jnp.float32, 2),
+    "term_values": (jnp.float32, 2),
 }
 
 
@@ -46,6 +51,8 @@ OPTIONS: dict[str, tuple[Callable[[object], bool], str]] = {
     "weight_offset": (_number(1, 1e3), "a number from 1 to 1000"),
     "step_weight": (_number(0, 1e6), "a number of 0 or more"),
     "invalid_penalty": (_number(0, 1e6), "a number of 0 or more"),
+    "prior_count": (_number(0, 1e6), "a number of 0 or more"),
+    "gate_count": (_number(0.1, 1e6), "a number of 0.1 or more"),
     "base_group": (lambda x: isinstance(x, bool), "True or False"),
     "whiten": (lambda x: isinstance(x, bool), "True or False"),
     "normalize": (_one_of("mean", "mean_std"), "'mean' or 'mean_std'"),

@@ -28,7 +28,9 @@ class Batch(NamedTuple):
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["advantages", "returns", "level_advantages", "level_sizes", "level_weights", "stats"],
+    data_fields=[
+        "advantages", "returns", "level_advantages", "level_sizes", "level_weights", "part_advantages", "part_returns", "stats",
+    ],
     meta_fields=["levels"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +45,9 @@ class Estimate:
     level_sizes:      i32[B, T, L], members of that group, 0 where the step has no such level.
     level_weights:    f32[B, T, L], the weights actually used, normalised; 0 where a level was dropped. The weighted levels add
                       up to the advantage, except in `eb_gae` and `pgpo`.
+    part_advantages:  f32[B, T, 3], of the switch, subgoal and action parts of an answer, 0 where a step has none; None for
+                      estimators that give a whole answer one advantage.
+    part_returns:     f32[B, T, 3], the targets of these parts' values.
     stats:            scalars or short vectors, by name.
     levels:           the level k of each of the L columns; -1 is the prompt group.
     """
@@ -52,6 +57,8 @@ class Estimate:
     level_advantages: jax.Array | None = None
     level_sizes: jax.Array | None = None
     level_weights: jax.Array | None = None
+    part_advantages: jax.Array | None = None
+    part_returns: jax.Array | None = None
     stats: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     levels: tuple[int, ...] = ()
 

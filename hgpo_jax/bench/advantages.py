@@ -57,6 +57,8 @@ def run(args: argparse.Namespace) -> list[dict]:
     rows.append(row(f"growth from {few:,} to {many:,} steps", growth, "times N log N"))
     batch = make_batch(128)
     further = {"values": batch["rewards"], "next_states": batch["states"], "agents": batch["states"] % 2}
+    further["actions"], further["switches"] = batch["states"] % 3, batch["states"] % 4 == 0
+    further |= dict.fromkeys(("high_values", "low_values", "term_values"), batch["rewards"])
     further["success"] = batch["rewards"].max(axis=1) > 0
     for name in ESTIMATORS:
         arrays = {**batch, **{key: further[key] for key in parameters(name)[0]}}

@@ -38,7 +38,7 @@ def seconds_at_limits(
     episodes = rollout.prompt_groups * rollout.group_size
     steps, devices = episodes * turns, mesh.size
     each = devices / mesh.shape["data"]
-    if config.env.runs_compiled:
+    if config.in_words:
         rows = steps / config.env.turns / mesh.shape["data"]  # that an index of the data axis decodes in a turn, in the mean
         batches = max(1, math.ceil(rows / rollout.decode_batch_size))
         rows, longest = rows / batches, float(workload.response)

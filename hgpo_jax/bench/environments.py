@@ -1,6 +1,7 @@
 """Environments: the compiled household as whole batches and, where their data is given, ALFWorld's and WebShop's engines.
 
     python -m hgpo_jax.bench envs --alfworld ALFWORLD_DATA --webshop FOLDER --products 200000 --waiting 50
+    python -m hgpo_jax.bench envs --alfworld ALFWORLD_DATA --tokenizer Qwen/Qwen2.5-1.5B-Instruct
 
 Limits are this project's own. A ratio compares with the original engine's time as recorded earlier on two other cores
 (TextWorld 1.7.0, WebShop with Flask and Lucene); the original is not run here. An asynchronous rollout's ratio is to the
@@ -19,6 +20,7 @@ import numpy as np
 
 from hgpo_jax.bench import policies
 from hgpo_jax.bench.limits import alternate
+from hgpo_jax.bench.told import measure_told
 from hgpo_jax.config import PolicyConfig
 from hgpo_jax.environments import webshop_files
 from hgpo_jax.envs.household import TASKS, Household
@@ -28,6 +30,7 @@ from hgpo_jax.envs.waiting import Waiting
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import ModelConfig, initialize, network
+from hgpo_jax.policy.tokenizer import read_tokenizer
 from hgpo_jax.rollout.chat_format import ParsedResponse, Prompt
 from hgpo_jax.rollout.host import HostRollout
 from hgpo_jax.sampling import Decoding
@@ -52,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=policies.positive, default=1024, help="the compiled environment's episodes at once")
     parser.add_argument("--repeats", type=policies.positive, default=20, help="its timed calls, of which the median counts")
     parser.add_argument("--alfworld", metavar="FOLDER", help="ALFWorld's games; measures those of valid_seen")
+    parser.add_argument("--tokenizer", metavar="PLACE", help="folder or hub id; these games also told in chat on the device")
     parser.add_argument("--webshop", metavar="FOLDER", help="WebShop's catalogue and attributes")
     parser.add_argument("--products", type=policies.positive, metavar="N", help="also a synthetic WebShop of N products")
     parser.add_argument(
@@ -66,12 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> list[dict]:
     """Rows of name, value, unit, limit_share (of the limit, less is better) and ratio (recorded time of the original engine
     over ours), or None. Raises ConfigError for a folder without the data."""
-    rows = []  # data first, which may be refused
     if not 0 < args.ready_fraction < 1:
         raise ConfigError(f"--ready-fraction {args.ready_fraction:g}: expected a fraction above 0 and below 1")
     rows = household(args.batch, args.repeats)
     if args.alfworld:
-        rows += alfworld(args.alfworld)
+        rows += alfworld(args.alfworld, args.tokenizer)
     if args.webshop:
         rows += webshop(args.webshop)
     if args.products:
@@ -84,7 +87,7 @@ def run(args: argparse.Namespace) -> list[dict]:
     left_out = [f"--{name}" for name in ("alfworld", "webshop", "products", "waiting") if not getattr(args, name)]
     if left_out:
         print(f"left out, because not given: {', '.join(left_out)}")
-    return household(args.batch, args.repeats) + rows
+    return rows
 
 
 def row(name: str, value: float, unit: str) -> dict:
@@ -112,8 +115,8 @@ def household(batch: int, repeats: int) -> list[dict]:
     return rows
 
 
-def alfworld(folder: str) -> list[dict]:
-    """ALFWorld's engine and the compiled games on some games of valid_seen."""
+def alfworld(folder: str, tokenizer: str | None) -> list[dict]:
+    """ALFWorld's engine and the compiled games on some games of valid_seen; with a tokenizer also told in chat."""
     from hgpo_jax.envs.alfworld.bench import measure
     from hgpo_jax.envs.alfworld.bench_compiled import measure_compiled
     from hgpo_jax.envs.alfworld.dataset import list_games
@@ -122,9 +125,10 @@ def alfworld(folder: str) -> list[dict]:
         games = [game.path for game in list_games("valid_seen", folder)]
         games = games[:: -(-len(games) // GAMES)]
         measured = measure(games) + measure_compiled(games)
+        told = measure_told(games, read_tokenizer(tokenizer)) if tokenizer else []
     except (ValueError, OSError) as error:
         raise ConfigError(f"--alfworld {folder}: {' '.join(str(error).split())}") from None
-    return [row(f"alfworld {r['name']}", r["value"], r["unit"]) for r in measured]
+    return [row(f"alfworld {r['name']}", r["value"], r["unit"]) for r in measured] + told
 
 
 def webshop(folder: str) -> list[dict]:

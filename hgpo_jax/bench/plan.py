@@ -27,13 +27,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from hgpo_jax import cli, memory
 from hgpo_jax.bench import duration, limits
 from hgpo_jax.config import Config
+from hgpo_jax.environments import environment
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.learner import aggregation, make_optimizer, make_policy_loss, make_update
 from hgpo_jax.mesh import abstract_mesh, make_mesh
 from hgpo_jax.methods import method_named
 from hgpo_jax.policy import network, shapes, shardings
 from hgpo_jax.policy.placement import shardings_like
+from hgpo_jax.policy.tokenizer import load_tokenizer
+from hgpo_jax.rollout.compiled_text import CompiledTextRollout
 from hgpo_jax.rollout.slots import SlotPrograms
+from hgpo_jax.runners import TextRunner
 from hgpo_jax.sampling import Decoding, make_decode_blocks, make_sampler
 from hgpo_jax.training_batch import TrainingBatch
 
@@ -165,6 +169,17 @@ def programs(config: Config, mesh, workload: memory.Workload):
             blocks = outputs(make_decode_blocks(network(model)).lower(compute))
             return sample.lower(compute, blocks, prompts, row, key, row, scalar, Decoding())
 
+    def rollout():
+        """The whole of a language model's, games included."""
+        found, source = environment(config.env), policy.tokenizer or policy.source
+        assert found.text is not None
+        runner = TextRunner(config, found, *found.text(config), model, load_tokenizer(source, config.cache_dir), mesh)
+        assert isinstance(runner.train, CompiledTextRollout)
+        batch = config.rollout.prompt_groups * config.rollout.group_size
+        episodes = jax.ShapeDtypeStruct((batch,), key.dtype, sharding=everywhere)
+        with jax.set_mesh(mesh):
+            return runner.train.lowered(compute, episodes, Decoding())
+
     slots = SlotPrograms(network(model), mesh, max_new=workload.response, end_tokens=(0,))
 
     def free_slots():
@@ -208,8 +223,10 @@ def programs(config: Config, mesh, workload: memory.Workload):
         for a, where in zip(jax.tree.leaves(params), jax.tree.leaves(placements), strict=True)
     )
     waiting = lambda always: always - (size if policy.dtype == policy.compute_dtype else 0)  # noqa: E731
-    if config.env.runs_compiled:
+    if config.in_words:
         samplers = [("sampler", sampler, waiting)]
+    elif config.env.compiled:
+        samplers = [("rollout", rollout, waiting)]
     else:
         blocks = memory.bytes_by_phase(config, mesh, workload)["sampling"]["weights by layer"]  # `prefill` does not see them
         samplers = [("prefill", prefill, lambda always: waiting(always) + blocks), ("decode", decode, waiting)]

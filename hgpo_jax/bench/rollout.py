@@ -5,12 +5,13 @@
 The environment is made up and answers at once. Prompts grow from 300 to 1,200 tokens over an episode. Every token ends an
 answer with probability 1 / --mean, by weights made for it, whatever came before; so lengths are geometric, cut at --longest.
 Lockstep samples a turn of all unfinished episodes, one decode batch after the other, and begins the next turn when the last
-has ended.
+has ended. The compiled rollout has the same slots, and the environment, inside one program.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import statistics
 import time
@@ -18,12 +19,15 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from hgpo_jax.bench import policies
 from hgpo_jax.bench.limits import row
 from hgpo_jax.policy import initialize, network
 from hgpo_jax.policy.placement import cast
 from hgpo_jax.rollout.chat_format import ParsedResponse, Prompt
+from hgpo_jax.rollout.compiled import on_shards, start_episode
+from hgpo_jax.rollout.compiled_slots import SlotProgram
 from hgpo_jax.rollout.host import HostRollout
 from hgpo_jax.sampling import Decoding, buckets, make_decode_blocks, make_sampler
 
@@ -46,6 +50,63 @@ class MadeUp:
     def step(self, action):
         """The next observation."""
         return str(self._task), [], 0.0, False, {"won": False, "admissible": True}
+
+
+class MadeUpState(struct.PyTreeNode):
+    task: jax.Array  # i32[]
+    turn: jax.Array  # i32[]
+
+
+class MadeUpCompiled:
+    """The same environment, compiled, with prompts of its own random tokens."""
+
+    goal_length = observation_length = action_length = 1
+
+    def __init__(self, args: argparse.Namespace, vocabulary: int):
+        self.max_turns, self.longest_answer, self.vocabulary = args.turns, args.longest, vocabulary
+        self.lengths = np.linspace(args.shortest_prompt, args.longest_prompt, args.turns).astype(int)
+        self.widths = buckets(args.longest_prompt, factor=2, smallest=128)
+
+    def start(self, task):
+        """The state and observation in which an episode begins."""
+        return MadeUpState(task=task, turn=jnp.int32(0)), task[None]
+
+    def goal(self, state):
+        """The task."""
+        return state.task[None]
+
+    def step(self, state, action):
+        """(state, observation, reward, done, invalid)."""
+        after = state.replace(turn=state.turn + 1)
+        return after, state.task[None], jnp.float32(0), after.turn >= self.max_turns, jnp.array(False)
+
+
+class MadeUpProgram(SlotProgram):
+    """Its rollout: lengths of all responses, i32[B, T], and tokens decoded one after the other, i32[1]."""
+
+    @property
+    def response_slots(self) -> int:
+        return self.env.longest_answer
+
+    @property
+    def widths(self):
+        return self.env.widths
+
+    @property
+    def end_tokens(self):
+        return (END,)
+
+    def prompt(self, state):
+        """Random tokens."""
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), state.env.task), state.env.turn)
+        ids = jax.random.randint(key, self.widths[-1:], 1, self.env.vocabulary)
+        return ids, jnp.asarray(self.env.lengths)[jnp.minimum(state.env.turn, self.env.max_turns - 1)], {}
+
+    def lengths(self, params, tasks, keys, decoding):
+        """Plays the episodes."""
+        states = jax.vmap(start_episode, (None, None, 0, 0))(self.env, 0, tasks, keys)
+        played = self.play_slots(params, states, decoding)
+        return played.record["response_lengths"], played.steps[None]
 
 
 class MadeUpFormat:
@@ -98,20 +159,27 @@ def run(args: argparse.Namespace) -> list[dict]:
             decode_batch_size=max(1, args.slots // mesh.shape["data"]),
         )  # fmt: skip
         lockstep = Lockstep(network(model), mesh, text, args)
-        times: dict[str, list[float]] = {"continuous": [], "lockstep": []}
+        slots = {"history_length": 0, "decode_batch_size": max(1, args.slots // mesh.shape["data"])}
+        program = functools.partial(MadeUpProgram, graphdef=network(model), **slots)
+        compiled = jax.jit(on_shards(MadeUpProgram.lengths, program, MadeUpCompiled(args, model.vocab_size), mesh))
+        times: dict[str, list[float]] = {"continuous": [], "compiled": [], "lockstep": []}
         for repeat in range(args.repeats + 1):  # the first compiles
             began = time.perf_counter()
             episodes, report = rollout(params, tasks, keys, groups, Decoding())
+            on_host = time.perf_counter()
+            in_program = jax.device_get(compiled(None, params, jnp.arange(B), keys, Decoding()))
             half = time.perf_counter()
             lengths = lockstep(params, tasks, keys)
             if repeat:
-                times["continuous"].append(half - began)
+                times["continuous"].append(on_host - began)
+                times["compiled"].append(half - on_host)
                 times["lockstep"].append(time.perf_counter() - half)
         rollout.close()
     assert report is not None
     # Their lengths may differ where another shape rounds otherwise.
     found: dict[str, tuple[np.ndarray, float]] = {
         "continuous": (np.asarray(episodes.response_lengths), report.counts["decode_steps"]),
+        "compiled": (in_program[0], float(in_program[1].max())),
         "lockstep": (lengths, lockstep.steps),
     }
     speed, excess = {}, {}
@@ -121,13 +189,17 @@ def run(args: argparse.Namespace) -> list[dict]:
         # An answer's first token comes with its prompt.
         decoded = lengths - 1
         excess[name] = steps / max(1, int(decoded.sum(1).max()), math.ceil(decoded.sum() / args.slots))
-    ratio = statistics.median(a / b for a, b in zip(*speed.values(), strict=True))
     shape = f"{args.policy}, {args.dtype}, {B} episodes in {args.slots} slots, {spec}"
+    said = {"continuous": f"tokens, {shape}", "compiled": "in one compiled program", "lockstep": "in lockstep"}
+    rows = []
+    for name, meaning in said.items():
+        ratio = statistics.median(a / b for a, b in zip(speed[name], speed["lockstep"], strict=True))
+        ours = ratio if name != "lockstep" else None
+        rows.append(row(meaning, statistics.median(speed[name]), "tokens/s", 1 / excess[name], ours))
+    for name, meaning in (said | {"continuous": ""}).items():
+        rows.append(row(", ".join(filter(None, [meaning, "decode steps over the fewest possible"])), excess[name], "times"))
     return [
-        row(f"tokens, {shape}", statistics.median(speed["continuous"]), "tokens/s", 1 / excess["continuous"], ratio),
-        row("in lockstep", statistics.median(speed["lockstep"]), "tokens/s", 1 / excess["lockstep"]),
-        row("decode steps over the fewest possible", excess["continuous"], "times"),
-        row("in lockstep, decode steps over the fewest possible", excess["lockstep"], "times"),
+        *rows,
         row("slots that decode, in the mean", 100 * report.counts["slot_use"], "%"),
         row("answer, in the mean", float(episodes.response_lengths.mean()), "tokens"),
     ]

@@ -6,19 +6,24 @@ Every client streams one answer after the other to a prompt of its own random to
 Directly, as many requests are under way as there are clients, and steps are as long as the sampler likes. With random weights
 (--policy household) answers are as long as they may be. The peer is what one writes by hand: one request after the other
 goes through transformers' `generate`, answered when it is whole, so that the first token comes with the last. Nothing is
-compiled while it is timed.
+compiled while it is timed. With --hostile N the clients ask once more, beside a process that sends N bad requests a second.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import itertools
 import multiprocessing
+import socket
 import statistics
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import jax
 import numpy as np
@@ -27,7 +32,7 @@ from hgpo_jax.bench import policies
 from hgpo_jax.bench.limits import row
 from hgpo_jax.config import Config
 from hgpo_jax.envs.household import Household
-from hgpo_jax.errors import ConfigError
+from hgpo_jax.errors import ConfigError, RunError
 from hgpo_jax.export import policy_folder
 from hgpo_jax.job import prepare_devices
 from hgpo_jax.mesh import make_mesh
@@ -70,6 +75,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         ("prompt", 128, "tokens of a prompt"), ("response", 64, "tokens of an answer"),
     ):  # fmt: skip
         p.add_argument(f"--{name}", type=policies.positive, default=default, help=f"{meaning}; default {default}")
+    p.add_argument("--hostile", type=policies.positive, metavar="N", help="bad requests a second beside the clients")
     policies.add_against(p)
 
 
@@ -95,7 +101,8 @@ def run(args: argparse.Namespace) -> list[dict]:
     engine = Engine(
         policy, mesh, slots=args.slots, prompt_limit=args.prompt, response_limit=args.response, waiting_limit=max(args.clients)
     )
-    clients = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+    spawn = multiprocessing.get_context("spawn")
+    clients = ProcessPoolExecutor(1, mp_context=spawn)
     direct = Direct(policy, mesh, args.slots, args.prompt, args.response, max(args.clients) * args.rounds)
     with clients, engine:
         for shape in engine.shapes():
@@ -115,15 +122,21 @@ def run(args: argparse.Namespace) -> list[dict]:
                     row("first token, median", 1e3 * statistics.median(ours.first), "ms"),
                     row("first token, slowest", 1e3 * max(ours.first), "ms"),
                 ]
+                if args.hostile:
+                    with _crowd(spawn, url, args.hostile) as sent:
+                        before = sent.value
+                        beside = clients.submit(ask, url, load).result()
+                        bad = (sent.value - before) / beside.seconds
+                    speed = beside.tokens / beside.seconds
+                    rows.append(row(f"served beside {bad:.0f} bad requests/s", speed, "tokens/s", None, speed / speeds[0]))
     if peer:
-        with served(_peer_app(peer, policy, args.response)) as url, ProcessPoolExecutor(
-            1, mp_context=multiprocessing.get_context("spawn")
-        ) as others:
+        each = len(rows) // len(loads) + 1  # rows of a load, with the peer's
+        with served(_peer_app(peer, policy, args.response)) as url, ProcessPoolExecutor(1, mp_context=spawn) as others:
             for number, load in enumerate(loads):
                 others.submit(ask, url, load._replace(rounds=1), False).result()
                 theirs = others.submit(ask, url, load, False).result()
                 speed = theirs.tokens / theirs.seconds
-                at = 5 * number + 1
+                at = each * number + 1
                 rows.insert(at, row("transformers' generate, served", speed, "tokens/s", None, rows[at - 1]["value"] / speed))
     return rows
 
@@ -208,6 +221,48 @@ def ask(url: str, load: Load, stream: bool = True) -> Measured:
         return Measured(tokens, time.perf_counter() - began, first)
 
     return asyncio.run(all_clients())
+
+
+# Bodies that are refused: no JSON, endless nesting, unknown fields, wrong types, a prompt longer than any.
+BAD = [
+    b"{", b"[" * 100_000, b'{"model": "served", "prompt": "x", "unknown": 1}', b'{"model": "served", "prompt": {}}',
+    b'{"model": "served", "prompt": "' + b"x" * 1_000_000 + b'"}',
+]  # fmt: skip
+
+
+@contextlib.contextmanager
+def _crowd(context, url: str, rate: int) -> Iterator[Any]:
+    """A process that sends `rate` bad requests a second, or as many as it can; gives its count. Raises RunError if it fails."""
+    over, sent = context.Event(), context.Value("i", 0)
+    process = context.Process(target=bother, args=(url, rate, over, sent), daemon=True)
+    process.start()
+    while not sent.value and process.is_alive():
+        time.sleep(0.01)
+    try:
+        yield sent
+    finally:
+        over.set()
+        process.join()
+    if process.exitcode:
+        raise RunError("bench serve: the process that sends bad requests has failed; what it said is above")
+
+
+def bother(url: str, rate: int, over, sent) -> None:
+    """Sends a bad request every 1 / `rate` seconds until `over` is set, and counts them; every other one stops half-way."""
+    place = urlsplit(url)
+    assert place.hostname and place.port
+    held: deque[socket.socket] = deque(maxlen=rate)
+    began = time.monotonic()
+    for number in itertools.count():
+        connection = socket.create_connection((place.hostname, place.port), timeout=60)
+        body = BAD[number // 2 % len(BAD)]
+        head = f"POST {place.path}/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        with contextlib.suppress(OSError):  # cut off, as it should be
+            connection.sendall((head + body)[: len(head) + len(body) // 2] if number % 2 else head + body)
+        held.append(connection)
+        sent.value += 1
+        if over.wait(max(0.0, began + sent.value / rate - time.monotonic())):
+            return
 
 
 def _peer_app(peer, policy: Policy, response: int) -> Any:

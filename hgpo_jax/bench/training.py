@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from hgpo_jax import cli
+from hgpo_jax.advantages import parameters
 from hgpo_jax.bench import policies, profile
 from hgpo_jax.bench.limits import forward_flops, matmul_rate, row
 from hgpo_jax.config import Config
@@ -106,6 +107,8 @@ def refuse_unlike(config: Config) -> None:
         raise ConfigError(f"env.name={config.env.name}: --against transformers plays the embedded household only")
     if method.loss != "clip" or method.critic or method.dynamic_sampling or config.lora.rank:
         raise ConfigError(f"method={config.method}: --against transformers has one clipped loss, without critic or adapters")
+    if needed := parameters(method.estimator)[0]:
+        raise ConfigError(f"method={config.method}: needs {', '.join(needed)}, which --against transformers does not have")
     if config.learner.aggregate != "token-mean" or config.learner.kl_kind != "k3" or config.policy.compute_dtype != "float32":
         raise ConfigError("--against transformers: needs learner.aggregate=token-mean, kl_kind=k3, compute_dtype=float32")
 

@@ -36,17 +36,17 @@ def check(config: Config, episodes: int) -> tuple[list[str], str]:
     name = config.env.name
     if name in ENVIRONMENTS:
         found = ENVIRONMENTS[name]
-        runs_compiled = config.env.runs_compiled
-        build = found.compiled if runs_compiled else found.text
+        in_words = config.in_words
+        build = found.compiled if in_words else found.text
         assert build is not None  # the configuration is checked
-        make = functools.partial(build, config) if runs_compiled else build(config)[0]
+        make = functools.partial(build, config) if in_words else build(config)[0]
         env = make()
     else:
         make, env = made_outside(config.env)
-        found, runs_compiled = Environment(expert=expert_of(env)), is_compiled(env)
+        found, in_words = Environment(expert=expert_of(env)), is_compiled(env)
     groups = -(-episodes // GROUP)
     indices = jnp.arange(groups * GROUP) // GROUP
-    if runs_compiled:
+    if in_words:
         games = found.games(config)["train"] if found.games else None
         tasks = task_keys("train", config.seed, indices)
         if games is not None:
@@ -63,7 +63,7 @@ def check(config: Config, episodes: int) -> tuple[list[str], str]:
         plays = {} if play is None else {"random commands": play}
     if not plays:
         return faults, ""
-    kind = "compiled" if runs_compiled else "text"
+    kind = "compiled" if in_words else "text"
     heading = f"{name}: {kind}; {speed:,.0f} steps/s; {groups} tasks, {GROUP} episodes each"
     return faults, f"{heading}\n{table(plays, config.rollout.history_length, unit)}"
 

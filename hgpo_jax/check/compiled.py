@@ -14,11 +14,11 @@ import numpy as np
 
 from hgpo_jax.advantages import state_ids
 from hgpo_jax.check.statistics import GROUP, Play
-from hgpo_jax.envs.protocol import Expert, ListsActions, ListsGames, OwnPrompts, members
+from hgpo_jax.envs.protocol import Expert, ListsActions, ListsGames, OwnPrompts, Team, members
 from hgpo_jax.errors import one_line
 from hgpo_jax.rollout.compiled import start_episode
-from hgpo_jax.rollout.prompts import make_prompt, prompt_length
-from hgpo_jax.rollout.requirements import OWN, RUNNER
+from hgpo_jax.rollout.prompts import make_prompt, prompt_length, role_of
+from hgpo_jax.rollout.requirements import OWN, RUNNER, TEAM, roles_of
 
 COUNTS = ("goal_length", "observation_length", "action_length", "max_turns")
 Player = Callable[[Any, Any, jax.Array, jax.Array], jax.Array]  # (env, state, recent i32[K, A], key) -> action i32[A]
@@ -26,7 +26,7 @@ Player = Callable[[Any, Any, jax.Array, jax.Array], jax.Array]  # (env, state, r
 
 def member_faults(env, expert) -> list[str]:
     """What it lacks, and attributes that are not what they should be."""
-    needed = RUNNER | (OWN if hasattr(env, "prompt") else {})
+    needed = RUNNER | (OWN if hasattr(env, "prompt") else {}) | (TEAM if hasattr(env, "roles") else {})
     faults = [f"{name}: is missing; add it: {meaning}" for name, meaning in needed.items() if not hasattr(env, name)]
     for name in COUNTS:
         value = getattr(env, name, 1)
@@ -40,6 +40,10 @@ def member_faults(env, expert) -> list[str]:
             faults.append(f"{name}: has {next(w for w in value if value.count(w) > 1)!r} twice; name each once")
         elif name == "words" and value[0]:
             faults.append(f"words: begins with {value[0]!r}; put the empty word '' first, since id 0 is an empty slot")
+    try:
+        roles_of(env)
+    except ValueError as error:
+        faults.append(str(error).partition(": ")[2])
     if expert is None and hasattr(env, "expert_action"):
         faults.append(f"random_action: is missing beside expert_action; add it: {members(Expert)['random_action']}")
     return faults
@@ -89,6 +93,8 @@ def shape_faults(env, expert, task, history_length: int) -> list[str]:
         faults += [f"step(state, action): {difference}" for difference in _changed_fields(state, result[0])]
     goal = returned("goal(state)", env.goal, state, goal=ids(env.goal_length))
     returned("won(state)", env.won, state, won=flag)
+    if isinstance(env, Team):
+        returned("role(state)", env.role, state, role=number)
     if isinstance(env, OwnPrompts) and goal is not None:
         past = [jax.ShapeDtypeStruct((history_length, width), jnp.int32) for width in (O, A)]
         prompt = functools.partial(env.prompt, act=1)
@@ -158,17 +164,21 @@ def make_play(env, acting: Sequence[Player], history_length: int):
 
         def turn(row, t):
             key = jax.random.fold_in(row.key, t)
-            action = jnp.stack([player(env, row.env, row.history.actions, key) for player in acting])[which]
-            history = row.history if history_length else jax.tree.map(lambda a: a[:0], row.history)
+            role = role_of(env, row.env)
+            _, recent = row.history.of(role)
+            action = jnp.stack([player(env, row.env, recent, key) for player in acting])[which]
+            history = row.history if history_length else jax.tree.map(lambda a: a[:, :0], row.history)
             _, length = make_prompt(env, row.env, row.goal, history, row.observation, len(env.words))
             can_act = env.admissible(row.env)[0].any() if isinstance(env, ListsActions) else jnp.array(True)
             state, observation, reward, done, invalid = env.step(row.env, action)
             after = row.replace(
-                env=state, observation=observation, history=row.history.push(row.observation, action), done=row.done | done
-            )
+                env=state, observation=observation, history=row.history.push(role, row.observation, action),
+                done=row.done | done,
+            )  # fmt: skip
             record = {
                 "observation": row.observation, "action": action, "reward": reward, "done": done, "invalid": invalid & can_act,
                 "won": env.won(state), "prompt": length, "mask": ~row.done, "seen": observation,
+                "role": role,
             }  # fmt: skip
             return after, record
 
@@ -255,6 +265,8 @@ def _value_faults(env, record: dict, player: str, slots: int) -> dict[str, str]:
             found["ids"] = f"{told} has the id {wrong}; an id is the index of one of the {words} words"
     if ((record["task"] < 0) | (record["task"] >= len(env.task_types))).any():
         found["task"] = f"reset(key): state.task is {record['task'].max()}; it is one of the {len(env.task_types)} task_types"
+    if ((record["role"] < 0) | (record["role"] >= len(roles_of(env))))[mask].any():
+        found["role"] = f"role(state): is {record['role'][mask].max()}; it is one of the {len(roles_of(env))} roles"
     broken = ~np.isfinite(record["reward"])
     if (broken & mask).any():
         found["reward"] = f"step(state, action): a reward is {record['reward'][broken & mask][0]}; make it a finite number"

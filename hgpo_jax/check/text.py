@@ -13,7 +13,8 @@ from hgpo_jax.check.statistics import GROUP, Play
 from hgpo_jax.envs.protocol import INFO
 from hgpo_jax.errors import one_line
 from hgpo_jax.rollout.chat_format import PromptInput
-from hgpo_jax.rollout.requirements import TEXT, TEXT_RESET
+from hgpo_jax.rollout.requirements import TEXT, TEXT_RESET, TEXT_TEAM, roles_of
+from hgpo_jax.rollout.scripted_play import prompt_inputs
 from hgpo_jax.rollout.workers import EnvOutput, read_output
 
 REPLAYED = 8  # tasks of which an episode is played again
@@ -45,7 +46,7 @@ class _Checked:
         except (Exception, SystemExit) as error:
             raise _Fault(one_line(f"{call}: fails with {type(error).__name__}: {error!s:.300}; let it take this")) from None
         self.seconds += time.perf_counter() - began
-        for member, meaning in TEXT_RESET.items():
+        for member, meaning in (TEXT_RESET | (TEXT_TEAM if hasattr(self._env, "roles") else {})).items():
             if not hasattr(self._env, member):
                 raise _Fault(f"{member}: is missing after {call}; set it there: {meaning}")
         if count == 5 and isinstance(result, tuple | list) and len(result) == 5 and isinstance(result[4], dict):
@@ -73,6 +74,10 @@ def check(make: Callable, env, tasks: Sequence[int], seed: int, history_length: 
     faults = [f"{name}: is missing; add it: {meaning}" for name, meaning in TEXT.items() if not hasattr(env, name)]
     if not faults and (not isinstance(env.max_turns, int | np.integer) or env.max_turns < 1):
         faults = [f"max_turns: is {env.max_turns!r}; make it a whole number above 0"]
+    try:
+        roles_of(env)
+    except ValueError as error:
+        faults.append(str(error).partition(": ")[2])
     if faults:
         return faults, None, 0.0
     used, episodes = _Checked(env), []
@@ -92,7 +97,7 @@ def check(make: Callable, env, tasks: Sequence[int], seed: int, history_length: 
             used = _Checked(make()) if player is used else used
     if not episodes:
         return list(found.values()), None, 0.0
-    inputs = [_inputs(outputs, actions, history_length) for _, outputs, actions in episodes]
+    inputs = [prompt_inputs(outputs, actions, history_length) for _, outputs, actions in episodes]
     lengths, too_long = measure([each for episode in inputs for each in episode])
     if too_long:
         found["prompt"] = (
@@ -164,14 +169,6 @@ def _difference(first: list[EnvOutput], second: list[EnvOutput]) -> str:
             if one != other:
                 return one_line(f"{name} after {turn} actions: {one!r:.60} and {other!r:.60}")
     return f"{len(first) - 1} and {len(second) - 1} actions"
-
-
-def _inputs(outputs: list[EnvOutput], actions: list[str], history_length: int) -> list[PromptInput]:
-    pairs = [(output.observation, action) for output, action in zip(outputs, actions, strict=False)]
-    return [
-        PromptInput(output.goal, pairs[max(0, turn - history_length) : turn], turn, output.observation, output.commands)
-        for turn, output in enumerate(outputs[: len(actions)])
-    ]
 
 
 def _as_play(episodes: list[tuple], lengths: list[int], max_turns: int) -> Play:

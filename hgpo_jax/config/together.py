@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from hgpo_jax.config.tree import Config, EnvConfig
+from hgpo_jax.config.tree import Config, EnvConfig, LearnerConfig
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.names import ENVIRONMENTS
 
 
 def check_together(config: Config) -> None:
     """Raises ConfigError for fields that are right each by itself, but not together."""
-    from hgpo_jax.environments import environment  # these import jax, which `--help` does without
+    from hgpo_jax.environments import environment, role_names  # these import jax, which `--help` does without
     from hgpo_jax.methods import method_named
     from hgpo_jax.rollout.judges import judge_named
 
@@ -28,18 +28,16 @@ def check_together(config: Config) -> None:
             config.log.keep_best and not config.evaluation.every,
         f"log.sample_every={config.log.sample_every}: method={config.method} mixes several rollouts, whose texts are not "
         "kept; leave it out":
-            config.log.sample_every and method.dynamic_sampling and not env.runs_compiled,
+            config.log.sample_every and method.dynamic_sampling and not config.in_words,
         f"env.compiled=true: env.name={env.name} has no such choice; leave it out": env.compiled and not either,
         f"env.max_turns={env.max_turns}: env.name={env.name} has a max_turns of its own; leave it out, or give env.options":
             env.max_turns != turns and env.name not in ENVIRONMENTS,
         f"env.template={env.template}: env.name={env.name}, compiled, takes no template; leave it out":
-            env.template and env.runs_compiled,
+            env.template and config.in_words,
         "env.split=generated: has no files to play on the host; give env.compiled=true, too":
-            "split" in found.options and env.split == "generated" and not env.compiled,
-        f"policy.tokenizer={config.policy.tokenizer}: with env.compiled=true a policy has the games' own words; leave it out":
-            env.compiled and config.policy.tokenizer,
+            "split" in found.options and env.split == "generated" and not (config.in_words or env.compiled),
         f"warm_start=cloning: env.name={env.name} has no expert to clone; give warm_start=none":
-            cloning and ((env.runs_compiled and not found.expert) or found.agent),
+            cloning and ((config.in_words and not found.expert) or found.agent),
         "policy.source=: env.name=agent has no words for a small policy; give policy=, which reads what the agent writes":
             found.agent and not (config.policy.source or config.policy.tokenizer),
         f"lora.rank={config.lora.rank}: adapters go beside given weights; give policy=, too":
@@ -51,17 +49,31 @@ def check_together(config: Config) -> None:
             cloning and config.policy.tokenizer,
         f"rollout.ready_fraction={config.rollout.ready_fraction:g}: needs env.workers; in this process environments step one "
         "by one":
-            config.rollout.ready_fraction < 1 and not env.runs_compiled and not env.workers,
+            config.rollout.ready_fraction < 1 and not config.in_words and not env.workers,
     }  # fmt: skip
+    if method.parts and not (config.in_words and hasattr(found.compiled and found.compiled(config), "answer_parts")):
+        raise ConfigError(
+            f"method={config.method}: needs answers with switch, subgoal and action parts, which env.name={env.name} does not "
+            "have; give env.name=household_subgoals, or one of your own with answer_parts"
+        )
+    for name, losses in (("aggregate", ("clip",)), ("dual_clip", ("clip",)), ("process_noise", ("kpo",))):
+        value, default = getattr(config.learner, name), LearnerConfig.model_fields[name].default
+        message = f"learner.{name}={value}: method={config.method} does not read it; leave it at {default}"
+        wrong[message] = method.loss not in losses and value != default
     for message, applies in wrong.items():
         if applies:
             raise ConfigError(message)
+    if config.learner.alternate and len(roles := role_names(config)) < 2:
+        raise ConfigError(
+            f"learner.alternate={config.learner.alternate}: env.name={env.name} has one role, {roles[0]}; leave it out"
+        )
     read = {"name", "options", "compiled", "max_turns", *found.options}
-    read |= set() if env.runs_compiled else {"workers", "time_limit"}
+    on_device = config.in_words or config.told_on_device
+    read |= set() if on_device else {"workers", "time_limit"}
     read |= set() if found.agent else {"template"}
-    read |= set() if env.runs_compiled or found.agent else {"strict"}
+    read |= set() if config.in_words or found.agent else {"strict"}
     for name, info in EnvConfig.model_fields.items():
         value, default = (",".join(v) if isinstance(v, tuple) else v for v in (getattr(env, name), info.default))
         if name not in read and value != default:
-            face = ", compiled," if env.runs_compiled and name in ("strict", "workers", "time_limit") else ""
+            face = ", compiled," if on_device and name in ("strict", "workers", "time_limit") else ""
             raise ConfigError(f"env.{name}={value}: env.name={env.name}{face} does not read it; leave it at {default!r}")

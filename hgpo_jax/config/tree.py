@@ -6,11 +6,12 @@ import math
 import re
 import string
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import pydantic
-from pydantic import Field
 
+from hgpo_jax.config.section import CONTROL, NonNegative, Positive, Section, Share, field
 from hgpo_jax.envs import outside
 from hgpo_jax.envs.cli import nearest
 from hgpo_jax.files import CACHE_DIR, check_scheme, is_remote
@@ -19,42 +20,14 @@ from hgpo_jax.names import ENVIRONMENTS, LINEARS, METHODS, HeldOut
 if TYPE_CHECKING:
     from hgpo_jax.environments import Environment
 
+_SURROGATE = re.compile(r"[\ud800-\udfff]")  # in a text that is an option
+
 # Fields that take one of these names, what an installed package calls its own, or a place outside (`envs/outside.py`).
 OPEN: dict[str, tuple[Collection[str], str]] = {
     "env.name": (ENVIRONMENTS, outside.ENVIRONMENTS),
     "method": (METHODS, outside.ESTIMATORS),
     "reward.source": ((), outside.REWARDS),
 }
-
-Positive = Annotated[int, Field(gt=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-NonNegative = Annotated[float, Field(ge=0)]
-
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")  # in a text; what else a path may hold is the file system's to say
-_SURROGATE = re.compile(r"[\ud800-\udfff]")
-
-
-def _takes_bool(annotation) -> bool:
-    return annotation is bool or any(map(_takes_bool, get_args(annotation)))
-
-
-class Section(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    @pydantic.field_validator("*", mode="before")
-    @classmethod
-    def _is_meant(cls, value, info):
-        """`true`, `yes` and `on` do not mean the number 1."""
-        if isinstance(value, bool) and not _takes_bool(cls.model_fields[info.field_name].annotation):
-            raise ValueError("true and false are not values of this field")
-        return value
-
-    @pydantic.field_validator("*")
-    @classmethod
-    def _is_text(cls, value):
-        if isinstance(value, str) and _CONTROL.search(value):
-            raise ValueError("contains a control character; remove it")
-        return value
 
 
 def choices(name: str) -> tuple[str, ...]:
@@ -80,11 +53,17 @@ def _is_option(value) -> bool:
         return math.isfinite(value)
     if isinstance(value, int):
         return value.bit_length() < 64
-    return isinstance(value, str) and not _CONTROL.search(value) and not _SURROGATE.search(value)
+    return isinstance(value, str) and not CONTROL.search(value) and not _SURROGATE.search(value)
 
 
-def field(default, meaning, **limits):
-    return Field(default, description=meaning, validate_default=True, **limits)
+def _reads_text(source: str) -> bool:
+    """Whether the policy from this place reads text: all do but small ones with a compiled environment's words, whose folder
+    has no chat template."""
+    folder = Path(source)
+    if not source or not (folder / "tokenizer.json").is_file():
+        return bool(source)
+    about = folder / "tokenizer_config.json"
+    return (folder / "chat_template.jinja").is_file() or (about.is_file() and '"chat_template"' in about.read_text())
 
 
 def _environment(env: EnvConfig) -> Environment:
@@ -94,7 +73,7 @@ def _environment(env: EnvConfig) -> Environment:
 
 
 class EnvConfig(Section):
-    """The environment: compiled with the policy (household, sokoban, on request alfworld), or text on the host (the others).
+    """The environment: compiled with the policy (household, sokoban, where it can alfworld), or text on the host (the others).
 
     One of your own is of the kind that its class is (`envs/protocol.py`)."""
 
@@ -118,8 +97,9 @@ class EnvConfig(Section):
     reward: Literal["success", "gym"] = field(
         "success", "sokoban: 10 for all boxes on targets and nothing else; or as gym-sokoban for every step"
     )
-    compiled: bool = field(
-        False, "alfworld: play the games inside the compiled rollout, with a small policy whose words are the games' own"
+    compiled: bool | None = field(
+        None, "alfworld: play the games inside the compiled rollout; default: with a small policy, whose words are the games' "
+        "own, and with given weights (policy=) unless there are env.workers; false never",
     )
     max_turns: int = field(20, "actions after which an episode ends", ge=1, le=1000)
     data: str = field("", "folder of ALFWorld's (default: ALFWORLD_DATA) or WebShop's files; data=FOLDER is short for it")
@@ -144,12 +124,6 @@ class EnvConfig(Section):
     time_limit: float = field(
         60.0, "seconds after which an environment in a worker counts as hung, and an agent that asks for nothing", gt=0
     )
-
-    @property
-    def runs_compiled(self) -> bool:
-        """Whether episodes are sampled in one compiled program; else the environment is text on the host."""
-        found = _environment(self)
-        return found.compiled is not None and (found.text is None or self.compiled)
 
     @property
     def turns(self) -> int:
@@ -302,14 +276,20 @@ class AdvantageConfig(Section):
     statistics: Literal["per_step", "per_trajectory"] = field(
         "per_step", "what the episode part's mean and std run over"
     )
-    step_weight: float = field(1.0, "weight of the step part in gigpo and graphgpo", ge=0, le=1e6)
+    step_weight: float = field(1.0, "weight of the step part in gigpo, graphgpo and ecpo", ge=0, le=1e6)
     history_length: int | None = field(
         None, "K of the groups in hgpo, eb_gae and eb_td; default: rollout.history_length, the K of the prompt", ge=0, le=64
     )
     lam: Share | None = field(
-        None, "lambda of ppo, gagpo, eb_gae and eb_td; default: the method's own, 0.95, 0.95, 0.65 and 0.35"
+        None, "lambda of ppo, hiper, gagpo, eb_gae and eb_td; default: the method's own, 0.95 thrice, 0.65 and 0.35"
     )
     invalid_penalty: float = field(0.1, "subtracted from the return of a step whose action is invalid", ge=0, le=1e6)
+    prior_count: float = field(
+        2.0, "of ecpo: imaginary visits with the state's mean return that are added to each action", ge=0, le=1e6
+    )
+    gate_count: float = field(
+        4.0, "tau of ecpo's gate tanh(visits / tau): visits it takes until a state is trusted", ge=0.1, le=1e6
+    )
 
 
 class OptimizerConfig(Section):
@@ -341,15 +321,22 @@ class LearnerConfig(OptimizerConfig):
         False, "keep optimizer, critic and reference policy in host memory while episodes are sampled; costs their transfer"
     )
     clip_low: float | None = field(
-        None, "PPO clip below; default: the method's own, 0.2 and for gspo 0.0003", gt=0, lt=1
+        None, "PPO clip below; default: the method's own, 0.2, for gspo and kpo 0.0003", gt=0, lt=1
     )
     clip_high: float | None = field(
-        None, "PPO clip above; default: the method's own, 0.2, for dapo 0.28 and for gspo 0.0004", gt=0
+        None, "PPO clip above; default: the method's own, 0.2, for dapo 0.28, for gspo and kpo 0.0004", gt=0
     )
     dual_clip: float = field(3.0, "bound on the loss of steps with a negative advantage, in units of it", gt=1)
+    process_noise: float = field(
+        1e-6, "of kpo: variance of a log-ratio's change per token over that of its noise; smaller smooths more", gt=0, le=1e6
+    )
     kl_weight: NonNegative = field(0.01, "weight of the KL to the reference policy (the policy as it starts)")
     kl_kind: Literal["k1", "k2", "k3", "abs"] = field("k3", "estimator of that KL")
     entropy_weight: NonNegative = field(0.001, "weight of the entropy bonus")
+    alternate: int | None = field(
+        None, "teams: iterations for which one role learns before the next one does; 0: all learn in each; default: the "
+        "method's own, 1 for himac, else 0", ge=0,
+    )  # fmt: skip
     max_nonfinite: Positive = field(
         3, "iterations in a row with a non-finite loss or gradient (such updates are skipped) after which the run stops"
     )
@@ -359,7 +346,7 @@ class LearnerConfig(OptimizerConfig):
 
 
 class CriticConfig(OptimizerConfig):
-    """The value head of ppo: its optimizer, beside learner.minibatch_size and microbatch_size."""
+    """The value heads of ppo and hiper: their optimizer, beside learner.minibatch_size and microbatch_size."""
 
     lr: float = field(5e-3, "learning rate", gt=0)
     grad_clip: float = field(10.0, "largest global gradient norm", gt=0)
@@ -425,6 +412,29 @@ class Config(Section):
     critic: CriticConfig = CriticConfig()
     log: LogConfig = LogConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+
+    @property
+    def in_words(self) -> bool:
+        """Whether the policy's tokens are a compiled environment's own words, so that episodes are sampled in one program.
+
+        Else the environment is told as text. One that has both is text for a policy that reads text.
+        """
+        found = _environment(self.env)
+        if found.compiled is None or found.text is None:
+            return found.compiled is not None
+        reads_text = bool(self.policy.tokenizer) or _reads_text(self.policy.source)
+        return self.env.compiled is not False and not reads_text
+
+    @property
+    def told_on_device(self) -> bool:
+        """Whether a compiled environment is told to a language model as text, inside the compiled rollout.
+
+        Not to one with fresh weights unless it is asked for: what that says cannot be reproduced there.
+        """
+        found = _environment(self.env)
+        if self.in_words or found.compiled is None or found.text is None:
+            return False
+        return bool(self.policy.source) and not self.env.workers if self.env.compiled is None else self.env.compiled
 
     @pydantic.field_validator("method")
     @classmethod

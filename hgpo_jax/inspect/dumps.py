@@ -15,10 +15,12 @@ from hgpo_jax import advantages, methods
 from hgpo_jax import config as configuration
 from hgpo_jax.advantages import ESTIMATORS, Estimate
 from hgpo_jax.config import Config
+from hgpo_jax.environments import role_names
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.iteration import estimator_options
 from hgpo_jax.policy.tokenizer import BLANK, END, PAD, load_tokenizer
 from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.rollout.requirements import ONE_ROLE
 from hgpo_jax.run import remote
 
 
@@ -49,7 +51,10 @@ class Dump:
     @property
     def estimators(self) -> tuple[str, ...]:
         """The estimators that need nothing but a dump; the run's own first, if it is one of them (`gae` needs values)."""
-        able = [name for name in ESTIMATORS if methods.AVAILABLE_ARRAYS.issuperset(advantages.parameters(name)[0])]
+        # With one role, what compares roles is what compares all.
+        held = methods.AVAILABLE_ARRAYS - (set() if len(self.roles) > 1 else {"agents"})
+        needed = {name: set(advantages.parameters(name)[0]) for name in ESTIMATORS}
+        able = [name for name in needed if held | ({"agents"} if name == self.estimator else set()) >= needed[name]]
         return tuple(sorted(able, key=lambda name: name != self.estimator))
 
     def estimate(self, name: str = "", **options: Any) -> Estimate:
@@ -66,6 +71,28 @@ class Dump:
             name, rewards=e.rewards, mask=e.mask, states=e.states, groups=e.groups, invalid=e.invalid, **settings
         )
         return jax.tree.map(np.asarray, record)
+
+    # -- roles --------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def roles(self) -> tuple[str, ...]:
+        """The names of the environment's roles, which it is asked for; where it cannot be made, `role_0` and so on."""
+        last = int(self.episodes.agents.max(initial=0))
+        if not last:
+            return ONE_ROLE
+        try:
+            names = role_names(self.config)
+        except Exception:  # a user's own may need what this machine lacks
+            names = ()
+        return names if last < len(names) else tuple(f"role_{index}" for index in range(last + 1))
+
+    def role(self, episode: int, turn: int) -> str:
+        """Whose turn it was; empty where there is one role."""
+        return self.roles[self.episodes.agents[episode, turn]] if len(self.roles) > 1 else ""
+
+    def said(self, episode: int, turn: int) -> str:
+        """What the policy wrote, behind a mark that says whose turn it was."""
+        return f"{self.role(episode, turn)} > {self.response(episode, turn)}".lstrip()
 
     # -- texts --------------------------------------------------------------------------------------------------
 
@@ -136,7 +163,7 @@ class Dump:
         lines = [f"task: {self.goal(episode)} ({'success' if e.success[episode] else 'failure'})"]
         for turn in range(self.turns(episode)):
             invalid = "   (invalid)" if e.invalid[episode, turn] else ""
-            lines += [f"  {self.observation(episode, turn)}", f"    > {self.response(episode, turn)}{invalid}"]
+            lines += [f"  {self.observation(episode, turn)}", f"    {self.said(episode, turn)}{invalid}"]
         return "\n".join(lines)
 
     @functools.cached_property

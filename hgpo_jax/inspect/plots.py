@@ -49,7 +49,8 @@ def plot_learning(runs: dict[str, str | Path | list[dict]], metrics=("success", 
 def plot_group(dump: Dump, records: dict[str, Estimate], group: int) -> Figure:
     """Heat maps of a prompt group, one per estimator: a row is an episode (* if it succeeds), a column a turn.
 
-    Each map has its own scale, because those of estimators differ. A cross marks an invalid action.
+    Each map has its own scale, because those of estimators differ. A cross marks an invalid action; where there are several
+    roles, a number says whose turn it was.
     """
     e = dump.episodes
     rows = [b for b in np.flatnonzero(e.groups == group) if e.mask[b].any()]
@@ -64,13 +65,18 @@ def plot_group(dump: Dump, records: dict[str, Estimate], group: int) -> Figure:
         shown = axis.imshow(values, cmap=colors, norm=CenteredNorm(), aspect="auto", interpolation="none")
         row, turn = np.nonzero((e.invalid[rows] & steps)[:, :longest])
         axis.plot(turn, row, "x", color="black", markersize=4, markeredgewidth=0.8)
+        if len(dump.roles) > 1:
+            for y, x in np.argwhere(steps).tolist():
+                axis.text(x - 0.42, y, str(e.agents[rows[y], x]), fontsize=5, ha="left", va="center", alpha=0.7)
         names = [f"{b} {'*' if e.success[b] else ' '}" for b in rows]
         axis.set_yticks(range(len(rows)), names, fontsize=8, family="monospace")
         axis.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
         axis.set_xlabel("turn", fontsize=9)
         axis.set_title(name, fontsize=10, loc="left")
         figure.colorbar(shown, ax=axis, pad=0.02, shrink=0.9).ax.tick_params(labelsize=8)
-    figure.suptitle(dump.goal(int(rows[0])), fontsize=10, parse_math=False)  # a price in dollars is not a formula
+    roles = ", ".join(f"{index} {role}" for index, role in enumerate(dump.roles)) if len(dump.roles) > 1 else ""
+    title = f"{dump.goal(int(rows[0]))}{roles and f' ({roles})'}"
+    figure.suptitle(title, fontsize=10, parse_math=False)  # a price in dollars is not a formula
     return figure
 
 

@@ -87,7 +87,7 @@ def step_text(dump: Dump, record: Estimate, episode: int, turn: int, shown: int 
     """`step_groups` to read; of a level the `shown` members with the highest and lowest values, and the step itself."""
     lines = [
         f"episode {episode}, turn {turn}: {dump.observation(episode, turn)}",
-        f"    > {dump.response(episode, turn)}",
+        f"    {dump.said(episode, turn)}",
         f"return {record.returns[episode, turn]:.3g}, advantage {record.advantages[episode, turn]:+.3g}",
     ]
     for group in step_groups(dump, record, episode, turn):
@@ -119,7 +119,7 @@ def steps_table(dump: Dump, record: Estimate) -> dict[str, np.ndarray]:
     e = dump.episodes
     rows, turns = np.nonzero(e.mask)
     places = {"episode": rows, "turn": turns, "group": e.groups[rows], "task": e.task[rows], "success": e.success[rows]}
-    fields: dict[str, jax.Array] = {"state": e.states, "invalid": e.invalid, "reward": e.rewards}
+    fields: dict[str, jax.Array] = {"state": e.states, "role": e.agents, "invalid": e.invalid, "reward": e.rewards}
     fields |= {"return": record.returns, "advantage": record.advantages}
     for column, level in enumerate(record.levels):
         name = "prompt_group" if level < 0 else f"level{level}"

@@ -1,4 +1,4 @@
-"""The key-value cache of one layer: its axes, allocation, writing, and compaction to fewer rows."""
+"""The key-value cache of one layer: its axes, allocation, writing, and compaction to fewer rows; work on each device's rows."""
 
 from __future__ import annotations
 
@@ -67,3 +67,26 @@ class KVCache(struct.PyTreeNode):
     def take(self, rows) -> KVCache:
         """The cache of some rows, i32[n], of those that a device has."""
         return jax.tree.map(lambda a: a[rows], self)
+
+
+def on_each_device(call, *args):
+    """`call` with the part of the arguments' rows that each device has, inside a `shard_map` or not.
+
+    Arguments are trees of arrays whose rows are split over the batch's axes, and of KVCaches. Left to the compiler, rows would
+    move between devices.
+    """
+    if not manual_axes():
+        return call(*args)
+    is_cache = lambda a: isinstance(a, KVCache)  # noqa: E731
+
+    def specs(tree):
+        def spec(a):
+            return a.partition() if is_cache(a) else partition_in_context(("batch",) + (None,) * (a.ndim - 1), a.shape)
+
+        return jax.tree.map(spec, tree, is_leaf=is_cache)
+
+    shapes = jax.eval_shape(call, *args)
+    mapped = jax.shard_map(
+        call, in_specs=specs(args), out_specs=specs(shapes), axis_names=manual_axes(), check_vma=False
+    )
+    return mapped(*args)

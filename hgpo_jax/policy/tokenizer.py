@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 BLANK, PAD, END, ACT = "_", "<|endoftext|>", "<|im_end|>", ">"
 PLAIN = "{{ messages[0]['content'] }}"  # the chat template of a policy that is shown a message and nothing else
 # How Qwen2 cuts text before it merges bytes (its tokenizer.json); transformers 5 puts it into every folder of this model type.
-_QWEN2 = (
+QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _WORDS = r" ?\p{Ll}+|\p{Lu}\p{Ll}+|."  # a drawing's characters stay apart, so that it is read cell by cell
@@ -57,7 +57,7 @@ def text_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     # Every merge is inside a word, so the tokens are the same however the text is cut around words.
     trainer = trainers.BpeTrainer(vocab_size=MAX_WORDS - 2, min_frequency=1, show_progress=False, initial_alphabet=alphabet)
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_QWEN2), "isolated"), byte_level])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(QWEN2), "isolated"), byte_level])
     tokenizer.normalizer, tokenizer.decoder = normalizers.NFC(), decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in (PAD, END)])
     return PreTrainedTokenizerFast(

@@ -33,8 +33,8 @@ class PromptInput(NamedTuple):
     """What an agent knows before it acts."""
 
     goal: str
-    history: Sequence[tuple[str, str]]  # the last K pairs of observation and action, oldest first
-    turn: int  # actions taken so far
+    history: Sequence[tuple[str, str]]  # its last K pairs of observation and action, oldest first
+    turn: int  # actions it took so far
     observation: str
     commands: Sequence[str]  # what can be done now
 
@@ -130,13 +130,14 @@ class TokenText:
         # A marker becomes harmless when it is encoded in two pieces; of overlapping ones each is cut.
         added = tokenizer.get_added_vocab()
         markers = sorted(added, key=len, reverse=True)
+        self.markers = markers
         self._marker = re.compile(f"({'|'.join(map(re.escape, markers))})") if markers else None
         self._cuts = re.compile(f"(?={self._marker.pattern})") if self._marker else None
         self._added = frozenset(added.values())
         # Some reasoning models' tags are special tokens; they belong to the text nevertheless.
         special = ((index, token) for index, token in tokenizer.added_tokens_decoder.items() if token.special)
         self._special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        self._hidden = frozenset(index for index, token in special if token.content not in _TAGS)
+        self.hidden = frozenset(index for index, token in special if token.content not in _TAGS)
 
     def encode(self, texts: Iterable[str]) -> list[list[int]]:
         """Token ids of texts as data: no special or added token comes out, whatever is in them."""
@@ -168,7 +169,7 @@ class TokenText:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of a response, without special tokens other than the tags."""
-        shown = [index for index in ids if index not in self._hidden]
+        shown = [index for index in ids if index not in self.hidden]
         return self._tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
@@ -194,32 +195,32 @@ class ChatFormat:
         self, tokenizer, template: str, prompt_limit: int = 4096, stop: Sequence[str] = (), fallback: int = 30
     ):
         self.template = load_template(template)
-        self.prompt_limit, self._fallback = prompt_limit, fallback
+        self.prompt_limit, self.fallback = prompt_limit, fallback
         check_chat_tokenizer(tokenizer)
         self.text = TokenText(tokenizer)
-        self._tokenizer, self._head, self._tail = tokenizer, *_frame(tokenizer)
+        self._tokenizer, self.head, self.tail = tokenizer, *_frame(tokenizer)
         vocabulary = tokenizer.get_vocab()
         if unknown := [token for token in stop if token not in vocabulary]:
             raise ValueError(f"stop={unknown}: no token of the tokenizer; give tokens such as {tokenizer.eos_token!r}")
         self.end_tokens = (tokenizer.eos_token_id, *(vocabulary[token] for token in stop))
-        self._message_limit = prompt_limit - len(self._head) - len(self._tail)
-        if self._message_limit < 1:
-            frame = prompt_limit - self._message_limit
+        self.message_limit = prompt_limit - len(self.head) - len(self.tail)
+        if self.message_limit < 1:
+            frame = prompt_limit - self.message_limit
             raise ValueError(f"prompt_limit={prompt_limit}: the chat template alone takes {frame} tokens")
 
     def build(self, inputs: Sequence[PromptInput]) -> list[Prompt]:
         """The prompt of each input."""
-        prompts, max_characters = [], self._message_limit * MAX_CHARACTERS_PER_TOKEN
+        prompts, max_characters = [], self.message_limit * MAX_CHARACTERS_PER_TOKEN
         texts = [self.template.render(prompt_input) for prompt_input in inputs]
         encoded = self.text.encode(text[-max_characters:] for text in texts)
         for prompt_input, text, ids in zip(inputs, texts, encoded, strict=True):
             dropped = 0
-            while (len(ids) > self._message_limit or len(text) > max_characters) and dropped < len(prompt_input.history):
+            while (len(ids) > self.message_limit or len(text) > max_characters) and dropped < len(prompt_input.history):
                 dropped += 1
                 text = self.template.render(prompt_input._replace(history=prompt_input.history[dropped:]))
                 ids = self.text.encode([text[-max_characters:]])[0]
-            cut = max(0, len(ids) - self._message_limit)
-            prompts.append(Prompt(self._head + ids[cut:] + self._tail, dropped, cut + (len(text) > max_characters)))
+            cut = max(0, len(ids) - self.message_limit)
+            prompts.append(Prompt(self.head + ids[cut:] + self.tail, dropped, cut + (len(text) > max_characters)))
         return prompts
 
     def answers(self, commands: Sequence[str], thoughts: Sequence[str]) -> list[list[int]]:
@@ -235,7 +236,7 @@ class ChatFormat:
 
     def parse(self, ids: Sequence[int]) -> ParsedResponse:
         """A response's text without special tokens other than the tags, and what `Template.parse` finds in it."""
-        return self.template.parse(self.text.decode(ids), self._fallback)
+        return self.template.parse(self.text.decode(ids), self.fallback)
 
 
 def sanitized(text: str) -> str:
@@ -281,8 +282,9 @@ def conversation_ids(
     calls = [message["tool_calls"] for message in messages if message.get("tool_calls")]
     if calls and "tool_calls" not in tokenizer.chat_template:
         raise ValueError("tool_calls: this policy's chat template does not show any; leave them out")
-    if spelled := text.marker_in(json.dumps([list(tools), calls], ensure_ascii=False)):
-        raise ValueError(f"tools: {spelled!r} is a token of its own in this policy's vocabulary; write it otherwise")
+    for field, given in (("tools", list(tools)), ("tool_calls", calls)):
+        if spelled := text.marker_in(json.dumps(given, ensure_ascii=False)):
+            raise ValueError(f"{field}: {spelled!r} is a token of its own in this policy's vocabulary; write it otherwise")
     mark = f"message-{secrets.token_hex(8)}-"  # nobody can write it
     marked = [
         message if message.get("tool_calls") and not message["content"] else

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx, struct
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hgpo_jax.advantages import state_ids
 from hgpo_jax.mesh import max_across_devices
-from hgpo_jax.rollout.episodes import Episodes
-from hgpo_jax.rollout.prompts import History, make_prompt, prompt_length, prompt_widths
-from hgpo_jax.rollout.requirements import ROLLOUT, check_compiled
-from hgpo_jax.sampling import generate
+from hgpo_jax.rollout.episodes import Episodes, action_ids
+from hgpo_jax.rollout.prompts import History, make_prompt, prompt_widths, role_of
+from hgpo_jax.rollout.requirements import ROLLOUT, check_compiled, roles_of
+from hgpo_jax.sampling import Responses, generate, turn_keys
 
 
 class EpisodeState(struct.PyTreeNode):
@@ -40,7 +41,7 @@ def start_episode(env, history_length: int, task, key) -> EpisodeState:
     """An episode before its first turn: `task` (a random key, or the number of a game) decides the task, `key` the samples."""
     drawn = jnp.issubdtype(task.dtype, jax.dtypes.prng_key)
     state, observation = env.reset(task) if drawn else env.start(task)
-    history = History.empty(history_length, env.observation_length, env.action_length)
+    history = History.empty(len(roles_of(env)), history_length, env.observation_length, env.action_length)
     return EpisodeState(
         env=state, goal=env.goal(state), observation=observation, history=history, key=key, done=jnp.array(False)
     )
@@ -60,8 +61,9 @@ def parse_answer(response, length, end: int, answer_length: int):
 def make_rollout(env, graphdef, mesh: Mesh, *, history_length: int, decode_batch_size: int, end: int, act: int):
     """Builds `rollout(params, tasks, keys, groups, decoding, tables=None) -> Episodes`, jitted.
 
-    It takes tasks [B], random keys or of an environment with a list of games their numbers, keys [B], random keys, groups
-    i32[B] and a `sampling.Decoding`; and, of such an environment, its `tables` where the program shall not hold them.
+    It takes tasks [B], random keys or of an environment with a list of games their numbers, keys [B] or [B, 2], random keys
+    (`sampling.turn_keys`), groups i32[B] and a `sampling.Decoding`; and, of such an environment, its `tables` where the program
+    shall not hold them.
 
     Args:
       env: a compiled environment such as `hgpo_jax.envs.household.Household` or `hgpo_jax.envs.sokoban.Sokoban`.
@@ -75,14 +77,18 @@ def make_rollout(env, graphdef, mesh: Mesh, *, history_length: int, decode_batch
       ValueError: the environment lacks something (`requirements.py`).
     """
     check_compiled(env, ROLLOUT)
-    play_shards = _on_shards(_Program.play, env, graphdef, mesh, history_length, decode_batch_size, end, act)
+    program = functools.partial(Program, graphdef=graphdef, decode_batch_size=decode_batch_size, history_length=history_length)
+    play_shards = on_shards(Program.play, functools.partial(program, end=end, act=act), env, mesh)
 
     def rollout(params, tasks, keys, groups, decoding, tables=None) -> Episodes:
         result = play_shards(tables, params, tasks, keys, decoding)
         # Episodes are small: every device gets all of them, so that groups and mini-batches can cut across devices.
         record, final, task, won = jax.lax.with_sharding_constraint(result, NamedSharding(mesh, P()))
         states, next_states = _state_ids(record["observations"], final, record["mask"])
-        return Episodes(**record, states=states, next_states=next_states, groups=groups, success=won, task=task)
+        actions = action_ids(record["responses"], record["response_lengths"], record["mask"])
+        return Episodes(
+            **record, states=states, next_states=next_states, actions=actions, groups=groups, success=won, task=task
+        )  # fmt: skip
 
     return jax.jit(rollout)
 
@@ -93,7 +99,8 @@ def make_continuations(env, graphdef, mesh: Mesh, *, history_length: int, decode
 
     Arguments as for `make_rollout`.
     """
-    play_on = _on_shards(_Program.play_on, env, graphdef, mesh, history_length, decode_batch_size, end, act)
+    program = functools.partial(Program, graphdef=graphdef, decode_batch_size=decode_batch_size, history_length=history_length)
+    play_on = on_shards(Program.play_on, functools.partial(program, end=end, act=act), env, mesh)
     return jax.jit(lambda params, states, keys, decoding, tables=None: play_on(tables, params, states, keys, decoding))
 
 
@@ -108,7 +115,7 @@ def replay(env, history_length: int, task, responses, lengths, mask, end: int) -
         response, length, happened = recorded
         action, _ = parse_answer(response, length, end, env.action_length)
         after_env, observation, _, done, _ = env.step(state.env, action)
-        history = state.history.push(state.observation, action)
+        history = state.history.push(role_of(env, state.env), state.observation, action)
         after = state.replace(env=after_env, observation=observation, history=history, done=done)
         return jax.tree.map(lambda new, old: jnp.where(happened, new, old), after, state), state
 
@@ -117,13 +124,13 @@ def replay(env, history_length: int, task, responses, lengths, mask, end: int) -
     return jax.tree.map(lambda states, state: jnp.concatenate([states, state[None]]), before, last)
 
 
-def _on_shards(method, env, graphdef, mesh: Mesh, history_length: int, decode_batch_size: int, end: int, act: int):
-    """`method` of a `_Program`, whose second and third inputs are split over the mesh's data axis, as its results are."""
+def on_shards(method, program, env, mesh: Mesh | AbstractMesh):
+    """`method` of `program(env=env, fsdp=...)`, whose second and third inputs are split over the mesh's data axis, as its
+    results are. The first one is None, or what the environment is to be bound to."""
 
     def call(tables, *inputs):
         played = env if tables is None else env.bound(tables)
-        program = _Program(played, graphdef, mesh.shape["fsdp"], history_length, decode_batch_size, end, act)
-        return method(program, *inputs)
+        return method(program(env=played, fsdp=mesh.shape["fsdp"]), *inputs)
 
     return jax.shard_map(
         call,
@@ -135,17 +142,47 @@ def _on_shards(method, env, graphdef, mesh: Mesh, history_length: int, decode_ba
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Program:
-    """What one index of the `data` axis computes; the devices of its `fsdp` axis share a decode batch."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """What one index of the `data` axis computes; the devices of its `fsdp` axis share a decode batch.
+
+    Prompts are made of the environment's words, and answers are words; `device_text.py` has another way.
+    """
 
     env: Any
     graphdef: Any
     fsdp: int
     history_length: int
     decode_batch_size: int
-    end: int
-    act: int
+    end: int = 0
+    act: int = 0
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        return (self.end,)
+
+    @property
+    def response_slots(self) -> int:
+        """R, tokens of the longest response."""
+        return self.env.action_length + 1
+
+    @property
+    def widths(self) -> Sequence[int]:
+        """Slots with which prompts are read, ascending."""
+        return prompt_widths(self.env, self.history_length)
+
+    def prompt(self, state: EpisodeState) -> tuple[jax.Array, jax.Array, dict]:
+        """The prompt of an episode's next turn: (i32[P], its length i32[], further fields of the turn's record)."""
+        prompt, length = make_prompt(self.env, state.env, state.goal, state.history, state.observation, self.act)
+        return prompt, length, {}
+
+    def read(self, response, length) -> tuple[jax.Array, jax.Array, dict]:
+        """A response i32[R]: (its action i32[A], whether it is well formed bool[], further fields of the turn's record)."""
+        return *parse_answer(response, length, self.end, self.env.action_length), {}
+
+    def judged(self, well_formed, inadmissible) -> dict:
+        """The fields of the record that say what was wrong with an answer."""
+        return {"invalid": inadmissible | ~well_formed}
 
     def play(self, params, tasks, keys, decoding):
         """All turns of B episodes: (record {field: [B, T, ...]}, last observations i32[B, O], tasks i32[B], won bool[B])."""
@@ -167,8 +204,7 @@ class _Program:
 
         def one_turn(carry):
             turn, states, record, unfinished = carry
-            prompt = functools.partial(make_prompt, env, act=self.act)
-            prompts, lengths = jax.vmap(prompt)(states.env, states.goal, states.history, states.observation)
+            prompts, lengths, notes = jax.vmap(self.prompt)(states)
             # Those of about one length together, so that few slots are padding.
             unfinished_first = jnp.argsort(jnp.where(states.done, prompts.shape[1] + 1, lengths), stable=True)
             lengths = jnp.where(states.done, 1, lengths)
@@ -176,8 +212,9 @@ class _Program:
             def one_batch(i, carry):
                 states, record = carry
                 index = jax.lax.dynamic_slice(unfinished_first, (i * M,), (M,))
-                before = jax.tree.map(lambda a: a[index], states)
+                before, noted = jax.tree.map(lambda a: a[index], (states, notes))
                 after, new = self.take_turn(model, blocks, before, prompts[index], lengths[index], turn, decoding)
+                new |= noted
                 states = jax.tree.map(
                     lambda a, old, new: a.at[index].set(_unless_done(before.done, old, new)), states, before, after
                 )
@@ -192,7 +229,7 @@ class _Program:
             return turn + 1, states, record, max_across_devices((~states.done).sum())
 
         goes_on = lambda carry: (carry[0] < env.max_turns) & (carry[-1] > 0)  # noqa: E731
-        carry = (jnp.int32(0), states, self.empty_record(B), max_across_devices((~states.done).sum()))
+        carry = (jnp.int32(0), states, self.empty_record(states), max_across_devices((~states.done).sum()))
         _, states, record, _ = jax.lax.while_loop(goes_on, one_turn, carry)
         return states, record
 
@@ -201,23 +238,29 @@ class _Program:
 
         prompts i32[M, P] are their prompts, lengths i32[M] how long these are.
         """
-        env, keys = self.env, jax.vmap(jax.random.fold_in, (0, None))(states.key, turn)
-        max_new, widths = env.action_length + 1, prompt_widths(env, self.history_length)
+        keys = turn_keys(states.key, turn)
 
         def respond(width, prompts, lengths, keys):
-            end_tokens = (self.end,)
-            prompts = prompts[:, :width]
-            return generate(model, blocks, prompts, lengths, keys, max_new=max_new, end_tokens=end_tokens, decoding=decoding)
+            return generate(
+                model, blocks, prompts[:, :width], lengths, keys, max_new=self.response_slots, end_tokens=self.end_tokens,
+                decoding=decoding,
+            )  # fmt: skip
 
         longest = max_across_devices(lengths.max())
-        choices = [functools.partial(respond, width) for width in widths]
-        out = jax.lax.switch(jnp.searchsorted(jnp.array(widths), longest), choices, prompts, lengths, keys)
-        actions, ended = jax.vmap(parse_answer, (0, 0, None, None))(out.tokens, out.lengths, self.end, env.action_length)
+        choices = [functools.partial(respond, width) for width in self.widths]
+        out = jax.lax.switch(jnp.searchsorted(jnp.array(self.widths), longest), choices, prompts, lengths, keys)
+        return self.act_on(states, prompts, lengths, out)
+
+    def act_on(self, states: EpisodeState, prompts, lengths, out: Responses):
+        """What these responses to M prompts do: (the episodes' states after them, the turn's record {field: [M, ...]})."""
+        env = self.env
+        actions, well_formed, notes = jax.vmap(self.read)(out.tokens, out.lengths)
+        roles = jax.vmap(functools.partial(role_of, env))(states.env)
         state, observation, reward, done, invalid = jax.vmap(env.step)(states.env, actions)
         after = states.replace(
             env=state,
             observation=observation,
-            history=jax.vmap(History.push)(states.history, states.observation, actions),
+            history=jax.vmap(History.push)(states.history, roles, states.observation, actions),
             done=done,
         )
         record = {
@@ -229,24 +272,27 @@ class _Program:
             "observations": states.observation,
             "rewards": reward,
             "mask": ~states.done,
-            "invalid": invalid | ~ended,
+            "agents": roles,
         }
-        return after, record
+        return after, record | notes | self.judged(well_formed, invalid)
 
-    def empty_record(self, batch: int) -> dict:
-        """Zeros [B, T, ...] for the fields that `take_turn` records."""
-        env, R = self.env, self.env.action_length + 1
-        zeros = lambda dtype, *shape: jnp.zeros((batch, env.max_turns, *shape), dtype)  # noqa: E731
+    def empty_record(self, states: EpisodeState) -> dict:
+        """Zeros [B, T, ...] for the fields that a turn records."""
+
+        def turn(state: EpisodeState):
+            prompt, length, noted = self.prompt(state)
+            response = jnp.zeros(self.response_slots, jnp.int32)
+            action, well_formed, notes = self.read(response, jnp.int32(0))
+            _, _, reward, _, invalid = self.env.step(state.env, action)
+            return noted | notes | self.judged(well_formed, invalid) | {
+                "prompts": prompt, "prompt_lengths": length, "responses": response, "response_lengths": length,
+                "logp": response.astype(jnp.float32), "observations": state.observation, "rewards": reward,
+                "mask": state.done, "agents": jnp.int32(0),
+            }  # fmt: skip
+
+        shapes = jax.eval_shape(jax.vmap(turn), states)
         return {
-            "prompts": zeros(jnp.int32, prompt_length(env, self.history_length)),
-            "prompt_lengths": zeros(jnp.int32),
-            "responses": zeros(jnp.int32, R),
-            "response_lengths": zeros(jnp.int32),
-            "logp": zeros(jnp.float32, R),
-            "observations": zeros(jnp.int32, env.observation_length),
-            "rewards": zeros(jnp.float32),
-            "mask": zeros(bool),
-            "invalid": zeros(bool),
+            name: jnp.zeros((a.shape[0], self.env.max_turns, *a.shape[1:]), a.dtype) for name, a in shapes.items()
         }
 
 

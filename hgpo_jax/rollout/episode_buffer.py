@@ -24,6 +24,9 @@ class EpisodeBuffer:
       groups: i32[B], prompt groups.
       history_length: K, observation-action pairs in a prompt.
       strict: whether an inadmissible action is invalid, like a malformed response.
+
+    Attributes:
+      excluded: episode -> why it is left out of the result.
     """
 
     def __init__(self, episodes: Episodes, groups, history_length: int, strict: bool):
@@ -34,7 +37,7 @@ class EpisodeBuffer:
         self._actions: dict[int, list[str]] = defaultdict(list)
         self._responses: dict[int, list[str]] = defaultdict(list)
         self._admissible: dict[int, list[bool]] = defaultdict(list)  # of each action whose output has come
-        self._failures: dict[int, str] = {}
+        self.excluded: dict[int, str] = {}
         self._counts = Counter(malformed=0, unfinished=0, pairs_dropped=0, prompts_cut=0)
         self._inadmissible = 0
 
@@ -45,8 +48,7 @@ class EpisodeBuffer:
     def add_output(self, episode: int, output: EnvOutput | EnvFailure) -> bool:
         """Takes an environment's output; returns whether its episode continues."""
         if isinstance(output, EnvFailure):
-            self._failures[episode] = output.reason
-            self._latest.pop(episode, None)
+            self.exclude(episode, output.reason)
             log.warning("episode %d is excluded: %s", episode, output.reason)
             return False
         self._latest[episode] = output
@@ -59,12 +61,18 @@ class EpisodeBuffer:
             self._admissible[episode].append(bool(output.admissible))
         return not output.done and turn < e.mask.shape[1]
 
+    def exclude(self, episode: int, reason: str) -> None:
+        """Leaves an episode out of the result."""
+        self.excluded[episode] = reason
+        self._latest.pop(episode, None)
+
     def prompt_input(self, episode: int) -> PromptInput:
-        """What the agent of an episode knows now."""
-        output, actions = self._latest[episode], self._actions[episode]
-        begin = max(0, len(actions) - self._history_length)
-        history = list(zip(self._observations[episode][begin:], actions[begin:], strict=False))
-        return PromptInput(output.goal, history, len(actions), output.observation, output.commands)
+        """What the role whose turn it is in an episode knows now: its own past turns."""
+        output, roles = self._latest[episode], self._episodes.agents[episode]
+        past = zip(self._observations[episode], self._actions[episode], roles, strict=False)
+        own = [(observation, action) for observation, action, role in past if role == output.role]
+        history = own[max(0, len(own) - self._history_length) :]
+        return PromptInput(output.goal, history, len(own), output.observation, output.commands)
 
     def add_response(
         self, prompt: Prompt, response: SlotResponse, parsed: ParsedResponse, ended: bool
@@ -81,6 +89,7 @@ class EpisodeBuffer:
         e.response_lengths[episode, turn] = length
         e.logp[episode, turn, :length] = response.logp
         e.mask[episode, turn] = True
+        e.agents[episode, turn] = self._latest[episode].role
         e.invalid[episode, turn] = not parsed.well_formed
         self._counts["malformed"] += not parsed.well_formed
         self._counts["unfinished"] += not ended
@@ -93,7 +102,7 @@ class EpisodeBuffer:
     def result(self, sampling: dict[str, float] | None = None) -> RolloutResult:
         """The episodes without those that failed, which are empty, and the report; `sampling` joins its figures."""
         e, batch = self._episodes, len(self._episodes.mask)
-        for episode in self._failures:
+        for episode in self.excluded:
             for name, values in vars(e).items():
                 if name != "groups":
                     values[episode] = 0
@@ -104,8 +113,12 @@ class EpisodeBuffer:
         for episode, ids in states.items():
             e.states[episode, : len(ids) - 1], e.next_states[episode, : len(ids) - 1] = ids[:-1], ids[1:]
         e.observations[:, :, 0] = e.states
+        numbers: dict[str, int] = {}
+        for episode in sorted(self._latest):
+            done = self._actions[episode]
+            e.actions[episode, : len(done)] = [numbers.setdefault(action, len(numbers)) for action in done]
         counts: dict[str, float] = dict(self._counts) | (sampling or {}) | {
-            "excluded": len(self._failures),
+            "excluded": len(self.excluded),
             "inadmissible": self._inadmissible,
             "prompt_tokens": int(e.prompt_lengths.sum()),
             "response_tokens": int(e.response_lengths.sum()),
@@ -118,7 +131,7 @@ class EpisodeBuffer:
             actions=self._of_kept(self._actions),
             admissible=self._of_kept(self._admissible),
             scores=scores,
-            failures=self._failures,
+            failures=self.excluded,
             counts=counts,
         )
         return RolloutResult(e, report)

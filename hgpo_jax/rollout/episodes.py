@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from hgpo_jax.advantages import state_ids
 from hgpo_jax.errors import one_line
 from hgpo_jax.files import atomic_write
 
@@ -16,7 +18,8 @@ from hgpo_jax.files import atomic_write
 KINDS = {
     "prompts": ("i", 1), "prompt_lengths": ("i", 0), "responses": ("i", 1), "response_lengths": ("i", 0), "logp": ("f", 1),
     "observations": ("i", 1), "rewards": ("f", 0), "mask": ("b", 0), "invalid": ("b", 0), "states": ("i", 0),
-    "next_states": ("i", 0), "groups": ("i", None), "success": ("b", None), "task": ("i", None),
+    "next_states": ("i", 0), "actions": ("i", 0), "agents": ("i", 0), "groups": ("i", None), "success": ("b", None),
+    "task": ("i", None),
 }  # fmt: skip
 
 
@@ -37,6 +40,8 @@ class Episodes(struct.PyTreeNode):
     invalid: jax.Array  # bool[B, T], turns whose response was no admissible action
     states: jax.Array  # i32[B, T], equal exactly where observations are equal
     next_states: jax.Array  # i32[B, T], the same of what was seen after the action, the last one included
+    actions: jax.Array  # i32[B, T], equal exactly where the actions are: what was found in the responses, or all of these
+    agents: jax.Array  # i32[B, T], the role that acted, an index into the environment's `roles`
     groups: jax.Array  # i32[B], prompt group
     success: jax.Array  # bool[B]
     task: jax.Array  # i32[B], task type
@@ -60,10 +65,18 @@ class Episodes(struct.PyTreeNode):
 
     @classmethod
     def load(cls, path: str | Path) -> Episodes:
-        """Reads what `save` wrote. Raises ValueError for another file."""
+        """Reads what `save` wrote. Turns from before there were `actions` have whole responses, without `agents` one role.
+
+        Raises ValueError for another file.
+        """
         try:
             with np.load(path, allow_pickle=False) as file:
-                episodes = cls(**{name: file[name] for name in file.files})
+                arrays = {name: file[name] for name in file.files}
+            if "agents" not in arrays:
+                arrays["agents"] = np.zeros(arrays["mask"].shape, np.int32)
+            if "actions" not in arrays:
+                arrays["actions"] = np.asarray(action_ids(*(arrays[n] for n in ("responses", "response_lengths", "mask"))))
+            episodes = cls(**arrays)
             episodes._check()
             return episodes
         except Exception as error:  # zip, zlib and NumPy have many ways to say that a file is damaged
@@ -84,3 +97,10 @@ class Episodes(struct.PyTreeNode):
                 raise ValueError(f"{name}_lengths has {lengths.max()}, more than {name}s has slots")
         if (self.mask[:, 1:] > self.mask[:, :-1]).any():
             raise ValueError("mask has a turn after one that did not happen")
+
+
+def action_ids(responses, lengths, mask) -> jax.Array:
+    """Numbers i32[B, T] of responses i32[B, T, R] of `lengths` i32[B, T], equal exactly where these are; 0 outside the mask."""
+    tokens = jnp.where(jnp.arange(responses.shape[-1]) < lengths[..., None], responses, 0)
+    ids = state_ids(jnp.concatenate([lengths[..., None], tokens], axis=-1), mask)
+    return jnp.where(mask, ids, 0)

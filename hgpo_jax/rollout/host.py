@@ -52,6 +52,7 @@ class HostRollout:
       task_types: the environment's, named; `Episodes.task` is an index into it.
       num_tasks: how many tasks the environment has, None if it generates them.
       max_turns: T, turns of the longest episode.
+      roles: names; `Episodes.agents` is an index into them.
 
     Raises:
       ValueError: the environment cannot be made.
@@ -77,7 +78,7 @@ class HostRollout:
 
         self._workers = SharedWorkers(make_workers) if jax.process_count() > 1 else make_workers()
         spec: EnvSpec = self._workers.spec
-        self.task_types, self.num_tasks, self.max_turns = spec
+        self.task_types, self.num_tasks, self.max_turns, self.roles = spec
 
     def with_environment(self, make_env: Callable) -> HostRollout:
         """The same rollout over another environment, such as held-out games; what is compiled is shared."""
@@ -98,24 +99,32 @@ class HostRollout:
         Args:
           params: the policy's.
           tasks: [B], number of each episode's task (`tasks.task_numbers`); the members of a prompt group share one.
-          keys: [B], a random key for each episode.
+          keys: [B], a random key for each episode, or [B, 2] as for `sampling.turn_keys`.
           groups: i32[B], prompt groups.
 
         Returns: Episodes of NumPy arrays and their report. `observations` have one column, the index of a text in
           `report.texts`. An episode whose environment failed has no turns.
         """
-        tasks = [int(task) for task in tasks]
         if len(tasks) != self._batch:
             raise ValueError(f"tasks: has {len(tasks)} episodes, the rollout was built for batch={self._batch}")
         buffer = EpisodeBuffer(self._no_episodes(), groups, self._history_length, self._strict)
+        counts = self.play(buffer, range(self._batch), params, tasks, keys, decoding)
+        return buffer.result(counts)
+
+    def play(
+        self, buffer: EpisodeBuffer, episodes: Sequence[int], params, tasks: Sequence[int] | np.ndarray, keys,
+        decoding: Decoding,
+    ) -> dict[str, float]:  # fmt: skip
+        """Plays some of a call's episodes, in which nothing has happened yet, into its buffer; the sampler's figures."""
+        tasks = [int(task) for task in tasks]
         sampler = SlotSampler(
             self._programs, params, keys, decoding, slots=self._slots, prompt_limit=self._format.prompt_limit
         )  # fmt: skip
         self._workers.discard_answers()
-        self._workers.send([(episode, task, ()) for episode, task in enumerate(tasks)])
+        self._workers.send([(episode, tasks[episode], ()) for episode in episodes])
         ready: list[int] = []  # episodes with a prompt that waits for a slot
         prompts: dict[int, Prompt] = {}  # of the episodes in a slot
-        pending = self._batch  # episodes whose environments have yet to answer
+        pending = len(episodes)  # episodes whose environments have yet to answer
         while ready or pending or sampler.active:
             unfinished, going_on = len(ready) + pending + sampler.active, len(ready) + sampler.active
             minimum = max(0, math.ceil(self._ready_fraction * unfinished) - going_on)
@@ -139,7 +148,7 @@ class HostRollout:
                 requests.append((episode, tasks[episode], actions))
             self._workers.send(requests)
             pending += len(requests)
-        return buffer.result(sampler.counts)
+        return sampler.counts
 
     def close(self) -> None:
         """Ends the worker processes."""

@@ -9,27 +9,37 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from hgpo_jax.envs.protocol import OwnPrompts
+from hgpo_jax.envs.protocol import OwnPrompts, Team
+
+
+def role_of(env, state) -> jax.Array:
+    """i32[]: whose turn it is in a state; 0 where an environment has one role."""
+    return jnp.int32(env.role(state)) if isinstance(env, Team) else jnp.int32(0)
 
 
 class History(struct.PyTreeNode):
-    """The last K turns of one episode, oldest first; zeros before the first turn."""
+    """The last K turns of each role in one episode, oldest first; zeros before the first turn."""
 
-    observations: jax.Array  # i32[K, O]
-    actions: jax.Array  # i32[K, A]
+    observations: jax.Array  # i32[roles, K, O]
+    actions: jax.Array  # i32[roles, K, A]
 
     @classmethod
-    def empty(cls, history_length: int, observation_length: int, action_length: int) -> History:
+    def empty(cls, roles: int, history_length: int, observation_length: int, action_length: int) -> History:
         return cls(
-            observations=jnp.zeros((history_length, observation_length), jnp.int32),
-            actions=jnp.zeros((history_length, action_length), jnp.int32),
+            observations=jnp.zeros((roles, history_length, observation_length), jnp.int32),
+            actions=jnp.zeros((roles, history_length, action_length), jnp.int32),
         )
 
-    def push(self, observation, action) -> History:
-        """The history after one more turn: observation i32[O], action i32[A]."""
+    def of(self, role) -> tuple[jax.Array, jax.Array]:
+        """The observations i32[K, O] and actions i32[K, A] of one role, i32[]."""
+        return self.observations[role], self.actions[role]
+
+    def push(self, role, observation, action) -> History:
+        """The history after one more turn of a role, i32[]: observation i32[O], action i32[A]."""
+        observations, actions = self.of(role)
         return History(
-            observations=jnp.concatenate([self.observations, observation[None]])[1:],
-            actions=jnp.concatenate([self.actions, action[None]])[1:],
+            observations=self.observations.at[role].set(jnp.concatenate([observations, observation[None]])[1:]),
+            actions=self.actions.at[role].set(jnp.concatenate([actions, action[None]])[1:]),
         )
 
 
@@ -48,17 +58,22 @@ def prompt_widths(env, history_length: int) -> list[int]:
 
 
 def make_prompt(env, state, goal, history: History, observation, act: int):
-    """One episode's prompt and its length, (i32[P], i32[]): the environment's own, or else that of `build_prompt`."""
+    """One episode's prompt and its length, (i32[P], i32[]): the environment's own, or else that of `build_prompt`.
+
+    It holds the past turns of the role whose turn it is.
+    """
+    past = history.of(role_of(env, state))
     if isinstance(env, OwnPrompts):
-        return env.prompt(state, goal, history.observations, history.actions, observation, act)
-    prompt = build_prompt(goal, history, observation, act)
+        return env.prompt(state, goal, *past, observation, act)
+    prompt = build_prompt(goal, *past, observation, act)
     return prompt, jnp.int32(prompt.shape[0])
 
 
-def build_prompt(goal, history: History, observation, act: int):
-    """One episode's prompt, i32[P]: goal i32[slots of env.goal_length], history, observation i32[O], the token `act`.
+def build_prompt(goal, observations, actions, observation, act: int):
+    """One episode's prompt, i32[P]: goal i32[slots of env.goal_length], the last K turns, observation i32[O], the token `act`.
 
-    Every part has its fixed slots; an unused slot holds the blank word, id 0.
+    observations i32[K, O] and actions i32[K, A] are those of the turns. Every part has its fixed slots; an unused slot holds
+    the blank word, id 0.
     """
-    pairs = jnp.concatenate([history.observations, history.actions], axis=1).ravel()
+    pairs = jnp.concatenate([observations, actions], axis=1).ravel()
     return jnp.concatenate([goal, pairs, observation, jnp.array([act], jnp.int32)])

@@ -6,14 +6,39 @@ as the failure of every single episode.
 
 from __future__ import annotations
 
-from hgpo_jax.envs.protocol import INFO, BegunTextEnv, CompiledEnv, OwnPrompts, Playable, TextEnv, members
+from hgpo_jax.envs.protocol import (
+    INFO,
+    BegunTextEnv,
+    CompiledEnv,
+    OwnPrompts,
+    Plans,
+    Playable,
+    Team,
+    TextEnv,
+    TextTeam,
+    members,
+)
+from hgpo_jax.errors import one_line
 
 ROLLOUT = members(Playable)  # of a compiled environment, to be played
 RUNNER = members(CompiledEnv)  # and to be read
 OWN = members(OwnPrompts)  # what an environment with a `prompt` of its own has besides
+TEAM = members(Team)  # and one with several roles
+PLANS = members(Plans)  # and one whose answers have parts
 STATE = {"task": "the index of the episode's task type"}
 TEXT = members(TextEnv)
 TEXT_RESET = members(BegunTextEnv, beyond=TextEnv)
+TEXT_TEAM = members(TextTeam)
+ONE_ROLE = ("agent",)  # of an environment that states none
+
+
+def roles_of(env) -> tuple[str, ...]:
+    """The names of an environment's roles. Raises ValueError where they are not different words: metrics are named by them."""
+    roles = getattr(env, "roles", ONE_ROLE)
+    named = isinstance(roles, tuple | list) and all(isinstance(role, str) and role.isidentifier() for role in roles)
+    if not named or not roles or len(set(roles)) < len(roles):
+        raise ValueError(f'{type(env).__name__}: roles is {roles!r:.100}; give different words, as in ("searcher", "carrier")')
+    return tuple(roles)
 
 
 def check_compiled(env, members: dict[str, str]) -> None:
@@ -21,20 +46,36 @@ def check_compiled(env, members: dict[str, str]) -> None:
     import jax  # text environments are checked in worker processes, which do not need it
 
     name = type(env).__name__
-    _check(name, env, members | (OWN if hasattr(env, "prompt") else {}))
+    for member, more in (("prompt", OWN), ("roles", TEAM), ("answer_parts", PLANS)):
+        members = members | (more if hasattr(env, member) else {})
+    _check(name, env, members)
+    roles_of(env)
     state, _ = jax.eval_shape(lambda: env.reset(jax.random.key(0)))  # opens no device
     _check(f"{name}: the state of reset(key)", state, STATE)
+    if hasattr(env, "answer_parts"):
+        parts = env.answer_parts
+        counted = isinstance(parts, tuple | list) and len(parts) == 3 and all(isinstance(n, int) and n > 0 for n in parts)
+        if not counted or sum(parts) != env.action_length:
+            raise ValueError(f"{name}: answer_parts is {parts!r:.100}; give three numbers, {env.action_length} together")
+    if hasattr(env, "roles"):
+        try:
+            shape = jax.eval_shape(env.role, state).shape
+        except Exception as error:  # whatever it does
+            raise ValueError(one_line(f"{name}: role(state) fails with {type(error).__name__}: {error}")) from None
+        if shape:
+            raise ValueError(f"{name}: role(state) has shape {list(shape)}; give a single index into roles, i32[]")
 
 
 def check_text(env) -> None:
     """Raises ValueError, naming class and member, where a text environment lacks something. Takes one step in task 0."""
     name = type(env).__name__
     _check(name, env, TEXT)
+    roles_of(env)
     try:
         _, commands = env.reset(0)
     except Exception:  # as in play: whatever is wrong costs the episodes that have this task
         return
-    _check(f"{name} after reset(task)", env, TEXT_RESET)
+    _check(f"{name} after reset(task)", env, TEXT_RESET | (TEXT_TEAM if hasattr(env, "roles") else {}))
     try:
         *_, info = env.step(commands[0] if commands else "")
         missing = [f"{key}: {meaning}" for key, meaning in INFO.items() if key not in info]

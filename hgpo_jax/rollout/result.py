@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,18 @@ class Story(NamedTuple):
 
     def text(self) -> str:
         return "\n".join([f"task: {self.task} ({self.outcome})", *self.turns])
+
+
+def told_turns(
+    episodes: Episodes, index: int, roles: Sequence[str], observations: Sequence[str], responses: Sequence[str]
+) -> list[str]:
+    """The turns of one episode in words; says whose each one is where there are several roles."""
+    turns = []
+    for t in range(int(episodes.mask[index].sum())):
+        role = f"{roles[int(episodes.agents[index, t])]} " if len(roles) > 1 else ""
+        invalid = "   (invalid)" if episodes.invalid[index, t] else ""
+        turns.append(f"  {observations[t]}\n    {role}> {responses[t]}{invalid}")
+    return turns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +68,10 @@ class RolloutReport:
         with atomic_write(path) as file:
             file.write(json.dumps(content, indent=1))  # ASCII: lone surrogates survive
 
-    def story(self, episodes: Episodes, index: int) -> Story:
-        """One episode as a person would read it, in a terminal too."""
-        turns = []
-        for t in range(int(episodes.mask[index].sum())):
-            invalid = "   (invalid)" if episodes.invalid[index, t] else ""
-            turns.append(f"  {self.texts[episodes.states[index, t]]}\n    > {self.responses[index][t]}{invalid}")
+    def story(self, episodes: Episodes, index: int, roles: Sequence[str]) -> Story:
+        """One episode as a person would read it, in a terminal too. roles: names of the environment's."""
+        observations = [self.texts[state] for state in episodes.states[index][episodes.mask[index]]]
+        turns = told_turns(episodes, index, roles, observations, self.responses[index])
         outcome = self.failures.get(index, "success" if episodes.success[index] else "failure")
         return Story(printable(self.goals[index]), list(map(printable, turns)), printable(outcome))
 

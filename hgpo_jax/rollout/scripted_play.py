@@ -5,6 +5,7 @@ The warm start clones it, and a small policy's vocabulary is what it reads and w
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -45,21 +46,29 @@ def play(
 
 
 def _episode(env, task: int, noise: float, history_length: int, random: np.random.Generator) -> ScriptedEpisode:
-    output, known, labels = read_output(env, env.reset(task), 2), [], []
-    observations: list[str] = []
+    outputs, labels = [read_output(env, env.reset(task), 2)], []
     actions: list[str] = []
-    for turn in range(env.max_turns):
-        begin = max(0, turn - history_length)
-        history = list(zip(observations[begin:], actions[begin:], strict=True))
-        known.append(PromptInput(output.goal, history, turn, output.observation, output.commands))
+    while not outputs[-1].done and len(actions) < env.max_turns:
+        output = outputs[-1]
         labels.append(env.expert(history_length) if isinstance(env, TextExpert) else _random_command(output, random))
-        action = _random_command(output, random) if random.random() < noise and output.commands else labels[-1]
-        observations.append(output.observation)
-        actions.append(action)
-        output = read_output(env, env.step(action), 5)
-        if output.done:
-            break
-    return ScriptedEpisode(known, labels, output.won)
+        actions.append(_random_command(output, random) if random.random() < noise and output.commands else labels[-1])
+        outputs.append(read_output(env, env.step(actions[-1]), 5))
+    return ScriptedEpisode(prompt_inputs(outputs, actions, history_length), labels, outputs[-1].won)
+
+
+def prompt_inputs(outputs: list[EnvOutput], actions: list[str], history_length: int) -> list[PromptInput]:
+    """What was known before each action: of the past, the last K turns of the same role.
+
+    outputs: an environment's, that of the reset first.
+    """
+    past: dict[int, list[tuple[str, str]]] = defaultdict(list)  # of each role
+    known = []
+    for output, action in zip(outputs, actions, strict=False):
+        own = past[output.role]
+        history = own[max(0, len(own) - history_length) :]
+        known.append(PromptInput(output.goal, history, len(own), output.observation, output.commands))
+        own.append((output.observation, action))
+    return known
 
 
 def _random_command(output: EnvOutput, random: np.random.Generator) -> str:

@@ -14,28 +14,28 @@ Source: iteration-level scheduling, Orca (Yu et al., OSDI 2022).
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx, struct
+from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from hgpo_jax.mesh import max_across_devices, partition, partition_in_context
-from hgpo_jax.policy.kv_cache import AXES, KVCache, manual_axes
-from hgpo_jax.sampling import Decoding, buckets, is_end, make_decode_blocks, sample_next
+from hgpo_jax.mesh import partition
+from hgpo_jax.policy.kv_cache import AXES, KVCache, on_each_device
+from hgpo_jax.rollout.slot_state import MAX_STEPS, Sampled, SlotState, begin, free_slots, go_on
+from hgpo_jax.sampling import Decoding, buckets, make_decode_blocks, turn_keys
 
 log = logging.getLogger(__name__)
 
-# Tokens that a step decodes: the first number, and on until a sixteenth of the responses has ended, but at most the second. So
-# an ended slot waits for few tokens, and long responses are not interrupted for nothing.
-MIN_STEPS, MAX_STEPS = 8, 64
+# A step decodes so many tokens, and on, at most to MAX_STEPS, until a sixteenth of the responses has ended: an ended slot waits
+# for few tokens, and long responses are not interrupted for nothing.
+MIN_STEPS, SHARE = 8, 16
 
 
 class SlotRequest(NamedTuple):
@@ -54,36 +54,6 @@ class SlotResponse(NamedTuple):
     episode: int
     tokens: np.ndarray  # i32[n], the end token included
     logp: np.ndarray  # f32[n]
-
-
-class SlotState(struct.PyTreeNode):
-    """S slots on the devices, some of them free."""
-
-    key: jax.Array  # [S], of the request's turn
-    prompt_length: jax.Array  # i32[S]
-    sampled: jax.Array  # i32[S], tokens sampled so far
-    token: jax.Array  # i32[S], the last one
-    ended: jax.Array  # bool[S]; true of a free slot, too
-    cache: list[KVCache]  # of each layer
-
-    @staticmethod
-    def of(rows: Callable[[str], Any], cache: list) -> Any:
-        """A state of `rows(name)` for each of the arrays [S]."""
-        names = [field.name for field in dataclasses.fields(SlotState) if field.name != "cache"]
-        return SlotState(**{name: rows(name) for name in names}, cache=cache)
-
-    def rows(self) -> dict[str, jax.Array]:
-        """The arrays [S]."""
-        return {name: value for name, value in vars(self).items() if name != "cache"}
-
-
-class Sampled(struct.PyTreeNode):
-    """What a step has sampled in S slots."""
-
-    tokens: jax.Array  # i32[S, MAX_STEPS]
-    logp: jax.Array  # f32[S, MAX_STEPS]
-    counts: jax.Array  # i32[S], how many of them
-    ended: jax.Array  # bool[S], whether the slot's response has ended
 
 
 class SlotPrograms:
@@ -130,18 +100,7 @@ class SlotPrograms:
 
     def _empty(self, params, slots: int, length: int) -> SlotState:
         """`slots` free slots, a multiple of the shards, whose caches hold `length` tokens."""
-        one = jnp.zeros((self.shards, 1), jnp.int32)
-        prefill = lambda params: nnx.merge(self._graphdef, params).prefill(one, one[:, 0], 1)[1]  # noqa: E731
-        cache = [
-            KVCache(
-                keys=jnp.zeros((slots, *layer.keys.shape[1:3], length), layer.keys.dtype),
-                values=jnp.zeros((slots, layer.values.shape[1], length, layer.values.shape[3]), layer.values.dtype),
-            )
-            for layer in jax.eval_shape(prefill, params)
-        ]
-        ones = jnp.ones(slots, jnp.int32)
-        rows = {"key": jax.random.split(jax.random.key(0), slots), "ended": ones > 0}
-        return self._placed(SlotState.of(lambda name: rows.get(name, ones), cache))
+        return self._placed(free_slots(nnx.merge(self._graphdef, params), slots, length))
 
     def _placed(self, state: SlotState) -> SlotState:
         """The state as every program takes and gives it."""
@@ -184,31 +143,20 @@ class SlotPrograms:
         """Reads prompts i32[n, W] of `lengths` i32[n] and samples the first token of responses to them.
 
         Response number j of m is to prompt source[j], of episode episodes[j] at turns[j], has at most limits[j] tokens and goes
-        into slot slots[j]; source and slots count within a shard, and a slot beyond the last drops the response. keys [B] are
-        the episodes'. decoding: of scalars, or of [m].
+        into slot slots[j]; source and slots count within a shard, and a slot beyond the last drops the response. keys are the
+        episodes' (`sampling.turn_keys`). decoding: of scalars, or of [m].
 
         Returns: (the state, tokens i32[m], their log-probabilities f32[m]).
         """
-        keys = jax.vmap(jax.random.fold_in)(keys[episodes], turns)
+        keys = turn_keys(keys[episodes], turns)
         data, everywhere = P("data"), P()
         prefill = self._on_data(self._prefill_shard, (everywhere, *(data,) * 7, _by_row(decoding)))
         state, *first = prefill(params, state, prompts, lengths, source, slots, keys, limits, decoding)
         return self._placed(state), *jax.lax.with_sharding_constraint(first, NamedSharding(self._mesh, everywhere))
 
     def _prefill_shard(self, params, state: SlotState, prompts, lengths, source, slots, keys, limits, decoding):
-        model = nnx.merge(self._graphdef, params)
-        hidden, prompt_cache = model.prefill(prompts, lengths - 1, prompts.shape[1])
-        hidden, lengths = on_each_device(lambda hidden, lengths, at: (hidden[at], lengths[at]), hidden, lengths, source)
-        token, logp = sample_next(model, hidden, keys, 0, end_tokens=self.end_tokens, decoding=decoding)
-        ended = is_end(token, self.end_tokens) | (limits <= 1)
-        new = {"key": keys, "prompt_length": lengths, "sampled": jnp.ones_like(token), "token": token, "ended": ended}
-
-        def insert(state, new, prompt_cache, source, slots):
-            rows = {name: value.at[slots].set(new[name], mode="drop") for name, value in state.rows().items()}
-            layers = zip(state.cache, prompt_cache, strict=True)
-            return SlotState.of(rows.get, [layer.insert(prompt, source, slots) for layer, prompt in layers])
-
-        return on_each_device(insert, state, new, prompt_cache, source, slots), token, logp
+        model, widths = nnx.merge(self._graphdef, params), (prompts.shape[1],)
+        return begin(model, state, prompts, lengths, source, slots, keys, limits, widths, self.end_tokens, decoding)
 
     def _decode(
         self, params, blocks, state: SlotState, free, limits, most, decoding: Decoding
@@ -224,64 +172,14 @@ class SlotPrograms:
         return self._placed(state), jax.lax.with_sharding_constraint(sampled, NamedSharding(self._mesh, everywhere))
 
     def _decode_shard(self, params, blocks, state: SlotState, free, limits, most, decoding):
-        model, S = nnx.merge(self._graphdef, params), state.token.shape[0]
         state = state.replace(ended=state.ended | free)
-
-        def step(carry):
-            i, state, out, _ = carry
-            # A slot that has ended writes behind its response.
-            hidden, cache = model.decode(state.token, state.prompt_length + state.sampled - 1, state.cache, blocks)
-            token, logp = sample_next(
-                model, hidden, state.key, state.sampled, end_tokens=self.end_tokens, decoding=decoding
-            )
-            live = ~state.ended
-            out = out.replace(
-                tokens=out.tokens.at[:, i].set(token), logp=out.logp.at[:, i].set(logp), counts=out.counts + live
-            )
-            sampled = state.sampled + live
-            ended = state.ended | is_end(token, self.end_tokens) | (sampled >= limits)
-            state = state.replace(sampled=sampled, token=token, ended=ended, cache=cache)
-            return i + 1, state, out, goes_on(i + 1, ended)
-
-        def goes_on(i, ended):
-            enough = (i >= MIN_STEPS) & ((ended & ~out.ended).sum() * 16 >= (~out.ended).sum())
-            return max_across_devices(((i < most) & ~ended.all() & ~enough).astype(jnp.int32))
-
-        out = Sampled(
-            tokens=jnp.zeros((S, MAX_STEPS), jnp.int32), logp=jnp.zeros((S, MAX_STEPS)), counts=jnp.zeros(S, jnp.int32),
-            ended=state.ended,
-        )  # fmt: skip
-        carry = (jnp.int32(0), state, out, goes_on(0, state.ended))
-        _, state, out, _ = jax.lax.while_loop(lambda carry: carry[-1] > 0, step, carry)
-        return state, out.replace(ended=state.ended)
+        model = nnx.merge(self._graphdef, params)
+        return go_on(model, blocks, state, limits, MIN_STEPS, most, SHARE, self.end_tokens, decoding)
 
 
 def _by_row(decoding: Decoding):
     """Of each of its arrays, how a `shard_map` over data splits it."""
     return jax.tree.map(lambda a: P("data") if jnp.ndim(a) else P(), decoding)
-
-
-def on_each_device(call, *args):
-    """`call` with the part of the arguments' rows that each device has, inside a `shard_map` or not.
-
-    Arguments are trees of arrays whose rows are split over the batch's axes, and of KVCaches. Left to the compiler, rows would
-    move between devices.
-    """
-    if not manual_axes():
-        return call(*args)
-    is_cache = lambda a: isinstance(a, KVCache)  # noqa: E731
-
-    def specs(tree):
-        def spec(a):
-            return a.partition() if is_cache(a) else partition_in_context(("batch",) + (None,) * (a.ndim - 1), a.shape)
-
-        return jax.tree.map(spec, tree, is_leaf=is_cache)
-
-    shapes = jax.eval_shape(call, *args)
-    mapped = jax.shard_map(
-        call, in_specs=specs(args), out_specs=specs(shapes), axis_names=manual_axes(), check_vma=False
-    )
-    return mapped(*args)
 
 
 class SlotSampler:
@@ -290,7 +188,7 @@ class SlotSampler:
     Args:
       programs: compiled for the policy.
       params: the policy's.
-      keys: [B], the episodes' random keys.
+      keys: [B], the episodes' random keys, or [B, 2] as for `sampling.turn_keys`.
       decoding: None where every request has its own.
       slots: responses at a time, rounded up to a multiple of `programs.shards`.
       prompt_limit: P, tokens of the longest prompt.

@@ -3,8 +3,8 @@
 A worker is sent requests (episode, task, actions so far), and answers with the environment's output after the last of the
 actions. An environment is any object like those of `envs/*/text.py`: `max_turns`, `task_types`, `reset(task) ->
 (observation, commands)`, `step(action) -> (observation, commands, reward, done, info)`, after a reset `goal` and
-`task_type`, and `len(env)` if it has a fixed number of tasks. It must be deterministic, because a worker that takes
-over an episode plays its actions again.
+`task_type`, `len(env)` if it has a fixed number of tasks, and `roles` and `role` if its turns belong to several. It must be
+deterministic, because a worker that takes over an episode plays its actions again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hgpo_jax.errors import one_line
-from hgpo_jax.rollout.requirements import check_text
+from hgpo_jax.rollout.requirements import check_text, roles_of
 
 Request = tuple[int, int, tuple[str, ...]]  # number of the episode in its batch, task, actions so far
 # Limit on the characters of one answer. A prompt holds far fewer, but is cut only after pipes and tokenizer have seen it all.
@@ -37,14 +37,16 @@ class EnvOutput(NamedTuple):
     won: bool = False
     admissible: bool = True
     score: float = 0.0
+    role: int = 0  # whose turn the next one is
 
 
 class EnvSpec(NamedTuple):
-    """An environment's task types, number of tasks (None if it generates them) and turns at most."""
+    """An environment's task types, number of tasks (None if it generates them), turns at most, and roles."""
 
     task_types: tuple[str, ...]
     num_tasks: int | None
     max_turns: int
+    roles: tuple[str, ...]
 
 
 class EnvFailure(NamedTuple):
@@ -62,7 +64,8 @@ class LocalWorkers:
         self.discard_answers()
         env = make_env()
         check_text(env)
-        self.spec = EnvSpec(tuple(env.task_types), len(env) if hasattr(env, "__len__") else None, int(env.max_turns))
+        tasks = len(env) if hasattr(env, "__len__") else None
+        self.spec = EnvSpec(tuple(env.task_types), tasks, int(env.max_turns), roles_of(env))
 
     def discard_answers(self) -> None:
         """Discards answers that have not been received."""
@@ -90,6 +93,8 @@ class LocalWorkers:
             done = 0
         for action in actions[done:]:
             output = read_output(env, env.step(action), 5)
+        if output.role >= len(self.spec.roles):
+            raise ValueError(f"role is {output.role}, there were {len(self.spec.roles)} before the first reset")
         self._envs[episode] = env, task, len(actions)
         return output
 
@@ -117,7 +122,7 @@ def read_output(env, result, length: int) -> EnvOutput:
         raise ValueError(f"observation, commands and goal have {size:,} characters, more than {MAX_TEXT:,}")
     output = EnvOutput(str(observation), [str(command) for command in commands], str(env.goal), int(env.task_type))
     if not rest:
-        return output
+        return output._replace(role=_read_role(env))
     reward, done, info = rest
     _expect("info", info, dict)
     score = info.get("score", float(info["won"]))
@@ -129,7 +134,18 @@ def read_output(env, result, length: int) -> EnvOutput:
     for name, flag in flags.items():
         _expect(name, flag, bool | np.bool_)
     flags = {name: bool(flag) for name, flag in flags.items()}
-    return output._replace(reward=float(reward), score=float(score), **flags)
+    role = 0 if flags["done"] else _read_role(env)  # after the end it is nobody's turn
+    return output._replace(reward=float(reward), score=float(score), role=role, **flags)
+
+
+def _read_role(env) -> int:
+    """Whose turn the next one is; 0 where an environment has one role."""
+    if not hasattr(env, "roles"):
+        return 0
+    _expect("role", env.role, numbers.Integral)
+    if not 0 <= env.role < len(env.roles):
+        raise ValueError(f"role is {env.role}, there are {len(env.roles)}")
+    return int(env.role)
 
 
 def _expect(name: str, value, kind) -> None:

@@ -67,7 +67,21 @@ GROUPS = (
     Panel("Variance within groups, by level", "hierarchy/s2_", "s² (return²)", "zero"),
     Panel("What depth can add", "hierarchy/rho", "rho", "zero"),
 )
-DRAWN = ("success", "turns", "valid", "return", "kl", "entropy", "grad_norm", "peers/", "seconds.")  # in curves.png
+ROLES = (
+    Panel("Turns by role", "by_role/turns/", "turns per episode", "zero"),
+    Panel("Success where a role acted", "by_role/success/", "share of episodes", "share"),
+    Panel("Invalid actions by role", "by_role/invalid/", "share of actions", "share"),
+    Panel("Length of a response by role", "by_role/response_length/", "tokens", "zero"),
+    Panel("Mean advantage by role", "by_role/advantage_mean/", "advantage", "free"),
+    Panel("Spread of advantages by role", "by_role/advantage_std/", "standard deviation", "zero"),
+    Panel("KL to the reference policy by role", "by_role/kl/", "nats per token", "zero"),
+    Panel("Entropy by role", "by_role/entropy/", "nats per token", "zero"),
+    Panel("Whose tokens the loss pulls on", "by_role/logp_gradient_share/", "share of squared slopes", "share"),
+)
+DRAWN = (
+    "success", "turns", "valid", "return", "kl", "entropy", "grad_norm", "peers/", "by_role/entropy/",
+    "by_role/logp_gradient_share/", "seconds.",
+)  # in curves.png; fmt: skip
 MODES = ("sampled", "greedy")
 RAW = 0.3  # opacity of the raw line
 FIRST, HELD_OUT = "#8a5a00", "#a3262a"  # colours of the warm start's end and of held-out tasks
@@ -138,7 +152,7 @@ def draw(rows: list[dict], title: str = "", held_out: dict | None = None, warm_s
       warm_start: whether iteration 0 shows what a warm start had reached, which is then marked.
     """
     known = dict.fromkeys(name for row in rows for name in row)
-    by_metric = {panel.metric: panel for panel in (*LEARNING, *GROUPS)}
+    by_metric = {panel.metric: panel for panel in (*LEARNING, *GROUPS, *ROLES)}
     panels = [panel for metric in DRAWN if (panel := by_metric[metric]).names(known)]
     columns = min(3, len(panels))
     lines = -(-len(panels) // columns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -100,10 +101,10 @@ def _finite(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-@jax.jit
-def rollout_sums(e: Episodes, gamma) -> dict[str, jax.Array]:
-    """Sums over the episodes of one rollout, scalars by name; `rollout_metrics` takes these."""
-    return {
+@functools.partial(jax.jit, static_argnames="roles")
+def rollout_sums(e: Episodes, gamma, roles: tuple[str, ...]) -> dict[str, jax.Array]:
+    """Sums over the episodes of one rollout, scalars by name; `rollout_metrics` takes these. roles: the environment's."""
+    sums = {
         "episodes": e.mask[:, 0].sum(),  # one that its environment failed has no turns
         "success": e.success.sum(),
         "return": (e.rewards * gamma ** jnp.arange(e.rewards.shape[1])).sum(),
@@ -111,6 +112,31 @@ def rollout_sums(e: Episodes, gamma) -> dict[str, jax.Array]:
         "invalid": (e.invalid & e.mask).sum(),
         "tokens": (e.prompt_lengths + e.response_lengths).sum(where=e.mask),
     }
+    for role, own in turns_by_role(e, roles).items():
+        sums |= {
+            f"by_role/episodes/{role}": own.any(1).sum(),
+            f"by_role/success/{role}": (own.any(1) & e.success).sum(),
+            f"by_role/turns/{role}": own.sum(),
+            f"by_role/invalid/{role}": (e.invalid & own).sum(),
+            f"by_role/response_length/{role}": e.response_lengths.sum(where=own),
+        }
+    return sums
+
+
+def turns_by_role(e: Episodes, roles: tuple[str, ...]) -> dict[str, jax.Array]:
+    """Role -> its turns bool[B, T]; nothing where there is one role, of which all turns are."""
+    return {role: e.mask & (e.agents == index) for index, role in enumerate(roles)} if len(roles) > 1 else {}
+
+
+def role_advantages(e: Episodes, advantages, roles: tuple[str, ...]) -> dict[str, jax.Array]:
+    """Mean and standard deviation of the advantages f32[B, T] of each role's turns, scalars by name."""
+    metrics = {}
+    for role, own in turns_by_role(e, roles).items():
+        count = jnp.maximum(own.sum(), 1)
+        mean = advantages.sum(where=own) / count
+        metrics[f"by_role/advantage_mean/{role}"] = mean
+        metrics[f"by_role/advantage_std/{role}"] = jnp.sqrt(((advantages - mean) ** 2).sum(where=own) / count)
+    return metrics
 
 
 def rollout_metrics(sums: list[dict[str, jax.Array]]) -> dict[str, float]:
@@ -127,7 +153,30 @@ def rollout_metrics(sums: list[dict[str, jax.Array]]) -> dict[str, float]:
         "steps": total["steps"],
         "tokens": total["tokens"],
         **{name: value / (1 if name == "reward/failed" else episodes) for name, value in rewards.items()},
+        **_role_metrics(total),
     }
+
+
+def _role_metrics(total: dict[str, float]) -> dict[str, float]:
+    """Those of `rollout_metrics` that each role has, where there are several."""
+    metrics: dict[str, float] = {}
+    for role in (name.rpartition("/")[2] for name in total if name.startswith("by_role/turns/")):
+        of = {part: total[f"by_role/{part}/{role}"] for part in ("episodes", "success", "turns", "invalid", "response_length")}
+        turns = max(of["turns"], 1)
+        metrics |= {
+            f"by_role/success/{role}": of["success"] / max(of["episodes"], 1),
+            f"by_role/turns/{role}": of["turns"] / max(total["episodes"], 1),
+            f"by_role/invalid/{role}": of["invalid"] / turns,
+            f"by_role/response_length/{role}": of["response_length"] / turns,
+        }
+    return metrics
+
+
+def unknown_by_role(row: dict) -> dict[str, float]:
+    """NaN for what an iteration's row says of roles that had no turn in it, but that they had none."""
+    idle = {name.rpartition("/")[2] for name, turns in row.items() if name.startswith("by_role/turns/") and not turns}
+    said = [name for name in row if name.startswith("by_role/") and not name.startswith("by_role/turns/")]
+    return {name: math.nan for name in said if name.rpartition("/")[2] in idle}
 
 
 def flatten(row: dict) -> dict:

@@ -16,7 +16,7 @@ from hgpo_jax.config import Config
 from hgpo_jax.progress import Progress
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.run.alarms import Alarms
-from hgpo_jax.run.metrics import Logger, MetricsWriter, WeightsAndBiases, read_metrics, rollout_metrics
+from hgpo_jax.run.metrics import Logger, MetricsWriter, WeightsAndBiases, read_metrics, rollout_metrics, unknown_by_role
 
 
 def loggers(config: Config, folder: Path, first: int) -> dict:
@@ -88,6 +88,7 @@ class Recorder:
     def _write(self, iteration: int, sums, metrics, known: dict, episodes: Episodes) -> None:
         numbers = {name: float(value) for name, value in jax.device_get(metrics).items()}
         row = {"iteration": iteration, **rollout_metrics(sums), **known, **numbers, "seconds": self._seconds}
+        row |= unknown_by_role(row)
         spent, self._seconds = self._seconds, {}
         row["tokens_per_second"] = row["tokens"] / (spent["rollout"] + spent["update"])
         if self._writes:

@@ -257,7 +257,7 @@ class Api:
         try:
             ids = await asyncio.to_thread(self._texts.conversation, messages, tools)
         except ValueError as error:
-            raise ApiError(400, str(error), param="messages") from None
+            raise ApiError(400, str(error), param="tools" if str(error).startswith("tools:") else "messages") from None
         seen = next((message["content"] for message in reversed(messages) if message["role"] != "assistant"), "")
         return await self._answer(request, asked, ids, seen, (ToolForm if tools else ChatForm)(asked, self._texts))
 

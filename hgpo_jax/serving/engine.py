@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -23,6 +24,9 @@ log = logging.getLogger(__name__)
 
 # Tokens that a step decodes: what is streamed comes in pieces of as many, and a new prompt waits for no more than these.
 STEPS = 8
+# How long the slots that a step has freed wait for further requests: a share of the step's time, and at most so many seconds. A
+# program that has its answer often asks again at once; if the next step has begun, it waits while its slot is idle.
+GATHER, MAX_GATHER = 0.1, 0.05
 
 
 class Progress(NamedTuple):
@@ -108,6 +112,7 @@ class Engine:
         self._cancelled: set[Generation] = set()
         self._closing = False
         self._seated: dict[int, Generation] = {}  # seat, the sampler's episode -> who has it; the engine's thread's own
+        self._freed, self._gather_until = 0, 0.0  # slots that the last step freed; when to wait for requests no longer
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def __enter__(self) -> Engine:
@@ -203,6 +208,8 @@ class Engine:
         """Waits until there is something to decode, and gives free slots to those that wait; False once the engine closes."""
         with self._change:
             self._change.wait_for(lambda: self._closing or self._waiting or self._seated)
+            left = max(0.0, self._gather_until - time.monotonic())
+            self._change.wait_for(lambda: self._closing or len(self._waiting) >= self._freed, left)
             if self._closing:
                 return False
             cancelled, self._cancelled = self._cancelled, set()
@@ -230,7 +237,10 @@ class Engine:
         return True
 
     def _step(self) -> None:
+        began = time.monotonic()
         ended = {response.episode: response for response in self._sampler.step(STEPS)} if self._seated else {}
+        now = time.monotonic()
+        self._freed, self._gather_until = len(ended), now + min(GATHER * (now - began), MAX_GATHER)
         for seat, generation in list(self._seated.items()):
             if seat in ended:
                 tokens, logp = ended[seat].tokens.tolist(), ended[seat].logp.tolist()

@@ -94,7 +94,7 @@ function map() {
       const here = b === at.episode && t === at.turn, value = advantage(b, t);
       const cell = make("td", {
         class: `cell ${ringed.has(`${b},${t}`) ? "peer" : ""}`, role: "gridcell", tabindex: here ? 0 : -1, "aria-selected": String(here),
-        "aria-label": `episode ${b}, turn ${t}, advantage ${signed(value)}${turn.invalid ? ", invalid action" : ""}${turn.reward > 0 ? ", rewarded" : ""}`,
+        "aria-label": `episode ${b}, turn ${t}${turn.role && `, ${turn.role}`}, advantage ${signed(value)}${turn.invalid ? ", invalid action" : ""}${turn.reward > 0 ? ", rewarded" : ""}`,
         title: `turn ${t}: ${signed(value)}`, onclick: () => go(b, t, "map"),
       }, turn.reward > 0 ? "★" : turn.invalid ? "!" : "");
       paint(cell, value);
@@ -123,7 +123,7 @@ function turns() {
     const here = t === at.turn, item = make("li", { role: "option", tabindex: here ? 0 : -1, "aria-selected": String(here), onclick: () => go(at.episode, t, "turns") },
       make("span", { class: "number" }, String(t)),
       make("span", {}, make("span", { class: "seen" }, text(turn.observation)),
-        make("span", { class: "did mono" }, `> ${text(turn.response)}`, turn.invalid ? make("span", { class: "tag" }, "invalid") : null,
+        make("span", { class: "did mono" }, `${turn.role} > ${text(turn.response)}`.trimStart(), turn.invalid ? make("span", { class: "tag" }, "invalid") : null,
           turn.reward > 0 ? make("span", { class: "tag good" }, `reward ${show(turn.reward)}`) : null)),
       valueOf(advantage(at.episode, t)));
     paint(item, advantage(at.episode, t));
@@ -205,7 +205,7 @@ function step() {
     ? make("p", { class: "sum mono" }, used.map(({ weight, part }) => `${show(weight)} × ${signed(part)}`).join("  +  ") + `  =  ${signed(total)}`)
     : detail.summed ? make("p", { class: "sum" }, "In no group did another step do better or worse: the advantage is 0.") : null;
   byId("step").replaceChildren(make("div", { class: "step" },
-    make("h3", {}, `Episode ${at.episode}, turn ${at.turn}`, turn.invalid ? make("span", { class: "tag" }, "invalid action") : null,
+    make("h3", {}, `Episode ${at.episode}, turn ${at.turn}${turn.role && `, ${turn.role}`}`, turn.invalid ? make("span", { class: "tag" }, "invalid action") : null,
       make("a", { class: "link", href: link() }, "link to this step")),
     make("pre", {}, text(turn.observation)), make("pre", {}, `> ${text(turn.response)}`),
     make("details", {}, make("summary", {}, "The whole prompt, as the agent read it"), make("pre", {}, text(turn.prompt))),

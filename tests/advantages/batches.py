@@ -40,7 +40,11 @@ def further_arrays(batch, names):
         "next_states": np.roll(batch["states"], -1, axis=1),
         "agents": rng.integers(0, 2, (B, T)).astype(np.int32),
         "success": rng.random(B) < 0.5,
+        "actions": rng.integers(0, 3, (B, T)).astype(np.int32),
+        "switches": rng.random((B, T)) < 0.4,
     }
+    for level in ("high_values", "low_values", "term_values"):
+        made[level] = rng.normal(size=(B, T)).astype(np.float32)
     made["next_states"] = np.where(made["next_states"] < 0, rng.integers(0, 5, (B, T)), made["next_states"])
     made["next_states"] = made["next_states"].astype(np.int32)
     return {name: made[name] for name in names}

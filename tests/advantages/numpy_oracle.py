@@ -143,6 +143,55 @@ def gigpo(data, gamma=0.95, step_weight=1.0, statistics="per_step", normalize="m
     return {s: episode[s] + step_weight * step[s] for s in data.all}
 
 
+def ecpo(
+    data, actions, gamma=0.95, step_weight=1.0, prior_count=2.0, gate_count=4.0, statistics="per_step", normalize="mean_std",
+    invalid_penalty=0.1,
+):  # fmt: skip
+    returns = data.returns(gamma, invalid_penalty)
+    result = grpo(data, statistics, normalize, invalid_penalty)
+    for members in grouped(data.all, state_group(data)).values():
+        mean = sum(returns[s] for s in members) / len(members)
+        spread = np.sqrt(sum((returns[s] - mean) ** 2 for s in members) / max(len(members) - 1, 1))
+        chosen = grouped(members, lambda s: "invalid" if data.invalid[s[0]][s[1]] else int(actions[s]))
+        means = {action: sum(returns[s] for s in tries) / len(tries) for action, tries in chosen.items()}
+        between = sum(len(tries) * (means[action] - mean) ** 2 for action, tries in chosen.items()) / len(members)
+        within = sum((returns[s] - means[action]) ** 2 for action, tries in chosen.items() for s in tries) / len(members)
+        gate = np.tanh(len(members) / gate_count) * between / (between + within + EPSILON)
+        for action, tries in chosen.items():
+            calibrated = (len(tries) * means[action] + prior_count * mean) / (len(tries) + prior_count)
+            advantage = (calibrated - mean) / (spread + EPSILON if normalize == "mean_std" else 1.0)
+            for s in tries:
+                result[s] += step_weight * gate * advantage
+    return result
+
+
+def himac(
+    data, agents, actions, gamma=0.95, statistics="per_step", normalize="mean_std", invalid_penalty=0.1
+):
+    returns, begin = data.returns(gamma), {}
+    for b, t in data.all:  # who acts first plans
+        begin[b, t] = (b, t) if agents[b, t] == agents[b, 0] else begin[b, t - 1]
+    blueprints = [s for s in data.all if begin[s] == s]
+    written_alike = grouped(blueprints, lambda s: (state_group(data)(s), int(actions[s])))
+    worth, result = {}, {}
+    for members in written_alike.values():
+        numbers = [returns[s] for s in members]
+        worth |= dict.fromkeys(members, numbers[0] if len(set(numbers)) == 1 else sum(numbers) / len(numbers))
+    for members in grouped(blueprints, state_group(data)).values():
+        result |= deviations(worth, members, 1, normalize)
+    for members in written_alike.values():
+        steps = [s for s in data.all if begin[s] in members and begin[s] != s]
+        numbers = [returns[begin[s]] for s in (steps if statistics == "per_step" else members)]
+        if len(set(numbers)) <= 1:
+            result |= dict.fromkeys(steps, 0.0)
+            continue
+        mean = sum(numbers) / len(numbers)
+        std = np.sqrt(sum((x - mean) ** 2 for x in numbers) / (len(numbers) - 1))
+        for s in steps:
+            result[s] = (returns[begin[s]] - mean) / (std + EPSILON if normalize == "mean_std" else 1.0)
+    return {s: result[s] - data.penalty(s, invalid_penalty) for s in data.all}
+
+
 def whiten(values):
     numbers = list(values.values())
     if not numbers or max(numbers) == min(numbers):
@@ -176,6 +225,47 @@ def gae(data, values, gamma=0.95, lam=0.95, whiten=True, invalid_penalty=0.1):
     advantages = temporal(data, {s: float(values[s]) for s in data.all}, gamma, lam)
     advantages = {s: a - data.penalty(s, invalid_penalty) for s, a in advantages.items()}
     return globals()["whiten"](advantages) if whiten else advantages
+
+
+def hiper_parts(data, switches, high_values, low_values, term_values, gamma=0.95, lam=0.95, whiten=True, invalid_penalty=0.1):
+    """HiPER with every segment as a list of its steps: ({part: {step: advantage}}, {part: {step: target}}).
+
+    The sums over later temporal differences are written out, by segment and inside each.
+    """
+    term, high, low = ({s: float(values[s]) for s in data.all} for values in (term_values, high_values, low_values))
+    advantages, targets = ({"switch": {}, "subgoal": {}, "action": {}} for _ in range(2))
+    for b, n in enumerate(data.length):
+        begins = [t for t in range(n) if t == 0 or switches[b][t]]
+        segments = [list(range(begin, end)) for begin, end in zip(begins, [*begins[1:], n], strict=True)] if n else []
+        after = [high[b, begin] for begin in begins[1:]] + [0.0]  # V_high where each segment ends
+        length = [len(segment) for segment in segments]
+        collected = [sum(gamma**j * data.rewards[b][t] for j, t in enumerate(segment)) for segment in segments]
+        by_segment = [
+            collected[k] + gamma ** length[k] * after[k] - high[b, segment[0]] for k, segment in enumerate(segments)
+        ]
+        for k, segment in enumerate(segments):
+            later = [
+                np.prod([lam * gamma ** length[i] for i in range(k, m)]) * by_segment[m] for m in range(k, len(segments))
+            ]
+            advantages["subgoal"][b, segment[0]] = sum(later)
+            follows = [low[b, t] for t in segment[1:]] + [after[k]]
+            by_step = [
+                data.rewards[b][t] + gamma * value - low[b, t] for t, value in zip(segment, follows, strict=True)
+            ]
+            for j, t in enumerate(segment):
+                rest = segment[j:]
+                advantages["action"][b, t] = sum((gamma * lam) ** i * by_step[j + i] for i in range(len(rest)))
+                reached = sum(gamma**i * data.rewards[b][u] for i, u in enumerate(rest)) + gamma ** len(rest) * after[k]
+                advantages["switch"][b, t] = reached - term[b, t]
+    for part, values in (("switch", term), ("subgoal", high), ("action", low)):
+        found = {s: a - data.penalty(s, invalid_penalty) for s, a in advantages[part].items()}
+        targets[part] = {s: a + values[s] for s, a in found.items()}
+        advantages[part] = globals()["whiten"](found) if whiten else found
+    return advantages, targets
+
+
+def hiper(data, **options):
+    return hiper_parts(data, **options)[0]["action"]
 
 
 def state_means(data, gamma):

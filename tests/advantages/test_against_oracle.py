@@ -24,9 +24,13 @@ EXACT = [
     ("reinforce_pp_baseline", {}),
     ("dr_mas", {}),
     ("dr_mas", {"statistics": "per_trajectory", "normalize": "mean"}),
+    ("himac", {"normalize": "mean"}),
+    ("himac", {"normalize": "mean", "statistics": "per_trajectory"}),
     ("eb_gae", {}),
     ("eb_gae", {"history_length": 4, "lam": 0.0}),
     ("eb_td", {}),
+    ("ecpo", {}),
+    ("ecpo", {"normalize": "mean", "prior_count": 0.5, "gate_count": 1.5, "step_weight": 3.0}),
     ("graphgpo", {}),
     ("gagpo", {"normalize": "mean"}),
     ("pgpo", {}),
@@ -45,6 +49,9 @@ CONTINUOUS = [
     ("gae", {}),
     ("gae", {"whiten": False, "lam": 0.5}),
     ("gagpo", {"lam": 0.7}),
+    ("himac", {}),
+    ("himac", {"statistics": "per_trajectory"}),
+    ("hiper", {}),
     ("pgpo", {"normalize": "mean"}),
 ]
 

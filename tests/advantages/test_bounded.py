@@ -16,7 +16,9 @@ DISCRETE = {
     "base_group": (False, True),
     "whiten": (False, True),
 }
-NUMBERS = {"history_length", "gamma", "lam", "alpha", "weight_offset", "step_weight", "invalid_penalty"}
+NUMBERS = {
+    "history_length", "gamma", "lam", "alpha", "weight_offset", "step_weight", "invalid_penalty", "prior_count", "gate_count",
+}  # fmt: skip
 CASES = []
 for name in sorted(ESTIMATORS):
     known = [option for option in parameters(name)[1] if option in DISCRETE]
@@ -87,13 +89,14 @@ def one_penalty(groups, invalid=((2, 3),), steps=50):
     return batch
 
 
-@pytest.mark.parametrize("name", ["grpo", "gigpo", "graphgpo", "dr_mas"])
+@pytest.mark.parametrize("name", ["grpo", "gigpo", "graphgpo", "ecpo", "dr_mas"])
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_a_penalty_where_all_episodes_score_the_same(name, everywhere):
     """The group of the released recipe; `everywhere`: one invalid step in each episode."""
     batch = one_penalty(1, [(b, 3) for b in range(8)] if everywhere else [(2, 3)])
     arrays = {
         "next_states": np.zeros((8, 50), np.int32), "success": np.ones(8, bool), "agents": np.zeros((8, 50), np.int32),
+        "actions": np.zeros((8, 50), np.int32),
     }  # fmt: skip
     further = {array: arrays[array] for array in parameters(name)[0]}
     for statistics in DISCRETE["statistics"]:

@@ -1,7 +1,9 @@
-"""PGPO and GraphGPO on episodes small enough to work out by hand from their definitions."""
+"""PGPO, GraphGPO and ECPO on episodes small enough to work out by hand from their definitions."""
 
 import numpy as np
 import pytest
+from batches import GAMMA, B, T, batches, further_arrays
+from hypothesis import given, settings
 
 from hgpo_jax.advantages import estimate
 
@@ -76,3 +78,55 @@ def test_an_observation_is_never_the_goal():
     assert distances([(0, 1), (0, 2)], [10, 0], [True, False], after=[1, 1]) == [[1, 0], [2, 1]]
     # The success's last observation 3 is no node: a failure that sees it cannot go on from there.
     assert distances([(0, 1), (0, 2)], [10, 0], [True, False], after=[3, 3]) == [[1, 0], [3, 3]]
+
+
+def in_one_state(actions, rewards, **further):
+    """ECPO's step part, centred only, of one visit of one state by each episode."""
+    batch = episodes([(0,)] * len(actions), rewards, actions=np.array(actions)[:, None])
+    return estimate("ecpo", **batch, normalize="mean", **further).level_advantages[:, 0, 1]
+
+
+def test_a_lucky_action_that_was_tried_once_is_shrunk_most():
+    # Mean 2. The action tried once: a third of its 8 above the mean. The one tried four times: four sixths of its -2.
+    # Actions explain everything; tanh(5/4) is how far five visits are trusted.
+    found = in_one_state([7, 3, 3, 3, 3], [10, 0, 0, 0, 0])
+    np.testing.assert_allclose(found, np.tanh(5 / 4) * np.array([8 / 3, *[-4 / 3] * 4]), rtol=1e-5)
+
+
+def test_a_state_counts_as_far_as_actions_explain_its_returns():
+    # Means 8 and 4 around 6: B = 4. Within: 2 away from the one, 4 away from the other: W = 10.
+    found = in_one_state([0, 0, 1, 1], [10, 6, 8, 0], prior_count=0.0)
+    np.testing.assert_allclose(found, np.tanh(1) * 4 / 14 * np.array([2, 2, -2, -2]), rtol=1e-5)
+    # The same returns, but either action has the same mean: noise, which GiGPO would take for credit.
+    assert not np.asarray(in_one_state([0, 1, 1, 0], [10, 6, 6, 2])).any()
+
+
+def test_invalid_actions_are_one_action():
+    actions, invalid = np.array([[0], [1], [2], [2]]), np.array([[True], [True], [False], [False]])
+    batch = episodes([(0,)] * 4, [8, 0, 6, 6], actions=actions, invalid=invalid)
+    record = estimate("ecpo", **batch, normalize="mean", invalid_penalty=0.0, prior_count=0.0)
+    # Means 4 and 6 around 5: B = 1, and W = 16 / 2 from the two invalid ones.
+    np.testing.assert_allclose(record.level_advantages[:, 0, 1], np.tanh(1) / 9 * np.array([-1, -1, 1, 1]), rtol=1e-5)
+
+
+@settings(max_examples=20, deadline=None)
+@given(batch=batches())
+def test_visits_of_a_state_with_the_same_action_share_their_credit(batch):
+    actions = further_arrays(batch, ["actions"])["actions"]
+    record = estimate("ecpo", **batch, actions=actions, gamma=GAMMA)
+    shared = {}
+    for b, t in np.argwhere(batch["mask"]):
+        action = -1 if batch["invalid"][b, t] else int(actions[b, t])
+        key = int(batch["groups"][b]), int(batch["states"][b, t]), action
+        shared.setdefault(key, set()).add(float(record.level_advantages[b, t, 1]))
+    assert all(len(credits) == 1 for credits in shared.values())
+
+
+@settings(max_examples=20, deadline=None)
+@given(batch=batches())
+def test_of_distinct_actions_and_without_calibration_it_is_gigpo(batch):
+    valid = batch | {"invalid": np.zeros((B, T), bool)}
+    distinct = np.arange(B * T).reshape(B, T)
+    found = estimate("ecpo", **valid, actions=distinct, gamma=GAMMA, normalize="mean", prior_count=0.0, gate_count=0.1)
+    expected = estimate("gigpo", **valid, gamma=GAMMA, normalize="mean")
+    np.testing.assert_allclose(found.advantages, expected.advantages, rtol=1e-4, atol=1e-4)

@@ -10,6 +10,8 @@ from oracle_from_papers import (
     graph_distances,
     graphgpo,
     gspo_objective,
+    kalman_filtered,
+    kpo_objective,
     length_normalized_ratios,
     pgpo,
     reinforce_plus_plus,
@@ -186,6 +188,26 @@ def test_gspo():
     assert gspo_objective(new, old, mask, [1.0, -1.0], 0.2, 0.3) == pytest.approx(0.25)
     # Signs turned: min(-e, -1.3) = -e is not clipped, min(0.5, 0.8) = 0.5 neither.
     assert gspo_objective(new, old, mask, [-1.0, 1.0], 0.2, 0.3) == pytest.approx((0.5 - math.e) / 2)
+
+
+def test_kpo():
+    # Q = V = 1. From P = 0: gain 1/2, then P = 1/2 and gain 1.5/2.5 = 0.6, then P = 0.6 and gain 1.6/2.6 = 8/13.
+    # Log ratios 2, -1, 0: rho 1, 1 - 0.6 * 2 = -0.2, -0.2 * 5/13 = -1/13. From P_0 = 1 the first gain would be 2/3.
+    close(kalman_filtered([2.0, -1.0, 0.0], 1.0, 1.0), [1, -0.2, -1 / 13])
+    close(kalman_filtered([2.0], 1.0, 1.0, initial_variance=1.0), [4 / 3])
+    # Ratios e and e^-0.2, the third token is masked; the second response starts anew: ln 4, halved, gives 2.
+    new, old = np.array([[-1.0, -2.0, 9.0], [0.0, 9, 9]]), np.array([[-3.0, -1.0, 0.0], [-math.log(4), 0, 0]])
+    mask = np.array([[True, True, False], [True, False, False]])
+    options = {"process_noise": 1.0, "clip_low": 0.1, "clip_high": 0.3}
+    low = math.exp(-0.2)
+    # A = 1: min(e, 1.3) is clipped, e^-0.2 = 0.82 < 0.9 is not. A = -1: -2 < -1.3 is not.
+    objective, derivative = kpo_objective(new, old, mask, [1.0, -1.0], **options)
+    assert objective == pytest.approx((1.3 + low) / 4 - 2 / 2)
+    close(derivative, [[0, low / 4, 0], [-1, 0, 0]])
+    # Signs turned: -e is not clipped, -0.9 is; 1.3 is.
+    objective, derivative = kpo_objective(new, old, mask, [-1.0, 1.0], **options)
+    assert objective == pytest.approx((-math.e - 0.9) / 4 + 1.3 / 2)
+    close(derivative, [[-math.e / 4, 0, 0], [0, 0, 0]])
 
 
 def test_dapo_dynamic_sampling():

@@ -20,7 +20,8 @@ def run(name, batch, **options):
 
 
 def with_further(batch):
-    return {**batch, **further_arrays(batch, ("values", "next_states", "agents", "success"))}
+    needed = {array for name in ESTIMATORS for array in parameters(name)[0]}
+    return {**batch, **further_arrays(batch, sorted(needed))}
 
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
@@ -32,6 +33,16 @@ def test_permuting_trajectories_permutes_the_result(name, batch, data):
     permuted = {key: value[order] for key, value in batch.items()}
     expected = np.asarray(run(name, batch).advantages)[order]
     np.testing.assert_allclose(run(name, permuted).advantages, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("statistics", ["per_step", "per_trajectory"])
+@pytest.mark.parametrize("normalize", ["mean", "mean_std"])
+@settings(max_examples=10, deadline=None)
+@given(batch=batches(continuous=True))
+def test_dr_mas_of_one_role_is_grpo_to_the_bit(statistics, normalize, batch):
+    options = {"statistics": statistics, "normalize": normalize}
+    team, alone = with_further(batch) | {"agents": np.zeros((B, T), np.int32)}, run("grpo", batch, **options)
+    np.testing.assert_array_equal(run("dr_mas", team, **options).advantages, alone.advantages)
 
 
 # The others share the code of these.
@@ -65,7 +76,7 @@ def test_renaming_ids_changes_nothing(name, batch, seed):
 
     both = renamed(np.stack([batch["states"], batch["next_states"]]))
     other = {**batch, "states": both[0], "next_states": both[1], "groups": renamed(batch["groups"])}
-    other["agents"] = renamed(batch["agents"])
+    other["agents"], other["actions"] = renamed(batch["agents"]), renamed(batch["actions"])
     expected = run(name, batch).advantages
     np.testing.assert_allclose(run(name, other).advantages, expected, rtol=1e-4, atol=1e-5)
 
@@ -234,7 +245,10 @@ def on_meshes(name):
         "next_states": rng.integers(0, 6, shape).astype(np.int32),
         "agents": rng.integers(0, 2, shape).astype(np.int32),
         "success": rng.random(32) < 0.5,
+        "actions": rng.integers(0, 3, shape).astype(np.int32),
+        "switches": rng.random(shape) < 0.4,
     }
+    batch |= {f"{level}_values": rng.normal(size=shape).astype(np.float32) for level in ("high", "low", "term")}
     alone = jax.tree.map(np.asarray, run(name, batch))
     placed = {}
     for devices in (1, 2, 8):

@@ -52,6 +52,9 @@ if __name__ == "__main__":
         time.sleep(600)
     elif odd == "leaves":
         ask("hello")
+    elif how == "pleases":  # is paid for lower-case letters
+        said = ask("hello")
+        reward(sum(character.islower() for character in said) / 9)
     elif odd == "idles":
         pass
     elif odd == "talks":

@@ -82,9 +82,26 @@ def test_the_agent_with_tools_finds_its_number():
         assert commands.run(session, variables(url, session, FAR)) == ""
     assert session.ended and session.success and session.reward == 1
     assert len(session.turns) == 1 + 1 + 5  # without the tool, with one that there is not, 50, 75, 62, 56, 59
-    assert [turn.admissible for turn in session.turns[:2]] == [False, True]
+    assert [turn.admissible for turn in session.turns[:3]] == [False, False, True]
     assert "there is no such tool" in engine.prompts[2] and "too small" in engine.prompts[3]
     assert session.turns[3].state in ("too small", "too large")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["hgpo", "grpo", "ppo"])
+def test_a_policy_learns_from_an_agent_with_any_method(tmp_path, method):
+    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    command(
+        "-m", "hgpo_jax.train", f"method={method}", "env.name=agent", f"env.command=python {HERE / 'player.py'} pleases",
+        "env.max_turns=1", "policy.tokenizer=tokenizer", "warm_start=none", "policy.hidden_size=16",
+        "policy.intermediate_size=16", "policy.num_hidden_layers=1", "policy.initializer_range=0.3", "rollout.prompt_groups=4",
+        "rollout.group_size=8", "rollout.prompt_limit=64", "rollout.response_limit=9", "rollout.history_length=0",
+        "learner.minibatch_size=16", "learner.final_lr=1", "learner.lr=1e-2", "learner.warmup_steps=0", "iterations=12",
+        "evaluation.episodes=8", "log.tensorboard=false", "mesh=data=2", "run_dir=run", cwd=tmp_path,
+    )  # fmt: skip
+    returns = [row["return"] for row in rows_of(tmp_path / "run")]
+    assert np.mean(returns[-3:]) > 2 * np.mean(returns[:3]), returns
+    assert {row["excluded"] for row in rows_of(tmp_path / "run")} == {0}
 
 
 @pytest.mark.slow

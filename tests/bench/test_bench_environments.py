@@ -9,6 +9,7 @@ import pytest
 
 from hgpo_jax.bench import environments
 from hgpo_jax.errors import ConfigError
+from hgpo_jax.policy.tokenizer import text_tokenizer
 
 TESTS = Path(__file__).parents[1]
 KEYS = {"name", "value", "unit", "limit_share", "ratio"}
@@ -52,11 +53,14 @@ def test_every_row(tmp_path, capsys):
 
     for file, name in zip(write(tmp_path), ("items_shuffle_5.json", "items_ins_5.json"), strict=False):
         shutil.move(file, tmp_path / name)
-    rows = run(alfworld=TESTS / "alfworld" / "data", webshop=tmp_path, products=300, waiting=2, episodes=4, workers=2)
+    text_tokenizer(["look"]).save_pretrained(tmp_path / "tokenizer")
+    games = {"alfworld": TESTS / "alfworld" / "data", "tokenizer": tmp_path / "tokenizer"}
+    rows = run(**games, webshop=tmp_path, products=300, waiting=2, episodes=4, workers=2)
     assert capsys.readouterr().out == ""
     assert all(set(row) == KEYS and row["value"] > 0 for row in rows)
     names = {row["name"] for row in rows}
     assert set(environments.LIMITS) <= names and set(environments.RECORDED) <= names
+    assert len(names) == len(rows) and "alfworld told in chat, 64 prompts" in names
     assert {"webshop, 300 products: build", "alfworld compiled step, batch 256"} <= names
     asynchronous = [row for row in rows if row["name"].startswith("waiting, ") and "ready_fraction=0.25" in row["name"]]
     assert len(asynchronous) == 2 and all(row["ratio"] > 0 for row in asynchronous)

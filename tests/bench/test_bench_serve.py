@@ -1,12 +1,15 @@
 """`bench serve`: the same work is measured on all sides, and a speed is tokens over seconds."""
 
 import json
+import re
 import sys
 
 import pytest
 
 from hgpo_jax.bench import __main__ as command
 from hgpo_jax.bench import serving as bench
+from tests.helpers.byte_policy import byte_policy
+from tests.helpers.serving import engine_of, post, raw, served
 
 SMALL = ["--rounds", "2", "--prompt", "9", "--response", "8", "--slots", "2"]
 
@@ -30,20 +33,32 @@ def test_rows(tmp_path, monkeypatch, against):
 
     monkeypatch.setattr(bench.Direct, "__call__", noted)
     file = tmp_path / "rows.json"
-    options = ["--against", "transformers"] if against else []
+    options = ["--against", "transformers"] if against else ["--hostile", "50"]
     monkeypatch.setattr(sys, "argv", ["bench", "serve", *SMALL, "--clients", "1,3", *options, "--json", str(file)])
     command.main()
     rows = json.loads(file.read_text())
     names = ["served", "transformers' generate", "the sampler", "first token", "first token"]
-    names = [name for name in names if against or "generate" not in name]
-    assert [row["name"].partition(",")[0].removesuffix(" called directly") for row in rows] == [*names, *names, "machine"]
+    if not against:
+        names = [*(name for name in names if "generate" not in name), "served beside"]
+    told = [re.sub(r",.*| called directly| [1-9]\d* bad requests/s", "", row["name"]) for row in rows]
+    assert told == [*names, *names, "machine"]
     for at, clients in ((0, 1), (len(names), 3)):
         assert rows[at]["name"].startswith(f"served, {clients} clients, 2 slots, household")
         alone = rows[at + 1 + against]
         assert rows[at]["ratio"] == pytest.approx(rows[at]["value"] / alone["value"])
         assert rows[at + 2 + against]["value"] <= rows[at + 3 + against]["value"]
-        if against:
+        if not against:
+            assert rows[at + 4]["ratio"] == pytest.approx(rows[at + 4]["value"] / rows[at]["value"])
+        else:
             assert rows[at + 1]["ratio"] == pytest.approx(rows[at]["value"] / rows[at + 1]["value"])
     # With random weights, almost every answer is as long as it may be.
     assert [(load.clients, load.rounds) for load, _ in measured] == [(1, 2), (1, 2), (3, 2), (3, 2)]
     assert all(0.7 * 8 * load.clients * load.rounds <= out.tokens <= 8 * load.clients * load.rounds for load, out in measured)
+
+
+@pytest.mark.slow
+def test_bad_requests_are_refused():
+    policy = byte_policy()
+    with engine_of(policy, slots=2) as engine, served(engine, policy, body_limit=2**24) as port:
+        for body in bench.BAD:
+            assert raw(port, post(body, "/v1/completions"))[0] in (400, 413), body[:60]

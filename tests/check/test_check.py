@@ -89,6 +89,8 @@ MEMBERS = {
     "task_types: is 'walk'; make it a tuple of texts": broken(task_types="walk"),
     "prompt_slots: is missing; add it: prompt_slots(history_length)": broken(prompt=None),
     "random_action: is missing beside expert_action; add it": broken(expert_action=Guided.expert_action),
+    "roles is 'walker'; give different words": broken(roles="walker", role=lambda self, state: state.turn),
+    "role: is missing; add it: role(state) -> whose turn": broken(roles=("left", "right")),
 }
 
 
@@ -128,6 +130,7 @@ SHAPES = {
     ),
     "goal(state): goal is i32[2]; make it i32[1]": broken(goal=lambda self, state: jnp.zeros(2, jnp.int32)),
     "won(state): won is i32[]; make it bool[]": broken(won=lambda self, state: (state.at > 2) * 1, step=lambda *_: None),
+    "role(state): role is f32[]; make it i32[]": broken(roles=("one", "two"), role=lambda self, state: state.turn * 1.0),
     "prompt(...): prompt is i32[9]; make it i32[7]": broken(
         prompt=lambda self, *given, act: (jnp.zeros(9, jnp.int32), 9),
         prompt_slots=lambda self, history: 7,
@@ -190,6 +193,7 @@ PLAY = {
     "reset(key): state.task is 1; it is one of the 1 task_types": broken(
         reset=lambda self, key: (Corridor.reset(self, key)[0].replace(task=jnp.int32(1)), jnp.ones(1, jnp.int32))
     ),
+    "role(state): is 2; it is one of the 2 roles": broken(roles=("one", "two"), role=lambda self, state: state.turn),
     "step(state, action): a reward is nan; make it a finite number": broken(
         step=stepped(lambda s, o, r, *rest: (s, o, r * jnp.nan, *rest))
     ),
@@ -300,6 +304,9 @@ TEXTS = {
     "step('guess .* 4 values were returned instead of 5": told(step=answering(lambda *answer: answer[:4])),
     "step('guess .* reward is nan; return": told(step=answering(lambda o, c, r, d, info: (o, c, np.nan, d, info))),
     "reset( .* task_type is 1, there are 1": told(task_type=1),
+    "roles is 'ab'; give different words": told(roles="ab", role=0),
+    "role: is missing after reset(": told(roles=("a", "b")),
+    "reset( .* role is 2, there are 2": told(roles=("a", "b"), role=2),
     "step('guess .* info calls this inadmissible, but the commands before it list it": told(
         step=answering(lambda o, c, r, d, info: (o, c, r, d, info | {"admissible": False}))
     ),

@@ -30,7 +30,9 @@ def text_run(folder: Path, texts: list[str], report: bool = True, method: str = 
         prompts=rng.integers(1, 20, (B, T, 8), dtype=np.int32), prompt_lengths=np.where(mask, 6, 0).astype(np.int32),
         responses=rng.integers(1, 20, (B, T, 4), dtype=np.int32), response_lengths=np.where(mask, 3, 0).astype(np.int32),
         logp=np.zeros((B, T, 4), np.float32), observations=states[..., None], rewards=rewards, mask=mask,
-        invalid=np.zeros((B, T), bool), states=states, next_states=after, groups=np.array([0, 0, 1, 1], np.int32),
+        invalid=np.zeros((B, T), bool), states=states, next_states=after,
+        agents=np.zeros((B, T), np.int32), groups=np.array([0, 0, 1, 1], np.int32),
+        actions=np.where(mask, np.arange(B * T).reshape(B, T) % 3, 0).astype(np.int32),
         success=rewards.any(1), task=np.zeros(B, np.int32),
     ).save(folder / "episodes" / "iteration-00000.npz")  # fmt: skip
     if report:

@@ -16,14 +16,15 @@ def check_against_plain_play(env, e: Episodes, tasks, history: int, end: int, ac
     """Plays the recorded responses in the environment, one at a time, and rebuilds every prompt by hand.
 
     tasks: the random key of each episode's task. history: K. end, act: token ids. State ids must be equal exactly where
-    observations are.
+    observations are. In a team a prompt shows the turns of its own role alone.
     """
     reset, step = jax.jit(env.reset), jax.jit(env.step)
     pair = env.observation_length + env.action_length
     named = set()  # (state id, observation)
     for b in range(len(e.task)):
         state, seen = jax.device_get(reset(tasks[b]))
-        goal, past, done, rewards = env.goal(state).tolist(), [], False, 0.0
+        goal, done, rewards = env.goal(state).tolist(), False, 0.0
+        pasts = [[] for _ in getattr(env, "roles", ["agent"])]
         assert e.task[b] == state.task
         for t in range(env.max_turns):
             assert e.mask[b, t] == (not done), (b, t)
@@ -31,7 +32,10 @@ def check_against_plain_play(env, e: Episodes, tasks, history: int, end: int, ac
                 continue
             np.testing.assert_array_equal(e.observations[b, t], seen)
             named.add((int(e.states[b, t]), tuple(seen.tolist())))
-            recent = past[max(0, t - history) :]
+            role = int(env.role(state)) if hasattr(env, "role") else 0
+            assert e.agents[b, t] == role
+            past = pasts[role]
+            recent = past[max(0, len(past) - history) :]
             prompt = [*goal, *[0] * (pair * (history - len(recent))), *np.ravel(recent).astype(int), *seen, act]
             np.testing.assert_array_equal(e.prompts[b, t], prompt)
             assert e.prompt_lengths[b, t] == len(prompt)

@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.chat_tokenizers import QWEN, qwen_tokenizer
+
 ROOT = Path(__file__).parents[2]
+GAMES = ROOT / "tests" / "alfworld" / "data"
 # The smallest settings that the README gives. Two layers show what all do, in nine minutes of a core;
 # .ci/by-hand.txt names the cases that CI leaves out.
 CASES = [
     ("1.5b", "v5e:2x4", "fsdp=8", "prefill", 2), ("1.5b", "v5e:2x4", "fsdp=8", "decode", 2),
-    ("1.5b", "v5e:2x4", "fsdp=8", "update", 2),
+    ("1.5b", "v5e:2x4", "fsdp=8", "update", 2), ("1.5b", "v5e:2x4", "fsdp=8", "rollout", 2),
     ("1.5b", "v5e:2x4", "fsdp=8", "update", 28), ("7b", "v5e:4x4", "fsdp=8,tensor=2", "update", 28),
 ]  # fmt: skip
 CHIP = {"v5e": 16, "v5p": 95, "v6e": 32}  # GiB
@@ -28,6 +31,8 @@ CHIP = {"v5e": 16, "v5p": 95, "v6e": 32}  # GiB
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs jax[tpu]")
 @pytest.mark.parametrize(("size", "topology", "mesh", "program", "layers"), CASES)
 def test_the_papers_settings_compile_and_fit(size, topology, mesh, program, layers):
+    if program == "rollout":
+        qwen_tokenizer()  # which may not be here
     command = [sys.executable, __file__, f"alfworld_qwen2.5_{size}", topology, mesh, program, str(layers)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800)
@@ -37,6 +42,7 @@ def test_the_papers_settings_compile_and_fit(size, topology, mesh, program, laye
     assert found["stacks gathered"] == []
     assert found["vocabularies held"] == []
     assert (found["kernels"] > 0) == (program != "decode")  # splash attention
+    assert not found["calls of the host"]
 
 
 def look(text: str, layers: int, vocabulary: int, parts: int, width: int, tokens: int) -> dict:
@@ -52,13 +58,16 @@ def look(text: str, layers: int, vocabulary: int, parts: int, width: int, tokens
         of = next((n for n in dims if n in (vocabulary, vocabulary // parts)), None)
         if of and not {width, width // parts} & set(dims) and math.prod(dims) // of >= tokens:
             held.add(sizes)
-    return {"stacks gathered": sorted(gathered), "vocabularies held": sorted(held), "kernels": text.count("tpu_custom_call")}
+    return {
+        "stacks gathered": sorted(gathered), "vocabularies held": sorted(held), "kernels": text.count("tpu_custom_call"),
+        "calls of the host": re.findall(r"callback|infeed|outfeed|send\(|recv\(", text),
+    }
 
 
 def test_what_must_not_be_there_is_seen():
     sizes = {"layers": 28, "vocabulary": 1024, "parts": 8, "width": 64, "tokens": 4096}
     found = look("%a = bf16[27,64,512] all-gather(%b)\n%c = f32[4096,128] dot(%d)\n%e = bf16[64,1024] f(%g)", **sizes)
-    assert found == {"stacks gathered": ["27,64,512"], "vocabularies held": ["4096,128"], "kernels": 0}
+    assert found == {"stacks gathered": ["27,64,512"], "vocabularies held": ["4096,128"], "kernels": 0, "calls of the host": []}
     assert look("%a = bf16[64,512] all-gather(%b)\n%c = f32[440,128] dot(%d)", **sizes)["vocabularies held"] == []
 
 
@@ -66,7 +75,8 @@ def main(name: str, topology: str, spec: str, program: str, layers: str) -> None
     from hgpo_jax import config, memory
     from hgpo_jax.bench import plan
 
-    settings = config.load(name, [f"mesh={spec}"])
+    played = [f"data={GAMES}", "env.split=valid_train", "env.compiled=true", f"policy.tokenizer={QWEN}"]
+    settings = config.load(name, [f"mesh={spec}", *(played if program == "rollout" else [])])
     mesh, _ = plan._tpu_mesh(topology, spec)
     workload = memory.workload_of(settings, mesh)
     model = dataclasses.replace(workload.model, num_hidden_layers=int(layers))

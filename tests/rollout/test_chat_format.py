@@ -143,7 +143,7 @@ def test_a_megabyte_is_cut_within_seconds(tokenizer, kind):
     assert len(ids) <= 4096 if kind == "blanks" else len(ids) == 4096
     empty = format.build([VIEW])[0].ids
     assert [i for i in ids if i in added] == [i for i in empty if i in added]
-    assert ids[: len(format._head)] == format._head and ids[-len(format._tail) :] == format._tail
+    assert ids[: len(format.head)] == format.head and ids[-len(format.tail) :] == format.tail
 
 
 def test_ordinary_data_is_encoded_as_the_tokenizer_does():
@@ -154,7 +154,7 @@ def test_ordinary_data_is_encoded_as_the_tokenizer_does():
 
 @both
 def test_too_long_prompts_lose_the_oldest_history_then_the_beginning(tokenizer):
-    whole, head = chat(tokenizer), chat(tokenizer)._head
+    whole, head = chat(tokenizer), chat(tokenizer).head
     long = LATER._replace(history=[("old " * 40, "a"), ("new " * 20, "b")])
     both_pairs, one, none = (len(whole.build([long._replace(history=long.history[n:])])[0].ids) for n in range(3))
     assert both_pairs > one > none

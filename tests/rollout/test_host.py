@@ -14,11 +14,12 @@ from hgpo_jax.config import check_together, load
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.policy import ModelConfig, initialize, network
 from hgpo_jax.rollout.chat_format import ParsedResponse, Prompt
+from hgpo_jax.rollout.episode_buffer import EpisodeBuffer
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.host import HostRollout
-from hgpo_jax.rollout.slots import MIN_STEPS
+from hgpo_jax.rollout.slots import MIN_STEPS, SlotResponse
 from hgpo_jax.rollout.tasks import task_numbers
-from hgpo_jax.rollout.workers import LocalWorkers
+from hgpo_jax.rollout.workers import EnvFailure, EnvOutput, LocalWorkers
 from hgpo_jax.sampling import Decoding, buckets
 
 MODEL = ModelConfig(
@@ -283,7 +284,7 @@ def test_a_report_that_cannot_be_finished_leaves_the_one_before(played, tmp_path
 def test_a_transcript(played):
     episodes, report, _, script = played
     for b in (0, 5):
-        lines = report.story(episodes, b).text().splitlines()
+        lines = report.story(episodes, b, ("agent",)).text().splitlines()
         turns = int(episodes.mask[b].sum())
         assert lines[0] == f"task: from {TASKS[b]} ({'success' if episodes.success[b] else 'failure'})"
         assert lines[1] == f"  at {TASKS[b]}" and len(lines) == 1 + 2 * turns
@@ -329,3 +330,19 @@ def test_task_numbers_go_through_all_tasks_again_and_again():
     assert task_numbers("train", 3, [41, 7, 7], 20) == [numbers[41], numbers[7], numbers[7]]
     assert task_numbers("held_out", 3, np.arange(50), 20) != numbers
     assert task_numbers("train", 4, np.arange(50), 20) != numbers
+
+
+def test_actions_are_numbered_by_what_was_found_in_the_responses():
+    episodes = Episodes.zeros(3, 2, 4, 3)
+    buffer = EpisodeBuffer(episodes, [0, 0, 0], history_length=0, strict=False)
+    said = [["go", "look"], ["look", "go"], ["go", "go"]]
+    for episode, actions in enumerate(said):
+        buffer.add_output(episode, EnvOutput("room", [], "goal", 0))
+        for turn, action in enumerate(actions):
+            tokens = np.array([episode, turn, 9], np.int32)  # thought about differently each time
+            response = SlotResponse(episode, tokens, np.zeros(3, np.float32))
+            buffer.add_response(Prompt([1]), response, ParsedResponse(f"{tokens} {action}", action, True), True)
+            buffer.add_output(episode, EnvOutput("room", [], "goal", 0, done=turn == 1))
+    buffer.add_output(2, EnvFailure("lost"))
+    found, _ = buffer.result()
+    np.testing.assert_array_equal(found.actions, [[0, 1], [1, 0], [0, 0]])  # nothing of the episode that failed

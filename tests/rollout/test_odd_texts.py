@@ -53,7 +53,7 @@ def test_odd_texts_and_mishaps(environment, workers, numbers, tmp_path):
     for b, t in np.argwhere(e.mask):
         ids = e.prompts[b, t, : e.prompt_lengths[b, t]].tolist()
         assert [i for i in ids if i in added] == frame
-        assert ids[-len(format._tail) :] == format._tail
+        assert ids[-len(format.tail) :] == format.tail
         shown.add(report.texts[e.states[b, t]])
     assert any(ODD["surrogate"] in text for text in shown) and any(ODD["marker"] in text for text in shown)
     record = estimate("hgpo", rewards=e.rewards, mask=e.mask, states=e.states, groups=e.groups, invalid=e.invalid)
@@ -64,7 +64,7 @@ def test_odd_texts_and_mishaps(environment, workers, numbers, tmp_path):
     back = Episodes.load(tmp_path / "iteration-00000.npz")
     assert read_report(tmp_path / "iteration-00000.json", back)["texts"] == report.texts
     for b in range(len(tasks)):
-        transcript = report.story(e, b).text()
+        transcript = report.story(e, b, ("agent",)).text()
         assert all(c.isprintable() or c in "\n\t\u00a0" for c in transcript)
         transcript.encode()
         json.dumps(transcript)

@@ -7,7 +7,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from hgpo_jax.errors import ConfigError
-from hgpo_jax.run.metrics import MetricsWriter, WeightsAndBiases, flatten, read_metrics
+from hgpo_jax.run.metrics import MetricsWriter, WeightsAndBiases, flatten, read_metrics, unknown_by_role
 from hgpo_jax.run.tensorboard import TensorBoard
 
 
@@ -148,3 +148,9 @@ def test_weights_and_biases_offline(tmp_path, monkeypatch, capsys):
     write(tmp_path, [row(1)], keep=1, loggers={"Weights & Biases": make})  # the run goes on
     assert "warning" not in capsys.readouterr().err
     assert sum(path.stat().st_size > 0 for path in tmp_path.glob("wandb/offline-run-*/*.wandb")) == 2
+
+
+def test_of_a_role_without_a_turn_only_that_is_known():
+    row = {"success": 1.0, "by_role/turns/a": 3.0, "by_role/turns/b": 0.0, "by_role/success/a": 0.0, "by_role/success/b": 0.0}
+    assert {name: str(value) for name, value in unknown_by_role(row).items()} == {"by_role/success/b": "nan"}
+    assert unknown_by_role({"success": 0.0}) == {}

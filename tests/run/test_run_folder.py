@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
+import yaml
 
 from hgpo_jax import config as configuration
 from hgpo_jax import training, training_run
@@ -186,7 +187,7 @@ def test_every_field_is_either_compared_or_free(tmp_path):
         for section in sections:
             node = node[section]
         node[leaf] = "something else"
-        (folder / "config.yaml").write_text(json.dumps(tree))
+        (folder / "config.yaml").write_text(yaml.safe_dump(tree))
         if name.startswith(FREE_TO_CHANGE):
             check_unchanged(config, folder)
         else:
@@ -210,7 +211,7 @@ def test_a_field_that_is_newer_than_the_run_had_its_default(tmp_path):
     folder = begun(tmp_path / "run")
     tree = configuration.read_yaml((folder / "config.yaml").read_text())
     del tree["learner"]["max_nonfinite"], tree["critic"]
-    (folder / "config.yaml").write_text(json.dumps(tree))
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
     check_unchanged(configuration.load(), folder)
     with pytest.raises(ConfigError, match=r"critic\.lr"):
         check_unchanged(configuration.load(None, ["critic.lr=0.5"]), folder)

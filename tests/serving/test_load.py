@@ -14,6 +14,7 @@ import pytest
 
 from hgpo_jax.sampling import Decoding
 from hgpo_jax.serving import api as serving
+from hgpo_jax.serving import engine as engines
 from hgpo_jax.serving.api import Connection
 from hgpo_jax.serving.engine import STEPS, Busy, Generation
 from tests.helpers.serving import (
@@ -146,6 +147,38 @@ def test_a_stop_string_ends_the_response(client, engine, cancelled, policy):
     assert len(cancelled) == 1
 
 
+def test_who_asks_again_at_once_waits_for_no_step(policy, monkeypatch):
+    monkeypatch.setattr(engines, "GATHER", 1e9)
+    monkeypatch.setattr(engines, "MAX_GATHER", 300.0)
+    events, over = [], queue.Queue()
+    with engine_of(policy, slots=2) as engine:
+        add, step = engine._sampler.add, engine._sampler.step
+        monkeypatch.setattr(engine._sampler, "add", lambda asked: events.append(f"add {len(asked)}") or add(asked))
+        monkeypatch.setattr(engine._sampler, "step", lambda most: events.append("step") or step(most))
+        last = Generation([5], 1, Decoding(), 0, 2, over.put)
+
+        def told(progress):
+            if progress.ended:
+                events.append("ended")
+                threading.Timer(0.1, engine.submit, [[last]]).start()
+
+        engine.submit([Generation([3], 1, Decoding(), 0, 0, told), Generation([4], 40, Decoding(), 0, 1, lambda _: None)])
+        assert over.get(timeout=60).ended
+    assert events[:5] == ["add 2", "step", "ended", "add 1", "step"]
+
+
+def test_nobody_is_waited_for_but_those_who_may_ask_again(policy, monkeypatch):
+    monkeypatch.setattr(engines, "GATHER", 1e9)
+    monkeypatch.setattr(engines, "MAX_GATHER", 300.0)
+    told = queue.Queue()
+    with engine_of(policy, slots=2) as engine:
+        for number in range(3):  # one after the other, with a slot to spare
+            engine.submit([Generation([3], 1, Decoding(), 0, number, told.put)])
+            assert told.get(timeout=60).ended
+        began = time.monotonic()  # and closing waits for nobody
+    assert time.monotonic() - began < 60
+
+
 def test_all_choices_wait_or_none(engine, cancelled):
     told = []
     idle(engine)
@@ -164,8 +197,9 @@ def test_all_choices_wait_or_none(engine, cancelled):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_gives_its_slots_back(port, engine, stream, cancelled, monkeypatch):
     idle(engine)
-    before, go, step = metrics(port).get("hgpo_cancelled_total", 0.0), threading.Event(), engine._sampler.step
-    monkeypatch.setattr(engine._sampler, "step", lambda most: go.wait(60) and step(most))
+    before, go = metrics(port).get("hgpo_cancelled_total", 0.0), threading.Event()
+    # It samples nothing, so that neither choice can end before it is cancelled.
+    monkeypatch.setattr(engine._sampler, "step", lambda most: [] if go.wait(60) else pytest.fail("the client never left"))
     until = time.monotonic() + 30
     with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(post(json.dumps({"model": "tiny", "messages": HELLO, "n": 2, "stream": stream})))

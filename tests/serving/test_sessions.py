@@ -1,6 +1,8 @@
 """Sessions: what is recorded of requests, and what a client may do with them."""
 
 import json
+import threading
+import time
 
 import numpy as np
 import openai
@@ -12,7 +14,7 @@ from hgpo_jax.errors import ConfigError
 from hgpo_jax.sampling import Decoding
 from hgpo_jax.serving.recording import EVERY, Recording
 from hgpo_jax.serving.sessions import OpenSessions, Session, Turn
-from tests.helpers.serving import HELLO, RESPONSE, client_of, expected, idle, post, raw, served
+from tests.helpers.serving import HELLO, RESPONSE, client_of, expected, idle, metrics, post, raw, served
 
 MOST, TURNS = 3, 2
 HUGE = ((3e38, 0), (-3e38, 1), (3e38, 0))  # rewards and their turns
@@ -100,13 +102,30 @@ def test_what_is_refused(recorded, ask_for, message):
     assert message in raised.value.message and raised.value.status_code in (400, 404, 429)
 
 
-def test_requests_of_a_session_come_one_after_the_other(recorded, engine, ended):
-    stream = ask(recorded, stream=True)
+def test_requests_of_a_session_come_one_after_the_other(recorded, engine, ended, monkeypatch):
+    steps, go, step = [], threading.Event(), engine._sampler.step
+
+    def held(most):
+        """From the second on waits until the server has seen the client leave: a busy one could end the response before."""
+        if steps:
+            go.wait(60)
+        steps.append(most)
+        return step(most)
+
+    monkeypatch.setattr(engine._sampler, "step", held)
+    port = recorded.base_url.port
+    cancelled = lambda: metrics(port).get("hgpo_cancelled_total", 0.0)  # noqa: E731
+    before, stream = cancelled(), ask(recorded, stream=True)
     next(iter(stream))
     for refused in (lambda: ask(recorded), lambda: reward(recorded, reward=1)):
         with pytest.raises(openai.ConflictError, match="not"):
             refused()
     stream.close()
+    until = time.monotonic() + 30
+    while cancelled() == before:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    go.set()
     idle(engine)
     # Who leaves has had no turn, and asks again for the same.
     again = ask(recorded).choices[0].message.content

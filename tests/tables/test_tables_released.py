@@ -19,7 +19,7 @@ RELEASED = {
     "warm_start": "none",
     "seed": 0,  # H env.seed
     "env.split": "train",
-    "env.compiled": False,
+    "env.compiled": None,
     "env.strict": False,  # agent_system/environments: a response is valid by its form alone
     "env.reachable_only": False,
     "policy.dtype": "float32",  # verl/workers/fsdp_workers.py: what the actor's optimizer holds
@@ -119,7 +119,7 @@ ELSEWHERE = (
     "name", "run_dir", "cache_dir", "mesh", "env.tasks", "env.rooms", "env.places", "env.things", "env.size", "env.boxes",
     "env.reward", "env.options", "env.template", "env.data", "env.generated", "env.workers",
     "env.time_limit", "env.command", "env.num_tasks", "env.num_held_out_tasks", "lora.alpha", "lora.targets",
-    "rollout.max_tries",
+    "rollout.max_tries", "learner.alternate", "learner.process_noise", "advantage.prior_count", "advantage.gate_count",
     "reward.mode", "reward.workers", "reward.time_limit", "rollout.decode_batch_size", "cloning.",
     "learner.microbatch_size", "learner.remat", "learner.offload", "learner.max_nonfinite", "evaluation.every",
     "log.", *(f"policy.{name}" for name in ("tokenizer", *configuration.PolicyConfig().sizes)),

@@ -1,0 +1,124 @@
+"""The household whose agent says what it is about: every answer has a switch, a subgoal and an action part.
+
+    env = HouseholdSubgoals()
+    state, observation = env.reset(jax.random.key(0))
+    state, observation, *_ = env.step(state, env.encode("switch fridge_1 go_to fridge_1"))
+    state, observation, *_ = env.step(state, env.encode("keep fridge_1 open fridge_1"))
+
+The subgoal is a place to work at. It does nothing but stand in front of the next observation, so that an agent knows what it
+was about.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from hgpo_jax.envs.household import expert
+from hgpo_jax.envs.household.env import Household, State
+
+
+class SubgoalState(struct.PyTreeNode):
+    """One episode."""
+
+    house: State
+    task: jax.Array  # i32[], the house's
+    subgoal: jax.Array  # i32[], word of the place taken up last, 0 before
+
+
+class HouseholdSubgoals:
+    """A family of households; its arguments and what it refuses are `Household`'s.
+
+    An answer is `switch` and a place of the room, or `keep` and the place taken up before; then an action of the household.
+    """
+
+    task_types, goal_length = Household.task_types, Household.goal_length
+    answer_parts = (1, 1, Household.action_length)
+    action_length = sum(answer_parts)
+    observation_length = 1 + Household.observation_length
+
+    def __init__(self, tasks=("place",), rooms=("kitchen",), places=6, things=4, max_turns=20):
+        self.house = Household(tasks, rooms, places, things, max_turns)
+        self.max_turns, self.words = max_turns, (*self.house.words, "switch", "keep")
+        self._switch, self._keep = len(self.words) - 2, len(self.words) - 1
+
+    # -- words --------------------------------------------------------------------------------------------------
+
+    def encode(self, text: str) -> np.ndarray:
+        """An answer's words as i32[4]; words that it does not know become 0."""
+        known = {word: index for index, word in enumerate(self.words)}
+        ids = [known.get(word, 0) for word in text.split()][: self.action_length]
+        return np.array(ids + [0] * (self.action_length - len(ids)), np.int32)
+
+    def decode(self, ids) -> str:
+        """Word ids of any length as text, empty slots left out."""
+        return " ".join(self.words[i] for i in np.asarray(ids).ravel() if i)
+
+    def goal(self, state: SubgoalState) -> jax.Array:
+        """i32[4]: room, task, kind of thing, kind of receptacle."""
+        return self.house.goal(state.house)
+
+    def switches(self, answer: jax.Array) -> jax.Array:
+        """bool[]: whether an answer i32[4] takes up a new subgoal."""
+        return answer[0] == self._switch
+
+    # -- facts about a state ------------------------------------------------------------------------------------
+
+    def won(self, state: SubgoalState) -> jax.Array:
+        """bool[]: whether the task is fulfilled."""
+        return self.house.won(state.house)
+
+    def admissible(self, state: SubgoalState) -> tuple[jax.Array, jax.Array]:
+        """What can be said now: (bool[answers], i32[answers, 4] their words), every plan with every action."""
+        legal, actions = self.house.admissible(state.house)
+        places = self.house.place_words(state.house)
+        plans = jnp.stack([jnp.full_like(places, self._switch), places], axis=1)
+        plans = jnp.concatenate([plans, jnp.stack([jnp.int32(self._keep), state.subgoal])[None]])
+        fits = jnp.append(jnp.ones(len(places), bool), state.subgoal > 0)
+        answers = [jnp.repeat(plans, len(actions), axis=0), jnp.tile(actions, (len(plans), 1))]
+        return (fits[:, None] & legal).ravel(), jnp.concatenate(answers, axis=1)
+
+    # -- the two functions --------------------------------------------------------------------------------------
+
+    def reset(self, key: jax.Array) -> tuple[SubgoalState, jax.Array]:
+        """A new episode from a key: (SubgoalState, observation i32[7])."""
+        house, seen = self.house.reset(key)
+        return SubgoalState(house=house, task=house.task, subgoal=jnp.int32(0)), jnp.append(0, seen).astype(jnp.int32)
+
+    def step(self, state: SubgoalState, action: jax.Array):
+        """Does one answer i32[4].
+
+        Returns:
+          (SubgoalState, observation i32[7], the subgoal and what the household shows, reward f32[] 10 on success else 0,
+          done bool[], invalid bool[]). Where the plan does not fit, the subgoal stays and the action is not done: it
+          is as an inadmissible one in `Household.step`.
+        """
+        switches = self.switches(action)
+        named = (self.house.place_words(state.house) == action[1]).any()
+        kept = (action[0] == self._keep) & (state.subgoal > 0) & (action[1] == state.subgoal)
+        fits = (switches & named) | kept
+        house, seen, reward, done, invalid = self.house.step(state.house, jnp.where(fits, action[2:], 0))
+        after = state.replace(house=house, subgoal=jnp.where(fits, action[1], state.subgoal))
+        return after, jnp.append(after.subgoal, seen), reward, done, invalid
+
+    # -- two scripted players -----------------------------------------------------------------------------------
+
+    def expert_action(self, state: SubgoalState, recent: jax.Array, key: jax.Array) -> jax.Array:
+        """i32[4]: the local expert, whose subgoal is the place where it acts or goes to.
+
+        recent: i32[K, 4], the last K answers.
+        """
+        house, places = state.house, self.house.place_words(state.house)
+        action = expert.expert_action(self.house, house, recent[:, 2:], key)
+        goes = action[0] == self.house.word_id["go_to"]
+        here = jnp.append(places, places[0])[house.at]  # in the middle of the room it only goes
+        subgoal = jnp.where(goes, action[1], here)
+        plan = jnp.where(subgoal == state.subgoal, self._keep, self._switch)
+        return jnp.concatenate([jnp.stack([plan, subgoal]), action])
+
+    def random_action(self, state: SubgoalState, key: jax.Array) -> jax.Array:
+        """i32[4]: one of the admissible answers, all equally likely."""
+        legal, words = self.admissible(state)
+        return words[jax.random.categorical(key, jnp.where(legal, 0.0, -jnp.inf))]

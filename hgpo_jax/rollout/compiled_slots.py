@@ -1,0 +1,173 @@
+"""Continuous batching inside a compiled rollout: a slot whose response has ended takes the next prompt, of whichever episode.
+
+Every episode is at a turn of its own. A round of the program's loop lets the environments of ended responses answer, reads the
+prompts that wait into free slots, and decodes until the next few responses have ended; no episode waits for the longest
+response of a turn, and nothing goes to the host. Tokens depend on an episode's key, turn and prompt alone: they are those of
+the rollouts in lockstep (`compiled.py`) and on the host (`host.py`), whose slots are the same (`slot_state.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx, struct
+
+from hgpo_jax.mesh import max_across_devices
+from hgpo_jax.rollout.compiled import EpisodeState, Program
+from hgpo_jax.rollout.slot_state import MAX_STEPS, SlotState, begin, free_slots, go_on
+from hgpo_jax.sampling import Responses, turn_keys
+
+# Decoding stops once one in ENDED slots that went on has ended: few wait. What waits is read by one in READ at a time, the
+# shortest first: few of the tokens are padding.
+ENDED, READ = 8, 32
+
+
+class Play(struct.PyTreeNode):
+    """B episodes of which up to S are in slots."""
+
+    states: EpisodeState  # [B]
+    turn: jax.Array  # i32[B], of each episode's next response
+    untold: jax.Array  # bool[B], whose next prompt has yet to be made
+    waiting: jax.Array  # bool[B], whose prompt waits for a slot
+    prompts: jax.Array  # i32[B, P], of the next or current turn
+    lengths: jax.Array  # i32[B]
+    notes: dict  # further fields of the record that came with the prompts, [B, ...]
+    record: dict  # [B, T, ...]
+    slots: SlotState
+    episode: jax.Array  # i32[S], whose slot it is; B where it is free
+    tokens: jax.Array  # i32[S, R], the responses so far, 0 behind them
+    logp: jax.Array  # f32[S, R]
+    steps: jax.Array  # i32[], tokens decoded one after the other
+    busy: jax.Array  # f32[], the sum over these of the share of slots that had not ended
+
+    @property
+    def taken(self) -> jax.Array:
+        """bool[S]: which slots have an episode."""
+        return self.episode < self.turn.shape[0]
+
+    @property
+    def over(self) -> jax.Array:
+        """bool[S]: which slots have a response that has ended."""
+        return self.taken & self.slots.ended
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlotProgram(Program):
+    """`Program` with slots instead of turns in lockstep: for responses of many tokens, whose lengths differ."""
+
+    def play_all(self, params, states: EpisodeState, decoding):
+        played = self.play_slots(params, states, decoding)
+        return played.states, played.record
+
+    def play_slots(self, params, states: EpisodeState, decoding) -> Play:
+        """All turns of B episodes, and what they took (`Play.steps`, `Play.busy`)."""
+        B, R = states.done.shape[0], self.response_slots
+        S, model = max(1, min(self.decode_batch_size, B) // self.fsdp) * self.fsdp, nnx.merge(self.graphdef, params)
+        blocks = model.decode_blocks()
+        shapes = jax.eval_shape(jax.vmap(self.prompt), states)
+        prompts, lengths, notes = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+        play = Play(
+            states=states, turn=jnp.zeros(B, jnp.int32), untold=~states.done, waiting=jnp.zeros(B, bool), prompts=prompts,
+            lengths=lengths, notes=notes, record=self.empty_record(states), slots=free_slots(model, S, prompts.shape[1] + R),
+            episode=jnp.full(S, B), tokens=jnp.zeros((S, R), jnp.int32), logp=jnp.zeros((S, R)), steps=jnp.int32(0),
+            busy=jnp.float32(0),
+        )  # fmt: skip
+        # As many slots to the end: a smaller number would be one more copy of all layers and of the environment to compile.
+        goes_on = lambda play: _any(play.untold) | _any(play.waiting) | _any(play.taken)  # noqa: E731
+        return jax.lax.while_loop(goes_on, functools.partial(self._round, model, blocks, decoding), play)
+
+    def _round(self, model, blocks, decoding, play: Play) -> Play:
+        admit = functools.partial(self._admit, model, decoding)
+        play = jax.lax.while_loop(lambda play: _any(play.over), self._act, play)
+        play = jax.lax.while_loop(lambda play: _any(play.untold), self._tell, play)
+        play = jax.lax.while_loop(lambda play: _any(play.waiting.any() & ~play.taken), admit, play)
+        return self._decode(model, blocks, decoding, play)
+
+    def _act(self, play: Play) -> Play:
+        """Acts on some of the responses that have ended, and frees their slots."""
+        (S, B), T = (play.over.shape[0], play.turn.shape[0]), self.env.max_turns
+        slots = jnp.argsort(~play.over, stable=True)[: max(1, S // ENDED)]
+        episode = jnp.where(play.over[slots], play.episode[slots], B)
+        mine = (play.states, play.turn, play.prompts, play.lengths, play.notes)
+        before, turn, prompts, lengths, notes = jax.tree.map(lambda a: a[jnp.minimum(episode, B - 1)], mine)
+        out = Responses(tokens=play.tokens[slots], logp=play.logp[slots], lengths=play.slots.sampled[slots])
+        after, new = self.act_on(before, prompts, lengths, out)
+        new |= notes
+        return play.replace(
+            states=_put(play.states.replace(key=None), episode, after.replace(key=None)).replace(key=play.states.key),
+            turn=_put(play.turn, episode, turn + 1),
+            untold=_put(play.untold, episode, ~after.done & (turn + 1 < T)),
+            record={name: values.at[episode, turn].set(new[name], mode="drop") for name, values in play.record.items()},
+            episode=play.episode.at[slots].set(jnp.where(play.over[slots], B, play.episode[slots])),
+        )
+
+    def _tell(self, play: Play) -> Play:
+        """Makes some of the prompts that come next."""
+        B = play.turn.shape[0]
+        some = jnp.argsort(~play.untold, stable=True)[: max(1, play.over.shape[0] // ENDED)]
+        episode = jnp.where(play.untold[some], some, B)
+        prompts, lengths, notes = jax.vmap(self.prompt)(jax.tree.map(lambda a: a[some], play.states))
+        return play.replace(
+            prompts=_put(play.prompts, episode, prompts), lengths=_put(play.lengths, episode, lengths),
+            notes=_put(play.notes, episode, notes),
+            untold=_put(play.untold, episode, False), waiting=_put(play.waiting, episode, True),
+        )  # fmt: skip
+
+    def _admit(self, model, decoding, play: Play) -> Play:
+        """Reads some of the prompts that wait into free slots, those first that are furthest behind; of these the shortest."""
+        (B, P), S, F = play.prompts.shape, play.taken.shape[0], self.fsdp
+        m = max(1, S // READ // F) * F
+        # Row by row of what each device reads: a free slot of its own, and whether there is one.
+        free = ~play.taken.reshape(F, S // F)
+        local = jnp.argsort(~free, axis=1, stable=True)[:, : m // F]
+        usable = jnp.take_along_axis(free, local, 1)
+        # Every device's first row comes before any one's second.
+        number = (jnp.cumsum(usable.T.ravel()) - 1).reshape(m // F, F).T.ravel()
+        order = jnp.argsort(jnp.where(play.waiting, play.turn * (P + 1) + play.lengths, jnp.iinfo(jnp.int32).max), stable=True)
+        given = usable.ravel() & (number < play.waiting.sum())
+        episode = jnp.where(given, order[jnp.clip(number, 0, B - 1)], B)
+        at = jnp.minimum(episode, B - 1)
+        lengths = jnp.where(given, play.lengths[at], 1)
+        slots, token, logp = begin(
+            model, play.slots, play.prompts[at], lengths, jnp.tile(jnp.arange(m // F), F),
+            jnp.where(given, local.ravel(), S // F), turn_keys(play.states.key[at], play.turn[at]),
+            jnp.full(m, self.response_slots), self.widths, self.end_tokens, decoding,
+        )  # fmt: skip
+        slot = jnp.where(given, local.ravel() + jnp.repeat(jnp.arange(F) * (S // F), m // F), S)
+        first = lambda value: jnp.zeros((m, self.response_slots), value.dtype).at[:, 0].set(value)  # noqa: E731
+        return play.replace(
+            slots=slots,
+            episode=play.episode.at[slot].set(episode, mode="drop"),
+            waiting=play.waiting.at[episode].set(False, mode="drop"),
+            tokens=play.tokens.at[slot].set(first(token), mode="drop"),
+            logp=play.logp.at[slot].set(first(logp), mode="drop"),
+        )
+
+    def _decode(self, model, blocks, decoding, play: Play) -> Play:
+        S, R = play.tokens.shape
+        before = play.slots.sampled
+        slots, out = go_on(
+            model, blocks, play.slots, jnp.full(S, R), 1, MAX_STEPS, ENDED, self.end_tokens, decoding
+        )
+        step = jnp.arange(MAX_STEPS)
+        at = jnp.arange(S)[:, None], jnp.where(step < out.counts[:, None], before[:, None] + step, R)
+        return play.replace(
+            slots=slots,
+            tokens=play.tokens.at[at].set(out.tokens, mode="drop"),
+            logp=play.logp.at[at].set(out.logp, mode="drop"),
+            steps=play.steps + out.counts.max(),
+            busy=play.busy + out.counts.sum() / S,
+        )
+
+
+def _any(flags) -> jax.Array:
+    """bool[]: whether any of them is set, on any index of the data axis that must go along (`max_across_devices`)."""
+    return max_across_devices(flags.any().astype(jnp.int32)) > 0
+
+
+def _put(into, episode, values):
+    """A tree of arrays [B, ...] with those of `values` [n, ...], or one, at i32[n]; nothing where that is B."""
+    return jax.tree.map(lambda a, value: a.at[episode].set(value, mode="drop"), into, values)

@@ -1,0 +1,189 @@
+"""Compiled rollouts of language models: ALFWorld's games, prompts, sampling and the reading of answers in one jitted program.
+
+    rollout = CompiledTextRollout(env, games, format, tokenizer, policy.graphdef, mesh, batch=128, history_length=2)
+    episodes, report = rollout(params, tasks, keys, groups, Decoding())
+
+It is called as a `host.HostRollout`, whose Episodes and report it gives to the bit. An episode with something that cannot be
+reproduced on the device (`device_text.py`) is played on the host; where the games are none of the host's it is left out and
+counted, as one whose environment fails is there.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import logging
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from hgpo_jax.rollout.chat_format import ChatFormat, Prompt
+from hgpo_jax.rollout.compiled import EpisodeState, on_shards, start_episode
+from hgpo_jax.rollout.compiled_slots import SlotProgram
+from hgpo_jax.rollout.device_text import DeviceText
+from hgpo_jax.rollout.episode_buffer import EpisodeBuffer
+from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.rollout.host import HostRollout
+from hgpo_jax.rollout.requirements import roles_of
+from hgpo_jax.rollout.result import RolloutResult
+from hgpo_jax.rollout.slots import SlotResponse
+from hgpo_jax.rollout.workers import EnvOutput
+from hgpo_jax.sampling import Decoding
+
+log = logging.getLogger(__name__)
+
+INEXACT = "some text cannot be reproduced on the device (rollout/device_text.py)"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextProgram(SlotProgram):
+    """With chat prompts and free-text answers; `env` is a `DeviceText`."""
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        return self.env.end_tokens
+
+    @property
+    def response_slots(self) -> int:
+        return self.env.response_limit
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return widths(self.env.format.prompt_limit)
+
+    def prompt(self, state: EpisodeState):
+        made = self.env.prompt(state.env, state.goal, *state.history.of(0), state.observation)
+        notes = {"pairs_dropped": made.pairs_dropped, "tokens_cut": made.tokens_cut, "exact_prompts": made.exact}
+        return made.ids, made.length, notes
+
+    def read(self, response, length):
+        answer = self.env.answer(response, length)
+        return answer.action, answer.well_formed, {"exact_answers": answer.exact}
+
+    def judged(self, well_formed, inadmissible) -> dict:
+        return {"inadmissible": inadmissible}  # what is invalid is for the EpisodeBuffer to say
+
+    def told(self, params, games, keys, decoding):
+        """All turns of B episodes: (record {field: [B, T, ...]}, last observations i32[B, O], tasks i32[B], won bool[B], tokens
+        decoded one after the other i32[1], and the sum over these of the share of slots that had not ended f32[1])."""
+        states = jax.vmap(start_episode, (None, None, 0, 0))(self.env, self.history_length, games, keys)
+        played = self.play_slots(params, states, decoding)
+        states, won = played.states, jax.vmap(self.env.won)(played.states.env)
+        return played.record, states.observation, states.env.task, won, played.steps[None], played.busy[None]
+
+
+def widths(limit: int) -> tuple[int, ...]:
+    """For prompts of up to `limit` tokens, ALFWorld's in mind: most have 350 to 750, few more than a thousand."""
+    most = min(1024, limit)
+    steps = [most]
+    while steps[0] > most // 4:
+        steps.insert(0, int(steps[0] / 1.15) // 8 * 8)
+    return (*steps, *((((limit + most) // 2 // 8 * 8), limit) if limit > most else ()))
+
+
+class CompiledTextRollout:
+    """`rollout(params, tasks, keys, groups, decoding) -> RolloutResult`.
+
+    Args:
+      env: a compiled environment as `device_text.Tells`.
+      games: i32[.], the number in `env` of each task.
+      host: plays what the device cannot; None: nothing does.
+      format, tokenizer, graphdef, mesh, batch, history_length, response_limit, decode_batch_size, strict: as in `HostRollout`.
+
+    Attributes: those of `HostRollout`; `program`, the jitted rollout.
+
+    Raises ValueError for a tokenizer or template that cannot be reproduced.
+    """
+
+    def __init__(
+        self, env, games: np.ndarray, format: ChatFormat, tokenizer, graphdef, mesh: Mesh | AbstractMesh, *, batch: int,
+        history_length: int, response_limit: int = 512, decode_batch_size: int = 64, strict: bool = False,
+        host: HostRollout | None = None,
+    ):  # fmt: skip
+        self._env, self._games, self._format, self._batch = env, np.asarray(games), format, batch
+        self._history_length, self._response_limit, self._strict, self._host = history_length, response_limit, strict, host
+        self.task_types, self.num_tasks = tuple(env.task_types), len(games)
+        self.max_turns, self.roles = env.max_turns, roles_of(env)
+        text = DeviceText(env, format, tokenizer, response_limit)
+        self._mesh, self._tables, self._text = mesh, None, text
+        program = functools.partial(
+            TextProgram, graphdef=graphdef, history_length=history_length, decode_batch_size=decode_batch_size
+        )
+        play = on_shards(TextProgram.told, program, text, mesh)
+        replicated = NamedSharding(mesh, P())
+        self.program = jax.jit(lambda tables, *inputs: jax.lax.with_sharding_constraint(play(tables, *inputs), replicated))
+
+    def of_games(self, games: np.ndarray, host: HostRollout | None) -> CompiledTextRollout:
+        """The same rollout over other games, such as held-out ones; what is compiled is shared."""
+        other = copy.copy(self)
+        other._games, other.num_tasks, other._host = np.asarray(games), len(games), host
+        return other
+
+    def abstract_episodes(self) -> Episodes:
+        """Shapes and dtypes of the episodes that a call returns."""
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), self._no_episodes())
+
+    def _no_episodes(self) -> Episodes:
+        return Episodes.zeros(self._batch, self.max_turns, self._format.prompt_limit, self._response_limit)
+
+    def lowered(self, params, keys, decoding: Decoding):
+        """The program for these parameters and keys [B], lowered; abstract ones will do."""
+        whole = NamedSharding(self._mesh, P())
+        shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole)  # noqa: E731
+        games = jax.ShapeDtypeStruct((self._batch,), np.int32, sharding=whole)
+        return self.program.lower(jax.tree.map(shape, self._text.tables), params, games, keys, decoding)
+
+    def __call__(self, params, tasks: Sequence[int] | np.ndarray, keys, groups, decoding: Decoding) -> RolloutResult:
+        """As `HostRollout`: plays B episodes of the games with these numbers."""
+        if len(tasks) != self._batch:
+            raise ValueError(f"tasks: has {len(tasks)} episodes, the rollout was built for batch={self._batch}")
+        if self._tables is None:
+            self._tables = jax.device_put(self._text.tables, NamedSharding(self._mesh, P()))
+        numbers = self._games[np.asarray(tasks)]
+        played = self.program(self._tables, params, jnp.asarray(numbers), keys, decoding)
+        record, final, task, won, steps, busy = jax.device_get(played)
+        buffer = EpisodeBuffer(self._no_episodes(), groups, self._history_length, self._strict)
+        inexact = []
+        for episode in range(self._batch):
+            turn = {name: values[episode] for name, values in record.items()}
+            if not (turn["exact_prompts"] & turn["exact_answers"])[turn["mask"]].all():
+                inexact.append(episode)
+                continue
+            self._read(buffer, episode, int(numbers[episode]), turn, final[episode], int(task[episode]), bool(won[episode]))
+        if inexact and self._host:
+            self._host.play(buffer, inexact, params, tasks, keys, decoding)
+        elif inexact:
+            for episode in inexact:
+                buffer.exclude(episode, INEXACT)
+            log.warning("%d of %d episodes are excluded: %s", len(inexact), self._batch, INEXACT)
+        counts = {"decode_steps": int(steps.max()), "slot_use": float(busy.sum()) / max(1, int(steps.sum()))}
+        return buffer.result(counts | {"played_on_host": len(inexact) if self._host else 0})
+
+    def _read(self, buffer: EpisodeBuffer, episode: int, game: int, turn: dict, final, task: int, won: bool) -> None:
+        """Gives the buffer one episode, as if it were played now."""
+        turns, env = int(turn["mask"].sum()), self._env
+        goal, seen = env.goal_of(game), [*turn["observations"][:turns], final]
+        buffer.add_output(episode, EnvOutput(env.decode(seen[0]), [], goal, task))
+        for t in range(turns):
+            ids = turn["prompts"][t, : turn["prompt_lengths"][t]].tolist()
+            prompt = Prompt(ids, int(turn["pairs_dropped"][t]), int(turn["tokens_cut"][t]))
+            length = turn["response_lengths"][t]
+            tokens = turn["responses"][t, :length]
+            response = SlotResponse(episode, tokens, turn["logp"][t, :length])
+            parsed, ended = self._format.parse(tokens.tolist()), tokens[-1] in self._format.end_tokens
+            buffer.add_response(prompt, response, parsed, ended)
+            done = t + 1 == turns
+            buffer.add_output(episode, EnvOutput(
+                env.decode(seen[t + 1]), [], goal, task, float(turn["rewards"][t]), done, done and won,
+                not turn["inadmissible"][t], float(done and won),
+            ))  # fmt: skip
+
+    def close(self) -> None:
+        """Ends what plays on the host."""
+        if self._host:
+            self._host.close()

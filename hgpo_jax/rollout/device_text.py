@@ -1,0 +1,281 @@
+"""Chat prompts and free-text answers of a compiled environment, made and read inside the compiled rollout.
+
+    text = DeviceText(env, ChatFormat(tokenizer, "alfworld"), tokenizer, response_limit=512)
+
+On every turn a prompt's tokens equal those of `ChatFormat.build` and an action what `ChatFormat.parse` finds. What cannot be
+reproduced is reported (`exact`), so that the episode can be left out: answers whose action is not ASCII, holds a control
+character or a token's name, or is longer than MAX_ACTION, and texts longer than MAX_TEXT.
+"""
+
+from __future__ import annotations
+
+import copy
+import string
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from hgpo_jax.envs.protocol import ListsGames, Playable
+from hgpo_jax.policy.device_tokenizer import DeviceTokenizer, plain, spell, spelling
+from hgpo_jax.rollout.chat_format import MAX_CHARACTERS_PER_TOKEN, ChatFormat
+
+MAX_TEXT = 12_288  # bytes of a message
+MAX_ACTION = 128  # bytes
+MAX_COMMAND = 64
+BYTES_PER_TOKEN = 8  # of a response, room for them
+_BLANKS = np.frombuffer(b" \t\n\r\v\f\x1c\x1d\x1e\x1f", np.uint8)  # what str.strip strips of ASCII
+
+
+class Tells(Playable, ListsGames, Protocol):
+    """What a compiled environment has whose turns are told as text: its words are texts, written together."""
+
+    words: Any
+    task_types: Any
+
+    def decode(self, ids: Any) -> str:
+        """decode(ids) -> the text of an observation"""
+        ...
+
+    def goal_of(self, game: int) -> str:
+        """goal_of(game) -> the text of a game's task"""
+        ...
+
+    def choices(self, state: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """choices(state) -> (words of every admissible command as text i32[C, W], as an action i32[C, A], which of them a
+        player is shown bool[C]); 0 where there are fewer commands"""
+        ...
+
+
+class TextState(struct.PyTreeNode):
+    """One episode."""
+
+    env: Any  # the environment's state
+    task: jax.Array  # i32[]
+    turn: jax.Array  # i32[], actions taken
+
+
+class DevicePrompt(NamedTuple):
+    """A prompt and what was left out of it."""
+
+    ids: jax.Array  # i32[P], 0 behind them
+    length: jax.Array  # i32[]
+    pairs_dropped: jax.Array  # i32[]
+    tokens_cut: jax.Array  # i32[]
+    exact: jax.Array  # bool[]
+
+
+class DeviceAnswer(NamedTuple):
+    """The action in a response."""
+
+    action: jax.Array  # i32[MAX_ACTION], its bytes, 0 behind them
+    well_formed: jax.Array  # bool[]
+    exact: jax.Array  # bool[]
+
+
+class DeviceText:
+    """A compiled environment that is read and answered as text.
+
+    Args:
+      env: see `Tells`.
+      format: the template, the frame and the limit of prompts.
+      tokenizer: of the format.
+      response_limit: R, tokens of the longest response.
+
+    Attributes:
+      tables: arrays of NumPy, an argument of the program; see `bound`.
+
+    Raises ValueError for a tokenizer or template that it cannot reproduce.
+    """
+
+    action_length = MAX_ACTION
+
+    def __init__(self, env: Any, format: ChatFormat, tokenizer, response_limit: int):
+        self.env, self.format, self.response_limit = env, format, response_limit
+        self.goal_length, self.observation_length, self.max_turns = env.goal_length, env.observation_length, env.max_turns
+        self.task_types, self.end_tokens = env.task_types, format.end_tokens
+        self._tokenizer = DeviceTokenizer(tokenizer)
+        self._limit = format.message_limit
+        # Words of a message: the environment's, what templates say, numbers, and single bytes of actions.
+        self._parts = {name: _parts(getattr(format.template, name)) for name in ("first", "later", "entry")}
+        said = {part for parts in self._parts.values() for part, is_slot in parts if not is_slot}
+        own = [*env.words, *sorted(said), "\n", "'", "',\n'", *map(str, range(self.max_turns + 2))]
+        if odd := next((word for word in own if not word.isascii()), ""):
+            raise ValueError(f"template={odd!r}: only ASCII text can be made on the device")
+        self._word = {word: number for number, word in reversed(list(enumerate(own)))}
+        self._first_byte = len(own)
+        words = [word.encode() for word in own] + [bytes([byte]) for byte in range(256)]
+        shown = [b"" if number in format.text.hidden else word for number, word in enumerate(self._tokenizer.words)]
+        self.tables: dict[str, Any] = {
+            "env": env.tables, "words": spelling(words), "tokens": spelling([*shown, b""]), "bpe": self._tokenizer.tables,
+        }  # fmt: skip
+        self._text_slots = min(MAX_TEXT, self._limit * MAX_CHARACTERS_PER_TOKEN)
+        self._markers = [marker.encode() for marker in format.text.markers]
+
+    def bound(self, tables: dict[str, Any]) -> DeviceText:
+        """This with other arrays, such as the traced ones of `tables` in a program that has them as an argument."""
+        other = copy.copy(self)
+        other.tables, other.env = tables, self.env.bound(tables["env"])
+        return other
+
+    # -- as an environment ----------------------------------------------------------------------------------------
+
+    def start(self, game) -> tuple[TextState, jax.Array]:
+        """An episode of this game: (state, observation i32[O])."""
+        state, observation = self.env.start(game)
+        return TextState(env=state, task=state.task, turn=jnp.int32(0)), observation
+
+    def goal(self, state: TextState) -> jax.Array:
+        return self.env.goal(state.env)
+
+    def won(self, state: TextState) -> jax.Array:
+        return self.env.won(state.env)
+
+    def step(self, state: TextState, action):
+        """(state, observation i32[O], reward f32[], done bool[], inadmissible bool[]) after the text of `action`, as bytes."""
+        stripped, size = _stripped(action.astype(jnp.uint8), jnp.int32(0), (action != 0).sum(), MAX_COMMAND)
+        texts, actions, _ = self.env.choices(state.env)
+        letters, sizes = jax.vmap(lambda words: spell(self.tables["words"], words, MAX_COMMAND))(texts)
+        same = (letters == stripped).all(1) & (sizes == size) & (sizes > 0)
+        words = jnp.where(same.any(), actions[jnp.argmax(same)], -1)
+        after, observation, reward, done, invalid = self.env.step(state.env, words)
+        return state.replace(env=after, turn=state.turn + 1), observation, reward, done, invalid
+
+    # -- prompts --------------------------------------------------------------------------------------------------
+
+    def prompt(self, state: TextState, goal, observations, actions, observation) -> DevicePrompt:
+        """The prompt of a turn.
+
+        goal: i32[goal_length]. observations: i32[K, O], actions: i32[K, MAX_ACTION], the past turns, oldest first, 0 before the
+        first. observation: i32[O].
+        """
+        K, limit = observations.shape[0], self._limit
+        had = jnp.minimum(state.turn, K)
+        commands = self._listed(state)
+        letters = jnp.where(actions != 0, actions + self._first_byte, 0)
+
+        def attempt(carry):
+            dropped, cut, _, _, exact, _ = carry
+            words = self._message(goal, observations, letters, observation, commands, state.turn, had - dropped)
+            text, size = spell(self.tables["words"], words, self._text_slots)
+            ids, count, whole = self._tokenizer.encode(self.tables["bpe"], text, size, limit, skip=cut)
+            long = count - cut > limit
+            drops = long & (dropped < had)
+            # A text that does not fit in its slots is too long in any case if the part that fits is.
+            exact &= whole | (drops & (size > self._text_slots))
+            return dropped + drops, jnp.where(long & ~drops, count - limit, cut), ids, count, exact, long
+
+        begin = jnp.int32(0), jnp.int32(0), jnp.zeros(limit, jnp.int32), jnp.int32(0), jnp.array(True), jnp.array(True)
+        dropped, cut, ids, count, exact, _ = jax.lax.while_loop(lambda carry: carry[-1], attempt, begin)
+        head, tail = (jnp.array(part, jnp.int32) for part in (self.format.head, self.format.tail))
+        size, P = count - cut, self.format.prompt_limit
+        slots = jnp.zeros(P + len(tail), jnp.int32)
+        slots = jax.lax.dynamic_update_slice(slots, jnp.concatenate([head, ids]), (0,))
+        slots = jax.lax.dynamic_update_slice(slots, tail, (len(head) + size,))
+        return DevicePrompt(slots[:P], len(head) + size + len(tail), dropped, cut, exact)
+
+    def _listed(self, state: TextState):
+        """i32[C (W + 1) + 1]: the words of the commands that a player is shown, each in quotation marks."""
+        texts, _, shown = self.env.choices(state.env)
+        before = jnp.cumsum(shown) - shown  # commands that stand before each
+        opens = jnp.where(before == 0, self._word["'"], self._word["',\n'"])
+        words = jnp.where(shown[:, None], jnp.concatenate([opens[:, None], texts], 1), 0).ravel()
+        return jnp.append(words, jnp.where(shown.any(), self._word["'"], 0))
+
+    def _message(self, goal, observations, letters, observation, commands, turn, shown):
+        """i32[.]: the words of the user message that shows so many past turns."""
+        K = observations.shape[0]
+        number = lambda n: jnp.asarray(self._word["0"] + n)[None]  # noqa: E731
+        entries = []
+        for k in range(K):
+            slots = {"number": number(turn - K + k + 1), "observation": observations[k], "action": letters[k]}
+            line = jnp.where(k > K - shown, self._word["\n"], 0)[None]
+            words = jnp.concatenate([line, *self._filled("entry", slots)])
+            entries.append(jnp.where(k >= K - shown, words, 0))
+        slots = {
+            "goal": goal, "observation": observation, "commands": commands, "turn": number(turn), "now": number(turn + 1),
+            "shown": number(shown), "history": jnp.concatenate([*entries, jnp.zeros(1, jnp.int32)]),
+        }  # fmt: skip
+        first, later = (jnp.concatenate(self._filled(name, slots)) for name in ("first", "later"))
+        width = max(first.shape[0], later.shape[0])
+        return jnp.where(shown > 0, *(jnp.pad(words, (0, width - words.shape[0])) for words in (later, first)))
+
+    def _filled(self, name: str, slots: dict[str, jax.Array]) -> list[jax.Array]:
+        return [slots[part] if is_slot else jnp.array([self._word[part]]) for part, is_slot in self._parts[name]]
+
+    # -- answers --------------------------------------------------------------------------------------------------
+
+    def answer(self, response, length) -> DeviceAnswer:
+        """What `ChatFormat.parse` finds in a response i32[R] of i32[] tokens."""
+        table = self.tables["tokens"]
+        blank = table.begin.shape[0] - 2
+        known = (jnp.arange(response.shape[0]) < length) & (response >= 0) & (response < blank)
+        text, size = spell(table, jnp.where(known, response, blank), BYTES_PER_TOKEN * max(response.shape[0], 32))
+        exact = size <= text.shape[0]
+        if self.format.template.bare:
+            return self._found(text, jnp.int32(0), size, jnp.array(True), exact)
+        lower = jnp.where((text >= 65) & (text <= 90), text + 32, text)
+        begin, end = (_find(lower, tag) for tag in (b"<action>", b"</action>"))
+        tagged = (begin >= 0) & (end >= 0)
+        fallback = self.format.fallback or text.shape[0]
+        begin = jnp.where(tagged, begin + len("<action>"), jnp.maximum(size - fallback, 0))
+        end = jnp.where(tagged, jnp.maximum(end, begin), size)
+        thinks = (_find(text, b"<think>") >= 0) & (_find(text, b"</think>") >= 0)
+        well_formed = tagged & thinks & ~_holds_chinese(text)
+        stripped = self._found(lower, begin, end, well_formed, exact)
+        action, length = _window(lower, begin, end - begin, MAX_ACTION)
+        whole = self._checked(action, length, well_formed, exact)
+        return jax.tree.map(lambda a, b: jnp.where(tagged, a, b), stripped, whole)
+
+    def _found(self, text, begin, end, well_formed, exact) -> DeviceAnswer:
+        action, size = _stripped(text, begin, end, MAX_ACTION)
+        return self._checked(action, size, well_formed, exact)
+
+    def _checked(self, action, size, well_formed, exact) -> DeviceAnswer:
+        exact &= (size <= MAX_ACTION) & (plain(action) | (jnp.arange(MAX_ACTION) >= size)).all()
+        for marker in self._markers:
+            exact &= _find(action, marker) < 0
+        return DeviceAnswer(action.astype(jnp.int32), well_formed, exact)
+
+
+def _parts(template: string.Template) -> list[tuple[str, bool]]:
+    """The texts and slots of a template in turn, each with whether it is a slot."""
+    parts, at, text = [], 0, template.template
+    for match in template.pattern.finditer(text):
+        slot = match["named"] or match["braced"]
+        parts += [(text[at : match.start()] + ("$" if match["escaped"] else ""), False), *([(slot, True)] if slot else [])]
+        at = match.end()
+    return [part for part in (*parts, (text[at:], False)) if part[0]]
+
+
+def _find(text, tag: bytes):
+    """i32[]: where `tag` occurs first in u8[L], -1 if nowhere."""
+    L = text.shape[0]
+    padded = jnp.pad(text, (0, len(tag)))
+    same = jnp.stack([padded[n : n + L] == byte for n, byte in enumerate(tag)]).all(0)
+    return jnp.where(same.any(), jnp.argmax(same), -1)
+
+
+def _window(text, begin, size, slots: int) -> tuple[jax.Array, jax.Array]:
+    """`size` bytes of u8[L] from `begin` on: (u8[slots], 0 behind them; their number, which may be larger than slots)."""
+    at = jnp.arange(slots)
+    return jnp.where(at < size, jnp.pad(text, (0, slots))[jnp.minimum(begin + at, text.shape[0])], 0), size
+
+
+def _stripped(text, begin, end, slots: int) -> tuple[jax.Array, jax.Array]:
+    """The same without blanks at both ends."""
+    at = jnp.arange(text.shape[0])
+    inside = (at >= begin) & (at < end) & ~jnp.isin(text, jnp.asarray(_BLANKS))
+    first = jnp.argmax(inside)
+    last = text.shape[0] - jnp.argmax(inside[::-1])
+    return _window(text, first, jnp.where(inside.any(), last - first, 0), slots)
+
+
+def _holds_chinese(text):
+    """bool[]: whether UTF-8 bytes u8[L] hold a character from U+4E00 to U+9FFF."""
+    lead, second, third = text, jnp.pad(text, (0, 1))[1:], jnp.pad(text, (0, 2))[2:]
+    goes_on = lambda byte: (byte >= 0x80) & (byte <= 0xBF)  # noqa: E731
+    begins = (lead == 0xE4) & (second >= 0xB8) | (lead > 0xE4) & (lead <= 0xE9)
+    return (begins & goes_on(second) & goes_on(third)).any()
