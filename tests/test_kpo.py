@@ -51,6 +51,7 @@ def test_loss_and_gradient_are_the_papers(noise, low, high):
     assert clipped == (derivative[MASK] == 0).sum()
 
 
+@pytest.mark.slow
 def test_the_papers_noise_smooths_over_a_thousand_tokens():
     """Where filter and clip do anything: in responses as long as a chain of thought."""
     z = 0.5 + RNG.normal(0, 0.3, (2, 3000))

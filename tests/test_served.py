@@ -111,7 +111,9 @@ def plain_play(episode: int, task: int, temperature: float) -> tuple[bool, list[
     return info["won"], malformed, asked
 
 
-@pytest.mark.parametrize(("temperature", "workers"), [(0.0, 0), (0.7, 0), pytest.param(0.7, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("temperature", "workers"), [
+    (0.0, 0), *(pytest.param(0.7, workers, marks=pytest.mark.slow) for workers in (0, 2)),
+])  # fmt: skip
 def test_what_a_server_plays_is_what_it_answers(server, temperature, workers, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     policy = ServedPolicy(server.policy, config(f"env.workers={workers}"))

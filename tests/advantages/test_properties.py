@@ -210,11 +210,8 @@ def test_rounding_is_not_taken_for_an_advantage(name, steady):
     assert not np.asarray(record.advantages).any()
 
 
-# Compiling for a mesh takes seconds each. These two have both kinds of reduction: by group and over the batch.
-QUICK = ("hgpo", "reinforce_pp")
-
-
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in ESTIMATORS])
+# Compiling for a mesh takes seconds each. The quick one reduces over the batch, that under jit (below) by group.
+@pytest.mark.parametrize("name", [n if n == "reinforce_pp" else pytest.param(n, marks=pytest.mark.slow) for n in ESTIMATORS])
 def test_every_number_of_devices_gives_the_same(name):
     alone, placed = on_meshes(name)
     for arrays in placed.values():

@@ -162,9 +162,9 @@ def test_the_host_replays_the_episodes(kind, limit, monkeypatch):
 
 @pytest.mark.slow
 def test_the_host_replays_episodes_of_many_games(official, monkeypatch):
-    paths = [path for games in official.values() for path in games][::4]
+    paths = [path for games in official.values() for path in games][::8]
     chat, tasks, result = played(paths, qwen_tokenizer(), monkeypatch, len(paths), 30, 4096, rare=0.0)
-    assert replay(paths, chat, tasks, result, 30) > 2000 and result.report.counts["excluded"] == 0
+    assert replay(paths, chat, tasks, result, 30) > 1000 and result.report.counts["excluded"] == 0
 
 
 def test_answers():

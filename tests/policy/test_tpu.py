@@ -20,7 +20,7 @@ GAMES = ROOT / "tests" / "alfworld" / "data"
 # .ci/by-hand.txt names the cases that CI leaves out.
 CASES = [
     ("1.5b", "v5e:2x4", "fsdp=8", "prefill", 2), ("1.5b", "v5e:2x4", "fsdp=8", "decode", 2),
-    ("1.5b", "v5e:2x4", "fsdp=8", "update", 2), ("1.5b", "v5e:2x4", "fsdp=8", "rollout", 2),
+    ("1.5b", "v5e:2x4", "fsdp=8", "update", 2), ("1.5b", "v5e:2x4", "fsdp=8", "rollout", 28),
     ("1.5b", "v5e:2x4", "fsdp=8", "update", 28), ("7b", "v5e:4x4", "fsdp=8,tensor=2", "update", 28),
 ]  # fmt: skip
 CHIP = {"v5e": 16, "v5p": 95, "v6e": 32}  # GiB
