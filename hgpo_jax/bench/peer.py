@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import functools
 import os
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -22,7 +24,7 @@ from hgpo_jax import advantages
 from hgpo_jax.config import LearnerConfig
 from hgpo_jax.iteration import estimator_options
 from hgpo_jax.job import Job
-from hgpo_jax.policy import ModelConfig, huggingface, weights
+from hgpo_jax.policy import ModelConfig, huggingface, lora, weights
 from hgpo_jax.policy.tokenizer import ACT
 from hgpo_jax.runners import CompiledRunner
 from hgpo_jax.training_batch import TrainingBatch
@@ -46,6 +48,15 @@ def make_model(c: ModelConfig, params: dict, dtype: str):
             state.pop(tensor.name).copy_(torch.from_numpy(np.array(value.T if tensor.transposed else value, np.float32)))
     assert not state, f"no weights for {list(state)}"
     return model.to(device()).eval()
+
+
+def with_adapters(model, c: ModelConfig, adapters: dict):
+    """transformers' model with peft's adapters of the same values, which alone are trained."""
+    from peft import PeftModel
+
+    with tempfile.TemporaryDirectory() as folder:
+        lora.save(Path(folder, "adapters"), c, adapters)
+        return PeftModel.from_pretrained(model, Path(folder, "adapters"), is_trainable=True)
 
 
 def finish() -> None:

@@ -4,12 +4,14 @@
 
 PPO-clip of the response tokens, exact token mean over micro-batches, AdamW; no KL and no entropy bonus, which the
 peer does not compute. Operations are those of one forward and one backward pass; recomputation by remat has a row of its own.
+With --lora adapters are trained beside frozen weights, which need no gradient of their own: two passes' operations, not three.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import math
 import statistics
 import time
@@ -25,7 +27,7 @@ from hgpo_jax.config import LearnerConfig
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.learner import make_optimizer, make_policy_loss, make_update
 from hgpo_jax.methods import METHODS
-from hgpo_jax.policy import initialize
+from hgpo_jax.policy import LoraConfig, initialize, lora
 from hgpo_jax.policy.placement import shardings_like, storage_shardings
 from hgpo_jax.training_batch import TrainingBatch
 
@@ -37,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--response", type=policies.positive, help="of these, tokens of the response; default an eighth")
     parser.add_argument("--microbatch", type=policies.positive, default=4, help="rows per device and gradient, the peer's too")
     parser.add_argument("--remat", choices=["none", "dots", "full"], default="none", help="as learner.remat; peer: full")
+    parser.add_argument("--lora", type=policies.positive, metavar="RANK", help="train adapters on every matrix; peer: peft's")
     parser.add_argument("--offload", action="store_true", help="the optimizer's moments lie in host memory between steps")
     profile.add_argument(parser)
 
@@ -47,6 +50,8 @@ def run(args: argparse.Namespace) -> list[dict]:
     response = args.response or max(args.tokens // 8, 1)
     if response >= args.tokens:
         raise ConfigError(f"--response {response}: leaves no prompt of --tokens {args.tokens}")
+    if args.lora and peer and importlib.util.find_spec("peft") is None:
+        raise ConfigError("--lora: --against transformers needs peft; pip install -e '.[parity]'")
     policies.refuse(args, model, [args.rows], args.tokens)
     config = LearnerConfig(
         remat=args.remat, minibatch_size=args.rows, microbatch_size=args.microbatch, kl_weight=0, entropy_weight=0,
@@ -55,11 +60,15 @@ def run(args: argparse.Namespace) -> list[dict]:
     batch = random_batch(model.vocab_size, args.rows, args.tokens - response, response)
     rates = limits.Rates(policies.meshes(args.mesh, 0).values(), args.dtype)
     meshes = policies.meshes(args.mesh, args.rows)
-    steps = {name: OurUpdate(model, config, mesh, batch, args.dtype, offload=args.offload) for name, mesh in meshes.items()}
+    trained = dataclasses.replace(model, lora=LoraConfig(args.lora, alpha=2 * args.lora)) if args.lora else model
+    steps = {name: OurUpdate(trained, config, mesh, batch, args.dtype, offload=args.offload) for name, mesh in meshes.items()}
     calls = dict(steps)
     if peer:
-        weights = next(iter(steps.values())).params
-        calls["peer"] = peer.updater(peer.make_model(model, weights, "float32"), batch, config, args.dtype)
+        ours = next(iter(steps.values()))
+        theirs = peer.make_model(model, ours.frozen or ours.params, "float32")
+        if ours.frozen:
+            theirs = peer.with_adapters(theirs, trained, ours.params)
+        calls["peer"] = peer.updater(theirs, batch, config, args.dtype)
     first = {name: call() for name, call in calls.items()}
     if peer:  # the same work: equal loss and gradient from equal weights
         tolerance = 1e-3 if args.dtype == "float32" else 0.05
@@ -74,17 +83,18 @@ def run(args: argparse.Namespace) -> list[dict]:
     again = forward - limits.forward_flops(dataclasses.replace(model, num_hidden_layers=1), args.tokens - 1, response)
     # The optimizer reads and writes weights and both moments in float32, and reads the gradient.
     touched = 7 * 4 * sum(math.prod(a.shape) for a in jax.tree.leaves(steps[best].params))
-    limit = rates.seconds(touched, args.rows * 3 * forward)
+    passes = 2 if args.lora else 3
+    limit = rates.seconds(touched, args.rows * passes * forward)
     rise = {name: limits.memory_rise(calls[name]) for name in calls if name in (best, "peer")}
     shape = f"{args.policy}, {model.num_hidden_layers} layers, {args.rows} x {args.tokens} tokens ({response} of response)"
     ratio = times["peer"] / times[best] if peer else None
-    remat = "" if args.remat == "none" else f", remat {args.remat}"
+    kind = (f", LoRA {args.lora}" if args.lora else "") + ("" if args.remat == "none" else f", remat {args.remat}")
     lines = [
-        row(f"update, {shape}, {args.dtype}{remat}, {best}", times[best], "s", limit / times[best], ratio),
+        row(f"update, {shape}, {args.dtype}{kind}, {best}", times[best], "s", limit / times[best], ratio),
         row("tokens", args.rows * args.tokens / times[best], "tokens/s"),
     ]
     if args.remat == "full":
-        share = rates.seconds(touched, args.rows * (3 * forward + again)) / times[best]
+        share = rates.seconds(touched, args.rows * (passes * forward + again)) / times[best]
         lines.append(row("the same, counting what remat recomputes", times[best], "s", share))
     lines += [row(f"update on {name}", times[name], "s", limit / times[name]) for name in steps if name != best]
     return [
@@ -113,7 +123,10 @@ def random_batch(vocabulary: int, rows: int, prompt: int, response: int) -> Trai
 
 
 class OurUpdate:
-    """The compiled update of `learner.make_update` on a mesh, its weights and optimizer; each call is one step."""
+    """The compiled update of `learner.make_update` on a mesh, its weights and optimizer; each call is one step.
+
+    params: what is trained, the weights or with `model.lora` the adapters; `frozen`: then the weights, else None.
+    """
 
     def __init__(self, model, config: LearnerConfig, mesh, batch: TrainingBatch, dtype: str, *, offload: bool = False):
         self._mesh, optimizer = mesh, make_optimizer(config)
@@ -123,9 +136,11 @@ class OurUpdate:
             compute_dtype=dtype,
         )  # fmt: skip
         count = len(batch.advantages)
-        self._inputs = (None, batch, np.arange(count, dtype=np.int32), np.int32(count), np.float32(1))
         with jax.set_mesh(mesh):
-            self.params = initialize(model, 0, mesh)
+            self.params, self.frozen = initialize(dataclasses.replace(model, lora=None), 0, mesh), None
+            if model.lora:
+                self.params, self.frozen = lora.initialize(model, 0, mesh), self.params
+            self._inputs = (self.frozen, batch, np.arange(count, dtype=np.int32), np.int32(count), np.float32(1))
             moments = jax.eval_shape(optimizer.init, self.params)
             stored = storage_shardings(moments, model, mesh, offload=offload)
             self._moments = jax.jit(optimizer.init, out_shardings=stored)(self.params)

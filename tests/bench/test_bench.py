@@ -106,9 +106,10 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.optimized
-def test_update(tmp_path, monkeypatch):
+@pytest.mark.parametrize("adapters", [(), ("--lora", "2")])
+def test_update(adapters, tmp_path, monkeypatch):
     peer = against()  # which then must have the same loss and gradient
-    sizes = ("--rows", "6", "--tokens", "12", "--response", "5", "--remat", "full")
+    sizes = ("--rows", "6", "--tokens", "12", "--response", "5", "--remat", "full", *adapters)
     rows = bench(tmp_path, monkeypatch, "update", *TINY, *sizes, *peer)
     update, again = starting(rows, "update, household, 2 layers, 6 x 12"), starting(rows, "the same")
     assert update["value"] == again["value"] and update["limit_share"] < again["limit_share"]
