@@ -56,8 +56,8 @@ def generate_play(
 ) -> tuple[TrainingBatch, jax.Array]:
     """Plays and labels an episode of each task, as a rollout takes them.
 
-    Returns: (TrainingBatch of tasks x max_turns decisions, response_lengths 0 where an episode had ended; success
-      bool[tasks]).
+    Returns: (TrainingBatch of tasks x max_turns decisions with the roles whose they are, response_lengths 0 where an episode had
+      ended; success bool[tasks]).
     """
 
     def episode(env, task, key):
@@ -83,6 +83,7 @@ def generate_play(
                 response_lengths=jnp.where(row.done, 0, words + 1),
                 old_logp=jnp.zeros(response.shape),
                 advantages=jnp.float32(0),
+                agents=role,
             )
             return after, (rows, env.won(state) & ~row.done)
 
@@ -111,7 +112,7 @@ def read_play(
 
     Raises ConfigError where an episode cannot be played, or an answer is too long.
     """
-    known, commands, won = [], [], []
+    known, roles, commands, won = [], [], [], []
     episodes = play(
         runner.make_env, tasks, noise=settings.noise, history_length=config.rollout.history_length, seed=config.seed
     )
@@ -119,18 +120,25 @@ def read_play(
         with Progress("warm start: play", len(tasks), "episode") as progress:
             for episode in episodes:
                 known += episode.known
+                roles += episode.roles
                 commands += episode.commands
                 won.append(episode.won)
                 progress.update(1, {"won": f"{sum(won) / len(won):.2f}"})
     except ValueError as error:
         raise ConfigError(f"env.name={config.env.name}: {error}") from None
-    prompts = [prompt.ids for prompt in runner.prompts.build(known)]
     thought = string.Template(settings.thought)
     thoughts = [thought.substitute(goal=k.goal, command=command) for k, command in zip(known, commands, strict=True)]
-    responses = runner.prompts.answers(commands, thoughts)
-    if (longest := max(map(len, responses))) > config.rollout.response_limit:
-        limit = config.rollout.response_limit
-        raise ConfigError(f"rollout.response_limit={limit}: the answers to clone take up to {longest} tokens; give as many")
+    prompts, responses = [list[int]()] * len(known), [list[int]()] * len(known)
+    for role, (format, limit, _) in enumerate(runner.speakers):
+        own = [at for at, of in enumerate(roles) if of == role]
+        for at, prompt in zip(own, format.build([known[at] for at in own]), strict=True):
+            prompts[at] = prompt.ids
+        for at, response in zip(own, format.answers([commands[at] for at in own], [thoughts[at] for at in own]), strict=True):
+            responses[at] = response
+        if (longest := max((len(responses[at]) for at in own), default=0)) > limit:
+            name = runner.roles[role]
+            field = f"roles.{name}" if name in config.roles and config.roles[name].response_limit else "rollout"
+            raise ConfigError(f"{field}.response_limit={limit}: the answers to clone take up to {longest} tokens; give as many")
     padded = _padded(responses, 1)
     return TrainingBatch(
         prompts=_padded(prompts, 64),
@@ -139,6 +147,7 @@ def read_play(
         response_lengths=jnp.array(list(map(len, responses))),
         old_logp=jnp.zeros(padded.shape),
         advantages=jnp.zeros(len(responses)),
+        agents=jnp.array(roles),
     ), jnp.array(won)
 
 
