@@ -187,7 +187,7 @@ class TextRunner:
                 weights = set_of_each(config, roles) or ("",) * len(roles)
                 given = [config.roles[role].template if role in config.roles else "" for role in roles]
                 formats = [chat(template) if template else usual for template in given]
-                speakers = list(map(Speaker, formats, [response_limit(config, role) for role in roles], weights))
+                speakers = list(map(Speaker, formats, [response_limit(config, role)[0] for role in roles], weights))
                 limit = longest_response(config, roles)
             self.make_env = train
             settings: dict[str, Any] = {

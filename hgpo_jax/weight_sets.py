@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hgpo_jax.config import Config
+from hgpo_jax.config import Config, Section
 
 
 def weight_sets(config: Config, roles: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -34,7 +34,7 @@ def config_of(config: Config, roles: Sequence[str]) -> Config:
     if len(roles) > 1 or roles[0] not in config.roles:
         return config
     settings = config.roles[roles[0]]
-    sections = {"learner": config.learner.model_copy(update=settings.optimizer)}
+    sections: dict[str, Section] = {"learner": config.learner.model_copy(update=settings.optimizer)}
     if settings.policy not in ("shared", "own"):
         sections["policy"] = config.policy.model_copy(update={"source": settings.policy})
     if settings.lora_rank is not None:
@@ -42,12 +42,12 @@ def config_of(config: Config, roles: Sequence[str]) -> Config:
     return config.model_copy(update=sections)
 
 
-def response_limit(config: Config, role: str) -> int:
-    """Tokens of a role's longest response in a text environment."""
-    settings = config.roles.get(role)
-    return settings and settings.response_limit or config.rollout.response_limit
+def response_limit(config: Config, role: str) -> tuple[int, str]:
+    """Tokens of a role's longest response in a text environment, and the field that says so."""
+    own = config.roles[role].response_limit if role in config.roles else None
+    return (own, f"roles.{role}.response_limit") if own else (config.rollout.response_limit, "rollout.response_limit")
 
 
 def longest_response(config: Config, roles: Sequence[str]) -> int:
     """Tokens of the longest response of any role in a text environment."""
-    return max(response_limit(config, role) for role in roles)
+    return max(response_limit(config, role)[0] for role in roles)

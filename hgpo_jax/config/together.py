@@ -101,7 +101,7 @@ def _check_roles(config: Config, known: tuple[str, ...], critic: bool) -> None:
              "length; leave it out"): settings.response_limit and config.in_words,
             ("lora_rank", settings.lora_rank, "adapters go beside given weights; give policy=, too"):
                 adapters and not own.policy.source,
-            ("lora_rank", settings.lora_rank, "cloning.optimizer=muon is for whole kernels, and this trains adapters; give adamw"):
+            ("lora_rank", settings.lora_rank, "cloning.optimizer=muon is for whole kernels, not for adapters; give adamw"):
                 adapters and config.cloning.optimizer == "muon",
             (*weights, f"method={config.method} has one critic, for a policy that all roles share; leave it out, or take a "
              "method without a critic"): critic and settings.has_weights,

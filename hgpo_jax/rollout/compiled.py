@@ -59,7 +59,8 @@ def parse_answer(response, length, end: int, answer_length: int):
 
 
 def make_rollout(
-    env, graphdef, mesh: Mesh, *, history_length: int, decode_batch_size: int, end: int, act: int, weights: tuple[str, ...] = (),
+    env, graphdef, mesh: Mesh, *, history_length: int, decode_batch_size: int, end: int, act: int,
+    weights: tuple[str, ...] = (),
 ):  # fmt: skip
     """Builds `rollout(params, tasks, keys, groups, decoding, tables=None) -> Episodes`, jitted.
 
@@ -101,7 +102,8 @@ def make_rollout(
 
 
 def make_continuations(
-    env, graphdef, mesh: Mesh, *, history_length: int, decode_batch_size: int, end: int, act: int, weights: tuple[str, ...] = (),
+    env, graphdef, mesh: Mesh, *, history_length: int, decode_batch_size: int, end: int, act: int,
+    weights: tuple[str, ...] = (),
 ):  # fmt: skip
     """Builds `go_on(params, states, keys, decoding, tables=None) -> f32[B, T]`, jitted: the rewards of episodes that begin in
     the middle, in `states`, an `EpisodeState` [B] such as those of `replay`; an ended one has none.
