@@ -76,8 +76,13 @@ def bytes_of_run(config: Config, mesh) -> dict[str, dict[str, int]]:
     Raises ValueError as `workload_of`.
     """
     parts, begun = [], set()
-    for own in configs_of_sets(config).values():
-        part = bytes_by_phase(own, mesh, workload_of(own, mesh))
+    for name, own in configs_of_sets(config).items():
+        try:
+            part = bytes_by_phase(own, mesh, workload_of(own, mesh))
+        except ValueError as error:
+            if own.policy == config.policy:
+                raise
+            raise ValueError(f"roles.{name}.policy={own.policy.source}: {error}") from None
         if own.lora.rank and config.warm_start != "cloning":  # adapters stand beside one copy
             part["always"]["reference policy"] *= own.policy.source not in begun
             begun.add(own.policy.source)

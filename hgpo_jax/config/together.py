@@ -97,7 +97,7 @@ def _check_roles(config: Config, known: tuple[str, ...], critic: bool) -> None:
         wrong = {
             ("template", settings.template, f"env.name={config.env.name}, compiled, takes no template; leave it out"):
                 settings.template and config.in_words,
-            ("response_limit", settings.response_limit, f"the answers of env.name={config.env.name}, compiled, have its own "
+            ("response_limit", settings.response_limit, f"the answers of env.name={config.env.name}, compiled, have their own "
              "length; leave it out"): settings.response_limit and config.in_words,
             ("lora_rank", settings.lora_rank, "adapters go beside given weights; give policy=, too"):
                 adapters and not own.policy.source,
