@@ -16,6 +16,7 @@ import yaml
 from hgpo_jax import config as configuration
 from hgpo_jax import training, training_run
 from hgpo_jax.errors import ConfigError
+from hgpo_jax.job import Job
 from hgpo_jax.policy import ModelConfig, Policy
 from hgpo_jax.policy.huggingface import atomic_folder
 from hgpo_jax.run.folder import (
@@ -314,10 +315,10 @@ def test_a_run_that_began_meanwhile_is_not_begun_again(tmp_path, monkeypatch):
 
 @pytest.fixture
 def small(tmp_path):
-    """A job that stands in for one whose policy is a small one."""
+    """A job of which nothing is there but a small policy."""
     config = configuration.load(None, [f"cache_dir={tmp_path}"])
     policy = Policy(ModelConfig(8, 8, 8, 2, 2, 1), {"w": jnp.zeros(3)}, None)
-    return types.SimpleNamespace(config=config, mesh=None, policy=policy)
+    return Job(config=config, mesh=None, policy=policy, adapted=None, runner=None)
 
 
 def test_a_damaged_cached_warm_start_is_named(tmp_path, small, monkeypatch):
