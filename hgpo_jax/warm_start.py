@@ -28,7 +28,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, muon
 from tqdm import tqdm
 
-from hgpo_jax.config import Config
+from hgpo_jax.config import Config, OptimizerConfig
 from hgpo_jax.config.tree import CloningConfig
 from hgpo_jax.environments import environment
 from hgpo_jax.envs.protocol import CompiledEnv, Expert, ListsGames
@@ -366,7 +366,8 @@ def _imported(file: Path) -> Iterator[str]:
 def cache_key(config: Config) -> str:
     """A hash of everything that the warm start depends on."""
     parts = [
-        config.model_dump_json(include={"seed", "env", "policy", "lora", "cloning", "rollout", "roles"}),
+        config.model_dump_json(include={"seed", "env", "policy", "lora", "cloning", "rollout"}),
+        *(role + own.model_dump_json(exclude=set(OptimizerConfig.model_fields)) for role, own in sorted(config.roles.items())),
         str(config.learner.microbatch_size),
         *(f"{package} {version(package)}" for package in ("jax", "jaxlib", "flax", "optax")),
     ]

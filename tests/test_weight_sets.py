@@ -123,11 +123,16 @@ REFUSED = [
 REFUSED_TOGETHER = [
     (["roles.searcher.lr=1e-3"], "roles.searcher.lr=0.001: it shares its weights, whose optimizer is learner.*; give "
      "roles.searcher.policy=own, too"),
-    (["roles.searcher.template=x"], "roles.searcher.template=x: env.name=household_team, compiled, takes no template"),
+    (["roles.searcher.template=x"], "roles.searcher.template=x: no such file; give one, or "),
+    (["roles.searcher.template=text"], "roles.searcher.template=text: env.name=household_team, compiled, takes no template"),
     (["roles.searcher.response_limit=3"], "roles.searcher.response_limit=3: the answers of env.name=household_team, compiled, "
      "have their own length; leave it out"),
     (["roles.searcher.lora_rank=2"], "roles.searcher.lora_rank=2: adapters go beside given weights; give policy=, too"),
     (["roles.searcher.lora_rank=2", "policy=x", "cloning.optimizer=muon"], "roles.searcher.lora_rank=2: cloning.optimizer="),
+    (["env.name=hgpo_jax.envs.household:HouseholdTeam", "roles.serchr.policy=own"], "roles.serchr.policy=own: "
+     "env.name=hgpo_jax.envs.household:HouseholdTeam has no such role; did you mean searcher?"),
+    (["env.name=hgpo_jax.envs.household:Household", "warm_start=none", "roles.a.policy=own"], "roles.a.policy=own: "
+     "env.name=hgpo_jax.envs.household:Household has no roles; leave it out"),
     ([OWN, "method=ppo"], "roles.searcher.policy=own: method=ppo has one critic, for a policy that all roles share"),
 ]  # fmt: skip
 
@@ -152,7 +157,8 @@ def test_what_goes_together():
         ["roles.carrier.policy=x"], [OWN, "roles.carrier.policy=own"],
     ):  # fmt: skip
         check_together(load(None, ["env.name=household_team", *fields]))
-    check_together(load(None, ["env.name=household_team_text", "roles.searcher.template=x", "roles.carrier.response_limit=3"]))
+    text = ["roles.searcher.template=text", "roles.carrier.response_limit=9"]
+    check_together(load(None, ["env.name=household_team_text", *text]))
 
 
 def test_equal_weights_apart_sample_what_they_sample_together(shared, apart):

@@ -84,12 +84,18 @@ def check_together(config: Config) -> None:
 
 def _check_roles(config: Config, known: tuple[str, ...], critic: bool) -> None:
     """Raises ConfigError for settings of roles that an environment with the roles `known` cannot have."""
+    from hgpo_jax.rollout.chat_format import load_template
     from hgpo_jax.weight_sets import config_of, weight_sets
 
     sets = weight_sets(config, known)
     for role, settings in config.roles.items():
         if role not in known:
             raise ConfigError(unknown_role(config.env.name, role, settings, known))
+        try:
+            load_template(settings.template or "text")
+        except ValueError as error:
+            why = str(error).removeprefix(f"template={settings.template}: ")
+            raise ConfigError(f"roles.{role}.template={settings.template}: {why}") from None
         own = config_of(config, (role,))
         adapters = config.warm_start == "cloning" and settings.lora_rank
         weights = next(iter(settings.model_dump(include={"policy", "lora_rank"}, exclude_defaults=True).items()), ("", ""))

@@ -325,7 +325,7 @@ class LearnerConfig(OptimizerConfig):
     entropy_weight: NonNegative = field(0.001, "weight of the entropy bonus")
     alternate: int | None = field(
         None, "teams: iterations for which one role learns before the next one does; 0: all learn in each; default: the "
-        "method's own, 1 for himac, else 0", ge=0,
+        "method's own, 1 for himac, else 0; weights of other roles' own stay as they are meanwhile", ge=0,
     )  # fmt: skip
     max_nonfinite: Positive = field(
         3, "iterations in a row with a non-finite loss or gradient (such updates are skipped) after which the run stops"
