@@ -86,7 +86,6 @@ class Job:
     def merged_params(self, trained, reference):
         """The weights of a policy without adapters that computes the same."""
 
-
         def of_set(job, trained, reference):
             return lora.merge(job.adapted, reference, trained) if job.adapted.lora else trained
 
