@@ -328,6 +328,7 @@ def test_trains_end_to_end(env, tmp_path):
     command("-m", "hgpo_jax.evaluate", "run", cwd=tmp_path)
     assert (tmp_path / "run" / "evaluation.json").read_text() == before
     assert command("-m", "hgpo_jax.watch", "run", cwd=tmp_path).stdout.startswith("task: ")
+    command("-m", "hgpo_jax.report", "run", cwd=tmp_path)
     refused = command("-m", "hgpo_jax.export", "run", "--to", "exported", cwd=tmp_path, code=2).stderr
     assert "its roles have policies of their own; give one of run/policy/carrier, run/policy/searcher" in refused
     command("-m", "hgpo_jax.export", "run/policy/searcher", "--to", "exported", cwd=tmp_path)
