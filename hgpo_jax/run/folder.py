@@ -163,7 +163,8 @@ def differing(config: Config, folder: Path) -> dict[str, tuple]:
 
     Raises ConfigError for a damaged config.yaml.
     """
-    old, new, found = began_with(folder), config.model_dump(mode="json"), {}
+    old, new = began_with(folder), config.model_dump(mode="json")
+    found: dict[str, tuple] = {}
     usual = configuration.RoleConfig().model_dump(mode="json")
     for role in dict.fromkeys((*old["roles"], *new["roles"])):
         before, now = (usual | tree["roles"].get(role, {}) for tree in (old, new))
