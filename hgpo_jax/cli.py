@@ -76,6 +76,11 @@ def is_run(folder: str) -> bool:
     return Path(folder, "config.yaml").is_file() and Path(folder, "policy").is_dir()
 
 
+def policies_of(run: Path) -> list[Path]:
+    """Of a run whose roles had weights of their own the folders of its policies, each named by its roles."""
+    return sorted(file.parent for file in run.glob("policy/*/config.json"))
+
+
 def trained_policy(args) -> tuple[str, list[str]]:
     """Of `add_trained_policy`'s arguments: the configuration's file, and the overrides with which the policy is that one.
 
@@ -93,6 +98,12 @@ def trained_policy(args) -> tuple[str, list[str]]:
         )
     # The saved policy has its adapters merged.
     saved = [f"policy={Path(args.run, 'policy') if run else args.run}", "warm_start=none", "lora.rank=0"]
+    if run and (sets := policies_of(Path(args.run))):
+        shared = next((folder for folder in sets if "+" in folder.name), sets[0])
+        saved[0] = f"policy={shared}"
+        for folder in sets:
+            if "+" not in folder.name:
+                saved += [f"roles.{folder.name}.policy={folder}", f"roles.{folder.name}.lora_rank=0"]
     mesh = [] if args.mesh is None else [f"mesh={args.mesh}"]
     return str(Path(args.run, "config.yaml")) if run else args.config, [*args.overrides, *mesh, *saved]
 

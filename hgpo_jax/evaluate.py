@@ -88,7 +88,7 @@ def _prepared(
         job = build(config, mesh)
         if not args.panel:
             return functools.partial(_evaluated, job, seeds)
-        play, types = panels.player(job, job.policy.params), job.runner.task_types
+        play, types = panels.player(job, job.given_params), job.runner.task_types
         digest = huggingface.digest(huggingface.find(config.policy.source, config.cache_dir))
 
     def evaluated() -> tuple[dict, list[dict], str]:
@@ -100,9 +100,9 @@ def _prepared(
 
 def _evaluated(job: Job, seeds: list[int]) -> tuple[dict, list[dict], str]:
     if seeds:
-        result, episodes = evaluate_seeds(job, job.policy.params, seeds)
+        result, episodes = evaluate_seeds(job, job.given_params, seeds)
         return result, episodes, describe_seeds(result)
-    result, _ = play_both(job, job.policy.params)
+    result, _ = play_both(job, job.given_params)
     return result, [], describe_evaluation(result)
 
 

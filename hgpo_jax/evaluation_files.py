@@ -35,6 +35,8 @@ def settings_of(config: Config) -> dict[str, object]:
         if name.startswith(MATTER) and name not in DO_NOT:
             section, _, leaf = name.partition(".")
             found[name] = tree[section][leaf]
+    for role, settings in tree["roles"].items():
+        found |= {f"roles.{role}.{name}": settings[name] for name in ("template", "response_limit") if settings[name]}
     return found
 
 

@@ -60,6 +60,8 @@ def policy_folder(source: str | Path) -> Path:
     folder = huggingface.find(remote.local(str(source)))
     if not (folder / "config.yaml").is_file():
         return folder
+    if sets := cli.policies_of(folder):
+        raise ValueError(f"run {folder}: its roles have policies of their own; give one of {', '.join(map(str, sets))}")
     if not (folder / "policy" / "config.json").is_file():
         raise ValueError(
             f"run {folder}: has no policy/ yet, it is written at the end; "

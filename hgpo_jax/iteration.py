@@ -80,14 +80,18 @@ def make_learn(job: Job):
     adapters or weights are stored in the host's memory between two calls. With a role, i32[], the policy learns from its turns:
     the advantages of the others' count as 0, so that only the KL and the entropy bonus act on them.
     """
-    optimizer, update_policy = _make_policy_update(job)
+    policy_update = job.by_set(_make_policy_update)
     if job.method.critic:
         critic_optimizer, predict_values, update_critic = _make_critic(job)
 
     def init(params) -> dict:
         # The update donates its parameters, and the reference policy must outlive them.
-        trained = job.fresh_adapters() if job.adapted.lora else jax.tree.map(jnp.copy, params)
-        state = {"params": trained, "opt_state": _create_stored(job, optimizer.init, trained)}
+        def trained_of(job, params):
+            return job.fresh_adapters() if job.adapted.lora else jax.tree.map(jnp.copy, params)
+
+        trained = job.by_set(trained_of, params)
+        create = lambda job, update, trained: _create_stored(job, update[0].init, trained)  # noqa: E731
+        state = {"params": trained, "opt_state": job.by_set(create, policy_update, trained)}
         if job.method.critic:
             create = functools.partial(initialize_critic, heads=(3,) if job.method.parts else ())
             critic = _create_stored(job, create, params)
@@ -96,7 +100,7 @@ def make_learn(job: Job):
 
     @functools.partial(jax.jit, donate_argnums=0)
     def learn(state, reference, episodes: Episodes, key, lr_scale, role=None):
-        state, reference = _to_devices(job, state), _to_devices(job, reference)
+        state, reference = {name: _to_devices(job, part) for name, part in state.items()}, _to_devices(job, reference)
         batch = training_batch(episodes)
         if len(job.runner.roles) > 1:
             batch = batch.replace(agents=_flat(episodes.agents))
@@ -111,9 +115,14 @@ def make_learn(job: Job):
         batch = batch.replace(advantages=_flat(learned))
 
         new = {}
-        new["params"], new["opt_state"], metrics = update_policy(
-            state["params"], state["opt_state"], reference, batch, order, count, lr_scale
-        )
+        if job.sets:
+            new["params"], new["opt_state"], metrics = _update_sets(
+                job, policy_update, state, reference, batch, _flat(episodes.mask), key, lr_scale, role
+            )
+        else:
+            new["params"], new["opt_state"], metrics = policy_update[1](
+                state["params"], state["opt_state"], reference, batch, order, count, lr_scale
+            )
         if job.method.critic:
             batch = _with_targets(job, batch, episodes, estimate)
             new["critic"], critic_metrics = update_critic(state["critic"], batch, order, count, lr_scale)
@@ -124,6 +133,46 @@ def make_learn(job: Job):
         return _to_storage(job, new), metrics
 
     return learn, init
+
+
+def _update_sets(job: Job, updates: dict, state: dict, reference, batch: TrainingBatch, happened, key, lr_scale, role):
+    """Each set of weights learns from its own roles' decisions: (params, opt_state, metrics).
+
+    happened: bool[N]. A set with nothing to learn from, and with a learning role one that is not this role's, stays as it is.
+    Metrics are means over the sets weighted by their decisions, but for numbers of steps, which are added, and the largest
+    `logp_difference`; a role's own are those of its weights.
+    """
+    assert batch.agents is not None
+    params, opt_state, found, counts = {}, {}, {}, {}
+    for number, (name, (_, update)) in enumerate(updates.items()):
+        own = jnp.array([one in name.split("+") for one in job.runner.roles])
+        order, count = _shuffled(jax.random.fold_in(key, number), happened & own[batch.agents])
+        count = count if role is None else jnp.where(own[role], count, 0)
+        old = state["params"][name], state["opt_state"][name]
+        update_set = functools.partial(update, *old, reference[name], batch, order, count, lr_scale)
+        *_, shapes = jax.eval_shape(update_set)
+        unknown = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        params[name], opt_state[name], found[name] = jax.lax.cond(
+            count > 0, update_set, lambda old=old, unknown=unknown: (*old, unknown)
+        )
+        counts[name] = count
+    total = jnp.maximum(sum(counts.values()), 1)
+    metrics: dict = {}
+    for part in next(iter(found.values())):
+        of_sets = {name: stats[part] for name, stats in found.items()}
+        if part.startswith("by_role/"):
+            mine = next(name for name in updates if part.rpartition("/")[2] in name.split("+"))
+            metrics[part] = jnp.where(counts[mine] > 0, of_sets[mine], jnp.nan)
+        elif part in ("optimizer_steps", "nonfinite_steps"):
+            metrics[part] = sum(of_sets.values())
+        elif part == "logp_difference":
+            metrics[part] = functools.reduce(jnp.maximum, of_sets.values())
+        else:
+            metrics[part] = sum(counts[name] * value for name, value in of_sets.items()) / total
+    for name, stats in found.items():
+        norm = jnp.where(counts[name] > 0, stats["grad_norm"], jnp.nan)
+        metrics |= {f"by_role/grad_norm/{one}": norm for one in name.split("+")}
+    return params, opt_state, metrics
 
 
 def training_batch(e: Episodes) -> TrainingBatch:
@@ -250,19 +299,20 @@ def _create_stored(job: Job, create, params):
 
 def _to_devices(job: Job, tree):
     """With `learner.offload`, what was stored in the host's memory on the devices."""
-    return jax.device_put(tree, shardings_like(tree, job.adapted, job.mesh)) if job.config.learner.offload else tree
+    if not job.config.learner.offload:
+        return tree
+    return job.by_set(lambda job, tree: jax.device_put(tree, shardings_like(tree, job.adapted, job.mesh)), tree)
 
 
 def _to_storage(job: Job, state: dict) -> dict:
     """With `learner.offload`, all of the state but `params` in the host's memory."""
     if not job.config.learner.offload:
         return state
-    return {
-        name: part
-        if name == "params"
-        else jax.device_put(part, storage_shardings(part, job.adapted, job.mesh, offload=True))
-        for name, part in state.items()
-    }
+
+    def stored(job, part):
+        return jax.device_put(part, storage_shardings(part, job.adapted, job.mesh, offload=True))
+
+    return {name: part if name == "params" else job.by_set(stored, part) for name, part in state.items()}
 
 
 def _advantage_metrics(mask, estimate: advantages.Estimate) -> dict:

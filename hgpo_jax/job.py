@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -14,7 +15,7 @@ from jax.sharding import Mesh
 from hgpo_jax import memory
 from hgpo_jax.agents import AgentRunner
 from hgpo_jax.config import Config, check_together
-from hgpo_jax.environments import environment
+from hgpo_jax.environments import environment, role_names
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.methods import Method, method_named
@@ -25,8 +26,9 @@ from hgpo_jax.policy.tokenizer import word_tokenizer
 from hgpo_jax.rewards import Reward, make_reward
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.run import distributed
-from hgpo_jax.runners import CompiledRunner, TextRunner
+from hgpo_jax.runners import CompiledRunner, Models, TextRunner
 from hgpo_jax.sampling import Decoding
+from hgpo_jax.weight_sets import config_of, weight_sets
 
 Runner = CompiledRunner | TextRunner | AgentRunner
 
@@ -39,6 +41,9 @@ class Job:
     runner: makes rollouts in the configured environment.
     adapted: the sizes of the network that samples and learns, with the adapters that LoRA adds to the policy's weights.
     reward: puts the configured judge's rewards into what a training rollout returns.
+    sets: where roles have weights of their own (`weight_sets.py`), for each set by its name a job like this one with the policy
+      and the configuration of its roles. Parameters are then dicts by these names, `policy` has the tokenizer of all.
+    weights: the name of the set that this job is one for.
     """
 
     config: Config
@@ -47,6 +52,19 @@ class Job:
     adapted: ModelConfig
     runner: Runner
     reward: Reward | None = None
+    sets: dict[str, Job] = dataclasses.field(default_factory=dict)
+    weights: str = ""
+
+    def by_set(self, call: Callable, *trees):
+        """`call(job, *trees)`; with several sets of weights a dict, by their names, of each one's job and part of the trees."""
+        if not self.sets:
+            return call(self, *trees)
+        return {name: call(job, *(tree[name] for tree in trees)) for name, job in self.sets.items()}
+
+    @property
+    def given_params(self):
+        """The weights to start from."""
+        return self.by_set(lambda job: job.policy.params)
 
     @property
     def batch(self) -> int:
@@ -59,15 +77,24 @@ class Job:
 
     def rollout_params(self, trained, reference):
         """What a rollout takes: the trained weights, or with LoRA the reference policy's with the trained adapters."""
-        return self.compute_copy(lora.bind(reference, trained) if self.adapted.lora else trained)
+
+        def of_set(job, trained, reference):
+            return job.compute_copy(lora.bind(reference, trained) if job.adapted.lora else trained)
+
+        return self.by_set(of_set, trained, reference)
 
     def merged_params(self, trained, reference):
         """The weights of a policy without adapters that computes the same."""
-        return lora.merge(self.adapted, reference, trained) if self.adapted.lora else trained
+
+        def of_set(job, trained, reference):
+            return lora.merge(job.adapted, reference, trained) if job.adapted.lora else trained
+
+        return self.by_set(of_set, trained, reference)
 
     def base_rollout_params(self, params):
         """What a rollout takes for weights without adapters."""
-        return self.rollout_params(self.fresh_adapters() if self.adapted.lora else params, params)
+        fresh = self.by_set(lambda job, given: job.fresh_adapters() if job.adapted.lora else given, params)
+        return self.rollout_params(fresh, params)
 
     def compute_copy(self, params):
         """The parameters in `policy.compute_dtype`, which sampling and the loss use; the same arrays if that is theirs."""
@@ -77,9 +104,17 @@ class Job:
 
     def reference_copy(self, params):
         """`compute_copy` for the reference policy; with learner.offload in the host's memory, but with LoRA on the devices."""
-        copy = self.compute_copy(params)
-        offload = self.config.learner.offload and not self.adapted.lora  # sampling binds adapters to it
-        return jax.device_put(copy, storage_shardings(copy, self.adapted, self.mesh, offload=True)) if offload else copy
+        copies: dict[int, dict] = {}  # of what adapters of several sets stand beside
+
+        def of_set(job, params):
+            if not job.config.learner.offload or job.adapted.lora:  # sampling binds adapters to it
+                if id(params) not in copies:
+                    copies[id(params)] = job.compute_copy(params)
+                return copies[id(params)]
+            copy = job.compute_copy(params)
+            return jax.device_put(copy, storage_shardings(copy, job.adapted, job.mesh, offload=True))
+
+        return self.by_set(of_set, params)
 
     @property
     def method(self) -> Method:
@@ -110,7 +145,7 @@ class Job:
 
     def abstract_episodes(self) -> Episodes:
         """The shapes of one iteration's episodes, nothing computed."""
-        params = jax.eval_shape(self.base_rollout_params, self.policy.params)
+        params = jax.eval_shape(self.base_rollout_params, self.given_params)
         return self.runner.abstract_episodes(params, self.episode_inputs(0))
 
     def key(self, iteration: int, purpose: int):
@@ -173,7 +208,7 @@ def check_memory(config: Config, mesh: Mesh) -> ModelConfig:
     """The policy's sizes. Raises ConfigError where they are invalid or, after printing the memory plan, exceed the devices."""
     try:
         workload = memory.workload_of(config, mesh)
-        phases = memory.bytes_by_phase(config, mesh, workload)
+        phases = memory.bytes_of_run(config, mesh)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if limit := memory.device_limit(mesh.local_devices[0]):
@@ -203,6 +238,42 @@ def make_policy(config: Config, model: ModelConfig, mesh: Mesh) -> Policy:
     return policy
 
 
+def adapted_model(config: Config, policy: Policy) -> ModelConfig:
+    """The policy's sizes with the configured adapters."""
+    lora = LoraConfig(**config.lora.model_dump()) if config.lora.rank else None
+    return dataclasses.replace(policy.config, lora=lora) if lora else policy.config
+
+
+def make_sets(config: Config, policy: Policy, mesh: Mesh) -> dict[str, tuple[Config, Policy]]:
+    """For each set of weights, where there are several, its configuration and its policy, which may be `policy` itself.
+
+    Raises ConfigError for a policy that cannot be read, or has another tokenizer.
+    """
+    sets: dict[str, tuple[Config, Policy]] = {}
+    for name, roles in (weight_sets(config, role_names(config)) if config.roles else {}).items():
+        own = config_of(config, roles)
+        if own.policy == config.policy:
+            sets[name] = own, policy
+            continue
+        try:
+            of_set = load_policy(own.policy.source, mesh, config.policy.dtype, config.cache_dir)
+        except ValueError as error:
+            raise ConfigError(f"roles.{name}.policy={own.policy.source}: {error}") from None
+        if not same_tokenizer(of_set.tokenizer, policy.tokenizer):
+            raise ConfigError(
+                f"roles.{name}.policy={own.policy.source}: has another tokenizer than policy.source={config.policy.source}; "
+                "all roles need the same, give policy= one of their family"
+            )
+        sets[name] = own, of_set
+    return sets
+
+
+def same_tokenizer(a, b) -> bool:
+    """Whether two tokenizers, or None, have the same words and frame a message alike."""
+    template = lambda tokenizer: getattr(tokenizer, "chat_template", None)  # noqa: E731
+    return None not in (a, b) and a.get_vocab() == b.get_vocab() and template(a) == template(b)
+
+
 def build(config: Config, mesh: Mesh | None = None) -> Job:
     """Builds a job, on `prepare_devices(config)` if no mesh is given.
 
@@ -219,22 +290,26 @@ def build(config: Config, mesh: Mesh | None = None) -> Job:
     found = environment(config.env)
     makers = None if config.in_words or found.text is None else found.text(config)
     policy = make_policy(config, check_memory(config, mesh), mesh)
-    adapted = policy.config
-    if config.lora.rank:
-        adapted = dataclasses.replace(adapted, lora=LoraConfig(**config.lora.model_dump()))
+    adapted, sets = adapted_model(config, policy), make_sets(config, policy, mesh)
+    models: Models = {name: adapted_model(*of) for name, of in sets.items()} or adapted
     runner: Runner
     if found.agent:
         runner = AgentRunner(config, adapted, policy.tokenizer, mesh)
     elif makers:
-        runner = TextRunner(config, found, *makers, adapted, policy.tokenizer, mesh)
+        runner = TextRunner(config, found, *makers, models, policy.tokenizer, mesh)
     else:
         assert found.compiled is not None  # what has no text version
         games = found.games(config) if found.games else None
-        runner = CompiledRunner(config, found.compiled(config), adapted, policy.tokenizer, mesh, games)
-    if config.warm_start == "cloning" and config.policy.source and not runner.has_expert():
+        runner = CompiledRunner(config, found.compiled(config), models, policy.tokenizer, mesh, games)
+    given = config.policy.source or any(own.policy.source for own, _ in sets.values())
+    if config.warm_start == "cloning" and given and not runner.has_expert():
         raise ConfigError(
             f"warm_start=cloning: env.name={config.env.name} has no expert(history_length) whose play given weights could "
             "learn; give warm_start=none"
         )
     job = Job(config=config, mesh=mesh, policy=policy, adapted=adapted, runner=runner)
+    job = dataclasses.replace(job, sets={
+        name: dataclasses.replace(job, config=own, policy=of_set, adapted=adapted_model(own, of_set), weights=name)
+        for name, (own, of_set) in sets.items()
+    })  # fmt: skip
     return dataclasses.replace(job, reward=make_reward(config, job.abstract_episodes())) if config.reward.source else job

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from hgpo_jax.config import Config
-from hgpo_jax.environments import environment
+from hgpo_jax.environments import environment, role_names
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.learner import MAX_LOGITS
 from hgpo_jax.methods import method_named
@@ -25,6 +25,7 @@ from hgpo_jax.policy.attention import MAX_SCORES, query_block_size
 from hgpo_jax.policy.presets import preset
 from hgpo_jax.policy.tokenizer import embedding_rows, vocabulary_size
 from hgpo_jax.rollout.prompts import prompt_length
+from hgpo_jax.weight_sets import config_of, weight_sets
 
 GiB = 2**30
 # Memory of one device (vendors' data sheets).
@@ -67,6 +68,40 @@ def bytes_by_phase(config: Config, mesh, workload: Workload) -> dict[str, dict[s
         "sampling": _sampling(sizes, workload),
         "update": update | _update(config, sizes, workload),
     }
+
+
+def bytes_of_run(config: Config, mesh) -> dict[str, dict[str, int]]:
+    """`bytes_by_phase`; where roles have weights of their own, of all these: any of them may sample, and one learns at a time.
+
+    Raises ValueError as `workload_of`.
+    """
+    parts, begun = [], set()
+    for name, own in configs_of_sets(config).items():
+        try:
+            part = bytes_by_phase(own, mesh, workload_of(own, mesh))
+        except ValueError as error:
+            if own.policy == config.policy:
+                raise
+            raise ValueError(f"roles.{name}.policy={own.policy.source}: {error}") from None
+        if own.lora.rank and config.warm_start != "cloning":  # adapters stand beside one copy
+            part["always"]["reference policy"] *= own.policy.source not in begun
+            begun.add(own.policy.source)
+        parts.append(part)
+    kept = {"optimizer", "critic", "reference policy"}
+    together = lambda phase, name: max if name == "episodes" or (phase == "update" and name not in kept) else sum  # noqa: E731
+    return {
+        phase: {
+            name: together(phase, name)([part[phase].get(name, 0) for part in parts])
+            for name in dict.fromkeys(name for part in parts for name in part[phase])
+        }
+        for phase in parts[0]
+    }
+
+
+def configs_of_sets(config: Config) -> dict[str, Config]:
+    """The configuration of each set of weights by its name; with one set, which has no name, the configuration itself."""
+    sets = weight_sets(config, role_names(config)) if config.roles else {}
+    return {name: config_of(config, roles) for name, roles in sets.items()} or {"": config}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +214,8 @@ def workload_of(config: Config, mesh) -> Workload:
     """The shapes of a configuration's iteration, without weights. Raises ValueError for invalid sizes."""
     settings, policy = config.rollout, config.policy
     batch = settings.prompt_groups * settings.group_size
-    prompt, response, vocabulary = settings.prompt_limit, settings.response_limit, None
+    limits = [role.response_limit or 0 for role in config.roles.values()]
+    prompt, response, vocabulary = settings.prompt_limit, max([settings.response_limit, *limits]), None
     published = preset(policy.source)
     found = environment(config.env)
     if found.compiled and config.in_words:

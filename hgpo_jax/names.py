@@ -14,5 +14,10 @@ METHODS = (
     "dr_mas", "eb_gae", "eb_td", "ecpo", "gagpo", "gigpo", "graphgpo", "grpo", "hgpo", "himac", "pgpo", "reinforce_pp",
     "reinforce_pp_baseline", "rloo", "dapo", "gspo", "hiper", "kpo", "ppo",
 )  # fmt: skip
+# Of our environments those whose turns belong to several roles, and these.
+ROLES = {
+    "household_team": ("searcher", "carrier"), "household_team_text": ("searcher", "carrier"),
+    "household_plan": ("planner", "executor"),
+}  # fmt: skip
 HeldOut = Literal["valid_seen", "valid_unseen"]  # splits of ALFWorld to evaluate on
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a block, for adapters

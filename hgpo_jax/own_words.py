@@ -10,8 +10,10 @@ from hgpo_jax.environments import environment
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.policy.tokenizer import PLAIN, load_tokenizer, text_tokenizer
 from hgpo_jax.rollout.chat_format import load_template
+from hgpo_jax.rollout.requirements import roles_of
 from hgpo_jax.rollout.scripted_play import play
 from hgpo_jax.rollout.tasks import task_numbers
+from hgpo_jax.weight_sets import response_limit
 
 EPISODES = 64  # of scripted and, where there is an expert, noisy play
 TEMPLATE = "plain"  # a prompt of nothing but the task, the history, the observation and the commands
@@ -31,7 +33,10 @@ def fresh_tokenizer(config: Config):
     """
     if config.policy.tokenizer:
         return load_tokenizer(config.policy.tokenizer, config.cache_dir)
-    return _own_tokenizer(json.dumps(config.model_dump(mode="json", include={"env", "rollout", "cache_dir"}), sort_keys=True))
+    fields = config.model_dump(mode="json", include={"env", "rollout", "cache_dir"})
+    of_role = {"template", "response_limit"}
+    fields["roles"] = {role: own.model_dump(include=of_role, exclude_defaults=True) for role, own in config.roles.items()}
+    return _own_tokenizer(json.dumps(fields, sort_keys=True))
 
 
 @functools.lru_cache(maxsize=2)  # memory plan and policy both ask for it
@@ -40,20 +45,23 @@ def _own_tokenizer(fields: str):
     found = environment(config.env)
     assert found.text is not None  # what has no compiled version
     try:
-        template = load_template(config.env.template or TEMPLATE)
         make_env, _ = found.text(config)
         count = len(env) if hasattr(env := make_env(), "__len__") else None
+        roles, usual = roles_of(env), config.env.template or TEMPLATE
+        templates = [load_template((role in config.roles and config.roles[role].template) or usual) for role in roles]
         tasks = task_numbers("warm_start", 0, range(EPISODES), count)
         texts: dict[str, None] = {}  # in their order
-        commands: set[str] = set()
+        commands: list[set[str]] = [set() for _ in roles]
         for episode in play(make_env, tasks, noise=0.5, history_length=config.rollout.history_length, seed=0):
-            for known, command in zip(episode.known, episode.commands, strict=True):
-                texts |= dict.fromkeys((*template.render(known).splitlines(keepends=True), command, *known.commands))
-                commands |= {command, *known.commands}
+            for known, index, command in zip(episode.known, episode.roles, episode.commands, strict=True):
+                texts |= dict.fromkeys((*templates[index].render(known).splitlines(keepends=True), command, *known.commands))
+                commands[index] |= {command, *known.commands}
     except (ValueError, OSError) as error:
         raise ConfigError(f"env.name={config.env.name}: {' '.join(str(error).split())}") from None
-    tokenizer, limit = text_tokenizer(texts), config.rollout.response_limit
-    longest = 1 + max(map(len, tokenizer(list(commands), add_special_tokens=False).input_ids))
-    if longest > limit:
-        raise ConfigError(f"rollout.response_limit={limit}: the commands take up to {longest} tokens; give as many or more")
+    tokenizer = text_tokenizer(texts)
+    for role, some in zip(roles, commands, strict=True):
+        limit, field = response_limit(config, role)
+        longest = 1 + max(map(len, tokenizer(sorted(some), add_special_tokens=False).input_ids), default=0)
+        if longest > limit:
+            raise ConfigError(f"{field}={limit}: the commands take up to {longest} tokens; give as many or more")
     return tokenizer

@@ -165,7 +165,10 @@ def changed_fields(config: Config) -> list[str]:
         value, usual = config, default
         for part in name.split("."):
             value, usual = getattr(value, part), getattr(usual, part)
-        if value != usual and not name.startswith(PLACES):
+        if name == "roles":
+            given = {role: settings.model_dump(exclude_defaults=True) for role, settings in config.roles.items()}
+            found += [f"roles.{role}.{field}={setting}" for role, own in given.items() for field, setting in own.items()]
+        elif value != usual and not name.startswith(PLACES):
             found.append(f"{name}={','.join(value) if isinstance(value, tuple) else value}")
     return found
 

@@ -23,13 +23,21 @@ from hgpo_jax.rollout.chat_format import ChatFormat
 from hgpo_jax.rollout.compiled import EpisodeState, make_continuations, make_rollout, parse_answer, replay
 from hgpo_jax.rollout.compiled_text import CompiledTextRollout
 from hgpo_jax.rollout.episodes import Episodes
-from hgpo_jax.rollout.host import HostRollout
+from hgpo_jax.rollout.host import HostRollout, Speaker
 from hgpo_jax.rollout.requirements import RUNNER, check_compiled, roles_of
 from hgpo_jax.rollout.result import RolloutResult, Story, told_turns
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
 from hgpo_jax.sampling import Decoding
+from hgpo_jax.weight_sets import longest_response, response_limit, set_of_each
 
 log = logging.getLogger(__name__)
+
+Models = ModelConfig | dict[str, ModelConfig]  # of all roles, or of each set of weights (`weight_sets.py`)
+
+
+def networks(models: Models):
+    """The graph definition of a network, or of each one by its name."""
+    return {name: network(model) for name, model in models.items()} if isinstance(models, dict) else network(models)
 
 
 class CompiledRunner:
@@ -50,7 +58,7 @@ class CompiledRunner:
       ConfigError: the environment lacks something (`rollout/requirements.py`).
     """
 
-    def __init__(self, config: Config, env: CompiledEnv, model: ModelConfig, tokenizer, mesh: Mesh, games: dict | None = None):
+    def __init__(self, config: Config, env: CompiledEnv, models: Models, tokenizer, mesh: Mesh, games: dict | None = None):
         try:
             check_compiled(env, RUNNER)
         except ValueError as error:
@@ -64,10 +72,10 @@ class CompiledRunner:
         self._history_length, self._end = config.rollout.history_length, tokenizer.eos_token_id
         settings = {
             "history_length": self._history_length, "decode_batch_size": config.rollout.decode_batch_size, "end": self._end,
-            "act": tokenizer.convert_tokens_to_ids(ACT),
+            "act": tokenizer.convert_tokens_to_ids(ACT), "weights": set_of_each(config, self.roles),
         }  # fmt: skip
-        self.program = make_rollout(env, network(model), mesh, **settings)
-        self._play_on = make_continuations(env, network(model), mesh, **settings)
+        self.program = make_rollout(env, networks(models), mesh, **settings)
+        self._play_on = make_continuations(env, networks(models), mesh, **settings)
 
     def rollout(self, params, tasks, keys, groups, decoding: Decoding, *, held_out: bool = False) -> RolloutResult:
         """Plays B episodes; does not wait until they are computed.
@@ -158,30 +166,39 @@ class TextRunner:
 
     Attributes:
       make_env: makes an environment for training.
-      prompts: how a prompt is made and a response read.
+      speakers: how each role is asked and answers.
       train: the rollout of training.
 
     Others, and methods, as in `CompiledRunner`.
     """
 
     def __init__(
-        self, config: Config, environment: Environment, train: Callable, held_out: Callable, model: ModelConfig, tokenizer,
+        self, config: Config, environment: Environment, train: Callable, held_out: Callable, models: Models, tokenizer,
         mesh: Mesh | AbstractMesh,
     ):  # fmt: skip
         env, rollout = config.env, config.rollout
         try:
-            self.make_env, self.prompts = train, ChatFormat(
-                tokenizer, template_of(config, tokenizer), rollout.prompt_limit, rollout.stop, environment.fallback
+            chat = lambda template: ChatFormat(  # noqa: E731
+                tokenizer, template, rollout.prompt_limit, rollout.stop, environment.fallback
             )
+            usual, limit, speakers = chat(template_of(config, tokenizer)), rollout.response_limit, list[Speaker]()
+            if config.roles:
+                roles = roles_of(train())
+                weights = set_of_each(config, roles) or ("",) * len(roles)
+                given = [config.roles[role].template if role in config.roles else "" for role in roles]
+                formats = [chat(template) if template else usual for template in given]
+                speakers = list(map(Speaker, formats, [response_limit(config, role)[0] for role in roles], weights))
+                limit = longest_response(config, roles)
+            self.make_env = train
             settings: dict[str, Any] = {
                 "batch": rollout.prompt_groups * rollout.group_size, "history_length": rollout.history_length,
-                "response_limit": rollout.response_limit, "decode_batch_size": rollout.decode_batch_size, "strict": env.strict,
+                "response_limit": limit, "decode_batch_size": rollout.decode_batch_size, "strict": env.strict,
             }  # fmt: skip
             self.train: HostRollout | CompiledTextRollout
             self._held_out: HostRollout | CompiledTextRollout
             host = HostRollout(
-                train, self.prompts, network(model), mesh, workers=env.workers, time_limit=env.time_limit,
-                ready_fraction=rollout.ready_fraction, **settings,
+                train, usual, networks(models), mesh, workers=env.workers, time_limit=env.time_limit,
+                ready_fraction=rollout.ready_fraction, speakers=speakers, **settings,
             )  # fmt: skip
             self.train, self._held_out = host, host.with_environment(held_out)
             if config.told_on_device:
@@ -189,7 +206,7 @@ class TextRunner:
                 try:
                     games, played = environment.games(config), environment.compiled(config)
                     device = CompiledTextRollout(
-                        played, games["train"], self.prompts, tokenizer, network(model), mesh,
+                        played, games["train"], usual, tokenizer, networks(models), mesh,
                         host=None if env.split == "generated" else host, **settings,
                     )  # fmt: skip
                     self.train, self._held_out = device, device.of_games(games["held_out"], self._held_out)
@@ -200,6 +217,7 @@ class TextRunner:
         except (ValueError, OSError) as error:
             raise ConfigError(f"env.name={env.name}: {' '.join(str(error).split())}") from None
         self.task_types, self.roles = self.train.task_types, self.train.roles
+        self.speakers = speakers or [Speaker(usual, limit)] * len(self.roles)
         self.num_tasks, self.num_held_out_tasks = self.train.num_tasks, self._held_out.num_tasks
         # Of generated games the host, where the warm start's expert plays, has only those that they are made of.
         self._num_files = len(train()) if env.split == "generated" else self.num_tasks

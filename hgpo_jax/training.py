@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +40,7 @@ class Training:
     def __init__(self, job: Job, folder: Path, done: int, stop: Interruption):
         self.job, self.config, self.folder, self.done, self.stop = job, job.config, folder, done, stop
         learn, init = make_learn(job)
-        compiling = ThreadPoolExecutor(1).submit(compile_ahead, job, learn, init(job.policy.params))
+        compiling = ThreadPoolExecutor(1).submit(compile_ahead, job, learn, init(job.given_params))
         if jax.process_count() > 1:  # all processes must start programs in the same order, which two threads would not ensure
             compiling.result()
         self.checkpoints = Checkpoints(folder / "checkpoints", self.config.log)
@@ -50,8 +51,8 @@ class Training:
             self.state = self.checkpoints.restore(done, self.state)
         self.learn = compiling.result()
         kept = set(map(id, jax.tree.leaves(self.reference)))
-        for array in jax.tree.leaves(job.policy.params):
-            if id(array) not in kept:  # nothing reads it again, and it would take memory on every device
+        for array in jax.tree.leaves((job.policy.params, job.given_params)):
+            if id(array) not in kept and not array.is_deleted():  # nothing reads it again, and it would take memory
                 array.delete()
 
     def run(self) -> dict:
@@ -78,10 +79,8 @@ class Training:
         finally:
             self.recorder.close()
         self.checkpoints.close()
-        if self.job.adapted.lora:
-            with refusals():
-                base = str(self.folder / "start") if self.config.warm_start == "cloning" else self.config.policy.source
-                lora.save(self.folder / "adapter", self.job.adapted, self.state["params"], base=base)
+        with refusals():
+            self.job.by_set(functools.partial(save_adapters, self.folder), self.state["params"])
         return self.job.merged_params(self.state["params"], self.reference)
 
     def _rollout_params(self):
@@ -149,7 +148,7 @@ def compile_ahead(job: Job, learn, state):
     The rollout's first call then finds it in the compilation cache.
     """
     with jax.set_mesh(job.mesh):  # a mesh is only set for the thread that set it
-        reference = job.reference_copy(job.policy.params)
+        reference = job.reference_copy(job.given_params)
         job.runner.compile(job.rollout_params(state["params"], reference), job.episode_inputs(0))
         whole = NamedSharding(job.mesh, PartitionSpec())
         abstract = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole)  # noqa: E731
@@ -180,18 +179,34 @@ def refusals() -> Iterator[None]:
         raise ConfigError(str(error)) from None
 
 
+def save_adapters(folder: Path, job: Job, adapters) -> None:
+    """With LoRA, what a run trained without what it stands beside. Raises ValueError where that cannot be written."""
+    if job.adapted.lora:
+        cloned = job.config.warm_start == "cloning"
+        base = str(folder / "start" / job.weights) if cloned else job.config.policy.source
+        lora.save(folder / "adapter" / job.weights, job.adapted, adapters, base=base)
+
+
 def starting_params(job: Job, folder: Path):
     """The weights that training starts from: those in `start/` where the run has begun already, else cloned or given ones."""
-    config = job.config
-    if not distributed.broadcast_from_process_0((folder / "start" / "config.json").is_file):
-        reference = warm_start(job) if config.warm_start == "cloning" else job.policy.params
+    config, start = job.config, folder / "start"
+    # Sets of weights that begin alike have one folder, and one copy on the devices where adapters go beside it.
+    alike = {} if config.warm_start == "cloning" else {id(of.policy): name for name, of in reversed(job.sets.items())}
+    place = lambda job: start / alike.get(id(job.policy), job.weights)  # noqa: E731
+    places = {place(of): of for of in job.sets.values() or [job]}
+    if not distributed.broadcast_from_process_0(lambda: all((place / "config.json").is_file() for place in places)):
+        reference = warm_start(job) if config.warm_start == "cloning" else job.given_params
         with refusals():
-            Policy(job.policy.config, reference, job.policy.tokenizer).save(folder / "start")
+            for folder, of in places.items():
+                params = reference[of.weights] if job.sets else reference
+                Policy(of.policy.config, params, of.policy.tokenizer).save(folder)
         return reference
-    try:
-        reference = load_policy(folder / "start", job.mesh, config.policy.dtype).params
-    except ValueError as error:
-        raise ConfigError(f"{error}; remove {folder / 'start'}, and it will be recreated") from None
-    if jax.tree.map(jnp.shape, reference) != jax.tree.map(jnp.shape, job.policy.params):
-        raise ConfigError(f"{folder / 'start'}: policy.* or env.* ask for another size of policy; start in another run_dir")
-    return reference
+    found = {}
+    for folder, of in places.items():
+        try:
+            found[folder] = load_policy(folder, job.mesh, config.policy.dtype).params
+        except ValueError as error:
+            raise ConfigError(f"{error}; remove {start}, and it will be recreated") from None
+        if jax.tree.map(jnp.shape, found[folder]) != jax.tree.map(jnp.shape, of.policy.params):
+            raise ConfigError(f"{folder}: policy.* or env.* ask for another size of policy; start in another run_dir")
+    return job.by_set(lambda job: found[place(job)])

@@ -89,14 +89,14 @@ def dry_run(config: Config) -> None:
         if config.told_on_device and config.env.compiled is None:  # its games' tables would be written
             config = config.model_copy(update={"env": config.env.model_copy(update={"compiled": False})})
         makers = None if config.in_words or found.text is None else found.text(config)
-        workload = memory.workload_of(config, mesh)
-        phases = memory.bytes_by_phase(config, mesh, workload)
+        models = {name: memory.workload_of(own, mesh).model for name, own in memory.configs_of_sets(config).items()}
+        phases = memory.bytes_of_run(config, mesh)
         if makers or found.agent:
             source = config.policy.tokenizer or config.policy.source
             tokenizer = load_tokenizer(source, config.cache_dir) if source else fresh_tokenizer(config)
             runner: Runner = (
-                TextRunner(config, found, *makers, workload.model, tokenizer, mesh) if makers
-                else AgentRunner(config, workload.model, tokenizer, mesh)
+                TextRunner(config, found, *makers, models.get("", models), tokenizer, mesh) if makers
+                else AgentRunner(config, models[""], tokenizer, mesh)
             )  # fmt: skip
             counts = (runner.num_tasks or "generated", runner.num_held_out_tasks or "generated")
             print(f"{config.env.name}: {counts[0]} tasks to train on, {counts[1]} held out")
@@ -126,7 +126,7 @@ def run(config: Config, mesh: Mesh, folder: Path, resuming: bool, stop: Interrup
     first, faults, changes = distributed.broadcast_from_process_0(take)
     stop.saved = first
     devices = f"{job.mesh.size} {jax.devices()[0].platform} device{'s' if job.mesh.size > 1 else ''}"
-    count = sum(a.size for a in jax.tree.leaves(job.policy.params))
+    count = sum(a.size for a in jax.tree.leaves(job.given_params))
     print(f"{remote.shown(folder)}: {config.method}, {count:,} parameters, {devices}, mesh {dict(job.mesh.shape)}", flush=True)
 
     for fault in faults:
@@ -140,18 +140,22 @@ def run(config: Config, mesh: Mesh, folder: Path, resuming: bool, stop: Interrup
 
 def train_and_evaluate(job: Job, folder: Path, first: int, stop: Interruption) -> None:
     """Trains from an iteration on, evaluates, and writes what a run ends with."""
-    config, writes = job.config, jax.process_index() == 0
+    writes = jax.process_index() == 0
     params = Training(job, folder, first, stop).run()
     with refusals():
-        Policy(job.policy.config, params, job.policy.tokenizer).save(folder / "policy")
+        job.by_set(
+            lambda job, params: Policy(job.policy.config, params, job.policy.tokenizer).save(folder / "policy" / job.weights),
+            params,
+        )
     result, transcripts = evaluate(job, params, folder)
     shown = "\n\n".join(transcripts)
     if writes:
         plot_curves(folder)
-        for saved in (folder / "policy", folder / "adapter"):
-            if saved.is_dir():
-                count = sum(a.size for a in jax.tree.leaves(job.policy.params))
-                model_card.write(saved, config, count, result)
+        for of_set in job.sets.values() or [job]:
+            for saved in (folder / "policy" / of_set.weights, folder / "adapter" / of_set.weights):
+                if saved.is_dir():
+                    count = sum(a.size for a in jax.tree.leaves(of_set.policy.params))
+                    model_card.write(saved, of_set.config, count, result)
         with atomic_write(folder / "transcripts.txt") as file:  # last: its presence means that the run has ended
             file.write(shown + "\n")
     print(f"\n{shown}\n\n{describe_evaluation(result)}")

@@ -28,7 +28,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, muon
 from tqdm import tqdm
 
-from hgpo_jax.config import Config
+from hgpo_jax.config import Config, OptimizerConfig
 from hgpo_jax.config.tree import CloningConfig
 from hgpo_jax.environments import environment
 from hgpo_jax.envs.protocol import CompiledEnv, Expert, ListsGames
@@ -45,6 +45,7 @@ from hgpo_jax.run import distributed
 from hgpo_jax.runners import CompiledRunner, TextRunner
 from hgpo_jax.sampling import Decoding
 from hgpo_jax.training_batch import TrainingBatch
+from hgpo_jax.weight_sets import response_limit
 
 PLAYED = 4096  # episodes of the expert at once
 ADMISSIBLE = 0.95  # share of admissible commands at which cloning random ones ends
@@ -56,8 +57,8 @@ def generate_play(
 ) -> tuple[TrainingBatch, jax.Array]:
     """Plays and labels an episode of each task, as a rollout takes them.
 
-    Returns: (TrainingBatch of tasks x max_turns decisions, response_lengths 0 where an episode had ended; success
-      bool[tasks]).
+    Returns: (TrainingBatch of tasks x max_turns decisions and their roles, response_lengths 0 where an episode had ended;
+      success bool[tasks]).
     """
 
     def episode(env, task, key):
@@ -83,6 +84,7 @@ def generate_play(
                 response_lengths=jnp.where(row.done, 0, words + 1),
                 old_logp=jnp.zeros(response.shape),
                 advantages=jnp.float32(0),
+                agents=role,
             )
             return after, (rows, env.won(state) & ~row.done)
 
@@ -111,7 +113,7 @@ def read_play(
 
     Raises ConfigError where an episode cannot be played, or an answer is too long.
     """
-    known, commands, won = [], [], []
+    known, roles, commands, won = [], [], [], []
     episodes = play(
         runner.make_env, tasks, noise=settings.noise, history_length=config.rollout.history_length, seed=config.seed
     )
@@ -119,18 +121,24 @@ def read_play(
         with Progress("warm start: play", len(tasks), "episode") as progress:
             for episode in episodes:
                 known += episode.known
+                roles += episode.roles
                 commands += episode.commands
                 won.append(episode.won)
                 progress.update(1, {"won": f"{sum(won) / len(won):.2f}"})
     except ValueError as error:
         raise ConfigError(f"env.name={config.env.name}: {error}") from None
-    prompts = [prompt.ids for prompt in runner.prompts.build(known)]
     thought = string.Template(settings.thought)
     thoughts = [thought.substitute(goal=k.goal, command=command) for k, command in zip(known, commands, strict=True)]
-    responses = runner.prompts.answers(commands, thoughts)
-    if (longest := max(map(len, responses))) > config.rollout.response_limit:
-        limit = config.rollout.response_limit
-        raise ConfigError(f"rollout.response_limit={limit}: the answers to clone take up to {longest} tokens; give as many")
+    prompts, responses = [list[int]()] * len(known), [list[int]()] * len(known)
+    for role, name in enumerate(runner.roles):
+        format, (limit, field) = runner.speakers[role].format, response_limit(config, name)
+        own = [at for at, of in enumerate(roles) if of == role]
+        for at, prompt in zip(own, format.build([known[at] for at in own]), strict=True):
+            prompts[at] = prompt.ids
+        for at, response in zip(own, format.answers([commands[at] for at in own], [thoughts[at] for at in own]), strict=True):
+            responses[at] = response
+        if (longest := max((len(responses[at]) for at in own), default=0)) > limit:
+            raise ConfigError(f"{field}={limit}: the answers to clone take up to {longest} tokens; give as many")
     padded = _padded(responses, 1)
     return TrainingBatch(
         prompts=_padded(prompts, 64),
@@ -139,6 +147,7 @@ def read_play(
         response_lengths=jnp.array(list(map(len, responses))),
         old_logp=jnp.zeros(padded.shape),
         advantages=jnp.zeros(len(responses)),
+        agents=jnp.array(roles),
     ), jnp.array(won)
 
 
@@ -172,12 +181,12 @@ def clone(job: Job) -> dict:
 
     Given weights that are good enough come back as they are. Raises ConfigError for what cannot be cloned.
     """
-    config, policy = job.config, job.policy
-    settings = config.cloning
+    config, settings = job.config, job.config.cloning
     key = jax.random.key(config.seed)
-    reference = job.reference_copy(policy.params) if job.adapted.lora else None
+    given = job.given_params
+    reference = job.by_set(lambda job, params: job.reference_copy(params) if job.adapted.lora else None, given)
     # Updated in place, and the job's own are still needed.
-    trained = job.fresh_adapters() if job.adapted.lora else jax.tree.map(jnp.copy, policy.params)
+    trained = job.by_set(lambda job, p: job.fresh_adapters() if job.adapted.lora else jax.tree.map(jnp.copy, p), given)
     practice_numbers = settings.episodes + jnp.arange(job.batch)
     practice = job.runner.select_tasks("warm_start", config.seed, practice_numbers)
     groups = jnp.arange(job.batch, dtype=jnp.int32)
@@ -192,39 +201,23 @@ def clone(job: Job) -> dict:
             return float(episodes.success.mean())
         return 1 - report.counts["inadmissible"] / max(int(episodes.mask.sum()), 1)
 
-    if config.policy.source and (reached := practised(trained, settings.max_steps)) >= stop_at:
+    of_given = any(of_set.config.policy.source for of_set in job.sets.values() or [job])
+    if of_given and (reached := practised(trained, settings.max_steps)) >= stop_at:
         print(f"warm start: not needed, given weights reach success {reached:.0%} (cloning.stop_at={stop_at:g})", flush=True)
-        return policy.params
+        return given
     decisions, success = demonstrations(job, jnp.arange(settings.episodes))
     held_out = _held_out_loss(job, practice_numbers, reference) if isinstance(job.runner, TextRunner) else None
-    total = decisions.response_lengths.shape[0]
-    count = int((decisions.response_lengths > 0).sum())
-    passes = -(-settings.check_every * settings.batch_size // count)  # over few decisions, between two looks
-    schedule = optax.warmup_cosine_decay_schedule(0.0, settings.lr, 100, max(settings.max_steps, 101), settings.lr / 10)
-    optimizer = make_optimizer(settings.optimizer, schedule)
-    update = make_update(
-        make_cloning_loss(job.adapted, config.learner.remat), optimizer, job.mesh, minibatch_size=settings.batch_size,
-        microbatch_size=config.learner.microbatch_size, compute_dtype=config.policy.compute_dtype,
-    )  # fmt: skip
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def some_steps(trained, opt_state, reference, decisions, key, steps):
-        # Rows of decisions that happened come first, pass by pass, in a random order.
-        rank = jax.random.uniform(key, (passes, total)) + jnp.arange(passes)[:, None]
-        order = jnp.argsort((rank + (passes + 1) * (decisions.response_lengths == 0)).reshape(-1)) % total
-        return update(trained, opt_state, reference, decisions, order, steps * settings.batch_size, 1.0)
-
-    opt_state = jax.jit(optimizer.init)(trained)
+    students = job.by_set(lambda job, trained, beside: Student(job, trained, beside, decisions), trained, reference)
+    each = students if job.sets else {"": students}
     with Progress("warm start", settings.max_steps, "step") as progress:
         for step in range(0, settings.max_steps, settings.check_every):
             steps = min(settings.check_every, settings.max_steps - step)
-            trained, opt_state, stats = some_steps(
-                trained, opt_state, reference, decisions, jax.random.fold_in(key, 2 + step), jnp.int32(steps)
-            )
-            if stats["nonfinite_steps"]:
+            losses = {name: one.learn(jax.random.fold_in(key, 2 + step), steps) for name, one in each.items()}
+            if any(skipped for _, skipped in losses.values()):
                 raise RunError(f"warm start: a loss or gradient is not finite after {step} steps; lower cloning.lr")
+            trained = job.by_set(lambda _, student: student.trained, students)
             reached = practised(trained, step)
-            shown = {"loss": f"{float(stats['loss']):.3f}"}
+            shown = {f"loss {name}".strip(): f"{loss:.3f}" for name, (loss, _) in losses.items()}
             if held_out:
                 shown["held-out loss"] = f"{held_out(trained):.3f}"
             shown[aim] = f"{reached:.0%}"
@@ -232,12 +225,66 @@ def clone(job: Job) -> dict:
             if reached >= stop_at:
                 break
     print(
-        f"warm start: {step + steps} steps of behaviour cloning on {count:,} decisions of "
+        f"warm start: {step + steps} steps of behaviour cloning on {sum(one.count for one in each.values()):,} decisions of "
         f"{settings.episodes:,} generated episodes ({float(success.mean()):.0%} of them successful); "
         + ", ".join(f"{name} {value}" for name, value in shown.items()),
         flush=True,
     )
     return job.merged_params(trained, reference)
+
+
+class Student:
+    """One set of weights that clones its roles' decisions.
+
+    Args:
+      job: the set's, or the only one.
+      trained, reference: weights, or adapters and what they stand beside.
+      decisions: of all roles.
+
+    Attributes:
+      trained: as given, then updated in place.
+      count: decisions to clone.
+    """
+
+    def __init__(self, job: Job, trained, reference, decisions: TrainingBatch):
+        config, settings = job.config, job.config.cloning
+        self.trained, self._reference, self._decisions = trained, reference, decisions
+        self._happened = decisions_of(job, decisions)
+        total, self.count = decisions.response_lengths.shape[0], int(self._happened.sum())
+        if not self.count:
+            raise ConfigError(f"warm_start=cloning: {job.weights} has no turn in the generated play; give warm_start=none")
+        passes = -(-settings.check_every * settings.batch_size // self.count)  # over few decisions, between two looks
+        schedule = optax.warmup_cosine_decay_schedule(0.0, settings.lr, 100, max(settings.max_steps, 101), settings.lr / 10)
+        optimizer = make_optimizer(settings.optimizer, schedule)
+        update = make_update(
+            make_cloning_loss(job.adapted, config.learner.remat), optimizer, job.mesh, minibatch_size=settings.batch_size,
+            microbatch_size=config.learner.microbatch_size, compute_dtype=config.policy.compute_dtype,
+        )  # fmt: skip
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def some_steps(trained, opt_state, reference, decisions, happened, key, steps):
+            # Rows of decisions that happened come first, pass by pass, in a random order.
+            rank = jax.random.uniform(key, (passes, total)) + jnp.arange(passes)[:, None]
+            order = jnp.argsort((rank + (passes + 1) * ~happened).reshape(-1)) % total
+            return update(trained, opt_state, reference, decisions, order, steps * settings.batch_size, 1.0)
+
+        self._some_steps, self._opt_state = some_steps, jax.jit(optimizer.init)(trained)
+
+    def learn(self, key, steps: int) -> tuple[float, int]:
+        """Takes some optimizer steps: (the mean loss, how many were skipped)."""
+        self.trained, self._opt_state, stats = self._some_steps(
+            self.trained, self._opt_state, self._reference, self._decisions, self._happened, key, jnp.int32(steps)
+        )
+        return float(stats["loss"]), int(stats["nonfinite_steps"])
+
+
+def decisions_of(job: Job, decisions: TrainingBatch) -> jax.Array:
+    """bool[N]: the decisions that happened and, where roles have weights of their own, are the job's roles'."""
+    happened = decisions.response_lengths > 0
+    if not job.weights:
+        return happened
+    assert decisions.agents is not None
+    return happened & jnp.array([role in job.weights.split("+") for role in job.runner.roles])[decisions.agents]
 
 
 def make_optimizer(name: str, schedule: optax.Schedule) -> optax.GradientTransformation:
@@ -264,16 +311,22 @@ def make_optimizer(name: str, schedule: optax.Schedule) -> optax.GradientTransfo
 def _held_out_loss(job: Job, numbers: jax.Array, reference) -> Callable[[dict], float]:
     """`loss(params)`: the mean over the response tokens of decisions in the tasks with these numbers."""
     decisions, _ = demonstrations(job, numbers)
-    logprobs = make_logprobs(job.adapted)
-    mapped = jax.jit(make_map(
-        lambda params, batch: logprobs(*params, batch)[0].sum(-1), job.mesh, microbatch_size=job.config.learner.microbatch_size
-    ))  # fmt: skip
-    count = decisions.response_lengths.shape[0]
     tokens = int(decisions.response_lengths.sum())
 
+    def make_of_set(job):
+        logprobs, own = make_logprobs(job.adapted), decisions_of(job, decisions)
+        mapped = jax.jit(make_map(
+            lambda params, batch: logprobs(*params, batch)[0].sum(-1), job.mesh,
+            microbatch_size=job.config.learner.microbatch_size,
+        ))  # fmt: skip
+        order, count = jnp.argsort(~own), own.sum()
+        return lambda params, reference: mapped((job.compute_copy(params), reference), decisions, order, count)
+
+    of_sets = job.by_set(make_of_set)
+
     def loss(params) -> float:
-        likelihood = mapped((job.compute_copy(params), reference), decisions, jnp.arange(count), jnp.int32(count))
-        return -float(likelihood.sum()) / tokens
+        likelihood = job.by_set(lambda _, of_set, params, reference: of_set(params, reference), of_sets, params, reference)
+        return -float(sum(map(jnp.sum, jax.tree.leaves(likelihood)))) / tokens
 
     return loss
 
@@ -314,6 +367,7 @@ def cache_key(config: Config) -> str:
     """A hash of everything that the warm start depends on."""
     parts = [
         config.model_dump_json(include={"seed", "env", "policy", "lora", "cloning", "rollout"}),
+        *(role + own.model_dump_json(exclude=set(OptimizerConfig.model_fields)) for role, own in sorted(config.roles.items())),
         str(config.learner.microbatch_size),
         *(f"{package} {version(package)}" for package in ("jax", "jaxlib", "flax", "optax")),
     ]
@@ -324,8 +378,9 @@ def cache_key(config: Config) -> str:
     digest = hashlib.sha256("\0".join(parts).encode())
     for file in sources():
         digest.update(f"\0{file.relative_to(ROOT).as_posix()}\0".encode() + file.read_bytes())
-    if config.policy.source:
-        digest.update(huggingface.digest(huggingface.find(config.policy.source, config.cache_dir)).encode())
+    given = [role.policy for role in config.roles.values() if role.policy not in ("shared", "own")]
+    for source in filter(None, [config.policy.source, *given]):
+        digest.update(huggingface.digest(huggingface.find(source, config.cache_dir)).encode())
     return digest.hexdigest()[:16]
 
 
@@ -335,7 +390,7 @@ def warm_start(job: Job) -> dict:
     if distributed.broadcast_from_process_0(folder.is_dir):
         print(f"warm start: read from {folder}", flush=True)
         try:
-            return load_policy(folder, job.mesh, job.config.policy.dtype).params
+            return job.by_set(lambda job: load_policy(folder / job.weights, job.mesh, job.config.policy.dtype).params)
         except ValueError as error:
             raise ConfigError(f"{error}; remove {folder}, and the next run makes a new one") from None
     params = clone(job)
@@ -345,7 +400,7 @@ def warm_start(job: Job) -> dict:
         return tempfile.mkdtemp(dir=folder.parent)
 
     partial = Path(distributed.broadcast_from_process_0(make_room))
-    Policy(job.policy.config, params, job.policy.tokenizer).save(partial)
+    job.by_set(lambda job, params: Policy(job.policy.config, params, job.policy.tokenizer).save(partial / job.weights), params)
     if jax.process_index() == 0:
         try:
             os.replace(partial, folder)

@@ -71,7 +71,7 @@ def main() -> None:
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(args.seed), index)
     decoding = sampled_decoding(job.config.evaluation)
     decoding = decoding.replace(temperature=0.0) if args.greedy else decoding
-    tasks, params = job.runner.select_tasks("held_out", 0, index), job.base_rollout_params(job.policy.params)
+    tasks, params = job.runner.select_tasks("held_out", 0, index), job.base_rollout_params(job.given_params)
     result = jax.device_get(job.runner.rollout(params, tasks, keys, index, decoding, held_out=True))
     story, played = job.runner.story(result, 0), result.episodes
     notes = []

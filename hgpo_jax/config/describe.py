@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable
 
-from hgpo_jax.config.tree import OPEN, Config, choices, fields, literals
+from hgpo_jax.config.tree import OPEN, Config, RoleConfig, choices, fields, literals, role_fields
 
 # What `--help` shows; the others are behind `--help-all`.
 COMMON = (
@@ -19,11 +19,12 @@ COMMON = (
 def describe(names: Iterable[str] | None = None) -> str:
     """Fields with defaults and meanings, by section: the named ones, or every one with what its section is."""
     lines: list[str] = []
-    section, known = None, fields()
+    section, known = None, fields() | role_fields("NAME")
     for name in known if names is None else names:
         head = name.rpartition(".")[0]
         if head != section:
-            about = ((Config.model_fields[head].annotation if head else Config).__doc__ or "").strip()
+            of = RoleConfig if head == "roles.NAME" else Config.model_fields[head].annotation if head else Config
+            about = (of.__doc__ or "").strip()
             lines += ["", f"{head}: {about}" if head else about] if names is None else [""]
         section, info = head, known[name]
         default = ",".join(info.default) if isinstance(info.default, tuple | dict) else info.default

@@ -10,7 +10,7 @@ from typing import get_origin
 import pydantic
 import yaml
 
-from hgpo_jax.config.tree import Config, fields, literals
+from hgpo_jax.config.tree import Config, fields, literals, role_fields
 from hgpo_jax.envs.cli import nearest
 from hgpo_jax.errors import ConfigError, one_line
 
@@ -73,6 +73,8 @@ def given(path: str | None, overrides: list[str] | tuple[str, ...]) -> dict:
         if not equals:
             raise ConfigError(f"{override!r}: an override is written field=value, as in learner.lr=3e-4")
         section, _, option = name.rpartition(".")
+        if (role := re.fullmatch(r"roles\.(\w+)", section)) and role[1].isidentifier():
+            known |= role_fields(role[1])
         free = section in known and get_origin(known[section].annotation) is dict and option.isidentifier()
         if name not in known and not free:
             raise ConfigError(one_line(f"{name:.200}={text:.200}: {_unknown(name, list(known))}"))
@@ -97,10 +99,14 @@ def resolve(tree: dict, base: dict | None = None) -> Config:
 
     Raises ConfigError as `load` does.
     """
+    merged = _merged(base or {}, tree)
     try:
-        return Config.model_validate(_merged(base or {}, tree))
+        return Config.model_validate(merged)
     except pydantic.ValidationError as error:
-        raise ConfigError(_one_line(error, fields())) from None
+        known, roles = fields(), merged.get("roles")
+        for role in roles if isinstance(roles, dict) else ():
+            known |= role_fields(role)
+        raise ConfigError(_one_line(error, known)) from None
 
 
 def _merged(base: dict, tree: dict) -> dict:

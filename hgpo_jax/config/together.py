@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hgpo_jax.config.roles import unknown_role
 from hgpo_jax.config.tree import Config, EnvConfig, LearnerConfig
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.names import ENVIRONMENTS
@@ -67,6 +68,8 @@ def check_together(config: Config) -> None:
         raise ConfigError(
             f"learner.alternate={config.learner.alternate}: env.name={env.name} has one role, {roles[0]}; leave it out"
         )
+    if config.roles:
+        _check_roles(config, role_names(config), method.critic)
     read = {"name", "options", "compiled", "max_turns", *found.options}
     on_device = config.in_words or config.told_on_device
     read |= set() if on_device else {"workers", "time_limit"}
@@ -77,3 +80,40 @@ def check_together(config: Config) -> None:
         if name not in read and value != default:
             face = ", compiled," if on_device and name in ("strict", "workers", "time_limit") else ""
             raise ConfigError(f"env.{name}={value}: env.name={env.name}{face} does not read it; leave it at {default!r}")
+
+
+def _check_roles(config: Config, known: tuple[str, ...], critic: bool) -> None:
+    """Raises ConfigError for settings of roles that an environment with the roles `known` cannot have."""
+    from hgpo_jax.rollout.chat_format import load_template
+    from hgpo_jax.weight_sets import config_of, weight_sets
+
+    sets = weight_sets(config, known)
+    for role, settings in config.roles.items():
+        if role not in known:
+            raise ConfigError(unknown_role(config.env.name, role, settings, known))
+        try:
+            load_template(settings.template or "text")
+        except ValueError as error:
+            why = str(error).removeprefix(f"template={settings.template}: ")
+            raise ConfigError(f"roles.{role}.template={settings.template}: {why}") from None
+        own = config_of(config, (role,))
+        adapters = config.warm_start == "cloning" and settings.lora_rank
+        weights = next(iter(settings.model_dump(include={"policy", "lora_rank"}, exclude_defaults=True).items()), ("", ""))
+        optimizer = next(iter(settings.optimizer.items()), ("", ""))
+        wrong = {
+            ("template", settings.template, f"env.name={config.env.name}, compiled, takes no template; leave it out"):
+                settings.template and config.in_words,
+            ("response_limit", settings.response_limit, f"the answers of env.name={config.env.name}, compiled, have their own "
+             "length; leave it out"): settings.response_limit and config.in_words,
+            ("lora_rank", settings.lora_rank, "adapters go beside given weights; give policy=, too"):
+                adapters and not own.policy.source,
+            ("lora_rank", settings.lora_rank, "cloning.optimizer=muon is for whole kernels, not for adapters; give adamw"):
+                adapters and config.cloning.optimizer == "muon",
+            (*weights, f"method={config.method} has one critic, for a policy that all roles share; leave it out, or take a "
+             "method without a critic"): critic and settings.has_weights,
+            (*optimizer, f"it shares its weights, whose optimizer is learner.*; give roles.{role}.policy=own, too"):
+                settings.optimizer and (role,) not in sets.values(),
+        }  # fmt: skip
+        for (name, value, why), applies in wrong.items():
+            if applies:
+                raise ConfigError(f"roles.{role}.{name}={value}: {why}")

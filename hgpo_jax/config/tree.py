@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import pydantic
 
+from hgpo_jax.config.roles import OptimizerConfig, RoleConfig, unknown_role
 from hgpo_jax.config.section import CONTROL, NonNegative, Positive, Section, Share, field
 from hgpo_jax.envs import outside
 from hgpo_jax.envs.cli import nearest
 from hgpo_jax.files import CACHE_DIR, check_scheme, is_remote
-from hgpo_jax.names import ENVIRONMENTS, LINEARS, METHODS, HeldOut
+from hgpo_jax.names import ENVIRONMENTS, LINEARS, METHODS, ROLES, HeldOut
 
 if TYPE_CHECKING:
     from hgpo_jax.environments import Environment
@@ -292,17 +293,6 @@ class AdvantageConfig(Section):
     )
 
 
-class OptimizerConfig(Section):
-    """AdamW."""
-
-    lr: float = field(2e-3, "learning rate", gt=0)
-    warmup_steps: int = field(5, "optimizer steps over which the learning rate rises from 0", ge=0)
-    weight_decay: NonNegative = field(0.01, "AdamW's weight decay")
-    beta1: float = field(0.9, "AdamW's beta1", ge=0, lt=1)
-    beta2: float = field(0.999, "AdamW's beta2", ge=0, lt=1)
-    grad_clip: float = field(1.0, "largest global gradient norm", gt=0)
-
-
 class LearnerConfig(OptimizerConfig):
     """The update: PPO-clip with AdamW."""
 
@@ -335,7 +325,7 @@ class LearnerConfig(OptimizerConfig):
     entropy_weight: NonNegative = field(0.001, "weight of the entropy bonus")
     alternate: int | None = field(
         None, "teams: iterations for which one role learns before the next one does; 0: all learn in each; default: the "
-        "method's own, 1 for himac, else 0", ge=0,
+        "method's own, 1 for himac, else 0; weights of other roles' own stay as they are meanwhile", ge=0,
     )  # fmt: skip
     max_nonfinite: Positive = field(
         3, "iterations in a row with a non-finite loss or gradient (such updates are skipped) after which the run stops"
@@ -410,6 +400,9 @@ class Config(Section):
     advantage: AdvantageConfig = AdvantageConfig()
     learner: LearnerConfig = LearnerConfig()
     critic: CriticConfig = CriticConfig()
+    roles: dict[str, RoleConfig] = field(
+        {}, "teams: what is different for a role of the environment, each field written as roles.NAME.FIELD=VALUE"
+    )
     log: LogConfig = LogConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
 
@@ -448,12 +441,25 @@ class Config(Section):
             check_scheme(value)
         return value
 
+    @pydantic.model_validator(mode="after")
+    def _has_these_roles(self):
+        """Of our environments; others are asked where they are made (`config/together.py`)."""
+        for role in self.roles if self.env.name in ENVIRONMENTS else ():
+            if role not in (known := ROLES.get(self.env.name, ())):
+                raise ValueError(unknown_role(self.env.name, role, self.roles[role], known))
+        return self
+
     @pydantic.field_validator("cache_dir")
     @classmethod
     def _is_local(cls, value):
         if is_remote(value):  # else it would be a folder of this name
             raise ValueError("must be a folder of this machine")
         return value
+
+
+def role_fields(role: str) -> dict[str, Any]:
+    """`fields` of one role."""
+    return fields(RoleConfig, f"roles.{role}.")
 
 
 def fields(section: type[Section] = Config, prefix: str = "") -> dict[str, Any]:

@@ -216,7 +216,8 @@ def load(path: str | Path, iteration: int | None = None) -> Dump:
         episodes = Episodes.load(file)
         beside = file.with_suffix(".json")
         report = read_report(beside, episodes) if beside.is_file() else None
-        names = [folder / part for part in ("policy", "start") if (folder / part / "tokenizer_config.json").is_file()]
+        files = (sorted((folder / part).rglob("tokenizer_config.json")) for part in ("policy", "start"))  # equal of all roles
+        names = [file.parent for some in files for file in some]
         if report and not names:
             return Dump(episodes, config, None, report, iteration)
         source = [name for name in (config.policy.tokenizer, config.policy.source) if name]

@@ -58,7 +58,10 @@ def parse_answer(response, length, end: int, answer_length: int):
     return words, ended
 
 
-def make_rollout(env, graphdef, mesh: Mesh, *, history_length: int, decode_batch_size: int, end: int, act: int):
+def make_rollout(
+    env, graphdef, mesh: Mesh, *, history_length: int, decode_batch_size: int, end: int, act: int,
+    weights: tuple[str, ...] = (),
+):  # fmt: skip
     """Builds `rollout(params, tasks, keys, groups, decoding, tables=None) -> Episodes`, jitted.
 
     It takes tasks [B], random keys or of an environment with a list of games their numbers, keys [B] or [B, 2], random keys
@@ -67,18 +70,23 @@ def make_rollout(env, graphdef, mesh: Mesh, *, history_length: int, decode_batch
 
     Args:
       env: a compiled environment such as `hgpo_jax.envs.household.Household` or `hgpo_jax.envs.sokoban.Sokoban`.
-      graphdef: of the `Qwen2` whose parameters will be given.
+      graphdef: of the `Qwen2` whose parameters will be given. Where roles have weights of their own, params and graphdef are
+        dicts by the weights' name.
       mesh: episodes are split over its `data` axis; data x fsdp must divide their number.
       history_length: K, observation-action pairs in a prompt.
       decode_batch_size: episodes that each device decodes at a time; rounded down to a divisor of its number of episodes.
       end, act: token ids of the end of a response and of the mark that asks for one.
+      weights: names of each role's weights; () where all roles share theirs.
 
     Raises:
       ValueError: the environment lacks something (`requirements.py`).
     """
     check_compiled(env, ROLLOUT)
-    program = functools.partial(Program, graphdef=graphdef, decode_batch_size=decode_batch_size, history_length=history_length)
-    play_shards = on_shards(Program.play, functools.partial(program, end=end, act=act), env, mesh)
+    program = functools.partial(
+        Program, graphdef=graphdef, decode_batch_size=decode_batch_size, history_length=history_length, end=end, act=act,
+        weights=weights,
+    )  # fmt: skip
+    play_shards = on_shards(Program.play, program, env, mesh)
 
     def rollout(params, tasks, keys, groups, decoding, tables=None) -> Episodes:
         result = play_shards(tables, params, tasks, keys, decoding)
@@ -93,14 +101,20 @@ def make_rollout(env, graphdef, mesh: Mesh, *, history_length: int, decode_batch
     return jax.jit(rollout)
 
 
-def make_continuations(env, graphdef, mesh: Mesh, *, history_length: int, decode_batch_size: int, end: int, act: int):
+def make_continuations(
+    env, graphdef, mesh: Mesh, *, history_length: int, decode_batch_size: int, end: int, act: int,
+    weights: tuple[str, ...] = (),
+):  # fmt: skip
     """Builds `go_on(params, states, keys, decoding, tables=None) -> f32[B, T]`, jitted: the rewards of episodes that begin in
     the middle, in `states`, an `EpisodeState` [B] such as those of `replay`; an ended one has none.
 
     Arguments as for `make_rollout`.
     """
-    program = functools.partial(Program, graphdef=graphdef, decode_batch_size=decode_batch_size, history_length=history_length)
-    play_on = on_shards(Program.play_on, functools.partial(program, end=end, act=act), env, mesh)
+    program = functools.partial(
+        Program, graphdef=graphdef, decode_batch_size=decode_batch_size, history_length=history_length, end=end, act=act,
+        weights=weights,
+    )  # fmt: skip
+    play_on = on_shards(Program.play_on, program, env, mesh)
     return jax.jit(lambda params, states, keys, decoding, tables=None: play_on(tables, params, states, keys, decoding))
 
 
@@ -156,6 +170,7 @@ class Program:
     decode_batch_size: int
     end: int = 0
     act: int = 0
+    weights: tuple[str, ...] = ()  # names of each role's; then graphdef and params are dicts by these
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -197,8 +212,7 @@ class Program:
     def play_all(self, params, states: EpisodeState, decoding):
         """The turns of B episodes until all have ended: (their states then, record {field: [B, T, ...]})."""
         env, B = self.env, states.done.shape[0]
-        model = nnx.merge(self.graphdef, params)
-        blocks = model.decode_blocks()
+        models = self.models(params)
         sizes = range(self.fsdp, min(self.decode_batch_size, B) + 1, self.fsdp)
         M = max([self.fsdp, *(size for size in sizes if B % size == 0)])
 
@@ -213,7 +227,7 @@ class Program:
                 states, record = carry
                 index = jax.lax.dynamic_slice(unfinished_first, (i * M,), (M,))
                 before, noted = jax.tree.map(lambda a: a[index], (states, notes))
-                after, new = self.take_turn(model, blocks, before, prompts[index], lengths[index], turn, decoding)
+                after, new = self.take_turn(models, before, prompts[index], lengths[index], turn, decoding)
                 new |= noted
                 states = jax.tree.map(
                     lambda a, old, new: a.at[index].set(_unless_done(before.done, old, new)), states, before, after
@@ -233,22 +247,45 @@ class Program:
         _, states, record, _ = jax.lax.while_loop(goes_on, one_turn, carry)
         return states, record
 
-    def take_turn(self, model, blocks, states: EpisodeState, prompts, lengths, turn, decoding):
+    def models(self, params) -> dict:
+        """The networks that sample, each with its `decode_blocks`, by the name of their weights."""
+        graphdefs, params = (self.graphdef, params) if self.weights else ({"": self.graphdef}, {"": params})
+        models = {name: nnx.merge(graphdefs[name], params[name]) for name in params}
+        return {name: (model, model.decode_blocks()) for name, model in models.items()}
+
+    def take_turn(self, models: dict, states: EpisodeState, prompts, lengths, turn, decoding):
         """Turn number i32[] of M episodes: (their states after it, its record {field: [M, ...]}).
 
         prompts i32[M, P] are their prompts, lengths i32[M] how long these are.
         """
         keys = turn_keys(states.key, turn)
-
-        def respond(width, prompts, lengths, keys):
-            return generate(
-                model, blocks, prompts[:, :width], lengths, keys, max_new=self.response_slots, end_tokens=self.end_tokens,
-                decoding=decoding,
-            )  # fmt: skip
-
         longest = max_across_devices(lengths.max())
-        choices = [functools.partial(respond, width) for width in self.widths]
-        out = jax.lax.switch(jnp.searchsorted(jnp.array(self.widths), longest), choices, prompts, lengths, keys)
+
+        def responses(model, blocks):
+            def respond(width, prompts, lengths, keys):
+                return generate(
+                    model, blocks, prompts[:, :width], lengths, keys, max_new=self.response_slots,
+                    end_tokens=self.end_tokens, decoding=decoding,
+                )  # fmt: skip
+
+            choices = [functools.partial(respond, width) for width in self.widths]
+            return jax.lax.switch(jnp.searchsorted(jnp.array(self.widths), longest), choices, prompts, lengths, keys)
+
+        if not self.weights:
+            return self.act_on(states, prompts, lengths, responses(*models[""]))
+        # Every network whose roles have a turn here samples for all episodes, and each one keeps that of its own role.
+        names, roles = list(models), jax.vmap(functools.partial(role_of, self.env))(states.env)
+        which = jnp.array([names.index(name) for name in self.weights])[roles]
+        M, R = prompts.shape[0], self.response_slots
+        out = Responses(tokens=jnp.zeros((M, R), jnp.int32), logp=jnp.zeros((M, R)), lengths=jnp.zeros(M, jnp.int32))
+        for number, name in enumerate(names):
+            mine = (which == number) & ~states.done
+
+            def sample(out, mine=mine, name=name):
+                return jax.tree.map(lambda new, old: jnp.where(_like(mine, new), new, old), responses(*models[name]), out)
+
+            needed = max_across_devices(mine.any().astype(jnp.int32)) > 0
+            out = jax.lax.cond(needed, sample, lambda out: out, out)
         return self.act_on(states, prompts, lengths, out)
 
     def act_on(self, states: EpisodeState, prompts, lengths, out: Responses):

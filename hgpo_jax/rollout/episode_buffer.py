@@ -45,6 +45,10 @@ class EpisodeBuffer:
         """Actions taken in an episode."""
         return len(self._actions[episode])
 
+    def role(self, episode: int) -> int:
+        """Whose turn it is in an episode."""
+        return self._latest[episode].role
+
     def add_output(self, episode: int, output: EnvOutput | EnvFailure) -> bool:
         """Takes an environment's output; returns whether its episode continues."""
         if isinstance(output, EnvFailure):

@@ -13,8 +13,10 @@ depends on its own key and turn alone, as in compiled rollouts.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -31,13 +33,22 @@ from hgpo_jax.rollout.workers import EnvSpec, LocalWorkers
 from hgpo_jax.sampling import Decoding
 
 
+class Speaker(NamedTuple):
+    """How one role of a team is asked and answers."""
+
+    format: Any  # as a HostRollout takes it
+    response_limit: int  # tokens of its longest response
+    weights: str = ""  # the name of its weights; "" where all roles share theirs
+
+
 class HostRollout:
     """`rollout(params, tasks, keys, groups, decoding) -> RolloutResult` over text environments.
 
     Args:
       make_env: makes one environment (see `workers.py`); must be picklable if there are worker processes.
       format: prompts and actions, such as `chat_format.ChatFormat` or `words.WordFormat`.
-      graphdef: of the `Qwen2` whose parameters will be given.
+      graphdef: of the `Qwen2` whose parameters will be given. Where roles have weights of their own, params and graphdef are
+        dicts by the weights' name, and each of them has as many slots as one would have.
       mesh: episodes are split over its `data` and `fsdp` axes.
       batch: B, episodes per call.
       history_length: K, observation-action pairs in a prompt.
@@ -47,6 +58,7 @@ class HostRollout:
       workers: processes that step the environments; 0 steps them in this process, where one that hangs hangs the run.
       time_limit: seconds after which a worker's episode counts as hung.
       ready_fraction: fraction of the unfinished episodes whose environments must have answered before decoding goes on.
+      speakers: of each role, where roles differ; all with the end tokens and prompt limit of `format`.
 
     Attributes:
       task_types: the environment's, named; `Episodes.task` is an index into it.
@@ -61,13 +73,17 @@ class HostRollout:
     def __init__(
         self, make_env: Callable, format, graphdef, mesh: Mesh | AbstractMesh, *, batch: int, history_length: int,
         response_limit: int = 512, decode_batch_size: int = 64, strict: bool = False, workers: int = 0,
-        time_limit: float = 60.0, ready_fraction: float = 1.0,
+        time_limit: float = 60.0, ready_fraction: float = 1.0, speakers: Sequence[Speaker] = (),
     ):  # fmt: skip
         self._batch, self._num_workers, self._time_limit = batch, workers, time_limit
         self._start_workers(make_env)
         self._format, self._strict, self._ready_fraction = format, strict, ready_fraction
         self._history_length, self._response_limit = history_length, response_limit
-        self._programs = SlotPrograms(graphdef, mesh, max_new=response_limit, end_tokens=format.end_tokens)
+        self._speakers = speakers or [Speaker(format, response_limit)] * len(self.roles)
+        make = functools.partial(SlotPrograms, mesh=mesh, max_new=response_limit, end_tokens=format.end_tokens)
+        self._programs: SlotPrograms | dict[str, SlotPrograms] = (
+            {name: make(one) for name, one in graphdef.items()} if isinstance(graphdef, dict) else make(graphdef)
+        )
         self._slots = min(batch, decode_batch_size * mesh.shape["data"])
 
     def _start_workers(self, make_env: Callable) -> None:
@@ -117,16 +133,23 @@ class HostRollout:
     ) -> dict[str, float]:  # fmt: skip
         """Plays some of a call's episodes, in which nothing has happened yet, into its buffer; the sampler's figures."""
         tasks = [int(task) for task in tasks]
-        sampler = SlotSampler(
-            self._programs, params, keys, decoding, slots=self._slots, prompt_limit=self._format.prompt_limit
-        )  # fmt: skip
+        programs = self._programs
+        if not isinstance(programs, dict):
+            programs, params = {"": programs}, {"": params}
+        samplers = {
+            name: SlotSampler(
+                programs[name], params[name], keys, decoding, slots=self._slots, prompt_limit=self._format.prompt_limit
+            )
+            for name in programs
+        }
         self._workers.discard_answers()
         self._workers.send([(episode, tasks[episode], ()) for episode in episodes])
         ready: list[int] = []  # episodes with a prompt that waits for a slot
         prompts: dict[int, Prompt] = {}  # of the episodes in a slot
         pending = len(episodes)  # episodes whose environments have yet to answer
-        while ready or pending or sampler.active:
-            unfinished, going_on = len(ready) + pending + sampler.active, len(ready) + sampler.active
+        speaker = lambda episode: self._speakers[buffer.role(episode)]  # noqa: E731
+        while ready or pending or prompts:
+            unfinished, going_on = len(ready) + pending + len(prompts), len(ready) + len(prompts)
             minimum = max(0, math.ceil(self._ready_fraction * unfinished) - going_on)
             for episode, output in self._workers.receive(minimum):
                 pending -= 1
@@ -134,21 +157,36 @@ class HostRollout:
                     ready.append(episode)
             if minimum:
                 continue  # some of these may have been the last of their episodes
-            sampler.shrink(unfinished)
             ready.sort(key=lambda episode: (buffer.turn(episode), episode))  # those that are furthest behind come first
-            begin, ready = ready[: sampler.free], ready[sampler.free :]
-            built = self._format.build([buffer.prompt_input(episode) for episode in begin]) if begin else []
-            prompts |= zip(begin, built, strict=True)
-            sampler.add([SlotRequest(episode, buffer.turn(episode), prompts[episode].ids) for episode in begin])
             requests = []
-            for response in sampler.step():
-                ids, episode = response.tokens.tolist(), response.episode
-                ended = ids[-1] in self._format.end_tokens
-                actions = buffer.add_response(prompts.pop(episode), response, self._format.parse(ids), ended)
-                requests.append((episode, tasks[episode], actions))
+            for name, sampler in samplers.items():
+                sampler.shrink(unfinished)
+                begin = [episode for episode in ready if speaker(episode).weights == name][: sampler.free]
+                prompts |= self._prompts(buffer, begin)
+                ready = [episode for episode in ready if episode not in prompts]
+                sampler.add([
+                    SlotRequest(episode, buffer.turn(episode), prompts[episode].ids, speaker(episode).response_limit)
+                    for episode in begin
+                ])  # fmt: skip
+                for response in sampler.step() if sampler.active else ():
+                    ids, episode = response.tokens.tolist(), response.episode
+                    ended = ids[-1] in self._format.end_tokens
+                    parsed = speaker(episode).format.parse(ids)
+                    actions = buffer.add_response(prompts.pop(episode), response, parsed, ended)
+                    requests.append((episode, tasks[episode], actions))
             self._workers.send(requests)
             pending += len(requests)
-        return sampler.counts
+        steps = sum(sampler.steps for sampler in samplers.values())
+        return {"decode_steps": steps, "slot_use": sum(sampler.busy for sampler in samplers.values()) / max(1, steps)}
+
+    def _prompts(self, buffer: EpisodeBuffer, episodes: Sequence[int]) -> dict[int, Prompt]:
+        """What the policy is shown next in these episodes."""
+        built: dict[int, Prompt] = {}
+        format_of = lambda episode: self._speakers[buffer.role(episode)].format  # noqa: E731
+        for format in {id(one): one for one in map(format_of, episodes)}.values():
+            some = [episode for episode in episodes if format_of(episode) is format]
+            built |= zip(some, format.build([buffer.prompt_input(episode) for episode in some]), strict=True)
+        return built
 
     def close(self) -> None:
         """Ends the worker processes."""

@@ -18,9 +18,10 @@ from hgpo_jax.rollout.workers import EnvOutput, read_output
 
 
 class ScriptedEpisode(NamedTuple):
-    """What was known before each turn, and what the player commands there."""
+    """What was known before each turn, whose turn it was, and what the player commands there."""
 
     known: list[PromptInput]
+    roles: list[int]
     commands: list[str]
     won: bool
 
@@ -53,7 +54,8 @@ def _episode(env, task: int, noise: float, history_length: int, random: np.rando
         labels.append(env.expert(history_length) if isinstance(env, TextExpert) else _random_command(output, random))
         actions.append(_random_command(output, random) if random.random() < noise and output.commands else labels[-1])
         outputs.append(read_output(env, env.step(actions[-1]), 5))
-    return ScriptedEpisode(prompt_inputs(outputs, actions, history_length), labels, outputs[-1].won)
+    known, roles = prompt_inputs(outputs, actions, history_length), [output.role for output in outputs[: len(actions)]]
+    return ScriptedEpisode(known, roles, labels, outputs[-1].won)
 
 
 def prompt_inputs(outputs: list[EnvOutput], actions: list[str], history_length: int) -> list[PromptInput]:

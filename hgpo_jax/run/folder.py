@@ -163,8 +163,15 @@ def differing(config: Config, folder: Path) -> dict[str, tuple]:
 
     Raises ConfigError for a damaged config.yaml.
     """
-    old, new, found = began_with(folder), config.model_dump(mode="json"), {}
+    old, new = began_with(folder), config.model_dump(mode="json")
+    found: dict[str, tuple] = {}
+    usual = configuration.RoleConfig().model_dump(mode="json")
+    for role in dict.fromkeys((*old["roles"], *new["roles"])):
+        before, now = (usual | tree["roles"].get(role, {}) for tree in (old, new))
+        found |= {f"roles.{role}.{name}": (before[name], now[name]) for name in now if before[name] != now[name]}
     for name in configuration.fields():
+        if name == "roles":
+            continue
         before, now = old, new
         for part in name.split("."):
             before, now = before[part], now[part]
@@ -178,12 +185,13 @@ def check_unchanged(config: Config, folder: Path, allowed: tuple[str, ...] = ())
 
     allowed: names of fields that may differ.
     """
+    differ = differing(config, folder)
     for name in allowed:
-        if name not in configuration.fields():
+        if name not in configuration.fields() and name not in differ:
             raise ConfigError(f"--allow-change {name}: no such field; --help lists them all")
     changed = {
         name: f"{name}={now} (the run began with {name}={before})"
-        for name, (before, now) in differing(config, folder).items()
+        for name, (before, now) in differ.items()
         if not name.startswith(FREE_TO_CHANGE) and name not in allowed
     }
     if changed:

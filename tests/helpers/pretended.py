@@ -42,7 +42,7 @@ class FakeJob:
     config: configuration.Config
     runner: Runner
     batch: int = 4
-    policy: SimpleNamespace = dataclasses.field(default_factory=lambda: SimpleNamespace(params=None))
+    given_params = None
 
     def base_rollout_params(self, params):
         return params

@@ -8,18 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from odd_env import Counting
 
 from hgpo_jax.envs.household import HouseholdTeam
 from hgpo_jax.envs.words import Words
 from hgpo_jax.errors import RunError
+from hgpo_jax.learner import token_logprobs
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import ModelConfig, initialize, network
 from hgpo_jax.policy.tokenizer import vocabulary_size
 from hgpo_jax.rollout.chat_format import ParsedResponse, Prompt
 from hgpo_jax.rollout.compiled import make_rollout, replay
 from hgpo_jax.rollout.episodes import KINDS, Episodes
-from hgpo_jax.rollout.host import HostRollout
+from hgpo_jax.rollout.host import HostRollout, Speaker
 from hgpo_jax.rollout.requirements import check_compiled, check_text, roles_of
 from hgpo_jax.rollout.scripted_play import play as scripted
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
@@ -27,6 +29,7 @@ from hgpo_jax.rollout.words import WordFormat
 from hgpo_jax.rollout.workers import LocalWorkers
 from hgpo_jax.runners import CompiledRunner
 from hgpo_jax.sampling import Decoding
+from hgpo_jax.training_batch import TrainingBatch
 from tests.helpers.agreement import assert_same
 from tests.helpers.plain_rollout import check_against_plain_play
 from tests.test_rollout import ACT, END, INDICES, MODEL, B, Ring
@@ -72,6 +75,37 @@ def test_an_episode_played_again_remembers_by_role():
         own = [s for s in range(t) if e.agents[b, s] == e.agents[b, t]][-2:]
         remembered = states.history.observations[t, e.agents[b, t]][2 - len(own) :]
         np.testing.assert_array_equal(remembered, e.observations[b, own])
+
+
+def check_weights(e: Episodes, model: ModelConfig, params: dict, weights: tuple[str, ...]) -> None:
+    """Every turn was sampled with the weights of its role, and hardly with others."""
+    flat = lambda a: np.asarray(a).reshape(-1, *a.shape[2:])  # noqa: E731
+    batch = TrainingBatch(
+        prompts=flat(e.prompts), prompt_lengths=np.maximum(flat(e.prompt_lengths), 1), responses=flat(e.responses),
+        response_lengths=flat(e.response_lengths), old_logp=flat(e.logp), advantages=None,
+    )  # fmt: skip
+    for name, of in params.items():
+        logp, _ = token_logprobs(nnx.merge(network(model), of), batch)
+        difference = np.abs(logp - batch.old_logp).max(1)
+        own = np.array([weights[role] == name for role in flat(e.agents)])
+        assert difference[flat(e.mask) & own].max() < 1e-4 and np.median(difference[flat(e.mask) & ~own]) > 1e-2
+
+
+@pytest.mark.parametrize("equal", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_roles_that_have_a_turn_together_sample_with_their_own_weights(equal):
+    mesh, weights = make_mesh("data=1", jax.devices()[:1]), ("a", "b", "a")
+    graphdefs = {"a": network(MODEL), "b": network(MODEL)}
+    rollout = make_rollout(
+        Relay(), graphdefs, mesh, history_length=2, decode_batch_size=8, end=END, act=ACT, weights=weights
+    )  # fmt: skip
+    keys, tasks = jax.random.split(jax.random.key(5), B), task_keys("train", 3, INDICES)
+    params = {"a": initialize(MODEL, 0, mesh), "b": initialize(MODEL, 0 if equal else 1, mesh)}
+    e = jax.device_get(rollout(params, tasks, keys, jnp.int32(INDICES), Decoding()))
+    assert all(len(set(e.agents[:, t][e.mask[:, t]])) > 1 for t in range(2))
+    if equal:
+        jax.tree.map(np.testing.assert_array_equal, e, played(Relay, 2))
+    else:
+        check_weights(e, MODEL, params, weights)
 
 
 @pytest.mark.slow  # one more program to compile
@@ -158,6 +192,45 @@ def test_a_host_rollout_records_roles_and_shows_each_its_own_past():
             pasts[role].append((seen[t], report.actions[b][t]))
         lines = report.story(e, b, rollout.roles).text().splitlines()
         assert [line.split()[0] for line in lines[2::2]] == [rollout.roles[role] for role in e.agents[b][e.mask[b]]]
+
+
+class Marked(Format):
+    """Prompts that begin with a mark."""
+
+    def __init__(self, mark):
+        super().__init__()
+        self.mark = mark
+
+    def build(self, inputs):
+        return [Prompt([self.mark, *prompt.ids]) for prompt in super().build(inputs)]
+
+    def parse(self, ids):
+        return ParsedResponse("said", f"add {2 * len(ids) + self.mark}", True)
+
+
+def test_a_host_rollout_asks_each_role_in_its_own_way():
+    model = ModelConfig(
+        vocab_size=8, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        initializer_range=0.3,
+    )  # fmt: skip
+    mesh, even, odd = make_mesh("data=1", jax.devices()[:1]), Marked(6), Marked(7)
+    graphdefs = {"x": network(model), "y": network(model)}
+    rollout = HostRollout(
+        Pair, even, graphdefs, mesh, batch=6, history_length=2, response_limit=3, decode_batch_size=2,
+        speakers=[Speaker(even, 3, "x"), Speaker(odd, 2, "y")],
+    )  # fmt: skip
+    params = {"x": initialize(model, 0, mesh), "y": initialize(model, 1, mesh)}
+    keys = jax.random.split(jax.random.key(1), 6)
+    e, report = rollout(params, np.arange(6), keys, np.arange(6), Decoding())
+    assert len({*e.agents[:, 0]}) == 2  # both have a turn at the same time
+    for role, (mark, limit) in enumerate([(6, 3), (7, 2)]):
+        own = e.mask & (e.agents == role)
+        assert set(e.prompts[own][:, 0]) == {mark} and e.response_lengths[own].max() == limit
+    for b in range(6):
+        said = zip(e.response_lengths[b], e.agents[b], strict=True)
+        assert report.actions[b] == [f"add {2 * n + 6 + role}" for (n, role), t in zip(said, e.mask[b], strict=True) if t]
+    assert not report.failures and report.counts["decode_steps"] > 0 and 0 < report.counts["slot_use"] <= 1
+    check_weights(e, model, params, ("x", "y"))
 
 
 def test_scripted_play_shows_each_role_its_own_past():

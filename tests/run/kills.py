@@ -42,8 +42,9 @@ def arrays(path: Path) -> dict:
 def assert_same_run(folder: Path, wanted: Path) -> None:
     """Equal to the bit: start, policy, evaluation, transcripts, metrics but for the times, and every dump."""
     assert timeless(folder) == timeless(wanted)
-    names = ["start/model.safetensors", "policy/model.safetensors", "evaluation.json", "transcripts.txt"]
-    names += [name for name in ["adapter/adapter_model.safetensors"] if (wanted / name).exists()]
+    weights = [path for part in ("start", "policy", "adapter") for path in (wanted / part).rglob("*.safetensors")]
+    assert {path.relative_to(wanted).parts[0] for path in weights} >= {"start", "policy"}
+    names = ["evaluation.json", "transcripts.txt", *(path.relative_to(wanted) for path in weights)]
     for name in names:
         assert (folder / name).read_bytes() == (wanted / name).read_bytes(), name
     dumps = [sorted(path.name for path in (run / "episodes").iterdir()) for run in (folder, wanted)]

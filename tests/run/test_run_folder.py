@@ -16,6 +16,7 @@ import yaml
 from hgpo_jax import config as configuration
 from hgpo_jax import training, training_run
 from hgpo_jax.errors import ConfigError
+from hgpo_jax.job import Job
 from hgpo_jax.policy import ModelConfig, Policy
 from hgpo_jax.policy.huggingface import atomic_folder
 from hgpo_jax.run.folder import (
@@ -176,6 +177,19 @@ def test_all_fields_that_differ_are_named_and_allowed_by_name(tmp_path):
         check_unchanged(other, folder, ("learner.lrr",))
 
 
+def test_what_a_role_has_of_its_own_is_compared_field_by_field(tmp_path):
+    team = lambda *fields: configuration.load(None, ["env.name=household_team", *fields])  # noqa: E731
+    folder, began = tmp_path / "run", team("roles.searcher.policy=own", "roles.searcher.lr=1e-3")
+    folder.mkdir()
+    (folder / "config.yaml").write_text(configuration.dump(began))
+    check_unchanged(began, folder)
+    now = team("roles.searcher.policy=own", "roles.searcher.lr=0.01", "roles.carrier.lora_rank=2")
+    message = r"^roles\.searcher\.lr=0\.01 \(the run began with roles\.searcher\.lr=0\.001\), roles\.carrier\.lora_rank=2 \(the"
+    with pytest.raises(ConfigError, match=message):
+        check_unchanged(now, folder)
+    check_unchanged(now, folder, ("roles.searcher.lr", "roles.carrier.lora_rank"))
+
+
 def test_every_field_is_either_compared_or_free(tmp_path):
     """Each field is changed in the stored configuration; nothing slips through."""
     folder, config = begun(tmp_path / "run"), configuration.load()
@@ -314,10 +328,10 @@ def test_a_run_that_began_meanwhile_is_not_begun_again(tmp_path, monkeypatch):
 
 @pytest.fixture
 def small(tmp_path):
-    """A job that stands in for one whose policy is a small one."""
+    """A job of which nothing is there but a small policy."""
     config = configuration.load(None, [f"cache_dir={tmp_path}"])
     policy = Policy(ModelConfig(8, 8, 8, 2, 2, 1), {"w": jnp.zeros(3)}, None)
-    return types.SimpleNamespace(config=config, mesh=None, policy=policy)
+    return Job(config=config, mesh=None, policy=policy, adapted=None, runner=None)
 
 
 def test_a_damaged_cached_warm_start_is_named(tmp_path, small, monkeypatch):

@@ -27,6 +27,12 @@ SETTINGS = {
              "env.max_turns=3", "iterations=2"),
     "lora": ("lora.rank=2", "warm_start=none"),
     "cloned lora": ("lora.rank=2", "cloning.stop_at=1", "cloning.max_steps=20", "cloning.check_every=20", "iterations=2"),
+    "roles": ("env.name=household_team", "cloning.max_steps=20", "cloning.check_every=20", "roles.searcher.policy=own",
+              "roles.searcher.lr=1e-3"),
+    "adapters of roles": ("env.name=household_team", "warm_start=none", "roles.searcher.lora_rank=2",
+                          "roles.carrier.lora_rank=2"),
+    "text of roles": ("env.name=household_team_text", "warm_start=none", "rollout.prompt_limit=512", "rollout.response_limit=8",
+                      "roles.searcher.response_limit=4", "env.max_turns=3", "iterations=2", "roles.searcher.policy=own"),
 }  # fmt: skip
 
 
@@ -102,7 +108,7 @@ def tokenizer(tmp_path_factory):
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_halves_equal_the_whole_to_the_bit(cache, whole, tokenizer, tmp_path, setting):
     fields = (*PLAIN, cache, *SETTINGS[setting])
-    if setting == "text":
+    if "text" in setting:
         fields += (f"policy.tokenizer={tokenizer}",)
     if "lora" in setting:
         fields += (f"policy={whole / 'policy'}",)

@@ -122,7 +122,7 @@ ELSEWHERE = (
     "rollout.max_tries", "learner.alternate", "learner.process_noise", "advantage.prior_count", "advantage.gate_count",
     "reward.mode", "reward.workers", "reward.time_limit", "rollout.decode_batch_size", "cloning.",
     "learner.microbatch_size", "learner.remat", "learner.offload", "learner.max_nonfinite", "evaluation.every",
-    "log.", *(f"policy.{name}" for name in ("tokenizer", *configuration.PolicyConfig().sizes)),
+    "roles", "log.", *(f"policy.{name}" for name in ("tokenizer", *configuration.PolicyConfig().sizes)),
 )  # fmt: skip
 CELLS = planning.cells(PLAN)
 

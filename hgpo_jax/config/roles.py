@@ -1,0 +1,72 @@
+"""What one role of a team may have of its own, among it an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pydantic
+
+from hgpo_jax.config.section import NonNegative, Positive, Section, field
+from hgpo_jax.envs.cli import nearest
+
+
+class OptimizerConfig(Section):
+    """AdamW."""
+
+    lr: float = field(2e-3, "learning rate", gt=0)
+    warmup_steps: int = field(5, "optimizer steps over which the learning rate rises from 0", ge=0)
+    weight_decay: NonNegative = field(0.01, "AdamW's weight decay")
+    beta1: float = field(0.9, "AdamW's beta1", ge=0, lt=1)
+    beta2: float = field(0.999, "AdamW's beta2", ge=0, lt=1)
+    grad_clip: float = field(1.0, "largest global gradient norm", gt=0)
+
+
+class RoleConfig(Section):
+    """What is different for one role of a team. With a policy or a lora_rank it has weights of its own, which learn from its
+    turns alone and have an optimizer of their own; all other roles share theirs."""
+
+    policy: str = field(
+        "shared", "shared: the weights of policy=; own: what they begin as, trained apart; or whatever policy.source takes, of "
+        "the same tokenizer, trained apart"
+    )
+    lora_rank: int | None = field(
+        None, "rank of adapters of its own beside given weights; 0: trains the weights themselves, apart; default: lora.rank",
+        ge=0,
+    )  # fmt: skip
+    template: str = field("", "text: file with its prompts; default: env.template")
+    response_limit: Positive | None = field(
+        None, "text: tokens of its longest response; default: rollout.response_limit"
+    )
+    lr: float | None = field(
+        None, "learning rate; this and what follows only of a role that shares its weights with none; default: the learner's",
+        gt=0,
+    )  # fmt: skip
+    warmup_steps: int | None = field(None, "optimizer steps over which the learning rate rises from 0", ge=0)
+    weight_decay: NonNegative | None = field(None, "AdamW's weight decay")
+    beta1: float | None = field(None, "AdamW's beta1", ge=0, lt=1)
+    beta2: float | None = field(None, "AdamW's beta2", ge=0, lt=1)
+    grad_clip: float | None = field(None, "largest global gradient norm", gt=0)
+
+    @pydantic.field_validator("policy")
+    @classmethod
+    def _is_some(cls, value):
+        if not value:
+            raise ValueError("must be shared, own, or what policy.source takes")
+        return value
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether it has weights of its own."""
+        return self.policy != "shared" or self.lora_rank is not None
+
+    @property
+    def optimizer(self) -> dict[str, float]:
+        """The optimizer's settings that are its own."""
+        return self.model_dump(include=set(OptimizerConfig.model_fields), exclude_none=True)
+
+
+def unknown_role(env: str, role: str, given: RoleConfig, known: Sequence[str]) -> str:
+    """Why the environment of this name, with the roles `known`, has none to give these settings to, and what to do."""
+    name, value = next(iter(given.model_dump(exclude_unset=True).items()), ("policy", "shared"))
+    why = f"has no such role; {nearest(role, list(known))}" if len(known) > 1 else "has no roles; leave it out"
+    return f"roles.{role}.{name}={value}: env.name={env} {why}"

@@ -1,0 +1,53 @@
+"""Which weights the roles of a team have: one set for all, or several, each with the configuration that it trains with.
+
+Where there are several, whatever is a tree of parameters elsewhere is a dict {name of the set: tree}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hgpo_jax.config import Config, Section
+
+
+def weight_sets(config: Config, roles: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """The sets of weights of a team with these roles: name -> its roles. Empty where all roles share one.
+
+    A set is named by its roles, as in `searcher` or `carrier+cook`.
+    """
+    own = {role for role, settings in config.roles.items() if settings.has_weights}
+    if not own:
+        return {}
+    shared = tuple(role for role in roles if role not in own)
+    sets = [(role,) if role in own else shared for role in roles]
+    return {"+".join(some): some for some in sets}
+
+
+def set_of_each(config: Config, roles: Sequence[str]) -> tuple[str, ...]:
+    """The name of each role's set of weights; empty where all roles share one."""
+    sets = weight_sets(config, roles)
+    return tuple(name for role in roles for name, some in sets.items() if role in some)
+
+
+def config_of(config: Config, roles: Sequence[str]) -> Config:
+    """What the weights that these roles share are made and trained with."""
+    if len(roles) > 1 or roles[0] not in config.roles:
+        return config
+    settings = config.roles[roles[0]]
+    sections: dict[str, Section] = {"learner": config.learner.model_copy(update=settings.optimizer)}
+    if settings.policy not in ("shared", "own"):
+        sections["policy"] = config.policy.model_copy(update={"source": settings.policy})
+    if settings.lora_rank is not None:
+        sections["lora"] = config.lora.model_copy(update={"rank": settings.lora_rank})
+    return config.model_copy(update=sections)
+
+
+def response_limit(config: Config, role: str) -> tuple[int, str]:
+    """Tokens of a role's longest response in a text environment, and the field that says so."""
+    own = config.roles[role].response_limit if role in config.roles else None
+    return (own, f"roles.{role}.response_limit") if own else (config.rollout.response_limit, "rollout.response_limit")
+
+
+def longest_response(config: Config, roles: Sequence[str]) -> int:
+    """Tokens of the longest response of any role in a text environment."""
+    return max(response_limit(config, role)[0] for role in roles)

@@ -1,0 +1,338 @@
+"""Roles with weights, templates, answer lengths and optimizers of their own."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from hgpo_jax import iteration, memory
+from hgpo_jax.config import check_together, load
+from hgpo_jax.environments import ENVIRONMENTS, role_names
+from hgpo_jax.errors import ConfigError
+from hgpo_jax.job import build
+from hgpo_jax.learner import token_logprobs
+from hgpo_jax.mesh import make_mesh
+from hgpo_jax.names import ROLES
+from hgpo_jax.policy import network
+from hgpo_jax.training_batch import TrainingBatch
+from hgpo_jax.warm_start import demonstrations
+from hgpo_jax.weight_sets import config_of, set_of_each, weight_sets
+from tests.helpers.training import TINY, command, rows_of
+
+TEAM = (*TINY, "env.name=household_team", "env.max_turns=7", "learner.minibatch_size=1024")
+OWN = "roles.searcher.policy=own"
+
+
+def job_of(*fields, cache):
+    return build(load(None, [*TEAM, *fields, f"cache_dir={cache}"]), make_mesh("data=1", jax.devices()[:1]))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    with jax.set_mesh(make_mesh("data=1", jax.devices()[:1])):  # which a job sets for good
+        yield tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def shared(cache):
+    return job_of(cache=cache)
+
+
+@pytest.fixture(scope="module")
+def apart(cache):
+    return job_of(OWN, cache=cache)
+
+
+COMPILED: dict = {}
+
+
+def learning(job):
+    """`make_learn`, compiled once for each job."""
+    if id(job) not in COMPILED:
+        COMPILED[id(job)] = job, iteration.make_learn(job)
+    return COMPILED[id(job)][1]
+
+
+def episodes_of(job, params):
+    (episodes, _), _, _ = iteration.sample(job, job.base_rollout_params(params), 0)
+    return jax.device_get(episodes)
+
+
+def trained(job, role=None, change=lambda episodes: episodes):
+    """(The state before an update, after it, and its metrics.)"""
+    learn, init = learning(job)
+    state = init(job.given_params)
+    before = jax.device_get(state)
+    episodes = episodes_of(job, job.given_params)
+    # Random rewards: a policy that knows nothing never wins.
+    rewards = np.where(episodes.mask, np.random.default_rng(0).random(episodes.mask.shape), 0).astype(np.float32)
+    reference = job.reference_copy(job.given_params)
+    role = None if role is None else jnp.int32(role)
+    after, metrics = learn(state, reference, change(episodes.replace(rewards=rewards)), job.key(0, 1), jnp.float32(1), role)
+    return before, jax.device_get(after), jax.device_get(metrics)
+
+
+def same(a, b) -> bool:
+    return jax.tree.all(jax.tree.map(np.array_equal, a, b))
+
+
+def step(before, after, name: str) -> np.ndarray:
+    """What an update added to a set of weights."""
+    pairs = zip(jax.tree.leaves(after["params"][name]), jax.tree.leaves(before["params"][name]), strict=True)
+    return np.concatenate([np.ravel(new - old) for new, old in pairs])
+
+
+def test_sets_of_weights_are_named_by_their_roles():
+    roles = ("a", "b", "c")
+    config = lambda **fields: load().model_copy(update={"roles": {  # noqa: E731
+        role: load(None, ["env.name=household_team", f"roles.searcher.{field}"]).roles["searcher"]
+        for role, field in fields.items()
+    }})  # fmt: skip
+    assert weight_sets(config(), roles) == weight_sets(config(b="template=x"), roles) == {}
+    assert weight_sets(config(b="policy=own"), roles) == {"a+c": ("a", "c"), "b": ("b",)}
+    assert set_of_each(config(b="policy=own"), roles) == ("a+c", "b", "a+c")
+    assert set_of_each(config(a="lora_rank=4", b="policy=own"), roles) == ("a", "b", "c")
+    some = config(a="lr=1", b="policy=folder", c="lora_rank=4")
+    assert config_of(some, ("a",)).learner == some.learner.model_copy(update={"lr": 1})
+    assert config_of(some, ("b",)).policy.source == "folder" and config_of(some, ("b",)).learner == some.learner
+    assert config_of(some, ("c",)).lora.rank == 4 and config_of(some, ("a", "b")) is some
+
+
+def test_the_roles_of_our_environments_are_known_before_they_are_made():
+    made = {name: role_names(load(None, [f"env.name={name}"])) for name in ENVIRONMENTS if name.startswith("household")}
+    assert {name: roles for name, roles in made.items() if len(roles) > 1} == ROLES
+
+
+REFUSED = [
+    (["roles.searcher.policy=own"], "roles.searcher.policy=own: env.name=household has no roles; leave it out"),
+    (["env.name=household_team", "roles.serchr.lr=1"], "roles.serchr.lr=1.0: env.name=household_team has no such role; did you "
+     "mean searcher?"),
+    (["env.name=household_team", "roles.searcher.lrr=1"], "roles.searcher.lrr=1: no such field; did you mean roles.searcher."),
+    (["env.name=household_team", "roles={searcher: {lrr: 1}}"], "roles.searcher.lrr=1: no such field; did you mean "
+     "roles.searcher.lr?"),
+    (["env.name=household_team", "roles.searcher.lr=-1"], "roles.searcher.lr=-1: must be greater than 0"),
+    (["env.name=household_team", "roles.searcher.policy="], "roles.searcher.policy='': must be shared, own, or what policy."),
+    (["env.name=household_team", "roles.searcher.lora_rank=true"], "roles.searcher.lora_rank=True: true and false are not"),
+    (["env.name=household_team", "roles.searcher=3"], "roles.searcher=3: must be a valid dictionary"),
+    (["roles.a b.lr=1"], "roles.a b.lr=1: no such field"),
+]  # fmt: skip
+REFUSED_TOGETHER = [
+    (["roles.searcher.lr=1e-3"], "roles.searcher.lr=0.001: it shares its weights, whose optimizer is learner.*; give "
+     "roles.searcher.policy=own, too"),
+    (["roles.searcher.template=x"], "roles.searcher.template=x: no such file; give one, or "),
+    (["roles.searcher.template=text"], "roles.searcher.template=text: env.name=household_team, compiled, takes no template"),
+    (["roles.searcher.response_limit=3"], "roles.searcher.response_limit=3: the answers of env.name=household_team, compiled, "
+     "have their own length; leave it out"),
+    (["roles.searcher.lora_rank=2"], "roles.searcher.lora_rank=2: adapters go beside given weights; give policy=, too"),
+    (["roles.searcher.lora_rank=2", "policy=x", "cloning.optimizer=muon"], "roles.searcher.lora_rank=2: cloning.optimizer="),
+    (["env.name=hgpo_jax.envs.household:HouseholdTeam", "roles.serchr.policy=own"], "roles.serchr.policy=own: "
+     "env.name=hgpo_jax.envs.household:HouseholdTeam has no such role; did you mean searcher?"),
+    (["env.name=hgpo_jax.envs.household:Household", "warm_start=none", "roles.a.policy=own"], "roles.a.policy=own: "
+     "env.name=hgpo_jax.envs.household:Household has no roles; leave it out"),
+    ([OWN, "method=ppo"], "roles.searcher.policy=own: method=ppo has one critic, for a policy that all roles share"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED)
+def test_refusals_of_single_fields(fields, message):
+    with pytest.raises(ConfigError) as caught:
+        load(None, fields)
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED_TOGETHER)
+def test_refusals_of_what_does_not_go_together(fields, message):
+    with pytest.raises(ConfigError) as caught:
+        check_together(load(None, ["env.name=household_team", *fields]))
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+def test_what_goes_together():
+    for fields in (
+        [OWN, "roles.searcher.lr=1e-3"], [OWN, "roles.carrier.lr=1e-3"], ["roles.searcher.lora_rank=2", "policy=x"],
+        ["roles.carrier.policy=x"], [OWN, "roles.carrier.policy=own"],
+    ):  # fmt: skip
+        check_together(load(None, ["env.name=household_team", *fields]))
+    text = ["roles.searcher.template=text", "roles.carrier.response_limit=9"]
+    check_together(load(None, ["env.name=household_team_text", *text]))
+
+
+def test_equal_weights_apart_sample_what_they_sample_together(shared, apart):
+    ours, theirs = (episodes_of(job, job.given_params) for job in (apart, shared))
+    assert set(ours.agents[ours.mask]) == {0, 1}
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+@pytest.mark.parametrize("text", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_each_role_samples_with_its_own_weights(apart, cache, text):
+    apart = job_of(*TEXT, OWN, cache=cache) if text else apart
+    params = dict(apart.given_params)
+    params["searcher"] = jax.tree.map(lambda a: 1.5 * a, params["searcher"])
+    e = episodes_of(apart, params)
+    flat = lambda a: a.reshape(-1, *a.shape[2:])  # noqa: E731
+    batch = TrainingBatch(
+        prompts=flat(e.prompts), prompt_lengths=np.maximum(flat(e.prompt_lengths), 1), responses=flat(e.responses),
+        response_lengths=flat(e.response_lengths), old_logp=flat(e.logp), advantages=None,
+    )  # fmt: skip
+    for role, name in enumerate(apart.runner.roles):
+        own = flat(e.mask & (e.agents == role))
+        logp = {of: token_logprobs(nnx.merge(network(apart.adapted), params[of]), batch)[0] for of in params}
+        np.testing.assert_allclose(logp[name][own], flat(e.logp)[own], atol=1e-4)
+        (other,) = {*params} - {name}
+        assert np.abs(logp[other][own] - flat(e.logp)[own]).max() > 0.1
+
+
+def test_a_role_learns_from_its_own_turns_alone(apart):
+    """What the carrier's turns say does not reach the searcher's weights, nor the other way round."""
+
+    def change(role):
+        return lambda e: e.replace(logp=np.where((e.agents == role)[..., None], e.logp + 0.3, e.logp))
+
+    _, usual, metrics = trained(apart)
+    for role, (own, other) in enumerate((("searcher", "carrier"), ("carrier", "searcher"))):
+        _, changed, _ = trained(apart, change=change(role))
+        for part in ("params", "opt_state"):
+            assert same(changed[part][other], usual[part][other]) and not same(changed[part][own], usual[part][own])
+    assert metrics["by_role/grad_norm/searcher"] != metrics["by_role/grad_norm/carrier"]
+    assert metrics["optimizer_steps"] == 2 and metrics["nonfinite_steps"] == 0
+    assert metrics["logp_difference"] < 1e-4
+
+
+@pytest.mark.parametrize("role", [0, 1])
+def test_weights_whose_role_does_not_learn_stay_as_they_are(apart, role):
+    before, after, metrics = trained(apart, role)
+    own, other = apart.runner.roles[role], apart.runner.roles[1 - role]
+    for part in ("params", "opt_state"):
+        assert same(before[part][other], after[part][other]) and not same(before[part][own], after[part][own])
+    assert np.isnan(metrics[f"by_role/kl/{other}"]) and np.isfinite(metrics[f"by_role/kl/{own}"])
+    assert np.isfinite(metrics["kl"]) and metrics["optimizer_steps"] == 1
+
+
+def test_weights_without_a_turn_stay_as_they_are(apart):
+    before, after, _ = trained(apart, change=lambda e: e.replace(agents=np.zeros_like(e.agents)))
+    assert same(before["params"]["carrier"], after["params"]["carrier"])
+    assert same(before["opt_state"]["carrier"], after["opt_state"]["carrier"])
+
+
+def test_a_roles_own_optimizer_settings_are_those_of_its_weights_alone(apart, cache):
+    fast = job_of(OWN, "roles.searcher.lr=2e-2", cache=cache)
+    steps = {}
+    for name, job in (("fast", fast), ("usual", apart)):
+        before, after, _ = trained(job)
+        steps[name] = {role: step(before, after, role) for role in ("searcher", "carrier")}
+    np.testing.assert_array_equal(steps["fast"]["carrier"], steps["usual"]["carrier"])
+    np.testing.assert_allclose(steps["fast"]["searcher"], 10 * steps["usual"]["searcher"], atol=1e-6)  # the default is 2e-3
+    assert np.abs(steps["usual"]["searcher"]).max() > 1e-4
+
+
+def test_adapters_of_their_own_stand_beside_one_copy_of_the_weights(cache):
+    job = job_of("roles.searcher.lora_rank=2", "roles.carrier.lora_rank=4", cache=cache)
+    assert {name: of.adapted.lora.rank for name, of in job.sets.items()} == {"searcher": 2, "carrier": 4}
+    before, after, _ = trained(job, role=0)
+    assert not same(before["params"]["searcher"], after["params"]["searcher"])
+    assert same(before["params"]["carrier"], after["params"]["carrier"])
+    reference = job.reference_copy(job.given_params)
+    assert all(a is b for a, b in zip(*map(jax.tree.leaves, reference.values()), strict=True))
+    merged = job.merged_params(after["params"], reference)
+    assert same(*map(jax.tree.structure, merged.values())) and not same(merged["searcher"], merged["carrier"])
+
+
+@pytest.mark.slow  # one more update to compile
+def test_state_in_host_memory_gives_the_same(apart, cache):
+    _, usual, _ = trained(apart)
+    _, offloaded, _ = trained(job_of(OWN, "learner.offload=true", cache=cache))
+    jax.tree.map(np.testing.assert_array_equal, offloaded, usual)
+
+
+def test_what_experts_do_is_labelled_with_its_role(shared):
+    shared = dataclasses.replace(shared, config=load(None, [*TEAM, "cloning.episodes=8"]))
+    decisions, _ = demonstrations(shared, jnp.arange(8))
+    happened = decisions.response_lengths > 0
+    searcher = shared.runner.env.words.index("searcher")
+    spoken_to = (decisions.prompts == searcher).any(1)
+    np.testing.assert_array_equal((decisions.agents == 0)[happened], spoken_to[happened])
+
+
+def test_memory_of_several_sets(apart):
+    mesh = make_mesh("data=1", jax.devices()[:1])
+    config, both = load(None, list(TEAM)), load(None, [*TEAM, OWN])
+    one, two = memory.bytes_of_run(config, mesh), memory.bytes_of_run(both, mesh)
+    assert one == memory.bytes_by_phase(config, mesh, memory.workload_of(config, mesh))
+    assert two["always"]["parameters"] == 2 * one["always"]["parameters"]
+    assert two["always"]["episodes"] == one["always"]["episodes"] and two["update"]["gradients"] == one["update"]["gradients"]
+    adapters = [*TEAM, "roles.searcher.lora_rank=2", "roles.carrier.lora_rank=2"]
+    beside = memory.bytes_of_run(load(None, adapters), mesh)["always"]["reference policy"]
+    assert beside == one["always"]["reference policy"]
+
+
+SEARCH = "== first ==\nSearch: $goal $observation\n== later ==\nAgain: $goal $observation\n== entry ==\n$observation $action\n"
+TEXT = (
+    "env.name=household_team_text", "policy.num_key_value_heads=1", "rollout.prompt_limit=256", "rollout.response_limit=16",
+    "env.max_turns=6", "roles.searcher.response_limit=9",
+)  # fmt: skip
+
+
+def test_text_roles_have_templates_and_answer_lengths_of_their_own(cache, tmp_path):
+    file = tmp_path / "search.txt"
+    file.write_text(SEARCH)
+    fields = [*TEXT, f"roles.searcher.template={file}"]
+    e, words = {}, None
+    for name, more in (("together", ()), ("apart", (OWN,))):
+        job = job_of(*fields, *more, cache=cache)
+        e[name], words = episodes_of(job, job.given_params), job.policy.tokenizer
+    jax.tree.map(np.testing.assert_array_equal, e["together"], e["apart"])
+    e = e["apart"]
+    searches, carries = e.mask & (e.agents == 0), e.mask & (e.agents == 1)
+    assert e.response_lengths[searches].max() <= 9 < e.response_lengths[carries].max() <= 16
+    for own, template in ((searches, True), (carries, False)):
+        shown = words.batch_decode([ids[:n] for ids, n in zip(e.prompts[own], e.prompt_lengths[own], strict=True)])
+        assert {"Search: " in text or "Again: " in text for text in shown} == {template}
+
+
+def test_answers_that_do_not_fit_a_role_are_refused_by_its_field(cache):
+    with pytest.raises(ConfigError, match=r"^roles\.searcher\.response_limit=2: the commands take up to \d+ tokens; give as"):
+        job_of(*TEXT, "roles.searcher.response_limit=2", cache=cache)
+
+
+def test_a_policy_with_another_tokenizer_is_refused(shared, cache, tmp_path):
+    other = job_of("env.name=household", cache=cache).policy
+    other.save(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"^roles\.searcher\.policy=\S*other: has another tokenizer than policy.source=;"):
+        job_of(f"roles.searcher.policy={tmp_path / 'other'}", cache=cache)
+    with pytest.raises(ConfigError, match=r"^roles\.searcher\.policy=nowhere: "):
+        job_of("roles.searcher.policy=nowhere", cache=cache)
+    shared.policy.save(tmp_path / "mine")
+    given = job_of(f"roles.searcher.policy={tmp_path / 'mine'}", cache=cache)
+    assert same(*(jax.device_get(params) for params in given.given_params.values()))
+    jax.tree.map(np.testing.assert_array_equal, *(episodes_of(job, job.given_params) for job in (given, shared)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("env", ["household_team", "household_team_text"])
+def test_trains_end_to_end(env, tmp_path):
+    """Cloned, trained, evaluated again from what was saved, watched; each policy is a Hugging Face folder."""
+    fields = [*TINY, f"env.name={env}", "env.max_turns=6", "iterations=2", "warm_start=cloning", "cloning.episodes=16",
+              "cloning.max_steps=20", "cloning.check_every=10", f"cache_dir={tmp_path / 'cache'}", OWN]  # fmt: skip
+    if env.endswith("text"):
+        (tmp_path / "search.txt").write_text(SEARCH)
+        fields += ["rollout.prompt_limit=256", "rollout.response_limit=16", "roles.searcher.template=search.txt"]
+    said = command("-m", "hgpo_jax.train", *fields, "run_dir=run", cwd=tmp_path).stdout
+    assert "loss searcher" in said and "loss carrier" in said
+    for row in rows_of(tmp_path / "run"):
+        assert row["logp_difference"] < 1e-4 and row["by_role/grad_norm/searcher"] > 0
+    before = (tmp_path / "run" / "evaluation.json").read_text()
+    command("-m", "hgpo_jax.evaluate", "run", cwd=tmp_path)
+    assert (tmp_path / "run" / "evaluation.json").read_text() == before
+    assert command("-m", "hgpo_jax.watch", "run", cwd=tmp_path).stdout.startswith("task: ")
+    command("-m", "hgpo_jax.report", "run", cwd=tmp_path)
+    refused = command("-m", "hgpo_jax.export", "run", "--to", "exported", cwd=tmp_path, code=2).stderr
+    assert "its roles have policies of their own; give one of run/policy/carrier, run/policy/searcher" in refused
+    command("-m", "hgpo_jax.export", "run/policy/searcher", "--to", "exported", cwd=tmp_path)
+    assert json.loads((tmp_path / "exported" / "config.json").read_text())["model_type"] == "qwen2"
+    more = [f"roles.{role}.policy=run/policy/{role}" for role in ("searcher", "carrier")]
+    more += ["policy=run/policy/carrier", "cloning.stop_at=0", "run_dir=more"]
+    assert "not needed" in command("-m", "hgpo_jax.train", *fields, *more, cwd=tmp_path).stdout
