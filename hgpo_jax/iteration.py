@@ -22,6 +22,7 @@ from hgpo_jax.rollout.result import RolloutResult
 from hgpo_jax.run.metrics import role_advantages, rollout_sums
 from hgpo_jax.runners import CompiledRunner
 from hgpo_jax.training_batch import TrainingBatch
+from hgpo_jax.weight_sets import members
 
 
 def sample(job: Job, params, iteration: int) -> tuple[RolloutResult, list[dict], dict[str, float]]:
@@ -145,7 +146,7 @@ def _update_sets(job: Job, updates: dict, state: dict, reference, batch: Trainin
     assert batch.agents is not None
     params, opt_state, found, counts = {}, {}, {}, {}
     for number, (name, (_, update)) in enumerate(updates.items()):
-        own = jnp.array([one in name.split("+") for one in job.runner.roles])
+        own = jnp.array(members(name, job.runner.roles))
         order, count = _shuffled(jax.random.fold_in(key, number), happened & own[batch.agents])
         count = count if role is None else jnp.where(own[role], count, 0)
         old = state["params"][name], state["opt_state"][name]
@@ -161,7 +162,7 @@ def _update_sets(job: Job, updates: dict, state: dict, reference, batch: Trainin
     for part in next(iter(found.values())):
         of_sets = {name: stats[part] for name, stats in found.items()}
         if part.startswith("by_role/"):
-            mine = next(name for name in updates if part.rpartition("/")[2] in name.split("+"))
+            mine = next(name for name in updates if any(members(name, [part.rpartition("/")[2]])))
             metrics[part] = jnp.where(counts[mine] > 0, of_sets[mine], jnp.nan)
         elif part in ("optimizer_steps", "nonfinite_steps"):
             metrics[part] = sum(of_sets.values())

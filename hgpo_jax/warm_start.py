@@ -45,7 +45,7 @@ from hgpo_jax.run import distributed
 from hgpo_jax.runners import CompiledRunner, TextRunner
 from hgpo_jax.sampling import Decoding
 from hgpo_jax.training_batch import TrainingBatch
-from hgpo_jax.weight_sets import response_limit
+from hgpo_jax.weight_sets import members, response_limit
 
 PLAYED = 4096  # episodes of the expert at once
 ADMISSIBLE = 0.95  # share of admissible commands at which cloning random ones ends
@@ -284,7 +284,7 @@ def decisions_of(job: Job, decisions: TrainingBatch) -> jax.Array:
     if not job.weights:
         return happened
     assert decisions.agents is not None
-    return happened & jnp.array([role in job.weights.split("+") for role in job.runner.roles])[decisions.agents]
+    return happened & jnp.array(members(job.weights, job.runner.roles))[decisions.agents]
 
 
 def make_optimizer(name: str, schedule: optax.Schedule) -> optax.GradientTransformation:

@@ -29,6 +29,11 @@ def set_of_each(config: Config, roles: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for role in roles for name, some in sets.items() if role in some)
 
 
+def members(name: str, roles: Sequence[str]) -> list[bool]:
+    """Of each role, whether the set of this name has its weights."""
+    return [role in name.split("+") for role in roles]
+
+
 def config_of(config: Config, roles: Sequence[str]) -> Config:
     """What the weights that these roles share are made and trained with."""
     if len(roles) > 1 or roles[0] not in config.roles:
