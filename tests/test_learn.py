@@ -14,8 +14,8 @@ from hgpo_jax import losses
 from hgpo_jax.advantages import estimate, parameters
 from hgpo_jax.config import load
 from hgpo_jax.iteration import make_learn
+from hgpo_jax.job import Job
 from hgpo_jax.mesh import make_mesh
-from hgpo_jax.methods import METHODS
 from hgpo_jax.policy import ModelConfig, initialize, network
 from hgpo_jax.rollout.episodes import Episodes, action_ids
 
@@ -89,9 +89,7 @@ def built(*overrides, devices, roles):
     config, mesh = load(None, [*SETTINGS, *overrides]), make_mesh(f"data={devices}", jax.devices()[:devices])
     policy = types.SimpleNamespace(config=MODEL)
     runner = types.SimpleNamespace(roles=roles, answer_parts=(1, 1, 1), switches=switches)
-    method = METHODS[config.method]
-    job = types.SimpleNamespace(config=config, method=method, adapted=MODEL, mesh=mesh, policy=policy, runner=runner)
-    return mesh, *make_learn(job)
+    return mesh, *make_learn(Job(config=config, mesh=mesh, policy=policy, adapted=MODEL, runner=runner))
 
 
 def learn(params, e: Episodes, *overrides, scale=1.0, devices=1, roles=("agent",), reference=None, role=None):
