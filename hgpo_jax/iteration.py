@@ -13,6 +13,7 @@ from hgpo_jax import advantages
 from hgpo_jax.advantages.hiper import segment_begins
 from hgpo_jax.config import Config
 from hgpo_jax.critic import initialize_critic, make_value_loss, make_values, targets
+from hgpo_jax.errors import RunError
 from hgpo_jax.job import Job
 from hgpo_jax.learner import aggregation, make_map, make_optimizer, make_policy_loss, make_update
 from hgpo_jax.methods import AVAILABLE_ARRAYS
@@ -26,7 +27,7 @@ from hgpo_jax.weight_sets import members
 
 
 def sample(job: Job, params, iteration: int) -> tuple[RolloutResult, list[dict], dict[str, float]]:
-    """Samples the episodes to learn from; does not wait for a compiled rollout.
+    """Samples the episodes to learn from; does not wait for a compiled rollout, unless it is a team's.
 
     params: `Job.rollout_params`.
 
@@ -34,14 +35,16 @@ def sample(job: Job, params, iteration: int) -> tuple[RolloutResult, list[dict],
     metrics. With dynamic sampling, rollouts are repeated on further tasks, `rollout.max_tries` at most, until there are as
     many prompt groups with different rewards as an iteration learns from; what is missing then has no steps, and there is no
     report.
+
+    Raises RunError where roles learn in turns and another than the first of them acts first.
     """
     settings = job.config.rollout
     if not job.method.dynamic_sampling:
-        result, of_one = _judged_rollout(job, params, job.episode_inputs(iteration))
+        result, of_one = _judged_rollout(job, params, iteration)
         return result, [of_one], result.report.counts if result.report else {}
     kept, sums = None, []
     for attempt in range(settings.max_tries):
-        (episodes, _), of_one = _judged_rollout(job, params, job.episode_inputs(iteration, attempt))
+        (episodes, _), of_one = _judged_rollout(job, params, iteration, attempt)
         if kept is None:
             kept = jax.tree.map(jnp.zeros_like, episodes).replace(groups=episodes.groups)
             filled = jnp.int32(0)
@@ -53,9 +56,17 @@ def sample(job: Job, params, iteration: int) -> tuple[RolloutResult, list[dict],
     return RolloutResult(kept, None), sums, {"rollouts": len(sums), "kept_groups": int(filled)}
 
 
-def _judged_rollout(job: Job, params, inputs: tuple) -> tuple[RolloutResult, dict]:
+def _judged_rollout(job: Job, params, iteration: int, attempt: int = 0) -> tuple[RolloutResult, dict]:
     """A rollout with the configured rewards, and its sums."""
-    result = job.runner.rollout(params, *inputs)
+    result = job.runner.rollout(params, *job.episode_inputs(iteration, attempt))
+    if job.learning_role(iteration) is not None:
+        begun = np.asarray(result.episodes.mask)[:, 0]
+        first = np.asarray(result.episodes.agents)[begun, 0].max(initial=0)
+        if first:  # the turn that a prompt group shares would be one that it is to learn from
+            raise RunError(
+                f"learner.alternate: of roles that learn in turns the first, {job.runner.roles[0]}, must act first, but "
+                f"{job.runner.roles[first]} did; give learner.alternate=0, or another order of the environment's roles"
+            )
     rewards: dict = {}
     if job.reward:
         result, rewards = job.reward(result)
@@ -163,7 +174,8 @@ def _update_sets(job: Job, updates: dict, state: dict, reference, batch: Trainin
         of_sets = {name: stats[part] for name, stats in found.items()}
         if part.startswith("by_role/"):
             mine = next(name for name in updates if any(members(name, [part.rpartition("/")[2]])))
-            metrics[part] = jnp.where(counts[mine] > 0, of_sets[mine], jnp.nan)
+            alone = sum(members(mine, job.runner.roles)) == 1 and part.startswith("by_role/logp_gradient_share/")
+            metrics[part] = jnp.where((counts[mine] > 0) & (not alone), of_sets[mine], jnp.nan)
         elif part in ("optimizer_steps", "nonfinite_steps"):
             metrics[part] = sum(of_sets.values())
         elif part == "logp_difference":

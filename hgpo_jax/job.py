@@ -250,18 +250,20 @@ def make_sets(config: Config, policy: Policy, mesh: Mesh) -> dict[str, tuple[Con
     Raises ConfigError for a policy that cannot be read, or has another tokenizer.
     """
     sets: dict[str, tuple[Config, Policy]] = {}
+    read: dict[str, Policy] = {}  # by its source: adapters of several roles stand beside one copy
     for name, roles in (weight_sets(config, role_names(config)) if config.roles else {}).items():
         own = config_of(config, roles)
         if own.policy == config.policy:
             sets[name] = own, policy
             continue
+        source = own.policy.source
         try:
-            of_set = load_policy(own.policy.source, mesh, config.policy.dtype, config.cache_dir)
+            of_set = read[source] = read.get(source) or load_policy(source, mesh, config.policy.dtype, config.cache_dir)
         except ValueError as error:
-            raise ConfigError(f"roles.{name}.policy={own.policy.source}: {error}") from None
+            raise ConfigError(f"roles.{name}.policy={source}: {error}") from None
         if not same_tokenizer(of_set.tokenizer, policy.tokenizer):
             raise ConfigError(
-                f"roles.{name}.policy={own.policy.source}: has another tokenizer than policy.source={config.policy.source}; "
+                f"roles.{name}.policy={source}: has another tokenizer than policy.source={config.policy.source}; "
                 "all roles need the same, give policy= one of their family"
             )
         sets[name] = own, of_set

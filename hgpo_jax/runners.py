@@ -78,7 +78,7 @@ class CompiledRunner:
         self._play_on = make_continuations(env, networks(models), mesh, **settings)
 
     def rollout(self, params, tasks, keys, groups, decoding: Decoding, *, held_out: bool = False) -> RolloutResult:
-        """Plays B episodes; does not wait until they are computed.
+        """Plays B episodes; does not wait until they are computed, unless there are several roles.
 
         Args:
           params: of the network that plays.
@@ -213,7 +213,7 @@ class TextRunner:
                 except ValueError as error:
                     if env.compiled:
                         raise
-                    log.info("env.name=%s is played on the host: %s", env.name, error)
+                    log.warning("env.name=%s is played on the host: %s", env.name, error)
         except (ValueError, OSError) as error:
             raise ConfigError(f"env.name={env.name}: {' '.join(str(error).split())}") from None
         self.task_types, self.roles = self.train.task_types, self.train.roles

@@ -378,6 +378,9 @@ def cache_key(config: Config) -> str:
     digest = hashlib.sha256("\0".join(parts).encode())
     for file in sources():
         digest.update(f"\0{file.relative_to(ROOT).as_posix()}\0".encode() + file.read_bytes())
+    for template in (config.env.template, *(role.template for _, role in sorted(config.roles.items()))):
+        if Path(template).is_file():  # else it is one of ours, which has a name
+            digest.update(Path(template).read_bytes())
     given = [role.policy for role in config.roles.values() if role.policy not in ("shared", "own")]
     for source in filter(None, [config.policy.source, *given]):
         digest.update(huggingface.digest(huggingface.find(source, config.cache_dir)).encode())

@@ -14,9 +14,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from hgpo_jax import advantages, iteration
 from hgpo_jax.config import CriticConfig, load
 from hgpo_jax.critic import initialize_critic, make_value_loss, make_values
+from hgpo_jax.errors import RunError
+from hgpo_jax.job import Job
 from hgpo_jax.learner import make_map, make_update
 from hgpo_jax.mesh import make_mesh
-from hgpo_jax.methods import METHODS
 from hgpo_jax.policy import ModelConfig, initialize, network
 from hgpo_jax.policy.placement import storage_shardings
 from hgpo_jax.rollout.episodes import Episodes
@@ -44,15 +45,15 @@ def episodes(seed: int, wins) -> Episodes:
     )  # fmt: skip
 
 
-def fake_job(batches, method, max_tries=4):
+def fake_job(batches, method, max_tries=4, roles=("agent",)):
     """A job whose rollouts are these batches, one after the other."""
     left = iter(batches)
     config = load(None, [f"method={method}", f"rollout.prompt_groups={GROUPS}", f"rollout.group_size={MEMBERS}",
                          f"rollout.max_tries={max_tries}"])  # fmt: skip
-    return types.SimpleNamespace(
-        config=config, method=METHODS[method], reward=None, episode_inputs=lambda number, attempt=0: (),
-        runner=types.SimpleNamespace(rollout=lambda params, *inputs: RolloutResult(next(left), None), roles=("agent",)),
-    )  # fmt: skip
+    runner = types.SimpleNamespace(
+        rollout=lambda params, *inputs: RolloutResult(next(left), None), select_tasks=lambda *which: None, roles=roles
+    )
+    return Job(config=config, mesh=None, policy=None, adapted=None, runner=runner)
 
 
 def sample(job):
@@ -83,6 +84,17 @@ def test_dynamic_sampling_ends_after_its_tries_and_leaves_places_empty():
     assert (metrics["rollouts"], metrics["kept_groups"]) == (3, 1)
     assert np.asarray(kept.mask)[:MEMBERS].any(1).all()
     assert not np.asarray(kept.mask)[MEMBERS:].any()
+
+
+def test_roles_learn_in_turns_only_where_the_first_of_them_acts_first():
+    batch = episodes(1, [LOST, MIXED, WON, MIXED])
+    agents = np.tile(np.arange(T, dtype=np.int32) % 2, (B, 1))
+    kept, _ = sample(fake_job([batch.replace(agents=agents)], "himac", roles=("planner", "executor")))
+    np.testing.assert_array_equal(kept.agents, agents)
+    agents[-1] = 1
+    with pytest.raises(RunError, match=r"^learner.alternate: .*, executor, must act first, but planner did"):
+        sample(fake_job([batch.replace(agents=agents)], "himac", roles=("executor", "planner")))
+    sample(fake_job([batch.replace(agents=agents)], "dr_mas", roles=("executor", "planner")))
 
 
 def test_other_methods_learn_from_everything():

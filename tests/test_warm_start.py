@@ -91,6 +91,17 @@ def test_given_weights_change_the_key(monkeypatch, tmp_path):
     assert warm_start.cache_key(config) != before
 
 
+@pytest.mark.parametrize("field", ["env.template", "roles.searcher.template"])
+def test_the_wording_of_prompts_changes_the_key(monkeypatch, tmp_path, field):
+    monkeypatch.setattr(warm_start, "sources", list)
+    file = tmp_path / "prompts.txt"
+    file.write_text("one")
+    config = load(None, ["env.name=household_team_text", f"{field}={file}"])
+    before = warm_start.cache_key(config)
+    file.write_text("two")
+    assert warm_start.cache_key(config) != before
+
+
 def test_fields_of_the_warm_start_change_the_key_and_others_do_not(monkeypatch):
     monkeypatch.setattr(warm_start, "sources", list)
     key = warm_start.cache_key(load())

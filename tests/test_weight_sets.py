@@ -257,7 +257,7 @@ def test_what_experts_do_is_labelled_with_its_role(shared):
     np.testing.assert_array_equal((decisions.agents == 0)[happened], spoken_to[happened])
 
 
-def test_memory_of_several_sets(apart):
+def test_memory_of_several_sets():
     mesh = make_mesh("data=1", jax.devices()[:1])
     config, both = load(None, list(TEAM)), load(None, [*TEAM, OWN])
     one, two = memory.bytes_of_run(config, mesh), memory.bytes_of_run(both, mesh)

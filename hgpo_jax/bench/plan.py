@@ -8,7 +8,8 @@ Hours are arithmetic over the chip's data sheet (bench/duration.py), for half of
 CPUs; environments and communication come on top.
 
 `--compile` hands sampling and update to the TPU compiler with abstract weights, and reports its own count of memory and the
-collectives in the compiled programs, by kind and bytes.
+collectives in the compiled programs, by kind and bytes. ALFWorld with a language model is planned as it is sampled on the host,
+which takes no games; with env.compiled=true and data=FOLDER the whole rollout is compiled, games included.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> list[dict]:
     """Rows of name, value (GiB) and limit_share (of the chip's memory)."""
     config = cli.load_config(args)
+    if args.compile and any(role.has_weights for role in config.roles.values()):
+        raise ConfigError(f"--compile {args.compile}: compiles for one policy; leave out roles.*.policy and lora_rank")
     try:
         mesh, chip = _tpu_mesh(args.compile, config.mesh) if args.compile else (abstract_mesh(config.mesh), args.chip)
     except ValueError as error:
@@ -65,7 +68,7 @@ def run(args: argparse.Namespace) -> list[dict]:
     limit = memory.CHIPS[chip] if chip else None
     try:
         workload = memory.workload_of(config, mesh)
-        phases = memory.bytes_by_phase(config, mesh, workload)
+        phases = memory.bytes_of_run(config, mesh)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

@@ -44,8 +44,8 @@ def run(args: argparse.Namespace) -> list[dict]:
     job = build(config)
     learn, init = make_learn(job)
     rate = matmul_rate(job.mesh)
-    reference = jax.tree.map(jnp.copy, job.policy.params)
-    state = init(job.policy.params)
+    reference = jax.tree.map(jnp.copy, job.given_params)
+    state = init(job.given_params)
     peer_iteration = make_peer(peer, job) if peer else None
     seconds: dict[str, list[float]] = {"rollout": [], "update": [], "peer rollout": [], "peer update": []}
     for iteration in range(args.repeats + 1):

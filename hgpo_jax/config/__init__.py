@@ -25,6 +25,7 @@ from hgpo_jax.config.tree import (
     RolloutConfig,
     Section,
     fields,
+    role_fields,
 )
 
 __all__ = [
@@ -57,5 +58,6 @@ __all__ = [
     "parse_value",
     "read_yaml",
     "resolve",
+    "role_fields",
     "shown",
 ]

@@ -93,7 +93,7 @@ def _check_roles(config: Config, known: tuple[str, ...], critic: bool) -> None:
             raise ConfigError(unknown_role(config.env.name, role, settings, known))
         try:
             load_template(settings.template or "text")
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             why = str(error).removeprefix(f"template={settings.template}: ")
             raise ConfigError(f"roles.{role}.template={settings.template}: {why}") from None
         own = config_of(config, (role,))

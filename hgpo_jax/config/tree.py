@@ -64,7 +64,7 @@ def _reads_text(source: str) -> bool:
     if not source or not (folder / "tokenizer.json").is_file():
         return bool(source)
     about = folder / "tokenizer_config.json"
-    return (folder / "chat_template.jinja").is_file() or (about.is_file() and '"chat_template"' in about.read_text())
+    return (folder / "chat_template.jinja").is_file() or (about.is_file() and b'"chat_template"' in about.read_bytes())
 
 
 def _environment(env: EnvConfig) -> Environment:

@@ -186,8 +186,11 @@ def check_unchanged(config: Config, folder: Path, allowed: tuple[str, ...] = ())
     allowed: names of fields that may differ.
     """
     differ = differing(config, folder)
+    known = set(configuration.fields())
+    for role in {*began_with(folder)["roles"], *config.roles}:
+        known |= set(configuration.role_fields(role))
     for name in allowed:
-        if name not in configuration.fields() and name not in differ:
+        if name not in known:
             raise ConfigError(f"--allow-change {name}: no such field; --help lists them all")
     changed = {
         name: f"{name}={now} (the run began with {name}={before})"

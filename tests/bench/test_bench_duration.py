@@ -1,11 +1,14 @@
 """Hours before renting: the counts against others of the same, and against runs that were measured."""
 
+import re
+
 import pytest
 
 from hgpo_jax import config as configuration
 from hgpo_jax import memory
 from hgpo_jax.bench import __main__ as bench
 from hgpo_jax.bench.duration import RATES, REACHED, seconds_at_limits
+from hgpo_jax.errors import ConfigError
 from hgpo_jax.mesh import abstract_mesh
 from hgpo_jax.tables import plan as planning
 
@@ -77,6 +80,18 @@ def rows(*arguments, monkeypatch, capsys) -> str:
     monkeypatch.setattr("sys.argv", ["bench", "plan", "--config", PAPER, "data=x", "--mesh", "fsdp=2", *arguments])
     bench.main()
     return capsys.readouterr().out
+
+
+def test_the_plan_counts_the_weights_of_every_role(monkeypatch, capsys):
+    def planned(*fields):
+        monkeypatch.setattr("sys.argv", ["bench", "plan", "--mesh", "data=1", "env.name=household_team", *fields])
+        bench.main()
+        return float(re.search(r"parameters \| ([\d.e-]+)", capsys.readouterr().out)[1])
+
+    apart = "roles.searcher.policy=own"
+    assert planned(apart) == pytest.approx(2 * planned(), rel=0.01)
+    with pytest.raises(ConfigError, match="^--compile v5e:2x4: compiles for one policy"):
+        planned(apart, "--compile", "v5e:2x4")
 
 
 def test_the_plan_says_how_long(monkeypatch, capsys):

@@ -17,8 +17,6 @@ from tests.test_rollout import ACT, END, INDICES, MODEL, B, Ring, mesh_of, param
 R = 24
 
 
-
-
 class Words:
     """What both programs have in common: responses of up to R tokens, of which the first ones are the action."""
 

@@ -188,6 +188,9 @@ def test_what_a_role_has_of_its_own_is_compared_field_by_field(tmp_path):
     with pytest.raises(ConfigError, match=message):
         check_unchanged(now, folder)
     check_unchanged(now, folder, ("roles.searcher.lr", "roles.carrier.lora_rank"))
+    check_unchanged(began, folder, ("roles.searcher.lr",))  # as a command that is given again, once it is what the run has
+    with pytest.raises(ConfigError, match=r"roles\.searcher\.speed: no such field"):
+        check_unchanged(began, folder, ("roles.searcher.speed",))
 
 
 def test_every_field_is_either_compared_or_free(tmp_path):
