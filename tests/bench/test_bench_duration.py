@@ -90,7 +90,7 @@ def test_the_plan_counts_the_weights_of_every_role(monkeypatch, capsys):
 
     apart = "roles.searcher.policy=own"
     assert planned(apart) == pytest.approx(2 * planned(), rel=0.01)
-    with pytest.raises(ConfigError, match="^--compile v5e:2x4: compiles for one policy"):
+    with pytest.raises(ConfigError, match=r"^--compile v5e:2x4: compiles for one policy"):
         planned(apart, "--compile", "v5e:2x4")
 
 
