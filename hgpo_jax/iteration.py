@@ -60,8 +60,8 @@ def _judged_rollout(job: Job, params, iteration: int, attempt: int = 0) -> tuple
     """A rollout with the configured rewards, and its sums."""
     result = job.runner.rollout(params, *job.episode_inputs(iteration, attempt))
     if job.learning_role(iteration) is not None:
-        begun = np.asarray(result.episodes.mask)[:, 0]
-        first = np.asarray(result.episodes.agents)[begun, 0].max(initial=0)
+        begun, agents = result.episodes.mask[:, 0], result.episodes.agents[:, 0]
+        first = int(jnp.where(begun, agents, 0).max())  # of all processes' episodes
         if first:  # the turn that a prompt group shares would be one that it is to learn from
             raise RunError(
                 f"learner.alternate: of roles that learn in turns the first, {job.runner.roles[0]}, must act first, but "
