@@ -9,13 +9,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hgpo_jax import advantages
+from hgpo_jax import advantages, losses
 from hgpo_jax.advantages.hiper import segment_begins
 from hgpo_jax.config import Config
 from hgpo_jax.critic import initialize_critic, make_value_loss, make_values, targets
 from hgpo_jax.errors import RunError
 from hgpo_jax.job import Job
-from hgpo_jax.learner import aggregation, make_map, make_optimizer, make_policy_loss, make_update
+from hgpo_jax.learner import (
+    aggregation,
+    correction_level,
+    make_logprobs,
+    make_map,
+    make_optimizer,
+    make_policy_loss,
+    make_update,
+)
 from hgpo_jax.methods import AVAILABLE_ARRAYS
 from hgpo_jax.policy.placement import cast, shardings_like, storage_shardings
 from hgpo_jax.rollout.episodes import Episodes
@@ -269,11 +277,37 @@ def _update_sizes(config: Config) -> dict:
 
 
 def _make_policy_update(job: Job):
-    """(optimizer, the policy's `make_update`)."""
+    """(optimizer, the policy's `make_update`, with `learner.rollout_correction` of decisions that are weighted first)."""
     config, method, optimizer = job.config, job.method, make_optimizer(job.config.learner)
     loss = make_policy_loss(job.adapted, config.learner, method, config.rollout.temperature, job.runner.roles)
     per_token = aggregation(config.learner, method) == "token-mean"
-    return optimizer, make_update(loss, optimizer, job.mesh, **_update_sizes(config), per_token=per_token)
+    update = make_update(loss, optimizer, job.mesh, **_update_sizes(config), per_token=per_token)
+    level = correction_level(config)
+    if level == "none":
+        return optimizer, update
+    logprobs = make_logprobs(job.adapted, config.rollout.temperature)
+    mapped = make_map(
+        lambda params, batch: logprobs(*params, batch)[0], job.mesh, microbatch_size=config.learner.microbatch_size
+    )
+
+    def corrected_update(params, opt_state, reference, batch: TrainingBatch, order, count, lr_scale):
+        old_logp = mapped((cast(params, config.policy.compute_dtype), reference), batch, order, count)
+        learned = jnp.zeros(order.shape, bool).at[order].set(jnp.arange(order.shape[0]) < count)
+        mask = batch.response_mask() & learned[:, None]
+        weights, correction = losses.rollout_correction(
+            old_logp, batch.old_logp, mask, level=level, cap=config.learner.rollout_correction_cap
+        )
+        if method.loss == "gspo":  # whose advantages are those of whole responses, as `check_together` has its weights
+            weighted = batch.advantages * weights[:, 0]
+        else:
+            weighted = (batch.advantages if batch.advantages.ndim == 2 else batch.advantages[:, None]) * weights
+        difference = jnp.where(mask, jnp.abs(old_logp - batch.old_logp), 0.0).max(initial=0.0)
+        batch = batch.replace(old_logp=old_logp, advantages=weighted)
+        params, opt_state, stats = update(params, opt_state, reference, batch, order, count, lr_scale)
+        stats |= {f"correction/{name}": value for name, value in correction.items()} | {"logp_difference": difference}
+        return params, opt_state, stats
+
+    return optimizer, corrected_update
 
 
 def _make_critic(job: Job):

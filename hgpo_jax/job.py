@@ -239,9 +239,9 @@ def make_policy(config: Config, model: ModelConfig, mesh: Mesh) -> Policy:
 
 
 def adapted_model(config: Config, policy: Policy) -> ModelConfig:
-    """The policy's sizes with the configured adapters."""
+    """The policy's sizes with the configured adapters and type of sampling."""
     lora = LoraConfig(**config.lora.model_dump()) if config.lora.rank else None
-    return dataclasses.replace(policy.config, lora=lora) if lora else policy.config
+    return dataclasses.replace(policy.config, lora=lora, sample_dtype=config.policy.sample_dtype)
 
 
 def make_sets(config: Config, policy: Policy, mesh: Mesh) -> dict[str, tuple[Config, Policy]]:

@@ -21,9 +21,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from hgpo_jax import losses
-from hgpo_jax.config import LearnerConfig, OptimizerConfig
+from hgpo_jax.config import Config, LearnerConfig, OptimizerConfig
 from hgpo_jax.mesh import max_across_devices
-from hgpo_jax.methods import Method
+from hgpo_jax.methods import Method, method_named
 from hgpo_jax.policy import ModelConfig, lora, network
 from hgpo_jax.policy.placement import cast
 from hgpo_jax.policy.vocabulary import gather_logprobs
@@ -70,6 +70,13 @@ def token_logprobs(model, batch: TrainingBatch, *, temperature=1.0, remat="none"
 def aggregation(config: LearnerConfig, method: Method) -> str:
     """How token losses become one number; the losses of GSPO and KPO count every response once."""
     return config.aggregate if method.loss == "clip" else "seq-mean-token-mean"
+
+
+def correction_level(config: Config) -> str:
+    """`learner.rollout_correction` as it applies; GSPO's ratio is that of a whole response, so its weight is, too."""
+    if config.learner.rollout_correction or not config.policy.sample_dtype:
+        return config.learner.rollout_correction or "none"
+    return "sequence" if method_named(config.method).loss == "gspo" else "token"
 
 
 def make_logprobs(model: ModelConfig, temperature: float = 1.0, remat: str = "none"):

@@ -206,6 +206,46 @@ def value_loss(
     return _with_loss((jnp.sum(jnp.maximum(plain, bounded)) / 2, count), stats)
 
 
+def rollout_correction(
+    logp: jax.Array, sampled_logp: jax.Array, mask: jax.Array, *, level: str, cap: float = 2.0
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Truncated importance weights for tokens that were drawn by another policy than the one that learns, as by its int8 copy.
+
+    The weight is min(p / q, cap) with p the policy's probability before the update and q the sampler's, of a token or of its
+    whole response. A policy loss with p's log-probabilities as the old ones, and with advantages that are multiplied by the
+    weights, is what Yao et al. propose ("Your efficient RL framework secretly brings you off-policy RL training", 2025); verl
+    calls it rollout correction. Truncation goes back to Ionides ("Truncated importance sampling", 2008).
+
+    Args:
+      logp, sampled_logp: f32[N, R], log p and log q of the tokens.
+      mask: [N, R], true on response tokens.
+      level: `token` or `sequence`.
+      cap: at least 1.
+
+    Returns: (weights f32[N, R], with `sequence` the same for all tokens of a response; statistics f32[], over tokens or
+    responses: `weight`, the mean, `truncated`, the share that the cap bounds, `effective`, (mean w)^2 / mean(w^2), the
+    effective share of the samples; over tokens `kl`, the mean of p / q - 1 - log(p / q), an estimate of KL(q || p)).
+    """
+    mask = mask.astype(bool)
+    by_token = log_ratio = _log_ratio(logp, sampled_logp, mask)
+    counted = mask
+    if level == "sequence":
+        log_ratio, counted = jnp.sum(by_token, axis=-1, keepdims=True), jnp.any(mask, axis=-1, keepdims=True)
+    elif level != "token":
+        raise ValueError(f"level={level!r}: give token or sequence")
+    ratio = jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    weights = jnp.minimum(ratio, cap)
+    mean = lambda values, counted: jnp.sum(jnp.where(counted, values, 0.0)) / jnp.maximum(counted.sum(), 1)  # noqa: E731
+    weight = mean(weights, counted)
+    stats = {
+        "weight": weight,
+        "truncated": mean(ratio > cap, counted),
+        "effective": weight**2 / jnp.maximum(mean(weights**2, counted), 1e-12),
+        "kl": mean(_approx_kl(by_token), mask),
+    }
+    return jnp.broadcast_to(weights, mask.shape), stats
+
+
 def _log_ratio(new_logp: jax.Array, old_logp: jax.Array, mask: jax.Array) -> jax.Array:
     """new - old, 0 outside the mask; masked before subtracting, because a gradient through inf times 0 is nan."""
     return jnp.where(mask, new_logp, 0.0) - jnp.where(mask, old_logp, 0.0)

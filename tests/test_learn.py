@@ -290,6 +290,40 @@ def test_the_critic_learns_the_returns_and_a_scale_of_zero_moves_nothing(params,
         jax.tree.map(np.testing.assert_array_equal, now, then)
 
 
+@pytest.mark.parametrize(
+    ("method", "level", "cap"),
+    [
+        ("hgpo", "token", 2.0),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("hgpo", "sequence", 1.2), ("gspo", "sequence", 2.0))),
+        pytest.param("kpo", "token", 1.3, marks=pytest.mark.slow),
+    ],
+)
+def test_what_another_policy_sampled_is_weighted(params, episodes, method, level, cap):
+    """The ratio is to this policy, not to the sampler, whose probabilities only enter the weights."""
+    e, (_, aggregate, expected) = episodes, CASES[method]
+    happened, lengths = e.mask, e.response_lengths[e.mask]
+    tokens = np.arange(R) < lengths[:, None]
+    difference = np.random.default_rng(2).normal(0, 0.5, tokens.shape) * tokens  # log p - log q
+    logp = e.logp.copy()
+    logp[happened] -= difference
+    fields = (f"method={method}", f"learner.rollout_correction={level}", f"learner.rollout_correction_cap={cap}")
+    state, metrics, _ = learn(params, e.replace(logp=logp), *fields)
+    ratio = np.exp(difference if level == "token" else np.broadcast_to(difference.sum(1, keepdims=True), tokens.shape))
+    weights = AGGREGATES[aggregate](np.asarray(expected(e).advantages)[happened], tokens, lengths) * np.minimum(ratio, cap)
+
+    def loss(params):
+        return -(weights * logprobs(params, e.prompts[happened], e.prompt_lengths[happened], e.responses[happened])).sum()
+
+    gradient = jax.grad(loss)(jax.tree.map(jnp.asarray, params))
+    moments = optax.tree.get(state["opt_state"], "mu")
+    jax.tree.map(lambda m, g: np.testing.assert_allclose(m, 0.1 * g, atol=2e-6), moments, gradient)
+    assert metrics["ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["logp_difference"] == pytest.approx(np.abs(difference).max(), rel=1e-3)
+    counted = ratio[tokens] if level == "token" else ratio[:, 0]
+    assert metrics["correction/weight"] == pytest.approx(np.minimum(counted, cap).mean(), rel=1e-4)
+    assert metrics["correction/truncated"] == pytest.approx((counted > cap).mean(), rel=1e-4) and (counted > cap).any()
+
+
 @pytest.mark.slow  # one more program to compile
 def test_the_loss_sees_the_parameters_in_the_computing_type(params, episodes):
     """bfloat16 rounds log-probabilities in their third digit; what is trained stays float32."""

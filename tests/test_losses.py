@@ -214,7 +214,70 @@ def test_value_loss():
     np.testing.assert_allclose(by_step, table[MASK[:, 0], 0].mean(), rtol=1e-5)
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_rollout_correction(level):
+    """Weights and statistics, one token or response at a time."""
+    weights, stats = losses.rollout_correction(NEW, OLD, MASK, level=level, cap=1.5)
+    difference = NEW.astype(np.float64) - OLD
+    ratios = []
+    for i in range(N):
+        row = np.exp(difference[i, : LENGTHS[i]])
+        ratios += [row.prod()] if level == "sequence" and LENGTHS[i] else [] if level == "sequence" else list(row)
+        expected = np.minimum(row.prod() if level == "sequence" else row, 1.5)
+        np.testing.assert_allclose(weights[i, : LENGTHS[i]], np.broadcast_to(expected, LENGTHS[i]), rtol=1e-5)
+        np.testing.assert_array_equal(np.unique(weights[i, LENGTHS[i] :]), weights[i, -1] if LENGTHS[i] < R else [])
+    bounded = np.minimum(ratios, 1.5)
+    assert 0 < (bounded == 1.5).mean() < 1
+    kl = np.mean([np.expm1(d) - d for d in difference[MASK]])
+    expected = {
+        "weight": bounded.mean(), "truncated": (bounded == 1.5).mean(),
+        "effective": bounded.mean() ** 2 / (bounded**2).mean(), "kl": kl,
+    }  # fmt: skip
+    assert {name: float(value) for name, value in stats.items()} == pytest.approx(expected, rel=1e-5)
+
+
+def test_rollout_correction_of_the_sampler_itself_is_none():
+    for level in ("token", "sequence"):
+        weights, stats = losses.rollout_correction(OLD, OLD, MASK, level=level)
+        np.testing.assert_array_equal(weights, 1.0)
+        assert {name: float(value) for name, value in stats.items()} == {"weight": 1, "truncated": 0, "effective": 1, "kl": 0}
+
+
+def test_corrected_samples_of_another_policy_give_the_policys_own_gradient():
+    """Every token of a vocabulary, as often as the sampler q draws it: the gradient is that of what p draws."""
+    rng = np.random.default_rng(4)
+    p, q = (jnp.asarray(rng.normal(size=7), jnp.float32) for _ in range(2))
+    A, mask = jnp.asarray(rng.normal(size=7), jnp.float32), np.ones((7, 1), bool)
+
+    def gradient(sampler, cap):
+        old, sampled = jax.nn.log_softmax(p)[:, None], jax.nn.log_softmax(sampler)[:, None]
+        weights, _ = losses.rollout_correction(old, sampled, mask, level="token", cap=cap)
+
+        def loss(logits):
+            new = jax.nn.log_softmax(logits)[:, None]
+            each = [losses.policy_loss(*(a[i : i + 1] for a in (new, old, A[:, None] * weights, mask)))[0] for i in range(7)]
+            return (jnp.stack(each) * jnp.exp(sampled[:, 0])).sum()
+
+        return jax.grad(loss)(p)
+
+    own = gradient(p, 1e6)
+    assert np.abs(own).max() > 0.05
+    np.testing.assert_allclose(gradient(q, 1e6), own, atol=1e-6)
+    np.testing.assert_allclose(gradient(p, 1.0), own, atol=1e-6)
+    assert np.abs(gradient(q, 1.0) - own).max() > 0.01  # a cap has its price
+
+
+@pytest.mark.parametrize("name", ["token", "sequence"])
+def test_rollout_correction_is_finite_where_probabilities_vanish(name):
+    weights, stats = losses.rollout_correction(OLD, np.full_like(OLD, -1e4), MASK, level=name)
+    assert np.isfinite(weights).all() and all(np.isfinite(value) for value in stats.values())
+    weights, _ = losses.rollout_correction(np.full_like(OLD, -np.inf), OLD, np.zeros_like(MASK), level=name)
+    np.testing.assert_array_equal(weights, 1.0)
+
+
 def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="level='word': give token or sequence"):
+        losses.rollout_correction(NEW, OLD, MASK, level="word")
     with pytest.raises(ValueError, match="aggregate='mean': give one of token-mean"):
         losses.policy_loss(NEW, OLD, ADVANTAGES, MASK, aggregate="mean")
     with pytest.raises(ValueError, match="kind='k4': give one of k1"):

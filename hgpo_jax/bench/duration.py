@@ -8,6 +8,7 @@ communication between devices, compiling, and padding.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax.numpy as jnp
@@ -34,7 +35,8 @@ def seconds_at_limits(
 
     turns: of an episode, in the mean. prompt, response: tokens of a turn, in the mean.
     """
-    model, (operations, reading), rollout = workload.model, rates, config.rollout
+    model = dataclasses.replace(workload.model, sample_dtype=config.policy.sample_dtype)
+    (operations, reading), rollout = rates, config.rollout
     episodes = rollout.prompt_groups * rollout.group_size
     steps, devices = episodes * turns, mesh.size
     each = devices / mesh.shape["data"]

@@ -63,11 +63,14 @@ def decode_flops(c: ModelConfig, slots: int) -> float:
 
 
 def read_bytes(c: ModelConfig, rows: int, slots: int, itemsize: int) -> int:
-    """Bytes that one pass must read: every weight that multiplies, and the keys and values of `slots` slots of each row."""
-    weights = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes(c)))
-    looked_up = 0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size
+    """Bytes that one pass must read: every weight that multiplies, and the keys and values of `slots` slots of each row.
+
+    itemsize: of the head, and unless `c.sample_dtype` says otherwise of the rest.
+    """
+    head = c.vocab_size * c.hidden_size
+    blocks = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes(c))) - head * (1 if c.tie_word_embeddings else 2)
     cache = rows * slots * c.num_hidden_layers * 2 * c.num_key_value_heads * c.head_size
-    return (weights - looked_up + cache) * itemsize
+    return head * itemsize + (blocks + cache) * (1 if c.sample_dtype == "int8" else itemsize)
 
 
 def fastest(call: Callable[[], object], repeats: int = 5) -> float:

@@ -15,6 +15,7 @@ which takes no games; with env.compiled=true and data=FOLDER the whole rollout i
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import os
 import re
@@ -142,7 +143,8 @@ def _tpu_mesh(topology: str, spec: str):
 
 def programs(config: Config, mesh, workload: memory.Workload):
     """(name, function that lowers it, bytes that live beside it given those that live always) of sampling and update."""
-    model, learner, policy = workload.model, config.learner, config.policy
+    learner, policy = config.learner, config.policy
+    model = dataclasses.replace(workload.model, sample_dtype=policy.sample_dtype)
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def array(shape, dtype=jnp.int32) -> Any:  # stands for a jax.Array

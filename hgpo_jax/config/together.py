@@ -48,6 +48,8 @@ def check_together(config: Config) -> None:
         f"policy.tokenizer={config.policy.tokenizer}: warm_start=cloning is for a small policy with the environment's own "
         "words; leave it out, or give warm_start=none":
             cloning and config.policy.tokenizer,
+        f"learner.rollout_correction=token: method={config.method} weighs whole responses; give sequence, or none":
+            config.learner.rollout_correction == "token" and method.loss == "gspo",
         f"rollout.ready_fraction={config.rollout.ready_fraction:g}: needs env.workers; in this process environments step one "
         "by one":
             config.rollout.ready_fraction < 1 and not config.in_words and not env.workers,

@@ -160,6 +160,10 @@ class PolicyConfig(Section):
     compute_dtype: Literal["float32", "bfloat16"] = field(
         "float32", "type of the copy of the weights that samples, and that the loss sees"
     )
+    sample_dtype: Literal["int8"] | None = field(
+        None, "int8: decoding reads matrices and cache in 8 bits, and the update corrects for it (learner.rollout_correction); "
+        "default: compute_dtype",
+    )  # fmt: skip
     hidden_size: Positive = field(64, "width")
     intermediate_size: Positive = field(176, "width of the feed-forward layer")
     num_hidden_layers: Positive = field(2, "layers")
@@ -177,7 +181,7 @@ class PolicyConfig(Section):
     @property
     def sizes(self) -> dict:
         """The fields of a fresh policy's ModelConfig."""
-        return self.model_dump(exclude={"source", "tokenizer", "dtype", "compute_dtype"})
+        return self.model_dump(exclude={"source", "tokenizer", "dtype", "compute_dtype", "sample_dtype"})
 
 
 class LoraFields(Section):
@@ -323,6 +327,11 @@ class LearnerConfig(OptimizerConfig):
     kl_weight: NonNegative = field(0.01, "weight of the KL to the reference policy (the policy as it starts)")
     kl_kind: Literal["k1", "k2", "k3", "abs"] = field("k3", "estimator of that KL")
     entropy_weight: NonNegative = field(0.001, "weight of the entropy bonus")
+    rollout_correction: Literal["token", "sequence", "none"] | None = field(
+        None, "truncated importance weights for a sampler that differs from the trainer, by token or response; default: none, "
+        "with policy.sample_dtype=int8 token, for gspo and gagpo sequence",
+    )  # fmt: skip
+    rollout_correction_cap: float = field(2.0, "the largest of these weights", ge=1, le=1e6)
     alternate: int | None = field(
         None, "teams: iterations for which one role learns before the next one does; 0: all learn in each; default: the "
         "method's own, 1 for himac, else 0; weights of other roles' own stay as they are meanwhile", ge=0,

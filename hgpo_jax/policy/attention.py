@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from hgpo_jax.mesh import auto_axes
+from hgpo_jax.policy.kv_cache import KVCache
 
 MAX_SCORES = 2**28  # 1 GB in float32, over the devices of fsdp and tensor together
 
@@ -54,17 +55,22 @@ def attend(q_BQHE, k_BSGE, v_BSGE, slots_BQ, start_BQ=None, *, max_scores: int =
     return out.reshape(B, chunks * width, *out.shape[3:])[:, :Q]
 
 
-def decode_attention(q_BHE, k_BGEC, v_BGCE, position_B):
+def decode_attention(q_BHE, cache: KVCache, position_B):
     """Attention of one query per row, at `position`, to the slots of a cache not after it: [B, H, E].
 
     Keys and values are laid out as the products read them fastest: the slots, which are many, come last in scores and keys.
     """
     B, H, E = q_BHE.shape
+    k_BGEC, v_BGCE = cache.keys.astype(q_BHE.dtype), cache.values.astype(q_BHE.dtype)
     G, _, C = k_BGEC.shape[1:]
     scores_BGrC = jnp.matmul(q_BHE.reshape(B, G, H // G, E), k_BGEC, preferred_element_type=jnp.float32) * E**-0.5
+    if cache.key_scales is not None:
+        scores_BGrC *= cache.key_scales[:, :, None]
     visible_B11C = (jnp.arange(C) <= position_B[:, None])[:, None, None]
-    weights_BGrC = jax.nn.softmax(jnp.where(visible_B11C, scores_BGrC, -jnp.inf)).astype(v_BGCE.dtype)
-    return jnp.matmul(weights_BGrC, v_BGCE).reshape(B, H, E)
+    weights_BGrC = jax.nn.softmax(jnp.where(visible_B11C, scores_BGrC, -jnp.inf))
+    if cache.value_scales is not None:
+        weights_BGrC *= cache.value_scales[:, :, None]
+    return jnp.matmul(weights_BGrC.astype(v_BGCE.dtype), v_BGCE).reshape(B, H, E)
 
 
 def attend_all(q_BSHE, k_BSGE, v_BSGE, start_BS=None):

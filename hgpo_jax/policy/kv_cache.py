@@ -7,10 +7,15 @@ import jax.numpy as jnp
 from flax import struct
 
 from hgpo_jax.mesh import auto_axes, partition_in_context
+from hgpo_jax.policy.int8 import quantize
 
-# Of keys [B, G, E, C] and values [B, G, C, E]. Heads come first, as the products of decoding read them; otherwise every
-# token would copy them.
+# Of keys [B, G, E, C] and values [B, G, C, E], the first three of scales [B, G, C]. Heads come first, as the products of
+# decoding read them; otherwise every token would copy them.
 AXES = ("batch", "kv_heads", None, None)
+
+
+# Which of an array's dimensions the slots are.
+SLOTS = {"keys": 3, "values": 2, "key_scales": 2, "value_scales": 2}
 
 
 def manual_axes() -> set[str]:
@@ -20,30 +25,50 @@ def manual_axes() -> set[str]:
 
 
 class KVCache(struct.PyTreeNode):
-    """Keys and values of B rows in C slots; a model's cache is one of these for each layer."""
+    """Keys and values of B rows in C slots; a model's cache is one of these for each layer.
+
+    Both are of the weights' type, or i8 to be multiplied by the scales, one for each slot and head.
+    """
 
     keys: jax.Array  # [B, G, E, C]
     values: jax.Array  # [B, G, C, E]
+    key_scales: jax.Array | None = None  # f32[B, G, C]
+    value_scales: jax.Array | None = None  # likewise
 
     @classmethod
-    def allocate(cls, keys, values, length: int) -> KVCache:
-        """A cache of C = `length` slots that begins with a prompt's keys and values, [B, S, G, E] each."""
-        padding = [(0, 0), (0, length - keys.shape[1]), (0, 0), (0, 0)]
-        keys, values = jnp.pad(keys, padding), jnp.pad(values, padding)
-        return cls(keys=keys.transpose(0, 2, 3, 1), values=values.transpose(0, 2, 1, 3))
+    def of(cls, keys, values, int8: bool) -> KVCache:
+        """A cache of a prompt's keys and values, [B, S, G, E] each, in as many slots."""
+        keys, values = keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3)
+        if not int8:
+            return cls(keys, values)
+        (keys, key_scales), (values, value_scales) = quantize(keys, 2), quantize(values, 3)
+        return cls(keys, values, key_scales, value_scales)
+
+    def map(self, call, *others: KVCache) -> KVCache:
+        """`call(array, slots, *those of other caches)` of every array there is, and which of its dimensions the slots are."""
+        arrays = {name: [getattr(cache, name) for cache in (self, *others)] for name in SLOTS}
+        of = {name: call(found[0], SLOTS[name], *found[1:]) for name, found in arrays.items() if found[0] is not None}
+        return KVCache(**of)
+
+    def lengthen(self, more: int) -> KVCache:
+        """The cache with `more` empty slots."""
+        return self.map(lambda a, slots: jnp.pad(a, [(0, more if axis == slots else 0) for axis in range(a.ndim)]))
 
     def partition(self) -> KVCache:
-        """The PartitionSpecs of both arrays on the mesh in context."""
-        return jax.tree.map(lambda a: partition_in_context(AXES, a.shape), self)
+        """The PartitionSpecs of all arrays on the mesh in context."""
+        return jax.tree.map(lambda a: partition_in_context(AXES[: a.ndim], a.shape), self)
 
     def write(self, key, value, position) -> KVCache:
         """The cache with one token's key and value, [B, G, E] each, at slot `position` i32[B]. Each device writes its part."""
 
         def write_shard(cache, key, value, position):
+            token = KVCache.of(key[:, None], value[:, None], self.key_scales is not None)
             rows = jnp.arange(len(position))
-            return cache.replace(
-                keys=cache.keys.at[rows, :, :, position].set(key), values=cache.values.at[rows, :, position].set(value)
-            )
+
+            def put(a, slots, new):
+                return a.at[(rows, *(slice(None),) * (slots - 1), position)].set(jnp.squeeze(new, slots))
+
+            return cache.map(put, token)
 
         axes = manual_axes()
         if not axes:
@@ -59,10 +84,11 @@ class KVCache(struct.PyTreeNode):
         A row outside of the cache is not written.
         """
         W = prompts.values.shape[2]
-        return self.replace(
-            keys=self.keys.at[row, :, :, :W].set(prompts.keys[source], mode="drop"),
-            values=self.values.at[row, :, :W].set(prompts.values[source], mode="drop"),
-        )
+
+        def put(a, slots, new):
+            return a.at[(row, *(slice(None),) * (slots - 1), slice(W))].set(new[source], mode="drop")
+
+        return self.map(put, prompts)
 
     def take(self, rows) -> KVCache:
         """The cache of some rows, i32[n], of those that a device has."""

@@ -69,7 +69,8 @@ class ModelConfig:
     """The sizes of a Qwen2.5, Qwen3 or Llama, named as in its Hugging Face config.json.
 
     model_type: `qwen2` (Qwen2.5 too), `qwen3` or `llama` (SmolLM2 too). head_dim: hidden_size // num_attention_heads if None.
-    rope_scaling: of Llama 3, see there. lora: adapters beside the weights, see `lora.py`.
+    rope_scaling: of Llama 3, see there. lora: adapters beside the weights, see `lora.py`. sample_dtype: `int8`: decoding reads
+    matrices and cache in 8 bits (`int8.py`); None: in the type of the weights.
     """
 
     vocab_size: int
@@ -87,6 +88,7 @@ class ModelConfig:
     head_dim: int | None = None
     rope_scaling: RopeScaling | None = None
     lora: LoraConfig | None = None
+    sample_dtype: str | None = None
 
     @property
     def head_size(self) -> int:

@@ -25,6 +25,7 @@ from flax import nnx
 
 from hgpo_jax.mesh import constrain
 from hgpo_jax.policy.attention import attend, attend_all, decode_attention
+from hgpo_jax.policy.int8 import quantize
 from hgpo_jax.policy.kv_cache import KVCache
 from hgpo_jax.policy.model_config import ModelConfig, RopeScaling
 from hgpo_jax.policy.vocabulary import embedding_lookup
@@ -99,6 +100,8 @@ product.defvjp(_product_forward, _product_backward)
 class Linear(nnx.Linear):
     """x W + bias, plus the adapter if the config names this layer (Hu et al., arXiv 2106.09685)."""
 
+    scale: nnx.Param | None = None  # of each output, f32[out], once W is in 8 bits
+
     def __init__(self, c: ModelConfig, name: str, inputs: int, outputs: int, rngs, bias=False):
         init = nnx.initializers.normal(c.initializer_range)
         super().__init__(inputs, outputs, use_bias=bias, kernel_init=init, rngs=rngs)
@@ -112,8 +115,16 @@ class Linear(nnx.Linear):
         """Stores W as [out, in] from now on: on CPUs products of few rows read it a quarter faster."""
         self.kernel, self.transposed = nnx.Param(self.kernel[...].T), True
 
+    def quantize(self):
+        """Stores W, transposed, in 8 bits from now on, with a scale for each output."""
+        kernel, scale = quantize(self.kernel[...], 1)
+        self.kernel, self.scale = nnx.Param(kernel), nnx.Param(scale)
+
     def __call__(self, x):  # type: ignore[override]  # no `out_sharding` here
-        y = (product_transposed if self.transposed else product)(x, self.kernel[...])
+        if self.scale is None:
+            y = (product_transposed if self.transposed else product)(x, self.kernel[...])
+        else:
+            y = (product_transposed(x, self.kernel[...].astype(x.dtype)) * self.scale[...]).astype(x.dtype)
         if self.bias is not None:
             y += self.bias[...]
         if self.lora:
@@ -187,7 +198,7 @@ class Block(nnx.Module):
         q = self.self_attn.queries(y, rope)
         if cache is not None:
             kv = cache.write(keys[:, 0], values[:, 0], position)
-            y = decode_attention(q[:, 0], kv.keys, kv.values, position)[:, None]
+            y = decode_attention(q[:, 0], kv, position)[:, None]
         elif predict_slots is None:
             y = attend_all(q, keys, values, segment_start)
         else:
@@ -267,12 +278,15 @@ class Qwen2(nnx.Module):
         x, stacked = self._stack(self._embed(tokens), rope, return_kv=True)
         x, kv = self.last(x, rope, predict_slots=last[:, None])
         per_layer = [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(self.c.num_hidden_layers - 1)]
-        return self.norm(x)[:, 0], [KVCache.allocate(k, v, cache_length) for k, v in (*per_layer, kv)]
+        more, int8 = cache_length - tokens.shape[1], self.c.sample_dtype == "int8"
+        cache = lambda keys, values: KVCache.of(keys, values, int8).lengthen(more)  # noqa: E731
+        return self.norm(x)[:, 0], [cache(*kv) for kv in (*per_layer, kv)]
 
     def decode_blocks(self):
         """All blocks for `decode`, each with weights of its own, transposed.
 
-        A loop that slices them from the stack would copy them in every iteration.
+        A loop that slices them from the stack would copy them in every iteration. With `sample_dtype` their matrices, but not
+        their adapters, are in 8 bits.
         """
         blocks = []
         if self.layers is not None:
@@ -284,6 +298,8 @@ class Qwen2(nnx.Module):
             for _, module in nnx.iter_modules(block):
                 if isinstance(module, Linear):
                     module.transpose()
+                    if self.c.sample_dtype == "int8":
+                        module.quantize()
         return blocks
 
     def decode(self, token, position, cache, blocks):

@@ -54,13 +54,8 @@ class Sampled(struct.PyTreeNode):
 def free_slots(model, slots: int, length: int) -> SlotState:
     """`slots` free slots whose caches hold `length` tokens, for a bound `Qwen2`."""
     one = jnp.zeros((slots, 1), jnp.int32)
-    cache = [
-        KVCache(
-            keys=jnp.zeros((*layer.keys.shape[:3], length), layer.keys.dtype),
-            values=jnp.zeros((*layer.values.shape[:2], length, layer.values.shape[3]), layer.values.dtype),
-        )
-        for layer in jax.eval_shape(lambda: model.prefill(one, one[:, 0], 1)[1])
-    ]
+    like = jax.eval_shape(lambda: model.prefill(one, one[:, 0], length)[1])
+    cache = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
     ones = jnp.ones(slots, jnp.int32)
     rows = {"key": jax.random.split(jax.random.key(0), slots), "ended": ones > 0}
     return SlotState.of(lambda name: rows.get(name, ones), cache)

@@ -102,11 +102,17 @@ class SlotPrograms:
         """`slots` free slots, a multiple of the shards, whose caches hold `length` tokens."""
         return self._placed(free_slots(nnx.merge(self._graphdef, params), slots, length))
 
+    def _sharding(self, axes, a) -> NamedSharding:
+        return NamedSharding(self._mesh, partition(axes, a.shape, self._mesh))
+
+    def _cache_shardings(self, cache):
+        """Of every array of one or more KVCaches."""
+        return jax.tree.map(lambda a: self._sharding(AXES[: a.ndim], a), cache)
+
     def _placed(self, state: SlotState) -> SlotState:
         """The state as every program takes and gives it."""
-        place = lambda axes: lambda a: NamedSharding(self._mesh, partition(axes, a.shape, self._mesh))  # noqa: E731
-        shardings = SlotState.of(lambda name: place(("batch",))(getattr(state, name)), jax.tree.map(place(AXES), state.cache))
-        return jax.lax.with_sharding_constraint(state, shardings)
+        rows = lambda name: self._sharding(("batch",), getattr(state, name))  # noqa: E731
+        return jax.lax.with_sharding_constraint(state, SlotState.of(rows, self._cache_shardings(state.cache)))
 
     def _on_data(self, call, in_specs):
         """`call` on each index of the data axis; the other axes are left to the compiler."""
@@ -127,15 +133,10 @@ class SlotPrograms:
         """One layer's cache of the slots `rows`, for `length` tokens."""
 
         def resize(layer, rows):
-            taken, more = layer.take(rows), length - layer.values.shape[2]
-            return taken.replace(
-                keys=jnp.pad(taken.keys, [(0, 0)] * 3 + [(0, more)]),
-                values=jnp.pad(taken.values, [(0, 0), (0, 0), (0, more), (0, 0)]),
-            )
+            return layer.take(rows).lengthen(length - layer.values.shape[2])
 
         resized = self._on_data(lambda *a: on_each_device(resize, *a), P("data"))(layer, rows)
-        place = lambda a: NamedSharding(self._mesh, partition(AXES, a.shape, self._mesh))  # noqa: E731
-        return jax.lax.with_sharding_constraint(resized, jax.tree.map(place, resized))
+        return jax.lax.with_sharding_constraint(resized, self._cache_shardings(resized))
 
     def _prefill(
         self, params, state: SlotState, prompts, lengths, source, slots, keys, episodes, turns, limits, decoding: Decoding

@@ -7,6 +7,7 @@ import pytest
 
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy.attention import MAX_SCORES, attend, attend_all, attend_in_blocks, cudnn, decode_attention, splash
+from hgpo_jax.policy.kv_cache import KVCache
 
 B, Q, S, H, G, E = 2, 7, 9, 4, 2, 6
 
@@ -48,7 +49,7 @@ def test_all_slots_in_blocks(arrays, size):
 
 def test_one_query_a_row_to_a_cache(arrays):
     q, k, v, positions = arrays
-    out = decode_attention(q[:, 0], k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), positions[:, 0])
+    out = decode_attention(q[:, 0], KVCache.of(k, v, int8=False), positions[:, 0])
     np.testing.assert_allclose(out, plain(*arrays)[:, 0], atol=1e-5)
 
 

@@ -1,5 +1,6 @@
 """Slots inside a compiled rollout: on every mesh and for every number of slots the episodes of turns in lockstep, sooner."""
 
+import dataclasses
 import functools
 
 import jax
@@ -40,9 +41,9 @@ class InSlots(Words, SlotProgram):
 
 
 @functools.cache
-def played(kind, spec, slots):
+def played(kind, spec, slots, model=MODEL):
     mesh = mesh_of(spec)
-    program = functools.partial(kind, graphdef=network(MODEL), history_length=2, decode_batch_size=slots, end=END, act=ACT)
+    program = functools.partial(kind, graphdef=network(model), history_length=2, decode_batch_size=slots, end=END, act=ACT)
     run = jax.jit(on_shards(kind.played, program, Ring(), mesh))
     keys, tasks = jax.random.split(jax.random.key(5), B), task_keys("train", 3, INDICES)
     with jax.set_mesh(mesh):
@@ -83,6 +84,17 @@ def test_the_episodes_are_those_of_turns_in_lockstep(spec, slots):
     S = min(slots, B // len(steps)) // fsdp * fsdp
     np.testing.assert_allclose(busy * S, decoded, rtol=1e-5)
     assert (steps >= busy).all()
+
+
+@pytest.mark.slow
+def test_in_8_bits_too():
+    model = dataclasses.replace(MODEL, sample_dtype="int8")
+    expected, done, *_ = played(InLockstep, "data=1", 8, model)
+    record, *_ = played(InSlots, "data=1", 16, model)
+    assert done.all() and (expected["logp"] != played(InLockstep, "data=1", 8)[0]["logp"]).any()
+    np.testing.assert_allclose(record.pop("logp"), expected["logp"], atol=1e-5)
+    for name, values in record.items():
+        np.testing.assert_array_equal(values, expected[name], err_msg=name)
 
 
 def test_no_episode_waits_for_the_longest_response_of_a_turn():

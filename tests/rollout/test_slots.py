@@ -1,5 +1,8 @@
 """Continuous batching gives each request what `generate` gives its prompt alone, whoever is in the other slots."""
 
+import dataclasses
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -32,35 +35,31 @@ def random_requests(seed: int, longest: int) -> list[SlotRequest]:
     ]
 
 
-def alone(params, request: SlotRequest, decoding: Decoding, max_new: int = MAX_NEW):
+def alone(params, request: SlotRequest, decoding: Decoding, max_new: int = MAX_NEW, model: ModelConfig = MODEL):
     """Tokens and log-probabilities of a response, by `generate`."""
     width = next(width for width in WIDTHS if width >= len(request.ids))
     prompt = np.zeros((1, width), np.int32)
     prompt[0, : len(request.ids)] = request.ids
     key = jax.random.fold_in(KEYS[request.episode], request.turn)[None]
-    out = generate_one(params, prompt, np.array([len(request.ids)]), key, decoding, max_new)
-    n = int(out.lengths[0])
+    out = _generate(model, params, prompt, np.array([len(request.ids)]), key, decoding)
+    n = min(int(out.lengths[0]), max_new)
     return np.asarray(out.tokens[0, :n]), np.asarray(out.logp[0, :n])
 
 
-@jax.jit
-def _generate(params, prompt, length, key, decoding):
-    model = nnx.merge(network(MODEL), params)
+@functools.partial(jax.jit, static_argnums=0)
+def _generate(config, params, prompt, length, key, decoding):
+    model = nnx.merge(network(config), params)
     return generate(
         model, model.decode_blocks(), prompt, length, key, max_new=MAX_NEW, end_tokens=(END, OTHER_END), decoding=decoding
     )
 
 
-def generate_one(params, prompt, length, key, decoding, max_new):
-    out = _generate(params, prompt, length, key, decoding)
-    lengths = np.minimum(out.lengths, max_new)
-    return out.replace(lengths=lengths)
-
-
-def make_sampler(params, spec: str, slots: int, decoding: Decoding, max_new: int = MAX_NEW):
+def make_sampler(
+    params, spec: str, slots: int, decoding: Decoding, max_new: int = MAX_NEW, model: ModelConfig = MODEL
+):
     devices = int(np.prod([int(part.partition("=")[2]) for part in spec.split(",")]))
     mesh = make_mesh(spec, jax.devices()[:devices])
-    programs = SlotPrograms(network(MODEL), mesh, max_new=max_new, end_tokens=(END, OTHER_END))
+    programs = SlotPrograms(network(model), mesh, max_new=max_new, end_tokens=(END, OTHER_END))
     placed = jax.device_put(params, shardings(MODEL, mesh))
     return programs, SlotSampler(programs, placed, KEYS, decoding, slots=slots, prompt_limit=LIMIT), mesh
 
@@ -81,10 +80,10 @@ def play(sampler: SlotSampler, mesh, requests: list[SlotRequest], rng, shrink: b
     return responses
 
 
-def check(params, responses, requests, decoding, max_new=MAX_NEW):
+def check(params, responses, requests, decoding, max_new=MAX_NEW, model=MODEL):
     assert responses.keys() == {request.episode for request in requests}
     for request in requests:
-        tokens, logp = alone(params, request, decoding, max_new)
+        tokens, logp = alone(params, request, decoding, max_new, model)
         np.testing.assert_array_equal(responses[request.episode].tokens, tokens)
         np.testing.assert_allclose(responses[request.episode].logp, logp, atol=1e-5, rtol=1e-5)
 
@@ -104,6 +103,21 @@ def test_responses_are_those_of_each_prompt_alone(params, spec):
     names = [name for name, _ in programs.seconds]
     assert names.count("empty") == 1 and names.count("resize") >= 2  # longer caches, and fewer slots in the end
     assert sampler.active == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["data=1", "data=2"])
+def test_responses_in_8_bits_are_those_of_each_prompt_alone(params, spec):
+    """Also where caches grow and slots become fewer; and they are others than those of the weights themselves."""
+    model, decoding = dataclasses.replace(MODEL, sample_dtype="int8"), Decoding()
+    requests = random_requests(5, 140)[:12] + random_requests(5, LIMIT)[12:]
+    programs, sampler, mesh = make_sampler(params, spec, 9, decoding, model=model)
+    responses = play(sampler, mesh, requests, np.random.default_rng(1))
+    check(params, responses, requests, decoding, model=model)
+    assert [name for name, _ in programs.seconds].count("resize") >= 2
+    exact = [alone(params, request, decoding)[1] for request in requests]
+    difference = [np.abs(responses[r.episode].logp[1:2] - logp[1:2]).sum() for r, logp in zip(requests, exact, strict=True)]
+    assert 1e-4 < np.median(difference) < 0.1
 
 
 def test_equal_prompts_are_read_once(params):
