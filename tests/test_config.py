@@ -10,6 +10,7 @@ from hgpo_jax.config import CONFIGS, check_together, load
 from hgpo_jax.config.tree import AdvantageConfig
 from hgpo_jax.environments import ENVIRONMENTS
 from hgpo_jax.errors import ConfigError
+from hgpo_jax.learner import correction_level
 from hgpo_jax.methods import METHODS
 
 
@@ -121,6 +122,17 @@ def test_broken_files(tmp_path, content, fragment):
         load(str(file))
     assert fragment in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_loss_of_whole_responses_is_corrected_by_response():
+    for method in ("gagpo", "gspo"):
+        with pytest.raises(ConfigError, match=rf"^learner.rollout_correction=token: method={method} weighs whole"):
+            check_together(load(None, [f"method={method}", "learner.rollout_correction=token"]))
+        assert correction_level(load(None, [f"method={method}", "policy.sample_dtype=int8"])) == "sequence"
+    assert correction_level(load(None, ["policy.sample_dtype=int8"])) == "token"
+    assert correction_level(load(None, ["policy.sample_dtype=int8", "learner.rollout_correction=none"])) == "none"
+    assert correction_level(load(None, ["learner.rollout_correction=sequence"])) == "sequence"
+    assert correction_level(load()) == "none"
 
 
 def test_muon_is_refused_where_only_adapters_train():

@@ -31,8 +31,9 @@ CASES = [
     ("fsdp=2", 2, 4, 16, 192, 64, "full", {}),
     ("data=1", 1, 4, 16, 192, 64, "full", {"model_type": "llama"}),
     ("fsdp=4,tensor=2", 8, 4, 16, 192, 64, "full", {}),
+    ("data=1", 1, 4, 16, 192, 64, "full", {"sample_dtype": "int8"}),
 ]
-TEXT = [CASES[0], CASES[4], CASES[7]]  # continuous batching
+TEXT = [CASES[0], CASES[4], CASES[7], CASES[8]]  # continuous batching
 
 
 @pytest.mark.slow
@@ -43,6 +44,7 @@ TEXT = [CASES[0], CASES[4], CASES[7]]  # continuous batching
 def test_the_plan_is_within_15_percent_of_xla(env, spec, devices, micro, decode_batch, prompt, response, remat, changes):
     mesh = make_mesh(spec, jax.devices()[:devices])
     fields = {"learner.microbatch_size": micro, "learner.remat": remat, "mesh": spec, "env.name": env}
+    fields |= {"policy.sample_dtype": changes["sample_dtype"]} if "sample_dtype" in changes else {}
     config = load(None, [f"{name}={value}" for name, value in fields.items()])
     workload = memory.Workload(ModelConfig(**SIZES | changes), prompt, response, steps=64, decode_batch=decode_batch)
     phases = memory.bytes_by_phase(config, mesh, workload)

@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from hgpo_jax.rollout.episodes import Episodes
+from tests.helpers.glossary import unexplained
 from tests.helpers.training import command, rows_of
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
@@ -76,6 +77,20 @@ def test_trains_end_to_end(environment, tokenizer, tmp_path):
     if environment == "alfworld":  # tests/run stops and continues runs of all kinds
         command("-m", "hgpo_jax.train", *arguments, "iterations=3", "--resume", "auto", cwd=tmp_path)
         assert [row["iteration"] for row in rows_of(folder)] == [0, 1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [("env.name=household",), ("--config", "text_small", "env.name=household_text")])
+def test_sampling_in_8_bits_is_corrected_for(start, tmp_path):
+    folder = tmp_path / "run"
+    common = [*SMALL, "env.max_turns=4", "log.tensorboard=false", f"cache_dir={tmp_path / 'cache'}", f"run_dir={folder}"]
+    command("-m", "hgpo_jax.train", *start, *common, "policy.sample_dtype=int8", cwd=tmp_path)
+    for row in rows_of(folder):
+        assert not unexplained(row)
+        assert 1e-5 < row["logp_difference"] < 0.5
+        assert 0 < row["correction/kl"] < 1e-3 and row["correction/truncated"] == 0
+        assert row["correction/weight"] == pytest.approx(1, abs=0.02)
+        assert 0.99 < row["correction/effective"] <= 1
 
 
 @pytest.mark.slow

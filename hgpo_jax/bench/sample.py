@@ -9,6 +9,7 @@ of the cache over the rate of reading memory, and the operations over the rate o
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 import time
 
@@ -30,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new", type=policies.positive, default=32, help="tokens of each response, at least 2")
     parser.add_argument("--batch", type=policies.positive, nargs="+", default=[1, 8], help="rows at once; several in turn")
     parser.add_argument("--temperature", type=temperature, default=1.0, help="of sampling; 0 takes the most likely token")
+    parser.add_argument("--sample-dtype", choices=("int8",), help="decode with matrices and cache of this type")
     profile.add_argument(parser)
 
 
@@ -46,9 +48,10 @@ def run(args: argparse.Namespace) -> list[dict]:
     prompt, new = args.prompt or workload.prompt, max(args.new, 2)
     policies.refuse(args, workload.model, args.batch, prompt + new)
     rates = limits.Rates(policies.meshes(args.mesh, 0).values(), args.dtype)
-    measured = [_measure(args, workload.model, peer, batch, prompt, new) for batch in args.batch]
+    model = dataclasses.replace(workload.model, sample_dtype=args.sample_dtype)
+    measured = [_measure(args, model, peer, batch, prompt, new) for batch in args.batch]
     rates.measure()
-    rows = [line for one in measured for line in _rows(args, workload.model, one, prompt, new, rates)]
+    rows = [line for one in measured for line in _rows(args, model, one, prompt, new, rates)]
     return [*rows, *rates.rows()]
 
 
@@ -97,7 +100,8 @@ def _measure(args, model, peer, batch: int, prompt: int, new: int) -> dict:
 def _rows(args, model, one: dict, prompt: int, new: int, rates: limits.Rates) -> list[dict]:
     """The rows of one batch size."""
     batch, best, itemsize = one["batch"], one["best"], jnp.dtype(args.dtype).itemsize
-    prefill = rates.seconds(limits.read_bytes(model, 0, 0, itemsize), batch * limits.forward_flops(model, prompt, 1))
+    whole = dataclasses.replace(model, sample_dtype=None)  # which prompts are read with
+    prefill = rates.seconds(limits.read_bytes(whole, 0, 0, itemsize), batch * limits.forward_flops(model, prompt, 1))
     decode = sum(
         rates.seconds(limits.read_bytes(model, batch, slots, itemsize), batch * limits.decode_flops(model, slots))
         for slots in range(prompt + 1, prompt + new)
@@ -109,7 +113,7 @@ def _rows(args, model, one: dict, prompt: int, new: int, rates: limits.Rates) ->
         value, unit = (tokens / seconds, "tokens/s") if tokens else (seconds, "s")
         return row(f"{name}, batch {batch}, {on}", value, unit, limit / seconds, ratio)
 
-    shape = f"{args.policy}, {args.dtype}, prompt {prompt}, {new} new"
+    shape = f"{args.policy}, {args.sample_dtype or args.dtype}, prompt {prompt}, {new} new"
     others = [name for name in one["whole"] if name not in (best, "peer")]
     return [
         line(f"decode, {shape}", "decode", decode, batch * (new - 1)),

@@ -368,7 +368,7 @@ class LogConfig(Section):
     max_approx_kl: float = field(0.1, "warn where an update moves the policy further than this (mean KL, nats per token)", gt=0)
     max_logp_difference: float | None = field(
         None, "warn where a token's log-probability differs by more between sampler and trainer; default: 0.001, and 0.5 for "
-        "policy.compute_dtype=bfloat16", gt=0,
+        "policy.compute_dtype=bfloat16 or policy.sample_dtype=int8", gt=0,
     )  # fmt: skip
 
 

@@ -63,10 +63,11 @@ class KVCache(struct.PyTreeNode):
 
         def write_shard(cache, key, value, position):
             token = KVCache.of(key[:, None], value[:, None], self.key_scales is not None)
-            rows = jnp.arange(len(position))
+            # Row by row and head by head: else heads, which are few, would come last in the TPU compiler's layout, padded.
+            rows, heads = jnp.arange(key.shape[0])[:, None], jnp.arange(key.shape[1])
 
             def put(a, slots, new):
-                return a.at[(rows, *(slice(None),) * (slots - 1), position)].set(jnp.squeeze(new, slots))
+                return a.at[(rows, heads, *(slice(None),) * (slots - 2), position[:, None])].set(jnp.squeeze(new, slots))
 
             return cache.map(put, token)
 

@@ -124,7 +124,9 @@ class Linear(nnx.Linear):
         if self.scale is None:
             y = (product_transposed if self.transposed else product)(x, self.kernel[...])
         else:
-            y = (product_transposed(x, self.kernel[...].astype(x.dtype)) * self.scale[...]).astype(x.dtype)
+            # Through the barrier W depends on the token; else the compiler would convert all matrices once, before the loop.
+            x, kernel = jax.lax.optimization_barrier((x, self.kernel[...]))
+            y = (product_transposed(x, kernel.astype(x.dtype)) * self.scale[...]).astype(x.dtype)
         if self.bias is not None:
             y += self.bias[...]
         if self.lora:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from hgpo_jax.config import Config
 from hgpo_jax.errors import RunError
 
-LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.5}
+LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.5, "int8": 0.5}  # by the type that is sampled with
 
 
 class Alarms:
@@ -17,7 +17,8 @@ class Alarms:
     """
 
     def __init__(self, config: Config, earlier: Sequence[dict] = ()):
-        limit = config.log.max_logp_difference or LARGEST_DIFFERENCE[config.policy.compute_dtype]
+        policy = config.policy
+        limit = config.log.max_logp_difference or LARGEST_DIFFERENCE[policy.sample_dtype or policy.compute_dtype]
         self._limits: dict[str, tuple[str, Callable[[float], float], float]] = {
             "ratio": ("max_ratio", lambda x: max(x, 1 / x) if x else 1.0, config.log.max_ratio),
             "approx_kl": ("max_approx_kl", abs, config.log.max_approx_kl),

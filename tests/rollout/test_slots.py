@@ -114,7 +114,7 @@ def test_responses_in_8_bits_are_those_of_each_prompt_alone(params, spec):
     programs, sampler, mesh = make_sampler(params, spec, 9, decoding, model=model)
     responses = play(sampler, mesh, requests, np.random.default_rng(1))
     check(params, responses, requests, decoding, model=model)
-    assert [name for name, _ in programs.seconds].count("resize") >= 2
+    assert "resize" in [name for name, _ in programs.seconds]
     exact = [alone(params, request, decoding)[1] for request in requests]
     difference = [np.abs(responses[r.episode].logp[1:2] - logp[1:2]).sum() for r, logp in zip(requests, exact, strict=True)]
     assert 1e-4 < np.median(difference) < 0.1

@@ -37,8 +37,9 @@ def test_a_number_above_its_limit_is_said_once_until_it_was_below(name, value, f
     assert len(alarms.check(row(7, **{name: value}))) == 1
 
 
-def test_bfloat16_differs_more():
-    assert Alarms(load(None, ["policy.compute_dtype=bfloat16"])).check(row(0, logp_difference=0.1)) == []
+@pytest.mark.parametrize("field", ["policy.compute_dtype=bfloat16", "policy.sample_dtype=int8"])
+def test_fewer_bits_differ_more(field):
+    assert Alarms(load(None, [field])).check(row(0, logp_difference=0.1)) == []
     assert Alarms(load(None, ["log.max_logp_difference=0.2"])).check(row(0, logp_difference=0.1)) == []
 
 
