@@ -13,8 +13,8 @@ from hgpo_jax.files import atomic_write
 
 OWN = "evaluation.json"  # of a run, with its own settings
 # Fields that change the result of an evaluation: not those of paths, speed or training.
-MATTER = ("env.", "evaluation.", "policy.dtype", "policy.compute_dtype", "rollout.history_length", "rollout.prompt_limit",
-          "rollout.response_limit", "rollout.stop")  # fmt: skip
+MATTER = ("env.", "evaluation.", "policy.dtype", "policy.compute_dtype", "policy.sample_dtype", "rollout.history_length",
+          "rollout.prompt_limit", "rollout.response_limit", "rollout.stop")  # fmt: skip
 DO_NOT = ("env.data", "env.split", "env.workers", "env.time_limit", "evaluation.every")
 
 

@@ -277,7 +277,7 @@ def _update_sizes(config: Config) -> dict:
 
 
 def _make_policy_update(job: Job):
-    """(optimizer, the policy's `make_update`, with `learner.rollout_correction` of decisions that are weighted first)."""
+    """(optimizer, the policy's `make_update`, preceded by `learner.rollout_correction`)."""
     config, method, optimizer = job.config, job.method, make_optimizer(job.config.learner)
     loss = make_policy_loss(job.adapted, config.learner, method, config.rollout.temperature, job.runner.roles)
     per_token = aggregation(config.learner, method) == "token-mean"
@@ -297,7 +297,7 @@ def _make_policy_update(job: Job):
         weights, correction = losses.rollout_correction(
             old_logp, batch.old_logp, mask, level=level, cap=config.learner.rollout_correction_cap
         )
-        if method.loss == "gspo":  # whose advantages are those of whole responses, as `check_together` has its weights
+        if method.loss == "gspo":  # advantages and, as `check_together` sees to, weights are of whole responses
             weighted = batch.advantages * weights[:, 0]
         else:
             weighted = (batch.advantages if batch.advantages.ndim == 2 else batch.advantages[:, None]) * weights

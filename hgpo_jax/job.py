@@ -276,6 +276,37 @@ def same_tokenizer(a, b) -> bool:
     return None not in (a, b) and a.get_vocab() == b.get_vocab() and template(a) == template(b)
 
 
+def make_runner(config: Config, models: Models, tokenizer, mesh: Mesh) -> Runner:
+    """What makes rollouts in the configured environment. Raises ConfigError."""
+    found = environment(config.env)
+    if found.agent:
+        assert isinstance(models, ModelConfig)  # an agent has one role
+        return AgentRunner(config, models, tokenizer, mesh)
+    if found.text is not None and not config.in_words:
+        return TextRunner(config, found, *found.text(config), models, tokenizer, mesh)
+    assert found.compiled is not None  # what has no text version
+    games = found.games(config) if found.games else None
+    return CompiledRunner(config, found.compiled(config), models, tokenizer, mesh, games)
+
+
+def unrounded(job: Job) -> Job:
+    """The job as it samples without `policy.sample_dtype`: for warm start and evaluation, which are of the policy itself."""
+    if not job.config.policy.sample_dtype:
+        return job
+
+    def changed(of: Job) -> Job:
+        policy = of.config.policy.model_copy(update={"sample_dtype": None})
+        adapted = dataclasses.replace(of.adapted, sample_dtype=None)
+        return dataclasses.replace(of, config=of.config.model_copy(update={"policy": policy}), adapted=adapted)
+
+    whole, sets = changed(job), {name: changed(of) for name, of in job.sets.items()}
+    models: Models = {name: of.adapted for name, of in sets.items()} or whole.adapted
+    runner = make_runner(whole.config, models, job.policy.tokenizer, job.mesh)
+    return dataclasses.replace(
+        whole, runner=runner, sets={name: dataclasses.replace(of, runner=runner) for name, of in sets.items()}
+    )
+
+
 def build(config: Config, mesh: Mesh | None = None) -> Job:
     """Builds a job, on `prepare_devices(config)` if no mesh is given.
 
@@ -289,20 +320,10 @@ def build(config: Config, mesh: Mesh | None = None) -> Job:
         raise ConfigError(f"cache_dir={config.cache_dir}: part of the path is a file; choose another folder")
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):  # jax's own variable, where it is set, wins
         jax.config.update("jax_compilation_cache_dir", str(compiled))
-    found = environment(config.env)
-    makers = None if config.in_words or found.text is None else found.text(config)
     policy = make_policy(config, check_memory(config, mesh), mesh)
     adapted, sets = adapted_model(config, policy), make_sets(config, policy, mesh)
-    models: Models = {name: adapted_model(*of) for name, of in sets.items()} or adapted
-    runner: Runner
-    if found.agent:
-        runner = AgentRunner(config, adapted, policy.tokenizer, mesh)
-    elif makers:
-        runner = TextRunner(config, found, *makers, models, policy.tokenizer, mesh)
-    else:
-        assert found.compiled is not None  # what has no text version
-        games = found.games(config) if found.games else None
-        runner = CompiledRunner(config, found.compiled(config), models, policy.tokenizer, mesh, games)
+    models = {name: adapted_model(*of) for name, of in sets.items()}
+    runner = make_runner(config, models or adapted, policy.tokenizer, mesh)
     given = config.policy.source or any(own.policy.source for own, _ in sets.values())
     if config.warm_start == "cloning" and given and not runner.has_expert():
         raise ConfigError(
@@ -311,7 +332,7 @@ def build(config: Config, mesh: Mesh | None = None) -> Job:
         )
     job = Job(config=config, mesh=mesh, policy=policy, adapted=adapted, runner=runner)
     job = dataclasses.replace(job, sets={
-        name: dataclasses.replace(job, config=own, policy=of_set, adapted=adapted_model(own, of_set), weights=name)
+        name: dataclasses.replace(job, config=own, policy=of_set, adapted=models[name], weights=name)
         for name, (own, of_set) in sets.items()
     })  # fmt: skip
     return dataclasses.replace(job, reward=make_reward(config, job.abstract_episodes())) if config.reward.source else job

@@ -209,12 +209,13 @@ def value_loss(
 def rollout_correction(
     logp: jax.Array, sampled_logp: jax.Array, mask: jax.Array, *, level: str, cap: float = 2.0
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Truncated importance weights for tokens that were drawn by another policy than the one that learns, as by its int8 copy.
+    """Truncated importance weights for tokens that another policy drew than the one that learns, such as its int8 copy.
 
     The weight is min(p / q, cap) with p the policy's probability before the update and q the sampler's, of a token or of its
     whole response. A policy loss with p's log-probabilities as the old ones, and with advantages that are multiplied by the
     weights, is what Yao et al. propose ("Your efficient RL framework secretly brings you off-policy RL training", 2025); verl
-    calls it rollout correction. Truncation goes back to Ionides ("Truncated importance sampling", 2008).
+    calls it rollout correction. Truncation goes back to Ionides ("Truncated importance sampling", 2008). What stays uncorrected
+    is how often the tokens before a token were drawn (`token`), or the turns before a response (`sequence`).
 
     Args:
       logp, sampled_logp: f32[N, R], log p and log q of the tokens.

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.evaluation import play_held_out, sampled_decoding, summarize
 from hgpo_jax.iteration import make_learn, sample
-from hgpo_jax.job import Job
+from hgpo_jax.job import Job, unrounded
 from hgpo_jax.learner import lr_scale
 from hgpo_jax.policy import Policy, load_policy, lora
 from hgpo_jax.rollout.episodes import Episodes
@@ -195,7 +195,7 @@ def starting_params(job: Job, folder: Path):
     place = lambda job: start / alike.get(id(job.policy), job.weights)  # noqa: E731
     places = {place(of): of for of in job.sets.values() or [job]}
     if not distributed.broadcast_from_process_0(lambda: all((place / "config.json").is_file() for place in places)):
-        reference = warm_start(job) if config.warm_start == "cloning" else job.given_params
+        reference = warm_start(unrounded(job)) if config.warm_start == "cloning" else job.given_params
         with refusals():
             for folder, of in places.items():
                 params = reference[of.weights] if job.sets else reference

@@ -21,7 +21,7 @@ class TrainingBatch(struct.PyTreeNode):
     prompt_lengths: jax.Array  # i32[N]
     responses: jax.Array  # i32[N, R], right-padded
     response_lengths: jax.Array  # i32[N]; 0 for a decision that does not count
-    old_logp: jax.Array  # f32[N, R], under the policy that sampled
+    old_logp: jax.Array  # f32[N, R], under the sampler; with `learner.rollout_correction` under the policy before the update
     advantages: jax.Array  # f32[N], or f32[N, R] where the tokens of a response have their own
     agents: jax.Array | None = None  # i32[N], the role of each decision; None where there is one
     values: jax.Array | None = None  # f32[N], the critic's before the update; of three heads f32[N, 3]

@@ -19,7 +19,7 @@ from hgpo_jax.environments import environment
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.evaluation import describe_evaluation, evaluate
 from hgpo_jax.files import atomic_write, is_remote
-from hgpo_jax.job import Job, Runner, build, job_mesh, open_devices
+from hgpo_jax.job import Job, Runner, build, job_mesh, open_devices, unrounded
 from hgpo_jax.mesh import abstract_mesh, make_mesh
 from hgpo_jax.own_words import fresh_tokenizer
 from hgpo_jax.policy import Policy
@@ -147,7 +147,7 @@ def train_and_evaluate(job: Job, folder: Path, first: int, stop: Interruption) -
             lambda job, params: Policy(job.policy.config, params, job.policy.tokenizer).save(folder / "policy" / job.weights),
             params,
         )
-    result, transcripts = evaluate(job, params, folder)
+    result, transcripts = evaluate(unrounded(job), params, folder)
     shown = "\n\n".join(transcripts)
     if writes:
         plot_curves(folder)

@@ -242,6 +242,33 @@ def test_adapters_of_their_own_stand_beside_one_copy_of_the_weights(cache):
 
 
 @pytest.mark.slow  # one more update to compile
+def test_each_set_of_adapters_is_corrected_for_its_own_sampler(cache):
+    """The searcher's tokens as if drawn with a third of their probability: weights of 3, cut to 2, and the carrier's of 1."""
+    adapters = ("roles.searcher.lora_rank=2", "roles.carrier.lora_rank=4")
+    job = job_of(*adapters, "learner.rollout_correction=token", cache=cache)
+    turns = {}
+
+    def rarer(episodes):
+        mine = episodes.mask & (episodes.agents == 0)
+        turns.update(mine=mine.sum(), all=episodes.mask.sum())
+        tokens = np.arange(episodes.logp.shape[-1]) < episodes.response_lengths[..., None]
+        return episodes.replace(logp=episodes.logp - np.log(3) * (tokens & mine[..., None]).astype(np.float32))
+
+    before, after, metrics = trained(job, change=rarer)
+    share = turns["mine"] / turns["all"]
+    assert 0.2 < share < 0.8
+    assert metrics["correction/truncated"] == pytest.approx(share, abs=1e-5)
+    assert metrics["correction/weight"] == pytest.approx(1 + share, abs=1e-4)
+    assert metrics["ratio"] == pytest.approx(1, abs=0.05) and metrics["logp_difference"] == pytest.approx(np.log(3), abs=1e-3)
+    _, usual, _ = trained(job_of(*adapters, cache=cache))
+    carrier = [step(before, state, "carrier") for state in (after, usual)]
+    np.testing.assert_allclose(*carrier, atol=1e-5)
+    assert np.abs(carrier[0]).max() > 1e-4
+    searcher = [step(before, state, "searcher") for state in (after, usual)]
+    assert np.abs(searcher[0] - searcher[1]).max() > 1e-5
+
+
+@pytest.mark.slow  # one more update to compile
 def test_state_in_host_memory_gives_the_same(apart, cache):
     _, usual, _ = trained(apart)
     _, offloaded, _ = trained(job_of(OWN, "learner.offload=true", cache=cache))

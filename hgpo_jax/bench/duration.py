@@ -1,9 +1,9 @@
 """How long an iteration takes on devices of a kind, by arithmetic: operations and bytes over their rates.
 
-Counted are prompts, decoding, the reference policy, the critic and the update. Compiled environments decode in lockstep: every
-turn lasts as long as its longest answer, which is taken for the longest possible. Text environments decode by continuous
-batching: all tokens over the slots, but not less than an episode of all turns takes alone. Not counted: environments,
-communication between devices, compiling, and padding.
+Counted are prompts, decoding, the reference policy, the rollouts' correction, the critic and the update. Compiled environments
+decode in lockstep: every turn lasts as long as its longest answer, which is taken for the longest possible. Text environments
+decode by continuous batching: all tokens over the slots, but not less than an episode of all turns takes alone. Not counted:
+environments, communication between devices, compiling, and padding.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from hgpo_jax.bench.limits import decode_flops, forward_flops, read_bytes
 from hgpo_jax.config import Config
+from hgpo_jax.learner import correction_level
 from hgpo_jax.memory import Workload
 from hgpo_jax.methods import method_named
 
@@ -61,6 +62,7 @@ def seconds_at_limits(
         "prompts": steps * forward_flops(model, math.ceil(prompt), 1) / devices / operations,
         "decoding": decoded * token / each,
         "reference policy": forward if config.learner.kl_weight else 0.0,
+        "rollout correction": forward if correction_level(config) != "none" else 0.0,
         "update": passes * forward,
         "critic": (1 + passes) * forward if method_named(config.method).critic else 0.0,
     }

@@ -69,8 +69,10 @@ def read_bytes(c: ModelConfig, rows: int, slots: int, itemsize: int) -> int:
     """
     head = c.vocab_size * c.hidden_size
     blocks = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes(c))) - head * (1 if c.tie_word_embeddings else 2)
-    cache = rows * slots * c.num_hidden_layers * 2 * c.num_key_value_heads * c.head_size
-    return head * itemsize + (blocks + cache) * (1 if c.sample_dtype == "int8" else itemsize)
+    heads = rows * slots * c.num_hidden_layers * 2 * c.num_key_value_heads
+    if c.sample_dtype == "int8":  # a scale for each slot and head
+        return head * itemsize + blocks + heads * (c.head_size + 4)
+    return (head + blocks + heads * c.head_size) * itemsize
 
 
 def fastest(call: Callable[[], object], repeats: int = 5) -> float:

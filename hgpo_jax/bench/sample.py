@@ -20,6 +20,7 @@ import numpy as np
 from hgpo_jax.bench import limits, policies, profile
 from hgpo_jax.bench.limits import GiB, row
 from hgpo_jax.bench.plan import compiled_bytes
+from hgpo_jax.errors import ConfigError
 from hgpo_jax.policy import initialize, network
 from hgpo_jax.policy.placement import cast
 from hgpo_jax.sampling import Decoding, make_decode_blocks, make_sampler
@@ -44,6 +45,8 @@ def temperature(text: str) -> float:
 
 def run(args: argparse.Namespace) -> list[dict]:
     """Rows of name, value, unit, limit_share (of the machine's limit, more is better), ratio (our speed over the peer's)."""
+    if args.against and args.sample_dtype:
+        raise ConfigError(f"--sample-dtype {args.sample_dtype}: --against {args.against} decodes in --dtype; leave out one")
     workload, peer = policies.workload(args), policies.load_peer(args.against)
     prompt, new = args.prompt or workload.prompt, max(args.new, 2)
     policies.refuse(args, workload.model, args.batch, prompt + new)

@@ -21,6 +21,7 @@ from hgpo_jax.config import Config
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.iteration import make_learn, sample
 from hgpo_jax.job import Job, build
+from hgpo_jax.learner import correction_level
 from hgpo_jax.methods import method_named
 from hgpo_jax.run.metrics import rollout_metrics
 from hgpo_jax.runners import CompiledRunner
@@ -70,7 +71,8 @@ def run(args: argparse.Namespace) -> list[dict]:
     answer = episodes.responses.shape[-1]
     decode = forward_flops(model, width + answer, width + answer) / (width + answer) * (answer - 1)
     rollout_flops = steps * (forward_flops(model, width, 1) + decode)
-    passes = 4 if job.config.learner.kl_weight else 3  # backward counts twice; the reference policy once
+    # Backward counts twice, the reference policy and the correction once.
+    passes = 3 + bool(job.config.learner.kl_weight) + (correction_level(job.config) != "none")
     update_flops = steps * passes * forward_flops(model, width + answer - 1, answer)
     shape = (
         f"{job.config.rollout.prompt_groups} x {job.config.rollout.group_size} episodes of {job.config.env.turns} turns"
@@ -109,6 +111,8 @@ def refuse_unlike(config: Config) -> None:
         raise ConfigError(f"method={config.method}: --against transformers has one clipped loss, without critic or adapters")
     if needed := parameters(method.estimator)[0]:
         raise ConfigError(f"method={config.method}: needs {', '.join(needed)}, which --against transformers does not have")
+    if config.policy.sample_dtype or correction_level(config) != "none":
+        raise ConfigError("--against transformers: its sampler is its trainer; leave out sample_dtype and rollout_correction")
     if config.learner.aggregate != "token-mean" or config.learner.kl_kind != "k3" or config.policy.compute_dtype != "float32":
         raise ConfigError("--against transformers: needs learner.aggregate=token-mean, kl_kind=k3, compute_dtype=float32")
 

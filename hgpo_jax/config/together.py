@@ -50,6 +50,10 @@ def check_together(config: Config) -> None:
             cloning and config.policy.tokenizer,
         f"learner.rollout_correction=token: method={config.method} weighs whole responses; give sequence, or none":
             config.learner.rollout_correction == "token" and method.loss == "gspo",
+        f"learner.rollout_correction_cap={config.learner.rollout_correction_cap:g}: nothing is corrected; give "
+        "learner.rollout_correction, too":
+            config.learner.rollout_correction_cap != 2.0
+            and not (config.learner.rollout_correction or config.policy.sample_dtype),
         f"rollout.ready_fraction={config.rollout.ready_fraction:g}: needs env.workers; in this process environments step one "
         "by one":
             config.rollout.ready_fraction < 1 and not config.in_words and not env.workers,

@@ -161,8 +161,8 @@ class PolicyConfig(Section):
         "float32", "type of the copy of the weights that samples, and that the loss sees"
     )
     sample_dtype: Literal["int8"] | None = field(
-        None, "int8: decoding reads matrices and cache in 8 bits, and the update corrects for it (learner.rollout_correction); "
-        "default: compute_dtype",
+        None, "int8: training episodes are decoded with the layers' matrices and the cache in 8 bits, for which the update is "
+        "corrected (learner.rollout_correction); default: compute_dtype",
     )  # fmt: skip
     hidden_size: Positive = field(64, "width")
     intermediate_size: Positive = field(176, "width of the feed-forward layer")

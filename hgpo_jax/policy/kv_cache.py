@@ -45,7 +45,10 @@ class KVCache(struct.PyTreeNode):
         return cls(keys, values, key_scales, value_scales)
 
     def map(self, call, *others: KVCache) -> KVCache:
-        """`call(array, slots, *those of other caches)` of every array there is, and which of its dimensions the slots are."""
+        """A cache of `call(array, slots, *the same array of others)` for every array that there is.
+
+        slots: which of its dimensions the slots are.
+        """
         arrays = {name: [getattr(cache, name) for cache in (self, *others)] for name in SLOTS}
         of = {name: call(found[0], SLOTS[name], *found[1:]) for name, found in arrays.items() if found[0] is not None}
         return KVCache(**of)

@@ -116,7 +116,8 @@ class Linear(nnx.Linear):
         self.kernel, self.transposed = nnx.Param(self.kernel[...].T), True
 
     def quantize(self):
-        """Stores W, transposed, in 8 bits from now on, with a scale for each output."""
+        """Stores W, which has been transposed, in 8 bits from now on, with a scale for each output."""
+        assert self.transposed
         kernel, scale = quantize(self.kernel[...], 1)
         self.kernel, self.scale = nnx.Param(kernel), nnx.Param(scale)
 
