@@ -81,7 +81,7 @@ def policies_of(run: Path) -> list[Path]:
     return sorted(file.parent for file in run.glob("policy/*/config.json"))
 
 
-AS_IT_IS = "policy.sample_dtype=null"
+UNROUNDED = "policy.sample_dtype=compute_dtype"  # a run's policy is played as it was saved, unless one asks for something else
 
 
 def trained_policy(args) -> tuple[str, list[str]]:
@@ -108,7 +108,7 @@ def trained_policy(args) -> tuple[str, list[str]]:
             if "+" not in folder.name:
                 saved += [f"roles.{folder.name}.policy={folder}", f"roles.{folder.name}.lora_rank=0"]
     mesh = [] if args.mesh is None else [f"mesh={args.mesh}"]
-    return str(Path(args.run, "config.yaml")) if run else args.config, [AS_IT_IS, *args.overrides, *mesh, *saved]
+    return str(Path(args.run, "config.yaml")) if run else args.config, [UNROUNDED, *args.overrides, *mesh, *saved]
 
 
 def add_distributed(p: argparse.ArgumentParser) -> None:

@@ -291,12 +291,12 @@ def make_runner(config: Config, models: Models, tokenizer, mesh: Mesh) -> Runner
 
 def unrounded(job: Job) -> Job:
     """The job as it samples without `policy.sample_dtype`: for warm start and evaluation, which are of the policy itself."""
-    if not job.config.policy.sample_dtype:
+    if job.config.policy.sample_dtype == "compute_dtype":
         return job
 
     def changed(of: Job) -> Job:
-        policy = of.config.policy.model_copy(update={"sample_dtype": None})
-        adapted = dataclasses.replace(of.adapted, sample_dtype=None)
+        policy = of.config.policy.model_copy(update={"sample_dtype": "compute_dtype"})
+        adapted = dataclasses.replace(of.adapted, sample_dtype="compute_dtype")
         return dataclasses.replace(of, config=of.config.model_copy(update={"policy": policy}), adapted=adapted)
 
     whole, sets = changed(job), {name: changed(of) for name, of in job.sets.items()}

@@ -74,7 +74,7 @@ def aggregation(config: LearnerConfig, method: Method) -> str:
 
 def correction_level(config: Config) -> str:
     """`learner.rollout_correction` as it applies; GSPO's ratio is one for a whole response, so its weight is, too."""
-    if config.learner.rollout_correction or not config.policy.sample_dtype:
+    if config.learner.rollout_correction or config.policy.sample_dtype != "int8":
         return config.learner.rollout_correction or "none"
     return "sequence" if method_named(config.method).loss == "gspo" else "token"
 

@@ -127,7 +127,7 @@ class _Sizes:
     def of(cls, config: Config, mesh, model: ModelConfig) -> _Sizes:
         param_bytes = jnp.dtype(config.policy.dtype).itemsize
         compute_bytes = jnp.dtype(config.policy.compute_dtype).itemsize
-        sample_bytes, scale_bytes = (1, 4) if config.policy.sample_dtype else (compute_bytes, 0)
+        sample_bytes, scale_bytes = (1, 4) if config.policy.sample_dtype == "int8" else (compute_bytes, 0)
         fsdp, tensor = mesh.shape["fsdp"], mesh.shape["tensor"]
         whole = jax.tree.leaves(shapes(model))
         shards = jax.tree.leaves(shardings(model, mesh))

@@ -180,7 +180,8 @@ def test_no_evaluation_takes_the_place_of_another(tmp_path):
 
 
 @pytest.mark.parametrize("change", ["env.tasks=two", "evaluation.min_response=2", "rollout.history_length=1", "rollout.stop=x",
-                                    "env.held_out=valid_unseen", "policy.compute_dtype=bfloat16"])  # fmt: skip
+                                    "env.held_out=valid_unseen", "policy.compute_dtype=bfloat16",
+                                    "policy.sample_dtype=int8"])  # fmt: skip
 def test_fields_that_an_evaluation_depends_on(change):
     default = evaluation_files.settings_of(configuration.Config())
     name = change.partition("=")[0]
@@ -200,7 +201,7 @@ def evaluated(tmp_path, monkeypatch):
     run = tmp_path / "run"
     (run / "policy").mkdir(parents=True)
     (tmp_path / "exported").mkdir()
-    (run / "config.yaml").write_text("seed: 1\nevaluation: {episodes: 6}\n")
+    (run / "config.yaml").write_text("seed: 1\nevaluation: {episodes: 6}\npolicy: {sample_dtype: int8}\n")
     (run / "evaluation.json").write_text("{}")
     monkeypatch.setattr(evaluate, "prepare_devices", lambda config, several: None)
     monkeypatch.setattr(evaluate, "build", lambda config, mesh: FakeJob(config, Runner(num_held_out_tasks=None)))
@@ -223,6 +224,9 @@ def test_only_an_evaluation_with_the_runs_settings_is_its_own(evaluated):
     assert evaluated("run", "env.max_turns=3") == {"run/evaluations/held_out-t1-n6.json"}
     assert evaluated("run", "--to", "there") == {"there/held_out-t1-n6.json"}
     assert evaluated("run", "--seeds", "1,2") == {f"run/evaluations/held_out-t1-n6-s1-2.{end}" for end in ("json", "jsonl")}
+    assert evaluated("run", "policy.sample_dtype=int8", "--to", "rounded") == {"rounded/held_out-t1-n6.json"}
+    files = Path("there/held_out-t1-n6.json"), Path("rounded/held_out-t1-n6.json")
+    assert [json.loads(file.read_text())["settings"]["policy.sample_dtype"] for file in files] == ["compute_dtype", "int8"]
     assert Path("run/evaluation.json").read_text() == own
     with pytest.raises(ConfigError, match=r"n6\.json: holds an evaluation with env\.max_turns=3; choose another folder"):
         evaluated("run", "env.max_turns=4")
@@ -240,7 +244,8 @@ def test_a_folder_that_is_no_run_needs_only_its_configuration(evaluated, capsys)
 @pytest.mark.slow
 def test_a_run_and_its_exported_policy_score_alike(tmp_path):
     run, exported, cache = tmp_path / "run", tmp_path / "exported", f"cache_dir={tmp_path / 'cache'}"
-    command("-m", "hgpo_jax.train", *TINY, "iterations=3", "learner.final_lr=0.25", cache, f"run_dir={run}", cwd=tmp_path)
+    fields = ("iterations=3", "learner.final_lr=0.25", "policy.sample_dtype=int8", cache, f"run_dir={run}")
+    command("-m", "hgpo_jax.train", *TINY, *fields, cwd=tmp_path)
     assert [row["lr"] for row in rows_of(run)] == pytest.approx([2e-3, 1.25e-3, 5e-4])
     before = (run / "evaluation.json").read_text()
 

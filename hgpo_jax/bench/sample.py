@@ -32,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new", type=policies.positive, default=32, help="tokens of each response, at least 2")
     parser.add_argument("--batch", type=policies.positive, nargs="+", default=[1, 8], help="rows at once; several in turn")
     parser.add_argument("--temperature", type=temperature, default=1.0, help="of sampling; 0 takes the most likely token")
-    parser.add_argument("--sample-dtype", choices=("int8",), help="decode with matrices and cache of this type")
+    parser.add_argument(
+        "--sample-dtype", choices=("compute_dtype", "int8"), default="compute_dtype", help="int8: decode in 8 bits"
+    )
     profile.add_argument(parser)
 
 
@@ -45,7 +47,7 @@ def temperature(text: str) -> float:
 
 def run(args: argparse.Namespace) -> list[dict]:
     """Rows of name, value, unit, limit_share (of the machine's limit, more is better), ratio (our speed over the peer's)."""
-    if args.against and args.sample_dtype:
+    if args.against and args.sample_dtype == "int8":
         raise ConfigError(f"--sample-dtype {args.sample_dtype}: --against {args.against} decodes in --dtype; leave out one")
     workload, peer = policies.workload(args), policies.load_peer(args.against)
     prompt, new = args.prompt or workload.prompt, max(args.new, 2)
@@ -103,7 +105,7 @@ def _measure(args, model, peer, batch: int, prompt: int, new: int) -> dict:
 def _rows(args, model, one: dict, prompt: int, new: int, rates: limits.Rates) -> list[dict]:
     """The rows of one batch size."""
     batch, best, itemsize = one["batch"], one["best"], jnp.dtype(args.dtype).itemsize
-    whole = dataclasses.replace(model, sample_dtype=None)  # which prompts are read with
+    whole = dataclasses.replace(model, sample_dtype="compute_dtype")  # which prompts are read with
     prefill = rates.seconds(limits.read_bytes(whole, 0, 0, itemsize), batch * limits.forward_flops(model, prompt, 1))
     decode = sum(
         rates.seconds(limits.read_bytes(model, batch, slots, itemsize), batch * limits.decode_flops(model, slots))
@@ -116,7 +118,8 @@ def _rows(args, model, one: dict, prompt: int, new: int, rates: limits.Rates) ->
         value, unit = (tokens / seconds, "tokens/s") if tokens else (seconds, "s")
         return row(f"{name}, batch {batch}, {on}", value, unit, limit / seconds, ratio)
 
-    shape = f"{args.policy}, {args.sample_dtype or args.dtype}, prompt {prompt}, {new} new"
+    dtype = args.sample_dtype if args.sample_dtype == "int8" else args.dtype
+    shape = f"{args.policy}, {dtype}, prompt {prompt}, {new} new"
     others = [name for name in one["whole"] if name not in (best, "peer")]
     return [
         line(f"decode, {shape}", "decode", decode, batch * (new - 1)),

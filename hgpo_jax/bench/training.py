@@ -111,7 +111,7 @@ def refuse_unlike(config: Config) -> None:
         raise ConfigError(f"method={config.method}: --against transformers has one clipped loss, without critic or adapters")
     if needed := parameters(method.estimator)[0]:
         raise ConfigError(f"method={config.method}: needs {', '.join(needed)}, which --against transformers does not have")
-    if config.policy.sample_dtype or correction_level(config) != "none":
+    if config.policy.sample_dtype == "int8" or correction_level(config) != "none":
         raise ConfigError("--against transformers: its sampler is its trainer; leave out sample_dtype and rollout_correction")
     if config.learner.aggregate != "token-mean" or config.learner.kl_kind != "k3" or config.policy.compute_dtype != "float32":
         raise ConfigError("--against transformers: needs learner.aggregate=token-mean, kl_kind=k3, compute_dtype=float32")

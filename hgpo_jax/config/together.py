@@ -53,7 +53,7 @@ def check_together(config: Config) -> None:
         f"learner.rollout_correction_cap={config.learner.rollout_correction_cap:g}: nothing is corrected; give "
         "learner.rollout_correction, too":
             config.learner.rollout_correction_cap != 2.0
-            and not (config.learner.rollout_correction or config.policy.sample_dtype),
+            and not (config.learner.rollout_correction or config.policy.sample_dtype == "int8"),
         f"rollout.ready_fraction={config.rollout.ready_fraction:g}: needs env.workers; in this process environments step one "
         "by one":
             config.rollout.ready_fraction < 1 and not config.in_words and not env.workers,

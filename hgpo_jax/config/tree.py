@@ -160,9 +160,9 @@ class PolicyConfig(Section):
     compute_dtype: Literal["float32", "bfloat16"] = field(
         "float32", "type of the copy of the weights that samples, and that the loss sees"
     )
-    sample_dtype: Literal["int8"] | None = field(
-        None, "int8: training episodes are decoded with the layers' matrices and the cache in 8 bits, for which the update is "
-        "corrected (learner.rollout_correction); default: compute_dtype",
+    sample_dtype: Literal["compute_dtype", "int8"] = field(
+        "compute_dtype", "int8: training episodes are decoded with the layers' matrices and the cache in 8 bits, for which the "
+        "update is corrected (learner.rollout_correction)",
     )  # fmt: skip
     hidden_size: Positive = field(64, "width")
     intermediate_size: Positive = field(176, "width of the feed-forward layer")

@@ -70,7 +70,7 @@ class ModelConfig:
 
     model_type: `qwen2` (Qwen2.5 too), `qwen3` or `llama` (SmolLM2 too). head_dim: hidden_size // num_attention_heads if None.
     rope_scaling: of Llama 3, see there. lora: adapters beside the weights, see `lora.py`. sample_dtype: `int8`: decoding reads
-    matrices and cache in 8 bits (`int8.py`); None: in the type of the weights.
+    matrices and cache in 8 bits (`int8.py`); `compute_dtype`: in the type of the weights.
     """
 
     vocab_size: int
@@ -88,7 +88,7 @@ class ModelConfig:
     head_dim: int | None = None
     rope_scaling: RopeScaling | None = None
     lora: LoraConfig | None = None
-    sample_dtype: str | None = None
+    sample_dtype: str = "compute_dtype"
 
     @property
     def head_size(self) -> int:

@@ -18,7 +18,8 @@ class Alarms:
 
     def __init__(self, config: Config, earlier: Sequence[dict] = ()):
         policy = config.policy
-        limit = config.log.max_logp_difference or LARGEST_DIFFERENCE[policy.sample_dtype or policy.compute_dtype]
+        dtype = policy.compute_dtype if policy.sample_dtype == "compute_dtype" else policy.sample_dtype
+        limit = config.log.max_logp_difference or LARGEST_DIFFERENCE[dtype]
         self._limits: dict[str, tuple[str, Callable[[float], float], float]] = {
             "ratio": ("max_ratio", lambda x: max(x, 1 / x) if x else 1.0, config.log.max_ratio),
             "approx_kl": ("max_approx_kl", abs, config.log.max_approx_kl),

@@ -209,6 +209,9 @@ def test_what_the_peer_plays_is_what_the_environment_does(peer, job):
         (["update", "--rows", "0"], "--rows: 0: must be a whole number"),
         (["train", "--against", "transformers", "method=gspo"], "method=gspo: --against transformers has one clipped loss"),
         (["train", "--against", "transformers", "env.name=household_text"], "plays the embedded household only"),
+        (["train", "--against", "transformers", "policy.sample_dtype=int8"], "its sampler is its trainer; leave out sample_dtype"),
+        (["train", "--against", "transformers", "learner.rollout_correction=token"], "its sampler is its trainer"),
+        (["sample", "--against", "transformers", "--sample-dtype", "int8"], "--sample-dtype int8: --against transformers decodes"),
     ],
 )
 def test_refusals(monkeypatch, capsys, arguments, said):
@@ -239,6 +242,10 @@ def test_counts_of_operations_and_bytes():
     params = initialize(model, 0, mesh)
     assert limits.read_bytes(model, 0, 0, 4) == sum(a.nbytes for a in jax.tree.leaves(params))
     assert limits.read_bytes(model, 3, 5, 2) - limits.read_bytes(model, 0, 0, 2) == 3 * 5 * 2 * (2 * 1 * 8) * 2
+    # In 8 bits a block's weights take a byte each, and keys and values, too, with a scale of four bytes for each head.
+    rounded, head = dataclasses.replace(model, sample_dtype="int8"), 4 * model.vocab_size * model.hidden_size
+    assert 4 * (limits.read_bytes(rounded, 0, 0, 4) - head) == limits.read_bytes(model, 0, 0, 4) - head
+    assert limits.read_bytes(rounded, 3, 5, 4) - limits.read_bytes(rounded, 0, 0, 4) == 3 * 5 * 2 * (2 * 1 * (8 + 4))
     # One token that sees itself alone is the same work either way.
     assert limits.decode_flops(model, 1) == limits.forward_flops(model, 1, 1)
 

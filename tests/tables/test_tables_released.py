@@ -24,7 +24,7 @@ RELEASED = {
     "env.reachable_only": False,
     "policy.dtype": "float32",  # verl/workers/fsdp_workers.py: what the actor's optimizer holds
     # Their old log-probabilities are the trainer's, and nothing weighs the sampler's in.
-    "policy.sample_dtype": None, "learner.rollout_correction": None, "learner.rollout_correction_cap": 2.0,
+    "policy.sample_dtype": "compute_dtype", "learner.rollout_correction": None, "learner.rollout_correction_cap": 2.0,
     "policy.compute_dtype": "bfloat16",  # D rollout.dtype, and FSDP's mixed precision
     "lora.rank": 0,  # D model.lora_rank
     "rollout.prompt_groups": 16,  # H data.train_batch_size
