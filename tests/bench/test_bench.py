@@ -209,9 +209,9 @@ def test_what_the_peer_plays_is_what_the_environment_does(peer, job):
         (["update", "--rows", "0"], "--rows: 0: must be a whole number"),
         (["train", "--against", "transformers", "method=gspo"], "method=gspo: --against transformers has one clipped loss"),
         (["train", "--against", "transformers", "env.name=household_text"], "plays the embedded household only"),
-        (["train", "--against", "transformers", "policy.sample_dtype=int8"], "its sampler is its trainer; leave out sample_dtype"),
+        (["train", "--against", "transformers", "policy.sample_dtype=int8"], "its sampler is its trainer; leave out"),
         (["train", "--against", "transformers", "learner.rollout_correction=token"], "its sampler is its trainer"),
-        (["sample", "--against", "transformers", "--sample-dtype", "int8"], "--sample-dtype int8: --against transformers decodes"),
+        (["sample", "--against", "transformers", "--sample-dtype", "int8"], "--sample-dtype int8: --against"),
     ],
 )
 def test_refusals(monkeypatch, capsys, arguments, said):
