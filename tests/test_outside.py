@@ -225,6 +225,20 @@ def test_mistakes_are_one_line(here, overrides, message):
     assert "\n" not in str(caught.value)
 
 
+def test_the_wording_of_a_template_is_recorded_and_a_change_warned_of_once(here):
+    (here / "prompts.txt").write_text("== first ==\n$observation\n== later ==\n$observation\n== entry ==\n$action\n")
+    team = ["env.name=household_team_text", "env.template=plain", "roles.searcher.template=prompts.txt"]
+    config = load(None, team)
+    assert provenance.record(config, here, 0) == []
+    (record,) = json.loads((here / "provenance.json").read_text())
+    assert set(record) == {"from_iteration", "roles.searcher.template"}  # one of ours is known by its name
+    assert record["roles.searcher.template"]["file"] == str(here / "prompts.txt")
+    (here / "prompts.txt").write_text("== first ==\nYou see $observation\n== later ==\n$observation\n== entry ==\n$action\n")
+    (warning,) = provenance.record(config, here, 2)
+    assert warning.startswith("roles.searcher.template=prompts.txt: it has changed since iteration 0")
+    assert provenance.record(config, here, 3) == []
+
+
 def test_options_of_a_resumed_run_keep_those_that_are_not_given_again():
     from hgpo_jax.config import given, resolve
 
@@ -241,7 +255,7 @@ def test_what_a_run_was_made_with_is_recorded_and_a_change_warned_of_once(here):
     assert provenance.record(config, here, 2) == []
     (here / "rooms.py").write_text(COMPILED + "# changed\n")
     (warning,) = provenance.record(config, here, 3)
-    assert warning.startswith("env.name=./rooms.py:Corridor: its code changed since iteration 0")
+    assert warning.startswith("env.name=./rooms.py:Corridor: it has changed since iteration 0")
     first, second = json.loads((here / "provenance.json").read_text())
     assert first == record and second["from_iteration"] == 3 and second["method"] == first["method"]
     assert second["env.name"]["sha256"] != first["env.name"]["sha256"]
@@ -300,7 +314,7 @@ def test_trains_evaluates_resumes_and_is_reported(here, kind):
     assert len(rows_of(here / "run")) == 5
     warnings = [line for line in resumed.stderr.splitlines() if line.startswith("warning: ")]
     (warning,) = warnings
-    assert warning.startswith("warning: method=./learning.py:plain: its code changed since iteration 0")
+    assert warning.startswith("warning: method=./learning.py:plain: it has changed since iteration 0")
     command("-m", "hgpo_jax.report", "run", cwd=here)
 
 

@@ -160,7 +160,7 @@ def test_a_run_records_the_judge(here):
     assert record["reward.source"]["file"] == str(here / "texts.py") and len(record["reward.source"]["sha256"]) == 64
     (here / "texts.py").write_text(TEXTS + "# changed\n")
     (warning,) = provenance.record(config, here, 1)
-    assert warning.startswith("reward.source=./texts.py:polite: its code changed since iteration 0")
+    assert warning.startswith("reward.source=./texts.py:polite: it has changed since iteration 0")
 
 
 @pytest.mark.slow

@@ -25,7 +25,8 @@ def hgpo(
 
     history_length: K. Level k = 0..K compares the return with those of the steps of the same prompt group with the same
         (s_{t-k}, ..., s_t); steps with t < k have no level k.
-    normalize: `mean_std` divides by (population std + 1e-6), `mean` only centres.
+    normalize: `mean_std` divides by (population std + 1e-6), as released for ALFWorld; `mean` only centres, as released for
+        WebShop, and as training does by default (`advantage.normalize`).
     weight_offset: 2 in the released code, 1 in the paper.
     base_group: adds GRPO's advantage over the step rows as one more level (-1), of weight `(weight_offset - 1)^alpha`.
     """

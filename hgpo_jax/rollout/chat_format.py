@@ -110,13 +110,18 @@ class Template:
         return (self.later if entries else self.first).substitute(slots)
 
 
-def load_template(name: str) -> Template:
-    """The template of this name in `templates/`, or of a file. Raises ValueError."""
+def template_file(name: str) -> Path:
+    """The file of this name in `templates/`, or at this place. Raises ValueError."""
     ours = {file.stem: file for file in TEMPLATES.glob("*.txt")}
     file = ours.get(name, Path(name))
     if not file.is_file():
         raise ValueError(f"template={name}: no such file; give one, or {', '.join(sorted(ours))}")
-    return Template.load(file)
+    return file
+
+
+def load_template(name: str) -> Template:
+    """What `template_file` holds. Raises ValueError."""
+    return Template.load(template_file(name))
 
 
 class TokenText:

@@ -1,7 +1,8 @@
-"""Which code from outside this project a run was made with: `provenance.json` in its folder."""
+"""Which code and templates from outside this project a run was made with: `provenance.json` in its folder."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from hgpo_jax.config import OPEN, Config
 from hgpo_jax.envs import outside
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.files import atomic_write
+from hgpo_jax.rollout.chat_format import TEMPLATES, template_file
 
 FILE = "provenance.json"
 
@@ -16,23 +18,29 @@ FILE = "provenance.json"
 def record(config: Config, folder: Path, done: int) -> list[str]:
     """Adds to the file what the run uses from iteration `done` on, where that differs from what it used before.
 
-    A record has `from_iteration` and, by field (`env.name`, `method`, `reward.source`, an option of the environment), the place
-    as given, the file, its SHA-256, and the version of the module or its distribution. Without code from outside nothing is
-    written.
+    A record has `from_iteration` and, by field (`env.name`, `method`, `reward.source`, an option of the environment,
+    `env.template`, a role's `template`), the place as given, the file, its SHA-256, and the version of the module or its
+    distribution. Where nothing comes from outside, nothing is written.
 
-    Returns: a line for each environment, estimator or judge that changed. Raises ConfigError for a damaged file.
+    Returns: a line for each of these that changed. Raises ConfigError for a damaged file.
     """
     given = {"env.name": config.env.name, "method": config.method, "reward.source": config.reward.source}
     places = {f: outside.located(name, OPEN[f][1]) for f, name in given.items() if name and name not in OPEN[f][0]}
     for option, place in outside.code_in(config.env.options).items():
         given[f"env.options.{option}"], places[f"env.options.{option}"] = config.env.options[option], place
     now = {field: {"name": given[field], **outside.version(place)} for field, place in places.items()}
+    templates = {"env.template": config.env.template}
+    templates |= {f"roles.{role}.template": settings.template for role, settings in config.roles.items()}
+    for field, name in templates.items():
+        if name and not (path := template_file(name)).is_relative_to(TEMPLATES):
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            given[field], now[field] = name, {"name": name, "file": str(path.resolve()), "sha256": digest, "version": None}
     file = folder / FILE
     try:
         records = json.loads(file.read_text()) if file.is_file() else []
         before = {field: value for field, value in records[-1].items() if field != "from_iteration"} if records else {}
         changed = [
-            f"{field}={given[field]}: its code changed since iteration {records[-1]['from_iteration']}, see {file}"
+            f"{field}={given[field]}: it has changed since iteration {records[-1]['from_iteration']}, see {file}"
             for field, about in now.items()
             if field in before and any(about[part] != before[field][part] for part in ("sha256", "version"))
         ]
