@@ -276,14 +276,22 @@ def same_tokenizer(a, b) -> bool:
     return None not in (a, b) and a.get_vocab() == b.get_vocab() and template(a) == template(b)
 
 
-def make_runner(config: Config, models: Models, tokenizer, mesh: Mesh) -> Runner:
-    """What makes rollouts in the configured environment. Raises ConfigError."""
+def text_makers(config: Config) -> tuple[Callable, Callable] | None:
+    """Of an environment that is told as text what `Environment.text` returns, else None. Raises ConfigError."""
+    found = environment(config.env)
+    return None if config.in_words or found.text is None else found.text(config)
+
+
+def make_runner(
+    config: Config, makers: tuple[Callable, Callable] | None, models: Models, tokenizer, mesh: Mesh
+) -> Runner:
+    """What makes rollouts in the configured environment, with its `text_makers`. Raises ConfigError."""
     found = environment(config.env)
     if found.agent:
         assert isinstance(models, ModelConfig)  # an agent has one role
         return AgentRunner(config, models, tokenizer, mesh)
-    if found.text is not None and not config.in_words:
-        return TextRunner(config, found, *found.text(config), models, tokenizer, mesh)
+    if makers:
+        return TextRunner(config, found, *makers, models, tokenizer, mesh)
     assert found.compiled is not None  # what has no text version
     games = found.games(config) if found.games else None
     return CompiledRunner(config, found.compiled(config), models, tokenizer, mesh, games)
@@ -301,7 +309,7 @@ def unrounded(job: Job) -> Job:
 
     whole, sets = changed(job), {name: changed(of) for name, of in job.sets.items()}
     models: Models = {name: of.adapted for name, of in sets.items()} or whole.adapted
-    runner = make_runner(whole.config, models, job.policy.tokenizer, job.mesh)
+    runner = make_runner(whole.config, text_makers(whole.config), models, job.policy.tokenizer, job.mesh)
     return dataclasses.replace(
         whole, runner=runner, sets={name: dataclasses.replace(of, runner=runner) for name, of in sets.items()}
     )
@@ -320,10 +328,11 @@ def build(config: Config, mesh: Mesh | None = None) -> Job:
         raise ConfigError(f"cache_dir={config.cache_dir}: part of the path is a file; choose another folder")
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):  # jax's own variable, where it is set, wins
         jax.config.update("jax_compilation_cache_dir", str(compiled))
+    makers = text_makers(config)  # first: its files are looked for before weights are
     policy = make_policy(config, check_memory(config, mesh), mesh)
     adapted, sets = adapted_model(config, policy), make_sets(config, policy, mesh)
     models = {name: adapted_model(*of) for name, of in sets.items()}
-    runner = make_runner(config, models or adapted, policy.tokenizer, mesh)
+    runner = make_runner(config, makers, models or adapted, policy.tokenizer, mesh)
     given = config.policy.source or any(own.policy.source for own, _ in sets.values())
     if config.warm_start == "cloning" and given and not runner.has_expert():
         raise ConfigError(
