@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from hgpo_jax import memory
 from hgpo_jax.agents import AgentRunner
 from hgpo_jax.config import Config, check_together
-from hgpo_jax.environments import environment, role_names
+from hgpo_jax.environments import Makers, environment, role_names
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.methods import Method, method_named
@@ -276,15 +276,13 @@ def same_tokenizer(a, b) -> bool:
     return None not in (a, b) and a.get_vocab() == b.get_vocab() and template(a) == template(b)
 
 
-def text_makers(config: Config) -> tuple[Callable, Callable] | None:
+def text_makers(config: Config) -> Makers | None:
     """Of an environment that is told as text what `Environment.text` returns, else None. Raises ConfigError."""
     found = environment(config.env)
     return None if config.in_words or found.text is None else found.text(config)
 
 
-def make_runner(
-    config: Config, makers: tuple[Callable, Callable] | None, models: Models, tokenizer, mesh: Mesh
-) -> Runner:
+def make_runner(config: Config, makers: Makers | None, models: Models, tokenizer, mesh: Mesh) -> Runner:
     """What makes rollouts in the configured environment, with its `text_makers`. Raises ConfigError."""
     found = environment(config.env)
     if found.agent:
