@@ -23,6 +23,8 @@ def test_two_processes_learn_from_the_texts_of_the_first(tmp_path):
     alone(tmp_path, *fields, "run_dir=one", "cache_dir=cache")
     assert len(metrics(tmp_path / "two")) == 2
     for row, expected in zip(metrics(tmp_path / "two"), metrics(tmp_path / "one"), strict=True):
+        for name in ("decode_steps", "slot_use"):  # which depend on who is ready when, with rollout.ready_fraction
+            del row[name], expected[name]
         assert row == pytest.approx(expected, abs=1e-5)
     ours, wanted = (Episodes.load(tmp_path / name / "episodes" / "iteration-00001.npz") for name in ("two", "one"))
     assert (ours.responses == wanted.responses).all()
