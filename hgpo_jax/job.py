@@ -73,7 +73,7 @@ class Job:
 
     def fresh_adapters(self) -> dict:
         """Adapters that change nothing yet."""
-        return lora.initialize(self.adapted, self.config.seed, self.mesh)
+        return lora.initialize(self.adapted, self.config.start_seed, self.mesh)
 
     def rollout_params(self, trained, reference):
         """What a rollout takes: the trained weights, or with LoRA the reference policy's with the trained adapters."""
@@ -222,7 +222,7 @@ def make_policy(config: Config, model: ModelConfig, mesh: Mesh) -> Policy:
     found = environment(config.env)
     words = word_tokenizer(found.compiled(config).words) if found.compiled and config.in_words else None
     if not settings.source:
-        params = cast(initialize(model, config.seed, mesh), settings.dtype)
+        params = cast(initialize(model, config.start_seed, mesh), settings.dtype)
         return Policy(model, params, words or fresh_tokenizer(config))
     try:
         policy = load_policy(settings.source, mesh, settings.dtype, config.cache_dir)

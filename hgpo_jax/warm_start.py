@@ -115,7 +115,7 @@ def read_play(
     """
     known, roles, commands, won = [], [], [], []
     episodes = play(
-        runner.make_env, tasks, noise=settings.noise, history_length=config.rollout.history_length, seed=config.seed
+        runner.make_env, tasks, noise=settings.noise, history_length=config.rollout.history_length, seed=config.start_seed
     )
     try:
         with Progress("warm start: play", len(tasks), "episode") as progress:
@@ -165,13 +165,13 @@ def demonstrations(job: Job, numbers: jax.Array) -> tuple[TrainingBatch, jax.Arr
     config, runner, tokenizer = job.config, job.runner, job.policy.tokenizer
     settings = config.cloning
     if isinstance(runner, TextRunner):
-        return read_play(runner, runner.select_tasks("warm_start", config.seed, numbers), settings, config)
-    tasks = runner.select_tasks("warm_start", config.seed, numbers)
+        return read_play(runner, runner.select_tasks("warm_start", config.start_seed, numbers), settings, config)
+    tasks = runner.select_tasks("warm_start", config.start_seed, numbers)
     assert isinstance(runner, CompiledRunner)  # an agent has no expert
     expert = environment(config.env).expert
     assert expert is not None  # `check_together` refuses others
     return generate_play(
-        runner.env, expert, jax.random.fold_in(jax.random.key(config.seed), 1), tasks, noise=settings.noise,
+        runner.env, expert, jax.random.fold_in(jax.random.key(config.start_seed), 1), tasks, noise=settings.noise,
         history_length=config.rollout.history_length, end=tokenizer.eos_token_id, act=tokenizer.convert_tokens_to_ids(ACT),
     )  # fmt: skip
 
@@ -182,13 +182,13 @@ def clone(job: Job) -> dict:
     Given weights that are good enough come back as they are. Raises ConfigError for what cannot be cloned.
     """
     config, settings = job.config, job.config.cloning
-    key = jax.random.key(config.seed)
+    key = jax.random.key(config.start_seed)
     given = job.given_params
     reference = job.by_set(lambda job, params: job.reference_copy(params) if job.adapted.lora else None, given)
     # Updated in place, and the job's own are still needed.
     trained = job.by_set(lambda job, p: job.fresh_adapters() if job.adapted.lora else jax.tree.map(jnp.copy, p), given)
     practice_numbers = settings.episodes + jnp.arange(job.batch)
-    practice = job.runner.select_tasks("warm_start", config.seed, practice_numbers)
+    practice = job.runner.select_tasks("warm_start", config.start_seed, practice_numbers)
     groups = jnp.arange(job.batch, dtype=jnp.int32)
     # Random commands are cloned for their form, not for what they reach.
     aim, stop_at = ("success", settings.stop_at) if job.runner.has_expert() else ("admissible", ADMISSIBLE)
@@ -366,7 +366,9 @@ def _imported(file: Path) -> Iterator[str]:
 def cache_key(config: Config) -> str:
     """A hash of everything that the warm start depends on."""
     parts = [
-        config.model_dump_json(include={"seed", "env", "policy", "lora", "cloning", "rollout"}),
+        str(config.start_seed),
+        config.model_dump_json(include={"env", "policy", "lora", "rollout"}),
+        config.cloning.model_dump_json(exclude={"seed"}),
         *(role + own.model_dump_json(exclude=set(OptimizerConfig.model_fields)) for role, own in sorted(config.roles.items())),
         str(config.learner.microbatch_size),
         *(f"{package} {version(package)}" for package in ("jax", "jaxlib", "flax", "optax")),

@@ -14,6 +14,8 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from hgpo_jax import warm_start
 from hgpo_jax.config import load
+from hgpo_jax.job import build
+from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import ModelConfig
 from hgpo_jax.policy.placement import shapes
 
@@ -109,6 +111,22 @@ def test_fields_of_the_warm_start_change_the_key_and_others_do_not(monkeypatch):
         assert warm_start.cache_key(load(None, [change])) != key, change
     for change in ("method=gigpo", "learner.lr=1e-3", "iterations=3", "run_dir=x"):
         assert warm_start.cache_key(load(None, [change])) == key, change
+    assert warm_start.cache_key(load(None, ["seed=5", "cloning.seed=0"])) == key
+    assert warm_start.cache_key(load(None, ["cloning.seed=5"])) == warm_start.cache_key(load(None, ["seed=5"]))
+
+
+@pytest.mark.slow
+def test_runs_that_share_a_start_begin_with_the_same_policy_and_other_tasks(tmp_path):
+    """What is cloned has nothing of the run's own seed; without a cache, so that both are made."""
+    small = ["rollout.prompt_groups=2", "cloning.max_steps=3", "cloning.check_every=3", "cloning.episodes=64"]
+    mesh = make_mesh("data=1", jax.devices()[:1])
+    jobs = [build(load(None, [*small, *more]), mesh) for more in (["seed=3"], ["seed=4", "cloning.seed=3"], ["seed=4"])]
+    same, shared, other = (tree_leaves_with_path(warm_start.clone(job)) for job in jobs)
+    for (place, a), (_, b) in zip(same, shared, strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=keystr(place))
+    assert any((np.asarray(a) != b).any() for (_, a), (_, b) in zip(same, other, strict=True))
+    first, second, third = (job.episode_inputs(0) for job in jobs)
+    assert (first[0] != second[0]).any() and (second[0] == third[0]).all()
 
 
 @pytest.mark.slow

@@ -255,6 +255,10 @@ class CloningConfig(Section):
     )
     lr: float = field(2e-3, "peak learning rate; rises over 100 steps, then falls to a tenth along a cosine", gt=0)
     optimizer: Literal["adamw", "muon"] = field("adamw", "muon: Muon's steps for the layers' kernels, as long as Adam's")
+    seed: int | None = field(
+        None, "seed of the first weights and of cloning; default: seed; runs that share it start from the same policy",
+        ge=0, lt=2**31,
+    )
     thought: str = field(
         "", "what cloned answers say between <think> and </think>, where a template has them; $goal and $command are filled in"
     )
@@ -414,6 +418,11 @@ class Config(Section):
     )
     log: LogConfig = LogConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+
+    @property
+    def start_seed(self) -> int:
+        """The seed of everything random before the first iteration."""
+        return self.seed if self.cloning.seed is None else self.cloning.seed
 
     @property
     def in_words(self) -> bool:

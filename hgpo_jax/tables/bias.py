@@ -27,7 +27,7 @@ from hgpo_jax.inspect.dumps import Dump
 from hgpo_jax.job import Job, build
 from hgpo_jax.sampling import Decoding
 from hgpo_jax.tables.plan import Plan
-from hgpo_jax.true_advantages import true_advantages
+from hgpo_jax.true_advantages import Truth, true_advantages
 from hgpo_jax.warm_start import warm_start
 
 FILE = "bias.json"
@@ -82,20 +82,28 @@ def measure(config: Config) -> dict:
 
 
 def against_truth(job: Job, params) -> dict[str, dict[str, float]]:
-    """Shown name of each of ESTIMATORS -> mse, as a share of the true advantages' mean square, and cosine to them.
-
-    Penalties for invalid actions are in neither, and returns are centred only.
-    """
-    config = job.config
+    """`errors` of the first iteration's steps by each of ESTIMATORS."""
     tasks, *inputs = job.episode_inputs(0)
     params = job.compute_copy(params)
     e = jax.device_get(job.runner.rollout(params, tasks, *inputs).episodes)
-    truth = true_advantages(job, params, tasks, e, continuations=CONTINUATIONS, seed=config.seed)
-    dump, found = Dump(e, config, job.policy.tokenizer), {}
+    truth = true_advantages(job, params, tasks, e, continuations=CONTINUATIONS, seed=job.config.seed)
+    return errors(centred(Dump(e, job.config, job.policy.tokenizer)), truth, e.mask)
+
+
+def centred(dump: Dump) -> dict[str, np.ndarray]:
+    """Advantages f32[B, T] by each of ESTIMATORS, in the unit of the rewards and without penalties, as true ones are."""
+    found = {}
     for shown, options in ESTIMATORS.items():
-        centred = {"normalize": "mean"} if "normalize" in parameters(options["name"])[1] else {}
-        advantages = dump.estimate(**options | centred, invalid_penalty=0.0).advantages
-        error = diagnostics.against_truth(advantages, truth.advantages, truth.standard_error, e.mask)
+        unit = {"normalize": "mean"} if "normalize" in parameters(options["name"])[1] else {}
+        found[shown] = dump.estimate(**options | unit, invalid_penalty=0.0).advantages
+    return found
+
+
+def errors(advantages: dict[str, np.ndarray], truth: Truth, mask) -> dict[str, dict[str, float]]:
+    """Shown name -> mse, as a share of the true advantages' mean square, and cosine to them."""
+    found = {}
+    for shown, estimated in advantages.items():
+        error = diagnostics.against_truth(estimated, truth.advantages, truth.standard_error, mask)
         found[shown] = {"mse": error["mse"] / error["spread"], "cosine": error["cosine"]}
     return found
 

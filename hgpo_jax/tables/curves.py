@@ -1,4 +1,4 @@
-"""The pictures of a table: success by iteration with the methods that matter named, and a forest plot of paired differences."""
+"""The pictures of a table: success by iteration, a forest plot of paired differences, advantages against true ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from scipy import special
 
 from hgpo_jax.run.curves import smooth, smoothing_window
+from hgpo_jax.tables.bias import ESTIMATORS
 from hgpo_jax.tables.plan import Cell, Plan, Table
+from hgpo_jax.tables.truth import PARTS, Measured
 
 FEW = 3  # methods; a table of more names some of them and leaves out the bands, which would hide each other
 BASELINE, CONTEXT = "#333333", "#c4c4c4"
@@ -184,10 +186,45 @@ def _forest(axis: Axes, plan: Plan, blocks: list, mine: dict, named: bool) -> No
     axis.spines[["top", "right", "left"]].set_visible(False)
 
 
-def draw(plan: Plan, found: dict, made: list, name: str, to: Path) -> list[Path]:
-    """Writes NAME.png and NAME-differences.png as far as there is something to show; returns what it wrote."""
-    written = []
-    for suffix, figure in (("", draw_curves(plan, found)), ("-differences", draw_differences(plan, made))):
+def draw_truth(plan: Plan, measured: list[Measured]) -> Figure | None:
+    """Cosine to true advantages and mean square error, a line for each estimator and each part of HGPO; None without any.
+
+    Faint marks are runs, coloured by the method that trained them; a bar is their mean.
+    """
+    if not measured:
+        return None
+    names = [*ESTIMATORS, *PARTS]
+    trained = [one.cell.split("/")[1] for one in measured]
+    methods = sorted(set(trained), key=list(plan.methods).index)
+    figure = Figure(figsize=(10, 0.8 + 0.32 * len(names)), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    places = [i + (0.8 if name in PARTS else 0) for i, name in enumerate(names)]
+    for axis, what, title in zip(axes, ("cosine", "mse"), ("cosine", "mean square error, as a share of theirs"), strict=True):
+        values = np.array([[one.errors[name][what] for name in names] for one in measured])
+        for method, color in zip(methods, COLORS, strict=False):
+            for row in values[[by == method for by in trained]]:
+                axis.plot(row, places, "o", color=color, alpha=0.35, markersize=4.5, markeredgewidth=0)
+            axis.plot([], [], "o", color=color, markersize=4.5, label=f"a run by {plan.methods[method].title}")
+        axis.plot(values.mean(0), places, "|", color=BASELINE, markersize=13, markeredgewidth=2.2, label="mean")
+        axis.set_title(title, fontsize=10)
+        axis.grid(axis="x", alpha=0.25)
+        axis.spines[["top", "right", "left"]].set_visible(False)
+        axis.tick_params(axis="y", length=0)
+    axes[0].set_xlim(left=0)
+    axes[0].legend(fontsize=8, frameon=False)
+    axes[1].set_xscale("log")
+    axes[1].axvline(1, color="#333333", linewidth=0.9)  # as far off as to say nothing
+    axes[0].set_yticks(places, names, fontsize=9)
+    axes[0].set_ylim(places[-1] + 0.6, -0.6)
+    after = ", ".join(map(str, sorted({one.iteration for one in measured})))
+    figure.suptitle(f"Advantages against true ones, {len(measured)} runs after {after} iterations", fontsize=11)
+    return figure
+
+
+def draw(plan: Plan, found: dict, made: list, truth: list[Measured], name: str, to: Path) -> list[Path]:
+    """Writes NAME.png, NAME-differences.png and NAME-truth.png as far as there is something to show; returns what it wrote."""
+    written, figures = [], {"": draw_curves(plan, found), "-differences": draw_differences(plan, made)}
+    for suffix, figure in (figures | {"-truth": draw_truth(plan, truth)}).items():
         if figure:
             written.append(to / f"{name}{suffix}.png")
             figure.savefig(written[-1], dpi=100)
