@@ -95,7 +95,7 @@ def centred(dump: Dump) -> dict[str, np.ndarray]:
     found = {}
     for shown, options in ESTIMATORS.items():
         unit = {"normalize": "mean"} if "normalize" in parameters(options["name"])[1] else {}
-        found[shown] = dump.estimate(**options | unit, invalid_penalty=0.0).advantages
+        found[shown] = np.asarray(dump.estimate(**options | unit, invalid_penalty=0.0).advantages)
     return found
 
 

@@ -55,11 +55,12 @@ def parts(dump: Dump, values: np.ndarray) -> dict[str, np.ndarray]:
     """
     e, options = dump.episodes, {"history_length": K, "normalize": "mean", "invalid_penalty": 0.0}
     record = dump.estimate("hgpo", **options)
-    weights = np.where(record.level_sizes > 0, np.arange(K + 1) + 2.0, 0.0)
+    apart, sizes, _ = map(np.asarray, record.by_level())
+    weights = np.where(sizes > 0, np.arange(K + 1) + 2.0, 0.0)
 
     def mean(weights):
         total = weights.sum(-1)
-        return (weights * record.level_advantages).sum(-1) / np.where(total > 0, total, 1)
+        return (weights * apart).sum(-1) / np.where(total > 0, total, 1)
 
     baseline = np.where(e.mask, record.returns - record.advantages, 0)
     penalized = options | {"invalid_penalty": dump.config.advantage.invalid_penalty}
@@ -67,8 +68,8 @@ def parts(dump: Dump, values: np.ndarray) -> dict[str, np.ndarray]:
         jnp.asarray(e.rewards), jnp.asarray(baseline), jnp.asarray(e.mask), dump.config.advantage.gamma, LAMBDA
     )
     found = (
-        dump.estimate("hgpo", **penalized).advantages,
-        mean(weights * np.maximum(record.level_sizes - 1, 0)),
+        np.asarray(dump.estimate("hgpo", **penalized).advantages),
+        mean(weights * np.maximum(sizes - 1, 0)),
         mean(weights),
         np.asarray(bootstrapped),
         np.where(e.mask, record.returns - values, 0),
