@@ -78,17 +78,18 @@ def parts(dump: Dump, values: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def measure(cell: str, folder: Path, iteration: int) -> Measured:
-    """A run's iteration, played again from its checkpoint. Raises ConfigError where it has none there."""
+    """A run's iteration, played again from its checkpoint, or from its start. Raises ConfigError where it has none there."""
     config = read_config(folder)
     job = build(config)
     start = starting_params(job, folder)
     _, init = make_learn(job)
-    kept = folder / "checkpoints" / str(iteration)
-    if not kept.is_dir():
-        raise ConfigError(f"--at {iteration}: {folder} has no checkpoint of it; log.checkpoint_every says which are kept")
-    checkpoints = Checkpoints(folder / "checkpoints", config.log)
-    state = checkpoints.restore(iteration, init(start))
-    checkpoints.close()
+    state = init(start)
+    if iteration:
+        if not (folder / "checkpoints" / str(iteration)).is_dir():
+            raise ConfigError(f"--at {iteration}: {folder} has no checkpoint of it; log.checkpoint_every says which are kept")
+        checkpoints = Checkpoints(folder / "checkpoints", config.log)
+        state = checkpoints.restore(iteration, state)
+        checkpoints.close()
     params = job.rollout_params(state["params"], job.reference_copy(start))
     tasks, *inputs = job.episode_inputs(iteration)
     e = jax.device_get(job.runner.rollout(params, tasks, *inputs).episodes)

@@ -47,18 +47,19 @@ def test_a_panel_for_each_setting_names_few_methods(household):
     plan, found, _ = household
     panels = shown_by(curves.draw_curves(plan, found))
     assert list(panels) == [
-        f"{table}\n{setting}" for table in ("HGPO against GiGPO", "All methods")
-        for setting in ("household, one task type", "Sokoban, 6x6, one box")
-    ]  # fmt: skip
+        f"{table.title}\n{plan.settings[setting].title}" for table in plan.tables for setting in table.settings
+    ]
+    tables = {table.title: table for table in plan.tables}
     colors = {}
     for title, axis in panels.items():
-        many = title.startswith("All methods")
+        table = tables[title.partition("\n")[0]]
+        many = len(table.methods) > 3
         names = {text.get_text(): text for text in axis.texts[:-1]}
-        seeds = 4 if many else 12
-        assert set(names) == {f"{name} ({seeds} seeds)" for name in ("GiGPO", "HGPO K = 2", *(["GRPO"] if many else []))}
+        shown = table.highlight or table.methods[:3]
+        assert set(names) == {f"{plan.methods[method].title} ({len(table.seeds)} seeds)" for method in shown}
         grey = [line for line in axis.lines if to_hex(line.get_color()) == curves.CONTEXT]
-        assert len(grey) == (6 if many else 0)
-        assert len(axis.collections) == (0 if many else 2)  # bands
+        assert len(grey) == len(table.methods) - len(shown)
+        assert len(axis.collections) == (0 if many else len(shown))  # bands
         assert len(axis.lines) == len(grey) + len(names)
         for name, text in names.items():
             (line,) = (line for line in axis.lines if line.get_color() == text.get_color())
@@ -69,21 +70,24 @@ def test_a_panel_for_each_setting_names_few_methods(household):
         low, high = axis.get_ylim()
         assert np.diff(places).min() > 0.06 * (high - low)  # names do not touch
         note = axis.texts[-1].get_text().replace("\n", " ")
-        assert ("grey: RLOO, HGPO K = 0, HGPO K = 1" in note) == many
+        assert ("grey: " in note) == many
+        assert ("grey: GRPO, HGPO K = 0, HGPO K = 4, EB-GAE" in note) == (table.title == "All methods")
         assert axis.get_xlabel() == "iteration" and axis.get_ylabel() == "success in training"
         assert all(float(place).is_integer() for place in axis.get_xticks())
-    assert all(len(own) == 1 for own in colors.values())  # one colour for a method in all panels
-    assert len(set.union(*colors.values())) == len(colors)
+    baselines = {plan.methods[table.baseline].title for table in plan.tables}
+    # One colour for a method in all panels, where it is not the baseline.
+    assert all(len(own - {curves.BASELINE}) <= 1 and (len(own) == 1 or name in baselines) for name, own in colors.items())
+    assert len(set.union(*colors.values())) == len(colors) + 1 - 1
 
 
 def test_a_line_is_the_mean_over_seeds(household):
     plan, found, _ = household
-    axis = shown_by(curves.draw_curves(plan, found))["HGPO against GiGPO\nSokoban, 6x6, one box"]
-    own = np.array([found[Cell("sokoban", "gigpo", seed)].curve for seed in range(12)])
+    axis = shown_by(curves.draw_curves(plan, found))["HGPO against GiGPO\nhousehold, place two of a kind"]
+    own = np.array([found[Cell("household-two", "gigpo", seed)].curve for seed in range(10, 34)])
     (line,) = (line for line in axis.lines if line.get_color() == curves.BASELINE)
     np.testing.assert_allclose(line.get_ydata(), smooth(own.mean(0), 5))
     mean, half = curves.band(own)
-    np.testing.assert_allclose(mean + half, stats.t.interval(0.95, 11, own.mean(0), stats.sem(own))[1])
+    np.testing.assert_allclose(mean + half, stats.t.interval(0.95, 23, own.mean(0), stats.sem(own))[1])
 
 
 def test_the_forest_has_every_difference_sorted_by_the_first_number(household):
@@ -93,15 +97,17 @@ def test_the_forest_has_every_difference_sorted_by_the_first_number(household):
     columns = list(plan.settings["household"].columns)
     assert [axis.get_title() for axis in figure.axes] == 2 * columns
     for i, axis in enumerate(figure.axes):
-        setting = ("household", "sokoban")[i // 4]
+        setting = ("household", "household-two")[i // 4]
         first = figure.axes[4 * (i // 4)]
         names = dict(zip(first.get_yticks(), (label.get_text() for label in first.get_yticklabels()), strict=True))
-        place = {name: y for y, name in names.items() if y >= 3}  # below the heading of the second table
-        assert names[0] == "HGPO against GiGPO: minus GiGPO (12 seeds)"
-        assert names[2] == "All methods: minus GiGPO (4 seeds)"
+        last = max(names)
+        place = {name: y for y, name in names.items() if y >= last - 5}  # below the heading of the last table
+        assert names[0] == "HGPO against GiGPO: minus GiGPO (24 seeds)"
+        assert names[3] == "EB-TD against HGPO: minus HGPO K = 2 (24 seeds)"
+        assert names[last - 6] == "All methods: minus GiGPO (4 seeds)"
         drawn = {bar.lines[0].get_ydata()[0]: bar for bar in axis.containers}
         rows = [r for r in made if (r.table, r.setting, r.column) == ("All methods", setting, columns[i % 4]) and r.versus]
-        assert len(rows) == 8 and len(drawn) == 9
+        assert len(rows) == 6 and len(drawn) == (2 + 1 + 3 + 6, 2 + 1 + 6)[i // 4]
         for row in rows:
             mark, _, (interval,) = drawn[place[plan.methods[row.method].title]].lines
             assert mark.get_xdata()[0] == pytest.approx(row.versus["mean"])
@@ -114,7 +120,8 @@ def test_the_forest_has_every_difference_sorted_by_the_first_number(household):
             means = [r.versus["mean"] for r in sorted(rows, key=lambda r: place[plan.methods[r.method].title])]
             assert means == sorted(means, reverse=True)  # the first place is on top
             assert axis.get_ylim()[0] > axis.get_ylim()[1]
-    assert "leaves out 0: 4 of 72, about 3.6 expected by chance" in figure.get_suptitle()
+    outside = sum(not r.versus["interval"][0] <= 0 <= r.versus["interval"][1] for r in made if r.versus)
+    assert f"leaves out 0: {outside} of 84, about 4.2 expected by chance" in figure.get_suptitle()
 
 
 def result(curve) -> Result:
