@@ -28,7 +28,8 @@ OWN = "roles.searcher.policy=own"
 
 
 def job_of(*fields, cache):
-    return build(load(None, [*TEAM, *fields, f"cache_dir={cache}"]), make_mesh("data=1", jax.devices()[:1]))
+    # Of the first updates, which are looked at, a long warm-up would leave little.
+    return build(load(None, [*TEAM, "learner.warmup_steps=5", *fields, f"cache_dir={cache}"]), make_mesh("data=1", jax.devices()[:1]))
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@
     python -m hgpo_jax.tables plan paper --launch slurm --to DIR      a launch file for each cell; tpu, kubernetes, skypilot
     python -m hgpo_jax.tables run household --jobs 2          runs what is missing; continues after an interruption
     python -m hgpo_jax.tables bias household                  the Oracle bias of each setting at its warm start
-    python -m hgpo_jax.tables truth household --at 20 household/hgpo-k2/s0   true advantages in runs, after 20 iterations
+    python -m hgpo_jax.tables truth household --at 20 household/hgpo-k2/s10  true advantages in runs, after 20 iterations
     python -m hgpo_jax.tables collect runs/tables/household   results beside published numbers: Markdown, CSV, LaTeX
     python -m hgpo_jax.tables draw configs/tables/results/household.json     the pictures again, from what `collect` kept
 
@@ -86,7 +86,8 @@ def main(arguments: list[str] | None = None) -> None:
         if not to.is_dir():
             raise ConfigError(f"--to {to}: no such folder")
         found = results.read_record(planned, record)
-        made, measured = collect.rows(planned, found), truth.read_record(record)
+        names = {cell.name for cell in found}
+        made, measured = collect.rows(planned, found), [one for one in truth.read_record(record) if one.cell in names]
         print(*curves.draw(planned, found, made, measured, record.stem, to), sep="\n")
         return
     source = plan.find(args.plan)

@@ -35,11 +35,12 @@ TASKS, EPISODES = 16, 64
 LEVELS = (0, 1, 2, 4)
 PARTS = ("bias2", "variance")
 CONTINUATIONS = 64  # of a true advantage, from each state
+AS_RELEASED = {"alpha": 1.0, "weight_offset": 2.0, "base_group": False}  # of HGPO, whatever the run's are
 # What is held to true advantages: shown name -> options of `Dump.estimate`.
 ESTIMATORS: dict[str, dict[str, Any]] = {
     "GRPO": {"name": "grpo"},
     "GiGPO": {"name": "gigpo"},
-    **{f"HGPO K = {k}": {"name": "hgpo", "history_length": k} for k in (0, 2, 4)},
+    **{f"HGPO K = {k}": {"name": "hgpo", "history_length": k} | AS_RELEASED for k in (0, 2, 4)},
     "EB-GAE": {"name": "eb_gae"},
     "EB-TD": {"name": "eb_td"},
 }
@@ -100,11 +101,12 @@ def centred(dump: Dump) -> dict[str, np.ndarray]:
 
 
 def errors(advantages: dict[str, np.ndarray], truth: Truth, mask) -> dict[str, dict[str, float]]:
-    """Shown name -> mse, as a share of the true advantages' mean square, and cosine to them."""
+    """Shown name -> mse, as a share of the true advantages' mean square, and cosine to them; nan where these are all 0."""
     found = {}
     for shown, estimated in advantages.items():
         error = diagnostics.against_truth(estimated, truth.advantages, truth.standard_error, mask)
-        found[shown] = {"mse": error["mse"] / error["spread"], "cosine": error["cosine"]}
+        spread = error["spread"] if error["spread"] > 0 else np.nan
+        found[shown] = {"mse": error["mse"] / spread, "cosine": error["cosine"]}
     return found
 
 

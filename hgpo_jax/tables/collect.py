@@ -202,9 +202,7 @@ def markdown(plan: Plan, found: Results, made: list[Row], bias: dict, truth: lis
         note = "Cosine to the true advantages of an iteration's steps; mean square of the difference as a share of theirs."
         text += ["", "## Against true advantages at the warm start", "", note, "", *truth_table(plan, bias)]
     if truth:
-        cells = ", ".join(f"{one.cell} ({one.iteration})" for one in truth)
-        text += ["", "## Against true advantages in runs", "", f"Mean ± standard error; after these iterations: {cells}.", ""]
-        text += in_runs(truth)
+        text += ["", "## Against true advantages in runs", "", "Mean over the runs ± standard error.", "", *in_runs(truth)]
     changed = [f"* {cell.name}: {', '.join(r.changed)}" for cell, r in found.items() if r and r.changed]
     if changed:
         text += ["", "## Runs with other settings than the plan's", "", *changed]
@@ -275,7 +273,8 @@ def collect(plan: Plan, name: str, runs: Path, to: Path) -> str:
     """Reads RUNS and writes NAME.md, .csv, .tex, .json and the pictures; returns the Markdown."""
     found = read_all(plan, runs)
     made = rows(plan, found)
-    bias, truth = read_bias(runs), read_truth(runs)
+    names = {cell.name for cell in found}
+    bias, truth = read_bias(runs), [one for one in read_truth(runs) if one.cell in names]
     text = markdown(plan, found, made, bias, truth)
     to.mkdir(parents=True, exist_ok=True)
     for suffix, content in (

@@ -15,7 +15,7 @@ from scipy import special
 from hgpo_jax.run.curves import smooth, smoothing_window
 from hgpo_jax.tables.bias import ESTIMATORS
 from hgpo_jax.tables.plan import Cell, Plan, Table
-from hgpo_jax.tables.truth import PARTS, Measured
+from hgpo_jax.tables.truth import PARTS, Measured, by_setting
 
 FEW = 3  # methods; a table of more names some of them and leaves out the bands, which would hide each other
 BASELINE, CONTEXT = "#333333", "#c4c4c4"
@@ -95,7 +95,7 @@ def _curves(axis: Axes, plan: Plan, table: Table, curves: dict[str, np.ndarray],
     _name_ends(axis, ends)
     notes = [f"mean over {window} iterations" if window > 1 else ""]
     notes += ["band: 95 % interval" if not others else "grey: " + ", ".join(plan.methods[m].title for m in others)]
-    text = textwrap.fill("; ".join(filter(None, notes)), 60)
+    text = textwrap.fill("; ".join(filter(None, notes)), 45)
     axis.text(0.99, 0.02, text, transform=axis.transAxes, fontsize=7.5, color="#555555", ha="right", va="bottom")
 
 
@@ -189,35 +189,38 @@ def _forest(axis: Axes, plan: Plan, blocks: list, mine: dict, named: bool) -> No
 def draw_truth(plan: Plan, measured: list[Measured]) -> Figure | None:
     """Cosine to true advantages and mean square error, a line for each estimator and each part of HGPO; None without any.
 
-    Faint marks are runs, coloured by the method that trained them; a bar is their mean.
+    A row of panels for each setting and iteration. Faint marks are runs, coloured by the method that trained them; a bar is
+    their mean.
     """
     if not measured:
         return None
-    names = [*ESTIMATORS, *PARTS]
-    trained = [one.cell.split("/")[1] for one in measured]
-    methods = sorted(set(trained), key=list(plan.methods).index)
-    figure = Figure(figsize=(10, 0.8 + 0.32 * len(names)), layout="constrained")
-    axes = figure.subplots(1, 2, sharey=True)
+    names, groups = [*ESTIMATORS, *PARTS], by_setting(measured)
+    methods = sorted({one.cell.split("/")[1] for one in measured}, key=list(plan.methods).index)
+    colors = dict(zip(methods, itertools.cycle(COLORS)))
     places = [i + (0.8 if name in PARTS else 0) for i, name in enumerate(names)]
-    for axis, what, title in zip(axes, ("cosine", "mse"), ("cosine", "mean square error, as a share of theirs"), strict=True):
-        values = np.array([[one.errors[name][what] for name in names] for one in measured])
-        for method, color in zip(methods, COLORS, strict=False):
-            for row in values[[by == method for by in trained]]:
-                axis.plot(row, places, "o", color=color, alpha=0.35, markersize=4.5, markeredgewidth=0)
-            axis.plot([], [], "o", color=color, markersize=4.5, label=f"a run by {plan.methods[method].title}")
-        axis.plot(values.mean(0), places, "|", color=BASELINE, markersize=13, markeredgewidth=2.2, label="mean")
-        axis.set_title(title, fontsize=10)
-        axis.grid(axis="x", alpha=0.25)
-        axis.spines[["top", "right", "left"]].set_visible(False)
-        axis.tick_params(axis="y", length=0)
-    axes[0].set_xlim(left=0)
-    axes[0].legend(fontsize=8, frameon=False)
-    axes[1].set_xscale("log")
-    axes[1].axvline(1, color="#333333", linewidth=0.9)  # as far off as to say nothing
-    axes[0].set_yticks(places, names, fontsize=9)
-    axes[0].set_ylim(places[-1] + 0.6, -0.6)
-    after = ", ".join(map(str, sorted({one.iteration for one in measured})))
-    figure.suptitle(f"Advantages against true ones, {len(measured)} runs after {after} iterations", fontsize=11)
+    figure = Figure(figsize=(10, (0.8 + 0.32 * len(names)) * len(groups)), layout="constrained")
+    axes = figure.subplots(len(groups), 2, sharey=True, squeeze=False)
+    for row, ((setting, iteration), ours) in zip(axes, groups.items(), strict=True):
+        for axis, what in zip(row, ("cosine", "mse"), strict=True):
+            values = np.array([[one.errors[name][what] for name in names] for one in ours])
+            for one, line in zip(ours, values, strict=True):
+                color = colors[one.cell.split("/")[1]]
+                axis.plot(line, places, "o", color=color, alpha=0.35, markersize=4.5, markeredgewidth=0)
+            axis.plot(values.mean(0), places, "|", color=BASELINE, markersize=13, markeredgewidth=2.2, label="mean")
+            axis.set_xlabel("cosine" if what == "cosine" else "mean square error, as a share of theirs", fontsize=9)
+            axis.grid(axis="x", alpha=0.25)
+            axis.spines[["top", "right", "left"]].set_visible(False)
+            axis.tick_params(axis="y", length=0)
+        about = f"{plan.settings[setting].title}: advantages against true ones, {len(ours)} runs after {iteration} iterations"
+        row[0].set_title(about, fontsize=10, loc="left")
+        row[0].set_xlim(left=min(0, row[0].get_xlim()[0]))
+        row[1].set_xscale("log")
+        row[1].axvline(1, color="#333333", linewidth=0.9)  # as far off as to say nothing
+        row[0].set_yticks(places, names, fontsize=9)
+        row[0].set_ylim(places[-1] + 0.6, -0.6)
+    for method, color in colors.items():
+        axes[0, 0].plot([], [], "o", color=color, markersize=4.5, label=f"a run by {plan.methods[method].title}")
+    axes[0, 0].legend(fontsize=8, frameon=False, loc="upper right")
     return figure
 
 

@@ -21,7 +21,8 @@ from hgpo_jax.inspect.dumps import Dump, read_config
 from hgpo_jax.iteration import make_learn
 from hgpo_jax.job import build
 from hgpo_jax.run.checkpoint import Checkpoints
-from hgpo_jax.tables.bias import CONTINUATIONS, ESTIMATORS, centred, errors
+from hgpo_jax.run.folder import has_ended
+from hgpo_jax.tables.bias import AS_RELEASED, CONTINUATIONS, ESTIMATORS, centred, errors
 from hgpo_jax.tables.plan import Plan, cells
 from hgpo_jax.training import starting_params
 from hgpo_jax.true_advantages import true_advantages
@@ -53,7 +54,7 @@ def parts(dump: Dump, values: np.ndarray) -> dict[str, np.ndarray]:
     values: f64[B, T], the true value of each step's state. With noise of their own, apart from that of the truth that the
     advantages are held to, they make `return - true value` look a little worse than it is.
     """
-    e, options = dump.episodes, {"history_length": K, "normalize": "mean", "invalid_penalty": 0.0}
+    e, options = dump.episodes, AS_RELEASED | {"history_length": K, "normalize": "mean", "invalid_penalty": 0.0}
     record = dump.estimate("hgpo", **options)
     apart, sizes, _ = map(np.asarray, record.by_level())
     weights = np.where(sizes > 0, np.arange(K + 1) + 2.0, 0.0)
@@ -78,15 +79,13 @@ def parts(dump: Dump, values: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def measure(cell: str, folder: Path, iteration: int) -> Measured:
-    """A run's iteration, played again from its checkpoint, or from its start. Raises ConfigError where it has none there."""
+    """A run's iteration, played again from its checkpoint, or from its start."""
     config = read_config(folder)
     job = build(config)
     start = starting_params(job, folder)
     _, init = make_learn(job)
     state = init(start)
     if iteration:
-        if not (folder / "checkpoints" / str(iteration)).is_dir():
-            raise ConfigError(f"--at {iteration}: {folder} has no checkpoint of it; log.checkpoint_every says which are kept")
         checkpoints = Checkpoints(folder / "checkpoints", config.log)
         state = checkpoints.restore(iteration, state)
         checkpoints.close()
@@ -138,24 +137,48 @@ def measure_all(plan: Plan, runs: Path, names: list[str], iteration: int) -> Non
     for name in names:
         if name not in known:
             raise ConfigError(f"{name}: no such cell; `tables plan` lists them, as {min(known)}")
-        if not (runs / name / "config.yaml").is_file():
-            raise ConfigError(f"{name}: has not been run in {runs}")
+        refuse(runs / name, iteration)
     for name in names:
         if (name, iteration) not in [(one.cell, one.iteration) for one in found]:
             found.append(measure(name, runs / name, iteration))
             with atomic_write(runs / FILE) as file:
                 file.write(json.dumps([one._asdict() for one in found], indent=1) + "\n")
-    print("\n".join(in_runs(found)))
+    print("\n".join(in_runs([one for one in found if one.cell in known])))
+
+
+def refuse(folder: Path, iteration: int) -> None:
+    """Raises ConfigError where an iteration of a run cannot be measured."""
+    if not (folder / "config.yaml").is_file() or not has_ended(folder, (config := read_config(folder)).iterations):
+        raise ConfigError(f"{folder}: the run has not ended; `tables run` ends it")
+    if not config.in_words:
+        raise ConfigError(f"{folder}: env.name={config.env.name}: true advantages need an environment compiled with the policy")
+    if iteration and not (folder / "checkpoints" / str(iteration)).is_dir():
+        raise ConfigError(
+            f"--at {iteration}: {folder} has no checkpoint of it; log.checkpoint_every, keep_checkpoints and keep_every say "
+            "which it keeps, and 0 is its start"
+        )
+
+
+def by_setting(found: list[Measured]) -> dict[tuple[str, int], list[Measured]]:
+    """(setting, iteration) -> what was measured there, one of each cell."""
+    groups: dict[tuple[str, int], list[Measured]] = {}
+    for one in found:
+        groups.setdefault((one.cell.partition("/")[0], one.iteration), []).append(one)
+    return groups
 
 
 def in_runs(found: list[Measured]) -> list[str]:
-    """Cosine and mean square error by estimator, the mean over the measured runs and its standard error."""
-    lines = [f"| {len(found)} runs | cosine | mean square error |", "|---|---|---|"]
-    for name in (*ESTIMATORS, *PARTS):
-        shown = [name]
-        for what in ("cosine", "mse"):
-            values = np.array([one.errors[name][what] for one in found])
-            error = f" ± {values.std(ddof=1) / np.sqrt(len(values)):.2g}" if len(values) > 1 else ""
-            shown.append(f"{values.mean():.3g}{error}")
-        lines.append("| " + " | ".join(shown) + " |")
-    return lines
+    """Cosine and mean square error by estimator, for each setting and iteration: the mean over its runs and standard error."""
+    lines: list[str] = []
+    for (setting, iteration), ours in by_setting(found).items():
+        runs = ", ".join(one.cell.partition("/")[2] for one in ours)
+        lines += ["", f"{setting}, after {iteration} iterations: {runs}", ""]
+        lines += ["| | cosine | mean square error |", "|---|---|---|"]
+        for name in (*ESTIMATORS, *PARTS):
+            shown = [name]
+            for what in ("cosine", "mse"):
+                values = np.array([one.errors[name][what] for one in ours])
+                error = f" ± {values.std(ddof=1) / np.sqrt(len(values)):.3f}" if len(values) > 1 else ""
+                shown.append(f"{values.mean():.3f}{error}")
+            lines.append("| " + " | ".join(shown) + " |")
+    return lines[1:]

@@ -21,7 +21,7 @@ from hgpo_jax.warm_start import warm_start
 
 SETTINGS = (
     "env.name=tests/helpers/relief.py:Relief", "method=grpo", "advantage.normalize=mean_std", "rollout.prompt_groups=16",
-    "rollout.group_size=16", "learner.lr=1e-3",
+    "rollout.group_size=16", "learner.lr=1e-3", "learner.warmup_steps=5", "advantage.invalid_penalty=0.1",
 )  # fmt: skip
 ESTIMATORS = {
     "grpo, per step": ("grpo", "per_step"), "grpo, per trajectory": ("grpo", "per_trajectory"),

@@ -1,11 +1,12 @@
 """True advantages in runs of a plan: HGPO's parts against plain loops, what is kept, shown and refused, and a run."""
 
+import dataclasses
 import itertools
 import json
 
 import numpy as np
 import pytest
-from small_plan import finish, write_plan
+from small_plan import SMALL, finish, write_plan
 
 from hgpo_jax import inspect
 from hgpo_jax.errors import ConfigError
@@ -62,6 +63,9 @@ def loops(e, values, penalty):
 
 def test_parts_are_those_of_plain_loops():
     dump = inspect.load(EXAMPLE)
+    # HGPO's own options are the released ones, whatever the run's.
+    own = dump.config.advantage.model_copy(update={"alpha": 2.0, "weight_offset": 1.0, "base_group": True})
+    dump = dataclasses.replace(dump, config=dump.config.model_copy(update={"advantage": own}))
     e = dump.episodes
     values = np.random.default_rng(0).normal(size=e.mask.shape)
     assert dump.config.advantage.gamma == GAMMA and e.invalid[e.mask].any()
@@ -80,11 +84,19 @@ def measured(cell, iteration, lift=0.0):
     return truth.Measured(cell, iteration, 0.5, 0.125, errors)
 
 
+def ended(runs, small, method, seed):
+    cell = Cell("near", method, seed)
+    finish(runs, small, cell, [0.1, 0.2, 0.3])
+    (runs / cell.name / "config.yaml").write_text("iterations: 3\nenv: {name: sokoban}\n")
+    (runs / cell.name / "transcripts.txt").touch()
+    for iteration in (1, 2):
+        (runs / cell.name / "checkpoints" / str(iteration)).mkdir(parents=True)
+
+
 def test_a_run_is_measured_once_and_shown_beside_the_tables(tmp_path, small, monkeypatch, capsys):
     runs, asked = tmp_path / "runs", []
     for method, seed in itertools.product(("gigpo", "hgpo"), range(2)):
-        finish(runs, small, Cell("near", method, seed), [0.1, 0.2, 0.3])
-        (runs / "near" / method / f"s{seed}" / "config.yaml").write_text("iterations: 3\nenv: {name: sokoban}\n")
+        ended(runs, small, method, seed)
 
     def measure(cell, folder, iteration):
         assert folder == runs / cell
@@ -97,16 +109,24 @@ def test_a_run_is_measured_once_and_shown_beside_the_tables(tmp_path, small, mon
     tables.main([*ask, "2", "near/hgpo/s0", "near/gigpo/s1"])
     assert asked == [("near/hgpo/s0", 2), ("near/gigpo/s1", 2)]
     said = capsys.readouterr().out
-    assert "| 1 runs |" in said and f"| GRPO | {np.mean([0.2, 0.3]):.3g} ± 0.05 | 1 ± 0 |" in said
+    assert "near, after 2 iterations: hgpo/s0\n" in said and "| GRPO | 0.200 | 1.000 |" in said
+    assert "near, after 2 iterations: hgpo/s0, gigpo/s1\n" in said and "| GRPO | 0.250 ± 0.050 | 1.000 ± 0.000 |" in said
     tables.main([*ask, "1", "near/hgpo/s0"])
     assert asked[2:] == [("near/hgpo/s0", 1)]
 
     capsys.readouterr()
     tables.main(["collect", str(runs), "--plan", str(tmp_path / "small.yaml"), "--to", str(tmp_path)])
     said = capsys.readouterr().out
-    assert "after these iterations: near/hgpo/s0 (2), near/gigpo/s1 (2), near/hgpo/s0 (1)." in said
+    assert "near, after 2 iterations: hgpo/s0, gigpo/s1\n" in said and "near, after 1 iterations: hgpo/s0\n" in said
     kept = truth.read_record(tmp_path / "small.json")
     assert kept == truth.read_truth(runs) and len(kept) == 3
+    # A plan that has lost a method since shows the others.
+    (tmp_path / "less").mkdir()
+    changes = {"tables": [SMALL["tables"][0] | {"methods": ["gigpo"]}], "methods": {"gigpo": SMALL["methods"]["gigpo"]}}
+    less = write_plan(tmp_path / "less", published=None, **changes)
+    tables.main(["collect", str(runs), "--plan", str(less), "--to", str(tmp_path / "less")])
+    assert "after 2 iterations: gigpo/s1\n" in capsys.readouterr().out
+    assert [one.cell for one in truth.read_record(tmp_path / "less" / "small.json")] == ["near/gigpo/s1"]
     (tmp_path / "small-truth.png").unlink()
     tables.main(["draw", str(tmp_path / "small.json"), "--plan", str(tmp_path / "small.yaml")])
     assert str(tmp_path / "small-truth.png") in capsys.readouterr().out.splitlines()
@@ -122,18 +142,33 @@ def test_the_picture_has_every_run_and_the_mean(small):
         marks = [line.get_xdata() for line in axis.lines if len(line.get_xdata()) == len(names)]
         wanted = [[one.errors[name][what] for name in names] for one in found]
         np.testing.assert_allclose(marks, [*wanted, np.mean(wanted, axis=0)])
-        assert len({line.get_color() for line in axis.lines[: len(axis.lines)] if len(line.get_xdata()) == len(names)}) == 3
+        assert len({line.get_color() for line in axis.lines if len(line.get_xdata()) == len(names)}) == 3
+        assert axis.get_xscale() == ("linear" if what == "cosine" else "log")
+    title = figure.axes[0].get_title(loc="left")
+    assert title.startswith("Near: ") and "3 runs after 2 iterations" in title
+    later = curves.draw_truth(small, [*found, measured("near/hgpo/s0", 3, -0.5)])
+    assert len(later.axes) == 4 and later.axes[2].get_xlim()[0] < -0.3
     assert curves.draw_truth(small, []) is None
 
 
 @pytest.mark.parametrize(
     ("names", "fragment"),
-    [(["near/hgpo/s9"], "near/hgpo/s9: no such cell"), (["near/hgpo/s0", "near/hgpo/s1"], "near/hgpo/s1: has not been run")],
+    [
+        (["near/hgpo/s9"], "near/hgpo/s9: no such cell"),
+        (["near/hgpo/s3"], "near/hgpo/s3: the run has not ended"),
+        (["near/hgpo/s1"], "near/hgpo/s1: the run has not ended"),
+        (["near/hgpo/s2"], "near/hgpo/s2: env.name=household_text: true advantages need an environment compiled"),
+        (["near/gigpo/s0"], "--at 2: .*near/gigpo/s0 has no checkpoint of it; log.checkpoint_every, keep_checkpoints"),
+    ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_is(tmp_path, small, monkeypatch, names, fragment):
-    finish(tmp_path / "runs", small, Cell("near", "hgpo", 0), [0.1, 0.2, 0.3])
-    (tmp_path / "runs/near/hgpo/s0/config.yaml").write_text("{}")
+    for method, seed in (("hgpo", 0), ("hgpo", 1), ("hgpo", 2), ("gigpo", 0)):
+        ended(tmp_path / "runs", small, method, seed)
+    (tmp_path / "runs/near/hgpo/s1/evaluation.json").unlink()
+    (tmp_path / "runs/near/hgpo/s2/config.yaml").write_text("iterations: 3\nenv: {name: household_text}\n")
+    (tmp_path / "runs/near/gigpo/s0/checkpoints/2").rmdir()
     monkeypatch.setattr(truth, "measure", None)
+    names = ["near/hgpo/s0", *names]
     with pytest.raises(ConfigError, match=fragment):
         tables.main(["truth", str(tmp_path / "small.yaml"), "--runs", str(tmp_path / "runs"), "--at", "2", *names])
 
@@ -167,4 +202,5 @@ def test_what_a_run_did_next_is_played_again(tmp_path, capsys):
     for done, found in enumerate(truth.read_truth(runs)):
         assert (found.iteration, found.success) == (done, pytest.approx(recorded.curve[done]))
         assert found.errors["return - true value"]["cosine"] > found.errors["GRPO"]["cosine"]
-    assert "| 2 runs | cosine |" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.count("few, after 0 iterations: hgpo/s0\n") == 2 and said.count("few, after 1 iterations: hgpo/s0\n") == 1
