@@ -23,13 +23,13 @@ from hgpo_jax.warm_start import demonstrations
 from hgpo_jax.weight_sets import config_of, set_of_each, weight_sets
 from tests.helpers.training import TINY, command, rows_of
 
-TEAM = (*TINY, "env.name=household_team", "env.max_turns=7", "learner.minibatch_size=1024")
+# Of the first updates, which are looked at, a long warm-up would leave little.
+TEAM = (*TINY, "env.name=household_team", "env.max_turns=7", "learner.minibatch_size=1024", "learner.warmup_steps=5")
 OWN = "roles.searcher.policy=own"
 
 
 def job_of(*fields, cache):
-    # Of the first updates, which are looked at, a long warm-up would leave little.
-    return build(load(None, [*TEAM, "learner.warmup_steps=5", *fields, f"cache_dir={cache}"]), make_mesh("data=1", jax.devices()[:1]))
+    return build(load(None, [*TEAM, *fields, f"cache_dir={cache}"]), make_mesh("data=1", jax.devices()[:1]))
 
 
 @pytest.fixture(scope="module")
