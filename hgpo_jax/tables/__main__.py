@@ -86,8 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
         if not to.is_dir():
             raise ConfigError(f"--to {to}: no such folder")
         found = results.read_record(planned, record)
-        names = {cell.name for cell in found}
-        made, measured = collect.rows(planned, found), [one for one in truth.read_record(record) if one.cell in names]
+        made, measured = collect.rows(planned, found), truth.read_record(planned, record)
         print(*curves.draw(planned, found, made, measured, record.stem, to), sep="\n")
         return
     source = plan.find(args.plan)

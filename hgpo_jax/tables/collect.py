@@ -15,7 +15,7 @@ from hgpo_jax.tables.bias import bias_table, read_bias, truth_table
 from hgpo_jax.tables.curves import draw
 from hgpo_jax.tables.plan import Cell, Plan, Table
 from hgpo_jax.tables.results import Result, detectable, paired, pairs_for, read_all, spread
-from hgpo_jax.tables.truth import Measured, in_runs, read_truth
+from hgpo_jax.tables.truth import Measured, in_runs, of_plan, read_truth
 
 Results = dict[Cell, Result | None]
 
@@ -273,8 +273,7 @@ def collect(plan: Plan, name: str, runs: Path, to: Path) -> str:
     """Reads RUNS and writes NAME.md, .csv, .tex, .json and the pictures; returns the Markdown."""
     found = read_all(plan, runs)
     made = rows(plan, found)
-    names = {cell.name for cell in found}
-    bias, truth = read_bias(runs), [one for one in read_truth(runs) if one.cell in names]
+    bias, truth = read_bias(runs), of_plan(plan, read_truth(runs))
     text = markdown(plan, found, made, bias, truth)
     to.mkdir(parents=True, exist_ok=True)
     for suffix, content in (

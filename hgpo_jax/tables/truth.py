@@ -123,10 +123,16 @@ def parse(kept: list[dict]) -> list[Measured]:
     return found
 
 
-def read_record(file: Path) -> list[Measured]:
+def of_plan(plan: Plan, found: list[Measured]) -> list[Measured]:
+    """What was measured of cells that the plan has; it may have lost some since."""
+    names = {cell.name for cell in cells(plan)}
+    return [one for one in found if one.cell in names]
+
+
+def read_record(plan: Plan, file: Path) -> list[Measured]:
     """What `collect` kept of it in NAME.json. Raises ConfigError."""
     try:
-        return parse(json.loads(file.read_text()).get("truth", []))
+        return of_plan(plan, parse(json.loads(file.read_text()).get("truth", [])))
     except ValueError:
         raise ConfigError(f"{file}: is not a record of runs; give the .json that `collect` wrote") from None
 
@@ -143,7 +149,7 @@ def measure_all(plan: Plan, runs: Path, names: list[str], iteration: int) -> Non
             found.append(measure(name, runs / name, iteration))
             with atomic_write(runs / FILE) as file:
                 file.write(json.dumps([one._asdict() for one in found], indent=1) + "\n")
-    print("\n".join(in_runs([one for one in found if one.cell in known])))
+    print("\n".join(in_runs(of_plan(plan, found))))
 
 
 def refuse(folder: Path, iteration: int) -> None:

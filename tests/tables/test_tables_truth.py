@@ -118,7 +118,7 @@ def test_a_run_is_measured_once_and_shown_beside_the_tables(tmp_path, small, mon
     tables.main(["collect", str(runs), "--plan", str(tmp_path / "small.yaml"), "--to", str(tmp_path)])
     said = capsys.readouterr().out
     assert "near, after 2 iterations: hgpo/s0, gigpo/s1\n" in said and "near, after 1 iterations: hgpo/s0\n" in said
-    kept = truth.read_record(tmp_path / "small.json")
+    kept = truth.read_record(small, tmp_path / "small.json")
     assert kept == truth.read_truth(runs) and len(kept) == 3
     # A plan that has lost a method since shows the others.
     (tmp_path / "less").mkdir()
@@ -126,7 +126,7 @@ def test_a_run_is_measured_once_and_shown_beside_the_tables(tmp_path, small, mon
     less = write_plan(tmp_path / "less", published=None, **changes)
     tables.main(["collect", str(runs), "--plan", str(less), "--to", str(tmp_path / "less")])
     assert "after 2 iterations: gigpo/s1\n" in capsys.readouterr().out
-    assert [one.cell for one in truth.read_record(tmp_path / "less" / "small.json")] == ["near/gigpo/s1"]
+    assert [one.cell for one in truth.read_record(small, tmp_path / "less" / "small.json")] == ["near/gigpo/s1"]
     (tmp_path / "small-truth.png").unlink()
     tables.main(["draw", str(tmp_path / "small.json"), "--plan", str(tmp_path / "small.yaml")])
     assert str(tmp_path / "small-truth.png") in capsys.readouterr().out.splitlines()
