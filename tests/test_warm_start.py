@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import shutil
+from dataclasses import replace
 from modulefinder import ModuleFinder
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from hgpo_jax import warm_start
 from hgpo_jax.config import load
 from hgpo_jax.job import build
 from hgpo_jax.mesh import make_mesh
-from hgpo_jax.policy import ModelConfig
+from hgpo_jax.policy import LoraConfig, ModelConfig
 from hgpo_jax.policy.placement import shapes
 
 ROOT = Path(__file__).parents[1]
@@ -127,6 +128,28 @@ def test_runs_that_share_a_start_begin_with_the_same_policy_and_other_tasks(tmp_
     assert any((np.asarray(a) != b).any() for (_, a), (_, b) in zip(same, other, strict=True))
     first, second, third = (job.episode_inputs(0) for job in jobs)
     assert (first[0] != second[0]).any() and (second[0] == third[0]).all()
+
+    def adapters(job):
+        return jax.tree.leaves(replace(job, adapted=replace(job.adapted, lora=LoraConfig(rank=2, alpha=4))).fresh_adapters())
+
+    same, shared, other = map(adapters, jobs)
+    assert all((a == b).all() for a, b in zip(same, shared, strict=True))
+    assert any((a != b).any() for a, b in zip(same, other, strict=True))
+
+
+@pytest.mark.slow
+def test_what_is_cloned_from_texts_depends_on_the_shared_seed_alone():
+    small = ["cloning.noise=0.5", "policy.hidden_size=32", "policy.intermediate_size=32"]
+    mesh = make_mesh("data=1", jax.devices()[:1])
+    found = []
+    for more in (["seed=3"], ["seed=4", "cloning.seed=3"], ["seed=4"]):
+        job = build(load("text_small", [*small, *more]), mesh)
+        rows, _ = warm_start.demonstrations(job, jnp.arange(4))
+        found.append((np.asarray(rows.prompts), np.asarray(rows.responses)))
+    same, shared, other = found
+    for a, b in zip(same, shared, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert any(a.shape != b.shape or (a != b).any() for a, b in zip(same, other, strict=True))
 
 
 @pytest.mark.slow
