@@ -2,6 +2,7 @@
 `--skips=FILE`, with which a skipped test that FILE does not list fails the session."""
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -61,12 +62,26 @@ def pytest_runtest_setup(item):
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(not optimized))
 
 
+# Each compiled program holds several memory mappings, of which Linux allows a process 65,530: XLA crashes at the next one.
+MANY_MAPPINGS = 20_000  # one file made 30,000
+
+
+@pytest.hookimpl(trylast=True)  # after the fixtures' end, which hold programs
 def pytest_runtest_teardown(item, nextitem):
-    """A job sets its mesh for the whole process: the next file's tests must not meet it."""
+    """A job sets its mesh for the whole process, and jax keeps every program: the next file's tests must not meet them."""
     import jax
 
     if nextitem is None or nextitem.path != item.path:
         jax.set_mesh(None)
+        if mappings() > MANY_MAPPINGS:
+            jax.clear_caches()
+            gc.collect()
+
+
+def mappings() -> int:
+    """How many memory mappings this process has, 0 where that is not known."""
+    maps = Path("/proc/self/maps")
+    return maps.read_bytes().count(b"\n") if maps.exists() else 0
 
 
 class Skips:
