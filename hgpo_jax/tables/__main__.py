@@ -5,6 +5,7 @@
     python -m hgpo_jax.tables run household --jobs 2          runs what is missing; continues after an interruption
     python -m hgpo_jax.tables bias household                  the Oracle bias of each setting at its warm start
     python -m hgpo_jax.tables truth household --at 20 household/hgpo-k2/s10  true advantages in runs, after 20 iterations
+    python -m hgpo_jax.tables gradients household --at 20 household/hgpo-k2/s10   where estimators' gradients point there
     python -m hgpo_jax.tables collect runs/tables/household   results beside published numbers: Markdown, CSV, LaTeX
     python -m hgpo_jax.tables draw configs/tables/results/household.json     the pictures again, from what `collect` kept
 
@@ -19,9 +20,9 @@ from pathlib import Path
 from hgpo_jax import cli
 from hgpo_jax import config as configuration
 from hgpo_jax.errors import ConfigError
-from hgpo_jax.tables import bias, collect, curves, launch, plan, results, run, truth
+from hgpo_jax.tables import bias, collect, curves, gradients, launch, plan, results, run, truth
 
-COMMANDS = ("plan", "run", "bias", "truth", "collect", "draw")
+COMMANDS = ("plan", "run", "bias", "truth", "gradients", "collect", "draw")
 
 
 def parse(arguments: list[str]):
@@ -52,9 +53,11 @@ def parse(arguments: list[str]):
     if command == "plan":
         p.add_argument("--launch", choices=launch.WRITERS, help="write launch files for this instead")
         p.add_argument("--to", metavar="DIR", type=cli.local_path, help="where --launch writes")
-    if command == "truth":
+    if command in ("truth", "gradients"):
         p.add_argument("cells", nargs="+", metavar="CELL", help="runs that have ended, SETTING/METHOD/sSEED")
         p.add_argument("--at", type=int, required=True, metavar="N", help="after N iterations, of which there is a checkpoint")
+    if command == "gradients":
+        p.add_argument("--batches", type=int, default=48, metavar="M", help="batches that are sampled; default 48")
     if command == "run":
         p.add_argument("--jobs", type=int, default=1, help="cells at once; default 1")
     if command in ("run", "bias"):
@@ -86,8 +89,8 @@ def main(arguments: list[str] | None = None) -> None:
         if not to.is_dir():
             raise ConfigError(f"--to {to}: no such folder")
         found = results.read_record(planned, record)
-        made, measured = collect.rows(planned, found), truth.read_record(planned, record)
-        print(*curves.draw(planned, found, made, measured, record.stem, to), sep="\n")
+        measured = {kind: kind.read_record(planned, record) for kind in collect.MEASURED}
+        print(*curves.draw(planned, found, collect.rows(planned, found), measured, record.stem, to), sep="\n")
         return
     source = plan.find(args.plan)
     planned = plan.read(source)
@@ -102,7 +105,9 @@ def main(arguments: list[str] | None = None) -> None:
     elif args.command == "bias":
         bias.measure_all(planned, runs, args.overrides)
     elif args.command == "truth":
-        truth.measure_all(planned, runs, args.cells, args.at)
+        truth.KIND.measure_all(planned, runs, args.cells, args.at, truth.measure)
+    elif args.command == "gradients":
+        gradients.measure_all(planned, runs, args.cells, args.at, args.batches)
     elif args.launch:
         if not args.to:
             raise ConfigError("--to: needed with --launch, the folder for its files")

@@ -11,13 +11,15 @@ from pathlib import Path
 
 import numpy as np
 
+from hgpo_jax.tables import gradients, truth
 from hgpo_jax.tables.bias import bias_table, read_bias, truth_table
 from hgpo_jax.tables.curves import draw
+from hgpo_jax.tables.in_runs import Kind, of_plan
 from hgpo_jax.tables.plan import Cell, Plan, Table
 from hgpo_jax.tables.results import Result, detectable, paired, pairs_for, read_all, spread
-from hgpo_jax.tables.truth import Measured, in_runs, of_plan, read_truth
 
 Results = dict[Cell, Result | None]
+MEASURED = (truth.KIND, gradients.KIND)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,8 +181,8 @@ def gains(plan: Plan, made: list[Row]) -> tuple[str, dict[str, str]]:
     return "", {}
 
 
-def markdown(plan: Plan, found: Results, made: list[Row], bias: dict, truth: list[Measured]) -> str:
-    """All tables, the differences outside the noise, then the Oracle bias and true advantages where they were measured."""
+def markdown(plan: Plan, found: Results, made: list[Row], bias: dict, measured: dict[Kind, list]) -> str:
+    """All tables, the differences outside the noise, then what else was measured."""
     note = "Percent; mean ± standard deviation over the runs that have ended, for a single one over its evaluation seeds."
     if any(table.baseline for table in plan.tables):
         note += " Differences (points) are paired by seed: mean ± standard error (95 % interval by Student's t), seeds above 0."
@@ -201,8 +203,8 @@ def markdown(plan: Plan, found: Results, made: list[Row], bias: dict, truth: lis
         text += ["", "## Oracle bias at the warm start", "", note, "", *bias_table(plan, bias, *gains(plan, made))]
         note = "Cosine to the true advantages of an iteration's steps; mean square of the difference as a share of theirs."
         text += ["", "## Against true advantages at the warm start", "", note, "", *truth_table(plan, bias)]
-    if truth:
-        text += ["", "## Against true advantages in runs", "", "Mean over the runs ± standard error.", "", *in_runs(truth)]
+    for kind, some in measured.items():
+        text += ["", f"## {kind.title}", "", kind.note, "", *kind.lines(some)] if some else []
     changed = [f"* {cell.name}: {', '.join(r.changed)}" for cell, r in found.items() if r and r.changed]
     if changed:
         text += ["", "## Runs with other settings than the plan's", "", *changed]
@@ -243,10 +245,10 @@ def table_csv(made: list[Row]) -> str:
     return out.getvalue()
 
 
-def record(plan: Plan, found: Results, made: list[Row], bias: dict, truth: list[Measured]) -> str:
+def record(plan: Plan, found: Results, made: list[Row], bias: dict, measured: dict[Kind, list]) -> str:
     """Everything that was found, to be kept: one line per cell, with its curve, and one line per paired difference.
 
-    `results.read_record` and `truth.read_record` read it again.
+    `results.read_record` and `Kind.read_record` read it again.
     """
     cells = []
     for cell, result in found.items():
@@ -262,10 +264,10 @@ def record(plan: Plan, found: Results, made: list[Row], bias: dict, truth: list[
     ]
     one_a_line = lambda items: "[\n  " + ",\n  ".join(map(json.dumps, items)) + "\n ]" if items else "[]"  # noqa: E731
     missing = [cell.name for cell, result in found.items() if not result]
+    kept = "".join(f',\n "{kind.name}": {one_a_line([one._asdict() for one in some])}' for kind, some in measured.items())
     return (
         f'{{"title": {json.dumps(plan.title)},\n "cells": {one_a_line(cells)},\n "missing": {json.dumps(missing)},\n'
-        f' "paired": {one_a_line(differences)},\n "bias": {json.dumps(bias)},\n'
-        f' "truth": {one_a_line([one._asdict() for one in truth])}}}\n'
+        f' "paired": {one_a_line(differences)},\n "bias": {json.dumps(bias)}{kept}}}\n'
     )
 
 
@@ -273,13 +275,13 @@ def collect(plan: Plan, name: str, runs: Path, to: Path) -> str:
     """Reads RUNS and writes NAME.md, .csv, .tex, .json and the pictures; returns the Markdown."""
     found = read_all(plan, runs)
     made = rows(plan, found)
-    bias, truth = read_bias(runs), of_plan(plan, read_truth(runs))
-    text = markdown(plan, found, made, bias, truth)
+    bias, measured = read_bias(runs), {kind: of_plan(plan, kind.read(runs)) for kind in MEASURED}
+    text = markdown(plan, found, made, bias, measured)
     to.mkdir(parents=True, exist_ok=True)
     for suffix, content in (
         (".md", text), (".csv", table_csv(made)), (".tex", latex(plan, made)),
-        (".json", record(plan, found, made, bias, truth)),
+        (".json", record(plan, found, made, bias, measured)),
     ):  # fmt: skip
         (to / f"{name}{suffix}").write_text(content)
-    draw(plan, found, made, truth, name, to)
+    draw(plan, found, made, measured, name, to)
     return text

@@ -1,9 +1,10 @@
-"""The pictures of a table: success by iteration, a forest plot of paired differences, advantages against true ones."""
+"""The pictures of a table: success by iteration, a forest plot of paired differences, estimators against the truth."""
 
 from __future__ import annotations
 
 import itertools
 import textwrap
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,10 @@ from scipy import special
 
 from hgpo_jax.run.curves import smooth, smoothing_window
 from hgpo_jax.tables.bias import ESTIMATORS
+from hgpo_jax.tables.gradients import NAMES, Directions
+from hgpo_jax.tables.in_runs import Kind, by_setting
 from hgpo_jax.tables.plan import Cell, Plan, Table
-from hgpo_jax.tables.truth import PARTS, Measured, by_setting
+from hgpo_jax.tables.truth import PARTS, Measured
 
 FEW = 3  # methods; a table of more names some of them and leaves out the bands, which would hide each other
 BASELINE, CONTEXT = "#333333", "#c4c4c4"
@@ -187,47 +190,71 @@ def _forest(axis: Axes, plan: Plan, blocks: list, mine: dict, named: bool) -> No
 
 
 def draw_truth(plan: Plan, measured: list[Measured]) -> Figure | None:
-    """Cosine to true advantages and mean square error, a line for each estimator and each part of HGPO; None without any.
+    """Cosine to true advantages and mean square error, a line for each estimator and each part of HGPO; None without any."""
+    figure = _draw_marks(
+        plan, measured, (*ESTIMATORS, *PARTS), PARTS, "advantages against true ones", lambda one, name: one.errors[name],
+        {"cosine": "cosine", "mse": "mean square error, as a share of theirs"},
+    )  # fmt: skip
+    for axis in figure.axes[1::2] if figure else ():
+        axis.set_xscale("log")
+        axis.axvline(1, color="#333333", linewidth=0.9)  # as far off as to say nothing
+    return figure
 
-    A row of panels for each setting and iteration. Faint marks are runs, coloured by the method that trained them; a bar is
-    their mean.
+
+def draw_gradients(plan: Plan, measured: list[Directions]) -> Figure | None:
+    """Cosines to the true gradient, of one batch's and of the expected one, a line for each estimator; None without any."""
+    labels = {"batch": "cosine of one batch's: noise and bias", "expected": "cosine of the expectation: bias alone"}
+    return _draw_marks(
+        plan, measured, NAMES, NAMES[len(ESTIMATORS) :], "gradients against the true one",
+        lambda one, name: one.cosines[name], labels,
+    )  # fmt: skip
+
+
+def _draw_marks(
+    plan: Plan, measured: list, names: Sequence[str], apart: Sequence[str], what: str, numbers: Callable, labels: dict[str, str]
+) -> Figure | None:
+    """A row of two panels, one for each of `labels`, for each setting and iteration. Faint marks are runs, coloured by the
+    method that trained them; a bar is their mean.
+
+    apart: the names below a gap. numbers: (what was measured, a name) -> the values of both labels.
     """
     if not measured:
         return None
-    names, groups = [*ESTIMATORS, *PARTS], by_setting(measured)
+    groups = by_setting(measured)
     methods = sorted({one.cell.split("/")[1] for one in measured}, key=list(plan.methods).index)
     colors = dict(zip(methods, itertools.cycle(COLORS)))
-    places = [i + (0.8 if name in PARTS else 0) for i, name in enumerate(names)]
+    places = [i + (0.8 if name in apart else 0) for i, name in enumerate(names)]
     figure = Figure(figsize=(10, (0.8 + 0.32 * len(names)) * len(groups)), layout="constrained")
     axes = figure.subplots(len(groups), 2, sharey=True, squeeze=False)
     for row, ((setting, iteration), ours) in zip(axes, groups.items(), strict=True):
-        for axis, what in zip(row, ("cosine", "mse"), strict=True):
-            values = np.array([[one.errors[name][what] for name in names] for one in ours])
+        for axis, (key, label) in zip(row, labels.items(), strict=True):
+            values = np.array([[numbers(one, name)[key] for name in names] for one in ours])
             for one, line in zip(ours, values, strict=True):
                 color = colors[one.cell.split("/")[1]]
                 axis.plot(line, places, "o", color=color, alpha=0.35, markersize=4.5, markeredgewidth=0)
             axis.plot(values.mean(0), places, "|", color=BASELINE, markersize=13, markeredgewidth=2.2, label="mean")
-            axis.set_xlabel("cosine" if what == "cosine" else "mean square error, as a share of theirs", fontsize=9)
+            axis.set_xlabel(label, fontsize=9)
             axis.grid(axis="x", alpha=0.25)
             axis.spines[["top", "right", "left"]].set_visible(False)
             axis.tick_params(axis="y", length=0)
-        about = f"{plan.settings[setting].title}: advantages against true ones, {len(ours)} runs after {iteration} iterations"
+            axis.set_xlim(left=min(0, axis.get_xlim()[0]))
+        runs = f"{len(ours)} runs" if len(ours) > 1 else "1 run"
+        about = f"{plan.settings[setting].title}: {what}, {runs} after {iteration} iterations"
         row[0].set_title(about, fontsize=10, loc="left")
-        row[0].set_xlim(left=min(0, row[0].get_xlim()[0]))
-        row[1].set_xscale("log")
-        row[1].axvline(1, color="#333333", linewidth=0.9)  # as far off as to say nothing
         row[0].set_yticks(places, names, fontsize=9)
         row[0].set_ylim(places[-1] + 0.6, -0.6)
     for method, color in colors.items():
         axes[0, 0].plot([], [], "o", color=color, markersize=4.5, label=f"a run by {plan.methods[method].title}")
-    axes[0, 0].legend(fontsize=8, frameon=False, loc="upper right")
+    axes[0, 0].legend(fontsize=8, frameon=False, loc="best")
     return figure
 
 
-def draw(plan: Plan, found: dict, made: list, truth: list[Measured], name: str, to: Path) -> list[Path]:
-    """Writes NAME.png, NAME-differences.png and NAME-truth.png as far as there is something to show; returns what it wrote."""
+def draw(plan: Plan, found: dict, made: list, measured: dict[Kind, list], name: str, to: Path) -> list[Path]:
+    """Writes NAME.png, NAME-differences.png and those of what was measured, as far as there is any; returns what it wrote."""
     written, figures = [], {"": draw_curves(plan, found), "-differences": draw_differences(plan, made)}
-    for suffix, figure in (figures | {"-truth": draw_truth(plan, truth)}).items():
+    calls: dict[str, Callable] = {"truth": draw_truth, "gradients": draw_gradients}
+    figures |= {f"-{kind.name}": calls[kind.name](plan, some) for kind, some in measured.items()}
+    for suffix, figure in figures.items():
         if figure:
             written.append(to / f"{name}{suffix}.png")
             figure.savefig(written[-1], dpi=100)

@@ -1,0 +1,170 @@
+"""Where estimators' policy gradients point in runs of a plan: noise and bias, told apart.
+
+What is wrong with advantages is noise, which differs from batch to batch and averages out over a run, or bias, which stays and
+leads a run elsewhere. `truth.py` sees both at once. Here one policy of a run samples many batches as large as an iteration's.
+Of the policy gradient that each estimator makes of them, two cosines to the true gradient are told: one batch's, which both
+lower, and the expectation's, as of endlessly many batches, which bias alone lowers.
+
+True is the expected gradient of `LEAVE_ONE_OUT`, which is unbiased: its baseline does not depend on the episode (Williams,
+1992; of the other episodes of a task: Kool et al., 2019).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from hgpo_jax.advantages.returns import discounted_sum
+from hgpo_jax.errors import ConfigError
+from hgpo_jax.inspect.dumps import Dump
+from hgpo_jax.iteration import training_batch
+from hgpo_jax.job import Job
+from hgpo_jax.learner import make_policy_loss, make_update
+from hgpo_jax.methods import method_named
+from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.tables.bias import ESTIMATORS, centred
+from hgpo_jax.tables.in_runs import Kind, by_setting, heading, restored
+from hgpo_jax.tables.plan import Plan
+from hgpo_jax.tables.truth import BOOTSTRAPPED, bootstrapped
+
+LEAVE_ONE_OUT = "leave-one-out"
+NAMES = (*ESTIMATORS, BOOTSTRAPPED, LEAVE_ONE_OUT)
+COSINES = ("batch", "expected")
+FIRST = 1_000_000  # the batches' numbers, far from those of a run's iterations, which choose tasks and random keys
+
+
+class Directions(NamedTuple):
+    """Of one cell: iterations done before; batches; success, a share of their episodes; `cosines` by estimator."""
+
+    cell: str
+    iteration: int
+    batches: int
+    success: float
+    cosines: dict[str, dict[str, float]]
+
+
+def leave_one_out(e: Episodes, gamma: float) -> jax.Array:
+    """f32[B, T]: the return, less the mean of the returns of the prompt group's other episodes at this turn, 0 after an end."""
+    returns = discounted_sum(jnp.where(e.mask, e.rewards, 0.0), gamma)
+    same = (e.groups[:, None] == e.groups[None]) & ~np.eye(len(e.groups), dtype=bool)
+    return jnp.where(e.mask, returns - same @ returns / same.sum(1, keepdims=True), 0.0)
+
+
+def make_gradient(job: Job) -> Callable:
+    """`gradient(params, reference, episodes, advantages f32[B, T]) -> f32[D]`, the policy's for one batch as one mini-batch.
+
+    Of the surrogate loss alone, a mean over tokens: no penalty on the KL, no entropy bonus.
+    """
+    config = job.config
+    learner = config.learner.model_copy(update={"kl_weight": 0.0, "entropy_weight": 0.0, "aggregate": "token-mean"})
+    loss = make_policy_loss(job.adapted, learner, method_named("hgpo"), config.rollout.temperature, job.runner.roles)
+    keeps = optax.GradientTransformation(  # the gradient, as its state, and moves nothing
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda gradient, state, params=None: (jax.tree.map(jnp.zeros_like, gradient), gradient),
+    )
+
+    @jax.jit
+    def gradient(params, reference, e: Episodes, advantages):
+        batch = training_batch(e).replace(advantages=advantages.reshape(-1), agents=e.agents.reshape(-1))
+        happened = e.mask.reshape(-1)
+        update = make_update(
+            loss, keeps, job.mesh, minibatch_size=len(happened), microbatch_size=learner.microbatch_size,
+            compute_dtype=config.policy.compute_dtype,
+        )  # fmt: skip
+        order = jnp.argsort(~happened)
+        _, found, _ = update(params, keeps.init(params), reference, batch, order, happened.sum(), 1.0)
+        return jnp.concatenate([g.ravel() for g in jax.tree.leaves(found)])
+
+    return gradient
+
+
+def cosines(gradients: np.ndarray, true: int) -> list[dict[str, float]]:
+    """Of each estimator's gradients to the expectation of number `true`'s: of one batch (`batch`), and of the `expected` one.
+
+    gradients: f32[E, M, D], of M batches. A batch's cosine has the root of its mean square length below. Products of different
+    batches alone say what expectations are: their noise is independent (U-statistics). `batch_error` and `expected_error` are
+    standard errors, by leaving out one batch after another (jackknife). nan where an expectation cannot be told from 0.
+    """
+    with_true = np.einsum("emd,nd->emn", gradients, gradients[true], dtype=np.float64, optimize=True)
+    own = np.einsum("emd,end->emn", gradients, gradients, dtype=np.float64, optimize=True)
+
+    def of(batches: np.ndarray) -> np.ndarray:
+        def mean(products):  # over pairs of different batches
+            some = products[:, batches][:, :, batches]
+            return (some.sum((1, 2)) - np.trace(some, axis1=1, axis2=2)) / (len(batches) * (len(batches) - 1))
+
+        squares, product = mean(own), mean(with_true)
+        length = np.sqrt(np.where(squares > 0, squares, np.nan))
+        one = np.sqrt(np.trace(own[:, batches][:, :, batches], axis1=1, axis2=2) / len(batches))
+        with np.errstate(invalid="ignore"):  # 0 / 0
+            return np.stack([product / one / length[true], product / length / length[true]])
+
+    every = np.arange(gradients.shape[1])
+    found, without = of(every), np.array([of(np.delete(every, i)) for i in every])
+    errors = np.sqrt((len(every) - 1) * without.var(0))
+    return [
+        {"batch": b, "batch_error": be, "expected": x, "expected_error": xe}
+        for (b, x), (be, xe) in zip(found.T.tolist(), errors.T.tolist(), strict=True)
+    ]
+
+
+def measure(cell: str, folder: Path, iteration: int, *, batches: int) -> Directions:
+    """A run's policy after so many iterations. Raises ConfigError where roles have weights of their own."""
+    job, reference, state = restored(folder, iteration)
+    if job.sets:
+        raise ConfigError(f"{folder}: its roles have weights of their own; gradients are compared of one set")
+    params, gradient = job.rollout_params(state["params"], reference), make_gradient(job)
+    found, success = [], []
+    for number in range(FIRST, FIRST + batches):
+        tasks, *inputs = job.episode_inputs(number)
+        e = jax.device_get(job.runner.rollout(params, tasks, *inputs).episodes)
+        dump = Dump(e, job.config, job.policy.tokenizer)
+        known = centred(dump) | {BOOTSTRAPPED: bootstrapped(dump), LEAVE_ONE_OUT: leave_one_out(e, job.config.advantage.gamma)}
+        found.append([np.asarray(gradient(state["params"], reference, e, jnp.asarray(known[name]))) for name in NAMES])
+        success.append(float(e.success.mean()))
+    of_each = cosines(np.array(found).swapaxes(0, 1), NAMES.index(LEAVE_ONE_OUT))
+    return Directions(cell, iteration, batches, float(np.mean(success)), dict(zip(NAMES, of_each, strict=True)))
+
+
+def measure_all(plan: Plan, runs: Path, names: list[str], iteration: int, batches: int) -> None:
+    """Measures each cell that is not kept yet; prints the table. Raises ConfigError."""
+    if batches < 8:
+        raise ConfigError(f"--batches {batches}: give 8 or more, for a standard error")
+    KIND.measure_all(plan, runs, names, iteration, functools.partial(measure, batches=batches))
+
+
+def parse(kept: dict) -> Directions:
+    one = Directions(**kept)
+    numbers = [one.iteration, one.batches, one.success]
+    numbers += [one.cosines[name][what + error] for name in NAMES for what in COSINES for error in ("", "_error")]
+    if not isinstance(one.cell, str) or not all(isinstance(x, int | float) for x in numbers):
+        raise ValueError("numbers are missing")
+    return one
+
+
+def lines(found: list[Directions]) -> list[str]:
+    """Both cosines by estimator, for each setting and iteration: the mean over its runs and the standard error from batches."""
+    lines: list[str] = []
+    for (setting, iteration), ours in by_setting(found).items():
+        batches = ", ".join(map(str, sorted({one.batches for one in ours})))
+        lines += ["", f"{heading(setting, iteration, ours)}; {batches} batches", ""]
+        lines += ["| | one batch | expectation |", "|---|---|---|"]
+        for name in NAMES:
+            shown = [name]
+            for what in COSINES:
+                mean = np.mean([one.cosines[name][what] for one in ours])
+                error = np.linalg.norm([one.cosines[name][f"{what}_error"] for one in ours]) / len(ours)
+                shown.append(f"{mean:.3f} ± {error:.3f}")
+            lines.append("| " + " | ".join(shown) + " |")
+    return lines[1:]
+
+
+NOTE = "Cosine to the true policy gradient; mean over the runs ± standard error, from the batches. An expectation has no noise."
+KIND = Kind("gradients", "Gradients in runs", NOTE, parse, lines)

@@ -1,0 +1,87 @@
+"""Gradients of estimators: their cosines against known expectations, the unbiased one against loops, the gradient itself."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hgpo_jax import inspect
+from hgpo_jax.config import load
+from hgpo_jax.iteration import training_batch
+from hgpo_jax.job import build
+from hgpo_jax.learner import make_logprobs
+from hgpo_jax.mesh import make_mesh
+from hgpo_jax.tables.gradients import cosines, leave_one_out, make_gradient
+from tests.helpers.inspected import EXAMPLE
+from tests.helpers.training import TINY
+
+
+def sampled(rng, batches, spread=2.0):
+    """Gradients f64[3, M, 40] whose expectations have cosines 1, 1 and .6 to the first's; the first two share their noise."""
+    mean = np.zeros((3, 1, 40))
+    mean[0, :, 0] = 3.0
+    mean[1, :, 0] = 1.5
+    mean[2, :, :2] = 0.6, 0.8
+    noise = rng.normal(size=(2, batches, 40))
+    return mean + spread * np.stack([noise[0], 0.5 * (noise[0] + noise[1]), 0.05 * noise[1]])
+
+
+def test_noise_lowers_a_batchs_cosine_and_bias_the_expected_one():
+    true, half, biased = cosines(sampled(np.random.default_rng(0), 400), 0)
+    assert true["expected"] == pytest.approx(1) and true["expected_error"] == pytest.approx(0, abs=1e-6)
+    assert half["expected"] == pytest.approx(1, abs=3 * half["expected_error"])
+    assert biased["expected"] == pytest.approx(0.6, abs=3 * biased["expected_error"])
+    assert max(half["expected_error"], biased["expected_error"]) < 0.05
+    # |E g| / sqrt(E |g|^2), times the expectation's cosine.
+    for found, wanted in ((true, 3 / np.sqrt(9 + 160)), (half, 1.5 / np.sqrt(2.25 + 80)), (biased, 0.6 / np.sqrt(1.4))):
+        assert found["batch"] == pytest.approx(wanted, abs=3 * found["batch_error"])
+    # Averaged over all batches, shared noise would make half look better than it is, and biased worse.
+    assert cosines(np.zeros((2, 9, 3)), 0)[1] == pytest.approx(dict.fromkeys(true, np.nan), nan_ok=True)
+
+
+def test_errors_are_those_of_repetitions():
+    rng = np.random.default_rng(1)
+    found = [cosines(sampled(rng, 48, spread=0.7), 0) for _ in range(200)]
+    for estimator in (1, 2):
+        for what in ("batch", "expected"):
+            values = np.array([one[estimator][what] for one in found])
+            errors = np.array([one[estimator][f"{what}_error"] for one in found])
+            # The jackknife counts noise of pairs twice, and so errs on the safe side.
+            assert 0.85 < np.sqrt(np.mean(errors**2)) / values.std(ddof=1) < 1.5, (estimator, what)
+
+
+def test_leave_one_out_is_that_of_plain_loops():
+    e = inspect.load(EXAMPLE).episodes
+    found, checked = np.asarray(leave_one_out(e, 0.9)), 0
+
+    def after(b, t):
+        return sum(0.9 ** (u - t) * float(e.rewards[b, u]) for u in range(t, int(e.mask[b].sum())))
+
+    for b, t in zip(*np.nonzero(e.mask), strict=True):
+        others = [c for c in np.flatnonzero(e.groups == e.groups[b]) if c != b]
+        wanted = after(b, t) - np.mean([after(c, t) for c in others])
+        assert found[b, t] == pytest.approx(wanted, abs=1e-5)
+        checked += abs(wanted) > 0.1
+    assert checked > 10 and not found[~e.mask].any()
+
+
+def test_the_gradient_is_that_of_mean_log_probabilities_weighted_by_advantages():
+    with jax.set_mesh(make_mesh("data=1", jax.devices()[:1])):
+        # What the penalties of the loss would add is left out.
+        fields = [*TINY, "learner.kl_weight=0.5", "learner.entropy_weight=0.5"]
+        job = build(load(None, fields), make_mesh("data=1", jax.devices()[:1]))
+        params = job.given_params
+        tasks, *inputs = job.episode_inputs(0)
+        e = jax.device_get(job.runner.rollout(job.compute_copy(params), tasks, *inputs).episodes)
+        advantages = np.where(e.mask, np.random.default_rng(0).normal(size=e.mask.shape), 0).astype(np.float32)
+        found = make_gradient(job)(params, job.reference_copy(params), e, jnp.asarray(advantages))
+        batch, logprobs = training_batch(e), make_logprobs(job.adapted, job.config.rollout.temperature)
+
+        def loss(params):
+            tokens = batch.response_mask() & e.mask.reshape(-1)[:, None]
+            weighted = logprobs(params, None, batch)[0] * advantages.reshape(-1)[:, None]
+            return -jnp.where(tokens, weighted, 0).sum() / tokens.sum()
+
+        wanted = jnp.concatenate([g.ravel() for g in jax.tree.leaves(jax.jit(jax.grad(loss))(params))])
+    np.testing.assert_allclose(found, wanted, atol=1e-5 * float(jnp.abs(wanted).max()))
+    assert float(jnp.abs(wanted).max()) > 1e-4

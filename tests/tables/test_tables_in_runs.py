@@ -1,0 +1,148 @@
+"""What is measured in runs of a plan, by either command: what is kept, shown and refused."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+from small_plan import SMALL, finish, write_plan
+
+from hgpo_jax.errors import ConfigError
+from hgpo_jax.tables import __main__ as tables
+from hgpo_jax.tables import curves, gradients, truth
+from hgpo_jax.tables.bias import ESTIMATORS
+from hgpo_jax.tables.plan import Cell
+
+
+def true_advantages(cell, iteration, lift=0.0):
+    names = (*ESTIMATORS, *truth.PARTS)
+    errors = {name: {"cosine": 0.1 + 0.05 * i + lift, "mse": 1.0 + i} for i, name in enumerate(names)}
+    return truth.Measured(cell, iteration, 0.5, 0.125, errors)
+
+
+def directions(cell, iteration, lift=0.0):
+    cosines = {
+        name: {"batch": 0.1 + 0.05 * i + lift, "batch_error": 0.03, "expected": 0.2 + 0.05 * i, "expected_error": 0.04}
+        for i, name in enumerate(gradients.NAMES)
+    }
+    return gradients.Directions(cell, iteration, 16, 0.5, cosines)
+
+
+KINDS = {truth: true_advantages, gradients: directions}
+every = pytest.mark.parametrize("module", KINDS, ids=lambda module: module.KIND.name)
+
+
+def ended(runs, small, method, seed):
+    cell = Cell("near", method, seed)
+    finish(runs, small, cell, [0.1, 0.2, 0.3])
+    (runs / cell.name / "config.yaml").write_text("iterations: 3\nenv: {name: sokoban}\n")
+    (runs / cell.name / "transcripts.txt").touch()
+    for iteration in (1, 2):
+        (runs / cell.name / "checkpoints" / str(iteration)).mkdir(parents=True)
+
+
+@every
+def test_a_run_is_measured_once_and_shown_beside_the_tables(tmp_path, small, monkeypatch, capsys, module):
+    runs, asked, name = tmp_path / "runs", [], module.KIND.name
+    for method, seed in itertools.product(("gigpo", "hgpo"), range(2)):
+        ended(runs, small, method, seed)
+
+    def measure(cell, folder, iteration, **more):
+        assert folder == runs / cell and more == ({"batches": 16} if module is gradients else {})
+        asked.append((cell, iteration))
+        return KINDS[module](cell, iteration, 0.1 * len(asked))
+
+    monkeypatch.setattr(module, "measure", measure)
+    batches = ["--batches", "16"] if module is gradients else []
+    ask = [name, str(tmp_path / "small.yaml"), "--runs", str(runs), *batches, "--at"]
+    tables.main([*ask, "2", "near/hgpo/s0"])
+    tables.main([*ask, "2", "near/hgpo/s0", "near/gigpo/s1"])
+    assert asked == [("near/hgpo/s0", 2), ("near/gigpo/s1", 2)]
+    said = capsys.readouterr().out
+    assert "near, after 2 iterations: hgpo/s0" in said and "near, after 2 iterations: hgpo/s0, gigpo/s1" in said
+    if module is truth:
+        assert "| GRPO | 0.200 | 1.000 |" in said and "| GRPO | 0.250 ± 0.050 | 1.000 ± 0.000 |" in said
+    else:
+        assert "| GRPO | 0.200 ± 0.030 | 0.200 ± 0.040 |" in said and "| GRPO | 0.250 ± 0.021 | 0.200 ± 0.028 |" in said
+    tables.main([*ask, "1", "near/hgpo/s0"])
+    assert asked[2:] == [("near/hgpo/s0", 1)]
+
+    capsys.readouterr()
+    tables.main(["collect", str(runs), "--plan", str(tmp_path / "small.yaml"), "--to", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert f"## {module.KIND.title}\n" in said
+    assert "near, after 2 iterations: hgpo/s0, gigpo/s1" in said and "near, after 1 iterations: hgpo/s0" in said
+    kept = module.KIND.read_record(small, tmp_path / "small.json")
+    assert kept == module.KIND.read(runs) and len(kept) == 3
+    # A plan that has lost a method since shows the others.
+    (tmp_path / "less").mkdir()
+    changes = {"tables": [SMALL["tables"][0] | {"methods": ["gigpo"]}], "methods": {"gigpo": SMALL["methods"]["gigpo"]}}
+    less = write_plan(tmp_path / "less", published=None, **changes)
+    tables.main(["collect", str(runs), "--plan", str(less), "--to", str(tmp_path / "less")])
+    assert "after 2 iterations: gigpo/s1" in capsys.readouterr().out
+    assert [one.cell for one in module.KIND.read_record(small, tmp_path / "less" / "small.json")] == ["near/gigpo/s1"]
+    picture = tmp_path / f"small-{name}.png"
+    picture.unlink()
+    tables.main(["draw", str(tmp_path / "small.json"), "--plan", str(tmp_path / "small.yaml")])
+    assert str(picture) in capsys.readouterr().out.splitlines() and picture.is_file()
+
+
+@every
+def test_the_picture_has_every_run_and_the_mean(small, module):
+    make, draw = KINDS[module], curves.draw_truth if module is truth else curves.draw_gradients
+    found = [make("near/gigpo/s0", 2), make("near/hgpo/s0", 2, 0.1), make("near/hgpo/s1", 2, 0.2)]
+    names = [*ESTIMATORS, *truth.PARTS] if module is truth else list(gradients.NAMES)
+    keys, numbers = (("cosine", "mse"), "errors") if module is truth else (gradients.COSINES, "cosines")
+    figure = draw(small, found)
+    for axis, key in zip(figure.axes, keys, strict=True):
+        assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == names
+        marks = [line.get_xdata() for line in axis.lines if len(line.get_xdata()) == len(names)]
+        wanted = [[getattr(one, numbers)[name][key] for name in names] for one in found]
+        np.testing.assert_allclose(marks, [*wanted, np.mean(wanted, axis=0)])
+        assert len({line.get_color() for line in axis.lines if len(line.get_xdata()) == len(names)}) == 3
+        assert axis.get_xscale() == ("log" if key == "mse" else "linear")
+    title = figure.axes[0].get_title(loc="left")
+    assert title.startswith("Near: ") and "3 runs after 2 iterations" in title
+    later = draw(small, [*found, make("near/hgpo/s0", 3, -0.5)])
+    assert len(later.axes) == 4 and later.axes[2].get_xlim()[0] < -0.3
+    assert draw(small, []) is None
+
+
+@every
+@pytest.mark.parametrize(
+    ("names", "fragment"),
+    [
+        (["near/hgpo/s9"], "near/hgpo/s9: no such cell"),
+        (["near/hgpo/s3"], "near/hgpo/s3: the run has not ended"),
+        (["near/hgpo/s1"], "near/hgpo/s1: the run has not ended"),
+        (["near/hgpo/s2"], "near/hgpo/s2: env.name=household_text: this needs an environment compiled"),
+        (["near/gigpo/s0"], "--at 2: .*near/gigpo/s0 has no checkpoint of it; log.checkpoint_every, keep_checkpoints"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is(tmp_path, small, monkeypatch, names, fragment, module):
+    for method, seed in (("hgpo", 0), ("hgpo", 1), ("hgpo", 2), ("gigpo", 0)):
+        ended(tmp_path / "runs", small, method, seed)
+    (tmp_path / "runs/near/hgpo/s1/evaluation.json").unlink()
+    (tmp_path / "runs/near/hgpo/s2/config.yaml").write_text("iterations: 3\nenv: {name: household_text}\n")
+    (tmp_path / "runs/near/gigpo/s0/checkpoints/2").rmdir()
+    monkeypatch.setattr(module, "measure", lambda *_, **__: pytest.fail("measured"))
+    names = ["near/hgpo/s0", *names]
+    with pytest.raises(ConfigError, match=fragment):
+        tables.main([module.KIND.name, str(tmp_path / "small.yaml"), "--runs", str(tmp_path / "runs"), "--at", "2", *names])
+
+
+def test_too_few_batches_are_refused(tmp_path, small):
+    with pytest.raises(ConfigError, match="--batches 7: give 8 or more"):
+        tables.main(["gradients", str(tmp_path / "small.yaml"), "--at", "2", "--batches", "7", "near/hgpo/s0"])
+
+
+@every
+@pytest.mark.parametrize("text", ["{", "[1]", '[{"cell": "a"}]', "no numbers"])
+def test_a_damaged_measurement_is_refused_in_one_line(tmp_path, small, module, text):
+    if text == "no numbers":
+        text = json.dumps([KINDS[module]("a", 1)._replace(**{"errors" if module is truth else "cosines": {}})._asdict()])
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / f"{module.KIND.name}.json").write_text(text)
+    with pytest.raises(ConfigError, match=rf"{module.KIND.name}\.json: is damaged") as refused:
+        tables.main(["collect", str(tmp_path / "runs"), "--plan", str(tmp_path / "small.yaml")])
+    assert "\n" not in str(refused.value)
