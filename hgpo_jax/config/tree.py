@@ -305,7 +305,7 @@ class LearnerConfig(OptimizerConfig):
     """The update: PPO-clip with AdamW."""
 
     # Adam's first steps are as long as the rate, however noisy the gradient: with a warm-up of 5 steps 25 of 59 runs fell more
-    # than ten points below their start, in two settings, one for good (configs/tables/README.md).
+    # than ten points below their start, in two settings, one for good (configs/tables/results/README.md).
     warmup_steps: int = field(30, "optimizer steps over which the learning rate rises from 0", ge=0)
     final_lr: Share = field(
         0.1, "share of the learning rate left at the last iteration, the critic's too; it falls linearly"

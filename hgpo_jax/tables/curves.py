@@ -197,7 +197,6 @@ def draw_truth(plan: Plan, measured: list[Measured]) -> Figure | None:
     )  # fmt: skip
     for axis in figure.axes[1::2] if figure else ():
         axis.set_xscale("log")
-        axis.axvline(1, color="#333333", linewidth=0.9)  # as far off as to say nothing
     return figure
 
 
@@ -214,7 +213,7 @@ def _draw_marks(
     plan: Plan, measured: list, names: Sequence[str], apart: Sequence[str], what: str, numbers: Callable, labels: dict[str, str]
 ) -> Figure | None:
     """A row of two panels, one for each of `labels`, for each setting and iteration. Faint marks are runs, coloured by the
-    method that trained them; a bar is their mean.
+    method that trained them; a bar is their mean. A line in the second panel at 1: an error that says nothing, no bias.
 
     apart: the names below a gap. numbers: (what was measured, a name) -> the values of both labels.
     """
@@ -237,10 +236,11 @@ def _draw_marks(
             axis.grid(axis="x", alpha=0.25)
             axis.spines[["top", "right", "left"]].set_visible(False)
             axis.tick_params(axis="y", length=0)
-            axis.set_xlim(left=min(0, axis.get_xlim()[0]))
         runs = f"{len(ours)} runs" if len(ours) > 1 else "1 run"
         about = f"{plan.settings[setting].title}: {what}, {runs} after {iteration} iterations"
         row[0].set_title(about, fontsize=10, loc="left")
+        row[0].set_xlim(left=min(0, row[0].get_xlim()[0]))
+        row[1].axvline(1, color="#333333", linewidth=0.9)
         row[0].set_yticks(places, names, fontsize=9)
         row[0].set_ylim(places[-1] + 0.6, -0.6)
     for method, color in colors.items():

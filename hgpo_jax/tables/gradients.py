@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from tqdm import tqdm
 
 from hgpo_jax.advantages.returns import discounted_sum
 from hgpo_jax.errors import ConfigError
@@ -122,7 +123,7 @@ def measure(cell: str, folder: Path, iteration: int, *, batches: int) -> Directi
         raise ConfigError(f"{folder}: its roles have weights of their own; gradients are compared of one set")
     params, gradient = job.rollout_params(state["params"], reference), make_gradient(job)
     found, success = [], []
-    for number in range(FIRST, FIRST + batches):
+    for number in tqdm(range(FIRST, FIRST + batches), desc=cell, unit="batch", leave=False, disable=None):
         tasks, *inputs = job.episode_inputs(number)
         e = jax.device_get(job.runner.rollout(params, tasks, *inputs).episodes)
         dump = Dump(e, job.config, job.policy.tokenizer)

@@ -82,9 +82,10 @@ def of_plan(plan: Plan, found: list) -> list:
 
 
 def by_setting(found: list) -> dict[tuple[str, int], list]:
-    """(setting, iteration) -> what was measured there, one of each cell."""
+    """(setting, iteration) -> what was measured there, one of each cell; settings as they come, iterations ascending."""
+    settings = list(dict.fromkeys(one.cell.partition("/")[0] for one in found))
     groups: dict[tuple[str, int], list] = {}
-    for one in found:
+    for one in sorted(found, key=lambda one: (settings.index(one.cell.partition("/")[0]), one.iteration)):
         groups.setdefault((one.cell.partition("/")[0], one.iteration), []).append(one)
     return groups
 
