@@ -138,7 +138,7 @@ def test_nothing_to_compare_is_no_picture(small):
 def test_the_command_draws_again(tmp_path, capsys, small):
     found = {cell: None for cell in planning.cells(small)}
     found |= {Cell("near", method, seed): result([0.1, 0.2, 0.3]) for method in ("gigpo", "hgpo") for seed in (0, 1)}
-    (tmp_path / "small.json").write_text(collect.record(small, found, collect.rows(small, found), {}, []))
+    (tmp_path / "small.json").write_text(collect.record(small, found, collect.rows(small, found), {}, {}))
     tables.main(["draw", str(tmp_path / "small.json"), "--plan", str(tmp_path / "small.yaml")])
     wanted = [str(tmp_path / name) for name in ("small.png", "small-differences.png")]
     assert capsys.readouterr().out.splitlines() == wanted
