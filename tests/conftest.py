@@ -62,20 +62,23 @@ def pytest_runtest_setup(item):
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(not optimized))
 
 
-# Each compiled program holds several memory mappings, of which Linux allows a process 65,530: XLA crashes at the next one.
+# Each compiled program holds several memory mappings. Linux by default allows a process 65,530; XLA crashes at the next.
 MANY_MAPPINGS = 20_000  # one file made 30,000
 
 
-@pytest.hookimpl(trylast=True)  # after the fixtures' end, which hold programs
+@pytest.hookimpl(wrapper=True)  # around the fixtures' end, which hold programs
 def pytest_runtest_teardown(item, nextitem):
     """A job sets its mesh for the whole process, and jax keeps every program: the next file's tests must not meet them."""
     import jax
 
-    if nextitem is None or nextitem.path != item.path:
-        jax.set_mesh(None)
-        if mappings() > MANY_MAPPINGS:
-            jax.clear_caches()
-            gc.collect()
+    try:
+        return (yield)
+    finally:
+        if nextitem is None or nextitem.path != item.path:
+            jax.set_mesh(None)
+            if mappings() > MANY_MAPPINGS:
+                jax.clear_caches()
+                gc.collect()
 
 
 def mappings() -> int:

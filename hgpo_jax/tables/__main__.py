@@ -55,7 +55,10 @@ def parse(arguments: list[str]):
         p.add_argument("--to", metavar="DIR", type=cli.local_path, help="where --launch writes")
     if command in ("truth", "gradients"):
         p.add_argument("cells", nargs="+", metavar="CELL", help="runs that have ended, SETTING/METHOD/sSEED")
-        p.add_argument("--at", type=int, required=True, metavar="N", help="after N iterations, of which there is a checkpoint")
+        p.add_argument(
+            "--at", type=int, required=True, metavar="N",
+            help="after N iterations, of which there is a checkpoint; 0 is the start",
+        )  # fmt: skip
     if command == "gradients":
         p.add_argument("--batches", type=int, default=48, metavar="M", help="batches that are sampled; default 48")
     if command == "run":

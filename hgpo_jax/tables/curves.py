@@ -213,7 +213,7 @@ def _draw_marks(
     plan: Plan, measured: list, names: Sequence[str], apart: Sequence[str], what: str, numbers: Callable, labels: dict[str, str]
 ) -> Figure | None:
     """A row of two panels, one for each of `labels`, for each setting and iteration. Faint marks are runs, coloured by the
-    method that trained them; a bar is their mean. A line in the second panel at 1: an error that says nothing, no bias.
+    method that trained them; a bar is their mean. A line in the second panel marks 1: the error of advantages of 0, or no bias.
 
     apart: the names below a gap. numbers: (what was measured, a name) -> the values of both labels.
     """

@@ -1,12 +1,16 @@
 """Where estimators' policy gradients point in runs of a plan: noise and bias, told apart.
 
-What is wrong with advantages is noise, which differs from batch to batch and averages out over a run, or bias, which stays and
-leads a run elsewhere. `truth.py` sees both at once. Here one policy of a run samples many batches as large as an iteration's.
-Of the policy gradient that each estimator makes of them, two cosines to the true gradient are told: one batch's, which both
-lower, and the expectation's, as of endlessly many batches, which bias alone lowers.
+A gradient's error is noise, which differs from batch to batch and averages out over a run, or bias, which does not. The errors
+of advantages (`truth.py`) have both. Here one policy of a run samples many batches as large as an iteration's, and two cosines
+to the true policy gradient are reported for each estimator: of its gradient in one batch, which noise and bias lower, and of
+the expectation of its gradient, as from endlessly many batches, which bias alone lowers.
 
-True is the expected gradient of `LEAVE_ONE_OUT`, which is unbiased: its baseline does not depend on the episode (Williams,
-1992; of the other episodes of a task: Kool et al., 2019).
+True is the sum of E[return-to-go x gradient of the log-probability] over an episode's steps, with discounted returns, and not
+discounted once more by the step. GRPO and half of GiGPO use undiscounted scores: some of what is called their bias is that
+difference. `LEAVE_ONE_OUT` estimates it without bias, because its baseline does not depend on the episode (Williams, 1992; of
+the other episodes of a task: Kool et al., 2019), but for the batch's number of tokens, which gradients are divided by.
+
+Measured are raw gradients of the surrogate loss, without penalties for inadmissible actions, KL or entropy, before Adam.
 """
 
 from __future__ import annotations
@@ -59,7 +63,7 @@ def leave_one_out(e: Episodes, gamma: float) -> jax.Array:
 
 
 def make_gradient(job: Job) -> Callable:
-    """`gradient(params, reference, episodes, advantages f32[B, T]) -> f32[D]`, the policy's for one batch as one mini-batch.
+    """`gradient(params, reference, episodes, advantages f32[B, T]) -> f32[D]`, of a batch as one mini-batch; nan if not finite.
 
     Of the surrogate loss alone, a mean over tokens: no penalty on the KL, no entropy bonus.
     """
@@ -80,8 +84,9 @@ def make_gradient(job: Job) -> Callable:
             compute_dtype=config.policy.compute_dtype,
         )  # fmt: skip
         order = jnp.argsort(~happened)
-        _, found, _ = update(params, keeps.init(params), reference, batch, order, happened.sum(), 1.0)
-        return jnp.concatenate([g.ravel() for g in jax.tree.leaves(found)])
+        _, found, stats = update(params, keeps.init(params), reference, batch, order, happened.sum(), 1.0)
+        flat = jnp.concatenate([g.ravel() for g in jax.tree.leaves(found)])
+        return jnp.where(stats["nonfinite_steps"] > 0, jnp.nan, flat)
 
     return gradient
 
@@ -89,12 +94,17 @@ def make_gradient(job: Job) -> Callable:
 def cosines(gradients: np.ndarray, true: int) -> list[dict[str, float]]:
     """Of each estimator's gradients to the expectation of number `true`'s: of one batch (`batch`), and of the `expected` one.
 
-    gradients: f32[E, M, D], of M batches. A batch's cosine has the root of its mean square length below. Products of different
-    batches alone say what expectations are: their noise is independent (U-statistics). `batch_error` and `expected_error` are
-    standard errors, by leaving out one batch after another (jackknife). nan where an expectation cannot be told from 0.
+    gradients: f32[E, M, D], of M batches. A batch's cosine is to the root of its mean square length. What expectations are is
+    estimated from products of different batches, whose noise is independent (U-statistics): a cosine may then come out above 1,
+    and is nan where the square of a length comes out below 0. `batch_error` and `expected_error` are standard errors, by
+    leaving out one batch after another (jackknife).
     """
-    with_true = np.einsum("emd,nd->emn", gradients, gradients[true], dtype=np.float64, optimize=True)
-    own = np.einsum("emd,end->emn", gradients, gradients, dtype=np.float64, optimize=True)
+    E, M, D = gradients.shape
+    with_true, own = np.zeros((2, E, M, M))
+    for begin in range(0, D, 65_536):  # in parts, for the memory's sake
+        part = gradients[..., begin : begin + 65_536].astype(np.float64)
+        with_true += part @ part[true].T
+        own += part @ part.swapaxes(1, 2)
 
     def of(batches: np.ndarray) -> np.ndarray:
         def mean(products):  # over pairs of different batches
@@ -138,6 +148,11 @@ def measure_all(plan: Plan, runs: Path, names: list[str], iteration: int, batche
     """Measures each cell that is not kept yet; prints the table. Raises ConfigError."""
     if batches < 8:
         raise ConfigError(f"--batches {batches}: give 8 or more, for a standard error")
+    for one in KIND.read(runs):
+        if (one.cell, one.iteration) in [(name, iteration) for name in names] and one.batches != batches:
+            raise ConfigError(
+                f"--batches {batches}: {one.cell} was measured with {one.batches}; delete {KIND.file(runs)} to begin anew"
+            )
     KIND.measure_all(plan, runs, names, iteration, functools.partial(measure, batches=batches))
 
 
@@ -167,5 +182,8 @@ def lines(found: list[Directions]) -> list[str]:
     return lines[1:]
 
 
-NOTE = "Cosine to the true policy gradient; mean over the runs ± standard error, from the batches. An expectation has no noise."
+NOTE = (
+    "Cosine to the true policy gradient, of one batch's gradient (noise and bias) and of the expected one (bias alone; above 1 "
+    "is noise of the measurement); mean over the runs ± standard error, from the batches. Without penalties and before Adam."
+)
 KIND = Kind("gradients", "Gradients in runs", NOTE, parse, lines)

@@ -69,7 +69,8 @@ class Kind(NamedTuple):
             _refuse(runs / name, iteration)
         for name in names:
             if (name, iteration) not in [(one.cell, one.iteration) for one in found]:
-                found.append(measure(name, runs / name, iteration))
+                one = measure(name, runs / name, iteration)
+                found = [*self.read(runs), one]  # another process may have added some
                 with atomic_write(self.file(runs)) as file:
                     file.write(json.dumps([one._asdict() for one in found], indent=1) + "\n")
         print("\n".join(self.lines(of_plan(plan, found))))
@@ -114,6 +115,8 @@ def _refuse(folder: Path, iteration: int) -> None:
         raise ConfigError(f"{folder}: the run has not ended; `tables run` ends it")
     if not config.in_words:
         raise ConfigError(f"{folder}: env.name={config.env.name}: this needs an environment compiled with the policy")
+    if config.reward.source or config.rollout.group_size < 2:
+        raise ConfigError(f"{folder}: this needs rollout.group_size of 2 or more, and no reward.source")
     if iteration and not (folder / "checkpoints" / str(iteration)).is_dir():
         raise ConfigError(
             f"--at {iteration}: {folder} has no checkpoint of it; log.checkpoint_every, keep_checkpoints and keep_every say "

@@ -1,5 +1,8 @@
 """Gradients of estimators: their cosines against known expectations, the unbiased one against loops, the gradient itself."""
 
+import itertools
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,17 +10,19 @@ import pytest
 
 from hgpo_jax import inspect
 from hgpo_jax.config import load
+from hgpo_jax.errors import ConfigError
 from hgpo_jax.iteration import training_batch
 from hgpo_jax.job import build
 from hgpo_jax.learner import make_logprobs
 from hgpo_jax.mesh import make_mesh
+from hgpo_jax.tables import gradients
 from hgpo_jax.tables.gradients import cosines, leave_one_out, make_gradient
 from tests.helpers.inspected import EXAMPLE
 from tests.helpers.training import TINY
 
 
 def sampled(rng, batches, spread=2.0):
-    """Gradients f64[3, M, 40] whose expectations have cosines 1, 1 and .6 to the first's; the first two share their noise."""
+    """Gradients f64[3, M, 40] whose expectations have cosines 1, 1 and .6 to the first's; the second shares noise with both."""
     mean = np.zeros((3, 1, 40))
     mean[0, :, 0] = 3.0
     mean[1, :, 0] = 1.5
@@ -35,8 +40,18 @@ def test_noise_lowers_a_batchs_cosine_and_bias_the_expected_one():
     # |E g| / sqrt(E |g|^2), times the expectation's cosine.
     for found, wanted in ((true, 3 / np.sqrt(9 + 160)), (half, 1.5 / np.sqrt(2.25 + 80)), (biased, 0.6 / np.sqrt(1.4))):
         assert found["batch"] == pytest.approx(wanted, abs=3 * found["batch_error"])
-    # Averaged over all batches, shared noise would make half look better than it is, and biased worse.
     assert cosines(np.zeros((2, 9, 3)), 0)[1] == pytest.approx(dict.fromkeys(true, np.nan), nan_ok=True)
+
+
+def test_what_batches_share_does_not_count():
+    """The mean over repetitions; products of a batch with itself, left in, would make it -0.2."""
+    rng, mean, found = np.random.default_rng(2), np.zeros((2, 1, 40)), []
+    mean[0, :, 0] = mean[1, :, 1] = 3.0
+    for _ in range(300):
+        noise = rng.normal(size=(2, 16, 40))
+        noise[1] -= noise[0]
+        found.append(cosines(mean + noise, 0)[1]["expected"])
+    assert np.mean(found) == pytest.approx(0, abs=0.06)
 
 
 def test_errors_are_those_of_repetitions():
@@ -63,6 +78,44 @@ def test_leave_one_out_is_that_of_plain_loops():
         assert found[b, t] == pytest.approx(wanted, abs=1e-5)
         checked += abs(wanted) > 0.1
     assert checked > 10 and not found[~e.mask].any()
+
+
+def test_leave_one_out_is_unbiased():
+    """Two steps of two actions, the second action of the first step ends the episode; groups of two, all cases enumerated."""
+    gamma, chance = 0.9, np.array([[0.3, 0.7], [0.6, 0.4]])  # of the actions of each step
+    cases = {  # actions -> (their probability, rewards, how many steps)
+        (0, 0): (0.18, (0.5, 2.0), 2), (0, 1): (0.12, (0.5, -1.0), 2), (1, 0): (0.7, (1.0, 0.0), 1),
+    }  # fmt: skip
+    later = {a: cases[0, a][1][1] for a in range(2)}
+    true_values = {
+        (0, 0): 0.5 + gamma * (0.6 * later[0] + 0.4 * later[1]), (0, 1): 1.0, (1, 0): later[0], (1, 1): later[1],
+    }  # fmt: skip
+
+    def score(t, action):  # the gradient of log softmax by its logits
+        return np.eye(2)[action] - chance[t]
+
+    reached = (1.0, 0.3)
+    wanted = np.array([
+        sum(reached[t] * chance[t, a] * true_values[t, a] * score(t, a) for a in range(2)) for t in range(2)
+    ])  # fmt: skip
+    found = np.zeros((2, 2))
+    for one, other in itertools.product(cases, repeat=2):
+        both = cases[one], cases[other]
+        mask = np.arange(2) < np.array([[steps] for _, _, steps in both])
+        e = types.SimpleNamespace(
+            rewards=np.array([rewards for _, rewards, _ in both], np.float32), mask=mask, groups=np.zeros(2, int)
+        )
+        advantages = np.asarray(leave_one_out(e, gamma))
+        for t in range(both[0][2]):
+            found[t] += both[0][0] * both[1][0] * advantages[0, t] * score(t, one[t])
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+    assert np.abs(wanted).min() > 0.01
+
+
+def test_roles_with_weights_of_their_own_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(gradients, "restored", lambda *_: (types.SimpleNamespace(sets={"a": None}), None, None))
+    with pytest.raises(ConfigError, match="its roles have weights of their own"):
+        gradients.measure("near/hgpo/s0", tmp_path, 0, batches=8)
 
 
 def test_the_gradient_is_that_of_mean_log_probabilities_weighted_by_advantages():

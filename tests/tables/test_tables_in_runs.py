@@ -60,6 +60,9 @@ def test_a_run_is_measured_once_and_shown_beside_the_tables(tmp_path, small, mon
     assert asked == [("near/hgpo/s0", 2), ("near/gigpo/s1", 2)]
     said = capsys.readouterr().out
     assert "near, after 2 iterations: hgpo/s0" in said and "near, after 2 iterations: hgpo/s0, gigpo/s1" in said
+    if module is gradients:
+        with pytest.raises(ConfigError, match=r"--batches 9: near/hgpo/s0 was measured with 16; delete .*gradients\.json"):
+            tables.main([*ask[:4], "--batches", "9", "--at", "2", "near/hgpo/s0"])
     if module is truth:
         assert "| GRPO | 0.200 | 1.000 |" in said and "| GRPO | 0.250 ± 0.050 | 1.000 ± 0.000 |" in said
     else:
@@ -118,14 +121,16 @@ def test_the_picture_has_every_run_and_the_mean(small, module):
         (["near/hgpo/s3"], "near/hgpo/s3: the run has not ended"),
         (["near/hgpo/s1"], "near/hgpo/s1: the run has not ended"),
         (["near/hgpo/s2"], "near/hgpo/s2: env.name=household_text: this needs an environment compiled"),
+        (["near/gigpo/s1"], "near/gigpo/s1: this needs rollout.group_size of 2 or more, and no reward.source"),
         (["near/gigpo/s0"], "--at 2: .*near/gigpo/s0 has no checkpoint of it; log.checkpoint_every, keep_checkpoints"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_is(tmp_path, small, monkeypatch, names, fragment, module):
-    for method, seed in (("hgpo", 0), ("hgpo", 1), ("hgpo", 2), ("gigpo", 0)):
+    for method, seed in (("hgpo", 0), ("hgpo", 1), ("hgpo", 2), ("gigpo", 0), ("gigpo", 1)):
         ended(tmp_path / "runs", small, method, seed)
     (tmp_path / "runs/near/hgpo/s1/evaluation.json").unlink()
     (tmp_path / "runs/near/hgpo/s2/config.yaml").write_text("iterations: 3\nenv: {name: household_text}\n")
+    (tmp_path / "runs/near/gigpo/s1/config.yaml").write_text("iterations: 3\nenv: {name: sokoban}\nreward: mine.py:judge\n")
     (tmp_path / "runs/near/gigpo/s0/checkpoints/2").rmdir()
     monkeypatch.setattr(module, "measure", lambda *_, **__: pytest.fail("measured"))
     names = ["near/hgpo/s0", *names]
