@@ -63,7 +63,7 @@ def pytest_runtest_setup(item):
 
 
 # Each compiled program holds several memory mappings. Linux by default allows a process 65,530; XLA crashes at the next.
-MANY_MAPPINGS = 20_000  # one file made 30,000
+MANY_MAPPINGS = 20_000  # one file was seen to add 16,000
 
 
 @pytest.hookimpl(wrapper=True)  # around the fixtures' end, which hold programs
