@@ -16,14 +16,14 @@ from hgpo_jax.envs.cli import complete, nearest, run
 from hgpo_jax.errors import ConfigError
 
 COMMANDS = {
-    "train": ("hgpo_jax.train", "train an agent: the embedded job, a configuration, or your own environment"),
+    "train": ("hgpo_jax.train", "train an agent: in the household, by a configuration, or your own environment"),
     "evaluate": ("hgpo_jax.evaluate", "success on held-out tasks, with intervals"),
     "watch": ("hgpo_jax.watch", "see a trained policy play, turn by turn"),
     "report": ("hgpo_jax.report", "runs as one HTML page: curves, groups, every step's advantage"),
     "export": ("hgpo_jax.export", "a run's policy as a Hugging Face folder"),
     "tables": ("hgpo_jax.tables", "tables of runs, the paper's among them: plan, run, draw"),
     "chat": ("hgpo_jax.chat", "talk to a language model"),
-    "serve": ("hgpo_jax.serve", "a policy behind OpenAI's chat API"),
+    "serve": ("hgpo_jax.serve", "a policy behind an OpenAI-compatible API"),
     "bench": ("hgpo_jax.bench", "speed and memory, as shares of what the machine can do"),
     "check": ("hgpo_jax.check", "say what is wrong with an environment, and what its episodes are like"),
     "play": ("hgpo_jax.envs.play", "play an environment yourself"),

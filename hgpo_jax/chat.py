@@ -49,7 +49,7 @@ class Chat:
         check_chat_tokenizer(policy.tokenizer)
         self._limit = policy.config.max_position_embeddings - max_new
         if self._limit < 1:
-            raise ValueError(f"--max-tokens {max_new}: the model reads {policy.config.max_position_embeddings} in all")
+            raise ValueError(f"--max-tokens {max_new}: the model's context is {policy.config.max_position_embeddings} tokens")
         self._policy, self._decoding, self._max_new = policy, decoding, max_new
         self._text = TokenText(policy.tokenizer)
         self._key, self._system = jax.random.key(seed), [{"role": "system", "content": system}] if system else []
@@ -70,7 +70,7 @@ class Chat:
         while len(ids := self._encode(self._system + self.messages)) > self._limit:
             if len(self.messages) == 1:
                 self.messages = []
-                raise ValueError(f"{len(ids)} tokens; the model reads {self._limit} beside an answer: ask something shorter")
+                raise ValueError(f"{len(ids)} tokens; beside a response {self._limit} fit in the context: ask less")
             del self.messages[:2]
         return ids
 

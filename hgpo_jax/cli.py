@@ -52,7 +52,7 @@ def add_config_arguments(p: argparse.ArgumentParser) -> None:
     p.epilog = f"fields that are often changed (--help-all shows every field):\n\n{common}"
     p.add_argument("--help-all", action=_HelpAll, nargs=0, help="show this help with every field, and exit")
     file = p.add_argument(
-        "--config", metavar="FILE", help="a YAML file, or the name of one in configs/; default: the embedded job"
+        "--config", metavar="FILE", help="a YAML file, or the name of one in configs/; default: household"
     )
     p.add_argument(
         "--mesh", metavar="SPEC", help="device mesh: auto, or sizes as in data=2,fsdp=4,tensor=1; -1: the remaining devices"

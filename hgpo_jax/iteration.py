@@ -48,11 +48,11 @@ def sample(job: Job, params, iteration: int) -> tuple[RolloutResult, list[dict],
     """
     settings = job.config.rollout
     if not job.method.dynamic_sampling:
-        result, of_one = _judged_rollout(job, params, iteration)
+        result, of_one = _rewarded_rollout(job, params, iteration)
         return result, [of_one], result.report.counts if result.report else {}
     kept, sums = None, []
     for attempt in range(settings.max_tries):
-        (episodes, _), of_one = _judged_rollout(job, params, iteration, attempt)
+        (episodes, _), of_one = _rewarded_rollout(job, params, iteration, attempt)
         if kept is None:
             kept = jax.tree.map(jnp.zeros_like, episodes).replace(groups=episodes.groups)
             filled = jnp.int32(0)
@@ -64,7 +64,7 @@ def sample(job: Job, params, iteration: int) -> tuple[RolloutResult, list[dict],
     return RolloutResult(kept, None), sums, {"rollouts": len(sums), "kept_groups": int(filled)}
 
 
-def _judged_rollout(job: Job, params, iteration: int, attempt: int = 0) -> tuple[RolloutResult, dict]:
+def _rewarded_rollout(job: Job, params, iteration: int, attempt: int = 0) -> tuple[RolloutResult, dict]:
     """A rollout with the configured rewards, and its sums."""
     result = job.runner.rollout(params, *job.episode_inputs(iteration, attempt))
     if job.learning_role(iteration) is not None:

@@ -40,7 +40,7 @@ class Job:
     policy: the weights to start from, freshly initialized unless they are given; training keeps its own.
     runner: makes rollouts in the configured environment.
     adapted: the sizes of the network that samples and learns, with the adapters that LoRA adds to the policy's weights.
-    reward: puts the configured judge's rewards into what a training rollout returns.
+    reward: puts the configured reward function's rewards into what a training rollout returns.
     sets: where roles have weights of their own (`weight_sets.py`), for each set by its name a job like this one with the policy
       and the configuration of its roles. Parameters are then dicts by these names, `policy` has the tokenizer of all.
     weights: the name of the set that this job is one for.
@@ -217,7 +217,7 @@ def check_memory(config: Config, mesh: Mesh) -> ModelConfig:
 
 
 def make_policy(config: Config, model: ModelConfig, mesh: Mesh) -> Policy:
-    """The configured policy: given weights, or fresh ones for the environment's words or a tokenizer. Raises ConfigError."""
+    """Pretrained weights, or random ones for an environment's or a tokenizer's words. Raises ConfigError."""
     settings = config.policy
     found = environment(config.env)
     words = word_tokenizer(found.compiled(config).words) if found.compiled and config.in_words else None
@@ -334,8 +334,8 @@ def build(config: Config, mesh: Mesh | None = None) -> Job:
     given = config.policy.source or any(own.policy.source for own, _ in sets.values())
     if config.warm_start == "cloning" and given and not runner.has_expert():
         raise ConfigError(
-            f"warm_start=cloning: env.name={config.env.name} has no expert(history_length) whose play given weights could "
-            "learn; give warm_start=none"
+            f"warm_start=cloning: env.name={config.env.name} has no expert(history_length) whose play pretrained "
+            "weights could learn; give warm_start=none"
         )
     job = Job(config=config, mesh=mesh, policy=policy, adapted=adapted, runner=runner)
     job = dataclasses.replace(job, sets={

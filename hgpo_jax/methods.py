@@ -21,7 +21,7 @@ class Method:
       ratios that are smoothed along the response.
     clip_low, clip_high: where the loss clips the ratio, unless the configuration says otherwise.
     dynamic_sampling: drop prompt groups whose episode rewards are all equal and sample further tasks in their place.
-    critic: train a value head beside the policy and give its values to the estimator.
+    critic: train a critic beside the policy and give its values to the estimator.
     alternate: iterations for which one role of a team learns before the next one does, unless the configuration says otherwise;
       0: all learn in each.
     parts: the switch, subgoal and action parts of an answer have a value head and an advantage each (`envs.protocol.Plans`).

@@ -26,7 +26,7 @@ def template_of(config: Config, tokenizer) -> str:
 
 
 def fresh_tokenizer(config: Config):
-    """The tokenizer of a fresh policy for a text environment: the configured one, or one of the environment's words.
+    """The tokenizer of a random policy for a text environment: the configured one, or one of the environment's words.
 
     The latter (`policy.tokenizer.text_tokenizer`) is made, once, of the prompts and commands of some episodes, and is equal
     for every seed. Raises ValueError, also as a ConfigError, where that cannot be read or played.

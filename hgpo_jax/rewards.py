@@ -1,10 +1,10 @@
-"""Rewards from outside: `reward=my_module:judge` or `reward=./file.py:judge`, added to the environment's or in its place.
+"""Rewards from outside: `reward=my_module:score` or `reward=./file.py:score`, added to the environment's or in its place.
 
-Text episodes are judged by worker processes (`rollout/judges.py`). Of a compiled environment a judge is a pure JAX function of
-one episode, `judge(episode: Episodes without B) -> f32[] or f32[T]`: the reward of the last turn, or of every turn.
+For text episodes worker processes call the function (`rollout/reward_functions.py`). For a compiled environment it is pure
+JAX, `score(episode: Episodes without B) -> f32[] or f32[T]`: the reward of the last turn, or of every turn.
 
-An episode whose judge fails, is too slow or gives no finite numbers is left out of the update, as one whose environment fails:
-with the environment's reward alone it would be compared with members of its group that have other rewards.
+An episode whose function fails, is too slow or gives no finite numbers is left out of the update, as one whose environment
+fails: with the environment's reward alone it would be compared with members of its group that have other rewards.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from hgpo_jax.config import Config
 from hgpo_jax.envs import outside
 from hgpo_jax.errors import ConfigError, one_line
 from hgpo_jax.rollout.episodes import Episodes
-from hgpo_jax.rollout.judges import JudgedEpisode, LocalJudge, judge_named
 from hgpo_jax.rollout.process_workers import ProcessWorkers
 from hgpo_jax.rollout.result import RolloutReport, RolloutResult
+from hgpo_jax.rollout.reward_functions import EpisodeTexts, LocalReward, reward_function
 from hgpo_jax.rollout.workers import EnvFailure
 from hgpo_jax.run import distributed
 
@@ -31,27 +31,27 @@ Reward = Callable[[RolloutResult], tuple[RolloutResult, dict]]
 
 
 def make_reward(config: Config, episodes: Episodes) -> Reward:
-    """What puts the configured judge's rewards into the result of a rollout.
+    """What puts the configured function's rewards into the result of a rollout.
 
-    It returns the result, and sums over its episodes for `metrics.rollout_metrics`: `reward/NAME` of the judge's rewards,
+    It returns the result, and sums over its episodes for `metrics.rollout_metrics`: `reward/NAME` of the function's rewards,
     `reward/environment` of the environment's, and `reward/failed`, how many episodes are left out.
 
-    episodes: shapes and dtypes of a rollout's. Raises ConfigError where the judge cannot be used.
+    episodes: shapes and dtypes of a rollout's. Raises ConfigError where the function cannot be used.
     """
     given = config.reward.source
-    judge = judge_named(given)
+    function = reward_function(given)
     name = f"reward/{given.rpartition(':')[2]}"
     replaces = config.reward.mode == "replace"
     if config.in_words:
-        _check_compiled(given, judge, episodes)
-        return functools.partial(_judge_compiled, jax.jit(functools.partial(_with_compiled, judge, name, replaces)))
+        _check_compiled(given, function, episodes)
+        return functools.partial(_add_compiled, jax.jit(functools.partial(_with_compiled, function, name, replaces)))
     return _TextReward(outside.located(given, outside.REWARDS), name, replaces, config.reward.workers, config.reward.time_limit)
 
 
-def _check_compiled(given: str, judge: Callable, episodes: Episodes) -> None:
+def _check_compiled(given: str, function: Callable, episodes: Episodes) -> None:
     one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), episodes)
     try:
-        result = jax.eval_shape(judge, one)
+        result = jax.eval_shape(function, one)
     except Exception as error:  # whatever it does
         reason = one_line(f"{type(error).__name__}: {error!s:.300}")
         raise ConfigError(f"reward.source={given}: cannot be compiled: {reason}") from None
@@ -62,30 +62,30 @@ def _check_compiled(given: str, judge: Callable, episodes: Episodes) -> None:
         raise ConfigError(f"reward.source={given}: returns {found}; return f32[], or f32[{turns}], one for each turn")
 
 
-def _judge_compiled(program: Callable, result: RolloutResult) -> tuple[RolloutResult, dict]:
+def _add_compiled(program: Callable, result: RolloutResult) -> tuple[RolloutResult, dict]:
     episodes, sums = program(result.episodes)
     return RolloutResult(episodes, result.report), sums
 
 
-def _with_compiled(judge: Callable, name: str, replaces: bool, e: Episodes) -> tuple[Episodes, dict]:
-    judged = jax.vmap(judge)(e).astype(jnp.float32)
-    if judged.ndim == 1:
+def _with_compiled(function: Callable, name: str, replaces: bool, e: Episodes) -> tuple[Episodes, dict]:
+    rewards = jax.vmap(function)(e).astype(jnp.float32)
+    if rewards.ndim == 1:
         last = jnp.arange(e.mask.shape[1]) == e.mask.sum(1, keepdims=True) - 1
-        judged = jnp.where(last, judged[:, None], 0)
-    judged = jnp.where(e.mask, judged, 0)
-    kept = jnp.isfinite(judged).all(1)
+        rewards = jnp.where(last, rewards[:, None], 0)
+    rewards = jnp.where(e.mask, rewards, 0)
+    kept = jnp.isfinite(rewards).all(1)
     left_out = lambda a: jnp.where(kept.reshape(-1, *[1] * (a.ndim - 1)), a, jnp.zeros_like(a))  # noqa: E731
-    judged, episodes = left_out(judged), jax.tree.map(left_out, e).replace(groups=e.groups)
-    sums = _sums(name, judged, episodes.rewards, (~kept).sum())
-    return episodes.replace(rewards=judged + (0 if replaces else episodes.rewards)), sums
+    rewards, episodes = left_out(rewards), jax.tree.map(left_out, e).replace(groups=e.groups)
+    sums = _sums(name, rewards, episodes.rewards, (~kept).sum())
+    return episodes.replace(rewards=rewards + (0 if replaces else episodes.rewards)), sums
 
 
-def _sums(name: str, judged, environment, failed) -> dict:
-    return {name: judged.sum(), "reward/environment": environment.sum(), "reward/failed": failed}
+def _sums(name: str, rewards, environment, failed) -> dict:
+    return {name: rewards.sum(), "reward/environment": environment.sum(), "reward/failed": failed}
 
 
 class _TextReward:
-    """The judge of text episodes, whose processes start with the first of them."""
+    """The reward function of text episodes, whose processes start with the first of them."""
 
     def __init__(self, place: str, name: str, replaces: bool, workers: int, time_limit: float):
         self._load, self._name, self._replaces = functools.partial(outside.load, place), name, replaces
@@ -97,16 +97,16 @@ class _TextReward:
         assert report is not None  # text episodes have one
         # A time limit must not pass in one process alone.
         answers = distributed.broadcast_from_process_0(lambda: self._ask(e, report))
-        judged, failures = np.zeros_like(e.rewards), dict(report.failures)
+        given, failures = np.zeros_like(e.rewards), dict(report.failures)
         for episode, rewards, reason in answers:
-            judged[episode, : len(rewards)] = rewards
+            given[episode, : len(rewards)] = rewards
             if reason:
                 failures[episode] = f"reward: {reason}"
                 for field, values in vars(e).items():
                     if field != "groups":
                         values[episode] = 0
-        sums = _sums(self._name, judged, e.rewards, len(failures) - len(report.failures))
-        total = judged + (0 if self._replaces else e.rewards)
+        sums = _sums(self._name, given, e.rewards, len(failures) - len(report.failures))
+        total = given + (0 if self._replaces else e.rewards)
         return RolloutResult(e.replace(rewards=total), dataclasses.replace(report, failures=failures)), sums
 
     def _ask(self, e: Episodes, report: RolloutReport) -> list[tuple[int, list[float], str]]:
@@ -114,16 +114,16 @@ class _TextReward:
         played = np.flatnonzero(e.mask[:, 0]).tolist()
         if self._workers is None:
             batch = len(e.mask)
-            self._workers = ProcessWorkers(self._load, self._number, batch, self._time_limit, local=LocalJudge)
+            self._workers = ProcessWorkers(self._load, self._number, batch, self._time_limit, local=LocalReward)
         self._workers.send([(episode, _as_text(e, report, episode)) for episode in played])
         answers = sorted(self._workers.receive(len(played)))
         return [(n, [], a.reason) if isinstance(a, EnvFailure) else (n, a, "") for n, a in answers]
 
 
-def _as_text(e: Episodes, report: RolloutReport, episode: int) -> JudgedEpisode:
+def _as_text(e: Episodes, report: RolloutReport, episode: int) -> EpisodeTexts:
     turns = int(e.mask[episode].sum())
     seen = [*e.states[episode, :turns].tolist(), int(e.next_states[episode, turns - 1])]
-    return JudgedEpisode(
+    return EpisodeTexts(
         goal=report.goals[episode],
         observations=[report.texts[state] for state in seen],
         responses=report.responses[episode],

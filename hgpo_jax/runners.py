@@ -157,7 +157,7 @@ class CompiledRunner:
 
 
 class TextRunner:
-    """Runs text programs on the host: the embedded environments told in sentences or drawings, ALFWorld's games, WebShop, or a
+    """Runs text programs on the host: the compiled environments told in sentences or drawings, ALFWorld's games, WebShop, or a
     user's own; ALFWorld's games on the device where it can (`Config.told_on_device`), to the same Episodes.
 
     Args:

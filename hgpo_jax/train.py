@@ -1,6 +1,6 @@
-"""`python -m hgpo_jax.train`: trains an agent, by default a tiny Qwen2.5 on the embedded household.
+"""`python -m hgpo_jax.train`: trains an agent, by default a tiny Qwen2.5 in the household.
 
-    python -m hgpo_jax.train                                   the embedded job, on any CPU
+    python -m hgpo_jax.train                                   the default run, on any CPU
     python -m hgpo_jax.train --config household_six            all six task types
     python -m hgpo_jax.train method=gigpo seed=1 learner.lr=1e-3
     python -m hgpo_jax.train --resume RUN                      continues a run, with its own config.yaml

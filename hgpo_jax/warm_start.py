@@ -203,7 +203,8 @@ def clone(job: Job) -> dict:
 
     of_given = any(of_set.config.policy.source for of_set in job.sets.values() or [job])
     if of_given and (reached := practised(trained, settings.max_steps)) >= stop_at:
-        print(f"warm start: not needed, given weights reach success {reached:.0%} (cloning.stop_at={stop_at:g})", flush=True)
+        reach = f"reach success {reached:.0%} (cloning.stop_at={stop_at:g})"
+        print(f"warm start: not needed, the pretrained weights {reach}", flush=True)
         return given
     decisions, success = demonstrations(job, jnp.arange(settings.episodes))
     held_out = _held_out_loss(job, practice_numbers, reference) if isinstance(job.runner, TextRunner) else None

@@ -173,7 +173,7 @@ def test_names_are_those_of_the_tables():
         (["policy=Qwen2.5-0.5B"], True),
         (["policy=Qwen2.5-0.5B", "env.workers=2"], False),  # they are the host's
         (["policy=Qwen2.5-0.5B", "env.compiled=false"], False),
-        (["policy.tokenizer=some/folder"], False),  # what fresh weights say cannot be reproduced
+        (["policy.tokenizer=some/folder"], False),  # what random weights say cannot be reproduced
         (["policy.tokenizer=some/folder", "env.compiled=true"], True),
         ([], False),  # in the games' own words
     ],

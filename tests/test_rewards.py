@@ -1,4 +1,4 @@
-"""Rewards from outside: judges of text and of compiled episodes, what they may do wrong, and what a run records of them."""
+"""Rewards from outside: functions of text and of compiled episodes, what they may do wrong, and what a run records of them."""
 
 import json
 
@@ -11,8 +11,8 @@ from hgpo_jax.config import check_together, load
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.rewards import make_reward
 from hgpo_jax.rollout.episodes import Episodes
-from hgpo_jax.rollout.judges import read_rewards
 from hgpo_jax.rollout.result import RolloutReport, RolloutResult
+from hgpo_jax.rollout.reward_functions import read_rewards
 from hgpo_jax.run import provenance
 from hgpo_jax.run.metrics import rollout_metrics, rollout_sums
 from tests.helpers.chat_tokenizers import byte_tokenizer
@@ -27,7 +27,7 @@ def polite(episode):
         return [float(len(observation)) for observation in episode.observations[1:]]
     return "a lot" if episode.goal == "talks" else sum("please" in said for said in episode.responses)
 """
-JUDGES = """
+FUNCTIONS = """
 import jax.numpy as jnp
 
 def first_word(episode):
@@ -54,7 +54,7 @@ number = 3
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    (tmp_path / "judges.py").write_text(JUDGES)
+    (tmp_path / "scores.py").write_text(FUNCTIONS)
     (tmp_path / "texts.py").write_text(TEXTS)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -80,10 +80,10 @@ def text_result(goals, turns):
     return RolloutResult(played(turns), report)
 
 
-def test_text_episodes_are_judged_and_one_whose_judge_fails_is_left_out(here):
-    judged = reward("env.name=household_text", "reward=./texts.py:polite", "reward.time_limit=1", "warm_start=none")
+def test_text_episodes_get_rewards_and_one_whose_function_fails_is_left_out(here):
+    with_rewards = reward("env.name=household_text", "reward=./texts.py:polite", "reward.time_limit=1", "warm_start=none")
     goals = ["counts", "raises", "each turn", "hangs", "talks", "dies", "counts"]
-    (e, report), sums = judged(text_result(goals, [2, 3, 2, 1, 1, 2, 3]))
+    (e, report), sums = with_rewards(text_result(goals, [2, 3, 2, 1, 1, 2, 3]))
     np.testing.assert_array_equal(e.rewards, [[0, 12, 0], [0] * 3, [4, 20, 0], [0] * 3, [0] * 3, [0] * 3, [0, 0, 13]])
     assert e.mask.sum(1).tolist() == [2, 0, 2, 0, 0, 0, 3] and not e.success[[1, 3, 4, 5]].any()
     assert e.groups.tolist() == list(range(7))
@@ -95,21 +95,21 @@ def test_text_episodes_are_judged_and_one_whose_judge_fails_is_left_out(here):
     assert metrics["return"] == 49 / 3
 
 
-def test_a_judge_can_replace_the_environments_reward(here):
-    judged = reward("env.name=household_text", "reward=./texts.py:polite", "reward.mode=replace", "warm_start=none")
-    (e, _), sums = judged(text_result(["counts"], [2]))
+def test_a_function_can_replace_the_environments_reward(here):
+    with_rewards = reward("env.name=household_text", "reward=./texts.py:polite", "reward.mode=replace", "warm_start=none")
+    (e, _), sums = with_rewards(text_result(["counts"], [2]))
     assert e.rewards.tolist() == [[0, 2, 0]] and float(sums["reward/environment"]) == 10
 
 
 @pytest.mark.parametrize("mode", ["add", "replace"])
-def test_compiled_episodes_are_judged_inside_a_program(here, mode):
+def test_compiled_episodes_get_rewards_inside_a_program(here, mode):
     environment = 10 * (mode == "add")
     e = played([2, 1], responses=np.array([[[3, 0], [4, 0], [9, 0]], [[5, 0]] * 3], np.int32), task=np.array([0, 1], np.int32))
-    given = [f"reward.mode={mode}", "reward=./judges.py:first_word"]
+    given = [f"reward.mode={mode}", "reward=./scores.py:first_word"]
     (each_turn, _), sums = reward(*given, episodes=e)(RolloutResult(jax.tree.map(jnp.asarray, e), None))
     assert each_turn.rewards.tolist() == [[3, 4 + environment, 0], [5 + environment, 0, 0]]
     assert (float(sums["reward/first_word"]), float(sums["reward/environment"]), int(sums["reward/failed"])) == (12, 20, 0)
-    given[1] = "reward=./judges.py:short"  # infinite for a task of type 1
+    given[1] = "reward=./scores.py:short"  # infinite for a task of type 1
     (at_the_end, _), sums = reward(*given, episodes=e)(RolloutResult(jax.tree.map(jnp.asarray, e), None))
     assert at_the_end.rewards.tolist() == [[0, -3 + environment, 0], [0] * 3]
     assert at_the_end.mask.sum(1).tolist() == [2, 0] and at_the_end.groups.tolist() == [0, 1]
@@ -126,7 +126,7 @@ def test_compiled_episodes_are_judged_inside_a_program(here, mode):
         (None, "a NoneType was returned; return a number, or a list with one for each turn"),
     ],
 )
-def test_what_a_judge_may_not_return(returned, message):
+def test_what_a_function_may_not_return(returned, message):
     with pytest.raises((TypeError, ValueError), match=message):
         read_rewards(returned, 2)
 
@@ -134,14 +134,14 @@ def test_what_a_judge_may_not_return(returned, message):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["reward=judge"], "reward.source='judge': must be one of package.module:NAME or path/to/file.py:NAME"),
-        (["reward=./none.py:judge"], "reward.source=./none.py:judge: no file"),
-        (["reward=./judges.py:shor"], r"reward.source=./judges.py:shor: .* has no shor; did you mean short\?"),
-        (["reward=./judges.py:number"], "reward.source=./judges.py:number: number is a int"),
-        (["reward=./judges.py:alone"], "reward.source=./judges.py:alone: does not take one argument"),
-        (["reward=./judges.py:too_many"], r"reward.source=./judges.py:too_many: returns shape \(9,\); return f32.., or f32.3."),
-        (["reward=./judges.py:of_goals"], "reward.source=./judges.py:of_goals: cannot be compiled: AttributeError: .*goal"),
-        (["reward=./judges.py:branches"], "reward.source=./judges.py:branches: cannot be compiled: TracerBoolConversionError"),
+        (["reward=score"], "reward.source='score': must be one of package.module:NAME or path/to/file.py:NAME"),
+        (["reward=./none.py:score"], "reward.source=./none.py:score: no file"),
+        (["reward=./scores.py:shor"], r"reward.source=./scores.py:shor: .* has no shor; did you mean short\?"),
+        (["reward=./scores.py:number"], "reward.source=./scores.py:number: number is a int"),
+        (["reward=./scores.py:alone"], "reward.source=./scores.py:alone: does not take one argument"),
+        (["reward=./scores.py:too_many"], r"reward.source=./scores.py:too_many: returns shape \(9,\); return f32.., or f32.3."),
+        (["reward=./scores.py:of_goals"], "reward.source=./scores.py:of_goals: cannot be compiled: AttributeError: .*goal"),
+        (["reward=./scores.py:branches"], "reward.source=./scores.py:branches: cannot be compiled: TracerBoolConversionError"),
         (["reward.mode=both"], "reward.mode='both': must be 'add' or 'replace'"),
         (["reward.mod=add"], r"reward.mod=add: no such field; did you mean reward.mode\?"),
     ],
@@ -153,7 +153,7 @@ def test_mistakes_are_one_line(here, overrides, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_run_records_the_judge(here):
+def test_a_run_records_the_reward(here):
     config = load(None, ["reward=./texts.py:polite"])
     assert provenance.record(config, here, 0) == []
     (record,) = json.loads((here / "provenance.json").read_text())
@@ -165,10 +165,10 @@ def test_a_run_records_the_judge(here):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["compiled", "text"])
-def test_a_run_with_a_judge(here, kind):
+def test_a_run_with_a_reward(here, kind):
     byte_tokenizer().save_pretrained(here / "tok")
     given = {
-        "compiled": ["reward=./judges.py:first_word", "reward.mode=replace"],
+        "compiled": ["reward=./scores.py:first_word", "reward.mode=replace"],
         "text": ["env.name=household_text", "reward=./texts.py:polite", "policy.tokenizer=tok", "rollout.prompt_limit=512",
                  "rollout.response_limit=4", "learner.microbatch_size=4"],
     }[kind]  # fmt: skip

@@ -119,7 +119,7 @@ def test_given_weights_are_cloned_into_adapters(tmp_path):
     np.testing.assert_equal(load_file(tmp_path / "again" / "policy" / "model.safetensors"), trained)
     end = ("cloning.stop_at=0", f"run_dir={tmp_path / 'fine'}")
     fine = command("-m", "hgpo_jax.train", *fields, *more, *end, cwd=tmp_path).stdout
-    assert "warm start: not needed, given weights reach success " in fine
+    assert "warm start: not needed, the pretrained weights reach success " in fine
     alien = f"env.name={Path(__file__).parent / 'rollout' / 'odd_env.py'}:Counting"
     other = [field for field in fields if not field.startswith("env.max_turns")]
     failed = command("-m", "hgpo_jax.train", *other, *more, alien, f"run_dir={tmp_path / 'alien'}", cwd=tmp_path, code=2)
@@ -149,7 +149,7 @@ def test_the_papers_settings_pass_the_dry_run(environment, size, tokenizer, tmp_
     [
         (["env.name=alfworld", "warm_start=none", "policy.tokenizer=x", "data="], "env.data="),
         (["env.name=household_text", "policy.tokenizer=x"], "policy.tokenizer=x: warm_start=cloning is for a small policy"),
-        (["lora.rank=4"], "lora.rank=4: adapters go beside given weights; give policy="),
+        (["lora.rank=4"], "lora.rank=4: LoRA needs base weights; give policy="),
     ],
 )
 def test_refusals_write_nothing(arguments, fragment, tmp_path):

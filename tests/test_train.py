@@ -336,7 +336,7 @@ def test_adapters_beside_given_weights(tiny_train, cloned):
     assert {"adapter_model.safetensors", "README.md"} <= {path.name for path in (whole / "adapter").iterdir()}
     rows = rows_of(whole)
     assert max(row["logp_difference"] for row in rows) < 1e-4
-    assert rows[-1]["kl"] > 1e-4  # the reference stays the given weights
+    assert rows[-1]["kl"] > 1e-4  # the reference stays the pretrained weights
     command("-m", "hgpo_jax.evaluate", whole, cwd=whole.parent)
     saved = json.loads((whole / "evaluation.json").read_text())
     halves = tiny_train("lora-halves", *lora, "iterations=2")

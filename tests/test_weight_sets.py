@@ -128,7 +128,7 @@ REFUSED_TOGETHER = [
     (["roles.searcher.template=text"], "roles.searcher.template=text: env.name=household_team, compiled, takes no template"),
     (["roles.searcher.response_limit=3"], "roles.searcher.response_limit=3: the answers of env.name=household_team, compiled, "
      "have their own length; leave it out"),
-    (["roles.searcher.lora_rank=2"], "roles.searcher.lora_rank=2: adapters go beside given weights; give policy=, too"),
+    (["roles.searcher.lora_rank=2"], "roles.searcher.lora_rank=2: LoRA needs base weights; give policy=, too"),
     (["roles.searcher.lora_rank=2", "policy=x", "cloning.optimizer=muon"], "roles.searcher.lora_rank=2: cloning.optimizer="),
     (["env.name=hgpo_jax.envs.household:HouseholdTeam", "roles.serchr.policy=own"], "roles.serchr.policy=own: "
      "env.name=hgpo_jax.envs.household:HouseholdTeam has no such role; did you mean searcher?"),

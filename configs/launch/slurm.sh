@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Two machines of eight GPUs, one process for each GPU: the paper's 7B setting.
-#   sbatch configs/launch/slurm.sh --config alfworld_qwen2.5_7b --mesh data=2,fsdp=8 data=ALFWORLD_DATA run_dir=RUNS/NAME
+#   sbatch configs/launch/slurm.sh --config alfworld_qwen2.5_7b --mesh data=2,fsdp=8 data=$ALFWORLD_DATA run_dir=RUNS/NAME
 # From the project's folder, with its virtual environment active; run_dir and cache_dir on a file system that all
 # machines see. A job that is requeued continues from its last checkpoint, and does nothing if the run has ended. With
 # COMMAND=evaluate it evaluates instead.

@@ -43,7 +43,7 @@ class Estimate:
                       an invalid action is in it.
     level_advantages: f32[B, T, L], the advantage inside each level's group; None for estimators without levels.
     level_sizes:      i32[B, T, L], members of that group, 0 where the step has no such level.
-    level_weights:    f32[B, T, L], the weights actually used, normalised; 0 where a level was dropped. The weighted levels add
+    level_weights:    f32[B, T, L], the weights actually used, 0 where a level was dropped. The weighted levels add
                       up to the advantage, except in `eb_gae` and `pgpo`.
     part_advantages:  f32[B, T, 3], of the switch, subgoal and action parts of an answer, 0 where a step has none; None for
                       estimators that give a whole answer one advantage.

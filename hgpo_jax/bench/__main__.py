@@ -18,7 +18,7 @@ BENCHES = {
     "rollout": (rollout, "text rollouts with long answers: continuous batching beside lockstep"),
     "sample": (sample, "the sampler with random weights of any shape, against bandwidth, matmul rate and transformers"),
     "serve": (serving, "a served policy beside the same sampler called directly: tokens per second, time to the first token"),
-    "train": (training, "one iteration of the main job by phase, against the machine's matmul rate"),
+    "train": (training, "one iteration of the default run by phase, against the machine's matmul rate"),
     "update": (update, "the update with random weights of any shape, against the matmul rate and transformers"),
 }
 

@@ -2,7 +2,7 @@
 
     python -m hgpo_jax.bench accelerator --minutes 9 --json accelerator.json
 
-The whole main job from a cold start; its iteration by phase; sampling and learning with policies of 0.5 and 1.5 billion
+The whole default run from a cold start; its iteration by phase; sampling and learning with policies of 0.5 and 1.5 billion
 parameters in bfloat16, each against the machine's own rates and, where torch is installed, against transformers; rollouts
 with answers of very different lengths; decisions of 8,192 tokens; an update whose optimizer lies in the host's memory. Each
 part is a process of its own: one that fails, or for which no time is left, says so in its row, and the others go on. --json is
@@ -34,10 +34,10 @@ UPDATE = ["update", *BF16, "--remat", "full"]
 HALF, ONE_AND_A_HALF = ["--policy", "Qwen2.5-0.5B"], ["--policy", "Qwen2.5-1.5B"]
 # (title, module, arguments, whether transformers does the same), the most valuable first.
 PARTS = (
-    ("main job", TRAIN, ["log.tensorboard=false"], False),
+    ("default run", TRAIN, ["log.tensorboard=false"], False),
     ("sampling, 0.5B", BENCH, [*SAMPLE, *HALF, "--batch", "1", "8", "64"], True),
     ("update, 0.5B", BENCH, [*UPDATE, *HALF, "--rows", "64", "--tokens", "1024", "--microbatch", "16"], True),
-    ("iteration of the main job", BENCH, ["train"], True),
+    ("iteration of the default run", BENCH, ["train"], True),
     ("update, 1.5B", BENCH, [*UPDATE, *ONE_AND_A_HALF, "--rows", "64", "--tokens", "1024", "--microbatch", "16"], True),
     ("sampling, 1.5B", BENCH, [*SAMPLE, *ONE_AND_A_HALF, "--batch", "1", "64"], True),
     ("sampling in 8 bits, 1.5B", BENCH, [*SAMPLE, *ONE_AND_A_HALF, "--batch", "1", "64", "--sample-dtype", "int8"], False),

@@ -1,7 +1,7 @@
 """Environments: the compiled household as whole batches and, where their data is given, ALFWorld's and WebShop's engines.
 
-    python -m hgpo_jax.bench envs --alfworld ALFWORLD_DATA --webshop FOLDER --products 200000 --waiting 50
-    python -m hgpo_jax.bench envs --alfworld ALFWORLD_DATA --tokenizer Qwen/Qwen2.5-1.5B-Instruct
+    python -m hgpo_jax.bench envs --alfworld $ALFWORLD_DATA --webshop FOLDER --products 200000 --waiting 50
+    python -m hgpo_jax.bench envs --alfworld $ALFWORLD_DATA --tokenizer Qwen/Qwen2.5-1.5B-Instruct
 
 Limits are this project's own. A ratio compares with the original engine's time as recorded earlier on two other cores
 (TextWorld 1.7.0, WebShop with Flask and Lucene); the original is not run here. An asynchronous rollout's ratio is to the

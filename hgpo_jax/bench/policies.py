@@ -28,7 +28,7 @@ HOUSEHOLD = "household"
 def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--policy", metavar="PRESET", default=HOUSEHOLD,
-        help="shape of the policy: Qwen2.5-0.5B and the like, or household, the embedded job's (default)",
+        help="shape of the policy: Qwen2.5-0.5B and the like, or household, the default run's (default)",
     )  # fmt: skip
     for option, name in SIZES.items():
         p.add_argument(f"--{option.replace('_', '-')}", type=positive, help=f"{name} in place of the preset's")

@@ -67,7 +67,7 @@ class Measured(NamedTuple):
 def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--policy", default=policies.HOUSEHOLD, metavar="POLICY",
-        help="household: random weights of the embedded job's shape (default); or smollm2, a GGUF file, a folder",
+        help="household: random weights of the household's shape (default); or smollm2, a GGUF file, a folder",
     )  # fmt: skip
     p.add_argument("--clients", type=_numbers, default="1,8,32", metavar="N,N", help="numbers of clients; default: 1,8,32")
     for name, default, meaning in (

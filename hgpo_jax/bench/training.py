@@ -1,4 +1,4 @@
-"""One iteration of the main job by phase: seconds, tokens/s, compile seconds and the share of the matmul rate.
+"""One iteration of the default run by phase: seconds, tokens/s, compile seconds and the share of the matmul rate.
 
 The policy is freshly initialized, so every episode runs to its last turn: the most work that an iteration can hold. The
 limit is the rate of large float32 matrix products on the same devices in the same run.

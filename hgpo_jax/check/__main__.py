@@ -2,7 +2,7 @@
 
     python -m hgpo_jax.check household
     python -m hgpo_jax.check ./my_env.py:MyEnv env.options.size=5 --episodes 200
-    python -m hgpo_jax.check alfworld data=ALFWORLD_DATA policy.tokenizer=FOLDER      with the lengths of prompts in tokens
+    python -m hgpo_jax.check alfworld data=$ALFWORLD_DATA policy.tokenizer=FOLDER      with the lengths of prompts in tokens
 
 Every fault is one line that names the member and how to correct it. The exit code is 1 where there are faults.
 

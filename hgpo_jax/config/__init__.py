@@ -1,6 +1,6 @@
 """The configuration of a run: one typed tree, filled from a YAML file and `field=value` overrides.
 
-Every field says what it means (`--help` prints that), what values it takes, and has the default of the embedded job, so
+Every field says what it means (`--help` prints that), what values it takes, and has the default of the household, so
 that `python -m hgpo_jax.train` needs no file. `load` refuses what it does not know before anything else happens.
 """
 

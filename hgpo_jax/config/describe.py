@@ -20,7 +20,7 @@ def describe(names: Iterable[str] | None = None) -> str:
     """Fields with defaults and meanings, by section: the named ones, or every one with what its section is."""
     lines: list[str] = []
     section, known = None, fields() | role_fields("NAME")
-    for name in known if names is None else names:
+    for name in sorted(known, key=lambda name: "." in name) if names is None else names:  # a run's own fields first
         head = name.rpartition(".")[0]
         if head != section:
             of = RoleConfig if head == "roles.NAME" else Config.model_fields[head].annotation if head else Config
@@ -30,8 +30,11 @@ def describe(names: Iterable[str] | None = None) -> str:
         default = ",".join(info.default) if isinstance(info.default, tuple | dict) else info.default
         text = f"{info.description}{_choices(name, info.annotation)}"
         start = f"  {name}={default}"
-        start = f"{start:35s} " if len(start) < 36 else f"{start}\n{'':36s}"
-        lines.append(textwrap.fill(text, 118, initial_indent=start, subsequent_indent=" " * 36, break_on_hyphens=False))
+        if len(start) > 35:  # on a line of its own
+            lines.append(start)
+            start = ""
+        indent = " " * 36
+        lines.append(textwrap.fill(text, 118, initial_indent=f"{start:36s}", subsequent_indent=indent, break_on_hyphens=False))
     return "\n".join(lines).strip("\n")
 
 

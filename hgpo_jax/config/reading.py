@@ -147,7 +147,9 @@ def shown(value) -> str:
 
 def _unknown(name: str, names: list[str]) -> str:
     """Why there is no field of this name, and what to write instead."""
-    return f"is now called {RENAMED[name]}" if name in RENAMED else f"no such field; {nearest(name, names)}"
+    if name in RENAMED:
+        return f"is now called {RENAMED[name]}"
+    return f"no such field; {nearest(name, names, '--help-all lists them all')}"
 
 
 def _one_line(error: pydantic.ValidationError, known: dict) -> str:

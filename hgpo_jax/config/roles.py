@@ -30,7 +30,7 @@ class RoleConfig(Section):
         "the same tokenizer, trained apart"
     )
     lora_rank: int | None = field(
-        None, "rank of adapters of its own beside given weights; 0: trains the weights themselves, apart; default: lora.rank",
+        None, "rank of adapters of its own beside pretrained weights; 0: trains the weights themselves; default: lora.rank",
         ge=0,
     )  # fmt: skip
     template: str = field("", "text: file with its prompts; default: env.template")
@@ -38,7 +38,7 @@ class RoleConfig(Section):
         None, "text: tokens of its longest response; default: rollout.response_limit"
     )
     lr: float | None = field(
-        None, "learning rate; this and what follows only of a role that shares its weights with none; default: the learner's",
+        None, "learning rate; this and the fields below: only for a role with weights of its own; default: the learner's",
         gt=0,
     )  # fmt: skip
     warmup_steps: int | None = field(None, "optimizer steps over which the learning rate rises from 0", ge=0)

@@ -12,7 +12,7 @@ def check_together(config: Config) -> None:
     """Raises ConfigError for fields that are right each by itself, but not together."""
     from hgpo_jax.environments import environment, role_names  # these import jax, which `--help` does without
     from hgpo_jax.methods import method_named
-    from hgpo_jax.rollout.judges import judge_named
+    from hgpo_jax.rollout.reward_functions import reward_function
 
     cloning, env = config.warm_start == "cloning", config.env
     if env.options and env.name in ENVIRONMENTS:
@@ -21,7 +21,7 @@ def check_together(config: Config) -> None:
     method = method_named(config.method)
     found = environment(env)
     if config.reward.source:
-        judge_named(config.reward.source)
+        reward_function(config.reward.source)
     either = found.compiled is not None and found.text is not None
     turns = EnvConfig.model_fields["max_turns"].default
     wrong = {
@@ -41,7 +41,7 @@ def check_together(config: Config) -> None:
             cloning and ((config.in_words and not found.expert) or found.agent),
         "policy.source=: env.name=agent has no words for a small policy; give policy=, which reads what the agent writes":
             found.agent and not (config.policy.source or config.policy.tokenizer),
-        f"lora.rank={config.lora.rank}: adapters go beside given weights; give policy=, too":
+        f"lora.rank={config.lora.rank}: LoRA needs base weights; give policy=, too":
             cloning and config.lora.rank and not config.policy.source,
         f"cloning.optimizer=muon: is for whole kernels, and lora.rank={config.lora.rank} trains adapters; give adamw":
             cloning and config.lora.rank and config.cloning.optimizer == "muon",
@@ -111,7 +111,7 @@ def _check_roles(config: Config, known: tuple[str, ...], critic: bool) -> None:
                 settings.template and config.in_words,
             ("response_limit", settings.response_limit, f"the answers of env.name={config.env.name}, compiled, have their own "
              "length; leave it out"): settings.response_limit and config.in_words,
-            ("lora_rank", settings.lora_rank, "adapters go beside given weights; give policy=, too"):
+            ("lora_rank", settings.lora_rank, "LoRA needs base weights; give policy=, too"):
                 adapters and not own.policy.source,
             ("lora_rank", settings.lora_rank, "cloning.optimizer=muon is for whole kernels, not for adapters; give adamw"):
                 adapters and config.cloning.optimizer == "muon",

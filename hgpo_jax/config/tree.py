@@ -83,7 +83,7 @@ class EnvConfig(Section):
         {}, "your own: keyword arguments of its class, each written as env.options.NAME=VALUE"
     )
     template: str = field(
-        "", "text: file with the prompts; default: the environment's, of your own one for all, of a small policy the bare facts"
+        "", "text: file with the prompts; default: the environment's own, text.txt for yours, plain.txt for a small policy"
     )
     tasks: tuple[Literal["place", "two", "look", "clean", "heat", "cool"], ...] = field(
         ("place",), "household: task types to draw from"
@@ -99,8 +99,8 @@ class EnvConfig(Section):
         "success", "sokoban: 10 for all boxes on targets and nothing else; or as gym-sokoban for every step"
     )
     compiled: bool | None = field(
-        None, "alfworld: play the games inside the compiled rollout; default: with a small policy, whose words are the games' "
-        "own, and with given weights (policy=) unless there are env.workers; false never",
+        None, "alfworld: play the games inside the compiled rollout; default: with a small policy, and with pretrained weights "
+        "(policy=) unless env.workers is set",
     )
     max_turns: int = field(20, "actions after which an episode ends", ge=1, le=1000)
     data: str = field("", "folder of ALFWorld's (default: ALFWORLD_DATA) or WebShop's files; data=FOLDER is short for it")
@@ -146,31 +146,31 @@ class EnvConfig(Section):
 
 
 class PolicyConfig(Section):
-    """The policy: given weights (`policy=...` is short for `policy.source=...`), or a fresh Qwen2.5 of these sizes."""
+    """The policy: pretrained weights (`policy=...` is short for `policy.source=...`), or a random Qwen2.5 of these sizes."""
 
     source: str = field(
-        "", "Hugging Face folder, FILE.gguf, smollm2 (a package's), or hub id such as Qwen/Qwen2.5-1.5B-Instruct; empty: fresh "
-        "weights of the sizes below",
+        "", "Hugging Face folder, FILE.gguf, smollm2 (a package's), or hub id such as Qwen/Qwen2.5-1.5B-Instruct; empty: "
+        "random weights of the sizes below",
     )
     tokenizer: str = field(
-        "", "text: the tokenizer for fresh weights, where source would look for it; default: the source's own, for fresh "
+        "", "text: the tokenizer for random weights, where source would look for it; default: the source's own, for random "
         "weights one of the words that the environment's texts have",
     )
-    dtype: Literal["float32", "bfloat16"] = field("float32", "type of the weights that are trained")
+    dtype: Literal["float32", "bfloat16"] = field("float32", "dtype of the trained (master) weights")
     compute_dtype: Literal["float32", "bfloat16"] = field(
-        "float32", "type of the copy of the weights that samples, and that the loss sees"
+        "float32", "dtype of the copy of the weights in rollouts and in the loss"
     )
     sample_dtype: Literal["compute_dtype", "int8"] = field(
-        "compute_dtype", "int8: training episodes are decoded with the layers' matrices and the cache in 8 bits, for which the "
-        "update is corrected (learner.rollout_correction)",
+        "compute_dtype", "int8: training episodes are decoded with layer weights and KV cache in int8; the update is corrected "
+        "for it (learner.rollout_correction)",
     )  # fmt: skip
     hidden_size: Positive = field(64, "width")
     intermediate_size: Positive = field(176, "width of the feed-forward layer")
     num_hidden_layers: Positive = field(2, "layers")
     num_attention_heads: Positive = field(2, "query heads")
     num_key_value_heads: Positive = field(1, "key-value heads")
-    rope_theta: float = field(1_000.0, "base of the rotary embedding's wave lengths", gt=1)
-    tie_word_embeddings: bool = field(True, "whether the head is the embedding")
+    rope_theta: float = field(1_000.0, "RoPE base (theta)", gt=1)
+    tie_word_embeddings: bool = field(True, "tie the LM head to the embedding")
     initializer_range: float = field(0.1, "std of the initial weights", gt=0)
 
     @pydantic.model_validator(mode="before")
@@ -180,12 +180,12 @@ class PolicyConfig(Section):
 
     @property
     def sizes(self) -> dict:
-        """The fields of a fresh policy's ModelConfig."""
+        """The fields of a random policy's ModelConfig."""
         return self.model_dump(exclude={"source", "tokenizer", "dtype", "compute_dtype", "sample_dtype"})
 
 
 class LoraFields(Section):
-    """Low-rank adapters beside given weights, which then stay as they are and serve as the reference policy."""
+    """Low-rank adapters beside pretrained weights, which stay frozen and serve as the reference policy."""
 
     rank: int = field(0, "rank of the adapters; 0: train the weights themselves", ge=0)
     alpha: float = field(32.0, "the adapters' product is scaled by alpha / rank", gt=0)
@@ -222,12 +222,12 @@ class RolloutConfig(Section):
 
 
 class RewardConfig(Section):
-    """A reward of your own (`reward=...` is short for `reward.source=...`): a judge of episodes (hgpo_jax/rewards.py)."""
+    """A reward of your own (`reward=...` is short for `reward.source=...`): a function of episodes (hgpo_jax/rewards.py)."""
 
-    source: str = field("", "function that judges an episode by its texts, of a compiled environment in pure JAX; empty: none")
+    source: str = field("", "function that scores an episode by its texts, for a compiled environment in pure JAX; empty: none")
     mode: Literal["add", "replace"] = field("add", "its rewards are added to the environment's, or replace them")
-    workers: Positive = field(1, "text: processes that judge", le=256)
-    time_limit: float = field(60.0, "text: seconds after which an episode is left out, because its judge takes too long", gt=0)
+    workers: Positive = field(1, "text: processes that compute it", le=256)
+    time_limit: float = field(60.0, "text: seconds after which an episode is left out, because its reward takes too long", gt=0)
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -248,13 +248,13 @@ class CloningConfig(Section):
     )
     max_steps: Positive = field(1000, "optimizer steps at most")
     check_every: Positive = field(50, "optimizer steps between two looks at the practice success")
-    batch_size: Positive = field(64, "decisions per optimizer step")
+    batch_size: Positive = field(64, "environment steps per optimizer step")
     episodes: Positive = field(4096, "generated episodes to learn from")
     noise: Share = field(
         0.3, "share of random admissible actions in the generated play; the expert's choice stays the label"
     )
     lr: float = field(2e-3, "peak learning rate; rises over 100 steps, then falls to a tenth along a cosine", gt=0)
-    optimizer: Literal["adamw", "muon"] = field("adamw", "muon: Muon's steps for the layers' kernels, as long as Adam's")
+    optimizer: Literal["adamw", "muon"] = field("adamw", "muon: Muon for the layers' matrices, with the RMS of Adam's updates")
     seed: int | None = field(
         None, "seed of the first weights and of cloning; default: seed; runs that share it start from the same policy",
         ge=0, lt=2**31,
@@ -283,18 +283,18 @@ class AdvantageConfig(Section):
     )
     base_group: bool = field(False, "whether hgpo also compares whole episodes")
     statistics: Literal["per_step", "per_trajectory"] = field(
-        "per_step", "what the episode part's mean and std run over"
+        "per_step", "what the episode-level advantage's mean and std run over"
     )
-    step_weight: float = field(1.0, "weight of the step part in gigpo, graphgpo and ecpo", ge=0, le=1e6)
+    step_weight: float = field(1.0, "weight of the step-level advantage in gigpo, graphgpo and ecpo", ge=0, le=1e6)
     history_length: int | None = field(
         None, "K of the groups in hgpo, eb_gae and eb_td; default: rollout.history_length, the K of the prompt", ge=0, le=64
     )
     lam: Share | None = field(
-        None, "lambda of ppo, hiper, gagpo, eb_gae and eb_td; default: the method's own, 0.95 thrice, 0.65 and 0.35"
+        None, "lambda of ppo, hiper, gagpo, eb_gae and eb_td; default: 0.95 (ppo, hiper, gagpo), 0.65 (eb_gae), 0.35 (eb_td)"
     )
     invalid_penalty: float = field(0.5, "subtracted from the return of a step whose action is invalid", ge=0, le=1e6)
     prior_count: float = field(
-        2.0, "of ecpo: imaginary visits with the state's mean return that are added to each action", ge=0, le=1e6
+        2.0, "of ecpo: pseudo-visits with the state's mean return (prior count) that are added to each action", ge=0, le=1e6
     )
     gate_count: float = field(
         4.0, "tau of ecpo's gate tanh(visits / tau): visits it takes until a state is trusted", ge=0.1, le=1e6
@@ -302,7 +302,7 @@ class AdvantageConfig(Section):
 
 
 class LearnerConfig(OptimizerConfig):
-    """The update: PPO-clip with AdamW."""
+    """The update: one epoch of PPO-clip with AdamW."""
 
     # Adam's first steps are as long as the rate, however noisy the gradient: with a warm-up of 5 steps 25 of 59 runs fell more
     # than ten points below their start, in two settings, one for good (configs/tables/results/README.md).
@@ -310,9 +310,9 @@ class LearnerConfig(OptimizerConfig):
     final_lr: Share = field(
         0.1, "share of the learning rate left at the last iteration, the critic's too; it falls linearly"
     )
-    minibatch_size: Positive = field(1024, "steps per optimizer step, over all devices")
+    minibatch_size: Positive = field(1024, "environment steps per optimizer step, over all devices")
     microbatch_size: Positive = field(
-        32, "sequences (steps; of long prompts several in one) on each device at a time; changes speed and memory, not results"
+        32, "sequences (one step each, or several packed) on each device at a time; changes speed and memory, not results"
     )
     remat: Literal["none", "dots", "full"] = field(
         "none",
@@ -327,9 +327,9 @@ class LearnerConfig(OptimizerConfig):
     clip_high: float | None = field(
         None, "PPO clip above; default: the method's own, 0.2, for dapo 0.28, for gspo and kpo 0.0004", gt=0
     )
-    dual_clip: float = field(3.0, "bound on the loss of steps with a negative advantage, in units of it", gt=1)
+    dual_clip: float = field(3.0, "dual-clip constant: bounds the loss at this times |advantage| where that is negative", gt=1)
     process_noise: float = field(
-        1e-6, "of kpo: variance of a log-ratio's change per token over that of its noise; smaller smooths more", gt=0, le=1e6
+        1e-6, "of kpo: the Kalman filter's Q/V, process over measurement noise; smaller smooths more", gt=0, le=1e6
     )
     kl_weight: NonNegative = field(0.01, "weight of the KL to the reference policy (the policy as it starts)")
     kl_kind: Literal["k1", "k2", "k3", "abs"] = field("k3", "estimator of that KL")
@@ -341,7 +341,7 @@ class LearnerConfig(OptimizerConfig):
     rollout_correction_cap: float = field(2.0, "the largest of these weights", ge=1, le=1e6)
     alternate: int | None = field(
         None, "teams: iterations for which one role learns before the next one does; 0: all learn in each; default: the "
-        "method's own, 1 for himac, else 0; weights of other roles' own stay as they are meanwhile", ge=0,
+        "method's own, 1 for himac, else 0; weights of the other roles' own stay frozen meanwhile", ge=0,
     )  # fmt: skip
     max_nonfinite: Positive = field(
         3, "iterations in a row with a non-finite loss or gradient (such updates are skipped) after which the run stops"
@@ -352,7 +352,8 @@ class LearnerConfig(OptimizerConfig):
 
 
 class CriticConfig(OptimizerConfig):
-    """The value heads of ppo and hiper: their optimizer, beside learner.minibatch_size and microbatch_size."""
+    """The critic of ppo and hiper, a second network of the policy's size. It learns with learner.minibatch_size and
+    microbatch_size, and an optimizer of its own."""
 
     lr: float = field(5e-3, "learning rate", gt=0)
     grad_clip: float = field(10.0, "largest global gradient norm", gt=0)
@@ -364,8 +365,8 @@ class LogConfig(Section):
 
     checkpoint_every: Positive = field(25, "iterations between checkpoints; the last iteration always has one")
     keep_checkpoints: Positive = field(2, "last checkpoints kept")
-    keep_best: int = field(0, "checkpoints kept besides that succeeded most in a validation (evaluation.every)", ge=0)
-    keep_every: int = field(0, "checkpoints kept besides: those whose iterations this divides; 0: none", ge=0)
+    keep_best: int = field(0, "also keep this many checkpoints, the best by validation success (evaluation.every)", ge=0)
+    keep_every: int = field(0, "also keep every checkpoint whose iterations this divides; 0: none", ge=0)
     dump_every: Positive = field(25, "iterations between dumps of the sampled episodes")
     sample_every: int = field(0, "iterations between episodes that are printed while the policy trains; 0: none", ge=0)
     tensorboard: bool = field(True, "write TensorBoard events")
@@ -389,7 +390,7 @@ class EvaluationConfig(Section):
     )
     # Training samples from the whole softmax, whose log-probabilities the loss takes.
     top_k: int = field(0, "the sampled evaluation draws from the k most likely tokens; 0: from all", ge=0)
-    top_p: float = field(1.0, "and of these only from the most likely that reach this probability", gt=0, le=1)
+    top_p: float = field(1.0, "nucleus sampling among these: the most likely tokens that reach this probability", gt=0, le=1)
     min_response: int = field(0, "no response of an evaluation ends before this many tokens", ge=0)
 
 
@@ -401,7 +402,9 @@ class Config(Section):
     seed: int = field(0, "seed of everything random", ge=0, lt=2**31)
     iterations: int = field(80, "iterations of rollout and update", ge=0)
     method: str = field("hgpo", "how advantages and loss are made (hgpo_jax/methods.py); your own by its estimator's place")
-    warm_start: Literal["cloning", "none"] = field("cloning", "where the policy starts")
+    warm_start: Literal["cloning", "none"] = field(
+        "cloning", "cloning: behaviour cloning (SFT) of the environment's expert first; none: from policy= as it is"
+    )
     mesh: str = field("auto", "device mesh: auto, or sizes as in data=2,fsdp=4,tensor=1 with at most one -1")
     cache_dir: str = field(
         CACHE_DIR, "folder of warm starts, unpacked GGUF files and, unless JAX_COMPILATION_CACHE_DIR is set, compiled "
@@ -443,7 +446,7 @@ class Config(Section):
     def told_on_device(self) -> bool:
         """Whether a compiled environment is told to a language model as text, inside the compiled rollout.
 
-        Not to one with fresh weights unless it is asked for: what that says cannot be reproduced there.
+        Not to one with random weights unless it is asked for: what that says cannot be reproduced there.
         """
         found = _environment(self.env)
         if self.in_words or found.compiled is None or found.text is None:

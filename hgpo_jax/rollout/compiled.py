@@ -195,7 +195,7 @@ class Program:
         """A response i32[R]: (its action i32[A], whether it is well formed bool[], further fields of the turn's record)."""
         return *parse_answer(response, length, self.end, self.env.action_length), {}
 
-    def judged(self, well_formed, inadmissible) -> dict:
+    def faults(self, well_formed, inadmissible) -> dict:
         """The fields of the record that say what was wrong with an answer."""
         return {"invalid": inadmissible | ~well_formed}
 
@@ -311,7 +311,7 @@ class Program:
             "mask": ~states.done,
             "agents": roles,
         }
-        return after, record | notes | self.judged(well_formed, invalid)
+        return after, record | notes | self.faults(well_formed, invalid)
 
     def empty_record(self, states: EpisodeState) -> dict:
         """Zeros [B, T, ...] for the fields that a turn records."""
@@ -321,7 +321,7 @@ class Program:
             response = jnp.zeros(self.response_slots, jnp.int32)
             action, well_formed, notes = self.read(response, jnp.int32(0))
             _, _, reward, _, invalid = self.env.step(state.env, action)
-            return noted | notes | self.judged(well_formed, invalid) | {
+            return noted | notes | self.faults(well_formed, invalid) | {
                 "prompts": prompt, "prompt_lengths": length, "responses": response, "response_lengths": length,
                 "logp": response.astype(jnp.float32), "observations": state.observation, "rewards": reward,
                 "mask": state.done, "agents": jnp.int32(0),

@@ -65,7 +65,7 @@ class TextProgram(SlotProgram):
         answer = self.env.answer(response, length)
         return answer.action, answer.well_formed, {"exact_answers": answer.exact}
 
-    def judged(self, well_formed, inadmissible) -> dict:
+    def faults(self, well_formed, inadmissible) -> dict:
         return {"inadmissible": inadmissible}  # what is invalid is for the EpisodeBuffer to say
 
     def told(self, params, games, keys, decoding):

@@ -119,7 +119,7 @@ class ProcessWorkers:
       episodes: of a batch.
       time_limit: seconds that one answer may take.
       start_limit: seconds that a process may take to make its first environment.
-      local: what each process has; `judges.LocalJudge` instead of environments has a judge, which `make_env` then loads.
+      local: what each process has; `reward_functions.LocalReward` has a reward function instead, which `make_env` then loads.
 
     Raises:
       ValueError: the first environment cannot be made.
@@ -161,7 +161,7 @@ class ProcessWorkers:
 
     def receive(self, minimum: int) -> Iterator[tuple[int, Any]]:
         """(episode, answer) for the answers that have come, in order of arrival; waits for at least `minimum`. An answer
-        is an EnvOutput or what a judge gives, or an EnvFailure.
+        is an EnvOutput, the rewards of a function, or an EnvFailure.
 
         Raises ValueError if a worker that was replaced cannot make its environment.
         """

@@ -144,7 +144,7 @@ def rollout_metrics(sums: list[dict[str, jax.Array]]) -> dict[str, float]:
     sums = jax.device_get(sums)
     total = {name: float(sum(of_one[name] for of_one in sums)) for name in sums[0]}
     episodes = max(total["episodes"], 1)
-    rewards = {name: value for name, value in total.items() if name.startswith("reward/")}  # of a judge (`rewards.py`)
+    rewards = {name: value for name, value in total.items() if name.startswith("reward/")}  # see `rewards.py`
     return {
         "success": total["success"] / episodes,
         "return": total["return"] / episodes,

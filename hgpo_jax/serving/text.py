@@ -12,7 +12,7 @@ from hgpo_jax.rollout.chat_format import TokenText, conversation_ids, sanitized
 class ServedText:
     """Token ids of what clients write, and the text of what was sampled.
 
-    A word-level tokenizer without a chat template is of an embedded policy: of a conversation it reads the last message, and
+    A word-level tokenizer without a chat template is of a small policy: of a conversation it reads the last message, and
     then the token that asks for an action.
     """
 

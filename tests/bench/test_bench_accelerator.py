@@ -90,4 +90,4 @@ def test_a_part_of_each_kind_runs_with_small_shapes(tmp_path, monkeypatch):
     assert not [name for name, row in rows.items() if row["unit"] == "not measured"]
     for title in first:
         assert any(name.startswith(f"{title}: ") for name in rows), title
-    assert rows["main job: whole command, nothing cached"]["value"] > 1
+    assert rows["default run: whole command, nothing cached"]["value"] > 1

@@ -1,6 +1,6 @@
 """Rewards from outside for text episodes: a user's function of an episode's texts, which worker processes call.
 
-    def judge(episode: JudgedEpisode) -> float | list[float]
+    def score(episode: EpisodeTexts) -> float | list[float]
 
 A number is the reward of the last turn; a list has one for each turn.
 """
@@ -19,8 +19,8 @@ from hgpo_jax.errors import ConfigError, one_line
 from hgpo_jax.rollout.workers import MAX_REWARD, EnvFailure
 
 
-class JudgedEpisode(NamedTuple):
-    """What a judge is given of an episode of T turns."""
+class EpisodeTexts(NamedTuple):
+    """What a reward function is given: an episode of T turns."""
 
     goal: str
     observations: list[str]  # T + 1: before each turn, and after the last
@@ -29,24 +29,24 @@ class JudgedEpisode(NamedTuple):
     success: bool
 
 
-class LocalJudge:
-    """A judge in this process, with the interface of `workers.LocalWorkers`. What it raises costs that episode only.
+class LocalReward:
+    """A reward function in this process, with the interface of `workers.LocalWorkers`. What it raises costs that episode only.
 
-    load: returns (module, judge), such as `outside.load` of a place.
+    load: returns (module, function), such as `outside.load` of a place.
     """
 
     spec = ()
 
     def __init__(self, load: Callable):
-        _, self._judge = load()
+        _, self._function = load()
         self._answers: list[tuple[int, list[float] | EnvFailure]] = []
 
-    def send(self, requests: Iterable[tuple[int, JudgedEpisode]]) -> None:
-        """Judges each episode, for `receive`."""
+    def send(self, requests: Iterable[tuple[int, EpisodeTexts]]) -> None:
+        """Computes each episode's rewards, for `receive`."""
         for number, episode in requests:
             answer: list[float] | EnvFailure
             try:
-                answer = read_rewards(self._judge(episode), len(episode.responses))
+                answer = read_rewards(self._function(episode), len(episode.responses))
             except (Exception, SystemExit) as error:  # whatever it does
                 answer = EnvFailure(one_line("".join(traceback.format_exception_only(error))[:2000])[:500])
             self._answers.append((number, answer))
@@ -57,20 +57,20 @@ class LocalJudge:
         return answers
 
 
-def judge_named(given: str) -> Callable:
-    """The judge of `reward=given`. Raises ConfigError where there is none."""
+def reward_function(given: str) -> Callable:
+    """The function of `reward=given`. Raises ConfigError where there is none."""
     try:
-        _, judge = outside.load(outside.located(given, outside.REWARDS))
-        inspect.signature(judge).bind(None)
+        _, function = outside.load(outside.located(given, outside.REWARDS))
+        inspect.signature(function).bind(None)
     except ValueError as error:
         raise ConfigError(f"reward.source={given}: {error}") from None
     except TypeError:
-        raise ConfigError(f"reward.source={given}: does not take one argument; write it as judge(episode)") from None
-    return judge
+        raise ConfigError(f"reward.source={given}: does not take one argument; write it as score(episode)") from None
+    return function
 
 
 def read_rewards(returned, turns: int) -> list[float]:
-    """What a judge returned, turn by turn. Raises TypeError or ValueError for anything but finite numbers."""
+    """What a reward function returned, turn by turn. Raises TypeError or ValueError for anything but finite numbers."""
     if isinstance(returned, numbers.Real):
         rewards = [0.0] * (turns - 1) + [returned]
     elif isinstance(returned, Sequence) and not isinstance(returned, str):
