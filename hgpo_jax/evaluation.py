@@ -77,6 +77,7 @@ def summarize(episodes: Episodes, task_types: Sequence[str], scores: np.ndarray 
         for task in np.unique(episodes.task[played]).tolist()
     }
     return {
+        "played": n,
         "success": wins / n,
         "interval": list(wilson(wins, n)),
         "by_task": by_task,
@@ -118,9 +119,11 @@ def describe_evaluation(result: dict) -> str:
         tasks = ""
         if len(result["by_task"][mode]) > 1:
             tasks = "; " + ", ".join(f"{name} {share:.0%}" for name, share in result["by_task"][mode].items())
+        played, count = result["played"][mode], result["episodes"]
+        failed = f"; in {count - played} of {count} tasks the environment failed, which are left out" if played < count else ""
         lines.append(
-            f"held-out {mode:7s} {result['success'][mode]:6.1%} of {result['episodes']} tasks "
-            f"(95 % interval {low:.1%} to {high:.1%}), {result['turns'][mode]:.1f} turns{tasks}"
+            f"held-out {mode:7s} {result['success'][mode]:6.1%} of {played} tasks "
+            f"(95 % interval {low:.1%} to {high:.1%}), {result['turns'][mode]:.1f} turns{tasks}{failed}"
         )
     return "\n".join(lines)
 
@@ -140,12 +143,18 @@ def measures(episodes: Episodes, task_types: Sequence[str], scores: np.ndarray |
     return numbers | ({"score": summary["score"]} if "score" in summary else {})
 
 
-def share_sizes(episodes: Episodes, task_types: Sequence[str]) -> dict[str, int]:
-    """How many episodes or steps each of the `measures` that lie in [0, 1] is a mean of; the others are left out."""
+def share_sizes(episodes: Episodes, task_types: Sequence[str], scores: np.ndarray | None) -> dict[str, int]:
+    """How many episodes or steps each of the `measures` that lie in [0, 1] is a mean of; the others are left out.
+
+    A score is whatever number the environment says; it is among them where all of the episodes' are.
+    """
     played = episodes.mask[:, 0]
     types, counts = np.unique(episodes.task[played], return_counts=True)
     by_type = {f"success/{task_types[t]}": int(n) for t, n in zip(types, counts, strict=True)}
-    return {"success": int(played.sum()), **by_type, "valid_actions": int(episodes.mask.sum()), "score": int(played.sum())}
+    sizes = {"success": int(played.sum()), **by_type, "valid_actions": int(episodes.mask.sum())}
+    if scores is not None and scores[played].min() >= 0 and scores[played].max() <= 1:
+        sizes["score"] = int(played.sum())
+    return sizes
 
 
 def pooled(plays: list[Episodes], task_types: Sequence[str]) -> dict[str, dict]:
@@ -167,22 +176,26 @@ def pooled(plays: list[Episodes], task_types: Sequence[str]) -> dict[str, dict]:
 
 def evaluate_seeds(job: Job, params, seeds: list[int]) -> tuple[dict, list[dict]]:
     """The evaluation under several seeds: (its result, every episode as a record with its transcript)."""
-    settings, by_seed, plays, episodes = job.config.evaluation, {}, [], []
+    settings, by_seed, sizes, plays, episodes = job.config.evaluation, {}, {}, [], []
     params = job.base_rollout_params(params)
     for seed in seeds:
         e, scores, transcripts = play_held_out(job, params, sampled_decoding(settings), seed)
         plays.append(e)
         by_seed[seed] = measures(e, job.runner.task_types, scores)
+        sizes[seed] = share_sizes(e, job.runner.task_types, scores)
         for i, transcript in enumerate(transcripts):
-            record = {"seed": seed, "episode": i, "task": job.runner.task_types[int(e.task[i])], "success": bool(e.success[i])}
-            score = {} if scores is None else {"score": float(scores[i])}
-            episodes.append(record | score | {"turns": int(e.mask[i].sum()), "transcript": transcript})
-    of = {seed: share_sizes(e, job.runner.task_types) for seed, e in zip(seeds, plays, strict=True)}
+            played = bool(e.mask[i, 0])  # only then is the type known
+            outcome = {
+                "task": job.runner.task_types[int(e.task[i])] if played else None,
+                "success": bool(e.success[i]) if played else None,
+            } | ({} if scores is None else {"score": float(scores[i]) if played else None})
+            turns = int(e.mask[i].sum())
+            episodes.append({"seed": seed, "episode": i} | outcome | {"turns": turns, "transcript": transcript})
 
     def number(name: str) -> dict:
         have = [seed for seed in seeds if name in by_seed[seed]]  # a task type may be missing under a seed
-        sizes = [of[seed][name] for seed in have] if name in of[have[0]] else None
-        return over_seeds([by_seed[seed][name] for seed in have], sizes)
+        shares = all(name in sizes[seed] for seed in have)
+        return over_seeds([by_seed[seed][name] for seed in have], [sizes[seed][name] for seed in have] if shares else None)
 
     names = dict.fromkeys(name for numbers in by_seed.values() for name in numbers)
     result = {

@@ -302,6 +302,11 @@ def describe_comparison(a: dict, b: dict, found: dict[str, dict[str, dict]]) -> 
             interval = "{:+.1%} to {:+.1%}".format(*x["interval"])
             line = f"{part:32s}{x['tasks']:6d}{x['a']:9.1%}{x['b']:9.1%}{x['difference']:+9.1%}   {interval:18s}"
             lines.append(line + (f"  {x['only_a']:6d}  {x['only_b']:6d}  {x['p']:.2g}" if "p" in x else ""))
+    for side, one in (("A", a), ("B", b)):
+        for mode in ("greedy", "sampled"):
+            failed = sum(all(outcome is None for outcome in task["success"][mode]) for task in one["tasks"])
+            if failed:
+                lines.append(f"{side}, {mode}: {failed} of {len(one['tasks'])} tasks failed and are left out of both")
     if different := _different(a, b):
         lines += ["", f"different: {', '.join(f'{name}={one} and {other}' for name, (one, other) in different.items())}"]
         missing = [mode for mode, names in DECODING.items() if different.keys() & names]

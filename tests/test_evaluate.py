@@ -64,6 +64,40 @@ def test_an_interval_counts_what_a_share_is_of(job):
         assert result["over_seeds"][name]["interval"] == list(intervals.korn_graubard(values, sizes))
 
 
+def test_scores_that_are_no_shares_get_students_interval(job):
+    seeds, rollout = [1, 2, 3], job.runner.rollout
+
+    def scored(*args, **options):
+        result = rollout(*args, **options)
+        result.report.scores *= 10
+        return result
+
+    job.runner.rollout = scored
+    result, _ = evaluation.evaluate_seeds(job, None, seeds)
+    means = [numbers["score"] for numbers in result["by_seed"].values()]
+    assert max(means) > 1
+    assert result["over_seeds"]["score"] == intervals.over_seeds(means)
+    json.loads(json.dumps(result, allow_nan=False))
+
+
+def test_failed_episodes_are_told_apart_from_lost_ones(job):
+    rollout = job.runner.rollout
+
+    def unlucky(*args, **options):
+        result = rollout(*args, **options)
+        result.episodes.mask[1], result.episodes.success[1] = False, False
+        return result
+
+    job.runner.rollout = unlucky
+    _, episodes = evaluation.evaluate_seeds(job, None, [1])
+    failed = [e["episode"] for e in episodes if e["success"] is None]
+    assert failed == [1, 5, 9] and all(episodes[i]["task"] is None and episodes[i]["score"] is None for i in failed)
+    result, _ = evaluation.play_both(job, None)
+    assert result["episodes"] == 3 and result["played"] == {"sampled": 2, "greedy": 2}
+    assert "of 2 tasks" in (shown := evaluation.describe_evaluation(result))
+    assert "in 1 of 3 tasks the environment failed" in shown
+
+
 def test_tokens_and_valid_actions_are_per_step(job):
     result, _ = evaluation.evaluate_seeds(job, None, [5])
     plays = []

@@ -205,6 +205,7 @@ def test_a_comparison_is_paired_by_task():
     assert sampled["difference"] == pytest.approx(sampled["b"] - sampled["a"])
     table = panels.describe_comparison(a, b, found)
     assert "success, greedy" in table and "+0.0%" in table
+    assert table.endswith("A, greedy: 1 of 4 tasks failed and are left out of both")
     swapped = panels.compare(b, a)["success, sampled"]["all"]
     assert swapped["interval"] == pytest.approx([-x for x in sampled["interval"][::-1]])
 
