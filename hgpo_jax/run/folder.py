@@ -33,9 +33,12 @@ FREE_TO_CHANGE = (
     "evaluation.",
 )
 HOW_TO_REPAIR = "repair it by hand, or start again in another run_dir"
-LOCK, UNFINISHED = ".lock", "config.yaml.partial"  # left by a run that was killed before it wrote config.yaml
+LOCK, UNFINISHED = ".lock", "config.yaml.partial"
+# What a run leaves that was killed before it wrote config.yaml.
+NO_RUN = {LOCK, UNFINISHED, remote.STATE, provenance.FILE, f"{provenance.FILE}.partial"}
+PROOFS = ("evaluation.json", "transcripts.txt")  # that a run has ended; the first holds its result
 # What a run ends with; a policy is only written when the last checkpoint is complete.
-RESULTS = ("policy", "adapter", "evaluations", "evaluation.json", "transcripts.txt")
+RESULTS = ("policy", "adapter", "evaluations", *PROOFS)
 
 
 NAMING = ("name", "method", "seed", "run_dir", "cache_dir")  # fields that decide where a run lives
@@ -98,8 +101,8 @@ def run_folder(given: dict, resume: str) -> tuple[Path, bool]:
         begun = (folder / "config.yaml").is_file()
         if begun and resume == "never":
             raise ConfigError(f"run_dir={run_dir}: already holds a run; give --resume {run_dir} or choose another folder")
-        if folder.is_dir() and not begun and {path.name for path in folder.iterdir()} - {LOCK, UNFINISHED, remote.STATE}:
-            raise ConfigError(f"run_dir={run_dir}: is not empty and not a run; choose another folder")
+        if folder.is_dir() and not begun and {path.name for path in folder.iterdir()} - NO_RUN:
+            raise ConfigError(f"run_dir={run_dir}: is not empty and not a run; choose another folder, or remove this one")
         return folder, begun
     if resume == "auto":
         earlier = [p.parent for p in Path("runs").glob(f"{stem}-*/config.yaml") if not _evaluated(p.parent)]
@@ -109,7 +112,7 @@ def run_folder(given: dict, resume: str) -> tuple[Path, bool]:
 
 
 def _evaluated(folder: Path) -> bool:
-    return all((folder / name).is_file() for name in ("evaluation.json", "transcripts.txt"))
+    return all((folder / name).is_file() for name in PROOFS)
 
 
 def has_ended(folder: Path, iterations: int) -> bool:

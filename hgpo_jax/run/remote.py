@@ -202,7 +202,7 @@ def _download(url: str, folder: Path, checkpoints: bool) -> None:
         return  # nobody else wrote since
     there = bucket.files()
     if there and "config.yaml" not in there:
-        raise ConfigError(f"{url}: is not empty and not a run; choose another folder")
+        raise ConfigError(f"{url}: is not empty and not a run; choose another folder, or remove this one")
     if not checkpoints:
         there = {name: token for name, token in there.items() if not _checkpoint(name)}
     here, files = _local_files(folder), {}

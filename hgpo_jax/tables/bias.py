@@ -27,6 +27,7 @@ from hgpo_jax.inspect.dumps import Dump
 from hgpo_jax.job import Job, build
 from hgpo_jax.sampling import Decoding
 from hgpo_jax.tables.plan import Plan
+from hgpo_jax.tables.results import PLACES
 from hgpo_jax.true_advantages import Truth, true_advantages
 from hgpo_jax.warm_start import warm_start
 
@@ -41,8 +42,8 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
     "GRPO": {"name": "grpo"},
     "GiGPO": {"name": "gigpo"},
     **{f"HGPO K = {k}": {"name": "hgpo", "history_length": k} | AS_RELEASED for k in (0, 2, 4)},
-    "EB-GAE": {"name": "eb_gae"},
-    "EB-TD": {"name": "eb_td"},
+    "EB-GAE": {"name": "eb_gae", "history_length": 2, "lam": 0.65},
+    "EB-TD": {"name": "eb_td", "history_length": 2, "lam": 0.35},
 }
 
 
@@ -68,7 +69,7 @@ def measure(config: Config) -> dict:
     )
     record = dump.estimate("hgpo", history_length=max(LEVELS))
     counted = diagnostics.oracle_sizes(diagnostics.oracle_groups(e.states, e.mask, e.groups))[..., 0] > 1
-    spread = float(np.var(record.returns[counted]))
+    spread = float(np.var(record.returns[counted])) or np.nan  # nan: there is nothing to be biased about
     return {
         "success": float(e.success.mean()),
         "turns": float(e.mask.sum(1).mean()),
@@ -131,12 +132,17 @@ def measure_all(plan: Plan, runs: Path, more: list[str]) -> None:
     found = read_bias(runs)
     if not plan.bias_seeds:
         raise ConfigError("bias_seeds: the plan has none; give the seeds to measure under, as in bias_seeds: [100]")
+    for field in more:
+        if not field.startswith(("data=", *PLACES)):
+            raise ConfigError(f"{field}: would measure other settings than the plan's; write it into a plan of your own")
     runs.mkdir(parents=True, exist_ok=True)
     for name, setting in plan.settings.items():
         for seed in plan.bias_seeds:
             if seed not in [m["seed"] for m in found.get(name, [])]:
                 config = configuration.load(setting.config, [*plan.fields, *setting.fields, *more, f"seed={seed}"])
-                found.setdefault(name, []).append({"seed": seed} | measure(config))
+                measured = {"seed": seed} | measure(config)
+                found = read_bias(runs)  # another process may have added some
+                found.setdefault(name, []).append(measured)
                 with atomic_write(runs / FILE) as file:
                     file.write(json.dumps(found, indent=1) + "\n")
     print("\n".join([*bias_table(plan, found), "", *truth_table(plan, found)]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import itertools
 import json
 import math
 from pathlib import Path
@@ -147,6 +148,18 @@ def outside(plan: Plan, made: list[Row]) -> list[str]:
     return text
 
 
+def unlike(plan: Plan, found: Results) -> list[tuple[Cell, Cell]]:
+    """Pairs of cells that a table compares, and whose runs began with different weights: their difference has that in it."""
+    pairs: dict[tuple[Cell, Cell], None] = {}
+    for table in filter(lambda table: table.baseline, plan.tables):
+        for setting, method, seed in itertools.product(table.settings, table.methods, table.seeds):
+            pair = Cell(setting, method, seed), Cell(setting, table.baseline or "", seed)
+            a, b = (found.get(cell) for cell in pair)
+            if a and b and a.start and b.start and a.start != b.start:
+                pairs[pair] = None
+    return list(pairs)
+
+
 POINTS = 2.0  # a difference worth knowing of
 FEW = 6  # pairs
 
@@ -208,6 +221,8 @@ def markdown(plan: Plan, found: Results, made: list[Row], bias: dict, measured: 
     changed = [f"* {cell.name}: {', '.join(r.changed)}" for cell, r in found.items() if r and r.changed]
     if changed:
         text += ["", "## Runs with other settings than the plan's", "", *changed]
+    if apart := unlike(plan, found):
+        text += ["", "## Pairs that did not start from equal weights", "", *(f"* {a.name}, {b.name}" for a, b in apart)]
     return "\n".join(text) + "\n"
 
 
@@ -236,11 +251,12 @@ def table_csv(made: list[Row]) -> str:
     writer.writerow(["table", "setting", "method", "column", "wanted", "done", "begun", "n", "mean", "std", "published",
                      "published_std", "difference", *(f"paired_{name}" for name in versus)])  # fmt: skip
     shown = lambda value: "" if value is None else f"{value:.4f}" if isinstance(value, float) else value  # noqa: E731
+    exact = lambda name, value: f"{value:.4g}" if name == "p" else value  # noqa: E731
     for row in made:
         v = row.versus and row.versus | dict(zip(("low", "high"), row.versus["interval"], strict=True))
         writer.writerow(map(shown, [
             row.table, row.setting, row.method, row.column, row.wanted, row.done, row.begun, row.n, row.mean, row.std,
-            *(row.published or (None, None)), row.difference, *(v[name] if v else None for name in versus),
+            *(row.published or (None, None)), row.difference, *(exact(name, v[name]) if v else None for name in versus),
         ]))  # fmt: skip
     return out.getvalue()
 
@@ -258,7 +274,7 @@ def record(plan: Plan, found: Results, made: list[Row], bias: dict, measured: di
             cells.append({
                 "cell": cell.name, "done": result.done, "iterations": result.iterations, "seconds": round(result.seconds, 1),
                 "numbers": numbers, "curve": curve,
-            } | ({"changed": result.changed} if result.changed else {}))  # fmt: skip
+            } | {name: value for name, value in (("changed", result.changed), ("start", result.start)) if value})  # fmt: skip
     differences = [
         {"table": r.table, "setting": r.setting, "method": r.method, "column": r.column} | r.versus for r in made if r.versus
     ]

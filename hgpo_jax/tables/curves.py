@@ -16,7 +16,7 @@ from scipy import special
 from hgpo_jax.run.curves import smooth, smoothing_window
 from hgpo_jax.tables.bias import ESTIMATORS
 from hgpo_jax.tables.gradients import NAMES, Directions
-from hgpo_jax.tables.in_runs import Kind, by_setting
+from hgpo_jax.tables.in_runs import Kind, by_setting, when
 from hgpo_jax.tables.plan import Cell, Plan, Table
 from hgpo_jax.tables.truth import PARTS, Measured
 
@@ -213,7 +213,8 @@ def _draw_marks(
     plan: Plan, measured: list, names: Sequence[str], apart: Sequence[str], what: str, numbers: Callable, labels: dict[str, str]
 ) -> Figure | None:
     """A row of two panels, one for each of `labels`, for each setting and iteration. Faint marks are runs, coloured by the
-    method that trained them; a bar is their mean. A line in the second panel marks 1: the error of advantages of 0, or no bias.
+    method that trained them, with standard errors if these are known; a bar is their mean. A line in the second panel marks 1:
+    the error of advantages of 0, or no bias.
 
     apart: the names below a gap. numbers: (what was measured, a name) -> the values of both labels.
     """
@@ -227,17 +228,21 @@ def _draw_marks(
     axes = figure.subplots(len(groups), 2, sharey=True, squeeze=False)
     for row, ((setting, iteration), ours) in zip(axes, groups.items(), strict=True):
         for axis, (key, label) in zip(row, labels.items(), strict=True):
-            values = np.array([[numbers(one, name)[key] for name in names] for one in ours])
-            for one, line in zip(ours, values, strict=True):
+            values, errors = np.array(
+                [[[numbers(one, name).get(key + end, 0.0) for name in names] for one in ours] for end in ("", "_error")]
+            )
+            for one, line, error in zip(ours, values, errors, strict=True):
                 color = colors[one.cell.split("/")[1]]
-                axis.plot(line, places, "o", color=color, alpha=0.35, markersize=4.5, markeredgewidth=0)
+                axis.errorbar(
+                    line, places, xerr=error, fmt="o", color=color, alpha=0.35, markersize=4.5, markeredgewidth=0, linewidth=1.2
+                )
             axis.plot(values.mean(0), places, "|", color=BASELINE, markersize=13, markeredgewidth=2.2, label="mean")
             axis.set_xlabel(label, fontsize=9)
             axis.grid(axis="x", alpha=0.25)
             axis.spines[["top", "right", "left"]].set_visible(False)
             axis.tick_params(axis="y", length=0)
         runs = f"{len(ours)} runs" if len(ours) > 1 else "1 run"
-        about = f"{plan.settings[setting].title}: {what}, {runs} after {iteration} iterations"
+        about = f"{plan.settings[setting].title}: {what}, {runs} {when(iteration)}"
         row[0].set_title(about, fontsize=10, loc="left")
         row[0].set_xlim(left=min(0, row[0].get_xlim()[0]))
         row[1].axvline(1, color="#333333", linewidth=0.9)

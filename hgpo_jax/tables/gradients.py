@@ -7,7 +7,7 @@ the expectation of its gradient, as from endlessly many batches, which bias alon
 
 True is the sum of E[return-to-go x gradient of the log-probability] over an episode's steps, with discounted returns, and not
 discounted once more by the step. GRPO and half of GiGPO use undiscounted scores: some of what is called their bias is that
-difference. `LEAVE_ONE_OUT` estimates it without bias, because its baseline does not depend on the episode (Williams, 1992; of
+difference. `RLOO_BY_TURN` estimates it without bias, because its baseline does not depend on the episode (Williams, 1992; of
 the other episodes of a task: Kool et al., 2019), but for the batch's number of tokens, which gradients are divided by.
 
 Measured are raw gradients of the surrogate loss, without penalties for inadmissible actions, KL or entropy, before Adam.
@@ -39,8 +39,8 @@ from hgpo_jax.tables.in_runs import Kind, by_setting, heading, restored
 from hgpo_jax.tables.plan import Plan
 from hgpo_jax.tables.truth import BOOTSTRAPPED, bootstrapped
 
-LEAVE_ONE_OUT = "leave-one-out"
-NAMES = (*ESTIMATORS, BOOTSTRAPPED, LEAVE_ONE_OUT)
+RLOO_BY_TURN = "RLOO by turn"
+NAMES = (*ESTIMATORS, BOOTSTRAPPED, RLOO_BY_TURN)
 COSINES = ("batch", "expected")
 FIRST = 1_000_000  # the batches' numbers, far from those of a run's iterations, which choose tasks and random keys
 
@@ -55,7 +55,7 @@ class Directions(NamedTuple):
     cosines: dict[str, dict[str, float]]
 
 
-def leave_one_out(e: Episodes, gamma: float) -> jax.Array:
+def rloo_by_turn(e: Episodes, gamma: float) -> jax.Array:
     """f32[B, T]: the return, less the mean of the returns of the prompt group's other episodes at this turn, 0 after an end."""
     returns = discounted_sum(jnp.where(e.mask, e.rewards, 0.0), gamma)
     same = (e.groups[:, None] == e.groups[None]) & ~np.eye(len(e.groups), dtype=bool)
@@ -137,10 +137,10 @@ def measure(cell: str, folder: Path, iteration: int, *, batches: int) -> Directi
         tasks, *inputs = job.episode_inputs(number)
         e = jax.device_get(job.runner.rollout(params, tasks, *inputs).episodes)
         dump = Dump(e, job.config, job.policy.tokenizer)
-        known = centred(dump) | {BOOTSTRAPPED: bootstrapped(dump), LEAVE_ONE_OUT: leave_one_out(e, job.config.advantage.gamma)}
+        known = centred(dump) | {BOOTSTRAPPED: bootstrapped(dump), RLOO_BY_TURN: rloo_by_turn(e, job.config.advantage.gamma)}
         found.append([np.asarray(gradient(state["params"], reference, e, jnp.asarray(known[name]))) for name in NAMES])
         success.append(float(e.success.mean()))
-    of_each = cosines(np.array(found).swapaxes(0, 1), NAMES.index(LEAVE_ONE_OUT))
+    of_each = cosines(np.array(found).swapaxes(0, 1), NAMES.index(RLOO_BY_TURN))
     return Directions(cell, iteration, batches, float(np.mean(success)), dict(zip(NAMES, of_each, strict=True)))
 
 

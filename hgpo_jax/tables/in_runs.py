@@ -70,7 +70,8 @@ class Kind(NamedTuple):
         for name in names:
             if (name, iteration) not in [(one.cell, one.iteration) for one in found]:
                 one = measure(name, runs / name, iteration)
-                found = [*self.read(runs), one]  # another process may have added some
+                others = self.read(runs)  # another process may have added some, this one too
+                found = [*(o for o in others if (o.cell, o.iteration) != (name, iteration)), one]
                 with atomic_write(self.file(runs)) as file:
                     file.write(json.dumps([one._asdict() for one in found], indent=1) + "\n")
         print("\n".join(self.lines(of_plan(plan, found))))
@@ -92,7 +93,11 @@ def by_setting(found: list) -> dict[tuple[str, int], list]:
 
 
 def heading(setting: str, iteration: int, ours: list) -> str:
-    return f"{setting}, after {iteration} iterations: {', '.join(one.cell.partition('/')[2] for one in ours)}"
+    return f"{setting}, {when(iteration)}: {', '.join(one.cell.partition('/')[2] for one in ours)}"
+
+
+def when(iteration: int) -> str:
+    return f"after {iteration} iteration{'s' * (iteration > 1)}" if iteration else "at the start"
 
 
 def restored(folder: Path, iteration: int) -> tuple[Job, Any, dict]:

@@ -80,10 +80,11 @@ def slurm(plan: Plan, cell: Cell, runs: str) -> tuple[str, str]:
              "set -euo pipefail"]  # fmt: skip
     lines += [f"export {name}={shlex.quote(value)}" for name, value in plan.variables.items()]
     for step in steps(plan, cell, runs):
-        after = "" if step.module == "train" else f'--dependency=afterok:"$job" --export=ALL,COMMAND={step.module} '
+        after = "" if step.module == "train" else f'--dependency=afterok:"$train" --export=ALL,COMMAND={step.module} '
         words = " ".join(map(quote, arguments(step)))
-        lines.append(f"job=$(sbatch --parsable --job-name={label(cell)} {sizes} {after}configs/launch/slurm.sh {words})")
-    return f"{label(cell)}.sh", "\n".join([*lines, 'echo "$job"']) + "\n"
+        submit = f"sbatch --parsable --job-name={label(cell)} {sizes} {after}configs/launch/slurm.sh {words}"
+        lines += [f"{step.module}=$({submit})", f'echo "${step.module}"']
+    return f"{label(cell)}.sh", "\n".join(lines) + "\n"
 
 
 def tpu(plan: Plan, cell: Cell, runs: str) -> tuple[str, str]:
@@ -146,6 +147,10 @@ WRITERS = {"tpu": tpu, "slurm": slurm, "kubernetes": kubernetes, "skypilot": sky
 
 def write(plan: Plan, kind: str, to: Path, runs: str) -> list[Path]:
     """Writes one file per cell; returns their paths. Raises ConfigError."""
+    labels: dict[str, str] = {}
+    for cell in cells(plan):
+        if (other := labels.setdefault(label(cell), cell.name)) != cell.name:
+            raise ConfigError(f"{cell.name}: is named {label(cell)} on a cluster, as {other}; rename its setting or method")
     made = dict(WRITERS[kind](plan, cell, runs) for cell in cells(plan))
     to.mkdir(parents=True, exist_ok=True)
     for name, text in made.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -18,8 +18,9 @@ from hgpo_jax.bench import duration
 from hgpo_jax.config import CONFIGS, Config, Positive, Section
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.evaluate import parse_seeds
-from hgpo_jax.evaluation_files import OWN, file_name
+from hgpo_jax.evaluation_files import file_name
 from hgpo_jax.mesh import abstract_mesh
+from hgpo_jax.run.folder import PROOFS
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_.-]*$")]  # part of a path and of a job's name
 
@@ -118,11 +119,15 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A command of a cell, and the file that proves it done."""
+    """A command of a cell. It is done when all its `proofs` exist; the first of them holds its numbers."""
 
     module: str
     arguments: tuple[str, ...]
-    proof: Path
+    proofs: tuple[Path, ...]
+
+    @property
+    def done(self) -> bool:
+        return all(file.is_file() for file in self.proofs)
 
     def shell(self, variables: dict[str, str]) -> str:
         """The command as a shell takes it. `$NAME` in an argument stays a variable."""
@@ -162,23 +167,34 @@ def read(file: Path) -> Plan:
         for column, number in setting.columns.items():
             if number not in known:
                 raise ConfigError(f"{file}: settings.{name}.columns: {column}: {number} is not one of {', '.join(known)}")
+    published = plan.published.numbers if plan.published else {}
+    _check_names(f"{file}: published.numbers", "settings", published, plan.settings)
+    for name, numbers in published.items():
+        _check_names(f"{file}: published.numbers.{name}", "methods", numbers, plan.methods)
+        for method, of_method in numbers.items():
+            _check_names(f"{file}: published.numbers.{name}.{method}", "columns", of_method, plan.settings[name].columns)
+    titles = [table.title for table in plan.tables]
+    for title in titles:
+        if titles.count(title) > 1:
+            raise ConfigError(f"{file}: two tables have the title {title!r}; rename one")
     for table in plan.tables:
-        checked: tuple[tuple[str, tuple[str, ...], Collection[str]], ...] = (
-            ("settings", table.settings, plan.settings),
-            ("methods", (*table.methods, *filter(None, [table.baseline])), plan.methods),
-            ("methods of the table", table.highlight, table.methods),
-        )
-        for kind, names, ours in checked:
-            for name in names:
-                if name not in ours:
-                    raise ConfigError(f"{file}: table {table.title!r}: {name} is not one of the {kind} {', '.join(ours)}")
+        where = f"{file}: table {table.title!r}"
+        _check_names(where, "settings", table.settings, plan.settings)
+        _check_names(where, "methods", (*table.methods, *filter(None, [table.baseline])), plan.methods)
+        _check_names(where, "methods of the table", table.highlight, table.methods)
     return plan
+
+
+def _check_names(where: str, kind: str, names: Iterable[str], known: Collection[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{where}: {name} is not one of the {kind} {', '.join(known)}")
 
 
 def cells(plan: Plan) -> list[Cell]:
     """Every cell once, in the order to run them: table by table, seed by seed, the methods of a seed side by side.
 
-    Settings alternate, so that two cells that run at once do not make the same warm start.
+    Settings alternate, so that two cells that run at once seldom make the same warm start.
     """
     return list(dict.fromkeys(
         Cell(setting, method, seed)
@@ -204,7 +220,7 @@ def steps(plan: Plan, cell: Cell, runs: str | Path, more: tuple[str, ...] = ()) 
     """The commands of a cell in their order: training, then an evaluation for each split. `more`: further overrides."""
     setting, folder = plan.settings[cell.setting], Path(runs) / cell.name
     arguments = ["--config", setting.config, "--resume", "auto", *overrides(plan, cell), *more, f"run_dir={folder}"]
-    found = [Step("train", tuple(arguments), folder / OWN)]
+    found = [Step("train", tuple(arguments), tuple(folder / name for name in PROOFS))]
     if not setting.seeds:
         return found
     seeds = ",".join(map(str, setting.seeds))
@@ -212,7 +228,7 @@ def steps(plan: Plan, cell: Cell, runs: str | Path, more: tuple[str, ...] = ()) 
     evaluation = config_of(plan, cell, more).evaluation
     for split in setting.splits:
         proof = folder / "evaluations" / file_name(split, evaluation.temperature, evaluation.episodes, setting.seeds)
-        found.append(Step("evaluate", (str(folder), "--seeds", seeds, "--split", split, *more), proof))
+        found.append(Step("evaluate", (str(folder), "--seeds", seeds, "--split", split, *more), (proof,)))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -27,7 +28,8 @@ class Result:
     shares in percent: `SPLIT/success` and `SPLIT/score` of evaluations under seeds; `final/sampled` and `final/greedy`
     of the one that ends training; `train/auc`, the mean success over all iterations, and `train/last`, over the last ones.
     curve: success by iteration. seconds: of rollouts and updates. changed: `field=value` of what differs from the
-    plan, because the plan was changed since or the run was given overrides.
+    plan, because the plan was changed since or the run was given overrides. start: a digest of the weights that training
+    began with, "" if there are none.
     """
 
     done: bool
@@ -36,6 +38,7 @@ class Result:
     curve: list[float]
     seconds: float
     changed: tuple[str, ...] = ()
+    start: str = ""
 
 
 def _json(path: Path) -> dict:
@@ -49,13 +52,13 @@ def read_cell(plan: Plan, cell: Cell, runs: Path) -> Result | None:
     """A cell's result; None where its run has not begun. Raises ConfigError for a damaged file."""
     folder, parts, config = runs / cell.name, steps(plan, cell, runs), config_of(plan, cell)
     rows = read_metrics(folder)
-    if not rows and not any(step.proof.is_file() for step in parts):
+    if not rows and not any(step.proofs[0].is_file() for step in parts):
         return None
     numbers: dict[str, tuple[float, float | None]] = {}
     for step in parts:
-        if not step.proof.is_file():
+        if not step.done:
             continue
-        found = _json(step.proof)
+        found = _json(step.proofs[0])
         try:
             if step.module == "train":
                 numbers |= {f"final/{mode}": (100 * share, None) for mode, share in found["success"].items()}
@@ -65,7 +68,7 @@ def read_cell(plan: Plan, cell: Cell, runs: Path) -> Result | None:
                     std = None if over["std"] is None else 100 * over["std"]
                     numbers[f"{found['split']}/{name}"] = 100 * over["mean"], std
         except (KeyError, TypeError, AttributeError):
-            raise ConfigError(f"{step.proof}: is not an evaluation; delete it and run the cell again") from None
+            raise ConfigError(f"{step.proofs[0]}: is not an evaluation; delete it and run the cell again") from None
     found = differing(config, folder) if (folder / "config.yaml").is_file() else {}
     changed = {name: before for name, (before, _) in found.items() if not name.startswith(PLACES)}
     try:
@@ -73,7 +76,7 @@ def read_cell(plan: Plan, cell: Cell, runs: Path) -> Result | None:
         seconds = sum(sum(row["seconds"].values()) for row in rows)
     except (KeyError, TypeError, ValueError, AttributeError):
         raise ConfigError(f"{folder}/metrics.jsonl: is damaged; delete the folder and run the cell again") from None
-    if parts[0].proof.is_file() and len(curve) < changed.get("iterations", config.iterations):
+    if parts[0].done and len(curve) < changed.get("iterations", config.iterations):
         raise ConfigError(
             f"{folder}/metrics.jsonl: is damaged, it holds {len(curve)} of {config.iterations} iterations; "
             "delete the folder and run the cell again"
@@ -82,9 +85,20 @@ def read_cell(plan: Plan, cell: Cell, runs: Path) -> Result | None:
         numbers["train/auc"] = 100 * float(np.mean(curve)), None
         numbers["train/last"] = 100 * float(np.mean(curve[-plan.window :])), None
     return Result(
-        done=all(step.proof.is_file() for step in parts), iterations=len(rows), numbers=numbers, curve=curve,
+        done=all(step.done for step in parts), iterations=len(rows), numbers=numbers, curve=curve,
         seconds=seconds, changed=tuple(f"{name}={value}" for name, value in changed.items()),
+        start=_digest(folder / "start"),
     )  # fmt: skip
+
+
+def _digest(policy: Path) -> str:
+    """Of a policy's weights, or of each set's."""
+    found = hashlib.sha256()
+    files = sorted(policy.rglob("*.safetensors"))
+    for path in files:
+        with open(path, "rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()[:16] if files else ""
 
 
 def read_all(plan: Plan, runs: Path) -> dict[Cell, Result | None]:
@@ -100,7 +114,7 @@ def read_record(plan: Plan, file: Path) -> dict[Cell, Result | None]:
             cell["cell"]: Result(
                 done=cell["done"], iterations=cell["iterations"], curve=[float(value) for value in cell["curve"]],
                 numbers={name: (float(mean), std) for name, (mean, std) in cell["numbers"].items()},
-                seconds=cell["seconds"], changed=tuple(cell.get("changed", ())),
+                seconds=cell["seconds"], changed=tuple(cell.get("changed", ())), start=str(cell.get("start", "")),
             )
             for cell in found["cells"]
         }  # fmt: skip

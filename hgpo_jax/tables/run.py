@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,15 +16,17 @@ from pathlib import Path
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.tables.plan import Cell, Plan, Step, cells, steps
 
+VARIABLE = re.compile(r"\$(\w+)")
+
 
 def expanded(step: Step, environment=os.environ) -> list[str]:
     """The command as a process takes it, with `$NAME` replaced. Raises ConfigError where a variable is not set."""
     words = []
     for word in step.arguments:
-        head, dollar, name = word.partition("$")
-        if dollar and not environment.get(name):
-            raise ConfigError(f"{word}: set the variable {name} first, as in {name}=FOLDER")
-        words.append(head + environment[name] if dollar else word)
+        for name in VARIABLE.findall(word):
+            if not environment.get(name):
+                raise ConfigError(f"{word}: set the variable {name} first, as in {name}=FOLDER")
+        words.append(VARIABLE.sub(lambda name: environment[name[1]], word))
     return [sys.executable, "-m", f"hgpo_jax.{step.module}", *words]
 
 
@@ -41,7 +44,7 @@ def run_cells(plan: Plan, runs: Path, source: Path, *, jobs: int, more: tuple[st
     for _, parts in todo:
         for step in parts:
             expanded(step)
-    todo = [(cell, parts) for cell, parts in todo if not all(step.proof.is_file() for step in parts)]
+    todo = [(cell, parts) for cell, parts in todo if not all(step.done for step in parts)]
     runs.mkdir(parents=True, exist_ok=True)
     lock = os.open(runs / ".lock", os.O_CREAT | os.O_RDWR)
     try:
@@ -60,7 +63,7 @@ def run_cells(plan: Plan, runs: Path, source: Path, *, jobs: int, more: tuple[st
         for step in parts:
             if stop.is_set():
                 return None
-            if step.proof.is_file():
+            if step.done:
                 continue
             with open(log, "a") as file:
                 code = subprocess.run(
@@ -70,16 +73,21 @@ def run_cells(plan: Plan, runs: Path, source: Path, *, jobs: int, more: tuple[st
             if code:
                 print(f"{cell.name}: {step.module} ended with code {code}; {log} says why", flush=True)
                 return cell
+            if not step.done:  # other fields than the plan's, in an earlier call
+                missing = next(file for file in step.proofs if not file.is_file())
+                print(f"{cell.name}: {step.module} left no {missing}; remove {runs / cell.name} to begin again", flush=True)
+                return cell
         ended.append(cell)
         minutes = (time.monotonic() - began) / 60
         print(f"{cell.name}: done, {len(ended)} of {len(todo)} after {minutes:.1f} minutes", flush=True)
         return None
 
-    with ThreadPoolExecutor(jobs) as pool:
-        try:
-            return [cell for cell in pool.map(bring, todo) if cell]
-        except KeyboardInterrupt:
-            stop.set()  # the processes were interrupted too; no further one starts
-            raise
-        finally:
-            os.close(lock)
+    try:
+        with ThreadPoolExecutor(jobs) as pool:
+            try:
+                return [cell for cell in pool.map(bring, todo) if cell]
+            except BaseException:
+                stop.set()  # no further process starts; those that run were interrupted too, or end
+                raise
+    finally:
+        os.close(lock)

@@ -253,6 +253,7 @@ def test_a_run_that_died_before_it_wrote_its_configuration_begins_again(tmp_path
     folder.mkdir()
     (folder / ".lock").touch()
     (folder / "config.yaml.partial").write_text("name: hou")
+    (folder / "provenance.json").write_text("{}")
     assert sought("never", f"run_dir={folder}") == new
     assert sought("auto", f"run_dir={folder}") == new
     (folder / "notes.txt").write_text("mine")

@@ -48,6 +48,7 @@ def finish(runs: Path, plan, cell: Cell, curve, success=0.5, evaluated=None) -> 
     rows = [{"iteration": i, "success": s, "seconds": {"rollout": 0.5, "update": 1.0}} for i, s in enumerate(curve)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "evaluation.json").write_text(json.dumps({"success": {"sampled": success, "greedy": 1.0}}))
+    (folder / "transcripts.txt").write_text("\n")
     if evaluated:
         result = {"seeds": [1, 2, 3], "temperature": 1.0, "episodes_per_seed": 512, "split": "held_out",
                   "over_seeds": {"success": over_seeds(evaluated)}}  # fmt: skip

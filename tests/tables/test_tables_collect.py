@@ -151,6 +151,33 @@ def test_runs_with_other_settings_are_named(tmp_path, small, capsys):
     assert second["changed"] == ["iterations=2"]
 
 
+def test_pairs_that_did_not_start_alike_are_named(tmp_path, small, capsys):
+    runs = tmp_path / "runs"
+    for method, seed, weights in (("gigpo", 0, b"a"), ("hgpo", 0, b"a"), ("gigpo", 1, b"b"), ("hgpo", 1, b"c"),
+                                  ("gigpo", 2, b"d"), ("hgpo", 2, None)):  # fmt: skip
+        finish(runs, small, cell := Cell("near", method, seed), [0.1, 0.2, 0.3])
+        if weights:
+            (runs / cell.name / "start").mkdir()
+            (runs / cell.name / "start" / "model.safetensors").write_bytes(weights)
+    tables.main(["collect", str(runs), "--plan", str(tmp_path / "small.yaml"), "--to", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert said.endswith("## Pairs that did not start from equal weights\n\n* near/hgpo/s1, near/gigpo/s1\n\n")
+    starts = [cell.get("start") for cell in json.loads((tmp_path / "small.json").read_text())["cells"]]
+    assert len(starts) == 6 and len(set(starts)) == 5 and starts.count(None) == 1
+    kept, read = results.read_record(small, tmp_path / "small.json"), results.read_all(small, runs)
+    assert [cell and cell.start for cell in kept.values()] == [cell and cell.start for cell in read.values()]
+
+
+def test_small_p_values_are_written(tmp_path, small):
+    for seed in range(4):
+        finish(tmp_path / "runs", small, Cell("near", "gigpo", seed), [0.1, 0.2, 0.3])
+        finish(tmp_path / "runs", small, Cell("near", "hgpo", seed), [0.1, 0.2, 0.9 + seed / 1e6])
+    tables.main(["collect", str(tmp_path / "runs"), "--plan", str(tmp_path / "small.yaml"), "--to", str(tmp_path)])
+    with open(tmp_path / "small.csv") as file:
+        p = [float(row["paired_p"]) for row in csv.DictReader(file) if row["method"] == "hgpo" and row["column"] == "AUC"]
+    assert 0 < p[0] < 1e-8
+
+
 def test_bias_is_measured_for_the_seeds_that_lack(tmp_path, small, monkeypatch, capsys):
     asked = []
 

@@ -16,7 +16,7 @@ from hgpo_jax.job import build
 from hgpo_jax.learner import make_logprobs
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.tables import gradients
-from hgpo_jax.tables.gradients import cosines, leave_one_out, make_gradient
+from hgpo_jax.tables.gradients import cosines, make_gradient, rloo_by_turn
 from tests.helpers.inspected import EXAMPLE
 from tests.helpers.training import TINY
 
@@ -65,9 +65,9 @@ def test_errors_are_those_of_repetitions():
             assert 0.85 < np.sqrt(np.mean(errors**2)) / values.std(ddof=1) < 1.5, (estimator, what)
 
 
-def test_leave_one_out_is_that_of_plain_loops():
+def test_rloo_by_turn_is_that_of_plain_loops():
     e = inspect.load(EXAMPLE).episodes
-    found, checked = np.asarray(leave_one_out(e, 0.9)), 0
+    found, checked = np.asarray(rloo_by_turn(e, 0.9)), 0
 
     def after(b, t):
         return sum(0.9 ** (u - t) * float(e.rewards[b, u]) for u in range(t, int(e.mask[b].sum())))
@@ -80,7 +80,7 @@ def test_leave_one_out_is_that_of_plain_loops():
     assert checked > 10 and not found[~e.mask].any()
 
 
-def test_leave_one_out_is_unbiased():
+def test_rloo_by_turn_is_unbiased():
     """Two steps of two actions, the second action of the first step ends the episode; groups of two, all cases enumerated."""
     gamma, chance = 0.9, np.array([[0.3, 0.7], [0.6, 0.4]])  # of the actions of each step
     cases = {  # actions -> (their probability, rewards, how many steps)
@@ -105,7 +105,7 @@ def test_leave_one_out_is_unbiased():
         e = types.SimpleNamespace(
             rewards=np.array([rewards for _, rewards, _ in both], np.float32), mask=mask, groups=np.zeros(2, int)
         )
-        advantages = np.asarray(leave_one_out(e, gamma))
+        advantages = np.asarray(rloo_by_turn(e, gamma))
         for t in range(both[0][2]):
             found[t] += both[0][0] * both[1][0] * advantages[0, t] * score(t, one[t])
     np.testing.assert_allclose(found, wanted, atol=1e-6)

@@ -74,7 +74,7 @@ def test_a_run_is_measured_once_and_shown_beside_the_tables(tmp_path, small, mon
     tables.main(["collect", str(runs), "--plan", str(tmp_path / "small.yaml"), "--to", str(tmp_path)])
     said = capsys.readouterr().out
     assert f"## {module.KIND.title}\n" in said
-    assert "near, after 2 iterations: hgpo/s0, gigpo/s1" in said and "near, after 1 iterations: hgpo/s0" in said
+    assert "near, after 2 iterations: hgpo/s0, gigpo/s1" in said and "near, after 1 iteration: hgpo/s0" in said
     kept = module.KIND.read_record(small, tmp_path / "small.json")
     assert kept == module.KIND.read(runs) and len(kept) == 3
     # A plan that has lost a method since shows the others.
@@ -130,7 +130,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_is(tmp_path, small, 
         ended(tmp_path / "runs", small, method, seed)
     (tmp_path / "runs/near/hgpo/s1/evaluation.json").unlink()
     (tmp_path / "runs/near/hgpo/s2/config.yaml").write_text("iterations: 3\nenv: {name: household_text}\n")
-    (tmp_path / "runs/near/gigpo/s1/config.yaml").write_text("iterations: 3\nenv: {name: sokoban}\nreward: mine.py:judge\n")
+    (tmp_path / "runs/near/gigpo/s1/config.yaml").write_text("iterations: 3\nenv: {name: sokoban}\nreward: mine.py:score\n")
     (tmp_path / "runs/near/gigpo/s0/checkpoints/2").rmdir()
     monkeypatch.setattr(module, "measure", lambda *_, **__: pytest.fail("measured"))
     names = ["near/hgpo/s0", *names]

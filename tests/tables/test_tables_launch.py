@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from small_plan import write_plan
+from small_plan import SMALL, write_plan
 
 from hgpo_jax import config as configuration
 from hgpo_jax.errors import ConfigError
@@ -45,13 +45,13 @@ def launched(kind: str, to: Path) -> list[tuple[Cell, int, str]]:
 
 
 def said_by(script: str, tmp_path: Path, command: str, **variables) -> list[list[str]]:
-    """The arguments of every call that a script makes of a command, which here only writes them down."""
+    """The arguments of every call that a script makes of a command, which here only writes them down and says 7, 8, ..."""
     (tmp_path / "bin").mkdir(exist_ok=True)
     said = tmp_path / "said"
     said.unlink(missing_ok=True)
     stand_in = tmp_path / "bin" / Path(command).name
     said_so = 'printf "%s\\n" "$(printf "%q " "COMMAND=${COMMAND:-}" "$@")"'
-    stand_in.write_text(f"#!/usr/bin/env bash\n{said_so} >> {said}\necho 7\n")
+    stand_in.write_text(f"#!/usr/bin/env bash\n{said_so} >> {said}\necho $((6 + $(wc -l < {said})))\n")
     stand_in.chmod(0o755)
     environment = os.environ | variables | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
     subprocess.run(["bash", "-c", script.replace(command, stand_in.name)], env=environment, check=True, capture_output=True)
@@ -140,6 +140,15 @@ def test_launched_commands_have_the_plans_variables(kind, tmp_path, capsys):
 def test_tpu_files_refuse_variables(tmp_path):
     with pytest.raises(ConfigError, match="variables: launch files for TPUs"):
         tables.main(["plan", str(write_plan(tmp_path, variables={"A": "b"})), "--launch", "tpu", "--to", str(tmp_path)])
+
+
+def test_cells_of_one_name_on_a_cluster_are_refused(tmp_path):
+    methods = {name: SMALL["methods"]["hgpo"] for name in ("hgpo-k2", "hgpo.k2")}
+    table = SMALL["tables"][0] | {"methods": list(methods), "baseline": None}
+    plan = str(write_plan(tmp_path, methods=methods, tables=[table], published=None))
+    with pytest.raises(ConfigError, match=r"near/hgpo\.k2/s0: is named near-hgpo-k2-s0 on a cluster, as near/hgpo-k2/s0"):
+        tables.main(["plan", plan, "--launch", "slurm", "--to", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
 
 
 def test_more_devices_than_a_machine_has_are_whole_machines(tmp_path):

@@ -19,31 +19,34 @@ from tests.helpers.xla import xla_flags
 
 STAND_IN = """
 import pathlib, sys
-proof, said, bad = sys.argv[1:]
+said, bad, lazy, *proofs = sys.argv[1:]
 with open(said, "a") as file:
-    file.write(proof + "\\n")
-if bad in proof:
+    file.write(proofs[0] + "\\n")
+if bad in proofs[0]:
     sys.exit(3)
-path = pathlib.Path(proof)
-path.parent.mkdir(parents=True, exist_ok=True)
-path.write_text("{}")
+for proof in proofs:
+    path = pathlib.Path(proof)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if lazy not in proof:
+        path.write_text("{}")
 """
 
 
 @pytest.fixture
 def stand_in(monkeypatch, tmp_path):
-    """Commands that only leave their proof and are written down; those with `stand_in.bad` in it fail."""
+    """Commands that only leave their proofs and are written down. Those with `stand_in.bad` in the first of them fail; proofs
+    with `stand_in.lazy` in them are not left."""
     said = tmp_path / "said"
 
     def expanded(step):
-        return [sys.executable, "-c", STAND_IN, str(step.proof), str(said), expanded.bad]
+        return [sys.executable, "-c", STAND_IN, str(said), expanded.bad, expanded.lazy, *map(str, step.proofs)]
 
     def taken():
         lines = said.read_text().split() if said.exists() else []
         said.unlink(missing_ok=True)
         return [str(Path(line).relative_to(tmp_path / "runs")) for line in lines]
 
-    expanded.bad, expanded.taken = "nothing", taken
+    expanded.bad, expanded.lazy, expanded.taken = "nothing", "nothing", taken
     monkeypatch.setattr(run, "expanded", expanded)
     return expanded
 
@@ -70,6 +73,25 @@ def test_a_run_goes_on_where_it_was(tmp_path, small, stand_in, capsys):
     assert (runs / "plan.yaml").read_text() == file.read_text()
 
 
+def test_a_run_that_was_killed_while_it_ended_goes_on(tmp_path, small, stand_in, capsys):
+    file, runs = str(tmp_path / "small.yaml"), tmp_path / "runs"
+    tables.main(["run", file, "--runs", str(runs)])
+    (runs / "near/hgpo/s1/transcripts.txt").unlink()
+    cells = [planning.Cell("near", method, 1) for method in ("gigpo", "hgpo")]
+    assert [step.done for cell in cells for step in planning.steps(small, cell, runs)] == [True, False]
+    stand_in.taken()
+    tables.main(["run", file, "--runs", str(runs)])
+    assert stand_in.taken() == ["near/hgpo/s1/evaluation.json"]
+
+
+def test_a_command_that_leaves_no_result_has_failed(tmp_path, small, stand_in, capsys):
+    stand_in.lazy = "far/hgpo/s1/evaluations"
+    with pytest.raises(SystemExit):
+        tables.main(["run", str(tmp_path / "small.yaml"), "--runs", str(tmp_path / "runs")])
+    said = capsys.readouterr().out
+    assert "far/hgpo/s1: evaluate left no " in said and "far/hgpo/s1: done" not in said
+
+
 def test_two_runs_in_one_folder_are_refused(tmp_path, small, stand_in):
     (tmp_path / "runs").mkdir()
     with open(tmp_path / "runs" / ".lock", "w") as lock:
@@ -80,8 +102,10 @@ def test_two_runs_in_one_folder_are_refused(tmp_path, small, stand_in):
 
 
 def test_variables_are_filled_in_or_asked_for():
-    step = planning.Step("train", ("--config", "x", "data=$SOME_DATA", "seed=1"), Path("p"))
+    step = planning.Step("train", ("--config", "x", "data=$SOME_DATA", "seed=1"), (Path("p"),))
     assert run.expanded(step, {"SOME_DATA": "/a b"})[1:] == ["-m", "hgpo_jax.train", "--config", "x", "data=/a b", "seed=1"]
+    inside = planning.Step("train", ("data=$SOME_DATA/in$OTHER",), (Path("p"),))
+    assert run.expanded(inside, {"SOME_DATA": "/a b", "OTHER": "side"})[-1] == "data=/a b/inside"
     with pytest.raises(ConfigError, match="set the variable SOME_DATA"):
         run.expanded(step, {})
     assert subprocess.run(
@@ -101,7 +125,7 @@ def test_a_real_cell_that_was_interrupted_is_resumed(tmp_path):
     folder = runs / "far/hgpo/s0"
     before = (folder / "metrics.jsonl").read_text()
     # As a run that was killed after its second iteration leaves it.
-    for proof in ("evaluation.json", "evaluations/held_out-t1-n12-s1-2-3.json"):
+    for proof in ("evaluation.json", "transcripts.txt", "evaluations/held_out-t1-n12-s1-2-3.json"):
         (folder / proof).unlink()
     shutil.rmtree(folder / "checkpoints" / "3")
     tables.main(["run", str(file), "--runs", str(runs)])

@@ -8,9 +8,10 @@ import pytest
 from small_plan import write_plan
 
 from hgpo_jax import inspect
+from hgpo_jax.advantages import parameters
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.tables import __main__ as tables
-from hgpo_jax.tables import gradients, results, truth
+from hgpo_jax.tables import bias, gradients, results, truth
 from hgpo_jax.tables import plan as planning
 from hgpo_jax.tables.plan import Cell
 from tests.helpers.inspected import EXAMPLE
@@ -97,11 +98,16 @@ def test_what_a_run_did_next_is_played_again(tmp_path, capsys):
         assert (found.iteration, found.success) == (done, pytest.approx(recorded.curve[done]))
         assert found.errors["return - true value"]["cosine"] > found.errors["GRPO"]["cosine"]
     said = capsys.readouterr().out
-    assert said.count("few, after 0 iterations: hgpo/s0\n") == 2 and said.count("few, after 1 iterations: hgpo/s0\n") == 1
+    assert said.count("few, at the start: hgpo/s0\n") == 2 and said.count("few, after 1 iteration: hgpo/s0\n") == 1
 
     tables.main(["gradients", str(plan), "--runs", str(runs), "--at", "1", "--batches", "12", "few/hgpo/s0"])
     (found,) = gradients.KIND.read(runs)
     assert (found.cell, found.iteration, found.batches) == ("few/hgpo/s0", 1, 12)
-    own = found.cosines[gradients.LEAVE_ONE_OUT]
+    own = found.cosines[gradients.RLOO_BY_TURN]
     assert own["expected"] == pytest.approx(1) and 0 < own["batch"] < 1
-    assert "few, after 1 iterations: hgpo/s0; 12 batches\n" in capsys.readouterr().out
+    assert "few, after 1 iteration: hgpo/s0; 12 batches\n" in capsys.readouterr().out
+
+
+def test_what_an_estimator_is_does_not_depend_on_the_run():
+    for name, options in bias.ESTIMATORS.items():
+        assert {"history_length", "lam", "alpha"} & set(parameters(options["name"])[1]) <= options.keys(), name
