@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_forgotten(policy):
     chat.prompt("c" * 50)
     assert [message["content"][0] for message in chat.messages] == ["b", "b", "c"]
     chat.messages.append({"role": "assistant", "content": "e"})
-    with pytest.raises(ValueError, match=r"^\d+ tokens; the model reads 500 beside an answer"):
+    with pytest.raises(ValueError, match=r"^\d+ tokens; beside a response 500 fit in the context"):
         chat.prompt("d" * 600)
     assert chat.messages == []
 
@@ -89,7 +89,7 @@ def test_lines_that_are_piped_in_are_answered_one_by_one(policy, folder, monkeyp
     last = "".join(chat.answer("Why?"))
     shown = [cli.cli.printable(text) for text in (first, last)]
     assert out.startswith(f"{shown[0]}\n/reset forgets the conversation") and f"\n{shown[0]}\n" in out
-    assert "tokens; the model reads 500" in out and out.count(shown[0]) == 2
+    assert "tokens; beside a response 500 fit" in out and out.count(shown[0]) == 2
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_lines_that_are_piped_in_are_answered_one_by_one(policy, folder, monkeyp
         (["FOLDER", "--temperature", "-1"], "--temperature -1.0: must be from 0 to 10"),
         (["FOLDER", "--top-p", "0"], "--top-p 0.0"),
         (["FOLDER", "--max-tokens", "0"], "--max-tokens 0"),
-        (["FOLDER", "--max-tokens", "512"], "--max-tokens 512: the model reads 512 in all"),
+        (["FOLDER", "--max-tokens", "512"], "--max-tokens 512: the model's context is 512 tokens"),
         (["WORDS"], "holds none"),
     ],
 )
