@@ -396,6 +396,6 @@ def test_a_long_run_keeps_its_memory_files_and_threads(cache, tmp_path):
     print(f"files {files.min()} to {files.max()}, threads {threads.min()} to {threads.max()}")
     assert end <= 1.02 * begin
     assert compiled[-1] == compiled[0]
-    assert np.median(files[-tenth:]) <= np.median(files[:tenth])
+    assert files[-tenth:].min() <= files[:tenth].min()  # a checkpoint that is being written has some open
     # Pools start threads when they need them, one or two late. One that each checkpoint or validation leaves would be 14 here.
     assert np.median(threads[-tenth:]) <= np.median(threads[:tenth]) + 3
