@@ -5,23 +5,20 @@ that `python -m hgpo_jax.train` needs no file. `load` refuses what it does not k
 """
 
 from hgpo_jax.config.describe import COMMON, completions, describe
+from hgpo_jax.config.learning import AdvantageConfig, CriticConfig, LearnerConfig
 from hgpo_jax.config.reading import CONFIGS, dump, given, load, named_files, parse_value, read_yaml, resolve, shown
+from hgpo_jax.config.roles import OptimizerConfig, RoleConfig
 from hgpo_jax.config.together import check_together
 from hgpo_jax.config.tree import (
     OPEN,
-    AdvantageConfig,
     CloningConfig,
     Config,
-    CriticConfig,
     EnvConfig,
     EvaluationConfig,
-    LearnerConfig,
     LogConfig,
     LoraFields,
-    OptimizerConfig,
     PolicyConfig,
     Positive,
-    RoleConfig,
     RolloutConfig,
     Section,
     fields,

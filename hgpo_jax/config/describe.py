@@ -5,7 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable
 
-from hgpo_jax.config.tree import OPEN, Config, RoleConfig, choices, fields, literals, role_fields
+from hgpo_jax.config.roles import RoleConfig
+from hgpo_jax.config.tree import OPEN, Config, choices, fields, literals, role_fields
 
 # What `--help` shows; the others are behind `--help-all`.
 COMMON = (

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from hgpo_jax.config.learning import LearnerConfig
 from hgpo_jax.config.roles import unknown_role
-from hgpo_jax.config.tree import Config, EnvConfig, LearnerConfig
+from hgpo_jax.config.tree import Config, EnvConfig
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.names import ENVIRONMENTS
 

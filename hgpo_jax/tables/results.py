@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import math
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 from scipy import special
 
 from hgpo_jax.errors import ConfigError
+from hgpo_jax.policy import huggingface
 from hgpo_jax.run.folder import FREE_TO_CHANGE, differing
 from hgpo_jax.run.metrics import read_metrics
 from hgpo_jax.tables.plan import Cell, Plan, cells, config_of, steps
@@ -92,13 +92,9 @@ def read_cell(plan: Plan, cell: Cell, runs: Path) -> Result | None:
 
 
 def _digest(policy: Path) -> str:
-    """Of a policy's weights, or of each set's."""
-    found = hashlib.sha256()
-    files = sorted(policy.rglob("*.safetensors"))
-    for path in files:
-        with open(path, "rb") as file:
-            found.update(hashlib.file_digest(file, "sha256").digest())
-    return found.hexdigest()[:16] if files else ""
+    """The beginning of a policy's digest, or of each of its sets of weights."""
+    folders = sorted({file.parent for file in policy.rglob("*.safetensors")})
+    return " ".join(huggingface.digest(folder)[:16] for folder in folders)
 
 
 def read_all(plan: Plan, runs: Path) -> dict[Cell, Result | None]:

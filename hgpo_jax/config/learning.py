@@ -1,0 +1,96 @@
+"""The fields of advantages and of the update."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from hgpo_jax.config.roles import OptimizerConfig
+from hgpo_jax.config.section import NonNegative, Positive, Section, Share, field
+
+
+class AdvantageConfig(Section):
+    """Options of the advantage estimators; each method uses the ones that it has (hgpo_jax/advantages)."""
+
+    gamma: Share = field(0.95, "discount per turn")
+    normalize: Literal["mean", "mean_std"] = field("mean", "centre a group's returns, or also divide by their std")
+    alpha: float = field(1.0, "exponent of a level's weight (k + weight_offset)^alpha in hgpo", ge=0, le=10)
+    weight_offset: float = field(
+        2.0, "offset of a level's weight: 2 in the released code, 1 in the paper", ge=1, le=1000
+    )
+    base_group: bool = field(False, "whether hgpo also compares whole episodes")
+    statistics: Literal["per_step", "per_trajectory"] = field(
+        "per_step", "what the episode-level advantage's mean and std run over"
+    )
+    step_weight: float = field(1.0, "weight of the step-level advantage in gigpo, graphgpo and ecpo", ge=0, le=1e6)
+    history_length: int | None = field(
+        None, "K of the groups in hgpo, eb_gae and eb_td; default: rollout.history_length, the K of the prompt", ge=0, le=64
+    )
+    lam: Share | None = field(
+        None, "lambda of ppo, hiper, gagpo, eb_gae and eb_td; default: 0.95 (ppo, hiper, gagpo), 0.65 (eb_gae), 0.35 (eb_td)"
+    )
+    invalid_penalty: float = field(0.5, "subtracted from the return of a step whose action is invalid", ge=0, le=1e6)
+    prior_count: float = field(
+        2.0, "of ecpo: pseudo-visits with the state's mean return (prior count) that are added to each action", ge=0, le=1e6
+    )
+    gate_count: float = field(
+        4.0, "tau of ecpo's gate tanh(visits / tau): visits it takes until a state is trusted", ge=0.1, le=1e6
+    )
+
+
+class LearnerConfig(OptimizerConfig):
+    """The update: one epoch of PPO-clip with AdamW."""
+
+    # Adam's first steps are as long as the rate, however noisy the gradient: with a warm-up of 5 steps 25 of 59 runs fell more
+    # than ten points below their start, in two settings, one for good (configs/tables/results/README.md).
+    warmup_steps: int = field(30, "optimizer steps over which the learning rate rises from 0", ge=0)
+    final_lr: Share = field(
+        0.1, "share of the learning rate left at the last iteration, the critic's too; it falls linearly"
+    )
+    minibatch_size: Positive = field(1024, "environment steps per optimizer step, over all devices")
+    microbatch_size: Positive = field(
+        32, "sequences (one step each, or several packed) on each device at a time; changes speed and memory, not results"
+    )
+    remat: Literal["none", "dots", "full"] = field(
+        "none",
+        "what of each layer the backward pass computes again to save memory: nothing; all but the products with weights; all",
+    )
+    offload: bool = field(
+        False, "keep optimizer, critic and reference policy in host memory while episodes are sampled; costs their transfer"
+    )
+    clip_low: float | None = field(
+        None, "PPO clip below; default: the method's own, 0.2, for gspo and kpo 0.0003", gt=0, lt=1
+    )
+    clip_high: float | None = field(
+        None, "PPO clip above; default: the method's own, 0.2, for dapo 0.28, for gspo and kpo 0.0004", gt=0
+    )
+    dual_clip: float = field(3.0, "dual-clip constant: bounds the loss at this times |advantage| where that is negative", gt=1)
+    process_noise: float = field(
+        1e-6, "of kpo: the Kalman filter's Q/V, process over measurement noise; smaller smooths more", gt=0, le=1e6
+    )
+    kl_weight: NonNegative = field(0.01, "weight of the KL to the reference policy (the policy as it starts)")
+    kl_kind: Literal["k1", "k2", "k3", "abs"] = field("k3", "estimator of that KL")
+    entropy_weight: NonNegative = field(0.001, "weight of the entropy bonus")
+    rollout_correction: Literal["token", "sequence", "none"] | None = field(
+        None, "truncated importance weights for a sampler that differs from the trainer, by token or response; default: none, "
+        "with policy.sample_dtype=int8 token, for gspo and gagpo sequence",
+    )  # fmt: skip
+    rollout_correction_cap: float = field(2.0, "the largest of these weights", ge=1, le=1e6)
+    alternate: int | None = field(
+        None, "teams: iterations for which one role learns before the next one does; 0: all learn in each; default: the "
+        "method's own, 1 for himac, else 0; weights of the other roles' own stay frozen meanwhile", ge=0,
+    )  # fmt: skip
+    max_nonfinite: Positive = field(
+        3, "iterations in a row with a non-finite loss or gradient (such updates are skipped) after which the run stops"
+    )
+    aggregate: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = field(
+        "token-mean", "how token losses become one number"
+    )
+
+
+class CriticConfig(OptimizerConfig):
+    """The critic of ppo and hiper, a second network of the policy's size. It learns with learner.minibatch_size and
+    microbatch_size, and an optimizer of its own."""
+
+    lr: float = field(5e-3, "learning rate", gt=0)
+    grad_clip: float = field(10.0, "largest global gradient norm", gt=0)
+    value_clip: float = field(10.0, "how far a value may move in one iteration before its loss is clipped", gt=0)
