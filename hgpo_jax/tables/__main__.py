@@ -20,7 +20,7 @@ from pathlib import Path
 from hgpo_jax import cli
 from hgpo_jax import config as configuration
 from hgpo_jax.errors import ConfigError
-from hgpo_jax.tables import bias, collect, curves, gradients, launch, plan, results, run, truth
+from hgpo_jax.tables import bias, collect, curves, found, gradients, launch, plan, run, truth
 
 COMMANDS = ("plan", "run", "bias", "truth", "gradients", "collect", "draw")
 
@@ -39,6 +39,10 @@ def parse(arguments: list[str]):
         p.add_argument(
             "--to", metavar="DIR", type=cli.local_path,
             help="where NAME.md, .csv, .tex, .json and the pictures go; default RUNS",
+        )  # fmt: skip
+        p.add_argument(
+            "--record", metavar="NAME.json", type=cli.local_path,
+            help="what an earlier `collect` wrote, of runs that are no longer in RUNS: they are shown too",
         )  # fmt: skip
     elif command == "draw":
         p.add_argument("record", metavar="NAME.json", help="what `collect` wrote")
@@ -63,10 +67,18 @@ def parse(arguments: list[str]):
         p.add_argument("--batches", type=int, default=48, metavar="M", help="batches that are sampled; default 48")
     if command == "run":
         p.add_argument("--jobs", type=int, default=1, help="cells at once; default 1")
-    if command in ("run", "bias"):
+    if command == "run":
+        p.add_argument(
+            "words", nargs="*", metavar="CELL|field=value",
+            help="run these cells only, as in 'household/*/s1?'; fields are for all cells, as in cache_dir=FOLDER",
+        )  # fmt: skip
+    if command == "bias":
         p.add_argument("overrides", nargs="*", metavar="field=value", help="for all cells, as in cache_dir=FOLDER")
     args = p.parse_intermixed_args(arguments[1:])
     args.command = command
+    if command == "run":
+        args.overrides = [word for word in args.words if "=" in word]
+        args.cells = [word for word in args.words if "=" not in word]
     return args
 
 
@@ -81,19 +93,17 @@ def main(arguments: list[str] | None = None) -> None:
             raise ConfigError(f"{runs}: holds no plan.yaml; give --plan, as in --plan paper")
         source = plan.find(args.plan) if args.plan else kept
         name = runs.resolve().name if source == kept else source.stem
-        print(collect.collect(plan.read(source), name, runs, Path(args.to) if args.to else runs))
+        to, record = Path(args.to) if args.to else runs, Path(args.record) if args.record else None
+        print(collect.collect(plan.read(source), name, runs, to, record))
         return
     if args.command == "draw":
         record = Path(args.record)
-        if not record.is_file():
-            raise ConfigError(f"{record}: no such file; give the .json that `collect` wrote")
         planned = plan.read(plan.find(args.plan or record.stem))
         to = Path(args.to) if args.to else record.parent
         if not to.is_dir():
             raise ConfigError(f"--to {to}: no such folder")
-        found = results.read_record(planned, record)
-        measured = {kind: kind.read_record(planned, record) for kind in collect.MEASURED}
-        print(*curves.draw(planned, found, collect.rows(planned, found), measured, record.stem, to), sep="\n")
+        cells, _, measured = found.in_record(planned, record)
+        print(*curves.draw(planned, cells, collect.rows(planned, cells), measured, record.stem, to), sep="\n")
         return
     source = plan.find(args.plan)
     planned = plan.read(source)
@@ -103,7 +113,8 @@ def main(arguments: list[str] | None = None) -> None:
     if args.command == "run":
         if args.jobs < 1:
             raise ConfigError(f"--jobs {args.jobs}: give 1 or more")
-        if run.run_cells(planned, runs, source, jobs=args.jobs, more=tuple(args.overrides)):
+        wanted = plan.chosen(planned, args.cells)
+        if run.run_cells(planned, wanted, runs, source, jobs=args.jobs, more=tuple(args.overrides)):
             sys.exit(1)
     elif args.command == "bias":
         bias.measure_all(planned, runs, args.overrides)

@@ -115,15 +115,22 @@ def read_bias(runs: Path) -> dict[str, list[dict]]:
     """RUNS/bias.json: setting -> a `measure` with its seed for each that was made. Raises ConfigError."""
     file = runs / FILE
     try:
-        found = json.loads(file.read_text()) if file.is_file() else {}
+        return checked(json.loads(file.read_text())) if file.is_file() else {}
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{file}: is damaged; delete it and measure again with `tables bias`") from None
+
+
+def checked(found: Any) -> dict[str, list[dict]]:
+    """The same, if it holds all that tables show. Raises ValueError."""
+    try:
         for measured in found.values():
             for m in measured:
                 numbers = [m["seed"], m["success"], *m["peers"][:3], *(m[part][str(k)] for part in PARTS for k in LEVELS)]
                 numbers += [m["truth"][name][what] for name in ESTIMATORS for what in ("cosine", "mse")]
                 if len(m["peers"]) < 3 or not all(isinstance(x, int | float) for x in numbers):
                     raise ValueError("numbers are missing")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ConfigError(f"{file}: is damaged; delete it and measure again with `tables bias`") from None
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not measured: {error}") from None
     return found
 
 
@@ -137,7 +144,7 @@ def measure_all(plan: Plan, runs: Path, more: list[str]) -> None:
             raise ConfigError(f"{field}: would measure other settings than the plan's; write it into a plan of your own")
     runs.mkdir(parents=True, exist_ok=True)
     for name, setting in plan.settings.items():
-        for seed in plan.bias_seeds:
+        for seed in plan.bias_seeds if setting.config else ():
             if seed not in [m["seed"] for m in found.get(name, [])]:
                 config = configuration.load(setting.config, [*plan.fields, *setting.fields, *more, f"seed={seed}"])
                 measured = {"seed": seed} | measure(config)

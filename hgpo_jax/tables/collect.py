@@ -12,15 +12,16 @@ from pathlib import Path
 
 import numpy as np
 
-from hgpo_jax.tables import gradients, truth
-from hgpo_jax.tables.bias import bias_table, read_bias, truth_table
+from hgpo_jax.errors import ConfigError
+from hgpo_jax.files import atomic_write
+from hgpo_jax.tables import found as everything
+from hgpo_jax.tables.bias import bias_table, truth_table
 from hgpo_jax.tables.curves import draw
-from hgpo_jax.tables.in_runs import Kind, of_plan
-from hgpo_jax.tables.plan import Cell, Plan, Table
-from hgpo_jax.tables.results import Result, detectable, paired, pairs_for, read_all, spread
+from hgpo_jax.tables.in_runs import Kind
+from hgpo_jax.tables.plan import Cell, Plan, cells_of
+from hgpo_jax.tables.results import Result, detectable, paired, pairs_for, spread
 
 Results = dict[Cell, Result | None]
-MEASURED = (truth.KIND, gradients.KIND)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,34 +50,34 @@ class Row:
         return None if self.mean is None or not self.published else self.mean - self.published[0]
 
 
-def by_seed(table: Table, setting: str, method: str, number: str, found: Results) -> dict[int, tuple]:
-    """Seed -> (mean, std) of a number, of the cells that have ended."""
-    ended = {seed: found.get(Cell(setting, method, seed)) for seed in table.seeds}
-    return {seed: r.numbers[number] for seed, r in ended.items() if r and r.done and number in r.numbers}
+def by_seed(cells: list[Cell], number: str, found: Results) -> dict[tuple[str, int], tuple]:
+    """(setting, seed) -> (mean, std) of a number, of the cells that have ended."""
+    ended = {(cell.setting, cell.seed): found.get(cell) for cell in cells}
+    return {at: r.numbers[number] for at, r in ended.items() if r and r.done and number in r.numbers}
 
 
 def rows(plan: Plan, found: Results) -> list[Row]:
     """Every number of every table, in the order in which they are shown."""
-    made = []
+    made, apart = [], set(unlike(plan, found))
     for table in plan.tables:
         for setting in table.settings:
             for method in table.methods:
-                results = [found[Cell(setting, method, seed)] for seed in table.seeds]
+                mine = cells_of(plan, table, setting, method)
+                base = cells_of(plan, table, setting, table.baseline) if table.baseline not in (None, method) else []
+                base = [theirs for ours, theirs in zip(mine, base, strict=False) if (ours, theirs) not in apart]
+                results = [found[cell] for cell in mine]
                 done = sum(r is not None and r.done for r in results)
                 for column, number in plan.settings[setting].columns.items():
-                    have = by_seed(table, setting, method, number, found)
-                    means = {seed: mean for seed, (mean, _) in have.items()}
+                    have = by_seed(mine, number, found)
+                    means = {at: mean for at, (mean, _) in have.items()}
                     std = spread(list(means.values())) if len(means) > 1 else next((s for _, s in have.values()), None)
-                    versus = None
-                    if table.baseline not in (None, method):
-                        base = by_seed(table, setting, table.baseline, number, found)
-                        versus = paired(means, {seed: mean for seed, (mean, _) in base.items()})
+                    others = {at: mean for at, (mean, _) in by_seed(base, number, found).items()}
                     published = plan.published.numbers.get(setting, {}).get(method, {}) if plan.published else {}
                     made.append(Row(
                         table=table.title, setting=setting, method=method, column=column, wanted=len(results), done=done,
                         begun=sum(r is not None and not r.done for r in results), n=len(means),
                         mean=float(np.mean(list(means.values()))) if means else None, std=std,
-                        published=published.get(column), versus=versus,
+                        published=published.get(column), versus=paired(means, others),
                     ))  # fmt: skip
     return made
 
@@ -149,14 +150,15 @@ def outside(plan: Plan, made: list[Row]) -> list[str]:
 
 
 def unlike(plan: Plan, found: Results) -> list[tuple[Cell, Cell]]:
-    """Pairs of cells that a table compares, and whose runs began with different weights: their difference has that in it."""
+    """Pairs of cells that a table would compare, and whose runs began with different weights."""
     pairs: dict[tuple[Cell, Cell], None] = {}
-    for table in filter(lambda table: table.baseline, plan.tables):
-        for setting, method, seed in itertools.product(table.settings, table.methods, table.seeds):
-            pair = Cell(setting, method, seed), Cell(setting, table.baseline or "", seed)
-            a, b = (found.get(cell) for cell in pair)
-            if a and b and a.start and b.start and a.start != b.start:
-                pairs[pair] = None
+    for table in plan.tables:
+        for setting, method in itertools.product(table.settings, table.methods if table.baseline else ()):
+            both = (cells_of(plan, table, setting, name) for name in (method, table.baseline or ""))
+            for pair in zip(*both, strict=True):
+                starts = {result.start for cell in pair if (result := found.get(cell)) and result.start}
+                if len(starts) > 1:
+                    pairs[pair] = None
     return list(pairs)
 
 
@@ -222,7 +224,8 @@ def markdown(plan: Plan, found: Results, made: list[Row], bias: dict, measured: 
     if changed:
         text += ["", "## Runs with other settings than the plan's", "", *changed]
     if apart := unlike(plan, found):
-        text += ["", "## Pairs that did not start from equal weights", "", *(f"* {a.name}, {b.name}" for a, b in apart)]
+        title = "## Pairs left out, which did not start from equal weights"
+        text += ["", title, "", *(f"* {a.name}, {b.name}" for a, b in apart)]
     return "\n".join(text) + "\n"
 
 
@@ -287,17 +290,30 @@ def record(plan: Plan, found: Results, made: list[Row], bias: dict, measured: di
     )
 
 
-def collect(plan: Plan, name: str, runs: Path, to: Path) -> str:
-    """Reads RUNS and writes NAME.md, .csv, .tex, .json and the pictures; returns the Markdown."""
-    found = read_all(plan, runs)
+def collect(plan: Plan, name: str, runs: Path, to: Path, earlier: Path | None = None) -> str:
+    """Reads RUNS and writes NAME.md, .csv, .tex, .json and the pictures; returns the Markdown.
+
+    earlier: a NAME.json of runs that may be gone, as those of another machine; what RUNS has not comes from there.
+
+    Raises:
+      ConfigError: damaged files; a NAME.json that would be written over holds what neither RUNS nor `earlier` has.
+    """
+    known = everything.in_runs(plan, runs)
+    if earlier:
+        known = everything.merged(known, everything.in_record(plan, earlier))
+    old = to / f"{name}.json"
+    if old.is_file() and (lost := everything.lost(everything.in_record(plan, old), known)):
+        keep = f"give --record {old} to keep them, or delete it"
+        raise ConfigError(f"{old}: holds {len(lost)} results that {runs} lacks, as {lost[0]}; {keep}")
+    found, bias, measured = known
     made = rows(plan, found)
-    bias, measured = read_bias(runs), {kind: of_plan(plan, kind.read(runs)) for kind in MEASURED}
     text = markdown(plan, found, made, bias, measured)
     to.mkdir(parents=True, exist_ok=True)
     for suffix, content in (
         (".md", text), (".csv", table_csv(made)), (".tex", latex(plan, made)),
         (".json", record(plan, found, made, bias, measured)),
     ):  # fmt: skip
-        (to / f"{name}{suffix}").write_text(content)
+        with atomic_write(to / f"{name}{suffix}") as file:
+            file.write(content)
     draw(plan, found, made, measured, name, to)
     return text

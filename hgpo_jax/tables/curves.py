@@ -17,7 +17,7 @@ from hgpo_jax.run.curves import smooth, smoothing_window
 from hgpo_jax.tables.bias import ESTIMATORS
 from hgpo_jax.tables.gradients import NAMES, Directions
 from hgpo_jax.tables.in_runs import Kind, by_setting, when
-from hgpo_jax.tables.plan import Cell, Plan, Table
+from hgpo_jax.tables.plan import Plan, Table, cells_of
 from hgpo_jax.tables.truth import PARTS, Measured
 
 FEW = 3  # methods; a table of more names some of them and leaves out the bands, which would hide each other
@@ -45,17 +45,17 @@ def draw_curves(plan: Plan, found: dict) -> Figure | None:
     found: cell -> `results.Result` or None. Each line is the mean over a method's seeds, averaged over neighbouring iterations.
     """
     panels = {
-        (table, setting): {
+        (table.title, setting): {
             method: np.array(curves)
             for method in table.methods
             if len(curves := [
-                r.curve for seed in table.seeds
-                if (r := found.get(Cell(setting, method, seed))) and r.done and "train/auc" in r.numbers
+                r.curve for cell in cells_of(plan, table, setting, method)
+                if (r := found.get(cell)) and r.done and "train/auc" in r.numbers
             ]) > 1
         }
         for table in plan.tables if table.baseline for setting in table.settings
     }  # fmt: skip
-    tables = [table for table in plan.tables if any(panels.get((table, setting)) for setting in table.settings)]
+    tables = [table for table in plan.tables if any(panels.get((table.title, setting)) for setting in table.settings)]
     if not tables:
         return None
     named = dict.fromkeys(method for table in tables for method in highlighted(table)[1:])
@@ -65,7 +65,7 @@ def draw_curves(plan: Plan, found: dict) -> Figure | None:
     axes = figure.subplots(len(tables), wide, squeeze=False)
     for row, table in zip(axes, tables, strict=True):
         for axis, setting in zip(row, table.settings, strict=False):
-            _curves(axis, plan, table, panels[table, setting], colors)
+            _curves(axis, plan, table, panels[table.title, setting], colors)
             axis.set_title(f"{table.title}\n{plan.settings[setting].title}", fontsize=10)
         for axis in row[len(table.settings) :]:
             axis.remove()

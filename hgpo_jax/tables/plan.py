@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
+import itertools
 import shlex
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -41,7 +43,7 @@ class Tpu(Section):
 
 
 class Setting(Section):
-    """An environment and a model.
+    """An environment and a model, or `pools` of others: runs and pairs of several settings, counted together.
 
     config: a name in configs/ or a path. fields: overrides `field=value`. seeds: of the evaluations after training
     (`evaluate --seeds`), on each of the splits; none where training's own evaluation is all. columns: what a table shows,
@@ -49,7 +51,8 @@ class Setting(Section):
     """
 
     title: str
-    config: str
+    config: str = ""
+    pools: tuple[Name, ...] = ()
     fields: tuple[str, ...] = ()
     seeds: tuple[int, ...] = ()
     splits: tuple[str, ...] = ()
@@ -68,15 +71,19 @@ class Method(Section):
 class Table(Section):
     """Cells that are shown together: settings x methods x seeds.
 
-    baseline: each method's paired difference to this one. highlight: the methods that a picture of many names besides it.
+    seeds: of all settings, or setting -> its own. baseline: each method's paired difference to this one. highlight: the
+    methods that a picture of many names besides it.
     """
 
     title: str
     settings: tuple[Name, ...]
     methods: tuple[Name, ...]
-    seeds: tuple[int, ...]
+    seeds: tuple[int, ...] | dict[Name, tuple[int, ...]]
     baseline: Name | None = None
     highlight: tuple[Name, ...] = ()
+
+    def seeds_of(self, setting: str) -> tuple[int, ...]:
+        return self.seeds.get(setting, ()) if isinstance(self.seeds, dict) else self.seeds
 
 
 class Published(Section):
@@ -161,12 +168,16 @@ def read(file: Path) -> Plan:
         where = ".".join(map(str, first["loc"])) or "the file"
         reason = "no such field" if first["type"] == "extra_forbidden" else first["msg"]
         raise ConfigError(f"{file}: {where}: {reason}") from None
+    with_config = [name for name, setting in plan.settings.items() if setting.config]
     for name, setting in plan.settings.items():
         known = [f"{split}/{number}" for split in setting.splits for number in ("success", "score")] if setting.seeds else []
         known = ["train/auc", "train/last", "final/sampled", "final/greedy", *known]
         for column, number in setting.columns.items():
             if number not in known:
                 raise ConfigError(f"{file}: settings.{name}.columns: {column}: {number} is not one of {', '.join(known)}")
+        if bool(setting.config) == bool(setting.pools):
+            raise ConfigError(f"{file}: settings.{name}: give config, or the settings that it pools")
+        _check_names(f"{file}: settings.{name}.pools", "settings with a config", setting.pools, with_config)
     published = plan.published.numbers if plan.published else {}
     _check_names(f"{file}: published.numbers", "settings", published, plan.settings)
     for name, numbers in published.items():
@@ -180,6 +191,12 @@ def read(file: Path) -> Plan:
     for table in plan.tables:
         where = f"{file}: table {table.title!r}"
         _check_names(where, "settings", table.settings, plan.settings)
+        own = [name for name in table.settings if plan.settings[name].config]
+        for name in table.settings:
+            _check_names(f"{where}: {name} pools", "settings of the table", plan.settings[name].pools, own)
+        if isinstance(table.seeds, dict):
+            _check_names(f"{where}: seeds", "settings of the table", table.seeds, own)
+            _check_names(f"{where}: settings", "settings with seeds", own, table.seeds)
         _check_names(where, "methods", (*table.methods, *filter(None, [table.baseline])), plan.methods)
         _check_names(where, "methods of the table", table.highlight, table.methods)
     return plan
@@ -196,10 +213,29 @@ def cells(plan: Plan) -> list[Cell]:
 
     Settings alternate, so that two cells that run at once seldom make the same warm start.
     """
-    return list(dict.fromkeys(
-        Cell(setting, method, seed)
-        for table in plan.tables for seed in table.seeds for method in table.methods for setting in table.settings
-    ))  # fmt: skip
+    found = {}
+    for table in plan.tables:
+        own = [setting for setting in table.settings if plan.settings[setting].config]
+        seeds = dict.fromkeys(seed for setting in own for seed in table.seeds_of(setting))
+        for seed, method, setting in itertools.product(seeds, table.methods, own):
+            if seed in table.seeds_of(setting):
+                found[Cell(setting, method, seed)] = None
+    return list(found)
+
+
+def cells_of(plan: Plan, table: Table, setting: str, method: str) -> list[Cell]:
+    """The cells of a table's row: every seed, of each pooled setting."""
+    members = plan.settings[setting].pools or (setting,)
+    return [Cell(member, method, seed) for member in members for seed in table.seeds_of(member)]
+
+
+def chosen(plan: Plan, patterns: Iterable[str]) -> list[Cell]:
+    """The cells whose names match a pattern, in which `*` stands for anything; all without patterns. Raises ConfigError."""
+    known, patterns = cells(plan), list(patterns)
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(cell.name, pattern) for cell in known):
+            raise ConfigError(f"{pattern}: no such cell; `tables plan` lists them, as {known[0].name}")
+    return [cell for cell in known if not patterns or any(fnmatch.fnmatchcase(cell.name, pattern) for pattern in patterns)]
 
 
 def overrides(plan: Plan, cell: Cell) -> list[str]:

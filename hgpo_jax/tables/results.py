@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from scipy import special
@@ -124,8 +125,8 @@ def spread(values: list[float]) -> float | None:
     return float(np.std(values, ddof=1)) if len(values) > 1 else None
 
 
-def paired(ours: dict[int, float], theirs: dict[int, float]) -> dict | None:
-    """The difference ours - theirs over the seeds that both have: None without two of them.
+def paired(ours: dict[Any, float], theirs: dict[Any, float]) -> dict | None:
+    """The difference ours - theirs over the seeds, or other keys, that both have: None without two of them.
 
     Returns: n; mean; error, the standard error; interval, 95 % by Student's t; positive and negative, how many seeds favour
     either side; p, the two-sided t-test.

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hgpo_jax.errors import ConfigError
-from hgpo_jax.tables.plan import Cell, Plan, Step, cells, steps
+from hgpo_jax.tables.plan import Cell, Plan, Step, steps
 
 VARIABLE = re.compile(r"\$(\w+)")
 
@@ -30,8 +30,8 @@ def expanded(step: Step, environment=os.environ) -> list[str]:
     return [sys.executable, "-m", f"hgpo_jax.{step.module}", *words]
 
 
-def run_cells(plan: Plan, runs: Path, source: Path, *, jobs: int, more: tuple[str, ...]) -> list[Cell]:
-    """Runs every unfinished cell to its end; returns those that failed.
+def run_cells(plan: Plan, wanted: list[Cell], runs: Path, source: Path, *, jobs: int, more: tuple[str, ...]) -> list[Cell]:
+    """Runs the wanted cells that are unfinished to their ends; returns those that failed.
 
     Each writes what it prints into its folder's name with .log. `source`, the plan's file, is kept as RUNS/plan.yaml.
     The cells' processes inherit the lock: one that outlives a killed parent keeps a second run out.
@@ -39,7 +39,6 @@ def run_cells(plan: Plan, runs: Path, source: Path, *, jobs: int, more: tuple[st
     Raises:
       ConfigError: an invalid cell, or another process that works in the folder.
     """
-    wanted = cells(plan)
     todo = [(cell, steps(plan, cell, runs, more)) for cell in wanted]
     for _, parts in todo:
         for step in parts:

@@ -9,12 +9,12 @@ import statistics
 import numpy as np
 import pytest
 from scipy import stats
-from small_plan import finish, write_plan
+from small_plan import SMALL, finish, write_plan
 
 from hgpo_jax import config as configuration
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.tables import __main__ as tables
-from hgpo_jax.tables import bias, results
+from hgpo_jax.tables import bias, curves, results
 from hgpo_jax.tables import plan as planning
 from hgpo_jax.tables.plan import Cell
 
@@ -151,21 +151,89 @@ def test_runs_with_other_settings_are_named(tmp_path, small, capsys):
     assert second["changed"] == ["iterations=2"]
 
 
-def test_pairs_that_did_not_start_alike_are_named(tmp_path, small, capsys):
+def test_pairs_that_did_not_start_alike_are_named_and_left_out(tmp_path, small, capsys):
     runs = tmp_path / "runs"
-    for method, seed, weights in (("gigpo", 0, b"a"), ("hgpo", 0, b"a"), ("gigpo", 1, b"b"), ("hgpo", 1, b"c"),
-                                  ("gigpo", 2, b"d"), ("hgpo", 2, None)):  # fmt: skip
-        finish(runs, small, cell := Cell("near", method, seed), [0.1, 0.2, 0.3])
+    for method, seed, weights, last in (("gigpo", 0, b"a", 0.3), ("hgpo", 0, b"a", 0.6), ("gigpo", 1, b"b", 0.3),
+                                        ("hgpo", 1, b"c", 0.9), ("gigpo", 2, b"d", 0.3), ("hgpo", 2, None, 0.9)):  # fmt: skip
+        finish(runs, small, cell := Cell("near", method, seed), [0.1, 0.2, last])
         if weights:
             (runs / cell.name / "start").mkdir()
             (runs / cell.name / "start" / "model.safetensors").write_bytes(weights)
     tables.main(["collect", str(runs), "--plan", str(tmp_path / "small.yaml"), "--to", str(tmp_path)])
     said = capsys.readouterr().out
-    assert said.endswith("## Pairs that did not start from equal weights\n\n* near/hgpo/s1, near/gigpo/s1\n\n")
-    starts = [cell.get("start") for cell in json.loads((tmp_path / "small.json").read_text())["cells"]]
+    assert said.endswith("## Pairs left out, which did not start from equal weights\n\n* near/hgpo/s1, near/gigpo/s1\n\n")
+    assert "| HGPO | 3 of 4 | 36.7 ± 5.8 | +15.0 ± 5.0 (" in said  # (30 + 60) / 3 / 2: without seed 1
+    record = json.loads((tmp_path / "small.json").read_text())
+    starts = [cell.get("start") for cell in record["cells"]]
     assert len(starts) == 6 and len(set(starts)) == 5 and starts.count(None) == 1
+    assert {pair["n"] for pair in record["paired"]} == {2}
     kept, read = results.read_record(small, tmp_path / "small.json"), results.read_all(small, runs)
     assert [cell and cell.start for cell in kept.values()] == [cell and cell.start for cell in read.values()]
+
+
+POOLED = {
+    "settings": SMALL["settings"] | {
+        "near-2": SMALL["settings"]["near"] | {"title": "Near 2", "fields": ["seed=0"]},
+        "nears": {"title": "Both", "pools": ["near", "near-2"], "columns": {"AUC": "train/auc"}},
+    },
+    "tables": [SMALL["tables"][0] | {"settings": ["near", "near-2", "nears"], "seeds": {"near": [0, 1], "near-2": [1, 2]}}],
+}  # fmt: skip
+
+
+def test_settings_are_pooled(tmp_path, capsys):
+    plan, runs = planning.read(write_plan(tmp_path, **POOLED)), tmp_path / "runs"
+    gain = {("near", 0): 0.3, ("near", 1): 0.6, ("near-2", 1): 0.0, ("near-2", 2): 0.9}
+    for (setting, seed), lift in gain.items():
+        finish(runs, plan, Cell(setting, "gigpo", seed), [0.0, 0.0, 0.0])
+        finish(runs, plan, Cell(setting, "hgpo", seed), [0.0, 0.0, lift])
+    tables.main(["collect", str(runs), "--plan", str(tmp_path / "small.yaml"), "--to", str(tmp_path)])
+    paired = {p["setting"]: p for p in json.loads((tmp_path / "small.json").read_text())["paired"] if p["column"] == "AUC"}
+    assert [paired[name]["n"] for name in ("near", "near-2", "nears")] == [2, 2, 4]
+    theirs = stats.ttest_1samp([100 * lift / 3 for lift in gain.values()], 0)
+    assert paired["nears"]["mean"] == pytest.approx(15)
+    assert paired["nears"]["interval"] == pytest.approx(theirs.confidence_interval())
+    said = capsys.readouterr().out
+    assert "### Both\n" in said and "| HGPO | 4 of 4 | 15.0 ± 12.9 | +15.0 ± 6.5 (" in said
+    panels = curves.draw_curves(plan, results.read_all(plan, runs)).axes
+    assert [len(axis.lines[0].get_xdata()) for axis in panels] == [3, 3, 3]
+    assert any("HGPO (4 seeds)" in text.get_text() for text in panels[2].texts)
+
+
+def test_what_was_collected_elsewhere_is_kept(tmp_path, small, capsys):
+    """The runs of another machine are gone; what was collected of them is not."""
+    first, second, to = tmp_path / "first", tmp_path / "second", tmp_path / "out"
+    for seed in (0, 1):
+        finish(first, small, Cell("near", "gigpo", seed), [0.1, 0.2, 0.3])
+        finish(first, small, Cell("near", "hgpo", seed), [0.1, 0.2, 0.5 + seed / 10])
+    begun = first / Cell("near", "hgpo", 2).name
+    begun.mkdir(parents=True)
+    (begun / "metrics.jsonl").write_text(json.dumps({"iteration": 0, "success": 0.5, "seconds": {}}) + "\n")
+    (first / "bias.json").write_text(json.dumps({"near": [measured(7, 0.5)]}))
+    collect = ["collect", "--plan", str(tmp_path / "small.yaml"), "--to", str(to)]
+    tables.main([*collect, str(first)])
+    before = {file.name: file.read_bytes() for file in to.iterdir()}
+
+    finish(second, small, Cell("near", "hgpo", 1), [0.1, 0.2, 0.9])
+    finish(second, small, Cell("near", "hgpo", 2), [0.1, 0.2, 0.8])
+    finish(second, small, Cell("near", "gigpo", 2), [0.1, 0.2, 0.3])
+    (second / "bias.json").write_text(json.dumps({"near": [measured(8, 0.25)]}))
+    with pytest.raises(ConfigError, match=r"small\.json: holds 4 results that .*, as near/gigpo/s0; give --record"):
+        tables.main([*collect, str(second)])
+    assert {file.name: file.read_bytes() for file in to.iterdir()} == before
+    tables.main([*collect, str(second), "--record", str(to / "small.json")])
+    kept = json.loads((to / "small.json").read_text())
+    assert {cell["cell"]: cell["curve"][-1] for cell in kept["cells"] if cell["done"]} == {
+        "near/gigpo/s0": 0.3, "near/gigpo/s1": 0.3, "near/gigpo/s2": 0.3,
+        "near/hgpo/s0": 0.5, "near/hgpo/s1": 0.9, "near/hgpo/s2": 0.8,  # the newer, and what has ended
+    }  # fmt: skip
+    assert all(cell["done"] for cell in kept["cells"])
+    assert sorted(one["seed"] for one in kept["bias"]["near"]) == [7, 8]
+    tables.main([*collect, str(second), "--record", str(to / "small.json")])
+    assert json.loads((to / "small.json").read_text()) == kept
+    (tmp_path / "none.json").write_text('{"cells": [], "bias": {"near": [{}]}}')
+    for name, reason in (("nowhere.json", "no such file"), ("none.json", "is not a record of runs")):
+        with pytest.raises(ConfigError, match=reason):
+            tables.main([*collect, str(second), "--record", str(tmp_path / name)])
 
 
 def test_small_p_values_are_written(tmp_path, small):

@@ -83,6 +83,24 @@ def test_a_listing_says_all(small, capsys, tmp_path):
     assert said.splitlines()[-1].startswith("16 cells, ")
 
 
+def pools(*others, seeds=(0, 1), **changes):
+    """Changes of the small plan: a setting that pools, in a table beside others."""
+    both = {"title": "B", "pools": ["near", "far"], "columns": {"A": "train/auc"}} | changes
+    table = SMALL["tables"][0] | {"settings": [*others, "both"], "seeds": seeds if isinstance(seeds, dict) else list(seeds)}
+    return {"settings": SMALL["settings"] | {"both": both}, "tables": [table]}
+
+
+def test_pooled_settings_have_no_cells_and_seeds_may_differ(tmp_path):
+    plan = planning.read(write_plan(tmp_path, **pools("near", "far", seeds={"near": [3, 1], "far": [1, 2]})))
+    assert [cell.name for cell in planning.cells(plan)] == [
+        "near/gigpo/s3", "near/hgpo/s3", "near/gigpo/s1", "far/gigpo/s1", "near/hgpo/s1", "far/hgpo/s1",
+        "far/gigpo/s2", "far/hgpo/s2",
+    ]  # fmt: skip
+    assert [cell.name for cell in planning.cells_of(plan, plan.tables[0], "both", "hgpo")] == [
+        "near/hgpo/s3", "near/hgpo/s1", "far/hgpo/s1", "far/hgpo/s2",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("changes", "fragment"),
     [
@@ -96,6 +114,12 @@ def test_a_listing_says_all(small, capsys, tmp_path):
         ({"published": {"source": "p", "numbers": {"fra": {}}}}, "published.numbers: fra is not one of the settings near, far"),
         ({"published": {"source": "p", "numbers": {"far": {"hpgo": {}}}}}, "numbers.far: hpgo is not one of the methods"),
         ({"published": {"source": "p", "numbers": {"far": {"hgpo": {"A": [1, 2]}}}}}, "A is not one of the columns success"),
+        ({"settings": {"near": {"title": "N", "columns": {}}}}, "settings.near: give config, or the settings that it pools"),
+        (pools("far", pools=["farther"]), "settings.both.pools: farther is not one of the settings with a config near, far"),
+        (pools("far", config="household"), "settings.both: give config, or the settings that it pools"),
+        (pools("far"), "table 'T': both pools: near is not one of the settings of the table far"),
+        (pools("far", "near", seeds={"both": [1]}), "table 'T': seeds: both is not one of the settings of the table far, near"),
+        (pools("far", "near", seeds={"far": [1]}), "table 'T': settings: near is not one of the settings with seeds far"),
         ({"fields": ["learner.lt=3"]}, "near/gigpo/s0: learner.lt=3: no such field"),
         ({"fields": ["mesh=auto"]}, "near/gigpo/s0: mesh='auto'"),
     ],

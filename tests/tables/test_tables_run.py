@@ -73,6 +73,18 @@ def test_a_run_goes_on_where_it_was(tmp_path, small, stand_in, capsys):
     assert (runs / "plan.yaml").read_text() == file.read_text()
 
 
+def test_only_some_cells_are_run(tmp_path, small, stand_in, capsys):
+    command = ["run", str(tmp_path / "small.yaml"), "--runs", str(tmp_path / "runs")]
+    tables.main([*command, "near/*/s[01]", "cache_dir=C", "far/hgpo/s3"])
+    assert {taken.partition("/eval")[0] for taken in stand_in.taken()} == {
+        "near/gigpo/s0", "near/gigpo/s1", "near/hgpo/s0", "near/hgpo/s1", "far/hgpo/s3",
+    }  # fmt: skip
+    assert "0 of 5 cells are done" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"near/gigpo/s9: no such cell; .* as near/gigpo/s0"):
+        tables.main([*command, "near/hgpo/s2", "near/gigpo/s9"])
+    assert stand_in.taken() == []
+
+
 def test_a_run_that_was_killed_while_it_ended_goes_on(tmp_path, small, stand_in, capsys):
     file, runs = str(tmp_path / "small.yaml"), tmp_path / "runs"
     tables.main(["run", file, "--runs", str(runs)])
