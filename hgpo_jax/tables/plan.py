@@ -213,7 +213,7 @@ def cells(plan: Plan) -> list[Cell]:
 
     Settings alternate, so that two cells that run at once seldom make the same warm start.
     """
-    found = {}
+    found: dict[Cell, None] = {}
     for table in plan.tables:
         own = [setting for setting in table.settings if plan.settings[setting].config]
         seeds = dict.fromkeys(seed for setting in own for seed in table.seeds_of(setting))
