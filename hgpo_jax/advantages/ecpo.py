@@ -34,10 +34,11 @@ def ecpo(
         their own action's mean: the share of the spread that actions explain.
     prior_count: kappa, 2 in the paper. gate_count: tau.
 
-    The formulas are from others' notes on the paper; no code was found. These do not say tau, how B and W are weighted, or by
-    what A is standardised, which are ours: divided by the spread of the m'_u, two actions would stay as far apart as without
-    shrinkage. The record's two levels are the prompt group (-1), whose advantage is the episode's, and the state's group (0)
-    with rho A.
+    The formulas are from others' notes on the paper, whose own text and code were not found, so this is a variant. The notes
+    standardise the m'_u themselves; divided by their own spread, two actions would stay as far apart as without shrinkage, so
+    here the spread is that of the returns. The notes do not say tau, the weight of the step's part, how B and W are weighted,
+    what A is centred on, or what becomes of invalid actions and their penalty: those are ours. The record's two levels are the
+    prompt group (-1), whose advantage is the episode's, and the state's group (0) with rho A.
     """
     returns = step_returns(batch, gamma, invalid_penalty)
     executed = jnp.where(batch.invalid, grouping.NO_STATE, actions)

@@ -80,10 +80,10 @@ def test_an_observation_is_never_the_goal():
     assert distances([(0, 1), (0, 2)], [10, 0], [True, False], after=[3, 3]) == [[1, 0], [3, 3]]
 
 
-def in_one_state(actions, rewards, **further):
-    """ECPO's step part, centred only, of one visit of one state by each episode."""
+def in_one_state(actions, rewards, normalize="mean", **further):
+    """ECPO's step part of one visit of one state by each episode."""
     batch = episodes([(0,)] * len(actions), rewards, actions=np.array(actions)[:, None])
-    return estimate("ecpo", **batch, normalize="mean", **further).level_advantages[:, 0, 1]
+    return estimate("ecpo", **batch, normalize=normalize, **further).level_advantages[:, 0, 1]
 
 
 def test_a_lucky_action_that_was_tried_once_is_shrunk_most():
@@ -91,6 +91,12 @@ def test_a_lucky_action_that_was_tried_once_is_shrunk_most():
     # Actions explain everything; tanh(5/4) is how far five visits are trusted.
     found = in_one_state([7, 3, 3, 3, 3], [10, 0, 0, 0, 0])
     np.testing.assert_allclose(found, np.tanh(5 / 4) * np.array([8 / 3, *[-4 / 3] * 4]), rtol=1e-5)
+
+
+def test_shrinkage_outlives_the_division_by_the_spread_of_returns():
+    # As above; the sample variance of the returns is (8^2 + 4 * 2^2) / 4 = 20, whatever is shrunk.
+    found = in_one_state([7, 3, 3, 3, 3], [10, 0, 0, 0, 0], normalize="mean_std")
+    np.testing.assert_allclose(found, np.tanh(5 / 4) / np.sqrt(20) * np.array([8 / 3, *[-4 / 3] * 4]), rtol=1e-5)
 
 
 def test_a_state_counts_as_far_as_actions_explain_its_returns():
