@@ -20,7 +20,7 @@ from pathlib import Path
 from hgpo_jax import cli
 from hgpo_jax import config as configuration
 from hgpo_jax.errors import ConfigError
-from hgpo_jax.tables import bias, collect, curves, found, gradients, launch, plan, run, truth
+from hgpo_jax.tables import bias, collect, curves, gradients, known, launch, plan, run, truth
 
 COMMANDS = ("plan", "run", "bias", "truth", "gradients", "collect", "draw")
 
@@ -41,8 +41,8 @@ def parse(arguments: list[str]):
             help="where NAME.md, .csv, .tex, .json and the pictures go; default RUNS",
         )  # fmt: skip
         p.add_argument(
-            "--record", metavar="NAME.json", type=cli.local_path,
-            help="what an earlier `collect` wrote, of runs that are no longer in RUNS: they are shown too",
+            "--record", metavar="NAME.json", type=cli.local_path, action="append", default=[], dest="records",
+            help="what an earlier `collect` wrote, of runs that are not in RUNS: they are shown too; may be repeated",
         )  # fmt: skip
     elif command == "draw":
         p.add_argument("record", metavar="NAME.json", help="what `collect` wrote")
@@ -93,8 +93,8 @@ def main(arguments: list[str] | None = None) -> None:
             raise ConfigError(f"{runs}: holds no plan.yaml; give --plan, as in --plan paper")
         source = plan.find(args.plan) if args.plan else kept
         name = runs.resolve().name if source == kept else source.stem
-        to, record = Path(args.to) if args.to else runs, Path(args.record) if args.record else None
-        print(collect.collect(plan.read(source), name, runs, to, record))
+        to = Path(args.to) if args.to else runs
+        print(collect.collect(plan.read(source), name, runs, to, [Path(record) for record in args.records]))
         return
     if args.command == "draw":
         record = Path(args.record)
@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> None:
         to = Path(args.to) if args.to else record.parent
         if not to.is_dir():
             raise ConfigError(f"--to {to}: no such folder")
-        cells, _, measured = found.in_record(planned, record)
+        cells, _, measured = known.read_record(planned, record)
         print(*curves.draw(planned, cells, collect.rows(planned, cells), measured, record.stem, to), sep="\n")
         return
     source = plan.find(args.plan)

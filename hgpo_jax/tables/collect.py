@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import functools
 import io
 import itertools
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.files import atomic_write
-from hgpo_jax.tables import found as everything
 from hgpo_jax.tables.bias import bias_table, truth_table
 from hgpo_jax.tables.curves import draw
-from hgpo_jax.tables.in_runs import Kind
-from hgpo_jax.tables.plan import Cell, Plan, cells_of
+from hgpo_jax.tables.known import Known, lost, merged, read_record, read_runs
+from hgpo_jax.tables.plan import Cell, Plan, cells_of, overrides
 from hgpo_jax.tables.results import Result, detectable, paired, pairs_for, spread
 
 Results = dict[Cell, Result | None]
@@ -50,7 +51,7 @@ class Row:
         return None if self.mean is None or not self.published else self.mean - self.published[0]
 
 
-def by_seed(cells: list[Cell], number: str, found: Results) -> dict[tuple[str, int], tuple]:
+def by_run(cells: list[Cell], number: str, found: Results) -> dict[tuple[str, int], tuple]:
     """(setting, seed) -> (mean, std) of a number, of the cells that have ended."""
     ended = {(cell.setting, cell.seed): found.get(cell) for cell in cells}
     return {at: r.numbers[number] for at, r in ended.items() if r and r.done and number in r.numbers}
@@ -68,16 +69,18 @@ def rows(plan: Plan, found: Results) -> list[Row]:
                 results = [found[cell] for cell in mine]
                 done = sum(r is not None and r.done for r in results)
                 for column, number in plan.settings[setting].columns.items():
-                    have = by_seed(mine, number, found)
+                    have = by_run(mine, number, found)
                     means = {at: mean for at, (mean, _) in have.items()}
                     std = spread(list(means.values())) if len(means) > 1 else next((s for _, s in have.values()), None)
-                    others = {at: mean for at, (mean, _) in by_seed(base, number, found).items()}
+                    others = {at: mean for at, (mean, _) in by_run(base, number, found).items()}
+                    pairs = means.keys() & others.keys()
+                    alone = bool(plan.settings[setting].pools) and len({member for member, _ in pairs}) < 2
                     published = plan.published.numbers.get(setting, {}).get(method, {}) if plan.published else {}
                     made.append(Row(
                         table=table.title, setting=setting, method=method, column=column, wanted=len(results), done=done,
                         begun=sum(r is not None and not r.done for r in results), n=len(means),
                         mean=float(np.mean(list(means.values()))) if means else None, std=std,
-                        published=published.get(column), versus=paired(means, others),
+                        published=published.get(column), versus=None if alone else paired(means, others),
                     ))  # fmt: skip
     return made
 
@@ -133,7 +136,7 @@ def layout(plan: Plan, made: list[Row]) -> list[tuple[str, str, list[list[str]]]
 
 def outside(plan: Plan, made: list[Row]) -> list[str]:
     """The paired differences that are outside the noise, and how many would be expected without any effect."""
-    compared = [(row, row.versus) for row in made if row.versus]
+    compared = [(row, row.versus) for row in made if row.versus and not plan.settings[row.setting].pools]  # these count once
     if not compared:
         return []
     found = [(row, versus) for row, versus in compared if versus["interval"][0] > 0 or versus["interval"][1] < 0]
@@ -196,11 +199,14 @@ def gains(plan: Plan, made: list[Row]) -> tuple[str, dict[str, str]]:
     return "", {}
 
 
-def markdown(plan: Plan, found: Results, made: list[Row], bias: dict, measured: dict[Kind, list]) -> str:
+def markdown(plan: Plan, known: Known, made: list[Row]) -> str:
     """All tables, the differences outside the noise, then what else was measured."""
+    found, bias, measured = known
     note = "Percent; mean ± standard deviation over the runs that have ended, for a single one over its evaluation seeds."
     if any(table.baseline for table in plan.tables):
-        note += " Differences (points) are paired by seed: mean ± standard error (95 % interval by Student's t), seeds above 0."
+        note += " Differences (points) are paired by seed: mean ± standard error (95 % interval by Student's t), pairs above 0."
+    if any(setting.pools for setting in plan.settings.values()):
+        note += " Where settings are pooled each pair weighs the same, and what is found holds for these settings."
     text = [f"# {plan.title}", "", note]
     if plan.published:
         text += ["", f"Published: {plan.published.source}"]
@@ -264,12 +270,12 @@ def table_csv(made: list[Row]) -> str:
     return out.getvalue()
 
 
-def record(plan: Plan, found: Results, made: list[Row], bias: dict, measured: dict[Kind, list]) -> str:
+def record(plan: Plan, known: Known, made: list[Row]) -> str:
     """Everything that was found, to be kept: one line per cell, with its curve, and one line per paired difference.
 
-    `results.read_record` and `Kind.read_record` read it again.
+    fields: of each setting and method, by which a later plan is told from this one. `known.read_record` reads it again.
     """
-    cells = []
+    cells, (found, bias, measured) = [], known
     for cell, result in found.items():
         if result:
             numbers = {name: [round(m, 3), s if s is None else round(s, 3)] for name, (m, s) in result.numbers.items()}
@@ -283,37 +289,34 @@ def record(plan: Plan, found: Results, made: list[Row], bias: dict, measured: di
     ]
     one_a_line = lambda items: "[\n  " + ",\n  ".join(map(json.dumps, items)) + "\n ]" if items else "[]"  # noqa: E731
     missing = [cell.name for cell, result in found.items() if not result]
+    fields = {cell.name.rpartition("/")[0]: overrides(plan, cell)[:-1] for cell in found}  # without the seed
     kept = "".join(f',\n "{kind.name}": {one_a_line([one._asdict() for one in some])}' for kind, some in measured.items())
     return (
-        f'{{"title": {json.dumps(plan.title)},\n "cells": {one_a_line(cells)},\n "missing": {json.dumps(missing)},\n'
+        f'{{"title": {json.dumps(plan.title)},\n "fields": {json.dumps(fields)},\n'
+        f' "cells": {one_a_line(cells)},\n "missing": {json.dumps(missing)},\n'
         f' "paired": {one_a_line(differences)},\n "bias": {json.dumps(bias)}{kept}}}\n'
     )
 
 
-def collect(plan: Plan, name: str, runs: Path, to: Path, earlier: Path | None = None) -> str:
+def collect(plan: Plan, name: str, runs: Path, to: Path, records: Sequence[Path] = ()) -> str:
     """Reads RUNS and writes NAME.md, .csv, .tex, .json and the pictures; returns the Markdown.
 
-    earlier: a NAME.json of runs that may be gone, as those of another machine; what RUNS has not comes from there.
+    records: a NAME.json each of runs that may be gone, as those of another machine; what RUNS has not comes from there.
 
     Raises:
-      ConfigError: damaged files; a NAME.json that would be written over holds what neither RUNS nor `earlier` has.
+      ConfigError: damaged files; a NAME.json that would be written over holds what would be lost with it.
     """
-    known = everything.in_runs(plan, runs)
-    if earlier:
-        known = everything.merged(known, everything.in_record(plan, earlier))
+    known = functools.reduce(merged, (read_record(plan, file) for file in records), read_runs(plan, runs))
+    made = rows(plan, known.cells)
+    text = markdown(plan, known, made)
+    kept = record(plan, known, made)
     old = to / f"{name}.json"
-    if old.is_file() and (lost := everything.lost(everything.in_record(plan, old), known)):
-        keep = f"give --record {old} to keep them, or delete it"
-        raise ConfigError(f"{old}: holds {len(lost)} results that {runs} lacks, as {lost[0]}; {keep}")
-    found, bias, measured = known
-    made = rows(plan, found)
-    text = markdown(plan, found, made, bias, measured)
+    if old.is_file() and (missing := lost(old.read_text(), kept)):
+        mend = f"add --record {old} to keep what the plan has, or move the file away"
+        raise ConfigError(f"{old}: {len(missing)} results would be lost, as {missing[0]}; {mend}")
     to.mkdir(parents=True, exist_ok=True)
-    for suffix, content in (
-        (".md", text), (".csv", table_csv(made)), (".tex", latex(plan, made)),
-        (".json", record(plan, found, made, bias, measured)),
-    ):  # fmt: skip
+    for suffix, content in ((".md", text), (".csv", table_csv(made)), (".tex", latex(plan, made)), (".json", kept)):
         with atomic_write(to / f"{name}{suffix}") as file:
             file.write(content)
-    draw(plan, found, made, measured, name, to)
+    draw(plan, known.cells, made, known.measured, name, to)
     return text

@@ -83,7 +83,7 @@ def _curves(axis: Axes, plan: Plan, table: Table, curves: dict[str, np.ndarray],
         x, y = np.arange(len(mean)), smooth(mean, window)
         axis.plot(x, y, color=color, linewidth=2 if method in named else 1)
         if method in named:
-            ends.append((float(y[-1]), x[-1], f"{plan.methods[method].title} ({len(curves[method])} seeds)", color))
+            ends.append((float(y[-1]), x[-1], f"{plan.methods[method].title} ({len(curves[method])} runs)", color))
             if not others:
                 low, high = smooth(mean - half, window), smooth(mean + half, window)
                 axis.fill_between(x, low, high, color=color, alpha=0.13, linewidth=0)
@@ -164,8 +164,8 @@ def _forest(axis: Axes, plan: Plan, blocks: list, mine: dict, named: bool) -> No
     place, ticks = 0, []
     baselines = {table.title: plan.methods[table.baseline].title for table in plan.tables if table.baseline}
     for title, methods in blocks:
-        seeds = max((row.versus["n"] for (table, _), row in mine.items() if table == title), default=0)
-        ticks.append((place, f"{title}: minus {baselines[title]} ({seeds} seeds)"))
+        pairs = max((row.versus["n"] for (table, _), row in mine.items() if table == title), default=0)
+        ticks.append((place, f"{title}: minus {baselines[title]} ({pairs} pairs)"))
         for method in methods:
             place += 1
             ticks.append((place, plan.methods[method].title))
@@ -181,7 +181,7 @@ def _forest(axis: Axes, plan: Plan, blocks: list, mine: dict, named: bool) -> No
     axis.set_ylim(place - 0.4, -0.6)  # the first on top
     axis.set_yticks([y for y, _ in ticks], [name for _, name in ticks] if named else [], fontsize=8.5)
     for text in axis.get_yticklabels():
-        if text.get_text().endswith("seeds)"):
+        if text.get_text().endswith("pairs)"):
             text.set_color("#666666")
             text.set_fontstyle("italic")
     axis.tick_params(axis="y", length=0)

@@ -65,7 +65,7 @@ class Kind(NamedTuple):
         known, found = {cell.name for cell in cells(plan)}, self.read(runs)
         for name in names:
             if name not in known:
-                raise ConfigError(f"{name}: no such cell; `tables plan` lists them, as {min(known)}")
+                raise ConfigError(f"{name}: no such cell; `tables plan` lists them, as {min(known, default='none')}")
             _refuse(runs / name, iteration)
         for name in names:
             if (name, iteration) not in [(one.cell, one.iteration) for one in found]:

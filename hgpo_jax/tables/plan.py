@@ -12,7 +12,7 @@ from typing import Annotated
 
 import pydantic
 import yaml
-from pydantic import Field, StringConstraints
+from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from hgpo_jax import config as configuration
 from hgpo_jax import memory
@@ -78,7 +78,10 @@ class Table(Section):
     title: str
     settings: tuple[Name, ...]
     methods: tuple[Name, ...]
-    seeds: tuple[int, ...] | dict[Name, tuple[int, ...]]
+    seeds: Annotated[
+        Annotated[tuple[int, ...], Tag("of all settings")] | Annotated[dict[Name, tuple[int, ...]], Tag("by setting")],
+        Discriminator(lambda given: "by setting" if isinstance(given, dict) else "of all settings"),
+    ]
     baseline: Name | None = None
     highlight: tuple[Name, ...] = ()
 
@@ -170,14 +173,19 @@ def read(file: Path) -> Plan:
         raise ConfigError(f"{file}: {where}: {reason}") from None
     with_config = [name for name, setting in plan.settings.items() if setting.config]
     for name, setting in plan.settings.items():
-        known = [f"{split}/{number}" for split in setting.splits for number in ("success", "score")] if setting.seeds else []
-        known = ["train/auc", "train/last", "final/sampled", "final/greedy", *known]
+        where = f"{file}: settings.{name}"
+        if bool(setting.config) == bool(setting.pools):
+            raise ConfigError(f"{where}: give config, or the settings that it pools")
+        _check_names(f"{where}.pools", "settings with a config", setting.pools, with_config)
+        if len(setting.pools) > len(set(setting.pools)):
+            raise ConfigError(f"{where}.pools: {', '.join(setting.pools)}: give each setting once")
+        if own := setting.model_fields_set - {"title", "columns", "pools"} if setting.pools else set():
+            raise ConfigError(f"{where}: {min(own)}: has no effect with pools; leave it out")
+        known = [_numbers(plan.settings[member]) for member in setting.pools or (name,)]
+        known = [number for number in known[0] if all(number in of_other for of_other in known)]
         for column, number in setting.columns.items():
             if number not in known:
-                raise ConfigError(f"{file}: settings.{name}.columns: {column}: {number} is not one of {', '.join(known)}")
-        if bool(setting.config) == bool(setting.pools):
-            raise ConfigError(f"{file}: settings.{name}: give config, or the settings that it pools")
-        _check_names(f"{file}: settings.{name}.pools", "settings with a config", setting.pools, with_config)
+                raise ConfigError(f"{where}.columns: {column}: {number} is not one of {', '.join(known)}")
     published = plan.published.numbers if plan.published else {}
     _check_names(f"{file}: published.numbers", "settings", published, plan.settings)
     for name, numbers in published.items():
@@ -197,9 +205,16 @@ def read(file: Path) -> Plan:
         if isinstance(table.seeds, dict):
             _check_names(f"{where}: seeds", "settings of the table", table.seeds, own)
             _check_names(f"{where}: settings", "settings with seeds", own, table.seeds)
-        _check_names(where, "methods", (*table.methods, *filter(None, [table.baseline])), plan.methods)
+        _check_names(where, "methods", table.methods, plan.methods)
+        _check_names(f"{where}: baseline", "methods of the table", filter(None, [table.baseline]), table.methods)
         _check_names(where, "methods of the table", table.highlight, table.methods)
     return plan
+
+
+def _numbers(setting: Setting) -> list[str]:
+    """What the runs of a setting with a config can show."""
+    of_splits = [f"{split}/{number}" for split in setting.splits for number in ("success", "score")] if setting.seeds else []
+    return ["train/auc", "train/last", "final/sampled", "final/greedy", *of_splits]
 
 
 def _check_names(where: str, kind: str, names: Iterable[str], known: Collection[str]) -> None:
@@ -232,6 +247,8 @@ def cells_of(plan: Plan, table: Table, setting: str, method: str) -> list[Cell]:
 def chosen(plan: Plan, patterns: Iterable[str]) -> list[Cell]:
     """The cells whose names match a pattern, in which `*` stands for anything; all without patterns. Raises ConfigError."""
     known, patterns = cells(plan), list(patterns)
+    if not known:
+        raise ConfigError(f"{plan.title}: the plan has no cells; give its tables settings, methods and seeds")
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(cell.name, pattern) for cell in known):
             raise ConfigError(f"{pattern}: no such cell; `tables plan` lists them, as {known[0].name}")

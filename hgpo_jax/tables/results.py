@@ -15,7 +15,7 @@ from hgpo_jax.errors import ConfigError
 from hgpo_jax.policy import huggingface
 from hgpo_jax.run.folder import FREE_TO_CHANGE, differing
 from hgpo_jax.run.metrics import read_metrics
-from hgpo_jax.tables.plan import Cell, Plan, cells, config_of, steps
+from hgpo_jax.tables.plan import Cell, Plan, cells, config_of, overrides, steps
 
 # Fields of paths and of sizes, which change no result.
 PLACES = ("env.data", *(name for name in FREE_TO_CHANGE if name not in ("iterations", "evaluation.")))
@@ -104,9 +104,14 @@ def read_all(plan: Plan, runs: Path) -> dict[Cell, Result | None]:
 
 
 def read_record(plan: Plan, file: Path) -> dict[Cell, Result | None]:
-    """The cells of a plan as `collect` kept them in NAME.json. Raises ConfigError."""
+    """The cells of a plan as `collect` kept them in NAME.json.
+
+    Raises:
+      ConfigError: it is no record, or one of another plan.
+    """
     try:
         found = json.loads(file.read_text())
+        fields = {name: set(before) for name, before in found.get("fields", {}).items()}
         kept = {
             cell["cell"]: Result(
                 done=cell["done"], iterations=cell["iterations"], curve=[float(value) for value in cell["curve"]],
@@ -117,7 +122,18 @@ def read_record(plan: Plan, file: Path) -> dict[Cell, Result | None]:
         }  # fmt: skip
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
         raise ConfigError(f"{file}: is not a record of runs; give the .json that `collect` wrote") from None
-    return {cell: kept.get(cell.name) for cell in cells(plan)}
+    known = cells(plan)
+    if kept and not any(cell.name in kept for cell in known):
+        raise ConfigError(f"{file}: is a record of another plan, {found.get('title')!r:.100}; this is {plan.title!r}")
+
+    def of_this_plan(cell: Cell, result: Result) -> Result:
+        changed = sorted(fields.get(f"{cell.setting}/{cell.method}", set()) - set(overrides(plan, cell)))
+        numbers = result.numbers
+        if any(field.startswith("iterations=") for field in changed):
+            numbers = {name: number for name, number in numbers.items() if not name.startswith("train/")}
+        return dataclasses.replace(result, numbers=numbers, changed=tuple(dict.fromkeys([*result.changed, *changed])))
+
+    return {cell: of_this_plan(cell, kept[cell.name]) if cell.name in kept else None for cell in known}
 
 
 def spread(values: list[float]) -> float | None:

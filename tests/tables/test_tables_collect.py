@@ -182,7 +182,7 @@ POOLED = {
 
 def test_settings_are_pooled(tmp_path, capsys):
     plan, runs = planning.read(write_plan(tmp_path, **POOLED)), tmp_path / "runs"
-    gain = {("near", 0): 0.3, ("near", 1): 0.6, ("near-2", 1): 0.0, ("near-2", 2): 0.9}
+    gain = {("near", 0): 0.3, ("near", 1): 0.6, ("near-2", 1): 0.0, ("near-2", 2): 0.6}
     for (setting, seed), lift in gain.items():
         finish(runs, plan, Cell(setting, "gigpo", seed), [0.0, 0.0, 0.0])
         finish(runs, plan, Cell(setting, "hgpo", seed), [0.0, 0.0, lift])
@@ -190,13 +190,23 @@ def test_settings_are_pooled(tmp_path, capsys):
     paired = {p["setting"]: p for p in json.loads((tmp_path / "small.json").read_text())["paired"] if p["column"] == "AUC"}
     assert [paired[name]["n"] for name in ("near", "near-2", "nears")] == [2, 2, 4]
     theirs = stats.ttest_1samp([100 * lift / 3 for lift in gain.values()], 0)
-    assert paired["nears"]["mean"] == pytest.approx(15)
+    assert paired["nears"]["mean"] == pytest.approx(12.5)
     assert paired["nears"]["interval"] == pytest.approx(theirs.confidence_interval())
     said = capsys.readouterr().out
-    assert "### Both\n" in said and "| HGPO | 4 of 4 | 15.0 ± 12.9 | +15.0 ± 6.5 (" in said
+    assert "### Both\n" in said and "| HGPO | 4 of 4 | 12.5 ± 9.6 | +12.5 ± 4.8 (" in said
     panels = curves.draw_curves(plan, results.read_all(plan, runs)).axes
-    assert [len(axis.lines[0].get_xdata()) for axis in panels] == [3, 3, 3]
-    assert any("HGPO (4 seeds)" in text.get_text() for text in panels[2].texts)
+    ends = [max(line.get_ydata()[-1] for line in axis.lines) for axis in panels]
+    assert ends[0] > ends[1] > 0 and ends[2] == pytest.approx((ends[0] + ends[1]) / 2)
+    assert any("HGPO (4 runs)" in text.get_text() for text in panels[2].texts)
+
+
+def test_a_pool_waits_for_pairs_of_two_settings(tmp_path, capsys):
+    plan, runs = planning.read(write_plan(tmp_path, **POOLED)), tmp_path / "runs"
+    for seed in (0, 1):
+        finish(runs, plan, Cell("near", "gigpo", seed), [0.0, 0.0, 0.0])
+        finish(runs, plan, Cell("near", "hgpo", seed), [0.0, 0.0, 0.3 + seed / 10])
+    tables.main(["collect", str(runs), "--plan", str(tmp_path / "small.yaml"), "--to", str(tmp_path)])
+    assert {pair["setting"] for pair in json.loads((tmp_path / "small.json").read_text())["paired"]} == {"near"}
 
 
 def test_what_was_collected_elsewhere_is_kept(tmp_path, small, capsys):
@@ -217,7 +227,7 @@ def test_what_was_collected_elsewhere_is_kept(tmp_path, small, capsys):
     finish(second, small, Cell("near", "hgpo", 2), [0.1, 0.2, 0.8])
     finish(second, small, Cell("near", "gigpo", 2), [0.1, 0.2, 0.3])
     (second / "bias.json").write_text(json.dumps({"near": [measured(8, 0.25)]}))
-    with pytest.raises(ConfigError, match=r"small\.json: holds 4 results that .*, as near/gigpo/s0; give --record"):
+    with pytest.raises(ConfigError, match=r"small\.json: 4 results would be lost, as near/gigpo/s0; add --record"):
         tables.main([*collect, str(second)])
     assert {file.name: file.read_bytes() for file in to.iterdir()} == before
     tables.main([*collect, str(second), "--record", str(to / "small.json")])
@@ -230,10 +240,75 @@ def test_what_was_collected_elsewhere_is_kept(tmp_path, small, capsys):
     assert sorted(one["seed"] for one in kept["bias"]["near"]) == [7, 8]
     tables.main([*collect, str(second), "--record", str(to / "small.json")])
     assert json.loads((to / "small.json").read_text()) == kept
-    (tmp_path / "none.json").write_text('{"cells": [], "bias": {"near": [{}]}}')
-    for name, reason in (("nowhere.json", "no such file"), ("none.json", "is not a record of runs")):
+    (tmp_path / "stale.json").write_text('{"cells": [], "bias": {"near": [{}]}}')
+    (tmp_path / "none.json").write_text('{"cells": [{}]}')
+    (tmp_path / "other.json").write_text(json.dumps(kept | {"cells": [kept["cells"][0] | {"cell": "a/b/s0"}]}))
+    for name, reason in (
+        ("nowhere.json", "no such file"), ("none.json", "is not a record of runs"),
+        ("other.json", "is a record of another plan, 'small'"), ("stale.json", 'its "bias" is not what'),
+    ):  # fmt: skip
         with pytest.raises(ConfigError, match=reason):
             tables.main([*collect, str(second), "--record", str(tmp_path / name)])
+
+
+def test_records_of_several_machines_are_united(tmp_path, small):
+    collect = ["collect", "--plan", str(tmp_path / "small.yaml"), "--to"]
+    for machine in (0, 1):
+        for method in ("gigpo", "hgpo"):
+            finish(tmp_path / f"{machine}", small, Cell("near", method, machine), [0.1, 0.2, 0.3])
+        tables.main([*collect, str(tmp_path / f"out{machine}"), str(tmp_path / f"{machine}")])
+    (tmp_path / "empty").mkdir()
+    records = [f"--record={tmp_path}/out{machine}/small.json" for machine in (0, 1)]
+    tables.main([*collect, str(tmp_path / "both"), str(tmp_path / "empty"), *records])
+    kept = json.loads((tmp_path / "both" / "small.json").read_text())
+    assert len([cell for cell in kept["cells"] if cell["done"]]) == 4 and {pair["n"] for pair in kept["paired"]} == {2}
+
+
+def test_a_record_of_an_earlier_plan_says_so(tmp_path, small, capsys):
+    """What the plan has changed since is named, runs of another length have no mean over it, and lost cells are not lost."""
+    runs, to = tmp_path / "runs", tmp_path / "out"
+    for seed in (0, 1):
+        for method in ("gigpo", "hgpo"):
+            finish(runs, small, Cell("near", method, seed), [0.1, 0.2, 0.3 + seed])
+    collect = ["collect", "--plan", str(tmp_path / "small.yaml"), "--to", str(to)]
+    tables.main([*collect, str(runs)])
+    (tmp_path / "empty").mkdir()
+    record = f"--record={to}/small.json"
+
+    write_plan(tmp_path, fields=["iterations=2", "mesh=data=1"], methods=SMALL["methods"] | {
+        "hgpo": {"title": "HGPO", "fields": ["method=hgpo", "advantage.alpha=3"]}
+    })  # fmt: skip
+    capsys.readouterr()
+    tables.main([*collect, str(tmp_path / "empty"), record, "--to", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert "* near/hgpo/s1: advantage.alpha=2, iterations=3" in said and "* near/gigpo/s0: iterations=3" in said
+    assert "| HGPO | 2 of 4 | - |  | - |  | 50.0 ± 0.0 |" in said
+    tables.main([*collect, str(tmp_path / "empty"), f"--record={tmp_path}/small.json", "--to", str(tmp_path)])
+    assert "* near/hgpo/s1: advantage.alpha=2, iterations=3" in capsys.readouterr().out  # it is not forgotten
+
+    write_plan(tmp_path, tables=[SMALL["tables"][0] | {"seeds": [1, 2]}])
+    before = (to / "small.json").read_bytes()
+    for more in ([], [record]):
+        with pytest.raises(ConfigError, match=r"2 results would be lost, as near/gigpo/s0"):
+            tables.main([*collect, str(runs), *more])
+    assert (to / "small.json").read_bytes() == before
+
+
+def test_a_longer_run_counts_before_its_record(tmp_path, small):
+    """The plan got more iterations, and a run that had ended goes on."""
+    runs, to = tmp_path / "runs", tmp_path / "out"
+    cell = Cell("near", "hgpo", 0)
+    finish(runs, small, cell, [0.1, 0.2, 0.3])
+    collect = ["collect", "--plan", str(tmp_path / "small.yaml"), "--to", str(to), str(runs)]
+    tables.main(collect)
+    (runs / cell.name / "evaluation.json").unlink()
+    with open(runs / cell.name / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"iteration": 3, "success": 0.4, "seconds": {}}) + "\n")
+    write_plan(tmp_path, fields=["iterations=5", "mesh=data=1"])
+    for more in ([], [f"--record={to}/small.json"]):
+        tables.main([*collect, *more])
+        (kept,) = json.loads((to / "small.json").read_text())["cells"]
+        assert (kept["done"], kept["iterations"]) == (False, 4)
 
 
 def test_small_p_values_are_written(tmp_path, small):

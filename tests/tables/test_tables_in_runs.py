@@ -153,3 +153,18 @@ def test_a_damaged_measurement_is_refused_in_one_line(tmp_path, small, module, t
     with pytest.raises(ConfigError, match=rf"{module.KIND.name}\.json: is damaged") as refused:
         tables.main(["collect", str(tmp_path / "runs"), "--plan", str(tmp_path / "small.yaml")])
     assert "\n" not in str(refused.value)
+
+
+@every
+def test_what_was_measured_elsewhere_is_kept(tmp_path, small, module):
+    runs, to = tmp_path / "runs", tmp_path / "out"
+    finish(runs, small, Cell("near", "hgpo", 0), [0.1, 0.2, 0.3])
+    ours, theirs = KINDS[module]("near/hgpo/s0", 2, 0.5), KINDS[module]("near/hgpo/s0", 0, 0.25)
+    module.KIND.file(runs).write_text(json.dumps([theirs._asdict()]))
+    collect = ["collect", "--plan", str(tmp_path / "small.yaml"), "--to", str(to), str(runs)]
+    tables.main(collect)
+    module.KIND.file(runs).write_text(json.dumps([ours._asdict()]))
+    with pytest.raises(ConfigError, match=f"1 results would be lost, as {module.KIND.name} of near/hgpo/s0 at the start"):
+        tables.main(collect)
+    tables.main([*collect, "--record", str(to / "small.json")])
+    assert module.KIND.read_record(small, to / "small.json") == [ours, theirs]

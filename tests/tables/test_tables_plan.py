@@ -117,6 +117,11 @@ def test_pooled_settings_have_no_cells_and_seeds_may_differ(tmp_path):
         ({"settings": {"near": {"title": "N", "columns": {}}}}, "settings.near: give config, or the settings that it pools"),
         (pools("far", pools=["farther"]), "settings.both.pools: farther is not one of the settings with a config near, far"),
         (pools("far", config="household"), "settings.both: give config, or the settings that it pools"),
+        (pools("far", pools=["near", "near"]), "settings.both.pools: near, near: give each setting once"),
+        (pools("far", fields=["seed=1"]), "settings.both: fields: has no effect with pools"),
+        (pools("far", "near", columns={"A": "held_out/success"}), "both.columns: A: held_out/success is not one of train/auc"),
+        ({"tables": [SMALL["tables"][0] | {"seeds": {"near": 3, "far": [1]}}]}, "tables.0.seeds.by setting.near: Input should"),
+        ({"tables": [SMALL["tables"][0] | {"methods": ["hgpo"]}]}, "baseline: gigpo is not one of the methods of the"),
         (pools("far"), "table 'T': both pools: near is not one of the settings of the table far"),
         (pools("far", "near", seeds={"both": [1]}), "table 'T': seeds: both is not one of the settings of the table far, near"),
         (pools("far", "near", seeds={"far": [1]}), "table 'T': settings: near is not one of the settings with seeds far"),
@@ -140,6 +145,11 @@ def test_a_plan_that_is_no_yaml_is_refused_in_one_line(tmp_path, text):
     with pytest.raises(ConfigError, match=r"plan\.yaml: not a YAML file") as refused:
         tables.main(["plan", str(tmp_path / "plan.yaml")])
     assert "\n" not in str(refused.value)
+
+
+def test_a_plan_without_cells_is_refused_in_one_line(tmp_path):
+    with pytest.raises(ConfigError, match="small: the plan has no cells"):
+        tables.main(["run", str(write_plan(tmp_path, tables=[])), "--runs", str(tmp_path / "runs")])
 
 
 @pytest.mark.parametrize(
