@@ -40,9 +40,11 @@ def highlighted(table: Table) -> list[str]:
 
 
 def draw_curves(plan: Plan, found: dict) -> Figure | None:
-    """Success by iteration, a panel for each setting of each table with a baseline; None where no method has two seeds.
+    """Success by iteration, a panel for each setting of each table with a baseline; None where nothing can be compared.
 
-    found: cell -> `results.Result` or None. Each line is the mean over a method's seeds, averaged over neighbouring iterations.
+    found: cell -> `results.Result` or None. Each line is the mean over a method's runs, averaged over neighbouring iterations.
+    A method is shown from two runs on, a panel from two methods on. Pools are not: their runs may come from settings in
+    different shares, which their pairs do not.
     """
     panels = {
         (table.title, setting): {
@@ -53,21 +55,22 @@ def draw_curves(plan: Plan, found: dict) -> Figure | None:
                 if (r := found.get(cell)) and r.done and "train/auc" in r.numbers
             ]) > 1
         }
-        for table in plan.tables if table.baseline for setting in table.settings
+        for table in plan.tables if table.baseline for setting in table.settings if plan.settings[setting].config
     }  # fmt: skip
-    tables = [table for table in plan.tables if any(panels.get((table.title, setting)) for setting in table.settings)]
+    shown = {t.title: [s for s in t.settings if len(panels.get((t.title, s), ())) > 1] for t in plan.tables}
+    tables = [table for table in plan.tables if shown[table.title]]
     if not tables:
         return None
     named = dict.fromkeys(method for table in tables for method in highlighted(table)[1:])
     colors = dict(zip(named, itertools.cycle(COLORS)))
-    wide = max(len(table.settings) for table in tables)
+    wide = max(len(shown[table.title]) for table in tables)
     figure = Figure(figsize=(5.6 * wide, 3.7 * len(tables)), layout="constrained")
     axes = figure.subplots(len(tables), wide, squeeze=False)
     for row, table in zip(axes, tables, strict=True):
-        for axis, setting in zip(row, table.settings, strict=False):
+        for axis, setting in zip(row, shown[table.title], strict=False):
             _curves(axis, plan, table, panels[table.title, setting], colors)
             axis.set_title(f"{table.title}\n{plan.settings[setting].title}", fontsize=10)
-        for axis in row[len(table.settings) :]:
+        for axis in row[len(shown[table.title]) :]:
             axis.remove()
     return figure
 
@@ -118,9 +121,10 @@ def draw_differences(plan: Plan, made: list) -> Figure | None:
     """A forest plot of the paired differences to each table's baseline, in points; None where there are none.
 
     made: `collect.Row`s. A row of panels for each setting, a panel for each of its numbers; methods of a table are sorted by
-    their first number, so that one place is one method in all panels. A filled mark is an interval that leaves out 0.
+    their first number, so that one place is one method in all panels. A filled mark is an interval that leaves out 0. Those of
+    two pairs are left out, whose intervals would hide the others.
     """
-    rows = [row for row in made if row.versus]
+    rows = [row for row in made if row.versus and row.versus["n"] > 2]
     settings = list(dict.fromkeys(row.setting for row in rows))
     if not rows:
         return None
@@ -147,10 +151,11 @@ def draw_differences(plan: Plan, made: list) -> Figure | None:
         line[0].set_ylabel(plan.settings[setting].title, fontsize=10, fontweight="bold")
         for axis in line[len(columns) :]:
             axis.remove()
-    outside = sum(_leaves_out_zero(row) for row in rows)
+    once = [row for row in rows if not plan.settings[row.setting].pools]
+    outside = sum(_leaves_out_zero(row) for row in once)
     figure.suptitle(
-        f"Paired differences with their 95 % intervals; filled where the interval leaves out 0: {outside} of {len(rows)}, "
-        f"about {CHANCE * len(rows):.1f} expected by chance", fontsize=10,
+        f"Paired differences with their 95 % intervals; filled where the interval leaves out 0: {outside} of {len(once)}"
+        f"{' before pooling' * (len(once) < len(rows))}, about {CHANCE * len(once):.1f} expected by chance", fontsize=10,
     )  # fmt: skip
     return figure
 

@@ -179,10 +179,10 @@ def read(file: Path) -> Plan:
         _check_names(f"{where}.pools", "settings with a config", setting.pools, with_config)
         if len(setting.pools) > len(set(setting.pools)):
             raise ConfigError(f"{where}.pools: {', '.join(setting.pools)}: give each setting once")
-        if own := setting.model_fields_set - {"title", "columns", "pools"} if setting.pools else set():
-            raise ConfigError(f"{where}: {min(own)}: has no effect with pools; leave it out")
-        known = [_numbers(plan.settings[member]) for member in setting.pools or (name,)]
-        known = [number for number in known[0] if all(number in of_other for of_other in known)]
+        if setting.pools and (unused := setting.model_fields_set - {"title", "columns", "pools"}):
+            raise ConfigError(f"{where}: {min(unused)}: has no effect with pools; leave it out")
+        of_first, *others = (_numbers(plan.settings[member]) for member in setting.pools or (name,))
+        known = [number for number in of_first if all(number in of_other for of_other in others)]
         for column, number in setting.columns.items():
             if number not in known:
                 raise ConfigError(f"{where}.columns: {column}: {number} is not one of {', '.join(known)}")

@@ -13,6 +13,7 @@ from hgpo_jax.run.curves import smooth
 from hgpo_jax.tables import __main__ as tables
 from hgpo_jax.tables import collect, curves, results
 from hgpo_jax.tables import plan as planning
+from hgpo_jax.tables.known import Known
 from hgpo_jax.tables.plan import Cell
 from hgpo_jax.tables.results import Result
 
@@ -103,9 +104,9 @@ def test_the_forest_has_every_difference_sorted_by_the_first_number(household):
         names = dict(zip(first.get_yticks(), (label.get_text() for label in first.get_yticklabels()), strict=True))
         last = max(names)
         place = {name: y for y, name in names.items() if y >= last - 5}  # below the heading of the last table
-        assert names[0] == "HGPO against GiGPO: minus GiGPO (24 seeds)"
-        assert names[3] == "EB-TD against HGPO: minus HGPO K = 2 (24 seeds)"
-        assert names[last - 6] == "All methods: minus GiGPO (4 seeds)"
+        assert names[0] == "HGPO against GiGPO: minus GiGPO (24 pairs)"
+        assert names[3] == "EB-TD against HGPO: minus HGPO K = 2 (24 pairs)"
+        assert names[last - 6] == "All methods: minus GiGPO (4 pairs)"
         drawn = {bar.lines[0].get_ydata()[0]: bar for bar in axis.containers}
         rows = [r for r in made if (r.table, r.setting, r.column) == ("All methods", setting, columns[i % 4]) and r.versus]
         assert len(rows) == 6 and len(drawn) == (2 + 1 + 3 + 6, 2 + 1 + 6)[i // 4]
@@ -137,8 +138,8 @@ def test_nothing_to_compare_is_no_picture(small):
 
 def test_the_command_draws_again(tmp_path, capsys, small):
     found = {cell: None for cell in planning.cells(small)}
-    found |= {Cell("near", method, seed): result([0.1, 0.2, 0.3]) for method in ("gigpo", "hgpo") for seed in (0, 1)}
-    (tmp_path / "small.json").write_text(collect.record(small, found, collect.rows(small, found), {}, {}))
+    found |= {Cell("near", method, seed): result([0.1, 0.2, 0.3]) for method in ("gigpo", "hgpo") for seed in (0, 1, 2)}
+    (tmp_path / "small.json").write_text(collect.record(small, Known(found, {}, {}), collect.rows(small, found)))
     tables.main(["draw", str(tmp_path / "small.json"), "--plan", str(tmp_path / "small.yaml")])
     wanted = [str(tmp_path / name) for name in ("small.png", "small-differences.png")]
     assert capsys.readouterr().out.splitlines() == wanted
