@@ -3,10 +3,12 @@
     python -m hgpo_jax.tables plan paper                      every cell: commands, memory on each device, expected tokens
     python -m hgpo_jax.tables plan paper --launch slurm --to DIR      a launch file for each cell; tpu, kubernetes, skypilot
     python -m hgpo_jax.tables run household --jobs 2          runs what is missing; continues after an interruption
+    python -m hgpo_jax.tables run household 'household/*/s1?'         a part of it, as on one machine of several
     python -m hgpo_jax.tables bias household                  the Oracle bias of each setting at its warm start
     python -m hgpo_jax.tables truth household --at 20 household/hgpo-k2/s10  true advantages in runs, after 20 iterations
     python -m hgpo_jax.tables gradients household --at 20 household/hgpo-k2/s10   where estimators' gradients point there
     python -m hgpo_jax.tables collect runs/tables/household   results beside published numbers: Markdown, CSV, LaTeX
+    python -m hgpo_jax.tables collect RUNS --record NAME.json         and what was collected before, of runs that are elsewhere
     python -m hgpo_jax.tables draw configs/tables/results/household.json     the pictures again, from what `collect` kept
 
 PLAN is a file such as configs/tables/paper.yaml, or its name.

@@ -81,7 +81,7 @@ def lost(old: str, new: str) -> list[str]:
 def _extent(record: dict, ended: bool) -> dict[str, int]:
     """Name -> iterations, of all that a record holds, whatever its plan has become. ended: only of runs that have."""
     extent = {cell["cell"]: cell["iterations"] for cell in record["cells"] if cell["done"] or not ended}
-    extent |= {f"bias of {name} under seed {m['seed']}": 0 for name, some in record["bias"].items() for m in some}
+    extent |= {f"bias of {name} under seed {m['seed']}": 0 for name, some in record.get("bias", {}).items() for m in some}
     return extent | {
         f"{kind.name} of {one['cell']} {when(one['iteration'])}": 0 for kind in MEASURED for one in record.get(kind.name, [])
     }
