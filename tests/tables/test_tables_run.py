@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_plan import SMALL, write_plan
+from small_plan import write_plan
 
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.tables import __main__ as tables
@@ -131,7 +131,7 @@ def test_a_real_cell_that_was_interrupted_is_resumed(tmp_path):
     tiny = [field for field in TINY if not field.startswith(("warm_start", "iterations"))]
     file = write_plan(tmp_path, fields=[*tiny, "iterations=3", "mesh=data=1", "warm_start=none", f"cache_dir={tmp_path}/cache"],
                       variables={"XLA_FLAGS": xla_flags(1, optimized=False)},
-                      tables=[SMALL["tables"][0] | {"settings": ["far"], "methods": ["hgpo"], "seeds": [0]}])  # fmt: skip
+                      tables=[{"title": "T", "settings": ["far"], "methods": ["hgpo"], "seeds": [0]}])  # fmt: skip
     runs = tmp_path / "runs"
     tables.main(["run", str(file), "--runs", str(runs)])
     folder = runs / "far/hgpo/s0"
