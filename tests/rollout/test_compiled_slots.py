@@ -91,8 +91,13 @@ def test_in_8_bits_too():
     model = dataclasses.replace(MODEL, sample_dtype="int8")
     expected, done, *_ = played(InLockstep, "data=1", 8, model)
     record, *_ = played(InSlots, "data=1", 16, model)
-    assert done.all() and (expected["logp"] != played(InLockstep, "data=1", 8)[0]["logp"]).any()
-    np.testing.assert_allclose(record.pop("logp"), expected["logp"], atol=1e-5)
+    assert done.all()
+    not_rounded = np.abs(played(InLockstep, "data=1", 8)[0]["logp"] - expected["logp"])[:, 0]
+    difference = np.abs(record.pop("logp") - expected["logp"])
+    # Batches of other widths sum in other orders: a number halfway between two steps of 8 bits may be rounded to either, on
+    # some processors, and what follows in its episode differs by that one step. Without rounding nearly everything differs.
+    assert (difference > 1e-5).mean() < 0.01 and difference.max() < 1e-3
+    assert (not_rounded > 1e-5)[expected["logp"][:, 0] != 0].mean() > 0.9
     for name, values in record.items():
         np.testing.assert_array_equal(values, expected[name], err_msg=name)
 
