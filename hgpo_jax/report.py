@@ -101,12 +101,13 @@ def group_data(dump: Dump, group: int, records: dict[str, Estimate], lines: Line
     happened = {b: dump.turns(b) for b in rows}
     cut = lambda values: [numbers(values[b, : happened[b]]) for b in rows]  # noqa: E731
     scores = (dump.report or {}).get("scores")
+    readable = dump.compiled or dump.tokenizer is not None  # else the page leaves out the prompts
     episodes = []
     for b in rows:
         turns = [
             {
                 "observation": lines.add(dump.observation(b, t)),
-                "prompt": lines.add(dump.prompt(b, t)),
+                "prompt": lines.add(dump.prompt(b, t)) if readable else [],
                 "response": lines.add(dump.response(b, t)),
                 "reward": number(e.rewards[b, t]),
                 "invalid": bool(e.invalid[b, t]),
@@ -228,10 +229,7 @@ def gather(folders: list[Path], dumps: int, groups: int) -> dict:
                 reason = " ".join(str(error).split())
                 raise ConfigError(f"{folder}: the dump of iteration {found[i]} is damaged: {reason}; remove it") from None
         dumps_shown = [dump for dump in shown if dump["groups"]]
-        ended = x and x[-1] + 1 >= config.iterations  # a run that was extended still has its earlier evaluation
-        runs.append({
-            "name": name, "x": x, "metrics": known, "held_out": held_out if ended else None, "dumps": dumps_shown,
-        })  # fmt: skip
+        runs.append({"name": name, "x": x, "metrics": known, "held_out": held_out, "dumps": dumps_shown})
         curves.append(known)
     panels = {"learning": charts(LEARNING, curves), "groups": charts(GROUPS, curves), "roles": charts(ROLES, curves)}
     longest = max(len(run["x"]) for run in runs)

@@ -208,7 +208,7 @@ function step() {
     make("h3", {}, `Episode ${at.episode}, turn ${at.turn}${turn.role && `, ${turn.role}`}`, turn.invalid ? make("span", { class: "tag" }, "invalid action") : null,
       make("a", { class: "link", href: link() }, "link to this step")),
     make("pre", {}, text(turn.observation)), make("pre", {}, `> ${text(turn.response)}`),
-    make("details", {}, make("summary", {}, "The whole prompt, as the agent read it"), make("pre", {}, text(turn.prompt))),
+    turn.prompt.length ? make("details", {}, make("summary", {}, "The whole prompt, as the agent read it"), make("pre", {}, text(turn.prompt))) : null,
     make("details", {}, make("summary", {}, "The same step in Python"), make("pre", {},
       `from hgpo_jax.inspect import load, step_text\ndump = load(RUN, iteration=${dumpNow().iteration})\nprint(step_text(dump, dump.estimate("${at.estimator}"), episode=${episode.index}, turn=${at.turn}))`)),
     make("p", { class: "sum" }, `Return ${show(detail.returns[at.episode][at.turn])}, advantage (${at.estimator}) `, valueOf(advantage(at.episode, at.turn))),
