@@ -21,6 +21,8 @@ from hgpo_jax.serving.sessions import Session, episodes_of
 log = logging.getLogger(__name__)
 
 EVERY = 64  # sessions of a dump
+WRITTEN = ("config.yaml", "report.html")  # the second by the report; killed meanwhile, each leaves a .partial
+OWN = {"episodes", "lock", "policy", *WRITTEN, *(f"{name}.partial" for name in WRITTEN)}
 
 
 class Recording:
@@ -34,7 +36,7 @@ class Recording:
     def __init__(self, folder: Path, config: Config, tokenizer):
         try:
             (folder / "episodes").mkdir(parents=True, exist_ok=True)
-            other = [path.name for path in folder.iterdir() if path.name not in ("config.yaml", "episodes", "lock", "policy")]
+            other = [path.name for path in folder.iterdir() if path.name not in OWN]
             if other:
                 raise ConfigError(f"--record {folder}: holds {other[0]}, which is no recording's; give another folder")
             before, fields = folder / "config.yaml", configuration.dump(config)

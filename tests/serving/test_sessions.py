@@ -167,8 +167,10 @@ def a_session(name, first, turns=2):
 
 def test_a_recording_is_read_like_a_run(policy, tmp_path):
     config = configuration.load(None, ["env.name=agent", "env.max_turns=5", "warm_start=none", f"policy={tmp_path / 'policy'}"])
-    for _ in range(2):  # the second time it goes on
+    for _ in range(2):  # the second time it goes on, beside a report and what a killed process leaves
         with Recording(tmp_path / "kept", config, policy.tokenizer) as recording:
+            (tmp_path / "kept" / "report.html").touch()
+            (tmp_path / "kept" / "config.yaml.partial").touch()
             for number in range(EVERY + 3):
                 recording.add(a_session(f"s{number}", number % 4, turns=1 + number % 2))
             recording.add(a_session("empty", 1, turns=0))
