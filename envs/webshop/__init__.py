@@ -6,7 +6,19 @@
     observation, reward, done, actions = session.step("search[blue cotton shirt]")
 """
 
-from hgpo_jax.envs.webshop.session import Session
-from hgpo_jax.envs.webshop.shop import Shop, load_shop
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hgpo_jax.envs.webshop.session import Session
+    from hgpo_jax.envs.webshop.shop import Shop, load_shop
 
 __all__ = ["Session", "Shop", "load_shop"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imported when first asked for: `python -m hgpo_jax.envs.webshop.catalogue` runs a module that these need."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from hgpo_jax.envs.webshop import session, shop
+
+    return getattr(session if name == "Session" else shop, name)

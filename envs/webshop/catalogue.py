@@ -103,11 +103,13 @@ def build(products: Iterable[Product], folder: Path | str | None = None) -> Cata
 
     Args:
         products: from `read_products`.
-        folder: where to write it, for catalogues that should not be held in memory; None keeps it in memory.
+        folder: where to write it, new or empty, for catalogues that should not be held in memory; None keeps it in memory.
 
     Raises:
-        ValueError: there are no products.
+        ValueError: there are no products, or the folder holds something.
     """
+    if folder is not None and Path(folder).is_dir() and any(Path(folder).iterdir()):
+        raise ValueError(f"{folder}: is not empty; remove it, or build in another folder")
     products = iter(products)
     first = next(products, None)  # before anything is written
     if first is None:

@@ -2,6 +2,8 @@
 
 import json
 import random
+import subprocess
+import sys
 import time
 from math import log
 from pathlib import Path
@@ -93,6 +95,11 @@ def test_no_more_than_fifty_and_the_same_from_mapped_files(tmp_path, capsys, mon
     assert np.all(np.diff(scores) <= 0)
 
 
+def test_the_command_runs_without_a_warning():
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "hgpo_jax.envs.webshop.catalogue", "--help"]
+    assert "new or empty" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 def test_an_unfinished_folder_is_refused(tmp_path, tiny_files):
     folder = tmp_path / "built"
     build(read_products(*tiny_files[:2]), folder)
@@ -100,6 +107,8 @@ def test_an_unfinished_folder_is_refused(tmp_path, tiny_files):
     (folder / "asins.npy").unlink()
     with pytest.raises(ValueError, match="built: no built catalogue"):
         Catalogue.open(folder)
+    with pytest.raises(ValueError, match="is not empty"):  # what is left of it would pass for part of the new one
+        build(read_products(*tiny_files[:2]), folder)
 
 
 def test_positions(tiny):
