@@ -58,9 +58,9 @@ def test_slow_and_silent_clients_are_left(port, monkeypatch):
 def test_pieces_are_sent_at_once(port, monkeypatch):
     options, look = [], Connection._look
 
-    def looked(self, seen):
+    def looked(self, *seen):
         options.append(self.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-        look(self, seen)
+        look(self, *seen)
 
     monkeypatch.setattr(Connection, "_look", looked)
     raw(port, "GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -84,6 +84,30 @@ def test_a_reader_that_stops_reading_is_left(engine, policy, monkeypatch):
         ends(connection)
     assert len(left) == 1
     idle(engine)
+
+
+@pytest.mark.parametrize("requests", [4, 200])  # all answered into the buffer, or most of them waiting for room in it
+def test_a_client_that_reads_nothing_is_left(requests, port, monkeypatch):
+    monkeypatch.setattr(serving, "GRACE", 0.3)
+    made, connections = Connection.connection_made, []
+
+    def with_a_small_buffer(self, transport):
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        connections.append(self)
+        made(self, transport)
+
+    monkeypatch.setattr(Connection, "connection_made", with_a_small_buffer)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        client.connect(("127.0.0.1", port))
+        client.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * requests)
+        until = time.monotonic() + 30
+        while not connections or not connections[0].transport.get_write_buffer_size():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        while connections[0] in connections[0].connections:
+            assert time.monotonic() < until
+            time.sleep(0.01)
 
 
 class Held:
