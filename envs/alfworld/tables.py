@@ -10,8 +10,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-import tempfile
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -179,12 +177,16 @@ def _read(path: Path) -> Tables | None:
         with np.load(path) as kept:
             words = tuple(kept["words"].tolist())
             return Tables(words, Games(**{field.name: kept[field.name] for field in dataclasses.fields(Games)}))
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):  # none yet, or one cut off
+    except Exception:  # there is none yet, or it is damaged, which NumPy reports in many ways
         return None
 
 
 def _write(path: Path, tables: Tables) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".npz", delete=False) as file:
-        np.savez_compressed(file, words=np.array(tables.words), **vars(tables.games))
-    os.replace(file.name, path)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # several processes may compile the same games
+    try:
+        with open(partial, "wb") as file:
+            np.savez_compressed(file, words=np.array(tables.words), **vars(tables.games))
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -105,6 +105,10 @@ def test_words_write_together_to_texts() -> None:
     assert len(set(words)) == len(words)
 
 
+def raise_(error: BaseException) -> None:
+    raise error
+
+
 def test_tables_are_kept_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     game = tmp_path / "game.tw-pddl"
     game.write_bytes(GAMES[0].read_bytes())
@@ -115,8 +119,15 @@ def test_tables_are_kept_until_something_changes(tmp_path: Path, monkeypatch: py
     assert again.words == first.words
     jax.tree.map(np.testing.assert_array_equal, again.games, first.games)
     (kept,) = (tmp_path / "cache").iterdir()
-    kept.write_bytes(kept.read_bytes()[:1000])  # cut off: made again
-    assert compile_games([game], cache=tmp_path / "cache").words == first.words
+    assert kept.stat().st_mode == game.stat().st_mode  # whoever may read other files may read it
+    whole = kept.read_bytes()
+    for damaged in (whole[:1000], whole[:200] + bytes(200) + whole[400:]):  # cut off, spoilt: made again
+        kept.write_bytes(damaged)
+        assert compile_games([game], cache=tmp_path / "cache").words == first.words
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(np, "savez_compressed", lambda *_, **__: raise_(KeyboardInterrupt()))
+        compile_games(GAMES[:1], cache=tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == [kept]
     game.write_bytes(GAMES[1].read_bytes())
     other = compile_games([game], cache=tmp_path / "cache")
     assert other.words != first.words and len(list((tmp_path / "cache").iterdir())) == 2
