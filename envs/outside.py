@@ -122,7 +122,10 @@ def options(make: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     }
     anything = any(parameter.kind == parameter.VAR_KEYWORD for parameter in signature.parameters.values())
-    hints = get_type_hints(make.__init__ if inspect.isclass(make) else make)
+    try:
+        hints = get_type_hints(make.__init__ if inspect.isclass(make) else make)
+    except Exception:  # they name what is imported for a type checker only: the defaults must do
+        hints = {}
     typed = {}
     for name, value in given.items():
         if name not in taken and not anything:

@@ -128,6 +128,18 @@ def checked(*overrides):
     return config
 
 
+def test_options_of_annotations_that_only_a_type_checker_can_read(here):
+    (here / "typed.py").write_text(
+        "from __future__ import annotations\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import tables\n"
+        f"{TEXT}\n    def __init__(self, size: int = 4, max_turns: int = 3, table: tables.Table | None = None):\n"
+        "        self.size, self.max_turns = size, max_turns\n"
+    )
+    env = environment(checked("env.name=./typed.py:Guess", "env.options.size=5").env).text(None)[0]()
+    assert env.size == 5
+    with pytest.raises(ConfigError, match=r"env\.options\.size=x: must be a valid integer"):
+        checked("env.name=./typed.py:Guess", "env.options.size=x")
+
+
 def test_a_compiled_one_with_options_of_its_annotated_types(here):
     config = checked("env.name=./rooms.py:Corridor", "env.options.size=5", "env.options.lights=false")
     found = environment(config.env)
