@@ -56,6 +56,13 @@ def nearest(name: str, names: list[str], otherwise: str = "--help lists them all
     return f"did you mean {' or '.join(close)}?" if close else otherwise
 
 
+def whole_number(text: str, low: int = 1) -> int:
+    """The type of an argument that is a whole number. Raises ArgumentTypeError, which argparse reports in one line."""
+    if not (text.isdecimal() and len(text) <= 10 and low <= int(text) < 2**31):
+        raise argparse.ArgumentTypeError(f"{text:.50}: must be a whole number from {low} to {2**31 - 1}")
+    return int(text)
+
+
 # Errors that a wrong path causes; others, such as a full disk, are not the user's mistake.
 PATHS = (
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENAMETOOLONG,

@@ -16,11 +16,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from hgpo_jax.envs import cli, outside
 from hgpo_jax.envs.cli import Parser, printable
+from hgpo_jax.envs.protocol import INFO, BegunTextEnv, CompiledEnv, TextEnv, members
 
 
 def household(args):
@@ -85,8 +88,14 @@ def own(args):
     """Your own, by its place or an entry point's name: FILE.py:CLASS or package.module:CLASS; or gymnasium:ID."""
     _, found = outside.load(outside.located(args.name, outside.ENVIRONMENTS))
     given = dict(option.partition("=")[::2] for option in args.options) | outside.implied(args.name)
-    env = found(**outside.options(found, given | ({"max_turns": args.turns} if args.turns else {})))
-    if hasattr(env, "observation_length"):  # compiled
+    arguments = outside.options(found, given | ({"max_turns": args.turns} if args.turns else {}))
+    try:
+        env = found(**arguments)
+    except Exception as error:  # whatever it does
+        raise ValueError(f"{args.name}: cannot be made: {type(error).__name__}: {error}") from None
+    compiled = hasattr(env, "observation_length")
+    _refuse_incomplete(args.name, functools.partial(hasattr, env), members(CompiledEnv if compiled else TextEnv))
+    if compiled:
         from hgpo_jax.envs.words import Words
 
         env = Words(env)
@@ -101,8 +110,9 @@ def parser() -> Parser:
         allow_abbrev=False,
     )
     common = Parser(add_help=False)
-    common.add_argument("--seed", type=_whole_number(0), default=0, metavar="N", help="which task; default 0")
-    common.add_argument("--turns", type=_whole_number(1), metavar="N", help="actions after which the game ends")
+    seed = functools.partial(cli.whole_number, low=0)
+    common.add_argument("--seed", type=seed, default=0, metavar="N", help="which task; default 0")
+    common.add_argument("--turns", type=cli.whole_number, metavar="N", help="actions after which the game ends")
     games = p.add_subparsers(metavar="ENVIRONMENT", required=True, parser_class=Parser)
     add = lambda name, start: games.add_parser(name, parents=[common], help=start.__doc__, allow_abbrev=False)  # noqa: E731
 
@@ -142,18 +152,18 @@ def _installed() -> str:
     return f", or one of {names}" if names else ""
 
 
-def _whole_number(low: int):
-    def read(text: str) -> int:
-        if not text.isdecimal() or len(text) > 10 or not low <= int(text) < 2**31:
-            raise argparse.ArgumentTypeError(f"{text:.50}: must be a whole number between {low} and {2**31 - 1}")
-        return int(text)
-
-    return read
+def _refuse_incomplete(name: str, has: Callable[[str], bool], needed: dict[str, str]) -> None:
+    """Raises ValueError where what `name` calls lacks something that is needed."""
+    for member, meaning in needed.items():
+        if not has(member):
+            raise ValueError(f"{name} lacks {member}: {meaning}")
 
 
 def play(env, task: int) -> None:
     """One episode, from the first observation to its end or the player's."""
     observation, commands = env.reset(task)
+    begun = members(BegunTextEnv, beyond=TextEnv)
+    _refuse_incomplete("the environment after reset(task)", functools.partial(hasattr, env), begun)
     print(f"Task: {printable(env.goal)}\n")
     for turn in range(1, env.max_turns + 1):
         print(printable(observation))
@@ -166,6 +176,7 @@ def play(env, task: int) -> None:
         if action.isdecimal() and 1 <= int(action) <= len(commands):
             action = commands[int(action) - 1]
         observation, commands, reward, done, info = env.step(action)
+        _refuse_incomplete("the info of step(action)", info.__contains__, INFO)
         print()
         if not info["admissible"]:
             print("(That was not admissible; an agent is penalized for it.)")

@@ -21,6 +21,7 @@ import jax
 
 from hgpo_jax import cli
 from hgpo_jax import config as configuration
+from hgpo_jax.envs.cli import whole_number
 from hgpo_jax.errors import ConfigError, RunError
 from hgpo_jax.export import policy_folder
 from hgpo_jax.files import CACHE_DIR
@@ -39,14 +40,14 @@ def main() -> None:
     p.add_argument("--name", metavar="NAME", help="the model's name for clients; default: POLICY's last part")
     p.add_argument("--host", default="127.0.0.1", help="address to listen at; another than this machine's own needs a key")
     p.add_argument("--port", type=int, default=8000, metavar="N", help="default: 8000; 0: any that is free")
-    p.add_argument("--slots", type=_count, default=8, metavar="N", help="responses sampled at a time; default: 8")
-    p.add_argument("--waiting", type=_count, default=64, metavar="N", help="responses that may wait for a slot; default: 64")
-    p.add_argument("--prompt-limit", type=_count, metavar="N", help="tokens of the longest prompt; default: 2048, or less")
-    p.add_argument("--response-limit", type=_count, default=512, metavar="N", help="tokens of the longest answer; default: 512")
+    p.add_argument("--slots", type=whole_number, default=8, metavar="N", help="responses sampled at a time; default: 8")
+    p.add_argument("--waiting", type=whole_number, default=64, metavar="N", help="responses that wait for a slot; default: 64")
+    p.add_argument("--prompt-limit", type=whole_number, metavar="N", help="tokens of a prompt; default: 2048, or less")
+    p.add_argument("--response-limit", type=whole_number, default=512, metavar="N", help="tokens of an answer; default: 512")
     p.add_argument("--time-limit", type=cli.positive, default=300.0, metavar="S", help="seconds of a request; default: 300")
-    p.add_argument("--body-limit", type=_count, default=2**22, metavar="N", help="bytes of a request; default: 4 MiB")
+    p.add_argument("--body-limit", type=whole_number, default=2**22, metavar="N", help="bytes of a request; default: 4 MiB")
     p.add_argument("--record", type=cli.local_path, metavar="FOLDER", help="record sessions in it, as Episodes")
-    p.add_argument("--max-turns", type=_count, default=100, metavar="N", help="turns of a recorded session; default: 100")
+    p.add_argument("--max-turns", type=whole_number, default=100, metavar="N", help="turns of a recorded session; default: 100")
     p.add_argument("--mesh", default="data=1", metavar="SPEC", help="device mesh, as in data=1,fsdp=4; default: data=1")
     p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the weights; default: float32")
     args = p.parse_args()
@@ -114,14 +115,6 @@ def main() -> None:
         print(f"{args.record}: holds the sessions that have ended; {left}", flush=True)
     if engine.failure:
         raise RunError("the sampler has failed; what it said is above")
-
-
-def _count(text: str) -> int:
-    """The type of an argument that is a whole number above 0."""
-    number = int(text)  # argparse reports a ValueError
-    if not 0 < number < 2**31:
-        raise argparse.ArgumentTypeError(f"{text}: must be above 0")
-    return number
 
 
 def _prompt_limit(args: argparse.Namespace, policy: Policy) -> int:

@@ -1,11 +1,15 @@
 """`python -m hgpo_jax.envs.play`, run as a person would."""
 
+import io
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from hgpo_jax.envs import cli
+from hgpo_jax.envs import play as environments
 
 ROOT = Path(__file__).resolve().parents[1]
 GAMES = ROOT / "tests" / "alfworld" / "data" / "json_2.1.1"
@@ -120,6 +124,46 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, parts):
     assert result.stderr.count("\n") == 1 and result.stderr.startswith("error: ")
     for part in parts:
         assert part in result.stderr
+
+
+INCOMPLETE = """
+class Whole:
+    max_turns, task_types, goal, task_type = 2, ("a",), "the goal", 0
+    def reset(self, task): return "seen", ["do it"]
+    def step(self, action): return "seen", ["do it"], 0.0, False, {"won": False, "admissible": True}
+
+class NoSteps:
+    max_turns, task_types = 2, ("a",)
+    def reset(self, task): return "seen", ["do it"]
+
+class NoGoal(Whole):
+    goal = property()
+
+class NoInfo(Whole):
+    def step(self, action): return "seen", ["do it"], 0.0, False, {"won": False}
+
+class Failing(Whole):
+    def __init__(self): {}["key"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("NoSteps", "mine.py:NoSteps lacks step: step(action) -> (observation, commands, reward, done, info"),
+        ("NoGoal", "lacks goal: the task as text"),
+        ("NoInfo", "the info of step(action) lacks admissible: "),
+        ("Failing", "mine.py:Failing: cannot be made: KeyError: 'key'"),
+    ],
+)
+def test_an_incomplete_environment_is_refused_in_a_line(name, said, tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.py").write_text(INCOMPLETE)
+    monkeypatch.setattr(sys, "argv", ["play", f"{tmp_path}/mine.py:{name}"])
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"do it\n")))
+    with pytest.raises(SystemExit) as ended:
+        cli.run(environments.main, (ValueError, ImportError))
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.count("\n") == 1 and said in error
 
 
 def test_odd_input_is_only_an_inadmissible_action():

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from hgpo_jax.advantages import ESTIMATORS, estimate, parameters
-from hgpo_jax.bench import policies
+from hgpo_jax.envs.cli import whole_number
 
 GROUP_SIZE = 8
 STEPS = 50
@@ -28,7 +28,7 @@ LIMITS = {128: 4.0, 20_000: 2000.0}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--repeats", type=policies.positive, default=50, help="timed calls of 128 x 50 steps; of larger ones 5")
+    parser.add_argument("--repeats", type=whole_number, default=50, help="timed calls of 128 x 50 steps; of larger ones 5")
 
 
 def run(args: argparse.Namespace) -> list[dict]:

@@ -18,11 +18,11 @@ import time
 import jax
 import numpy as np
 
-from hgpo_jax.bench import policies
 from hgpo_jax.bench.limits import alternate
 from hgpo_jax.bench.told import measure_told
 from hgpo_jax.config import PolicyConfig
 from hgpo_jax.environments import webshop_files
+from hgpo_jax.envs.cli import whole_number
 from hgpo_jax.envs.household import TASKS, Household
 from hgpo_jax.envs.household.expert import random_action
 from hgpo_jax.envs.household.world import ROOMS
@@ -52,18 +52,18 @@ RECORDED = {"alfworld load and reset": 3500.0, "alfworld step": 166.0, "webshop 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batch", type=policies.positive, default=1024, help="the compiled environment's episodes at once")
-    parser.add_argument("--repeats", type=policies.positive, default=20, help="its timed calls, of which the median counts")
+    parser.add_argument("--batch", type=whole_number, default=1024, help="the compiled environment's episodes at once")
+    parser.add_argument("--repeats", type=whole_number, default=20, help="its timed calls, of which the median counts")
     parser.add_argument("--alfworld", metavar="FOLDER", help="ALFWorld's games; measures those of valid_seen")
     parser.add_argument("--tokenizer", metavar="PLACE", help="folder or hub id; these games also told in chat on the device")
     parser.add_argument("--webshop", metavar="FOLDER", help="WebShop's catalogue and attributes")
-    parser.add_argument("--products", type=policies.positive, metavar="N", help="also a synthetic WebShop of N products")
+    parser.add_argument("--products", type=whole_number, metavar="N", help="also a synthetic WebShop of N products")
     parser.add_argument(
-        "--waiting", type=policies.positive, metavar="MS",
+        "--waiting", type=whole_number, metavar="MS",
         help="also rollouts of an artificial environment whose steps take so long on average, synchronous and asynchronous",
     )  # fmt: skip
-    parser.add_argument("--episodes", type=policies.positive, default=16, help="its episodes")
-    parser.add_argument("--workers", type=policies.positive, default=16, help="processes that play it")
+    parser.add_argument("--episodes", type=whole_number, default=16, help="its episodes")
+    parser.add_argument("--workers", type=whole_number, default=16, help="processes that play it")
     parser.add_argument("--ready-fraction", type=float, default=0.25, help="rollout.ready_fraction of asynchronous rollouts")
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from hgpo_jax import memory
 from hgpo_jax.config import Config
+from hgpo_jax.envs.cli import whole_number
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.job import prepare_devices
 from hgpo_jax.mesh import abstract_mesh, make_mesh
@@ -31,22 +32,15 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         help="shape of the policy: Qwen2.5-0.5B and the like, or household, the default run's (default)",
     )  # fmt: skip
     for option, name in SIZES.items():
-        p.add_argument(f"--{option.replace('_', '-')}", type=positive, help=f"{name} in place of the preset's")
+        p.add_argument(f"--{option.replace('_', '-')}", type=whole_number, help=f"{name} in place of the preset's")
     p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="type of the weights at work")
     p.add_argument("--mesh", metavar="SPEC", help="mesh, as in data=2; default: one device and all of them, the better counts")
-    p.add_argument("--repeats", type=positive, default=3, help="timed rounds, of which the median counts")
+    p.add_argument("--repeats", type=whole_number, default=3, help="timed rounds, of which the median counts")
     add_against(p)
 
 
 def add_against(p: argparse.ArgumentParser) -> None:
     p.add_argument("--against", choices=("transformers",), help="also do the same work in PyTorch (pip install -e '.[parity]')")
-
-
-def positive(text: str) -> int:
-    """An option's value. Raises ArgumentTypeError, which argparse reports in one line."""
-    if not (text.isdecimal() and len(text) <= 10 and 0 < int(text) < 2**31):
-        raise argparse.ArgumentTypeError(f"{text:.50}: must be a whole number from 1 to {2**31 - 1}")
-    return int(text)
 
 
 def workload(args: argparse.Namespace) -> memory.Workload:

@@ -23,6 +23,7 @@ from flax import struct
 
 from hgpo_jax.bench import policies
 from hgpo_jax.bench.limits import row
+from hgpo_jax.envs.cli import whole_number
 from hgpo_jax.policy import initialize, network
 from hgpo_jax.policy.placement import cast
 from hgpo_jax.rollout.chat_format import ParsedResponse, Prompt
@@ -139,7 +140,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("longest", 512, "tokens of the longest answer"), ("shortest-prompt", 300, "tokens of the first prompt"),
         ("longest-prompt", 1200, "tokens of the last prompt"),
     ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=policies.positive, default=default, help=f"{meaning}; default {default}")
+        parser.add_argument(f"--{name}", type=whole_number, default=default, help=f"{meaning}; default {default}")
     parser.add_argument("--equal", action="store_true", help="all answers have --longest tokens")
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from hgpo_jax.bench import limits, policies, profile
 from hgpo_jax.bench.limits import GiB, row
 from hgpo_jax.bench.plan import compiled_bytes
+from hgpo_jax.envs.cli import whole_number
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.policy import initialize, network
 from hgpo_jax.policy.placement import cast
@@ -28,9 +29,9 @@ from hgpo_jax.sampling import Decoding, make_decode_blocks, make_sampler
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     policies.add_arguments(parser)
-    parser.add_argument("--prompt", type=policies.positive, help="tokens of each prompt; default 128, the household's own")
-    parser.add_argument("--new", type=policies.positive, default=32, help="tokens of each response, at least 2")
-    parser.add_argument("--batch", type=policies.positive, nargs="+", default=[1, 8], help="rows at once; several in turn")
+    parser.add_argument("--prompt", type=whole_number, help="tokens of each prompt; default 128, the household's own")
+    parser.add_argument("--new", type=whole_number, default=32, help="tokens of each response, at least 2")
+    parser.add_argument("--batch", type=whole_number, nargs="+", default=[1, 8], help="rows at once; several in turn")
     parser.add_argument("--temperature", type=temperature, default=1.0, help="of sampling; 0 takes the most likely token")
     parser.add_argument(
         "--sample-dtype", choices=("compute_dtype", "int8"), default="compute_dtype", help="int8: decode in 8 bits"

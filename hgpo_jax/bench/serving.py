@@ -31,6 +31,7 @@ import numpy as np
 from hgpo_jax.bench import policies
 from hgpo_jax.bench.limits import row
 from hgpo_jax.config import Config
+from hgpo_jax.envs.cli import whole_number
 from hgpo_jax.envs.household import Household
 from hgpo_jax.errors import ConfigError, RunError
 from hgpo_jax.export import policy_folder
@@ -74,14 +75,14 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         ("slots", 8, "responses sampled at a time"), ("rounds", 4, "answers to each client"),
         ("prompt", 128, "tokens of a prompt"), ("response", 64, "tokens of an answer"),
     ):  # fmt: skip
-        p.add_argument(f"--{name}", type=policies.positive, default=default, help=f"{meaning}; default {default}")
-    p.add_argument("--hostile", type=policies.positive, metavar="N", help="bad requests a second beside the clients")
+        p.add_argument(f"--{name}", type=whole_number, default=default, help=f"{meaning}; default {default}")
+    p.add_argument("--hostile", type=whole_number, metavar="N", help="bad requests a second beside the clients")
     policies.add_against(p)
 
 
 def _numbers(text: str) -> list[int]:
     """The type of an argument that is a list of whole numbers."""
-    return [policies.positive(part) for part in text.split(",")]
+    return [whole_number(part) for part in text.split(",")]
 
 
 def run(args: argparse.Namespace) -> list[dict]:

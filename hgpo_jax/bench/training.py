@@ -18,6 +18,7 @@ from hgpo_jax.advantages import parameters
 from hgpo_jax.bench import policies, profile
 from hgpo_jax.bench.limits import forward_flops, matmul_rate, row
 from hgpo_jax.config import Config
+from hgpo_jax.envs.cli import whole_number
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.iteration import make_learn, sample
 from hgpo_jax.job import Job, build
@@ -32,7 +33,7 @@ PEER_MICROBATCH = 256
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     cli.add_config_arguments(parser)
-    parser.add_argument("--repeats", type=policies.positive, default=7, help="timed iterations, of which the median counts")
+    parser.add_argument("--repeats", type=whole_number, default=7, help="timed iterations, of which the median counts")
     policies.add_against(parser)
     profile.add_argument(parser)
 

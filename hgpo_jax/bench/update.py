@@ -24,6 +24,7 @@ from hgpo_jax.bench import limits, policies, profile
 from hgpo_jax.bench.limits import GiB, row
 from hgpo_jax.bench.plan import compiled_bytes
 from hgpo_jax.config import LearnerConfig
+from hgpo_jax.envs.cli import whole_number
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.learner import make_optimizer, make_policy_loss, make_update
 from hgpo_jax.methods import METHODS
@@ -34,12 +35,12 @@ from hgpo_jax.training_batch import TrainingBatch
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     policies.add_arguments(parser)
-    parser.add_argument("--rows", type=policies.positive, default=16, help="decisions to learn from, in one optimizer step")
-    parser.add_argument("--tokens", type=policies.positive, default=512, help="tokens of each, prompt and response")
-    parser.add_argument("--response", type=policies.positive, help="of these, tokens of the response; default an eighth")
-    parser.add_argument("--microbatch", type=policies.positive, default=4, help="rows per device and gradient, the peer's too")
+    parser.add_argument("--rows", type=whole_number, default=16, help="decisions to learn from, in one optimizer step")
+    parser.add_argument("--tokens", type=whole_number, default=512, help="tokens of each, prompt and response")
+    parser.add_argument("--response", type=whole_number, help="of these, tokens of the response; default an eighth")
+    parser.add_argument("--microbatch", type=whole_number, default=4, help="rows per device and gradient, the peer's too")
     parser.add_argument("--remat", choices=["none", "dots", "full"], default="none", help="as learner.remat; peer: full")
-    parser.add_argument("--lora", type=policies.positive, metavar="RANK", help="train adapters on every matrix; peer: peft's")
+    parser.add_argument("--lora", type=whole_number, metavar="RANK", help="train adapters on every matrix; peer: peft's")
     parser.add_argument("--offload", action="store_true", help="the optimizer's moments lie in host memory between steps")
     profile.add_argument(parser)
 

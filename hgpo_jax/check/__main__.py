@@ -24,7 +24,7 @@ from hgpo_jax.check import compiled, text
 from hgpo_jax.check.statistics import GROUP, table
 from hgpo_jax.config import Config
 from hgpo_jax.environments import ENVIRONMENTS, Environment, expert_of, is_compiled, made_outside
-from hgpo_jax.envs.cli import printable
+from hgpo_jax.envs.cli import printable, whole_number
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.policy.tokenizer import load_tokenizer
 from hgpo_jax.rollout.chat_format import MAX_CHARACTERS_PER_TOKEN, ChatFormat, load_template
@@ -36,6 +36,8 @@ def check(config: Config, episodes: int) -> tuple[list[str], str]:
     name = config.env.name
     if name in ENVIRONMENTS:
         found = ENVIRONMENTS[name]
+        if found.agent:
+            raise ConfigError(f"env.name={name}: is a command that plays by itself; there is nothing to check, run the command")
         in_words = config.in_words
         build = found.compiled if in_words else found.text
         assert build is not None  # the configuration is checked
@@ -91,18 +93,11 @@ def prompt_measure(config: Config, found: Environment) -> tuple[text.Measure, st
     return (tokens, "tokens") if source else (characters, "characters")
 
 
-def positive(value: str) -> int:
-    number = int(value)
-    if number < 1:
-        raise ValueError
-    return number
-
-
 def main() -> None:
     p = cli.parser("check", __doc__)
     p.add_argument("name", metavar="ENV", help="env.name: one of ours, package.module:NAME or path/to/file.py:NAME")
     p.add_argument("overrides", nargs="*", metavar="field=value", help="fields of a run, as in env.options.size=5 seed=1")
-    p.add_argument("--episodes", type=positive, default=100, metavar="N", help="rounded up to groups of 8; default 100")
+    p.add_argument("--episodes", type=whole_number, default=100, metavar="N", help="rounded up to groups of 8; default 100")
     args = p.parse_intermixed_args()
     config = configuration.load(None, [f"env.name={args.name}", *args.overrides])
     faults, described = check(config, args.episodes)

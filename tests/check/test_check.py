@@ -384,7 +384,8 @@ def test_the_command_and_its_exit_codes(tmp_path, monkeypatch, capsys):
         (["houshold"], "env.name='houshold': must be one of household"),
         (["./none.py:Mine"], "env.name=./none.py:Mine: no file"),
         (["./bad.py:Mine", "env.options.sise=5"], "env.options.sise=5: no such option; did you mean size?"),
-        (["./bad.py:Mine", "--episodes", "0"], "argument --episodes"),
+        (["household", "--episodes", "0"], "argument --episodes: 0: must be a whole number from 1"),
+        (["agent", "env.command=true"], "env.name=agent: is a command"),
         (["webshop"], "env.data=: webshop needs its data"),
     ):
         assert run(monkeypatch, *arguments) == 2

@@ -67,7 +67,8 @@ def test_sessions_are_recorded_until_the_server_ends(folder, tmp_path):
     [
         (["nowhere"], "nowhere: no such folder"),
         (["FOLDER", "--host", "0.0.0.0"], "--host 0.0.0.0: anybody could use the policy; set HGPO_API_KEY"),
-        (["FOLDER", "--slots", "0"], "--slots: 0: must be above 0"),
+        (["FOLDER", "--slots", "0"], "--slots: 0: must be a whole number from 1 to 2147483647"),
+        (["FOLDER", "--waiting", "x"], "--waiting: x: must be a whole number"),
         (["FOLDER", "--response-limit", "512"], "--response-limit 512: the model's context is 512 tokens"),
         (["FOLDER", "--prompt-limit", "500"], "--prompt-limit 500: beside a response 472 tokens fit in the context"),
         (["FOLDER", "--port", "TAKEN"], "--port"),
