@@ -29,16 +29,16 @@ from hgpo_jax.policy.placement import cast
 from hgpo_jax.policy.vocabulary import gather_logprobs
 from hgpo_jax.training_batch import TrainingBatch, assign_to_sequences, gather_microbatch
 
-MAX_LOGITS = 2**26  # 256 MB in float32
+MAX_LOGITS = 2**26  # 256 MB in float32, over the devices of fsdp and tensor together
 
 
 def token_logprobs(model, batch: TrainingBatch, *, temperature=1.0, remat="none", max_logits: int = MAX_LOGITS):
     """Log-probability and entropy of each response token: (f32[N, R], f32[N, R]), 0 beyond a response's end.
 
     temperature: of the distribution, as in sampling.
-    max_logits: logits to hold at a time on each device; where those of all predictions are more, they are computed in chunks,
-      and again in the backward pass. Together they are the largest array of an update by far (4,096 tokens of a vocabulary
-      of 151,936 are 2.5 GB), and are never needed at once.
+    max_logits: logits to hold at a time, over the devices of fsdp and tensor together; where those of all predictions are
+      more, they are computed in chunks, and again in the backward pass. Together they are the largest array of an update by
+      far (4,096 tokens of a vocabulary of 151,936 are 2.5 GB), and are never needed at once.
     """
     layout = batch.sequences()
     index = layout.response_index(batch.responses.shape[1], batch.response_lengths)
@@ -224,13 +224,13 @@ def make_update(
     `lr_scale` f32[] scales the optimizer's step. Returns (params, opt_state, stats), with every stat a scalar mean over its
     denominator, plus `grad_norm` (mean), `optimizer_steps` and `logp_difference`, the largest of the first mini-batch. A
     mini-batch whose statistics or gradient are not finite changes nothing and is left out of the means; `nonfinite_steps`
-    counts these.
+    counts these. With a count of 0 nothing changes, and every stat is 0.
     """
     sum_gradients = _make_sum_gradients(loss, mesh, minibatch_size, microbatch_size, compute_dtype)
 
     def epoch(params, opt_state, reference, batch: TrainingBatch, order, count, lr_scale):
-        steps = jnp.maximum(-(-count // minibatch_size), 1)
-        size = -(-count // steps)
+        steps = -(-count // minibatch_size)  # none without a decision: momentum and weight decay would move the parameters
+        size = -(-count // jnp.maximum(steps, 1))
         weight = batch.response_lengths if per_token else (batch.response_lengths > 0).astype(jnp.int32)
         before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(weight[order])])
 

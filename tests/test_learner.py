@@ -271,6 +271,17 @@ def test_every_decision_is_used_exactly_once(spec, microbatch):
     assert update._cache_size() == 1  # one program for every number of decisions
 
 
+def test_without_a_decision_nothing_moves(batch):
+    """Neither momentum and weight decay the parameters, nor the warm-up, which counts the optimizer's steps."""
+    mesh, init, update = compiled("data=1", 8)
+    params, reference = (jax.device_put(parameters(seed), shardings(MODEL, mesh)) for seed in (0, 1))
+    args = jax.device_put((batch, jnp.int32(ORDER)), NamedSharding(mesh, PartitionSpec()))
+    before = update(params, init(params), reference, *args, COUNT, LR_SCALE)[:2]
+    *after, stats = update(*before, reference, *args, 0, LR_SCALE)
+    jax.tree.map(np.testing.assert_array_equal, after, list(before))
+    assert not any(jax.tree.leaves(jax.device_get(stats)))
+
+
 def test_losses_by_decision_divide_by_decisions():
     mesh, N = mesh_of("data=1"), 6
     loss = lambda w, _, batch: ((w[batch.prompts[:, 0]] * (batch.response_lengths > 0)).sum(), {}, jnp.float32(0))  # noqa: E731
