@@ -44,7 +44,8 @@ def sample(job: Job, params, iteration: int) -> tuple[RolloutResult, list[dict],
     many prompt groups with different rewards as an iteration learns from; what is missing then has no steps, and there is no
     report.
 
-    Raises RunError where roles learn in turns and another than the first of them acts first.
+    Raises RunError where every episode of a host rollout failed (of a compiled one `Alarms` finds that, which waits for its
+    numbers), and where roles learn in turns and another than the first of them acts first.
     """
     settings = job.config.rollout
     if not job.method.dynamic_sampling:
@@ -78,6 +79,11 @@ def _rewarded_rollout(job: Job, params, iteration: int, attempt: int = 0) -> tup
     rewards: dict = {}
     if job.reward:
         result, rewards = job.reward(result)
+    if result.report and not result.episodes.mask.any():
+        failures = result.report.failures
+        raise RunError(
+            f"iteration {iteration + 1}: all {len(failures)} episodes failed, in the first one: {failures[min(failures)]}"
+        )
     return result, rollout_sums(result.episodes, job.config.advantage.gamma, job.runner.roles) | rewards
 
 

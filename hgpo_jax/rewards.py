@@ -4,13 +4,15 @@ For text episodes worker processes call the function (`rollout/reward_functions.
 JAX, `score(episode: Episodes without B) -> f32[] or f32[T]`: the reward of the last turn, or of every turn.
 
 An episode whose function fails, is too slow or gives no finite numbers is left out of the update, as one whose environment
-fails: with the environment's reward alone it would be compared with members of its group that have other rewards.
+fails: with the environment's reward alone it would be compared with members of its group that have other rewards. A run
+whose episodes all fail ends.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable
 
 import jax
@@ -26,6 +28,8 @@ from hgpo_jax.rollout.result import RolloutReport, RolloutResult
 from hgpo_jax.rollout.reward_functions import EpisodeTexts, LocalReward, reward_function
 from hgpo_jax.rollout.workers import EnvFailure
 from hgpo_jax.run import distributed
+
+log = logging.getLogger(__name__)
 
 Reward = Callable[[RolloutResult], tuple[RolloutResult, dict]]
 
@@ -105,7 +109,9 @@ class _TextReward:
                 for field, values in vars(e).items():
                     if field != "groups":
                         values[episode] = 0
-        sums = _sums(self._name, given, e.rewards, len(failures) - len(report.failures))
+        if failed := [episode for episode in failures if episode not in report.failures]:
+            log.warning("%d episodes are excluded, the first one: %s", len(failed), failures[failed[0]])
+        sums = _sums(self._name, given, e.rewards, len(failed))
         total = given + (0 if self._replaces else e.rewards)
         return RolloutResult(e.replace(rewards=total), dataclasses.replace(report, failures=failures)), sums
 

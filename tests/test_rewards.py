@@ -1,14 +1,17 @@
 """Rewards from outside: functions of text and of compiled episodes, what they may do wrong, and what a run records of them."""
 
 import json
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hgpo_jax import iteration
 from hgpo_jax.config import check_together, load
-from hgpo_jax.errors import ConfigError
+from hgpo_jax.errors import ConfigError, RunError
+from hgpo_jax.job import Job
 from hgpo_jax.rewards import make_reward
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.result import RolloutReport, RolloutResult
@@ -93,6 +96,17 @@ def test_text_episodes_get_rewards_and_one_whose_function_fails_is_left_out(here
     metrics = rollout_metrics([rollout_sums(e, 1.0, ("agent",)) | sums])
     assert metrics["reward/polite"] == 19 / 3 and metrics["reward/environment"] == 10 and metrics["reward/failed"] == 4
     assert metrics["return"] == 49 / 3
+
+
+@pytest.mark.parametrize("method", ["hgpo", "dapo"])
+def test_a_run_whose_function_fails_in_every_episode_ends(here, method):
+    fields = ["env.name=household_text", "reward=./texts.py:polite", "warm_start=none", f"method={method}"]
+    config = load(None, [*fields, "rollout.prompt_groups=1", "rollout.group_size=3"])
+    rollout = lambda params, *inputs: text_result(["raises", "talks", "talks"], [2, 3, 2])  # noqa: E731
+    runner = types.SimpleNamespace(rollout=rollout, select_tasks=lambda *which: None, roles=("agent",))
+    job = Job(config=config, mesh=None, policy=None, adapted=None, runner=runner, reward=reward(*fields))
+    with pytest.raises(RunError, match="^iteration 5: all 3 episodes failed, in the first one: reward: ZeroDivisionError: "):
+        iteration.sample(job, None, 4)
 
 
 def test_a_function_can_replace_the_environments_reward(here):

@@ -1,4 +1,5 @@
-"""What is wrong with an iteration's numbers: warnings, and the end of a run whose updates are skipped again and again."""
+"""What is wrong with an iteration's numbers: warnings, and the end of a run that has nothing to learn from, or whose updates
+are skipped again and again."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ class Alarms:
             "logp_difference": ("max_logp_difference", abs, limit),
         }
         self._most, self._in_a_row = config.learner.max_nonfinite, 0
-        self._above: set[str] = set()
+        self._said: set[str] = set()
         for row in earlier:
             self._count(row)
 
@@ -34,23 +35,30 @@ class Alarms:
         self._in_a_row = self._in_a_row + 1 if row.get("nonfinite_steps") else 0
 
     def check(self, row: dict) -> list[str]:
-        """Warnings about a row of metrics; a number that stays above its limit is reported once.
+        """Warnings about a row of metrics; a number that stays above its limit, and a reward function that goes on failing, are
+        reported once.
 
         Raises:
-          RunError: `learner.max_nonfinite` iterations in a row had an update that was skipped.
+          RunError: no episode had a turn, or `learner.max_nonfinite` iterations in a row had an update that was skipped.
         """
         self._count(row)
-        begin, found = f"iteration {row['iteration'] + 1}", []
+        begin, found, failed = f"iteration {row['iteration'] + 1}", [], row.get("reward/failed", 0)
+        if not row["steps"]:
+            raise RunError(f"{begin}: the reward function gave no finite numbers in any of its {failed:.0f} episodes")
         if self._in_a_row:
             found.append(
                 f"{begin}: {row['nonfinite_steps']:.0f} updates had a non-finite loss or "
                 f"gradient and were skipped; the batch is in episodes/nonfinite-{row['iteration']:05d}.npz"
             )
-        for name, (field, size, limit) in self._limits.items():
-            above = name in row and not size(row[name]) <= limit  # NaN is above
-            if above and name not in self._above:
-                found.append(f"{begin}: {name} is {row[name]:.4g}, its limit is log.{field}={limit:g}")
-            self._above = self._above | {name} if above else self._above - {name}
+        wrong = {
+            name: f"{name} is {row[name]:.4g}, its limit is log.{field}={limit:g}"
+            for name, (field, size, limit) in self._limits.items()
+            if name in row and not size(row[name]) <= limit  # NaN is above
+        }
+        if failed:
+            wrong["reward/failed"] = f"the reward function failed in {failed:.0f} episodes, which are left out"
+        found += [f"{begin}: {why}" for name, why in wrong.items() if name not in self._said]
+        self._said = set(wrong)
         if self._in_a_row >= self._most:
             raise RunError(
                 f"{found[0]}; the run stops after learner.max_nonfinite={self._most} such iterations in a row, lower learner.lr"

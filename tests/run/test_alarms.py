@@ -10,7 +10,7 @@ from hgpo_jax.run.alarms import Alarms
 
 
 def row(iteration, **more):
-    usual = {"ratio": 1.0, "approx_kl": 0.01, "logp_difference": 1e-6, "nonfinite_steps": 0.0}
+    usual = {"steps": 8.0, "ratio": 1.0, "approx_kl": 0.01, "logp_difference": 1e-6, "nonfinite_steps": 0.0}
     return {"iteration": iteration, **usual, **more}
 
 
@@ -53,6 +53,19 @@ def test_skipped_updates_are_said_and_end_the_run_after_so_many_in_a_row():
     alarms.check(row(4, **bad))
     with pytest.raises(RunError, match=r"learner\.max_nonfinite=3"):
         alarms.check(row(5, **bad))
+
+
+def test_a_failing_reward_function_is_said_once():
+    alarms = Alarms(load())
+    assert alarms.check(row(0, **{"reward/failed": 3.0})) == [
+        "iteration 1: the reward function failed in 3 episodes, which are left out"
+    ]
+    assert alarms.check(row(1, **{"reward/failed": 2.0})) == alarms.check(row(2, **{"reward/failed": 0.0})) == []
+
+
+def test_a_run_without_a_turn_to_learn_from_ends():
+    with pytest.raises(RunError, match="^iteration 5: the reward function gave no finite numbers in any of its 8 episodes$"):
+        Alarms(load()).check(row(4, steps=0.0, **{"reward/failed": 8.0}))
 
 
 def test_a_resumed_run_counts_on():
