@@ -19,8 +19,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from hgpo_jax.errors import ConfigError
+from hgpo_jax.errors import ConfigError, RunError
 
+KINDS = (ConfigError, RunError, OSError, ValueError)  # of errors that processes tell each other; a ConfigError is a ValueError
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
@@ -69,21 +70,35 @@ def broadcast_from_process_0(call: Callable):
     Args:
       call: returns what JSON can hold.
 
-    Raises:
-      ConfigError: in all processes if `call` raises it in process 0.
+    Raises in all processes what `call` raises in process 0, so that none waits for another: in the others a ConfigError,
+    RunError, OSError or ValueError like that, or a RunError that names what it was.
     """
     if jax.process_count() == 1:
         return call()
-    encoded = b""
+    encoded, raised = b"", None
     if jax.process_index() == 0:
         try:
             encoded = json.dumps([call(), None]).encode()
-        except ConfigError as error:
-            encoded = json.dumps([None, str(error)]).encode()
+        except Exception as error:  # whatever it is, the others wait for a word
+            raised = error
+            encoded = json.dumps([None, _told(error)]).encode()
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(encoded))))
     content = np.zeros(size, np.uint8)
     content[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-    value, error_message = json.loads(bytes(multihost_utils.broadcast_one_to_all(content)))
-    if error_message is not None:
-        raise ConfigError(error_message)
+    value, told = json.loads(bytes(multihost_utils.broadcast_one_to_all(content)))
+    if raised:
+        raise raised
+    if told:
+        kind, arguments = told
+        raise next(one for one in KINDS if one.__name__ == kind)(*arguments)
     return value
+
+
+def _told(error: Exception) -> tuple[str, list]:
+    """The name of one of KINDS and the arguments that make an error like this one."""
+    kind = next((kind for kind in KINDS if isinstance(error, kind)), None)
+    if isinstance(error, OSError) and error.errno is not None:
+        return "OSError", [error.errno, error.strerror, error.filename and str(error.filename)]
+    if kind is None:
+        return "RunError", [f"process 0 has failed: {type(error).__name__}: {error}"]
+    return kind.__name__, [str(error)]

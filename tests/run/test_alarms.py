@@ -64,7 +64,7 @@ def test_a_failing_reward_function_is_said_once():
 
 
 def test_a_run_without_a_turn_to_learn_from_ends():
-    with pytest.raises(RunError, match="^iteration 5: the reward function gave no finite numbers in any of its 8 episodes$"):
+    with pytest.raises(RunError, match=r"^iteration 5: the reward function gave no finite numbers in any of its 8 episodes$"):
         Alarms(load()).check(row(4, steps=0.0, **{"reward/failed": 8.0}))
 
 

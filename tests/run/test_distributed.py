@@ -6,7 +6,7 @@ import time
 import pytest
 from safetensors.numpy import load_file
 
-from hgpo_jax.errors import ConfigError
+from hgpo_jax.errors import ConfigError, RunError
 from hgpo_jax.run import distributed
 from tests.helpers.processes import alone, metrics, together
 
@@ -118,6 +118,46 @@ def test_variables_that_do_not_fit_are_named(changed, fragment):
 def test_no_word_of_other_processes_is_a_mistake():
     with pytest.raises(ConfigError, match="--distributed"):
         distributed.join({})
+
+
+def broadcast_in_two(monkeypatch, call) -> list:
+    """What each of two processes gets or raises, one after the other: what the first one says is heard by the second."""
+    said, found = [], []
+    monkeypatch.setattr(distributed.jax, "process_count", lambda: 2)
+    for index, talk in enumerate((lambda value: said.append(value) or value, lambda value: said.pop(0))):
+        monkeypatch.setattr(distributed.jax, "process_index", lambda index=index: index)
+        monkeypatch.setattr(distributed.multihost_utils, "broadcast_one_to_all", talk)
+        try:
+            found.append(distributed.broadcast_from_process_0(call))
+        except Exception as error:
+            found.append(error)
+    assert not said
+    return found
+
+
+def test_both_processes_get_what_the_first_one_found(monkeypatch):
+    assert broadcast_in_two(monkeypatch, lambda: [1, "a"]) == [[1, "a"], [1, "a"]]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError("seed=x: give a number"), RunError("env.workers: gone"), ValueError("no such thing"),
+        PermissionError(13, "Permission denied", "/some/run"),
+    ],
+)  # fmt: skip
+def test_no_process_waits_for_one_that_failed(error, monkeypatch):
+    def fail():
+        raise error
+
+    for raised in broadcast_in_two(monkeypatch, fail):
+        assert type(raised) is type(error) and str(raised) == str(error)
+
+
+def test_an_error_of_the_program_is_named_in_the_others(monkeypatch):
+    first, second = broadcast_in_two(monkeypatch, lambda: {}["x"])
+    assert isinstance(first, KeyError)
+    assert isinstance(second, RunError) and str(second) == "process 0 has failed: KeyError: 'x'"
 
 
 def test_one_process_looks_for_itself():
