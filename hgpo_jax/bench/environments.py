@@ -57,7 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--alfworld", metavar="FOLDER", help="ALFWorld's games; measures those of valid_seen")
     parser.add_argument("--tokenizer", metavar="PLACE", help="folder or hub id; these games also told in chat on the device")
     parser.add_argument("--webshop", metavar="FOLDER", help="WebShop's catalogue and attributes")
-    parser.add_argument("--products", type=whole_number, metavar="N", help="also a synthetic WebShop of N products")
+    several = functools.partial(whole_number, low=2)  # the first one has no goal
+    parser.add_argument("--products", type=several, metavar="N", help="also a synthetic WebShop of N products")
     parser.add_argument(
         "--waiting", type=whole_number, metavar="MS",
         help="also rollouts of an artificial environment whose steps take so long on average, synchronous and asynchronous",
@@ -72,9 +73,17 @@ def run(args: argparse.Namespace) -> list[dict]:
     over ours), or None. Raises ConfigError for a folder without the data."""
     if not 0 < args.ready_fraction < 1:
         raise ConfigError(f"--ready-fraction {args.ready_fraction:g}: expected a fraction above 0 and below 1")
+    tokenizer = None
+    if args.tokenizer:
+        if not args.alfworld:
+            raise ConfigError(f"--tokenizer {args.tokenizer}: needs games to tell; give --alfworld FOLDER")
+        try:
+            tokenizer = read_tokenizer(args.tokenizer)
+        except ValueError as error:
+            raise ConfigError(f"--tokenizer {str(error).removeprefix('policy.tokenizer=')}") from None
     rows = household(args.batch, args.repeats)
     if args.alfworld:
-        rows += alfworld(args.alfworld, args.tokenizer)
+        rows += alfworld(args.alfworld, tokenizer)
     if args.webshop:
         rows += webshop(args.webshop)
     if args.products:
@@ -115,7 +124,7 @@ def household(batch: int, repeats: int) -> list[dict]:
     return rows
 
 
-def alfworld(folder: str, tokenizer: str | None) -> list[dict]:
+def alfworld(folder: str, tokenizer) -> list[dict]:
     """ALFWorld's engine and the compiled games on some games of valid_seen; with a tokenizer also told in chat."""
     from hgpo_jax.envs.alfworld.bench import measure
     from hgpo_jax.envs.alfworld.bench_compiled import measure_compiled
@@ -125,7 +134,7 @@ def alfworld(folder: str, tokenizer: str | None) -> list[dict]:
         games = [game.path for game in list_games("valid_seen", folder)]
         games = games[:: -(-len(games) // GAMES)]
         measured = measure(games) + measure_compiled(games)
-        told = measure_told(games, read_tokenizer(tokenizer)) if tokenizer else []
+        told = measure_told(games, tokenizer) if tokenizer else []
     except (ValueError, OSError) as error:
         raise ConfigError(f"--alfworld {folder}: {' '.join(str(error).split())}") from None
     return [row(f"alfworld {r['name']}", r["value"], r["unit"]) for r in measured] + told

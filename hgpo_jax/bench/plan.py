@@ -60,6 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> list[dict]:
     """Rows of name, value (GiB) and limit_share (of the chip's memory)."""
     config = cli.load_config(args)
+    if args.compile and args.chip:
+        raise ConfigError(f"--chip {args.chip}: --compile {args.compile} says for which; leave out one")
     if args.compile and any(role.has_weights for role in config.roles.values()):
         raise ConfigError(f"--compile {args.compile}: compiles for one policy; leave out roles.*.policy and lora_rank")
     try:

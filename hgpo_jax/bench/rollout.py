@@ -24,6 +24,7 @@ from flax import struct
 from hgpo_jax.bench import policies
 from hgpo_jax.bench.limits import row
 from hgpo_jax.envs.cli import whole_number
+from hgpo_jax.errors import ConfigError
 from hgpo_jax.policy import initialize, network
 from hgpo_jax.policy.placement import cast
 from hgpo_jax.rollout.chat_format import ParsedResponse, Prompt
@@ -146,6 +147,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> list[dict]:
     """Rows of name, value, unit, limit_share (of the fewest steps possible) and ratio (speed over that of lockstep)."""
+    if args.mean < 2 and not args.equal:
+        raise ConfigError(f"--mean {args.mean}: must be 2 or more; for answers of one token give --longest 1 --equal")
+    if args.shortest_prompt > args.longest_prompt:
+        raise ConfigError(f"--shortest-prompt {args.shortest_prompt}: is above --longest-prompt {args.longest_prompt}")
     workload = policies.workload(args)
     policies.refuse(args, workload.model, [args.slots], args.longest_prompt + args.longest)
     ((spec, mesh),) = policies.meshes(args.mesh or "data=1", args.slots).items()

@@ -43,6 +43,8 @@ def run(args: argparse.Namespace) -> list[dict]:
     config, peer = cli.load_config(args), policies.load_peer(args.against)
     if peer:
         refuse_unlike(config)
+    if args.profile and not config.in_words:
+        raise ConfigError(f"--profile {args.profile}: traces a compiled environment's iteration; leave it out")
     job = build(config)
     learn, init = make_learn(job)
     rate = matmul_rate(job.mesh)

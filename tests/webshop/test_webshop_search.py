@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from webshop_tiny import ITEMS
 
-from hgpo_jax.envs.webshop import load_shop
+from hgpo_jax.envs.webshop import bench, load_shop
 from hgpo_jax.envs.webshop.analyzer import STOP_WORDS, analyze
 from hgpo_jax.envs.webshop.catalogue import Catalogue, build, main
 from hgpo_jax.envs.webshop.index import lossy_length
@@ -93,6 +93,12 @@ def test_no_more_than_fifty_and_the_same_from_mapped_files(tmp_path, capsys, mon
     best = [memory.catalogue.product(int(position)).asin for position in positions[:50]]
     assert best == [asin for asin, _ in memory.search(queries[0])]
     assert np.all(np.diff(scores) <= 0)
+
+
+def test_a_small_catalogue_can_be_measured(tmp_path):
+    items, attributes = write_catalogue(tmp_path, 12)
+    bench.build_folder(items, attributes, tmp_path)
+    assert all(value > 0 for value in bench.use_folder(tmp_path).values())
 
 
 def test_the_command_runs_without_a_warning():
