@@ -65,10 +65,16 @@ def finish() -> None:
         torch.cuda.synchronize()
 
 
-def sampler(model, prompts: np.ndarray, max_new: int, temperature: float) -> Callable[[], np.ndarray]:
-    """`generate` as a call: prompts i32[B, P] -> i64[B, max_new], sampled from the full distribution, or greedily at 0."""
+def sampler(
+    model, prompts: np.ndarray, max_new: int, temperature: float, end: int | None = None
+) -> Callable[[], np.ndarray]:
+    """`generate` as a call: prompts i32[B, P] -> i64[B, max_new], sampled from the full distribution, or greedily at 0.
+
+    end: the token after which all answers may end; then as many tokens as the longest has.
+    """
     tokens = torch.from_numpy(prompts.astype(np.int64)).to(device())
     how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
+    how |= {} if end is None else {"eos_token_id": end}
 
     def sample():
         with torch.inference_mode():

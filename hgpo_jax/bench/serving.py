@@ -3,10 +3,11 @@
     python -m hgpo_jax.bench serve --policy smollm2 --clients 1,8,32 --against transformers
 
 Every client streams one answer after the other to a prompt of its own random tokens; all are one process beside the server's.
-Directly, as many requests are under way as there are clients, and steps are as long as the sampler likes. With random weights
-(--policy household) answers are as long as they may be. The peer is what one writes by hand: one request after the other
-goes through transformers' `generate`, answered when it is whole, so that the first token comes with the last. Nothing is
-compiled while it is timed. With --hostile N the clients ask once more, beside a process that sends N bad requests a second.
+Directly, as many requests are under way as there are clients, and steps are as long as the sampler likes. All answers end with
+the tokenizer's end token, which random weights (--policy household) draw as often as any other. The peer is what one writes
+by hand: one request after the other goes through transformers' `generate`, answered when it is whole, so that the first token
+comes with the last. Nothing is compiled while it is timed. With --hostile N the clients ask once more, beside a process that
+sends N bad requests a second.
 """
 
 from __future__ import annotations
@@ -88,6 +89,8 @@ def _numbers(text: str) -> list[int]:
 def run(args: argparse.Namespace) -> list[dict]:
     """Rows of name, value, unit and ratio: of the speed to the sampler's own, and to the peer's."""
     try:
+        import openai  # noqa: F401  # the clients' process asks with it
+
         from hgpo_jax.serving.api import Api
         from hgpo_jax.serving.background import served
         from hgpo_jax.serving.engine import Engine
@@ -148,9 +151,12 @@ def _policy(name: str, mesh) -> Policy:
         found = policies.workload(argparse.Namespace(policy=name, **dict.fromkeys(policies.SIZES)))
         return Policy(found.model, initialize(found.model, 0, mesh), word_tokenizer(env.words))
     try:
-        return load_policy(policy_folder(name), mesh)
+        policy = load_policy(policy_folder(name), mesh)
     except ValueError as error:
         raise ConfigError(f"--policy: {error}") from None
+    if policy.tokenizer is None or policy.tokenizer.eos_token_id is None:
+        raise ConfigError(f"--policy {name}: has no tokenizer with an end token; add tokenizer.json and tokenizer_config.json")
+    return policy
 
 
 class Direct:
@@ -274,15 +280,15 @@ def _peer_app(peer, policy: Policy, response: int) -> Any:
     from starlette.routing import Route
 
     model, lock = peer.make_model(policy.config, policy.params, "float32"), asyncio.Lock()
+    end = policy.tokenizer.eos_token_id
 
     async def complete(request: Request) -> JSONResponse:
         asked = await request.json()
-        sample: Callable[[], np.ndarray] = peer.sampler(model, np.array([asked["prompt"]]), response, 1.0)
+        sample: Callable[[], np.ndarray] = peer.sampler(model, np.array([asked["prompt"]]), response, 1.0, end)
         async with lock:
             tokens = (await asyncio.to_thread(sample))[0].tolist()
-        ended = tokens.index(policy.tokenizer.eos_token_id) + 1 if policy.tokenizer.eos_token_id in tokens else len(tokens)
-        text = policy.tokenizer.decode(tokens[:ended], skip_special_tokens=True)
-        usage = {"prompt_tokens": len(asked["prompt"]), "completion_tokens": ended, "total_tokens": 0}
+        text = policy.tokenizer.decode(tokens, skip_special_tokens=True)
+        usage = {"prompt_tokens": len(asked["prompt"]), "completion_tokens": len(tokens), "total_tokens": 0}
         choices = [{"index": 0, "text": text, "finish_reason": "length", "logprobs": None}]
         answer = {"id": "0", "object": "text_completion", "created": 0, "model": "served"}
         return JSONResponse(answer | {"choices": choices, "usage": usage})

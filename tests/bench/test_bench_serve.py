@@ -56,6 +56,24 @@ def test_rows(tmp_path, monkeypatch, against):
     assert all(0.7 * 8 * load.clients * load.rounds <= out.tokens <= 8 * load.clients * load.rounds for load, out in measured)
 
 
+def refused(monkeypatch, capsys, *arguments) -> str:
+    monkeypatch.setattr(sys, "argv", ["bench", "serve", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        command.cli.run(command.main)
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_what_is_missing_is_said_before_anything_is_compiled(monkeypatch, capsys, tmp_path):
+    byte_policy().save(tmp_path)
+    for file in tmp_path.glob("*token*"):
+        file.unlink()
+    said = refused(monkeypatch, capsys, "--policy", str(tmp_path))
+    assert said.startswith(f"error: --policy {tmp_path}: has no tokenizer with an end token; add ") and said.count("\n") == 1
+    monkeypatch.setitem(sys.modules, "openai", None)
+    assert "needs the package openai; pip install 'hgpo_jax[serve,openai]'" in refused(monkeypatch, capsys)
+
+
 @pytest.mark.slow
 def test_bad_requests_are_refused():
     policy = byte_policy()
