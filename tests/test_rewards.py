@@ -105,7 +105,7 @@ def test_a_run_whose_function_fails_in_every_episode_ends(here, method):
     rollout = lambda params, *inputs: text_result(["raises", "talks", "talks"], [2, 3, 2])  # noqa: E731
     runner = types.SimpleNamespace(rollout=rollout, select_tasks=lambda *which: None, roles=("agent",))
     job = Job(config=config, mesh=None, policy=None, adapted=None, runner=runner, reward=reward(*fields))
-    with pytest.raises(RunError, match="^iteration 5: all 3 episodes failed, in the first one: reward: ZeroDivisionError: "):
+    with pytest.raises(RunError, match=r"^iteration 5: all 3 episodes failed, in the first one: reward: ZeroDivisionError: "):
         iteration.sample(job, None, 4)
 
 

@@ -14,6 +14,7 @@ from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
 from typing import Any
 
+from hgpo_jax.errors import RunError
 from hgpo_jax.rollout.workers import EnvFailure, EnvOutput, EnvSpec, LocalWorkers, Request
 
 
@@ -25,7 +26,7 @@ class _WorkerProcess:
     def __init__(self, make: Callable, time_limit: float, start_limit: float):
         self._make, self._time_limit, self._start_limit = make, time_limit, start_limit
         self.queue: SimpleQueue[tuple[Request, SimpleQueue] | None] = SimpleQueue()  # a request, and the queue for its answer
-        self.replaced, self._ended = 0, False
+        self._ended = False
         self.process: BaseProcess | None = None
         self._thread = threading.Thread(target=self._answer_all, daemon=True)
         self._spawn()
@@ -72,7 +73,7 @@ class _WorkerProcess:
                 break
             answers.put(self._request(request))
 
-    def _request(self, request: Request) -> tuple[int, EnvOutput | EnvFailure] | ValueError:
+    def _request(self, request: Request) -> tuple[int, EnvOutput | EnvFailure] | RunError:
         """The answer; an error if there is no process that could give one."""
         try:
             if self.process is None:
@@ -80,7 +81,7 @@ class _WorkerProcess:
                 self.read_spec()
         except (ValueError, OSError) as error:
             self._stop()
-            return ValueError(str(error))
+            return RunError(f"{error}; a worker that died or took too long cannot be replaced")
         try:
             self.pipe.send(request)
             if self.pipe.poll(self._time_limit):
@@ -89,7 +90,6 @@ class _WorkerProcess:
         except Exception as error:  # an answer may not be a pickle: the environment can write into the pipe
             failure = "its worker process died" if isinstance(error, EOFError | OSError) else f"no answer: {error!r:.200}"
         self._stop()
-        self.replaced += 1
         return request[0], EnvFailure(failure)
 
     def _stop(self) -> None:
@@ -144,14 +144,9 @@ class ProcessWorkers:
         for worker in self._workers:
             worker.start()
 
-    @property
-    def replaced(self) -> int:
-        """Processes that died or took too long."""
-        return sum(worker.replaced for worker in self._workers)
-
     def discard_answers(self) -> None:
         """Discards answers that have not been received, those to come too."""
-        self._answers: SimpleQueue[tuple[int, Any] | ValueError] = SimpleQueue()
+        self._answers: SimpleQueue[tuple[int, Any] | RunError] = SimpleQueue()
 
     def send(self, requests: Iterable[tuple]) -> None:
         """Sends requests to the workers."""
@@ -163,11 +158,11 @@ class ProcessWorkers:
         """(episode, answer) for the answers that have come, in order of arrival; waits for at least `minimum`. An answer
         is an EnvOutput, the rewards of a function, or an EnvFailure.
 
-        Raises ValueError if a worker that was replaced cannot make its environment.
+        Raises RunError if the replacement of a worker cannot make its environment.
         """
         while minimum > 0 or not self._answers.empty():
             answer = self._answers.get()
-            if isinstance(answer, ValueError):
+            if isinstance(answer, RunError):
                 raise answer
             minimum -= 1
             yield answer

@@ -1,5 +1,6 @@
 """Environments in this process and in workers: the same answers, and mishaps that stay with their own episode."""
 
+import functools
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from odd_env import ODD, WRONG, Counting, broken, dying
 
+from hgpo_jax.errors import RunError
 from hgpo_jax.rollout.process_workers import ProcessWorkers
 from hgpo_jax.rollout.workers import EnvFailure, EnvOutput, LocalWorkers
 
@@ -115,7 +117,6 @@ def test_workers_that_die_or_hang_are_replaced_and_the_others_go_on():
         began = time.monotonic()
         outputs = play(workers, script, dict.fromkeys(script, 2))
         assert 3 < time.monotonic() - began < 60
-        assert workers.replaced == 3
         assert outputs[4][-1].reason.startswith("no answer: UnpicklingError") and len(outputs[4]) == 3
         assert outputs[1][-1] == EnvFailure("its worker process died") and len(outputs[1]) == 3
         assert outputs[5][-1] == EnvFailure("no answer in 3 s") and len(outputs[5]) == 4
@@ -142,6 +143,32 @@ def test_workers_that_die_or_hang_are_replaced_and_the_others_go_on():
 def test_an_environment_that_cannot_be_made_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         ProcessWorkers(make, 2, 8)
+
+
+class Unreachable(Counting):
+    """Cannot be made while there is such a file; what dies makes it."""
+
+    def __init__(self, file):
+        self.file = file
+        if file.exists():
+            raise ConnectionError("its server is down")
+
+    def step(self, action):
+        if action == "die":
+            self.file.touch()
+        return super().step(action)
+
+
+def test_a_worker_that_cannot_be_replaced_ends_the_run(tmp_path):
+    workers = ProcessWorkers(functools.partial(Unreachable, tmp_path / "down"), 1, 1, time_limit=5)
+    try:
+        workers.send([(0, 2, ("die",))])
+        assert list(workers.receive(1)) == [(0, EnvFailure("its worker process died"))]
+        workers.send([(0, 2, ())])
+        with pytest.raises(RunError, match=r"^environment: its server is down; a worker .* cannot be replaced$"):
+            list(workers.receive(1))
+    finally:
+        workers.close()
 
 
 def test_workers_that_nobody_ended_do_not_keep_a_program_from_ending(tmp_path):
