@@ -6,6 +6,8 @@ as the failure of every single episode.
 
 from __future__ import annotations
 
+import numbers
+
 from hgpo_jax.envs.protocol import (
     INFO,
     BegunTextEnv,
@@ -25,6 +27,7 @@ RUNNER = members(CompiledEnv)  # and to be read
 OWN = members(OwnPrompts)  # what an environment with a `prompt` of its own has besides
 TEAM = members(Team)  # and one with several roles
 PLANS = members(Plans)  # and one whose answers have parts
+NUMBERS = ("goal_length", "observation_length", "action_length", "max_turns")
 STATE = {"task": "the index of the episode's task type"}
 TEXT = members(TextEnv)
 TEXT_RESET = members(BegunTextEnv, beyond=TextEnv)
@@ -42,15 +45,21 @@ def roles_of(env) -> tuple[str, ...]:
 
 
 def check_compiled(env, members: dict[str, str]) -> None:
-    """Raises ValueError, naming class and member, where a compiled environment lacks one of the members, or its state one."""
+    """Raises ValueError, naming class and member, where a compiled environment lacks one of the members or its state one, a
+    number among them is none, or reset fails."""
     import jax  # text environments are checked in worker processes, which do not need it
 
     name = type(env).__name__
     for member, more in (("prompt", OWN), ("roles", TEAM), ("answer_parts", PLANS)):
         members = members | (more if hasattr(env, member) else {})
     _check(name, env, members)
+    for number in filter(members.__contains__, NUMBERS):
+        _check_number(name, env, number)
     roles_of(env)
-    state, _ = jax.eval_shape(lambda: env.reset(jax.random.key(0)))  # opens no device
+    try:
+        state, _ = jax.eval_shape(lambda: env.reset(jax.random.key(0)))  # opens no device
+    except Exception as error:  # whatever it does
+        raise ValueError(one_line(f"{name}: reset(key) fails with {type(error).__name__}: {error!s:.300}")) from None
     _check(f"{name}: the state of reset(key)", state, STATE)
     if hasattr(env, "answer_parts"):
         parts = env.answer_parts
@@ -70,6 +79,7 @@ def check_text(env) -> None:
     """Raises ValueError, naming class and member, where a text environment lacks something. Takes one step in task 0."""
     name = type(env).__name__
     _check(name, env, TEXT)
+    _check_number(name, env, "max_turns")
     roles_of(env)
     try:
         _, commands = env.reset(0)
@@ -83,6 +93,12 @@ def check_text(env) -> None:
         return
     if missing:
         raise ValueError(f"{name}: the info of step(action) lacks {missing[0]}")
+
+
+def _check_number(name: str, env, member: str) -> None:
+    value = getattr(env, member)
+    if not isinstance(value, numbers.Integral) or value < 1:
+        raise ValueError(f"{name}: {member} is {value!r:.100}; give a whole number above 0")
 
 
 def _check(name: str, thing, members: dict[str, str]) -> None:

@@ -84,6 +84,30 @@ def test_the_state_of_a_compiled_environment():
         CompiledRunner(configuration.load(), env, None, None, None)
 
 
+class Unready(Room):
+    def reset(self, key):
+        return self.no_such_thing(key)
+
+
+class Silent(Room):
+    def reset(self, key):
+        return super().reset(key)[0]
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (Unready, r"Unready: reset\(key\) fails with AttributeError: .*no_such_thing"),
+        (Silent, r"Silent: reset\(key\) fails with TypeError: "),
+        (type("Mine", (Room,), {"max_turns": "3"}), "Mine: max_turns is '3'; give a whole number above 0"),
+        (type("Mine", (Room,), {"goal_length": 2.0}), "Mine: goal_length is 2.0; "),
+    ],
+)
+def test_what_a_compiled_environment_says(env, message):
+    with pytest.raises(ConfigError, match=f"^{message}[^\n]*$"):
+        CompiledRunner(configuration.load(), env(), None, None, None)
+
+
 @pytest.mark.parametrize("member", [*TEXT, *TEXT_RESET])
 def test_a_text_environment(member):
     after = r" after reset\(task\)" if member in TEXT_RESET else ""
@@ -117,6 +141,11 @@ def test_a_text_environment_in_a_worker():
 class Unlucky(Counting):
     def reset(self, task):
         return super().reset(13 if task == 0 else task)
+
+
+def test_the_turns_of_a_text_environment():
+    with pytest.raises(ValueError, match=r"^Mine: max_turns is 0; give a whole number above 0$"):
+        LocalWorkers(type("Mine", (Counting,), {"max_turns": 0}))
 
 
 def test_a_task_that_cannot_begin_still_costs_its_own_episodes_alone():
