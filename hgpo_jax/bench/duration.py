@@ -25,14 +25,21 @@ RATES = {
     "h200-141g": (989e12, 4.8e12), "l40s-48g": (362e12, 0.864e12), "tpu-v4": (275e12, 1.2e12), "tpu-v5e": (197e12, 0.819e12),
     "tpu-v5p": (459e12, 2.765e12), "tpu-v6e": (918e12, 1.64e12),
 }  # fmt: skip
+TF32 = ("a100", "h100", "h200", "l40s")  # multiply float32 as TensorFloat-32, at half of that rate; TPUs as bfloat16
 # Of these rates, the share that whole iterations reach: measured on CPUs (README.md), assumed of accelerators.
 REACHED = 0.5
+
+
+def rates_of(chip: str, dtype: str) -> tuple[float, float]:
+    """A chip's `RATES` for products of this type."""
+    operations, reading = RATES[chip]
+    return operations / (2 if dtype == "float32" and chip.startswith(TF32) else 1), reading
 
 
 def seconds_at_limits(
     config: Config, mesh, workload: Workload, rates: tuple[float, float], turns: float, prompt: float, response: float
 ) -> dict[str, float]:
-    """Seconds of each part of an iteration on a mesh of devices with these rates, as in `RATES`.
+    """Seconds of each part of an iteration on a mesh of devices with these rates, as of `rates_of`.
 
     turns: of an episode, in the mean. prompt, response: tokens of a turn, in the mean.
     """

@@ -100,7 +100,8 @@ def run(args: argparse.Namespace) -> list[dict]:
 def _hours(args: argparse.Namespace, config: Config, mesh, workload: memory.Workload, chip: str) -> list[dict]:
     """Rows of an iteration's parts at the chip's limits, and of the run at the share of these that is reached."""
     expected = args.turns or config.env.turns, args.prompt or workload.prompt, args.response or workload.response
-    parts = duration.seconds_at_limits(config, mesh, workload, duration.RATES[chip], *expected)
+    rates = duration.rates_of(chip, config.policy.compute_dtype)
+    parts = duration.seconds_at_limits(config, mesh, workload, rates, *expected)
     hours = config.iterations * sum(parts.values()) / duration.REACHED / 3600
     rows = [limits.row(f"an iteration at the limits of {chip}: {name}", seconds, "s") for name, seconds in parts.items()]
     return [*rows, limits.row(f"{config.iterations} iterations at {duration.REACHED:.0%} of these limits", hours, "h")]

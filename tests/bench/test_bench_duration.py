@@ -7,7 +7,7 @@ import pytest
 from hgpo_jax import config as configuration
 from hgpo_jax import memory
 from hgpo_jax.bench import __main__ as bench
-from hgpo_jax.bench.duration import RATES, REACHED, seconds_at_limits
+from hgpo_jax.bench.duration import RATES, REACHED, rates_of, seconds_at_limits
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.mesh import abstract_mesh
 from hgpo_jax.tables import plan as planning
@@ -23,6 +23,9 @@ def count(name: str, *overrides: str, mesh: str = "data=1", rates=(1e15, 1e12), 
 
 def test_every_chip_with_a_memory_has_rates():
     assert set(RATES) == set(memory.CHIPS)
+    for chip, (operations, reading) in RATES.items():
+        assert rates_of(chip, "bfloat16") == (operations, reading)
+        assert rates_of(chip, "float32") == (operations if chip.startswith("tpu") else operations / 2, reading)
 
 
 def test_the_usual_count_of_operations():
