@@ -3,7 +3,7 @@
     python -m hgpo_jax.bench accelerator --minutes 9 --json accelerator.json
 
 The whole default run from a cold start; its iteration by phase; sampling and learning with policies of 0.5 and 1.5 billion
-parameters in bfloat16, each against the machine's own rates and, where torch is installed, against transformers; rollouts
+parameters in bfloat16, each against the machine's own rates and, where torch finds it too, against transformers; rollouts
 with answers of very different lengths; decisions of 8,192 tokens; an update whose optimizer lies in the host's memory. Each
 part is a process of its own: one that fails, or for which no time is left, says so in its row, and the others go on. --json is
 written after every part. --tiny tries the same with small shapes.
@@ -12,6 +12,7 @@ written after every part. --tiny tries the same with small shapes.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import os
@@ -97,8 +98,14 @@ def _backend() -> str:
 
 def _arguments(module: str, arguments: list[str], has_peer: bool, *, tiny: bool) -> list[str]:
     small = (TINY_JOB if module == TRAIN else TINY[arguments[0]]) if tiny else []
-    against = ["--against", "transformers"] if has_peer and importlib.util.find_spec("torch") else []
-    return [*arguments, *small, *against]
+    return [*arguments, *small, *(["--against", "transformers"] if has_peer and _peer_works() else [])]
+
+
+@functools.cache
+def _peer_works() -> bool:
+    """Whether torch is installed and finds the accelerator, asked in a process of its own, too."""
+    command = [sys.executable, "-c", "from hgpo_jax.bench.policies import load_peer; load_peer('transformers')"]
+    return importlib.util.find_spec("torch") is not None and not subprocess.run(command, capture_output=True).returncode
 
 
 def _part(title: str, module: str, arguments: list[str], seconds: float) -> list[dict]:

@@ -162,13 +162,14 @@ def alternate(calls: Mapping[Name, Callable[[], object]], repeats: int) -> dict[
 
 
 def memory_rise(call: Callable[[], object]) -> int | None:
-    """The largest rise of this process's resident memory during a call, in bytes; None where Linux does not report it.
+    """The largest rise of this process's resident memory during a call, in bytes; None where Linux does not report it, or
+    where the work is done in the memory of an accelerator.
 
     Freed memory is returned to the system first and, from now on, blocks above 1 MiB as soon as they are freed, so that
     all that the call allocates counts, even where it could reuse memory. This is slow: time nothing afterwards.
     """
     status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-    if not sys.platform.startswith("linux") or not status.exists():
+    if not sys.platform.startswith("linux") or not status.exists() or jax.default_backend() != "cpu":
         return None
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):

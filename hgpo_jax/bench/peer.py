@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hgpo_jax import advantages
 from hgpo_jax.config import LearnerConfig
+from hgpo_jax.errors import ConfigError
 from hgpo_jax.iteration import estimator_options
 from hgpo_jax.job import Job
 from hgpo_jax.policy import ModelConfig, huggingface, lora, weights
@@ -31,12 +32,18 @@ from hgpo_jax.training_batch import TrainingBatch
 
 
 def device() -> torch.device:
-    return torch.device("cuda" if jax.default_backend() == "gpu" and torch.cuda.is_available() else "cpu")
+    """The GPU or CPU that jax uses. Raises ConfigError where torch does not know it."""
+    kind = jax.default_backend()
+    if kind != "cpu" and not (kind == "gpu" and torch.cuda.is_available()):
+        raise ConfigError(f"--against transformers: jax has a {kind.upper()} that torch does not find; install one that does")
+    return torch.device("cpu" if kind == "cpu" else "cuda")
 
 
 def make_model(c: ModelConfig, params: dict, dtype: str):
     """transformers' model with the same weights."""
     torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    if device().type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TensorFloat-32, as jax multiplies float32 there
     fields = huggingface.config_json(c, dtype)
     config = AutoConfig.for_model(**fields)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=getattr(torch, dtype))

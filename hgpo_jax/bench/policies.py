@@ -14,7 +14,7 @@ from hgpo_jax import memory
 from hgpo_jax.config import Config
 from hgpo_jax.envs.cli import whole_number
 from hgpo_jax.errors import ConfigError
-from hgpo_jax.job import prepare_devices
+from hgpo_jax.job import open_devices, prepare_devices
 from hgpo_jax.mesh import abstract_mesh, make_mesh
 from hgpo_jax.policy import ModelConfig, shapes, shardings
 from hgpo_jax.policy.presets import FAMILIES, preset
@@ -99,11 +99,13 @@ def meshes(spec: str | None, rows: int) -> dict:
 
 
 def load_peer(name: str | None):
-    """The module with the peer's side, None if none is asked for. Raises ConfigError without torch."""
+    """The module with the peer's side, None if none is asked for. Raises ConfigError where it cannot do the same work."""
     if name is None:
         return None
     if importlib.util.find_spec("torch") is None:
         raise ConfigError(f"--against {name}: needs torch; pip install -e '.[parity]'")
     from hgpo_jax.bench import peer
 
+    open_devices()
+    peer.device()
     return peer

@@ -1,7 +1,7 @@
 """One iteration of the default run by phase: seconds, tokens/s, compile seconds and the share of the matmul rate.
 
 The policy is freshly initialized, so every episode runs to its last turn: the most work that an iteration can hold. The
-limit is the rate of large float32 matrix products on the same devices in the same run.
+limit is the rate of large matrix products of the type at work, on the same devices in the same run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> list[dict]:
         raise ConfigError(f"--profile {args.profile}: traces a compiled environment's iteration; leave it out")
     job = build(config)
     learn, init = make_learn(job)
-    rate = matmul_rate(job.mesh)
+    rate = matmul_rate(job.mesh, config.policy.compute_dtype)
     reference = jax.tree.map(jnp.copy, job.given_params)
     state = init(job.given_params)
     peer_iteration = make_peer(peer, job) if peer else None
@@ -74,8 +74,10 @@ def run(args: argparse.Namespace) -> list[dict]:
     answer = episodes.responses.shape[-1]
     decode = forward_flops(model, width + answer, width + answer) / (width + answer) * (answer - 1)
     rollout_flops = steps * (forward_flops(model, width, 1) + decode)
-    # Backward counts twice, the reference policy and the correction once.
-    passes = 3 + bool(job.config.learner.kl_weight) + (correction_level(job.config) != "none")
+    # Backward counts twice, once beside frozen weights; the reference policy, the correction and the critic's values once.
+    learning = 2 if config.lora.rank else 3
+    passes = learning + bool(config.learner.kl_weight) + (correction_level(config) != "none")
+    passes += (1 + learning) * bool(job.method.critic)
     update_flops = steps * passes * forward_flops(model, width + answer - 1, answer)
     shape = (
         f"{job.config.rollout.prompt_groups} x {job.config.rollout.group_size} episodes of {job.config.env.turns} turns"
@@ -98,7 +100,7 @@ def run(args: argparse.Namespace) -> list[dict]:
             "iteration", rollout + update, "s", (rollout_flops + update_flops) / (rollout + update) / rate, ratios[2]
         ),
         row("prompt and response tokens", tokens / (rollout + update), "tokens/s"),
-        row("matmul rate (limit)", rate / 1e9, "GFLOP/s"),
+        row(f"matmul rate, {config.policy.compute_dtype} (limit)", rate / 1e9, "GFLOP/s"),
         row("compile rollout", first["rollout"] - rollout, "s"),
         row("compile update", first["update"] - update, "s"),
         *profiled,

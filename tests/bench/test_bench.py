@@ -34,7 +34,7 @@ def small_limits(monkeypatch):
     """Rates that need no gigabyte."""
     monkeypatch.setattr(limits, "read_rate", lambda mesh: 20e9)
     monkeypatch.setattr(limits, "matmul_rate", lambda mesh, dtype="float32": 100e9)
-    monkeypatch.setattr(training, "matmul_rate", lambda mesh: 100e9)
+    monkeypatch.setattr(training, "matmul_rate", lambda mesh, dtype: 100e9)
 
 
 def bench(tmp_path, monkeypatch, *arguments) -> dict[str, dict]:
@@ -259,3 +259,12 @@ def test_counts_of_operations_and_bytes():
 def test_memory_rise_is_what_a_call_touches():
     rise = limits.memory_rise(lambda: np.ones(2**24))
     assert rise is None or 0.95 < rise / 2**27 < 1.3
+
+
+def test_on_an_accelerator_neither_the_hosts_memory_nor_its_torch_counts(monkeypatch, capsys):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert limits.memory_rise(lambda: np.ones(2**24)) is None
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("sample", "update", "train"):
+        assert "jax has a GPU that torch does not find" in refused(monkeypatch, capsys, name, "--against", "transformers")
