@@ -1,6 +1,6 @@
 """The household's fixed facts: rooms, receptacles, kinds of things, tasks and the words that name them.
 
-Everything an observation, an action or a task can say is one word of `WORDS`; a word's index is its token id and 0 is
+Everything an observation, an action or a task can say is one word of `vocabulary`; a word's index is its token id and 0 is
 the empty slot. Multi-word phrases are joined by underscores so that a word-level tokenizer needs no rules.
 
 The six task types are ALFWorld's (Shridhar et al., 2021); the rooms are a small version of its floor plans.
@@ -67,11 +67,6 @@ PHRASES = (
     "you_see", "you_see_nothing", "you_pick_up", "from", "you_put", "in", "you_heat", "you_cool", "you_clean", "using",
     "you_turn_on", "you_carry", "you_carry_nothing", "hot", "cold", "clean_now", "nothing_happens",
 )  # fmt: skip
-
-PLACE_NAMES = tuple(dict.fromkeys(name for room in ROOMS.values() for name in room))
-PLACE_KINDS = tuple(dict.fromkeys(name.rsplit("_", 1)[0] for name in PLACE_NAMES))
-THING_KINDS = tuple(kind for room in KINDS.values() for kind in room)
-THING_NAMES = tuple(f"{kind}_{n}" for kind in THING_KINDS for n in range(1, COPIES + 1))
 
 
 def vocabulary(rooms: tuple[str, ...], places: int) -> tuple[str, ...]:
