@@ -9,7 +9,7 @@ import re
 try:
     import regex  # the standard `re` knows no Word_Break property
 except ImportError:
-    raise ImportError("the package regex is missing; pip install -e '.[webshop]'") from None
+    raise ImportError("the package regex is missing; pip install 'hgpo_jax[webshop]'") from None
 
 from hgpo_jax.envs.webshop.porter import stem
 

@@ -140,7 +140,7 @@ def _tpu_mesh(topology: str, spec: str):
         devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     except Exception as error:  # the plug-in is absent, or does not know the shape; its errors come from C++
         reason = " ".join(str(error).split())
-        raise ConfigError(f"--compile {topology}: no TPU compiler for it (pip install -e '.[tpu]'): {reason}") from None
+        raise ConfigError(f"--compile {topology}: no TPU compiler for it (pip install 'hgpo_jax[tpu]'): {reason}") from None
     return make_mesh(spec, devices), TOPOLOGIES[topology.partition(":")[0]]
 
 

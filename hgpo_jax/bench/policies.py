@@ -40,7 +40,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def add_against(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--against", choices=("transformers",), help="also do the same work in PyTorch (pip install -e '.[parity]')")
+    p.add_argument("--against", choices=("transformers",), help="also do the work in PyTorch (pip install 'hgpo_jax[parity]')")
 
 
 def workload(args: argparse.Namespace) -> memory.Workload:
@@ -103,7 +103,7 @@ def load_peer(name: str | None):
     if name is None:
         return None
     if importlib.util.find_spec("torch") is None:
-        raise ConfigError(f"--against {name}: needs torch; pip install -e '.[parity]'")
+        raise ConfigError(f"--against {name}: needs torch; pip install 'hgpo_jax[parity]'")
     from hgpo_jax.bench import peer
 
     open_devices()

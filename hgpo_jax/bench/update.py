@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> list[dict]:
     if response >= args.tokens:
         raise ConfigError(f"--response {response}: leaves no prompt of --tokens {args.tokens}")
     if args.lora and peer and importlib.util.find_spec("peft") is None:
-        raise ConfigError("--lora: --against transformers needs peft; pip install -e '.[parity]'")
+        raise ConfigError("--lora: --against transformers needs peft; pip install 'hgpo_jax[parity]'")
     policies.refuse(args, model, [args.rows], args.tokens)
     config = LearnerConfig(
         remat=args.remat, minibatch_size=args.rows, microbatch_size=args.microbatch, kl_weight=0, entropy_weight=0,

@@ -229,7 +229,7 @@ def test_refusals(monkeypatch, capsys, arguments, said):
 def test_without_torch_there_is_no_peer(monkeypatch, capsys):
     monkeypatch.setattr(policies.importlib.util, "find_spec", lambda name: None)
     for name in ("sample", "update", "train"):
-        assert "needs torch; pip install -e '.[parity]'" in refused(monkeypatch, capsys, name, "--against", "transformers")
+        assert "needs torch; pip install 'hgpo_jax[parity]'" in refused(monkeypatch, capsys, name, "--against", "transformers")
 
 
 def refused(monkeypatch, capsys, *arguments) -> str:
