@@ -150,6 +150,32 @@ def test_roles_take_turns_in_learning_only_where_there_are_several():
         check_together(load(None, fields))
 
 
+@pytest.mark.parametrize("method", ["grpo", "dapo", "gspo", "kpo", "rloo", "dr_mas", "reinforce_pp_baseline"])
+def test_episodes_that_are_compared_are_several(method):
+    with pytest.raises(ConfigError, match=rf"^rollout.group_size=1: method={method} compares a task's episodes"):
+        check_together(load(None, [f"method={method}", "rollout.group_size=1"]))
+
+
+@pytest.mark.parametrize("method", ["hgpo", "gigpo", "ppo", "reinforce_pp"])  # states, or no episodes of one task
+def test_others_take_one_episode_of_a_task(method):
+    check_together(load(None, [f"method={method}", "rollout.group_size=1"]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "limit", "said"),
+    [
+        (["env.name=household"], 3, "3"),
+        (["env.name=household_text", "rollout.response_limit=9"], 9, "rollout.response_limit=9"),
+        (["env.name=household_team_text", "roles.carrier.response_limit=7"], 7, "roles.carrier.response_limit=7"),
+    ],
+)
+def test_a_response_can_end_in_its_limit(fields, limit, said):
+    fields = [*fields, "warm_start=none"]
+    with pytest.raises(ConfigError, match=rf"^evaluation.min_response={limit}: a response has {said} tokens at most"):
+        check_together(load(None, [*fields, f"evaluation.min_response={limit}"]))
+    check_together(load(None, [*fields, f"evaluation.min_response={limit - 1}"]))
+
+
 @pytest.mark.parametrize("env", ["household", "household_text", "household_team"])
 def test_hiper_is_refused_where_answers_have_no_parts(env):
     with pytest.raises(ConfigError, match=rf"^method=hiper: needs answers with [^\n]* which env.name={env} does not have"):

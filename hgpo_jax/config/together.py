@@ -8,6 +8,9 @@ from hgpo_jax.config.tree import Config, EnvConfig
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.names import ENVIRONMENTS
 
+# Estimators that compare nothing but the episodes of a prompt group: one alone is its own mean, or has no baseline.
+COMPARE_EPISODES = ("dr_mas", "grpo", "reinforce_pp_baseline", "rloo")
+
 
 def check_together(config: Config) -> None:
     """Raises ConfigError for fields that are right each by itself, but not together."""
@@ -55,6 +58,8 @@ def check_together(config: Config) -> None:
         "learner.rollout_correction, too":
             config.learner.rollout_correction_cap != 2.0
             and not (config.learner.rollout_correction or config.policy.sample_dtype == "int8"),
+        f"rollout.group_size=1: method={config.method} compares a task's episodes with each other; give 2 or more":
+            config.rollout.group_size == 1 and method.estimator in COMPARE_EPISODES,
         f"rollout.ready_fraction={config.rollout.ready_fraction:g}: needs env.workers; in this process environments step one "
         "by one":
             config.rollout.ready_fraction < 1 and not config.in_words and not env.workers,
@@ -77,6 +82,8 @@ def check_together(config: Config) -> None:
         )
     if config.roles:
         _check_roles(config, role_names(config), method.critic)
+    if config.evaluation.min_response:
+        _check_shortest_response(config)
     read = {"name", "options", "compiled", "max_turns", *found.options}
     on_device = config.in_words or config.told_on_device
     read |= set() if on_device else {"workers", "time_limit"}
@@ -87,6 +94,27 @@ def check_together(config: Config) -> None:
         if name not in read and value != default:
             face = ", compiled," if on_device and name in ("strict", "workers", "time_limit") else ""
             raise ConfigError(f"env.{name}={value}: env.name={env.name}{face} does not read it; leave it at {default!r}")
+
+
+def _check_shortest_response(config: Config) -> None:
+    """Raises ConfigError where a response of an evaluation could not end: it would be cut, and no action be found in it."""
+    from hgpo_jax.environments import environment, role_names
+    from hgpo_jax.rollout.requirements import ONE_ROLE
+    from hgpo_jax.weight_sets import response_limit
+
+    if config.in_words:
+        made = environment(config.env).compiled
+        assert made is not None
+        limit = made(config).action_length + 1
+        most = str(limit)
+    else:
+        limit, field = min(response_limit(config, role) for role in (role_names(config) if config.roles else ONE_ROLE))
+        most = f"{field}={limit}"
+    if config.evaluation.min_response >= limit:
+        raise ConfigError(
+            f"evaluation.min_response={config.evaluation.min_response}: a response has {most} tokens at most, and needs one to "
+            "end with; give less"
+        )
 
 
 def _check_roles(config: Config, known: tuple[str, ...], critic: bool) -> None:
