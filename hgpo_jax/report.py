@@ -263,10 +263,8 @@ def main() -> None:
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} {getattr(args, name)}: must be 1 or more")
     folders = [Path(remote.local(run)) for run in args.runs]
-    for folder in folders:
-        read_config(folder)
     target = Path(args.to) if args.to else folders[0] / "report.html"
-    if not target.parent.is_dir() or target.is_dir():
+    if target.is_dir() or (args.to and not target.parent.is_dir()):  # without --to `gather` says what is wrong with the folder
         raise ConfigError(f"--to {target}: cannot be written; give a file in a folder that exists")
     page = render(gather(folders, args.dumps, args.groups))
     with atomic_write(target, errors="replace") as file:

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from hgpo_jax.advantages import ESTIMATORS, estimate, parameters
+from hgpo_jax.bench.limits import row
 from hgpo_jax.envs.cli import whole_number
 
 GROUP_SIZE = 8
@@ -67,10 +68,6 @@ def run(args: argparse.Namespace) -> list[dict]:
         milliseconds = 1e3 * median_time(functools.partial(estimate, name, **on_device), args.repeats)
         rows.append(row(f"{name}, defaults, 128 x {STEPS}", milliseconds, "ms"))
     return rows
-
-
-def row(name: str, value: float, unit: str, limit_share: float | None = None, ratio: float | None = None) -> dict:
-    return {"name": name, "value": value, "unit": unit, "limit_share": limit_share, "ratio": ratio}
 
 
 def median_time(call: Callable[[], object], repeats: int) -> float:
