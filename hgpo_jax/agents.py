@@ -43,6 +43,7 @@ from hgpo_jax.rollout.requirements import ONE_ROLE
 from hgpo_jax.rollout.result import RolloutResult, Story
 from hgpo_jax.rollout.slots import SlotPrograms
 from hgpo_jax.rollout.tasks import task_numbers
+from hgpo_jax.runners import check_context
 from hgpo_jax.sampling import Decoding
 
 ANSWER_LIMIT = 3600.0  # seconds of a request, most of which it may wait for a slot
@@ -60,6 +61,7 @@ class AgentRunner:
 
     def __init__(self, config: Config, model: ModelConfig, tokenizer, mesh: Mesh | AbstractMesh):
         env, rollout = config.env, config.rollout
+        check_context(config, model)
         self._command = command_of(env.command)
         try:
             import hgpo_jax.serving.background  # noqa: F401

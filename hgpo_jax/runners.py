@@ -40,6 +40,18 @@ def networks(models: Models):
     return {name: network(model) for name, model in models.items()} if isinstance(models, dict) else network(models)
 
 
+def check_context(config: Config, models: Models) -> None:
+    """Raises ConfigError where a prompt of a text environment and its response may be longer than a policy is made for."""
+    prompt = config.rollout.prompt_limit
+    response = max([config.rollout.response_limit, *(role.response_limit or 0 for role in config.roles.values())])
+    context = min(model.max_position_embeddings for model in (models.values() if isinstance(models, dict) else [models]))
+    if prompt + response > context:
+        raise ConfigError(
+            f"rollout.prompt_limit={prompt}: with rollout.response_limit={response} more than the {context} tokens that the "
+            f"policy is made for (max_position_embeddings); their sum may be {context}"
+        )
+
+
 class CompiledRunner:
     """Runs a compiled environment: a rollout is one compiled program.
 
@@ -177,6 +189,7 @@ class TextRunner:
         mesh: Mesh | AbstractMesh,
     ):  # fmt: skip
         env, rollout = config.env, config.rollout
+        check_context(config, models)
         try:
             chat = lambda template: ChatFormat(  # noqa: E731
                 tokenizer, template, rollout.prompt_limit, rollout.stop, environment.fallback

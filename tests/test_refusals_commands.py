@@ -156,6 +156,7 @@ CASES = [
     ("train", ["env.name=household_text", "warm_start=none", "policy.tokenizer=nowhere"], "policy.tokenizer=nowhere"),
     ("train", ["env.name=household_text", "policy.tokenizer=tok"], "warm_start=cloning is for a small policy"),
     ("train", [*TEXT, "--dry-run", "rollout.stop=[x]"], "no chat template"),
+    ("train", [*TEXT, "--dry-run", "rollout.prompt_limit=32768"], "response_limit=512 more than the 32768 tokens"),
     ("train", [*TEXT, "env.name=alfworld"], "env.data"),
     ("train", [*TEXT, "env.name=alfworld", "data=nowhere"], "env.data=nowhere"),
     ("train", [*TEXT, "env.name=alfworld", "data=empty"], "env.data=empty"),

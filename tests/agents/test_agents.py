@@ -65,6 +65,12 @@ def expected(policy, tmp_path_factory):
     return rollout(policy.params, TASKS, jax.random.split(jax.random.key(5), B), GROUPS, Decoding(temperature=0.9))
 
 
+def test_what_a_policy_is_not_made_for_is_refused(policy):
+    with pytest.raises(ConfigError, match=r"^rollout.prompt_limit=504: with rollout.response_limit=9 more than the 512 tokens"):
+        runner_of(policy, mesh_of("data=1"), "well", "rollout.prompt_limit=504")
+    runner_of(policy, mesh_of("data=1"), "well", "rollout.prompt_limit=503")
+
+
 @pytest.mark.parametrize("spec", ["data=1", pytest.param("data=2", marks=pytest.mark.slow)])
 def test_episodes_are_those_of_a_host_rollout(policy, expected, spec):
     ours, report = expected

@@ -1,5 +1,6 @@
 """The worked agents of envs/agents, and training with an agent, end to end."""
 
+import dataclasses
 import json
 import os
 import re
@@ -47,7 +48,8 @@ def test_the_agent_of_alfworld_plays_its_games(monkeypatch):
         "policy.tokenizer=any", "rollout.prompt_groups=2", "rollout.group_size=2", "rollout.prompt_limit=4096",
         "rollout.response_limit=12", "env.num_tasks=2",
     ]  # fmt: skip
-    runner = AgentRunner(configuration.load(None, fields), policy.config, policy.tokenizer, mesh)
+    model = dataclasses.replace(policy.config, max_position_embeddings=8192)
+    runner = AgentRunner(configuration.load(None, fields), model, policy.tokenizer, mesh)
     keys = jax.random.split(jax.random.key(0), 4)
     episodes, report = runner.rollout(policy.params, [0, 0, 1, 1], keys, [0, 0, 1, 1], Decoding())
     assert not report.failures and episodes.mask.all() and not episodes.success.any()
