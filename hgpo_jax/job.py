@@ -139,8 +139,8 @@ class Job:
         number = iteration * settings.max_tries + attempt if self.method.dynamic_sampling else iteration
         tasks = self.runner.select_tasks("train", self.config.seed, number * settings.prompt_groups + groups)
         keys = jax.random.split(self.key(number, 0), self.batch)
-        if self.learning_role(iteration):
-            keys = jnp.stack([keys[groups * settings.group_size], keys], axis=1)
+        if (role := self.learning_role(iteration)) is not None:  # of one shape in every iteration: another is another program
+            keys = jnp.stack([keys[groups * settings.group_size] if role else keys, keys], axis=1)
         return tasks, keys, groups, Decoding(temperature=settings.temperature)
 
     def abstract_episodes(self) -> Episodes:

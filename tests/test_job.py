@@ -41,6 +41,7 @@ def test_roles_learn_in_turns_and_executors_from_one_plan_in_each_prompt_group(f
     runner = types.SimpleNamespace(roles=("a", "b", "c")[:roles], select_tasks=lambda stream, seed, numbers: numbers)
     job = Job(config=config, mesh=None, policy=None, adapted=None, runner=runner)
     assert [job.learning_role(iteration) for iteration in range(6)] == learners
+    assert len({job.episode_inputs(iteration)[1].shape for iteration in range(6)}) == 1  # one compiled program
     for iteration, learner in enumerate(learners):
         _, keys, groups, _ = job.episode_inputs(iteration)
         first, second = (np.asarray(jax.random.key_data(turn_keys(keys, turn))) for turn in (0, 1))
@@ -50,4 +51,5 @@ def test_roles_learn_in_turns_and_executors_from_one_plan_in_each_prompt_group(f
             assert all(len(np.unique(first[np.asarray(groups) == group], axis=0)) == 1 for group in range(3))
         else:
             usual = jax.random.split(job.key(iteration, 0), 12)
-            np.testing.assert_array_equal(jax.random.key_data(keys), jax.random.key_data(usual))
+            np.testing.assert_array_equal(first, jax.random.key_data(turn_keys(usual, 0)))
+            np.testing.assert_array_equal(second, jax.random.key_data(turn_keys(usual, 1)))
