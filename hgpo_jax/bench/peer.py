@@ -13,6 +13,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -80,8 +81,11 @@ def sampler(
     end: the token after which all answers may end; then as many tokens as the longest has.
     """
     tokens = torch.from_numpy(prompts.astype(np.int64)).to(device())
-    how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
-    how |= {} if end is None else {"eos_token_id": end}
+    how: dict[str, Any] = {"do_sample": False}
+    if temperature:
+        how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    if end is not None:
+        how["eos_token_id"] = end
 
     def sample():
         with torch.inference_mode():
