@@ -81,7 +81,7 @@ def widths(limit: int) -> tuple[int, ...]:
     """For prompts of up to `limit` tokens, ALFWorld's in mind: most have 350 to 750, few more than a thousand."""
     most = min(1024, limit)
     steps = [most]
-    while steps[0] > most // 4:
+    while steps[0] > max(most // 4, 8):  # of less than 8 nothing is left
         steps.insert(0, int(steps[0] / 1.15) // 8 * 8)
     return (*steps, *((((limit + most) // 2 // 8 * 8), limit) if limit > most else ()))
 

@@ -101,11 +101,13 @@ class DeviceText:
         # Words of a message: the environment's, what templates say, numbers, and single bytes of actions.
         self._parts = {name: _parts(getattr(format.template, name)) for name in ("first", "later", "entry")}
         said = {part for parts in self._parts.values() for part, is_slot in parts if not is_slot}
-        own = [*env.words, *sorted(said), "\n", "'", "',\n'", *map(str, range(self.max_turns + 2))]
+        numbers = list(map(str, range(self.max_turns + 2)))
+        own = [*env.words, *sorted(said), "\n", "'", "',\n'", *numbers]
         if odd := next((word for word in own if not word.isascii()), ""):
             raise ValueError(f"template={odd!r}: only ASCII text can be made on the device")
         self._word = {word: number for number, word in reversed(list(enumerate(own)))}
-        self._first_byte = len(own)
+        # Not the word "0", which an environment may have among its own.
+        self._first_byte, self._first_number = len(own), len(own) - len(numbers)
         words = [word.encode() for word in own] + [bytes([byte]) for byte in range(256)]
         shown = [b"" if number in format.text.hidden else word for number, word in enumerate(self._tokenizer.words)]
         self.tables: dict[str, Any] = {
@@ -187,7 +189,7 @@ class DeviceText:
     def _message(self, goal, observations, letters, observation, commands, turn, shown):
         """i32[.]: the words of the user message that shows so many past turns."""
         K = observations.shape[0]
-        number = lambda n: jnp.asarray(self._word["0"] + n)[None]  # noqa: E731
+        number = lambda n: jnp.asarray(self._first_number + n)[None]  # noqa: E731
         entries = []
         for k in range(K):
             slots = {"number": number(turn - K + k + 1), "observation": observations[k], "action": letters[k]}

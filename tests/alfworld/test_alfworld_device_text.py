@@ -14,6 +14,7 @@ from hgpo_jax.envs.alfworld.tables import compile_games
 from hgpo_jax.envs.alfworld.text import AlfworldText
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import ModelConfig, initialize, network, shardings
+from hgpo_jax.policy.device_tokenizer import spell
 from hgpo_jax.policy.kv_cache import KVCache
 from hgpo_jax.policy.tokenizer import embedding_rows, text_tokenizer
 from hgpo_jax.rollout import compiled_slots, compiled_text, slot_state
@@ -165,6 +166,26 @@ def test_the_host_replays_episodes_of_many_games(official, monkeypatch):
     paths = [path for games in official.values() for path in games][::8]
     chat, tasks, result = played(paths, qwen_tokenizer(), monkeypatch, len(paths), 30, 4096, rare=0.0)
     assert replay(paths, chat, tasks, result, 30) > 1000 and result.report.counts["excluded"] == 0
+
+
+def test_numbers_are_told_although_an_environment_has_a_word_that_is_one():
+    def told(*more):
+        env = CompiledAlfworld(compile_games(GAMES), 5)
+        env.words = [*env.words, *more]
+        text = DeviceText(env, ChatFormat(words_tokenizer(), "alfworld", 1024), words_tokenizer(), R)
+        state, seen = text.start(jnp.int32(0))
+        past, done = jnp.stack([seen] * K), jnp.zeros((K, MAX_ACTION), jnp.int32)
+        words = text._message(text.goal(state), past, done, seen, text._listed(state), jnp.int32(3), jnp.int32(K))
+        letters, size = spell(text.tables["words"], words, 8192)
+        return bytes(letters[:size].tolist())
+
+    assert b"Turns so far: 3. The latest 2 of" in told() and told("0", "3") == told()
+
+
+@pytest.mark.parametrize("limit", [16, 31, 32, 100, 1024, 1500])
+def test_prompts_have_widths_up_to_their_limit(limit):
+    widths = compiled_text.widths(limit)
+    assert list(widths) == sorted(set(widths)) and widths[0] > 0 and widths[-1] == limit
 
 
 def test_answers():
