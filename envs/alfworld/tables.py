@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -183,7 +184,7 @@ def _read(path: Path) -> Tables | None:
 
 def _write(path: Path, tables: Tables) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # several processes may compile the same games
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")  # several processes may compile the same games
     try:
         with open(partial, "wb") as file:
             np.savez_compressed(file, words=np.array(tables.words), **vars(tables.games))
