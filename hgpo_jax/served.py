@@ -6,13 +6,15 @@
 It gets the user messages that a policy of ours gets, in the chat template of its server; actions are found in its answers by
 the same rules. Because the server tokenizes, three things differ: rollout.prompt_limit shortens nothing, special tokens that an
 observation spells out are not made harmless, and rollout.stop are strings. The server is told a seed for every sampled answer;
-what it makes of it is its own. A message that it refuses, for being too long as an example, ends that episode alone, which then
-counts as failed by its environment. The key of a server that wants one is read from OPENAI_API_KEY.
+what it makes of it is its own. A message that it refuses, most often because the context is full, ends that episode alone: as
+not solved, for these would otherwise be the long episodes that no outcome is kept of. One whose first message is refused was
+not played. The key of a server that wants one is read from OPENAI_API_KEY.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
@@ -32,6 +34,8 @@ from hgpo_jax.rollout.slots import SlotResponse
 from hgpo_jax.rollout.tasks import task_numbers
 from hgpo_jax.rollout.workers import EnvFailure, EnvOutput, EnvSpec, LocalWorkers
 from hgpo_jax.sampling import Decoding
+
+log = logging.getLogger(__name__)
 
 PREFIX = "openai:"
 AT_ONCE = 32  # requests
@@ -115,7 +119,8 @@ class ServedPolicy:
         episodes = Episodes.zeros(count, self._spec.max_turns, 1, 1)
         buffer = EpisodeBuffer(episodes, np.arange(count), self._config.rollout.history_length, self._config.env.strict)
         asked: dict[Future[_Answer], int] = {}
-        refused: list[tuple[int, EnvFailure]] = []
+        unplayed: list[tuple[int, EnvFailure]] = []
+        refused: dict[int, str] = {}
         self._workers.discard_answers()
         self._workers.send([(episode, task, ()) for episode, task in enumerate(tasks)])
         name, pending, ended, won = "greedy" if decoding.temperature == 0 else f"sampled, seed {seed}", count, 0, 0
@@ -123,7 +128,7 @@ class ServedPolicy:
         with contextlib.ExitStack() as ended_with, Progress(name, count, "episode") as progress:
             ended_with.callback(pool.shutdown, wait=False, cancel_futures=True)  # what is queued is not sent, whatever happens
             while asked or pending:
-                for episode, output in [*refused, *self._workers.receive(0 if asked or refused else 1)]:
+                for episode, output in [*unplayed, *self._workers.receive(0 if asked or unplayed else 1)]:
                     pending -= 1
                     if buffer.add_output(episode, output):
                         message = sanitized(self._template.render(buffer.prompt_input(episode)))
@@ -133,14 +138,20 @@ class ServedPolicy:
                         ended += 1
                         won += isinstance(output, EnvOutput) and output.won
                         progress.update(1, {"won": f"{won / ended:.2f}"})
-                refused = []
+                unplayed = []
                 answered, _ = wait(asked, timeout=0.05 if pending else None, return_when=FIRST_COMPLETED)
                 for future in answered:
                     episode = asked.pop(future)
                     try:
                         text, whole = future.result()
                     except self._refusal as error:
-                        refused.append((episode, EnvFailure(self._said(error))))
+                        refused[episode] = self._said(error)
+                        if buffer.turn(episode):
+                            log.warning("episode %d ends unsolved: %s", episode, refused[episode])
+                            ended += 1
+                            progress.update(1, {"won": f"{won / ended:.2f}"})
+                            continue
+                        unplayed.append((episode, EnvFailure(refused[episode])))
                     except self._failures as error:
                         raise RunError(self._said(error)) from None
                     else:
@@ -149,9 +160,14 @@ class ServedPolicy:
                         actions = buffer.add_response(Prompt([]), nothing, parsed, whole)
                         self._workers.send([(episode, tasks[episode], actions)])
                     pending += 1
+        if len(buffer.excluded) == count and refused:
+            raise RunError(next(iter(refused.values())))
         episodes, report = buffer.result()
         assert report is not None  # a host rollout's
-        return episodes, report.scores, [report.story(episodes, i, self._spec.roles).text() for i in range(count)]
+        stories = [report.story(episodes, i, self._spec.roles).text() for i in range(count)]
+        for episode in refused.keys() - report.failures.keys():
+            stories[episode] += f"\nended by a refusal: {refused[episode]}\n"
+        return episodes, report.scores, stories
 
     def _said(self, error: Exception) -> str:
         return f"{self._policy}: {one_line(f'{type(error).__name__}: {error}')[:300]}"

@@ -203,12 +203,25 @@ def test_a_server_that_stops_answering_ends_it_in_one_line(evaluated, server, tm
     assert len(server.requests) <= 5 + 2 * 2  # what was queued is not sent
 
 
-def test_a_message_that_is_refused_ends_its_episode_alone(server):
-    server.fail_after, server.fail_with = 30, 400
+@pytest.mark.parametrize(("after", "unplayed"), [(30, range(3)), (6, range(1, COUNT))])
+def test_a_message_that_is_refused_ends_its_episode_alone(after, unplayed, server):
+    """As not solved, but for an episode that had not begun: the long ones must not drop out of the success rate."""
+    server.fail_after, server.fail_with = after, 400
     episodes, _, transcripts = ServedPolicy(server.policy, config()).play(Decoding(temperature=0.0), 0)
-    played = episodes.mask.any(axis=1)
-    assert 0 <= played.sum() < COUNT and not episodes.success[~played].any()
-    assert all("BadRequestError" in transcripts[i] for i in np.flatnonzero(~played))
+    turns, refused = episodes.mask.sum(axis=1), np.array(["BadRequestError" in text for text in transcripts])
+    assert (turns == 0).sum() in unplayed and refused[turns == 0].all()
+    cut = (turns > 0) & refused
+    assert cut.any() and not episodes.success[refused].any()
+    assert all("ended by a refusal: openai:" in transcripts[i] for i in np.flatnonzero(cut))
+    whole = [plain_play(i, task, 0.0) for i, task in enumerate(task_numbers("held_out", None, range(COUNT), None))]
+    assert all(turns[i] < len(whole[i][1]) for i in np.flatnonzero(cut))
+
+
+def test_where_every_message_is_refused_there_is_no_result(evaluated, server, tmp_path):
+    server.fail_after, server.fail_with = 1, 400  # the one that finds out whether it answers
+    with pytest.raises(RunError, match=r"BadRequestError: .*too much"):
+        evaluated()
+    assert not list(tmp_path.rglob("*.json"))
 
 
 def test_a_prompt_that_asks_for_the_action_alone_gets_no_reasoning(server):
