@@ -16,6 +16,7 @@ PLAN is a file such as configs/tables/paper.yaml, or its name.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -100,6 +101,8 @@ def main(arguments: list[str] | None = None) -> None:
         return
     if args.command == "draw":
         record = Path(args.record)
+        if not record.is_file():
+            raise ConfigError(f"{record}: no such file; give the .json that `collect` wrote")
         planned = plan.read(plan.find(args.plan or record.stem))
         to = Path(args.to) if args.to else record.parent
         if not to.is_dir():
@@ -112,6 +115,8 @@ def main(arguments: list[str] | None = None) -> None:
     if args.command in ("run", "bias"):
         configuration.load(None, args.overrides)  # before a cell begins
     runs = Path(args.runs or f"runs/tables/{source.stem}")
+    if args.command in ("bias", "truth", "gradients"):  # which compute here, on the devices that the plan's runs see
+        os.environ.update(planned.variables)
     if args.command == "run":
         if args.jobs < 1:
             raise ConfigError(f"--jobs {args.jobs}: give 1 or more")

@@ -1,9 +1,9 @@
 """How good estimators are in a setting, measured once: against the Oracle groups, and against true advantages.
 
-The policy is the setting's warm start, where training begins. For the bias of each level of HGPO it plays TASKS tasks EPISODES
-times each; the Oracle groups see all of a task's episodes, the estimators see them eight at a time as in training. Oracle
-groups compare Monte Carlo returns, and so favour estimators that do, too; true advantages, of the episodes of one
-iteration, favour none (`hgpo_jax/diagnostics.py`, `hgpo_jax/true_advantages.py`).
+The policy is the setting's warm start, where training begins. For the Oracle groups it plays TASKS tasks EPISODES times each;
+these groups see all of a task's episodes, the estimators see them eight at a time as in training. Oracle groups compare Monte
+Carlo returns, and so favour estimators that do, too; true advantages, of the episodes of one iteration, favour none
+(`hgpo_jax/diagnostics.py`, `hgpo_jax/true_advantages.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hgpo_jax.inspect.dumps import Dump
 from hgpo_jax.job import Job, build
 from hgpo_jax.sampling import Decoding
 from hgpo_jax.tables.plan import Plan
-from hgpo_jax.tables.results import PLACES
+from hgpo_jax.tables.results import PLACES, changed_fields
 from hgpo_jax.true_advantages import Truth, true_advantages
 from hgpo_jax.warm_start import warm_start
 
@@ -37,7 +37,7 @@ LEVELS = (0, 1, 2, 4)
 PARTS = ("bias2", "variance")
 CONTINUATIONS = 64  # of a true advantage, from each state
 AS_RELEASED = {"alpha": 1.0, "weight_offset": 2.0, "base_group": False}  # of HGPO, whatever the run's are
-# What is held to true advantages: shown name -> options of `Dump.estimate`.
+# What is held to true advantages, in runs too: shown name -> options of `Dump.estimate`.
 ESTIMATORS: dict[str, dict[str, Any]] = {
     "GRPO": {"name": "grpo"},
     "GiGPO": {"name": "gigpo"},
@@ -45,6 +45,7 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
     "EB-GAE": {"name": "eb_gae", "history_length": 2, "lam": 0.65},
     "EB-TD": {"name": "eb_td", "history_length": 2, "lam": 0.35},
 }
+AT_START = ESTIMATORS | {"ECPO": {"name": "ecpo"}}
 
 
 def measure(config: Config) -> dict:
@@ -52,7 +53,7 @@ def measure(config: Config) -> dict:
 
     Returns: success of the policy; turns; return_variance over the steps that have an Oracle peer, and their number; peers,
     the share of steps with a peer at each level among all EPISODES of a task, more than training has; bias2, variance, mse:
-    K -> number; truth: see `against_truth`.
+    K -> number; oracle: mse of each of AT_START; truth: see `against_truth`.
     """
     job = build(config)
     params = warm_start(job)
@@ -64,9 +65,9 @@ def measure(config: Config) -> dict:
     decoding = Decoding(temperature=config.rollout.temperature)
     e = jax.device_get(wide.runner.rollout(params, tasks, keys, groups, decoding).episodes)
     dump = Dump(e, wide.config, job.policy.tokenizer)
-    errors = oracle_errors(
-        dump, {str(k): {"name": "hgpo", "history_length": k} for k in LEVELS}, group_size=config.rollout.group_size
-    )
+    levels = {str(k): {"name": "hgpo", "history_length": k} for k in LEVELS}
+    errors = oracle_errors(dump, levels, group_size=config.rollout.group_size)
+    others = oracle_errors(dump, AT_START, group_size=config.rollout.group_size)
     record = dump.estimate("hgpo", history_length=max(LEVELS))
     counted = diagnostics.oracle_sizes(diagnostics.oracle_groups(e.states, e.mask, e.groups))[..., 0] > 1
     spread = float(np.var(record.returns[counted])) or np.nan  # nan: there is nothing to be biased about
@@ -79,23 +80,24 @@ def measure(config: Config) -> dict:
         "bias2": {k: error["bias"] ** 2 / spread for k, error in errors.items()},
         "variance": {k: error["variance"] / spread for k, error in errors.items()},
         "mse": {k: error["mse"] / spread for k, error in errors.items()},
+        "oracle": {name: error["mse"] / spread for name, error in others.items()},
         "truth": against_truth(job, params),
     }
 
 
 def against_truth(job: Job, params) -> dict[str, dict[str, float]]:
-    """`errors` of the first iteration's steps by each of ESTIMATORS."""
+    """`errors` of the first iteration's steps by each of AT_START."""
     tasks, *inputs = job.episode_inputs(0)
     params = job.compute_copy(params)
     e = jax.device_get(job.runner.rollout(params, tasks, *inputs).episodes)
     truth = true_advantages(job, params, tasks, e, continuations=CONTINUATIONS, seed=job.config.seed)
-    return errors(centred(Dump(e, job.config, job.policy.tokenizer)), truth, e.mask)
+    return errors(centred(Dump(e, job.config, job.policy.tokenizer), AT_START), truth, e.mask)
 
 
-def centred(dump: Dump) -> dict[str, np.ndarray]:
-    """Advantages f32[B, T] by each of ESTIMATORS, in the unit of the rewards and without penalties, as true ones are."""
+def centred(dump: Dump, estimators: dict[str, dict[str, Any]] = ESTIMATORS) -> dict[str, np.ndarray]:
+    """Advantages f32[B, T] by each of them, in the unit of the rewards and without penalties, as true ones are."""
     found = {}
-    for shown, options in ESTIMATORS.items():
+    for shown, options in estimators.items():
         unit = {"normalize": "mean"} if "normalize" in parameters(options["name"])[1] else {}
         found[shown] = np.asarray(dump.estimate(**options | unit, invalid_penalty=0.0).advantages)
     return found
@@ -112,7 +114,7 @@ def errors(advantages: dict[str, np.ndarray], truth: Truth, mask) -> dict[str, d
 
 
 def read_bias(runs: Path) -> dict[str, list[dict]]:
-    """RUNS/bias.json: setting -> a `measure` with its seed for each that was made. Raises ConfigError."""
+    """RUNS/bias.json: setting -> a `measure` with its seed and fields for each that was made. Raises ConfigError."""
     file = runs / FILE
     try:
         return checked(json.loads(file.read_text())) if file.is_file() else {}
@@ -127,7 +129,9 @@ def checked(found: Any) -> dict[str, list[dict]]:
             for m in measured:
                 numbers = [m["seed"], m["success"], *m["peers"][:3], *(m[part][str(k)] for part in PARTS for k in LEVELS)]
                 numbers += [m["truth"][name][what] for name in ESTIMATORS for what in ("cosine", "mse")]
-                if len(m["peers"]) < 3 or not all(isinstance(x, int | float) for x in numbers):
+                numbers += [x for numbers in (*m["truth"].values(), m["oracle"]) for x in numbers.values()]
+                fields = [str(field).partition("=")[1] for field in m["fields"]]
+                if len(m["peers"]) < 3 or not all(fields) or not all(isinstance(x, int | float) for x in numbers):
                     raise ValueError("numbers are missing")
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not measured: {error}") from None
@@ -145,14 +149,21 @@ def measure_all(plan: Plan, runs: Path, more: list[str]) -> None:
     runs.mkdir(parents=True, exist_ok=True)
     for name, setting in plan.settings.items():
         for seed in plan.bias_seeds if setting.config else ():
-            if seed not in [m["seed"] for m in found.get(name, [])]:
-                config = configuration.load(setting.config, [*plan.fields, *setting.fields, *more, f"seed={seed}"])
-                measured = {"seed": seed} | measure(config)
+            if seed not in [m["seed"] for m in of_plan(plan, name, found)]:
+                fields = [*plan.fields, *setting.fields]
+                config = configuration.load(setting.config, [*fields, *more, f"seed={seed}"])
+                measured = {"seed": seed, "fields": fields} | measure(config)
                 found = read_bias(runs)  # another process may have added some
-                found.setdefault(name, []).append(measured)
+                found[name] = [*(m for m in found.get(name, []) if m["seed"] != seed), measured]
                 with atomic_write(runs / FILE) as file:
                     file.write(json.dumps(found, indent=1) + "\n")
     print("\n".join([*bias_table(plan, found), "", *truth_table(plan, found)]))
+
+
+def of_plan(plan: Plan, setting: str, bias: dict) -> list[dict]:
+    """What was measured of a setting as the plan has it now, under plan.bias_seeds."""
+    fields = [*plan.fields, *plan.settings[setting].fields]
+    return [m for m in bias.get(setting, []) if m["seed"] in plan.bias_seeds and not changed_fields(m["fields"], fields)]
 
 
 def bias_table(plan: Plan, bias: dict, gain: str = "", gains: dict[str, str] | None = None) -> list[str]:
@@ -164,7 +175,7 @@ def bias_table(plan: Plan, bias: dict, gain: str = "", gains: dict[str, str] | N
     heads = ["setting", "seeds", "success", f"peers among {EPISODES} episodes at level 0, 1, 2", *heads, *filter(None, [gain])]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for setting in plan.settings:
-        measured = [m for m in bias.get(setting, []) if m["seed"] in plan.bias_seeds]
+        measured = of_plan(plan, setting, bias)
         if not measured:
             continue
         peers = np.mean([m["peers"][:3] for m in measured], axis=0)
@@ -182,12 +193,18 @@ def bias_table(plan: Plan, bias: dict, gain: str = "", gains: dict[str, str] | N
 
 
 def truth_table(plan: Plan, bias: dict) -> list[str]:
-    """Cosine of each estimator's advantages to true ones, then the mean square of the difference (`against_truth`)."""
-    lines = ["| " + " | ".join(["setting", *ESTIMATORS]) + " |", "|---" * (1 + len(ESTIMATORS)) + "|"]
+    """Two lines for each setting: cosine of each estimator's advantages to true ones and the mean square of the difference
+    (`against_truth`), then the mean square of the difference to Oracle groups."""
+    lines = ["| " + " | ".join(["setting", "held to", *AT_START]) + " |", "|---" * (2 + len(AT_START)) + "|"]
     for setting in plan.settings:
-        measured = [m["truth"] for m in bias.get(setting, []) if m["seed"] in plan.bias_seeds]
-        if measured:
-            of = lambda name, what: np.mean([m[name][what] for m in measured])  # noqa: B023, E731
-            cells = [f"{of(name, 'cosine'):.2f}, {of(name, 'mse'):.2f}" for name in ESTIMATORS]
-            lines.append("| " + " | ".join([plan.settings[setting].title, *cells]) + " |")
+        if measured := of_plan(plan, setting, bias):
+            true, oracle = [], []
+            for name in AT_START:  # of which some may have been measured before others were added
+                held = [m["truth"][name] for m in measured if name in m["truth"]]
+                true.append(", ".join(f"{np.mean([one[what] for one in held]):.2f}" for what in ("cosine", "mse") if held))
+                beside = [m["oracle"][name] for m in measured if name in m["oracle"]]
+                oracle.append(f"{np.mean(beside):.2f}" if beside else "")
+            for held_to, cells in (("true advantages", true), ("Oracle groups", oracle)):
+                line = [plan.settings[setting].title, held_to, *(cell or "-" for cell in cells)]
+                lines.append("| " + " | ".join(line) + " |")
     return lines

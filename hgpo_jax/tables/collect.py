@@ -16,7 +16,7 @@ import numpy as np
 
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.files import atomic_write
-from hgpo_jax.tables.bias import bias_table, truth_table
+from hgpo_jax.tables.bias import bias_table, of_plan, truth_table
 from hgpo_jax.tables.curves import draw
 from hgpo_jax.tables.known import Known, lost, merged, read_record, read_runs
 from hgpo_jax.tables.plan import Cell, Plan, cells_of, overrides
@@ -74,13 +74,13 @@ def rows(plan: Plan, found: Results) -> list[Row]:
                     std = spread(list(means.values())) if len(means) > 1 else next((s for _, s in have.values()), None)
                     others = {at: mean for at, (mean, _) in by_run(base, number, found).items()}
                     pairs = means.keys() & others.keys()
-                    alone = bool(plan.settings[setting].pools) and len({member for member, _ in pairs}) < 2
+                    few = any(sum(at[0] == member for at in pairs) < 2 for member in plan.settings[setting].pools)
                     published = plan.published.numbers.get(setting, {}).get(method, {}) if plan.published else {}
                     made.append(Row(
                         table=table.title, setting=setting, method=method, column=column, wanted=len(results), done=done,
                         begun=sum(r is not None and not r.done for r in results), n=len(means),
                         mean=float(np.mean(list(means.values()))) if means else None, std=std,
-                        published=published.get(column), versus=None if alone else paired(means, others),
+                        published=published.get(column), versus=None if few else paired(means, others),
                     ))  # fmt: skip
     return made
 
@@ -136,7 +136,14 @@ def layout(plan: Plan, made: list[Row]) -> list[tuple[str, str, list[list[str]]]
 
 def outside(plan: Plan, made: list[Row]) -> list[str]:
     """The paired differences that are outside the noise, and how many would be expected without any effect."""
-    compared = [(row, row.versus) for row in made if row.versus and not plan.settings[row.setting].pools]  # these count once
+    baselines = {table.title: table.baseline for table in plan.tables if table.baseline}
+    widest: dict[tuple, Row] = {}  # what several tables compare counts once, and pools not again
+    for row in made:
+        if row.versus and not plan.settings[row.setting].pools:
+            what = (row.setting, row.column, row.method, baselines[row.table])
+            if what not in widest or row.versus["n"] > widest[what].versus["n"]:
+                widest[what] = row
+    compared = [(row, row.versus) for row in widest.values()]
     if not compared:
         return []
     found = [(row, versus) for row, versus in compared if versus["interval"][0] > 0 or versus["interval"][1] < 0]
@@ -144,7 +151,6 @@ def outside(plan: Plan, made: list[Row]) -> list[str]:
             f"The 95 % interval leaves out 0 in {len(found)} of {len(compared)} differences. Without any effect about "
             f"{0.05 * len(compared):.1f} would be expected, in clusters, because a run's numbers are correlated."]  # fmt: skip
     text += [""] if found else []
-    baselines = {table.title: table.baseline for table in plan.tables if table.baseline}
     for row, versus in found:
         pair = f"{plan.methods[row.method].title} minus {plan.methods[baselines[row.table]].title}"
         numbers = f"{_versus(versus)}, p = {versus['p']:.2g}"
@@ -153,14 +159,15 @@ def outside(plan: Plan, made: list[Row]) -> list[str]:
 
 
 def unlike(plan: Plan, found: Results) -> list[tuple[Cell, Cell]]:
-    """Pairs of cells that a table would compare, and whose runs began with different weights."""
+    """Pairs of cells that a table would compare, whose runs began with different weights or differ from the plan otherwise."""
     pairs: dict[tuple[Cell, Cell], None] = {}
     for table in plan.tables:
         for setting, method in itertools.product(table.settings, table.methods if table.baseline else ()):
-            both = (cells_of(plan, table, setting, name) for name in (method, table.baseline or ""))
-            for pair in zip(*both, strict=True):
-                starts = {result.start for cell in pair if (result := found.get(cell)) and result.start}
-                if len(starts) > 1:
+            sides = (cells_of(plan, table, setting, name) for name in (method, table.baseline or ""))
+            for pair in zip(*sides, strict=True):
+                both = [result for cell in pair if (result := found.get(cell))]
+                starts = {result.start for result in both if result.start}
+                if len(starts) > 1 or len({frozenset(result.changed) for result in both}) > 1:
                     pairs[pair] = None
     return list(pairs)
 
@@ -219,10 +226,12 @@ def markdown(plan: Plan, known: Known, made: list[Row]) -> str:
         text.insert(-len(lines) + 1, "|" + "---|" * len(lines[0]))
     text += outside(plan, made)
     text += power(plan, made)
-    if bias:
+    if any(of_plan(plan, setting, bias) for setting in plan.settings):
         note = "HGPO's advantages against the Oracle groups': squared bias and variance in shares of the returns' variance."
         text += ["", "## Oracle bias at the warm start", "", note, "", *bias_table(plan, bias, *gains(plan, made))]
-        note = "Cosine to the true advantages of an iteration's steps; mean square of the difference as a share of theirs."
+        note = "Cosine to the true advantages of an iteration's steps; mean square of the difference as a share of theirs. "
+        note += "Below, the mean square of the difference to Oracle groups as a share of the returns' variance: these compare "
+        note += "Monte Carlo returns and favour estimators that do; bootstrapped ones they do not rank. One policy, one batch."
         text += ["", "## Against true advantages at the warm start", "", note, "", *truth_table(plan, bias)]
     for kind, some in measured.items():
         text += ["", f"## {kind.title}", "", kind.note, "", *kind.lines(some)] if some else []
@@ -230,7 +239,7 @@ def markdown(plan: Plan, known: Known, made: list[Row]) -> str:
     if changed:
         text += ["", "## Runs with other settings than the plan's", "", *changed]
     if apart := unlike(plan, found):
-        title = "## Pairs left out, which did not start from equal weights"
+        title = "## Pairs left out, which did not start from equal weights or had not the same settings"
         text += ["", title, "", *(f"* {a.name}, {b.name}" for a, b in apart)]
     return "\n".join(text) + "\n"
 

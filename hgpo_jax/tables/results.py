@@ -111,7 +111,7 @@ def read_record(plan: Plan, file: Path) -> dict[Cell, Result | None]:
     """
     try:
         found = json.loads(file.read_text())
-        fields = {name: set(before) for name, before in found.get("fields", {}).items()}
+        fields = {name: list(before) for name, before in found["fields"].items()}
         kept = {
             cell["cell"]: Result(
                 done=cell["done"], iterations=cell["iterations"], curve=[float(value) for value in cell["curve"]],
@@ -127,13 +127,23 @@ def read_record(plan: Plan, file: Path) -> dict[Cell, Result | None]:
         raise ConfigError(f"{file}: is a record of another plan, {found.get('title')!r:.100}; this is {plan.title!r}")
 
     def of_this_plan(cell: Cell, result: Result) -> Result:
-        changed = sorted(fields.get(f"{cell.setting}/{cell.method}", set()) - set(overrides(plan, cell)))
+        changed = changed_fields(fields[f"{cell.setting}/{cell.method}"], overrides(plan, cell)[:-1])
         numbers = result.numbers
-        if any(field.startswith("iterations=") for field in changed):
+        if any("iterations=" in field for field in changed):
             numbers = {name: number for name, number in numbers.items() if not name.startswith("train/")}
         return dataclasses.replace(result, numbers=numbers, changed=tuple(dict.fromkeys([*result.changed, *changed])))
 
     return {cell: of_this_plan(cell, kept[cell.name]) if cell.name in kept else None for cell in known}
+
+
+def changed_fields(before: list[str], now: list[str]) -> list[str]:
+    """Of two lists of `field=value`, in which a later one counts: what the first had else, paths and sizes left out.
+
+    Returns: `field=value` of the first, and `without field=value` for what only the second has.
+    """
+    old, new = (dict(field.split("=", 1) for field in fields) for fields in (before, now))
+    names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name) and not name.startswith(PLACES))
+    return [f"{name}={old[name]}" if name in old else f"without {name}={new[name]}" for name in names]
 
 
 def spread(values: list[float]) -> float | None:

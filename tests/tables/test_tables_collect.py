@@ -113,8 +113,11 @@ def test_existing_cells_are_filled_and_missing_ones_marked(tmp_path, small, caps
 
 def measured(seed, bias2):
     shares = {str(k): bias2 for k in bias.LEVELS}
-    truth = {name: {"cosine": bias2, "mse": 2 * bias2} for name in bias.ESTIMATORS}
-    return {"seed": seed, "success": 0.5, "peers": [1, 0.5, 0.25], "bias2": shares, "variance": shares, "truth": truth}
+    truth = {name: {"cosine": bias2, "mse": 2 * bias2} for name in bias.AT_START}
+    return {
+        "seed": seed, "fields": SMALL["fields"], "success": 0.5, "peers": [1, 0.5, 0.25], "bias2": shares, "variance": shares,
+        "oracle": dict.fromkeys(bias.AT_START, bias2 / 2), "truth": truth,
+    }  # fmt: skip
 
 
 def test_what_is_outside_the_noise_is_listed_and_stands_beside_the_bias(tmp_path, small, capsys):
@@ -161,7 +164,8 @@ def test_pairs_that_did_not_start_alike_are_named_and_left_out(tmp_path, small, 
             (runs / cell.name / "start" / "model.safetensors").write_bytes(weights)
     tables.main(["collect", str(runs), "--plan", str(tmp_path / "small.yaml"), "--to", str(tmp_path)])
     said = capsys.readouterr().out
-    assert said.endswith("## Pairs left out, which did not start from equal weights\n\n* near/hgpo/s1, near/gigpo/s1\n\n")
+    assert said.endswith("## Pairs left out, which did not start from equal weights or had not the same settings\n\n"
+                         "* near/hgpo/s1, near/gigpo/s1\n\n")
     assert "| HGPO | 3 of 4 | 36.7 ± 5.8 | +15.0 ± 5.0 (" in said  # (30 + 60) / 3 / 2: without seed 1
     record = json.loads((tmp_path / "small.json").read_text())
     starts = [cell.get("start") for cell in record["cells"]]
@@ -198,11 +202,11 @@ def test_settings_are_pooled(tmp_path, capsys):
     assert [axis.get_title() for axis in panels] == ["T\nNear", "T\nNear 2"]
 
 
-def test_a_pool_waits_for_pairs_of_two_settings(tmp_path, capsys):
+def test_a_pool_waits_for_two_pairs_of_each_setting(tmp_path, capsys):
     plan, runs = planning.read(write_plan(tmp_path, **POOLED)), tmp_path / "runs"
-    for seed in (0, 1):
-        finish(runs, plan, Cell("near", "gigpo", seed), [0.0, 0.0, 0.0])
-        finish(runs, plan, Cell("near", "hgpo", seed), [0.0, 0.0, 0.3 + seed / 10])
+    for setting, seed in (("near", 0), ("near", 1), ("near-2", 1)):
+        finish(runs, plan, Cell(setting, "gigpo", seed), [0.0, 0.0, 0.0])
+        finish(runs, plan, Cell(setting, "hgpo", seed), [0.0, 0.0, 0.3 + seed / 10])
     tables.main(["collect", str(runs), "--plan", str(tmp_path / "small.yaml"), "--to", str(tmp_path)])
     assert {pair["setting"] for pair in json.loads((tmp_path / "small.json").read_text())["paired"]} == {"near"}
 
@@ -238,7 +242,7 @@ def test_what_was_collected_elsewhere_is_kept(tmp_path, small, capsys):
     assert sorted(one["seed"] for one in kept["bias"]["near"]) == [7, 8]
     tables.main([*collect, str(second), "--record", str(to / "small.json")])
     assert json.loads((to / "small.json").read_text()) == kept
-    (tmp_path / "stale.json").write_text('{"cells": [], "bias": {"near": [{}]}}')
+    (tmp_path / "stale.json").write_text('{"fields": {}, "cells": [], "bias": {"near": [{}]}}')
     (tmp_path / "none.json").write_text('{"cells": [{}]}')
     (tmp_path / "other.json").write_text(json.dumps(kept | {"cells": [kept["cells"][0] | {"cell": "a/b/s0"}]}))
     for name, reason in (
@@ -284,6 +288,14 @@ def test_a_record_of_an_earlier_plan_says_so(tmp_path, small, capsys):
     tables.main([*collect, str(tmp_path / "empty"), f"--record={tmp_path}/small.json", "--to", str(tmp_path)])
     assert "* near/hgpo/s1: advantage.alpha=2, iterations=3" in capsys.readouterr().out  # it is not forgotten
 
+    # What one side has only now is another setting, too: the runs had it not.
+    gigpo = {"title": "GiGPO", "fields": ["method=gigpo", "learner.lr=1e-4"]}
+    write_plan(tmp_path, methods=SMALL["methods"] | {"gigpo": gigpo})
+    tables.main([*collect, str(tmp_path / "empty"), record, "--to", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert "* near/gigpo/s1: without learner.lr=1e-4" in said and "* near/hgpo/s1, near/gigpo/s1" in said
+    assert not json.loads((tmp_path / "small.json").read_text())["paired"]
+
     write_plan(tmp_path, tables=[SMALL["tables"][0] | {"seeds": [1, 2]}])
     before = (to / "small.json").read_bytes()
     for more in ([], [record]):
@@ -307,6 +319,24 @@ def test_a_longer_run_counts_before_its_record(tmp_path, small):
         tables.main([*collect, *more])
         (kept,) = json.loads((to / "small.json").read_text())["cells"]
         assert (kept["done"], kept["iterations"]) == (False, 4)
+
+
+def test_what_several_tables_compare_counts_once(tmp_path, capsys):
+    plan = planning.read(write_plan(tmp_path, tables=[SMALL["tables"][0] | {"title": title, "seeds": seeds}
+                                                      for title, seeds in (("T", [0, 1]), ("U", [0, 1, 2]))]))  # fmt: skip
+    for seed in range(3):
+        finish(tmp_path / "runs", plan, Cell("near", "gigpo", seed), [0.1, 0.2, 0.3])
+        finish(tmp_path / "runs", plan, Cell("near", "hgpo", seed), [0.1, 0.2, 0.9 + seed / 100])
+    tables.main(["collect", str(tmp_path / "runs"), "--plan", str(tmp_path / "small.yaml"), "--to", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert "leaves out 0 in 2 of 3 differences" in said  # AUC and the last two iterations, not the evaluation
+    assert "* U, Near: HGPO minus GiGPO, AUC" in said and "* T, Near" not in said
+
+
+def test_fields_that_differ():
+    before, now = ["a=1", "b=2", "b=3", "env.data=x"], ["a=1", "b=2", "c=4", "env.data=y"]
+    assert results.changed_fields(before, now) == ["b=3", "without c=4"]
+    assert not results.changed_fields(now, now)
 
 
 def test_small_p_values_are_written(tmp_path, small):
@@ -333,7 +363,12 @@ def test_bias_is_measured_for_the_seeds_that_lack(tmp_path, small, monkeypatch, 
         asked.clear()
     said = capsys.readouterr().out
     assert said.count("| Near | 7, 8 | 50% |") == 2
-    assert said.count("| Near | 0.12, 0.25 | 0.12, 0.25 |") == 4
+    assert said.count("| Near | true advantages | 0.12, 0.25 | 0.12, 0.25 |") == 4
+    assert said.count("| Near | Oracle groups | 0.06 | 0.06 |") == 4
+    changed = SMALL["settings"] | {"near": SMALL["settings"]["near"] | {"fields": ["env.size=7"]}}
+    tables.main(["bias", str(write_plan(tmp_path, bias_seeds=[7], settings=changed)), "--runs", str(tmp_path / "runs")])
+    assert asked == [7]  # of the setting that has changed
+    assert "| Near |" not in capsys.readouterr().out  # the stand-in measured with the old one
     with pytest.raises(ConfigError, match="bias_seeds: the plan has none"):
         tables.main(["bias", str(write_plan(tmp_path)), "--runs", str(tmp_path / "runs")])
 
