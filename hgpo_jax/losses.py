@@ -30,14 +30,12 @@ MAX_LOG_RATIO = 20.0
 MAX_KL = 10.0
 
 
-def reduce_tokens(
-    values: jax.Array, mask: jax.Array, aggregate: str, norm_length: float | None = None
-) -> tuple[jax.Array, jax.Array]:
+def reduce_tokens(values: jax.Array, mask: jax.Array, aggregate: str) -> tuple[jax.Array, jax.Array]:
     """Token values f32[N, R] to the numerator and denominator of their aggregate, two scalars.
 
     aggregate: `token-mean`: sum over tokens / tokens. `seq-mean-token-sum`: mean over rows of the row's sum.
         `seq-mean-token-mean`: mean over rows of the row's mean. `seq-mean-token-sum-norm`: mean over rows of the row's
-        sum / norm_length (Dr.GRPO), a constant such as the longest response allowed (default R).
+        sum / R (Dr.GRPO), a constant: the longest response allowed.
     Rows without a token are padding and do not count.
     """
     mask = mask.astype(bool)
@@ -51,7 +49,7 @@ def reduce_tokens(
     if aggregate == "seq-mean-token-mean":
         return jnp.sum(row_sums / jnp.maximum(lengths, 1)), rows
     if aggregate == "seq-mean-token-sum-norm":
-        return jnp.sum(row_sums) / (values.shape[-1] if norm_length is None else norm_length), rows
+        return jnp.sum(row_sums) / values.shape[-1], rows
     raise ValueError(f"aggregate={aggregate!r}: give one of {', '.join(AGGREGATES)}")
 
 
@@ -71,7 +69,6 @@ def policy_loss(
     clip_high: float = 0.2,
     dual_clip: float | None = 3.0,
     aggregate: str = "token-mean",
-    norm_length: float | None = None,
 ) -> tuple[jax.Array, Stats]:
     """PPO's clipped surrogate, negated (Schulman et al., 2017, eq. 7); DAPO's clip-higher is `clip_high=0.28`.
 
@@ -79,12 +76,12 @@ def policy_loss(
     advantages: f32[N], shared by the tokens of a response, or f32[N, R].
     mask: [N, R], true on response tokens; values elsewhere are ignored.
     dual_clip: where A < 0 the loss is at most `-dual_clip * A` (Ye et al., 2020, arXiv 1912.09729); None for no bound.
-    aggregate, norm_length: see `reduce_tokens`.
+    aggregate: see `reduce_tokens`.
     """
     mask = mask.astype(bool)
     log_ratio = _log_ratio(new_logp, old_logp, mask)
     loss, stats = _surrogate(log_ratio, advantages, mask, clip_low, clip_high, dual_clip)
-    return _with_loss(reduce_tokens(loss, mask, aggregate, norm_length), stats)
+    return _with_loss(reduce_tokens(loss, mask, aggregate), stats)
 
 
 def gspo_loss(
@@ -181,13 +178,12 @@ def kl_loss(
     *,
     kind: str = "k3",
     aggregate: str = "token-mean",
-    norm_length: float | None = None,
 ) -> tuple[jax.Array, Stats]:
     """`kl` aggregated over tokens; f32[N, R] each."""
     mask = mask.astype(bool)
     values = kl(jnp.where(mask, new_logp, 0.0), jnp.where(mask, ref_logp, 0.0), kind)
     stats = {"kl": reduce_tokens(values, mask, "token-mean")}
-    return _with_loss(reduce_tokens(values, mask, aggregate, norm_length), stats)
+    return _with_loss(reduce_tokens(values, mask, aggregate), stats)
 
 
 def value_loss(

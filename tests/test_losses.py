@@ -68,13 +68,6 @@ def test_clips(low, high, dual):
     assert ("clip_fraction_dual" in stats) == (dual is not None)
 
 
-def test_norm_length_is_a_constant_of_the_run():
-    options = {"aggregate": "seq-mean-token-sum-norm"}
-    loss, _ = losses.policy_loss(NEW, OLD, ADVANTAGES, MASK, norm_length=512, **options)
-    default, _ = losses.policy_loss(NEW, OLD, ADVANTAGES, MASK, **options)
-    np.testing.assert_allclose(loss * 512, default * R, rtol=1e-6)
-
-
 def test_advantages_by_token_and_by_response_agree():
     by_token = np.broadcast_to(ADVANTAGES[:, None], (N, R))
     expected, _ = losses.policy_loss(NEW, OLD, ADVANTAGES, MASK)

@@ -14,8 +14,6 @@ Source: iteration-level scheduling, Orca (Yu et al., OSDI 2022).
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -30,8 +28,6 @@ from hgpo_jax.mesh import partition
 from hgpo_jax.policy.kv_cache import AXES, KVCache, on_each_device
 from hgpo_jax.rollout.slot_state import MAX_STEPS, Sampled, SlotState, begin, free_slots, go_on
 from hgpo_jax.sampling import Decoding, buckets, make_decode_blocks, turn_keys
-
-log = logging.getLogger(__name__)
 
 # A step decodes so many tokens, and on, at most to MAX_STEPS, until a sixteenth of the responses has ended: an ended slot waits
 # for few tokens, and long responses are not interrupted for nothing.
@@ -68,13 +64,13 @@ class SlotPrograms:
     Attributes:
       max_new, end_tokens: as given.
       shards: parts that the slots are split into.
-      seconds: of the first call of each program and shape, with compiling.
+      called: each program and shape, as one would say it, that has been called.
     """
 
     def __init__(self, graphdef, mesh: Mesh | AbstractMesh, *, max_new: int, end_tokens: tuple[int, ...]):
         self._graphdef, self._mesh, self.max_new, self.end_tokens = graphdef, mesh, max_new, end_tokens
         self.shards = mesh.shape["data"] * mesh.shape["fsdp"]
-        self.seconds: dict[tuple[str, str], float] = {}
+        self.called: set[tuple[str, str]] = set()
         self._programs = {
             "empty": jax.jit(self._empty, static_argnums=(1, 2)),
             "take": jax.jit(self._take),
@@ -89,14 +85,9 @@ class SlotPrograms:
         return self._programs[name].lower(*args)
 
     def __call__(self, name: str, shape: str, *args):
-        """Calls a program; its first call with this shape, as one would say it, is timed and told to the log."""
-        if (name, shape) in self.seconds:
-            return self._programs[name](*args)
-        began = time.perf_counter()
-        out = jax.block_until_ready(self._programs[name](*args))
-        self.seconds[name, shape] = time.perf_counter() - began
-        log.info("%s, %s: first call took %.1f s", name, shape, self.seconds[name, shape])
-        return out
+        """Calls a program with arguments of this shape."""
+        self.called.add((name, shape))
+        return self._programs[name](*args)
 
     def _empty(self, params, slots: int, length: int) -> SlotState:
         """`slots` free slots, a multiple of the shards, whose caches hold `length` tokens."""

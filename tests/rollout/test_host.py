@@ -157,7 +157,7 @@ def test_shapes_meshes_and_decode_batches_do_not_matter(played):
     reference = played[0]
     for spec, decode_batch_size in (("data=1", 1000), ("data=4", 2)):
         episodes, _, rollout, _ = play(HARMLESS, spec=spec, decode_batch_size=decode_batch_size)
-        assert sum(name == "prefill" for name, _ in rollout._programs.seconds) <= 8
+        assert sum(name == "prefill" for name, _ in rollout._programs.called) <= 8
         for name in vars(episodes):
             tolerance = 1e-5 if name == "logp" else 0
             np.testing.assert_allclose(getattr(episodes, name), getattr(reference, name), atol=tolerance, err_msg=name)
@@ -216,7 +216,7 @@ def test_an_asynchronous_rollout_gives_the_same_episodes(played, decode_batch_si
     schedule = {"decode_steps", "slot_use"}
     ours, theirs = ({name: r.counts[name] for name in r.counts.keys() - schedule} for r in (report, expected))
     assert ours == theirs
-    prefills = [map(int, re.findall(r"\d+", shape)) for name, shape in rollout._programs.seconds if name == "prefill"]
+    prefills = [map(int, re.findall(r"\d+", shape)) for name, shape in rollout._programs.called if name == "prefill"]
     counts, widths, *_ = map(set, zip(*prefills, strict=True))
     assert widths <= set(buckets(Script.prompt_limit, factor=2, smallest=128))
     assert counts <= set(buckets(decode_batch_size, factor=4, smallest=1))
@@ -304,12 +304,12 @@ def test_another_environment_shares_what_is_compiled(played):
     other = rollout.with_environment(Shorter)
     keys = jax.random.split(jax.random.key(1), B)
     params = initialize(MODEL, 0, mesh_of("data=1"))
-    known = set(rollout._programs.seconds)
+    known = set(rollout._programs.called)
     episodes, other_report = other(params, TASKS, keys, GROUPS, Decoding())
     assert episodes.mask.shape == (B, 2) and rollout.max_turns == T
     for name in ("prompts", "responses", "logp", "rewards"):
         np.testing.assert_allclose(getattr(episodes, name), getattr(first, name)[:, :2], atol=1e-5)
-    assert other._programs.seconds is rollout._programs.seconds and set(rollout._programs.seconds) >= known
+    assert other._programs.called is rollout._programs.called and set(rollout._programs.called) >= known
     assert other_report.texts != report.texts
 
 

@@ -100,7 +100,7 @@ def test_responses_are_those_of_each_prompt_alone(params, spec):
     check(params, responses, requests, decoding)
     lengths = [len(response.tokens) for response in responses.values()]
     assert min(lengths) < MIN_STEPS and max(lengths) == MAX_NEW
-    names = [name for name, _ in programs.seconds]
+    names = [name for name, _ in programs.called]
     assert names.count("empty") == 1 and names.count("resize") >= 2  # longer caches, and fewer slots in the end
     assert sampler.active == 0
 
@@ -114,7 +114,7 @@ def test_responses_in_8_bits_are_those_of_each_prompt_alone(params, spec):
     programs, sampler, mesh = make_sampler(params, spec, 9, decoding, model=model)
     responses = play(sampler, mesh, requests, np.random.default_rng(1))
     check(params, responses, requests, decoding, model=model)
-    assert "resize" in [name for name, _ in programs.seconds]
+    assert "resize" in [name for name, _ in programs.called]
     exact = [alone(params, request, decoding)[1] for request in requests]
     difference = [np.abs(responses[r.episode].logp[1:2] - logp[1:2]).sum() for r, logp in zip(requests, exact, strict=True)]
     assert 1e-4 < np.median(difference) < 0.1
@@ -131,7 +131,7 @@ def test_equal_prompts_are_read_once(params):
         responses = {}
         while sampler.active:
             responses |= {response.episode: response for response in sampler.step()}
-    (prefill,) = [shape for name, shape in programs.seconds if name == "prefill"]
+    (prefill,) = [shape for name, shape in programs.called if name == "prefill"]
     assert prefill.startswith(f"6 prompts of 150 tokens, {EPISODES} responses in")  # 4 prompts in a shape for 6
     check(params, responses, requests, decoding)
     assert len({tuple(response.tokens) for response in responses.values()}) > EPISODES // 2  # each with its own key
