@@ -38,7 +38,7 @@ def main() -> None:
     args = p.parse_intermixed_args()  # options may stand between fields
     given = cli.given_fields(args)
     if args.resume == "never":
-        configuration.resolve(given)
+        configuration.check_given(configuration.resolve(given), args.overrides)
     # Only here: it imports jax, which takes seconds, and a mistake in a field has been refused by now.
     from hgpo_jax.training_run import train
 

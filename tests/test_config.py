@@ -6,7 +6,7 @@ import yaml
 from hgpo_jax import config as configuration
 from hgpo_jax import names
 from hgpo_jax.advantages.checks import check_option
-from hgpo_jax.config import CONFIGS, check_together, load
+from hgpo_jax.config import CONFIGS, check_given, check_together, load
 from hgpo_jax.config.tree import AdvantageConfig
 from hgpo_jax.environments import ENVIRONMENTS
 from hgpo_jax.errors import ConfigError
@@ -148,6 +148,24 @@ def test_roles_take_turns_in_learning_only_where_there_are_several():
         check_together(load(None, ["learner.alternate=2"]))
     for fields in (["env.name=household_plan", "learner.alternate=2"], ["learner.alternate=0"], ["method=himac"]):
         check_together(load(None, fields))
+
+
+UNREAD = [
+    (["critic.lr=1e-2"], ["method=ppo"], "method=hgpo has no critic"),
+    (["rollout.max_tries=2"], ["method=dapo"], "method=hgpo drops no groups"),
+    (["lora.alpha=8"], ["lora.rank=2"], "there are no adapters; give lora.rank, too"),
+    (["lora.targets=q_proj", "lora.rank=0"], ["roles.carrier.lora_rank=2", "env.name=household_team"], "there are no adapters"),
+    (["reward.mode=replace"], ["reward=./mine.py:score"], "there is no reward function; give reward=, too"),
+    (["env.compiled=false"], ["env.name=alfworld"], "env.name=household has no such choice"),
+]
+
+
+@pytest.mark.parametrize(("unread", "reader", "why"), UNREAD)
+def test_what_nothing_reads_is_refused_on_the_command_line(unread, reader, why):
+    with pytest.raises(ConfigError, match=f"^{unread[0]}: {why}"):
+        check_given(load(None, unread), unread)
+    check_given(load(None, [*unread, *reader]), [*unread, *reader])
+    check_given(load(None, unread), [])  # as a file has it
 
 
 @pytest.mark.parametrize("method", ["grpo", "dapo", "gspo", "kpo", "rloo", "dr_mas", "reinforce_pp_baseline"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from hgpo_jax.config.learning import LearnerConfig
 from hgpo_jax.config.roles import unknown_role
 from hgpo_jax.config.tree import Config, EnvConfig
@@ -94,6 +97,30 @@ def check_together(config: Config) -> None:
         if name not in read and value != default:
             face = ", compiled," if on_device and name in ("strict", "workers", "time_limit") else ""
             raise ConfigError(f"env.{name}={value}: env.name={env.name}{face} does not read it; leave it at {default!r}")
+
+
+def check_given(config: Config, overrides: Sequence[str]) -> None:
+    """Raises ConfigError for a field of a command's `field=value` that nothing reads with the others.
+
+    Not of a file's: it may hold what one of several methods needs, as a critic's settings, or what was overridden.
+    """
+    from hgpo_jax.environments import ENVIRONMENTS as known  # these import jax
+    from hgpo_jax.methods import METHODS
+
+    env, method = known.get(config.env.name), METHODS.get(config.method)  # your own have none of these
+    adapters = config.lora.rank or any(role.lora_rank for role in config.roles.values())
+    read: dict[str, tuple[Any, str]] = {
+        "critic.": (method and method.critic, f"method={config.method} has no critic; leave it out"),
+        "rollout.max_tries": (method and method.dynamic_sampling, f"method={config.method} drops no groups; leave it out"),
+        "lora.": (adapters, "there are no adapters; give lora.rank, too"),
+        "reward.": (config.reward.source, "there is no reward function; give reward=, too"),
+        "env.compiled": (env and env.compiled and env.text, f"env.name={config.env.name} has no such choice; leave it out"),
+    }
+    for override in overrides:
+        name = override.partition("=")[0]
+        for begin, (applies, why) in read.items():
+            if name.startswith(begin) and name not in ("lora.rank", "reward.source") and not applies:
+                raise ConfigError(f"{override:.200}: {why}")
 
 
 def _check_shortest_response(config: Config) -> None:
