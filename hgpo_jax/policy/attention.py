@@ -108,8 +108,10 @@ def attend_in_blocks(q_BSHE, k_BSGE, v_BSGE, start_BS=None, size: int | None = N
 
 
 def cudnn(q_BSHE, k_BSGE, v_BSGE, start_BS=None):
-    """`attend_all` by cuDNN's fused attention, bfloat16 only. It holds no scores, but with `start` JAX makes a bias of the mask:
-    [B, 1, S, S] in bfloat16."""
+    """`attend_all` by cuDNN's fused attention, bfloat16 only.
+
+    It holds no scores, but of `start` JAX makes a bias, [B, 1, S, S] in bfloat16.
+    """
     S = q_BSHE.shape[1]
     # With a mask it refuses odd lengths.
     even = lambda a: jnp.pad(a, ((0, 0), (0, S % 2), *((0, 0),) * (a.ndim - 2)))  # noqa: E731
