@@ -109,7 +109,9 @@ def check_given(config: Config, overrides: Sequence[str]) -> None:
 
     env, method = known.get(config.env.name), METHODS.get(config.method)  # your own have none of these
     adapters = config.lora.rank or any(role.lora_rank for role in config.roles.values())
+    told = env is None or not config.in_words, f"env.name={config.env.name}, compiled, is not told as text; leave it out"
     read: dict[str, tuple[Any, str]] = {
+        **dict.fromkeys(("rollout.prompt_limit", "rollout.response_limit", "rollout.stop"), told),
         "critic.": (method and method.critic, f"method={config.method} has no critic; leave it out"),
         "rollout.max_tries": (method and method.dynamic_sampling, f"method={config.method} drops no groups; leave it out"),
         "lora.": (adapters, "there are no adapters; give lora.rank, too"),
