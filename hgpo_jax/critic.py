@@ -22,14 +22,12 @@ from hgpo_jax.training_batch import TrainingBatch
 def initialize_critic(params: dict, heads: tuple[int, ...] = ()) -> dict:
     """The critic's parameters from the policy's: {"body": its blocks without the language-model head, "value": the head}.
 
-    heads: (3,) for three in one array.
+    heads: (3,) for three in one array. In float32, because all of it is trained; with adapters the policy may not be.
     """
     body = {name: part for name, part in params.items() if name != "lm_head"}
-    embedding = params["embed_tokens"]["embedding"]
-    head = {
-        "kernel": jnp.zeros((*heads, embedding.shape[1]), embedding.dtype), "bias": jnp.zeros(heads, embedding.dtype),
-    }  # fmt: skip
-    return {"body": jax.tree.map(jnp.copy, body), "value": head}
+    width = params["embed_tokens"]["embedding"].shape[1]
+    head = {"kernel": jnp.zeros((*heads, width), jnp.float32), "bias": jnp.zeros(heads, jnp.float32)}
+    return {"body": jax.tree.map(lambda a: jnp.array(a, jnp.float32, copy=True), body), "value": head}
 
 
 def make_values(config: ModelConfig, remat: str = "none", plan_words: int = 0):

@@ -87,7 +87,7 @@ def summarize(episodes: Episodes, task_types: Sequence[str], scores: np.ndarray 
 
 
 def evaluate(job: Job, params, folder: Path) -> tuple[dict, list[str]]:
-    """Evaluates and writes folder/evaluation.json; returns its content and some sampled transcripts."""
+    """`play_both`, written to folder/evaluation.json."""
     result, shown = play_both(job, params)
     if jax.process_index() == 0:
         write(folder / OWN, result)
@@ -95,10 +95,10 @@ def evaluate(job: Job, params, folder: Path) -> tuple[dict, list[str]]:
 
 
 def play_both(job: Job, params) -> tuple[dict, list[str]]:
-    """The sampled and the greedy evaluation: (their result, some sampled transcripts)."""
+    """The sampled and the greedy evaluation of what a rollout takes: (their result, some sampled transcripts)."""
     settings, modes = job.config.evaluation, {}
     shown: list[str] = []
-    sampled, params = sampled_decoding(settings), job.base_rollout_params(params)
+    sampled = sampled_decoding(settings)
     for mode, decoding in (("sampled", sampled), ("greedy", sampled.replace(temperature=0.0))):
         episodes, scores, transcripts = play_held_out(job, params, decoding)
         modes[mode] = summarize(episodes, job.runner.task_types, scores)

@@ -84,7 +84,10 @@ class Job:
         return self.by_set(of_set, trained, reference)
 
     def merged_params(self, trained, reference):
-        """The weights of a policy without adapters that computes the same."""
+        """The weights of a policy without adapters that computes the same.
+
+        reference: what the adapters stand beside, in `policy.dtype`: in a shorter type small changes would be rounded away.
+        """
 
         def of_set(job, trained, reference):
             return lora.merge(job.adapted, reference, trained) if job.adapted.lora else trained
@@ -97,10 +100,15 @@ class Job:
         return self.rollout_params(fresh, params)
 
     def compute_copy(self, params):
-        """The parameters in `policy.compute_dtype`, which sampling and the loss use; the same arrays if that is theirs."""
+        """The parameters in `policy.compute_dtype`, which sampling and the loss use; the same arrays where that is theirs."""
         dtype = self.config.policy.compute_dtype
-        same = all(a.dtype == dtype for a in jax.tree.leaves(params))
-        return params if same else _cast(params, dtype)
+        leaves, structure = jax.tree.flatten(params)
+        others = [a for a in leaves if a.dtype != dtype]
+        if not others:
+            return params
+        # What went through jit would be a copy: with LoRA, of the whole reference policy beside adapters of another type.
+        cast_ones = iter(_cast(others, dtype))
+        return jax.tree.unflatten(structure, [a if a.dtype == dtype else next(cast_ones) for a in leaves])
 
     def reference_copy(self, params):
         """`compute_copy` for the reference policy; with learner.offload in the host's memory, but with LoRA on the devices."""

@@ -147,12 +147,17 @@ class _Sizes:
         )  # fmt: skip
 
 
+def _critic(config: Config, sizes: _Sizes) -> int:
+    """Elements of the critic on one device: about a policy's, in float32 and without adapters."""
+    return sizes.policy if method_named(config.method).critic else 0
+
+
 def _learning_state(config: Config, sizes: _Sizes) -> dict[str, int]:
     """What only the update reads, so that `learner.offload` can move it out of the way."""
-    critic = method_named(config.method).critic
-    state = {"optimizer": (2 if critic else 1) * 2 * sizes.trained * sizes.param_bytes}
+    critic = _critic(config, sizes)
+    state = {"optimizer": 2 * (sizes.trained * sizes.param_bytes + 4 * critic)}
     if critic:
-        state["critic"] = sizes.trained * sizes.param_bytes
+        state["critic"] = 4 * critic
     if not config.lora.rank:
         state["reference policy"] = sizes.policy * sizes.compute_bytes if config.learner.kl_weight else 0
     return state
@@ -184,7 +189,7 @@ def _sampling(sizes: _Sizes, workload: Workload) -> dict[str, int]:
 
 def _update(config: Config, sizes: _Sizes, workload: Workload) -> dict[str, int]:
     """What `learner.make_update` holds for one micro-batch, and its gradients."""
-    rows, model = -(-config.learner.microbatch_size // sizes.fsdp), workload.model
+    rows, model, critic = -(-config.learner.microbatch_size // sizes.fsdp), workload.model, _critic(config, sizes)
     # Of the vocabulary nothing is gathered: every device looks up the whole group's tokens in its part.
     looked_up = model.hidden_size * sizes.compute_bytes * (sizes.fsdp * sizes.tensor > 1)
     tokens = rows * sizes.fsdp * (workload.prompt + workload.response)
@@ -192,9 +197,12 @@ def _update(config: Config, sizes: _Sizes, workload: Workload) -> dict[str, int]
     predictions = rows * sizes.fsdp * sequence_shape(workload.prompt, workload.response).predictions
     logits = 3 * 4 * min(predictions * model.vocab_size, max(MAX_LOGITS, rows * sizes.fsdp * model.vocab_size))
     return {
-        "compute copy": sizes.compute_copy,
+        # Policy and critic learn one after the other.
+        "compute copy": max(sizes.compute_copy, critic * sizes.compute_bytes * (sizes.compute_bytes != 4)),
         # Of a micro-batch, their sum, and what the optimizer makes of it.
-        "gradients": sizes.trained * (2 * sizes.param_bytes + sizes.compute_bytes),
+        "gradients": max(
+            sizes.trained * (2 * sizes.param_bytes + sizes.compute_bytes), critic * (2 * 4 + sizes.compute_bytes)
+        ),
         "activations": int(_training_activations(config.learner.remat, sizes, workload, rows) + tokens * looked_up),
         "logits": int(logits / sizes.fsdp / sizes.tensor),
         "gathered weights": int(2 * sizes.gathered_layer),

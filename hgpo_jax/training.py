@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from hgpo_jax.errors import ConfigError
+from hgpo_jax.errors import ConfigError, RunError
 from hgpo_jax.evaluation import play_held_out, sampled_decoding, summarize
 from hgpo_jax.iteration import make_learn, sample
 from hgpo_jax.job import Job, unrounded
@@ -40,23 +40,23 @@ class Training:
     def __init__(self, job: Job, folder: Path, done: int, stop: Interruption):
         self.job, self.config, self.folder, self.done, self.stop = job, job.config, folder, done, stop
         learn, init = make_learn(job)
-        compiling = ThreadPoolExecutor(1).submit(compile_ahead, job, learn, init(job.given_params))
+        # Shapes and places are enough to compile and to restore; there is memory for one state, beside the weights.
+        like = described(init(job.given_params))
+        compiling = ThreadPoolExecutor(1).submit(compile_ahead, job, learn, like)
         if jax.process_count() > 1:  # all processes must start programs in the same order, which two threads would not ensure
             compiling.result()
         self.checkpoints = Checkpoints(folder / "checkpoints", self.config.log)
         params = starting_params(job, folder)
-        self.state = init(params)
         self.reference = job.reference_copy(params)
-        if done:
-            self.state = self.checkpoints.restore(done, self.state)
+        self.state = self.checkpoints.restore(done, like) if done else init(params)
         self.learn = compiling.result()
         kept = set(map(id, jax.tree.leaves(self.reference)))
         for array in jax.tree.leaves((job.policy.params, job.given_params)):
             if id(array) not in kept and not array.is_deleted():  # nothing reads it again, and it would take memory
                 array.delete()
 
-    def run(self) -> dict:
-        """All iterations that are left; returns the final parameters, adapters merged.
+    def run(self) -> tuple[dict, dict]:
+        """All iterations that are left: (the final parameters, adapters merged; what a rollout takes, adapters apart).
 
         Nothing here waits for an update: the recorder's threads wait for its numbers while the next rollout is sampled.
 
@@ -76,12 +76,28 @@ class Training:
                 self._save()
                 self.checkpoints.close()
             raise
+        except Exception:
+            self._save_after_failure()
+            raise
         finally:
             self.recorder.close()
         self.checkpoints.close()
         with refusals():
             self.job.by_set(functools.partial(save_adapters, self.folder), self.state["params"])
-        return self.job.merged_params(self.state["params"], self.reference)
+        trained, played = self.state["params"], self._rollout_params()
+        del self.state  # with adapters, the weights that they stand beside come back in `policy.dtype`
+        adapted = any(of_set.adapted.lora for of_set in self.job.sets.values() or [self.job])
+        return self.job.merged_params(trained, starting_params(self.job, self.folder) if adapted else trained), played
+
+    def _save_after_failure(self) -> None:
+        """What was learned before a rollout or a validation failed; an update that failed has taken the weights with it.
+
+        One of several processes cannot save alone, and the others need not have failed.
+        """
+        if jax.process_count() == 1 and not any(a.is_deleted() for a in jax.tree.leaves(self.state)):
+            with contextlib.suppress(RunError):
+                self._save()
+                self.checkpoints.close()
 
     def _rollout_params(self):
         return self.job.rollout_params(self.state["params"], self.reference)
@@ -142,14 +158,19 @@ class Training:
                 self.stop.saved = self.done
 
 
+def described(tree):
+    """The shapes, dtypes and shardings of a tree's arrays."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
+
+
 def compile_ahead(job: Job, learn, state):
     """Compiles rollout and update in another thread while the warm start prepares; returns the compiled update.
 
-    The rollout's first call then finds it in the compilation cache.
+    The rollout's first call then finds it in the compilation cache. state: as `described`.
     """
     with jax.set_mesh(job.mesh):  # a mesh is only set for the thread that set it
-        reference = job.reference_copy(job.given_params)
-        job.runner.compile(job.rollout_params(state["params"], reference), job.episode_inputs(0))
+        reference = described(job.reference_copy(job.given_params))
+        job.runner.compile(described(job.base_rollout_params(job.given_params)), job.episode_inputs(0))
         whole = NamedSharding(job.mesh, PartitionSpec())
         abstract = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole)  # noqa: E731
         episodes = jax.tree.map(abstract, job.abstract_episodes())

@@ -68,6 +68,7 @@ def train(given: dict, resume: str, allowed: tuple[str, ...], dry: bool, multipr
         )
         return
     check_loggers(config)
+    check_trained_dtype(config)
     mesh = job_mesh(config)
     with Interruption() as stop:
         try:
@@ -83,6 +84,7 @@ def train(given: dict, resume: str, allowed: tuple[str, ...], dry: bool, multipr
 def dry_run(config: Config) -> None:
     """Reads the data and the tokenizer, and plans the memory; needs neither the weights nor the devices of the mesh."""
     configuration.check_together(config)
+    check_trained_dtype(config)
     try:
         mesh = make_mesh("auto") if config.mesh == "auto" else abstract_mesh(config.mesh)
         found = environment(config.env)
@@ -109,6 +111,16 @@ def check_loggers(config: Config) -> None:
     """Raises ConfigError for a logger that is not installed."""
     if config.log.wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError("log.wandb=true: wandb is not installed; pip install 'hgpo_jax[wandb]'")
+
+
+def check_trained_dtype(config: Config) -> None:
+    """Raises ConfigError for weights whose type would round away what they learn; adapters have float32 of their own."""
+    for own in memory.configs_of_sets(config).values():
+        if own.policy.dtype != "float32" and not own.lora.rank:
+            raise ConfigError(
+                f"policy.dtype={own.policy.dtype}: would round away the small steps of training; leave it out "
+                "(policy.compute_dtype=bfloat16 computes with a copy), or train adapters with lora.rank"
+            )
 
 
 def run(config: Config, mesh: Mesh, folder: Path, resuming: bool, stop: Interruption) -> None:
@@ -141,13 +153,14 @@ def run(config: Config, mesh: Mesh, folder: Path, resuming: bool, stop: Interrup
 def train_and_evaluate(job: Job, folder: Path, first: int, stop: Interruption) -> None:
     """Trains from an iteration on, evaluates, and writes what a run ends with."""
     writes = jax.process_index() == 0
-    params = Training(job, folder, first, stop).run()
+    params, played = Training(job, folder, first, stop).run()
     with refusals():
         job.by_set(
             lambda job, params: Policy(job.policy.config, params, job.policy.tokenizer).save(folder / "policy" / job.weights),
             params,
         )
-    result, transcripts = evaluate(unrounded(job), params, folder)
+    del params
+    result, transcripts = evaluate(unrounded(job), played, folder)
     shown = "\n\n".join(transcripts)
     if writes:
         plot_curves(folder)

@@ -36,6 +36,7 @@ from hgpo_jax.errors import ConfigError, RunError
 from hgpo_jax.job import Job
 from hgpo_jax.learner import make_cloning_loss, make_logprobs, make_map, make_update
 from hgpo_jax.policy import Policy, huggingface, load_policy
+from hgpo_jax.policy.placement import shardings_like
 from hgpo_jax.policy.tokenizer import ACT
 from hgpo_jax.progress import Progress
 from hgpo_jax.rollout.compiled import start_episode
@@ -231,7 +232,7 @@ def clone(job: Job) -> dict:
         + ", ".join(f"{name} {value}" for name, value in shown.items()),
         flush=True,
     )
-    return job.merged_params(trained, reference)
+    return job.merged_params(trained, given)
 
 
 class Student:
@@ -269,7 +270,8 @@ class Student:
             order = jnp.argsort((rank + (passes + 1) * ~happened).reshape(-1)) % total
             return update(trained, opt_state, reference, decisions, order, steps * settings.batch_size, 1.0)
 
-        self._some_steps, self._opt_state = some_steps, jax.jit(optimizer.init)(trained)
+        moments = shardings_like(jax.eval_shape(optimizer.init, trained), job.adapted, job.mesh)
+        self._some_steps, self._opt_state = some_steps, jax.jit(optimizer.init, out_shardings=moments)(trained)
 
     def learn(self, key, steps: int) -> tuple[float, int]:
         """Takes some optimizer steps: (the mean loss, how many were skipped)."""

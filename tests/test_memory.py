@@ -36,6 +36,15 @@ CASES = [
 TEXT = [CASES[0], CASES[4], CASES[7], CASES[8]]  # continuous batching
 
 
+def test_a_critic_beside_adapters_is_a_whole_network():
+    mesh, whole = make_mesh("data=1", jax.devices()[:1]), sum(a.size for a in jax.tree.leaves(shapes(ModelConfig(**SIZES))))
+    config = load(None, ["method=ppo", "lora.rank=2", "mesh=data=1", "policy.compute_dtype=bfloat16"])
+    phases = memory.bytes_by_phase(config, mesh, memory.Workload(ModelConfig(**SIZES), 192, 64, steps=64, decode_batch=16))
+    assert phases["always"]["critic"] == 4 * whole
+    assert phases["always"]["optimizer"] > 2 * 4 * whole
+    assert phases["update"]["gradients"] >= 2 * 4 * whole and phases["update"]["compute copy"] == 2 * whole
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("env", "spec", "devices", "micro", "decode_batch", "prompt", "response", "remat", "changes"),

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
 
 from hgpo_jax import cli, evaluate, train
 from hgpo_jax import config as configuration
@@ -309,6 +310,26 @@ def test_a_run_that_is_killed_equals_one_in_one_piece(tiny_train, cloned):
     assert_same_run(tiny_train("killed", "--resume", folder), cloned)
 
 
+FAILS_IN_THE_THIRD_ROLLOUT = """
+from hgpo_jax import cli, train, training
+from hgpo_jax.errors import RunError
+sample = training.sample
+def failing(job, params, iteration):
+    if iteration == 2:
+        raise RunError("the game server is down")
+    return sample(job, params, iteration)
+training.sample = failing
+cli.run(train.main)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_keeps_what_it_learned(tiny_train, cloned):
+    folder = tiny_train("failed", *CLONED, "log.checkpoint_every=25", start=("-c", FAILS_IN_THE_THIRD_ROLLOUT), code=2)
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["2"]
+    assert_same_run(tiny_train("failed", "--resume", folder), cloned)
+
+
 @pytest.mark.slow
 def test_another_mesh_learns_the_same(tiny_train, run):
     """Three axes are compared in test_rollout.py and test_learner.py."""
@@ -343,3 +364,19 @@ def test_adapters_beside_given_weights(tiny_train, cloned):
     tiny_train("lora-halves", *lora, "--resume", "auto")
     assert_same_run(halves, whole)
     assert json.loads((halves / "evaluation.json").read_text()) == saved  # adapters merged or not
+
+
+@pytest.mark.slow
+def test_a_shorter_type_of_computing_does_not_round_away_what_adapters_learned(tiny_train, cloned):
+    """What is saved are the given float32 weights plus the adapters' small change, which bfloat16 would not hold."""
+    lora = (*CLONED, f"policy={cloned / 'policy'}", "warm_start=none", "lora.rank=2", "iterations=1", "learner.lr=1e-4")
+    folder = tiny_train("lora-bfloat16", *lora, "policy.compute_dtype=bfloat16")
+    before, after = (load_file(folder / name / "model.safetensors") for name in ("start", "policy"))
+    adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
+    settings = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    for name in filter(lambda name: "lora_A" in name, adapter):
+        kernel = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        change = adapter[name.replace("lora_A", "lora_B")] @ adapter[name] * (settings["lora_alpha"] / settings["r"])
+        old, new = before[f"{kernel}.weight"], after[f"{kernel}.weight"]
+        assert old.dtype == new.dtype == np.float32 and 0 < np.abs(change).max() < 2**-9 * np.abs(old).max()
+        np.testing.assert_allclose(new - old, change, atol=1e-7)

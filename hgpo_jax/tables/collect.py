@@ -137,13 +137,13 @@ def layout(plan: Plan, made: list[Row]) -> list[tuple[str, str, list[list[str]]]
 def outside(plan: Plan, made: list[Row]) -> list[str]:
     """The paired differences that are outside the noise, and how many would be expected without any effect."""
     baselines = {table.title: table.baseline for table in plan.tables if table.baseline}
-    widest: dict[tuple, Row] = {}  # what several tables compare counts once, and pools not again
+    widest: dict[tuple, tuple[Row, dict]] = {}  # what several tables compare counts once, and pools not again
     for row in made:
         if row.versus and not plan.settings[row.setting].pools:
             what = (row.setting, row.column, row.method, baselines[row.table])
-            if what not in widest or row.versus["n"] > widest[what].versus["n"]:
-                widest[what] = row
-    compared = [(row, row.versus) for row in widest.values()]
+            if what not in widest or row.versus["n"] > widest[what][1]["n"]:
+                widest[what] = row, row.versus
+    compared = list(widest.values())
     if not compared:
         return []
     found = [(row, versus) for row, versus in compared if versus["interval"][0] > 0 or versus["interval"][1] < 0]
