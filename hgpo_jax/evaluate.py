@@ -25,6 +25,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
@@ -102,13 +103,14 @@ def _evaluated(job: Job, seeds: list[int]) -> tuple[dict, list[dict], str]:
     if seeds:
         result, episodes = evaluate_seeds(job, job.given_params, seeds)
         return result, episodes, describe_seeds(result)
-    result, _ = play_both(job, job.given_params)
+    result, _ = play_both(job, job.base_rollout_params(job.given_params))
     return result, [], describe_evaluation(result)
 
 
 def main() -> None:
     p = cli.parser("evaluate", __doc__)
-    said = "the folder of a run that has ended, or of a Hugging Face policy; with --panel also openai:URL#MODEL, a served one"
+    said = "the folder of a run that has ended, or of a Hugging Face policy, or a GGUF file; with --panel also "
+    said += "openai:URL#MODEL, a served one"
     cli.add_trained_policy(p, nargs="?", help=said)
     p.add_argument("--seeds", metavar="N,N,...", help="seeds of tasks and sampling, as in 123,456,789; of a panel, of sampling")
     p.add_argument("--split", help="tasks to evaluate on: valid_seen or valid_unseen of ALFWorld, else held_out")
@@ -135,6 +137,8 @@ def main() -> None:
     args.run = policy if served else remote.local(policy)
     folder, is_run = Path(args.run), not served and cli.is_run(args.run)
     source, overrides = _served_configuration(args) if served else cli.trained_policy(args)
+    if not is_run and args.to is None and folder.is_file():
+        raise ConfigError(f"{args.run}: is a file, which has no folder for its evaluations; give one with --to")
     if not is_run and args.to is None and not folder.is_dir():
         # A folder named like the policy would from then on be taken for the policy itself.
         raise ConfigError(f"{args.run}: no such folder; for a policy from the hub give --to, the folder for its evaluations")
@@ -161,7 +165,7 @@ def main() -> None:
         target.mkdir(parents=True, exist_ok=True)
         if not os.access(target, os.W_OK):
             raise ConfigError(f"{target}: cannot be written; {'see its owner' if own else 'choose another folder with --to'}")
-    about = {"policy": policy, "env": config.env.name, "split": split, "settings": settings}
+    about = {"policy": policy, "env": config.env.name, "split": split, "settings": settings, "hgpo_jax": version("hgpo_jax")}
     result, episodes, said = evaluation()
     if jax.process_index() == 0:
         write(file, result if own else about | result, episodes)

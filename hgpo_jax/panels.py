@@ -124,7 +124,8 @@ def panel_fields(name: str, given: list[str]) -> list[str]:
 def refuse_trained_on(name: str, trained: Config) -> None:
     """Raises ConfigError where a run with this configuration was trained on tasks of a panel."""
     env = trained.env
-    if env.name == "webshop" and env.goal_order != "original":  # which shuffles the goals before 500 of them are held out
+    # Which shuffles the goals before 500 of them are held out.
+    if env.name in PANELS[name].environments and env.name == "webshop" and env.goal_order != "original":
         raise ConfigError(
             f"--panel {name}: this run was trained on some of its tasks, by env.goal_order={env.goal_order}; train with "
             "env.goal_order=original"
@@ -239,9 +240,10 @@ DECODING = {  # settings that make plays of two policies incomparable
 
 
 def _different(a: dict, b: dict) -> dict[str, tuple]:
-    """Settings of two results that are not equal."""
+    """Settings of two results that are not equal, the seeds of their samples, and the versions that made them."""
     names = a["settings"].keys() | b["settings"].keys()
     both = {name: (a["settings"].get(name), b["settings"].get(name)) for name in sorted(names)}
+    both |= {name: (a.get(name), b.get(name)) for name in ("seeds", "hgpo_jax")}
     return {name: (one, other) for name, (one, other) in both.items() if one != other}
 
 

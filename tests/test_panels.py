@@ -113,6 +113,7 @@ def test_tasks_that_are_not_there(env, panel, data, tmp_path):
     ("webshop", ["env.name=webshop", "env.goal_order=verl-agent"], "env.goal_order=verl-agent"),
     ("webshop", ["env.name=webshop", "env.goal_order=original"], None),
     ("household", [], None),
+    ("household", ["env.name=webshop", "env.goal_order=verl-agent"], None),  # of which it has no task
 ])  # fmt: skip
 def test_a_run_is_not_judged_on_what_it_was_trained_on(panel, fields, refused):
     trained = configuration.load(None, ["warm_start=none", *fields])
@@ -221,6 +222,9 @@ def test_what_is_not_compared():
         assert "therefore not compared: sampled plays" in panels.describe_comparison(a, cooler, {})
     cooler = result_of([(True, [False])], temperature=0.4)
     assert "different: evaluation.temperature=1.0 and 0.4" in panels.describe_comparison(a, cooler, {})
+    newer = b | {"hgpo_jax": "0.2.0", "seeds": [1]}
+    said = panels.describe_comparison(a | {"hgpo_jax": "0.1.0", "seeds": [0]}, newer, {})
+    assert "different: seeds=[0] and [1], hgpo_jax=0.1.0 and 0.2.0" in said and "therefore" not in said
     assert panels.compare(a, result_of([(True, [False])], **{"evaluation.min_response": 5})) == {}
     longer = result_of([(True, [False])], **{"rollout.response_limit": 9})
     assert set(panels.compare(a, longer)) == {"success, greedy", "success, sampled"}

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import jax
@@ -64,10 +65,10 @@ def find(folder: str | Path, cache_dir: str | Path = CACHE_DIR) -> Path:
 
 
 def digest(folder: Path) -> str:
-    """SHA-256 over the files of a policy's folder, its card left out."""
+    """SHA-256 over the files of a policy's folder that make it; what else was fetched or written there does not count."""
     found = hashlib.sha256()
     for file in sorted(filter(Path.is_file, folder.iterdir())):
-        if file.name != CARD:
+        if file.name in FILES["model"] - {CARD} or fnmatch(file.name, "model*.safetensors"):
             with file.open("rb") as content:
                 found.update(f"\0{file.name}\0".encode() + hashlib.file_digest(content, "sha256").digest())
     return found.hexdigest()
