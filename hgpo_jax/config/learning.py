@@ -40,8 +40,9 @@ class AdvantageConfig(Section):
 class LearnerConfig(OptimizerConfig):
     """The update: one epoch of PPO-clip with AdamW."""
 
-    # Adam's first steps are as long as the rate, however noisy the gradient: with a warm-up of 5 steps 25 of 59 runs fell more
-    # than ten points below their start, in two settings, one for good (configs/tables/results/README.md).
+    # Adam's first steps are as long as the rate, however noisy the gradient: with a warm-up of 5 steps 6 of 59 runs were more than
+    # ten points below the start after a few iterations, in two settings, one for good; with 30 none of 194
+    # (configs/tables/results/README.md).
     warmup_steps: int = field(30, "optimizer steps over which the learning rate rises from 0", ge=0)
     final_lr: Share = field(
         0.1, "share of the learning rate left at the last iteration, the critic's too; it falls linearly"
