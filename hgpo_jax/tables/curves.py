@@ -42,9 +42,9 @@ def highlighted(table: Table) -> list[str]:
 def draw_curves(plan: Plan, found: dict) -> Figure | None:
     """Success by iteration, a panel for each setting of each table with a baseline; None where nothing can be compared.
 
-    found: cell -> `results.Result` or None. Each line is the mean over a method's runs, averaged over neighbouring iterations.
-    A method is shown from two runs on, a panel from two methods on. Pools are not: their runs may come from settings in
-    different shares, which their pairs do not.
+    found: cell -> `results.Result` or None. Each line is the mean over a method's runs, averaged over neighbouring iterations
+    and drawn where it has all of these. A method is shown from two runs on, a panel from two methods on. Pools are not: their
+    runs may come from settings in different shares, which their pairs do not.
     """
     panels = {
         (table.title, setting): {
@@ -83,12 +83,13 @@ def _curves(axis: Axes, plan: Plan, table: Table, curves: dict[str, np.ndarray],
     for method in [*others, *reversed(named)]:  # the baseline on top
         mean, half = band(curves[method])
         color = BASELINE if method == table.baseline else colors[method] if method in named else CONTEXT
-        x, y = np.arange(len(mean)), smooth(mean, window)
+        whole = slice(window // 2, len(mean) - window // 2)  # nearer to the ends a mean would be of fewer iterations
+        x, y = np.arange(len(mean))[whole], smooth(mean, window)[whole]
         axis.plot(x, y, color=color, linewidth=2 if method in named else 1)
         if method in named:
             ends.append((float(y[-1]), x[-1], f"{plan.methods[method].title} ({len(curves[method])} runs)", color))
             if not others:
-                low, high = smooth(mean - half, window), smooth(mean + half, window)
+                low, high = smooth(mean - half, window)[whole], smooth(mean + half, window)[whole]
                 axis.fill_between(x, low, high, color=color, alpha=0.13, linewidth=0)
     axis.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axis.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
@@ -169,8 +170,9 @@ def _forest(axis: Axes, plan: Plan, blocks: list, mine: dict, named: bool) -> No
     place, ticks = 0, []
     baselines = {table.title: plan.methods[table.baseline].title for table in plan.tables if table.baseline}
     for title, methods in blocks:
-        pairs = max((row.versus["n"] for (table, _), row in mine.items() if table == title), default=0)
-        ticks.append((place, f"{title}: minus {baselines[title]} ({pairs} pairs)"))
+        pairs = sorted({row.versus["n"] for (table, _), row in mine.items() if table == title})
+        shown = " to ".join(map(str, pairs if len(pairs) < 2 else (pairs[0], pairs[-1]))) or "0"
+        ticks.append((place, f"{title}: minus {baselines[title]} ({shown} pairs)"))
         for method in methods:
             place += 1
             ticks.append((place, plan.methods[method].title))
