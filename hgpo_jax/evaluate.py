@@ -13,7 +13,8 @@ tasks of its own (repeating them where an environment has fewer) and samples at 
 kept, too.
 RUN/evaluation.json stays that of the run's own settings: all others go into evaluations/ in the first folder, or with --to
 elsewhere, as SPLIT-tTEMPERATURE-nEPISODES.json, with -sSEEDS before the dot and the transcripts beside it (.jsonl). A file
-that was made with other settings, or of a policy of another name, is never replaced.
+that was made with other settings, or of a policy of another name, is never replaced. With adapters a run plays them beside
+its weights, here they are merged; policy.compute_dtype=bfloat16 rounds what is merged.
 
 A panel (hgpo_jax/panels.py) decides the tasks: each is played once greedily and once sampled, or once under each of --seeds.
 evaluations/panel-NAME-tTEMPERATURE-nTASKS-sSEEDS.json holds the digests of panel and policy and every task's outcome, with the
@@ -100,10 +101,11 @@ def _prepared(
 
 
 def _evaluated(job: Job, seeds: list[int]) -> tuple[dict, list[dict], str]:
+    params = job.base_rollout_params(job.given_params)
     if seeds:
-        result, episodes = evaluate_seeds(job, job.given_params, seeds)
+        result, episodes = evaluate_seeds(job, params, seeds)
         return result, episodes, describe_seeds(result)
-    result, _ = play_both(job, job.base_rollout_params(job.given_params))
+    result, _ = play_both(job, params)
     return result, [], describe_evaluation(result)
 
 

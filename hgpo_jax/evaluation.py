@@ -175,9 +175,8 @@ def pooled(plays: list[Episodes], task_types: Sequence[str]) -> dict[str, dict]:
 
 
 def evaluate_seeds(job: Job, params, seeds: list[int]) -> tuple[dict, list[dict]]:
-    """The evaluation under several seeds: (its result, every episode as a record with its transcript)."""
+    """The evaluation of what a rollout takes, under several seeds: (its result, every episode with its transcript)."""
     settings, by_seed, sizes, plays, episodes = job.config.evaluation, {}, {}, [], []
-    params = job.base_rollout_params(params)
     for seed in seeds:
         e, scores, transcripts = play_held_out(job, params, sampled_decoding(settings), seed)
         plays.append(e)

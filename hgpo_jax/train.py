@@ -39,7 +39,7 @@ def main() -> None:
     given = cli.given_fields(args)
     if args.resume == "never":
         configuration.check_given(configuration.resolve(given), args.overrides)
-    # Only here: it imports jax, which takes seconds, and a mistake in a field has been refused by now.
+    # Only here: it takes seconds to import, and a mistake in a field has been refused by now.
     from hgpo_jax.training_run import train
 
     train(given, args.resume, tuple(args.allow_change), args.dry_run, args.distributed)

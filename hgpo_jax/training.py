@@ -22,7 +22,7 @@ from hgpo_jax.learner import lr_scale
 from hgpo_jax.policy import Policy, load_policy, lora
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.result import RolloutResult
-from hgpo_jax.run import distributed
+from hgpo_jax.run import distributed, remote
 from hgpo_jax.run.checkpoint import Checkpoints
 from hgpo_jax.run.interruption import Interrupted, Interruption
 from hgpo_jax.run.recorder import Recorder
@@ -98,6 +98,9 @@ class Training:
             with contextlib.suppress(RunError):
                 self._save()
                 self.checkpoints.close()
+                if self.stop.saved:
+                    saved = f"{self.stop.saved} of {self.config.iterations} iterations are saved"
+                    print(f"{saved}; continue with --resume {remote.shown(self.folder)}", flush=True)
 
     def _rollout_params(self):
         return self.job.rollout_params(self.state["params"], self.reference)

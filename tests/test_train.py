@@ -327,6 +327,8 @@ cli.run(train.main)
 def test_a_run_that_fails_keeps_what_it_learned(tiny_train, cloned):
     folder = tiny_train("failed", *CLONED, "log.checkpoint_every=25", start=("-c", FAILS_IN_THE_THIRD_ROLLOUT), code=1)
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["2"]
+    said = (folder.parent / "failed.log").read_text()
+    assert f"2 of 4 iterations are saved; continue with --resume {folder}" in said
     assert_same_run(tiny_train("failed", "--resume", folder), cloned)
 
 

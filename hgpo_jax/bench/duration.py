@@ -64,13 +64,15 @@ def seconds_at_limits(
     )
     forward = steps * forward_flops(model, math.ceil(prompt + response), math.ceil(response)) / devices / operations
     # A backward pass costs two forward passes, one where the weights are not trained; what is not kept is computed again.
-    passes = 1 + (1 if config.lora.rank else 2) + (config.learner.remat == "full")
+    again = config.learner.remat == "full"
+    passes = 1 + (1 if config.lora.rank else 2) + again
     parts = {
         "prompts": steps * forward_flops(model, math.ceil(prompt), 1) / devices / operations,
         "decoding": decoded * token / each,
         "reference policy": forward if config.learner.kl_weight else 0.0,
         "rollout correction": forward if correction_level(config) != "none" else 0.0,
         "update": passes * forward,
-        "critic": (1 + passes) * forward if method_named(config.method).critic else 0.0,
+        # It predicts and learns, all of it, adapters or not.
+        "critic": (1 + 3 + again) * forward if method_named(config.method).critic else 0.0,
     }
     return {name: seconds for name, seconds in parts.items() if seconds}

@@ -74,10 +74,10 @@ def run(args: argparse.Namespace) -> list[dict]:
     answer = episodes.responses.shape[-1]
     decode = forward_flops(model, width + answer, width + answer) / (width + answer) * (answer - 1)
     rollout_flops = steps * (forward_flops(model, width, 1) + decode)
-    # Backward counts twice, once beside frozen weights; the reference policy, the correction and the critic's values once.
-    learning = 2 if config.lora.rank else 3
-    passes = learning + bool(config.learner.kl_weight) + (correction_level(config) != "none")
-    passes += (1 + learning) * bool(job.method.critic)
+    # Backward counts twice, once beside frozen weights; the reference policy and the correction once. A critic, which is never
+    # frozen, predicts and learns.
+    passes = (2 if config.lora.rank else 3) + bool(config.learner.kl_weight) + (correction_level(config) != "none")
+    passes += 4 * bool(job.method.critic)
     update_flops = steps * passes * forward_flops(model, width + answer - 1, answer)
     shape = (
         f"{job.config.rollout.prompt_groups} x {job.config.rollout.group_size} episodes of {job.config.env.turns} turns"

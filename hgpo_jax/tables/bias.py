@@ -129,7 +129,7 @@ def checked(found: Any) -> dict[str, list[dict]]:
             for m in measured:
                 numbers = [m["seed"], m["success"], *m["peers"][:3], *(m[part][str(k)] for part in PARTS for k in LEVELS)]
                 numbers += [m["truth"][name][what] for name in ESTIMATORS for what in ("cosine", "mse")]
-                numbers += [x for numbers in (*m["truth"].values(), m["oracle"]) for x in numbers.values()]
+                numbers += [x for held in (*m["truth"].values(), m["oracle"]) for x in held.values()]
                 fields = [str(field).partition("=")[1] for field in m["fields"]]
                 if len(m["peers"]) < 3 or not all(fields) or not all(isinstance(x, int | float) for x in numbers):
                     raise ValueError("numbers are missing")
@@ -199,12 +199,14 @@ def truth_table(plan: Plan, bias: dict) -> list[str]:
     for setting in plan.settings:
         if measured := of_plan(plan, setting, bias):
             true, oracle = [], []
-            for name in AT_START:  # of which some may have been measured before others were added
+            for name in AT_START:  # some of which may have been added after others were measured
                 held = [m["truth"][name] for m in measured if name in m["truth"]]
-                true.append(", ".join(f"{np.mean([one[what] for one in held]):.2f}" for what in ("cosine", "mse") if held))
-                beside = [m["oracle"][name] for m in measured if name in m["oracle"]]
-                oracle.append(f"{np.mean(beside):.2f}" if beside else "")
+                true.append(", ".join(_mean([one[what] for one in held]) for what in ("cosine", "mse")) if held else "-")
+                oracle.append(_mean([m["oracle"][name] for m in measured if name in m["oracle"]]))
             for held_to, cells in (("true advantages", true), ("Oracle groups", oracle)):
-                line = [plan.settings[setting].title, held_to, *(cell or "-" for cell in cells)]
-                lines.append("| " + " | ".join(line) + " |")
+                lines.append("| " + " | ".join([plan.settings[setting].title, held_to, *cells]) + " |")
     return lines
+
+
+def _mean(values: list[float]) -> str:
+    return f"{np.mean(values):.2f}" if values else "-"

@@ -159,7 +159,8 @@ def outside(plan: Plan, made: list[Row]) -> list[str]:
 
 
 def unlike(plan: Plan, found: Results) -> list[tuple[Cell, Cell]]:
-    """Pairs of cells that a table would compare, whose runs began with different weights or differ from the plan otherwise."""
+    """Pairs of cells that a table would compare, but whose runs began with different weights, or of which one differs from the
+    plan in another way than the other."""
     pairs: dict[tuple[Cell, Cell], None] = {}
     for table in plan.tables:
         for setting, method in itertools.product(table.settings, table.methods if table.baseline else ()):

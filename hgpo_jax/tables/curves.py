@@ -170,8 +170,8 @@ def _forest(axis: Axes, plan: Plan, blocks: list, mine: dict, named: bool) -> No
     place, ticks = 0, []
     baselines = {table.title: plan.methods[table.baseline].title for table in plan.tables if table.baseline}
     for title, methods in blocks:
-        pairs = sorted({row.versus["n"] for (table, _), row in mine.items() if table == title})
-        shown = " to ".join(map(str, pairs if len(pairs) < 2 else (pairs[0], pairs[-1]))) or "0"
+        pairs = {row.versus["n"] for (table, _), row in mine.items() if table == title} or {0}
+        shown = f"{min(pairs)} to {max(pairs)}" if len(pairs) > 1 else f"{min(pairs)}"
         ticks.append((place, f"{title}: minus {baselines[title]} ({shown} pairs)"))
         for method in methods:
             place += 1
