@@ -42,8 +42,10 @@ def main() -> None:
     p.add_argument("--port", type=int, default=8000, metavar="N", help="default: 8000; 0: any that is free")
     p.add_argument("--slots", type=whole_number, default=8, metavar="N", help="responses sampled at a time; default: 8")
     p.add_argument("--waiting", type=whole_number, default=64, metavar="N", help="responses that wait for a slot; default: 64")
-    p.add_argument("--prompt-limit", type=whole_number, metavar="N", help="of a prompt, tokens; default: 2048, or less")
-    p.add_argument("--response-limit", type=whole_number, default=512, metavar="N", help="of an answer, tokens; default: 512")
+    p.add_argument("--prompt-limit", type=whole_number, metavar="N", help="tokens of the longest prompt; default: 2048, or less")
+    p.add_argument(
+        "--response-limit", type=whole_number, default=512, metavar="N", help="tokens of the longest answer; default: 512"
+    )
     p.add_argument("--time-limit", type=cli.positive, default=300.0, metavar="S", help="seconds of a request; default: 300")
     p.add_argument("--body-limit", type=whole_number, default=2**22, metavar="N", help="bytes of a request; default: 4 MiB")
     p.add_argument("--record", type=cli.local_path, metavar="FOLDER", help="record sessions in it, as Episodes")
