@@ -42,7 +42,9 @@ def main() -> None:
     p.add_argument("--port", type=int, default=8000, metavar="N", help="default: 8000; 0: any that is free")
     p.add_argument("--slots", type=whole_number, default=8, metavar="N", help="responses sampled at a time; default: 8")
     p.add_argument("--waiting", type=whole_number, default=64, metavar="N", help="responses that wait for a slot; default: 64")
-    p.add_argument("--prompt-limit", type=whole_number, metavar="N", help="tokens of the longest prompt; default: 2048, or less")
+    p.add_argument(
+        "--prompt-limit", type=whole_number, metavar="N", help="tokens of the longest prompt; default: 2048, or less"
+    )
     p.add_argument(
         "--response-limit", type=whole_number, default=512, metavar="N", help="tokens of the longest answer; default: 512"
     )
