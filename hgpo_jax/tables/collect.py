@@ -17,7 +17,7 @@ import numpy as np
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.files import atomic_write
 from hgpo_jax.tables.bias import bias_table, of_plan, truth_table
-from hgpo_jax.tables.curves import draw
+from hgpo_jax.tables.curves import CHANCE, FEWEST, distinct, draw, leaves_out_zero
 from hgpo_jax.tables.known import Known, lost, merged, read_record, read_runs
 from hgpo_jax.tables.plan import Cell, Plan, cells_of, overrides
 from hgpo_jax.tables.results import Result, detectable, paired, pairs_for, spread
@@ -136,24 +136,22 @@ def layout(plan: Plan, made: list[Row]) -> list[tuple[str, str, list[list[str]]]
 
 def outside(plan: Plan, made: list[Row]) -> list[str]:
     """The paired differences that are outside the noise, and how many would be expected without any effect."""
-    baselines = {table.title: table.baseline for table in plan.tables if table.baseline}
-    widest: dict[tuple, tuple[Row, dict]] = {}  # what several tables compare counts once, and pools not again
-    for row in made:
-        if row.versus and not plan.settings[row.setting].pools:
-            what = (row.setting, row.column, row.method, baselines[row.table])
-            if what not in widest or row.versus["n"] > widest[what][1]["n"]:
-                widest[what] = row, row.versus
-    compared = list(widest.values())
+    compared = distinct(plan, made)
     if not compared:
         return []
-    found = [(row, versus) for row, versus in compared if versus["interval"][0] > 0 or versus["interval"][1] < 0]
-    text = ["", "## Outside the noise", "",
-            f"The 95 % interval leaves out 0 in {len(found)} of {len(compared)} differences. Without any effect about "
-            f"{0.05 * len(compared):.1f} would be expected, in clusters, because a run's numbers are correlated."]  # fmt: skip
+    found = list(filter(leaves_out_zero, compared))
+    text = [
+        "", "## Outside the noise", "",
+        f"The 95 % interval leaves out 0 in {len(found)} of {len(compared)} different comparisons of {FEWEST} pairs or more. "
+        f"Without any effect about {CHANCE * len(compared):.1f} would be expected, in clusters, because a run's numbers are "
+        "correlated.",
+    ]  # fmt: skip
     text += [""] if found else []
-    for row, versus in found:
+    baselines = {table.title: table.baseline for table in plan.tables if table.baseline}
+    for row in found:
+        assert row.versus
         pair = f"{plan.methods[row.method].title} minus {plan.methods[baselines[row.table]].title}"
-        numbers = f"{_versus(versus)}, p = {versus['p']:.2g}"
+        numbers = f"{_versus(row.versus)}, p = {row.versus['p']:.2g}"
         text.append(f"* {row.table}, {plan.settings[row.setting].title}: {pair}, {row.column} {numbers}")
     return text
 

@@ -24,6 +24,7 @@ FEW = 3  # methods; a table of more names some of them and leaves out the bands,
 BASELINE, CONTEXT = "#333333", "#c4c4c4"
 COLORS = ("#1f6fd1", "#d9660f", "#17936a", "#b0429d", "#8b6b00")
 CHANCE = 0.05  # of a 95 % interval to leave out 0 without any effect
+FEWEST = 3  # pairs of a difference that is drawn and counted: the interval of two would hide the others
 
 
 def band(curves: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -122,10 +123,9 @@ def draw_differences(plan: Plan, made: list) -> Figure | None:
     """A forest plot of the paired differences to each table's baseline, in points; None where there are none.
 
     made: `collect.Row`s. A row of panels for each setting, a panel for each of its numbers; methods of a table are sorted by
-    their first number, so that one place is one method in all panels. A filled mark is an interval that leaves out 0. Those of
-    two pairs are left out, whose intervals would hide the others.
+    their first number, so that one place is one method in all panels. A filled mark is an interval that leaves out 0.
     """
-    rows = [row for row in made if row.versus and row.versus["n"] > 2]
+    rows = [row for row in made if row.versus and row.versus["n"] >= FEWEST]
     settings = list(dict.fromkeys(row.setting for row in rows))
     if not rows:
         return None
@@ -152,16 +152,29 @@ def draw_differences(plan: Plan, made: list) -> Figure | None:
         line[0].set_ylabel(plan.settings[setting].title, fontsize=10, fontweight="bold")
         for axis in line[len(columns) :]:
             axis.remove()
-    once = [row for row in rows if not plan.settings[row.setting].pools]
-    outside = sum(_leaves_out_zero(row) for row in once)
+    different = distinct(plan, made)
+    outside = sum(map(leaves_out_zero, different))
     figure.suptitle(
-        f"Paired differences with their 95 % intervals; filled where the interval leaves out 0: {outside} of {len(once)}"
-        f"{' before pooling' * (len(once) < len(rows))}, about {CHANCE * len(once):.1f} expected by chance", fontsize=10,
+        f"Paired differences with their 95 % intervals; filled where the interval leaves out 0: {outside} of {len(different)} "
+        f"different ones, about {CHANCE * len(different):.1f} expected by chance", fontsize=10,
     )  # fmt: skip
     return figure
 
 
-def _leaves_out_zero(row) -> bool:
+def distinct(plan: Plan, made: list) -> list:
+    """The `collect.Row`s whose paired differences count: from FEWEST pairs on, of no pool, whose pairs its settings have, and
+    what several tables compare once, with the most pairs."""
+    baselines = {table.title: table.baseline for table in plan.tables}
+    widest: dict = {}
+    for row in made:
+        if row.versus and row.versus["n"] >= FEWEST and not plan.settings[row.setting].pools:
+            what = row.setting, row.column, row.method, baselines[row.table]
+            widest[what] = max(widest.get(what, row), row, key=lambda row: row.versus["n"])
+    return list(widest.values())
+
+
+def leaves_out_zero(row) -> bool:
+    """Whether the interval of a row's paired difference does."""
     low, high = row.versus["interval"]
     return low > 0 or high < 0
 
@@ -178,7 +191,7 @@ def _forest(axis: Axes, plan: Plan, blocks: list, mine: dict, named: bool) -> No
             ticks.append((place, plan.methods[method].title))
             if row := mine.get((title, method)):
                 low, high = row.versus["interval"]
-                mean, sure = row.versus["mean"], _leaves_out_zero(row)
+                mean, sure = row.versus["mean"], leaves_out_zero(row)
                 axis.errorbar(
                     mean, place, xerr=[[mean - low], [high - mean]], fmt="o", color=COLORS[0], markersize=5, capsize=2,
                     linewidth=1.3, markerfacecolor=COLORS[0] if sure else "white",

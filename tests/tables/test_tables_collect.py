@@ -132,7 +132,8 @@ def test_what_is_outside_the_noise_is_listed_and_stands_beside_the_bias(tmp_path
     half = stats.t.ppf(0.975, 2) * 2 / 3**0.5
     interval = f"({10 - half:+.1f} to {10 + half:+.1f}), 3 of 3"
     assert f"* T, Near: HGPO minus GiGPO, AUC +10.0 ± 1.2 {interval}, p = " in said
-    assert "leaves out 0 in 2 of 3 differences" in said  # AUC and the last two iterations, not the evaluation
+    # AUC and the last two iterations, not the evaluation.
+    assert "leaves out 0 in 2 of 3 different comparisons of 3 pairs or more" in said
     assert f"| Near | 8 | 50% | 1.00, 0.50, 0.25 | 0.250 + 0.250 |{' 0.250 + 0.250 |' * 3} +10.0 ± 1.2 {interval} |" in said
 
 
@@ -329,7 +330,8 @@ def test_what_several_tables_compare_counts_once(tmp_path, capsys):
         finish(tmp_path / "runs", plan, Cell("near", "hgpo", seed), [0.1, 0.2, 0.9 + seed / 100])
     tables.main(["collect", str(tmp_path / "runs"), "--plan", str(tmp_path / "small.yaml"), "--to", str(tmp_path)])
     said = capsys.readouterr().out
-    assert "leaves out 0 in 2 of 3 differences" in said  # AUC and the last two iterations, not the evaluation
+    # AUC and the last two iterations, not the evaluation.
+    assert "leaves out 0 in 2 of 3 different comparisons of 3 pairs or more" in said
     assert "* U, Near: HGPO minus GiGPO, AUC" in said and "* T, Near" not in said
 
 
