@@ -1,25 +1,21 @@
-"""Settings of all tests: eight fake CPU devices, so that meshes are real, no access to a hub, one compilation cache; and
-`--skips=FILE`, with which a skipped test that FILE does not list fails the session."""
+"""Settings of all tests: eight fake CPU devices, so that meshes are real, no access to a hub, compiled programs that are kept
+from session to session; the ten slowest files at the end; and `--skips=FILE`, with which a skipped test that FILE does not
+list fails the session."""
 
-import atexit
 import gc
 import os
-import shutil
-import tempfile
+from collections import Counter
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.xla import xla_flags
+from tests.helpers.xla import compiled_programs, xla_flags
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Tests compile many programs twice, and compiling is most of their time. Fresh for each session: nothing stale is read.
-if "HGPO_TESTS_CACHE" not in os.environ:
-    os.environ["HGPO_TESTS_CACHE"] = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp()
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
-    atexit.register(shutil.rmtree, os.environ["HGPO_TESTS_CACHE"], ignore_errors=True)
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(compiled_programs()))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
 
 
 def pytest_addoption(parser):
@@ -33,6 +29,14 @@ def pytest_configure(config):
         return  # pytest-xdist's main process hears of every test
     allowed = config.getoption("--skips") and Path(config.getoption("--skips")).read_text()
     config.pluginmanager.register(Skips(allowed), "skips")
+    config.pluginmanager.register(SlowestFiles(), "slowest_files")
+
+
+def pytest_collection_finish():
+    """Tracing makes millions of short-lived objects; looking through all that imports made for each of them takes a tenth."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(200_000, 20, 100)
 
 
 # Files that take minutes each. One that began last would leave the other processes idle (pytest-xdist keeps this
@@ -85,6 +89,20 @@ def mappings() -> int:
     """How many memory mappings this process has, 0 where that is not known."""
     maps = Path("/proc/self/maps")
     return maps.read_bytes().count(b"\n") if maps.exists() else 0
+
+
+class SlowestFiles:
+    """Prints the ten files whose tests took longest, with their fixtures."""
+
+    def __init__(self):
+        self.seconds = Counter()
+
+    def pytest_runtest_logreport(self, report):
+        self.seconds[report.nodeid.partition("::")[0]] += report.duration
+
+    def pytest_terminal_summary(self, terminalreporter):
+        for file, seconds in self.seconds.most_common(10):
+            terminalreporter.write_line(f"{seconds:7.1f} s  {file}")
 
 
 class Skips:

@@ -1,6 +1,11 @@
-"""XLA_FLAGS of tests."""
+"""XLA_FLAGS of tests, and where they keep compiled programs."""
 
+import hashlib
+import os
+import platform
+import shutil
 from importlib.metadata import version
+from pathlib import Path
 
 # Each program in one part, and XLA's older emitters where it still has them (an unknown flag ends the process): a third less
 # processor time for a program that runs once or twice.
@@ -11,3 +16,18 @@ QUICK_TO_COMPILE = ["--xla_cpu_parallel_codegen_split_count=1", *OLDER_EMITTERS]
 def xla_flags(devices: int, optimized: bool) -> str:
     """So many devices, all of them the CPU; `optimized`: compile as users' runs do."""
     return " ".join([f"--xla_force_host_platform_device_count={devices}", *([] if optimized else QUICK_TO_COMPILE)])
+
+
+LARGEST_CACHE = 2 * 2**30  # bytes, with which it is begun anew
+
+
+def compiled_programs() -> Path:
+    """The folder of compiled programs, of this release of jax on this processor; jax's own keys hold flags and shapes."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hgpo_jax", "tests")
+    cpu = Path("/proc/cpuinfo")
+    features = [line for line in cpu.read_text().splitlines() if line.startswith(("flags", "Features"))] if cpu.exists() else []
+    kind = "\n".join([platform.machine(), *features[:1]])
+    folder = caches / f"jax{version('jax')}-jaxlib{version('jaxlib')}-{hashlib.sha256(kind.encode()).hexdigest()[:12]}"
+    if folder.exists() and sum(file.stat().st_size for file in folder.iterdir()) > LARGEST_CACHE:
+        shutil.rmtree(folder, ignore_errors=True)
+    return folder

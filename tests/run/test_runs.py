@@ -37,8 +37,8 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def cache():
-    return f"cache_dir={os.environ['HGPO_TESTS_CACHE']}/survive"
+def cache(tmp_path_factory):
+    return f"cache_dir={tmp_path_factory.getbasetemp()}/survive"
 
 
 @pytest.fixture(scope="module")
