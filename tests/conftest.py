@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.needs import missing
 from tests.helpers.xla import compiled_programs, xla_flags
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -24,7 +25,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     # One set of flags for a process: the optimized tests are slow ones, too.
-    os.environ["XLA_FLAGS"] = xla_flags(8, optimized=config.option.markexpr != "not slow")
+    os.environ["XLA_FLAGS"] = xla_flags(8, optimized="not slow" not in config.option.markexpr)
     if hasattr(config, "workerinput"):
         return  # pytest-xdist's main process hears of every test
     allowed = config.getoption("--skips") and Path(config.getoption("--skips")).read_text()
@@ -61,6 +62,8 @@ def pytest_runtest_setup(item):
     """
     import jax
 
+    if absent := missing(item):
+        pytest.skip(f"needs {', '.join(absent)}")
     optimized = item.get_closest_marker("optimized") is not None
     jax.config.update("jax_disable_most_optimizations", not optimized)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(not optimized))

@@ -11,6 +11,7 @@ Each mutant is tried in a copy of the tracked files, in a process forked from on
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import shutil
@@ -90,7 +91,7 @@ def ask(tree: Path, tests: tuple[str, ...], slow: bool, first: bool) -> dict:
             del sys.modules[name]
         import pytest
 
-        marks = "slow or not slow" if slow else "not slow"
+        marks = "slow or not slow" if slow else "not slow and not needs"
         options = ["-n", "0", "-p", "no:cacheprovider", "-m", marks, "--tb", "line", *(["-x"] if first else [])]
         pytest.main([*options, *tests], plugins=[Outcomes(out)])
         os._exit(0)
@@ -113,9 +114,8 @@ def measure(listed: list[Mutant], slow: bool, first: bool, out: Path | None) -> 
     with tempfile.TemporaryDirectory() as scratch:
         tree = Path(scratch, "project")
         subprocess.run(["git", "checkout-index", "--all", "--prefix", f"{tree}/"], cwd=ROOT, check=True)
-        for changed in subprocess.run(
-            ["git", "ls-files", "--modified", "--others", "--exclude-standard"], cwd=ROOT, text=True, check=True, capture_output=True
-        ).stdout.splitlines():
+        listing = ["git", "ls-files", "--modified", "--others", "--exclude-standard"]
+        for changed in subprocess.check_output(listing, cwd=ROOT, text=True).splitlines():
             (tree / changed).parent.mkdir(parents=True, exist_ok=True)
             if (ROOT / changed).exists():
                 shutil.copy(ROOT / changed, tree / changed, follow_symlinks=False)
@@ -156,15 +156,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="where the matrix is written")
     arguments = parser.parse_args()
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # a mutant of equal size within a second would be taken for the file before it
-    import flax.nnx
-    import hypothesis
-    import jax
-    import optax
-    import orbax.checkpoint
-    import pytest
-    import scipy.stats
-    import transformers  # noqa: F401
-
+    for library in ("flax.nnx", "hypothesis", "jax", "optax", "orbax.checkpoint", "pytest", "scipy.stats", "transformers"):
+        importlib.import_module(library)
     results = measure(mutants(arguments.lists), arguments.slow, arguments.first, arguments.out)
     killed = sum(bool(found["killed_by"]) for found in results.values())
     print(f"{killed} of {len(results)} mutants are killed")
