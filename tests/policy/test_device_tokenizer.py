@@ -13,7 +13,7 @@ from hgpo_jax.policy.device_tokenizer import MAX_PIECE, DeviceTokenizer, spell, 
 from hgpo_jax.policy.tokenizer import text_tokenizer
 from tests.helpers.chat_tokenizers import byte_tokenizer, qwen_tokenizer
 
-SLOTS, BATCH = 160, 512
+LENGTH, SLOTS, BATCH = 160, 40, 512
 PARTS = [
     "'take", " pen 2", "desk 1", "',\n", "You", '"-=', " receptacle", "'s", "'ll", "'RE", " 's", "''s", "\n \n", "  ", "   x",
     " \t", "\t'", '\t"', "alarmclock", " handtowelholder", "123", "\n'", "]\n\n", ". ", "...", ".\n", "\r\n", " 7", "  9",
@@ -38,81 +38,82 @@ def gpt2_like(digits: bool):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-MAKERS = {
-    "qwen2.5's pattern": lambda: text_tokenizer([*SENTENCES, "  \n\n"]),
-    "gpt2": lambda: gpt2_like(False), "smollm2": lambda: gpt2_like(True),
-}  # fmt: skip
-
-
-def texts(count: int, seed: int) -> list[str]:
+def texts(seed: int) -> list[str]:
     rng = random.Random(seed)
     part = lambda: rng.choice(PARTS) if rng.random() < 0.7 else rng.choice(LETTERS)  # noqa: E731
     letters = lambda: rng.choice(LETTERS)  # noqa: E731
-    drawn = [(part, 30) if n % 2 else (letters, 60) for n in range(count)]
-    return ["".join(one() for _ in range(rng.randrange(most)))[:SLOTS] for one, most in drawn]
+    drawn = [(part, 30) if n % 2 else (letters, 60) for n in range(BATCH)]
+    return ["".join(one() for _ in range(rng.randrange(most)))[:LENGTH] for one, most in drawn]
 
 
 def as_bytes(some: list[str]):
     raw = [text.encode() for text in some]
-    return np.array([list(text.ljust(SLOTS, b"~")[:SLOTS]) for text in raw], np.uint8), np.array(list(map(len, raw)), np.int32)
+    padded = [list(text.ljust(LENGTH, b"~")[:LENGTH]) for text in raw]
+    return np.array(padded, np.uint8), np.array(list(map(len, raw)), np.int32)
 
 
-def encoder(tokenizer, slots: int = SLOTS):
+def encoder(tokenizer):
     device = DeviceTokenizer(tokenizer)
-    encode = jax.jit(jax.vmap(lambda tables, text, n, skip: device.encode(tables, text, n, slots, skip), (None, 0, 0, None)))
+    encode = jax.jit(jax.vmap(lambda tables, text, n, skip: device.encode(tables, text, n, SLOTS, skip), (None, 0, 0, None)))
     return lambda some, skip=0: jax.device_get(encode(device.tables, *as_bytes(some), skip))
 
 
-def check(tokenizer, count: int) -> None:
-    encode, added = encoder(tokenizer), tokenizer.get_added_vocab()
-    exact_ones = 0
-    for at in range(0, count, BATCH):
-        some = texts(BATCH, at)
-        ids, lengths, exact = encode(some)
+def check(tokenizer, encode, batches: int) -> None:
+    """Their tokens are the tokenizer's own, as many as fit, and without the first ones that are left out."""
+    added, exact_ones = tokenizer.get_added_vocab(), 0
+    for seed in range(batches):
+        some, skip = texts(seed), 5 * (seed % 2)
+        ids, lengths, exact = encode(some, skip)
         for text, row, length, whole in zip(some, ids, lengths, exact, strict=True):
             if whole and not any(marker in text for marker in added):
-                assert row[:length].tolist() == tokenizer(text, add_special_tokens=False).input_ids, text
-                assert not row[length:].any()
+                expected = tokenizer(text, add_special_tokens=False).input_ids
+                assert length == len(expected), text
+                fitting = expected[skip : skip + SLOTS]
+                assert row.tolist() == fitting + [0] * (SLOTS - len(fitting)), text
         exact_ones += exact.sum()
-    assert exact_ones > 0.98 * count
+    assert exact_ones > 0.98 * batches * BATCH
 
 
-@pytest.mark.parametrize("kind", ["qwen2.5's pattern", *(pytest.param(k, marks=pytest.mark.slow) for k in ("gpt2", "smollm2"))])
-def test_random_texts(kind):
-    check(MAKERS[kind](), 2 * BATCH)
+@pytest.fixture(scope="module")
+def words():
+    """A tokenizer that cuts as Qwen2.5's, and its encoder."""
+    tokenizer = text_tokenizer([*SENTENCES, "  \n\n"])
+    return tokenizer, encoder(tokenizer)
+
+
+def test_random_texts(words):
+    check(*words, 2)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("digits", [False, True], ids=["gpt2", "smollm2"])
+def test_random_texts_of_other_patterns(digits):
+    tokenizer = gpt2_like(digits)
+    check(tokenizer, encoder(tokenizer), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.needs("data")
 def test_qwens_own_tokenizer():
-    check(qwen_tokenizer(), 16 * BATCH)
+    tokenizer = qwen_tokenizer()
+    check(tokenizer, encoder(tokenizer), 8)
 
 
-@pytest.mark.slow
-def test_what_is_left_out_at_the_beginning_and_does_not_fit():
-    tokenizer = text_tokenizer(SENTENCES)
-    some = (texts(BATCH, 1) * 2)[:BATCH]
-    whole, lengths, _ = encoder(tokenizer)(some)
-    part, same, _ = encoder(tokenizer, 9)(some, 5)
-    np.testing.assert_array_equal(same, lengths)
-    for row, shorter, length in zip(whole, part, lengths, strict=True):
-        expected = row[5 : min(length, 14)].tolist()
-        assert shorter.tolist() == expected + [0] * (9 - len(expected))
-
-
-def test_what_is_not_exact_is_said():
-    encode = encoder(text_tokenizer(["x"]))
+def test_what_is_not_exact_is_said(words):
     fits, long = "x" * MAX_PIECE, "x" * (MAX_PIECE + 1)
-    _, _, exact = encode(["plain", fits, long, "caf\u00e9", "a\x00b", "a\x1fb", "a\x7fb", "y" * (SLOTS + 1), "tab\tand\r\n"])
-    assert exact.tolist() == [True, True, False, False, False, False, False, False, True]
+    some = ["plain", fits, long, "caf\u00e9", "a\x00b", "a\x1fb", "a\x7fb", "y " * LENGTH, "tab\tand\r\n"]
+    _, _, exact = words[1](some + [""] * (BATCH - len(some)))
+    assert exact[: len(some)].tolist() == [True, True, False, False, False, False, False, False, True]
 
 
 def test_spelling():
     words = [b"", b"ab", b"c", b"", b"def"]
-    text, size = spell(spelling(words), np.array([1, 0, 3, 4, 2]), 8)
+    write = jax.jit(lambda some: spell(spelling(words), some, 8))
+    text, size = write(np.array([1, 0, 3, 4, 2]))
     assert bytes(text.tolist()) == b"abdefc\0\0" and size == 6
-    text, size = spell(spelling(words), np.array([4, 4, 4]), 4)
-    assert bytes(text.tolist()) == b"defd" and size == 9
-    assert spell(spelling(words), np.array([0, 3]), 4)[1] == 0
+    text, size = write(np.array([4, 4, 4, 0, 4]))
+    assert bytes(text.tolist()) == b"defdefde" and size == 12
+    assert write(np.array([0, 3, 0, 0, 3]))[1] == 0
 
 
 def changed(**fields):

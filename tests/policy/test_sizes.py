@@ -1,92 +1,100 @@
 """The published sizes: as many parameters, the same tensors as transformers has, and a mesh that holds them. No weights."""
 
+import dataclasses
 import json
 import math
-from pathlib import Path
 
 import jax
 import pytest
 
 from hgpo_jax.mesh import make_mesh
-from hgpo_jax.policy import ModelConfig, RopeScaling, huggingface, shapes, shardings, weights
-from hgpo_jax.policy.presets import preset
+from hgpo_jax.policy import RopeScaling, huggingface, shapes, shardings, weights
+from hgpo_jax.policy.presets import FAMILIES, preset
+from tests.helpers.needs import DATA
 
-CONFIGS = Path(__file__).parents[3] / "shared" / "data" / "qwen2.5" / "configs"
 NAMES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-QWEN2 = {"model_type": "qwen2", "rope_theta": 1e6, "tie_word_embeddings": False}
-QWEN3 = {"model_type": "qwen3", "rope_theta": 1e6, "tie_word_embeddings": False, "head_dim": 128}
+QWEN = {"tie_word_embeddings": True, "rope_theta": 1e6}
 SMOLLM2 = {
-    "model_type": "llama", "rope_theta": 1e5, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
+    "model_type": "llama", "tie_word_embeddings": True, "rope_theta": 1e5, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 8192, "initializer_range": 0.02,
+}  # fmt: skip
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# Of each family a config.json with the sizes of the model card.
+CONFIGS = {
+    "Qwen2.5-1.5B": (QWEN | {"model_type": "qwen2"}, (151936, 1536, 8960, 28, 12, 2)),
+    "Qwen3-8B": (QWEN | {"model_type": "qwen3", "tie_word_embeddings": False, "head_dim": 128},
+                 (151936, 4096, 12288, 36, 32, 8)),
+    "Llama-3.1-8B": (SMOLLM2 | {"rope_theta": 5e5, "max_position_embeddings": 131072, "tie_word_embeddings": False,
+                                "rope_scaling": {"rope_type": "llama3"} | LLAMA3}, (128256, 4096, 14336, 32, 32, 8)),
+    "SmolLM2-135M": (SMOLLM2, (49152, 576, 1536, 30, 9, 3)),
+    "SmolLM2-1.7B": (SMOLLM2 | {"rope_theta": 1.3e5}, (49152, 2048, 8192, 24, 32, 32)),
+}  # fmt: skip
+# As transformers counts them.
+PARAMETERS = {
+    "Qwen2.5-0.5B": 494_032_768, "Qwen2.5-1.5B": 1_543_714_304, "Qwen2.5-3B": 3_085_938_688, "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-14B": 14_770_033_664, "Qwen2.5-32B": 32_763_876_352, "Qwen2.5-72B": 72_706_203_648,
+    "Qwen3-0.6B": 596_049_920, "Qwen3-1.7B": 1_720_574_976, "Qwen3-4B": 4_022_468_096, "Qwen3-8B": 8_190_735_360,
+    "Qwen3-14B": 14_768_307_200, "Qwen3-32B": 32_762_123_264, "Llama-3.1-8B": 8_030_261_248, "Llama-3.1-70B": 70_553_706_496,
+    "Llama-3.2-1B": 1_235_814_400, "Llama-3.2-3B": 3_212_749_824, "SmolLM2-135M": 134_515_008, "SmolLM2-360M": 361_821_120,
+    "SmolLM2-1.7B": 1_711_376_384,
 }  # fmt: skip
 
 
-def llama3(factor):
-    rope = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    return SMOLLM2 | {
-        "rope_theta": 5e5, "max_position_embeddings": 131072, "tie_word_embeddings": False,
-        "rope_scaling": {"rope_type": "llama3", **rope},
-    }  # fmt: skip
+def write(name, folder):
+    fields, sizes = CONFIGS[name]
+    (folder / "config.json").write_text(json.dumps(fields | dict(zip(NAMES, sizes, strict=True))))
 
 
-# Sizes from the model cards; parameters as transformers counts them.
-MODELS = {
-    "Qwen2.5-0.5B": (QWEN2 | {"tie_word_embeddings": True}, (151936, 896, 4864, 24, 14, 2), 494_032_768),
-    "Qwen2.5-1.5B": (QWEN2 | {"tie_word_embeddings": True}, (151936, 1536, 8960, 28, 12, 2), 1_543_714_304),
-    "Qwen2.5-7B": (QWEN2, (152064, 3584, 18944, 28, 28, 4), 7_615_616_512),
-    "Qwen2.5-14B": (QWEN2, (152064, 5120, 13824, 48, 40, 8), 14_770_033_664),
-    "Qwen2.5-72B": (QWEN2, (152064, 8192, 29568, 80, 64, 8), 72_706_203_648),
-    "Qwen3-0.6B": (QWEN3 | {"tie_word_embeddings": True}, (151936, 1024, 3072, 28, 16, 8), 596_049_920),
-    "Qwen3-8B": (QWEN3, (151936, 4096, 12288, 36, 32, 8), 8_190_735_360),
-    "Qwen3-32B": (QWEN3, (151936, 5120, 25600, 64, 64, 8), 32_762_123_264),
-    "Llama-3.1-8B": (llama3(8.0), (128256, 4096, 14336, 32, 32, 8), 8_030_261_248),
-    "Llama-3.2-1B": (llama3(32.0) | {"tie_word_embeddings": True}, (128256, 2048, 8192, 16, 32, 8), 1_235_814_400),
-    "SmolLM2-135M": (SMOLLM2, (49152, 576, 1536, 30, 9, 3), 134_515_008),
-    "SmolLM2-360M": (SMOLLM2, (49152, 960, 2560, 32, 15, 5), 361_821_120),
-    "SmolLM2-1.7B": (SMOLLM2 | {"rope_theta": 1.3e5}, (49152, 2048, 8192, 24, 32, 32), 1_711_376_384),
-}
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_is_read_as_the_preset_of_its_name_says(name, tmp_path):
+    write(name, tmp_path)
+    config = huggingface.read_config(tmp_path)
+    assert config == preset(name) == preset(f"Qwen/{name}-Instruct")
+    assert dataclasses.asdict(config).items() >= dict(zip(NAMES, CONFIGS[name][1], strict=True)).items()
 
 
-def config_of(name, folder):
-    fields, sizes, _ = MODELS[name]
-    fields = fields | dict(zip(NAMES, sizes, strict=True))
-    (folder / "config.json").write_text(json.dumps(fields))
-    config = huggingface.read_config(folder)
-    if rope := fields.pop("rope_scaling", None):
-        fields["rope_scaling"] = RopeScaling(**{key: value for key, value in rope.items() if key != "rope_type"})
-    assert config == ModelConfig(**fields) == preset(name)
-    return config
+def test_the_base_of_rotary_frequencies_is_ten_thousand_where_it_is_left_out(tmp_path):
+    write("SmolLM2-135M", tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({name: value for name, value in raw.items() if name != "rope_theta"}))
+    assert huggingface.read_config(tmp_path).rope_theta == 1e4
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_as_many_parameters_as_published_on_a_mesh_of_eight(name, tmp_path):
-    config = config_of(name, tmp_path)
-    like = shapes(config)
-    assert sum(leaf.size for leaf in jax.tree.leaves(like)) == MODELS[name][2]
-    # The smaller SmolLM2 have an odd number of heads, which no tensor axis divides.
-    places = shardings(config, make_mesh("data=2,fsdp=4" if config.num_attention_heads % 2 else "data=2,fsdp=2,tensor=2"))
-    largest = max(math.prod(s.shard_shape(a.shape)) for s, a in zip(*map(jax.tree.leaves, (places, like)), strict=True))
-    matrices = [a.size for a in jax.tree.leaves(like) if a.ndim > 1]
-    assert largest == max(matrices) / 4  # fsdp x tensor cut every matrix
+def test_presets_have_as_many_parameters_as_published():
+    assert PARAMETERS.keys() == {family + size for family, (sizes, _) in FAMILIES.items() for size in sizes}
+    for name, count in PARAMETERS.items():
+        assert sum(leaf.size for leaf in jax.tree.leaves(shapes(preset(name)))) == count, name
+    assert preset("Llama-3.2-1B").rope_scaling == RopeScaling(**LLAMA3 | {"factor": 32.0})
+    assert preset("Qwen2.5-1B") is None
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "spec"), [
+    ("Qwen2.5-7B", "data=2,fsdp=2,tensor=2"), ("Qwen3-32B", "data=2,fsdp=2,tensor=2"),
+    ("SmolLM2-135M", "data=2,fsdp=4"),  # an odd number of heads, which no tensor axis divides
+])  # fmt: skip
+def test_a_mesh_of_eight_holds_a_quarter_of_the_largest_matrix(name, spec):
+    like = shapes(preset(name))
+    places = jax.tree.leaves(shardings(preset(name), make_mesh(spec)))
+    largest = max(math.prod(s.shard_shape(a.shape)) for s, a in zip(places, jax.tree.leaves(like), strict=True))
+    assert largest == max(a.size for a in jax.tree.leaves(like) if a.ndim > 1) / 4  # fsdp x tensor cut every matrix
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "SmolLM2-135M"])
 def test_the_same_tensors_as_transformers(name, tmp_path):
-    torch = pytest.importorskip("torch")
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = config_of(name, tmp_path)
+    write(name, tmp_path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-    ours = {t.name: t.shape for t in weights.layout(shapes(config), config.num_hidden_layers)}
+    ours = {t.name: t.shape for t in weights.layout(shapes(preset(name)), preset(name).num_hidden_layers)}
     assert ours == {key: tuple(value.shape) for key, value in model.named_parameters()}
 
 
+@pytest.mark.needs("data")
 @pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B"])
 def test_the_published_config_reads_as_the_model_card_says(name, tmp_path):
-    file = CONFIGS / f"{name}-Instruct.config.json"
-    if not file.is_file():
-        pytest.skip("needs shared/data/qwen2.5")
-    expected = config_of(name, tmp_path)
+    file = DATA / "qwen2.5" / "configs" / f"{name}-Instruct.config.json"
     (tmp_path / "config.json").write_bytes(file.read_bytes())
-    assert huggingface.read_config(tmp_path) == expected
+    assert huggingface.read_config(tmp_path) == preset(name)

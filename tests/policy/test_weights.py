@@ -46,17 +46,14 @@ def assert_bytes_equal(a, b):
         assert a[name].tobytes() == b[name].tobytes(), name
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"tie_word_embeddings": False},
-        {"model_type": "qwen3", "head_dim": 6, "rope_theta": 1e4, "max_position_embeddings": 77},
-        {"num_hidden_layers": 1},
-        {"model_type": "llama", "rope_scaling": RopeScaling(32.0, 1.0, 4.0, 8192), "rope_theta": 5e5},
-    ],
-)
-def test_round_trip_is_bit_exact(fields, dtype, tmp_path):
+@pytest.mark.parametrize(("dtype", "fields"), [
+    ("float32", {"tie_word_embeddings": False}),
+    ("bfloat16", {"model_type": "qwen3", "head_dim": 6, "rope_theta": 1e4, "max_position_embeddings": 77}),
+    ("bfloat16", {
+        "model_type": "llama", "rope_scaling": RopeScaling(32.0, 1.0, 4.0, 8192), "rope_theta": 5e5, "num_hidden_layers": 1,
+    }),
+])  # fmt: skip
+def test_round_trip_is_bit_exact(dtype, fields, tmp_path):
     first = policy(dtype, **fields)
     first.save(tmp_path / "a")
     back = load_policy(tmp_path / "a", dtype=dtype)
@@ -64,6 +61,8 @@ def test_round_trip_is_bit_exact(fields, dtype, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, first.params, back.params)
     assert back.tokenizer("go_to fridge_1 _ <|im_end|>")["input_ids"] == [1, 2, 0, 4]
     assert (back.tokenizer.eos_token_id, back.tokenizer.pad_token_id) == (4, 3)
+    header = (tmp_path / "a" / "model.safetensors").read_bytes()[:8]
+    assert int.from_bytes(header, "little") % 8 == 0  # the data are aligned
     back.save(tmp_path / "b", size=10_000)
     assert len(list((tmp_path / "b").glob("*.safetensors"))) > 1
     assert_bytes_equal(tensors(tmp_path / "a"), tensors(tmp_path / "b"))
@@ -86,10 +85,10 @@ def tensors_of(p):
     return out
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize(("model_type", "dtype"), [("qwen2", "float32"), ("qwen3", "bfloat16"), ("llama", "bfloat16")])
 def test_transformers_writes_we_read_and_write_transformers_reads(model_type, dtype, tmp_path):
-    torch = pytest.importorskip("torch")
+    import torch
     from make_reference import random_model
     from transformers import AutoModelForCausalLM
 
@@ -107,22 +106,10 @@ def test_transformers_writes_we_read_and_write_transformers_reads(model_type, dt
     assert fields(back.config) == fields(model.config)
 
 
-@pytest.mark.parametrize("spec", ["data=2,fsdp=2,tensor=2", "tensor=4"])
-def test_every_mesh_gets_the_same_parameters(spec, tmp_path):
-    config, mesh = ModelConfig(**SIZES, tie_word_embeddings=False), None
-    mesh = make_mesh(spec, jax.devices()[: 8 if "data" in spec else 4])
-    policy(tie_word_embeddings=False).save(tmp_path, size=20_000)
-    alone, spread = load_policy(tmp_path), load_policy(tmp_path, mesh)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(alone.params), jax.device_get(spread.params))
-    placed = jax.tree.map(lambda a, s: a.sharding.is_equivalent_to(s, a.ndim), spread.params, shardings(config, mesh))
-    assert all(jax.tree.leaves(placed))
-
-
-def test_only_the_bytes_of_a_shard_are_read(tmp_path, monkeypatch):
-    policy().save(tmp_path)
-    mesh = make_mesh("fsdp=4,tensor=2")
-    asked = {}
-    read = weights.Weights.read
+def test_a_mesh_gets_the_same_parameters_and_only_the_bytes_of_a_shard_are_read(tmp_path, monkeypatch):
+    first, mesh = policy(tie_word_embeddings=False), make_mesh("fsdp=4,tensor=2")
+    first.save(tmp_path, size=20_000)
+    asked, read = {}, weights.Weights.read
 
     def counted(self, name, index=None):
         value = read(self, name, index)
@@ -130,52 +117,46 @@ def test_only_the_bytes_of_a_shard_are_read(tmp_path, monkeypatch):
         return value
 
     monkeypatch.setattr(weights.Weights, "read", counted)
-    load_policy(tmp_path, mesh)
+    spread = load_policy(tmp_path, mesh).params
+    jax.tree.map(np.testing.assert_array_equal, first.params, jax.device_get(spread))
+    placed = jax.tree.map(lambda a, s: a.sharding.is_equivalent_to(s, a.ndim), spread, shardings(first.config, mesh))
+    assert all(jax.tree.leaves(placed))
     # [out, in] = [48, 32] over tensor=2 and fsdp=4: eight different parts; a norm is whole everywhere and read once.
     assert asked["model.layers.0.mlp.gate_proj.weight"] == [(24, 8)] * 8
     assert asked["model.norm.weight"] == [(32,)]
 
 
-def test_conversion_rounds_once(tmp_path):
+def test_other_types_are_read_and_rounded_once(tmp_path):
     first = policy()
     first.save(tmp_path)
     expected = jax.tree.map(lambda a: a.astype(jnp.bfloat16), first.params)
     jax.tree.map(np.testing.assert_array_equal, load_policy(tmp_path, dtype="bfloat16").params, expected)
-
-
-def test_half_precision_files_are_read(tmp_path):
-    first = policy()
-    first.save(tmp_path)
     halves = {name: value.astype(np.float16) for name, value in load_file(tmp_path / "model.safetensors").items()}
     save_file(halves, tmp_path / "model.safetensors")
     expected = jax.tree.map(lambda a: a.astype(jnp.float16).astype(jnp.float32), first.params)
     jax.tree.map(np.testing.assert_array_equal, load_policy(tmp_path).params, expected)
 
 
-def test_an_older_policy_is_replaced_and_nothing_else(tmp_path):
+def test_an_older_policy_is_replaced_and_nothing_else(tmp_path, monkeypatch):
     old, new = policy(), policy(num_hidden_layers=2)
     old.save(tmp_path / "p", size=20_000)
     new.save(tmp_path / "p")
-    assert load_policy(tmp_path / "p").config == new.config
+    assert huggingface.read_config(tmp_path / "p") == new.config
     assert [p.name for p in tmp_path.iterdir()] == ["p"]
     assert not list((tmp_path / "p").glob("model-*"))
-    (tmp_path / "p" / "thesis.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"thesis\.txt"):
-        old.save(tmp_path / "p")
-    assert load_policy(tmp_path / "p").config == new.config
-
-
-def test_a_failed_save_leaves_the_older_policy(tmp_path, monkeypatch):
-    policy().save(tmp_path / "p")
     before = (tmp_path / "p" / "model.safetensors").read_bytes()
 
     def full(*_, **__):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(weights, "_write_file", full)
-    for name in ("p", "q"):
-        with pytest.raises(OSError, match="no space"):
-            policy(num_hidden_layers=2).save(tmp_path / name)
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "_write_file", full)
+        for name in ("p", "q"):
+            with pytest.raises(OSError, match="no space"):
+                old.save(tmp_path / name)
+    (tmp_path / "p" / "thesis.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"thesis\.txt"):
+        old.save(tmp_path / "p")
     assert [p.name for p in tmp_path.iterdir()] == ["p"]
     assert (tmp_path / "p" / "model.safetensors").read_bytes() == before
 
@@ -243,7 +224,6 @@ SINGLE = [
     (scale(factor="x"), "factor='x': must be a positive number"),
     (scale(factor=0), "factor=0: must be a positive number"),
     (scale(high_freq_factor=1.0), "high_freq_factor=1.0: must be greater than low_freq_factor=1.0"),
-    (edit(model_type="qwen2_moe"), "model_type is 'qwen2_moe'"),
     (edit(vocab_size=None), "lacks vocab_size"),
     (edit(num_attention_heads=5), "num_attention_heads=5"),
     (edit(use_sliding_window=True), "use_sliding_window=true"),
@@ -254,11 +234,10 @@ SINGLE = [
     (edit(model_type="qwen3", attention_bias=True), "attention_bias=true"),
     (edit(quantization_config={"quant_method": "awq"}), "quantization_config"),
     (edit(num_attention_heads=0), "num_attention_heads=0: must be a positive whole number"),
-    (edit(num_hidden_layers=-1), "num_hidden_layers=-1"),
     (edit(num_hidden_layers=1.5), "num_hidden_layers=1.5"),
+    (edit(num_hidden_layers=True), "num_hidden_layers=True: must be a positive whole number"),
     (edit(vocab_size="x"), "vocab_size='x'"),
     (edit(vocab_size=10**30), "vocab_size=1000000000"),
-    (edit(rms_norm_eps=0), "rms_norm_eps=0"),
     (edit(head_dim=[8]), "head_dim=[8]"),
     (edit(tie_word_embeddings="no"), "tie_word_embeddings='no'"),
     (edit(layer_types=5), "layer_types in config.json is not a list"),
@@ -348,7 +327,7 @@ def test_a_head_stored_beside_the_embedding_that_it_equals_is_read_and_not_writt
 def test_a_sliding_window_that_is_not_used_is_ignored(tmp_path):
     shutil.copytree(DATA / "qwen2_tiny", tmp_path / "p")
     edit(use_sliding_window=False, sliding_window=16, max_window_layers=1, layer_types=None)(tmp_path / "p")
-    assert load_policy(tmp_path / "p").config == load_policy(DATA / "qwen2_tiny").config
+    assert huggingface.read_config(tmp_path / "p") == huggingface.read_config(DATA / "qwen2_tiny")
 
 
 # ---- the hub ------------------------------------------------------------------------------------------------------------
@@ -358,19 +337,18 @@ def test_a_name_is_fetched_from_the_hub_when_no_such_folder_exists(monkeypatch):
     asked = []
 
     def download(name, *, allow_patterns):
-        asked.append((name, allow_patterns))
+        asked.append(name)
+        assert not any("bin" in pattern for pattern in allow_patterns)
         return str(DATA / "qwen2_tiny")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert load_policy("Qwen/Qwen2.5-0.5B").config.vocab_size == 67
-    assert asked[0][0] == "Qwen/Qwen2.5-0.5B"
-    assert not any("bin" in pattern for pattern in asked[0][1])
+    assert huggingface.read_config(huggingface.find("Qwen/Qwen2.5-0.5B")).vocab_size == 67
+    assert asked == ["Qwen/Qwen2.5-0.5B"]
 
 
-@pytest.mark.parametrize(
-    ("name", "fragment"),
-    [("nobody/no-such-model", "cannot be fetched from"), ("no-such-folder", "no such folder"), ("a/b/c", "no such folder")],
-)
+@pytest.mark.parametrize(("name", "fragment"), [
+    ("nobody/no-such-model", "cannot be fetched from"), ("no-such-folder", "no such folder"), ("a/b/c", "no such folder"),
+])  # fmt: skip
 def test_what_is_neither_folder_nor_on_the_hub_is_one_line(name, fragment):
     with pytest.raises(ValueError, match=fragment) as caught:
         load_policy(name)
@@ -425,8 +403,7 @@ MEASURE = """
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("spec", ["data=1", "fsdp=4,tensor=2"])
-def test_loading_takes_the_shards_and_one_tensor(spec, tmp_path):
+def test_loading_takes_the_shards_and_one_tensor(tmp_path):
     listed = weights.layout(shapes(BIG), BIG.num_hidden_layers)
     rng = np.random.default_rng(0)
     kept = {}
@@ -441,10 +418,9 @@ def test_loading_takes_the_shards_and_one_tensor(spec, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(huggingface.config_json(BIG, "float32")))
     size = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
     assert 0.95e9 < size < 1.05e9
-    devices = 1 if spec == "data=1" else 8
     run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(MEASURE), str(tmp_path), spec],
-        env=os.environ | {"XLA_FLAGS": xla_flags(devices, optimized=False), "PYTHONPATH": str(ROOT)},
+        [sys.executable, "-c", textwrap.dedent(MEASURE), str(tmp_path), "fsdp=4,tensor=2"],
+        env=os.environ | {"XLA_FLAGS": xla_flags(8, optimized=False), "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=600, check=True,
     )  # fmt: skip
     grown, shards, one = map(float, run.stdout.split())
