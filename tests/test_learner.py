@@ -13,68 +13,44 @@ from jax.sharding import NamedSharding, PartitionSpec
 from hgpo_jax import packing
 from hgpo_jax.config import LearnerConfig
 from hgpo_jax.learner import MAX_LOGITS, lr_scale, make_optimizer, make_policy_loss, make_update, token_logprobs
-from hgpo_jax.mesh import make_mesh
 from hgpo_jax.methods import METHODS
-from hgpo_jax.policy import ModelConfig, initialize, network, shardings
-from hgpo_jax.sampling import Decoding, generate
+from hgpo_jax.policy import network, shardings
 from hgpo_jax.training_batch import TrainingBatch
+from tests.helpers.tiny import MODEL, WORDS, mesh_of, parameters
 
-MODEL = ModelConfig(
-    vocab_size=8, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-    num_key_value_heads=2, initializer_range=0.2, tie_word_embeddings=False,
-)  # fmt: skip
 CONFIG = LearnerConfig(
     lr=3e-3, warmup_steps=2, kl_weight=0.1, entropy_weight=0.02, weight_decay=0.05, grad_clip=0.5, clip_low=0.2,
     clip_high=0.25,
 )  # fmt: skip
-TEMPERATURE, END, WIDTH, MAX_NEW = 0.8, 3, 5, 3
+TEMPERATURE, WIDTH, MAX_NEW = 0.8, 5, 3
 ROWS, COUNT, MINIBATCH = 30, 20, 8  # 20 of 30 decisions are learned from, in ceil(20 / 8) = 3 mini-batches
 MINIBATCHES = [(0, 7), (7, 14), (14, 20)]  # of ceil(20 / 3) = 7 decisions, the last one of what is left
+ORDER = np.random.default_rng(4).permutation(ROWS)
 LR_SCALE = 0.6
 # Adam divides by the gradient's own size, so that the rounding of an element that is nearly zero (the keys' bias has such)
 # moves its parameter by a whole step. With this epsilon a rounding of 1e-7 moves it by 3e-3 * 1e-7 / 1e-4 = 3e-6 at most.
 EPSILON = 1e-4
 
 
-def mesh_of(spec):
-    count = int(np.prod([int(part.split("=")[1]) for part in spec.split(",")]))
-    return make_mesh(spec, jax.devices()[:count])
-
-
-@functools.cache
-def parameters(seed):
-    return jax.device_get(initialize(MODEL, seed, mesh_of("data=1")))
-
-
 @pytest.fixture(scope="module")
 def batch():
-    """Sampled decisions of all lengths, with old log-probabilities a little off so that ratios get clipped."""
-    lengths = 1 + jnp.arange(ROWS) % WIDTH
-    prompts = jax.random.randint(jax.random.key(0), (ROWS, WIDTH), 0, 8) * (jnp.arange(WIDTH) < lengths[:, None])
-    keys = jax.random.split(jax.random.key(1), ROWS)
-
-    @jax.jit
-    def sample(params):
-        model = nnx.merge(network(MODEL), params)
-        how = {"max_new": MAX_NEW, "end_tokens": (END,), "decoding": Decoding(temperature=TEMPERATURE)}
-        return generate(model, model.decode_blocks(), prompts, lengths, keys, **how)
-
-    out = jax.device_get(sample(parameters(0)))
-    assert len(set(out.lengths.tolist())) == MAX_NEW
-    return TrainingBatch(
-        prompts=np.asarray(prompts), prompt_lengths=np.asarray(lengths), responses=out.tokens,
-        response_lengths=out.lengths, old_logp=out.logp,
-        advantages=np.random.default_rng(2).normal(size=ROWS).astype(np.float32),
+    """Decisions of all lengths, with the log-probabilities of `parameters(0)`."""
+    rng = np.random.default_rng(2)
+    lengths = 1 + np.arange(ROWS) % WIDTH
+    batch = TrainingBatch(
+        prompts=np.int32(rng.integers(0, WORDS, (ROWS, WIDTH)) * (np.arange(WIDTH) < lengths[:, None])),
+        prompt_lengths=np.int32(lengths), responses=np.int32(rng.integers(0, WORDS, (ROWS, MAX_NEW))),
+        response_lengths=np.int32(rng.integers(1, MAX_NEW + 1, ROWS)), old_logp=None,
+        advantages=np.float32(rng.normal(size=ROWS)),
     )  # fmt: skip
+    return batch.replace(old_logp=np.asarray(plain_logp(parameters(0), batch)[0]))
 
 
 @pytest.fixture(scope="module")
 def off_policy(batch):
+    """The same a little off, so that ratios get clipped."""
     noise = np.random.default_rng(3).normal(size=batch.old_logp.shape).astype(np.float32)
     return batch.replace(old_logp=batch.old_logp + 0.4 * noise)
-
-
-ORDER = np.random.default_rng(4).permutation(ROWS)
 
 
 def adamw(lr, eps=EPSILON):
@@ -86,22 +62,25 @@ def adamw(lr, eps=EPSILON):
 
 
 @functools.cache
-def compiled(spec, microbatch):
+def compiled(spec, microbatch, shape):
+    """(the optimizer's `init`, the update). shape: `sequence_shape` under which it is traced, of which this is a key."""
     mesh, optimizer = mesh_of(spec), adamw(CONFIG.lr)
     loss = make_policy_loss(MODEL, CONFIG, METHODS["hgpo"], TEMPERATURE)
     update = make_update(loss, optimizer, mesh, minibatch_size=MINIBATCH, microbatch_size=microbatch)
-    return mesh, jax.jit(optimizer.init), jax.jit(update)
+    return jax.jit(optimizer.init), jax.jit(update)
 
 
-def run(batch, order=ORDER, *, spec="data=1", microbatch=8):
-    mesh, init, update = compiled(spec, microbatch)
+def run(batch, order=ORDER, count=COUNT, *, spec="data=1", microbatch=3, state=None):
+    """(parameters, the optimizer's state, statistics). state: parameters and optimizer's state to begin with."""
+    mesh, (init, update) = mesh_of(spec), compiled(spec, microbatch, packing.sequence_shape(WIDTH, MAX_NEW))
     params, reference = (jax.device_put(parameters(seed), shardings(MODEL, mesh)) for seed in (0, 1))
-    args = jax.device_put((batch, jnp.int32(order), COUNT, LR_SCALE), NamedSharding(mesh, PartitionSpec()))
+    whole = NamedSharding(mesh, PartitionSpec())
+    args = jax.device_put((batch, jnp.int32(order), jnp.int32(count), jnp.float32(LR_SCALE)), whole)
     with jax.set_mesh(mesh):  # as a job does, so that activations are split too
-        params, _, stats = jax.device_get(update(params, init(params), reference, *args))
-    return params, stats
+        return jax.device_get(update(*(jax.device_put(state, whole) if state else (params, init(params))), reference, *args))
 
 
+@jax.jit
 def plain_logp(params, batch):
     """Token log-probabilities [N, R] and entropies by one full forward pass over prompt and response."""
     slots = batch.prompt_lengths[:, None] + np.arange(MAX_NEW)
@@ -113,8 +92,8 @@ def plain_logp(params, batch):
     return jnp.take_along_axis(logp, batch.responses[..., None], axis=2)[..., 0], -(jnp.exp(logp) * logp).sum(2)
 
 
-def plain_loss(params, reference, batch):
-    """PPO with a dual clip + KL (k3) - entropy, the mean over the tokens of the decisions, term by term."""
+def plain_loss(params, reference, batch, counts):
+    """PPO with a dual clip + KL (k3, at most 10) - entropy, term by term: the mean over the tokens of the decisions that count."""
     c = CONFIG
     logp, entropy = plain_logp(params, batch)
     ratio, advantage = jnp.exp(logp - batch.old_logp), batch.advantages[:, None]
@@ -122,11 +101,12 @@ def plain_loss(params, reference, batch):
     surrogate = -jnp.minimum(ratio * advantage, clipped * advantage)
     surrogate = jnp.where(advantage < 0, jnp.minimum(surrogate, -c.dual_clip * advantage), surrogate)
     d = plain_logp(reference, batch)[0] - logp
-    kl = jnp.exp(d) - d - 1
-    tokens = np.arange(MAX_NEW) < batch.response_lengths[:, None]
-    mean = lambda values: (values * tokens).sum() / tokens.sum()  # noqa: E731
-    total = mean(surrogate) + c.kl_weight * mean(kl) - c.entropy_weight * mean(entropy)
-    return total, {"loss": surrogate, "kl": kl, "entropy": entropy, "ratio": ratio}
+    kl = jnp.minimum(jnp.exp(d) - d - 1, 10)
+    tokens = (np.arange(MAX_NEW) < batch.response_lengths[:, None]) & counts[:, None]
+    sums = {name: (values * tokens).sum() for name, values in
+            {"loss": surrogate, "kl": kl, "entropy": entropy, "ratio": ratio}.items()}  # fmt: skip
+    total = sums["loss"] + c.kl_weight * sums["kl"] - c.entropy_weight * sums["entropy"]
+    return total / tokens.sum(), sums
 
 
 @pytest.fixture(scope="module")
@@ -134,71 +114,61 @@ def expected(off_policy):
     """(parameters, token means, mean gradient norm) of the plain reference."""
     params, reference = parameters(0), parameters(1)
     optimizer = adamw(CONFIG.lr)
-    state, sums, norms = optimizer.init(params), {}, []
+    state, sums, norms = optimizer.init(params), [], []
     grad = jax.jit(jax.grad(plain_loss, has_aux=True))
     for first, stop in MINIBATCHES:
-        part = jax.tree.map(lambda a, at=ORDER[first:stop]: a[at], off_policy)
-        gradient, values = grad(params, reference, part)
+        gradient, of_one = grad(params, reference, off_policy, np.isin(np.arange(ROWS), ORDER[first:stop]))
         norms.append(float(optax.tree.norm(gradient)))
-        tokens = np.arange(MAX_NEW) < part.response_lengths[:, None]
-        for name, value in values.items():
-            sums[name] = sums.get(name, 0) + float((value * tokens).sum())
-        updates, state = optimizer.update(gradient, state, params)
+        sums.append(of_one)
+        updates, state = jax.jit(optimizer.update)(gradient, state, params)
         params = jax.tree.map(lambda p, u: p + LR_SCALE * u, params, updates)
     tokens = off_policy.response_lengths[ORDER[:COUNT]].sum()
-    return params, {name: total / tokens for name, total in sums.items()}, np.mean(norms)
+    return params, jax.tree.map(lambda *parts: sum(parts) / tokens, *sums), np.mean(norms)
 
 
 def assert_same(got, wanted):
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=0), got, wanted)
 
 
+def moved(params) -> list:
+    """How far each array is from `parameters(0)` at most."""
+    return jax.tree.leaves(jax.tree.map(lambda a, b: np.abs(a - b).max(), params, parameters(0)))
+
+
 def test_equals_plain_optax_on_the_plain_loss(off_policy, expected):
-    params, stats = run(off_policy)
+    params, _, stats = run(off_policy)
     assert_same(params, expected[0])
     for name, value in expected[1].items():
         np.testing.assert_allclose(stats[name], value, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(stats["grad_norm"], expected[2], rtol=1e-4)
-    assert stats["optimizer_steps"] == len(MINIBATCHES)
-    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), params, parameters(0))
-    assert min(jax.tree.leaves(moved)) > 1e-4  # far beyond the tolerance, in every array
-    assert stats["clip_fraction_low"] > 0
-    assert stats["clip_fraction_high"] > 0
+    assert (stats["optimizer_steps"], stats["nonfinite_steps"]) == (len(MINIBATCHES), 0)
+    assert min(moved(params)) > 1e-4  # far beyond the tolerance, in every array
+    assert stats["clip_fraction_low"] > 0 and stats["clip_fraction_high"] > 0
+    # Decisions beyond `count` may hold anything.
+    bad = np.where(np.isin(np.arange(ROWS), ORDER[COUNT:]), np.float32(1e6), off_policy.advantages)
+    jax.tree.map(np.testing.assert_array_equal, run(off_policy.replace(advantages=bad))[0], params)
 
 
-@pytest.mark.parametrize("microbatch", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(64, marks=pytest.mark.slow)])
-def test_micro_batches_change_nothing(off_policy, expected, microbatch):
-    assert_same(run(off_policy, microbatch=microbatch)[0], expected[0])
+SLOW = [("data=1", 1), ("data=1", 64), ("fsdp=8", 3), ("fsdp=2,tensor=2", 3), ("data=2,fsdp=2,tensor=2", 3)]
 
 
-SLOW_MESHES = ("data=2", "fsdp=2", "fsdp=8", "tensor=2", "fsdp=2,tensor=2", "data=2,fsdp=2,tensor=2")
-
-
-@pytest.mark.parametrize("spec", ["data=8", *(pytest.param(spec, marks=pytest.mark.slow) for spec in SLOW_MESHES)])
-def test_devices_change_nothing(off_policy, expected, spec):
-    params, stats = run(off_policy, spec=spec, microbatch=3)
+@pytest.mark.parametrize(
+    ("spec", "microbatch"), [("data=8", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
+def test_micro_batches_and_devices_change_nothing(off_policy, expected, spec, microbatch):
+    params, _, stats = run(off_policy, spec=spec, microbatch=microbatch)
     assert_same(params, expected[0])
     np.testing.assert_allclose(stats["kl"], expected[1]["kl"], rtol=1e-4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_segments", [1, 4])
-@pytest.mark.parametrize("spec", ["data=2", "data=2,fsdp=2,tensor=2"])
+@pytest.mark.parametrize(("spec", "max_segments"), [("data=2", 1), ("data=2,fsdp=2,tensor=2", 4)])
 def test_packing_changes_nothing(off_policy, expected, spec, max_segments, monkeypatch):
     """Decisions that share sequences, in micro-batches that predict as many tokens as one response has, or more."""
     predictions = MAX_NEW if max_segments == 1 else 2 * MAX_NEW
     shape = packing.SequenceShape(WIDTH + MAX_NEW - 1, predictions, max_segments)
     monkeypatch.setattr(packing, "sequence_shape", lambda P, R: shape)
-    compiled.cache_clear()
     assert_same(run(off_policy, spec=spec, microbatch=2)[0], expected[0])
-    compiled.cache_clear()
-
-
-def test_padding_changes_nothing(off_policy, expected):
-    """Decisions beyond `count` may hold anything, and need not be there."""
-    assert_same(run(off_policy, ORDER[:COUNT])[0], expected[0])
-    bad = off_policy.replace(advantages=np.where(np.isin(np.arange(ROWS), ORDER[COUNT:]), 1e6, off_policy.advantages))
-    assert_same(run(bad)[0], expected[0])
 
 
 def test_the_optimizer_is_adamw_with_a_clip_and_a_linear_warm_up():
@@ -215,86 +185,71 @@ def test_the_optimizer_is_adamw_with_a_clip_and_a_linear_warm_up():
         params = optax.apply_updates(params, got)
 
 
-@pytest.mark.parametrize("final", [0.0, 0.1, 1.0])
-@pytest.mark.parametrize("iterations", [2, 3, 80])
+@pytest.mark.parametrize(("final", "iterations"), [(0.0, 2), (0.1, 3), (1.0, 80)])
 def test_the_rate_falls_evenly_from_all_of_it_to_final_lr(final, iterations):
     shares = [lr_scale(LearnerConfig(final_lr=final), i, iterations) for i in range(iterations)]
     np.testing.assert_allclose(shares, np.linspace(1, final, iterations), atol=1e-12)
-
-
-def test_one_iteration_alone_has_the_full_rate():
-    assert lr_scale(LearnerConfig(final_lr=0.1), 0, 1) == 1
+    assert lr_scale(LearnerConfig(final_lr=final), 0, 1) == 1  # one iteration alone has the full rate
 
 
 def test_the_log_probability_difference_is_to_the_sampler_in_the_first_mini_batch(batch):
-    params, stats = run(batch)
+    params, _, stats = run(batch)
     assert stats["logp_difference"] < 1e-4
-    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), params, parameters(0))
-    assert max(jax.tree.leaves(moved)) > 1e-3  # later mini-batches did see other parameters
+    assert max(moved(params)) > 1e-3  # later mini-batches did see other parameters
     for at, in_first in ((ORDER[3], True), (ORDER[10], False)):
         shifted = batch.old_logp.copy()
         shifted[at, 0] -= 0.5
-        difference = run(batch.replace(old_logp=shifted))[1]["logp_difference"]
+        difference = run(batch.replace(old_logp=shifted))[2]["logp_difference"]
         assert abs(difference - 0.5) < 1e-4 if in_first else difference < 1e-4
 
 
-def linear_loss(params, _, batch):
+def linear_loss(params, _, batch, by_token=True):
     """One parameter per decision (its number stands in the prompt): the gradient counts how often it is used."""
-    tokens = batch.response_lengths.astype(jnp.float32)
+    tokens = (batch.response_lengths if by_token else batch.response_lengths > 0).astype(jnp.float32)
     total = (params[batch.prompts[:, 0]] * tokens).sum()
-    stats = {"tokens": (tokens.sum(), jnp.float32(1)), "length": (tokens.sum(), (tokens > 0).sum().astype(jnp.float32))}
-    return total, stats, jnp.float32(0)
+    return total, {"length": (tokens.sum(), (tokens > 0).sum().astype(jnp.float32))}, jnp.float32(0)
 
 
-@pytest.mark.parametrize("spec", ["data=1", "data=2", "data=8"])
-@pytest.mark.parametrize("microbatch", [1, 3, 16])
-def test_every_decision_is_used_exactly_once(spec, microbatch):
-    mesh, N = mesh_of(spec), 24
-    update = jax.jit(make_update(linear_loss, optax.sgd(1.0), mesh, minibatch_size=MINIBATCH, microbatch_size=microbatch))
+@pytest.mark.parametrize(
+    ("spec", "microbatch", "by_token"), [("data=1", 3, True), ("data=1", 16, False), ("data=2", 16, True), ("data=8", 1, True)]
+)
+def test_every_decision_is_used_exactly_once(spec, microbatch, by_token):
+    """And divided by the tokens of its mini-batch, or by the decisions."""
+    N, sizes = 24, {"minibatch_size": MINIBATCH, "microbatch_size": microbatch, "per_token": by_token}
+    loss = functools.partial(linear_loss, by_token=by_token)
+    update = jax.jit(make_update(loss, optax.sgd(1.0), mesh_of(spec), **sizes))
     lengths = 1 + np.arange(N) % 3
+    weights = lengths if by_token else np.ones(N)
     batch = TrainingBatch(
         prompts=np.arange(N)[:, None], prompt_lengths=np.ones(N, int), responses=np.zeros((N, 3), int),
         response_lengths=lengths, old_logp=np.zeros((N, 3)), advantages=np.zeros(N),
     )  # fmt: skip
     order = np.random.default_rng(5).permutation(N)
     for count in (1, 8, 9, 17, 23, 24):
-        weights, _, stats = update(jnp.zeros(N), optax.sgd(1.0).init(jnp.zeros(N)), None, batch, order, count, 1.0)
+        moves, _, stats = update(np.zeros(N, np.float32), optax.sgd(1.0).init(0), None, batch, order, count, 1.0)
         steps = -(-count // MINIBATCH)
         size = -(-count // steps)
         wanted = np.zeros(N)
         for first in range(0, count, size):
             used = order[first : min(first + size, count)]
-            wanted[used] = -lengths[used] / lengths[used].sum()
-        np.testing.assert_allclose(weights, wanted, atol=1e-6)
+            wanted[used] = -weights[used] / weights[used].sum()
+        np.testing.assert_allclose(moves, wanted, atol=1e-6)
         assert stats["optimizer_steps"] == steps
-        assert stats["length"] == pytest.approx(lengths[order[:count]].mean())
+        assert stats["length"] == pytest.approx(weights[order[:count]].mean())
     assert update._cache_size() == 1  # one program for every number of decisions
+    fewer, *_ = update(np.zeros(N, np.float32), optax.sgd(1.0).init(0), None, batch, order[:23], 23, 1.0)
+    jax.tree.map(np.testing.assert_array_equal, fewer == 0, np.arange(N) == order[23])  # what is not needed need not be there
 
 
 def test_without_a_decision_nothing_moves(batch):
     """Neither momentum and weight decay the parameters, nor the warm-up, which counts the optimizer's steps."""
-    mesh, init, update = compiled("data=1", 8)
-    params, reference = (jax.device_put(parameters(seed), shardings(MODEL, mesh)) for seed in (0, 1))
-    args = jax.device_put((batch, jnp.int32(ORDER)), NamedSharding(mesh, PartitionSpec()))
-    before = update(params, init(params), reference, *args, COUNT, LR_SCALE)[:2]
-    *after, stats = update(*before, reference, *args, 0, LR_SCALE)
+    before = run(batch)[:2]
+    *after, stats = run(batch, count=0, state=before)
     jax.tree.map(np.testing.assert_array_equal, after, list(before))
-    assert not any(jax.tree.leaves(jax.device_get(stats)))
+    assert not any(jax.tree.leaves(stats))
 
 
-def test_losses_by_decision_divide_by_decisions():
-    mesh, N = mesh_of("data=1"), 6
-    loss = lambda w, _, batch: ((w[batch.prompts[:, 0]] * (batch.response_lengths > 0)).sum(), {}, jnp.float32(0))  # noqa: E731
-    batch = TrainingBatch(
-        prompts=np.arange(N)[:, None], prompt_lengths=np.ones(N, int), responses=np.zeros((N, 3), int),
-        response_lengths=np.array([1, 2, 3, 1, 2, 3]), old_logp=np.zeros((N, 3)), advantages=np.zeros(N),
-    )  # fmt: skip
-    update = jax.jit(make_update(loss, optax.sgd(1.0), mesh, minibatch_size=8, microbatch_size=4, per_token=False))
-    weights, _, _ = update(jnp.zeros(N), optax.sgd(1.0).init(jnp.zeros(N)), None, batch, np.arange(N), 5, 1.0)
-    np.testing.assert_allclose(weights, [-0.2] * 5 + [0], atol=1e-6)
-
-
-@pytest.mark.parametrize("max_logits", [1, 2 * ROWS * 8])  # one and two of three response tokens at a time
+@pytest.mark.parametrize("max_logits", [1, 2 * ROWS * WORDS])  # one and two of three response tokens at a time
 def test_logits_in_chunks_give_the_same_and_the_same_gradient(off_policy, max_logits):
     def total(params, limit):
         model = nnx.merge(network(MODEL), params)
@@ -305,31 +260,19 @@ def test_logits_in_chunks_give_the_same_and_the_same_gradient(off_policy, max_lo
     assert_same(compute(parameters(0), max_logits), compute(parameters(0), MAX_LOGITS))
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("mesh", ["data=1", pytest.param("data=2", marks=pytest.mark.slow)])
-def test_a_mini_batch_that_is_not_finite_is_as_if_it_had_not_been(batch, value, mesh):
+@pytest.mark.parametrize("spec", ["data=1", pytest.param("data=2", marks=pytest.mark.slow)])
+def test_a_mini_batch_that_is_not_finite_is_as_if_it_had_not_been(batch, spec):
     """Only its optimizer step is missing: parameters and means are those of the other mini-batches."""
-    bad = MINIBATCHES[1]
-    advantages = np.array(batch.advantages)
-    advantages[ORDER[bad[0]]] = value
-    params, stats = run(batch.replace(advantages=advantages), spec=mesh)
-    assert (stats["nonfinite_steps"], stats["optimizer_steps"]) == (1, 3)
-    assert all(np.isfinite(stats[name]) for name in stats)
-    others = np.delete(ORDER[:COUNT], slice(*bad))
+    first, stop = MINIBATCHES[1]
     # The mini-batches of 13 decisions are of 7 and 6, as the two that are left.
-    wanted, expected = run_of(batch, others)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), params, wanted)
-    for name in ("loss", "kl", "entropy", "ratio", "grad_norm"):
-        assert stats[name] == pytest.approx(expected[name], abs=1e-5), name
-    _, usual = run(batch, spec=mesh)
-    assert usual["nonfinite_steps"] == 0
-
-
-def run_of(batch, order):
-    """The update on these decisions alone."""
-    mesh, init, update = compiled("data=1", 8)
-    params, reference = (jax.device_put(parameters(seed), shardings(MODEL, mesh)) for seed in (0, 1))
-    padded = jnp.int32(np.concatenate([order, np.setdiff1d(ORDER, order)]))
-    args = jax.device_put((batch, padded, len(order), LR_SCALE), NamedSharding(mesh, PartitionSpec()))
-    params, _, stats = jax.device_get(update(params, init(params), reference, *args))
-    return params, stats
+    others = np.delete(ORDER[:COUNT], slice(first, stop))
+    wanted, _, expected = run(batch, np.concatenate([others, np.setdiff1d(ORDER, others)]), len(others), spec=spec)
+    for value in (np.nan, np.inf):
+        advantages = batch.advantages.copy()
+        advantages[ORDER[first]] = value
+        params, _, stats = run(batch.replace(advantages=advantages), spec=spec)
+        assert (stats["nonfinite_steps"], stats["optimizer_steps"]) == (1, 3)
+        assert all(np.isfinite(stats[name]) for name in stats)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), params, wanted)
+        for name in ("loss", "kl", "entropy", "ratio", "grad_norm"):
+            assert stats[name] == pytest.approx(expected[name], abs=1e-5), name

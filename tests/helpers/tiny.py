@@ -1,0 +1,27 @@
+"""The network that all tests of training share: as small as it can be with every kind of array, made once in a process."""
+
+import functools
+
+import jax
+import numpy as np
+
+from hgpo_jax.mesh import make_mesh
+from hgpo_jax.policy import ModelConfig, initialize
+
+WORDS = 16
+MODEL = ModelConfig(
+    vocab_size=WORDS, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=1, initializer_range=0.2, tie_word_embeddings=False,
+)  # fmt: skip
+
+
+@functools.cache
+def mesh_of(spec: str = "data=1"):
+    """The mesh of a spec that names its sizes, over the first devices."""
+    return make_mesh(spec, jax.devices()[: int(np.prod([int(part.split("=")[1]) for part in spec.split(",")]))])
+
+
+@functools.cache
+def parameters(seed: int):
+    """MODEL's, as arrays of NumPy."""
+    return jax.device_get(initialize(MODEL, seed, mesh_of()))
