@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hgpo_jax.__main__ import COMMANDS, command
+from hgpo_jax.config import completions
 
 ROOT = Path(__file__).parents[1]
 
@@ -18,31 +19,27 @@ def hgpo(monkeypatch, *arguments):
     command()
 
 
-@pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",)])
-def test_the_commands_are_listed(arguments, monkeypatch, capsys):
-    hgpo(monkeypatch, *arguments)
-    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
-    assert listed == list(COMMANDS)
+def test_the_commands_are_listed_and_the_version_is_said(monkeypatch, capsys):
+    for arguments in ((), ("--help",)):
+        hgpo(monkeypatch, *arguments)
+        listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+        assert listed == list(COMMANDS)
     assert all(find_spec(module) for module, _ in COMMANDS.values())
-
-
-def test_a_command_gets_its_arguments(monkeypatch, capsys):
-    with pytest.raises(SystemExit) as ended:
-        hgpo(monkeypatch, "train", "learner.lrr=1")
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == "error: learner.lrr=1: no such field; did you mean learner.lr?\n"
-
-
-def test_another_name_is_refused(monkeypatch, capsys):
-    with pytest.raises(SystemExit) as ended:
-        hgpo(monkeypatch, "trian")
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == "error: trian: no such command; did you mean train?\n"
-
-
-def test_the_version(monkeypatch, capsys):
     hgpo(monkeypatch, "--version")
     assert capsys.readouterr().out.startswith("hgpo_jax 0.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("train", "learner.lrr=1"), "learner.lrr=1: no such field; did you mean learner.lr?"),  # it gets its arguments
+        (("trian",), "trian: no such command; did you mean train?"),
+    ],
+)
+def test_refusals(arguments, said, monkeypatch, capsys):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        hgpo(monkeypatch, *arguments)
+    assert capsys.readouterr().err == f"error: {said}\n"
 
 
 @pytest.mark.parametrize(
@@ -50,9 +47,7 @@ def test_the_version(monkeypatch, capsys):
     [
         ("hgpo ch", ["chat", "check"]),
         ("hgpo train learner.clip", ["learner.clip_low=", "learner.clip_high="]),
-        ("hgpo train seed=1 warm_start=", ["cloning", "none"]),
         ("hgpo train --config sokoban_", ["sokoban_tiny "]),
-        ("hgpo trian lea", []),
     ],
 )
 def test_a_shell_completes_what_is_typed(typed, next_words, tmp_path):
@@ -65,7 +60,14 @@ def test_a_shell_completes_what_is_typed(typed, next_words, tmp_path):
     subprocess.run(
         [sys.executable, "-m", "hgpo_jax"], cwd=tmp_path, env=os.environ | asked | {"PYTHONPATH": str(ROOT)}, check=True
     )
-    assert (tmp_path / "words").read_text().split("\v") == (next_words or [""])
+    assert (tmp_path / "words").read_text().split("\v") == next_words
+
+
+def test_values_of_fields_are_completed():
+    assert completions("warm_start=") == ["warm_start=cloning", "warm_start=none"]
+    assert completions("log.tensorboard=f") == ["log.tensorboard=false"]
+    assert completions("method=hg") == ["method=hgpo"]
+    assert completions("lea=") == completions("nothing") == []
 
 
 @pytest.mark.slow
@@ -79,12 +81,11 @@ def test_training_starts_without_what_takes_seconds_to_import():
     assert done.stdout == "[]\n"
 
 
-@pytest.mark.parametrize("wrong", ["iteratons=3", "learner.lr=-1", "method=hgop", "--config=houshold_six"])
-def test_a_mistyped_field_is_refused_before_jax_is_imported(wrong, tmp_path):
+def test_a_mistyped_field_is_refused_before_jax_is_imported(tmp_path):
     (tmp_path / "jax.py").write_text("raise SystemExit('imported')")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     done = subprocess.run(
-        [sys.executable, "-m", "hgpo_jax.train", wrong], cwd=tmp_path, env=environment, capture_output=True, text=True
+        [sys.executable, "-m", "hgpo_jax.train", "method=hgop"], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: method='hgop': ") and done.stderr.count("\n") == 1

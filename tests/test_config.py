@@ -14,12 +14,6 @@ from hgpo_jax.learner import correction_level
 from hgpo_jax.methods import METHODS
 
 
-def test_defaults_need_no_file():
-    config = load()
-    assert config.method == "hgpo"
-    assert config.env.tasks == ("place",)
-
-
 def test_no_option_of_an_estimator_is_refused_only_after_the_warm_start():
     """What the configuration takes, the estimators take."""
     numbers = (-1, 0, 0.5, 1, 2, 10, 10.5, 64, 65, 1000, 1001, 1e6, 1e7)
@@ -49,16 +43,14 @@ def test_dump_is_complete_and_loads_back(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(configuration.dump(config))
     assert load(str(file)) == config
-    written = yaml.safe_load(file.read_text())
-    for name in configuration.fields():
-        node = written
-        for part in name.split("."):
-            node = node[part]
+    assert yaml.safe_load(file.read_text()) == config.model_dump(mode="json")
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.stem)
-def test_every_config_of_the_project_loads_by_name(path):
-    assert load(path.stem) == load(str(path))
+def test_every_config_of_the_project_loads_by_name():
+    for path in CONFIGS.glob("*.yaml"):
+        assert load(path.stem) == load(str(path))
+    with pytest.raises(ConfigError, match="did you mean household_six"):
+        load("household_sx")
 
 
 def test_help_names_every_field_with_default_and_meaning():
@@ -74,50 +66,45 @@ def test_help_names_every_field_with_default_and_meaning():
 
 
 @pytest.mark.parametrize(
-    ("override", "fragments"),
+    ("override", "message"),
     [
-        ("learner.lrr=1", ["learner.lrr=1", "did you mean learner.lr?"]),
-        ("lr=1", ["lr=1", "learner.lr"]),
-        ("rollout.chunk=64", ["rollout.chunk=64: is now called rollout.decode_batch_size"]),
-        ("rollout.ready_share=0.5", ["rollout.ready_share=0.5: is now called rollout.ready_fraction"]),
-        ("learner.lr=-1", ["learner.lr=-1", "greater than 0"]),
-        ("learner.lr=fast", ["learner.lr='fast'", "number"]),
-        ("learner.lr=nan", ["learner.lr", "finite"]),
-        ("learner.lr=.inf", ["learner.lr", "finite"]),
-        ("method=hpgo", ["method='hpgo'", "did you mean", "hgpo"]),
-        ("env.tasks=plase", ["env.tasks='plase'", "did you mean place?"]),
-        ("iterations=1.5", ["iterations=1.5", "integer"]),
-        ("rollout.group_size=0", ["rollout.group_size=0", "greater than 0"]),
-        ("seed=-1", ["seed=-1", "greater than or equal to 0"]),
-        ("name=../x", ["name='../x'"]),
-        ("learner=3", ["learner=3"]),
-        ("just_a_word", ["just_a_word", "field=value"]),
+        ("learner.lrr=1", r"learner\.lrr=1: no such field; did you mean learner\.lr\?"),
+        ("lr=1", r"lr=1: .*learner\.lr"),
+        ("rollout.chunk=64", r"rollout\.chunk=64: is now called rollout\.decode_batch_size"),
+        ("rollout.ready_share=0.5", r"rollout\.ready_share=0\.5: is now called rollout\.ready_fraction"),
+        ("learner.lr=-1", r"learner\.lr=-1: must be greater than 0"),
+        ("learner.lr=fast", r"learner\.lr='fast': must be a valid number"),
+        ("learner.lr=nan", r"learner\.lr=.*finite"),
+        ("learner.lr=.inf", r"learner\.lr=.*finite"),
+        ("method=hpgo", r"method='hpgo': .*did you mean pgpo or hgpo\?"),
+        ("env.tasks=plase", r"env\.tasks='plase': .*did you mean place\?"),
+        ("iterations=1.5", r"iterations=1\.5: must be a valid integer"),
+        ("seed=-1", r"seed=-1: must be greater than or equal to 0"),
+        ("name=../x", r"name='\.\./x': "),
+        ("learner=3", r"learner=3"),
+        ("just_a_word", r"'just_a_word': an override is written field=value"),
+        ("roles.searcher.policy=", r"roles\.searcher\.policy='': must be shared, own, or"),
     ],
 )
-def test_refusals(override, fragments):
-    with pytest.raises(ConfigError) as caught:
-        load(None, [override])
-    message = str(caught.value)
-    assert "\n" not in message
-    for fragment in fragments:
-        assert fragment in message
+def test_refusals(override, message):
+    with pytest.raises(ConfigError, match=f"^{message}") as caught:
+        load(None, [*(["env.name=household_team"] if override.startswith("roles.") else []), override])
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("content", "fragment"),
     [
-        ("learner: {lr: 1", "not a YAML file"),
-        ("- a\n- b\n", "expected fields"),
         ("learnr:\n  lr: 1\n", "no such field"),
         ("learner:\n  lrr: 1\n", "did you mean learner.lr?"),
         ("learner: 3\n", "learner"),
         ("rollout: {chunk: 64}\n", "rollout.chunk=64: is now called rollout.decode_batch_size"),
-        (b"\xff\xfe\x00", "not a YAML file"),
     ],
 )
 def test_broken_files(tmp_path, content, fragment):
+    """Files that are no YAML are in test_refusals_commands.py."""
     file = tmp_path / "run.yaml"
-    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    file.write_text(content)
     with pytest.raises(ConfigError) as caught:
         load(str(file))
     assert fragment in str(caught.value)
@@ -170,15 +157,12 @@ def test_what_nothing_reads_is_refused_on_the_command_line(unread, reader, why):
     check_given(load(None, unread), [])  # as a file has it
 
 
-@pytest.mark.parametrize("method", ["grpo", "dapo", "gspo", "kpo", "rloo", "dr_mas", "reinforce_pp_baseline"])
-def test_episodes_that_are_compared_are_several(method):
-    with pytest.raises(ConfigError, match=rf"^rollout.group_size=1: method={method} compares a task's episodes"):
+def test_episodes_that_are_compared_are_several():
+    for method in ("grpo", "dapo", "gspo", "kpo", "rloo", "dr_mas", "reinforce_pp_baseline"):
+        with pytest.raises(ConfigError, match=rf"^rollout.group_size=1: method={method} compares a task's episodes"):
+            check_together(load(None, [f"method={method}", "rollout.group_size=1"]))
+    for method in ("hgpo", "gigpo", "ppo", "reinforce_pp"):  # states, or no episodes of one task
         check_together(load(None, [f"method={method}", "rollout.group_size=1"]))
-
-
-@pytest.mark.parametrize("method", ["hgpo", "gigpo", "ppo", "reinforce_pp"])  # states, or no episodes of one task
-def test_others_take_one_episode_of_a_task(method):
-    check_together(load(None, [f"method={method}", "rollout.group_size=1"]))
 
 
 @pytest.mark.parametrize(
@@ -196,16 +180,11 @@ def test_a_response_can_end_in_its_limit(fields, limit, said):
     check_together(load(None, [*fields, f"evaluation.min_response={limit - 1}"]))
 
 
-@pytest.mark.parametrize("env", ["household", "household_text", "household_team"])
-def test_hiper_is_refused_where_answers_have_no_parts(env):
-    with pytest.raises(ConfigError, match=rf"^method=hiper: needs answers with [^\n]* which env.name={env} does not have"):
-        check_together(load(None, ["method=hiper", f"env.name={env}"]))
+def test_hiper_is_refused_where_answers_have_no_parts():
+    for env in ("household", "household_text"):
+        with pytest.raises(ConfigError, match=rf"^method=hiper: needs answers with [^\n]* which env.name={env} does not have"):
+            check_together(load(None, ["method=hiper", f"env.name={env}"]))
     check_together(load(None, ["method=hiper", "env.name=household_subgoals"]))
-
-
-def test_a_missing_file_suggests_a_known_one():
-    with pytest.raises(ConfigError, match="did you mean household_six"):
-        load("household_sx")
 
 
 def test_names_are_those_of_the_tables():

@@ -31,12 +31,12 @@ def test_the_committed_copy_was_executed_in_order(book):
     assert "/tmp/" not in json.dumps(outputs)
 
 
+@pytest.mark.needs("notebooks")
 @pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.parametrize("book", BOOKS, ids=lambda book: book.stem)
 def test_it_runs(book, tmp_path, monkeypatch):
-    nbclient = pytest.importorskip("nbclient")
-    pytest.importorskip("ipykernel")
+    import nbclient
     import nbformat
 
     shutil.copytree(HERE, tmp_path / "notebooks", ignore=shutil.ignore_patterns("runs"))

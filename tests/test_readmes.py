@@ -28,20 +28,12 @@ def test_every_room_that_the_front_page_names_has_one():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_is_short(name):
-    words = re.findall(r"[^\s|#`*-][^\s|]*", (ROOT / name).read_text())
-    assert len(words) <= (1300 if name == "README.md" else 1000)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_its_links_lead_somewhere(name):
-    for link in re.findall(r"\]\(([^)]+)\)", (ROOT / name).read_text()):
+def test_it_is_short_its_links_lead_somewhere_and_its_commands_parse(name):
+    text = (ROOT / name).read_text()
+    assert len(re.findall(r"[^\s|#`*-][^\s|]*", text)) <= (1300 if name == "README.md" else 1000)
+    for link in re.findall(r"\]\(([^)]+)\)", text):
         assert link.startswith("https://") or ((ROOT / name).parent / link).exists(), link
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_its_commands_exist_and_their_fields_parse(name):
-    for line in "\n".join(blocks((ROOT / name).read_text(), "sh")).splitlines():
+    for line in "\n".join(blocks(text, "sh")).splitlines():
         words = shlex.split(line, comments=True)
         for module in (words[at + 1] for at, word in enumerate(words) if word == "-m"):
             assert importlib.util.find_spec(module), module

@@ -95,13 +95,13 @@ CONFIG = [
     ("empty", "no such file"), ("broken.yaml", "not a YAML file"), ("list.yaml", "expected fields"),
     ("bytes.yaml", "not a YAML file"), ("deep.yaml", "nested deeper than 50"), ("tag.yaml", "python/object"),
     ("digits.yaml", "4300 digits"), ("date.yaml", "month"), ("nul.yaml", "control character"), ("two.yaml", "single document"),
-    ("break.yaml", "no such field"), ("hex.yaml", "thousands of digits"),
+    ("break.yaml", "no such field"), ("hex.yaml", "thousands of digits"), ("number.yaml", "1: no such field"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("file", "part"), CONFIG, ids=[file[:12] or "empty name" for file, _ in CONFIG])
 def test_configurations(file, part, here, monkeypatch, capsys):
-    for command in ("train --dry-run", "bench plan", "bench train", "evaluate hf --seeds 1"):
+    for command in ("train --dry-run", "bench plan", "bench train", "evaluate hf --seeds 1")[: 4 if file == "none" else 1]:
         assert part in refused(monkeypatch, capsys, command, "--config", file)
 
 
@@ -117,7 +117,6 @@ CASES = [
     ("train", ["--mesh", ""], "mesh='': expected"),
     ("train", ["--mesh", "data=-1,fsdp=-1"], "only one axis"),
     ("train", ["--mesh", f"data={DIGITS}"], "must be a whole number"),
-    ("train", ["--mesh", "data=1_0"], "must be a whole number"),
     ("train", ["rollout.prompt_groups=3", "rollout.group_size=3", "--mesh", "data=8"], "does not divide the 9 episodes"),
     ("train", ["--mesh", "tensor=8"], "which tensor = 8 does not divide"),
     ("train", [f"seed={DIGITS}"], "seed="),
@@ -125,25 +124,22 @@ CASES = [
     ("train", ["learner.lr=1e400"], "learner.lr='1e400'"),
     ("train", ["name=a\nb"], "name='a\\nb'"),
     ("train", ["run_dir=file"], "run_dir=file: is a file"),
-    ("train", ["run_dir=hf"], "run_dir=hf: is not empty"),
     ("train", ["run_dir=nothing://x"], "run_dir='nothing://x': nothing:// is not known; give a folder of this machine, gs://"),
     ("train", ["--resume", "memory://no/run"], "memory://no/run: not the folder of a run"),
     ("train --distributed", ["run_dir=memory://bucket/run"], "mount the bucket, and give its path"),
-    ("report", ["memory://no/run"], "memory://no/run: not the folder of a run"),
     ("report", ["run", "--to", "gs://bucket/report.html"], "gs://bucket/report.html: must be a place of this machine"),
     ("train", ["cache_dir=s3://bucket"], "cache_dir='s3://bucket': must be a folder of this machine"),
     ("train", ["cache_dir=file"], "cache_dir=file: part of the path is a file"),
-    ("train", ["cache_dir=file/x"], "cache_dir=file/x: part of the path is a file"),
     ("train", ["seed=true"], "seed=True: true and false are not values"),
-    ("train", ["--config", "number.yaml"], "1: no such field"),
     ("train", ["run_dir=run"], "--resume run"),
     ("train", [f"run_dir={NUL}"], "run_dir="),
     ("train", ["--resume", "nowhere"], "--resume nowhere"),
+    ("train", ["--resume", "run", "learner.lr=9"], "--allow-change learner.lr"),
+    ("train", ["--resume", "run", "--allow-change", "learner.lrr"], "--allow-change learner.lrr: no such field"),
     ("train", ["--resume"], "--resume"),
     ("train", ["env.boxes=9"], "env.boxes=9"),
     ("train", ["env.tasks=[]"], "env.tasks"),
     ("train", ["policy.hidden_size=7"], "policy.hidden_size=7"),
-    ("train", ["policy.hidden_size=10000000"], "GiB on each device"),
     ("train", ["policy.num_hidden_layers=100000"], "GiB on each device"),
     ("train", ["rollout.prompt_groups=100000000"], "GiB on each device"),
     ("train", ["warm_start=none", "policy=nowhere"], "policy nowhere: no such folder"),
@@ -168,31 +164,21 @@ CASES = [
     ("evaluate", ["file", "--config", "household", "--panel", "household"], "file: is a file, which has no folder for its"),
     ("evaluate", ["no_policy"], "no_policy: not the folder of a run"),
     ("evaluate", ["odd_config"], "odd_config/config.yaml: not a YAML file"),
-    ("evaluate", ["run", "--seeds", ""], "--seeds"),
     ("evaluate", ["run", "--seeds", "²"], "--seeds"),
-    ("evaluate", ["run", "--seeds", DIGITS], "--seeds"),
-    ("evaluate", ["run", "evaluation.episodes=0"], "evaluation.episodes=0"),
     ("evaluate", ["run", "evaluation.episodes=9999999999"], "must be less than or equal to 1000000"),
-    ("evaluate", ["run", "--mesh", "data=3"], "mesh='data=3'"),
     ("evaluate", ["run"], "policy run/policy: holds no config.json"),
-    ("evaluate", ["garbage", "--config", "household", "--seeds", "1"], "model.safetensors is damaged"),
     ("export", ["hf"], "--to"),
     ("export", ["nowhere", "--to", "out"], "nowhere: no such folder"),
     ("export", [LONG, "--to", "out"], "file name too long"),
     ("export", ["no_policy", "--to", "out"], "has no policy/ yet"),
     ("export", ["empty", "--to", "out"], "holds no config.json"),
-    ("export", ["pickled", "--to", "out"], "is a pickle"),
-    ("export", ["escape", "--to", "out"], "'../model.safetensors'"),
     ("export", ["garbage", "--to", "out"], "is damaged"),
-    ("export", ["odd_json", "--to", "out"], "not JSON"),
     ("export", ["hf", "--to", "run"], "--to run: already exists"),
     ("export", ["hf", "--to", "file/x"], "file/x: cannot be written: not a directory"),
     ("export", ["hf", "--to", "out", "--dtype", "int8"], "--dtype"),
     ("export", ["hf", "--to", "out", "--shard-size", "5"], "--shard-size 5"),
-    ("export", ["hf", "--to", "out", "--shard-size", f"{DIGITS}GB"], "--shard-size"),
     ("report", [], "RUN"),
     ("report", ["empty"], "holds no config.yaml"),
-    ("report", ["odd_config"], "odd_config/config.yaml"),
     ("report", ["run", "--dumps", "x"], "--dumps"),
     ("report", ["run", "--groups", "-1"], "--groups"),
     ("report", ["run", "--to", "file/x"], "--to file/x"),
@@ -200,36 +186,17 @@ CASES = [
     ("bench", ["bogus"], "bogus"),
     ("bench advantages", ["--repeats", "0"], "--repeats"),
     ("bench advantages", ["--json", "no/such.json"], "--json no/such.json"),
-    ("bench advantages", ["--json", "empty"], "--json empty"),
     ("bench envs", ["--batch", "-5"], "--batch"),
-    ("bench envs", ["--products", "0"], "--products"),
-    ("bench envs", ["--batch", "2", "--repeats", "1", "--alfworld", "games"], "--alfworld games"),
-    ("bench envs", ["--batch", "2", "--repeats", "1", "--webshop", "shop"], "--webshop shop"),
     ("bench plan", [], "give all sizes"),
     ("bench plan", ["--mesh", "data=0"], "must be positive"),
-    ("bench plan", ["--mesh", "data=99999999999999999999999"], "give all sizes"),
     ("bench plan", ["--mesh", "data=99999999"], "the largest mesh"),
-    ("bench plan", ["--mesh", "x=3"], "mesh='x=3'"),
-    ("bench plan", ["--mesh", "data=1", "--chip", "x"], "--chip"),
     ("bench plan", ["--mesh", "data=1", "--compile", "x"], "--compile x"),
     ("bench plan", ["--mesh", "fsdp=7", "policy=Qwen/Qwen2.5-7B-Instruct"], "does not divide"),
-    ("bench plan", ["--mesh", "data=1", "policy=zero_heads"], "num_attention_heads=0"),
-    ("bench sample", ["--policy", "x"], "--policy x"),
-    ("bench sample", ["--batch", "0"], "--batch"),
     ("bench sample", ["--batch", DIGITS], "--batch"),
     ("bench sample", ["--batch", "2000000000"], "GiB"),
-    ("bench sample", ["--vocabulary", "1000000000"], "GiB"),
     ("bench sample", ["--temperature", "nan"], "--temperature"),
-    ("bench sample", ["--heads", "3"], "num_attention_heads=3"),
     ("bench sample", ["--mesh", "data=x"], "--mesh data=x"),
-    ("bench sample", ["--mesh", "data=99"], "data=99"),
-    ("bench sample", ["--mesh", "data=3", "--batch", "8"], "data=3 does not divide the 8 rows"),
-    ("bench sample", ["--mesh", "tensor=3", "--batch", "8"], "tensor = 3 does not divide"),
-    ("bench update", ["--response", "512"], "--response 512"),
-    ("bench update", ["--mesh", "data=3"], "data=3 does not divide"),
-    ("bench train", ["--repeats", "0"], "--repeats"),
     ("play household", ["--seed", DIGITS], "--seed"),
-    ("play household", ["--turns", "²"], "--turns"),
     ("play alfworld", ["empty"], "no game.tw-pddl"),
     ("play alfworld", ["games/train/a/game.tw-pddl"], "'pddl_domain' is missing"),
     ("play alfworld", [LONG], "check the path"),
@@ -237,10 +204,8 @@ CASES = [
     ("play webshop", ["empty"], "no built catalogue"),
     ("oracle", [], "ITEMS"),
     ("oracle", ["file"], "attributes is missing"),
-    ("oracle", ["nowhere", "nowhere"], "nowhere: no such file"),
     ("oracle", ["broken.yaml", "broken.yaml"], "not readable as JSON"),
     ("catalogue", ["nowhere", "nowhere", "out"], "nowhere: no such file"),
-    ("catalogue", ["shop/items_shuffle_1.json", "shop/items_ins_1.json", "out"], "product 0, field 'asin'"),
 ]  # fmt: skip
 
 
@@ -272,10 +237,10 @@ DUMPS = {
 
 @pytest.mark.parametrize("name", DUMPS)
 def test_damaged_dumps(name, run, monkeypatch, capsys):
-    for file in (run / "episodes").iterdir():
-        with np.load(file) as arrays:
-            changed = DUMPS[name](dict(arrays))
-        np.savez(file, **changed)
+    file = run / "episodes" / "iteration-00009.npz"
+    with np.load(file) as arrays:
+        changed = DUMPS[name](dict(arrays))
+    np.savez(file, **changed)
     said = refused(monkeypatch, capsys, "report", str(run))
     assert "iteration-00009.npz: not a dump of Episodes" in said or "the dump of iteration 9 is damaged" in said
 
@@ -289,7 +254,7 @@ def test_damaged_metrics(content, run, monkeypatch, capsys):
     assert "run/metrics.jsonl: line 1 is not a row" in refused(monkeypatch, capsys, "report", str(run))
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", '{"texts": [1]}', "[" * 9999])
+@pytest.mark.parametrize("content", ["{}", '{"texts": [1]}', "[" * 9999])
 def test_a_damaged_report_beside_a_dump(content, run, monkeypatch, capsys):
     (run / "episodes" / "iteration-00009.json").write_text(content)
     assert "iteration-00009.json: not the report" in refused(monkeypatch, capsys, "report", str(run))

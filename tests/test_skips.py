@@ -24,8 +24,9 @@ def session(pytester):
     )[1]
 
 
-def test_a_skip_that_is_not_listed_fails(session):
-    result = session("# all\ntest_some.py::*[1]  # for a reason", "--skips=skips.txt", "-n", "1")
+@pytest.mark.parametrize("processes", ["0", pytest.param("1", marks=pytest.mark.slow)])
+def test_a_skip_that_is_not_listed_fails(session, processes):
+    result = session("# all\ntest_some.py::*[1]  # for a reason", "--skips=skips.txt", "-n", processes)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines([
         "SKIPPED and not listed: test_other.py: could not import 'no_such_module'*",
@@ -35,8 +36,7 @@ def test_a_skip_that_is_not_listed_fails(session):
     ])  # fmt: skip
 
 
-@pytest.mark.parametrize("option", [(), ("--skips=skips.txt",)], ids=["no list", "all listed"])
-def test_listed_ones_pass_and_without_a_list_all_do(session, option):
-    result = session("test_*", *option)
+def test_listed_ones_pass(session):
+    result = session("test_*", "--skips=skips.txt")
     assert result.ret == 0
     result.stdout.fnmatch_lines(["SKIPPED test_some.py::test_that_skips[[]2]: no such thing", "*1 passed, 3 skipped*"])

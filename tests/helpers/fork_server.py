@@ -24,6 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # Variables that jax reads when it is imported, and what they are to `jax.config`.
 READ_AT_IMPORT = {
+    "JAX_COMPILATION_CACHE_DIR": str,
     "JAX_DISABLE_MOST_OPTIMIZATIONS": lambda value: value == "1",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": float,
 }

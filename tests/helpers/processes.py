@@ -11,7 +11,7 @@ from hgpo_jax.run import distributed
 from tests.helpers.xla import xla_flags
 
 ROOT = Path(__file__).parents[2]
-PROGRAM = (sys.executable, "-m", "hgpo_jax.train")
+PROGRAM = ("-m", "hgpo_jax.train")
 LIMIT = 400  # seconds, after which processes that wait for each other have failed
 
 
@@ -22,24 +22,24 @@ def environment(devices, **more):
 
 def alone(cwd, *arguments) -> None:
     """One process of two devices."""
-    subprocess.run([*PROGRAM, *arguments], cwd=cwd, env=environment(2), check=True, capture_output=True, timeout=LIMIT)
+    command = [sys.executable, *PROGRAM, *arguments]
+    subprocess.run(command, cwd=cwd, env=environment(2), check=True, capture_output=True, timeout=LIMIT)
 
 
-def together(cwd, *arguments, code=0, meanwhile=lambda running: None) -> tuple[list[str], list[str]]:
-    """Two processes of one device each; returns the standard output and the standard error of each."""
+def together(cwd, *arguments, program=PROGRAM, code=0) -> tuple[list[str], list[str]]:
+    """Two processes of one device each, `python *program`; returns the standard output and the standard error of each."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     rank = lambda i: dict(zip(distributed.VARIABLES, (address, "2", str(i)), strict=True))  # noqa: E731
     running = [
         subprocess.Popen(
-            [*PROGRAM, "--distributed", *arguments], cwd=cwd, env=environment(1, **rank(i)), text=True,
+            [sys.executable, *program, "--distributed", *arguments], cwd=cwd, env=environment(1, **rank(i)), text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
         for i in range(2)
     ]  # fmt: skip
     try:
-        meanwhile(running)
         said = [process.communicate(timeout=LIMIT) for process in running]
     finally:
         for process in running:

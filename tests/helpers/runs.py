@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from tests.helpers import fork_server
-from tests.helpers.xla import xla_flags
+from tests.helpers.xla import programs_of_its_own, xla_flags
 
 LIMIT = 1200.0  # seconds, after which a run hangs; a busy machine is slow
 ENVIRONMENT = os.environ | {
@@ -53,12 +53,17 @@ class Run(fork_server.Child):
             time.sleep(0.01)
 
 
-def start(folder: Path, *arguments, code: str = "") -> Run:
-    """Starts a run; `code`: Python to execute in it before."""
+def start(folder: Path, *arguments, code: str = "", dies: bool = False) -> Run:
+    """Starts a run.
+
+    code: Python to execute in it before.
+    dies: whether it is killed, maybe while it writes a compiled program.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "training").unlink(missing_ok=True)
+    environment = ENVIRONMENT | (programs_of_its_own() if dies and "JAX_COMPILATION_CACHE_DIR" in os.environ else {})
     child = fork_server.start(
-        ["-m", "hgpo_jax.train", *arguments], folder, ENVIRONMENT, folder / "log", folder / "log",
+        ["-m", "hgpo_jax.train", *arguments], folder, environment, folder / "log", folder / "log",
         ANNOUNCES_ITS_ROLLOUTS + code,
     )  # fmt: skip
     return Run(child.pid, folder)
@@ -66,7 +71,7 @@ def start(folder: Path, *arguments, code: str = "") -> Run:
 
 def run(folder: Path, *arguments, code: str = "", expect: int = 0) -> str:
     """Runs to the end; returns the output."""
-    child = start(folder, *arguments, code=code)
+    child = start(folder, *arguments, code=code, dies=expect < 0)
     status = child.wait()
     assert status == expect, f"ended with {status}:\n{child.log.read_text()}"
     return child.log.read_text()

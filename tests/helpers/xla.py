@@ -1,9 +1,12 @@
 """XLA_FLAGS of tests, and where they keep compiled programs."""
 
+import contextlib
+import functools
 import hashlib
 import os
 import platform
 import shutil
+import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
@@ -31,3 +34,17 @@ def compiled_programs() -> Path:
     if folder.exists() and sum(file.stat().st_size for file in folder.iterdir()) > LARGEST_CACHE:
         shutil.rmtree(folder, ignore_errors=True)
     return folder
+
+
+@functools.cache
+def _scratch() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="programs")
+
+
+def programs_of_its_own() -> dict[str, str]:
+    """The environment of a process that is killed: what it leaves half written is not kept, but it reads what is."""
+    own, kept = Path(_scratch().name), Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
+    for program in kept.iterdir() if kept.exists() else ():
+        with contextlib.suppress(FileExistsError):
+            (own / program.name).symlink_to(program)
+    return {"JAX_COMPILATION_CACHE_DIR": str(own)}

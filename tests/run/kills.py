@@ -72,25 +72,32 @@ def moment(run: Path, child: runs.Run) -> str:
     return "rollout, update and the rest"
 
 
+def prepare(folder: Path, fields: tuple[str, ...] = RUN, times: int = 2) -> None:
+    """The undisturbed run, and in progress.json how long it takes before and after its first rollout.
+
+    times: how often it is run; the second time everything is in the cache.
+    """
+    for home in ("first", "whole")[-times:]:
+        began = time.monotonic()
+        child = runs.start(folder / home, *fields, f"cache_dir={folder / 'cache'}")
+        child.wait_for(child.trains)
+        trains = time.monotonic()
+        assert child.wait() == 0, child.log.read_text()
+        state = {"killed": [], "runs": 0, "seconds": [trains - began, time.monotonic() - trains]}
+    (folder / "progress.json").write_text(json.dumps(state))
+
+
 def kill_again_and_again(folder: Path, kills: int, seed: int = 0, fields: tuple[str, ...] = RUN) -> Counter:
     """Kills runs so often; returns how often at which moment. Its progress is in the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
     progress = folder / "progress.json"
-    state = json.loads(progress.read_text()) if progress.exists() else {"killed": [], "runs": 0}
+    if not progress.exists():
+        prepare(folder, fields)
+    state = json.loads(progress.read_text())
     fields = (*fields, f"cache_dir={folder / 'cache'}")
-    if "seconds" not in state:
-        for home in ("first", "whole"):  # the second time everything is in the cache
-            began = time.monotonic()
-            child = runs.start(folder / home, *fields)
-            child.wait_for(child.trains)
-            trains = time.monotonic()
-            assert child.wait() == 0, child.log.read_text()
-            state["seconds"] = [trains - began, time.monotonic() - trains]
-        progress.write_text(json.dumps(state))
     while len(state["killed"]) < kills:
         home = folder / f"{state['runs']:03d}"
         random.seed(f"{seed} {len(state['killed'])} {state['runs']}")
-        child = runs.start(home, *fields)
+        child = runs.start(home, *fields, dies=True)
         before, after = state["seconds"]
         if random.random() < 0.25:
             code = child.wait(random.uniform(0.0, before))

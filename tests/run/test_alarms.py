@@ -14,21 +14,16 @@ def row(iteration, **more):
     return {"iteration": iteration, **usual, **more}
 
 
-def test_usual_numbers_say_nothing():
-    alarms = Alarms(load())
-    assert [alarms.check(row(i)) for i in range(3)] == [[], [], []]
-
-
 @pytest.mark.parametrize(
     ("name", "value", "field"),
     [
         ("ratio", 2.5, "log.max_ratio=1.2"), ("ratio", 0.8, "log.max_ratio=1.2"), ("ratio", math.nan, "log.max_ratio=1.2"),
-        ("approx_kl", 0.3, "log.max_approx_kl=0.1"), ("approx_kl", math.inf, "log.max_approx_kl=0.1"),
-        ("logp_difference", 0.01, "log.max_logp_difference=0.001"), ("logp_difference", math.nan, "max_logp_difference"),
+        ("approx_kl", math.inf, "log.max_approx_kl=0.1"), ("logp_difference", 0.01, "log.max_logp_difference=0.001"),
     ],
 )  # fmt: skip
 def test_a_number_above_its_limit_is_said_once_until_it_was_below(name, value, field):
     alarms = Alarms(load())
+    assert alarms.check(row(3)) == []
     (said,) = alarms.check(row(4, **{name: value}))
     assert said.startswith(f"iteration 5: {name} is ")
     assert field in said
@@ -37,10 +32,11 @@ def test_a_number_above_its_limit_is_said_once_until_it_was_below(name, value, f
     assert len(alarms.check(row(7, **{name: value}))) == 1
 
 
-@pytest.mark.parametrize("field", ["policy.compute_dtype=bfloat16", "policy.sample_dtype=int8"])
-def test_fewer_bits_differ_more(field):
+@pytest.mark.parametrize(
+    "field", ["policy.compute_dtype=bfloat16", "policy.sample_dtype=int8", "log.max_logp_difference=0.2"]
+)
+def test_fewer_bits_may_differ_more_and_so_may_what_one_says(field):
     assert Alarms(load(None, [field])).check(row(0, logp_difference=0.1)) == []
-    assert Alarms(load(None, ["log.max_logp_difference=0.2"])).check(row(0, logp_difference=0.1)) == []
 
 
 def test_skipped_updates_are_said_and_end_the_run_after_so_many_in_a_row():
@@ -49,10 +45,14 @@ def test_skipped_updates_are_said_and_end_the_run_after_so_many_in_a_row():
     assert "2 updates had a non-finite loss or gradient" in alarms.check(row(0, **bad))[0]
     assert "nonfinite-00001.npz" in alarms.check(row(1, **bad))[0]
     alarms.check(row(2))
-    alarms.check(row(3, **bad))
-    alarms.check(row(4, **bad))
     with pytest.raises(RunError, match=r"learner\.max_nonfinite=3"):
-        alarms.check(row(5, **bad))
+        for iteration in (3, 4, 5):
+            alarms.check(row(iteration, **bad))
+    assert iteration == 5
+    earlier = [row(0), *(row(i, nonfinite_steps=1.0) for i in (1, 2))]  # a resumed run counts on
+    assert Alarms(load(), earlier[:2]).check(row(2, nonfinite_steps=1.0))
+    with pytest.raises(RunError):
+        Alarms(load(), earlier).check(row(3, nonfinite_steps=1.0))
 
 
 def test_a_failing_reward_function_is_said_once():
@@ -66,10 +66,3 @@ def test_a_failing_reward_function_is_said_once():
 def test_a_run_without_a_turn_to_learn_from_ends():
     with pytest.raises(RunError, match=r"^iteration 5: the reward function gave no finite numbers in any of its 8 episodes$"):
         Alarms(load()).check(row(4, steps=0.0, **{"reward/failed": 8.0}))
-
-
-def test_a_resumed_run_counts_on():
-    earlier = [row(0), row(1, nonfinite_steps=1.0), row(2, nonfinite_steps=1.0)]
-    with pytest.raises(RunError):
-        Alarms(load(), earlier).check(row(3, nonfinite_steps=1.0))
-    assert Alarms(load(), earlier[:2]).check(row(2, nonfinite_steps=1.0))

@@ -68,8 +68,10 @@ def test_smoothing_leaves_gaps_and_ends_alone():
     assert [curves.smoothing_window(n) for n in (1, 8, 16, 40, 80, 10**4)] == [1, 1, 3, 5, 11, 51]
 
 
-def test_held_out_results_stand_where_training_ended(tmp_path):
+def test_held_out_results_stand_where_they_were_found(tmp_path):
     rows = rows_of(6, success=lambda i: i / 10, turns=lambda i: 9, invalid=lambda i: 0.4, kl=lambda i: 0.1)
+    for i in (0, 3):
+        rows[i] |= {"validation/success": 0.25 + i / 10, "validation/invalid": 0.125}
     axes = drawn(run_folder(tmp_path, rows, EVALUATION))
     for mode, low, value, high in (("sampled", 0.7, 0.75, 0.8), ("greedy", 0.25, 0.5, 0.625)):
         name = f"held-out, {mode}: {value:.1%} ({low:.1%} to {high:.1%})"
@@ -83,27 +85,18 @@ def test_held_out_results_stand_where_training_ended(tmp_path):
     assert line(axes["Episode length"], "held-out, sampled").get_ydata().tolist() == [9]
     assert line(axes["Valid actions"], "held-out, greedy").get_ydata().tolist() == [0.875]
     assert not axes["KL to the reference policy"].containers
-
-
-def test_validations_are_a_line_of_their_own(tmp_path):
-    rows = rows_of(6, success=lambda i: 0.5, invalid=lambda i: 0.5)
-    for i in (0, 3):
-        rows[i] |= {"validation/success": 0.25 + i / 10, "validation/invalid": 0.125}
-    axes = drawn(run_folder(tmp_path, rows))
-    held_out = line(axes["Success"], "held-out, while training")
-    assert (held_out.get_xdata().tolist(), held_out.get_ydata().tolist()) == ([0, 3], [0.25, 0.55])
+    validations = line(axes["Success"], "held-out, while training")
+    assert (validations.get_xdata().tolist(), validations.get_ydata().tolist()) == ([0, 3], [0.25, 0.55])
     assert line(axes["Valid actions"], "held-out, while training").get_ydata().tolist() == [0.875, 0.875]
-    assert not any("%" in label for label in labels(axes["Success"]))
 
 
-@pytest.mark.parametrize("warm", [True, False])
-def test_the_end_of_a_warm_start_is_marked(warm, tmp_path):
-    axis = drawn(run_folder(tmp_path, rows_of(5, success=lambda i: 0.31 + i / 10)), warm_start=warm)["Success"]
-    assert ("the warm start ends at 31%" in labels(axis)) == warm
-    if warm:
-        mark = line(axis, "the warm start ends at 31%")
-        assert (mark.get_xdata().tolist(), mark.get_ydata().tolist()) == ([0], [0.31])
-        assert to_hex(mark.get_color()) != to_hex(axis.lines[0].get_color())
+def test_the_end_of_a_warm_start_is_marked(tmp_path):
+    run_folder(tmp_path, rows_of(5, success=lambda i: 0.31 + i / 10))
+    axis = drawn(tmp_path, warm_start=True)["Success"]
+    mark = line(axis, "the warm start ends at 31%")
+    assert (mark.get_xdata().tolist(), mark.get_ydata().tolist()) == ([0], [0.31])
+    assert to_hex(mark.get_color()) != to_hex(axis.lines[0].get_color())
+    assert labels(drawn(tmp_path)["Success"]) == ["in training"]
 
 
 def test_panels_say_what_they_show(tmp_path):
@@ -120,17 +113,12 @@ def test_panels_say_what_they_show(tmp_path):
     assert set(axes["Valid actions"].lines[0].get_ydata()) == {0.75}
     assert labels(axes["Steps with a peer, by level"]) == ["level 0", "level 1", "level 2"]
     assert labels(axes["Time per iteration"]) == ["rollout", "update"]
-    below = ["Gradient norm", "Steps with a peer, by level", "Time per iteration"]
-    assert [title for title, axis in axes.items() if axis.get_xlabel() == "iteration"] == below
+    assert [title for title, axis in axes.items() if axis.get_xlabel()] == list(axes)[-3:]
+    few = drawn(run_folder(tmp_path, [{name: row[name] for name in ("iteration", *metrics[:3], "kl")} for row in rows]))
+    assert [title for title, axis in few.items() if axis.get_xlabel()] == list(few)[1:]  # Success has one below it
 
 
-def test_every_lowest_panel_names_its_x_axis(tmp_path):
-    axes = drawn(run_folder(tmp_path, rows_of(3, success=lambda i: 1, turns=lambda i: 2, kl=lambda i: 3, entropy=lambda i: 4)))
-    named = [title for title, axis in axes.items() if axis.get_xlabel()]
-    assert named == ["Episode length", "KL to the reference policy", "Entropy"]  # Success has one below it
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 40, 2000])
+@pytest.mark.parametrize("count", [1, 2, 40, 2000])
 def test_the_x_axis_has_whole_iterations(count, tmp_path):
     axes = drawn(run_folder(tmp_path, rows_of(count, success=lambda i: 0.5, kl=lambda i: 0.1)))
     for axis in axes.values():
@@ -141,7 +129,7 @@ def test_the_x_axis_has_whole_iterations(count, tmp_path):
         assert axis.lines[0].get_marker() == ("." if count == 1 else "")
 
 
-@pytest.mark.parametrize("value", [1e-9, 1e-5, 1.00001, 123456.7, -3.0])
+@pytest.mark.parametrize("value", [1e-9, 1.00001, 123456.7, -3.0])
 def test_tick_labels_are_the_values_themselves(value, tmp_path):
     rows = rows_of(9, kl=lambda i: value * (1 + 1e-6 * i), cosine=lambda i: value, entropy=lambda i: value)
     for axis in drawn(run_folder(tmp_path, rows)).values():
@@ -162,6 +150,8 @@ def test_gaps_and_shares(tmp_path):
 
 
 def test_the_picture_is_of_the_run_in_the_folder(tmp_path, monkeypatch):
+    curves.plot_curves(tmp_path)
+    assert not list(tmp_path.iterdir())  # no rows are no picture
     settings = "name: small\nmethod: gigpo\nseed: 7\nwarm_start: none\n"
     run_folder(tmp_path, rows_of(3, success=lambda i: 0.5), EVALUATION, settings)
     asked = []
@@ -176,12 +166,7 @@ def test_the_picture_is_of_the_run_in_the_folder(tmp_path, monkeypatch):
     assert sorted(path.suffix for path in tmp_path.glob("curves*")) == [".png"]
 
 
-def test_no_rows_are_no_picture(tmp_path):
-    curves.plot_curves(tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("text", ["{", '{"success": 1}', "[]"])
+@pytest.mark.parametrize("text", ["{", '{"success": 1}'])
 def test_a_damaged_evaluation_is_refused_in_one_line(text, tmp_path):
     run_folder(tmp_path, rows_of(1, success=lambda i: 1))
     (tmp_path / "evaluation.json").write_text(text)

@@ -22,30 +22,19 @@ def row(iteration, **more):
     return {"iteration": iteration, "success": 0.25 * iteration, "seconds": {"rollout": 0.5, "update": 1.5}, **more}
 
 
-def test_rows_come_back_as_they_were_written(tmp_path):
-    write(tmp_path, [row(0), row(1)])
-    assert read_metrics(tmp_path) == [row(0), row(1)]
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["iteration"] for line in lines] == [0, 1]
-
-
-@pytest.mark.parametrize("keep", [0, 2, 3, 9])
+@pytest.mark.parametrize("keep", [0, 3, 9])
 def test_a_resumed_run_keeps_the_iterations_before_its_checkpoint(tmp_path, keep):
+    assert read_metrics(tmp_path) == []
     write(tmp_path, [row(i) for i in range(4)])
+    assert read_metrics(tmp_path) == [row(i) for i in range(4)]
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(row(4))[:-9])  # half-written
+    assert read_metrics(tmp_path) == [row(i) for i in range(4)]
     write(tmp_path, [row(keep, again=1.0)], keep=keep)
     assert read_metrics(tmp_path) == [row(i) for i in range(min(keep, 4))] + [row(keep, again=1.0)]
 
 
-def test_a_half_written_last_line_is_dropped(tmp_path):
-    write(tmp_path, [row(0), row(1)])
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write(json.dumps(row(2))[:-9])
-    assert read_metrics(tmp_path) == [row(0), row(1)]
-    write(tmp_path, [row(2)], keep=3)
-    assert read_metrics(tmp_path) == [row(0), row(1), row(2)]
-
-
-@pytest.mark.parametrize("line", [b"\xff\xfe", b"\0" * 9, b"[1]", b"{}", b'{"iteration": "1"}', b"", b"[" * 100_000])
+@pytest.mark.parametrize("line", [b"\xff\xfe", b"[1]", b'{"iteration": "1"}', b"", b"[" * 100_000])
 def test_a_damaged_line_is_named_and_costs_no_row_after_it(tmp_path, line):
     write(tmp_path, [row(0), row(1)])
     whole = (tmp_path / "metrics.jsonl").read_bytes()
@@ -74,17 +63,14 @@ def test_nested_numbers_have_dotted_names():
     assert flatten({"a": 1, "b": {"c": 2, "d": 3}}) == {"a": 1, "b.c": 2, "b.d": 3}
 
 
-def test_no_file_is_no_rows(tmp_path):
-    assert read_metrics(tmp_path) == []
-
-
 def test_tensorboard_gets_the_same_numbers(tmp_path):
-    write(tmp_path, [row(0, kl=math.nan)], loggers={"TensorBoard": lambda: TensorBoard(tmp_path, 0)})
+    write(tmp_path, [row(5, kl=math.nan)], loggers={"TensorBoard": lambda: TensorBoard(tmp_path, 5)})
     (file,) = (tmp_path / "tensorboard").iterdir()
     _, start, event = events(file.read_bytes())
     assert start.session_log.status == start.session_log.START
-    assert event.step == 0 and {v.tag for v in event.summary.value} == {"success", "seconds/rollout", "seconds/update", "kl"}
-    assert {v.tag: v.simple_value for v in event.summary.value}["seconds/update"] == 1.5
+    assert start.step == event.step == 5
+    values = {value.tag: value.simple_value for value in event.summary.value}
+    assert values.keys() == {"success", "seconds/rollout", "seconds/update", "kl"} and values["seconds/update"] == 1.5
 
 
 def events(data: bytes) -> list[Event]:
@@ -139,9 +125,8 @@ def test_a_logger_that_fails_is_left_out_and_stops_nothing(tmp_path, capsys):
     assert said[1].endswith("no network")
 
 
-@pytest.mark.slow
+@pytest.mark.needs("wandb")
 def test_weights_and_biases_offline(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     make = lambda: WeightsAndBiases(tmp_path, "tests", {"seed": 1})  # noqa: E731
     write(tmp_path, [row(0), row(1, kl=math.nan)], loggers={"Weights & Biases": make})

@@ -192,10 +192,14 @@ def test_another_writer_ends_this_one(url, run, tmp_path, monkeypatch):
     assert in_bucket(url)["config.yaml"] == "name: b"
 
 
-def test_a_failure_of_the_run_is_not_hidden(url, run, monkeypatch):
-    with pytest.raises(ZeroDivisionError), remote.Upload(run, url):
-        monkeypatch.setattr(remote, "_upload", lambda *_: 1 / 0)
-        raise ZeroDivisionError
+def test_a_failure_of_the_run_is_not_hidden_but_one_after_a_signal_is_said(url, run, monkeypatch):
+    def failing(*_):
+        raise OSError("no network")
+
+    for ends, said in ((ZeroDivisionError, ZeroDivisionError), (KeyboardInterrupt, RunError)):
+        with pytest.raises(said), remote.Upload(run, url):
+            monkeypatch.setattr(remote, "_upload", failing)
+            raise ends
 
 
 def test_what_commands_read_and_write(url, run, tmp_path, monkeypatch):
@@ -252,19 +256,16 @@ def test_refusals(url, tmp_path, monkeypatch):
         cli.local_path("gs://bucket")
 
 
-@pytest.mark.parametrize("scheme", ["gs", "s3"])
-def test_a_package_that_is_missing_is_named(scheme, monkeypatch):
+def test_a_package_that_is_missing_is_named(monkeypatch):
     def missing(_):
         raise ImportError("gone")
 
     monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
-    with pytest.raises(ValueError, match=r"needs a package more: pip install 'hgpo_jax\[(gcs|s3)\]'"):
-        check_scheme(f"{scheme}://bucket")
+    for scheme, extra in (("gs", "gcs"), ("s3", "s3")):
+        with pytest.raises(ValueError, match=rf"needs a package more: pip install 'hgpo_jax\[{extra}\]'"):
+            check_scheme(f"{scheme}://bucket")
 
 
-def test_places_outside_the_cache_cannot_be_named(tmp_path):
-    assert remote.working_copy("file:///../../etc/../x", str(tmp_path)) == tmp_path / "remote/file/etc/x"
-
-
-def test_the_names_are_those_of_checkpoints():
+def test_names_and_places(tmp_path):
     assert f"/{checkpoint.ITEM}/{checkpoint.DIGESTS}" == remote.DIGESTS
+    assert remote.working_copy("file:///../../etc/../x", str(tmp_path)) == tmp_path / "remote/file/etc/x"  # not outside of it
