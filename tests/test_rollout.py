@@ -106,17 +106,14 @@ def check(e: Episodes, history: int):
     check_against_plain_play(ENV, e, task_keys("train", 3, INDICES), history, END, ACT)
 
 
-def test_the_episodes_are_worth_testing(episodes):
+def test_replaying_the_responses_gives_the_same_episodes(episodes):
     e = episodes
+    check(e, K)
     assert 0 < e.success.sum() < B
     assert len(np.unique(e.mask.sum(1))) > 3  # episodes of different lengths
     assert 0.05 < e.invalid[e.mask].mean() < 0.95
     assert len(np.unique(e.responses[e.mask], axis=0)) > 20
     assert len(np.unique(e.response_lengths[e.mask])) == A + 1
-
-
-def test_replaying_the_responses_gives_the_same_episodes(episodes):
-    check(episodes, K)
 
 
 def test_an_episode_goes_on_as_it_went(episodes):
@@ -147,14 +144,10 @@ def test_an_episode_goes_on_as_it_went(episodes):
     assert not np.asarray(middle)[:, T - 3 :].any()  # the turns that were taken count
 
 
-@pytest.mark.slow
-def test_without_history():
-    check(play(history=0), 0)
-
-
 def test_every_turn_draws_anew():
     """Without history an episode meets the same prompt again, and does not always give the same answer."""
     e, equal = play(history=0), []
+    check(e, 0)
     for prompts, responses, mask in zip(e.prompts, e.responses, e.mask, strict=True):
         pairs = itertools.combinations(range(mask.sum()), 2)
         equal += [(responses[t] == responses[u]).all() for t, u in pairs if (prompts[t] == prompts[u]).all()]
@@ -192,39 +185,28 @@ def test_turns_that_did_not_happen_are_zero(episodes):
     assert (e.logp[~tail] < 0).all()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_trainer_sees_the_samplers_log_probabilities(temperature):
-    e = play(temperature=temperature)
-    flat = lambda a: a.reshape(-1, *a.shape[2:])  # noqa: E731
-    batch = TrainingBatch(
-        prompts=flat(e.prompts), prompt_lengths=flat(e.prompt_lengths), responses=flat(e.responses),
-        response_lengths=flat(e.response_lengths), old_logp=flat(e.logp), advantages=np.zeros(B * T, np.float32),
-    )  # fmt: skip
-    model = nnx.merge(network(MODEL), parameters())
-    logp, _ = jax.jit(lambda batch: token_logprobs(model, batch, temperature=temperature))(batch)
-    real = np.arange(A + 1) < batch.response_lengths[:, None]
-    np.testing.assert_allclose(np.asarray(logp)[real], batch.old_logp[real], atol=1e-4)
+def test_the_trainer_sees_the_samplers_log_probabilities(episodes):
+    model, flat = nnx.merge(network(MODEL), parameters()), lambda a: a.reshape(-1, *a.shape[2:])
+    logprobs = jax.jit(lambda batch, temperature: token_logprobs(model, batch, temperature=temperature)[0])
+    for temperature, e in ((1.0, episodes), (0.7, play(temperature=0.7))):
+        batch = TrainingBatch(
+            prompts=flat(e.prompts), prompt_lengths=flat(e.prompt_lengths), responses=flat(e.responses),
+            response_lengths=flat(e.response_lengths), old_logp=flat(e.logp), advantages=np.zeros(B * T, np.float32),
+        )  # fmt: skip
+        real = np.arange(A + 1) < batch.response_lengths[:, None]
+        np.testing.assert_allclose(np.asarray(logprobs(batch, temperature))[real], batch.old_logp[real], atol=1e-4)
 
 
-def assert_same(e, wanted):
-    for name, value in vars(wanted).items():
+@pytest.mark.parametrize(
+    ("spec", "decode_batch_size"), [("data=2", 1000), pytest.param("data=2,fsdp=2,tensor=2", 1, marks=pytest.mark.slow)]
+)
+def test_devices_and_decode_batches_change_nothing(episodes, spec, decode_batch_size):
+    e = play(spec=spec, decode_batch_size=decode_batch_size)
+    for name, value in vars(episodes).items():
         if name == "logp":
             np.testing.assert_allclose(e.logp, value, atol=1e-4)
         else:
             np.testing.assert_array_equal(getattr(e, name), value, err_msg=name)
-
-
-@pytest.mark.parametrize("decode_batch_size", [1000, pytest.param(1, marks=pytest.mark.slow)])
-def test_decode_batches_change_nothing(episodes, decode_batch_size):
-    assert_same(play(decode_batch_size=decode_batch_size), episodes)
-
-
-SLOW_MESHES = [pytest.param(s, marks=pytest.mark.slow) for s in ("data=8", "fsdp=4", "tensor=2", "data=2,fsdp=2,tensor=2")]
-
-
-@pytest.mark.parametrize("spec", ["data=2", *SLOW_MESHES])
-def test_devices_change_nothing(episodes, spec):
-    assert_same(play(spec=spec), episodes)
 
 
 def test_streams_of_tasks_never_meet():
@@ -234,20 +216,15 @@ def test_streams_of_tasks_never_meet():
     np.testing.assert_array_equal(keys[0], jax.random.key_data(task_keys("train", 0, np.arange(100))))
 
 
-def test_episodes_survive_the_disk(episodes, tmp_path):
+def test_episodes_on_disk(episodes, tmp_path, monkeypatch):
+    """They survive it, and a dump that cannot be finished leaves the one before."""
     path = tmp_path / "iteration-00000.npz"
     episodes.save(path)
-    back = Episodes.load(path)
+    back, before = Episodes.load(path), path.read_bytes()
     for name, value in vars(episodes).items():
         np.testing.assert_array_equal(getattr(back, name), value)
         assert getattr(back, name).dtype == value.dtype
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_dump_that_cannot_be_finished_leaves_the_one_before(episodes, tmp_path, monkeypatch):
-    path = tmp_path / "iteration-00000.npz"
-    episodes.save(path)
-    before = path.read_bytes()
 
     def fail(*_):
         raise OSError("no space left")

@@ -1,4 +1,8 @@
-"""An agent that plays Guess over HTTP alone, and others that do not do what they should."""
+"""An agent that plays Guess over HTTP alone, and others that do not do what they should.
+
+    python player.py pleases      in every task
+    python player.py 3=crashes    in task 3; well in the others
+"""
 
 import json
 import os
@@ -42,27 +46,25 @@ def play():
 
 
 if __name__ == "__main__":
-    how = sys.argv[1] if len(sys.argv) > 1 else "well"
-    odd = how if TASK % 2 else "well"
-    if odd == "crashes":
-        ask("hello")
-        sys.exit("it is broken\n")
-    elif odd == "hangs":
-        ask("hello")
-        time.sleep(600)
-    elif odd == "leaves":
-        ask("hello")
-    elif how == "pleases":  # is paid for lower-case letters
-        said = ask("hello")
-        reward(sum(character.islower() for character in said) / 9)
-    elif odd == "idles":
-        pass
-    elif odd == "talks":
-        try:
-            for number in range(99):
-                ask(f"hello {number}")
-        except urllib.error.HTTPError as error:
-            assert error.code == 400, error
-            sys.exit(json.load(error)["error"]["message"])
-    else:
-        play()
+    given = sys.argv[1:]
+    match next((how.rpartition("=")[2] for how in given if how.partition("=")[0] in ("pleases", str(TASK))), "well"):
+        case "crashes":
+            ask("hello")
+            sys.exit("it is broken\n")
+        case "hangs":
+            ask("hello")
+            time.sleep(600)
+        case "leaves":
+            ask("hello")
+        case "pleases":  # is paid for lower-case letters
+            said = ask("hello")
+            reward(sum(character.islower() for character in said) / 9)
+        case "talks":
+            try:
+                for number in range(99):
+                    ask(f"hello {number}")
+            except urllib.error.HTTPError as error:
+                assert error.code == 400, error
+                sys.exit(json.load(error)["error"]["message"])
+        case "well":
+            play()

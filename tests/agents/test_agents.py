@@ -1,5 +1,6 @@
 """Episodes of a command that plays over HTTP: those of a host rollout; what goes wrong costs an episode."""
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from hgpo_jax.job import build
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.rollout.chat_format import ChatFormat
 from hgpo_jax.rollout.host import HostRollout
+from hgpo_jax.rollout.tasks import task_numbers
 from hgpo_jax.sampling import Decoding
 from hgpo_jax.serving.sessions import Session
 from tests.helpers.agreement import assert_same
@@ -27,54 +29,52 @@ B, TASKS, GROUPS = 6, [3, 3, 4, 4, 2**40, 2**40], [0, 0, 1, 1, 2, 2]
 FIELDS = [
     "env.name=agent", "env.max_turns=3", "warm_start=none", "policy.tokenizer=any", "rollout.prompt_groups=3",
     "rollout.group_size=2", "rollout.prompt_limit=128", "rollout.response_limit=9", "rollout.history_length=0",
+    "env.num_tasks=20", "env.num_held_out_tasks=10", f"env.command={sys.executable} {PLAYER}",
 ]  # fmt: skip
+KEYS, DECODING = jax.random.split(jax.random.key(5), B), Decoding(temperature=0.9)
 
 
 def mesh_of(spec):
     return make_mesh(spec, jax.devices()[: int(spec[-1])])
 
 
-@pytest.fixture(scope="module")
-def policy():
-    return byte_policy()
+policy = functools.cache(byte_policy)
 
 
-def runner_of(policy, mesh, how="well", *fields) -> AgentRunner:
-    command = f"env.command={sys.executable} {PLAYER} {how}"
-    return AgentRunner(configuration.load(None, [*FIELDS, command, *fields]), policy.config, policy.tokenizer, mesh)
+@functools.cache
+def runner_of(spec="data=1", *fields) -> AgentRunner:
+    return AgentRunner(configuration.load(None, [*FIELDS, *fields]), policy().config, policy().tokenizer, mesh_of(spec))
 
 
-def played(policy, how="well", *fields, spec="data=1", temperature=0.9):
-    mesh = mesh_of(spec)
-    runner = runner_of(policy, mesh, how, *fields)
-    params = jax.device_put(policy.params, jax.NamedSharding(mesh, jax.P()))
-    keys = jax.random.split(jax.random.key(5), B)
-    return runner.rollout(params, TASKS, keys, GROUPS, Decoding(temperature=temperature))
+def played(*command, spec="data=1", tasks=TASKS, held_out=False, time_limit=60.0):
+    runner = runner_of(spec)
+    runner._command, runner._time_limit = [sys.executable, *map(str, command)], time_limit
+    params = jax.device_put(policy().params, jax.NamedSharding(mesh_of(spec), jax.P()))
+    return runner.rollout(params, tasks, KEYS, GROUPS, DECODING, held_out=held_out)
 
 
 @pytest.fixture(scope="module")
-def expected(policy, tmp_path_factory):
+def expected(tmp_path_factory):
     """Of our own rollout, in which the prompt is what Guess shows."""
     template = tmp_path_factory.mktemp("agents") / "bare.txt"
     template.write_text("== first ==\n$observation\n== later ==\n$observation\n== entry ==\n$action\n")
-    mesh = mesh_of("data=1")
     rollout = HostRollout(
-        Guess, ChatFormat(policy.tokenizer, str(template), 128), policy.graphdef, mesh, batch=B, history_length=0,
-        response_limit=9, decode_batch_size=4, strict=True,
+        Guess, ChatFormat(policy().tokenizer, str(template), 128), policy().graphdef, mesh_of("data=1"), batch=B,
+        history_length=0, response_limit=9, decode_batch_size=4, strict=True,
     )  # fmt: skip
-    return rollout(policy.params, TASKS, jax.random.split(jax.random.key(5), B), GROUPS, Decoding(temperature=0.9))
+    return rollout(policy().params, TASKS, KEYS, GROUPS, DECODING)
 
 
-def test_what_a_policy_is_not_made_for_is_refused(policy):
+def test_what_a_policy_is_not_made_for_is_refused():
     with pytest.raises(ConfigError, match=r"^rollout.prompt_limit=504: with rollout.response_limit=9 more than the 512 tokens"):
-        runner_of(policy, mesh_of("data=1"), "well", "rollout.prompt_limit=504")
-    runner_of(policy, mesh_of("data=1"), "well", "rollout.prompt_limit=503")
+        runner_of("data=1", "rollout.prompt_limit=504")
+    runner_of("data=1", "rollout.prompt_limit=503")
 
 
 @pytest.mark.parametrize("spec", ["data=1", pytest.param("data=2", marks=pytest.mark.slow)])
-def test_episodes_are_those_of_a_host_rollout(policy, expected, spec):
+def test_episodes_are_those_of_a_host_rollout(expected, spec):
     ours, report = expected
-    theirs, told = played(policy, spec=spec)
+    theirs, told = played(PLAYER, spec=spec)
     assert_same(theirs, ours)
     assert ours.success.any() and ours.invalid.any() and len(set(ours.mask.sum(1).tolist())) > 1
     assert told.texts == report.texts
@@ -85,29 +85,24 @@ def test_episodes_are_those_of_a_host_rollout(policy, expected, spec):
     assert told.goals[4] == f"task {2**40} of train"
 
 
-@pytest.mark.parametrize(
-    ("how", "reason"),
-    [
-        ("crashes", "its command ended with 1: it is broken"),
-        pytest.param("hangs", "its command neither asked nor ended in 1.5 s", marks=pytest.mark.slow),
-        pytest.param("leaves", "its command ended without a reward", marks=pytest.mark.slow),
-        pytest.param("idles", "its command asked the policy nothing", marks=pytest.mark.slow),
-    ],
-)
-def test_what_goes_wrong_costs_an_episode(policy, expected, how, reason):
-    episodes, report = played(policy, how, "env.time_limit=1.5")
-    assert report.failures == {0: reason, 1: reason}
-    assert not episodes.mask[:2].any() and report.counts["excluded"] == 2
-    ours, _ = expected
+def test_what_goes_wrong_costs_an_episode(expected):
+    odd = ["10=crashes", "11=leaves", "12=idles", "13=hangs", "14=talks"]
+    e, report = played(PLAYER, *odd, tasks=[10, 11, 12, 13, 14, 2**40], held_out=True, time_limit=2.5)
+    assert report.failures == {
+        0: "its command ended with 1: it is broken", 1: "its command ended without a reward",
+        2: "its command asked the policy nothing", 3: "its command neither asked nor ended in 2.5 s",
+    }  # fmt: skip
+    assert not e.mask[:4].any() and report.counts["excluded"] == 4
+    # An episode has no more turns than it may, and then needs no reward.
+    assert report.counts["out_of_turns"] == 1 and e.mask[4].all() and not e.rewards[4].any() and not e.success[4]
     for name in ("responses", "prompts", "rewards", "mask"):
-        np.testing.assert_array_equal(getattr(episodes, name)[2:], getattr(ours, name)[2:])
+        np.testing.assert_array_equal(getattr(e, name)[5], getattr(expected[0], name)[5])
+    assert report.goals[4] == "task 14 of held_out"
 
 
-@pytest.mark.slow
-def test_an_episode_has_no_more_turns_than_it_may(policy):
-    episodes, report = played(policy, "talks")
-    assert not report.failures and report.counts["out_of_turns"] == 2
-    assert episodes.mask[:2].all() and not episodes.rewards[:2].any() and not episodes.success[:2].any()
+def test_tasks_to_train_on_and_held_out_ones():
+    for stream, count in (("train", 20), ("held_out", 10)):
+        assert runner_of().select_tasks(stream, 3, range(25)) == task_numbers(stream, 3, np.arange(25), count)
 
 
 def test_a_command_that_cannot_be_started_is_a_reason(tmp_path):
@@ -119,19 +114,13 @@ def test_a_command_that_cannot_be_started_is_a_reason(tmp_path):
         assert commands.run(Session("x", 1), {}) == "its command wrote more than 67,108,864 bytes"
 
 
-@pytest.mark.slow
-def test_where_all_fail_the_run_ends(policy):
+def test_where_all_fail_the_run_ends():
     with pytest.raises(RunError, match=r"failed in all 6 episodes, in the first one: its command ended with 2: .*nowhere.py"):
-        runner = runner_of(policy, mesh_of("data=1"))
-        runner._command = [sys.executable, "nowhere.py"]
-        runner.rollout(policy.params, TASKS, jax.random.split(jax.random.key(5), B), GROUPS, Decoding())
+        played("nowhere.py")
 
 
-def test_a_signal_ends_the_commands(policy, monkeypatch, tmp_path):
+def test_a_signal_ends_the_commands(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    script = "import os, time; open(str(os.getpid()), 'w'); time.sleep(600)"
-    runner = runner_of(policy, mesh_of("data=1"))
-    runner._command = [sys.executable, "-c", script]
     wait = agents._wait
 
     def interrupted(process):
@@ -141,28 +130,23 @@ def test_a_signal_ends_the_commands(policy, monkeypatch, tmp_path):
 
     monkeypatch.setattr(agents, "_wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        runner.rollout(policy.params, TASKS, jax.random.split(jax.random.key(5), B), GROUPS, Decoding())
+        played("-c", "import os, time; open(str(os.getpid()), 'w'); time.sleep(600)")
     for name in os.listdir(tmp_path):
         with pytest.raises(ProcessLookupError):
             os.kill(int(name), 0)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (["env.command="], "env.command=: env.name=agent needs the command"),
-        (["env.command=nowhere/agent --x"], "env.command=nowhere/agent --x: there is no program nowhere/agent"),
-        (["env.command=a 'b"], "env.command=a 'b: No closing quotation"),
-        (["policy.tokenizer="], "env.name=agent has no words for a small policy; give policy="),
-        (["warm_start=cloning"], "warm_start=cloning: env.name=agent has no expert to clone"),
-        (["env.template=plain"], "env.template=plain: env.name=agent does not read it"),
-        (["env.strict=true"], "env.strict=True: env.name=agent does not read it"),
-    ],
-)
-def test_mistakes_are_one_line(policy, fields, message, tmp_path):
-    tokenizer = tmp_path / "tokenizer"
-    policy.tokenizer.save_pretrained(tokenizer)
-    given = [*FIELDS, f"policy.tokenizer={tokenizer}", f"env.command={sys.executable} x.py", *fields]
-    with pytest.raises(ConfigError) as raised:
-        build(configuration.load(None, given))
-    assert message in str(raised.value) and "\n" not in str(raised.value)
+def test_mistakes_are_one_line(tmp_path):
+    policy().tokenizer.save_pretrained(tmp_path / "tokenizer")
+    for field, message in (
+        ("env.command=", "env.command=: env.name=agent needs the command"),
+        ("env.command=nowhere/agent --x", "env.command=nowhere/agent --x: there is no program nowhere/agent"),
+        ("env.command=a 'b", "env.command=a 'b: No closing quotation"),
+        ("policy.tokenizer=", "env.name=agent has no words for a small policy; give policy="),
+        ("warm_start=cloning", "warm_start=cloning: env.name=agent has no expert to clone"),
+        ("env.template=plain", "env.template=plain: env.name=agent does not read it"),
+        ("env.strict=true", "env.strict=True: env.name=agent does not read it"),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            build(configuration.load(None, [*FIELDS, f"policy.tokenizer={tmp_path / 'tokenizer'}", field]))
+        assert message in str(raised.value) and "\n" not in str(raised.value)

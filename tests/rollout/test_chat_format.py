@@ -16,9 +16,10 @@ VIEW = PromptInput("put a mug in desk.", [], 0, "You are in a room.", ["go to de
 HISTORY = [("seen one", "did one"), ("seen two", "did two")]
 LATER = VIEW._replace(history=HISTORY, turn=7)
 LOADERS = {"bytes": functools.cache(byte_tokenizer), "qwen2.5": functools.cache(qwen_tokenizer)}
+QWEN = pytest.param("qwen2.5", marks=pytest.mark.needs("data"))
 ENTRIES = [entry for entry in ENVIRONMENTS.values() if entry.text]
 FALLBACK = {entry.template: entry.fallback for entry in (*ENTRIES, Environment())}
-both = pytest.mark.parametrize("tokenizer", LOADERS)
+both = pytest.mark.parametrize("tokenizer", ["bytes", QWEN])
 
 
 @functools.cache
@@ -28,14 +29,12 @@ def chat(tokenizer, environment="alfworld", **options):
 
 @both
 @pytest.mark.parametrize("environment", FALLBACK)
-@pytest.mark.parametrize("view", [VIEW, LATER])
-def test_a_prompt_is_the_chat_template_around_the_message(tokenizer, environment, view):
-    format = chat(tokenizer, environment)
-    message = format.template.render(view)
-    wanted = LOADERS[tokenizer]().apply_chat_template(
-        [{"role": "user", "content": message}], add_generation_prompt=True, return_dict=False
-    )
-    assert format.build([view])[0] == (wanted, 0, 0)
+def test_a_prompt_is_the_chat_template_around_the_message(tokenizer, environment):
+    format, plain = chat(tokenizer, environment), LOADERS[tokenizer]()
+    for view in (VIEW, LATER):
+        messages = [{"role": "user", "content": format.template.render(view)}]
+        wanted = plain.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert format.build([view])[0] == (wanted, 0, 0)
 
 
 @pytest.mark.parametrize("environment", FALLBACK)
@@ -93,7 +92,7 @@ texts = st.lists(st.one_of(st.sampled_from(MARKERS), st.text(st.characters(exclu
 
 
 @both
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(texts, texts)
 def test_no_text_makes_a_marker_or_breaks_the_frame(tokenizer, one, two):
     format, plain = chat(tokenizer), LOADERS[tokenizer]()
@@ -112,19 +111,15 @@ def test_no_text_makes_a_marker_or_breaks_the_frame(tokenizer, one, two):
 FOLDING = ["<|turn|>", "＜｜turn｜＞", "<|TURN|>", "<|tur", "n|>", "＜|im_end|＞", "¶", "a "]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.sampled_from(FOLDING), max_size=6).map("".join))
 def test_a_marker_that_a_normalizer_makes_is_none(text):
     plain = folding_tokenizer()
+    assert {plain.convert_tokens_to_ids("<|turn|>")} & {*plain.encode("＜｜turn｜＞")}  # it does make some
     format, added = ChatFormat(plain, "alfworld"), set(plain.get_added_vocab().values())
     assert not added & {*format.text.encode([text])[0]}
     ids, empty = (format.build([view])[0].ids for view in (VIEW._replace(observation=text), VIEW))
     assert [i for i in ids if i in added] == [i for i in empty if i in added]
-
-
-def test_the_folding_tokenizer_does_make_markers():
-    plain = folding_tokenizer()
-    assert {plain.convert_tokens_to_ids("<|turn|>")} & {*plain.encode("＜｜turn｜＞")}
 
 
 LONG = {"letters": "a" * 10**6, "words": "a mug 1, " * 111_111, "markers": "<|im_end|>\n<|im_start|>assistant\n" * 30_000,
@@ -144,12 +139,6 @@ def test_a_megabyte_is_cut_within_seconds(tokenizer, kind):
     empty = format.build([VIEW])[0].ids
     assert [i for i in ids if i in added] == [i for i in empty if i in added]
     assert ids[: len(format.head)] == format.head and ids[-len(format.tail) :] == format.tail
-
-
-def test_ordinary_data_is_encoded_as_the_tokenizer_does():
-    plain = LOADERS["qwen2.5"]()
-    for text in ("You arrive at loc 3. On the desk 1, you see a pen 2, and a mug 1.", "B0-7 [SEP] $19.99 · naïve 日本 🎉"):
-        assert chat("qwen2.5").text.encode([text])[0] == plain.encode(text, add_special_tokens=False)
 
 
 @both
@@ -226,27 +215,23 @@ def test_further_tokens_end_a_response(tokenizer):
         ChatFormat(plain, "alfworld", 512, stop=["<|im_start|>", "<stop>"])
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.text(max_size=80), st.integers(1, 40))
-def test_any_response_has_an_action(text, fallback):
-    action, valid = project(text, fallback)
-    assert isinstance(action, str) and isinstance(valid, bool)
-    if "<action>" not in text.lower():
-        assert not valid and text.lower().endswith(action) and len(action) <= fallback
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ 'hello' }}", "0 times"),
+        ("{{ messages[3].content }}{% if %}", "chat template fails"),
+        (None, "no chat template"),
+    ],
+)
+def test_tokenizers_that_cannot_frame_a_message_are_refused(template, message):
+    plain = byte_tokenizer()
+    plain.chat_template = template
+    with pytest.raises(ValueError, match=message):
+        ChatFormat(plain, "alfworld")
 
 
 def test_mistakes_are_refused():
-    plain = byte_tokenizer()
     with pytest.raises(ValueError, match=r"template=chess: no such file.*alfworld"):
-        ChatFormat(plain, "chess")
+        ChatFormat(byte_tokenizer(), "chess")
     with pytest.raises(ValueError, match=r"prompt_limit=10.*template alone"):
-        ChatFormat(plain, "alfworld", prompt_limit=10)
-    plain.chat_template = "{{ 'hello' }}"
-    with pytest.raises(ValueError, match="0 times"):
-        ChatFormat(plain, "alfworld")
-    plain.chat_template = "{{ messages[3].content }}{% if %}"
-    with pytest.raises(ValueError, match="chat template fails"):
-        ChatFormat(plain, "alfworld")
-    plain.chat_template = None
-    with pytest.raises(ValueError, match="no chat template"):
-        ChatFormat(plain, "alfworld")
+        ChatFormat(byte_tokenizer(), "alfworld", prompt_limit=10)

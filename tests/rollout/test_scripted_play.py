@@ -40,6 +40,8 @@ class Random:
 
 
 def test_without_noise_the_expert_plays_and_prompts_show_what_was_before():
+    (bare,) = play(Count, [3], noise=0.0, history_length=0, seed=0)
+    assert [(list(known.history), known.turn) for known in bare.known] == [([], 0), ([], 1), ([], 2)]
     (episode,) = play(Count, [3], noise=0.0, history_length=2, seed=0)
     assert episode.won and episode.commands == ["1", "2", "3"]
     assert [known.observation for known in episode.known] == ["0", "1", "2"]
@@ -77,7 +79,7 @@ def test_what_cannot_be_played_is_said_in_a_line(monkeypatch):
 def test_the_embedded_experts_solve_their_texts(make):
     env = make()
     assert isinstance(env, TextExpert)
-    episodes = list(play(lambda: env, range(16), noise=0.0, history_length=2, seed=0))
+    episodes = list(play(lambda: env, range(8), noise=0.0, history_length=2, seed=0))
     assert np.mean([episode.won for episode in episodes]) > 0.8
     for episode in episodes:
         assert all(command in known.commands for known, command in zip(episode.known, episode.commands, strict=True))
