@@ -1,5 +1,6 @@
 """Environments and estimators from a folder outside the repository: named on the command line, trained, evaluated, resumed."""
 
+import importlib.metadata
 import json
 import pickle
 import re
@@ -22,6 +23,7 @@ from hgpo_jax.run import provenance
 from tests.helpers.chat_tokenizers import byte_tokenizer
 from tests.helpers.training import TINY, command, rows_of
 
+ROOT = Path(__file__).parents[1]
 COMPILED = '''
 import jax, jax.numpy as jnp
 from flax import struct
@@ -176,6 +178,10 @@ def test_a_module_and_an_entry_point(here, monkeypatch):
     (here / "my_rooms.py").write_text(COMPILED + "\n__version__ = '1.2'\n")
     assert environment(checked("env.name=my_rooms:Corridor").env).compiled
     assert outside.version("my_rooms:Corridor")["version"] == "1.2"
+    assert outside.version("hypothesis.strategies:integers")["version"] == importlib.metadata.version("hypothesis")
+    (here / "needing.py").write_text("import no_such_thing\n")
+    with pytest.raises(ConfigError, match="its import fails: ModuleNotFoundError: "):
+        checked("env.name=needing:Any")
     package = here / "added-1.0.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: added\nVersion: 1.0\n")
@@ -205,6 +211,7 @@ def test_a_module_and_an_entry_point(here, monkeypatch):
         (["env.name=./rooms.py:"], "env.name='./rooms.py:': must be one of household, .*path/to/file.py:NAME"),
         (["env.name=./lacking.py:Guess"], "env.name=./lacking.py:Guess: Guess lacks task_types: the names of its task types"),
         (["env.name=./lacking.py:Corridor"], r"env.name=./lacking.py:Corridor: Corridor lacks won: won\(state\) -> "),
+        (["env.name=./lacking.py:Needing"], "env.options.size=: is needed"),
         (["env.name=./rooms.py:Corridor", "env.options.sise=5"], r"env.options.sise=5: no such option; did you mean size\?"),
         (["env.name=./rooms.py:Corridor", "env.options.size=big"], "env.options.size=big: must be a valid integer"),
         (["env.name=./rooms.py:Corridor", "env.options.size=true"], "env.options.size=True: true and false are not values"),
@@ -231,24 +238,12 @@ def test_a_module_and_an_entry_point(here, monkeypatch):
 def test_mistakes_are_one_line(here, overrides, message):
     (here / "lacking.py").write_text(
         TEXT.replace('task_types, task_type = ("guess",), 0', "task_type = 0") + COMPILED.replace("def won", "def is_won")
+        + "class Needing(Guess):\n    def __init__(self, size: int):\n        pass\n"
     )
-    with pytest.raises(ConfigError, match=f"^{message}") as caught:
-        checked(*overrides)
-    assert "\n" not in str(caught.value)
-
-
-def test_the_wording_of_a_template_is_recorded_and_a_change_warned_of_once(here):
-    (here / "prompts.txt").write_text("== first ==\n$observation\n== later ==\n$observation\n== entry ==\n$action\n")
-    team = ["env.name=household_team_text", "env.template=plain", "roles.searcher.template=prompts.txt"]
-    config = load(None, team)
-    assert provenance.record(config, here, 0) == []
-    (record,) = json.loads((here / "provenance.json").read_text())
-    assert set(record) == {"from_iteration", "roles.searcher.template"}  # one of ours is known by its name
-    assert record["roles.searcher.template"]["file"] == str(here / "prompts.txt")
-    (here / "prompts.txt").write_text("== first ==\nYou see $observation\n== later ==\n$observation\n== entry ==\n$action\n")
-    (warning,) = provenance.record(config, here, 2)
-    assert warning.startswith("roles.searcher.template=prompts.txt: it has changed since iteration 0")
-    assert provenance.record(config, here, 3) == []
+    for _ in range(2):  # nothing of a module that fails is left
+        with pytest.raises(ConfigError, match=f"^{message}") as caught:
+            checked(*overrides)
+        assert "\n" not in str(caught.value)
 
 
 def test_options_of_a_resumed_run_keep_those_that_are_not_given_again():
@@ -259,62 +254,45 @@ def test_options_of_a_resumed_run_keep_those_that_are_not_given_again():
     assert resolve(given(None, ["env.options.size=6"]), base).env.options == {"size": 6, "name": "007"}
 
 
-def test_what_a_run_was_made_with_is_recorded_and_a_change_warned_of_once(here):
-    config = checked("env.name=./rooms.py:Corridor", "method=./learning.py:plain")
+PARTS = ["env.name=./rooms.py:Corridor", "method=./learning.py:plain"]
+TEAM = ["env.name=household_team_text", "env.template=plain", "roles.searcher.template=prompts.txt"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "recorded", "changed", "others"),
+    [
+        (PARTS, "env.name", "rooms.py", ["method"]),
+        (TEAM, "roles.searcher.template", "prompts.txt", []),  # one of ours is known by its name
+    ],
+)
+def test_what_a_run_was_made_with_is_recorded_and_a_change_warned_of_once(here, fields, recorded, changed, others):
+    config = load(None, ["warm_start=none", *fields])
     assert provenance.record(config, here, 0) == []
     (record,) = json.loads((here / "provenance.json").read_text())
-    assert record["env.name"]["name"] == "./rooms.py:Corridor" and record["method"]["file"] == str(here / "learning.py")
+    assert set(record) == {"from_iteration", recorded, *others}
+    assert record[recorded]["name"] == f"./{changed}:Corridor" if others else record[recorded]["file"] == str(here / changed)
     assert provenance.record(config, here, 2) == []
-    (here / "rooms.py").write_text(COMPILED + "# changed\n")
+    (here / changed).write_text((here / changed).read_text().replace("\n", "\n\n", 1))
     (warning,) = provenance.record(config, here, 3)
-    assert warning.startswith("env.name=./rooms.py:Corridor: it has changed since iteration 0")
+    assert warning.startswith(f"{next(field for field in fields if recorded in field)}: it has changed since iteration 0")
     first, second = json.loads((here / "provenance.json").read_text())
-    assert first == record and second["from_iteration"] == 3 and second["method"] == first["method"]
-    assert second["env.name"]["sha256"] != first["env.name"]["sha256"]
+    assert first == record and second["from_iteration"] == 3
+    assert all(second[other] == first[other] for other in others)
+    assert second[recorded]["sha256"] != first[recorded]["sha256"]
     assert provenance.record(config, here, 4) == []
     (here / "empty").mkdir()
     provenance.record(load(), here / "empty", 0)
     assert not list((here / "empty").iterdir())
 
 
-def play(*arguments, keys):
-    environment = {"PYTHONPATH": str(ROOT), "PATH": "", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "hgpo_jax.envs.play", *arguments]
-    return subprocess.run(command, input=keys, capture_output=True, text=True, timeout=120, env=environment)
-
-
 @pytest.mark.slow
-def test_play_of_a_compiled_one_in_its_words(here):
-    shown = play("./rooms.py:Corridor", "size=4", "--seed", "1", keys="right\nright\n")
-    assert shown.stdout.startswith("Task: reach_the_end\n\nhall\nturn 1 of 4> right\n")
-    assert shown.stdout.endswith("door\n\nSolved after 2 turns: reward 10.\n")
-
-
-def test_play(here):
-    shown = play("./games.py:Guess", "size=2", "--seed", "1", keys="guess 0\n2\n")
-    assert shown.returncode == 0 and shown.stdout.endswith("Solved after 2 turns: reward 10.\n")
-    refused = play("./games.py:Guess", "sizes=2", keys="")
-    assert (refused.returncode, refused.stderr) == (2, "error: sizes=2: no such option; did you mean size?\n")
-
-
-ROOT = Path(__file__).parents[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["compiled", "warm start", "text"])
-def test_trains_evaluates_resumes_and_is_reported(here, kind):
-    start = {
-        "compiled": ["env.name=./rooms.py:Corridor", "env.options.size=4"],
-        "warm start": ["env.name=./rooms.py:Guided", "warm_start=cloning", "cloning.max_steps=30", "cloning.episodes=64"],
-        "text": [
-            "env.name=./games.py:Guess", "env.options.size=2", "env.template=prompts.txt", "env.workers=1",
-            "warm_start=cloning", "cloning.episodes=64", "cloning.max_steps=300", "policy.hidden_size=32", *TEXTS[1:],
-        ],
-    }[kind]
-    words = [*SMALL, *start, "method=./learning.py:plain", "run_dir=run", "cache_dir=cache"]
+def test_trains_evaluates_resumes_and_is_reported(here):
+    words = [
+        *SMALL, "env.name=./rooms.py:Guided", "warm_start=cloning", "cloning.max_steps=30", "cloning.episodes=64",
+        "method=./learning.py:plain", "run_dir=run", "cache_dir=cache",
+    ]  # fmt: skip
     said = command("-m", "hgpo_jax.train", *words, cwd=here).stdout
-    assert ("warm start: 30 steps of behaviour cloning" in said) == (kind == "warm start")
-    assert (re.search(r"admissible (9[5-9]|100)%\s", said) is not None) == (kind == "text")  # it has no expert
+    assert "warm start: 30 steps of behaviour cloning" in said
     rows = rows_of(here / "run")
     assert len(rows) == 4 and all(np.isfinite(row["loss"]) for row in rows)
     assert "./learning.py:plain" in (here / "run" / "config.yaml").read_text()
@@ -324,16 +302,22 @@ def test_trains_evaluates_resumes_and_is_reported(here, kind):
     (here / "learning.py").write_text(ESTIMATOR + "# changed\n")
     resumed = command("-m", "hgpo_jax.train", "--resume", "run", "iterations=5", cwd=here)
     assert len(rows_of(here / "run")) == 5
-    warnings = [line for line in resumed.stderr.splitlines() if line.startswith("warning: ")]
-    (warning,) = warnings
+    (warning,) = [line for line in resumed.stderr.splitlines() if line.startswith("warning: ")]
     assert warning.startswith("warning: method=./learning.py:plain: it has changed since iteration 0")
     command("-m", "hgpo_jax.report", "run", cwd=here)
 
 
 @pytest.mark.slow
-def test_bench_takes_one(here):
-    words = [*SMALL, "env.name=./rooms.py:Corridor", "method=./learning.py:plain"]
-    assert "4 turns" in command("-m", "hgpo_jax.bench", "train", *words, cwd=here).stdout
+def test_a_text_one_is_learned_in_a_users_prompts(here):
+    """It has no expert: the warm start clones random admissible commands."""
+    words = [
+        *SMALL, "iterations=2", "env.name=./games.py:Guess", "env.options.size=2", "env.template=prompts.txt", "env.workers=1",
+        "warm_start=cloning", "cloning.episodes=64", "cloning.max_steps=300", "policy.hidden_size=32", *TEXTS[1:],
+        "run_dir=run", "cache_dir=cache",
+    ]  # fmt: skip
+    said = command("-m", "hgpo_jax.train", *words, cwd=here).stdout
+    assert re.search(r"admissible (9[5-9]|100)%\s", said)
+    assert all(np.isfinite(row["loss"]) for row in rows_of(here / "run"))
 
 
 def test_a_job_with_a_users_template(here):

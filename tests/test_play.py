@@ -1,25 +1,56 @@
-"""`python -m hgpo_jax.envs.play`, run as a person would."""
+"""`python -m hgpo_jax.envs.play`, as a person would use it."""
 
 import io
 import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+sys.path.append(str(Path(__file__).parent / "webshop"))
+from webshop_tiny import write
+
 from hgpo_jax.envs import cli
-from hgpo_jax.envs import play as environments
+from hgpo_jax.envs import play as playing
+from hgpo_jax.envs.alfworld import load_game
+from hgpo_jax.envs.household import Household, HouseholdSubgoals, HouseholdTeam
+from hgpo_jax.envs.household.text import HouseholdTeamText, HouseholdText
+from hgpo_jax.envs.sokoban import Sokoban
+from hgpo_jax.envs.sokoban.text import SokobanText
+from hgpo_jax.envs.webshop.text import WebshopText
+from hgpo_jax.envs.words import Words
+from tests.test_outside import COMPILED, TEXT
 
 ROOT = Path(__file__).resolve().parents[1]
 GAMES = ROOT / "tests" / "alfworld" / "data" / "json_2.1.1"
-PLAY = [sys.executable, "-m", "hgpo_jax.envs.play"]
+GAME = sorted(GAMES.rglob("game.tw-pddl"))[1]
 
 
-def play(*arguments, keys="", **options):
-    return subprocess.run(
-        [*PLAY, *map(str, arguments)], input=keys, capture_output=True, text=True, timeout=120, cwd=ROOT, **options
-    )
+@pytest.fixture
+def play(monkeypatch, capsys):
+    """Plays with these keys typed; gives what is shown, or the error's line where the exit code is not 0."""
+    monkeypatch.chdir(ROOT)
+
+    def played(*words, keys: str | bytes = "", code: int | None = 0) -> str:
+        monkeypatch.setattr(sys, "argv", ["play", *map(str, words)])
+        keys = keys.encode() if isinstance(keys, str) else keys
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(keys), "utf-8"))
+        try:
+            cli.run(playing.main, (ValueError, ImportError))
+            ended = 0
+        except SystemExit as exit:
+            ended = exit.code
+        shown, said = capsys.readouterr()
+        assert ended == code
+        if code:
+            assert said.startswith("error: ") and said.count("\n") == 1
+        else:
+            assert said == ""
+        return said or shown
+
+    return played
 
 
 def commands_in(screen: str) -> list[str]:
@@ -27,67 +58,51 @@ def commands_in(screen: str) -> list[str]:
     return [line.split(maxsplit=1)[1] for line in screen.splitlines() if line.startswith("  ") and line.split()[0].isdigit()]
 
 
-def test_household_shows_what_an_agent_sees():
-    from hgpo_jax.envs.household import Household
-    from hgpo_jax.envs.household.text import HouseholdText
-
-    env = HouseholdText(Household())
-    seen = [env.reset(3), env.step("go to cabinet 1"), env.step("open cabinet 1"), env.step("dance")]
-    result = play("household", "--seed", 3, keys="go to cabinet 1\nopen cabinet 1\ndance\n")
-    assert result.returncode == 0 and result.stderr == ""
-    assert result.stdout.startswith(f"Task: {env.goal}\n")
-    screens = result.stdout.split("turn ")
-    assert len(screens) == 5
+def test_a_game_shows_what_an_agent_sees(play):
+    game = load_game(GAME)
+    seen = [game.reset()]
+    move = seen[0][1][0]
+    seen += [game.step(move), game.step("dance")]
+    shown = play("alfworld", GAME, keys=f"{move}\ndance\n")
+    assert shown.startswith("Task: ") and shown.endswith("Stopped.\n")
+    screens = shown.split("turn ")
+    assert len(screens) == 4
     for screen, (observation, commands, *_) in zip(screens, seen, strict=False):
-        assert observation in screen
-        assert commands_in(screen) == commands
-    assert "not admissible" in screens[3] and "not admissible" not in screens[2]
-    assert screens[-1].endswith("Stopped.\n")
+        assert observation in screen and commands_in(screen) == commands
+    assert "not admissible" in screens[2] and "not admissible" not in screens[1]
+    assert play("alfworld", GAME, keys="1\ndance\n").replace("> 1", f"> {move}") == shown
+    for seed in (1, 4):  # of three games in the folder
+        assert play("alfworld", GAMES, "--seed", seed, keys=f"{move}\ndance\n") == shown
+    assert play("alfworld", GAMES, "--seed", 0) not in shown
+    ended = play("alfworld", GAME, "--turns", 2, keys="look\nlook\nlook\n")
+    assert ended.endswith("Not solved after 2 turns: reward 0.\n") and ended.count("turn ") == 2
 
 
-def test_a_number_picks_a_command_and_the_seed_a_task():
-    first, second = (play("household", "--seed", seed, keys="1\n").stdout for seed in (0, 1))
-    assert first != second
-    assert "You arrive at cabinet 1." in first
+@pytest.mark.parametrize(
+    ("words", "kind", "inner", "turns"),
+    [
+        (["household", "--tasks", "two"], HouseholdText, Household, 20),
+        (["household_team", "--tasks", "two", "--turns", "9"], HouseholdTeamText, HouseholdTeam, 9),
+        (["household_subgoals", "--tasks", "two"], Words, HouseholdSubgoals, 20),
+        (["sokoban", "--size", "8"], SokobanText, Sokoban, 50),
+    ],
+)
+def test_generated_games_are_those_of_their_options(words, kind, inner, turns):
+    arguments = playing.parser().parse_args([*words, "--seed", "3"])
+    env, task = arguments.start(arguments)
+    assert (type(env), type(env._env), env.max_turns, task) == (kind, inner, turns, 3)
+    house = getattr(env._env, "house", env._env)
+    assert getattr(house, "tasks", None) == (("two",) if "two" in words else None)
 
 
-def test_a_team_is_played_by_one_person():
-    result = play("household_team", "--seed", 3, keys="say fridge 1\nlook\n")
-    assert result.returncode == 0 and result.stderr == ""
-    screens = result.stdout.split("turn ")
+def test_a_team_is_played_by_one_person(play):
+    screens = play("household_team", "--seed", 3, keys="say fridge 1\nlook\n").split("turn ")
     assert [command.split()[0] for command in commands_in(screens[0])] == ["say"] * 6
     assert "You are the carrier. The searcher says: fridge 1. You are in the middle" in screens[1]
     assert "look" in commands_in(screens[1])
 
 
-def test_an_episode_ends_with_its_turns():
-    result = play("household", "--turns", 2, keys="look\nlook\nlook\n")
-    assert result.returncode == 0
-    assert result.stdout.endswith("Not solved after 2 turns: reward 0.\n")
-    assert result.stdout.count("turn ") == 2
-
-
-def test_alfworld_plays_a_file_and_picks_from_a_folder():
-    from hgpo_jax.envs.alfworld import load_game
-
-    path = sorted(GAMES.rglob("game.tw-pddl"))[1]
-    game = load_game(path)
-    observation, commands = game.reset()
-    move = commands[0]
-    by_file = play("alfworld", path, keys=f"{move}\n")
-    assert by_file.returncode == 0
-    assert observation in by_file.stdout and game.step(move)[0] in by_file.stdout
-    assert commands_in(by_file.stdout.split("turn ")[0]) == commands
-    assert play("alfworld", GAMES, "--seed", 1, keys=f"{move}\n").stdout == by_file.stdout
-    assert play("alfworld", GAMES, "--seed", 4, keys=f"{move}\n").stdout == by_file.stdout
-
-
-def test_webshop_can_be_won(tmp_path):
-    sys.path.insert(0, str(ROOT / "tests" / "webshop"))
-    from webshop_tiny import write
-
-    from hgpo_jax.envs.webshop.text import WebshopText
-
+def test_webshop_can_be_won(play, tmp_path):
     files = write(tmp_path)[:2]
     env = WebshopText.open(*files)
     env.reset(0)
@@ -95,10 +110,9 @@ def test_webshop_can_be_won(tmp_path):
     options = goal["goal_options"]
     wanted = [value for _, value in (options.items() if isinstance(options, dict) else options)]
     keys = [f"search[{goal['name']}]", f"click[{goal['asin']}]", *(f"click[{value}]" for value in wanted), "click[buy now]"]
-    result = play("webshop", *files, keys="\n".join(keys) + "\n")
-    assert result.returncode == 0
-    assert result.stdout.startswith(f"Task: {env.goal}\n\n'Search'\n    1  search[<your query>]\n")
-    assert result.stdout.endswith(f"Solved after {len(keys)} turns: reward 10, score 1.\n")
+    shown = play("webshop", *files, keys="\n".join(keys) + "\n")
+    assert shown.startswith(f"Task: {env.goal}\n\n'Search'\n    1  search[<your query>]\n")
+    assert shown.endswith(f"Solved after {len(keys)} turns: reward 10, score 1.\n")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +122,6 @@ def test_webshop_can_be_won(tmp_path):
         (["chess"], ["chess", "household"]),
         (["sokoban", "--boxes", "5"], ["boxes=5", "4"]),
         (["household", "--tasks", "cook"], ["cook", "place"]),
-        (["household", "--places", "3"], ["places=3", "6"]),
         (["household", "--seed", "x"], ["--seed", "x", "whole number"]),
         (["household", "--turns", "0"], ["--turns", "0", "whole number"]),
         (["alfworld", "no/such/game"], ["no/such/game", "no such file"]),
@@ -118,12 +131,10 @@ def test_webshop_can_be_won(tmp_path):
         (["webshop", "none.json", "none.json"], ["none.json", "no such file"]),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(arguments, parts):
-    result = play(*arguments)
-    assert result.returncode == 2 and result.stdout == ""
-    assert result.stderr.count("\n") == 1 and result.stderr.startswith("error: ")
+def test_a_mistake_is_one_line(play, arguments, parts):
+    said = play(*arguments, code=2)
     for part in parts:
-        assert part in result.stderr
+        assert part in said
 
 
 INCOMPLETE = """
@@ -148,7 +159,7 @@ class Failing(Whole):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "fragment"),
     [
         ("NoSteps", "mine.py:NoSteps lacks step: step(action) -> (observation, commands, reward, done, info"),
         ("NoGoal", "lacks goal: the task as text"),
@@ -156,33 +167,35 @@ class Failing(Whole):
         ("Failing", "mine.py:Failing: cannot be made: KeyError: 'key'"),
     ],
 )
-def test_an_incomplete_environment_is_refused_in_a_line(name, said, tmp_path, monkeypatch, capsys):
+def test_an_incomplete_environment_is_refused_in_a_line(play, name, fragment, tmp_path):
     (tmp_path / "mine.py").write_text(INCOMPLETE)
-    monkeypatch.setattr(sys, "argv", ["play", f"{tmp_path}/mine.py:{name}"])
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"do it\n")))
-    with pytest.raises(SystemExit) as ended:
-        cli.run(environments.main, (ValueError, ImportError))
-    error = capsys.readouterr().err
-    assert ended.value.code == 2 and error.count("\n") == 1 and said in error
+    assert fragment in play(f"{tmp_path}/mine.py:{name}", keys="do it\n", code=2)
 
 
-def test_odd_input_is_only_an_inadmissible_action():
-    result = subprocess.run(
-        [*PLAY, "household"], input=b"\xff\x1b[31m\nlook\n", capture_output=True, timeout=120, cwd=ROOT
-    )
-    assert result.returncode == 0 and b"\x1b" not in result.stdout
-    assert result.stdout.count(b"turn ") == 3
+def test_a_persons_own(play, tmp_path, monkeypatch):
+    (tmp_path / "rooms.py").write_text(COMPILED)
+    (tmp_path / "games.py").write_text(TEXT)
+    monkeypatch.chdir(tmp_path)
+    shown = play("./games.py:Guess", "size=2", "--seed", "1", keys="guess 0\n2\n")
+    assert shown.endswith("Solved after 2 turns: reward 10.\n")
+    assert play("./games.py:Guess", "sizes=2", code=2) == "error: sizes=2: no such option; did you mean size?\n"
+    in_words = play("./rooms.py:Corridor", "size=4", "--seed", "1", keys="right\nright\n")
+    assert in_words.startswith("Task: reach_the_end\n\nhall\nturn 1 of 4> right\n")
+    assert in_words.endswith("door\n\nSolved after 2 turns: reward 10.\n")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_odd_input_is_only_an_inadmissible_action(play):
+    shown = play("alfworld", GAME, keys=b"\xff\x1b[31m\nlook\n")
+    assert "\x1b" not in shown and shown.count("turn ") == 3
+
+
 def test_in_a_terminal_it_asks_and_ends_at_control_d():
-    import pty
-
     ours, theirs = pty.openpty()
-    with subprocess.Popen([*PLAY, "household"], stdin=theirs, stdout=subprocess.PIPE, cwd=ROOT) as process:
+    words = [sys.executable, "-m", "hgpo_jax.envs.play", "alfworld", str(GAME)]
+    with subprocess.Popen(words, stdin=theirs, stdout=subprocess.PIPE, cwd=ROOT) as process:
         os.write(ours, b"look\n\x04")
         screen = process.communicate(timeout=120)[0].decode()
     os.close(ours)
     os.close(theirs)
     assert process.returncode == 0
-    assert "turn 1 of 20> " in screen and "turn 2 of 20> " in screen and screen.endswith("Stopped.\n")
+    assert "turn 1 of 50> " in screen and "turn 2 of 50> " in screen and screen.endswith("Stopped.\n")

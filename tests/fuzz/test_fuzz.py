@@ -2,7 +2,7 @@
 
 The quick tests give each target a few inputs, the slow one `targets.TARGETS[name].count`. To look at one target longer:
 
-    FUZZ=20 FUZZ_SEED=7 pytest -m slow tests/fuzz -k webshop          # 20 times as many inputs, others than usual
+    FUZZ=80 FUZZ_SEED=7 pytest -m slow tests/fuzz -k webshop          # 80 times as many inputs, others than usual
 
 An input that fails is kept in the folder that the failure names; once mended it goes into `corpus/NAME` for good.
 """
@@ -37,14 +37,11 @@ class Hang(BaseException):
 @pytest.fixture(scope="module", autouse=True)
 def no_garbage_of_others():
     """An input pays for its own garbage, not for walks through what earlier tests of the process have left."""
-    gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
-def fuzz(name: str, given: Iterable[bytes], folder: Path) -> tuple[int, float]:
-    """Gives a target its inputs; returns (how many it refused, the most seconds that one took)."""
+def fuzz(name: str, given: Iterable[bytes], folder: Path) -> int:
+    """Gives a target its inputs; returns how many it refused."""
     target, refused, slowest, began = TARGETS[name], 0, 0.0, 0.0
 
     def too_long(*_):
@@ -73,7 +70,7 @@ def fuzz(name: str, given: Iterable[bytes], folder: Path) -> tuple[int, float]:
     finally:
         signal.signal(signal.SIGPROF, before)
     assert slowest < SECONDS  # such as in C code, which no signal stops
-    return refused, slowest
+    return refused
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -86,15 +83,9 @@ def test_a_few_inputs(name, tmp_path):
 def test_many_inputs(name, tmp_path):
     target, seed = TARGETS[name], 1 + int(os.environ.get("FUZZ_SEED", "0"))
     count = target.count * int(os.environ.get("FUZZ", "1"))
-    began = time.process_time()
-    refused, slowest = fuzz(name, inputs(target.corpus(name), count, seed, target.parts), tmp_path)
-    print(f"{name}: {count:,} inputs, {refused:,} refused, {time.process_time() - began:.1f} s, slowest {slowest:.3f} s")
+    refused = fuzz(name, inputs(target.corpus(name), count, seed, target.parts), tmp_path)
     assert refused > 0 or not target.refusal
     assert refused < count, "no input was accepted: the target does not reach what it should"
-
-
-def test_the_slow_test_has_a_hundred_thousand_inputs():
-    assert sum(target.count for target in TARGETS.values()) >= 100_000
 
 
 no_folder_each = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

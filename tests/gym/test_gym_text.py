@@ -14,7 +14,6 @@ import pytest
 from minigrid.core.constants import COLOR_TO_IDX, OBJECT_TO_IDX, STATE_TO_IDX
 from minigrid.core.grid import Grid
 
-from hgpo_jax.check import text
 from hgpo_jax.config import load
 from hgpo_jax.environments import environment
 from hgpo_jax.envs import minigrid_text, outside
@@ -66,6 +65,13 @@ def test_tasks_are_seeds_of_everything_random():
     assert used.reset(np.uint64(3)) == episodes[3][0]
 
 
+def test_options_have_the_types_of_its_arguments_and_others_are_gymnasiums():
+    given = {"id": "FrozenLake-v1", "actions": "w,s,e,n", "won_above": "0.5", "max_turns": "7", "map_name": "8x8"}
+    env = GymnasiumText(**outside.options(GymnasiumText, given))
+    seen, commands = env.reset(0)
+    assert (len(seen.split("\n")), commands, env.max_turns) == (8, ["w", "s", "e", "n"], 7)
+
+
 def test_a_command_that_is_none_takes_a_turn_and_changes_nothing():
     env, other = (GymnasiumText("FrozenLake-v1", max_turns=4) for _ in range(2))
     first = env.reset(5)
@@ -74,11 +80,8 @@ def test_a_command_that_is_none_takes_a_turn_and_changes_nothing():
     last = env.step(" left ")
     other.reset(5)
     assert last == (*other.step("left")[:3], True, {"won": False, "admissible": True})
-
-
-def test_more_turns_than_its_own_limit():
-    env = GymnasiumText("FrozenLake-v1", is_slippery=False, max_turns=150)
-    assert len(play(env, 0, ["left"] * 200)) == 151
+    longer = GymnasiumText("FrozenLake-v1", is_slippery=False, max_turns=150)
+    assert len(play(longer, 0, ["left"] * 200)) == 151
 
 
 def route(level):
@@ -94,11 +97,13 @@ def route(level):
                 left.append(after)
 
 
-@pytest.mark.parametrize("task", [0, 7, LARGEST])
+@pytest.mark.parametrize("task", [0, LARGEST])
 def test_taxi_shows_its_state_and_is_solved(task):
     env = GymnasiumText(TAXI)
     names = ("south", "north", "east", "west", "pick up", "drop off")
     seen, commands = env.reset(task)
+    # What its mask rules out does nothing, and costs no 10 points.
+    assert env.step("drop off") == (seen, commands, 0.0, False, {"won": False, "admissible": False})
     level, total = env._env.unwrapped, 0.0
     plan = route(level)
     for number, action in enumerate(plan):
@@ -115,32 +120,12 @@ def test_taxi_shows_its_state_and_is_solved(task):
     assert total == 20 - (len(plan) - 1)
 
 
-def test_taxi_does_nothing_that_its_mask_rules_out():
-    env = GymnasiumText(TAXI)
-    first = env.reset(0)
-    assert "drop off" not in first[1]
-    assert env.step("drop off") == (*first, 0.0, False, {"won": False, "admissible": False})  # and costs no 10 points
-
-
 def test_a_cliff_whose_reward_is_never_above_zero():
     env = GymnasiumText(CLIFF, max_turns=20)
     first, fallen = play(env, 0, ["right"])
     assert first[0].split("\n")[-1] == "x  C  C  C  C  C  C  C  C  C  C  T"
     assert fallen == (*first, -100.0, False, {"won": False, "admissible": True})
     assert play(env, 0, ["up", *["right"] * 11, "down"])[-1][2:] == (-1.0, True, {"won": True, "admissible": True})
-
-
-def test_the_code_that_describes_is_recorded_and_part_of_what_a_warm_start_depends_on(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "cards.py").write_text("def told(seen, level):\n    return str(seen)\n")
-    fields = ["env.name=gymnasium:Blackjack-v1", "env.options.describe=cards.py:told", "env.options.max_turns=5"]
-    config = load(None, fields)
-    provenance.record(config, tmp_path, 0)
-    (record,) = json.loads((tmp_path / "provenance.json").read_text())
-    about = record["env.options.describe"]
-    assert (about["name"], about["file"]) == ("cards.py:told", str(tmp_path / "cards.py"))
-    assert about["sha256"] in environment(config.env).digest
-    assert outside.code_in({"describe": "none.py:told", "goal": "a:b", "size": 3, "file": "cards.py:not a name"}) == {}
 
 
 def test_blackjack_as_numbers_and_by_a_describing_function(tmp_path, monkeypatch):
@@ -153,6 +138,14 @@ def test_blackjack_as_numbers_and_by_a_describing_function(tmp_path, monkeypatch
     assert re.fullmatch(r"\d+, \d+, [01]", seen) and commands == ["stick", "hit"] and "your sum" in numbers.goal
     assert re.fullmatch(r"{} against {} of [CDHS]".format(*seen.split(", ")), told.reset(3)[0])
     assert told.goal == "play"
+    # The code that describes is recorded, and a part of what a warm start depends on.
+    fields = ["env.name=gymnasium:Blackjack-v1", "env.options.describe=cards.py:told", "env.options.max_turns=5"]
+    config = load(None, fields)
+    provenance.record(config, tmp_path, 0)
+    about = json.loads((tmp_path / "provenance.json").read_text())[0]["env.options.describe"]
+    assert (about["name"], about["file"]) == ("cards.py:told", str(tmp_path / "cards.py"))
+    assert about["sha256"] in environment(config.env).digest
+    assert outside.code_in({"describe": "none.py:told", "goal": "a:b", "size": 3, "file": "cards.py:not a name"}) == {}
     won = Counter(env.step("stick")[4]["won"] for task in range(40) for env in (numbers, told) if env.reset(task))
     draws = sum(numbers.step("stick")[2] == 0 for task in range(40) if numbers.reset(task))
     assert draws and won[True] == 2 * sum(numbers.step("stick")[2] > 0 for task in range(40) if numbers.reset(task)) + draws
@@ -164,17 +157,13 @@ def test_names_of_actions_and_a_goal_of_ones_own():
     assert GymnasiumText("CartPole-v1", describe=f"{__name__}:told").reset(0)[1] == ["action 0", "action 1"]
     env.reset(0)
     assert env.step("to the left")[2:] == (1.0, False, {"won": False, "admissible": True})  # its pole still stands
+    short = GymnasiumText("CartPole-v1", describe=f"{__name__}:told", max_turns=1)
+    short.reset(0)
+    assert short.step("action 0")[2:] == (1.0, True, {"won": False, "admissible": True})  # cut off is not won
 
 
 def told(observation, level):
     return "upright" if abs(observation[2]) < level.theta_threshold_radians else "fallen"
-
-
-def test_options_have_the_types_of_its_arguments_and_others_are_gymnasiums():
-    given = {"id": "FrozenLake-v1", "actions": "w,s,e,n", "won_above": "0.5", "max_turns": "7", "map_name": "8x8"}
-    env = GymnasiumText(**outside.options(GymnasiumText, given))
-    seen, commands = env.reset(0)
-    assert (len(seen.split("\n")), commands, env.max_turns) == (8, ["w", "s", "e", "n"], 7)
 
 
 def test_colours_become_brackets():
@@ -215,24 +204,6 @@ def test_a_missing_package_names_its_extra(monkeypatch, package, id):
 def test_its_module_needs_neither_package():
     script = "import sys, hgpo_jax.envs.gym_text; sys.exit(bool({'gymnasium', 'minigrid', 'jax'} & sys.modules.keys()))"
     subprocess.run([sys.executable, "-c", script], check=True)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"id": "FrozenLake-v1"},
-        {"id": TAXI, "max_turns": 20},
-        {"id": "Blackjack-v1", "max_turns": 10},
-        {"id": "BabyAI-PickupLoc-v0", "max_turns": 20},
-        {"id": "BabyAI-MiniBossLevel-v0", "max_turns": 20},
-    ],
-    ids=lambda arguments: arguments["id"],
-)
-def test_the_check_finds_no_faults(arguments):
-    make = lambda: GymnasiumText(**arguments)  # noqa: E731
-    tasks = np.repeat([LARGEST, 2], 8).tolist()
-    faults, play, _ = text.check(make, make(), tasks, 0, 2, lambda inputs: ([1] * len(inputs), 0))
-    assert faults == [] and play is not None
 
 
 # -- MiniGrid -------------------------------------------------------------------------------------------------------
@@ -279,9 +250,7 @@ def read(seen):
     return [(*thing[:3], *place(*thing[3:])) for thing in found], sides, carried
 
 
-@pytest.mark.parametrize(
-    "level", ["GoToObj", "GoToLocal", "PickupLoc", "OpenDoor", "PutNextLocal", "UnlockLocalDist", "MiniBossLevel"]
-)
+@pytest.mark.parametrize("level", ["PutNextLocal", "UnlockLocalDist", "MiniBossLevel"])
 def test_descriptions_hold_all_that_is_in_view_at_its_place_in_the_level(level):
     env, random = GymnasiumText(f"BabyAI-{level}-v0", max_turns=1000), np.random.default_rng(0)
     inside, kinds = env._env.unwrapped, Counter()
@@ -337,29 +306,22 @@ def test_a_limit_that_depends_on_the_mission_is_the_longest():
     assert GymnasiumText("BabyAI-MiniBossLevel-v0", max_steps=90).max_turns == 90
 
 
-def guided(env, task, noise=0.0, advice=None):
-    """Whether a task is won with the expert's commands, some of which are replaced by random ones; `advice` gets them."""
+def guided(env, task, noise):
+    """Whether a task is won with the expert's commands, some of which are replaced by random ones."""
     random, (_, commands) = np.random.default_rng(task), env.reset(task)
     done = False
     while not done:
         command = env.expert(2)
         assert command in commands
-        if advice is not None:
-            advice.append(command)
         _, _, _, done, info = env.step(str(random.choice(commands)) if random.random() < noise else command)
     return info["won"]
 
 
-@pytest.mark.parametrize("level", ["GoToObj", "GoToLocal", "PickupLoc", "OpenDoor", "PutNextLocal"])
-def test_the_bot_solves_levels(level):
-    env = GymnasiumText(f"BabyAI-{level}-v0", max_turns=60)
+@pytest.mark.parametrize(("level", "noise"), [("GoToLocal", 0), ("OpenDoor", 0), ("PutNextLocal", 0), ("PutNextLocal", 0.4)])
+def test_the_bot_solves_levels_and_goes_on_after_commands_that_are_not_its_own(level, noise):
+    env = GymnasiumText(f"BabyAI-{level}-v0", max_turns=128 if noise else 60)
     assert isinstance(env, TextExpert)
-    assert sum(guided(env, task) for task in range(20)) >= 19
-
-
-def test_the_bot_goes_on_after_commands_that_are_not_its_own():
-    env = GymnasiumText("BabyAI-PutNextLocal-v0")
-    assert sum(guided(env, task, noise=0.4) for task in range(12)) >= 10  # a box that is opened is lost
+    assert sum(guided(env, task, noise) for task in range(12)) >= (10 if noise else 11)  # a box that is opened is lost
 
 
 def test_the_bot_may_be_asked_at_any_turn():
@@ -372,13 +334,6 @@ def test_the_bot_may_be_asked_at_any_turn():
             if turn == 4:
                 assert late.expert(1) == advice
             assert always.step(command) == late.step(command)
-
-
-def test_the_bot_begins_anew_with_every_episode():
-    env = GymnasiumText("BabyAI-GoToLocal-v0")
-    for task in range(3):
-        advice = [[], []]
-        assert all(guided(env, task, advice=given) for given in advice) and advice[0] == advice[1]
 
 
 def test_a_plan_of_the_bot_that_would_never_end_is_given_up():

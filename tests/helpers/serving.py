@@ -1,6 +1,7 @@
 """A server in this process, and what speaks to it."""
 
 import contextlib
+import json
 import os
 import re
 import socket
@@ -87,16 +88,20 @@ def expected(policy, ids, seed, number=0, limit=RESPONSE, decoding=None):
     return generated(policy, ids, key, limit, decoding or Decoding())
 
 
-def idle(engine):
-    """Waits until nobody has a slot."""
-    until = time.monotonic() + 30
-    while engine.active or engine.waiting:
-        assert time.monotonic() < until, (engine.active, engine.waiting)
+def wait_until(condition, seconds: float = 30):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
         time.sleep(0.01)
 
 
+def idle(engine):
+    """Waits until nobody has a slot."""
+    wait_until(lambda: not (engine.active or engine.waiting))
+
+
 def metrics(port) -> dict[str, float]:
-    _, _, body = raw(port, "GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    _, _, body = raw(port, get("/metrics"))
     lines = (line.rpartition(" ") for line in body.splitlines() if not line.startswith("#"))
     return {name: float(value) for name, _, value in lines}
 
@@ -105,6 +110,16 @@ def post(body: str | bytes, path="/v1/chat/completions", key="") -> bytes:
     body = body.encode() if isinstance(body, str) else body
     key = f"Authorization: Bearer {key}\r\n" if key else ""
     return f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{key}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def hello(**more) -> bytes:
+    """A request for a chat completion; `more` of its fields, or in place of the usual ones."""
+    return post(json.dumps({"model": "tiny", "messages": HELLO} | more))
+
+
+def get(path, **headers) -> bytes:
+    lines = "".join(f"{name}: {value}\r\n" for name, value in ({"Host": "localhost"} | headers).items())
+    return f"GET {path} HTTP/1.1\r\n{lines}\r\n".encode()
 
 
 def raw(port, request: str | bytes, whole: bool = False) -> tuple[int, dict[str, str], str]:

@@ -16,22 +16,11 @@ from hgpo_jax.sampling import Decoding
 from hgpo_jax.serving import api as serving
 from hgpo_jax.serving import engine as engines
 from hgpo_jax.serving.api import Connection
-from hgpo_jax.serving.engine import STEPS, Busy, Generation
-from tests.helpers.serving import (
-    HELLO,
-    RESPONSE,
-    SLOTS,
-    WAITING,
-    client_of,
-    ends,
-    engine_of,
-    expected,
-    idle,
-    metrics,
-    post,
-    raw,
-    served,
-)  # fmt: skip
+from hgpo_jax.serving.engine import STEPS, Busy, Generation, Progress
+from tests.helpers import serving as helpers
+from tests.helpers.serving import HELLO, RESPONSE, SLOTS, WAITING, ends, engine_of, get, hello, idle, raw, served, wait_until
+
+CLOSING = "the server is shutting down"
 
 
 def test_a_body_that_never_ends_is_cut_off(port):
@@ -49,27 +38,15 @@ def test_slow_and_silent_clients_are_left(port, monkeypatch):
     connect = lambda: socket.create_connection(("127.0.0.1", port), timeout=10)  # noqa: E731
     with connect() as slow, connect() as silent, connect() as dribbling:
         slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{")
-        dribbling.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /health HT")  # and another that never comes
+        dribbling.sendall(get("/health") + b"GET /health HT")  # and another that never comes
         assert b" 408 " in ends(slow)[:20]
         assert ends(silent) == b""
         assert ends(dribbling).count(b" 200 ") == 1
 
 
-def test_pieces_are_sent_at_once(port, monkeypatch):
-    options, look = [], Connection._look
-
-    def looked(self, *seen):
-        options.append(self.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-        look(self, *seen)
-
-    monkeypatch.setattr(Connection, "_look", looked)
-    raw(port, "GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    assert options and all(options)
-
-
 def test_a_reader_that_stops_reading_is_left(engine, policy, monkeypatch):
     left = []
-    monkeypatch.setattr(serving, "GRACE", 0.3)
+    monkeypatch.setattr(serving, "GRACE", 0.1)
 
     async def stuck(self, scope, receive, send):
         try:
@@ -79,8 +56,8 @@ def test_a_reader_that_stops_reading_is_left(engine, policy, monkeypatch):
             raise
 
     monkeypatch.setattr(serving.StreamingResponse, "__call__", stuck)
-    with served(engine, policy, time_limit=0.2) as port, socket.create_connection(("127.0.0.1", port)) as connection:
-        connection.sendall(post(json.dumps({"model": "tiny", "messages": HELLO, "stream": True})))
+    with served(engine, policy, time_limit=0.1) as port, socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(hello(stream=True))
         ends(connection)
     assert len(left) == 1
     idle(engine)
@@ -88,47 +65,44 @@ def test_a_reader_that_stops_reading_is_left(engine, policy, monkeypatch):
 
 @pytest.mark.parametrize("requests", [4, 200])  # all answered into the buffer, or most of them waiting for room in it
 def test_a_client_that_reads_nothing_is_left(requests, port, monkeypatch):
-    monkeypatch.setattr(serving, "GRACE", 0.3)
-    made, connections = Connection.connection_made, []
+    monkeypatch.setattr(serving, "GRACE", 0.2)
+    made, connections, at_once = Connection.connection_made, [], []
 
     def with_a_small_buffer(self, transport):
-        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        theirs = transport.get_extra_info("socket")
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         connections.append(self)
         made(self, transport)
+        at_once.append(theirs.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
 
     monkeypatch.setattr(Connection, "connection_made", with_a_small_buffer)
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         client.connect(("127.0.0.1", port))
-        client.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * requests)
-        until = time.monotonic() + 30
-        while not connections or not connections[0].transport.get_write_buffer_size():
-            assert time.monotonic() < until
-            time.sleep(0.01)
-        while connections[0] in connections[0].connections:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        client.sendall(get("/metrics") * requests)
+        wait_until(lambda: connections and connections[0].transport.get_write_buffer_size())
+        wait_until(lambda: connections[0] not in connections[0].connections, 10)
+    assert all(at_once)  # no piece waits for the one before it
 
 
 class Held:
     """Responses that have every slot until they are let go."""
 
-    def __init__(self, engine, count=SLOTS):
-        self.engine, self.go = engine, threading.Event()
+    def __init__(self, engine):
+        self.engine, self.go, self.errors = engine, threading.Event(), set()
         self.ended = threading.Semaphore(0)
-        self.generations = [Generation([1, 2], RESPONSE, Decoding(), 0, i, self.told) for i in range(count)]
+        self.generations = [Generation([1, 2], RESPONSE, Decoding(), 0, i, self.told) for i in range(SLOTS)]
 
     def told(self, progress):
         self.go.wait(60)
         if progress.ended:
+            self.errors.add(progress.error)
             self.ended.release()
 
     def __enter__(self):
+        idle(self.engine)
         self.engine.submit(self.generations)
-        until = time.monotonic() + 30
-        while self.engine.active < min(SLOTS, len(self.generations)):
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_until(lambda: self.engine.active == SLOTS)
         return self
 
     def __exit__(self, *_):
@@ -137,75 +111,32 @@ class Held:
             assert self.ended.acquire(timeout=60)
 
 
+def together(*calls):
+    """Each on a thread of its own, to their ends."""
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+
+
 def test_a_full_queue_is_told_to_come_back(client, port, engine):
-    idle(engine)
     answers = []
+    ask = lambda: answers.append(client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=3))  # noqa: E731
     with Held(engine):
-        waiting = [threading.Thread(target=lambda: answers.append(
-            client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=3)
-        )) for _ in range(WAITING)]  # fmt: skip
-        for thread in waiting:
-            thread.start()
-        until = time.monotonic() + 30
-        while engine.waiting < WAITING:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        waiting = threading.Thread(target=together, args=[ask] * WAITING)
+        waiting.start()
+        wait_until(lambda: engine.waiting == WAITING, 10)
         for stream in (False, True):
-            status, headers, body = raw(port, post(json.dumps({"model": "tiny", "messages": HELLO, "stream": stream})))
+            status, headers, body = raw(port, hello(stream=stream))
             assert status == 429 and int(headers["retry-after"]) >= 1
             assert json.loads(body)["error"]["code"] == "rate_limit_exceeded"
-    for thread in waiting:
-        thread.join(60)
+    waiting.join(60)
     assert len(answers) == WAITING and all(answer.choices for answer in answers)
-
-
-def test_a_stop_string_ends_the_response(client, engine, cancelled, policy):
-    idle(engine)
-    tokens, _ = expected(policy, policy.tokenizer("Once").input_ids, 3, limit=RESPONSE)
-    assert len(tokens) > 2 * STEPS
-    first = policy.tokenizer.decode(tokens[:8], skip_special_tokens=True)
-    stop = next(character for character in first if character.isascii())
-    answer = client.completions.create(model="tiny", prompt="Once", seed=3, stop=stop)
-    assert answer.choices[0].finish_reason == "stop"
-    idle(engine)
-    assert len(cancelled) == 1
-
-
-def test_who_asks_again_at_once_waits_for_no_step(policy, monkeypatch):
-    monkeypatch.setattr(engines, "GATHER", 1e9)
-    monkeypatch.setattr(engines, "MAX_GATHER", 300.0)
-    events, over = [], queue.Queue()
-    with engine_of(policy, slots=2) as engine:
-        add, step = engine._sampler.add, engine._sampler.step
-        monkeypatch.setattr(engine._sampler, "add", lambda asked: events.append(f"add {len(asked)}") or add(asked))
-        monkeypatch.setattr(engine._sampler, "step", lambda most: events.append("step") or step(most))
-        last = Generation([5], 1, Decoding(), 0, 2, over.put)
-
-        def told(progress):
-            if progress.ended:
-                events.append("ended")
-                threading.Timer(0.1, engine.submit, [[last]]).start()
-
-        engine.submit([Generation([3], 1, Decoding(), 0, 0, told), Generation([4], 40, Decoding(), 0, 1, lambda _: None)])
-        assert over.get(timeout=60).ended
-    assert events[:5] == ["add 2", "step", "ended", "add 1", "step"]
-
-
-def test_nobody_is_waited_for_but_those_who_may_ask_again(policy, monkeypatch):
-    monkeypatch.setattr(engines, "GATHER", 1e9)
-    monkeypatch.setattr(engines, "MAX_GATHER", 300.0)
-    told = queue.Queue()
-    with engine_of(policy, slots=2) as engine:
-        for number in range(3):  # one after the other, with a slot to spare
-            engine.submit([Generation([3], 1, Decoding(), 0, number, told.put)])
-            assert told.get(timeout=60).ended
-        began = time.monotonic()  # and closing waits for nobody
-    assert time.monotonic() - began < 60
 
 
 def test_all_choices_wait_or_none(engine, cancelled):
     told = []
-    idle(engine)
     with Held(engine):
         more = [Generation([1], 1, Decoding(), 0, i, told.append) for i in range(WAITING + 1)]
         with pytest.raises(Busy):
@@ -218,34 +149,65 @@ def test_all_choices_wait_or_none(engine, cancelled):
     assert not told and not cancelled  # they never had a slot
 
 
+def test_a_stop_string_ends_the_response(client, engine, cancelled, policy):
+    idle(engine)
+    tokens, _ = helpers.expected(policy, policy.tokenizer("Once").input_ids, 3)
+    assert len(tokens) > 2 * STEPS
+    first = policy.tokenizer.decode(tokens[:8], skip_special_tokens=True)
+    stop = next(character for character in first if character.isascii())
+    answer = client.completions.create(model="tiny", prompt="Once", seed=3, stop=stop)
+    assert answer.choices[0].finish_reason == "stop"
+    idle(engine)
+    assert len(cancelled) == 1
+
+
+def test_who_asks_again_at_once_waits_for_no_step(policy, programs, monkeypatch):
+    monkeypatch.setattr(engines, "GATHER", 1e9)
+    monkeypatch.setattr(engines, "MAX_GATHER", 300.0)
+    events, over = [], queue.Queue()
+    with engine_of(policy, programs=programs) as engine:
+        add, step = engine._sampler.add, engine._sampler.step
+        monkeypatch.setattr(engine._sampler, "add", lambda asked: events.append(f"add {len(asked)}") or add(asked))
+        monkeypatch.setattr(engine._sampler, "step", lambda most: events.append("step") or step(most))
+        last = Generation([5], 1, Decoding(), 0, 2, over.put)
+
+        def told(progress):
+            if progress.ended:
+                events.append("ended")
+                threading.Timer(0.1, engine.submit, [[last]]).start()
+
+        engine.submit([Generation([3], 1, Decoding(), 0, 0, told), Generation([4], 40, Decoding(), 0, 1, lambda _: None)])
+        assert over.get(timeout=30).ended
+        began = time.monotonic()
+    assert time.monotonic() - began < 60  # closing waits for nobody
+    assert events[:5] == ["add 2", "step", "ended", "add 1", "step"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_gives_its_slots_back(port, engine, stream, cancelled, monkeypatch):
     idle(engine)
-    before, go = metrics(port).get("hgpo_cancelled_total", 0.0), threading.Event()
+    given_up = lambda: helpers.metrics(port).get("hgpo_cancelled_total", 0.0)  # noqa: E731
+    before, go = given_up(), threading.Event()
     # It samples nothing, so that neither choice can end before it is cancelled.
     monkeypatch.setattr(engine._sampler, "step", lambda most: [] if go.wait(60) else pytest.fail("the client never left"))
-    until = time.monotonic() + 30
     with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
-        connection.sendall(post(json.dumps({"model": "tiny", "messages": HELLO, "n": 2, "stream": stream})))
-        while engine.active < 2:
-            assert time.monotonic() < until
-            time.sleep(0.01)
-    while metrics(port).get("hgpo_cancelled_total", 0.0) == before:
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    go.set()
+        connection.sendall(hello(n=2, stream=stream))
+        wait_until(lambda: engine.active == 2)
+    try:
+        wait_until(lambda: given_up() > before, 10)
+    finally:
+        go.set()
     idle(engine)
-    assert metrics(port)["hgpo_cancelled_total"] == before + 1
+    assert given_up() == before + 1
     assert len(cancelled) == 2
 
 
 def test_a_request_that_takes_too_long_is_given_up(engine, policy):
-    idle(engine)
-    with served(engine, policy, time_limit=0.3) as port, Held(engine):
-        status, _, body = raw(port, post(json.dumps({"model": "tiny", "messages": HELLO})))
+    with served(engine, policy, time_limit=0.2) as port, Held(engine):
+        status, _, body = raw(port, hello())
         assert status == 504 and json.loads(body)["error"]["code"] == "timeout"
         with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
-            connection.sendall(post(json.dumps({"model": "tiny", "messages": HELLO, "stream": True})))
+            connection.sendall(hello(stream=True))
             data = b""
             while b"timeout" not in data:
                 data += connection.recv(65536)
@@ -253,67 +215,51 @@ def test_a_request_that_takes_too_long_is_given_up(engine, policy):
     idle(engine)
 
 
-def test_many_clients_at_once_each_get_their_own_answer(client, policy):
-    alone = {
-        seed: client.completions.create(model="tiny", prompt="Once", seed=seed).choices[0].text for seed in range(12)
-    }
-    answers = {}
+def asking(client, answers):
+    """A function that asks with a seed, again and again while the server is busy."""
+    patient = openai.OpenAI(base_url=client.base_url, api_key="any", max_retries=30, timeout=60)
 
     def ask(seed):
-        patient = openai.OpenAI(base_url=client.base_url, api_key="any", max_retries=20, timeout=60)
         answers[seed] = patient.completions.create(model="tiny", prompt="Once", seed=seed).choices[0].text
 
-    threads = [threading.Thread(target=ask, args=(seed,)) for seed in alone]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert answers == alone
+    return ask
 
 
-@pytest.mark.slow
-def test_clients_that_are_killed_take_no_other_with_them(client, port, cancelled):
-    asked = {"model": "tiny", "prompt": "Once", "max_tokens": RESPONSE}
-    alone = {seed: client.completions.create(**asked, seed=seed).choices[0].text for seed in range(4)}
-    answers, over = {}, threading.Event()
-
-    def ask(seed):
-        patient = openai.OpenAI(base_url=client.base_url, api_key="any", max_retries=30, timeout=60)
-        answers[seed] = patient.completions.create(**asked, seed=seed).choices[0].text
+def test_each_client_gets_its_own_answer_whoever_is_killed_beside_it(client, port, cancelled):
+    alone, answers, over = {}, {}, threading.Event()
+    for seed in range(10):
+        asking(client, alone)(seed)
 
     def die():
         while not over.is_set():
             with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # reset, not closed
-                connection.sendall(post(json.dumps(asked | {"stream": True}), "/v1/completions"))
+                connection.sendall(hello(stream=True))
                 connection.recv(1)
 
-    dying = [threading.Thread(target=die) for _ in range(2)]
-    asking = [threading.Thread(target=ask, args=(seed,)) for seed in alone for _ in range(3)]
-    for thread in [*dying, *asking]:
-        thread.start()
-    for thread in asking:
-        thread.join(120)
+    dying = threading.Thread(target=die)
+    dying.start()
+    ask = asking(client, answers)
+    together(*(lambda seed=seed: ask(seed) for seed in alone))
     over.set()
-    for thread in dying:
-        thread.join(120)
-    assert answers == alone and cancelled
+    dying.join(120)
+    assert answers == alone and len(set(alone.values())) > 7 and cancelled
 
 
-def test_what_fails_inside_is_told_to_all_and_ends_the_server(policy, monkeypatch, caplog):
+def test_what_fails_inside_is_told_to_all_and_ends_the_server(policy, programs, monkeypatch, caplog):
     failed = threading.Event()
-    with engine_of(policy, slots=2, failed=failed.set) as engine, served(engine, policy) as port:
+    with engine_of(policy, programs=programs, failed=failed.set) as engine, served(engine, policy) as port:
 
         def fail(*_):
             raise MemoryError("no room\nat all")
 
         monkeypatch.setattr(engine._sampler, "step", fail)
-        status, _, body = raw(port, post(json.dumps({"model": "tiny", "messages": HELLO, "n": 2})))
+        status, _, body = raw(port, hello(n=2))
         assert status == 503
         assert json.loads(body)["error"]["message"] == "the sampler has failed; the server's log says why"
         assert failed.wait(10)
-        assert raw(port, post(json.dumps({"model": "tiny", "messages": HELLO})))[0] == 503
-        status, _, body = raw(port, "GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert raw(port, hello())[0] == 503
+        status, _, body = raw(port, get("/health"))
         assert status == 503 and "MemoryError" not in body
     assert "MemoryError: no room" in caplog.text
 
@@ -324,28 +270,24 @@ def test_what_is_compiled_at_the_start_is_all(policy):
         for shape in engine.shapes():
             engine.warm_up(*shape)
         compiled = set(engine._sampler._programs.called)
-        with served(engine, policy) as port:
-            client = client_of(port)
-            for size in (1, 100, 250):
-                for n in (1, 3):
-                    client.chat.completions.create(
-                        model="tiny", messages=[{"role": "user", "content": "x" * size}], n=n, max_tokens=9, seed=1
-                    )
-        for count in (1, 2, 3, 4):  # that come together, some of them with equal prompts
-            for distinct in range(1, count + 1):
+        for length in (1, 100, 250):  # of requests that come together, some of them with equal prompts
+            for count, distinct in ((1, 1), (2, 1), (2, 2), (3, 1), (3, 2), (4, 1), (4, 2), (4, 3), (4, 4)):
                 told = queue.Queue()
-                engine.submit([Generation([3 + i % distinct] * 40, 9, Decoding(), 0, i, told.put) for i in range(count)])
+                engine.submit([
+                    Generation([3 + i % distinct] * length, 9, Decoding(), 0, i, told.put) for i in range(count)
+                ])  # fmt: skip
                 for _ in range(count):
                     while not told.get(timeout=60).ended:
                         pass
         assert set(engine._sampler._programs.called) == compiled
 
 
-def test_those_who_wait_are_told_when_it_closes(policy):
-    with engine_of(policy, slots=1) as engine:
-        told = []
-        engine.submit([Generation([1], RESPONSE, Decoding(), 0, i, lambda p: told.append(p.error)) for i in range(3)])
+def test_those_who_wait_are_told_when_it_closes(policy, programs):
+    told = []
+    with engine_of(policy, programs=programs) as engine, Held(engine) as held:
+        engine.submit([Generation([1], RESPONSE, Decoding(), 0, i, told.append) for i in range(WAITING)])
         engine.close()
-    assert told[-3:] and set(filter(None, told)) == {"the server is shutting down"}
+    assert told == [Progress([], [], True, CLOSING)] * WAITING
+    assert CLOSING in held.errors
     with pytest.raises(RuntimeError, match="shutting down"):
         engine.submit([])

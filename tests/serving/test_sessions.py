@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 
 import numpy as np
 import openai
@@ -13,10 +12,13 @@ from hgpo_jax import inspect
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.sampling import Decoding
 from hgpo_jax.serving.recording import EVERY, Recording
-from hgpo_jax.serving.sessions import OpenSessions, Session, Turn
-from tests.helpers.serving import HELLO, RESPONSE, client_of, expected, idle, metrics, post, raw, served
+from hgpo_jax.serving.requests import ApiError
+from hgpo_jax.serving.sessions import SILENT, OpenSessions, Session, Turn
+from tests.helpers.chat_tokenizers import byte_tokenizer
+from tests.helpers.serving import RESPONSE, client_of, expected, idle, metrics, post, raw, served, wait_until
 
 MOST, TURNS = 3, 2
+END = byte_tokenizer().eos_token_id
 HUGE = ((3e38, 0), (-3e38, 1), (3e38, 0))  # rewards and their turns
 
 
@@ -33,7 +35,8 @@ def recorded(engine, policy, ended):
 
 def ask(client, session="a", text="Hello", **more):
     more = {"extra_headers": {"X-Session-Id": session}} | more
-    messages = [{"role": "user", "content": text}]
+    said = (("user", "Hi"), ("assistant", "Yes?"), ("user", text))
+    messages = [{"role": role, "content": content} for role, content in said]
     return client.chat.completions.create(
         model="tiny", messages=messages, extra_body={"return_token_ids": True}, **{"seed": 7} | more
     )
@@ -46,7 +49,7 @@ def reward(client, session="a", **body):
 def test_a_session_is_what_was_sampled(recorded, policy, ended):
     first = ask(recorded)
     second = ask(recorded, extra_headers={}, metadata={"session_id": "a", "state_key": "elsewhere"}, temperature=0.7)
-    other = recorded.chat.completions.create(model="tiny", messages=HELLO, seed=7)  # of no session
+    other = ask(recorded, extra_headers={})  # of no session
     assert reward(recorded, reward=0.5, turn=0) == {"id": "a", "object": "session", "turns": 2, "reward": 0.5, "ended": False}
     reward(recorded, reward=0, turn=-1, admissible=False)
     assert reward(recorded, reward=2, success=False, state="the end")["reward"] == 2.5
@@ -70,8 +73,8 @@ def test_a_stop_string_ends_what_is_recorded(recorded, ended):
     reward(recorded, "b", reward=1)
     answer = ask(recorded, "c", stop=stop)
     reward(recorded, "c", reward=1)
-    assert ended[1].turns[0].tokens == answer.choices[0].token_ids == ended[0].turns[0].tokens[: len(ended[1].turns[0].tokens)]
-    assert len(ended[1].turns[0].tokens) < len(ended[0].turns[0].tokens)
+    whole, stopped = (session.turns[0].tokens for session in ended)
+    assert stopped == answer.choices[0].token_ids == whole[: len(stopped)] != whole
 
 
 @pytest.mark.parametrize(
@@ -121,10 +124,7 @@ def test_requests_of_a_session_come_one_after_the_other(recorded, engine, ended,
         with pytest.raises(openai.ConflictError, match="not"):
             refused()
     stream.close()
-    until = time.monotonic() + 30
-    while cancelled() == before:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_until(lambda: cancelled() > before)
     go.set()
     idle(engine)
     # Who leaves has had no turn, and asks again for the same.
@@ -149,6 +149,25 @@ def test_sessions_without_a_turn_take_no_room(recorded, ended):
     assert reward(recorded, "d", reward=1)["ended"] and not ended[0].turns
     for name in ("e", "f"):
         ask(recorded, name)
+    assert len(ask(recorded, "long", max_tokens=RESPONSE).choices[0].token_ids) <= RESPONSE  # the longest answer has room
+
+
+def test_who_waits_for_an_answer_or_has_played_lately_is_not_forgotten():
+    sessions = OpenSessions(TURNS, 1, lambda session: None)
+    asked = lambda name: sessions.of("", {"x-session-id": name}, {})  # noqa: E731
+    full = lambda: pytest.raises(ApiError, match="1 sessions have not ended")  # noqa: E731
+    first = asked("a")
+    first.begin()
+    with full():
+        asked("b")
+    first.end(None)
+    second = asked("b")
+    second.begin()
+    second.end(Turn([1], "", [2], [-1.0], "text"))
+    with full():
+        asked("c")
+    second._heard -= SILENT
+    assert asked("c").name == "c" and len(sessions) == 1
 
 
 def test_without_recording_there_are_no_sessions(port, client):
@@ -158,41 +177,42 @@ def test_without_recording_there_are_no_sessions(port, client):
 
 
 def a_session(name, first, turns=2):
+    """Its first answer ends with the end token, its second could not be used."""
     session = Session(name, 5)
-    for number in range(turns):
+    for number, (ids, last) in enumerate([([first, 2, 3], END), ([first, 2], 6)][:turns]):
         session.begin()
-        session.end(Turn([first, 2, 3][: 3 - number], f"state {number}", [4, 5, 6], [-1.0, -2.0, -0.5], "text", float(number)))
+        logp = [-1.0, -2.0, -0.5]
+        session.end(Turn(ids, f"state {number}", [4, 5, last], logp, "text", float(number), admissible=not number))
     return session
 
 
 def test_a_recording_is_read_like_a_run(policy, tmp_path):
     config = configuration.load(None, ["env.name=agent", "env.max_turns=5", "warm_start=none", f"policy={tmp_path / 'policy'}"])
+    kept = tmp_path / "kept"
     for _ in range(2):  # the second time it goes on, beside a report and what a killed process leaves
-        with Recording(tmp_path / "kept", config, policy.tokenizer) as recording:
-            (tmp_path / "kept" / "report.html").touch()
-            (tmp_path / "kept" / "config.yaml.partial").touch()
+        with Recording(kept, config, policy.tokenizer) as recording:
+            (kept / "report.html").touch()
+            (kept / "config.yaml.partial").touch()
             for number in range(EVERY + 3):
-                recording.add(a_session(f"s{number}", number % 4, turns=1 + number % 2))
+                recording.add(a_session(f"s{number}", number % 3, turns=1 + number % 2))
             recording.add(a_session("empty", 1, turns=0))
-    assert [inspect.load(tmp_path / "kept", number).episodes.mask.shape[0] for number in range(4)] == [EVERY, 3, EVERY, 3]
-    dump = inspect.load(tmp_path / "kept", 0)
+    assert [inspect.load(kept, number).episodes.mask.shape[0] for number in range(4)] == [EVERY, 3, EVERY, 3]
+    dump = inspect.load(kept, 0)
     e = dump.episodes
     assert e.mask.sum(1).tolist() == [1 + number % 2 for number in range(EVERY)]
-    assert (e.groups == np.arange(EVERY) % 4).all()
+    assert (e.groups == np.arange(EVERY) % 3).all()
     assert e.prompts[1, 0].tolist() == [1, 2, 3] and e.prompts[1, 1].tolist() == [1, 2, 0]
     assert e.rewards[1].tolist() == [0, 1] and e.success.tolist() == [bool(number % 2) for number in range(EVERY)]
+    assert e.invalid[1].tolist() == [False, True]
+    assert json.loads((kept / "episodes" / "iteration-00000.json").read_text())["counts"]["unfinished"] == EVERY // 2
     assert dump.observation(1, 1) == "state 1" and dump.goal(1) == "s1"
     assert np.isfinite(dump.estimate("hgpo").advantages).all()
     refused = pytest.raises(ConfigError, match="another server records in it")
-    with Recording(tmp_path / "kept", config, policy.tokenizer), refused:
-        Recording(tmp_path / "kept", config, policy.tokenizer)
+    with Recording(kept, config, policy.tokenizer), refused:
+        Recording(kept, config, policy.tokenizer)
     other = config.model_copy(update={"seed": 1})
     with pytest.raises(ConfigError, match="was recorded with another policy"):
-        Recording(tmp_path / "kept", other, policy.tokenizer)
-    (tmp_path / "kept" / "mine.txt").write_text("x")
+        Recording(kept, other, policy.tokenizer)
+    (kept / "mine.txt").write_text("x")
     with pytest.raises(ConfigError, match=r"holds mine\.txt, which is no recording's"):
-        Recording(tmp_path / "kept", config, policy.tokenizer)
-
-
-def test_the_longest_answer_has_room(recorded, ended):
-    assert len(ask(recorded, "long", max_tokens=RESPONSE).choices[0].token_ids) <= RESPONSE
+        Recording(kept, config, policy.tokenizer)

@@ -8,7 +8,6 @@ import pytest
 from hgpo_jax.serving.answers import tool_calls
 from hgpo_jax.serving.requests import ApiError, ChatRequest, parse
 from hgpo_jax.serving.text import ServedText
-from tests.helpers.byte_policy import byte_policy
 from tests.helpers.chat_tokenizers import byte_tokenizer, qwen_tokenizer, tool_tokenizer
 from tests.helpers.serving import HELLO, Scripted, client_of, served
 
@@ -20,7 +19,7 @@ LOOK = {
     },
 }  # fmt: skip
 CALLED = "I look.\n<tool_call>\n{\"name\": \"look_at\", \"arguments\": {\"thing\": \"a désk\"}}\n</tool_call>"
-CALLS = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [
+CALLS = [{"role": "developer", "content": "Hello"}, {"role": "assistant", "content": None, "tool_calls": [
     {"id": "call_1", "type": "function", "function": {"name": "look_at", "arguments": "{\"thing\": \"desk\"}"}},
 ]}, {"role": "tool", "tool_call_id": "call_1", "content": "A desk."}]  # fmt: skip
 
@@ -34,10 +33,10 @@ def shown(tokenizer, given: bytes) -> list[int]:
     return ServedText(tokenizer).conversation([message.plain() for message in asked.messages], asked.shown_tools)
 
 
-@pytest.mark.parametrize("make", [tool_tokenizer, qwen_tokenizer])
+@pytest.mark.parametrize("make", [tool_tokenizer, pytest.param(qwen_tokenizer, marks=pytest.mark.needs("data"))])
 def test_prompts_are_the_chat_templates(make):
     tokenizer = make()
-    messages = [HELLO[0], {"role": "assistant", "content": "", "tool_calls": [
+    messages = [{"role": "system", "content": "Hello"}, {"role": "assistant", "content": "", "tool_calls": [
         {"type": "function", "function": {"name": "look_at", "arguments": {"thing": "desk"}}}
     ]}, CALLS[-1]]  # fmt: skip
     text = tokenizer.apply_chat_template(messages, tools=[LOOK], tokenize=False, add_generation_prompt=True)
@@ -47,40 +46,43 @@ def test_prompts_are_the_chat_templates(make):
     assert "look_at" not in tokenizer.decode(shown(tokenizer, body(HELLO, tool_choice="none")))
 
 
-@pytest.fixture(scope="module")
-def policy():
-    return byte_policy()
-
-
-def answered(policy, text, **more):
-    """What the client gets, whole and streamed, of an answer: (message's content, its calls, finish reason) twice."""
-    engine = Scripted(tool_tokenizer(), lambda _: text)
+@pytest.fixture
+def answered(policy):
+    """A function: what the client gets, whole and streamed, of an answer: (content, its calls, finish reason) twice."""
+    engine = Scripted(tool_tokenizer(), lambda _: said)
     with served(engine, type(policy)(policy.config, policy.params, engine.tokenizer)) as port:
         create = client_of(port).chat.completions.create
-        asked = {"model": "tiny", "messages": HELLO, "tools": [LOOK]} | more
-        (choice,) = create(**asked).choices
-        calls = [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls or []]
-        whole = choice.message.content, calls, choice.finish_reason
-        content, calls, reason = "", [], None
-        for chunk in create(**asked, stream=True):
-            for choice in chunk.choices:
-                content += choice.delta.content or ""
-                for call in choice.delta.tool_calls or []:
-                    assert call.index == len(calls) and call.id.startswith("call_")
-                    calls.append((call.function.name, json.loads(call.function.arguments)))
-                reason = choice.finish_reason or reason
-    return whole, (content or None, calls, reason)
+
+        def answered(text, **more):
+            nonlocal said
+            said, asked = text, {"model": "tiny", "messages": HELLO, "tools": [LOOK]} | more
+            (choice,) = create(**asked).choices
+            calls = [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls or []]
+            whole = choice.message.content, calls, choice.finish_reason
+            content, calls, reason = "", [], None
+            for chunk in create(**asked, stream=True):
+                for choice in chunk.choices:
+                    content += choice.delta.content or ""
+                    for call in choice.delta.tool_calls or []:
+                        assert call.index == len(calls) and call.id.startswith("call_")
+                        calls.append((call.function.name, json.loads(call.function.arguments)))
+                    reason = choice.finish_reason or reason
+            return whole, (content or None, calls, reason)
+
+        said = ""
+        yield answered
 
 
-def test_calls_reach_the_client(policy):
-    whole, streamed = answered(policy, CALLED)
+def test_calls_reach_the_client(answered):
+    whole, streamed = answered(CALLED)
     assert whole == streamed == ("I look.", [("look_at", {"thing": "a désk"})], "tool_calls")
-    assert answered(policy, CALLED.replace("I look.\n", "") * 2)[0][:2] == (None, [("look_at", {"thing": "a désk"})] * 2)
+    twice = None, [("look_at", {"thing": "a désk"})] * 2, "tool_calls"
+    assert answered(CALLED.replace("I look.\n", "") * 2) == (twice, twice)
     forged = CALLED.replace("désk", "<tool\\u003e")  # which no later prompt could show
-    assert answered(policy, forged)[0][1:] == ([], "stop")
-    assert answered(policy, CALLED.replace("a désk", "\\ud800"))[0][1] == [("look_at", {"thing": "\ud800"})]
-    assert answered(policy, "Nothing to do.")[0] == ("Nothing to do.", [], "stop")
-    assert answered(policy, CALLED, tool_choice="none")[0] == (CALLED, [], "stop")
+    assert answered(forged)[0][1:] == ([], "stop")
+    assert answered(CALLED.replace("a désk", "\\ud800"))[0][1] == [("look_at", {"thing": "\ud800"})]
+    assert answered("Nothing to do.")[0] == ("Nothing to do.", [], "stop")
+    assert answered(CALLED, tool_choice="none")[0] == (CALLED, [], "stop")
 
 
 @pytest.mark.parametrize(
@@ -129,12 +131,9 @@ def test_tools_cannot_forge_the_frame():
     assert count(shown(tokenizer, body([*CALLS[:-1], CALLS[-1] | {"content": forged}]))) == count(shown(tokenizer, body(CALLS)))
 
 
-def test_calls_that_a_template_leaves_out_are_refused():
+def test_calls_that_a_template_leaves_out_are_refused(policy):
     with pytest.raises(ValueError, match="tool_calls: this policy's chat template does not show any"):
         shown(byte_tokenizer(), body(CALLS, tools=None))
-
-
-def test_a_template_without_tools_is_told_so(policy):
     engine = Scripted(byte_tokenizer(), lambda _: "x")
     with served(engine, policy) as port, pytest.raises(openai.BadRequestError, match="does not show any; leave them out"):
         client_of(port).chat.completions.create(model="tiny", messages=HELLO, tools=[LOOK])
