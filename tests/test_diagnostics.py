@@ -34,14 +34,6 @@ def test_peers_and_group_sizes():
     np.testing.assert_allclose(diagnostics.peer_share(oracle, MASK), [9 / 16])
 
 
-def test_bias_and_variance_by_hand():
-    # One Oracle group of two (returns 4 and 8, advantages -2 and 2) and one of one, which does not count.
-    ids, returns = np.array([[0], [0], [1]]), np.array([[4.0], [8.0], [5.0]])
-    result = diagnostics.against_oracle(np.array([[1.0], [3.0], [9.0]]), returns, ids)
-    # Errors 3 and 1: they share 2 and differ from it by 1.
-    assert result == {"steps": 2, "bias": 2.0, "variance": 1.0, "mse": 5.0}
-
-
 def test_the_oracles_own_advantages_have_no_error():
     ids = diagnostics.oracle_groups(STATES, MASK, GROUPS)
     record = estimate("hgpo", **BATCH, gamma=0.5, normalize="mean", history_length=4)
@@ -58,7 +50,7 @@ def test_the_oracles_own_advantages_have_no_error():
     assert level_0["variance"] < 1e-10
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_batches_against_loops(seed):
     rng = np.random.default_rng(seed)
     mask = np.arange(4) < rng.integers(0, 5, 12)[:, None]

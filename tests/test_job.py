@@ -7,35 +7,41 @@ import numpy as np
 import pytest
 
 from hgpo_jax import config as configuration
-from hgpo_jax.job import Job, build
+from hgpo_jax.errors import ConfigError
+from hgpo_jax.job import Job, build, job_mesh
 from hgpo_jax.sampling import turn_keys
 from tests.helpers.training import TINY
 
 
-@pytest.mark.parametrize("told", ["", "elsewhere"])
-def test_compiled_programs_go_to_cache_dir_unless_jax_was_told_where(told, tmp_path, monkeypatch):
+def test_compiled_programs_go_to_cache_dir_unless_jax_was_told_where(tmp_path, monkeypatch):
     before = jax.config.jax_compilation_cache_dir
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", told)
-    try:
-        job = build(configuration.load(None, [*TINY, "mesh=data=8", f"cache_dir={tmp_path}"]))
-        used = jax.config.jax_compilation_cache_dir
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)
-    assert used == (before if told else str(tmp_path / "compiled"))
+    for told in ("", "elsewhere"):
+        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", told)
+        try:
+            job = build(configuration.load(None, [*TINY, "mesh=data=8", f"cache_dir={tmp_path}"]))
+            used = jax.config.jax_compilation_cache_dir
+        finally:
+            jax.config.update("jax_compilation_cache_dir", before)
+        assert used == (before if told else str(tmp_path / "compiled"))
     assert jax.sharding.get_abstract_mesh().shape == job.mesh.shape
 
 
-@pytest.mark.parametrize(
-    ("fields", "roles", "learners"),
-    [
-        (["method=himac"], 2, [0, 1, 0, 1, 0, 1]),
-        (["method=himac", "learner.alternate=2"], 2, [0, 0, 1, 1, 0, 0]),
-        (["method=himac", "learner.alternate=0"], 2, [None] * 6),
-        (["method=himac"], 1, [None] * 6),
-        (["method=hgpo"], 2, [None] * 6),
-        (["method=hgpo", "learner.alternate=1"], 3, [0, 1, 2, 0, 1, 2]),
-    ],
-)
+def test_a_mesh_of_as_many_devices_as_share_the_episodes():
+    config = lambda *fields: configuration.load(None, [*fields, "rollout.group_size=3"])  # noqa: E731
+    assert job_mesh(config("rollout.prompt_groups=4")).shape["data"] == 6
+    assert job_mesh(config("rollout.prompt_groups=4", "mesh=data=2,fsdp=2,tensor=2")).shape["tensor"] == 2
+    with pytest.raises(ConfigError, match=r"^mesh=data=-1: data x fsdp = 8 does not divide the 9 episodes of an iteration"):
+        job_mesh(config("rollout.prompt_groups=3", "mesh=data=-1"))
+
+
+@pytest.mark.parametrize(("fields", "roles", "learners"), [
+    (["method=himac"], 2, [0, 1, 0, 1, 0, 1]),
+    (["method=himac", "learner.alternate=2"], 2, [0, 0, 1, 1, 0, 0]),
+    (["method=himac", "learner.alternate=0"], 2, [None] * 6),
+    (["method=himac"], 1, [None] * 6),
+    (["method=hgpo"], 2, [None] * 6),
+    (["method=hgpo", "learner.alternate=1"], 3, [0, 1, 2, 0, 1, 2]),
+])  # fmt: skip
 def test_roles_learn_in_turns_and_executors_from_one_plan_in_each_prompt_group(fields, roles, learners):
     config = configuration.load(None, [*fields, "rollout.prompt_groups=3", "rollout.group_size=4"])
     runner = types.SimpleNamespace(roles=("a", "b", "c")[:roles], select_tasks=lambda stream, seed, numbers: numbers)

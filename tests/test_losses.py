@@ -1,5 +1,7 @@
 """Losses against plain NumPy in float64, their gradients, and the exactness of micro-batches."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,6 +50,8 @@ def test_policy_loss(aggregate):
     loss, stats = losses.policy_loss(NEW, OLD, ADVANTAGES, MASK, aggregate=aggregate)
     np.testing.assert_allclose(loss, aggregated(token_losses(), aggregate), rtol=1e-5)
     np.testing.assert_allclose(stats["loss"][0] / stats["loss"][1], loss, rtol=1e-6)
+    by_token = np.broadcast_to(ADVANTAGES[:, None], (N, R))
+    np.testing.assert_array_equal(losses.policy_loss(NEW, OLD, by_token, MASK, aggregate=aggregate)[0], loss)
 
 
 @pytest.mark.parametrize(("low", "high", "dual"), [(0.2, 0.28, 3.0), (0.1, 0.2, None), (0.2, 0.2, 1.3)])
@@ -66,12 +70,9 @@ def test_clips(low, high, dual):
         assert stats[name] == (count, MASK.sum())
         assert count > 0
     assert ("clip_fraction_dual" in stats) == (dual is not None)
-
-
-def test_advantages_by_token_and_by_response_agree():
-    by_token = np.broadcast_to(ADVANTAGES[:, None], (N, R))
-    expected, _ = losses.policy_loss(NEW, OLD, ADVANTAGES, MASK)
-    np.testing.assert_array_equal(losses.policy_loss(NEW, OLD, by_token, MASK)[0], expected)
+    z = (NEW - OLD).astype(float)[MASK]
+    np.testing.assert_allclose(stats["approx_kl"][0] / stats["approx_kl"][1], np.mean(np.exp(z) - 1 - z), rtol=1e-5)
+    np.testing.assert_allclose(stats["ratio"][0] / stats["ratio"][1], np.mean(np.exp(z)), rtol=1e-5)
 
 
 def test_gradient_is_reinforce_where_nothing_is_clipped_and_zero_where_it_is():
@@ -87,47 +88,38 @@ def test_gradient_is_reinforce_where_nothing_is_clipped_and_zero_where_it_is():
 
 LOSSES = {
     **{
-        f"policy {a}": lambda s, a=a: losses.policy_loss(NEW[s], OLD[s], ADVANTAGES[s], MASK[s], aggregate=a)
+        f"policy {a}": lambda new, old, mask, a=a: losses.policy_loss(new, old, ADVANTAGES, mask, aggregate=a)
         for a in losses.AGGREGATES
     },
-    "gspo": lambda s: losses.gspo_loss(NEW[s], OLD[s], ADVANTAGES[s], MASK[s]),
-    "kpo": lambda s: losses.kpo_loss(NEW[s], OLD[s], ADVANTAGES[s], MASK[s]),
-    "kl": lambda s: losses.kl_loss(NEW[s], OLD[s], MASK[s]),
-    "value": lambda s: losses.value_loss(NEW[s], OLD[s], OLD[s] + 1, MASK[s]),
+    "no dual clip": lambda new, old, mask: losses.policy_loss(new, old, ADVANTAGES, mask, dual_clip=None),
+    "gspo": lambda new, old, mask: losses.gspo_loss(new, old, ADVANTAGES, mask),
+    "kpo": lambda new, old, mask: losses.kpo_loss(new, old, ADVANTAGES, mask),
+    "kl": lambda new, old, mask: losses.kl_loss(new, old, mask),
+    "value": lambda new, old, mask: losses.value_loss(new, old, OLD + 1, mask),
 }
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_micro_batches_add_up(name):
-    whole_loss, whole = LOSSES[name](slice(None))
-    # Unequal parts, one of them without a single token.
-    parts = [LOSSES[name](part)[1] for part in (slice(0, 1), slice(1, 3), slice(3, 4), slice(4, None))]
-    summed = jax.tree.map(lambda *x: sum(x), *parts)
+def test_sums_over_parts_padding_and_ratios_beyond_float32(name):
+    compute = jax.jit(jax.value_and_grad(LOSSES[name], has_aux=True))
+    (whole_loss, whole), gradient = compute(NEW, OLD, MASK)
+    # Micro-batches of unequal size add up, one of them without a single token, which costs nothing.
+    rows = np.arange(N)[:, None]
+    parts = [compute(NEW, OLD, MASK & (first <= rows) & (rows < stop))[0] for first, stop in ((0, 1), (1, 3), (3, 4), (4, N))]
+    summed = jax.tree.map(lambda *x: sum(x), *(stats for _, stats in parts))
     for key, (numerator, denominator) in whole.items():
         np.testing.assert_allclose(summed[key], (numerator, denominator), rtol=1e-5)
     np.testing.assert_allclose(summed["loss"][0] / summed["loss"][1], whole_loss, rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["policy token-mean", "gspo", "kpo", "kl", "value"])
-def test_what_padding_holds_does_not_matter(name):
-    function = {
-        "policy token-mean": lambda new, old: losses.policy_loss(new, old, ADVANTAGES, MASK),
-        "gspo": lambda new, old: losses.gspo_loss(new, old, ADVANTAGES, MASK),
-        "kpo": lambda new, old: losses.kpo_loss(new, old, ADVANTAGES, MASK),
-        "kl": lambda new, old: losses.kl_loss(new, old, MASK),
-        "value": lambda new, old: losses.value_loss(new, old, OLD, MASK),
-    }[name]
-    clean = jax.value_and_grad(function, has_aux=True)(jnp.asarray(NEW), OLD)
+    assert parts[2][0] == 0 and all(part == (0, 0) for part in parts[2][1].values())
+    # What padding holds does not matter.
     for bad in (np.nan, -np.inf):
-        new, old = np.where(MASK, NEW, bad), np.where(MASK, OLD, 0)
-        jax.tree.map(np.testing.assert_array_equal, jax.value_and_grad(function, has_aux=True)(new, old), clean)
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_batch_without_tokens_costs_nothing(name):
-    loss, stats = LOSSES[name](slice(3, 4))
-    assert loss == 0
-    assert all(part == (0, 0) for part in stats.values())
+        padded = compute(np.where(MASK, NEW, np.float32(bad)), np.where(MASK, OLD, 0), MASK)
+        jax.tree.map(np.testing.assert_array_equal, padded, ((whole_loss, whole), gradient))
+    # exp(200) overflows, and a gradient through it is 0 times infinity where the loss is clipped.
+    for away in (200.0, -200.0):
+        (loss, stats), gradient = compute(OLD + np.float32(away), OLD, MASK)
+        assert np.isfinite(jnp.stack([loss, *jax.tree.leaves(stats)])).all(), stats
+        assert np.isfinite(gradient).all()
 
 
 def test_gspo_clips_whole_responses():
@@ -143,27 +135,12 @@ def test_gspo_clips_whole_responses():
     np.testing.assert_allclose(gradient, by_length, rtol=1e-5)
 
 
-def test_gspo_clips_as_its_paper_does():
-    """3e-4 below and 4e-4 above 1, a quarter of a percent of what PPO allows."""
+@pytest.mark.parametrize("loss", [losses.gspo_loss, functools.partial(losses.kpo_loss, process_noise=1e12)])
+def test_gspo_and_kpo_clip_as_their_papers_do(loss):
+    """3e-4 below and 4e-4 above 1, a quarter of a percent of what PPO allows; here KPO's filter changes nothing."""
     log_ratios, advantages = np.float32([[3.8e-4], [4.2e-4], [-2.8e-4], [-3.2e-4]]), np.float32([1, 1, -1, -1])
-    _, stats = losses.gspo_loss(log_ratios, np.zeros((4, 1), np.float32), advantages, np.ones((4, 1), bool))
+    _, stats = loss(log_ratios, np.zeros((4, 1), np.float32), advantages, np.ones((4, 1), bool))
     assert (stats["clip_fraction_high"], stats["clip_fraction_low"]) == ((1, 4), (1, 4))
-
-
-@pytest.mark.parametrize("name", ["policy", "no dual clip", "gspo", "kpo", "kl"])
-def test_ratios_beyond_float32_leave_loss_and_gradient_finite(name):
-    """exp(200) overflows, and a gradient through it is 0 times infinity where the loss is clipped."""
-    function = {
-        "policy": lambda new: losses.policy_loss(new, OLD, ADVANTAGES, MASK),
-        "no dual clip": lambda new: losses.policy_loss(new, OLD, ADVANTAGES, MASK, dual_clip=None),
-        "gspo": lambda new: losses.gspo_loss(new, OLD, ADVANTAGES, MASK),
-        "kpo": lambda new: losses.kpo_loss(new, OLD, ADVANTAGES, MASK),
-        "kl": lambda new: losses.kl_loss(new, OLD, MASK),
-    }[name]
-    for away in (200.0, -200.0):
-        (loss, stats), gradient = jax.value_and_grad(function, has_aux=True)(jnp.asarray(OLD + np.float32(away)))
-        assert np.isfinite(jnp.stack([loss, *jax.tree.leaves(stats)])).all(), stats
-        assert np.isfinite(gradient).all()
 
 
 def test_kl_kinds():
@@ -175,18 +152,8 @@ def test_kl_kinds():
         np.testing.assert_allclose(loss, aggregated(expected[kind], "seq-mean-token-mean"), rtol=1e-5)
         np.testing.assert_allclose(stats["kl"][0] / stats["kl"][1], expected[kind][MASK].mean(), rtol=1e-5)
     assert losses.kl(jnp.array([-60.0]), jnp.array([0.0]))[0] == 10
-
-
-def test_low_variance_kl_keeps_its_digits_near_zero():
     # exp(d) - d - 1 is 0 or noise in float32 here; the exact value is d^2 / 2.
     np.testing.assert_allclose(losses.kl(np.float32([-1.0]), np.float32([-1.0 + 2**-14])), [2**-29], rtol=1e-2)
-
-
-def test_approximate_kl():
-    _, stats = losses.policy_loss(NEW, OLD, ADVANTAGES, MASK)
-    z = (NEW - OLD).astype(float)[MASK]
-    np.testing.assert_allclose(stats["approx_kl"][0] / stats["approx_kl"][1], np.mean(np.exp(z) - 1 - z), rtol=1e-5)
-    np.testing.assert_allclose(stats["ratio"][0] / stats["ratio"][1], np.mean(np.exp(z)), rtol=1e-5)
 
 
 def test_value_loss():
@@ -227,13 +194,15 @@ def test_rollout_correction(level):
         "effective": bounded.mean() ** 2 / (bounded**2).mean(), "kl": kl,
     }  # fmt: skip
     assert {name: float(value) for name, value in stats.items()} == pytest.approx(expected, rel=1e-5)
-
-
-def test_rollout_correction_of_the_sampler_itself_is_none():
-    for level in ("token", "sequence"):
-        weights, stats = losses.rollout_correction(OLD, OLD, MASK, level=level)
-        np.testing.assert_array_equal(weights, 1.0)
-        assert {name: float(value) for name, value in stats.items()} == {"weight": 1, "truncated": 0, "effective": 1, "kl": 0}
+    # The sampler itself needs none.
+    weights, stats = losses.rollout_correction(OLD, OLD, MASK, level=level)
+    np.testing.assert_array_equal(weights, 1.0)
+    assert {name: float(value) for name, value in stats.items()} == {"weight": 1, "truncated": 0, "effective": 1, "kl": 0}
+    # Finite where probabilities vanish.
+    weights, stats = losses.rollout_correction(OLD, np.full_like(OLD, -1e4), MASK, level=level)
+    assert np.isfinite(weights).all() and all(np.isfinite(value) for value in stats.values())
+    weights, _ = losses.rollout_correction(np.full_like(OLD, -np.inf), OLD, np.zeros_like(MASK), level=level)
+    np.testing.assert_array_equal(weights, 1.0)
 
 
 def test_corrected_samples_of_another_policy_give_the_policys_own_gradient():
@@ -248,8 +217,8 @@ def test_corrected_samples_of_another_policy_give_the_policys_own_gradient():
 
         def loss(logits):
             new = jax.nn.log_softmax(logits)[:, None]
-            each = [losses.policy_loss(*(a[i : i + 1] for a in (new, old, A[:, None] * weights, mask)))[0] for i in range(7)]
-            return (jnp.stack(each) * jnp.exp(sampled[:, 0])).sum()
+            each = jax.vmap(lambda *one: losses.policy_loss(*(a[None] for a in one))[0])(new, old, A[:, None] * weights, mask)
+            return (each * jnp.exp(sampled[:, 0])).sum()
 
         return jax.grad(loss)(p)
 
@@ -258,14 +227,6 @@ def test_corrected_samples_of_another_policy_give_the_policys_own_gradient():
     np.testing.assert_allclose(gradient(q, 1e6), own, atol=1e-6)
     np.testing.assert_allclose(gradient(p, 1.0), own, atol=1e-6)
     assert np.abs(gradient(q, 1.0) - own).max() > 0.01  # a cap has its price
-
-
-@pytest.mark.parametrize("name", ["token", "sequence"])
-def test_rollout_correction_is_finite_where_probabilities_vanish(name):
-    weights, stats = losses.rollout_correction(OLD, np.full_like(OLD, -1e4), MASK, level=name)
-    assert np.isfinite(weights).all() and all(np.isfinite(value) for value in stats.values())
-    weights, _ = losses.rollout_correction(np.full_like(OLD, -np.inf), OLD, np.zeros_like(MASK), level=name)
-    np.testing.assert_array_equal(weights, 1.0)
 
 
 def test_unknown_names_are_refused():

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from hgpo_jax import packing
 from hgpo_jax.learner import token_logprobs
-from hgpo_jax.mesh import make_mesh
 from hgpo_jax.packing import SequenceShape
-from hgpo_jax.policy import ModelConfig, initialize, network
+from hgpo_jax.policy import network
 from hgpo_jax.training_batch import TrainingBatch, assign_to_sequences, gather_microbatch
+from tests.helpers.tiny import MODEL, parameters
 
 SHAPE = SequenceShape(slots=12, predictions=5, max_segments=3)
 
@@ -60,10 +60,6 @@ def test_unpacked_every_segment_has_the_next_sequence():
     assert not slot.any() and not offset.any()
 
 
-MODEL = ModelConfig(
-    vocab_size=11, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-    initializer_range=0.3,
-)  # fmt: skip
 N, P, R = 23, 7, 4
 
 
@@ -78,12 +74,11 @@ def batch():
     return jax.tree.map(jnp.asarray, batch)
 
 
-@pytest.mark.parametrize("M", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(5, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("max_segments", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(("M", "max_segments"), [(2, 3), *(pytest.param(*c, marks=pytest.mark.slow) for c in ((5, 1), (1, 3)))])
 def test_micro_batches_hold_each_decision_once_and_compute_what_it_computes_unpacked(batch, M, max_segments, monkeypatch):
     shape = SequenceShape(P + R - 1, 2 * R if max_segments > 1 else R, max_segments)
     monkeypatch.setattr(packing, "sequence_shape", lambda P, R: shape)
-    model = nnx.merge(network(MODEL), initialize(MODEL, 0, make_mesh("data=1", jax.devices()[:1])))
+    model = nnx.merge(network(MODEL), parameters(0))
     compute = jax.jit(lambda batch: token_logprobs(model, batch))
     unpacked = [np.asarray(a) for a in compute(batch)]
     order, begin, stop = np.random.default_rng(1).permutation(N), 2, 19

@@ -13,17 +13,13 @@ import pytest
 from flax import nnx
 
 from hgpo_jax.advantages import estimate
-from hgpo_jax.mesh import make_mesh
-from hgpo_jax.policy import ModelConfig, initialize, network
+from hgpo_jax.policy import network
 from tests.helpers import fork_server
+from tests.helpers.tiny import MODEL, WORDS, parameters
 from tests.helpers.training import command
 
-GROUPS, MEMBERS, T, P, WORDS = 4, 16, 8, 5, 12
+GROUPS, MEMBERS, T, P = 4, 16, 8, 5
 B, RELIEF = GROUPS * MEMBERS, 4  # from this turn on the second role acts
-MODEL = ModelConfig(
-    vocab_size=WORDS, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-    num_key_value_heads=1, initializer_range=0.2, tie_word_embeddings=False,
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -39,21 +35,20 @@ def team():
     }, ((np.arange(T) >= RELIEF) & mask).astype(np.int32)  # fmt: skip
 
 
-def mean_squared_norm(weights, prompts) -> float:
+@jax.jit
+def mean_squared_norm(params, weights, prompts):
     """E |sum w grad log p|^2 over answers of one token that the policy itself samples; weights f32[N], prompts i32[N, P]."""
-    params = initialize(MODEL, 0, make_mesh("data=1", jax.devices()[:1]))
 
     def logps(params):
         model = nnx.merge(network(MODEL), params)
         return jax.nn.log_softmax(model.logits(model.hidden(prompts, jnp.full((len(prompts), 1), P - 1)))[:, 0])
 
-    @jax.jit
     def squared_norm(key):
         answers = jax.random.categorical(key, logps(params))
         gradient = jax.grad(lambda p: (weights * jnp.take_along_axis(logps(p), answers[:, None], 1)[:, 0]).sum())(params)
         return sum((g**2).sum() for g in jax.tree.leaves(gradient))
 
-    return float(np.mean([squared_norm(key) for key in jax.random.split(jax.random.key(1), 400)]))
+    return jax.lax.map(squared_norm, jax.random.split(jax.random.key(1), 400)).mean()
 
 
 def test_the_gradient_of_a_rare_role_is_inflated_by_grpo_and_not_by_dr_mas(team):
@@ -65,9 +60,10 @@ def test_the_gradient_of_a_rare_role_is_inflated_by_grpo_and_not_by_dr_mas(team)
     grpo = estimate("grpo", **batch, normalize="mean_std", statistics="per_trajectory").advantages
     own = estimate("dr_mas", **batch, agents=agents, normalize="mean_std").advantages
     rows, turns = np.nonzero(agents)
-    prompts = jnp.asarray(np.random.default_rng(0).integers(0, WORDS, (len(rows), P)))
+    # The same prompts in the won and in the lost episode, so that sizes of gradients do not go with advantages.
+    prompts = jnp.asarray(np.tile(np.random.default_rng(0).integers(0, WORDS, (T - RELIEF, P)), (2 * GROUPS, 1)))
     weights = grpo[rows, turns], own[rows, turns], np.ones(len(rows), np.float32)
-    inflated, calm, plain = (mean_squared_norm(jnp.asarray(w), prompts) for w in weights)
+    inflated, calm, plain = (float(mean_squared_norm(parameters(0), jnp.asarray(w), prompts)) for w in weights)
     assert inflated / plain == pytest.approx(grown, rel=0.1)
     assert calm / plain == pytest.approx(7 / 8, rel=0.1)  # the variance of the role's eight steps over that of a sample
 

@@ -6,56 +6,42 @@ import re
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from hgpo_jax.rollout.episodes import Episodes
 from tests.helpers.glossary import unexplained
+from tests.helpers.needs import DATA
 from tests.helpers.training import command, rows_of
 
-SHARED = Path(__file__).parents[2] / "shared" / "data"
 SMALL = (
     "iterations=2", "rollout.prompt_groups=2", "rollout.group_size=2", "cloning.episodes=8", "cloning.max_steps=20",
     "evaluation.episodes=4", "log.dump_every=1",
 )  # fmt: skip
-DATA = {"alfworld": SHARED / "alfworld" / "sample", "webshop": SHARED / "webshop"}
+FOLDERS = {"alfworld": DATA / "alfworld" / "sample", "webshop": DATA / "webshop"}
+REAL = pytest.mark.needs("data")
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     """A folder with Qwen2.5's tokenizer, as the hub has it."""
-    source, folder = SHARED / "qwen2.5", tmp_path_factory.mktemp("tokenizer")
-    if not source.is_dir():
-        pytest.skip("needs shared/data/qwen2.5")
+    source, folder = DATA / "qwen2.5", tmp_path_factory.mktemp("tokenizer")
     for name in ("tokenizer_config.json", "vocab.json", "merges.txt"):
         shutil.copy(source / name, folder / name)
     (folder / "tokenizer.json").write_bytes(gzip.decompress((source / "tokenizer.json.gz").read_bytes()))
     return folder
 
 
-def data_of(environment):
-    if not DATA[environment].is_dir():
-        pytest.skip(f"needs shared/data/{environment}")
-    if environment == "webshop":
-        pytest.importorskip("regex")
-    return DATA[environment]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("environment", ["alfworld", "webshop", "household_text", "gymnasium:BabyAI-GoToObj-v0"])
+@REAL
+@pytest.mark.parametrize("environment", FOLDERS)
 def test_trains_end_to_end(environment, tokenizer, tmp_path):
-    small = environment not in DATA
-    if small:  # a policy with the environment's own words, cloned from its expert
-        start = ["--config", "text_small", f"env.name={environment}", *SMALL, "rollout.response_limit=16"]
-    else:
-        start = ["--config", f"{environment}_tiny", f"data={data_of(environment)}", f"policy.tokenizer={tokenizer}"]
-        start += ["rollout.response_limit=4"]
     folder = tmp_path / "run"
-    start.append("env.options.max_turns=2" if ":" in environment else "env.max_turns=2")
-    arguments = [*start, "log.tensorboard=false", f"run_dir={folder}", f"cache_dir={tmp_path / 'cache'}"]
-    trained = command("-m", "hgpo_jax.train", *arguments, cwd=tmp_path).stdout
-    assert "task: " in trained
+    command(
+        "-m", "hgpo_jax.train", "--config", f"{environment}_tiny", f"data={FOLDERS[environment]}", "rollout.response_limit=4",
+        f"policy.tokenizer={tokenizer}", "env.max_turns=2", "log.tensorboard=false", f"run_dir={folder}",
+        f"cache_dir={tmp_path / 'cache'}", cwd=tmp_path,
+    )  # fmt: skip
     rows = rows_of(folder)
     assert len(rows) == 2
     for row in rows:
@@ -66,25 +52,17 @@ def test_trains_end_to_end(environment, tokenizer, tmp_path):
     report = json.loads((folder / "episodes" / "iteration-00001.json").read_text())
     assert episodes.mask.sum() == rows[1]["steps"]
     assert len(report["texts"]) > episodes.states.max()
-    assert ("score" in json.loads((folder / "evaluation.json").read_text())) or environment != "webshop"
     before = (folder / "evaluation.json").read_text()
+    assert ("score" in json.loads(before)) or environment != "webshop"
     command("-m", "hgpo_jax.evaluate", folder, cwd=tmp_path)
     assert (folder / "evaluation.json").read_text() == before
-    if small:
-        assert "behaviour cloning" in trained
-        shown = command("-m", "hgpo_jax.watch", folder, "--greedy", cwd=tmp_path).stdout
-        assert shown.startswith("task: ") and shown.count("      probability ") == 2
-    if environment == "alfworld":  # tests/run stops and continues runs of all kinds
-        command("-m", "hgpo_jax.train", *arguments, "iterations=3", "--resume", "auto", cwd=tmp_path)
-        assert [row["iteration"] for row in rows_of(folder)] == [0, 1, 2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", [("env.name=household",), ("--config", "text_small", "env.name=household_text")])
-def test_sampling_in_8_bits_is_corrected_for(start, tmp_path):
+def test_sampling_in_8_bits_is_corrected_for(tmp_path):
     folder = tmp_path / "run"
     common = [*SMALL, "env.max_turns=4", "log.tensorboard=false", f"cache_dir={tmp_path / 'cache'}", f"run_dir={folder}"]
-    command("-m", "hgpo_jax.train", *start, *common, "policy.sample_dtype=int8", cwd=tmp_path)
+    command("-m", "hgpo_jax.train", "--config", "text_small", *common, "policy.sample_dtype=int8", cwd=tmp_path)
     for row in rows_of(folder):
         assert not unexplained(row)
         assert 1e-5 < row["logp_difference"] < 0.5
@@ -112,11 +90,6 @@ def test_given_weights_are_cloned_into_adapters(tmp_path):
     assert {name for name in start if (start[name] != trained[name]).any()} <= changed
     adapter = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
     assert adapter["base_model_name_or_path"] == str(tmp_path / "run" / "start")
-    # From the cache, and not at all.
-    end = ("cloning.stop_at=1", f"run_dir={tmp_path / 'again'}")
-    again = command("-m", "hgpo_jax.train", *fields, *more, *end, cwd=tmp_path).stdout
-    assert "warm start: read from" in again
-    np.testing.assert_equal(load_file(tmp_path / "again" / "policy" / "model.safetensors"), trained)
     end = ("cloning.stop_at=0", f"run_dir={tmp_path / 'fine'}")
     fine = command("-m", "hgpo_jax.train", *fields, *more, *end, cwd=tmp_path).stdout
     assert "warm start: not needed, the pretrained weights reach success " in fine
@@ -127,34 +100,13 @@ def test_given_weights_are_cloned_into_adapters(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("environment", "size"),
-    [
-        ("alfworld", "1.5b"), ("alfworld", "7b"), ("webshop", "1.5b"), ("webshop", "7b"),
-    ],
-)
+@REAL
+@pytest.mark.parametrize(("environment", "size"), [("alfworld", "7b"), ("webshop", "1.5b")])
 def test_the_papers_settings_pass_the_dry_run(environment, size, tokenizer, tmp_path):
     split = ["env.split=valid_train"] if environment == "alfworld" else []
-    config = ["--config", f"{environment}_qwen2.5_{size}", f"data={data_of(environment)}", f"policy.tokenizer={tokenizer}"]
+    config = ["--config", f"{environment}_qwen2.5_{size}", f"data={FOLDERS[environment]}", f"policy.tokenizer={tokenizer}"]
     out = command("-m", "hgpo_jax.train", *config, *split, "--dry-run", cwd=tmp_path).stdout
     assert "tasks to train on" in out
     peak = float(out.split("peak on each device")[1].split()[0])
     assert 10 < peak < 0.92 * 80  # of 80 GB
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "fragment"),
-    [
-        (["env.name=alfworld", "warm_start=none", "policy.tokenizer=x", "data="], "env.data="),
-        (["env.name=household_text", "policy.tokenizer=x"], "policy.tokenizer=x: warm_start=cloning is for a small policy"),
-        (["lora.rank=4"], "lora.rank=4: LoRA needs base weights; give policy="),
-    ],
-)
-def test_refusals_write_nothing(arguments, fragment, tmp_path):
-    failed = command("-m", "hgpo_jax.train", *arguments, cwd=tmp_path, code=2)
-    assert failed.stderr.startswith("error: ")
-    assert len(failed.stderr.splitlines()) == 1
-    assert fragment in failed.stderr
     assert list(tmp_path.iterdir()) == []
