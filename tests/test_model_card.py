@@ -62,10 +62,12 @@ def test_a_base_with_another_readme_has_no_facts(text, tmp_path):
     assert model_card.front_matter(tmp_path) == {}
 
 
-def test_a_base_that_is_gone_costs_no_run_its_card(folder, monkeypatch):
+def test_a_base_that_is_gone_costs_no_run_its_card(folder, tmp_path, monkeypatch):
     def gone(*_):
         raise ValueError("no such folder")
 
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(huggingface, "find", gone)
+    (tmp_path / "runs" / "base").mkdir(parents=True)
     assert model_card.base_of("Qwen/Qwen2.5-1.5B-Instruct", "cache") == {"base_model": "Qwen/Qwen2.5-1.5B-Instruct"}
-    assert model_card.base_of("./folder/x", "cache") == {}
+    assert model_card.base_of("./folder/x", "cache") == model_card.base_of("runs/base", "cache") == {}

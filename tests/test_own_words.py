@@ -60,6 +60,7 @@ def test_a_template_of_the_users_wins(config, tmp_path):
 def test_commands_that_no_response_can_hold_are_refused(config):
     with pytest.raises(ConfigError, match=r"^rollout.response_limit=3: the commands take up to 4 tokens; give as many"):
         fresh_tokenizer(config("rollout.response_limit=3"))
+    fresh_tokenizer(config("rollout.response_limit=4"))
 
 
 def test_an_environment_that_cannot_be_played_is_refused(config, tmp_path):

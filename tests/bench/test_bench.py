@@ -29,6 +29,14 @@ SMALL_JOB = [
 ]  # fmt: skip
 
 
+PEER = ("--against", "transformers")
+
+
+def against_torch(test):
+    """A slow test that compares with transformers."""
+    return pytest.mark.slow(pytest.mark.optimized(pytest.mark.needs("torch", "peft")(test)))
+
+
 @pytest.fixture(autouse=True)
 def small_limits(monkeypatch):
     """Rates that need no gigabyte."""
@@ -60,18 +68,12 @@ def starting(rows, text):
     return next(row for name, row in rows.items() if name.startswith(text))
 
 
-def against():
-    return ["--against", "transformers"] if policies.importlib.util.find_spec("torch") else []
-
-
-@pytest.mark.slow
-@pytest.mark.optimized
+@against_torch
 def test_sample(tmp_path, monkeypatch):
-    peer = against()
     profiled = ("--profile", str(tmp_path / "traces"))
-    rows = bench(tmp_path, monkeypatch, "sample", *TINY, "--batch", "4", "--prompt", "9", "--new", "24", *profiled, *peer)
+    rows = bench(tmp_path, monkeypatch, "sample", *TINY, "--batch", "4", "--prompt", "9", "--new", "24", *profiled, *PEER)
     both = starting(rows, "both, batch 4")
-    assert both["limit_share"] and (both["ratio"] is not None) == bool(peer)
+    assert both["limit_share"] and both["ratio"]
     assert starting(rows, "decode, household, float32, prompt 9, 24 new, batch 4")["unit"] == "tokens/s"
     shares = {name.removeprefix("batch 4: time in "): row["value"] for name, row in rows.items() if row["unit"] == "%"}
     assert sum(shares.values()) == pytest.approx(100) and shares["products (dot_general)"] > 0
@@ -94,37 +96,21 @@ def test_kinds_of_a_compiled_program():
     assert {"products (dot_general)", "random numbers"} <= kinds
 
 
-def test_a_folder_that_cannot_be_is_refused(tmp_path, monkeypatch, capsys):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setattr(sys, "argv", ["bench", "sample", "--profile", str(tmp_path / "file" / "traces")])
-    with pytest.raises(SystemExit) as error:
-        command.main()
-    assert error.value.code == 2
-    message = capsys.readouterr().err
-    assert "--profile" in message and message.count("\n") == 1
-
-
-@pytest.mark.slow
-@pytest.mark.optimized
+@against_torch
 @pytest.mark.parametrize("adapters", [(), ("--lora", "2")])
 def test_update(adapters, tmp_path, monkeypatch):
-    peer = against()  # which then must have the same loss and gradient
     sizes = ("--rows", "6", "--tokens", "12", "--response", "5", "--remat", "full", *adapters)
-    rows = bench(tmp_path, monkeypatch, "update", *TINY, *sizes, *peer)
+    rows = bench(tmp_path, monkeypatch, "update", *TINY, *sizes, *PEER)  # which must have the same loss and gradient
     update, again = starting(rows, "update, household, 2 layers, 6 x 12"), starting(rows, "the same")
-    assert update["value"] == again["value"] and update["limit_share"] < again["limit_share"]
-    assert (update["ratio"] is not None) == bool(peer)
+    assert update["value"] == again["value"] and update["limit_share"] < again["limit_share"] and update["ratio"]
     array = starting(rows, "one [response")["value"] * 2**30
     assert array == pytest.approx(6 * 5 * 4 * policies.workload(parse(TINY)).model.vocab_size)
 
 
-@pytest.mark.slow
-@pytest.mark.optimized
+@against_torch
 def test_train(tmp_path, monkeypatch):
-    peer = against()
-    rows = bench(tmp_path, monkeypatch, "train", "--repeats", "1", f"cache_dir={tmp_path}", *SMALL_JOB, *peer)
-    assert starting(rows, "rollout, 8 x 2 episodes of 3 turns")["limit_share"]
-    assert (rows["iteration"]["ratio"] is not None) == bool(peer)
+    rows = bench(tmp_path, monkeypatch, "train", "--repeats", "1", f"cache_dir={tmp_path}", *SMALL_JOB, *PEER)
+    assert starting(rows, "rollout, 8 x 2 episodes of 3 turns")["limit_share"] and rows["iteration"]["ratio"]
 
 
 def parse(arguments):
@@ -133,17 +119,10 @@ def parse(arguments):
     return parser.parse_args(arguments)
 
 
-@pytest.fixture(scope="module")
-def peer():
-    pytest.importorskip("torch")
+@against_torch
+def test_the_peer_generates_the_same_tokens():
     from hgpo_jax.bench import peer
 
-    return peer
-
-
-@pytest.mark.slow
-@pytest.mark.optimized
-def test_the_peer_generates_the_same_tokens(peer):
     model = dataclasses.replace(policies.workload(parse(TINY)).model, initializer_range=0.5)
     mesh = policies.meshes("data=1", 3)["data=1"]
     prompts = np.random.default_rng(0).integers(0, model.vocab_size, (3, 7)).astype(np.int32)
@@ -157,15 +136,17 @@ def test_the_peer_generates_the_same_tokens(peer):
     np.testing.assert_array_equal(ours.tokens, theirs)
 
 
-@pytest.fixture
-def job(tmp_path):
-    return build(load(None, [*SMALL_JOB, f"cache_dir={tmp_path}"]), make_mesh("data=1", jax.devices()[:1]))
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    config = load(None, [*SMALL_JOB, f"cache_dir={tmp_path_factory.mktemp('cache')}"])
+    return build(config, make_mesh("data=1", jax.devices()[:1]))
 
 
-@pytest.mark.slow
-@pytest.mark.optimized
-def test_the_peer_learns_the_same_from_the_same_episodes(peer, job):
+@against_torch
+def test_the_peer_learns_the_same_from_the_same_episodes(job):
     """One optimizer step on another policy's episodes, so that clipping and KL count too."""
+    from hgpo_jax.bench import peer
+
     learn, init = make_learn(job)
     other = initialize(job.policy.config, 5, job.mesh)
     (episodes, _), *_ = sample(job, other, 0)
@@ -181,9 +162,10 @@ def test_the_peer_learns_the_same_from_the_same_episodes(peer, job):
     assert theirs["kl"] > 1e-3 and stats["clip_fraction_high"] > 0
 
 
-@pytest.mark.slow
-@pytest.mark.optimized
-def test_what_the_peer_plays_is_what_the_environment_does(peer, job):
+@against_torch
+def test_what_the_peer_plays_is_what_the_environment_does(job):
+    from hgpo_jax.bench import peer
+
     env, tokenizer = job.runner.env, job.policy.tokenizer
     played = peer.play(peer.make_model(job.policy.config, job.policy.params, "float32"), job, 1)
     reset, step = jax.jit(env.reset), jax.jit(env.step)
@@ -199,37 +181,34 @@ def test_what_the_peer_plays_is_what_the_environment_does(peer, job):
             assert (played["logp"][b, t, : len(response)] < 0).all()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["sample", "--policy", "Qwen9"], "--policy Qwen9: expected one of household, Qwen2.5-0.5B"),
-        (["sample", "--policy", "household", "--heads", "3"], "hidden_size=64: must be an even multiple"),
-        (["sample", "--batch", "3", "--mesh", "data=2"], "data=2 does not divide the 3 rows"),
-        (["update", "--tokens", "8", "--response", "8"], "--response 8: leaves no prompt"),
-        (["update", "--rows", "0"], "--rows: 0: must be a whole number"),
-        (["rollout", "--mean", "1"], "--mean 1: must be 2 or more"),
-        (["rollout", "--shortest-prompt", "2000"], "--shortest-prompt 2000: is above --longest-prompt 1200"),
-        (["train", "--profile", ".", "--config", "text_small"], "--profile .: traces a compiled environment's iteration"),
-        (["envs", "--tokenizer", "./nowhere"], "--tokenizer ./nowhere: needs games to tell; give --alfworld FOLDER"),
-        (["envs", "--tokenizer", "./nowhere", "--alfworld", "."], "--tokenizer ./nowhere: cannot be read"),
-        (["plan", "--mesh", "data=1", "--chip", "h100-80g", "--compile", "v5e:2x4"], "--chip h100-80g: --compile v5e:2x4"),
-        (["train", "--against", "transformers", "method=gspo"], "method=gspo: --against transformers has one clipped loss"),
-        (["train", "--against", "transformers", "env.name=household_text"], "plays the embedded household only"),
-        (["train", "--against", "transformers", "policy.sample_dtype=int8"], "its sampler is its trainer; leave out"),
-        (["train", "--against", "transformers", "learner.rollout_correction=token"], "its sampler is its trainer"),
-        (["sample", "--against", "transformers", "--sample-dtype", "int8"], "--sample-dtype int8: --against"),
-    ],
-)
-def test_refusals(monkeypatch, capsys, arguments, said):
-    if "--against" in arguments:
-        pytest.importorskip("torch")
-    assert said in refused(monkeypatch, capsys, *arguments)
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["sample", "--policy", "Qwen9"], "--policy Qwen9: expected one of household, Qwen2.5-0.5B"),
+    (["sample", "--policy", "household", "--heads", "3"], "hidden_size=64: must be an even multiple"),
+    (["sample", "--batch", "3", "--mesh", "data=2"], "data=2 does not divide the 3 rows"),
+    (["update", "--tokens", "8", "--response", "8"], "--response 8: leaves no prompt"),
+    (["update", "--rows", "0"], "--rows: 0: must be a whole number"),
+    (["rollout", "--mean", "1"], "--mean 1: must be 2 or more"),
+    (["rollout", "--shortest-prompt", "2000"], "--shortest-prompt 2000: is above --longest-prompt 1200"),
+    (["sample", "--profile", "FILE/traces"], "--profile"),
+    (["train", "--profile", ".", "--config", "text_small"], "--profile .: traces a compiled environment's iteration"),
+    (["envs", "--tokenizer", "./nowhere"], "--tokenizer ./nowhere: needs games to tell; give --alfworld FOLDER"),
+    (["envs", "--tokenizer", "./nowhere", "--alfworld", "."], "--tokenizer ./nowhere: cannot be read"),
+    (["plan", "--mesh", "data=1", "--chip", "h100-80g", "--compile", "v5e:2x4"], "--chip h100-80g: --compile v5e:2x4"),
+    (["train", *PEER, "method=gspo"], "method=gspo: --against transformers has one clipped loss"),
+    (["train", *PEER, "env.name=household_text"], "plays the embedded household only"),
+    (["train", *PEER, "policy.sample_dtype=int8"], "its sampler is its trainer; leave out"),
+    (["sample", *PEER, "--sample-dtype", "int8"], "--sample-dtype int8: --against"),
+])  # fmt: skip
+def test_refusals(tmp_path, monkeypatch, capsys, arguments, said):
+    monkeypatch.setattr(policies, "load_peer", lambda name: name and object())
+    (tmp_path / "file").write_text("")
+    assert said in refused(monkeypatch, capsys, *(word.replace("FILE", str(tmp_path / "file")) for word in arguments))
 
 
 def test_without_torch_there_is_no_peer(monkeypatch, capsys):
     monkeypatch.setattr(policies.importlib.util, "find_spec", lambda name: None)
     for name in ("sample", "update", "train"):
-        assert "needs torch; pip install 'hgpo_jax[parity]'" in refused(monkeypatch, capsys, name, "--against", "transformers")
+        assert "needs torch; pip install 'hgpo_jax[parity]'" in refused(monkeypatch, capsys, name, *PEER)
 
 
 def refused(monkeypatch, capsys, *arguments) -> str:
@@ -256,15 +235,18 @@ def test_counts_of_operations_and_bytes():
     assert limits.decode_flops(model, 1) == limits.forward_flops(model, 1, 1)
 
 
-def test_memory_rise_is_what_a_call_touches():
+def test_memory_rise_is_what_a_call_touches(monkeypatch):
     rise = limits.memory_rise(lambda: np.ones(2**24))
     assert rise is None or 0.95 < rise / 2**27 < 1.3
-
-
-def test_on_an_accelerator_neither_the_hosts_memory_nor_its_torch_counts(monkeypatch, capsys):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert limits.memory_rise(lambda: np.ones(2**24)) is None
-    torch = pytest.importorskip("torch")
+
+
+@pytest.mark.needs("torch")
+def test_on_an_accelerator_the_hosts_torch_is_no_peer(monkeypatch, capsys):
+    import torch
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name in ("sample", "update", "train"):
-        assert "jax has a GPU that torch does not find" in refused(monkeypatch, capsys, name, "--against", "transformers")
+        assert "jax has a GPU that torch does not find" in refused(monkeypatch, capsys, name, *PEER)

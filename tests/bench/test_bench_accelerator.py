@@ -35,9 +35,17 @@ def test_a_part_that_fails_or_hangs_costs_the_others_nothing(tmp_path, monkeypat
     whats = ("fails", "works", "hangs", "works later")
     monkeypatch.setattr(accelerator, "PARTS", [(what, "fake_part", [what], False) for what in whats])
     monkeypatch.setattr(accelerator, "TINY", {what: [] for what in whats})
-    began = time.monotonic()
-    rows = bench(monkeypatch, tmp_path / "rows.json", "--minutes", "0.05", "--tiny")
+    began, seen, part = time.monotonic(), [], accelerator._part
+
+    def noted(*given):
+        file = tmp_path / "rows.json"
+        seen.append(len(json.loads(file.read_text())) if file.exists() else 0)
+        return part(*given)
+
+    monkeypatch.setattr(accelerator, "_part", noted)
+    rows = bench(monkeypatch, tmp_path / "rows.json", "--minutes", "0.04", "--tiny")
     assert time.monotonic() - began < 60  # what hangs sleeps for ten minutes
+    assert seen == [0, 1, 2]  # rows are written after every part
     assert "fails: exit code 1: no such kernel" in rows
     assert rows["works: speed"] == {"name": "works: speed", "value": 2.0, "unit": "s", "limit_share": 0.5, "ratio": None}
     assert "works: machine" not in rows and "cores" in rows["machine"]["value"]
@@ -45,19 +53,6 @@ def test_a_part_that_fails_or_hangs_costs_the_others_nothing(tmp_path, monkeypat
     assert "works later: no time was left" in rows
     out, err = capfd.readouterr()
     assert "[1/4] fails" in err and "| works: speed | 2 | s | 50% |" in out
-
-
-def test_rows_are_written_after_every_part(tmp_path, monkeypatch):
-    seen = []
-
-    def part(title, *_):
-        file = tmp_path / "rows.json"
-        seen.append(len(json.loads(file.read_text())) if file.exists() else 0)
-        return [accelerator.row(title, 1.0, "s")]
-
-    monkeypatch.setattr(accelerator, "_part", part)
-    bench(monkeypatch, tmp_path / "rows.json", "--tiny")
-    assert seen == list(range(len(accelerator.PARTS)))
 
 
 def test_without_an_accelerator_it_is_refused(monkeypatch, capsys):
@@ -85,7 +80,7 @@ def test_every_part_is_one_that_its_command_takes(tiny, monkeypatch):
 
 @pytest.mark.slow
 def test_a_part_of_each_kind_runs_with_small_shapes(tmp_path, monkeypatch):
-    first = {accelerator.PARTS[n][0]: accelerator.PARTS[n] for n in (0, 1, 3, 6, len(accelerator.PARTS) - 1)}
+    first = {accelerator.PARTS[n][0]: accelerator.PARTS[n] for n in (0, 1, len(accelerator.PARTS) - 1)}
     monkeypatch.setattr(accelerator, "PARTS", tuple(first.values()))
     rows = bench(monkeypatch, tmp_path / "rows.json", "--tiny", "--minutes", "20")
     assert not [name for name, row in rows.items() if row["unit"] == "not measured"]

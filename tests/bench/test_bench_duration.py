@@ -75,7 +75,9 @@ def test_what_changes_it():
 
 @pytest.mark.parametrize(("name", "rates", "expected", "measured"), [
     ("household", (181e9, 20e9), (20, 27, 3), 0.208 + 0.714),  # `bench train`
-    ("household_smollm2", (206e9, 34e9), (10.3, 174, 6.8), 72.7 + 192.1),  # means of 24 iterations
+    pytest.param(  # means of 24 iterations
+        "household_smollm2", (206e9, 34e9), (10.3, 174, 6.8), 72.7 + 192.1, marks=pytest.mark.needs("smollm2")
+    ),
 ])  # fmt: skip
 def test_measured_iterations_on_a_cpu(name, rates, expected, measured):
     """Those in hgpo_jax/bench/README.md, with the rates of the cores that they ran on."""
@@ -85,34 +87,36 @@ def test_measured_iterations_on_a_cpu(name, rates, expected, measured):
     assert sum(limits.values()) / REACHED == pytest.approx(measured, rel=0.3)
 
 
-def rows(*arguments, monkeypatch, capsys) -> str:
-    monkeypatch.setattr("sys.argv", ["bench", "plan", "--config", PAPER, "data=x", "--mesh", "fsdp=2", *arguments])
-    bench.main()
-    return capsys.readouterr().out
+@pytest.fixture
+def planned(monkeypatch, capsys):
+    """What `bench plan` prints."""
 
-
-def test_the_plan_counts_the_weights_of_every_role(monkeypatch, capsys):
-    def planned(*fields):
-        monkeypatch.setattr("sys.argv", ["bench", "plan", "--mesh", "data=1", "env.name=household_team", *fields])
+    def shown(*arguments):
+        monkeypatch.setattr("sys.argv", ["bench", "plan", *arguments])
         bench.main()
-        return float(re.search(r"parameters \| ([\d.e-]+)", capsys.readouterr().out)[1])
+        return capsys.readouterr().out
 
-    apart = "roles.searcher.policy=own"
-    assert planned(apart) == pytest.approx(2 * planned(), rel=0.01)
+    return shown
+
+
+def test_the_plan_counts_the_weights_of_every_role(planned):
+    team, apart = ("--mesh", "data=1", "env.name=household_team"), "roles.searcher.policy=own"
+    one, two = (float(re.search(r"parameters \| ([\d.e-]+)", planned(*team, *more))[1]) for more in ((), (apart,)))
+    assert two == pytest.approx(2 * one, rel=0.01)
     with pytest.raises(ConfigError, match=r"^--compile v5e:2x4: compiles for one policy"):
-        planned(apart, "--compile", "v5e:2x4")
+        planned(*team, apart, "--compile", "v5e:2x4")
 
 
-def test_the_plan_says_how_long(monkeypatch, capsys):
-    means = "--turns", "20", "--prompt", "1000", "--response", "200"
-    shown = rows("--chip", "h100-80g", *means, monkeypatch=monkeypatch, capsys=capsys)
+def test_the_plan_says_how_long(planned, capsys):
+    paper = "--config", PAPER, "data=x", "--mesh", "fsdp=2"
+    shown = planned(*paper, "--chip", "h100-80g", "--turns", "20", "--prompt", "1000", "--response", "200")
     assert "| an iteration at the limits of h100-80g: decoding | 7.06 | s |" in shown
     assert "| 160 iterations at 50% of these limits | 2.88 | h |" in shown
-    most = rows("--chip", "h100-80g", monkeypatch=monkeypatch, capsys=capsys)
+    most = planned(*paper, "--chip", "h100-80g")
     assert float(most.split("50% of these limits | ")[1].split()[0]) > 9
-    assert "iterations at" not in rows(monkeypatch=monkeypatch, capsys=capsys)
+    assert "iterations at" not in planned(*paper)
     with pytest.raises(SystemExit) as ended:
-        rows("--chip", "h100-80g", "--turns", "0", monkeypatch=monkeypatch, capsys=capsys)
+        planned(*paper, "--chip", "h100-80g", "--turns", "0")
     assert ended.value.code == 2 and "--turns: 0: must be above 0" in capsys.readouterr().err
 
 

@@ -47,7 +47,6 @@ def test_a_folder_without_the_data_is_refused(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.optimized
 def test_every_row(tmp_path, capsys):
-    pytest.importorskip("regex")
     sys.path.insert(0, str(TESTS / "webshop"))
     from webshop_tiny import write
 

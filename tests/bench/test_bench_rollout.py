@@ -39,15 +39,6 @@ def test_fewer_steps_than_lockstep(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_equal_answers_take_equally_many(tmp_path, monkeypatch):
-    found = rows(tmp_path, monkeypatch, "--episodes", "8", "--slots", "8", "--equal")
-    assert found["answer"]["value"] == 40 and found["slots that decode"]["value"] == pytest.approx(100)
-    assert found["decode steps over the fewest possible"]["value"] == 1
-    for other in ("in one compiled program", "in lockstep"):
-        assert found[f"{other}, decode steps over the fewest possible"]["value"] == 1
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_token_ends_an_answer_with_the_same_probability(tied):
     model = ModelConfig(

@@ -15,10 +15,8 @@ SMALL = ["--rounds", "2", "--prompt", "9", "--response", "8", "--slots", "2"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("against", [False, True])
-def test_rows(tmp_path, monkeypatch, against):
-    if against:
-        pytest.importorskip("torch")
+@pytest.mark.needs("torch")
+def test_rows(tmp_path, monkeypatch):
     measured, direct = [], bench.Direct.__call__
 
     def compiled(self):
@@ -33,24 +31,20 @@ def test_rows(tmp_path, monkeypatch, against):
 
     monkeypatch.setattr(bench.Direct, "__call__", noted)
     file = tmp_path / "rows.json"
-    options = ["--against", "transformers"] if against else ["--hostile", "50"]
-    monkeypatch.setattr(sys, "argv", ["bench", "serve", *SMALL, "--clients", "1,3", *options, "--json", str(file)])
+    options = ["--clients", "1,3", "--against", "transformers", "--hostile", "50", "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", ["bench", "serve", *SMALL, *options])
     command.main()
     rows = json.loads(file.read_text())
-    names = ["served", "transformers' generate", "the sampler", "first token", "first token"]
-    if not against:
-        names = [*(name for name in names if "generate" not in name), "served beside"]
+    names = ["served", "transformers' generate", "the sampler", "first token", "first token", "served beside"]
     told = [re.sub(r",.*| called directly| [1-9]\d* bad requests/s", "", row["name"]) for row in rows]
     assert told == [*names, *names, "machine"]
     for at, clients in ((0, 1), (len(names), 3)):
-        assert rows[at]["name"].startswith(f"served, {clients} clients, 2 slots, household")
-        alone = rows[at + 1 + against]
-        assert rows[at]["ratio"] == pytest.approx(rows[at]["value"] / alone["value"])
-        assert rows[at + 2 + against]["value"] <= rows[at + 3 + against]["value"]
-        if not against:
-            assert rows[at + 4]["ratio"] == pytest.approx(rows[at + 4]["value"] / rows[at]["value"])
-        else:
-            assert rows[at + 1]["ratio"] == pytest.approx(rows[at]["value"] / rows[at + 1]["value"])
+        served, generate, sampler, median, slowest, beside = rows[at : at + len(names)]
+        assert served["name"].startswith(f"served, {clients} clients, 2 slots, household")
+        assert served["ratio"] == pytest.approx(served["value"] / sampler["value"])
+        assert generate["ratio"] == pytest.approx(served["value"] / generate["value"])
+        assert beside["ratio"] == pytest.approx(beside["value"] / served["value"])
+        assert median["value"] <= slowest["value"]
     # With random weights, almost every answer is as long as it may be.
     assert [(load.clients, load.rounds) for load, _ in measured] == [(1, 2), (1, 2), (3, 2), (3, 2)]
     assert all(0.7 * 8 * load.clients * load.rounds <= out.tokens <= 8 * load.clients * load.rounds for load, out in measured)

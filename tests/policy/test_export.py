@@ -12,7 +12,6 @@ import pytest
 from safetensors.numpy import load_file
 
 from hgpo_jax import cli, export
-from hgpo_jax.errors import ConfigError
 from hgpo_jax.policy import load_policy
 from tests.helpers.needs import DATA as SHARED
 
@@ -48,8 +47,11 @@ def test_a_folder_is_copied_in_shards(tmp_path, monkeypatch, capsys):
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-def test_conversion(tmp_path, monkeypatch):
-    run(monkeypatch, DATA / "qwen2_tiny", "--to", tmp_path / "half", "--dtype", "bfloat16")
+def test_a_run_is_exported_from_its_policy_and_converted(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("seed: 0\n")
+    shutil.copytree(DATA / "qwen2_tiny", tmp_path / "run" / "policy")
+    run(monkeypatch, tmp_path / "run", "--to", tmp_path / "half", "--dtype", "bfloat16")
     params = (load_policy(folder, dtype="bfloat16").params for folder in (tmp_path / "half", DATA / "qwen2_tiny"))
     jax.tree.map(np.testing.assert_array_equal, *params)
     assert {value.dtype.name for value in tensors(tmp_path / "half").values()} == {"bfloat16"}
@@ -57,89 +59,37 @@ def test_conversion(tmp_path, monkeypatch):
     assert raw["dtype"] == raw["torch_dtype"] == "bfloat16"
 
 
-@pytest.mark.needs("torch")
-@pytest.mark.parametrize(("name", "dtype"), [("qwen2_tiny", "float32"), ("qwen3_tiny", "bfloat16"), ("llama_tiny", "bfloat16")])
-def test_transformers_loads_what_was_exported(name, dtype, tmp_path):
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    export.export(DATA / name, tmp_path / "out", dtype, 20_000)
-    load = lambda folder: AutoModelForCausalLM.from_pretrained(folder).to(getattr(torch, dtype))  # noqa: E731
-    theirs, ours = load(DATA / name), load(tmp_path / "out")
-    ids = torch.tensor(np.load(DATA / name / "expected.npz")["ids"]).long()
-    assert torch.equal(theirs(ids).logits, ours(ids).logits)
-
-
-def test_a_run_is_exported_from_its_policy(tmp_path, monkeypatch):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "config.yaml").write_text("seed: 0\n")
-    with pytest.raises(ConfigError, match=r"has no policy/ yet.*hgpo_jax\.train --resume") as caught:
-        run(monkeypatch, folder, "--to", tmp_path / "out")
-    assert "\n" not in str(caught.value)
-    shutil.copytree(DATA / "qwen2_tiny", folder / "policy")
-    run(monkeypatch, folder, "--to", tmp_path / "out")
-    assert tensors(tmp_path / "out").keys() == tensors(DATA / "qwen2_tiny").keys()
-
-
-@pytest.mark.parametrize(
-    ("words", "fragment"),
-    [
-        (["FOLDER", "--to", "full"], "not empty"),
-        (["FOLDER", "--to", "full/file"], "not empty"),
-        (["EMPTY", "--to", "out"], "holds no config.json"),
-        (["no-such-folder", "--to", "out"], "no such folder"),
-        (["FOLDER", "--to", "full/file/out"], "full/file"),
-        (["FOLDER", "--to", "out", "--shard-size", "5"], "--shard-size 5"),
-        (["FOLDER", "--to", "out", "--shard-size", "0GB"], "--shard-size 0GB"),
-    ],
-)
+@pytest.mark.parametrize(("words", "fragment"), [
+    (["FOLDER", "--to", "full"], "not empty"),
+    (["FOLDER", "--to", "full/file"], "not empty"),
+    (["empty", "--to", "out"], "holds no config.json"),
+    (["no-such-folder", "--to", "out"], "no such folder"),
+    (["FOLDER", "--to", "full/file/out"], "full/file"),
+    (["FOLDER", "--to", "out", "--shard-size", "5"], "--shard-size 5"),
+    (["FOLDER", "--to", "out", "--shard-size", "0GB"], "--shard-size 0GB"),
+    (["damaged", "--to", "out"], "damaged"),
+    (["run", "--to", "out"], "run run: has no policy/ yet, it is written at the end; finish it with "),
+])  # fmt: skip
 def test_mistakes_are_one_line_and_leave_nothing(words, fragment, tmp_path, monkeypatch, capsys):
-    (tmp_path / "full").mkdir()
+    for name in ("full", "empty", "run"):
+        (tmp_path / name).mkdir()
     (tmp_path / "full" / "file").write_text("mine")
-    (tmp_path / "empty").mkdir()
-    names = {"FOLDER": str(DATA / "qwen2_tiny"), "EMPTY": "empty"}
+    (tmp_path / "run" / "config.yaml").write_text("seed: 0\n")
+    shutil.copytree(DATA / "qwen2_tiny", tmp_path / "damaged")
+    file = tmp_path / "damaged" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["export", *(names.get(word, word) for word in words)])
+    monkeypatch.setattr(sys, "argv", ["export", *(str(DATA / "qwen2_tiny") if word == "FOLDER" else word for word in words)])
     with pytest.raises(SystemExit) as caught:
         cli.run(export.main)
-    assert caught.value.code == 2
     said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert fragment in said
-    assert said.count("\n") == 1
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "full"]
+    assert caught.value.code == 2 and said.startswith("error: ") and fragment in said and said.count("\n") == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["damaged", "empty", "full", "run"]
     assert (tmp_path / "full" / "file").read_text() == "mine"
 
 
-def test_a_broken_tensor_leaves_nothing(tmp_path):
-    shutil.copytree(DATA / "qwen2_tiny", tmp_path / "in")
-    file = tmp_path / "in" / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-4])
-    with pytest.raises(ValueError, match="damaged"):
-        export.export(tmp_path / "in", tmp_path / "out")
-    assert [p.name for p in tmp_path.iterdir()] == ["in"]
-
-
-# ---- the tokenizer of Qwen2.5 -------------------------------------------------------------------------------------------
-
-CHAT = [
-    {"role": "system", "content": "You tidy up."},
-    {"role": "user", "content": "Where is the mug?\nLook."},
-    {"role": "assistant", "content": "<think>drawer</think><action>open drawer 1</action>"},
-    {"role": "user", "content": "Über 3 °C · 茶 🍵 \t  done"},
-]
-CHAT_TEXT = (
-    "<|im_start|>system\nYou tidy up.<|im_end|>\n"
-    "<|im_start|>user\nWhere is the mug?\nLook.<|im_end|>\n"
-    "<|im_start|>assistant\n<think>drawer</think><action>open drawer 1</action><|im_end|>\n"
-    "<|im_start|>user\nÜber 3 °C · 茶 🍵 \t  done<|im_end|>\n"
-    "<|im_start|>assistant\n"
-)
-
-
 @pytest.mark.needs("data")
-def test_tokenizer_and_chat_template_survive(tmp_path, monkeypatch):
+def test_qwens_tokenizer_and_chat_template_survive(tmp_path, monkeypatch):
     """The tiny model with Qwen2.5's own tokenizer files, exported and saved."""
     given = tmp_path / "in"
     shutil.copytree(DATA / "qwen2_tiny", given)
@@ -150,21 +100,15 @@ def test_tokenizer_and_chat_template_survive(tmp_path, monkeypatch):
     for name in ("vocab.json", "merges.txt", "tokenizer_config.json", "tokenizer.json", "generation_config.json"):
         assert (tmp_path / "exported" / name).read_bytes() == (given / name).read_bytes()
     load_policy(given).save(tmp_path / "saved")
-    templates = set()
-    for folder in (given, tmp_path / "exported", tmp_path / "saved"):
-        tokenizer = load_policy(folder).tokenizer
-        templates.add(tokenizer.chat_template)
+    before, after = (load_policy(folder).tokenizer for folder in (given, tmp_path / "saved"))
+    chat = [{"role": "system", "content": "You tidy up."}, {"role": "user", "content": "Über 3 °C · 茶 🍵 \t  done"}]
+    expected = "".join(f"<|im_start|>{said['role']}\n{said['content']}<|im_end|>\n" for said in chat)
+    for tokenizer in (before, after):
         assert (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token) == (151645, 151643, None)
         assert tokenizer("Hello world")["input_ids"] == [9707, 1879]
-        for text in ("take mug 1 from drawer 1", " two  blanks\n\n", "12345", "naïve 茶 🍵", "def f(x):\n\treturn x"):
-            ids = tokenizer(text)["input_ids"]
-            assert tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) == text
-            assert max(ids) < 151643  # nothing special in plain text, and nothing put before or after it
-        assert tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True) == CHAT_TEXT
-        ids = tokenizer(CHAT_TEXT)["input_ids"]
-        assert (ids.count(151644), ids.count(151645)) == (5, 4)
-        assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == CHAT_TEXT
-        text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
-        assert text.startswith("<|im_start|>system\nYou are Qwen, created by Alibaba Cloud.")
-        assert text.endswith("<|im_start|>user\nHi<|im_end|>\n")
-    assert len(templates) == 1
+        assert tokenizer.apply_chat_template(chat, tokenize=False) == expected
+        ids = tokenizer(expected)["input_ids"]
+        assert (ids.count(151644), ids.count(151645)) == (2, 2)
+        assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == expected
+    assert before(expected)["input_ids"] == ids
+    assert before.chat_template == after.chat_template

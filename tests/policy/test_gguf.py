@@ -50,6 +50,13 @@ def their_name(name):
     return f"blk.{parts[2]}.{block}.{parts[-1]}"
 
 
+def turned(weight, name, config, turn):
+    """A tensor as `turn` makes it of a projection in the other order of rows, if it is one."""
+    heads = {"q_proj.weight": config.num_attention_heads, "k_proj.weight": config.num_key_value_heads}
+    end = ".".join(name.split(".")[-2:])
+    return turn(weight, heads[end]) if config.model_type == "llama" and end in heads else weight
+
+
 def write(path, config=LLAMA, kind=F32, metadata=(), tensors=()):
     """A random model as llama.cpp would store it; returns its tensors as transformers has them.
 
@@ -60,30 +67,28 @@ def write(path, config=LLAMA, kind=F32, metadata=(), tensors=()):
     writer = gguf.GGUFWriter(path, metadata.pop("general.architecture", arch))
     for tensor in weights.layout(shapes(config), config.num_hidden_layers):
         value = rng.normal(0, 0.3, tensor.shape).astype(np.float32) + (len(tensor.shape) == 1)
-        heads = {"q_proj.weight": config.num_attention_heads, "k_proj.weight": config.num_key_value_heads}
-        end = ".".join(tensor.name.split(".")[-2:])
         stored_as = kind if value.ndim == 2 else F32
-        raw = quantized(permuted(value, heads[end]) if arch == "llama" and end in heads else value, stored_as)
-        value = gguf.dequantize(raw, stored_as)
-        expected[tensor.name] = unpermuted(value, heads[end]) if arch == "llama" and end in heads else value
+        raw = quantized(turned(value, tensor.name, config, permuted), stored_as)
+        expected[tensor.name] = turned(gguf.dequantize(raw, stored_as), tensor.name, config, unpermuted)
         stored[their_name(tensor.name)] = (raw, stored_as)
     for name, value in (stored | dict(tensors)).items():
         if value is not None:
             writer.add_tensor(name, value[0], raw_dtype=value[1])
-    values = {
-        f"{arch}.context_length": config.max_position_embeddings, f"{arch}.embedding_length": config.hidden_size,
-        f"{arch}.block_count": config.num_hidden_layers, f"{arch}.feed_forward_length": config.intermediate_size,
-        f"{arch}.attention.head_count": config.num_attention_heads,
-        f"{arch}.attention.head_count_kv": config.num_key_value_heads, f"{arch}.rope.freq_base": config.rope_theta,
-        f"{arch}.attention.layer_norm_rms_epsilon": config.rms_norm_eps, f"{arch}.attention.key_length": config.head_dim,
-        f"{arch}.attention.value_length": config.head_dim, f"{arch}.rope.dimension_count": config.head_dim,
-        f"{arch}.vocab_size": config.vocab_size, "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm",
-        "tokenizer.ggml.tokens": TOKENS, "tokenizer.ggml.merges": MERGES,
-        "tokenizer.ggml.token_type": [3] * 3 + [1] * (len(TOKENS) - 4) + [4], "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.unknown_token_id": 0, "tokenizer.ggml.padding_token_id": 2,
-        "tokenizer.ggml.add_bos_token": False, "tokenizer.chat_template": TEMPLATE,
-    } | metadata  # fmt: skip
-    for key, value in values.items():
+    of_model = {
+        "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
+        "rope.freq_base": config.rope_theta, "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.key_length": config.head_dim, "attention.value_length": config.head_dim,
+        "rope.dimension_count": config.head_dim, "vocab_size": config.vocab_size,
+    }  # fmt: skip
+    of_tokenizer = {
+        "model": "gpt2", "pre": "smollm", "tokens": TOKENS, "merges": MERGES, "bos_token_id": 1, "eos_token_id": 2,
+        "token_type": [3] * 3 + [1] * (len(TOKENS) - 4) + [4], "unknown_token_id": 0, "padding_token_id": 2,
+        "add_bos_token": False,
+    }  # fmt: skip
+    values = {f"{arch}.{key}": value for key, value in of_model.items()} | {"tokenizer.chat_template": TEMPLATE}
+    for key, value in (values | ggml(of_tokenizer) | metadata).items():
         if value is not None:
             writer.add_key_value(key, value, value_type(value))
     writer.write_header_to_file()
@@ -91,6 +96,11 @@ def write(path, config=LLAMA, kind=F32, metadata=(), tensors=()):
     writer.write_tensors_to_file()
     writer.close()
     return expected
+
+
+def ggml(values):
+    """A tokenizer's metadata by whole keys."""
+    return {f"tokenizer.ggml.{key}": value for key, value in values.items()}
 
 
 def value_type(value):
@@ -101,8 +111,7 @@ def value_type(value):
 def unpermuted(weight, heads):
     """The inverse of `permuted`, row by row."""
     back = np.empty_like(weight)
-    order = permuted(np.arange(len(weight))[:, None], heads)[:, 0]
-    back[order] = weight
+    back[permuted(np.arange(len(weight))[:, None], heads)[:, 0]] = weight
     return back
 
 
@@ -114,8 +123,7 @@ def quantized(value, kind):
         elements, size = gguf.GGML_QUANT_SIZES[kind]
         count = (*value.shape[:-1], value.shape[-1] // elements, size)
         blocks = np.random.default_rng(value.size).integers(0, 256, count, np.uint8)
-        at = {"Q4_K": [0, 2], "Q6_K": [208]}[kind.name]  # the half-precision scales of a block
-        for begin in at:
+        for begin in {"Q4_K": [0, 2], "Q6_K": [208]}[kind.name]:  # the half-precision scales of a block
             blocks[..., begin : begin + 2] = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
         return blocks.reshape(*value.shape[:-1], -1)
 
@@ -172,12 +180,10 @@ def config_of(path, cache):
     return huggingface.read_config(Path(gguf_folder.unpacked(path, cache)))
 
 
-def test_a_base_of_rotary_frequencies_that_is_left_out_is_ten_thousand(tmp_path):
+def test_rotary_frequencies(tmp_path):
+    """Their base is 10,000 where it is left out; Llama 3's scaling of them is found in its factors."""
     write(tmp_path / "m.gguf", metadata={"llama.rope.freq_base": None})
     assert config_of(tmp_path / "m.gguf", tmp_path).rope_theta == 1e4
-
-
-def test_the_rope_scaling_of_llama_3_is_found_in_its_factors(tmp_path):
     scaled = factors(5e4, 8, 32.0)
     assert len({1.0, 32.0} | set(scaled.tolist())) > 2  # some in between
     write(tmp_path / "m.gguf", tensors={"rope_freqs.weight": (scaled, F32)})
@@ -210,26 +216,17 @@ def test_the_folder_holds_the_tokenizer(tmp_path):
     assert load_tokenizer(str(tmp_path / "m.gguf"), str(tmp_path))(TEXT)["input_ids"] == ids
 
 
-def test_a_file_that_asks_for_it_begins_texts_with_bos(tmp_path):
-    write(tmp_path / "m.gguf", metadata={"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.padding_token_id": None})
-    tokenizer = load_tokenizer(str(tmp_path / "m.gguf"), str(tmp_path))
-    assert tokenizer("hello")["input_ids"] == [1, TOKENS.index("hell"), TOKENS.index("o")]
-    assert tokenizer("hello", add_special_tokens=False)["input_ids"] == [TOKENS.index("hell"), TOKENS.index("o")]
-    assert tokenizer.pad_token_id == 2  # there is none: the end's
-
-
 def metadata_of(tokenizer: Tokenizer, pre):
     """What llama.cpp writes of a tokenizer.json."""
     raw = json.loads(tokenizer.to_str())
     added = {entry["id"]: entry for entry in raw["added_tokens"]}
     count = tokenizer.get_vocab_size()
-    return {
-        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre,
-        "tokenizer.ggml.tokens": [tokenizer.id_to_token(i) for i in range(count)],
-        "tokenizer.ggml.token_type": [(3 if added[i]["special"] else 4) if i in added else 1 for i in range(count)],
-        "tokenizer.ggml.merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in raw["model"]["merges"]],
-        "tokenizer.ggml.eos_token_id": count - 1,
-    }  # fmt: skip
+    return ggml({
+        "model": "gpt2", "pre": pre, "tokens": [tokenizer.id_to_token(i) for i in range(count)],
+        "token_type": [(3 if added[i]["special"] else 4) if i in added else 1 for i in range(count)],
+        "merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in raw["model"]["merges"]],
+        "eos_token_id": count - 1,
+    })  # fmt: skip
 
 
 TEXTS = (
@@ -249,15 +246,19 @@ def test_qwens_tokenizer_comes_back():
 
 def test_a_llama_3_tokenizer_takes_whole_words_first_and_three_digits_at_a_time():
     tokens = [*BYTES, "he", "12", "123", "hello", "<|begin_of_text|>", "<|eot_id|>"]
-    metadata = {
-        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [1] * (len(tokens) - 2) + [3, 3], "tokenizer.ggml.merges": ["h e", "1 2", "12 3"],
-        "tokenizer.ggml.bos_token_id": len(tokens) - 2, "tokenizer.ggml.eos_token_id": len(tokens) - 1,
-    }  # fmt: skip
+    metadata = ggml({
+        "model": "gpt2", "pre": "llama-bpe", "tokens": tokens, "token_type": [1] * (len(tokens) - 2) + [3, 3],
+        "merges": ["h e", "1 2", "12 3"], "bos_token_id": len(tokens) - 2, "eos_token_id": len(tokens) - 1,
+        "unknown_token_id": 0,
+    })  # fmt: skip
     shown = lambda text: make_tokenizer(metadata).tokenize(text)  # noqa: E731
     assert shown("hello") == ["hello"]  # no merges lead there
     assert shown("12345") == ["123", "4", "5"]
-    assert make_tokenizer(metadata)("he")["input_ids"] == [len(tokens) - 2, tokens.index("he")]
+    made = make_tokenizer(metadata)
+    assert made("he")["input_ids"] == [len(tokens) - 2, tokens.index("he")]
+    assert made("he", add_special_tokens=False)["input_ids"] == [tokens.index("he")]
+    assert make_tokenizer(metadata | ggml({"add_bos_token": False}))("he")["input_ids"] == [tokens.index("he")]
+    assert made.pad_token_id == len(tokens) - 1  # there is none: the end's
 
 
 # ---- the cache ----------------------------------------------------------------------------------------------------------
@@ -316,16 +317,15 @@ REFUSED = [
     ({"llama.attention.sliding_window": 8}, {}, "llama.attention.sliding_window=8 is not supported"),
     ({"llama.expert_count": 8}, {}, "llama.expert_count=8 is not supported"),
     ({"llama.rope.dimension_count": 8}, {}, "llama.rope.dimension_count=8 is not supported"),
-    ({"tokenizer.ggml.model": "llama"}, {}, "tokenizer.ggml.model='llama', which is not supported"),
-    ({"tokenizer.ggml.pre": "tekken"}, {}, "tokenizer.ggml.pre='tekken', which is not supported"),
-    ({"tokenizer.ggml.eos_token_id": 100_000}, {}, "tokenizer.ggml.eos_token_id=100000 is not a token"),
-    ({"tokenizer.ggml.eos_token_id": None}, {}, "has no tokenizer.ggml.eos_token_id"),
-    ({"tokenizer.ggml.merges": ["a b", "x yz"]}, {}, "its tokenizer cannot be made"),
-    ({"tokenizer.ggml.merges": ["a b c"]}, {}, "merges are not pairs"),
-    ({"tokenizer.ggml.tokens": [1, 2]}, {}, "is damaged"),
+    (ggml({"model": "llama"}), {}, "tokenizer.ggml.model='llama', which is not supported"),
+    (ggml({"pre": "tekken"}), {}, "tokenizer.ggml.pre='tekken', which is not supported"),
+    (ggml({"eos_token_id": 100_000}), {}, "tokenizer.ggml.eos_token_id=100000 is not a token"),
+    (ggml({"eos_token_id": None}), {}, "has no tokenizer.ggml.eos_token_id"),
+    (ggml({"merges": ["a b", "x yz"]}), {}, "its tokenizer cannot be made"),
+    (ggml({"merges": ["a b c"]}), {}, "merges are not pairs"),
+    (ggml({"tokens": [1, 2]}), {}, "is damaged"),
     ({}, {"blk.0.attn_q.bias": (np.zeros(64, np.float32), F32)}, "holds blk.0.attn_q.bias, which a llama does not have"),
     ({}, {"token_embd.weight": None}, "lacks token_embd.weight"),
-    ({}, {"output_norm.weight": (np.zeros(63, np.float32), F32)}, "output_norm.weight has shape [63]"),
 ]
 
 
@@ -341,10 +341,8 @@ def overwrite(at, value):
 
 DAMAGE = [
     (lambda data: b"", "is not a GGUF file; download it again"),
-    (lambda data: b"<html>not found</html>", "is not a GGUF file; download it again"),
     (overwrite(4, struct.pack("<I", 1)), "version 1; 2 and 3 are supported"),
     (overwrite(8, struct.pack("<Q", 2**60)), "is damaged"),
-    (lambda data: data[:20], "is damaged or incomplete"),
     (lambda data: data[:3000], "is damaged or incomplete"),
     (lambda data: data[:-5000], "is incomplete: it ends within"),
 ]
@@ -358,14 +356,13 @@ def test_damaged_files_are_refused_in_one_line(change, fragment, tmp_path):
     assert fragment in refusal(file, tmp_path / "c")
 
 
-@pytest.mark.slow
 def test_no_damage_of_a_header_is_more_than_one_line(tmp_path, monkeypatch):
     """Any byte may be wrong; where a file can still be read, it is."""
     write(tmp_path / "whole.gguf")
     whole, rng, refused = (tmp_path / "whole.gguf").read_bytes(), np.random.default_rng(0), 0
     header = whole.rindex(b"blk.1.")
     monkeypatch.setattr(weights, "write", lambda *_: None)  # only the header is looked at
-    for number in range(150):
+    for number in range(40):
         damaged = bytearray(whole)
         for at in rng.integers(4, header, rng.integers(1, 4)):
             damaged[at] = rng.integers(256)
@@ -375,9 +372,8 @@ def test_no_damage_of_a_header_is_more_than_one_line(tmp_path, monkeypatch):
             gguf_folder.unpacked(file, tmp_path / "c")
         except ValueError as error:
             refused += 1
-            assert "\n" not in str(error)
-            assert str(file) in str(error)
-    assert 10 < refused < 150
+            assert "\n" not in str(error) and str(file) in str(error)
+    assert 5 < refused < 40
 
 
 def test_what_is_not_there_is_said(tmp_path, monkeypatch):

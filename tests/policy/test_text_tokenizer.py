@@ -24,14 +24,12 @@ def pieces(tokenizer, text):
     return [tokenizer.decode([i]) for i in tokenizer(text, add_special_tokens=False).input_ids]
 
 
-def test_words_are_tokens_and_drawings_are_read_cell_by_cell(tokenizer):
+def test_words_are_tokens_drawings_are_read_cell_by_cell_and_the_rest_is_spelled(tokenizer):
     assert pieces(tokenizer, "go to cabinet 12") == ["go", " to", " cabinet", " ", "1", "2"]
     assert pieces(tokenizer, "'open drawer 1',\n") == ["'", "open", " drawer", " ", "1", "'", ",", "\n"]
     assert pieces(tokenizer, "#.$@\nSFFH") == list("#.$@\nSFFH")
     assert pieces(tokenizer, "Größe, ärger") == ["Größe", ",", " ärger"]
 
-
-def test_what_it_has_not_seen_is_spelled(tokenizer):
     assert pieces(tokenizer, " quux") == [" ", "q", "u", "u", "x"]
 
 
@@ -51,11 +49,8 @@ def test_transformers_reads_the_same_tokens_from_a_folder(tokenizer, tmp_path):
     for text in (*TEXTS, "".join(TEXTS), "I don't know, Let's  go\n\n", " LOUD 007"):
         assert loaded(text).input_ids == tokenizer(text).input_ids
     assert (loaded.eos_token_id, loaded.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
-
-
-def test_equal_texts_make_equal_tokens_in_any_order(tokenizer):
-    for texts in (TEXTS, TEXTS[::-1], TEXTS):
-        assert text_tokenizer(texts).get_vocab() == tokenizer.get_vocab()
+    # Equal texts make equal tokens in any order.
+    assert text_tokenizer(TEXTS[::-1]).get_vocab() == tokenizer.get_vocab()
 
 
 def test_of_many_words_the_most_frequent_are_tokens():

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from hgpo_jax import export
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import ModelConfig, Policy, RopeScaling, huggingface, load_policy, shapes, shardings, weights
 from hgpo_jax.policy.tokenizer import word_tokenizer
@@ -27,10 +28,10 @@ SIZES = dict(
 
 
 def policy(dtype="float32", **fields):
-    config = ModelConfig(**SIZES | fields)
-    rng = np.random.default_rng(5)
+    config, rng = ModelConfig(**SIZES | fields), np.random.default_rng(5)
     params = jax.tree.map(lambda s: jnp.asarray(rng.standard_normal(s.shape), dtype), shapes(config))
-    return Policy(config, params, word_tokenizer(("", "go_to", "fridge_1")))
+    # transformers imports torch, where it is installed, for a llama's tokenizer (test_gguf.py).
+    return Policy(config, params, None if config.model_type == "llama" else word_tokenizer(("", "go_to", "fridge_1")))
 
 
 def tensors(folder):
@@ -59,8 +60,9 @@ def test_round_trip_is_bit_exact(dtype, fields, tmp_path):
     back = load_policy(tmp_path / "a", dtype=dtype)
     assert back.config == first.config
     jax.tree.map(np.testing.assert_array_equal, first.params, back.params)
-    assert back.tokenizer("go_to fridge_1 _ <|im_end|>")["input_ids"] == [1, 2, 0, 4]
-    assert (back.tokenizer.eos_token_id, back.tokenizer.pad_token_id) == (4, 3)
+    if first.tokenizer:
+        assert back.tokenizer("go_to fridge_1 _ <|im_end|>")["input_ids"] == [1, 2, 0, 4]
+        assert (back.tokenizer.eos_token_id, back.tokenizer.pad_token_id) == (4, 3)
     header = (tmp_path / "a" / "model.safetensors").read_bytes()[:8]
     assert int.from_bytes(header, "little") % 8 == 0  # the data are aligned
     back.save(tmp_path / "b", size=10_000)
@@ -131,8 +133,7 @@ def test_other_types_are_read_and_rounded_once(tmp_path):
     first.save(tmp_path)
     expected = jax.tree.map(lambda a: a.astype(jnp.bfloat16), first.params)
     jax.tree.map(np.testing.assert_array_equal, load_policy(tmp_path, dtype="bfloat16").params, expected)
-    halves = {name: value.astype(np.float16) for name, value in load_file(tmp_path / "model.safetensors").items()}
-    save_file(halves, tmp_path / "model.safetensors")
+    retensor(tmp_path, lambda t: t.update({name: value.astype(np.float16) for name, value in t.items()}))
     expected = jax.tree.map(lambda a: a.astype(jnp.float16).astype(jnp.float32), first.params)
     jax.tree.map(np.testing.assert_array_equal, load_policy(tmp_path).params, expected)
 
@@ -181,19 +182,11 @@ def scale(**fields):
     return edit(rope_parameters={"rope_type": "llama3", **rope, **fields})
 
 
-def retensor(change):
+def retensor(folder, change):
     """Rewrites the one file's tensors."""
-
-    def apply(folder):
-        held = load_file(folder / "model.safetensors")
-        change(held)
-        save_file(held, folder / "model.safetensors")
-
-    return apply
-
-
-def pickled(folder):
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    held = load_file(folder / "model.safetensors")
+    change(held)
+    save_file(held, folder / "model.safetensors")
 
 
 def cut(file):
@@ -202,27 +195,20 @@ def cut(file):
 
 SINGLE = [
     (lambda f: (f / "config.json").unlink(), "holds no config.json"),
-    (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
     (lambda f: (f / "config.json").write_text("[]"), "config.json is not a JSON object"),
     (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor model.safetensors.index.json"),
     (lambda f: cut(f / "model.safetensors"), "model.safetensors is damaged"),
-    (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 100), "model.safetensors is damaged"),
-    (pickled, "pytorch_model.bin is a pickle"),
-    (edit(num_hidden_layers=4), "model.layers.3."),
+    (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "pytorch_model.bin is a pickle"),
     (edit(num_hidden_layers=2), "model.layers.2.input_layernorm.weight is unexpected (12 in all)"),
     (edit(hidden_size=40, layer_types=None), "model.embed_tokens.weight has shape [67, 32], the config asks for [67, 40]"),
-    (edit(intermediate_size=50), "mlp.down_proj.weight has shape [32, 48], the config asks for [32, 50]"),
     (edit(tie_word_embeddings=True), "lm_head.weight differs from model.embed_tokens.weight"),
-    (retensor(lambda t: t.pop("model.norm.weight")), "model.norm.weight is missing"),
-    (retensor(lambda t: t.update({"model.rotary.inv": t["model.norm.weight"]})), "model.rotary.inv is unexpected"),
-    (retensor(lambda t: t.update({"model.norm.weight": np.ones(32, np.int32)})), "model.norm.weight has dtype I32"),
+    (lambda f: retensor(f, lambda t: t.pop("model.norm.weight")), "model.norm.weight is missing"),
+    (lambda f: retensor(f, lambda t: t.update({"model.norm.weight": np.ones(32, "i4")})), "model.norm.weight has dtype I32"),
     (edit(model_type="mistral"), "model_type is 'mistral'"),
-    (edit(model_type="llama"), "k_proj.bias is unexpected (9 in all)"),
     (edit(model_type="llama", attention_bias=True), "attention_bias=true"),
     (edit(model_type="llama", mlp_bias=True), "mlp_bias=true"),
     (edit(rope_parameters={"rope_type": "llama3", "factor": 8.0}), "rope_scaling in config.json lacks low_freq_factor"),
     (scale(factor="x"), "factor='x': must be a positive number"),
-    (scale(factor=0), "factor=0: must be a positive number"),
     (scale(high_freq_factor=1.0), "high_freq_factor=1.0: must be greater than low_freq_factor=1.0"),
     (edit(vocab_size=None), "lacks vocab_size"),
     (edit(num_attention_heads=5), "num_attention_heads=5"),
@@ -230,31 +216,19 @@ SINGLE = [
     (edit(layer_types=["full_attention", "sliding_attention", "full_attention"]), "layer_types="),
     (edit(rope_scaling={"type": "yarn", "factor": 4.0}, rope_parameters=None), "yarn"),
     (edit(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}), "linear"),
-    (edit(hidden_act="gelu"), "hidden_act"),
+    (edit(hidden_act="gelu"), "hidden_act"), (edit(quantization_config={"quant_method": "awq"}), "quantization_config"),
     (edit(model_type="qwen3", attention_bias=True), "attention_bias=true"),
-    (edit(quantization_config={"quant_method": "awq"}), "quantization_config"),
     (edit(num_attention_heads=0), "num_attention_heads=0: must be a positive whole number"),
-    (edit(num_hidden_layers=1.5), "num_hidden_layers=1.5"),
-    (edit(num_hidden_layers=True), "num_hidden_layers=True: must be a positive whole number"),
-    (edit(vocab_size="x"), "vocab_size='x'"),
-    (edit(vocab_size=10**30), "vocab_size=1000000000"),
-    (edit(head_dim=[8]), "head_dim=[8]"),
-    (edit(tie_word_embeddings="no"), "tie_word_embeddings='no'"),
+    (edit(num_hidden_layers=1.5), "num_hidden_layers=1.5"), (edit(num_hidden_layers=True), "num_hidden_layers=True: must be"),
+    (edit(vocab_size=10**30), "vocab_size=1000000000"), (edit(head_dim=[8]), "head_dim=[8]"),
+    (edit(tie_word_embeddings="no"), "tie_word_embeddings='no'"), (edit(model_type=[]), "model_type is []"),
     (edit(layer_types=5), "layer_types in config.json is not a list"),
-    (edit(layer_types=[{}]), "layer_types="),
     (edit(rope_parameters=["x"]), "rope_scaling in config.json is not an object"),
     (edit(rope_parameters={"rope_theta": "x"}), "rope_theta='x'"),
-    (edit(model_type=[]), "model_type is []"),
     (lambda f: (f / "config.json").write_text("[" * 100_000), "config.json is not JSON"),
-    (lambda f: (f / "config.json").write_bytes(b"\xff\xfe"), "config.json is not JSON"),
     (lambda f: ((f / "config.json").unlink(), (f / "config.json").mkdir()), "config.json: Is a directory"),
     (lambda f: ((f / "tokenizer_config.json").write_text("{}"), (f / "tokenizer.json").write_text("[")), "cannot be read"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("change", "fragment"), SINGLE, ids=[fragment for _, fragment in SINGLE])
-def test_damaged_folders_are_named_in_one_line(tmp_path, change, fragment):
-    assert fragment in refusal(DATA / "qwen2_tiny", tmp_path, change)
 
 
 def reindex(change):
@@ -276,13 +250,10 @@ SHARDED = [
     (lambda f: (f / FIRST).unlink(), f"file {FIRST} is missing"),
     (lambda f: cut(f / FIRST), f"{FIRST} is damaged"),
     (point("../other.safetensors"), "'../other.safetensors'"),
-    (point("/etc/passwd"), "'/etc/passwd'"),
     (point("pytorch_model.bin"), "'pytorch_model.bin'"),
     (point("model-00002-of-00003.safetensors"), "model.norm.weight is not in model-00002-of-00003.safetensors"),
     (reindex(lambda index: index.pop("weight_map")), "holds no weight_map"),
     (reindex(lambda index: index.update(weight_map=[1])), "holds no weight_map"),
-    (reindex(lambda index: index.update(weight_map={"a": 1})), "holds no weight_map"),
-    (lambda f: (f / "model.safetensors.index.json").write_text("{"), "holds no weight_map"),
     (lambda f: (f / "model.safetensors.index.json").write_text("[" * 100_000), "holds no weight_map"),
     (point("a\nb.safetensors"), "file a b.safetensors is missing"),
     (point("a\0b.safetensors"), "is missing"),
@@ -291,33 +262,31 @@ SHARDED = [
 
 
 @pytest.fixture(scope="module")
-def sharded(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sharded") / "p"
-    load_policy(DATA / "qwen2_tiny").save(folder, size=45_000)
-    assert sorted(p.name for p in folder.glob("*.safetensors"))[0] == FIRST
-    return folder
+def folders(tmp_path_factory):
+    """The same policy in one file and in three."""
+    sharded = tmp_path_factory.mktemp("sharded") / "p"
+    export.export(DATA / "qwen2_tiny", sharded, shard_size=45_000)
+    assert len(list(sharded.glob("model-*-of-00003.safetensors"))) == 3
+    return {"one": DATA / "qwen2_tiny", "three": sharded}
 
 
-@pytest.mark.parametrize(("change", "fragment"), SHARDED, ids=[fragment for _, fragment in SHARDED])
-def test_damaged_indices_are_named_in_one_line(sharded, tmp_path, change, fragment):
-    assert fragment in refusal(sharded, tmp_path, change)
-
-
-def refusal(original, tmp_path, change):
+@pytest.mark.parametrize(("files", "change", "fragment"), [
+    *(("one", *case) for case in SINGLE), *(("three", *case) for case in SHARDED)
+], ids=[fragment for _, fragment in SINGLE + SHARDED])  # fmt: skip
+def test_damaged_folders_are_named_in_one_line(files, change, fragment, folders, tmp_path):
     folder = tmp_path / "policy"
-    shutil.copytree(original, folder)
+    shutil.copytree(folders[files], folder)
     change(folder)
     with pytest.raises(ValueError) as caught:
         load_policy(folder)
-    assert "\n" not in str(caught.value)
-    assert str(folder) in str(caught.value)
-    return str(caught.value)
+    said = str(caught.value)
+    assert fragment in said and str(folder) in said and "\n" not in said
 
 
 def test_a_head_stored_beside_the_embedding_that_it_equals_is_read_and_not_written(tmp_path):
     first = policy()
     first.save(tmp_path)
-    retensor(lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].copy()}))(tmp_path)
+    retensor(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].copy()}))
     back = load_policy(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, first.params, back.params)
     back.save(tmp_path)
@@ -386,7 +355,8 @@ BIG = ModelConfig(
 MEASURE = """
     import sys, jax, numpy
     from transformers import AutoTokenizer
-    from hgpo_jax.mesh import make_mesh
+    from hgpo_jax import export
+from hgpo_jax.mesh import make_mesh
     from hgpo_jax.policy import load_policy
 
     def megabytes(field):
