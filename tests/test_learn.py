@@ -128,15 +128,13 @@ CASES = {
     "gigpo": (GIGPO, "seq-mean-token-sum", lambda e: estimated(e, "gigpo", normalize="mean_std")),
     "gspo": ((), "seq-mean-token-mean", lambda e: estimated(e, "grpo")),
     "kpo": ((), "seq-mean-token-mean", lambda e: estimated(e, "grpo")),
-    "ecpo": ((), "token-mean", lambda e: estimated(e, "ecpo", actions=e.actions)),
     "graphgpo": ((), "token-mean", lambda e: estimated(e, "graphgpo", success=e.success, next_states=e.next_states)),
     "dr_mas": ((), "token-mean", lambda e: estimated(e, "dr_mas", agents=e.agents)),
     "ppo": ((), "token-mean", lambda e: estimated(e, "gae", values=np.zeros((B, T), np.float32))),  # a fresh critic says 0
 }
-SLOW = ("dr_mas", "ecpo", "gigpo", "graphgpo", "gspo", "kpo", "ppo")  # seconds of compiling each
 
 
-@pytest.mark.parametrize("method", [pytest.param(m, marks=pytest.mark.slow) if m in SLOW else m for m in CASES])
+@pytest.mark.parametrize("method", ["hgpo", *(pytest.param(method, marks=pytest.mark.slow) for method in list(CASES)[1:])])
 def test_the_first_gradient_is_that_of_reinforce(episodes, method):
     """On the sampler's own policy the ratio is 1, and the surrogate's gradient that of -sum A log p."""
     e, (overrides, aggregate, expected) = episodes, CASES[method]
@@ -148,7 +146,7 @@ def test_the_first_gradient_is_that_of_reinforce(episodes, method):
     assert norm > 0.05
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert metrics["loss"] == pytest.approx(-weights.sum(), abs=1e-5)
-    assert metrics["logp_difference"] < 1e-5
+    assert metrics["logp_difference"] < 1e-5 and "correction/weight" not in metrics
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), state["params"], before["params"])
     assert max(jax.tree.leaves(moved)) > 1e-5
 
@@ -171,20 +169,6 @@ def test_hipers_first_gradient_gives_every_token_its_parts_advantage(episodes):
     bias = optax.tree.get(state["critic"]["opt_state"], "mu")["value"]["bias"]
     np.testing.assert_allclose(bias, -0.1 * np.asarray(record.part_returns)[happened].sum(0) / happened.sum(), rtol=1e-4)
     assert (before["critic"]["params"]["value"]["kernel"].shape, metrics["nonfinite_steps"]) == ((3, 16), 0)
-
-
-@pytest.mark.slow
-def test_gspo_clips_by_response(episodes):
-    """Two tokens that moved apart leave the response's ratio at 1, however far they are beyond the bounds themselves."""
-    e, logp = episodes, episodes.logp.copy()
-    longer = e.response_lengths > 1
-    logp[longer, 0] += 0.1
-    logp[longer, 1] -= 0.1
-    assert longer.sum() > 3
-    (_, metrics, _), (_, usual, _) = (learn(e.replace(logp=a), "method=gspo") for a in (logp, e.logp))
-    assert metrics["logp_difference"] == pytest.approx(0.1, abs=1e-4)
-    assert (metrics["clip_fraction_low"], metrics["clip_fraction_high"]) == (0, 0)
-    assert metrics["grad_norm"] == pytest.approx(usual["grad_norm"], rel=1e-4)
 
 
 def test_actions_are_equal_exactly_where_responses_are(episodes):
@@ -281,8 +265,7 @@ def test_the_critic_learns_the_returns_and_a_scale_of_zero_moves_nothing(episode
     ("method", "level", "cap"),
     [
         ("hgpo", "token", 1.3),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("hgpo", "sequence", 1.2), ("gspo", "sequence", 2.0))),
-        pytest.param("kpo", "token", 1.3, marks=pytest.mark.slow),
+        pytest.param("gspo", "sequence", 2.0, marks=pytest.mark.slow),
     ],
 )
 def test_what_another_policy_sampled_is_weighted(episodes, method, level, cap):

@@ -78,50 +78,45 @@ def test_every_way_to_import_is_followed(copied):
     assert extras <= names(warm_start.sources())
 
 
-def test_a_release_of_what_computes_changes_the_key(monkeypatch):
+@pytest.fixture
+def key(monkeypatch):
+    """`key(*fields)`, of the sources apart."""
     monkeypatch.setattr(warm_start, "sources", list)
+    return lambda *fields: warm_start.cache_key(load(None, list(fields)))
+
+
+def test_a_release_of_what_computes_changes_the_key(monkeypatch, key):
     really, keys = importlib.metadata.version, set()
     for package in ("none", "jax", "jaxlib", "flax", "optax"):
         monkeypatch.setattr(warm_start, "version", lambda name, package=package: "0.0" if name == package else really(name))
-        keys.add(warm_start.cache_key(load()))
+        keys.add(key())
     assert len(keys) == 5
 
 
-def test_given_weights_change_the_key(monkeypatch, tmp_path):
-    monkeypatch.setattr(warm_start, "sources", list)
+def test_given_files_change_the_key(key, tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"one")
-    config = load(None, [f"policy={tmp_path}"])
-    before = warm_start.cache_key(config)
-    assert warm_start.cache_key(load(None, [f"policy={tmp_path}", "lora.rank=2"])) != before
+    before = key(f"policy={tmp_path}")
+    assert key(f"policy={tmp_path}", "lora.rank=2") != before
     file.write_bytes(b"two")
-    assert warm_start.cache_key(config) != before
+    assert key(f"policy={tmp_path}") != before
     file.write_bytes(b"one")
-    assert warm_start.cache_key(config) == before
-    file.rename(tmp_path / "another.safetensors")
-    assert warm_start.cache_key(config) != before
+    assert key(f"policy={tmp_path}") == before
+    file = file.rename(tmp_path / "another.safetensors")
+    assert key(f"policy={tmp_path}") != before
+    for field in ("env.template", "roles.searcher.template"):
+        file.write_text("one")
+        before = key("env.name=household_team_text", f"{field}={file}")
+        file.write_text("two")
+        assert key("env.name=household_team_text", f"{field}={file}") != before
 
 
-@pytest.mark.parametrize("field", ["env.template", "roles.searcher.template"])
-def test_the_wording_of_prompts_changes_the_key(monkeypatch, tmp_path, field):
-    monkeypatch.setattr(warm_start, "sources", list)
-    file = tmp_path / "prompts.txt"
-    file.write_text("one")
-    config = load(None, ["env.name=household_team_text", f"{field}={file}"])
-    before = warm_start.cache_key(config)
-    file.write_text("two")
-    assert warm_start.cache_key(config) != before
-
-
-def test_fields_of_the_warm_start_change_the_key_and_others_do_not(monkeypatch):
-    monkeypatch.setattr(warm_start, "sources", list)
-    key = warm_start.cache_key(load())
+def test_fields_of_the_warm_start_change_the_key_and_others_do_not(key):
     for change in ("seed=1", "env.places=7", "cloning.lr=1e-3", "rollout.history_length=1", "policy.hidden_size=32"):
-        assert warm_start.cache_key(load(None, [change])) != key, change
+        assert key(change) != key(), change
     for change in ("method=gigpo", "learner.lr=1e-3", "iterations=3", "run_dir=x"):
-        assert warm_start.cache_key(load(None, [change])) == key, change
-    assert warm_start.cache_key(load(None, ["seed=5", "cloning.seed=0"])) == key
-    assert warm_start.cache_key(load(None, ["cloning.seed=5"])) == warm_start.cache_key(load(None, ["seed=5"]))
+        assert key(change) == key(), change
+    assert key("seed=5", "cloning.seed=0") == key() != key("cloning.seed=5") == key("seed=5")
 
 
 @pytest.mark.slow
