@@ -9,7 +9,10 @@ import pytest
 
 from hgpo_jax.sampling import Decoding
 from hgpo_jax.serving.requests import ApiError, ChatRequest, TextRequest, parse
-from tests.helpers.serving import BODY, HELLO, RESPONSE, SLOTS, client_of, expected, idle, metrics, post, raw, served
+from tests.helpers import serving as helpers
+from tests.helpers.serving import BODY, HELLO, PROMPT, RESPONSE, SLOTS, expected, get, hello, metrics, post, raw, served
+
+IDS = {"extra_body": {"return_token_ids": True}}
 
 
 def test_answers_are_the_samplers(client, policy):
@@ -18,25 +21,34 @@ def test_answers_are_the_samplers(client, policy):
     asked = {"seed": 7, "n": 3, "logprobs": True, "temperature": 0.9, "extra_body": {"return_token_ids": True, "top_k": 50}}
     answer = client.chat.completions.create(model="tiny", messages=HELLO, **asked)
     assert answer.prompt_token_ids == ids
-    assert answer.usage.prompt_tokens == len(ids)
     total = 0
     for number, choice in enumerate(answer.choices):
         tokens, logp = expected(policy, ids, 7, number, decoding=Decoding(temperature=0.9, top_k=50))
         assert choice.token_ids == tokens
-        np.testing.assert_allclose([one.logprob for one in choice.logprobs.content], logp, rtol=1e-4, atol=1e-4)
+        content = choice.logprobs.content
+        np.testing.assert_allclose([one.logprob for one in content], logp, rtol=1e-4, atol=1e-4)
         assert choice.message.content == policy.tokenizer.decode(tokens, skip_special_tokens=True)
         assert choice.finish_reason == ("stop" if tokens[-1] == policy.tokenizer.eos_token_id else "length")
+        # A part of a character has no bytes.
+        assert any(one.bytes is None for one in content) and any(one.bytes for one in content)
+        assert all(one.bytes is None or bytes(one.bytes).decode() == one.token for one in content)
         total += len(tokens)
-    assert answer.usage.completion_tokens == total
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (len(ids), total, len(ids) + total)
     assert len({tuple(choice.token_ids) for choice in answer.choices}) == 3
 
 
+def test_the_end_token_ends_an_answer(client, policy):
+    ids, end = policy.tokenizer("Once").input_ids, policy.tokenizer.eos_token_id
+    seed = next(seed for seed in range(200) if expected(policy, ids, seed)[0][-1] == end)
+    (choice,) = client.completions.create(model="tiny", prompt="Once", seed=seed, **IDS).choices
+    assert (choice.finish_reason, choice.token_ids[-1]) == ("stop", end)
+
+
 def test_a_stream_is_the_same_answer(client):
-    asked = {"model": "tiny", "messages": HELLO, "seed": 7, "n": 2, "logprobs": True, "max_tokens": 30}
-    whole = client.chat.completions.create(**asked, extra_body={"return_token_ids": True})
-    stream = client.chat.completions.create(
-        **asked, stream=True, stream_options={"include_usage": True}, extra_body={"return_token_ids": True}
-    )
+    asked = {"model": "tiny", "messages": HELLO, "seed": 7, "n": 2, "logprobs": True, "max_tokens": 30} | IDS
+    whole = client.chat.completions.create(**asked)
+    stream = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
     texts, ids, logp, reasons, usage, pieces = ["", ""], [[], []], [[], []], [None, None], None, 0
     for chunk in stream:
         usage = chunk.usage or usage
@@ -55,18 +67,18 @@ def test_a_stream_is_the_same_answer(client):
 
 
 def test_text_completions_and_stop_strings(client, policy):
+    asked = {"model": "tiny", "seed": 3, "max_tokens": 40}
     ids = policy.tokenizer("Once").input_ids
-    by_ids = client.completions.create(model="tiny", prompt=ids, seed=3, logprobs=0, max_tokens=40)
-    by_text = client.completions.create(model="tiny", prompt="Once", seed=3, logprobs=1, max_tokens=40)
+    by_ids = client.completions.create(**asked, prompt=ids, logprobs=0)
+    by_text = client.completions.create(**asked, prompt="Once", logprobs=1)
     tokens, logp = expected(policy, ids, 3, limit=40)
     text = policy.tokenizer.decode(tokens, skip_special_tokens=True)
     assert by_ids.choices[0].text == by_text.choices[0].text == text
     np.testing.assert_allclose(by_text.choices[0].logprobs.token_logprobs, logp, rtol=1e-4, atol=1e-4)
+    for prompt in (["Once"], [ids]):
+        assert client.completions.create(**asked, prompt=prompt).choices[0].text == text
     stop = next(text[at : at + 2] for at in range(9, 30) if text[at : at + 2].isascii() and text.find(text[at : at + 2]) == at)
-    stopped = client.completions.create(
-        model="tiny", prompt="Once", seed=3, max_tokens=40, stop=["nothing of this kind", stop],
-        extra_body={"return_token_ids": True},
-    )  # fmt: skip
+    stopped = client.completions.create(**asked, prompt="Once", stop=["nothing of this kind", stop], **IDS)
     choice = stopped.choices[0]
     assert (choice.text, choice.finish_reason) == (text[: text.find(stop)], "stop")
     assert policy.tokenizer.decode(choice.token_ids).endswith(stop)
@@ -75,33 +87,32 @@ def test_text_completions_and_stop_strings(client, policy):
 
 
 def test_without_a_seed_answers_differ(client):
-    answers = {client.chat.completions.create(model="tiny", messages=HELLO).choices[0].message.content for _ in range(3)}
-    assert len(answers) > 1
-    greedy = {
-        client.chat.completions.create(model="tiny", messages=HELLO, temperature=0).choices[0].message.content
-        for _ in range(2)
-    }
-    assert len(greedy) == 1
+    ask = lambda **more: client.chat.completions.create(model="tiny", messages=HELLO, **more).choices[0].message.content  # noqa: E731
+    assert len({ask() for _ in range(3)}) > 1
+    assert len({ask(temperature=0) for _ in range(2)}) == 1
 
 
 def test_models_health_and_metrics(client, port, engine):
-    idle(engine)
+    helpers.idle(engine)
     assert [model.id for model in client.models.list()] == ["tiny"] == [client.models.retrieve("tiny").id]
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("a/b")
-    status, _, body = raw(port, "GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    status, _, body = raw(port, get("/health"))
     assert status == 200 and json.loads(body) == {"status": "ok", "active": 0, "waiting": 0}
     before = metrics(port)
-    client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=5, temperature=0)
+    usage = client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=5, temperature=0).usage
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="other", messages=HELLO)
     after = metrics(port)
-    grown = {name for name in after if after[name] != before.get(name, 0.0)}
-    assert {
+    grown = {name: after[name] - before.get(name, 0.0) for name in after}
+    assert grown['hgpo_tokens_total{kind="sampled"}'] == usage.completion_tokens
+    assert grown['hgpo_tokens_total{kind="prompt"}'] == usage.prompt_tokens
+    for name in (
         'hgpo_requests_total{path="/v1/chat/completions",status="200"}',
-        'hgpo_requests_total{path="/v1/chat/completions",status="404"}', 'hgpo_tokens_total{kind="sampled"}',
+        'hgpo_requests_total{path="/v1/chat/completions",status="404"}',
         "hgpo_first_token_seconds_count", "hgpo_request_seconds_count",
-    } <= grown  # fmt: skip
+    ):  # fmt: skip
+        assert grown[name] == 1
     assert after["hgpo_slots"] == SLOTS
 
 
@@ -113,8 +124,6 @@ def test_models_health_and_metrics(client, port, engine):
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content"),
         ({"messages": [{"role": "user", "content": "x" * 500}]}, 400, "tokens, this server reads 200"),
         ({"messages": [{"role": "user", "content": "x" * 2000}] * 2}, 400, "4,000 characters, this server reads 200 tokens"),
-        ({"temperature": -1}, 400, "temperature: "),
-        ({"top_p": 0}, 400, "top_p: "),
         ({"n": SLOTS + 1}, 400, "n: 5 is more than this server's 4 slots"),
         ({"max_tokens": RESPONSE + 1}, 400, "max_tokens: 49 is more than this server samples, 48"),
         ({"functions": []}, 400, "functions: this server has no such field; leave it out"),
@@ -124,6 +133,7 @@ def test_models_health_and_metrics(client, port, engine):
         ({"stop": ["x"] * 17}, 400, "stop"),
         ({"stream": "abc"}, 400, "stream: "),
         ({"stream_options": {"include_usage": "x"}}, 400, "stream_options.include_usage: "),
+        ({"temperature": -1, "stream": False}, 400, "temperature: "),
         ({"top_p": 1e-50}, 400, "top_p: "),
         ({"messages": [{"role": "user"}]}, 400, "messages.0: Value error, a message of the user needs content"),
         ({"messages": [{"role": "function", "content": "x", "name": "1"}]}, 400, "messages.0.role: "),
@@ -134,31 +144,35 @@ def test_models_health_and_metrics(client, port, engine):
         ({"messages": [{"role": "user", "content": "x" * BODY}]}, 413, "the body has more than 200,000 bytes"),
     ],
 )
-@pytest.mark.parametrize("stream", [False, True])
-def test_refusals_have_the_apis_form(port, change, status, fragment, stream):
-    body = {"model": "tiny", "messages": HELLO, "stream": stream} | change
-    got, _, answer = raw(port, post(json.dumps(body)))
+def test_refusals_have_the_apis_form(port, change, status, fragment):
+    got, _, answer = raw(port, hello(**{"stream": True} | change))
     error = json.loads(answer)["error"]
     assert got == status and fragment in error["message"] and "\n" not in error["message"] and len(error["message"]) < 400
     assert error.keys() == {"message", "type", "param", "code"}
 
 
+def test_token_ids_and_the_longest_prompt(client, engine):
+    create = lambda prompt: client.completions.create(model="tiny", prompt=prompt, max_tokens=1)  # noqa: E731
+    assert create([engine.vocabulary - 1] * PROMPT).choices
+    with pytest.raises(openai.BadRequestError, match=f"prompt: {engine.vocabulary} is no token id of this model"):
+        create([3, engine.vocabulary])
+    with pytest.raises(openai.BadRequestError, match="the prompt has 201 tokens, this server reads 200"):
+        create([3] * (PROMPT + 1))
+    with pytest.raises(openai.BadRequestError, match="prompt"):
+        create(["a", "b"])
+
+
 def test_harmless_fields_are_taken(client):
-    asked = {"model": "tiny", "max_tokens": 2}
-    client.chat.completions.create(
+    said = client.chat.completions.create(
         model="tiny", messages=[{"role": "developer", "content": [{"type": "text", "text": "x"}]}, *HELLO], user="me",
         metadata={"a": "b"}, store=False, presence_penalty=0, frequency_penalty=0.0, max_completion_tokens=2,
-        response_format={"type": "text"}, temperature=None, n=None, stop=None, logit_bias={}, tools=None,
+        response_format={"type": "text"}, temperature=None, n=None, stop=None, logit_bias={}, tools=None, seed=1,
         stream_options={"include_usage": None}, extra_body={"top_k": None, "return_token_ids": None},
     )  # fmt: skip
-    said = client.chat.completions.create(**asked, messages=HELLO).choices[0].message
+    assert said.usage.completion_tokens <= 2
     silent = {"role": "assistant", "content": None}
-    client.chat.completions.create(**asked, messages=[*HELLO, said.model_dump(), *HELLO, silent, *HELLO])  # as clients echo
-    for prompt in (["Once"], [[3, 4]]):
-        alike = [client.completions.create(**asked, prompt=given, seed=1).choices[0].text for given in (prompt, prompt[0])]
-        assert alike[0] == alike[1]
-    with pytest.raises(openai.BadRequestError, match="prompt"):
-        client.completions.create(**asked, prompt=["a", "b"])
+    messages = [*HELLO, said.choices[0].message.model_dump(), *HELLO, silent, *HELLO]  # as clients echo
+    client.chat.completions.create(model="tiny", max_tokens=2, messages=messages)
 
 
 def test_of_many_errors_one_is_looked_for():
@@ -173,49 +187,30 @@ def test_of_many_errors_one_is_looked_for():
             parse(model, json.dumps(body | {"model": "m"}).encode())
 
 
-def test_a_part_of_a_character_has_no_bytes(client):
-    answer = client.chat.completions.create(model="tiny", messages=HELLO, seed=7, logprobs=True, max_tokens=40)
-    content = answer.choices[0].logprobs.content
-    assert any(one.bytes is None for one in content) and any(one.bytes for one in content)
-    assert all(one.bytes is None or bytes(one.bytes).decode() == one.token for one in content)
-
-
 def test_an_event_is_a_line(port):
     """Whatever a client takes for the end of one."""
-    body = {"model": "tiny", "messages": HELLO, "seed": 3, "stream": True, "n": 4}
-    _, _, events = raw(port, post(json.dumps(body)), whole=True)
+    _, _, events = raw(port, hello(seed=3, stream=True, n=4), whole=True)
     data = [line for line in events.splitlines() if line.startswith("data: ")]
     assert len(data) > 10 and data[-1] == "data: [DONE]"
     assert all(json.loads(line.removeprefix("data: ")) for line in data[:-1])
     assert max(map(ord, events)) < 128 and any("\\u" in line for line in data)
 
 
-@pytest.mark.parametrize(
-    "header", ["Host: evil.example", "Host: localhost\r\nOrigin: http://evil.example", "Host: [", "Host: x:y"]
-)
-def test_a_page_in_a_browser_is_not_answered(port, header):
-    status, _, body = raw(port, f"GET /v1/models HTTP/1.1\r\n{header}\r\n\r\n")
-    assert status == 403 and "only this machine's own programs" in body
+def test_a_page_in_a_browser_is_not_answered(port):
+    for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Host": "["}, {"Host": "x:y"}):
+        status, _, body = raw(port, get("/v1/models", **headers))
+        assert status == 403 and "only this machine's own programs" in body
+    for host in ("localhost", "localhost:80", "127.0.0.1:9", "[::1]:9", "[::1]"):
+        assert raw(port, get("/health", Host=host, Origin=f"http://{host}"))[0] == 200
 
 
-@pytest.mark.parametrize("host", ["localhost", "localhost:80", "127.0.0.1:9", "[::1]:9", "[::1]"])
-def test_this_machines_programs_are(port, host):
-    assert raw(port, f"GET /health HTTP/1.1\r\nHost: {host}\r\nOrigin: http://{host}\r\n\r\n")[0] == 200
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
+def test_broken_bodies_other_paths_and_methods(port):
+    for body in (
         b"", b"{", b"null", b"[]", b'{"model": "tiny"', b"\xff\xfe", b"[" * 9000, b'{"model": "tiny", "messages": NaN}',
         b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}', b'{"model": 1e999, "messages": []}',
-    ],
-)  # fmt: skip
-def test_broken_bodies_are_refused(port, body):
-    status, _, answer = raw(port, post(body))
-    assert status == 400 and "error" in json.loads(answer)
-
-
-def test_other_paths_and_methods(port):
+    ):  # fmt: skip
+        status, _, answer = raw(port, post(body))
+        assert status == 400 and "error" in json.loads(answer), body
     for request, status in (("GET /v1/chat/completions", 405), ("POST /v1/models", 405), ("GET /../etc/passwd", 404)):
         got, _, body = raw(port, f"{request} HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert got == status and json.loads(body)["error"]["message"]
@@ -223,10 +218,10 @@ def test_other_paths_and_methods(port):
 
 def test_a_key(engine, policy):
     with served(engine, policy, key="sesame") as port:
-        assert client_of(port, "sesame").chat.completions.create(model="tiny", messages=HELLO, max_tokens=1).choices
+        assert helpers.client_of(port, "sesame").chat.completions.create(model="tiny", messages=HELLO, max_tokens=1).choices
         for key in ("sesam", "sesame1", "sésame", "x"):
             status, _, body = raw(port, post("{}", key=key))
             assert status == 401 and "sesame" not in body
-        status, headers, _ = raw(port, "GET /metrics HTTP/1.1\r\nHost: a.name\r\n\r\n")
+        status, headers, _ = raw(port, get("/metrics", Host="a.name"))
         assert status == 401 and headers["connection"] == "close"
-        assert raw(port, "GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")[0] == 200
+        assert raw(port, get("/health"))[0] == 200
