@@ -16,6 +16,7 @@ from hgpo_jax.errors import ConfigError
 from hgpo_jax.tables import __main__ as tables
 from hgpo_jax.tables import bias, curves, results
 from hgpo_jax.tables import plan as planning
+from hgpo_jax.tables.collect import Row, table_csv
 from hgpo_jax.tables.plan import Cell
 
 
@@ -34,9 +35,11 @@ def test_paired_differences_are_scipys():
     assert (found["positive"], found["negative"]) == (sum(a > b for a, b in pairs), sum(a < b for a, b in pairs))
     assert results.paired({0: 1.0}, {0: 2.0, 1: 3.0}) is None
     assert results.paired({0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0})["p"] == 1
+    row = Row("T", "near", "hgpo", "AUC", 12, 12, 0, 12, 1.0, None, None, found | {"p": 1.23456e-12})
+    assert table_csv([row]).splitlines()[1].endswith(f",12,{found['positive']},{found['negative']},1.235e-12")
 
 
-@pytest.mark.parametrize(("pairs", "std"), [(2, 1.0), (4, 3.0), (12, 6.0), (60, 6.0)])
+@pytest.mark.parametrize(("pairs", "std"), [(2, 1.0), (12, 6.0)])
 def test_the_smallest_difference_that_is_found(pairs, std):
     """By its definition, the noncentral t distribution; and in repetitions."""
     smallest = results.detectable(pairs, std)
@@ -45,20 +48,19 @@ def test_the_smallest_difference_that_is_found(pairs, std):
     draws = np.random.default_rng(0).normal(smallest, std, (4000, pairs))
     t = draws.mean(axis=1) / (draws.std(axis=1, ddof=1) / math.sqrt(pairs))
     assert (t > found_from).mean() == pytest.approx(0.8, abs=0.025)
-
-
-def test_how_many_pairs_find_a_difference():
-    needed = results.pairs_for(2.0, 6.0)
-    assert results.detectable(needed, 6.0) <= 2.0 < results.detectable(needed - 1, 6.0)
+    needed = results.pairs_for(2.0, std)
+    assert results.detectable(needed, std) <= 2.0 < results.detectable(needed - 1, std)
     assert results.pairs_for(2.0, 0.0) == 2
 
 
-def test_existing_cells_are_filled_and_missing_ones_marked(tmp_path, small, capsys):
+def test_existing_cells_are_filled_and_missing_ones_marked(tmp_path, small, collect):
     runs = tmp_path / "runs"
     curves = {("gigpo", 0): [0.1, 0.2, 0.6], ("gigpo", 1): [0.2, 0.4, 0.6], ("gigpo", 2): [0.0, 0.3, 0.3],
               ("hgpo", 0): [0.4, 0.5, 0.9], ("hgpo", 1): [0.1, 0.4, 0.7]}  # fmt: skip
     for (method, seed), curve in curves.items():
         finish(runs, small, Cell("near", method, seed), curve, success=curve[-1])
+    finish(runs, small, Cell("near", "gigpo", 3), [0.9, 0.9, 0.9])
+    (runs / "near/gigpo/s3/transcripts.txt").unlink()  # trained, not ended
     begun = runs / Cell("near", "hgpo", 2).name
     begun.mkdir(parents=True)
     row = {"iteration": 0, "success": 1.0, "seconds": {"rollout": 1, "update": 1}}
@@ -66,43 +68,39 @@ def test_existing_cells_are_filled_and_missing_ones_marked(tmp_path, small, caps
     finish(runs, small, Cell("far", "hgpo", 0), [0.1, 0.1, 0.1], evaluated=[0.5, 0.6, 0.55])
     finish(runs, small, Cell("far", "hgpo", 1), [0.1, 0.1, 0.1])  # trained, not evaluated
 
-    tables.main(["collect", str(runs), "--plan", str(tmp_path / "small.yaml"), "--to", str(tmp_path / "out")])
-    said = capsys.readouterr().out
-    assert (tmp_path / "out" / "small.md").read_text().strip() == said.strip()
-    with open(tmp_path / "out" / "small.csv") as file:
-        rows = {(r["setting"], r["method"], r["column"]): r for r in csv.DictReader(file)}
+    said, record = collect()
+    out = tmp_path / "out"
+    assert (out / "small.md").read_text().strip() == said.strip()
+    assert {path.name for path in out.glob("*.png")} == {"small.png"}  # two pairs say too little for a forest
+    rows = {(r["setting"], r["method"], r["column"]): r for r in csv.DictReader((out / "small.csv").read_text().splitlines())}
     assert len(rows) == 2 * 3 + 2
     auc = rows["near", "hgpo", "AUC"]
-    wanted = [100 * statistics.mean(curves["hgpo", seed]) for seed in (0, 1)]
+    wanted, other = ([100 * statistics.mean(curves[method, seed]) for seed in (0, 1)] for method in ("hgpo", "gigpo"))
     assert float(auc["mean"]) == pytest.approx(statistics.mean(wanted), abs=1e-4)
     assert float(auc["std"]) == pytest.approx(statistics.stdev(wanted), abs=1e-4)
     assert [auc[name] for name in ("wanted", "done", "begun", "n", "paired_n", "published")] == ["4", "2", "1", "2", "2", ""]
-    other = [100 * statistics.mean(curves["gigpo", seed]) for seed in (0, 1)]
-    difference = [a - b for a, b in zip(wanted, other, strict=True)]
-    assert float(auc["paired_mean"]) == pytest.approx(statistics.mean(difference), abs=1e-4)
+    difference = statistics.mean(a - b for a, b in zip(wanted, other, strict=True))
+    assert float(auc["paired_mean"]) == pytest.approx(difference, abs=1e-4)
     assert float(rows["near", "gigpo", "last"]["mean"]) == pytest.approx(100 * statistics.mean([0.4, 0.5, 0.3]), abs=1e-4)
     assert float(rows["near", "gigpo", "sampled"]["mean"]) == pytest.approx(50, abs=1e-4)
 
     far = rows["far", "hgpo", "success"]
     assert (far["done"], far["begun"], far["n"]) == ("1", "1", "1")
-    assert float(far["mean"]) == pytest.approx(55)
-    assert float(far["std"]) == pytest.approx(5)  # over its evaluation seeds
+    assert (float(far["mean"]), float(far["std"])) == pytest.approx((55, 5))  # over its evaluation seeds
     assert (float(far["published"]), float(far["published_std"]), float(far["difference"])) == pytest.approx((50.25, 1.5, 4.75))
     assert "| HGPO | 1 of 4, 1 begun | 55.0 ± 5.0 | 50.25 ± 1.5 | +4.8 |" in said
     assert "| GiGPO | missing | - |" in said
+    tex = (out / "small.tex").read_text()
+    assert r"HGPO & 1 of 4, 1 begun & 55.0 $\pm$ 5.0" in tex and r"Far & 100 %" in tex
+    assert tex.count(r"\begin{tabular}") == tex.count(r"\end{tabular}") == 2
 
-    record = json.loads((tmp_path / "out" / "small.json").read_text())
     assert {cell["cell"] for cell in record["cells"] if cell["done"]} == {
         *(f"near/{method}/s{seed}" for method, seed in curves), "far/hgpo/s0",
     }  # fmt: skip
-    assert len(record["missing"]) == 16 - 8
-    assert next(c for c in record["cells"] if c["cell"] == "near/hgpo/s1")["curve"] == [0.1, 0.4, 0.7]
-    assert next(c for c in record["cells"] if c["cell"] == "near/hgpo/s1")["seconds"] == 4.5
-    tex = (tmp_path / "out" / "small.tex").read_text()
-    assert r"HGPO & 1 of 4, 1 begun & 55.0 $\pm$ 5.0" in tex
-    assert tex.count(r"\begin{tabular}") == tex.count(r"\end{tabular}") == 2
-    assert {path.name for path in (tmp_path / "out").glob("*.png")} == {"small.png"}  # two pairs say too little for a forest
-    kept, read = results.read_record(small, tmp_path / "out" / "small.json"), results.read_all(small, runs)
+    assert len(record["missing"]) == 16 - 9
+    one = next(cell for cell in record["cells"] if cell["cell"] == "near/hgpo/s1")
+    assert (one["curve"], one["seconds"]) == ([0.1, 0.4, 0.7], 4.5)
+    kept, read = results.read_record(small, out / "small.json"), results.read_all(small, runs)
     for cell, result in read.items():
         assert (kept[cell] is None) == (result is None)
         if result:
@@ -120,42 +118,40 @@ def measured(seed, bias2):
     }  # fmt: skip
 
 
-def test_what_is_outside_the_noise_is_listed_and_stands_beside_the_bias(tmp_path, small, capsys):
-    runs = tmp_path / "runs"
+def test_what_is_outside_the_noise_is_listed_once_and_stands_beside_the_bias(tmp_path, collect):
+    """Of two tables with the same comparison that of more pairs counts."""
+    tables = [SMALL["tables"][0] | {"title": title, "seeds": seeds} for title, seeds in (("T", [0, 1]), ("U", [0, 1, 2]))]
+    plan, runs = planning.read(write_plan(tmp_path, tables=tables, bias_seeds=[8])), tmp_path / "runs"
     for seed, lift in enumerate((0.1, 0.12, 0.08)):
-        finish(runs, small, Cell("near", "gigpo", seed), [0.2, 0.3, 0.4 + seed / 10], success=0.5 + seed / 10)
-        finish(runs, small, Cell("near", "hgpo", seed), [0.2, 0.3 + 3 * lift, 0.4 + seed / 10], success=0.7 - seed / 10)
+        finish(runs, plan, Cell("near", "gigpo", seed), [0.2, 0.3, 0.4 + seed / 10], success=0.5 + seed / 10)
+        finish(runs, plan, Cell("near", "hgpo", seed), [0.2, 0.3 + 3 * lift, 0.4 + seed / 10], success=0.7 - seed / 10)
     (runs / "bias.json").write_text(json.dumps({"near": [measured(7, 0.5), measured(8, 0.25)], "gone": [measured(7, 0.5)]}))
-    plan = str(write_plan(tmp_path, bias_seeds=[8]))
-    tables.main(["collect", str(runs), "--plan", plan])
-    said = capsys.readouterr().out
+    said, _ = collect()
     half = stats.t.ppf(0.975, 2) * 2 / 3**0.5
-    interval = f"({10 - half:+.1f} to {10 + half:+.1f}), 3 of 3"
-    assert f"* T, Near: HGPO minus GiGPO, AUC +10.0 ± 1.2 {interval}, p = " in said
+    assert f"* U, Near: HGPO minus GiGPO, AUC +10.0 ± 1.2 ({10 - half:+.1f} to {10 + half:+.1f}), 3 of 3, p = " in said
+    assert "* T, Near" not in said
     # AUC and the last two iterations, not the evaluation.
     assert "leaves out 0 in 2 of 3 different comparisons of 3 pairs or more" in said
-    assert f"| Near | 8 | 50% | 1.00, 0.50, 0.25 | 0.250 + 0.250 |{' 0.250 + 0.250 |' * 3} +10.0 ± 1.2 {interval} |" in said
+    half = stats.t.ppf(0.975, 1)
+    gain = f"+11.0 ± 1.0 ({11 - half:+.1f} to {11 + half:+.1f}), 2 of 2"  # of the first table
+    assert f"| Near | 8 | 50% | 1.00, 0.50, 0.25 | 0.250 + 0.250 |{' 0.250 + 0.250 |' * 3} {gain} |" in said
 
 
-def test_runs_with_other_settings_are_named(tmp_path, small, capsys):
+def test_runs_with_other_settings_are_named(tmp_path, small, collect):
     runs = tmp_path / "runs"
-    for seed, changes in enumerate(({"run_dir": "elsewhere", "mesh": "data=2"}, {"iterations": 2})):
-        cell = Cell("near", "hgpo", seed)
-        finish(runs, small, cell, [0.1, 0.2])
-        if seed == 0:
-            with open(runs / cell.name / "metrics.jsonl", "a") as file:
-                file.write(json.dumps({"iteration": 2, "success": 0.3, "seconds": {}}) + "\n")
+    for seed, (changes, curve) in enumerate((({"run_dir": "elsewhere", "mesh": "data=2"}, [0.1, 0.2, 0.3]),
+                                             ({"iterations": 2}, [0.1, 0.2]))):  # fmt: skip
+        finish(runs, small, cell := Cell("near", "hgpo", seed), curve)
         config = planning.config_of(small, cell).model_copy(update=changes)
         (runs / cell.name / "config.yaml").write_text(configuration.dump(config))
-    tables.main(["collect", str(runs), "--plan", str(tmp_path / "small.yaml"), "--to", str(tmp_path)])
-    said = capsys.readouterr().out
+    said, record = collect()
     assert said.endswith("## Runs with other settings than the plan's\n\n* near/hgpo/s1: iterations=2\n\n")
-    first, second = json.loads((tmp_path / "small.json").read_text())["cells"]
-    assert "changed" not in first
-    assert second["changed"] == ["iterations=2"]
+    assert [cell.get("changed") for cell in record["cells"]] == [None, ["iterations=2"]]
+    before, now = ["a=1", "b=2", "b=3", "env.data=x"], ["a=1", "b=2", "c=4", "env.data=y"]
+    assert results.changed_fields(before, now) == ["b=3", "without c=4"]
 
 
-def test_pairs_that_did_not_start_alike_are_named_and_left_out(tmp_path, small, capsys):
+def test_pairs_that_did_not_start_alike_are_named_and_left_out(tmp_path, small, collect):
     runs = tmp_path / "runs"
     for method, seed, weights, last in (("gigpo", 0, b"a", 0.3), ("hgpo", 0, b"a", 0.6), ("gigpo", 1, b"b", 0.3),
                                         ("hgpo", 1, b"c", 0.9), ("gigpo", 2, b"d", 0.3), ("hgpo", 2, None, 0.9)):  # fmt: skip
@@ -163,58 +159,48 @@ def test_pairs_that_did_not_start_alike_are_named_and_left_out(tmp_path, small, 
         if weights:
             (runs / cell.name / "start").mkdir()
             (runs / cell.name / "start" / "model.safetensors").write_bytes(weights)
-    tables.main(["collect", str(runs), "--plan", str(tmp_path / "small.yaml"), "--to", str(tmp_path)])
-    said = capsys.readouterr().out
+    said, record = collect()
     assert said.endswith("## Pairs left out, which did not start from equal weights or had not the same settings\n\n"
                          "* near/hgpo/s1, near/gigpo/s1\n\n")
     assert "| HGPO | 3 of 4 | 36.7 ± 5.8 | +15.0 ± 5.0 (" in said  # (30 + 60) / 3 / 2: without seed 1
-    record = json.loads((tmp_path / "small.json").read_text())
     starts = [cell.get("start") for cell in record["cells"]]
     assert len(starts) == 6 and len(set(starts)) == 5 and starts.count(None) == 1
     assert {pair["n"] for pair in record["paired"]} == {2}
-    kept, read = results.read_record(small, tmp_path / "small.json"), results.read_all(small, runs)
+    kept, read = results.read_record(small, tmp_path / "out" / "small.json"), results.read_all(small, runs)
     assert [cell and cell.start for cell in kept.values()] == [cell and cell.start for cell in read.values()]
 
 
-POOLED = {
-    "settings": SMALL["settings"] | {
-        "near-2": SMALL["settings"]["near"] | {"title": "Near 2", "fields": ["seed=0"]},
+def test_settings_are_pooled_from_two_pairs_of_each_on(tmp_path, collect):
+    near = SMALL["settings"]["near"]
+    settings = {
+        "near": near,
+        "near-2": near | {"title": "Near 2", "fields": ["seed=0"]},
         "nears": {"title": "Both", "pools": ["near", "near-2"], "columns": {"AUC": "train/auc"}},
-    },
-    "tables": [SMALL["tables"][0] | {"settings": ["near", "near-2", "nears"], "seeds": {"near": [0, 1], "near-2": [1, 2]}}],
-}  # fmt: skip
-
-
-def test_settings_are_pooled(tmp_path, capsys):
-    plan, runs = planning.read(write_plan(tmp_path, **POOLED)), tmp_path / "runs"
+    }
+    table = SMALL["tables"][0] | {"settings": list(settings), "seeds": {"near": [0, 1], "near-2": [1, 2]}}
+    plan, runs = planning.read(write_plan(tmp_path, settings=settings, tables=[table], published=None)), tmp_path / "runs"
     gain = {("near", 0): 0.3, ("near", 1): 0.6, ("near-2", 1): 0.0, ("near-2", 2): 0.6}
     for (setting, seed), lift in gain.items():
+        if (setting, seed) == ("near-2", 2):
+            assert {pair["setting"] for pair in collect()[1]["paired"]} == {"near"}
         finish(runs, plan, Cell(setting, "gigpo", seed), [0.0, 0.0, 0.0])
         finish(runs, plan, Cell(setting, "hgpo", seed), [0.0, 0.0, lift])
-    tables.main(["collect", str(runs), "--plan", str(tmp_path / "small.yaml"), "--to", str(tmp_path)])
-    paired = {p["setting"]: p for p in json.loads((tmp_path / "small.json").read_text())["paired"] if p["column"] == "AUC"}
+    said, record = collect()
+    paired = {pair["setting"]: pair for pair in record["paired"] if pair["column"] == "AUC"}
     assert [paired[name]["n"] for name in ("near", "near-2", "nears")] == [2, 2, 4]
     theirs = stats.ttest_1samp([100 * lift / 3 for lift in gain.values()], 0)
     assert paired["nears"]["mean"] == pytest.approx(12.5)
     assert paired["nears"]["interval"] == pytest.approx(theirs.confidence_interval())
-    said = capsys.readouterr().out
     assert "### Both\n" in said and "| HGPO | 4 of 4 | 12.5 ± 9.6 | +12.5 ± 4.8 (" in said
+    # A pool of four pairs is neither counted among the different comparisons nor drawn as curves.
+    assert "different comparisons" not in said
     panels = curves.draw_curves(plan, results.read_all(plan, runs)).axes
     assert [axis.get_title() for axis in panels] == ["T\nNear", "T\nNear 2"]
 
 
-def test_a_pool_waits_for_two_pairs_of_each_setting(tmp_path, capsys):
-    plan, runs = planning.read(write_plan(tmp_path, **POOLED)), tmp_path / "runs"
-    for setting, seed in (("near", 0), ("near", 1), ("near-2", 1)):
-        finish(runs, plan, Cell(setting, "gigpo", seed), [0.0, 0.0, 0.0])
-        finish(runs, plan, Cell(setting, "hgpo", seed), [0.0, 0.0, 0.3 + seed / 10])
-    tables.main(["collect", str(runs), "--plan", str(tmp_path / "small.yaml"), "--to", str(tmp_path)])
-    assert {pair["setting"] for pair in json.loads((tmp_path / "small.json").read_text())["paired"]} == {"near"}
-
-
-def test_what_was_collected_elsewhere_is_kept(tmp_path, small, capsys):
-    """The runs of another machine are gone; what was collected of them is not."""
-    first, second, to = tmp_path / "first", tmp_path / "second", tmp_path / "out"
+def test_what_was_collected_elsewhere_is_kept(tmp_path, small, collect):
+    """The runs of other machines are gone; what was collected of them is not."""
+    first, second, old = tmp_path / "first", tmp_path / "second", tmp_path / "out" / "small.json"
     for seed in (0, 1):
         finish(first, small, Cell("near", "gigpo", seed), [0.1, 0.2, 0.3])
         finish(first, small, Cell("near", "hgpo", seed), [0.1, 0.2, 0.5 + seed / 10])
@@ -222,136 +208,92 @@ def test_what_was_collected_elsewhere_is_kept(tmp_path, small, capsys):
     begun.mkdir(parents=True)
     (begun / "metrics.jsonl").write_text(json.dumps({"iteration": 0, "success": 0.5, "seconds": {}}) + "\n")
     (first / "bias.json").write_text(json.dumps({"near": [measured(7, 0.5)]}))
-    collect = ["collect", "--plan", str(tmp_path / "small.yaml"), "--to", str(to)]
-    tables.main([*collect, str(first)])
-    before = {file.name: file.read_bytes() for file in to.iterdir()}
+    collect("first")
+    before = {file.name: file.read_bytes() for file in old.parent.iterdir()}
 
     finish(second, small, Cell("near", "hgpo", 1), [0.1, 0.2, 0.9])
     finish(second, small, Cell("near", "hgpo", 2), [0.1, 0.2, 0.8])
     finish(second, small, Cell("near", "gigpo", 2), [0.1, 0.2, 0.3])
     (second / "bias.json").write_text(json.dumps({"near": [measured(8, 0.25)]}))
     with pytest.raises(ConfigError, match=r"small\.json: 4 results would be lost, as near/gigpo/s0; add --record"):
-        tables.main([*collect, str(second)])
-    assert {file.name: file.read_bytes() for file in to.iterdir()} == before
-    tables.main([*collect, str(second), "--record", str(to / "small.json")])
-    kept = json.loads((to / "small.json").read_text())
+        collect("second")
+    assert {file.name: file.read_bytes() for file in old.parent.iterdir()} == before
+    _, kept = collect("second", f"--record={old}")
     assert {cell["cell"]: cell["curve"][-1] for cell in kept["cells"] if cell["done"]} == {
         "near/gigpo/s0": 0.3, "near/gigpo/s1": 0.3, "near/gigpo/s2": 0.3,
         "near/hgpo/s0": 0.5, "near/hgpo/s1": 0.9, "near/hgpo/s2": 0.8,  # the newer, and what has ended
     }  # fmt: skip
     assert all(cell["done"] for cell in kept["cells"])
     assert sorted(one["seed"] for one in kept["bias"]["near"]) == [7, 8]
-    tables.main([*collect, str(second), "--record", str(to / "small.json")])
-    assert json.loads((to / "small.json").read_text()) == kept
-    (tmp_path / "stale.json").write_text('{"fields": {}, "cells": [], "bias": {"near": [{}]}}')
-    (tmp_path / "none.json").write_text('{"cells": [{}]}')
-    (tmp_path / "other.json").write_text(json.dumps(kept | {"cells": [kept["cells"][0] | {"cell": "a/b/s0"}]}))
-    for name, reason in (
-        ("nowhere.json", "no such file"), ("none.json", "is not a record of runs"),
-        ("other.json", "is a record of another plan, 'small'"), ("stale.json", 'its "bias" is not what'),
+    assert {pair["n"] for pair in kept["paired"]} == {3}
+    assert collect("second", f"--record={old}")[1] == kept
+    # Several records are united, too.
+    (tmp_path / "one.json").write_bytes(before["small.json"])
+    assert collect("nothing", f"--record={tmp_path}/one.json", f"--record={old}")[1]["missing"] == kept["missing"]
+
+    other = kept | {"cells": [kept["cells"][0] | {"cell": "a/b/s0"}]}
+    for text, reason in (
+        (None, "no such file"), ('{"cells": [{}]}', "is not a record of runs"),
+        (json.dumps(other), "is a record of another plan, 'small'"),
+        ('{"fields": {}, "cells": [], "bias": {"near": [{}]}}', 'its "bias" is not what'),
     ):  # fmt: skip
+        if text:
+            (tmp_path / "odd.json").write_text(text)
         with pytest.raises(ConfigError, match=reason):
-            tables.main([*collect, str(second), "--record", str(tmp_path / name)])
+            collect("second", f"--record={tmp_path}/odd.json")
 
 
-def test_records_of_several_machines_are_united(tmp_path, small):
-    collect = ["collect", "--plan", str(tmp_path / "small.yaml"), "--to"]
-    for machine in (0, 1):
-        for method in ("gigpo", "hgpo"):
-            finish(tmp_path / f"{machine}", small, Cell("near", method, machine), [0.1, 0.2, 0.3])
-        tables.main([*collect, str(tmp_path / f"out{machine}"), str(tmp_path / f"{machine}")])
-    (tmp_path / "empty").mkdir()
-    records = [f"--record={tmp_path}/out{machine}/small.json" for machine in (0, 1)]
-    tables.main([*collect, str(tmp_path / "both"), str(tmp_path / "empty"), *records])
-    kept = json.loads((tmp_path / "both" / "small.json").read_text())
-    assert len([cell for cell in kept["cells"] if cell["done"]]) == 4 and {pair["n"] for pair in kept["paired"]} == {2}
-
-
-def test_a_record_of_an_earlier_plan_says_so(tmp_path, small, capsys):
+def test_a_record_of_an_earlier_plan_says_so(tmp_path, small, collect):
     """What the plan has changed since is named, runs of another length have no mean over it, and lost cells are not lost."""
-    runs, to = tmp_path / "runs", tmp_path / "out"
     for seed in (0, 1):
         for method in ("gigpo", "hgpo"):
-            finish(runs, small, Cell("near", method, seed), [0.1, 0.2, 0.3 + seed])
-    collect = ["collect", "--plan", str(tmp_path / "small.yaml"), "--to", str(to)]
-    tables.main([*collect, str(runs)])
-    (tmp_path / "empty").mkdir()
-    record = f"--record={to}/small.json"
-
+            finish(tmp_path / "runs", small, Cell("near", method, seed), [0.1, 0.2, 0.3 + seed])
+    collect()
+    old, record = tmp_path / "out" / "small.json", tmp_path / "record.json"
+    old.rename(record)
     write_plan(tmp_path, fields=["iterations=2", "mesh=data=1"], methods=SMALL["methods"] | {
         "hgpo": {"title": "HGPO", "fields": ["method=hgpo", "advantage.alpha=3"]}
     })  # fmt: skip
-    capsys.readouterr()
-    tables.main([*collect, str(tmp_path / "empty"), record, "--to", str(tmp_path)])
-    said = capsys.readouterr().out
+    said, _ = collect("empty", f"--record={record}")
     assert "* near/hgpo/s1: advantage.alpha=2, iterations=3" in said and "* near/gigpo/s0: iterations=3" in said
     assert "| HGPO | 2 of 4 | - |  | - |  | 50.0 ± 0.0 |" in said
-    tables.main([*collect, str(tmp_path / "empty"), f"--record={tmp_path}/small.json", "--to", str(tmp_path)])
-    assert "* near/hgpo/s1: advantage.alpha=2, iterations=3" in capsys.readouterr().out  # it is not forgotten
+    said, _ = collect("empty", f"--record={old}")
+    assert "* near/hgpo/s1: advantage.alpha=2, iterations=3" in said  # it is not forgotten
 
     # What one side has only now is another setting, too: the runs had it not.
-    gigpo = {"title": "GiGPO", "fields": ["method=gigpo", "learner.lr=1e-4"]}
-    write_plan(tmp_path, methods=SMALL["methods"] | {"gigpo": gigpo})
-    tables.main([*collect, str(tmp_path / "empty"), record, "--to", str(tmp_path)])
-    said = capsys.readouterr().out
+    write_plan(tmp_path, methods=SMALL["methods"] | {
+        "gigpo": {"title": "GiGPO", "fields": ["method=gigpo", "learner.lr=1e-4"]}
+    })  # fmt: skip
+    said, kept = collect("empty", f"--record={record}")
     assert "* near/gigpo/s1: without learner.lr=1e-4" in said and "* near/hgpo/s1, near/gigpo/s1" in said
-    assert not json.loads((tmp_path / "small.json").read_text())["paired"]
+    assert not kept["paired"]
 
     write_plan(tmp_path, tables=[SMALL["tables"][0] | {"seeds": [1, 2]}])
-    before = (to / "small.json").read_bytes()
-    for more in ([], [record]):
+    before = old.read_bytes()
+    for more in ([], [f"--record={record}"]):
         with pytest.raises(ConfigError, match=r"2 results would be lost, as near/gigpo/s0"):
-            tables.main([*collect, str(runs), *more])
-    assert (to / "small.json").read_bytes() == before
+            collect("runs", *more)
+    assert old.read_bytes() == before
 
 
-def test_a_longer_run_counts_before_its_record(tmp_path, small):
-    """The plan got more iterations, and a run that had ended goes on."""
-    runs, to = tmp_path / "runs", tmp_path / "out"
-    cell = Cell("near", "hgpo", 0)
-    finish(runs, small, cell, [0.1, 0.2, 0.3])
-    collect = ["collect", "--plan", str(tmp_path / "small.yaml"), "--to", str(to), str(runs)]
-    tables.main(collect)
-    (runs / cell.name / "evaluation.json").unlink()
-    with open(runs / cell.name / "metrics.jsonl", "a") as file:
-        file.write(json.dumps({"iteration": 3, "success": 0.4, "seconds": {}}) + "\n")
+def test_a_longer_run_counts_before_its_record_and_a_shorter_does_not(tmp_path, small, collect):
+    """The plan got more iterations, and a run that had ended goes on, or begins anew."""
+    folder = tmp_path / "runs" / "near/hgpo/s0"
+    finish(tmp_path / "runs", small, Cell("near", "hgpo", 0), [0.1, 0.2, 0.3])
+    collect()
+    (folder / "evaluation.json").unlink()
     write_plan(tmp_path, fields=["iterations=5", "mesh=data=1"])
-    for more in ([], [f"--record={to}/small.json"]):
-        tables.main([*collect, *more])
-        (kept,) = json.loads((to / "small.json").read_text())["cells"]
+    ended = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(ended.partition("\n")[0] + "\n")
+    with pytest.raises(ConfigError, match="1 results would be lost, as near/hgpo/s0"):
+        collect()
+    (folder / "metrics.jsonl").write_text(ended + json.dumps({"iteration": 3, "success": 0.4, "seconds": {}}) + "\n")
+    for more in ([], [f"--record={tmp_path}/out/small.json"]):
+        (kept,) = collect("runs", *more)[1]["cells"]
         assert (kept["done"], kept["iterations"]) == (False, 4)
 
 
-def test_what_several_tables_compare_counts_once(tmp_path, capsys):
-    plan = planning.read(write_plan(tmp_path, tables=[SMALL["tables"][0] | {"title": title, "seeds": seeds}
-                                                      for title, seeds in (("T", [0, 1]), ("U", [0, 1, 2]))]))  # fmt: skip
-    for seed in range(3):
-        finish(tmp_path / "runs", plan, Cell("near", "gigpo", seed), [0.1, 0.2, 0.3])
-        finish(tmp_path / "runs", plan, Cell("near", "hgpo", seed), [0.1, 0.2, 0.9 + seed / 100])
-    tables.main(["collect", str(tmp_path / "runs"), "--plan", str(tmp_path / "small.yaml"), "--to", str(tmp_path)])
-    said = capsys.readouterr().out
-    # AUC and the last two iterations, not the evaluation.
-    assert "leaves out 0 in 2 of 3 different comparisons of 3 pairs or more" in said
-    assert "* U, Near: HGPO minus GiGPO, AUC" in said and "* T, Near" not in said
-
-
-def test_fields_that_differ():
-    before, now = ["a=1", "b=2", "b=3", "env.data=x"], ["a=1", "b=2", "c=4", "env.data=y"]
-    assert results.changed_fields(before, now) == ["b=3", "without c=4"]
-    assert not results.changed_fields(now, now)
-
-
-def test_small_p_values_are_written(tmp_path, small):
-    for seed in range(4):
-        finish(tmp_path / "runs", small, Cell("near", "gigpo", seed), [0.1, 0.2, 0.3])
-        finish(tmp_path / "runs", small, Cell("near", "hgpo", seed), [0.1, 0.2, 0.9 + seed / 1e6])
-    tables.main(["collect", str(tmp_path / "runs"), "--plan", str(tmp_path / "small.yaml"), "--to", str(tmp_path)])
-    with open(tmp_path / "small.csv") as file:
-        p = [float(row["paired_p"]) for row in csv.DictReader(file) if row["method"] == "hgpo" and row["column"] == "AUC"]
-    assert 0 < p[0] < 1e-8
-
-
-def test_bias_is_measured_for_the_seeds_that_lack(tmp_path, small, monkeypatch, capsys):
+def test_bias_is_measured_for_the_seeds_that_lack(tmp_path, monkeypatch, capsys):
     asked = []
 
     def measure(config):
@@ -373,58 +315,38 @@ def test_bias_is_measured_for_the_seeds_that_lack(tmp_path, small, monkeypatch, 
     assert "| Near |" not in capsys.readouterr().out  # the stand-in measured with the old one
     with pytest.raises(ConfigError, match="bias_seeds: the plan has none"):
         tables.main(["bias", str(write_plan(tmp_path)), "--runs", str(tmp_path / "runs")])
+    (tmp_path / "runs" / "bias.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"bias\.json: is damaged"):
+        tables.main(["bias", str(write_plan(tmp_path)), "--runs", str(tmp_path / "runs")])
 
 
 @pytest.mark.parametrize(
     ("file", "text", "fragment"),
     [
+        ("bias.json", "[" * 100_000, r"bias\.json: is damaged"),
+        ("bias.json", "[1]", r"bias\.json: is damaged"),
+        ("bias.json", '{"near": 3}', r"bias\.json: is damaged"),
         ("bias.json", '{"near": [{"seed": 7}]}', r"bias\.json: is damaged"),
         ("near/hgpo/s0/metrics.jsonl", "x\n", r"metrics\.jsonl: line 1 is not a row"),
+        ("near/hgpo/s0/metrics.jsonl", "[1]\n", r"metrics\.jsonl: line 1 is not a row"),
         ("near/hgpo/s0/metrics.jsonl", "x", r"metrics\.jsonl: is damaged, it holds 0 of 3 iterations"),
+        ("near/hgpo/s0/metrics.jsonl", '{"iteration": 0}\n', r"metrics\.jsonl: is damaged"),
+        ("near/hgpo/s0/metrics.jsonl", '{"iteration": 0, "success": "x", "seconds": {}}\n', r"metrics\.jsonl: is damaged"),
+        ("near/hgpo/s0/metrics.jsonl", '{"iteration": 0, "success": 1, "seconds": 3}\n', r"metrics\.jsonl: is damaged"),
         ("near/hgpo/s0/config.yaml", "x\n", r"config\.yaml: is damaged"),
+        ("near/hgpo/s0/evaluation.json", "{", r"evaluation\.json: is damaged"),
+        ("near/hgpo/s0/evaluation.json", "[]", r"evaluation\.json: is not an evaluation"),
     ],
 )
-def test_damaged_results_are_refused_in_one_line(tmp_path, small, file, text, fragment):
+def test_damaged_results_are_refused_in_one_line(tmp_path, small, collect, file, text, fragment):
     finish(tmp_path / "runs", small, Cell("near", "hgpo", 0), [0.1, 0.2, 0.3])
     (tmp_path / "runs" / file).write_text(text)
-    plan = str(write_plan(tmp_path, bias_seeds=[7]))
     with pytest.raises(ConfigError, match=fragment) as refused:
-        tables.main(["collect", str(tmp_path / "runs"), "--plan", plan])
+        collect()
     assert "\n" not in str(refused.value)
 
 
-def test_nothing_run_is_all_missing(tmp_path, small, capsys):
-    (tmp_path / "runs").mkdir()
-    tables.main(["collect", str(tmp_path / "runs"), "--plan", str(tmp_path / "small.yaml")])
-    said = capsys.readouterr().out
-    assert said.count("| missing |") == 4
-    assert not list((tmp_path / "runs").glob("*.png"))
-
-
-@pytest.mark.parametrize(("text", "fragment"), [("{", "is damaged"), ("[]", "is not an evaluation")])
-def test_a_damaged_evaluation_is_refused_in_one_line(tmp_path, small, text, fragment):
-    cell = Cell("near", "hgpo", 0)
-    finish(tmp_path / "runs", small, cell, [0.1, 0.2, 0.3])
-    (tmp_path / "runs" / cell.name / "evaluation.json").write_text(text)
-    with pytest.raises(ConfigError, match=fragment):
-        results.read_all(small, tmp_path / "runs")
-
-
-@pytest.mark.parametrize("line", ['{"iteration": 0}', '{"iteration": 0, "success": "x", "seconds": {}}',
-                                  '{"iteration": 0, "success": 1, "seconds": 3}', "[1]"])  # fmt: skip
-def test_damaged_rows_are_refused_in_one_line(tmp_path, small, line):
-    cell = Cell("near", "hgpo", 0)
-    finish(tmp_path / "runs", small, cell, [0.1, 0.2, 0.3])
-    (tmp_path / "runs" / cell.name / "metrics.jsonl").write_text(line + "\n")
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl: (is damaged|line 1 is not a row)"):
-        results.read_all(small, tmp_path / "runs")
-
-
-@pytest.mark.parametrize("text", ["{", "[" * 100_000, "[1]", '{"near": 3}', '{"near": [{}]}', "\0"])
-def test_a_damaged_measurement_of_bias_is_refused_in_one_line(tmp_path, small, text):
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "bias.json").write_text(text)
-    for command in (["collect", str(tmp_path / "runs"), "--plan"], ["bias", "--runs", str(tmp_path / "runs")]):
-        with pytest.raises(ConfigError, match=r"bias\.json: is damaged") as refused:
-            tables.main([*command, str(tmp_path / "small.yaml")])
-        assert "\n" not in str(refused.value)
+def test_nothing_run_is_all_missing(tmp_path, small, collect):
+    said, record = collect()
+    assert said.count("| missing |") == 4 and len(record["missing"]) == 16
+    assert not list((tmp_path / "out").glob("*.png"))

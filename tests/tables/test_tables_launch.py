@@ -5,6 +5,7 @@ import shlex
 import subprocess
 from pathlib import Path
 
+import kubernetes_validate
 import pytest
 import yaml
 from small_plan import SMALL, write_plan
@@ -94,11 +95,10 @@ def test_tpu_files_train_evaluate_and_give_the_slice_back(tmp_path, capsys):
 
 
 def test_kubernetes_files_are_valid_jobs(tmp_path, capsys):
-    validator = pytest.importorskip("kubernetes_validate")
     for plan, cell, devices, text in launched("kubernetes", tmp_path / "out"):
         service, job = yaml.safe_load_all(text)
         for item in (service, job):
-            validator.validate(item, "1.32", strict=True)
+            kubernetes_validate.validate(item, "1.32", strict=True)
         [container] = job["spec"]["template"]["spec"]["containers"]
         shellcheck(container["args"][0])
         lines = [shlex.split(line) for line in container["args"][0].splitlines() if "--distributed" in line]
@@ -137,25 +137,21 @@ def test_launched_commands_have_the_plans_variables(kind, tmp_path, capsys):
         assert yaml.safe_load(text)["envs"]["XLA_FLAGS"] == "--one --two=2"
 
 
-def test_tpu_files_refuse_variables(tmp_path):
+def test_what_cannot_be_launched_is_refused(tmp_path):
+    def launch_files(kind, **changes):
+        tables.main(["plan", str(write_plan(tmp_path, **changes)), "--launch", kind, "--to", str(tmp_path / "out")])
+
     with pytest.raises(ConfigError, match="variables: launch files for TPUs"):
-        tables.main(["plan", str(write_plan(tmp_path, variables={"A": "b"})), "--launch", "tpu", "--to", str(tmp_path)])
-
-
-def test_cells_of_one_name_on_a_cluster_are_refused(tmp_path):
+        launch_files("tpu", variables={"A": "b"})
+    with pytest.raises(ConfigError, match=r"settings\.near\.tpu: missing"):
+        launch_files("tpu")
     methods = {name: SMALL["methods"]["hgpo"] for name in ("hgpo-k2", "hgpo.k2")}
     table = SMALL["tables"][0] | {"methods": list(methods), "baseline": None}
-    plan = str(write_plan(tmp_path, methods=methods, tables=[table], published=None))
     with pytest.raises(ConfigError, match=r"near/hgpo\.k2/s0: is named near-hgpo-k2-s0 on a cluster, as near/hgpo-k2/s0"):
-        tables.main(["plan", plan, "--launch", "slurm", "--to", str(tmp_path / "out")])
-    assert not (tmp_path / "out").exists()
-
-
-def test_more_devices_than_a_machine_has_are_whole_machines(tmp_path):
-    def sizes(mesh):
-        return launch.nodes(planning.read(write_plan(tmp_path, fields=[f"mesh={mesh}"])), Cell("near", "hgpo", 0))
-
-    assert sizes("data=3,fsdp=8") == (3, 8)
-    assert sizes("data=1,fsdp=4") == (1, 4)
+        launch_files("slurm", methods=methods, tables=[table], published=None)
     with pytest.raises(ConfigError, match="12 devices do not fill machines of 8"):
-        sizes("data=3,fsdp=4")
+        launch_files("slurm", fields=["mesh=data=3,fsdp=4"])
+    assert not (tmp_path / "out").exists()
+    for mesh, sizes in (("data=3,fsdp=8", (3, 8)), ("data=1,fsdp=4", (1, 4))):
+        plan = planning.read(write_plan(tmp_path, fields=[f"mesh={mesh}"]))
+        assert launch.nodes(plan, Cell("near", "hgpo", 0)) == sizes
