@@ -49,10 +49,17 @@ def test_answers_are_the_samplers_and_the_conversation_is_kept(policy):
     assert chat.messages == [messages[1], {"role": "assistant", "content": said}]
 
 
+def test_a_character_is_told_once_it_is_whole(policy, monkeypatch):
+    tokens = iter([*policy.tokenizer("è€ok").input_ids, policy.tokenizer.eos_token_id])
+    monkeypatch.setattr(chatting, "_advance", lambda *given: ([next(tokens)], *given[3:5]))
+    assert list(filter(None, Chat(policy, HOT, max_new=NEW).answer("Who?"))) == ["è", "€", "o", "k"]
+
+
 def test_what_does_not_fit_is_forgotten(policy):
     chat = Chat(policy, HOT, max_new=NEW)
-    chat.messages = [{"role": role, "content": letter * 200} for letter in "ab" for role in ("user", "assistant")]
-    chat.prompt("c" * 50)
+    said = ("user", "a" * 200), ("assistant", "a"), ("user", "b" * 150), ("assistant", "b" * 100)
+    chat.messages = [{"role": role, "content": content} for role, content in said]
+    chat.prompt("c" * 50)  # all but the first message would fit, but an answer goes with its question
     assert [message["content"][0] for message in chat.messages] == ["b", "b", "c"]
     chat.messages.append({"role": "assistant", "content": "e"})
     with pytest.raises(ValueError, match=r"^\d+ tokens; beside a response 500 fit in the context"):
