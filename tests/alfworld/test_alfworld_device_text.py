@@ -48,9 +48,6 @@ def words_tokenizer():
     return text_tokenizer([*texts, "<think> </think> <action> </action> Nothing happens."])
 
 
-TOKENIZERS = {"words": words_tokenizer, "qwen2.5": qwen_tokenizer}
-
-
 def encoded(tokenizer, text: str, ended: bool) -> list[int]:
     """A response, in which the name of a special token is not that token."""
     before, mark, after = text.partition("<|im")
@@ -151,41 +148,45 @@ def replay(paths, chat: ChatFormat, tasks, result, turns: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "limit"), [("words", 4096), ("words", 420), ("qwen2.5", 1024), ("qwen2.5", 480)])
-def test_the_host_replays_the_episodes(kind, limit, monkeypatch):
-    chat, tasks, result = played(GAMES, TOKENIZERS[kind](), monkeypatch, 48, 16, limit)
-    assert replay(GAMES, chat, tasks, result, 16) > 400
+def test_the_host_replays_the_episodes(monkeypatch):
+    """With prompts that have to be cut, and responses that cannot be reproduced."""
+    chat, tasks, result = played(GAMES, words_tokenizer(), monkeypatch, 48, 12, 420, rare=0.01)
+    assert replay(GAMES, chat, tasks, result, 12) > 300
     counts = result.report.counts
-    assert 0 < counts["excluded"] < 16 and counts["malformed"] > 50 and counts["inadmissible"] > 50
-    tight = limit in (420, 480)
-    assert (counts["pairs_dropped"] > 0) == tight and (counts["prompts_cut"] > 0) == tight
+    assert 0 < counts["excluded"] < 16 and counts["malformed"] > 40 and counts["inadmissible"] > 40
+    assert counts["pairs_dropped"] > 0 and counts["prompts_cut"] > 0
 
 
 @pytest.mark.slow
-def test_the_host_replays_episodes_of_many_games(official, monkeypatch):
-    paths = [path for games in official.values() for path in games][::8]
-    chat, tasks, result = played(paths, qwen_tokenizer(), monkeypatch, len(paths), 30, 4096, rare=0.0)
-    assert replay(paths, chat, tasks, result, 30) > 1000 and result.report.counts["excluded"] == 0
+@pytest.mark.needs("data")
+def test_the_host_replays_episodes_of_many_games(some_official, monkeypatch):
+    paths = some_official[::2]
+    chat, tasks, result = played(paths, qwen_tokenizer(), monkeypatch, len(paths), 20, 4096, rare=0.0)
+    assert replay(paths, chat, tasks, result, 20) > 600
+    counts = result.report.counts
+    assert counts["excluded"] == counts["pairs_dropped"] == counts["prompts_cut"] == 0
 
 
 def test_numbers_are_told_although_an_environment_has_a_word_that_is_one():
-    def told(*more):
-        env = CompiledAlfworld(compile_games(GAMES), 5)
-        env.words = [*env.words, *more]
-        text = DeviceText(env, ChatFormat(words_tokenizer(), "alfworld", 1024), words_tokenizer(), R)
+    env = CompiledAlfworld(compile_games(GAMES), 5)
+    env.words = [*env.words, "0", "3"]
+    text = DeviceText(env, ChatFormat(words_tokenizer(), "alfworld", 1024), words_tokenizer(), R)
+
+    @jax.jit
+    def told():
         state, seen = text.start(jnp.int32(0))
         past, done = jnp.stack([seen] * K), jnp.zeros((K, MAX_ACTION), jnp.int32)
         words = text._message(text.goal(state), past, done, seen, text._listed(state), jnp.int32(3), jnp.int32(K))
-        letters, size = spell(text.tables["words"], words, 8192)
-        return bytes(letters[:size].tolist())
+        return spell(text.tables["words"], words, 8192)
 
-    assert b"Turns so far: 3. The latest 2 of" in told() and told("0", "3") == told()
+    letters, size = told()
+    assert b"Turns so far: 3. The latest 2 of" in bytes(letters[:size].tolist())
 
 
-@pytest.mark.parametrize("limit", [16, 31, 32, 100, 1024, 1500])
-def test_prompts_have_widths_up_to_their_limit(limit):
-    widths = compiled_text.widths(limit)
-    assert list(widths) == sorted(set(widths)) and widths[0] > 0 and widths[-1] == limit
+def test_prompts_have_widths_up_to_their_limit():
+    for limit in (16, 31, 32, 100, 1024, 1500):
+        widths = compiled_text.widths(limit)
+        assert list(widths) == sorted(set(widths)) and widths[0] > 0 and widths[-1] == limit
 
 
 def test_answers():
@@ -213,39 +214,28 @@ def test_answers():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "template"), [("words", "plain"), ("qwen2.5", "alfworld")])
-def test_host_and_device_sample_the_same_episodes(kind, template, monkeypatch):
+def test_host_and_device_sample_the_same_episodes(monkeypatch):
     """With a policy that says a few tokens only, among them the end: some of what it says is admissible. What is not ASCII is
     rare; such episodes are played on the host."""
-    tokenizer, real, B, turns = TOKENIZERS[kind](), sampling.sample_token, 12, 6
-    chat, model = ChatFormat(tokenizer, template, 1024), tiny(tokenizer)
-    words = ("look", "help") if template == "plain" else ("<think></think><action>look</action>", "inventory")
-    said = sorted({tokenizer.eos_token_id, *(i for word in words for i in tokenizer(word).input_ids)})
+    tokenizer, real, B, turns = words_tokenizer(), sampling.sample_token, 12, 6
+    chat, model = ChatFormat(tokenizer, "plain", 1024), tiny(tokenizer)
+    said = sorted({tokenizer.eos_token_id, *(i for word in ("look", "help") for i in tokenizer(word).input_ids)})
     bias = jnp.full(model.vocab_size, -jnp.inf).at[jnp.array(said)].set(0.0).at[jnp.array(tokenizer("é").input_ids)].set(-2.5)
-
-    def sample_token(logits, keys, decoding):
-        return real(logits + bias, keys, decoding)
-
-    monkeypatch.setattr(sampling, "sample_token", sample_token)
-    tasks, groups, keys = np.arange(B) // 4, np.arange(B) // 4, jax.random.split(jax.random.key(1), B)
+    monkeypatch.setattr(sampling, "sample_token", lambda logits, keys, decoding: real(logits + bias, keys, decoding))
+    mesh, groups = make_mesh("data=2,fsdp=2", jax.devices()[:4]), np.arange(B) // 4
+    params = jax.device_put(initialize(model, 0, make_mesh("data=1", jax.devices()[:1])), shardings(model, mesh))
     settings = {"batch": B, "history_length": K, "response_limit": 6, "decode_batch_size": 4}
-    for spec, devices in (("data=1", 1), ("data=2,fsdp=2", 4)):
-        mesh = make_mesh(spec, jax.devices()[:devices])
-        params = jax.device_put(initialize(model, 0, make_mesh("data=1", jax.devices()[:1])), shardings(model, mesh))
-        host = HostRollout(lambda: AlfworldText(GAMES, max_turns=turns), chat, network(model), mesh, **settings)
-        env = CompiledAlfworld(compile_games(GAMES), turns)
-        games = np.arange(len(GAMES))
-        device = CompiledTextRollout(env, games, chat, tokenizer, network(model), mesh, host=host, **settings)
-        for temperature in (1.0, 0.0) if devices == 1 else (1.0,):
-            given = params, tasks, keys, groups, Decoding(temperature=temperature)
-            (ours, report), (theirs, other) = device(*given), host(*given)
-            for name, value in vars(theirs).items():
-                if name == "logp":
-                    np.testing.assert_allclose(ours.logp, value, atol=1e-5)
-                else:
-                    np.testing.assert_array_equal(getattr(ours, name), value, err_msg=name)
-            for name in ("texts", "goals", "responses", "actions", "admissible", "failures"):
-                assert getattr(report, name) == getattr(other, name), name
-            if template == "plain" and temperature:
-                assert 0 < report.counts["played_on_host"] < B / 2
-                assert 0 < report.counts["inadmissible"] < ours.mask.sum()
+    host = HostRollout(lambda: AlfworldText(GAMES, max_turns=turns), chat, network(model), mesh, **settings)
+    env, games = CompiledAlfworld(compile_games(GAMES), turns), np.arange(len(GAMES))
+    device = CompiledTextRollout(env, games, chat, tokenizer, network(model), mesh, host=host, **settings)
+    given = params, groups, jax.random.split(jax.random.key(1), B), groups, Decoding()
+    (ours, report), (theirs, other) = device(*given), host(*given)
+    for name, value in vars(theirs).items():
+        if name == "logp":
+            np.testing.assert_allclose(ours.logp, value, atol=1e-5)
+        else:
+            np.testing.assert_array_equal(getattr(ours, name), value, err_msg=name)
+    for name in ("texts", "goals", "responses", "actions", "admissible", "failures"):
+        assert getattr(report, name) == getattr(other, name), name
+    assert 0 < report.counts["played_on_host"] < B / 2
+    assert 0 < report.counts["inadmissible"] < ours.mask.sum()

@@ -24,7 +24,7 @@ def walk(game: Game, chance: random.Random, steps: int) -> list:
 
 
 @given(st.sampled_from(LOADED), st.integers(0, 2**32), st.integers(0, 30))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_every_admissible_command_does_something(loaded: Game, seed: int, steps: int) -> None:
     game = loaded.fresh()
     walk(game, random.Random(seed), steps)
@@ -37,7 +37,7 @@ def test_every_admissible_command_does_something(loaded: Game, seed: int, steps:
 
 
 @given(st.sampled_from(LOADED), st.integers(0, 2**32), st.text(st.sampled_from(LETTERS), max_size=20))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_other_commands_change_nothing(loaded: Game, seed: int, text: str) -> None:
     game = loaded.fresh()
     walk(game, random.Random(seed), 5)
@@ -49,78 +49,57 @@ def test_other_commands_change_nothing(loaded: Game, seed: int, text: str) -> No
 
 
 @given(st.sampled_from(LOADED), st.integers(0, 2**32))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_copies_and_shared_games_are_independent(loaded: Game, seed: int) -> None:
     """Episodes of one loaded game, played in turns, equal the same episodes played alone."""
     first, second = loaded.fresh(), loaded.fresh()
     walk(first, random.Random(seed), 10)
     third = first.copy()
     streams = [random.Random(seed + i) for i in range(3)]
-    mixed = [[game.step(chance.choice(game.commands)) for _ in range(1)] for _ in range(10)
-             for game, chance in zip((first, second, third), streams, strict=True)]
+    mixed = [walk(game, chance, 1)[0] for _ in range(10) for game, chance in zip((first, second, third), streams, strict=True)]
     alone_first, alone_second = loaded.fresh(), loaded.fresh()
     walk(alone_first, random.Random(seed), 10)
-    assert [row[0] for row in mixed[0::3]] == walk(alone_first, random.Random(seed), 10)
-    assert [row[0] for row in mixed[1::3]] == walk(alone_second, random.Random(seed + 1), 10)
+    assert mixed[0::3] == walk(alone_first, random.Random(seed), 10)
+    assert mixed[1::3] == walk(alone_second, random.Random(seed + 1), 10)
     assert loaded.state is loaded.data.initial
 
 
-def test_reset_starts_over() -> None:
+def test_play_goes_on_after_a_win_and_reset_starts_over() -> None:
     game = LOADED[0].fresh()
     start = game.reset()
-    walk(game, random.Random(3), 20)
-    assert game.reset() == start
-    assert start[0].endswith(game.task)
-    assert not game.won
-
-
-def test_play_goes_on_after_a_win() -> None:
-    game = LOADED[0].fresh()
     results = [game.step(command) for command in plan(game)]
     assert [won for _, _, won in results] == [False] * (len(results) - 1) + [True]
     assert game.step("look")[2] is True
+    assert game.reset() == start and start[0].endswith(game.task) and not game.won
 
 
 @pytest.mark.parametrize("path", GAMES, ids=lambda path: path.parent.parent.name)
 def test_wording_comes_from_the_grammar(path: Path) -> None:
     """The same plan in both releases' words; the old one says 'put .. in/on ..' and names places, the new has help."""
     old, new = load_game(path), load_game(path, LOGIC)
-    assert "help" in new.commands
-    assert "help" not in old.commands
-    assert old.task == new.task
+    assert "help" in new.commands and "help" not in old.commands and old.task == new.task
     old_plan, new_plan = plan(old), plan(new)
     assert [c.replace("put ", "move ").replace(" in/on ", " to ") for c in old_plan] == new_plan
     assert old.step(old_plan[0])[0].startswith("You arrive at loc ")
     assert new.step(new_plan[0])[0].startswith(f"You arrive at {new_plan[0].removeprefix('go to ')}. ")
 
 
-def test_a_changed_grammar_is_followed(tmp_path: Path) -> None:
-    data = json.loads(GAMES[0].read_text())
-    data["grammar"] = data["grammar"].replace("close {r}", "shut {r} gently").replace("You close", "Softly you close")
-    (tmp_path / "game.tw-pddl").write_text(json.dumps(data))
-    game = load_game(tmp_path / "game.tw-pddl")
-    chance = random.Random(0)
-    for _ in range(400):
-        shut = [command for command in game.commands if command.startswith("shut ")]
-        if shut:
-            assert shut[0].endswith(" gently")
-            assert game.step(shut[0])[0].startswith("Softly you close the ")
-            return
-        game.step(chance.choice(game.commands))
-    pytest.fail("nothing could be closed in 400 random steps")
-
-
-def test_a_changed_domain_is_followed(tmp_path: Path) -> None:
-    """Whoever may only look at what is open cannot examine a closed drawer: rules are read, not built in."""
-    data = json.loads(GAMES[0].read_text())
+def test_a_changed_grammar_and_domain_are_followed(tmp_path: Path) -> None:
+    """Whoever may only look at what is open cannot examine a closed drawer: rules and words are read, not built in."""
+    data, changed = json.loads(GAMES[0].read_text()), tmp_path / "game.tw-pddl"
     start = data["pddl_domain"].index("(:action examineReceptacle")
     where = data["pddl_domain"].index("(atLocation ?a ?l)", start)
     data["pddl_domain"] = data["pddl_domain"][:where] + "(opened ?r) " + data["pddl_domain"][where:]
-    (tmp_path / "game.tw-pddl").write_text(json.dumps(data))
-    for path, expected in ((GAMES[0], True), (tmp_path / "game.tw-pddl", False)):
+    data["grammar"] = data["grammar"].replace("close {r}", "shut {r} gently").replace("You close", "Softly you close")
+    changed.write_text(json.dumps(data))
+    for path, examines, shut, says in ((GAMES[0], True, "close {}", "You"), (changed, False, "shut {} gently", "Softly you")):
         game = load_game(path)
-        game.step(next(command for command in game.commands if command.startswith("go to drawer")))
-        assert any(command.startswith("examine drawer") for command in game.commands) is expected
+        go = next(command for command in game.commands if command.startswith("go to drawer"))
+        drawer = go.removeprefix("go to ")
+        game.step(go)
+        assert (f"examine {drawer}" in game.commands) is examines
+        game.step(f"open {drawer}")
+        assert game.step(shut.format(drawer))[0].startswith(f"{says} close the {drawer}")
 
 
 def test_transcripts_do_not_depend_on_the_hash_seed() -> None:
@@ -135,20 +114,7 @@ def test_transcripts_do_not_depend_on_the_hash_seed() -> None:
             env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
             capture_output=True, text=True, check=True,
         ).stdout
-        for seed in ("0", "1", "2")
+        for seed in ("0", "1")
     }
     assert len(told) == 1
     assert "You arrive at" in told.pop()
-
-
-def test_memory_of_live_episodes() -> None:
-    """1,000 live environments under 1 GB, also when each was loaded on its own (less than 1 MB each)."""
-    from hgpo_jax.envs.alfworld.bench import measure
-
-    rows = {row["name"]: row for row in measure(GAMES, live=60)}
-    loaded = rows["memory of 60 live environments, each loaded on its own"]["value"]
-    shared = rows["memory of 60 live environments, of shared games"]["value"]
-    assert 10 < shared < loaded < shared + 60
-    assert {row["unit"] for row in rows.values()} == {"ms", "MB"}
-    with pytest.raises(ValueError, match="no game files"):
-        measure([])

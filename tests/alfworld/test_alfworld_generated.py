@@ -1,14 +1,13 @@
 """More games made in the rooms of given ones: that they are new, can be won and are what the engine plays."""
 
 import dataclasses
-import functools
 from collections import Counter
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from alfworld_places import GAMES, SHARED
+from alfworld_places import GAMES
 from alfworld_play import compare
 from alfworld_writer import room, write_game
 
@@ -18,16 +17,9 @@ from hgpo_jax.envs.alfworld.generated import generate_games, tasks_of
 from hgpo_jax.envs.alfworld.planner import plan
 from hgpo_jax.envs.alfworld.tables import Tables, compile_games
 
-# One game of each task type and split, where ../shared/data is there.
-SAMPLE = sorted((SHARED / "alfworld" / "sample").glob("json_*/*/*/*/game.tw-pddl")) or GAMES
-GIVEN = [path for path in SAMPLE if "valid_train" in path.parts]
-HELD_OUT = [path for path in SAMPLE if path not in GIVEN]
+GIVEN = [path for path in GAMES if "valid_train" in path.parts]
+HELD_OUT = [path for path in GAMES if path not in GIVEN]
 BOUNDS = ("pairs", "commands")  # those of the game whose room it is, which hold for every way to deal its things
-
-
-@functools.cache
-def made(seed: int = 0) -> Tables:
-    return generate_games(GIVEN, HELD_OUT, 40, seed)
 
 
 def check_rows(tables: Tables, numbers: list[int], given: list[Path], others: list[Path], folder: Path) -> list[Path]:
@@ -54,40 +46,35 @@ def check_rows(tables: Tables, numbers: list[int], given: list[Path], others: li
     return files
 
 
-@pytest.mark.slow
-@pytest.mark.optimized
-def test_engine_plays_the_same_games(tmp_path: Path) -> None:
-    tables = made()
-    files = check_rows(tables, list(range(0, 40, 4)), GIVEN, HELD_OUT, tmp_path)
-    for file in files:
-        assert 0 < len(plan(load_game(file))) <= 50
-    assert compare(files, None, ("planner", "random", "cook"), 25, seed=0)["won"] > 0
+def every_task(given: Tables, refused: set) -> set:
+    rooms = generated._possible_tasks(given, refused).values()
+    return {task for of_kind in rooms for found in of_kind.values() for task in found}
 
 
-@pytest.mark.slow
-def test_games_are_new() -> None:
-    tables = made()
-    tasks = tasks_of(tables)
-    assert len(tasks) == 40 and len(set(tasks)) > 25
-    assert not set(tasks) & set(tasks_of(compile_games(HELD_OUT)))
-    # The given games' tasks would be among those that are drawn, were they not held out.
-    given = compile_games(GIVEN, words=tables.words)
+def draws(tables: Tables, seed: int) -> generated._Draw:
+    return generated._Draw(*tables, generated._possible_tasks(tables, set()), np.random.default_rng(seed))
+
+
+def test_held_out_tasks_are_not_asked_for() -> None:
+    given = compile_games(GIVEN)
     own, free = set(tasks_of(given)), every_task(given, set())
     assert own <= free and every_task(given, own) == free - own
+    # Two are asked for only where there are two.
+    names = [Counter(given.words[word].split()[0] for word in row if word) for row in given.games.thing_word]
+    twos = generated._possible_tasks(given, set())["pick_two_obj_and_place"]
+    assert twos and all(names[g][task.kind] > 1 for g, tasks in twos.items() for task in tasks)
 
 
-def every_task(given: Tables, refused: set) -> set:
-    return {
-        task
-        for rooms in generated._possible_tasks(given, refused).values()
-        for found in rooms.values()
-        for task in found
-    }  # fmt: skip
+def test_same_seed_same_games() -> None:
+    tables = compile_games(GIVEN)
+    first, again, other = (draws(tables, seed)(40) for seed in (0, 0, 1))
+    jax.tree.map(np.testing.assert_array_equal, again, first)
+    assert (other.inside != first.inside).any((1, 2)).all()
 
 
 def test_tasks_are_the_games_names() -> None:
     """`pick_heat_then_place_in_recep-Apple-None-DiningTable-26` is the folder of a game."""
-    for path, task in zip(SAMPLE, tasks_of(compile_games(SAMPLE)), strict=True):
+    for path, task in zip(GAMES, tasks_of(compile_games(GAMES)), strict=True):
         kind, thing, _, target, _ = path.parts[-3].split("-")
         assert task[:3] == (kind, thing.lower(), target.lower())
 
@@ -118,21 +105,6 @@ def test_things_lie_where_they_usually_do() -> None:
     assert counts["dealt"] > 10 and counts["kept"] < counts["dealt"] / 2
 
 
-@pytest.mark.slow
-@pytest.mark.optimized
-def test_same_seed_same_games(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = made()
-    again = generate_games(GIVEN, HELD_OUT, 40, 0, cache=tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(generated, "_made", lambda *_: pytest.fail("made again"))
-        kept = generate_games(GIVEN, HELD_OUT, 40, 0, cache=tmp_path)
-    for other in (again, kept):
-        assert other.words == first.words
-        jax.tree.map(np.testing.assert_array_equal, other.games, first.games)
-    assert tasks_of(made(1)) != tasks_of(first)
-    assert (made(1).games.inside != first.games.inside).any((1, 2)).all()
-
-
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="number=0: must be at least 1"):
         generate_games(GIVEN, HELD_OUT, 0, 0)
@@ -141,13 +113,21 @@ def test_refusals() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.needs("data")
 @pytest.mark.optimized
-def test_thousands_of_games(official: dict, tmp_path: Path) -> None:
+def test_hundreds_of_games(official: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are new, the engine plays the same ones, each can be won, and they are kept."""
     given, held_out = official["valid_train"], [*official["valid_seen"], *official["valid_unseen"]]
-    tables = generate_games(given, held_out, 4000, 0)
+    tables = generate_games(given, held_out, 600, 0, cache=tmp_path)
     tasks = tasks_of(tables)
-    assert not set(tasks) & set(tasks_of(compile_games(held_out))) and len(set(tasks)) > 2000
+    assert not set(tasks) & set(tasks_of(compile_games(held_out, cache=tmp_path))) and len(tasks) == 600 > len(set(tasks)) > 450
     share = Counter(task.task for task in tasks)
-    assert set(share) == set(TASK_TYPES) and min(share.values()) > 400
-    files = check_rows(tables, list(range(0, 4000, 100)), given, held_out, tmp_path / "written")
-    compare(files, None, ("planner", "random", "cook"), 50, seed=0)
+    assert set(share) == set(TASK_TYPES) and min(share.values()) > 60
+    files = check_rows(tables, list(range(0, 600, 30)), given, held_out, tmp_path / "written")
+    for file in files:
+        assert 0 < len(plan(load_game(file))) <= 50
+    assert compare(files, None, ("planner", "random", "cook"), 40, seed=0)["won"] > 0
+    monkeypatch.setattr(generated, "_made", lambda *_: pytest.fail("made again"))
+    kept = generate_games(given, held_out, 600, 0, cache=tmp_path)
+    assert kept.words == tables.words
+    jax.tree.map(np.testing.assert_array_equal, kept.games, tables.games)

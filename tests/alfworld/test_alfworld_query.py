@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hgpo_jax.envs.alfworld import load_game
+from hgpo_jax.envs.alfworld.formulas import predicates
+from hgpo_jax.envs.alfworld.pddl import parse_domain
 from hgpo_jax.envs.alfworld.query import Query, View
 
 OBJECTS = ("a", "b", "c")
@@ -55,7 +57,7 @@ def holds(node: tuple, facts: dict, values: dict) -> bool:
 
 
 @given(FORMULAS, FACTS, st.integers(0, 3))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_queries_mean_what_the_formula_says(node: tuple, facts: dict, known: int) -> None:
     """With the first `known` variables given, the rows of the others are exactly those that fulfil the formula."""
     facts = facts | {"type object": frozenset((name,) for name in OBJECTS)}
@@ -70,6 +72,13 @@ def test_queries_mean_what_the_formula_says(node: tuple, facts: dict, known: int
         }
         assert query.rows(view, given_values) == expected
         assert query.any(view, given_values) is bool(expected)
+
+
+def test_a_condition_around_a_forall_holds_for_all_of_it() -> None:
+    when = "(when (q ?a) (forall (?b - thing) (p ?b)))"
+    domain = parse_domain(f"(define (domain d) (:predicates (p ?a) (q ?a)) (:action x :parameters (?a) :effect {when}))")
+    (effect,) = domain.actions[0].effects
+    assert (effect.variables, predicates(effect.condition)) == (("?b",), {"q", "type thing"})
 
 
 def test_of_two_actions_with_one_wording_the_first_by_name_counts(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from hgpo_jax.rollout.tasks import task_keys
 
 K = 2  # actions that the expert remembers, as many as the default job's prompt holds
 PLAYERS = ("expert", "admissible", "misplaced", "nonsense")
-DIAGONAL, OTHERS = [(6, 8), (12, 2)], [(6, 2), (12, 8)]  # (places, things): the corners of what a household may have
-BATCH = 1024  # of every play in the quick tests, so that a household compiles once for all of them
+FULL, WIDE = (6, 8), (12, 2)  # (places, things)
+BATCH = 1024  # of every play, so that a household compiles once for all of them
 
 # Big programs that run for a second: without optimisation they compile four times as fast.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -39,12 +39,11 @@ def _reset(size: tuple[int, int] | None):
     return quick_jit(jax.vmap(player(size).env.reset))
 
 
-def generated(size: tuple[int, int] | None, stream: str, seed: int, count: int = 4096):
-    """(env, its initial states of the first `count` tasks of a stream, a multiple of 4096) as numpy."""
-    assert count % 4096 == 0
-    keys = task_keys(stream, seed, jnp.arange(count)).reshape(-1, 4096)
-    parts = [_reset(size)(part)[0] for part in keys]
-    return player(size).env, jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+@functools.cache
+def generated(size: tuple[int, int] | None, stream: str, seed: int = 0):
+    """(env, its initial states of the first 4096 tasks of a stream) as numpy."""
+    states, _ = _reset(size)(task_keys(stream, seed, jnp.arange(4096)))
+    return player(size).env, jax.tree.map(np.asarray, states)
 
 
 def each(states):

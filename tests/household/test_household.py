@@ -1,32 +1,39 @@
-"""The JAX household against its plain re-statement, over random episodes of every task in every room."""
+"""The JAX household against its plain re-statement, over random episodes of every task in every room, and its two scripted
+players: what the local expert may do, knows and achieves, and that random play is admissible."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from household_play import BATCH, DIAGONAL, OTHERS, each, generated, lengths, player, quick_jit, state_at
+from household_play import BATCH, FULL, WIDE, K, each, generated, lengths, player, quick_jit, state_at
 from plain_household import PlainHousehold
 
 from hgpo_jax.envs.household import Household, State, world
 from hgpo_jax.rollout.tasks import task_keys
 
-COMPARED = 400  # episodes that the plain household replays
-SLOW = [pytest.param(size, marks=pytest.mark.slow) for size in DIAGONAL[1:] + OTHERS]
-
+COMPARED = 200  # episodes that the plain household replays
+SIZES = [FULL, pytest.param(WIDE, marks=pytest.mark.slow)]
 
 # f32[BATCH, 4]: a different mix of players in each episode, from nearly pure expert to nearly pure nonsense.
 MIXES = np.random.default_rng(1).dirichlet([0.6, 0.8, 0.3, 0.2], BATCH)
+ALONE, CLUMSY, ADMISSIBLE = (1, 0, 0, 0), (0.7, 0.3, 0, 0), (0, 1, 0, 0)
 
 
-def keys(seed: int):
-    return jax.random.split(jax.random.key(seed), BATCH)
-
-
-@pytest.fixture(scope="module", params=DIAGONAL[:1] + SLOW, ids=lambda size: f"{size[0]}-places-{size[1]}-things")
+@pytest.fixture(scope="module", params=SIZES, ids=lambda size: f"{size[0]}-places-{size[1]}-things")
 def played(request):
     """(play, its record) of one size, compiled once for all tests."""
     play = player(request.param)
-    return play, play(keys(3), 3, MIXES)
+    return play, play(jax.random.split(jax.random.key(3), BATCH), 3, MIXES)
+
+
+@functools.cache
+def recorded(size: tuple | None, mix: tuple):
+    """(env, record, live bool[B, T]) of the first warm-start tasks."""
+    play = player(size)
+    record = play(task_keys("warm_start", 0, jnp.arange(BATCH)), 9, np.tile(mix, (BATCH, 1)))
+    return play.env, record, np.arange(play.env.max_turns) < lengths(record)[:, None]
 
 
 def word(env: Household, token: int) -> str:
@@ -59,56 +66,37 @@ def replay(env: Household, record: dict, b: int, count: int, tally: set) -> None
 
 def test_agrees_with_the_plain_household(played):
     play, record = played
-    env, tally = play.env, set()
+    tally = set()
     for b, count in enumerate(lengths(record)[:COMPARED]):
-        replay(env, record, b, count, tally)
+        replay(play.env, record, b, count, tally)
     # The comparison was of all that there is: every verb done and refused, every phrase, task, room and success.
-    missing = {*world.VERBS, *(f"nothing {verb}" for verb in world.VERBS), *world.PHRASES} - tally
-    assert missing == set()
-    assert {(task, room) for task, rooms in world.TASKS.items() for room in rooms} <= tally
-    assert {("won", task) for task in world.TASKS} <= tally
+    expected = {*world.VERBS, *(f"nothing {verb}" for verb in world.VERBS), *world.PHRASES}
+    expected |= {(task, room) for task, rooms in world.TASKS.items() for room in rooms}
+    assert expected | {("won", task) for task in world.TASKS} <= tally
 
 
-def test_compiled_once_and_equal_keys_give_equal_episodes(played):
+def test_what_holds_of_every_turn(played):
+    """Rewards are paid once, at the end; an invalid action changes only the turn; and what is told are words."""
     play, record = played
-    again = play(keys(3), 3, MIXES)
-    jax.tree.map(np.testing.assert_array_equal, again, record)
-    other = play(keys(5), 3, MIXES)
-    assert not np.array_equal(other["state"].where[:, 0], record["state"].where[:, 0])
-    assert play.traces == 1
-
-
-def test_observations_and_goals_are_words_of_fixed_width(played):
-    play, record = played
-    env = play.env
-    for name, width in (("first", env.observation_length), ("seen", env.observation_length), ("goal", env.goal_length)):
-        assert record[name].shape[-1] == width and record[name].dtype == np.int32
-        assert record[name].min() >= 0 and record[name].max() < len(env.words)
-    assert (env.observation_length, env.goal_length, env.action_length) == (6, 4, 2)
-    assert env.words[0] == "" and len(set(env.words)) == len(env.words)
-    assert [env.word_id[w] for w in env.words] == list(range(len(env.words)))
-
-
-def test_pays_once_and_ends(played):
-    play, record = played
-    count = lengths(record)
-    live = np.arange(play.env.max_turns) < count[:, None]
-    reward = record["reward"] * live
-    assert set(np.unique(reward)) == {0.0, 10.0}
-    assert set(np.unique(reward.sum(axis=1))) == {0.0, 10.0}
+    env, count = play.env, lengths(record)
+    reward = record["reward"] * (np.arange(env.max_turns) < count[:, None])
+    assert set(np.unique(reward)) == set(np.unique(reward.sum(axis=1))) == {0.0, 10.0}
     assert record["done"][reward > 0].all()
     lost = reward.sum(axis=1) == 0
-    assert lost.any() and (count[lost] == play.env.max_turns).all()
+    assert lost.any() and (count[lost] == env.max_turns).all()
 
-
-def test_invalid_actions_change_only_the_turn(played):
-    play, record = played
     b, t = np.nonzero(record["invalid"][:, :-1])
     assert len(b) > 100
     for name, before in vars(record["state"]).items():
         after = getattr(record["state"], name)[b, t + 1]
         np.testing.assert_array_equal(after, before[b, t] + (name == "turn"), err_msg=name)
-    assert {tuple(row) for row in record["seen"][b, t]} == {(play.env.word_id["nothing_happens"], 0, 0, 0, 0, 0)}
+    assert {tuple(row) for row in record["seen"][b, t]} == {(env.word_id["nothing_happens"], 0, 0, 0, 0, 0)}
+
+    for name, width in (("first", env.observation_length), ("seen", env.observation_length), ("goal", env.goal_length)):
+        assert record[name].shape[-1] == width and record[name].dtype == np.int32
+        assert record[name].min() >= 0 and record[name].max() < len(env.words)
+    assert (env.observation_length, env.goal_length, env.action_length) == (6, 4, 2)
+    assert env.words[0] == "" and [env.word_id[w] for w in env.words] == list(range(len(env.words)))
 
 
 def test_encode_and_decode(played):
@@ -116,16 +104,21 @@ def test_encode_and_decode(played):
     env = play.env
     for action in np.unique(record["rows"][record["legal"]], axis=0):
         np.testing.assert_array_equal(env.encode(env.decode(action)), action)
-    assert env.decode(env.encode("go_to cabinet_1")) == "go_to cabinet_1"
     assert env.encode("go_to nowhere_at_all").tolist() == [env.word_id["go_to"], 0]
     assert env.encode("").tolist() == [0, 0] and env.encode("look").tolist() == [env.word_id["look"], 0]
     seen = record["seen"][0, 0]
     assert env.decode(seen).split() == [env.words[i] for i in seen if i]
 
 
+def test_compiled_once_and_equal_keys_give_equal_episodes(played):
+    play, record = played
+    jax.tree.map(np.testing.assert_array_equal, play(jax.random.split(jax.random.key(3), BATCH), 3, MIXES), record)
+    assert play.traces == 1
+
+
 def test_a_receptacle_takes_three_things():
     """A state that random play seldom meets: the fourth thing is refused, the third is not."""
-    env, states = generated((6, 8), "train", 0)
+    env, states = generated(FULL, "train")
     state = next(s for s in each(states) if env.rooms[s.room] == "bedroom" and not env._openable[s.room, 1])
     look = quick_jit(lambda state, action: (*env.admissible(state), *env.step(state, action)))
     for crowd in (2, 3):
@@ -142,7 +135,7 @@ def test_a_receptacle_takes_three_things():
 
 def test_success_in_scattered_states():
     """States drawn at random, with the first two things near the goal: play seldom splits two between two cabinets."""
-    env, states = generated((12, 2), "train", 0)
+    env, states = generated(WIDE, "train")
     numbers, B = np.random.default_rng(6), 4096
     goals = (env._place_kind[states.room] == states.goal_place[:, None]) + 0.02  # `look` has none
     where = np.argmax(goals[:, None] * numbers.random((B, 2, 12)), axis=-1)
@@ -163,36 +156,64 @@ def test_success_in_scattered_states():
     assert sum(h.won() for h in both) > 50 and sum(not h.won() for h in both) > 50
 
 
-def test_one_by_one_as_in_a_batch():
-    """`vmap` changes nothing."""
-    env, batch = generated((6, 4), "train", 0)
-    reset = quick_jit(env.reset)
-    for number, one in zip(range(3), each(batch), strict=False):
-        state, _ = reset(task_keys("train", 0, jnp.array([number]))[0])
-        for name, array in vars(one).items():
-            np.testing.assert_array_equal(getattr(state, name), array)
+# -- the players ------------------------------------------------------------------------------------------------
 
 
-def test_draws_tasks_evenly_and_rooms_evenly_within_a_task():
-    env, state = generated((6, 4), "train", 2, 3 * 4096)
-    for number, (task, rooms) in enumerate(world.TASKS.items()):
-        of_task = np.asarray(state.task) == number
-        assert abs(of_task.mean() - 1 / 6) < 0.02, task
-        share = np.bincount(np.asarray(state.room)[of_task], minlength=4) / of_task.sum()
-        expected = np.isin(env.rooms, rooms) / len(rooms)
-        np.testing.assert_allclose(share, expected, atol=0.05)
+@pytest.mark.parametrize("mix", [ALONE, CLUMSY], ids=["alone", "clumsy"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_labels_are_admissible_and_do_not_depend_on_what_is_hidden(size, mix):
+    """Also in the states that random actions lead to, full receptacles among them. Hidden are things elsewhere, or in the
+    closed receptacle here: moved and treated anew, they leave the label the same under the same key."""
+    _, record, live = recorded(size, mix)
+    assert live.sum() > 5000
+    legal = ((record["rows"] == record["label"][:, :, None]).all(-1) & record["legal"]).any(-1)
+    assert legal[live].all()
+    np.testing.assert_array_equal(record["label"][live], record["shuffled_label"][live])
+    if mix is ALONE:
+        assert not record["invalid"][live].any()
+        np.testing.assert_array_equal(record["label"], record["action"])
 
 
-def test_the_order_of_tasks_and_rooms_is_free():
-    """Ids of rooms and words move with the order; what they mean does not."""
-    rooms = ("bathroom", "bedroom", "kitchen")
-    env = Household(("look", "clean"), rooms, things=3)
-    start = quick_jit(jax.vmap(lambda key: (env.reset(key)[0], env.goal(env.reset(key)[0]))))
-    states, goals = start(jax.random.split(jax.random.key(4), 64))
-    goals = np.asarray(goals)
-    for b, state in enumerate(each(states)):
-        plain = PlainHousehold.read(env, state)
-        assert plain.room in world.TASKS[plain.task]
-        assert plain.task in ("look", "clean") and (plain.goal_place == "") == (plain.task == "look")
-        said = [plain.room, world.TASK_WORDS[world.TASK_ID[plain.task]], plain.goal_thing, plain.goal_place]
-        assert [env.words[i] for i in goals[b]] == said
+# Measured over 8192 tasks: with 6 places 98.8 % (two) to 99.9 %; with 12 places 68 % (two) to 89 %, where 30 turns are short
+# for searching with a memory of two actions. The bounds leave three standard errors.
+@pytest.mark.parametrize(("size", "shares"), [
+    (FULL, {"two": 0.95, "place": 0.98, "look": 0.98, "clean": 0.97, "heat": 0.98, "cool": 0.97}),
+    pytest.param(WIDE, {"two": 0.58, "place": 0.80, "look": 0.81, "clean": 0.78, "heat": 0.75, "cool": 0.76},
+                 marks=pytest.mark.slow),
+], ids=str)  # fmt: skip
+def test_the_expert_solves_most_tasks(size, shares):
+    _, record, live = recorded(size, ALONE)
+    won, task = ((record["reward"] > 0) & live).any(axis=1), record["state"].task[:, 0]
+    for name, share in shares.items():
+        of_task = task == world.TASK_ID[name]
+        assert of_task.sum() > 100
+        assert won[of_task].mean() >= share, name
+
+
+def test_random_play_is_admissible_and_hopeless():
+    """Why the policy needs a warm start: chance alone almost never does the task."""
+    _, record, live = recorded(FULL, ADMISSIBLE)
+    assert not record["invalid"][live].any()
+    assert ((record["reward"] > 0) & live).any(axis=1).mean() < 0.02
+
+
+def test_what_the_expert_acts_on_is_in_a_prompt_of_two_turns():
+    """Alone, a thing it carries and what was done to it have been named in the last K turns, or in what it sees now.
+
+    The label depends on the carried thing's name and condition; a policy that imitates it must be able to read both.
+    """
+    env, record, live = recorded(FULL, ALONE)
+    state, checked, treated = record["state"], 0, 0
+    things = np.asarray(env._thing_word)[state.room[..., None], state.kind, state.copy]
+    held = np.where(state.where == env.places, things, 0).max(-1)  # [B, T], 0 when empty-handed
+    worked = np.where(state.where == env.places, state.condition, 0).max(-1)
+    said = [env.word_id[f"you_{verb}"] for verb in ("heat", "cool", "clean")]
+    for b, t in zip(*np.nonzero((held > 0) & live), strict=True):
+        first = max(t - K, 0)
+        prompt = np.concatenate([record["before"][b, first : t + 1].ravel(), record["action"][b, first:t].ravel()])
+        assert held[b, t] in prompt, (b, t)
+        checked += 1
+        if worked[b, t]:
+            assert np.isin(said, prompt).any(), (b, t)
+            treated += 1
+    assert checked > 1000 and treated > 300

@@ -1,9 +1,10 @@
-"""Shops for the tests: the tiny one, and the real one where ../shared is there."""
+"""Shops for the tests: the tiny one, and the real one of ../shared, for tests that need "data"."""
 
 import pytest
-from webshop_tiny import SHARED, write
+from webshop_tiny import write
 
 from hgpo_jax.envs.webshop import load_shop
+from tests.helpers.needs import DATA
 
 
 @pytest.fixture(scope="session")
@@ -18,11 +19,8 @@ def tiny(tiny_files):
 
 @pytest.fixture(scope="session")
 def real_files():
-    folder = SHARED / "webshop"
-    if not folder.is_dir():
-        pytest.skip("the real catalogue is not here")
-    return [folder / "items_shuffle_1000.json.gz", folder / "items_ins_v2_1000.json.gz",
-            folder / "items_human_ins_1000.json"]  # fmt: skip
+    names = ("items_shuffle_1000.json.gz", "items_ins_v2_1000.json.gz", "items_human_ins_1000.json")
+    return [DATA / "webshop" / name for name in names]
 
 
 @pytest.fixture(scope="session")

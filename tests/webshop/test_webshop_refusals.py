@@ -23,80 +23,61 @@ def refusal(function, *arguments, **options):
     return message
 
 
-@pytest.mark.parametrize(
-    ("change", "parts"),
-    [
-        ({"name": None}, ("B000000001", "'name'", "not a string")),
-        ({"asin": 5}, ("product 0", "'asin'")),
-        ({"full_description": ["x"]}, ("'full_description'",)),
-        ({"small_description": [None]}, ("'small_description'", "not a list of strings")),
-        ({"small_description": None}, ("'small_description'",)),
-        ({"pricing": 5}, ("'pricing'", "not a string")),
-        ({"pricing": "$"}, ("'pricing'", "no number")),
-        ({"pricing": "$1.2.3"}, ("'pricing'", "$1.2.3")),
-        ({"pricing": "$" + "9" * 400}, ("'pricing'", "no number")),
-        ({"query": None}, ("'query'",)),
-        ({"product_category": 1}, ("'product_category'",)),
-        ({"customization_options": ["x"]}, ("'customization_options'", "not a JSON object")),
-        ({"customization_options": {"size": [{"label": "x"}]}}, ("'customization_options'", "'size'")),
-    ],
-)
+@pytest.mark.parametrize(("change", "parts"), [
+    ({"name": None}, ("B000000001", "'name'", "not a string")),
+    ({"asin": 5}, ("product 0", "'asin'")),
+    ({"full_description": ["x"]}, ("'full_description'",)),
+    ({"small_description": [None]}, ("'small_description'", "not a list of strings")),
+    ({"small_description": None}, ("'small_description'",)),
+    ({"pricing": 5}, ("'pricing'", "not a string")),
+    ({"pricing": "$"}, ("'pricing'", "no number")),
+    ({"pricing": "$1.2.3"}, ("'pricing'", "$1.2.3")),
+    ({"pricing": "$" + "9" * 400}, ("'pricing'", "no number")),
+    ({"query": None}, ("'query'",)),
+    ({"product_category": 1}, ("'product_category'",)),
+    ({"customization_options": ["x"]}, ("'customization_options'", "not a JSON object")),
+    ({"customization_options": {"size": [{"label": "x"}]}}, ("'customization_options'", "'size'")),
+])  # fmt: skip
 def test_broken_product(tmp_path, change, parts):
     message = refusal(load_shop, *write(tmp_path, [GOOD | change])[:2])
-    assert message.startswith("items.json: ")
-    assert all(part in message for part in parts)
+    assert message.startswith("items.json: ") and all(part in message for part in parts)
 
 
-@pytest.mark.parametrize(
-    ("wish", "part"),
-    [
-        (WISH | {"attributes": "soft"}, "'attributes'"),
-        (WISH | {"instruction": 3}, "'instruction'"),
-        (WISH | {"instruction_attributes": []}, "'instruction_attributes' is missing or empty"),
-        (WISH | {"instruction_attributes": [1]}, "'instruction_attributes'"),
-        ([], "not a JSON object"),
-    ],
-)
+@pytest.mark.parametrize(("wish", "part"), [
+    (WISH | {"attributes": "soft"}, "'attributes'"),
+    (WISH | {"instruction": 3}, "'instruction'"),
+    (WISH | {"instruction_attributes": []}, "'instruction_attributes' is missing or empty"),
+    (WISH | {"instruction_attributes": [1]}, "'instruction_attributes'"),
+    ([], "not a JSON object"),
+])  # fmt: skip
 def test_broken_attributes(tmp_path, wish, part):
     message = refusal(load_shop, *write(tmp_path, [GOOD], {"B000000001": wish})[:2])
     assert message.startswith("attributes.json: product B000000001") and part in message
 
 
-@pytest.mark.parametrize(
-    ("entry", "part"),
-    [
-        ("text", "'instruction'"),
-        ([{"instruction": "x", "instruction_attributes": ["y"]}], "'instruction_options'"),
-        ([{"instruction": "x", "instruction_attributes": [1], "instruction_options": []}], "'instruction_attributes'"),
-    ],
-)
+@pytest.mark.parametrize(("entry", "part"), [
+    ("text", "'instruction'"),
+    ([{"instruction": "x", "instruction_attributes": ["y"]}], "'instruction_options'"),
+    ([{"instruction": "x", "instruction_attributes": [1], "instruction_options": []}], "'instruction_attributes'"),
+])  # fmt: skip
 def test_broken_human_goals(tmp_path, entry, part):
-    files = write(tmp_path, human=HUMAN | {"B000000002": entry})
-    message = refusal(load_shop, *files, human_goals=True)
+    message = refusal(load_shop, *write(tmp_path, human=HUMAN | {"B000000002": entry}), human_goals=True)
     assert message.startswith("human.json: product B000000002") and part in message
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "{}", "[1]", '[{"asin"', '[{"asin": "nan"} oops', "[{}", '[{"asin": "nan"}', "[" * 100_000, f"[{'9' * 5000}]"],
-)
-def test_broken_items_file(tmp_path, text):
-    items, attributes, _ = write(tmp_path)
-    items.write_text(text)
-    assert refusal(load_shop, items, attributes).startswith("items.json: ")
-
-
-def test_empty_catalogue(tmp_path):
-    assert "holds no product" in refusal(load_shop, *write(tmp_path, [])[:2])
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"a": '])
-def test_broken_attributes_and_human_files(tmp_path, text):
+def test_broken_files(tmp_path):
     items, attributes, human = write(tmp_path)
-    human.write_text(text)
-    assert refusal(load_shop, items, attributes, human, human_goals=True).startswith("human.json: ")
-    attributes.write_text(text)
-    assert refusal(load_shop, items, attributes).startswith("attributes.json: ")
+    for path in (human, attributes):
+        for text in ("", "[]", '{"a": '):
+            path.write_text(text)
+            assert refusal(load_shop, items, attributes, human, human_goals=True).startswith(f"{path.name}: ")
+    attributes.write_text("{}")
+    cut = ('[{"asin"', '[{"asin": "nan"} oops', "[{}", '[{"asin": "nan"}')
+    for text in ("", "{}", "[1]", *cut, "[" * 100_000, f"[{'9' * 5000}]"):
+        items.write_text(text)
+        assert refusal(load_shop, items, attributes).startswith("items.json: ")
+    items.write_text("[]")
+    assert "holds no product" in refusal(load_shop, items, attributes)
 
 
 def test_broken_gzip(tmp_path):

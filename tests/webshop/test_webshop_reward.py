@@ -52,18 +52,15 @@ def test_no_goal_options():
     assert reward(goal_options=[], attributes=["soft"])["reward"] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("name", "query", "category", "r_type", "score"),
-    [
-        ("Red Cotton Shirt", "other", "Other › Place", 1.0, 1.0),  # title alike
-        ("Lamp Oil Jar", "shirts", "Clothing › Women", 0.0, 0.0),  # no noun shared: nothing else counts
-        ("Shirt Lamp Oil Jar Tin Cup Pan Pot Mat Rug Bed", "shirts", "x", 0.1, 1 / 11),
-        ("Shirt Lamp Oil Jar Tin", "other", "Clothing › Home", 0.5, 1 / 5),
-        ("Shirt Lamp Oil Jar Tin", "shirts", "Clothing › Home", 1.0, 1 / 5),
-        ("Shirt Lamp Oil Jar Tin", "other", " Women ›Clothing", 1.0, 1 / 5),
-        ("of the 12", "other", "x", 0.5, 0.2),  # no noun at all
-    ],
-)
+@pytest.mark.parametrize(("name", "query", "category", "r_type", "score"), [
+    ("Red Cotton Shirt", "other", "Other › Place", 1.0, 1.0),  # title alike
+    ("Lamp Oil Jar", "shirts", "Clothing › Women", 0.0, 0.0),  # no noun shared: nothing else counts
+    ("Shirt Lamp Oil Jar Tin Cup Pan Pot Mat Rug Bed", "shirts", "x", 0.1, 1 / 11),
+    ("Shirt Lamp Oil Jar Tin", "other", "Clothing › Home", 0.5, 1 / 5),
+    ("Shirt Lamp Oil Jar Tin", "shirts", "Clothing › Home", 1.0, 1 / 5),
+    ("Shirt Lamp Oil Jar Tin", "other", " Women ›Clothing", 1.0, 1 / 5),
+    ("of the 12", "other", "x", 0.5, 0.2),  # no noun at all
+])  # fmt: skip
 def test_type(name, query, category, r_type, score):
     parts = reward(name=name, query=query, product_category=category)
     assert (parts["r_type"], parts["title_score"]) == (r_type, score)
@@ -78,36 +75,30 @@ def test_colours():
     assert first_colour(("color", "red")) == "red"
 
 
-@pytest.mark.parametrize(
-    ("chosen", "wanted", "hit"),
-    [
-        ("red", ("color", "red"), True),
-        ("dark red", ("color", "dark red"), True),  # "dark" is a word of the tuple
-        ("peppermint cookie", ("flavor", "peppermint cookie"), False),  # "mint" is none
-        ("peppermint cookie", "peppermint cookie", True),  # human goals: both cut down alike
-        ("small", ("size", "small"), True),
-        ("size", ("size", "small"), True),  # the name counts, too
-        ("medium", ("size", "small"), False),
-    ],
-)
+@pytest.mark.parametrize(("chosen", "wanted", "hit"), [
+    ("red", ("color", "red"), True),
+    ("dark red", ("color", "dark red"), True),  # "dark" is a word of the tuple
+    ("peppermint cookie", ("flavor", "peppermint cookie"), False),  # "mint" is none
+    ("peppermint cookie", "peppermint cookie", True),  # human goals: both cut down alike
+    ("small", ("size", "small"), True),
+    ("size", ("size", "small"), True),  # the name counts, too
+    ("medium", ("size", "small"), False),
+])  # fmt: skip
 def test_options(chosen, wanted, hit):
     assert option_hit(chosen, wanted) is hit
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "alike"),
-    [
-        ("machine wash", "machine washable", True),
-        ("wash machine", "machine wash", True),
-        ("Machine-Wash!", "machine wash", True),
-        ("abcdefg", "abcdefh", True),  # 2 * 6 / 14 = 0.857 -> 86
-        ("abcdef", "abcdeg", False),  # 2 * 5 / 12 = 0.833 -> 83
-        ("big_cat", "big", False),  # the underscore keeps the word whole
-        ("café", "caf", True),  # U+0080 to U+00FF are dropped
-        ("ab ab", "ab", True),
-        ("", "x", False), ("!!", "!!", False), ("é", "é", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("first", "second", "alike"), [
+    ("machine wash", "machine washable", True),
+    ("wash machine", "machine wash", True),
+    ("Machine-Wash!", "machine wash", True),
+    ("abcdefg", "abcdefh", True),  # 2 * 6 / 14 = 0.857 -> 86
+    ("abcdef", "abcdeg", False),  # 2 * 5 / 12 = 0.833 -> 83
+    ("big_cat", "big", False),  # the underscore keeps the word whole
+    ("café", "caf", True),  # U+0080 to U+00FF are dropped
+    ("ab ab", "ab", True),
+    ("", "x", False), ("!!", "!!", False), ("é", "é", False),
+])  # fmt: skip
 def test_similar(first, second, alike):
     assert similar(first, second) is alike
 
@@ -118,12 +109,9 @@ def test_similar_takes_any_text_and_shared_words_suffice(first, second):
     assert similar(f"{first} word", "word") is True
 
 
-def test_title_nouns():
+def test_nouns(monkeypatch):
+    """Also the wrapper on a stand-in for spaCy, whose models are not packages."""
     assert title_nouns("The Women's Shoes for 12 Hours, 3XL") == ["women's", "shoes", "hours"]
-
-
-def test_spacy_nouns(monkeypatch):
-    """The wrapper on a stand-in for spaCy, whose models are not packages."""
     tagged = (("Red", "ADJ"), ("Shoes", "NOUN"), ("Nike", "PROPN"))
     tokens = [SimpleNamespace(text=text, pos_=pos) for text, pos in tagged]
     monkeypatch.setitem(sys.modules, "spacy", SimpleNamespace(load=lambda model: lambda title: tokens))

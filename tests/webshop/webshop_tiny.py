@@ -1,9 +1,7 @@
-"""A hand-made catalogue of 13 products, one quirk of the original engine each, and where the real data lies."""
+"""A hand-made catalogue of 13 products, one quirk of the original engine each."""
 
 import json
 from pathlib import Path
-
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 
 
 def product(asin, name, **fields):
@@ -25,9 +23,7 @@ ITEMS = [
         customization_options={"Size": values("Small", "Large "), "Color": values("red", "blue/white")},
     ),
     product("B000000002", "Ranged Cotton Hat", pricing="$1,010.00$1,020.50$5"),
-    product(
-        "B000000003", "Bare Cotton Sock", pricing="", full_description="", small_description=["", " padded "],
-    ),
+    product("B000000003", "Bare Cotton Sock", pricing="", full_description="", small_description=["", " padded "]),
     product(
         "B000000004", "Twin Cotton Coat",
         customization_options={
@@ -53,39 +49,27 @@ ITEMS = [
 
 ATTRIBUTES = {
     "B000000001": {
-        "attributes": ["machine washable", "soft"],
-        "instruction": "Find me soft cotton things",
+        "attributes": ["machine washable", "soft"], "instruction": "Find me soft cotton things",
         "instruction_attributes": ["machine wash", "soft"],
     },
     "B000000002": {"attributes": ["warm"], "instruction": "Find me a hat", "instruction_attributes": ["warm"]},
-    "B000000004": {
-        "attributes": ["soft"],
-        "instruction": "Find me a coat",
-        "instruction_attributes": ["soft"],
-    },
+    "B000000004": {"attributes": ["soft"], "instruction": "Find me a coat", "instruction_attributes": ["soft"]},
     "B000000006": {"attributes": ["sweet"], "instruction": "Find me candy", "instruction_attributes": ["sweet"]},
-    "B000000007": {
-        "attributes": ["warm"],
-        "instruction": "Find me a cap",
-        "instruction_attributes": ["warm", "waterproof"],
-    },
+    "B000000007": {"attributes": ["warm"], "instruction": "Find me a cap", "instruction_attributes": ["warm", "waterproof"]},
     "B000000009": {"attributes": []},
-}
+}  # fmt: skip
 
 HUMAN = {
     "B000000007": [
         {"instruction": "a warm cap.", "instruction_attributes": ["warm"], "instruction_options": []},
         {"instruction": "nothing named", "instruction_attributes": [], "instruction_options": []},
     ],
-    "B000000001": [
-        {
-            "instruction": "i want a large shirt in blue...",
-            "instruction_attributes": ["soft"],
-            "instruction_options": ["blue", "large"],
-        }
-    ],
+    "B000000001": [{
+        "instruction": "i want a large shirt in blue...", "instruction_attributes": ["soft"],
+        "instruction_options": ["blue", "large"],
+    }],
     "B0GONE": [{"instruction": "not sold here", "instruction_attributes": ["x"], "instruction_options": []}],
-}
+}  # fmt: skip
 
 
 def write(folder, items=ITEMS, attributes=ATTRIBUTES, human=HUMAN):
