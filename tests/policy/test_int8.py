@@ -26,7 +26,7 @@ PLAIN = ModelConfig(
 INT8 = dataclasses.replace(PLAIN, sample_dtype="int8")
 TOKENS = jax.random.randint(jax.random.key(3), (4, 12), 0, 64)
 LENGTHS = jnp.array([8, 5, 1, 7])
-STEPS = 2
+STEPS = 4
 
 
 @settings(deadline=None)
@@ -51,11 +51,12 @@ def decoded(config, params):
     model, rows = nnx.merge(network(config), params), jnp.arange(4)
     blocks = model.decode_blocks()
     _, cache = model.prefill(jnp.where(jnp.arange(8) < LENGTHS[:, None], TOKENS[:, :8], 0), LENGTHS - 1, 8 + STEPS)
-    out = []
-    for step in range(STEPS):
-        hidden, cache = model.decode(TOKENS[rows, LENGTHS + step], LENGTHS + step, cache, blocks)
-        out.append(hidden)
-    return jnp.stack(out), [nnx.state(block) for block in blocks]
+
+    def step(cache, n):
+        hidden, cache = model.decode(TOKENS[rows, LENGTHS + n], LENGTHS + n, cache, blocks)
+        return cache, hidden
+
+    return jax.lax.scan(step, cache, jnp.arange(STEPS))[1], [nnx.state(block) for block in blocks]
 
 
 def one_device():
