@@ -168,14 +168,14 @@ def join_header(parts: list[bytes]) -> bytes:
 one = (lambda data: [data], lambda parts: parts[0])
 several = (lambda data: data.split(CUT), CUT.join)
 TARGETS = {
-    "config": Target(config_file, ConfigError, 4_000),
-    "overrides": Target(overrides, ConfigError, 12_000),
-    "mesh": Target(mesh, ValueError, 40_000),
-    "pddl": Target(pddl, ValueError, 20_000),
-    "game": Target(game, ValueError, 4_000, one),
-    "webshop": Target(webshop, ValueError, 3_000, several),
-    "actions": Target(actions, (), 14_000),
-    "policy": Target(policy_folder, ValueError, 4_000, several),
-    "safetensors": Target(safetensors, ValueError, 8_000, (split_header, join_header)),
-    "dump": Target(dump, ValueError, 3_000),
+    "config": Target(config_file, ConfigError, 1_000),
+    "overrides": Target(overrides, ConfigError, 3_000),
+    "mesh": Target(mesh, ValueError, 10_000),
+    "pddl": Target(pddl, ValueError, 5_000),
+    "game": Target(game, ValueError, 1_000, one),
+    "webshop": Target(webshop, ValueError, 800, several),
+    "actions": Target(actions, (), 4_000),
+    "policy": Target(policy_folder, ValueError, 1_000, several),
+    "safetensors": Target(safetensors, ValueError, 2_000, (split_header, join_header)),
+    "dump": Target(dump, ValueError, 800),
 }
