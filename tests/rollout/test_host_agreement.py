@@ -1,133 +1,109 @@
-"""A host rollout and a compiled rollout of the household are the same, from prompts to advantages."""
+"""A host rollout and a compiled rollout are the same, from prompts to advantages: of the household and of Sokoban."""
 
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from household_policy import ACT, END, ENV, MODEL, K, cloned, mesh_of
+from household_policy import ACT, END, ENV, MODEL, K, clone, cloned, mesh_of
 
 from hgpo_jax.advantages import estimate
 from hgpo_jax.envs.household.text import HouseholdText
+from hgpo_jax.envs.sokoban import Sokoban
+from hgpo_jax.envs.sokoban import expert as sokoban_expert
+from hgpo_jax.envs.sokoban.text import SokobanText
 from hgpo_jax.envs.words import Words
 from hgpo_jax.policy import network, shardings
+from hgpo_jax.policy.tokenizer import vocabulary_size
+from hgpo_jax.rollout.chat_format import PromptInput
 from hgpo_jax.rollout.compiled import make_rollout
 from hgpo_jax.rollout.host import HostRollout
+from hgpo_jax.rollout.prompts import build_prompt
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
 from hgpo_jax.rollout.words import WordFormat
 from hgpo_jax.sampling import Decoding
 from tests.helpers.agreement import assert_same
 
-pytestmark = pytest.mark.slow  # compiles both faces several times
-
-GROUPS, MEMBERS = 6, 4
+GROUPS, MEMBERS = 8, 4
 B = GROUPS * MEMBERS
-TASKS = np.arange(B) // MEMBERS + 5
+INDICES = np.arange(B) // MEMBERS
+TASKS = task_numbers("train", 3, INDICES, None)
 KEYS = jax.random.split(jax.random.key(5), B)
 
 
-@pytest.fixture(scope="module")
-def params():
-    return cloned()
+def test_words_are_written_and_read_as_the_compiled_rollout_does():
+    format = WordFormat(ENV, 2, END, ACT)
+    goal, first, now = ((ids + 1) % len(ENV.words) for ids in map(np.arange, (ENV.goal_length, ENV.observation_length, 2)))
+    text = lambda ids: " ".join(ENV.words[i] for i in ids)  # noqa: E731
+    pad = lambda ids, slots: np.pad(ids, (0, slots - len(ids)))  # noqa: E731
+    done = np.array([5, 6])[: ENV.action_length]
+    (prompt,) = format.build([PromptInput(text(goal), [(text(first), text(done))], 1, text(now), [])])
+    observations = np.stack([0 * first, first])
+    actions = np.stack([np.zeros(ENV.action_length, int), pad(done, ENV.action_length)])
+    assert prompt.ids == build_prompt(goal, observations, actions, pad(now, ENV.observation_length), ACT).tolist()
+    assert len(prompt.ids) == format.prompt_limit
+    said = f"{ENV.words[5]} #{ACT} {ENV.words[6]}"
+    assert format.parse([5, ACT, 6, END]) == (said, " ".join(said.split()[: ENV.action_length]), True)
+    assert format.parse([5, 6]) == (text([5, 6]), "", False)
 
 
-def compiled(params, spec="data=1", history_length=K, temperature=1.0):
-    mesh = mesh_of(spec)
-    rollout = make_rollout(ENV, network(MODEL), mesh, history_length=history_length, decode_batch_size=8, end=END, act=ACT)
-    placed = jax.device_put(params, shardings(MODEL, mesh))
-    groups = jnp.arange(B, dtype=jnp.int32) // MEMBERS
-    tasks = task_keys("train", 3, jnp.asarray(TASKS))
-    return jax.device_get(rollout(placed, tasks, KEYS, groups, Decoding(temperature=temperature)))
+def compiled(env, model, params, history=K, temperature=1.0):
+    end, mesh = len(env.words) + 1, mesh_of("data=1")
+    options = {"history_length": history, "decode_batch_size": 8, "end": end, "act": end + 1}
+    rollout = make_rollout(env, network(model), mesh, **options)
+    inputs = task_keys("train", 3, jnp.asarray(INDICES)), KEYS, jnp.asarray(INDICES), Decoding(temperature=temperature)
+    return jax.device_get(rollout(params, *inputs))
 
 
-def household():
-    """At module level, so that worker processes can be given it."""
-    return Words(ENV)
-
-
-def make_host(mesh, history_length=K, **options):
-    return HostRollout(
-        household, WordFormat(ENV, history_length, END, ACT), network(MODEL), mesh, batch=B,
-        history_length=history_length, response_limit=ENV.action_length + 1, strict=True,
-        **({"decode_batch_size": 8} | options),
+def host(env, model, params, spec="data=1", history=K, temperature=1.0, decode_batch_size=8):
+    end, mesh = len(env.words) + 1, mesh_of(spec)
+    rollout = HostRollout(
+        functools.partial(Words, env), WordFormat(env, history, end, end + 1), network(model), mesh, batch=B,
+        history_length=history, response_limit=env.action_length + 1, strict=True, decode_batch_size=decode_batch_size,
     )  # fmt: skip
-
-
-def host(params, spec="data=1", history_length=K, temperature=1.0, **options):
-    mesh = mesh_of(spec)
-    rollout = make_host(mesh, history_length, **options)
-    placed = jax.device_put(params, shardings(MODEL, mesh))
     assert rollout.num_tasks is None
-    tasks, decoding = task_numbers("train", 3, TASKS, None), Decoding(temperature=temperature)
-    result = rollout(placed, tasks, KEYS, np.arange(B) // MEMBERS, decoding)
-    rollout.close()
-    return result
-
-
-@pytest.fixture(scope="module")
-def reference(params):
-    return compiled(params)
-
-
-def test_the_episodes_are_worth_comparing(reference):
-    assert 0 < reference.success.sum() < B
-    assert 0 < reference.invalid.sum() < reference.mask.sum()
-    assert reference.mask.sum(1).min() < ENV.max_turns == reference.mask.sum(1).max()
-
-
-def test_host_and_compiled_agree(params, reference):
-    episodes, report = host(params)
-    assert_same(episodes, reference)
-    for b, t in np.argwhere(reference.mask):
-        text = report.texts[episodes.observations[b, t, 0]]
-        words = [ENV.words[i] or "_" for i in reference.observations[b, t]]
-        assert text == " ".join(words).rstrip(" _")
-    for name in ("hgpo", "gigpo", "grpo"):
-        options = {"history_length": K} if name == "hgpo" else {}
-        ours, theirs = (
-            estimate(name, rewards=e.rewards, mask=e.mask, states=e.states, groups=e.groups, invalid=e.invalid, **options)
-            for e in (episodes, reference)
-        )
-        np.testing.assert_allclose(ours.advantages, theirs.advantages, atol=1e-6)
-        assert np.abs(theirs.advantages).max() > 0.1
-
-
-@pytest.mark.parametrize(
-    ("spec", "changes", "options"),
-    [
-        pytest.param("data=1", {"history_length": 0}, {}, marks=pytest.mark.slow),
-        pytest.param("data=1", {"temperature": 0.0}, {"decode_batch_size": 5}, marks=pytest.mark.slow),
-        pytest.param("data=1", {"temperature": 3.0}, {}, marks=pytest.mark.slow),  # words that are no words
-        pytest.param("data=2,fsdp=2,tensor=2", {}, {"decode_batch_size": 3}, marks=pytest.mark.slow),
-    ],
-)
-def test_they_agree_on_other_histories_temperatures_meshes_and_chunks(params, spec, changes, options):
-    reference = compiled(params, **changes)
-    mesh = mesh_of(spec)
     with jax.set_mesh(mesh):
-        episodes, _ = host(params, spec, **changes, **options)
-    assert_same(episodes, reference)
-    if changes.get("temperature", 0) > 1:
-        assert ((reference.responses >= ACT) | (reference.responses == END - 1)).any(), "no odd word was sampled"
-
-
-def test_the_shapes_are_told_beforehand_and_few(params):
-    mesh = mesh_of("data=1")
-    rollout, placed = make_host(mesh), jax.device_put(params, shardings(MODEL, mesh))
-    episodes, _ = rollout(placed, task_numbers("train", 3, TASKS, None), KEYS, np.arange(B) // MEMBERS, Decoding())
+        placed = jax.device_put(params, shardings(model, mesh))
+        episodes, report = rollout(placed, TASKS, KEYS, INDICES, Decoding(temperature=temperature))
     expected = rollout.abstract_episodes()
     for name, value in vars(episodes).items():
-        like = getattr(expected, name)
-        assert (like.shape, like.dtype) == (value.shape, value.dtype), name
+        assert (getattr(expected, name).shape, getattr(expected, name).dtype) == (value.shape, value.dtype), name
     called = [name for name, _ in rollout._programs.called]
-    assert called.count("prefill") <= 3 and called.count("decode") == 1
+    assert called.count("prefill") <= 4 and called.count("decode") <= 2  # the shapes are few
+    return episodes, report
 
 
-def test_alfworlds_wording_groups_the_states_alike(reference):
-    tasks = task_numbers("train", 3, TASKS, None)
-    for b in range(0, B, 3):
-        words, sentences = household(), HouseholdText(ENV)
-        shown, told = words.reset(tasks[b]), sentences.reset(tasks[b])
+def check_worth_comparing(e):
+    assert 0 < e.success.sum() < B and 0 < e.invalid.sum() < e.mask.sum()
+    assert e.mask.sum(1).min() < e.mask.shape[1] == e.mask.sum(1).max()
+
+
+def check_advantages(ours, theirs):
+    for name in ("hgpo", "gigpo", "grpo"):
+        options = {"history_length": K} if name == "hgpo" else {}
+        records = [
+            estimate(name, rewards=e.rewards, mask=e.mask, states=e.states, groups=e.groups, invalid=e.invalid, **options)
+            for e in (ours, theirs)
+        ]
+        np.testing.assert_allclose(records[0].advantages, records[1].advantages, atol=1e-6)
+        assert np.abs(records[0].advantages).max() > 0.1
+
+
+@pytest.mark.slow  # compiles both faces
+def test_the_household():
+    reference = compiled(ENV, MODEL, cloned())
+    check_worth_comparing(reference)
+    episodes, report = host(ENV, MODEL, cloned())
+    assert_same(episodes, reference)
+    check_advantages(episodes, reference)
+    for b, t in np.argwhere(reference.mask):
+        words = [ENV.words[i] or "_" for i in reference.observations[b, t]]
+        assert report.texts[episodes.observations[b, t, 0]] == " ".join(words).rstrip(" _")
+    for b in range(0, B, 3):  # ALFWorld's wording groups the states alike
+        words, sentences = Words(ENV), HouseholdText(ENV)
+        shown, told = words.reset(TASKS[b]), sentences.reset(TASKS[b])
         seen = [(shown[0], told[0])]
         for t in range(int(reference.mask[b].sum())):
             action = WordFormat(ENV, K, END, ACT).parse(reference.responses[b, t].tolist()).action
@@ -137,3 +113,35 @@ def test_alfworlds_wording_groups_the_states_alike(reference):
             assert len(shown[1]) == len(told[1])
             seen.append((shown[0], told[0]))
         assert len(set(seen)) == len({a for a, _ in seen}) == len({b for _, b in seen})
+
+
+@pytest.mark.slow
+def test_no_history_words_that_are_none_and_another_mesh():
+    changes = {"history": 0, "temperature": 3.0}
+    reference = compiled(ENV, MODEL, cloned(), **changes)
+    assert_same(host(ENV, MODEL, cloned(), "data=2,fsdp=2,tensor=2", **changes, decode_batch_size=3)[0], reference)
+    assert ((reference.responses >= ACT) | (reference.responses == END - 1)).any(), "no odd word was sampled"
+
+
+@pytest.mark.slow  # clones a policy
+def test_sokoban():
+    env, size = Sokoban(reward="gym", max_turns=12), dataclasses.replace(MODEL, vocab_size=vocabulary_size(Sokoban().words))
+    params = clone(Sokoban(max_turns=12), sokoban_expert, size, steps=500)
+    reference = compiled(env, size, params)
+    check_worth_comparing(reference)
+    episodes, _ = host(env, size, params)
+    assert_same(episodes, reference)
+    check_advantages(episodes, reference)
+    end = len(env.words) + 1
+    for b in range(0, B, 5):  # the drawn room goes the same way
+        drawn = SokobanText(env)
+        told = [drawn.reset(TASKS[b])[0]]
+        for t in range(int(reference.mask[b].sum())):
+            answer = WordFormat(env, K, end, end + 1).parse(reference.responses[b, t].tolist())
+            observation, _, reward, done, info = drawn.step(answer.action)
+            assert reward == pytest.approx(float(reference.rewards[b, t]), abs=1e-6)
+            assert reference.invalid[b, t] == (not answer.well_formed or not info["admissible"])
+            told.append(observation)
+        assert done and info["won"] == reference.success[b]
+        states = [*reference.states[b][reference.mask[b]].tolist(), int(reference.next_states[b][len(told) - 2])]
+        assert len(set(zip(told, states, strict=True))) == len(set(told)) == len(set(states))

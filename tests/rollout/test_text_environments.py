@@ -20,12 +20,13 @@ from hgpo_jax.envs.household import TASKS, Household, world
 from hgpo_jax.envs.household.text import HouseholdText
 from hgpo_jax.envs.webshop import load_shop
 from hgpo_jax.envs.webshop.text import SEARCH, WebshopText
+from tests.helpers.needs import DATA
 
 TESTS = Path(__file__).resolve().parents[1]
 ENVS = TESTS.parent / "envs"
 GAMES = sorted((TESTS / "alfworld" / "data" / "json_2.1.1").rglob("game.tw-pddl"))
 LOGIC = TESTS / "alfworld" / "data" / "logic"
-RECORDED_SHOP = TESTS.parent.parent / "shared" / "data" / "conformance" / "webshop_transcripts.jsonl"
+RECORDED_SHOP = DATA / "conformance" / "webshop_transcripts.jsonl"
 sys.path.insert(0, str(TESTS / "webshop"))
 from webshop_tiny import write  # noqa: E402
 
@@ -43,8 +44,7 @@ def test_environments_know_nothing_of_hgpo_jax():
 # -- ALFWorld ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("logic", [None, LOGIC])
-@pytest.mark.parametrize("task", range(len(GAMES)))
+@pytest.mark.parametrize(("task", "logic"), [(task, [None, LOGIC][task % 2]) for task in range(len(GAMES))])
 def test_alfworld_pays_ten_for_the_goal_and_nothing_before(task, logic):
     env = AlfworldText(GAMES, logic)
     game = load_game(GAMES[task], logic)
@@ -71,22 +71,18 @@ def test_alfworld_ends_with_its_turns_and_tells_what_is_admissible():
     assert env.step("look")[3] is False and AlfworldText(GAMES, LOGIC).reset(0) == first
 
 
-def test_alfworld_task_types_come_from_the_path(tmp_path):
+def test_alfworld_games_of_no_known_type_or_none(tmp_path):
     (tmp_path / "mine.tw-pddl").write_bytes(GAMES[0].read_bytes())
     env = AlfworldText([tmp_path / "mine.tw-pddl"])
     env.reset(0)
     assert env.task_types[env.task_type] == "unknown" and len(env) == 1
-
-
-def test_alfworld_refuses():
     with pytest.raises(ValueError, match="games: is empty"):
         AlfworldText([])
     with pytest.raises(ValueError, match="max_turns=0"):
         AlfworldText(GAMES, max_turns=0)
-    with pytest.raises(IndexError, match=f"task={len(GAMES)}"):
-        AlfworldText(GAMES).reset(len(GAMES))
-    with pytest.raises(IndexError, match="task=-1"):
-        AlfworldText(GAMES).reset(-1)
+    for task in (len(GAMES), -1):
+        with pytest.raises(IndexError, match=f"task={task}"):
+            AlfworldText(GAMES).reset(task)
 
 
 # -- WebShop ----------------------------------------------------------------------------------------------------
@@ -180,12 +176,12 @@ def test_webshop_settings_reach_the_shop(files, tmp_path):
             train()
 
 
-@pytest.mark.skipif(not RECORDED_SHOP.is_file(), reason="the recordings are not here")
+@pytest.mark.needs("data")
 def test_webshop_shortens_recorded_pages_without_losing_a_difference():
     env = object.__new__(WebshopText)
     for line in RECORDED_SHOP.read_text().splitlines():
         record = json.loads(line)
-        pages = _texts(record)
+        pages = list(_texts(record))
         env.goal = record["goal"]["instruction_text"].strip()
         short = {page: env._shorten(page) for page in pages}
         assert len(set(short.values())) == len(set(pages)) > 1
@@ -193,41 +189,35 @@ def test_webshop_shortens_recorded_pages_without_losing_a_difference():
             assert text == page or page.endswith(text.replace("' [SEP] '", " [SEP] ")[1:-1])
 
 
-def _texts(record) -> list[str]:
+def _texts(node):
     """All observations of a recorded session."""
-    found = []
-
-    def walk(node):
-        if isinstance(node, dict):
-            found.extend(value for key, value in node.items() if key in ("observation", "obs") and isinstance(value, str))
-            for value in node.values():
-                walk(value)
-        elif isinstance(node, list):
-            for value in node:
-                walk(value)
-
-    walk(record)
-    return found
+    if isinstance(node, dict):
+        yield from (value for key, value in node.items() if key in ("observation", "obs") and isinstance(value, str))
+    if isinstance(node, dict | list):
+        for value in node.values() if isinstance(node, dict) else node:
+            yield from _texts(value)
 
 
 # -- the household ----------------------------------------------------------------------------------------------
 
 
-def household(**changes):
-    rooms = {"rooms": tuple(world.ROOMS), "tasks": tuple(TASKS)} | changes
-    return Household(**{"places": 12, "things": 8, "max_turns": 30} | rooms)
+HOUSEHOLD = Household(rooms=tuple(world.ROOMS), tasks=tuple(TASKS), places=12, things=8, max_turns=30)
+
+
+@pytest.fixture(scope="module")
+def told():
+    return HouseholdText(HOUSEHOLD)
 
 
 @pytest.mark.slow
-def test_household_tells_one_text_for_one_observation_and_one_command_for_one_action():
-    rules = household()
+def test_household_tells_one_text_for_one_observation_and_one_command_for_one_action(told):
+    rules, env = HOUSEHOLD, told
     step, admissible = jax.jit(rules.step), jax.jit(rules.admissible)
     rng = np.random.default_rng(0)
     texts: dict[tuple, str] = {}
     seen_phrases = set()
     likely = {"heat": 20, "cool": 20, "clean": 20, "use": 5, "take": 5, "open": 5, "move": 0.5, "go": 1}
     for task in range(40):
-        env = HouseholdText(rules)
         text, commands = env.reset(task)
         state, ids = rules.reset(jax.random.key(task))
         for _ in range(25):
@@ -247,15 +237,14 @@ def test_household_tells_one_text_for_one_observation_and_one_command_for_one_ac
             if done:
                 break
     for room in range(4):
-        told = [text for (r, *_), text in texts.items() if r == room]
-        assert len(told) == len(set(told)) > 20
+        here = [text for (r, *_), text in texts.items() if r == room]
+        assert len(here) == len(set(here)) > 20
     within = ("you_see", "you_see_nothing")
     assert seen_phrases == {phrase for phrase in world.PHRASES if phrase.startswith("you_") and phrase not in within}
 
 
-def test_household_goals_and_inadmissible_actions():
-    env = HouseholdText(household())
-    goals = {}
+def test_household_goals_and_inadmissible_actions(told):
+    env, goals = told, {}
     for task in range(40):
         first = env.reset(task)
         goals[env.task_types[env.task_type]] = env.goal
@@ -268,9 +257,8 @@ def test_household_goals_and_inadmissible_actions():
     assert all(goals[name].startswith(beginning) and goals[name].endswith(".") for name, beginning in beginnings.items())
 
 
-def test_household_survives_a_trip_to_another_process_and_any_mesh():
-    env = HouseholdText(household())
-    copy = pickle.loads(pickle.dumps(env))
+def test_household_survives_a_trip_to_another_process_and_any_mesh(told):
+    env, copy = told, pickle.loads(pickle.dumps(told))
     with jax.set_mesh(jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])):
         assert copy.reset(2**63 + 3) == env.reset(2**63 + 3) != env.reset(3)
         env.reset(2**63 + 3)
