@@ -355,8 +355,7 @@ BIG = ModelConfig(
 MEASURE = """
     import sys, jax, numpy
     from transformers import AutoTokenizer
-    from hgpo_jax import export
-from hgpo_jax.mesh import make_mesh
+    from hgpo_jax.mesh import make_mesh
     from hgpo_jax.policy import load_policy
 
     def megabytes(field):
