@@ -58,7 +58,7 @@ def probabilities(job, params, episodes) -> tuple[float, float]:
         responses=np.array([[LEFT, end], [RIGHT, end]]), response_lengths=np.full(2, 2), old_logp=np.zeros((2, 2)),
         advantages=np.zeros(2),
     )  # fmt: skip
-    logp, _ = token_logprobs(nnx.merge(network(job.policy.config), params), jax.tree.map(jnp.asarray, batch))
+    logp, _ = jax.jit(lambda *given: token_logprobs(nnx.merge(network(job.policy.config), given[0]), given[1]))(params, batch)
     left, right = np.exp(np.asarray(logp, float).sum(1))
     assert left > 0.1 and right > 0.15
     return left, right
@@ -78,9 +78,9 @@ def exact(job, played) -> tuple[np.ndarray, np.ndarray]:
     """Advantages and values of the steps that happened, in order."""
     params, tasks, e = played
     V, found = exact_values(*probabilities(job, params, e)), []
-    end = job.policy.tokenizer.eos_token_id
+    end, starts = job.policy.tokenizer.eos_token_id, jax.jit(jax.vmap(job.runner.env.reset))(tasks)[0].at
     for b in range(len(e.mask)):
-        at = int(job.runner.env.reset(tasks[b])[0].at)
+        at = int(starts[b])
         for t in range(int(e.mask[b].sum())):
             words = e.responses[b, t, : e.response_lengths[b, t]].tolist()
             move = {LEFT: -1, RIGHT: 1}.get(words[0], 0) if end in words else 0

@@ -1,7 +1,7 @@
 """The estimators as their definitions read: plain loops over steps and dictionaries, float64. Slow on purpose.
 
 Nothing here is taken from `hgpo_jax`: groups are dictionaries of contexts, means are sums over lists.
-Each function takes the arrays of `estimate` and returns {(trajectory, step): advantage} or a tuple that starts with it.
+Each estimator takes a `Steps` and the further arrays of `estimate`, and gives {(trajectory, step): advantage}.
 """
 
 import numpy as np
@@ -10,15 +10,13 @@ EPSILON = 1e-6
 
 
 class Steps:
-    """The batch as lists: `of[b]` is the list of steps of trajectory b."""
+    """The batch as lists, one for each trajectory."""
 
-    def __init__(self, rewards, mask, states, groups, invalid=None):
+    def __init__(self, rewards, mask, states, groups, invalid):
         self.length = [int(sum(row)) for row in mask]
         self.rewards = [[float(x) for x in row[:n]] for row, n in zip(rewards, self.length, strict=True)]
         self.states = [[int(x) for x in row[:n]] for row, n in zip(states, self.length, strict=True)]
         self.groups = [int(x) for x in groups]
-        if invalid is None:
-            invalid = np.zeros(np.shape(mask), bool)
         self.invalid = [[bool(x) for x in row[:n]] for row, n in zip(invalid, self.length, strict=True)]
         self.all = [(b, t) for b, n in enumerate(self.length) for t in range(n)]
 
@@ -53,6 +51,15 @@ def grouped(steps, key):
     return found
 
 
+def group_means(values, steps, key):
+    """{step: its group's mean}, exact where all are equal."""
+    result = {}
+    for members in grouped(steps, key).values():
+        numbers = [values[step] for step in members]
+        result |= dict.fromkeys(members, numbers[0] if len(set(numbers)) == 1 else sum(numbers) / len(numbers))
+    return result
+
+
 def deviations(values, members, ddof, normalize):
     """{step: (value - mean) [/ (std + 1e-6)]} over one group; 0 where all are equal."""
     numbers = [values[step] for step in members]
@@ -66,8 +73,7 @@ def deviations(values, members, ddof, normalize):
 
 
 def hgpo(
-    data, history_length=2, gamma=0.95, alpha=1.0, normalize="mean_std", weight_offset=2, base_group=False,
-    invalid_penalty=0.1,
+    data, history_length=2, gamma=0.95, alpha=1.0, normalize="mean_std", weight_offset=2, base_group=False, invalid_penalty=0.1
 ):
     returns = data.returns(gamma, invalid_penalty)
     items = {step: [] for step in data.all}
@@ -114,16 +120,13 @@ def grpo(data, statistics="per_step", normalize="mean_std", invalid_penalty=0.1,
     return result
 
 
-def dr_mas(data, agents, **options):
-    return grpo(data, agents=agents, **options)
+def dr_mas(data, agents, statistics="per_step", normalize="mean_std", invalid_penalty=0.1):
+    return grpo(data, statistics, normalize, invalid_penalty, agents)
 
 
 def rloo(data, statistics="per_step", invalid_penalty=0.1):
     compared = episode_comparison(data, statistics, invalid_penalty, lambda s: data.groups[s[0]])
-    return {
-        s: score if count == 1 else count / (count - 1) * deviation
-        for s, (score, count, deviation, _) in compared.items()
-    }
+    return {s: score if count == 1 else count / (count - 1) * deviation for s, (score, count, deviation, _) in compared.items()}
 
 
 def state_group(data):
@@ -165,18 +168,14 @@ def ecpo(
     return result
 
 
-def himac(
-    data, agents, actions, gamma=0.95, statistics="per_step", normalize="mean_std", invalid_penalty=0.1
-):
+def himac(data, agents, actions, gamma=0.95, statistics="per_step", normalize="mean_std", invalid_penalty=0.1):
     returns, begin = data.returns(gamma), {}
     for b, t in data.all:  # who acts first plans
         begin[b, t] = (b, t) if agents[b, t] == agents[b, 0] else begin[b, t - 1]
     blueprints = [s for s in data.all if begin[s] == s]
     written_alike = grouped(blueprints, lambda s: (state_group(data)(s), int(actions[s])))
-    worth, result = {}, {}
-    for members in written_alike.values():
-        numbers = [returns[s] for s in members]
-        worth |= dict.fromkeys(members, numbers[0] if len(set(numbers)) == 1 else sum(numbers) / len(numbers))
+    worth = group_means(returns, blueprints, lambda s: (state_group(data)(s), int(actions[s])))
+    result = {}
     for members in grouped(blueprints, state_group(data)).values():
         result |= deviations(worth, members, 1, normalize)
     for members in written_alike.values():
@@ -192,7 +191,7 @@ def himac(
     return {s: result[s] - data.penalty(s, invalid_penalty) for s in data.all}
 
 
-def whiten(values):
+def whitened(values):
     numbers = list(values.values())
     if not numbers or max(numbers) == min(numbers):
         return dict.fromkeys(values, 0.0)
@@ -202,20 +201,18 @@ def whiten(values):
 
 
 def reinforce_pp(data, gamma=0.95, invalid_penalty=0.1):
-    return whiten(data.returns(gamma, invalid_penalty))
+    return whitened(data.returns(gamma, invalid_penalty))
 
 
 def reinforce_pp_baseline(data, statistics="per_step", invalid_penalty=0.1):
-    return whiten(grpo(data, statistics, "mean", invalid_penalty))
+    return whitened(grpo(data, statistics, "mean", invalid_penalty))
 
 
 def temporal(data, values, gamma, lam):
     """GAE as the explicit double sum over later temporal differences."""
     result = {}
     for b, n in enumerate(data.length):
-        delta = [
-            data.rewards[b][t] + (gamma * values[b, t + 1] if t + 1 < n else 0.0) - values[b, t] for t in range(n)
-        ]
+        delta = [data.rewards[b][t] + (gamma * values[b, t + 1] if t + 1 < n else 0.0) - values[b, t] for t in range(n)]
         for t in range(n):
             result[b, t] = sum((gamma * lam) ** (j - t) * delta[j] for j in range(t, n))
     return result
@@ -224,57 +221,42 @@ def temporal(data, values, gamma, lam):
 def gae(data, values, gamma=0.95, lam=0.95, whiten=True, invalid_penalty=0.1):
     advantages = temporal(data, {s: float(values[s]) for s in data.all}, gamma, lam)
     advantages = {s: a - data.penalty(s, invalid_penalty) for s, a in advantages.items()}
-    return globals()["whiten"](advantages) if whiten else advantages
+    return whitened(advantages) if whiten else advantages
 
 
-def hiper_parts(data, switches, high_values, low_values, term_values, gamma=0.95, lam=0.95, whiten=True, invalid_penalty=0.1):
-    """HiPER with every segment as a list of its steps: ({part: {step: advantage}}, {part: {step: target}}).
+def hiper(data, switches, high_values, low_values, term_values, gamma=0.95, lam=0.95, whiten=True, invalid_penalty=0.1):
+    """HiPER with every segment as a list of its steps: [(advantages, targets)] of the switch, subgoal and action parts.
 
     The sums over later temporal differences are written out, by segment and inside each.
     """
     term, high, low = ({s: float(values[s]) for s in data.all} for values in (term_values, high_values, low_values))
-    advantages, targets = ({"switch": {}, "subgoal": {}, "action": {}} for _ in range(2))
+    switch, subgoal, action = {}, {}, {}
     for b, n in enumerate(data.length):
         begins = [t for t in range(n) if t == 0 or switches[b][t]]
         segments = [list(range(begin, end)) for begin, end in zip(begins, [*begins[1:], n], strict=True)] if n else []
         after = [high[b, begin] for begin in begins[1:]] + [0.0]  # V_high where each segment ends
         length = [len(segment) for segment in segments]
         collected = [sum(gamma**j * data.rewards[b][t] for j, t in enumerate(segment)) for segment in segments]
-        by_segment = [
-            collected[k] + gamma ** length[k] * after[k] - high[b, segment[0]] for k, segment in enumerate(segments)
-        ]
+        by_segment = [collected[k] + gamma ** length[k] * after[k] - high[b, segment[0]] for k, segment in enumerate(segments)]
         for k, segment in enumerate(segments):
-            later = [
-                np.prod([lam * gamma ** length[i] for i in range(k, m)]) * by_segment[m] for m in range(k, len(segments))
-            ]
-            advantages["subgoal"][b, segment[0]] = sum(later)
+            later = [np.prod([lam * gamma ** length[i] for i in range(k, m)]) * by_segment[m] for m in range(k, len(segments))]
+            subgoal[b, segment[0]] = sum(later)
             follows = [low[b, t] for t in segment[1:]] + [after[k]]
-            by_step = [
-                data.rewards[b][t] + gamma * value - low[b, t] for t, value in zip(segment, follows, strict=True)
-            ]
+            by_step = [data.rewards[b][t] + gamma * value - low[b, t] for t, value in zip(segment, follows, strict=True)]
             for j, t in enumerate(segment):
                 rest = segment[j:]
-                advantages["action"][b, t] = sum((gamma * lam) ** i * by_step[j + i] for i in range(len(rest)))
+                action[b, t] = sum((gamma * lam) ** i * by_step[j + i] for i in range(len(rest)))
                 reached = sum(gamma**i * data.rewards[b][u] for i, u in enumerate(rest)) + gamma ** len(rest) * after[k]
-                advantages["switch"][b, t] = reached - term[b, t]
-    for part, values in (("switch", term), ("subgoal", high), ("action", low)):
-        found = {s: a - data.penalty(s, invalid_penalty) for s, a in advantages[part].items()}
-        targets[part] = {s: a + values[s] for s, a in found.items()}
-        advantages[part] = globals()["whiten"](found) if whiten else found
-    return advantages, targets
-
-
-def hiper(data, **options):
-    return hiper_parts(data, **options)[0]["action"]
+                switch[b, t] = reached - term[b, t]
+    result = []
+    for advantages, values in ((switch, term), (subgoal, high), (action, low)):
+        found = {s: a - data.penalty(s, invalid_penalty) for s, a in advantages.items()}
+        result.append((whitened(found) if whiten else found, {s: a + values[s] for s, a in found.items()}))
+    return result
 
 
 def state_means(data, gamma):
-    returns = data.returns(gamma)
-    result = {}
-    for members in grouped(data.all, state_group(data)).values():
-        numbers = [returns[s] for s in members]
-        result |= dict.fromkeys(members, numbers[0] if len(set(numbers)) == 1 else sum(numbers) / len(numbers))
-    return result
+    return group_means(data.returns(gamma), data.all, state_group(data))
 
 
 def gagpo(data, gamma=0.95, lam=0.95, normalize="mean_std", invalid_penalty=0.1):
@@ -322,13 +304,9 @@ def goal_distances(data, next_states, success):
     return result
 
 
-def graphgpo(
-    data, next_states, success, step_weight=1.0, statistics="per_step", normalize="mean_std", invalid_penalty=0.1
-):
+def graphgpo(data, next_states, success, step_weight=1.0, statistics="per_step", normalize="mean_std", invalid_penalty=0.1):
     distances = goal_distances(data, next_states, success)
-    returns = {
-        s: (0.0 if d is None else 10 * 0.1**d) - data.penalty(s, invalid_penalty) for s, d in distances.items()
-    }
+    returns = {s: (0.0 if d is None else 10 * 0.1**d) - data.penalty(s, invalid_penalty) for s, d in distances.items()}
     step = step_part(data, returns, normalize)
     episode = grpo(data, statistics, normalize, invalid_penalty)
     return {s: episode[s] + step_weight * step[s] for s in data.all}
@@ -341,7 +319,7 @@ def eb_shrink(data, values, history_length):
     mean, size, ssw, s2, number = [], [], [], [], []
     for key in keys:
         found = grouped(data.all, key)
-        mean.append({s: sum(values[m] for m in members) / len(members) for members in found.values() for s in members})
+        mean.append(group_means(values, data.all, key))
         size.append({s: len(members) for members in found.values() for s in members})
         ssw.append(sum((values[s] - mean[-1][s]) ** 2 for s in data.all))
         number.append(sum(1 / size[-1][s] for s in data.all))
@@ -360,13 +338,8 @@ def eb_shrink(data, values, history_length):
     return value, tau2, s2
 
 
-def eb_value(data, history_length, gamma):
-    """(V by step, tau2 list, s2 list) of the returns."""
-    return eb_shrink(data, data.returns(gamma), history_length)
-
-
 def eb_gae(data, history_length=2, gamma=0.95, lam=0.65, invalid_penalty=0.1):
-    value, _, _ = eb_value(data, history_length, gamma)
+    value, _, _ = eb_shrink(data, data.returns(gamma), history_length)
     advantages = temporal(data, value, gamma, lam)
     returns = data.returns(gamma)
     for members in grouped(data.all, lambda s: data.groups[s[0]]).values():
@@ -378,19 +351,12 @@ def eb_gae(data, history_length=2, gamma=0.95, lam=0.65, invalid_penalty=0.1):
 def eb_td_offset(data, gamma):
     """o by step: beta * turn * the prompt group's mean return, beta the slope within level-0 groups."""
     returns = data.returns(gamma)
-    x = {}
-    for members in grouped(data.all, lambda s: data.groups[s[0]]).values():
-        mean = sum(returns[s] for s in members) / len(members)
-        for b, t in members:
-            x[b, t] = t * mean
-    top, bottom = 0.0, 0.0
-    for members in grouped(data.all, state_group(data)).values():
-        centred_x = deviations(x, members, 0, "mean")
-        centred_return = deviations(returns, members, 0, "mean")
-        top += sum(centred_x[s] * centred_return[s] for s in members)
-        bottom += sum(centred_x[s] ** 2 for s in members)
-    beta = top / bottom if bottom > 0 else 0.0
-    return {s: beta * x[s] for s in data.all}
+    mean = group_means(returns, data.all, lambda s: data.groups[s[0]])
+    x = {(b, t): t * mean[b, t] for b, t in data.all}
+    x_mean, return_mean = (group_means(values, data.all, state_group(data)) for values in (x, returns))
+    top = sum((x[s] - x_mean[s]) * (returns[s] - return_mean[s]) for s in data.all)
+    bottom = sum((x[s] - x_mean[s]) ** 2 for s in data.all)
+    return {s: top / bottom * x[s] if bottom > 0 else 0.0 for s in data.all}
 
 
 def eb_td(data, history_length=2, gamma=0.95, lam=0.35, invalid_penalty=0.1):

@@ -2,10 +2,9 @@
 
 Sources that were read: PGPO (arXiv 2609.02236 v1, whole text), GraphGPO (arXiv 2605.26684: a summary with the paper's
 equations, and its published code `recipe/GraphGPO/core_graph.py`), GAGPO (arXiv 2605.13217: abstract and summaries only, no
-code was found), REINFORCE++ (arXiv 2501.03262 v9, sections 1 to 5.1), GSPO (arXiv 2507.18071: summaries with its equations),
-KPO (arXiv 2602.10609: its abstract, others' notes with its equations, and its published code, github.com/shuohe1995/verl-kpo),
-DAPO (the loops of verl and verl-agent). Each docstring tells what a source says ("source") from what it leaves open
-("reading").
+code was found), REINFORCE++ (arXiv 2501.03262 v9, sections 1 to 5.1), KPO (arXiv 2602.10609: its abstract, others' notes with
+its equations, and its published code, github.com/shuohe1995/verl-kpo). Each docstring tells what a source says ("source") from
+what it leaves open ("reading").
 
 Common arguments: rewards f[B, T]; mask bool[B, T], a prefix of every row; states int[B, T], equal ids = equal observations;
 groups int[B], the prompt group; invalid bool[B, T]; next_states int[B, T], the observation after each step, in the same ids;
@@ -47,8 +46,6 @@ def _spread(values):
 
 def _normalized(values, normalize):
     """GiGPO's step part: value - mean, over std + 1e-6 unless normalize is "mean"; a group of one gives 0."""
-    if normalize not in ("mean_std", "mean"):
-        raise ValueError(f"normalize is {normalize!r}")
     if len(values) == 1:
         return [0.0]
     mean = math.fsum(values) / len(values)
@@ -103,42 +100,35 @@ def _episode_part(rewards, mask, groups, penalties, normalize):
     return out
 
 
-def pgpo(
-    rewards, mask, states, groups, invalid, *, next_states=None, success=None, gamma=0.95, gamma_phi=1.0, alpha=2.0, beta=1.0,
-    normalize="mean_std", invalid_penalty=0.1, penalty_in_potential=True,
-):
+def pgpo(rewards, mask, states, groups, invalid, *, success, gamma=0.95, invalid_penalty=0.1):
     """PGPO: A = A^S + beta (1 - p_succ)^alpha A^Phi (eqs. 10, 11), no episode part (section 4.5).
 
     Source: R is the return discounted by eta (`gamma` here; eq. 1, 0.95 in B.3); A^S its z-score in the group of the current
     observation (eq. 3); Phi the mean of R over the visits of an observation in the rollout group (eq. 6);
     delta = gamma_phi Phi(s') - Phi(s) (eq. 7, gamma_phi = 1 by default); at the terminal step, which has no successor group,
-    delta = gamma_phi r_final - Phi(s), so gamma_phi multiplies the reward too (text below eq. 7); A^Phi the z-score of delta in
-    the group of the current observation, 0 for groups of one and of no variance (eq. 8); p_succ the share of the task's
-    trajectories with r_final > 0 (eq. 9); alpha = 2, beta = 1 (5.1); invalid actions cost 0.1 (B.3).
+    delta = gamma_phi r_final - Phi(s) (text below eq. 7); A^Phi the z-score of delta in the group of the current observation, 0
+    for groups of one and of no variance (eq. 8); p_succ the share of the task's trajectories with r_final > 0 (eq. 9; here
+    `success`); alpha = 2, beta = 1 (5.1); invalid actions cost 0.1 (B.3).
     Reading: sample std and epsilon 1e-6 (GiGPO's code; the paper: "a small constant"); the last step is terminal however the
     episode ended, so r_final = 0 after a cut at the horizon even where the next observation has a group; r_final is the reward
-    of the last step without the penalty; the penalty lowers R at its step only, and Phi through R (`penalty_in_potential`: the
-    paper's Phi is a mean of R, its analysis leaves penalties out); `normalize="mean"` applies to both parts (the paper has
-    only z-scores); the successor is the next row's state, so `next_states` is not needed; `success` overrides r_final > 0.
+    of the last step without the penalty; the penalty lowers R at its step only, and is not in Phi (the paper's Phi is a mean of
+    R, its analysis leaves penalties out); the successor is the next row's state.
     """
     penalties = _penalties(mask, invalid, invalid_penalty)
     plain = _returns(rewards, mask, gamma)
     members = _step_groups(mask, states, groups)
-    potential = {}
-    for key, steps in members.items():
-        source = plain - penalties if penalty_in_potential else plain
-        potential[key] = math.fsum(source[step] for step in steps) / len(steps)
+    potential = {key: math.fsum(plain[step] for step in steps) / len(steps) for key, steps in members.items()}
     delta = np.zeros(np.shape(rewards))
     for i, t in _steps(mask):
         after = rewards[i][t] if t == _last_step(mask, i) else potential[int(groups[i]), int(states[i][t + 1])]
-        delta[i, t] = gamma_phi * after - potential[(int(groups[i]), int(states[i][t]))]
-    step_part = _normalized_in(plain - penalties, members, normalize)
-    potential_part = _normalized_in(delta, members, normalize)
+        delta[i, t] = after - potential[int(groups[i]), int(states[i][t])]
+    step_part = _normalized_in(plain - penalties, members, "mean_std")
+    potential_part = _normalized_in(delta, members, "mean_std")
     out = np.zeros(np.shape(rewards))
     for i, t in _steps(mask):
         peers = [j for j in range(len(groups)) if groups[j] == groups[i] and _last_step(mask, j) >= 0]
-        won = [bool(success[j]) if success is not None else rewards[j][_last_step(mask, j)] > 0 for j in peers]
-        out[i, t] = step_part[i, t] + beta * (1.0 - sum(won) / len(peers)) ** alpha * potential_part[i, t]
+        failed = 1.0 - sum(bool(success[j]) for j in peers) / len(peers)
+        out[i, t] = step_part[i, t] + failed**2 * potential_part[i, t]
     return out
 
 
@@ -165,10 +155,7 @@ def graph_distances(edges):
     return distance
 
 
-def graphgpo(
-    rewards, mask, states, groups, invalid, *, next_states=None, success=None, gamma=None, omega=0.1, scale=10.0, edge_cost=0,
-    step_weight=1.0, episode_weight=1.0, normalize="mean_std", invalid_penalty=0.1,
-):
+def graphgpo(rewards, mask, states, groups, invalid, *, next_states, success, normalize="mean_std", invalid_penalty=0.1):
     """GraphGPO: step part on distances in the prompt group's transition graph, plus GRPO's episode part.
 
     Source: one graph a prompt, its nodes the observations, its edges the observed transitions; d = shortest distance to the
@@ -176,123 +163,54 @@ def graphgpo(
     A = beta_G A^G + beta_E A^E. Source (code only): the next observation of the last step of a successful episode is replaced
     by the string "success" (no observation is ever the goal); step return 10 * omega ** d(next); weights 1 and 1. Omega 0.1 is
     the value of a public reproduction (a helper script of the recipe has 0.2). The paper's own reward is r_succ * omega **
-    (d(next) + c) with c = 1: ten times smaller at omega 0.1 (`edge_cost=1`). The z-score hides that but for epsilon and the
-    penalty, "mean" does not.
+    (d(next) + 1): ten times smaller. The z-score hides that but for epsilon and the penalty, "mean" does not.
     Reading: the penalty is subtracted from the step return and from the row's score (verl-agent's generic step; the trainer of
-    the recipe was not found); `success` defaults to a positive sum of rewards; without `next_states` the last step of a failed
-    episode leads to a node of its own. `gamma` is taken for the common signature: no return is discounted here.
+    the recipe was not found).
     """
-    del gamma
     penalties = _penalties(mask, invalid, invalid_penalty)
-    after = {}
-    for i, t in _steps(mask):
-        last = t == _last_step(mask, i)
-        won = bool(success[i]) if success is not None else math.fsum(np.asarray(rewards[i])[np.asarray(mask[i])]) > 0
-        if last and won:
-            after[i, t] = "success"
-        elif next_states is not None:
-            after[i, t] = int(next_states[i][t])
-        else:
-            after[i, t] = ("end", i) if last else int(states[i][t + 1])
+    after = {(i, t): int(next_states[i][t]) for i, t in _steps(mask)}
+    after |= {(i, t): "success" for i, t in after if success[i] and t == _last_step(mask, i)}
     step_return = np.zeros(np.shape(rewards))
     for steps in _row_groups(mask, groups).values():
         distance = graph_distances([(int(states[i][t]), after[i, t]) for i, t in steps])
         for step in steps:
-            step_return[step] = scale * omega ** (distance[after[step]] + edge_cost)
+            step_return[step] = 10.0 * 0.1 ** distance[after[step]]
     step_part = _normalized_in(step_return - penalties, _step_groups(mask, states, groups), normalize)
-    return step_weight * step_part + episode_weight * _episode_part(rewards, mask, groups, penalties, normalize)
+    return step_part + _episode_part(rewards, mask, groups, penalties, normalize)
 
 
-def gagpo(
-    rewards, mask, states, groups, invalid, *, next_states=None, success=None, gamma=0.95, lam=0.95, normalize="mean_std",
-    invalid_penalty=0.1, penalty_in_value=True, penalty_at="advantage",
-):
+def gagpo(rewards, mask, states, groups, invalid, *, gamma=0.95, lam=0.95, normalize="mean_std", invalid_penalty=0.1):
     """GAGPO: GAE on V(s) = mean discounted return of an observation's visits, normalised over the prompt group.
 
     Source: V from the steps of all sampled trajectories whose text state is equal; TD residuals and GAE's recursion for each
     environment step; no trajectory-level term (adding one hurts); group normalisation, which removes differences of scale
     between tasks (normalising over the batch, or not at all, hurts); lambda = 0 hurts, and one hyperparameter at 1.0 does too.
     Reading: "group" = prompt group, all its steps; mean and sample std + 1e-6; V = 0 after the last step, cut or not; the
-    value of lambda; all of the penalty, of which the text that was found says nothing: `penalty_at="advantage"` subtracts it
-    from its own step after the recursion, so that nothing flows back in time (with lam = 1: penalised return - V); "delta"
-    puts it into r, and the recursion carries it back; `penalty_in_value` lets V be a mean of penalised returns. `next_states`
-    and `success` are not used.
+    value of lambda; all of the penalty, of which the text that was found says nothing: it is subtracted from its own step after
+    the recursion, so that nothing flows back in time, and V is a mean of returns without it.
     """
-    if penalty_at not in ("advantage", "delta"):
-        raise ValueError(f"penalty_at is {penalty_at!r}")
     penalties = _penalties(mask, invalid, invalid_penalty)
-    returns = _returns(rewards, mask, gamma) - (penalties if penalty_in_value else 0.0)
-    value = {}
-    for key, steps in _step_groups(mask, states, groups).items():
-        value[key] = math.fsum(returns[step] for step in steps) / len(steps)
+    returns = _returns(rewards, mask, gamma)
+    members = _step_groups(mask, states, groups)
+    value = {step: math.fsum(returns[s] for s in steps) / len(steps) for steps in members.values() for step in steps}
     advantages = np.zeros(np.shape(rewards))
     for i in range(len(mask)):
         running = 0.0
         for t in reversed(range(_last_step(mask, i) + 1)):
-            here = value[(int(groups[i]), int(states[i][t]))]
-            there = 0.0 if t == _last_step(mask, i) else value[(int(groups[i]), int(states[i][t + 1]))]
-            reward = rewards[i][t] - (penalties[i, t] if penalty_at == "delta" else 0.0)
-            running = reward + gamma * there - here + gamma * lam * running
-            advantages[i, t] = running - (penalties[i, t] if penalty_at == "advantage" else 0.0)
-    return _normalized_in(advantages, _row_groups(mask, groups), normalize)
+            running = rewards[i][t] + gamma * value.get((i, t + 1), 0.0) - value[i, t] + gamma * lam * running
+            advantages[i, t] = running
+    return _normalized_in(advantages - penalties, _row_groups(mask, groups), normalize)
 
 
-def reinforce_plus_plus(
-    rewards, mask, states, groups, invalid, *, next_states=None, success=None, gamma=1.0, kl=None, kl_coef=0.0, baseline=False,
-    tokens=None, normalize="mean_std", invalid_penalty=0.1,
-):
-    """REINFORCE++: A_t = r(o) - beta * sum of the k1 KL from t to the end (eq. 4), whitened over the whole batch (eq. 5).
+def reinforce_pp(rewards, mask, states, groups, invalid, *, gamma=0.95, invalid_penalty=0.1):
+    """REINFORCE++: A_t = r(o) - beta * sum of the KL from t to the end (eq. 4), whitened over the whole batch (eq. 5).
 
-    Source: kl f[B, T] = log pi_old - log pi_ref of the sampled tokens (k1), inside the reward; mean and std over all A of the
-    batch, std + epsilon outside the root; with `baseline`: R - mean of R over the prompt's responses (eq. 6), the same
-    whitening (eq. 7), and no KL in the reward (a separate k2 loss, eq. 8). gamma = lambda = 1 (section 3.3).
-    Reading: a unit of T is a token in the paper, a step here; `tokens` int[B, T] counts each step once for each of its tokens,
-    as eq. 5's index does; r(o) = the return from t on; sample std; the penalty at its own step; the baseline's mean counts a
-    response once, whatever its length. `states`, `next_states`, `success` are not used.
+    Source: mean and std over all A of the batch, std + epsilon outside the root; gamma = lambda = 1 (section 3.3).
+    Reading: a unit of T is a token in the paper, a step here; r(o) = the return from t on; sample std; the penalty at its own
+    step; beta = 0 (the project has the KL in the loss).
     """
-    penalties = _penalties(mask, invalid, invalid_penalty)
-    raw = _returns(rewards, mask, gamma) - penalties
-    for i, t in _steps(mask):
-        if kl is not None and not baseline:
-            raw[i, t] -= kl_coef * math.fsum(kl[i][u] for u in range(t, _last_step(mask, i) + 1))
-        if baseline:
-            peers = [j for j in range(len(groups)) if groups[j] == groups[i] and _last_step(mask, j) >= 0]
-            scores = {j: math.fsum(np.asarray(rewards[j])[np.asarray(mask[j])]) for j in peers}
-            raw[i, t] = scores[i] - math.fsum(scores.values()) / len(peers) - penalties[i, t]
-    batch = [raw[i, t] for i, t in _steps(mask) for _ in range(1 if tokens is None else int(tokens[i][t]))]
-    mean = math.fsum(batch) / len(batch)
-    scale = 1.0 if normalize == "mean" else _spread(batch) + EPSILON
-    out = np.zeros(np.shape(rewards))
-    for step in _steps(mask):
-        out[step] = (raw[step] - mean) / scale
-    return out
-
-
-def length_normalized_ratios(new_logp, old_logp, token_mask):
-    """exp(mean over a sequence's tokens of new - old log probability), f[N] from f[N, L].
-
-    Source: GSPO's s_i(theta) = (pi_new(y) / pi_old(y)) ** (1 / |y|); GAGPO's ratio is the same for one action, shared by its
-    tokens.
-    """
-    out = []
-    for new, old, valid in zip(new_logp, old_logp, token_mask, strict=True):
-        logs = [n - o for n, o, v in zip(new, old, valid, strict=True) if v]
-        out.append(math.exp(math.fsum(logs) / len(logs)))
-    return np.asarray(out)
-
-
-def gspo_objective(new_logp, old_logp, token_mask, advantages, clip_low=3e-4, clip_high=4e-4):
-    """Mean over sequences, each with equal weight, of min(s A, clip(s, 1 - low, 1 + high) A); advantages f[N]. To be maximised.
-
-    Source: one ratio, one clip and one advantage a sequence, 1/G over sequences (not over tokens). The clip range is that of
-    the published launch scripts. Reading: GAGPO's loss is this one with an action for a sequence; its own range and average
-    are open.
-    """
-    terms = []
-    for ratio, advantage in zip(length_normalized_ratios(new_logp, old_logp, token_mask), advantages, strict=True):
-        clipped = min(max(ratio, 1.0 - clip_low), 1.0 + clip_high)
-        terms.append(min(ratio * advantage, clipped * advantage))
-    return math.fsum(terms) / len(terms)
+    raw = _returns(rewards, mask, gamma) - _penalties(mask, invalid, invalid_penalty)
+    return _normalized_in(raw, _row_groups(mask, np.zeros(len(mask))), "mean_std")
 
 
 def kalman_filtered(log_ratios, process_noise, observation_noise, initial_variance=0.0):
@@ -331,33 +249,3 @@ def kpo_objective(
             if ratio * advantage <= clipped * advantage:
                 derivative[row, t] = share * ratio * advantage
     return objective, derivative
-
-
-def dapo_dynamic_sampling(tries, wanted, max_tries, loop):
-    """The (try, group) pairs that a batch of `wanted` groups keeps; tries = for each try the groups' lists of scores.
-
-    Source, loop="verl" (the DAPO recipe): keep groups whose scores differ, and groups of one; as soon as `wanted` are kept cut
-    the batch to the first `wanted` (the surplus is lost); after max_tries without enough: an error; max_tries <= 0 = no limit.
-    Source, loop="verl-agent": keep groups whose scores differ; the last try keeps all its groups; nothing is cut, and no error
-    follows too few groups. The paper's own text was not found; summaries of it say only that sampling
-    goes on until the batch is full of mixed groups.
-    """
-    kept = []
-    for number, groups in enumerate(tries, start=1):
-        for index, scores in enumerate(groups):
-            mixed = any(score != scores[0] for score in scores)
-            if loop == "verl":
-                mixed = mixed or len(scores) == 1
-            elif loop == "verl-agent":
-                mixed = mixed or number == max_tries
-            else:
-                raise ValueError(f"loop is {loop!r}")
-            if mixed:
-                kept.append((number - 1, index))
-        if len(kept) >= wanted:
-            return kept[:wanted] if loop == "verl" else kept
-        if number == max_tries:
-            break
-    if loop == "verl":
-        raise RuntimeError(f"{len(kept)} of {wanted} groups after {max_tries} tries")
-    return kept

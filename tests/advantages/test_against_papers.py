@@ -1,33 +1,212 @@
-"""The estimators whose papers leave room for readings, against oracles written from the papers' text alone."""
+"""The estimators whose papers leave room for readings: against oracles written from the papers' text, and numbers by hand.
+
+The numbers are worked out in the comments, and both the estimator and its oracle have to give them.
+"""
+
+import math
 
 import numpy as np
 import oracle_from_papers
 import pytest
-from batches import GAMMA, PENALTY, batches, further_arrays
+from batches import GAMMA, PENALTY, B, T, batches, further_arrays
 from hypothesis import given, settings
+from oracle_from_papers import graph_distances, kalman_filtered, kpo_objective
 
 from hgpo_jax.advantages import estimate, parameters
 
-# (estimator, its options, where the paper is silent: the reading of the oracle that is ours)
-READINGS = [
-    ("pgpo", {}, {"penalty_in_potential": False}),
-    ("graphgpo", {}, {}),
-    ("graphgpo", {"normalize": "mean"}, {}),
-    ("gagpo", {"lam": 0.7, "normalize": "mean"}, {"penalty_in_value": False, "penalty_at": "advantage"}),
-]
+CASES = [("pgpo", {}), ("graphgpo", {}), ("graphgpo", {"normalize": "mean"}),
+         ("gagpo", {"lam": 0.5, "normalize": "mean"}), ("reinforce_pp", {})]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "options", "reading"), READINGS)
-@settings(max_examples=60, deadline=None)
-@given(batch=batches())
-def test_as_the_paper_says(name, options, reading, batch):
+def both(name, batch, **options):
+    """The estimator's advantages and its oracle's."""
     arrays, known = parameters(name)
-    further = further_arrays(batch, arrays)
-    given_options = {k: v for k, v in {"gamma": GAMMA, "invalid_penalty": PENALTY}.items() if k in known}
-    found = estimate(name, **batch, **further, **options, **given_options)
-    rewards = np.where(batch["mask"], batch["rewards"], 0.0).astype(float)
-    expected = getattr(oracle_from_papers, name)(
-        rewards, batch["mask"], batch["states"], batch["groups"], batch["invalid"] & batch["mask"],
-        **further, **options, **reading, gamma=GAMMA, invalid_penalty=PENALTY,
-    )  # fmt: skip
-    np.testing.assert_allclose(found.advantages, expected, rtol=2e-4, atol=2e-5)
+    options |= {k: v for k, v in {"gamma": GAMMA, "invalid_penalty": PENALTY}.items() if k in known}
+    batch = {k: v for k, v in batch.items() if k in ("rewards", "mask", "states", "groups", "invalid", *arrays)}
+    found = estimate(name, **batch, **options).advantages
+    plain = batch | {
+        "rewards": np.where(batch["mask"], batch["rewards"], 0.0).astype(float), "invalid": batch["invalid"] & batch["mask"],
+    }  # fmt: skip
+    return found, getattr(oracle_from_papers, name)(**plain, **options)
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+@settings(max_examples=40, deadline=None)
+@given(batch=batches())
+def test_as_the_paper_says(name, options, batch):
+    found, expected = both(name, batch | further_arrays(batch, parameters(name)[0]), **options)
+    np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-5)
+
+
+def episodes(paths, rewards, success=None, after=None, groups=None, invalid=(), actions=None):
+    """A batch of the shape of all others from each episode's path of states and the reward at its end.
+
+    after: what is seen after the last step, by default a state of its own. invalid: steps.
+    """
+    states, mask, count = np.zeros((B, T), np.int32), np.zeros((B, T), bool), len(paths)
+    batch = {"states": states, "mask": mask, "next_states": states.copy(), "rewards": np.zeros((B, T), np.float32),
+             "groups": np.zeros(B, np.int32), "invalid": np.zeros((B, T), bool), "success": np.zeros(B, bool),
+             "actions": states.copy()}  # fmt: skip
+    for b, path in enumerate(paths):
+        states[b, : len(path)], mask[b, : len(path)] = path, True
+        batch["next_states"][b, : len(path)] = [*path[1:], 90 + b if after is None else after[b]]
+        batch["rewards"][b, len(path) - 1] = rewards[b]
+    for step in invalid:
+        batch["invalid"][step] = True
+    for field, given_ones in (("success", success), ("groups", groups)):
+        batch[field][:count] = 0 if given_ones is None else given_ones
+    batch["actions"][:count, 0] = 0 if actions is None else actions
+    return batch
+
+
+def check(name, batch, expected, **options):
+    expected = np.array(expected)
+    for found in both(name, batch, **options):
+        # Epsilon is 1e-6, and stays out of the work by hand.
+        np.testing.assert_allclose(found[: len(expected), : expected.shape[1]], expected, rtol=2e-6, atol=2e-6)
+
+
+# Three episodes of one prompt. A: 1 -> 2 -> won (10). B: 1 -> 3 -> lost. C: 1 -> 2 -> lost. Discount 1/2.
+# Returns: A 5, 10; B 0, 0; C 0, 0. Groups: 1 = {5, 0, 0}, 2 = {10, 0}, 3 = {0}. Phi = V: 5/3, 5, 0.
+PATHS, REWARDS, WON = [(1, 2), (1, 3), (1, 2)], [10, 0, 0], [True, False, False]
+R2, R3 = math.sqrt(2), math.sqrt(3)
+
+
+def test_pgpo_tells_lost_episodes_apart():
+    # A^S: group 1 has std 5/sqrt 3, so 2/sqrt 3, -1/sqrt 3, -1/sqrt 3; group 2 has std 5 sqrt 2, so +-1/sqrt 2; group 3 is one
+    # visit. delta: A 5 - 5/3 = 10/3, then 10 - 5 = 5; B 0 - 5/3, then 0 - 0; C 10/3, then 0 - 5. A^Phi: group 1 = {10/3, -5/3,
+    # 10/3}, std 5/sqrt 3: 1/sqrt 3, -2/sqrt 3, 1/sqrt 3; group 2 = {5, -5}: +-1/sqrt 2. p_succ = 1/3, w = (2/3)^2 = 4/9.
+    expected = [[22 / 9 / R3, 13 / 9 / R2], [-17 / 9 / R3, 0], [-5 / 9 / R3, -13 / 9 / R2]]
+    check("pgpo", episodes(PATHS, REWARDS, WON), expected)
+    # Everyone won: w = 0, whatever delta is.
+    check("pgpo", episodes(PATHS, REWARDS, [True] * 3), [[2 / R3, 1 / R2], [-1 / R3, 0], [-1 / R3, -1 / R2]])
+    # States that are met once: there is no episode part, which would tell outcomes apart.
+    check("pgpo", episodes([(0, 1), (2, 3), (4, 5)], [10, 5, 0], [False] * 3), np.zeros((3, 2)))
+
+
+def test_pgpos_potential_is_not_discounted():
+    # State 1 has the potential (10 + 0) / 2 = 5 and state 2 the potential 5, too; discounted, one would be worth 2.5.
+    # Out of state 1: 20 - 5 to state 3 and 5 - 5 to state 2; out of state 2: at the ends 0 - 5 and 10 - 5.
+    batch = episodes([(1, 3), (1, 2), (2,)], [20, 0, 10], [False] * 3)
+    check("pgpo", batch, np.array([[2, 0], [-2, -2], [2, 0]]) / R2)
+
+
+def test_pgpos_potentials_that_are_equal_but_for_rounding_give_no_signal():
+    """States 1 and 2 were worth the same numbers in another order, and float32's means of them differ."""
+    worth = np.float32([2.919888973236084, 2.259354591369629, 4.876749038696289, 4.181202411651611])
+    states = np.array([[0, 1], [0, 2], *[[1, 0]] * 4, *[[2, 0]] * 4])
+    mask = np.arange(2) < np.array([2, 2, *[1] * 8])[:, None]
+    rewards = np.zeros((10, 2), np.float32)
+    rewards[2:, 0] = *worth, *worth[[2, 3, 0, 1]]
+    batch = {"rewards": rewards, "mask": mask, "states": states, "groups": np.zeros(10, int), "success": np.zeros(10, bool)}
+    assert not np.asarray(estimate("pgpo", **batch).advantages)[:2, 0].any()
+
+
+# A: 1 -> 2 -> won. B: 1 -> 3 -> 1 (lost). C: 1 -> 4 -> 5 (lost); nobody acted in 5.
+# Distances: 2: 1, 1: 2, 3: 3 (by 1 and 2); 4, 5 unreachable: 3 + 1 = 4.
+# Step returns 10 * 0.1^d(next): A 1, 10 (next is success); B 0.01, 0.1; C 0.001, 0.001. Only observation 1 has a group: {1,
+# 0.01, 0.001}.
+GRAPH = episodes([(1, 2), (1, 3), (1, 4)], REWARDS, WON, after=[6, 1, 5])
+
+
+def test_graphgpo():
+    edges = [(1, 2), (2, "success"), (1, 3), (3, 1), (1, 4), (4, 5)]
+    assert graph_distances(edges) == {"success": 0, 2: 1, 1: 2, 3: 3, 4: 4, 5: 4}
+    assert graph_distances([(1, 2), (2, 1)]) == {"success": 0, 1: 1, 2: 1}  # nobody won
+    # Step part: mean 1.011/3 = 0.337. Episode part: rows {10, 10, 0, 0, 0, 0}, mean 10/3.
+    expected = [[0.663 + 20 / 3, 20 / 3], [-0.327 - 10 / 3, -10 / 3], [-0.336 - 10 / 3, -10 / 3]]
+    check("graphgpo", GRAPH, expected, normalize="mean")
+    # Step: 0.663^2 + 0.327^2 + 0.336^2 = 0.659394, over 2: 0.329697. Episode: (2 * 400 + 4 * 100) / 9 / 5 = 80/3.
+    step, episode = math.sqrt(0.329697), math.sqrt(80 / 3)
+    up, down = 20 / 3 / episode, -10 / 3 / episode
+    check("graphgpo", GRAPH, [[0.663 / step + up, up], [-0.327 / step + down, down], [-0.336 / step + down, down]])
+    # Prompt 0: two lost episodes of one step, the second invalid; step returns and scores differ by the penalty, of which both
+    # parts have half. Prompt 1: a single row of score 10: step part 0, episode part 10 (mean 0).
+    batch = episodes([(1,), (1,), (1,)], [0, 0, 10], [False, False, True], [1, 2, 3], groups=[0, 0, 1], invalid=[(1, 0)])
+    check("graphgpo", batch, [[PENALTY], [-PENALTY], [10]], normalize="mean")
+
+
+@pytest.mark.parametrize(("paths", "won", "after", "expected"), [
+    # 0 -> 1 -> success, whose last observation is again 1 (say, "you put the mug down").
+    ([(0, 1)], [True], [1], [[1, 0]]),
+    # A failure that sees 1 is one step from success, and not there.
+    ([(0, 1), (0, 2)], [True, False], [1, 1], [[1, 0], [2, 1]]),
+    # The success's last observation 3 is no node: a failure that sees it cannot go on from there.
+    ([(0, 1), (0, 2)], [True, False], [3, 3], [[1, 0], [3, 3]]),
+])  # fmt: skip
+def test_an_observation_is_never_the_goal(paths, won, after, expected):
+    """Two goals in a task: what is seen at the end is also seen on the way, before the second goal."""
+    batch = episodes(paths, [10, 0], won, after)
+    del batch["actions"]
+    record = estimate("graphgpo", **batch, normalize="mean", invalid_penalty=PENALTY)
+    distances = np.log10(10 / np.asarray(record.returns)[: len(paths), :2])
+    assert distances.round().astype(int).tolist() == expected
+
+
+def test_gagpo():
+    # gamma = lambda = 1/2. delta: A 5/2 - 5/3 = 5/6, 10 - 5 = 5; B -5/3, 0; C 5/6, -5.
+    # GAE: A 5/6 + 5/4 = 25/12, 5; B -5/3, 0; C 5/6 - 5/4 = -5/12, -5. Mean 0.
+    # A second prompt, also in observation 1, rewards 4 and 2: V = 3, GAE +-1.
+    batch = episodes([*PATHS, (1,), (1,)], [*REWARDS, 4, 2], groups=[0, 0, 0, 1, 1])
+    check("gagpo", batch, [[25 / 12, 5], [-5 / 3, 0], [-5 / 12, -5], [1, 0], [-1, 0]], lam=0.5, normalize="mean")
+    # B's second action was invalid, the only visit of observation 3: only its own step is punished.
+    raw = np.array([[25 / 12, 5], [-5 / 3, -PENALTY], [-5 / 12, -5]])
+    check("gagpo", episodes(PATHS, REWARDS, invalid=[(1, 1)]), raw - raw.mean(), lam=0.5, normalize="mean")
+
+
+def test_reinforce_pp():
+    # Returns 3, 6 and 2 less 1/4 for the invalid step: mean 43/12, in twelfths -7, 29, -22; squares 1374, over 2: 687.
+    batch = episodes([(0, 0), (0,)], [6, 2], invalid=[(1, 0)])
+    check("reinforce_pp", batch, np.array([[-7, 29], [-22, 0]]) / math.sqrt(687))
+
+
+def in_one_state(actions, rewards, normalize="mean", invalid=()):
+    """ECPO's step part of one visit of one state by each episode."""
+    batch = episodes([(0,)] * len(actions), rewards, actions=actions, invalid=invalid)
+    del batch["success"], batch["next_states"]
+    record = estimate("ecpo", **batch, normalize=normalize, gamma=GAMMA, invalid_penalty=PENALTY)
+    return record.level_advantages[: len(actions), 0, 1]
+
+
+def test_ecpo_shrinks_a_lucky_action_that_was_tried_once_most():
+    # Mean 2. The action tried once: a third of its 8 above the mean. The one tried four times: four sixths of its -2.
+    # Actions explain everything; tanh(5/4) is how far five visits are trusted.
+    expected = np.tanh(5 / 4) * np.array([8 / 3, *[-4 / 3] * 4])
+    np.testing.assert_allclose(in_one_state([7, 3, 3, 3, 3], [10, 0, 0, 0, 0]), expected, rtol=1e-5)
+    # The sample variance of the returns is (8^2 + 4 * 2^2) / 4 = 20, whatever is shrunk.
+    found = in_one_state([7, 3, 3, 3, 3], [10, 0, 0, 0, 0], normalize="mean_std")
+    np.testing.assert_allclose(found, expected / np.sqrt(20), rtol=1e-5)
+
+
+def test_ecpo_counts_a_state_as_far_as_actions_explain_its_returns():
+    # Means 8 and 4 around 6, two tries of each: B = 4. Within: 2 away from the one, 4 away from the other: W = 10.
+    found = in_one_state([0, 0, 1, 1], [10, 6, 8, 0])
+    np.testing.assert_allclose(found, np.tanh(1) * 4 / 14 * np.array([1, 1, -1, -1]), rtol=1e-5)
+    # The same returns, but either action has the same mean: noise, which GiGPO would take for credit.
+    assert not np.asarray(in_one_state([0, 1, 1, 0], [10, 6, 6, 2])).any()
+    # Invalid actions are one action. Means 4 and 6 around 5: B = 1, and W = 16 / 2 from the two invalid ones.
+    found = in_one_state([0, 1, 2, 2], [8 + PENALTY, PENALTY, 6, 6], invalid=[(0, 0), (1, 0)])
+    np.testing.assert_allclose(found, np.tanh(1) / 9 * np.array([-0.5, -0.5, 0.5, 0.5]), rtol=1e-5)
+
+
+def test_the_oracle_of_kpo():
+    def close(actual, expected):
+        np.testing.assert_allclose(actual, expected, rtol=2e-6, atol=2e-6)
+
+    # Q = V = 1. From P = 0: gain 1/2, then P = 1/2 and gain 1.5/2.5 = 0.6, then P = 0.6 and gain 1.6/2.6 = 8/13.
+    # Log ratios 2, -1, 0: rho 1, 1 - 0.6 * 2 = -0.2, -0.2 * 5/13 = -1/13. From P_0 = 1 the first gain would be 2/3.
+    close(kalman_filtered([2.0, -1.0, 0.0], 1.0, 1.0), [1, -0.2, -1 / 13])
+    close(kalman_filtered([2.0], 1.0, 1.0, initial_variance=1.0), [4 / 3])
+    # Ratios e and e^-0.2, the third token is masked; the second response starts anew: ln 4, halved, gives 2.
+    new, old = np.array([[-1.0, -2.0, 9.0], [0.0, 9, 9]]), np.array([[-3.0, -1.0, 0.0], [-math.log(4), 0, 0]])
+    mask = np.array([[True, True, False], [True, False, False]])
+    options = {"process_noise": 1.0, "clip_low": 0.1, "clip_high": 0.3}
+    low = math.exp(-0.2)
+    # A = 1: min(e, 1.3) is clipped, e^-0.2 = 0.82 < 0.9 is not. A = -1: -2 < -1.3 is not.
+    objective, derivative = kpo_objective(new, old, mask, [1.0, -1.0], **options)
+    assert objective == pytest.approx((1.3 + low) / 4 - 2 / 2)
+    close(derivative, [[0, low / 4, 0], [-1, 0, 0]])
+    # Signs turned: -e is not clipped, -0.9 is; 1.3 is.
+    objective, derivative = kpo_objective(new, old, mask, [-1.0, 1.0], **options)
+    assert objective == pytest.approx((-math.e - 0.9) / 4 + 1.3 / 2)
+    close(derivative, [[-math.e / 4, 0, 0], [0, 0, 0]])
