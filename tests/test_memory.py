@@ -30,7 +30,7 @@ def test_a_critic_beside_adapters_is_a_whole_network():
     assert phases["update"]["gradients"] >= 2 * 4 * whole and phases["update"]["compute copy"] == 2 * whole
 
 
-# environment (text: continuous batching), mesh, devices, micro-batch, decode batch, prompt, response, remat, changes of the model
+# environment (text: continuous batching), mesh, devices, micro-batch, decode batch, prompt, response, remat, changed sizes
 CASES = [
     ("household", "data=1", 1, 8, 32, 448, 64, "none", {}),
     ("household", "data=2", 2, 2, 16, 100, 28, "dots", UNTIED),

@@ -20,7 +20,7 @@ def session(pytester):
     pytester.makepyfile(test_some=TESTS, test_other='import pytest\npytest.importorskip("no_such_module")')
     return lambda skips, *options: (
         pytester.makefile(".txt", skips=skips),
-        pytester.runpytest_inprocess("-p", "no:cacheprovider", *options),
+        pytester.runpytest_inprocess("--assert=plain", "-p", "no:cacheprovider", *options),
     )[1]
 
 

@@ -1,12 +1,10 @@
-"""Tokenizers with a chat template: a made-up byte tokenizer, one that folds letters, and Qwen2.5's where ../shared is there."""
+"""Tokenizers with a chat template: a made-up byte tokenizer, one that folds letters, and Qwen2.5's."""
 
-from pathlib import Path
-
-import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-QWEN = Path(__file__).resolve().parents[3] / "shared" / "data" / "qwen2.5"
+from tests.helpers.needs import DATA
+
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
@@ -46,6 +44,5 @@ def folding_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def qwen_tokenizer():
-    if not QWEN.is_dir():
-        pytest.skip("Qwen2.5's tokenizer is not here")
-    return AutoTokenizer.from_pretrained(QWEN)
+    """Its tests need the data."""
+    return AutoTokenizer.from_pretrained(DATA / "qwen2.5")

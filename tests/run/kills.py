@@ -1,6 +1,6 @@
 """`kill -9` at random moments of a short run: every time it resumes, and ends as if nothing had happened.
 
-    python -m tests.run.kills FOLDER --kills 50      # can itself be stopped and resumed; prints one line per kill
+    python -m tests.run.kills FOLDER --kills 50      # prints one line per kill
 
 Three of four kills fall between the first rollout of a process and its end, the others before.
 """
@@ -72,10 +72,10 @@ def moment(run: Path, child: runs.Run) -> str:
     return "rollout, update and the rest"
 
 
-def prepare(folder: Path, fields: tuple[str, ...] = RUN, times: int = 2) -> None:
-    """The undisturbed run, and in progress.json how long it takes before and after its first rollout.
+def undisturbed(folder: Path, fields: tuple[str, ...] = RUN, times: int = 2) -> tuple[float, float]:
+    """Makes the run without a kill, in folder/whole/run; returns its seconds before the first rollout and after that.
 
-    times: how often it is run; the second time everything is in the cache.
+    times: how often it is made; the second time everything is in the cache.
     """
     for home in ("first", "whole")[-times:]:
         began = time.monotonic()
@@ -83,53 +83,42 @@ def prepare(folder: Path, fields: tuple[str, ...] = RUN, times: int = 2) -> None
         child.wait_for(child.trains)
         trains = time.monotonic()
         assert child.wait() == 0, child.log.read_text()
-        state = {"killed": [], "runs": 0, "seconds": [trains - began, time.monotonic() - trains]}
-    (folder / "progress.json").write_text(json.dumps(state))
+    return trains - began, time.monotonic() - trains
 
 
-def kill_again_and_again(folder: Path, kills: int, seed: int = 0, fields: tuple[str, ...] = RUN) -> Counter:
-    """Kills runs so often; returns how often at which moment. Its progress is in the folder."""
-    progress = folder / "progress.json"
-    if not progress.exists():
-        prepare(folder, fields)
-    state = json.loads(progress.read_text())
-    fields = (*fields, f"cache_dir={folder / 'cache'}")
-    while len(state["killed"]) < kills:
-        home = folder / f"{state['runs']:03d}"
-        random.seed(f"{seed} {len(state['killed'])} {state['runs']}")
-        child = runs.start(home, *fields, dies=True)
-        before, after = state["seconds"]
-        if random.random() < 0.25:
-            code = child.wait(random.uniform(0.0, before))
+def kill_again_and_again(folder: Path, seconds: tuple[float, float], kills: int, fields=RUN, seed: int = 0) -> Counter:
+    """Kills runs so often, and brings each to its end; returns how often at which moment.
+
+    folder, seconds: of `undisturbed`.
+    """
+    chance, killed, number, fields = random.Random(seed), Counter(), 0, (*fields, f"cache_dir={folder / 'cache'}")
+    while True:
+        home, last = folder / f"{number:03d}", killed.total() == kills
+        child = runs.start(home, *fields, dies=not last)
+        if last:
+            code = child.wait()
+        elif chance.random() < 0.25:
+            code = child.wait(chance.uniform(0.0, seconds[0]))
         else:
             while not child.trains() and child.wait(0.02) is None:  # only the evaluation may be left
                 pass
-            code = child.wait(random.uniform(0.0, after))
+            code = child.wait(chance.uniform(0.0, seconds[1]))
         if code is None:
             child.send_signal(signal.SIGKILL)
             code = child.wait()  # 0 where it ended in the moment before
         if code == -signal.SIGKILL:
-            state["killed"].append(moment(home / "run", child))
-            print(f"{len(state['killed'])}: killed at {state['killed'][-1]}", flush=True)
-        else:
-            assert code == 0, child.log.read_text()
-            finish(home, folder, state)
-            # On a machine that has become faster every moment would otherwise come too late.
-            state["seconds"] = [0.8 * seconds for seconds in state["seconds"]]
-        progress.write_text(json.dumps(state))
-    home = folder / f"{state['runs']:03d}"
-    if home.exists():
-        runs.run(home, *fields)
-        finish(home, folder, state)
-        progress.write_text(json.dumps(state))
-    return Counter(state["killed"])
-
-
-def finish(home: Path, folder: Path, state: dict) -> None:
-    """Checks a run that came to its end."""
-    assert_same_run(home / "run", folder / "whole" / "run")
-    state["runs"] += 1
-    print(f"run {state['runs']} ended equal to the undisturbed one", flush=True)
+            where = moment(home / "run", child)
+            killed[where] += 1
+            print(f"{killed.total()}: killed at {where}", flush=True)
+            continue
+        assert code == 0, child.log.read_text()
+        assert_same_run(home / "run", folder / "whole" / "run")
+        print(f"run {number} ended equal to the undisturbed one", flush=True)
+        if last:
+            return killed
+        number += 1
+        # On a machine that has become faster every moment would otherwise come too late.
+        seconds = 0.8 * seconds[0], 0.8 * seconds[1]
 
 
 def main() -> None:
@@ -138,7 +127,8 @@ def main() -> None:
     p.add_argument("--kills", type=int, default=50)
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args()
-    for where, count in kill_again_and_again(args.folder.absolute(), args.kills, args.seed).most_common():
+    folder = args.folder.absolute()
+    for where, count in kill_again_and_again(folder, undisturbed(folder), args.kills, seed=args.seed).most_common():
         print(f"{count:4d}  {where}")
 
 

@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
-from hgpo_jax.run.interruption import Interrupted, Interruption
+from hgpo_jax.run.interruption import SIGNALS, Interrupted, Interruption
+
+HANDLERS = [signal.getsignal(number) for number in SIGNALS]
 
 
 def send(number):
@@ -16,12 +18,11 @@ def send(number):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_a_signal_is_raised_where_nothing_is_held(number):
-    before = signal.getsignal(number)
     with pytest.raises(Interrupted, match=number.name) as caught, Interruption():
         send(number)
     assert caught.value.number == number
     assert not isinstance(caught.value, Exception)  # what catches an environment's fault does not catch it
-    assert signal.getsignal(number) == before
+    assert [signal.getsignal(number) for number in SIGNALS] == HANDLERS
 
 
 def test_what_is_held_ends_first():

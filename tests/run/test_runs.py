@@ -8,10 +8,11 @@ import signal
 from pathlib import Path
 
 import jax
+import kills
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from kills import RUN, arrays, assert_same_run, kill_again_and_again, prepare, timeless
+from kills import RUN, arrays, assert_same_run, timeless
 
 from tests.helpers import fork_server, runs
 from tests.helpers.chat_tokenizers import byte_tokenizer
@@ -24,20 +25,19 @@ PLAIN = (*(field for field in RUN if not field.startswith("iterations")), "itera
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """A folder with the run in one piece and the cache of all runs."""
+    """A folder with the run in one piece and the cache of all runs; how long the run took."""
     folder = tmp_path_factory.mktemp("runs")
-    prepare(folder, PLAIN, times=1)
-    return folder
+    return folder, kills.undisturbed(folder, PLAIN, times=1)
 
 
 @pytest.fixture(scope="module")
 def whole(undisturbed):
-    return undisturbed / "whole" / "run"
+    return undisturbed[0] / "whole" / "run"
 
 
 @pytest.fixture(scope="module")
 def cache(undisturbed):
-    return f"cache_dir={undisturbed / 'cache'}"
+    return f"cache_dir={undisturbed[0] / 'cache'}"
 
 
 @pytest.fixture(scope="module")
@@ -116,13 +116,13 @@ remote.EVERY = 0.05
 """
 
 
-def test_a_run_in_a_bucket_goes_on_on_another_machine(undisturbed, cache, whole, tmp_path):
+def test_a_run_in_a_bucket_goes_on_on_another_machine(cache, whole, tmp_path):
     """Killed while it trains; a folder that is reached by its URL stands for the bucket."""
     url, bucket = f"file://{tmp_path}/bucket/run", tmp_path / "bucket/run"
     fields = (*(field for field in PLAIN if not field.startswith("run_dir")), cache)
     killed(tmp_path, 2, *fields, f"run_dir={url}", code=UPLOADS_AT_ONCE)
     assert {path.name for path in (bucket / "checkpoints").iterdir()} >= {"2"}
-    shutil.rmtree(undisturbed / "cache" / "remote")  # another machine has none
+    shutil.rmtree(Path(cache.removeprefix("cache_dir="), "remote"))  # another machine has none
     said = runs.run(tmp_path, "--resume", url, cache)
     assert f"resumed after iteration 2 in {url}" in said
     assert f"everything is in {url}" in said
@@ -251,9 +251,9 @@ def test_a_batch_that_is_not_finite_is_skipped_and_two_in_a_row_end_the_run(cach
 
 
 def test_killed_again_and_again(undisturbed):
-    """HGPO_KILLS=50 makes it long; `kills.py` alone can be stopped and resumed."""
-    kills = int(os.environ.get("HGPO_KILLS", "3"))
-    assert sum(kill_again_and_again(undisturbed, kills, fields=PLAIN).values()) == kills
+    """HGPO_KILLS=50 makes it long."""
+    count = int(os.environ.get("HGPO_KILLS", "3"))
+    assert kills.kill_again_and_again(*undisturbed, count, PLAIN).total() == count
 
 
 LONG = """
