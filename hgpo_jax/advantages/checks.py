@@ -33,6 +33,10 @@ ARRAYS = {
 }
 
 
+# Squares of a batch of larger numbers leave float32.
+LARGEST = 1e15
+
+
 def _number(low: float, high: float) -> Callable[[object], bool]:
     return lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and low <= x <= high
 
@@ -120,6 +124,8 @@ def check_values(name: str, value: np.ndarray, mask: np.ndarray) -> None:
     happened = mask if axes == 2 else mask.any(axis=1)
     if dtype == jnp.float32:
         bad, fix = happened & ~np.isfinite(value), "give finite numbers where mask is True"
+        if not bad.any():
+            bad, fix = happened & (np.abs(value) > LARGEST), f"scale it to {LARGEST:.0e} or less: its square leaves float32"
     elif dtype == jnp.int32:
         bad, fix = happened & ((value < 0) | (value >= PADDING_KEY)), f"ids must be from 0 to {PADDING_KEY - 1}"
     else:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from hgpo_jax.advantages import grouping
 from hgpo_jax.advantages.gigpo import with_episode
 from hgpo_jax.advantages.record import Batch, Estimate
-from hgpo_jax.advantages.returns import step_returns
+from hgpo_jax.advantages.returns import return_magnitudes, step_returns
 
 
 def ecpo(
@@ -46,13 +46,16 @@ def ecpo(
     steps = grouping.sort_steps([prompts, batch.states, executed], batch.mask)
     _, state, action = steps.segments
     ordered = grouping.steps_in_order(returns, steps)
+    magnitudes = grouping.steps_in_order(return_magnitudes(batch, gamma, invalid_penalty), steps)
     visits, tries = grouping.group_size(state), grouping.group_size(action)
     mean, action_mean = grouping.group_mean(ordered, state, visits), grouping.group_mean(ordered, action, tries)
-    between = grouping.group_sum((action_mean - mean) ** 2, state) / visits
-    within = grouping.group_sum((ordered - action_mean) ** 2, state) / visits
+    gain = grouping.significant(action_mean - mean, state, magnitudes)
+    between = grouping.group_sum(gain**2, state) / visits
+    within = grouping.group_sum(grouping.significant(ordered - action_mean, state, magnitudes) ** 2, state) / visits
     trust = jnp.tanh(visits / gate_count) * between / (between + within + grouping.EPSILON)
-    advantages = tries / (tries + prior_count) * (action_mean - mean)
+    advantages = tries / (tries + prior_count) * gain
     if normalize == "mean_std":
-        advantages = advantages / (grouping.group_std(ordered - mean, state, visits - 1) + grouping.EPSILON)
+        deviations = grouping.group_deviations(ordered, state, visits, magnitudes)
+        advantages = advantages / (grouping.group_std(deviations, state, visits - 1) + grouping.EPSILON)
     step, sizes = (grouping.steps_in_place(x, steps, batch.mask.shape) for x in (trust * advantages, visits))
     return with_episode(batch, returns, step, sizes, step_weight, statistics, normalize, invalid_penalty)

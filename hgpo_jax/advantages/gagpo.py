@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from hgpo_jax.advantages import grouping
 from hgpo_jax.advantages.record import Batch, Estimate
-from hgpo_jax.advantages.returns import generalized_advantages, penalties, step_returns
+from hgpo_jax.advantages.returns import generalized_advantages, penalties, return_magnitudes, step_returns
 
 
 def gagpo(
@@ -30,7 +30,8 @@ def gagpo(
     segment = steps.segments[0]
     size = grouping.group_size(segment)
     ordered = grouping.steps_in_order(advantages, steps)
-    centred = ordered - grouping.group_mean(ordered, segment, size)
+    magnitudes = grouping.steps_in_order(return_magnitudes(batch, gamma, invalid_penalty), steps)
+    centred = grouping.group_deviations(ordered, segment, size, magnitudes)
     if normalize == "mean_std":
         centred = centred / (grouping.group_std(centred, segment, size - 1) + grouping.EPSILON)
     return Estimate(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from hgpo_jax.advantages import grouping
 from hgpo_jax.advantages.grpo import compare_episodes, normalized
 from hgpo_jax.advantages.record import Batch, Estimate
-from hgpo_jax.advantages.returns import step_returns
+from hgpo_jax.advantages.returns import return_magnitudes, step_returns
 
 
 def gigpo(
@@ -25,20 +25,23 @@ def gigpo(
     The record's two levels are the prompt group (-1), whose advantage is the episode's, and the state's group (0).
     """
     returns = step_returns(batch, gamma, invalid_penalty)
-    step, step_sizes = step_advantages(batch, returns, normalize)
+    step, step_sizes = step_advantages(batch, returns, return_magnitudes(batch, gamma, invalid_penalty), normalize)
     return with_episode(batch, returns, step, step_sizes, step_weight, statistics, normalize, invalid_penalty)
 
 
-def step_advantages(batch: Batch, returns: jax.Array, normalize: str) -> tuple[jax.Array, jax.Array]:
+def step_advantages(
+    batch: Batch, returns: jax.Array, magnitudes: jax.Array, normalize: str
+) -> tuple[jax.Array, jax.Array]:
     """Returns f32[B, T] against the other visits of the state in the prompt group: (f32[B, T], group sizes i32[B, T]).
 
+    magnitudes: f32[B, T], the sums of the returns' absolute terms.
     `mean_std` divides by (sample std + 1e-6). A state visited once gives 0.
     """
     steps = grouping.sort_contexts(batch, history_length=0)
     segment = steps.segments[1]
     size = grouping.group_size(segment)
     ordered = grouping.steps_in_order(returns, steps)
-    advantages = ordered - grouping.group_mean(ordered, segment, size)
+    advantages = grouping.group_deviations(ordered, segment, size, grouping.steps_in_order(magnitudes, steps))
     if normalize == "mean_std":
         advantages = advantages / (grouping.group_std(advantages, segment, size - 1) + grouping.EPSILON)
     shape = batch.mask.shape

@@ -36,7 +36,7 @@ def graphgpo(
     distance = goal_distances(batch, next_states, success)
     returns = jnp.where(distance >= 0, 10 * 0.1 ** distance.astype(jnp.float32), 0.0)
     returns = jnp.where(batch.mask, returns, 0.0) - penalties(batch, invalid_penalty)
-    step, sizes = step_advantages(batch, returns, normalize)
+    step, sizes = step_advantages(batch, returns, jnp.abs(returns), normalize)
     return with_episode(batch, returns, step, sizes, step_weight, statistics, normalize, invalid_penalty)
 
 

@@ -16,12 +16,16 @@ from hgpo_jax.advantages.record import Batch
 
 # Steps that did not happen sort after all others, which keeps the segment ids sorted.
 PADDING_KEY = jnp.iinfo(jnp.int32).max
-# Stands for the observation before the first step; real ids start at 0.
-NO_STATE = -1
+# Stands for the observation before the first step. No real id: those that tracers hide from the checks may be negative.
+NO_STATE = jnp.iinfo(jnp.int32).min
 # The largest number of 15 bits.
 SHORT_IDS = 2**15 - 1
 # Added to a standard deviation before dividing by it, as in the released code of GRPO, GiGPO and HGPO.
 EPSILON = 1e-6
+# Rows from which sums are taken in blocks of so many.
+LONG_SUM, BLOCK = 2**14, 2**8
+# A difference this small relative to what was summed is what float32 leaves of a true difference of zero.
+ROUNDING = 64 * jnp.finfo(jnp.float32).eps
 
 
 class Sorted(NamedTuple):
@@ -50,7 +54,7 @@ def sort_steps(columns: list[jax.Array], mask: jax.Array) -> Sorted:
         return sort([jnp.where(mask, column, PADDING_KEY) for column in columns])
 
     def paired_keys():
-        halves = [jnp.where(mask, column - NO_STATE, SHORT_IDS) for column in columns]
+        halves = [jnp.where(mask, jnp.where(column == NO_STATE, 0, column + 1), SHORT_IDS) for column in columns]
         halves += [jnp.zeros_like(halves[0])] * (len(halves) % 2)
         *keys, order = sort([high << 15 | low for high, low in zip(halves[::2], halves[1::2], strict=True)])
         halves = [half for key in keys for half in (key >> 15, key & SHORT_IDS)]
@@ -58,7 +62,7 @@ def sort_steps(columns: list[jax.Array], mask: jax.Array) -> Sorted:
 
     # Fewer keys sort faster: where all ids fit into 15 bits, two of them make one key.
     ids = jnp.where(mask, jnp.stack(columns), 0)
-    short = (ids.min() >= NO_STATE) & (ids.max() < SHORT_IDS + NO_STATE)
+    short = jnp.all((ids >= 0) | (ids == NO_STATE)) & (ids.max() < SHORT_IDS - 1)
     *keys, order = jax.lax.cond(short, paired_keys, full_keys) if len(columns) > 1 else full_keys()
     segments = []
     change = jnp.zeros(mask.size, bool)
@@ -93,8 +97,18 @@ def steps_in_place(values: jax.Array, steps: Sorted, shape: tuple[int, ...]) -> 
 
 
 def group_sum(values: jax.Array, segment: jax.Array) -> jax.Array:
-    """[N] -> [N]: the sum over each row's group."""
-    return jax.ops.segment_sum(values, segment, values.size, indices_are_sorted=True)[segment]
+    """[N] -> [N]: the sum over each row's group.
+
+    A float32 sum of n terms one after the other is off by up to n roundings. Long ones are summed in blocks, then the blocks.
+    """
+    rows = values.size
+    if rows > LONG_SUM and jnp.issubdtype(values.dtype, jnp.floating):
+        part = segment + jnp.arange(rows, dtype=jnp.int32) // BLOCK  # ascending, equal where group and block are
+        parts = rows + rows // BLOCK + 1
+        group = jax.lax.cummax(jnp.zeros(parts, jnp.int32).at[part].set(segment, indices_are_sorted=True))
+        sums = jax.ops.segment_sum(values, part, parts, indices_are_sorted=True)
+        return jax.ops.segment_sum(sums, group, rows, indices_are_sorted=True)[segment]
+    return jax.ops.segment_sum(values, segment, rows, indices_are_sorted=True)[segment]
 
 
 def group_min(values: jax.Array, segment: jax.Array) -> jax.Array:
@@ -115,6 +129,23 @@ def group_mean(values: jax.Array, segment: jax.Array, size: jax.Array, weights: 
     """
     least = group_min(values, segment)
     return least + group_sum((values - least) * weights, segment) / size
+
+
+def group_deviations(
+    values: jax.Array, segment: jax.Array, size: jax.Array, magnitudes: jax.Array, weights: jax.Array | float = 1.0
+) -> jax.Array:
+    """f32[N]: each row's distance to its group's mean, exactly 0 where it is within the rounding of what was summed.
+
+    magnitudes: f32[N], the sum of the absolute terms of each value. Rewards of the same total in another order give sums
+        that differ in float32, and dividing these differences by their spread would make them as large as real ones.
+    """
+    return significant(values - group_mean(values, segment, size, weights), segment, magnitudes)
+
+
+def significant(differences: jax.Array, segment: jax.Array, magnitudes: jax.Array) -> jax.Array:
+    """f32[N]: the differences, 0 in place of those at most `ROUNDING` times the largest of the group's magnitudes."""
+    largest = jax.ops.segment_max(magnitudes, segment, magnitudes.size, indices_are_sorted=True)[segment]
+    return jnp.where(jnp.abs(differences) > ROUNDING * largest, differences, 0.0)
 
 
 def group_std(

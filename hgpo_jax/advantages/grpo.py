@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from hgpo_jax.advantages import grouping
 from hgpo_jax.advantages.record import Batch, Estimate
-from hgpo_jax.advantages.returns import episode_scores, penalties
+from hgpo_jax.advantages.returns import episode_magnitudes, episode_scores, penalties
 
 
 def grpo(
@@ -66,7 +66,8 @@ def compare_episodes(
         size = grouping.group_sum(jnp.diff(trajectory, prepend=-1), segment)
         weights = 1 / grouping.group_size(trajectory)
     ordered = grouping.steps_in_order(scores, steps)
-    deviations = ordered - grouping.group_mean(ordered, segment, size, weights)
+    magnitudes = grouping.steps_in_order(episode_magnitudes(batch, invalid_penalty), steps)
+    deviations = grouping.group_deviations(ordered, segment, size, magnitudes, weights)
     std = grouping.group_std(deviations, segment, size - 1, weights)
     return Episodes(scores, *(grouping.steps_in_place(x, steps, shape) for x in (size, deviations, std)))
 

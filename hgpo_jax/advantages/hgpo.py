@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from hgpo_jax.advantages import grouping
 from hgpo_jax.advantages.grpo import compare_episodes, normalized
 from hgpo_jax.advantages.record import Batch, Estimate
-from hgpo_jax.advantages.returns import step_returns
+from hgpo_jax.advantages.returns import return_magnitudes, step_returns
 
 
 def hgpo(
@@ -34,12 +34,13 @@ def hgpo(
     returns = step_returns(batch, gamma, invalid_penalty)
     steps = grouping.sort_contexts(batch, history_length)
     ordered = grouping.steps_in_order(returns, steps)
+    magnitudes = grouping.steps_in_order(return_magnitudes(batch, gamma, invalid_penalty), steps)
     time = steps.order % shape[1]
     advantages, sizes = [], []
     for level in range(history_length + 1):
         segment = steps.segments[level + 1]
         size = grouping.group_size(segment)
-        advantage = ordered - grouping.group_mean(ordered, segment, size)
+        advantage = grouping.group_deviations(ordered, segment, size, magnitudes)
         if normalize == "mean_std":
             advantage = advantage / (grouping.group_std(advantage, segment, size) + grouping.EPSILON)
         # A step with fewer than `level` predecessors has no such history and takes no part in the level.

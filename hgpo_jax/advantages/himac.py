@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from hgpo_jax.advantages import grouping
 from hgpo_jax.advantages.record import Batch, Estimate
-from hgpo_jax.advantages.returns import discounted_sum, penalties
+from hgpo_jax.advantages.returns import discounted_sum, penalties, return_magnitudes
 
 
 def himac(
@@ -54,8 +54,9 @@ def himac(
     returns = at_begin(discounted_sum(batch.rewards, gamma))
     situation = [jnp.broadcast_to(batch.groups[:, None], shape), at_begin(batch.states)]
     blueprint = [*situation, at_begin(actions)]
-    macro = _compare(_means(returns, blueprint, plans), situation, plans, normalize)
-    micro = _compare(returns, blueprint, batch.mask & ~plans if statistics == "per_step" else plans, normalize)
+    magnitudes = at_begin(return_magnitudes(batch, gamma, 0.0))
+    macro = _compare(_means(returns, blueprint, plans), magnitudes, situation, plans, normalize)
+    micro = _compare(returns, magnitudes, blueprint, batch.mask & ~plans if statistics == "per_step" else plans, normalize)
     penalty = penalties(batch, invalid_penalty)
     executes = micro if statistics == "per_step" else at_begin(micro)
     return Estimate(jnp.where(plans, macro, executes) - penalty, returns - penalty)
@@ -69,13 +70,18 @@ def _means(values: jax.Array, keys: list[jax.Array], counted: jax.Array) -> jax.
     return grouping.steps_in_place(means, steps, counted.shape)
 
 
-def _compare(values: jax.Array, keys: list[jax.Array], counted: jax.Array, normalize: str) -> jax.Array:
-    """f32[B, T]: a counted step's value less that mean, with `mean_std` over (sample std + 1e-6)."""
+def _compare(
+    values: jax.Array, magnitudes: jax.Array, keys: list[jax.Array], counted: jax.Array, normalize: str
+) -> jax.Array:
+    """f32[B, T]: a counted step's value less that mean, with `mean_std` over (sample std + 1e-6).
+
+    magnitudes: f32[B, T], the sums of the values' absolute terms.
+    """
     steps = grouping.sort_steps(keys, counted)
     segment = steps.segments[-1]
     size = grouping.group_size(segment)
     ordered = grouping.steps_in_order(values, steps)
-    centred = ordered - grouping.group_mean(ordered, segment, size)
+    centred = grouping.group_deviations(ordered, segment, size, grouping.steps_in_order(magnitudes, steps))
     if normalize == "mean_std":
         centred = centred / (grouping.group_std(centred, segment, size - 1) + grouping.EPSILON)
     return grouping.steps_in_place(centred, steps, counted.shape)

@@ -9,7 +9,7 @@ from hgpo_jax.advantages import grouping
 from hgpo_jax.advantages.gagpo import state_values
 from hgpo_jax.advantages.gigpo import step_advantages
 from hgpo_jax.advantages.record import Batch, Estimate
-from hgpo_jax.advantages.returns import ROUNDING, following, last_steps, step_returns
+from hgpo_jax.advantages.returns import following, last_steps, return_magnitudes, step_returns
 
 
 def pgpo(
@@ -31,13 +31,12 @@ def pgpo(
     The record's only level is 0, with advantage A_S; the rest of the advantage is the weighted A_phi.
     """
     returns = step_returns(batch, gamma, invalid_penalty)
-    step, sizes = step_advantages(batch, returns, normalize)
+    step, sizes = step_advantages(batch, returns, return_magnitudes(batch, gamma, invalid_penalty), normalize)
     potential, _ = state_values(batch, gamma)
     after = jnp.where(last_steps(batch.mask), batch.rewards, following(potential, batch.mask))
-    gain, _ = step_advantages(batch, after - potential, "mean")
-    # Rounding may separate means that are equal in theory, and dividing by their spread would make them differ by 1.
-    gain = jnp.where(jnp.abs(gain) > ROUNDING * jnp.maximum(jnp.abs(after), jnp.abs(potential)), gain, 0.0)
-    z, _ = step_advantages(batch, gain, "mean_std")
+    # Rounding may separate means that are equal in theory.
+    magnitudes = return_magnitudes(batch, gamma, 0.0) + jnp.abs(after) + jnp.abs(potential)
+    z, _ = step_advantages(batch, after - potential, magnitudes, "mean_std")
     difficulty = (1 - success_rates(batch, success)) ** 2
     return Estimate(
         advantages=step + difficulty[:, None] * z,

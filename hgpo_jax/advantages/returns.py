@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from hgpo_jax.advantages.grouping import ROUNDING
 from hgpo_jax.advantages.record import Batch
 
 
@@ -32,6 +33,16 @@ def penalties(batch: Batch, invalid_penalty: float) -> jax.Array:
     return invalid_penalty * batch.invalid.astype(jnp.float32)
 
 
+def return_magnitudes(batch: Batch, gamma: float, invalid_penalty: float) -> jax.Array:
+    """f32[B, T]: the sum of the absolute terms of each step's return, by which its rounding is measured."""
+    return discounted_sum(jnp.abs(batch.rewards), gamma) + penalties(batch, invalid_penalty)
+
+
+def episode_magnitudes(batch: Batch, invalid_penalty: float) -> jax.Array:
+    """f32[B, T]: the sum of the absolute rewards of each step's trajectory, and the step's penalty."""
+    return jnp.sum(jnp.abs(batch.rewards), axis=1, keepdims=True) + penalties(batch, invalid_penalty)
+
+
 def episode_scores(batch: Batch) -> jax.Array:
     """f32[B, T]: the sum of the trajectory's rewards on each of its steps, before penalties."""
     return jnp.where(batch.mask, jnp.sum(batch.rewards, axis=1, keepdims=True), 0.0)
@@ -46,10 +57,6 @@ def following(values: jax.Array, mask: jax.Array) -> jax.Array:
 def last_steps(mask: jax.Array) -> jax.Array:
     """bool[B, T]: the last step of each trajectory."""
     return mask & ~jnp.pad(mask[:, 1:], ((0, 0), (0, 1)))
-
-
-# A temporal difference this small relative to its terms is what float32 leaves of a true difference of zero.
-ROUNDING = 64 * jnp.finfo(jnp.float32).eps
 
 
 def generalized_advantages(
@@ -73,15 +80,18 @@ def generalized_advantages(
 MAX_WHITENED = 100.0
 
 
-def whitened(values: jax.Array, mask: jax.Array) -> jax.Array:
+def whitened(values: jax.Array, mask: jax.Array, magnitudes: jax.Array | float = 0.0) -> jax.Array:
     """f32[B, T] with mean 0 and variance 1 over the batch's steps (sample variance + 1e-8), 0 elsewhere.
 
-    Equal values give exactly 0: the mean is taken of the distances to the smallest value, as in the groups. The result is
-    clipped to [-100, 100], which no batch of fewer than 10,000 steps reaches.
+    Equal values give exactly 0: the mean is taken of the distances to the smallest value, as in the groups, and what is
+    within the rounding of sums with absolute terms of `magnitudes` f32[B, T] is no difference. The result is clipped to
+    [-100, 100], which no batch of fewer than 10,000 steps reaches.
     """
     count = jnp.sum(mask)
     least = jnp.min(jnp.where(mask, values, jnp.inf))
     above = jnp.where(mask, values - least, 0.0)
-    centred = jnp.where(mask, above - jnp.sum(above) / jnp.maximum(count, 1), 0.0)
+    centred = above - jnp.sum(above) / jnp.maximum(count, 1)
+    rounding = ROUNDING * jnp.max(jnp.where(mask, magnitudes, 0.0))
+    centred = jnp.where(mask & (jnp.abs(centred) > rounding), centred, 0.0)
     variance = jnp.sum(centred**2) / jnp.maximum(count - 1, 1)
     return jnp.clip(centred * jax.lax.rsqrt(variance + 1e-8), -MAX_WHITENED, MAX_WHITENED)

@@ -28,7 +28,9 @@ class AdvantageConfig(Section):
     lam: Share | None = field(
         None, "lambda of ppo, hiper, gagpo, eb_gae and eb_td; default: 0.95 (ppo, hiper, gagpo), 0.65 (eb_gae), 0.35 (eb_td)"
     )
-    invalid_penalty: float = field(0.5, "subtracted from the return of a step whose action is invalid", ge=0, le=1e6)
+    invalid_penalty: float = field(
+        0.5, "subtracted from the return of a step whose action is invalid, in the units of the rewards", ge=0, le=1e6
+    )
     prior_count: float = field(
         2.0, "of ecpo: pseudo-visits with the state's mean return (prior count) that are added to each action", ge=0, le=1e6
     )
@@ -69,7 +71,9 @@ class LearnerConfig(OptimizerConfig):
         1e-6, "of kpo: the Kalman filter's Q/V, process over measurement noise; smaller smooths more", gt=0, le=1e6
     )
     kl_weight: NonNegative = field(0.01, "weight of the KL to the reference policy (the policy as it starts)")
-    kl_kind: Literal["k1", "k2", "k3", "abs"] = field("k3", "estimator of that KL")
+    kl_kind: Literal["k1", "k2", "k3", "abs"] = field(
+        "k3", "estimator of that KL; the gradient is that of KL(policy || reference) with k1 and k2, of the reverse with k3"
+    )
     entropy_weight: NonNegative = field(0.001, "weight of the entropy bonus")
     rollout_correction: Literal["token", "sequence", "none"] | None = field(
         None, "truncated importance weights for a sampler that differs from the trainer, by token or response; default: none, "

@@ -13,7 +13,10 @@ from hgpo_jax.rollout.chat_format import sanitized
 from hgpo_jax.serving.requests import Sampling
 from hgpo_jax.serving.text import ServedText, TextStream
 
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_CALL, _CALL_END, _THOUGHT, _THOUGHT_END = "<tool_call>", "</tool_call>", "<think>", "</think>"
+_TAG = re.compile(f"{_CALL}|{_THOUGHT}")
+_SPACE = re.compile(r"\s*")
+_JSON = json.JSONDecoder()
 
 
 @dataclasses.dataclass
@@ -126,7 +129,8 @@ class ToolForm(ChatForm):
 
     def _choice(self, piece: Piece, where: str) -> dict[str, Any]:
         choice = super()._choice(piece, where)
-        content, calls = tool_calls(piece.text) if piece.finish_reason else ("", [])
+        # An answer that was cut is no call: the one that it broke off may be what the others were for.
+        content, calls = tool_calls(piece.text) if piece.finish_reason == "stop" else ("", [])
         if calls and not self._texts.spells_token(json.dumps(calls, ensure_ascii=False)):
             choice["finish_reason"] = "tool_calls"
             choice[where] |= {"content": content or None, "tool_calls": calls}
@@ -136,20 +140,52 @@ class ToolForm(ChatForm):
 def tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
     """What an answer says before it calls tools, and the calls; where one of them cannot be read there are none.
 
-    They are written <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Qwen2.5's chat template asks.
+    They are written <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Qwen2.5's chat template asks; several may
+    stand between two tags, and arguments may be absent, null or JSON in a string. What stands in a thought is no call.
     """
     calls: list[dict[str, Any]] = []
-    for found in _CALL.finditer(text):
+    first, at = len(text), 0
+    if -1 < text.find(_THOUGHT_END) < text.find(_CALL):  # the thought was begun by the prompt, or by nobody
+        at = text.find(_THOUGHT_END)
+    while tag := _TAG.search(text, at):
+        if tag[0] == _THOUGHT:
+            at = text.find(_THOUGHT_END, tag.end())
+            if at < 0:
+                break
+            continue
+        first = min(first, tag.start())
         try:
-            call = json.loads(found[1])
-            name, arguments = call["name"], call.get("arguments", {})
-            called = {"name": name, "arguments": json.dumps(arguments, allow_nan=False)}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            written, at = _between_tags(text, tag.end())
+            functions = [_function(call) for call in written]
+        except (ValueError, KeyError, TypeError, RecursionError):
             return text, []
-        if not (isinstance(name, str) and isinstance(arguments, dict) and sanitized(name) == name):
-            return text, []
-        calls.append({"index": len(calls), "id": f"call_{secrets.token_hex(12)}", "type": "function", "function": called})
-    return text[: text.find("<tool_call>")].strip() if calls else text, calls
+        for function in functions:
+            identity = f"call_{secrets.token_hex(12)}"
+            calls.append({"index": len(calls), "id": identity, "type": "function", "function": function})
+    return text[:first].strip() if calls else text, calls
+
+
+def _between_tags(text: str, at: int) -> tuple[list[Any], int]:
+    """The JSON values from `at` to the closing tag, and where that ends. A string may hold the tag. Raises ValueError."""
+    values: list[Any] = []
+    while True:
+        at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
+        if values and text.startswith(_CALL_END, at):
+            return values, at + len(_CALL_END)
+        value, at = _JSON.raw_decode(text, at)
+        values.append(value)
+
+
+def _function(call: Any) -> dict[str, str]:
+    """A call as the API writes it. Raises ValueError, KeyError or TypeError for what is none."""
+    name, arguments = call["name"], call.get("arguments")
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    if arguments is None:
+        arguments = {}
+    if not (isinstance(name, str) and isinstance(arguments, dict) and sanitized(name) == name):
+        raise TypeError("a call has a name and an object of arguments")
+    return {"name": name, "arguments": json.dumps(arguments, allow_nan=False)}
 
 
 class TextForm(Form):
