@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import json
 import math
+import shutil
 import statistics
 
 import numpy as np
@@ -281,6 +282,7 @@ def test_a_longer_run_counts_before_its_record_and_a_shorter_does_not(tmp_path, 
     folder = tmp_path / "runs" / "near/hgpo/s0"
     finish(tmp_path / "runs", small, Cell("near", "hgpo", 0), [0.1, 0.2, 0.3])
     collect()
+    record = shutil.copy(tmp_path / "out" / "small.json", tmp_path / "record.json")
     (folder / "evaluation.json").unlink()
     write_plan(tmp_path, fields=["iterations=5", "mesh=data=1"])
     ended = (folder / "metrics.jsonl").read_text()
@@ -288,7 +290,7 @@ def test_a_longer_run_counts_before_its_record_and_a_shorter_does_not(tmp_path, 
     with pytest.raises(ConfigError, match="1 results would be lost, as near/hgpo/s0"):
         collect()
     (folder / "metrics.jsonl").write_text(ended + json.dumps({"iteration": 3, "success": 0.4, "seconds": {}}) + "\n")
-    for more in ([], [f"--record={tmp_path}/out/small.json"]):
+    for more in ([], [f"--record={record}"]):
         (kept,) = collect("runs", *more)[1]["cells"]
         assert (kept["done"], kept["iterations"]) == (False, 4)
 

@@ -18,99 +18,85 @@ from tests.helpers.training import TINY
 from tests.helpers.xla import xla_flags
 
 STAND_IN = """
-import pathlib, sys
+import os, sys
 said, bad, lazy, *proofs = sys.argv[1:]
 with open(said, "a") as file:
     file.write(proofs[0] + "\\n")
 if bad in proofs[0]:
     sys.exit(3)
 for proof in proofs:
-    path = pathlib.Path(proof)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    os.makedirs(os.path.dirname(proof), exist_ok=True)
     if lazy not in proof:
-        path.write_text("{}")
+        with open(proof, "w") as file:
+            file.write("{}")
+print(os.environ.get("OF_THE_PLAN"))
 """
 
 
 @pytest.fixture
 def stand_in(monkeypatch, tmp_path):
     """Commands that only leave their proofs and are written down. Those with `stand_in.bad` in the first of them fail; proofs
-    with `stand_in.lazy` in them are not left."""
+    with `stand_in.lazy` in them are not left. `stand_in(words)` runs cells of the small plan and returns what was called."""
     said = tmp_path / "said"
 
     def expanded(step):
-        return [sys.executable, "-c", STAND_IN, str(said), expanded.bad, expanded.lazy, *map(str, step.proofs)]
+        proofs = map(str, step.proofs)
+        return [sys.executable, "-I", "-S", "-c", STAND_IN, str(said), call.bad, call.lazy, *proofs]
 
-    def taken():
-        lines = said.read_text().split() if said.exists() else []
+    def call(*words):
         said.unlink(missing_ok=True)
+        try:
+            tables.main(["run", str(tmp_path / "small.yaml"), "--runs", str(tmp_path / "runs"), *words])
+        except SystemExit as ended:
+            assert ended.code == 1 and (call.bad, call.lazy) != ("nothing", "nothing")
+        else:
+            assert (call.bad, call.lazy) == ("nothing", "nothing")
+        lines = said.read_text().split() if said.exists() else []
         return [str(Path(line).relative_to(tmp_path / "runs")) for line in lines]
 
-    expanded.bad, expanded.lazy, expanded.taken = "nothing", "nothing", taken
+    call.bad, call.lazy = "nothing", "nothing"
     monkeypatch.setattr(run, "expanded", expanded)
-    return expanded
+    return call
 
 
-def test_a_run_goes_on_where_it_was(tmp_path, small, stand_in, capsys):
-    file, runs = tmp_path / "small.yaml", tmp_path / "runs"
+def test_a_run_goes_on_where_it_was(tmp_path, stand_in, capsys):
+    write_plan(tmp_path, variables={"OF_THE_PLAN": "yes"})
+    runs = tmp_path / "runs"
     stand_in.bad = "far/hgpo/s1/evaluations"
-    with pytest.raises(SystemExit) as ended:
-        tables.main(["run", str(file), "--runs", str(runs)])
-    assert ended.value.code == 1
+    first = stand_in()
     assert "far/hgpo/s1: evaluate ended with code 3" in capsys.readouterr().out
-    first = stand_in.taken()
     assert len(first) == 8 + 2 * 8
     assert first[:2] == ["near/gigpo/s0/evaluation.json", "far/gigpo/s0/evaluation.json"]  # seed by seed, settings alternate
     assert first[3] == "near/hgpo/s0/evaluation.json"
+    assert (runs / "near/hgpo/s0.log").read_text() == "yes\n"
 
-    stand_in.bad = "nothing"
-    (runs / "near/hgpo/s3/evaluation.json").unlink()
-    tables.main(["run", str(file), "--runs", str(runs), "--jobs", "2", "cache_dir=C"])
-    assert set(stand_in.taken()) == {"far/hgpo/s1/evaluations/held_out-t1-n512-s1-2-3.json", "near/hgpo/s3/evaluation.json"}
-    tables.main(["run", str(file), "--runs", str(runs)])
-    assert stand_in.taken() == []
+    stand_in.bad, stand_in.lazy = "nothing", "near/hgpo/s3/transcripts"  # as a run that is killed while it ends
+    (runs / "near/hgpo/s3/transcripts.txt").unlink()
+    steps = planning.steps(planning.read(tmp_path / "small.yaml"), planning.Cell("near", "hgpo", 3), runs)
+    assert [step.done for step in steps] == [False]
+    wanted = {"far/hgpo/s1/evaluations/held_out-t1-n512-s1-2-3.json", "near/hgpo/s3/evaluation.json"}
+    assert set(stand_in("--jobs", "2", "cache_dir=C")) == wanted
+    said = capsys.readouterr().out
+    assert "near/hgpo/s3: train left no " in said and "near/hgpo/s3: done" not in said and "far/hgpo/s1: done" in said
+    stand_in.lazy = "nothing"
+    assert stand_in() == ["near/hgpo/s3/evaluation.json"]
+    assert stand_in() == []
     assert "16 of 16 cells are done" in capsys.readouterr().out
-    assert (runs / "plan.yaml").read_text() == file.read_text()
+    assert (runs / "plan.yaml").read_text() == (tmp_path / "small.yaml").read_text()
 
 
 def test_only_some_cells_are_run(tmp_path, small, stand_in, capsys):
-    command = ["run", str(tmp_path / "small.yaml"), "--runs", str(tmp_path / "runs")]
-    tables.main([*command, "near/*/s[01]", "cache_dir=C", "far/hgpo/s3"])
-    assert {taken.partition("/eval")[0] for taken in stand_in.taken()} == {
+    assert {taken.partition("/eval")[0] for taken in stand_in("near/*/s[01]", "cache_dir=C", "far/hgpo/s3")} == {
         "near/gigpo/s0", "near/gigpo/s1", "near/hgpo/s0", "near/hgpo/s1", "far/hgpo/s3",
     }  # fmt: skip
     assert "0 of 5 cells are done" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"near/gigpo/s9: no such cell; .* as near/gigpo/s0"):
-        tables.main([*command, "near/hgpo/s2", "near/gigpo/s9"])
-    assert stand_in.taken() == []
-
-
-def test_a_run_that_was_killed_while_it_ended_goes_on(tmp_path, small, stand_in, capsys):
-    file, runs = str(tmp_path / "small.yaml"), tmp_path / "runs"
-    tables.main(["run", file, "--runs", str(runs)])
-    (runs / "near/hgpo/s1/transcripts.txt").unlink()
-    cells = [planning.Cell("near", method, 1) for method in ("gigpo", "hgpo")]
-    assert [step.done for cell in cells for step in planning.steps(small, cell, runs)] == [True, False]
-    stand_in.taken()
-    tables.main(["run", file, "--runs", str(runs)])
-    assert stand_in.taken() == ["near/hgpo/s1/evaluation.json"]
-
-
-def test_a_command_that_leaves_no_result_has_failed(tmp_path, small, stand_in, capsys):
-    stand_in.lazy = "far/hgpo/s1/evaluations"
-    with pytest.raises(SystemExit):
-        tables.main(["run", str(tmp_path / "small.yaml"), "--runs", str(tmp_path / "runs")])
-    said = capsys.readouterr().out
-    assert "far/hgpo/s1: evaluate left no " in said and "far/hgpo/s1: done" not in said
-
-
-def test_two_runs_in_one_folder_are_refused(tmp_path, small, stand_in):
-    (tmp_path / "runs").mkdir()
+        stand_in("near/hgpo/s2", "near/gigpo/s9")
     with open(tmp_path / "runs" / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match="another process runs cells here"):
-            tables.main(["run", str(tmp_path / "small.yaml"), "--runs", str(tmp_path / "runs")])
-    assert stand_in.taken() == []
+            stand_in("near/hgpo/s2")
+    assert not (tmp_path / "said").exists()
 
 
 def test_variables_are_filled_in_or_asked_for():

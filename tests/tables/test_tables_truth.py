@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import jax
 import numpy as np
 import pytest
 from small_plan import write_plan
@@ -61,13 +62,16 @@ def loops(e, values, penalty):
 
 
 def test_parts_are_those_of_plain_loops():
-    dump = inspect.load(EXAMPLE)
+    dump = inspect.load(EXAMPLE, iteration=9)
     # HGPO's own options are the released ones, whatever the run's.
-    own = dump.config.advantage.model_copy(update={"alpha": 2.0, "weight_offset": 1.0, "base_group": True})
-    dump = dataclasses.replace(dump, config=dump.config.model_copy(update={"advantage": own}))
-    e = dump.episodes
+    other = {"alpha": 2.0, "weight_offset": 1.0, "base_group": True, "normalize": "mean_std"}
+    own = dump.config.advantage.model_copy(update=other)
+    e = jax.tree.map(lambda array: array[:32], dump.episodes)  # four tasks
+    dump = dataclasses.replace(dump, episodes=e, config=dump.config.model_copy(update={"advantage": own}))
     values = np.random.default_rng(0).normal(size=e.mask.shape)
     assert dump.config.advantage.gamma == GAMMA and e.invalid[e.mask].any()
+    own = dump.estimate("grpo", normalize="mean", invalid_penalty=0.0).advantages  # in the rewards' unit, as true ones are
+    np.testing.assert_array_equal(bias.centred(dump, {"GRPO": {"name": "grpo"}})["GRPO"], own)
     found = truth.parts(dump, values)
     assert tuple(found) == truth.PARTS
     for name, wanted in loops(e, values, dump.config.advantage.invalid_penalty).items():
