@@ -93,7 +93,7 @@ def plain_logp(params, batch):
 
 
 def plain_loss(params, reference, batch, counts):
-    """PPO with a dual clip + KL (k3, at most 10) - entropy, term by term: the mean over the tokens of the decisions that count."""
+    """PPO with a dual clip + KL (k3, at most 10) - entropy, term by term: the mean over tokens of the decisions that count."""
     c = CONFIG
     logp, entropy = plain_logp(params, batch)
     ratio, advantage = jnp.exp(logp - batch.old_logp), batch.advantages[:, None]
