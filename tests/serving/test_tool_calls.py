@@ -57,7 +57,7 @@ PARTS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "{", "}", '"', js
 @given(st.lists(st.one_of(st.sampled_from(PARTS), st.text(max_size=3)), max_size=12).map("".join))
 def test_nothing_is_raised_and_nothing_invented(text):
     content, calls = read(text)
-    assert text.lstrip().startswith(content)
+    assert content in text
     assert len(calls) <= text.count('"name"')
     for name, _ in calls:
         assert json.dumps(name)[1:-1] in text
