@@ -145,7 +145,7 @@ def group_deviations(
 def significant(differences: jax.Array, segment: jax.Array, magnitudes: jax.Array) -> jax.Array:
     """f32[N]: the differences, 0 in place of those at most `ROUNDING` times the largest of the group's magnitudes."""
     largest = jax.ops.segment_max(magnitudes, segment, magnitudes.size, indices_are_sorted=True)[segment]
-    return jnp.where(jnp.abs(differences) > ROUNDING * largest, differences, 0.0)
+    return jnp.where(jnp.abs(differences) <= ROUNDING * largest, 0.0, differences)  # what is not a number stays to be seen
 
 
 def group_std(

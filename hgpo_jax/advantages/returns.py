@@ -72,7 +72,7 @@ def generalized_advantages(
     after = gamma * following(values, mask)
     deltas = rewards + after - values
     scale = jnp.maximum(jnp.abs(rewards), jnp.maximum(jnp.abs(after), jnp.abs(values)))
-    deltas = jnp.where(mask & (jnp.abs(deltas) > ROUNDING * scale), deltas, 0.0)
+    deltas = jnp.where(~mask | (jnp.abs(deltas) <= ROUNDING * scale), 0.0, deltas)
     return discounted_sum(deltas, gamma * lam)
 
 
@@ -92,6 +92,6 @@ def whitened(values: jax.Array, mask: jax.Array, magnitudes: jax.Array | float =
     above = jnp.where(mask, values - least, 0.0)
     centred = above - jnp.sum(above) / jnp.maximum(count, 1)
     rounding = ROUNDING * jnp.max(jnp.where(mask, magnitudes, 0.0))
-    centred = jnp.where(mask & (jnp.abs(centred) > rounding), centred, 0.0)
+    centred = jnp.where(~mask | (jnp.abs(centred) <= rounding), 0.0, centred)
     variance = jnp.sum(centred**2) / jnp.maximum(count - 1, 1)
     return jnp.clip(centred * jax.lax.rsqrt(variance + 1e-8), -MAX_WHITENED, MAX_WHITENED)

@@ -96,3 +96,11 @@ def test_sums_of_large_groups_are_as_exact_as_those_of_small_ones(rows):
     values, segment = rng.random(rows).astype(np.float32), np.sort(rng.integers(0, 3, rows)).astype(np.int32)
     sums = grouping.group_sum(jnp.asarray(values), jnp.asarray(segment))
     np.testing.assert_allclose(sums, np.bincount(segment, values)[segment], rtol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["eb_gae", "gae", "grpo", "hgpo", "reinforce_pp"])
+def test_what_is_not_a_number_is_not_taken_for_rounding(name):
+    """Inside `jax.jit` values are not checked: the learner sees the NaN, skips the batch and says so."""
+    batch = permuted(0)
+    batch["rewards"][1, 3] = np.nan
+    assert np.isnan(jax.jit(lambda batch: estimate(name, **batch, **arrays(name)).advantages)(batch)).any()
