@@ -1,14 +1,20 @@
-"""Parts of HGPO that are held to true advantages, against plain loops; `test_tables_run.py` measures them in a run."""
+"""True advantages in runs of a plan: HGPO's parts against plain loops, and a run."""
 
 import dataclasses
 import itertools
 
 import jax
 import numpy as np
+import pytest
+from small_plan import write_plan
 
 from hgpo_jax import inspect
 from hgpo_jax.advantages import parameters
-from hgpo_jax.tables import bias, truth
+from hgpo_jax.errors import ConfigError
+from hgpo_jax.tables import __main__ as tables
+from hgpo_jax.tables import bias, gradients, results, truth
+from hgpo_jax.tables import plan as planning
+from hgpo_jax.tables.plan import Cell
 from tests.helpers.inspected import EXAMPLE
 
 GAMMA = 0.95
@@ -73,6 +79,37 @@ def test_parts_are_those_of_plain_loops():
         np.testing.assert_allclose(found[name], wanted, atol=2e-4, err_msg=name)
     for one, other in itertools.combinations(found.values(), 2):
         assert np.abs(one - other).max() > 0.01
+
+
+@pytest.mark.slow
+def test_what_a_run_did_next_is_played_again(tmp_path, capsys):
+    """After 0 and 1 iterations of two: the success is the run's own, and GRPO is worse than a perfect baseline."""
+    settings = {
+        "few": {"title": "Few", "config": "household", "columns": {"AUC": "train/auc"},
+                "fields": ["iterations=2", "rollout.prompt_groups=4", "learner.minibatch_size=64", "log.checkpoint_every=1",
+                           "env.max_turns=10", "cloning.stop_at=0.2", "evaluation.episodes=8"]},
+    }  # fmt: skip
+    table = {"title": "T", "settings": ["few"], "methods": ["hgpo"], "seeds": [0]}
+    plan = write_plan(tmp_path, settings=settings, tables=[table], fields=["mesh=auto"], published=None)
+    runs = tmp_path / "runs"
+    tables.main(["run", str(plan), "--runs", str(runs), f"cache_dir={tmp_path}/cache"])
+    with pytest.raises(ConfigError, match=r"--at 7: .*few/hgpo/s0 has no checkpoint of it"):
+        tables.main(["truth", str(plan), "--runs", str(runs), "--at", "7", "few/hgpo/s0"])
+    for done in range(2):
+        tables.main(["truth", str(plan), "--runs", str(runs), "--at", str(done), "few/hgpo/s0"])
+    recorded = results.read_all(planning.read(plan), runs)[Cell("few", "hgpo", 0)]
+    for done, found in enumerate(truth.KIND.read(runs)):
+        assert (found.iteration, found.success) == (done, pytest.approx(recorded.curve[done]))
+        assert found.errors["return - true value"]["cosine"] > found.errors["GRPO"]["cosine"]
+    said = capsys.readouterr().out
+    assert said.count("few, at the start: hgpo/s0\n") == 2 and said.count("few, after 1 iteration: hgpo/s0\n") == 1
+
+    tables.main(["gradients", str(plan), "--runs", str(runs), "--at", "1", "--batches", "12", "few/hgpo/s0"])
+    (found,) = gradients.KIND.read(runs)
+    assert (found.cell, found.iteration, found.batches) == ("few/hgpo/s0", 1, 12)
+    own = found.cosines[gradients.RLOO_BY_TURN]
+    assert own["expected"] == pytest.approx(1) and 0 < own["batch"] < 1
+    assert "few, after 1 iteration: hgpo/s0; 12 batches\n" in capsys.readouterr().out
 
 
 def test_what_an_estimator_is_does_not_depend_on_the_run():
