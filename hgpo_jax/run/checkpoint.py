@@ -6,11 +6,14 @@ It does not detect all later damage: each checkpoint holds the digests of its fi
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
 import os
 import shutil
+import sys
+import traceback
 from pathlib import Path
 
 import jax
@@ -109,7 +112,7 @@ class Checkpoints:
         registry, handler = ocp.handlers.DefaultCheckpointHandlerRegistry(), _Digesting()
         for args in (ocp.args.StandardSave, ocp.args.StandardRestore):
             registry.add(ITEM, args, handler)
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax also raises what it logs with its traceback
+        _say_failures_once()
         self._folder = folder
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options, handler_registry=registry)
 
@@ -154,6 +157,29 @@ class Checkpoints:
 
     def _failed(self, error: Exception) -> RunError:
         return RunError(f"checkpoints in {self._folder} cannot be written: {_one_line(error)}")
+
+
+def _say_failures_once() -> None:
+    """Silences what Orbax and tensorstore print of a failed write beside the exception that is raised.
+
+    Where one array cannot be written, say because the disk is full, Orbax closes its event loop. Tensorstore's threads then
+    fail to report each of the others to it: a traceback each, a thousand lines for a small model.
+    """
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    logging.getLogger("asyncio").addFilter(_not_of_orbax)  # a filter that is there already is not added again
+    if getattr(sys.unraisablehook, "func", None) is not _unless_abandoned:
+        sys.unraisablehook = functools.partial(_unless_abandoned, sys.unraisablehook)
+
+
+def _not_of_orbax(record: logging.LogRecord) -> bool:
+    """False for exceptions in Orbax's tasks that asyncio logs because nobody has asked for them."""
+    frames = traceback.extract_tb(record.exc_info[2]) if record.exc_info else ()
+    return not any("orbax" in frame.filename for frame in frames)
+
+
+def _unless_abandoned(hook, unraisable) -> None:
+    if not (isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"):
+        hook(unraisable)
 
 
 def _success(metrics: dict) -> float:

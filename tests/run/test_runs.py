@@ -215,8 +215,7 @@ def test_a_full_disk_ends_in_one_line_and_the_run_goes_on_when_there_is_room(cac
     errors = [line for line in said.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert "File too large" in errors[0] or "cannot be written" in errors[0]
-    # Threads of Orbax and tensorstore that were still writing may print tracebacks of their own, now and then; none is ours.
-    assert "hgpo_jax/" not in said
+    assert "Traceback" not in said and "Event loop" not in said  # of threads of tensorstore that were still writing
     said = runs.run(tmp_path, *fields)
     assert re.search("resumed after iteration [12] in ", said)  # the second checkpoint was being written
     assert_same_run(tmp_path / "run", whole)
