@@ -9,6 +9,7 @@ The model sees the whole conversation. /reset forgets it, Ctrl-C ends an answer,
 
 from __future__ import annotations
 
+import datetime
 import functools
 import os
 import sys
@@ -24,8 +25,9 @@ from hgpo_jax.errors import ConfigError, printable
 from hgpo_jax.export import policy_folder
 from hgpo_jax.files import CACHE_DIR
 from hgpo_jax.policy import Policy, load_policy
-from hgpo_jax.rollout.chat_format import TokenText, check_chat_tokenizer, conversation_ids
-from hgpo_jax.sampling import Decoding, make_decode_blocks, sample_token
+from hgpo_jax.policy.chat_frame import ChatFrame
+from hgpo_jax.policy.tokenizer import generation_of
+from hgpo_jax.sampling import Decoding, make_decode_blocks, published_decoding, sample_token
 
 SHORTEST = 128  # tokens that a prompt is padded to; longer ones to twice that, four times, ...
 
@@ -38,20 +40,23 @@ class Chat:
       max_new: tokens of the longest answer.
       seed: of the answers; the same conversation with the same seed gets the same ones.
       system: the system message, if the conversation is to begin with one.
+      thinking: as `ChatFrame` takes it.
 
     Raises:
       ValueError: no tokenizer, chat template or end token, or a max_new that leaves no room for a prompt.
     """
 
-    def __init__(self, policy: Policy, decoding: Decoding, *, max_new: int = 512, seed: int = 0, system: str = ""):
+    def __init__(
+        self, policy: Policy, decoding: Decoding, *, max_new: int = 512, seed: int = 0, system: str = "",
+        thinking: bool | None = None,
+    ):  # fmt: skip
         if policy.tokenizer is None:
             raise ValueError("tokenizer: the folder holds none; add tokenizer.json and tokenizer_config.json")
-        check_chat_tokenizer(policy.tokenizer)
+        self._frame = ChatFrame(policy.tokenizer, date=datetime.date.today(), thinking=thinking)
         self._limit = policy.config.max_position_embeddings - max_new
         if self._limit < 1:
             raise ValueError(f"--max-tokens {max_new}: the model's context is {policy.config.max_position_embeddings} tokens")
         self._policy, self._decoding, self._max_new = policy, decoding, max_new
-        self._text = TokenText(policy.tokenizer)
         self._key, self._system = jax.random.key(seed), [{"role": "system", "content": system}] if system else []
         self._blocks = make_decode_blocks(policy.graphdef)(policy.params)
         self.reset()
@@ -67,15 +72,12 @@ class Chat:
         Raises ValueError where the question alone does not fit.
         """
         self.messages.append({"role": "user", "content": question})
-        while len(ids := self._encode(self._system + self.messages)) > self._limit:
+        while len(ids := self._frame.conversation(self._system + self.messages)) > self._limit:
             if len(self.messages) == 1:
                 self.messages = []
                 raise ValueError(f"{len(ids)} tokens; beside a response {self._limit} fit in the context: ask less")
             del self.messages[:2]
         return ids
-
-    def _encode(self, messages: list[dict[str, str]]) -> list[int]:
-        return conversation_ids(self._policy.tokenizer, self._text, messages)
 
     def answer(self, question: str) -> Iterator[str]:
         """The answer in pieces, as they are sampled; what was sampled before the caller stops belongs to the conversation.
@@ -86,6 +88,9 @@ class Chat:
         key, told = jax.random.fold_in(self._key, self._answers), ""
         self._answers += 1
         try:
+            if self._frame.inside_thought:
+                told += self._frame.opened
+                yield told
             for piece in self._pieces(ids, key):
                 told += piece
                 yield piece
@@ -94,7 +99,7 @@ class Chat:
 
     def _pieces(self, ids: list[int], key) -> Iterator[str]:
         """What each token adds to the text."""
-        graphdef, params, tokenizer = self._policy.graphdef, self._policy.params, self._policy.tokenizer
+        graphdef, params = self._policy.graphdef, self._policy.params
         width = SHORTEST
         while width < len(ids):
             width *= 2
@@ -106,14 +111,14 @@ class Chat:
             token, logits, cache = _advance(
                 graphdef, params, self._blocks, logits, cache, np.array([len(ids) + i], np.int32), key, i, self._decoding
             )
-            if int(token[0]) == tokenizer.eos_token_id:
+            if int(token[0]) in self._frame.end_tokens:
                 break
             sampled.append(int(token[0]))
-            text = tokenizer.decode(sampled, skip_special_tokens=True)
+            text = self._frame.text.decode(sampled)
             if not text.endswith("\ufffd"):  # else the rest of a character is still to come
                 yield text[len(told) :]
                 told = text
-        yield tokenizer.decode(sampled, skip_special_tokens=True)[len(told) :]
+        yield self._frame.text.decode(sampled)[len(told) :]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
@@ -165,34 +170,38 @@ def converse(chat: Chat) -> None:
             print(flush=True)
 
 
-def checked(args) -> Decoding:
-    """The arguments' distribution. Raises ConfigError for numbers out of range."""
+def check_ranges(args) -> None:
+    """Raises ConfigError for numbers out of range."""
     for name, value, low, high in (
         ("temperature", args.temperature, 0, 10), ("top-k", args.top_k, 0, 10**6), ("top-p", args.top_p, 1e-9, 1),
         ("max-tokens", args.max_tokens, 1, 10**6), ("seed", args.seed, 0, 2**32 - 1),
     ):  # fmt: skip
-        if not low <= value <= high:
+        if value is not None and not low <= value <= high:
             raise ConfigError(f"--{name} {value}: must be from {low} to {high}")
-    return Decoding(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
 
 
 def main() -> None:
     p = cli.parser("chat", __doc__)
     p.add_argument("policy", metavar="POLICY", help="smollm2, a GGUF file, a Hugging Face folder or name, or a run's folder")
     p.add_argument("--system", default="", metavar="TEXT", help="the system message; default: the chat template's own, if any")
-    p.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0 takes the most likely token; default: 0.7")
-    p.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K most likely tokens; default: 0, all")
-    p.add_argument("--top-p", type=float, default=1.0, metavar="P", help="of these the likeliest that reach P; default: 1")
+    usual = "default: the publisher's, in generation_config.json, or else"
+    p.add_argument("--temperature", type=float, metavar="T", help=f"0 takes the most likely token; {usual} 0.7")
+    p.add_argument("--top-k", type=int, metavar="K", help=f"draw from the K most likely tokens; {usual} 0, all")
+    p.add_argument("--top-p", type=float, metavar="P", help=f"of these the likeliest that reach P; {usual} 1")
+    p.add_argument("--thinking", choices=["on", "off"], help="where the chat template has a switch for it; default: its own")
     p.add_argument("--max-tokens", type=int, default=512, metavar="N", help="tokens of the longest answer; default: 512")
     p.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampled answers; default: 0")
     p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the weights; default: float32")
     args = p.parse_args()
-    decoding = checked(args)
+    check_ranges(args)
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", str(Path(CACHE_DIR, "compiled")))
     try:
         policy = load_policy(policy_folder(args.policy), dtype=args.dtype)
-        chat = Chat(policy, decoding, max_new=args.max_tokens, seed=args.seed, system=args.system)
+        given = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
+        decoding = published_decoding(generation_of(policy.tokenizer), 0.7, **given)
+        thinking = None if args.thinking is None else args.thinking == "on"
+        chat = Chat(policy, decoding, max_new=args.max_tokens, seed=args.seed, system=args.system, thinking=thinking)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     for stream in (sys.stdin, sys.stdout):

@@ -18,6 +18,7 @@ from hgpo_jax.envs.protocol import CompiledEnv, ListsGames, OwnPrompts, Plans, T
 from hgpo_jax.errors import ConfigError, RunError
 from hgpo_jax.own_words import template_of
 from hgpo_jax.policy import ModelConfig, network
+from hgpo_jax.policy.chat_frame import ChatFrame
 from hgpo_jax.policy.tokenizer import ACT
 from hgpo_jax.rollout.chat_format import ChatFormat
 from hgpo_jax.rollout.compiled import EpisodeState, make_continuations, make_rollout, parse_answer, replay
@@ -191,9 +192,8 @@ class TextRunner:
         env, rollout = config.env, config.rollout
         check_context(config, models)
         try:
-            chat = lambda template: ChatFormat(  # noqa: E731
-                tokenizer, template, rollout.prompt_limit, rollout.stop, environment.fallback
-            )
+            frame = ChatFrame(tokenizer, date=rollout.date, thinking=rollout.thinking, stop=rollout.stop)
+            chat = lambda template: ChatFormat(frame, template, rollout.prompt_limit, environment.fallback)  # noqa: E731
             usual, limit, speakers = chat(template_of(config, tokenizer)), rollout.response_limit, list[Speaker]()
             if config.roles:
                 roles = roles_of(train())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -52,6 +53,23 @@ class Decoding(struct.PyTreeNode):
     top_k: jax.typing.ArrayLike = 0
     top_p: jax.typing.ArrayLike = 1.0
     min_new: jax.typing.ArrayLike = 0
+
+
+def published_decoding(
+    generation: Mapping[str, Any], usual: float = 1.0, *, min_new: int = 0, **given: float | None
+) -> Decoding:
+    """How a model's publisher samples, as generation_config.json says, but for what is given.
+
+    usual: the temperature where the file says nothing. given: `temperature`, `top_k` and `top_p`, None: as published. Raises
+    ValueError for numbers that cannot be.
+    """
+    samples = generation.get("do_sample", True)
+    found = {"temperature": usual if samples else 0.0, "top_k": 0, "top_p": 1.0}
+    found |= {name: generation[name] for name in found if samples and generation.get(name) is not None}
+    for name, low, high in (("temperature", 0, 10), ("top_k", 0, 10**9), ("top_p", 1e-9, 1)):
+        if not (isinstance(found[name], int | float) and low <= found[name] <= high):
+            raise ValueError(f"generation_config.json: {name}={found[name]!r:.50}: must be from {low} to {high}")
+    return Decoding(**found | {name: value for name, value in given.items() if value is not None}, min_new=min_new)
 
 
 def sample_token(logits, keys, decoding: Decoding):

@@ -25,8 +25,9 @@ import numpy as np
 from hgpo_jax.config import Config, check_together
 from hgpo_jax.environments import environment
 from hgpo_jax.errors import ConfigError, RunError, one_line
+from hgpo_jax.policy.chat_frame import sanitized
 from hgpo_jax.progress import Progress
-from hgpo_jax.rollout.chat_format import Prompt, load_template, sanitized
+from hgpo_jax.rollout.chat_format import Prompt, load_template
 from hgpo_jax.rollout.episode_buffer import EpisodeBuffer
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.process_workers import ProcessWorkers

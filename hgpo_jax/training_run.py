@@ -156,7 +156,9 @@ def train_and_evaluate(job: Job, folder: Path, first: int, stop: Interruption) -
     params, played = Training(job, folder, first, stop).run()
     with refusals():
         job.by_set(
-            lambda job, params: Policy(job.policy.config, params, job.policy.tokenizer).save(folder / "policy" / job.weights),
+            lambda job, params: Policy(job.policy.config, params, job.policy.tokenizer).save(
+                folder / "policy" / job.weights, stop=job.config.rollout.stop
+            ),
             params,
         )
     del params

@@ -5,6 +5,7 @@ import pytest
 from hgpo_jax.config import load
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.own_words import fresh_tokenizer, template_of
+from hgpo_jax.policy.chat_frame import ChatFrame
 from hgpo_jax.rollout.chat_format import ChatFormat, PromptInput
 
 ENV = '''
@@ -42,10 +43,10 @@ def test_words_of_every_task_are_tokens_and_the_seed_changes_nothing(config):
 
 def test_the_prompt_is_the_bare_facts_and_the_response_the_command(config):
     tokenizer = fresh_tokenizer(config())
-    form = ChatFormat(tokenizer, template_of(config(), tokenizer))
+    form = ChatFormat(ChatFrame(tokenizer), template_of(config(), tokenizer))
     (prompt,) = form.build([PromptInput("Name it.", [("It is azure.", "wait")], 1, "Well.", ["say azure", "wait"])])
     assert tokenizer.decode(prompt.ids) == "Name it.\nIt is azure. > wait\nWell.\n['say azure',\n'wait']\n>"
-    parsed = form.parse(form.text.encode([" say azure"])[0] + [tokenizer.eos_token_id])
+    parsed = form.parse(form.frame.text.encode([" say azure"])[0] + [tokenizer.eos_token_id])
     assert parsed == (" say azure", "say azure", True)
 
 

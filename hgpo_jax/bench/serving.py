@@ -169,7 +169,7 @@ class Direct:
         self._policy, self._mesh, self._slots, self._prompt = policy, mesh, slots, prompt
         self._keys = jax.random.split(jax.random.key(0), requests)  # as many for every load: another number compiles anew
         self._programs = SlotPrograms(
-            policy.graphdef, mesh, max_new=response, end_tokens=(policy.tokenizer.eos_token_id,)
+            policy.graphdef, mesh, max_new=response, end_tokens=policy.end_tokens
         )  # fmt: skip
 
     def __call__(self, load: Load) -> Measured:

@@ -13,6 +13,7 @@ import numpy as np
 from hgpo_jax.bench.limits import alternate, row
 from hgpo_jax.envs.alfworld.compiled import CompiledAlfworld
 from hgpo_jax.envs.alfworld.tables import compile_games
+from hgpo_jax.policy.chat_frame import ChatFrame
 from hgpo_jax.policy.device_tokenizer import spell
 from hgpo_jax.rollout.chat_format import ChatFormat, PromptInput
 from hgpo_jax.rollout.compiled import EpisodeState, start_episode
@@ -32,7 +33,7 @@ def measure_told(
 
     Returns rows of name, value and unit; the ratio of a turn is the host's time for the same over the device's.
     """
-    chat = ChatFormat(tokenizer, "alfworld", LIMIT)
+    chat = ChatFormat(ChatFrame(tokenizer), "alfworld", LIMIT)
     text = DeviceText(CompiledAlfworld(compile_games(games), turns), chat, tokenizer, 512)
     tables = jax.device_put(text.tables)
 

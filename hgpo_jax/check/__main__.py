@@ -26,6 +26,7 @@ from hgpo_jax.config import Config
 from hgpo_jax.environments import ENVIRONMENTS, Environment, expert_of, is_compiled, made_outside
 from hgpo_jax.envs.cli import printable, whole_number
 from hgpo_jax.errors import ConfigError
+from hgpo_jax.policy.chat_frame import ChatFrame
 from hgpo_jax.policy.tokenizer import load_tokenizer
 from hgpo_jax.rollout.chat_format import MAX_CHARACTERS_PER_TOKEN, ChatFormat, load_template
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
@@ -76,7 +77,9 @@ def prompt_measure(config: Config, found: Environment) -> tuple[text.Measure, st
     source = config.policy.tokenizer or config.policy.source
     try:
         if source:
-            form = ChatFormat(load_tokenizer(source, config.cache_dir), template, limit)
+            rollout = config.rollout
+            frame = ChatFrame(load_tokenizer(source, config.cache_dir), date=rollout.date, thinking=rollout.thinking)
+            form = ChatFormat(frame, template, limit)
         else:
             messages = load_template(template)
     except (ValueError, OSError) as error:

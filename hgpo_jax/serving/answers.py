@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from hgpo_jax.rollout.chat_format import sanitized
+from hgpo_jax.policy.chat_frame import sanitized
 from hgpo_jax.serving.requests import Sampling
 from hgpo_jax.serving.text import ServedText, TextStream
 

@@ -98,7 +98,7 @@ class Engine:
         self.failure = ""
         self._mesh, self._failed = mesh, failed
         programs = programs or SlotPrograms(
-            policy.graphdef, mesh, max_new=response_limit, end_tokens=(policy.tokenizer.eos_token_id,)
+            policy.graphdef, mesh, max_new=response_limit, end_tokens=policy.end_tokens
         )
         self.end_tokens = programs.end_tokens
         with jax.set_mesh(mesh):

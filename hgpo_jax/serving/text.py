@@ -5,32 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hgpo_jax.policy.chat_frame import ChatFrame, sanitized
 from hgpo_jax.policy.tokenizer import ACT
-from hgpo_jax.rollout.chat_format import TokenText, conversation_ids, sanitized
 
 
 class ServedText:
     """Token ids of what clients write, and the text of what was sampled.
 
+    frame: of a tokenizer with a chat template; by default as that stands.
+
     A word-level tokenizer without a chat template is of a small policy: of a conversation it reads the last message, and
     then the token that asks for an action.
     """
 
-    def __init__(self, tokenizer):
-        self._tokenizer = tokenizer
-        self._text = TokenText(tokenizer) if getattr(tokenizer, "chat_template", None) else None
+    def __init__(self, tokenizer, frame: ChatFrame | None = None):
+        self._tokenizer, self.frame = tokenizer, frame
+        if frame is None and getattr(tokenizer, "chat_template", None):
+            self.frame = ChatFrame(tokenizer)
+        self._text = self.frame.text if self.frame else None
         self._special = frozenset(tokenizer.all_special_ids)
 
     def conversation(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         """The prompt that asks for the assistant's next message. Raises ValueError where the chat template refuses."""
-        if tools and "tools" not in (getattr(self._tokenizer, "chat_template", None) or ""):
+        if self.frame:
+            return self.frame.conversation(messages, tools)
+        if tools:
             raise ValueError("tools: this policy's chat template does not show any; leave them out")
-        if self._text:
-            return conversation_ids(self._tokenizer, self._text, messages, tools)
         return [*self.prompt(messages[-1]["content"]), self._tokenizer.convert_tokens_to_ids(ACT)]
 
     def spells_token(self, text: str) -> bool:
-        """Whether it could not be a part of a tool call in a later prompt (`conversation_ids`)."""
+        """Whether it could not be a part of a tool call in a later prompt (`ChatFrame.conversation`)."""
         return bool(self._text and self._text.marker_in(text))
 
     def prompt(self, text: str) -> list[int]:

@@ -16,6 +16,7 @@ from hgpo_jax.agents import AgentRunner
 from hgpo_jax.errors import ConfigError, RunError
 from hgpo_jax.job import build
 from hgpo_jax.mesh import make_mesh
+from hgpo_jax.policy.chat_frame import ChatFrame
 from hgpo_jax.rollout.chat_format import ChatFormat
 from hgpo_jax.rollout.host import HostRollout
 from hgpo_jax.rollout.tasks import task_numbers
@@ -59,7 +60,7 @@ def expected(tmp_path_factory):
     template = tmp_path_factory.mktemp("agents") / "bare.txt"
     template.write_text("== first ==\n$observation\n== later ==\n$observation\n== entry ==\n$action\n")
     rollout = HostRollout(
-        Guess, ChatFormat(policy().tokenizer, str(template), 128), policy().graphdef, mesh_of("data=1"), batch=B,
+        Guess, ChatFormat(ChatFrame(policy().tokenizer), str(template), 128), policy().graphdef, mesh_of("data=1"), batch=B,
         history_length=0, response_limit=9, decode_batch_size=4, strict=True,
     )  # fmt: skip
     return rollout(policy().params, TASKS, KEYS, GROUPS, DECODING)

@@ -14,6 +14,7 @@ from hgpo_jax.envs.alfworld.tables import compile_games
 from hgpo_jax.envs.alfworld.text import AlfworldText
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import ModelConfig, initialize, network, shardings
+from hgpo_jax.policy.chat_frame import ChatFrame
 from hgpo_jax.policy.device_tokenizer import spell
 from hgpo_jax.policy.kv_cache import KVCache
 from hgpo_jax.policy.tokenizer import embedding_rows, text_tokenizer
@@ -109,7 +110,8 @@ def played(paths, tokenizer, monkeypatch, episodes: int, turns: int, limit: int,
     monkeypatch.setattr(compiled_text, "on_shards", without)
     for name, stand_in in speaker(tokenizer, 0, rare).items():
         monkeypatch.setattr(compiled_slots, name, stand_in)
-    chat, model, mesh = ChatFormat(tokenizer, "alfworld", limit), tiny(tokenizer), make_mesh("data=1", jax.devices()[:1])
+    chat, model = ChatFormat(ChatFrame(tokenizer), "alfworld", limit), tiny(tokenizer)
+    mesh = make_mesh("data=1", jax.devices()[:1])
     rollout = CompiledTextRollout(
         CompiledAlfworld(compile_games(paths), turns), np.arange(len(paths)), chat, tokenizer, network(model), mesh,
         batch=episodes, history_length=K, response_limit=R, decode_batch_size=8,
@@ -170,7 +172,7 @@ def test_the_host_replays_episodes_of_many_games(some_official, monkeypatch):
 def test_numbers_are_told_although_an_environment_has_a_word_that_is_one():
     env = CompiledAlfworld(compile_games(GAMES), 5)
     env.words = [*env.words, "0", "3"]
-    text = DeviceText(env, ChatFormat(words_tokenizer(), "alfworld", 1024), words_tokenizer(), R)
+    text = DeviceText(env, ChatFormat(ChatFrame(words_tokenizer()), "alfworld", 1024), words_tokenizer(), R)
 
     @jax.jit
     def told():
@@ -189,9 +191,11 @@ def test_prompts_have_widths_up_to_their_limit():
         assert list(widths) == sorted(set(widths)) and widths[0] > 0 and widths[-1] == limit
 
 
-def test_answers():
+@pytest.mark.parametrize("opened", ["", "<think>\n", "<think>\n\n</think>\n\n"])
+def test_answers(opened):
     tokenizer = words_tokenizer()
-    chat = ChatFormat(tokenizer, "alfworld", 1024)
+    tokenizer.chat_template += opened
+    chat = ChatFormat(ChatFrame(tokenizer), "alfworld", 1024)
     text = DeviceText(CompiledAlfworld(compile_games(GAMES), 5), chat, tokenizer, R)
     answer = jax.jit(jax.vmap(lambda tables, ids, n: text.bound(tables).answer(ids, n), (None, 0, 0)))
     tags = ["<action>", "</action>", "<think>", "</think>", " look ", "Caf", "\n", "go to desk 1"]
@@ -218,7 +222,7 @@ def test_host_and_device_sample_the_same_episodes(monkeypatch):
     """With a policy that says a few tokens only, among them the end: some of what it says is admissible. What is not ASCII is
     rare; such episodes are played on the host."""
     tokenizer, real, B, turns = words_tokenizer(), sampling.sample_token, 12, 6
-    chat, model = ChatFormat(tokenizer, "plain", 1024), tiny(tokenizer)
+    chat, model = ChatFormat(ChatFrame(tokenizer), "plain", 1024), tiny(tokenizer)
     said = sorted({tokenizer.eos_token_id, *(i for word in ("look", "help") for i in tokenizer(word).input_ids)})
     bias = jnp.full(model.vocab_size, -jnp.inf).at[jnp.array(said)].set(0.0).at[jnp.array(tokenizer("é").input_ids)].set(-2.5)
     monkeypatch.setattr(sampling, "sample_token", lambda logits, keys, decoding: real(logits + bias, keys, decoding))

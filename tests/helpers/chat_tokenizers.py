@@ -46,3 +46,57 @@ def folding_tokenizer() -> PreTrainedTokenizerFast:
 def qwen_tokenizer():
     """Its tests need the data."""
     return AutoTokenizer.from_pretrained(DATA / "qwen2.5")
+
+
+CHATML = (
+    "{{{{ {first} }}}}"
+    "{{% for m in messages %}}{{{{ '<|im_start|>' + m.role + '\n' + {content} + '<|im_end|>\n' }}}}{{% endfor %}}"
+    "{{% if add_generation_prompt %}}{{{{ '<|im_start|>assistant\n' }}}}{last}{{% endif %}}"
+)
+WITHOUT_THOUGHT = "(m.content.split('</think>')[-1].lstrip('\n') if m.role == 'assistant' else m.content)"
+SWITCH = "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+SYSTEM = "('' if messages[0].role == 'system' else '<|im_start|>system\nBe of use.<|im_end|>\n')"
+DAY = "'<|im_start|>system\nToday: ' + strftime_now(\"%d %B %Y\") + '<|im_end|>\n'"
+LLAMA3 = (
+    "{{ bos_token }}{% if not date_string is defined %}"
+    "{% set date_string = strftime_now('%d %b %Y') if strftime_now is defined else '26 Jul 2024' %}{% endif %}"
+    "{{ '<|start_header_id|>system<|end_header_id|>\n\nDate: ' + date_string + '\n\n<|eot_id|>' }}{% for m in messages %}"
+    "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+R1 = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{{ '<｜Assistant｜>' + m.content.split('</think>')[-1] + '<｜end▁of▁sentence｜>' }}"
+    "{% else %}{{ '<｜User｜>' + m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<｜Assistant｜><think>\n' }}{% endif %}"
+)
+IM, THINK, IM_ENDS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"], ["<think>", "</think>"], ["<|im_end|>", "<|endoftext|>"]
+R1_END = "<｜end▁of▁sentence｜>"
+LLAMA3_TOKENS = [
+    "<|eot_id|>", "<|begin_of_text|>", "<|end_of_text|>", "<|eom_id|>", "<|start_header_id|>", "<|end_header_id|>"
+]  # fmt: skip
+# Families of models: special tokens, other added ones, a template of their form, and the end tokens that their
+# generation_config.json lists; the first of these is the tokenizer's.
+FAMILIES = {
+    "qwen2.5": (IM, [], CHATML.format(first=SYSTEM, content="m.content", last=""), IM_ENDS),
+    "qwen3": (IM, THINK, CHATML.format(first="''", content=WITHOUT_THOUGHT, last=SWITCH), IM_ENDS),
+    "qwen3-thinking": (IM, THINK, CHATML.format(first="''", content=WITHOUT_THOUGHT, last="{{ '<think>\n' }}"), IM_ENDS),
+    "r1-distill": ([R1_END, "<｜begin▁of▁sentence｜>"], ["<｜User｜>", "<｜Assistant｜>", *THINK], R1, [R1_END]),
+    "llama3.2": (LLAMA3_TOKENS, [], LLAMA3, ["<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"]),
+    "smollm2": (IM, [], CHATML.format(first=SYSTEM, content="m.content", last=""), ["<|im_end|>"]),
+    "smollm3": (IM, THINK, CHATML.format(first=DAY, content=WITHOUT_THOUGHT, last=SWITCH), ["<|im_end|>"]),
+    "base": (IM, [], CHATML.format(first="''", content="m.content", last=""), ["<|endoftext|>"]),
+}
+
+
+def family_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """A byte tokenizer with the tokens, the form of template and the end tokens of a family of models."""
+    special, others, template, ends = FAMILIES[name]
+    tokenizer = byte_tokenizer()
+    made = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    made.add_special_tokens([AddedToken(token, special=True) for token in special])
+    made.add_tokens([AddedToken(token, special=False, normalized=False) for token in others])
+    bos = {"bos_token": special[1]} if "bos_token" in template else {}
+    found = PreTrainedTokenizerFast(tokenizer_object=made, eos_token=ends[0], chat_template=template, **bos)
+    found.generation = {"eos_token_id": [made.token_to_id(token) for token in ends]}
+    return found

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hgpo_jax.environments import ENVIRONMENTS, Environment
+from hgpo_jax.policy.chat_frame import ChatFrame
 from hgpo_jax.rollout.chat_format import TEMPLATES, ChatFormat, PromptInput, Template, project
 from tests.helpers.chat_tokenizers import byte_tokenizer, folding_tokenizer, qwen_tokenizer
 
@@ -23,8 +24,13 @@ both = pytest.mark.parametrize("tokenizer", ["bytes", QWEN])
 
 
 @functools.cache
+def frame(tokenizer):
+    return ChatFrame(LOADERS[tokenizer]())
+
+
+@functools.cache
 def chat(tokenizer, environment="alfworld", **options):
-    return ChatFormat(LOADERS[tokenizer](), environment, fallback=FALLBACK[environment], **options)
+    return ChatFormat(frame(tokenizer), environment, fallback=FALLBACK[environment], **options)
 
 
 @both
@@ -52,7 +58,7 @@ def test_what_the_messages_say(environment):
 @both
 @pytest.mark.parametrize("environment", [*FALLBACK, "plain"])
 def test_an_answer_is_read_as_the_command_that_it_gives(tokenizer, environment):
-    format = ChatFormat(LOADERS[tokenizer](), environment)
+    format = ChatFormat(frame(tokenizer), environment)
     commands, thoughts = ["go to desk 1", "look", "put a <|im_end|> 2"], ["", "It may lie there.", "no <|im_start|> here"]
     for ids, command, thought in zip(format.answers(commands, thoughts), commands, thoughts, strict=True):
         assert ids[-1] == format.end_tokens[0] and ids.count(format.end_tokens[0]) == 1
@@ -97,7 +103,7 @@ texts = st.lists(st.one_of(st.sampled_from(MARKERS), st.text(st.characters(exclu
 def test_no_text_makes_a_marker_or_breaks_the_frame(tokenizer, one, two):
     format, plain = chat(tokenizer), LOADERS[tokenizer]()
     added = set(plain.get_added_vocab().values())
-    data = format.text.encode([one, two])
+    data = format.frame.text.encode([one, two])
     assert not added & {*data[0], *data[1]}
     if tokenizer == "bytes":  # every byte comes back, but for what is no text
         for text, ids in zip((one, two), data, strict=True):
@@ -116,8 +122,8 @@ FOLDING = ["<|turn|>", "＜｜turn｜＞", "<|TURN|>", "<|tur", "n|>", "＜|im_e
 def test_a_marker_that_a_normalizer_makes_is_none(text):
     plain = folding_tokenizer()
     assert {plain.convert_tokens_to_ids("<|turn|>")} & {*plain.encode("＜｜turn｜＞")}  # it does make some
-    format, added = ChatFormat(plain, "alfworld"), set(plain.get_added_vocab().values())
-    assert not added & {*format.text.encode([text])[0]}
+    format, added = ChatFormat(ChatFrame(plain), "alfworld"), set(plain.get_added_vocab().values())
+    assert not added & {*format.frame.text.encode([text])[0]}
     ids, empty = (format.build([view])[0].ids for view in (VIEW._replace(observation=text), VIEW))
     assert [i for i in ids if i in added] == [i for i in empty if i in added]
 
@@ -135,23 +141,33 @@ def test_a_megabyte_is_cut_within_seconds(tokenizer, kind):
     ids, dropped, cut = format.build([view])[0]
     assert time.process_time() - began < 2
     assert dropped == 2 and cut > 0
-    assert len(ids) <= 4096 if kind == "blanks" else len(ids) == 4096
+    assert len(ids) <= 4096 if kind == "blanks" else 4090 < len(ids) <= 4096
     empty = format.build([VIEW])[0].ids
     assert [i for i in ids if i in added] == [i for i in empty if i in added]
-    assert ids[: len(format.head)] == format.head and ids[-len(format.tail) :] == format.tail
+    assert ids[: len(format.frame.head)] == format.frame.head and ids[-len(format.frame.tail) :] == format.frame.tail
 
 
 @both
-def test_too_long_prompts_lose_the_oldest_history_then_the_beginning(tokenizer):
-    whole, head = chat(tokenizer), chat(tokenizer).head
+def test_too_long_prompts_lose_the_oldest_history_then_middles(tokenizer):
+    """The goal stays whole while anything else can be cut, then the commands."""
+    whole, plain = chat(tokenizer), LOADERS[tokenizer]()
     long = LATER._replace(history=[("old " * 40, "a"), ("new " * 20, "b")])
     both_pairs, one, none = (len(whole.build([long._replace(history=long.history[n:])])[0].ids) for n in range(3))
     assert both_pairs > one > none
-    for limit, dropped, cut in ((both_pairs, 0, 0), (both_pairs - 1, 1, 0), (one, 1, 0), (one - 1, 2, 0), (none - 9, 2, 9)):
+    for limit, dropped in ((both_pairs, 0), (both_pairs - 1, 1), (one, 1), (one - 1, 2)):
         ids, *left_out = chat(tokenizer, prompt_limit=limit).build([long])[0]
-        assert left_out == [dropped, cut] and len(ids) <= limit
-        wanted = whole.build([long._replace(history=long.history[dropped:])])[0].ids
-        assert ids == wanted[: len(head)] + wanted[len(head) + cut :]
+        assert left_out == [dropped, 0]
+        assert ids == whole.build([long._replace(history=long.history[dropped:])])[0].ids
+    goal, commands = "put a mug in desk.", [f"go to {place} 1" for place in ("desk", "shelf", "bed", "sofa", "safe", "sink")]
+    view = LATER._replace(goal=goal, observation="The page begins, " + "word " * 50 + "and ends.", commands=commands)
+    bare = view._replace(observation="", commands=[])
+    most, least = (len(whole.build([each._replace(history=[])])[0].ids) for each in (view, bare))
+    for limit in range(most - 1, least + 12, -23):
+        ids, dropped, cut = chat(tokenizer, prompt_limit=limit).build([view])[0]
+        said = plain.decode(ids)
+        assert dropped == 2 and cut > 0 and limit - 24 < len(ids) <= limit and goal in said
+        assert ("The page" in said and "ends." in said) or " ... " in said
+        assert all(command in said for command in commands) or "page" not in said
 
 
 @pytest.mark.parametrize(
@@ -203,16 +219,16 @@ def test_tags_that_are_special_tokens_stay_in_the_text():
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
     text = "<think>it is so</think><action>look</action>"
     ids = tokenizer(text + "<|im_start|>" + "<|im_end|>").input_ids
-    assert ChatFormat(tokenizer, "alfworld").parse(ids) == (text, "look", True)
+    assert ChatFormat(ChatFrame(tokenizer), "alfworld").parse(ids) == (text, "look", True)
 
 
 @both
 def test_further_tokens_end_a_response(tokenizer):
     plain = LOADERS[tokenizer]()
-    format = ChatFormat(plain, "alfworld", 512, stop=["<|im_start|>"])
+    format = ChatFormat(ChatFrame(plain, stop=["<|im_start|>"]), "alfworld", 512)
     assert format.end_tokens == tuple(plain.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"]))
     with pytest.raises(ValueError, match=r"stop=\['<stop>'\]: no token of the tokenizer.*<\|im_end\|>"):
-        ChatFormat(plain, "alfworld", 512, stop=["<|im_start|>", "<stop>"])
+        ChatFrame(plain, stop=["<|im_start|>", "<stop>"])
 
 
 @pytest.mark.parametrize(
@@ -227,11 +243,11 @@ def test_tokenizers_that_cannot_frame_a_message_are_refused(template, message):
     plain = byte_tokenizer()
     plain.chat_template = template
     with pytest.raises(ValueError, match=message):
-        ChatFormat(plain, "alfworld")
+        ChatFormat(ChatFrame(plain), "alfworld")
 
 
 def test_mistakes_are_refused():
     with pytest.raises(ValueError, match=r"template=chess: no such file.*alfworld"):
-        ChatFormat(byte_tokenizer(), "chess")
+        ChatFormat(ChatFrame(byte_tokenizer()), "chess")
     with pytest.raises(ValueError, match=r"prompt_limit=10.*template alone"):
-        ChatFormat(byte_tokenizer(), "alfworld", prompt_limit=10)
+        ChatFormat(ChatFrame(byte_tokenizer()), "alfworld", prompt_limit=10)

@@ -12,6 +12,7 @@ from odd_env import ODD, Deadly
 from hgpo_jax.advantages import estimate
 from hgpo_jax.inspect.dumps import read_report
 from hgpo_jax.policy import ModelConfig, initialize, network
+from hgpo_jax.policy.chat_frame import ChatFrame
 from hgpo_jax.rollout.chat_format import ChatFormat, PromptInput
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.host import HostRollout
@@ -28,7 +29,7 @@ MODEL = ModelConfig(
 def test_odd_texts_and_mishaps(tmp_path):
     tasks = np.repeat(np.arange(10), 2)
     tokenizer, mesh = byte_tokenizer(), mesh_of("data=1")
-    format = ChatFormat(tokenizer, "alfworld", prompt_limit=2048)
+    format = ChatFormat(ChatFrame(tokenizer), "alfworld", prompt_limit=2048)
     rollout = HostRollout(
         Deadly, format, network(MODEL), mesh, batch=len(tasks), history_length=2, response_limit=4, workers=2, time_limit=8,
         decode_batch_size=4,
@@ -53,7 +54,7 @@ def test_odd_texts_and_mishaps(tmp_path):
     for b, t in np.argwhere(e.mask):
         ids = e.prompts[b, t, : e.prompt_lengths[b, t]].tolist()
         assert [i for i in ids if i in added] == frame
-        assert ids[-len(format.tail) :] == format.tail
+        assert ids[-len(format.frame.tail) :] == format.frame.tail
         shown.add(report.texts[e.states[b, t]])
     assert any(ODD["surrogate"] in text for text in shown) and any(ODD["marker"] in text for text in shown)
     record = estimate("hgpo", rewards=e.rewards, mask=e.mask, states=e.states, groups=e.groups, invalid=e.invalid)

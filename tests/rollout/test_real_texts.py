@@ -14,6 +14,7 @@ from hgpo_jax.envs.household import Household
 from hgpo_jax.envs.household.text import HouseholdText
 from hgpo_jax.envs.webshop.text import WebshopText
 from hgpo_jax.policy import ModelConfig, Policy, initialize, network
+from hgpo_jax.policy.chat_frame import ChatFrame
 from hgpo_jax.rollout.chat_format import ChatFormat, PromptInput
 from hgpo_jax.rollout.host import HostRollout
 from hgpo_jax.sampling import Decoding
@@ -41,7 +42,7 @@ MAKE = {
 def test_a_tiny_model_plays_a_few_turns(environment, workers):
     tokenizer, mesh = qwen_tokenizer(), mesh_of("data=2")
     params = initialize(MODEL, 0, mesh)
-    format = ChatFormat(tokenizer, environment, prompt_limit=1024)
+    format = ChatFormat(ChatFrame(tokenizer), environment, prompt_limit=1024)
     rollout = HostRollout(
         MAKE[environment], format, network(MODEL), mesh, batch=B, history_length=1, response_limit=8, workers=workers
     )
@@ -82,7 +83,7 @@ def test_a_tiny_model_plays_a_few_turns(environment, workers):
 def test_prompts_of_real_observations_are_the_tokenizers_own(environment):
     """On the texts of real environments the encoding as data changes nothing."""
     tokenizer = qwen_tokenizer()
-    format, env = ChatFormat(tokenizer, environment), MAKE[environment]()
+    format, env = ChatFormat(ChatFrame(tokenizer), environment), MAKE[environment]()
     for task in (0, 3):
         observation, commands = env.reset(task)
         history = []

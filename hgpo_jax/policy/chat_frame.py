@@ -1,0 +1,248 @@
+"""What a tokenizer's chat template puts around messages, read off the template itself, once.
+
+    frame = ChatFrame(tokenizer)
+    ids = frame.conversation([{"role": "user", "content": "Hello"}])
+
+The frame alone may hold special tokens: what environments, users and models wrote is data, and is encoded so that no marker in
+it can end the message or begin another.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import secrets
+import unicodedata
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hgpo_jax.errors import one_line
+from hgpo_jax.policy.tokenizer import PLAIN, generation_of
+
+DATE = datetime.date(2024, 7, 26)  # the day that Llama 3.1's chat template tells where it is given none
+TAGS = ("<think>", "</think>", "<action>", "</action>")  # of an answer
+_NOT_TEXT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")  # controls and lone surrogates
+_TELLS_TIME = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+_MARK = "5f1c-the-message-7d2e"  # a message that no template writes
+
+
+class TokenText:
+    """What environments, models and people write, as token ids and back.
+
+    tokenizer: a transformers tokenizer whose special and added tokens are not words of the text (not a word-level one).
+    """
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+        # A marker becomes harmless when it is encoded in two pieces; of overlapping ones each is cut.
+        added = tokenizer.get_added_vocab()
+        markers = sorted(added, key=len, reverse=True)
+        self.markers = markers
+        self._marker = re.compile(f"({'|'.join(map(re.escape, markers))})") if markers else None
+        self._cuts = re.compile(f"(?={self._marker.pattern})") if self._marker else None
+        self._added = frozenset(added.values())
+        # Some reasoning models' tags are special tokens; they belong to the text nevertheless.
+        special = ((index, token) for index, token in tokenizer.added_tokens_decoder.items() if token.special)
+        self._special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self.hidden = frozenset(index for index, token in special if token.content not in TAGS)
+
+    def encode(self, texts: Iterable[str]) -> list[list[int]]:
+        """Token ids of texts as data: no special or added token comes out, whatever is in them."""
+        pieces, owner = [], []
+        texts = list(map(sanitized, texts))
+        for index, text in enumerate(texts):
+            cuts = [match.start() + 1 for match in self._cuts.finditer(text)] if self._cuts else []
+            for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+                pieces.append(text[begin:end])
+                owner.append(index)
+        ids: list[list[int]] = [[] for _ in texts]
+        if pieces:
+            for index, part in zip(owner, self._tokenizer(pieces, add_special_tokens=False).input_ids, strict=True):
+                # A normalizer may make a marker out of other characters, and a marker of one character has no pieces.
+                ids[index] += part if self._added.isdisjoint(part) else [i for i in part if i not in self._added]
+        return ids
+
+    def tags(self, text: str) -> list[int]:
+        """Token ids of what we write ourselves, such as a tag."""
+        return self._tokenizer(text, add_special_tokens=False).input_ids
+
+    def split(self, text: str) -> list[str]:
+        """What is between the special and added tokens that a text spells, and these, in turn."""
+        return self._marker.split(text) if self._marker else [text]
+
+    def marker_in(self, text: str) -> str:
+        """A special or added token that a text spells, also with other characters of the same meaning; "" if none."""
+        texts = [text, unicodedata.normalize("NFKC", text), unicodedata.normalize("NFKC", text).lower()]
+        found = next(filter(None, map(self._cuts.search, texts)), None) if self._cuts else None
+        # A template may put the brackets around a name itself.
+        inner = (token for token in self._special if len(token) > 5 and any(token[1:-1] in text for text in texts))
+        return found.group(1) if found else next(inner, "")
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of a response, without special tokens other than the tags."""
+        shown = [index for index in ids if index not in self.hidden]
+        return self._tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def sanitized(text: str) -> str:
+    """A text whose control characters and lone surrogates are replaced."""
+    return _NOT_TEXT.sub("\ufffd", text)
+
+
+class ChatFrame:
+    """A tokenizer's chat template.
+
+    Args:
+      tokenizer: a transformers tokenizer with a chat template and an end token.
+      date: what a template that tells the day (Llama 3.2, SmolLM3) takes for today.
+      thinking: whether answers begin with a thought, where the template has a switch for it (Qwen3); None: as it stands there.
+      stop: further tokens that end an answer.
+
+    Attributes:
+      text: texts as token ids and back.
+      head, tail: token ids before and after the only user message.
+      opened: what the tail has written of the answer already: "", "<think>" or a whole thought, which is empty.
+      end_tokens: ids, each of which ends an answer. The first one is written by the template (else, is the tokenizer's); the
+        others are the tokenizer's, those of generation_config.json and `stop`.
+
+    Raises ValueError for a tokenizer without a template or an end token, a template that does not show a message once, tells
+    the time in a way that cannot be kept or has no switch for `thinking`, and a stop that is no token.
+    """
+
+    def __init__(
+        self, tokenizer, *, date: datetime.date = DATE, thinking: bool | None = None, stop: Sequence[str] = ()
+    ):
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError("tokenizer: has no chat template; take an instruction-tuned model's tokenizer")
+        self._tokenizer, self._date, self._thinking, self._stop = tokenizer, date, thinking, tuple(stop)
+        self.plain = tokenizer.chat_template == PLAIN
+        if thinking is not None and "thinking" not in self._template():
+            raise ValueError("rollout.thinking: this chat template has no switch for it; leave it out")
+        self.text = TokenText(tokenizer)
+        before, after = self._around([{"role": "user", "content": _MARK}])
+        self.head = tokenizer.encode(before, add_special_tokens=False)
+        self.tail = tokenizer.encode(after, add_special_tokens=False)
+        self.opened = self._opened(after)
+        self.end_tokens = end_tokens(tokenizer, stop, first=self._turn_end())
+        self.text.hidden |= set(self.end_tokens)
+
+    @property
+    def inside_thought(self) -> bool:
+        """Whether an answer begins inside of a thought that it has to end."""
+        return bool(self.opened) and "</think>" not in self.opened
+
+    def switched(self, thinking: bool | None) -> ChatFrame:
+        """This frame with another `thinking`."""
+        if thinking == self._thinking:
+            return self
+        return ChatFrame(self._tokenizer, date=self._date, thinking=thinking, stop=self._stop)
+
+    def conversation(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
+        """Token ids of a conversation, which ask for the assistant's next message.
+
+        messages: each with `role` and `content`. What they say is data. A policy that is shown a message and nothing else
+        (`tokenizer.PLAIN`) is shown the last one. tools, and `tool_calls` of messages: as the template takes them; these become
+        a part of the frame, and must not spell a special or added token.
+
+        Raises ValueError where the template refuses or leaves out some, or where tools spell a token.
+        """
+        messages = messages[-1:] if self.plain else messages
+        calls = [message["tool_calls"] for message in messages if message.get("tool_calls")]
+        template = self._template(tools)
+        if tools and "tools" not in template:
+            raise ValueError("tools: this policy's chat template does not show any; leave them out")
+        if calls and "tool_calls" not in template:
+            raise ValueError("tool_calls: this policy's chat template does not show any; leave them out")
+        for field, given in (("tools", list(tools)), ("tool_calls", calls)):
+            if spelled := self.text.marker_in(json.dumps(given, ensure_ascii=False)):
+                raise ValueError(f"{field}: {spelled!r} is a token of its own in this policy's vocabulary; write it otherwise")
+        mark = f"message-{secrets.token_hex(8)}-"  # nobody can write it
+        marked = [
+            message if message.get("tool_calls") and not message["content"] else
+            message | {"content": f"{mark}{number}-"}
+            for number, message in enumerate(messages)
+        ]  # fmt: skip
+        pieces = re.split(rf"{mark}(\d+)-", self._shown(marked, tools))
+        said = {number for number, message in enumerate(marked) if message is not messages[number]}
+        if lost := sorted(said - set(map(int, pieces[1::2]))):
+            raise ValueError(f"tokenizer: its chat template does not show message {lost[0] + 1} of {len(messages)}")
+        # Between two tokens of the frame, what it says and what messages say is one text: a word may begin in one and end in
+        # the other, as with a full stop before a line's end.
+        runs, tokens = [""], list[str]()
+        for at, piece in enumerate(pieces):
+            if at % 2:
+                runs[-1] += messages[int(piece)]["content"]
+                continue
+            parts = self.text.split(piece)
+            runs[-1] += parts[0]
+            tokens += parts[1::2]
+            runs += parts[2::2]
+        ids: list[int] = []
+        for run, token in zip(self.text.encode(runs), [*tokens, ""], strict=True):
+            ids += run
+            ids += self.text.tags(token) if token else []
+        return ids
+
+    def _template(self, tools: Sequence[dict[str, Any]] = ()) -> str:
+        """The template, in which the day is written."""
+        template = self._tokenizer.get_chat_template(tools=list(tools) or None)
+        template = _TELLS_TIME.sub(lambda match: json.dumps(self._date.strftime(match[2])), template)
+        if "strftime_now(" in template:
+            raise ValueError("tokenizer: its chat template tells the time in a way that cannot be kept; fix that template")
+        return template
+
+    def _shown(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = (), *, asks: bool = True) -> str:
+        """What the template makes of messages. asks: for the assistant's next. Raises ValueError where it fails."""
+        switch = {} if self._thinking is None else {"enable_thinking": self._thinking, "thinking": self._thinking}
+        try:
+            return self._tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) or None, chat_template=self._template(tools), tokenize=False,
+                add_generation_prompt=asks, date_string=self._date.strftime("%d %b %Y"), **switch,
+            )  # fmt: skip
+        except Exception as error:  # whatever a template does, for example with a system message
+            raise ValueError(one_line(f"tokenizer: its chat template fails: {error}; fix chat_template.jinja")) from None
+
+    def _around(self, messages: list[dict[str, Any]], *, asks: bool = True) -> tuple[str, str]:
+        """What is shown before and after the message that says _MARK."""
+        shown = self._shown(messages, asks=asks)
+        if shown.count(_MARK) != 1:
+            raise ValueError(f"tokenizer: its chat template shows a message {shown.count(_MARK)} times instead of once")
+        before, after = shown.split(_MARK)
+        return before, after
+
+    def _opened(self, tail: str) -> str:
+        """What the end of the tail, after the frame's last token, says of a thought."""
+        parts = self.text.split(tail)
+        last = max((at for at in range(1, len(parts), 2) if parts[at] not in TAGS), default=-1)
+        thought = re.search(r"</?think>.*", "".join(parts[last + 1 :]), re.DOTALL)
+        if not thought:
+            return ""
+        return thought[0] if thought[0].startswith("<think>") else f"<think>{thought[0]}"  # some only end it
+
+    def _turn_end(self) -> str:
+        """The token that the template writes after the assistant's message, "" if none."""
+        try:
+            _, after = self._around(
+                [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _MARK}], asks=False
+            )
+        except ValueError:  # a template of nothing but a question
+            return ""
+        said, *rest = self.text.split(after)
+        return rest[0] if rest and not said.strip() else ""
+
+
+def end_tokens(tokenizer, stop: Sequence[str] = (), first: str = "") -> tuple[int, ...]:
+    """Ids of the tokens that end an answer: `first`, the tokenizer's, those of generation_config.json, and `stop`.
+
+    Raises ValueError where there are none, or where `stop` is no token.
+    """
+    vocabulary = tokenizer.get_vocab()
+    if unknown := [token for token in stop if token not in vocabulary]:
+        raise ValueError(f"stop={unknown}: no token of the tokenizer; give tokens such as {tokenizer.eos_token!r}")
+    found = [vocabulary[first]] if first else []
+    found += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    found += [*generation_of(tokenizer).get("eos_token_id", []), *(vocabulary[token] for token in stop)]
+    if not found:
+        raise ValueError("tokenizer: has no eos_token, which ends a response; set it in tokenizer_config.json")
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,132 @@
+"""Chat templates of today's models: what a prompt opens, what ends an answer, which day it is, which ids there are."""
+
+import datetime
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from hgpo_jax.policy import Policy, load_policy
+from hgpo_jax.policy.chat_frame import ChatFrame
+from hgpo_jax.policy.model_config import ModelConfig
+from hgpo_jax.policy.placement import shapes
+from hgpo_jax.policy.tokenizer import generation_of
+from hgpo_jax.rollout.chat_format import ChatFormat, PromptInput
+from hgpo_jax.sampling import Decoding, published_decoding
+from tests.helpers.chat_tokenizers import FAMILIES, family_tokenizer
+
+VIEW = PromptInput("put a mug in desk.", [], 0, "You are in a room.", ["go to desk 1", "look"])
+THOUGHT, EMPTY = "<think>\n", "<think>\n\n</think>\n\n"
+# The family, `thinking`, what the prompt opens, an answer as such a model writes it, and a cloned one.
+WHOLE = "<think>I am in a room.</think>\n<action>look</action>"
+REST = "I am in a room.\n</think>\n\n<action>look</action>"
+CASES = [
+    ("qwen2.5", None, "", WHOLE),
+    ("qwen3", None, "", f"<think>\n{REST}"),
+    ("qwen3", True, "", f"<think>\n{REST}"),
+    ("qwen3", False, EMPTY, "<action>look</action>"),
+    ("qwen3-thinking", None, THOUGHT, REST),
+    ("r1-distill", None, THOUGHT, REST),
+    ("llama3.2", None, "", WHOLE),
+    ("smollm2", None, "", WHOLE),
+    ("smollm3", None, "", f"<think>\n{REST}"),
+    ("smollm3", False, EMPTY, "<action>look</action>"),
+    ("base", None, "", WHOLE),
+]
+
+
+@pytest.mark.parametrize(("family", "thinking", "opened", "answer"), CASES)
+def test_what_a_prompt_opens_belongs_to_the_answer(family, thinking, opened, answer):
+    tokenizer = family_tokenizer(family)
+    frame = ChatFrame(tokenizer, thinking=thinking)
+    format = ChatFormat(frame, "alfworld")
+    assert (frame.opened, frame.inside_thought) == (opened, opened == THOUGHT)
+    prompt = format.build([VIEW])[0].ids
+    assert tokenizer.decode(prompt).endswith(f"assistant\n{opened}" if family[:2] in ("qw", "sm", "ba") else opened)
+    ids = tokenizer.encode(answer, add_special_tokens=False)
+    text, action, well_formed = format.parse([*ids, frame.end_tokens[0]])
+    assert (text, action, well_formed) == (opened + answer, "look", True)
+    assert not format.parse(ids[1:])[2] or opened  # half a tag
+    # A cloned answer completes what the prompt opened, once.
+    cloned = format.answers(["look"], ["" if opened == EMPTY else "So."])[0]
+    said = tokenizer.decode([*frame.tail, *cloned])
+    assert [said.count(tag) for tag in ("<think>", "</think>", "<action>", "</action>")] == [1, 1, 1, 1]
+    assert format.parse(cloned)[1:] == ("look", True) and cloned[-1] == frame.end_tokens[0]
+    # The action alone, after its thought.
+    ids = tokenizer.encode(f"Hm.</think>\n\nlook{tokenizer.eos_token}")
+    assert ChatFormat(frame, "plain").parse(ids)[1] == ("look" if opened else "Hm.</think>\n\nlook")
+
+
+def test_a_thought_without_room_for_it_is_refused():
+    format = ChatFormat(ChatFrame(family_tokenizer("qwen3"), thinking=False), "alfworld")
+    with pytest.raises(ValueError, match=r"cloning\.thought: .*rollout\.thinking"):
+        format.answers(["look"], ["So."])
+    with pytest.raises(ValueError, match=r"rollout\.thinking: .*no switch"):
+        ChatFrame(family_tokenizer("qwen2.5"), thinking=True)
+
+
+def policy_of(tokenizer, rows: int = 320) -> Policy:
+    model = ModelConfig(
+        vocab_size=rows, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1
+    )  # fmt: skip
+    return Policy(model, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes(model)), tokenizer)
+
+
+ENDS = {name: [*dict.fromkeys([*(["<|im_end|>"] if name == "base" else []), *case[3]])] for name, case in FAMILIES.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_end_token_is_found_kept_and_written(family, tmp_path):
+    """That of the template first: cloning teaches it."""
+    tokenizer = family_tokenizer(family)
+    assert tokenizer.convert_ids_to_tokens(list(ChatFrame(tokenizer).end_tokens)) == ENDS[family]
+    tokenizer.generation |= {"temperature": 0.6, "top_k": 20}
+    stop = FAMILIES[family][0][-1]
+    policy_of(tokenizer).save(tmp_path / "policy", stop=[stop])
+    again = load_policy(tmp_path / "policy")
+    kept = dict.fromkeys([*ENDS[family], stop])
+    assert again.end_tokens == tuple(again.tokenizer.convert_tokens_to_ids(list(kept)))
+    assert published_decoding(generation_of(again.tokenizer)) == Decoding(0.6, 20, 1.0)
+
+
+def test_the_day_is_the_configured_one():
+    for family, told in (("llama3.2", "Date: 05 Mar 2023"), ("smollm3", "Today: 05 March 2023")):
+        frame = ChatFrame(family_tokenizer(family), date=datetime.date(2023, 3, 5))
+        messages = [{"role": "user", "content": "Hello"}]
+        assert told in frame._tokenizer.decode(frame.head) and told in frame._tokenizer.decode(frame.conversation(messages))
+    tokenizer = family_tokenizer("smollm3")
+    tokenizer.chat_template = tokenizer.chat_template.replace('"%d %B %Y"', "messages[0].role")
+    with pytest.raises(ValueError, match="cannot be kept"):
+        ChatFrame(tokenizer)
+
+
+@pytest.mark.parametrize(("said", "decoding"), [
+    ({}, Decoding(0.7, 0, 1.0)), ({"do_sample": False, "temperature": 0.6}, Decoding(0.0, 0, 1.0)),
+    ({"do_sample": True, "temperature": 0.2, "top_p": 0.9, "top_k": None}, Decoding(0.2, 0, 0.9)),
+    ({"temperature": 11}, "temperature=11"), ({"top_p": "much"}, "top_p='much'"),
+])  # fmt: skip
+def test_how_the_publisher_samples(said, decoding):
+    if isinstance(decoding, str):
+        with pytest.raises(ValueError, match=decoding):
+            published_decoding(said, 0.7)
+    else:
+        assert published_decoding(said, 0.7, top_k=None) == decoding
+        assert published_decoding(said, 0.7, temperature=0.0, top_p=0.5).temperature == 0
+
+
+@pytest.mark.parametrize(("change", "wrong"), [
+    ({"generation_config.json": '{"eos_token_id": "x"}'}, "eos_token_id='x' is no token id"),
+    ({"generation_config.json": "[]"}, "generation_config.json"),
+    ({"rows": 250}, "id 25[0-9], but the embedding has 250 rows"), ({"rows": 257}, "'<|im_end|>', id 257"),
+])  # fmt: skip
+def test_ids_that_cannot_be_are_refused(change, wrong, tmp_path):
+    """The rows of an embedding are at least the ids that prompts and answers have; that padding has none is usual."""
+    policy_of(family_tokenizer("smollm2"), change.get("rows", 258)).save(tmp_path / "policy")
+    if "rows" not in change:
+        assert load_policy(tmp_path / "policy").config.vocab_size == 258
+    for name in change.keys() - {"rows"}:
+        assert json.loads((tmp_path / "policy" / name).read_text())
+        (tmp_path / "policy" / name).write_text(change[name])
+    with pytest.raises(ValueError, match=wrong.replace("|", r"\|")):
+        load_policy(tmp_path / "policy")
