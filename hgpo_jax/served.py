@@ -188,6 +188,10 @@ class ServedPolicy:
         text = choice.message.content or ""
         if self._template.bare:
             return _Answer(text, choice.finish_reason != "length")
-        # Some servers take the reasoning out of the text.
+        # Some servers take the reasoning out of the text, others leave out the tag that the chat template has written.
         thought = getattr(choice.message, "reasoning_content", None) or getattr(choice.message, "reasoning", None)
-        return _Answer(f"<think>{thought}</think>{text}" if thought else text, choice.finish_reason != "length")
+        if thought:
+            text = f"<think>{thought}</think>{text}"
+        elif "</think>" in text and "<think>" not in text:
+            text = f"<think>{text}"
+        return _Answer(text, choice.finish_reason != "length")

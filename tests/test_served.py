@@ -65,7 +65,8 @@ class Handler(BaseHTTPRequestHandler):
         text = answer_to(asked["messages"][0]["content"], asked["temperature"], asked["seed"])
         message = {"role": "assistant", "content": text}
         if server.apart and text.startswith("<think>"):
-            message |= {"reasoning_content": "hm", "content": text.removeprefix("<think>hm</think>")}
+            apart = {"reasoning_content": "hm", "content": text.removeprefix("<think>hm</think>")}
+            message |= apart if server.apart == "field" else {"content": text.removeprefix("<think>")}
         self._send(200, {"id": "1", "object": "chat.completion", "created": 1, "model": "small", "choices": [
             {"index": 0, "finish_reason": "stop", "message": message}]})  # fmt: skip
 
@@ -138,10 +139,10 @@ def test_reasoning_that_a_server_takes_apart_belongs_to_the_text(server):
     play = lambda *fields: ServedPolicy(server.policy, config(*fields)).play(GREEDY, 0)  # noqa: E731
     one = play("rollout.stop=[END]")
     assert all(asked["stop"] == ["END"] for asked in server.requests)
-    server.apart = True
-    other = play()
-    assert one[2] == other[2] and "<think>hm</think>" in one[2][0]
-    np.testing.assert_array_equal(one[0].invalid, other[0].invalid)
+    for server.apart in ("field", "without the tag that the prompt opened"):
+        other = play()
+        assert one[2] == other[2] and "<think>hm</think>" in one[2][0]
+        np.testing.assert_array_equal(one[0].invalid, other[0].invalid)
     # A prompt that asks for the action alone gets none.
     assert not any("hm" in text for text in play("env.template=plain")[2])
 
