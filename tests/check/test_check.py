@@ -1,6 +1,7 @@
 """`python -m hgpo_jax.check`: an environment that is broken on purpose for each kind of fault, and sound ones without any."""
 
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -414,7 +415,8 @@ def test_prompts_are_counted_in_the_policys_tokens(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path / "tok")
     (tmp_path / "my.py").write_text(GAME)
-    given = ["env.name=./my.py:Mine", "policy.tokenizer=tok", "rollout.prompt_limit=150"]
+    given = ["env.name=./my.py:Mine", "policy.tokenizer=tok", "rollout.prompt_limit=370"]
     faults, described = check(load(None, given), 8)
     (fault,) = faults
-    assert fault.startswith("rollout.prompt_limit: ") and "longest (tokens)" in described and " 150 " in described
+    assert fault.startswith("rollout.prompt_limit: ") and "longest (tokens)" in described
+    assert re.search(r" 3[567]\d ", described)

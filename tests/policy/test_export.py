@@ -1,5 +1,6 @@
 """`python -m hgpo_jax.export`: what transformers and we read back is what was there, tokenizer included."""
 
+import dataclasses
 import gzip
 import json
 import shutil
@@ -13,6 +14,7 @@ from safetensors.numpy import load_file
 
 from hgpo_jax import cli, export
 from hgpo_jax.policy import load_policy
+from hgpo_jax.policy.tokenizer import read_tokenizer
 from tests.helpers.needs import DATA as SHARED
 
 DATA = Path(__file__).parent / "data"
@@ -99,8 +101,9 @@ def test_qwens_tokenizer_and_chat_template_survive(tmp_path, monkeypatch):
     run(monkeypatch, given, "--to", tmp_path / "exported")
     for name in ("vocab.json", "merges.txt", "tokenizer_config.json", "tokenizer.json", "generation_config.json"):
         assert (tmp_path / "exported" / name).read_bytes() == (given / name).read_bytes()
-    load_policy(given).save(tmp_path / "saved")
-    before, after = (load_policy(folder).tokenizer for folder in (given, tmp_path / "saved"))
+    tiny = load_policy(DATA / "qwen2_tiny")  # whose embedding has no rows for these tokens
+    dataclasses.replace(tiny, tokenizer=read_tokenizer(str(given))).save(tmp_path / "saved")
+    before, after = (read_tokenizer(str(folder)) for folder in (given, tmp_path / "saved"))
     chat = [{"role": "system", "content": "You tidy up."}, {"role": "user", "content": "Über 3 °C · 茶 🍵 \t  done"}]
     expected = "".join(f"<|im_start|>{said['role']}\n{said['content']}<|im_end|>\n" for said in chat)
     for tokenizer in (before, after):

@@ -91,9 +91,9 @@ def test_no_message_is_lost(monkeypatch):
     monkeypatch.setattr(TOKENIZER, "chat_template", "{% for m in messages if m.role != 'system' %}{{ m.content }};{% endfor %}")
     messages = [{"role": role, "content": role} for role in ("user", "system", "user")]
     with pytest.raises(ValueError, match="does not show message 2 of 3"):
-        TEXTS.conversation(messages)
+        ServedText(TOKENIZER).conversation(messages)
     monkeypatch.setattr(TOKENIZER, "chat_template", PLAIN)
-    assert TEXTS.conversation(messages) == TEXTS.prompt("user")
+    assert ServedText(TOKENIZER).conversation(messages) == TEXTS.prompt("user")
 
 
 @pytest.mark.parametrize("words", [("", "go", "to", "bed"), ("", "go to", " bed 1", " cup 2")])
