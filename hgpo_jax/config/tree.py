@@ -223,12 +223,18 @@ class RolloutConfig(Section):
 
 
 class RewardConfig(Section):
-    """A reward of your own (`reward=...` is short for `reward.source=...`): a function of episodes (hgpo_jax/rewards.py)."""
+    """What is added to the environment's rewards: by a function of your own (`reward=...` is short for `reward.source=...`;
+    hgpo_jax/rewards.py), and for answers near the limit."""
 
     source: str = field("", "function that scores an episode by its texts, for a compiled environment in pure JAX; empty: none")
     mode: Literal["add", "replace"] = field("add", "its rewards are added to the environment's, or replace them")
     workers: Positive = field(1, "text: processes that compute it", le=256)
     time_limit: float = field(60.0, "text: seconds after which an episode is left out, because its reward takes too long", gt=0)
+    overlong_cache: int = field(
+        0, "text: last tokens before an answer's limit, in which its reward falls as in DAPO, by up to overlong_penalty; "
+        "0: none", ge=0,
+    )  # fmt: skip
+    overlong_penalty: float = field(1.0, "taken from the reward of an answer that reaches its limit", gt=0, le=1e6)
 
     @pydantic.model_validator(mode="before")
     @classmethod

@@ -27,6 +27,7 @@ class Alarms:
             "logp_difference": ("max_logp_difference", abs, limit),
         }
         self._most, self._in_a_row = config.learner.max_nonfinite, 0
+        self._masks = config.learner.unfinished == "mask"
         self._said: set[str] = set()
         for row in earlier:
             self._count(row)
@@ -55,6 +56,11 @@ class Alarms:
             for name, (field, size, limit) in self._limits.items()
             if name in row and not size(row[name]) <= limit  # NaN is above
         }
+        if self._masks and row["unfinished_share"] == 1:
+            wrong["unfinished_share"] = (
+                "every answer was cut at its limit, and with learner.unfinished=mask nothing is learned; raise "
+                "rollout.response_limit, or give learner.unfinished=train"
+            )
         if failed:
             wrong["reward/failed"] = f"the reward function failed in {failed:.0f} episodes, which are left out"
         found += [f"{begin}: {why}" for name, why in wrong.items() if name not in self._said]
