@@ -124,7 +124,7 @@ class AgentRunner:
 
     def select_tasks(self, stream: str, seed: int | None, indices) -> list[int]:
         return task_numbers(
-            stream, seed, np.asarray(indices), self.num_held_out_tasks if stream == "held_out" else self.num_tasks
+            stream, seed, np.asarray(indices), {"held_out": self.num_held_out_tasks, "train": self.num_tasks}.get(stream)
         )
 
     def abstract_episodes(self, params, inputs: tuple) -> Episodes:

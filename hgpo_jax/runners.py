@@ -241,7 +241,7 @@ class TextRunner:
         return (self._held_out if held_out else self.train)(params, tasks, keys, groups, decoding)
 
     def select_tasks(self, stream: str, seed: int | None, indices) -> list[int]:
-        count = {"held_out": self.num_held_out_tasks, "train": self.num_tasks, "warm_start": self._num_files}[stream]
+        count = {"held_out": self.num_held_out_tasks, "train": self.num_tasks, "warm_start": self._num_files}.get(stream)
         return task_numbers(stream, seed, np.asarray(indices), count)
 
     def abstract_episodes(self, params, inputs: tuple) -> Episodes:

@@ -17,7 +17,7 @@ from hgpo_jax.agents import AgentRunner
 from hgpo_jax.config import Config
 from hgpo_jax.environments import environment
 from hgpo_jax.errors import ConfigError
-from hgpo_jax.evaluation import describe_evaluation, evaluate
+from hgpo_jax.evaluation import describe_evaluation, evaluate, validates_apart
 from hgpo_jax.files import atomic_write, is_remote
 from hgpo_jax.job import Job, Runner, build, job_mesh, open_devices, unrounded
 from hgpo_jax.mesh import abstract_mesh, make_mesh
@@ -143,6 +143,9 @@ def run(config: Config, mesh: Mesh, folder: Path, resuming: bool, stop: Interrup
 
     for fault in faults:
         print(f"warning: {fault}", file=sys.stderr if writes else None, flush=True)
+    if config.log.keep_best and (tasks := job.runner.num_held_out_tasks) and not validates_apart(job):
+        apart = f"with evaluation.episodes={tasks // 2} they would play others"
+        print(f"log.keep_best: validations play tasks of the final evaluation, all {tasks} there are; {apart}", flush=True)
     if resuming:
         print("\n".join([f"resumed after iteration {first} in {remote.shown(folder)}", *changes]), flush=True)
     url = remote.url_of(folder)

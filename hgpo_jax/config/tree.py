@@ -301,7 +301,8 @@ class LogConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """The evaluation on held-out tasks at the end of a run, and validations on the same tasks while it trains."""
+    """The evaluation on held-out tasks at the end of a run, and validations while it trains: with other samples, and on other
+    held-out tasks where there are twice as many as evaluation.episodes."""
 
     episodes: Positive = field(512, "held-out tasks", le=1_000_000)
     every: int = field(0, "iterations between validations (sampled) of the policy that an iteration begins with; 0: none", ge=0)
