@@ -30,6 +30,7 @@ from hgpo_jax.rollout.result import RolloutReport, RolloutResult
 from hgpo_jax.rollout.reward_functions import EpisodeTexts, LocalReward, reward_function
 from hgpo_jax.rollout.workers import EnvFailure
 from hgpo_jax.run import distributed
+from hgpo_jax.untraceable import untraceable
 from hgpo_jax.weight_sets import response_limit
 
 log = logging.getLogger(__name__)
@@ -60,8 +61,7 @@ def _check_compiled(given: str, function: Callable, episodes: Episodes) -> None:
     try:
         result = jax.eval_shape(function, one)
     except Exception as error:  # whatever it does
-        reason = one_line(f"{type(error).__name__}: {error!s:.300}")
-        raise ConfigError(f"reward.source={given}: cannot be compiled: {reason}") from None
+        raise ConfigError(one_line(f"reward.source={given}: {untraceable(function, error):.500}")) from None
     shape = getattr(result, "shape", None)
     if shape not in ((), one.mask.shape):
         found = f"a {type(result).__name__}" if shape is None else f"shape {shape}"
