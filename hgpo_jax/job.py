@@ -219,7 +219,7 @@ def check_memory(config: Config, mesh: Mesh) -> ModelConfig:
         phases = memory.bytes_of_run(config, mesh)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    if limit := memory.device_limit(mesh.local_devices[0]):
+    if limit := memory.device_limit(mesh.local_devices):
         memory.refuse_too_large(config, phases, memory.peak(phases), limit)
     return workload.model
 

@@ -137,7 +137,8 @@ def run(config: Config, mesh: Mesh, folder: Path, resuming: bool, stop: Interrup
 
     first, faults, changes = distributed.broadcast_from_process_0(take)
     stop.saved = first
-    devices = f"{job.mesh.size} {jax.devices()[0].platform} device{'s' if job.mesh.size > 1 else ''}"
+    used, there = job.mesh.size, len(jax.devices())
+    devices = f"{f'{used} of ' * (used < there)}{there} {jax.devices()[0].platform} device{'s' if there > 1 else ''}"
     count = sum(a.size for a in jax.tree.leaves(job.given_params))
     print(f"{remote.shown(folder)}: {config.method}, {count:,} parameters, {devices}, mesh {dict(job.mesh.shape)}", flush=True)
 

@@ -326,7 +326,9 @@ class Config(Section):
     warm_start: Literal["cloning", "none"] = field(
         "cloning", "cloning: behaviour cloning (SFT) of the environment's expert first; none: from policy= as it is"
     )
-    mesh: str = field("auto", "device mesh: auto, or sizes as in data=2,fsdp=4,tensor=1 with at most one -1")
+    mesh: str = field(
+        "auto", "device mesh: auto, or sizes as in data=2,fsdp=4,tensor=1 with at most one -1; fewer than all devices will do"
+    )
     cache_dir: str = field(
         CACHE_DIR, "folder of warm starts, unpacked GGUF files and, unless JAX_COMPILATION_CACHE_DIR is set, compiled "
         "programs; shared by runs",
