@@ -24,6 +24,7 @@ from hgpo_jax.mesh import abstract_mesh, make_mesh
 from hgpo_jax.own_words import fresh_tokenizer
 from hgpo_jax.policy import Policy
 from hgpo_jax.policy.tokenizer import load_tokenizer
+from hgpo_jax.progress import CompileWatch
 from hgpo_jax.run import distributed, remote
 from hgpo_jax.run.curves import plot_curves
 from hgpo_jax.run.folder import find_run, take_folder
@@ -70,7 +71,7 @@ def train(given: dict, resume: str, allowed: tuple[str, ...], dry: bool, multipr
     check_loggers(config)
     check_trained_dtype(config)
     mesh = job_mesh(config)
-    with Interruption() as stop:
+    with Interruption() as stop, CompileWatch():
         try:
             run(config, mesh, folder, resuming, stop)
         except Interrupted as signal:
