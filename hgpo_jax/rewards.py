@@ -91,15 +91,17 @@ def _sums(name: str, rewards, environment, failed) -> dict:
     return {name: rewards.sum(), "reward/environment": environment.sum(), "reward/failed": failed}
 
 
-def overlong(config: Config, roles: Sequence[str], e: Episodes) -> jax.Array:
+def overlong(config: Config, roles: Sequence[str], e: Episodes) -> jax.Array | np.ndarray:
     """f32[B, T], the soft punishment of overlong answers (DAPO: Yu et al., 2025, arXiv 2503.14476, eq. 13), added to rewards.
 
     With L the limit of a role's answers and C `reward.overlong_cache`, an answer of n tokens gets 0 up to L - C, and from there
     (L - C - n) / C: at the limit -1, times `reward.overlong_penalty`.
     """
-    limits = jnp.array([response_limit(config, role)[0] for role in roles])[e.agents]
+    xp = np if isinstance(e.rewards, np.ndarray) else jnp  # a host rollout's stay on the host, in every process
+    limits = xp.array([response_limit(config, role)[0] for role in roles])[e.agents]
     cache = config.reward.overlong_cache
-    return config.reward.overlong_penalty * jnp.clip((limits - cache - e.response_lengths) / cache, -1, 0)
+    punished = config.reward.overlong_penalty * xp.clip((limits - cache - e.response_lengths) / cache, -1, 0)
+    return punished.astype(xp.float32)
 
 
 class _TextReward:
