@@ -82,6 +82,7 @@ class AgentRunner:
         self._slots = min(self._batch, rollout.decode_batch_size * mesh.shape["data"])
         self._at_a_time = env.workers or self._slots
         self.num_tasks, self.num_held_out_tasks = env.num_tasks or None, env.num_held_out_tasks or None
+        self.end_tokens = self._programs.end_tokens
 
     def rollout(self, params, tasks, keys, groups, decoding: Decoding, *, held_out: bool = False) -> RolloutResult:
         """Plays B episodes. Raises RunError where every command failed."""
@@ -123,7 +124,7 @@ class AgentRunner:
 
     def select_tasks(self, stream: str, seed: int | None, indices) -> list[int]:
         return task_numbers(
-            stream, seed, np.asarray(indices), self.num_held_out_tasks if stream == "held_out" else self.num_tasks
+            stream, seed, np.asarray(indices), {"held_out": self.num_held_out_tasks, "train": self.num_tasks}.get(stream)
         )
 
     def abstract_episodes(self, params, inputs: tuple) -> Episodes:

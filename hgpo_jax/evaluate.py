@@ -41,6 +41,7 @@ from hgpo_jax.evaluation import describe_evaluation, describe_seeds, evaluate_se
 from hgpo_jax.evaluation_files import OWN, file_name, refuse_another, settings_of, write
 from hgpo_jax.job import Job, build, prepare_devices
 from hgpo_jax.policy import huggingface
+from hgpo_jax.progress import CompileWatch
 from hgpo_jax.run import remote
 from hgpo_jax.run.curves import plot_curves
 from hgpo_jax.served import PREFIX, ServedPolicy
@@ -168,7 +169,8 @@ def main() -> None:
         if not os.access(target, os.W_OK):
             raise ConfigError(f"{target}: cannot be written; {'see its owner' if own else 'choose another folder with --to'}")
     about = {"policy": policy, "env": config.env.name, "split": split, "settings": settings, "hgpo_jax": version("hgpo_jax")}
-    result, episodes, said = evaluation()
+    with CompileWatch():
+        result, episodes, said = evaluation()
     if jax.process_index() == 0:
         write(file, result if own else about | result, episodes)
         if own:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -16,6 +17,7 @@ from hgpo_jax.evaluation_files import OWN, write
 from hgpo_jax.intervals import over_seeds, wilson
 from hgpo_jax.job import Job
 from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.rollout.tasks import stream_key
 from hgpo_jax.sampling import Decoding
 
 SHOWN = 3  # episodes written out as transcripts; more where there are more task types, one of each
@@ -28,28 +30,51 @@ def sampled_decoding(settings: EvaluationConfig) -> Decoding:
     )
 
 
+def num_evaluated(job: Job) -> int:
+    """Episodes of the final evaluation: `evaluation.episodes`, or as many as there are held-out tasks."""
+    return min(job.config.evaluation.episodes, job.runner.num_held_out_tasks or job.config.evaluation.episodes)
+
+
+def validates_apart(job: Job) -> bool:
+    """Whether there are held-out tasks for validations that the final evaluation does not play: as many again."""
+    return (job.runner.num_held_out_tasks or math.inf) >= 2 * num_evaluated(job)
+
+
+def validation_tasks(job: Job, indices):
+    """Held-out tasks with these numbers to validate on, so that what is chosen by them is not chosen by the final evaluation.
+
+    Of generated tasks a stream of their own; of listed ones the last in the evaluation's order, or, where there are too few
+    (`validates_apart`), those of the evaluation itself.
+    """
+    if job.runner.num_held_out_tasks is None:
+        return job.runner.select_tasks("validation", 0, indices)
+    first = job.runner.num_held_out_tasks - num_evaluated(job) if validates_apart(job) else 0
+    return job.runner.select_tasks("held_out", 0, first + indices)
+
+
 def play_held_out(
-    job: Job, params, decoding: Decoding, seed: int | None = None, in_order: bool = False
+    job: Job, params, decoding: Decoding, seed: int | None = None, in_order: bool = False, validation: bool = False
 ) -> tuple[Episodes, np.ndarray | None, list[str]]:
     """One episode on each of the first `evaluation.episodes` held-out tasks, or on all where there are fewer.
 
     params: what a rollout takes.
     seed: draws other tasks and other samples; then tasks are repeated where there are fewer than `evaluation.episodes`.
     in_order: the environment's tasks in their own order; a seed only draws the samples.
+    validation: `validation_tasks`, and samples of their own.
     Returns: (Episodes of NumPy arrays, the environment's own scores f32[B] if it has any, transcripts: with a seed all of
     them, else the first of each task type and, of few types, the next ones).
     """
     runner = job.runner
-    wanted = job.config.evaluation.episodes
-    if seed is None and runner.num_held_out_tasks:
-        wanted = min(wanted, runner.num_held_out_tasks)
+    wanted = num_evaluated(job) if seed is None else job.config.evaluation.episodes
+    key = stream_key("validation_samples", 0) if validation else jax.random.key(seed or 0)
     parts, scores = [], []
     shown: list[str] = []
     by_type: dict[int, list[str]] = {}
     for first in range(0, wanted, job.batch):
         index = first + jnp.arange(job.batch, dtype=jnp.int32)
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed or 0), index)
-        tasks = runner.select_tasks("held_out", None if in_order else seed or 0, index)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, index)
+        of_seed = None if in_order else seed or 0
+        tasks = validation_tasks(job, index) if validation else runner.select_tasks("held_out", of_seed, index)
         result = jax.device_get(runner.rollout(params, tasks, keys, index, decoding, held_out=True))
         # The largest arrays are not read again; those of a whole evaluation could fill the memory.
         parts.append(result.episodes.replace(prompts=None, logp=None))

@@ -26,9 +26,10 @@ from hgpo_jax.learner import (
 )
 from hgpo_jax.methods import AVAILABLE_ARRAYS
 from hgpo_jax.policy.placement import cast, shardings_like, storage_shardings
+from hgpo_jax.rewards import overlong
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.result import RolloutResult
-from hgpo_jax.run.metrics import role_advantages, rollout_sums
+from hgpo_jax.run.metrics import advantage_metrics, hierarchy_metrics, role_advantages, rollout_sums
 from hgpo_jax.runners import CompiledRunner
 from hgpo_jax.training_batch import TrainingBatch
 from hgpo_jax.weight_sets import members
@@ -50,7 +51,8 @@ def sample(job: Job, params, iteration: int) -> tuple[RolloutResult, list[dict],
     settings = job.config.rollout
     if not job.method.dynamic_sampling:
         result, of_one = _rewarded_rollout(job, params, iteration)
-        return result, [of_one], result.report.counts if result.report else {}
+        counts = result.report.counts if result.report else {}
+        return RolloutResult(punish_overlong(job, result.episodes), result.report), [of_one], counts
     kept, sums = None, []
     for attempt in range(settings.max_tries):
         (episodes, _), of_one = _rewarded_rollout(job, params, iteration, attempt)
@@ -62,7 +64,7 @@ def sample(job: Job, params, iteration: int) -> tuple[RolloutResult, list[dict],
         if filled >= settings.prompt_groups:
             break
     assert kept is not None  # `max_tries` is above 0
-    return RolloutResult(kept, None), sums, {"rollouts": len(sums), "kept_groups": int(filled)}
+    return RolloutResult(punish_overlong(job, kept), None), sums, {"rollouts": len(sums), "kept_groups": int(filled)}
 
 
 def _rewarded_rollout(job: Job, params, iteration: int, attempt: int = 0) -> tuple[RolloutResult, dict]:
@@ -79,12 +81,21 @@ def _rewarded_rollout(job: Job, params, iteration: int, attempt: int = 0) -> tup
     rewards: dict = {}
     if job.reward:
         result, rewards = job.reward(result)
+    if job.config.reward.overlong_cache:
+        rewards["reward/overlong"] = overlong(job.config, job.runner.roles, result.episodes).sum()
     if result.report and not result.episodes.mask.any():
         failures = result.report.failures
         raise RunError(
             f"iteration {iteration + 1}: all {len(failures)} episodes failed, in the first one: {failures[min(failures)]}"
         )
     return result, rollout_sums(result.episodes, job.config.advantage.gamma, job.runner.roles) | rewards
+
+
+def punish_overlong(job: Job, e: Episodes) -> Episodes:
+    """The episodes with `rewards.overlong`; after dynamic sampling, which goes by success as in DAPO's paper, not by length."""
+    if not job.config.reward.overlong_cache:
+        return e
+    return e.replace(rewards=e.rewards + overlong(job.config, job.runner.roles, e))
 
 
 @functools.partial(jax.jit, static_argnums=3)
@@ -130,7 +141,8 @@ def make_learn(job: Job):
         batch = training_batch(episodes)
         if len(job.runner.roles) > 1:
             batch = batch.replace(agents=_flat(episodes.agents))
-        order, count = _shuffled(key, _flat(episodes.mask))
+        happened, unfinished = _flat(episodes.mask), batch.unfinished(job.runner.end_tokens)
+        order, count = _shuffled(key, happened)
         if job.method.critic:
             batch = batch.replace(values=predict_values(state["critic"]["params"], batch, order, count))
         estimate, hierarchy = _estimate(job, episodes, batch.values)
@@ -139,40 +151,42 @@ def make_learn(job: Job):
             learns = episodes.agents == role
             learned = jnp.where(learns.reshape(learns.shape + (1,) * (learned.ndim - 2)), learned, 0.0)
         batch = batch.replace(advantages=_flat(learned))
+        masked = happened & ~unfinished if job.config.learner.unfinished == "mask" else happened
 
         new = {}
         if job.sets:
             new["params"], new["opt_state"], metrics = _update_sets(
-                job, policy_update, state, reference, batch, _flat(episodes.mask), key, lr_scale, role
+                job, policy_update, state, reference, batch, masked, key, lr_scale, role
             )
         else:
             new["params"], new["opt_state"], metrics = policy_update[1](
-                state["params"], state["opt_state"], reference, batch, order, count, lr_scale
+                state["params"], state["opt_state"], reference, batch, *_shuffled(key, masked), lr_scale
             )
         if job.method.critic:
             batch = _with_targets(job, batch, episodes, estimate)
             new["critic"], critic_metrics = update_critic(state["critic"], batch, order, count, lr_scale)
             metrics["nonfinite_steps"] += critic_metrics.pop("nonfinite_steps")
             metrics |= critic_metrics
-        metrics |= _advantage_metrics(episodes.mask, estimate) | _hierarchy_metrics(hierarchy)
+        metrics["unfinished_share"] = unfinished.sum() / jnp.maximum(count, 1)
+        metrics |= advantage_metrics(episodes.mask, estimate) | hierarchy_metrics(hierarchy)
         metrics |= role_advantages(episodes, estimate.advantages, job.runner.roles)
         return _to_storage(job, new), metrics
 
     return learn, init
 
 
-def _update_sets(job: Job, updates: dict, state: dict, reference, batch: TrainingBatch, happened, key, lr_scale, role):
+def _update_sets(job: Job, updates: dict, state: dict, reference, batch: TrainingBatch, learned, key, lr_scale, role):
     """Each set of weights learns from its own roles' decisions: (params, opt_state, metrics).
 
-    happened: bool[N]. A set with nothing to learn from, and with a learning role one that is not this role's, stays as it is.
-    Metrics are means over the sets weighted by their decisions, but for numbers of steps, which are added, and the largest
-    `logp_difference`; a role's own are those of its weights.
+    learned: bool[N], the decisions to learn from. A set with none, and with a learning role one that is not this role's, stays
+    as it is. Metrics are means over the sets weighted by their decisions, but for numbers of steps, which are added, and the
+    largest `logp_difference`; a role's own are those of its weights.
     """
     assert batch.agents is not None
     params, opt_state, found, counts = {}, {}, {}, {}
     for number, (name, (_, update)) in enumerate(updates.items()):
         own = jnp.array(members(name, job.runner.roles))
-        order, count = _shuffled(jax.random.fold_in(key, number), happened & own[batch.agents])
+        order, count = _shuffled(jax.random.fold_in(key, number), learned & own[batch.agents])
         count = count if role is None else jnp.where(own[role], count, 0)
         old = state["params"][name], state["opt_state"][name]
         update_set = functools.partial(update, *old, reference[name], batch, order, count, lr_scale)
@@ -366,33 +380,3 @@ def _to_storage(job: Job, state: dict) -> dict:
         return jax.device_put(part, storage_shardings(part, job.adapted, job.mesh, offload=True))
 
     return {name: part if name == "params" else job.by_set(stored, part) for name, part in state.items()}
-
-
-def _advantage_metrics(mask, estimate: advantages.Estimate) -> dict:
-    """Scalars that describe a batch's advantages; mask bool[B, T]."""
-    steps = jnp.maximum(mask.sum(), 1)
-    metrics = {
-        "advantage_abs": jnp.abs(estimate.advantages).sum() / steps,
-        "advantage_zero": ((estimate.advantages == 0) & mask).sum() / steps,
-    }
-    if "switch_rate" in estimate.stats:
-        metrics["switch_rate"] = estimate.stats["switch_rate"]
-    for column, level in enumerate(estimate.levels):
-        _, sizes, _ = estimate.by_level()
-        metrics[f"peers/level{level}"] = ((sizes[..., column] > 1) & mask).sum() / steps
-    if 0 in estimate.levels:
-        # Cosine between HGPO with K = 0 and what is used: how much the deeper levels change the advantage.
-        level0 = estimate.by_level()[0][..., estimate.levels.index(0)]
-        norms = jnp.sqrt((level0**2).sum() * (estimate.advantages**2).sum())
-        metrics["cosine_to_level0"] = (level0 * estimate.advantages).sum() / jnp.maximum(norms, 1e-12)
-    return metrics
-
-
-def _hierarchy_metrics(levels: advantages.Estimate) -> dict:
-    """What the levels of history explain of the returns (`eb_gae`): tau2 between and s2 within the groups of each level."""
-    metrics = {"hierarchy/rho": levels.stats["rho"]}
-    for column, level in enumerate(levels.levels):
-        metrics[f"hierarchy/s2_level{level}"] = levels.stats["s2"][column]
-        if column:
-            metrics[f"hierarchy/tau2_level{level}"] = levels.stats["tau2"][column - 1]
-    return metrics

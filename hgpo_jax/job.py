@@ -18,7 +18,7 @@ from hgpo_jax.config import Config, check_together
 from hgpo_jax.environments import Makers, environment, role_names
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.mesh import make_mesh
-from hgpo_jax.methods import Method, method_named
+from hgpo_jax.methods import Method, check_numbers, method_named
 from hgpo_jax.own_words import fresh_tokenizer
 from hgpo_jax.policy import LoraConfig, ModelConfig, Policy, initialize, load_policy, lora
 from hgpo_jax.policy.placement import cast, storage_shardings
@@ -219,7 +219,7 @@ def check_memory(config: Config, mesh: Mesh) -> ModelConfig:
         phases = memory.bytes_of_run(config, mesh)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    if limit := memory.device_limit(mesh.local_devices[0]):
+    if limit := memory.device_limit(mesh.local_devices):
         memory.refuse_too_large(config, phases, memory.peak(phases), limit)
     return workload.model
 
@@ -328,6 +328,7 @@ def build(config: Config, mesh: Mesh | None = None) -> Job:
     """
     check_together(config)
     mesh = mesh or prepare_devices(config)
+    check_numbers(config.method)
     jax.set_mesh(mesh)
     compiled = Path(config.cache_dir, "compiled")
     if any(path.exists() and not path.is_dir() for path in (compiled, *compiled.parents)):

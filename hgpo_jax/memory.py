@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -249,13 +250,13 @@ def workload_of(config: Config, mesh) -> Workload:
     )  # fmt: skip
 
 
-def device_limit(device) -> int | None:
-    """Bytes that a device can hold; devices that are cores of a CPU share the machine's. None where it is unknown."""
-    stats = device.memory_stats()
+def device_limit(devices: Sequence) -> int | None:
+    """Bytes that each of a process's devices in use can hold; cores of a CPU share the machine's. None: it is not known."""
+    stats = devices[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]
-    if device.platform == "cpu" and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // jax.local_device_count()
+    if devices[0].platform == "cpu" and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
     return None
 
 

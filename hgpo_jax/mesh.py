@@ -2,7 +2,7 @@
 
 Three axes: `data` splits the batch, `fsdp` splits the batch and the parameters, `tensor` splits heads and feed-forward, and the
 last two together the vocabulary. A spec is written `data=2,fsdp=4,tensor=1`; one axis may be -1 (what is left), and `auto` puts
-every device on `data`.
+every device on `data`. Sizes that need fewer devices than there are take the first ones, unless several processes share them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def parse_mesh(spec: str, devices: int) -> dict[str, int]:
     """Axis sizes from a spec; axes that are left out have size 1.
 
     Raises:
-      ValueError: a malformed or unknown axis, or sizes that do not multiply to `devices`.
+      ValueError: a malformed or unknown axis, sizes that need more than `devices`, or beside -1 do not divide them.
     """
     if spec.strip() == "auto":
         return {"data": devices, "fsdp": 1, "tensor": 1}
@@ -55,17 +55,29 @@ def parse_mesh(spec: str, devices: int) -> dict[str, int]:
     if len(open_axes) > 1:
         raise ValueError(f"mesh={shown}: only one axis can be -1")
     fixed = math.prod(size for size in sizes.values() if size != -1)
-    if open_axes and devices % fixed == 0:
+    if open_axes:
+        if devices % fixed:
+            raise ValueError(f"mesh={shown}: {fixed} does not divide the {devices} devices available; -1 is what is left")
         sizes[open_axes[0]] = devices // fixed
-    if math.prod(sizes.values()) != devices:
-        raise ValueError(f"mesh={shown}: the sizes must multiply to the {devices} devices available; one axis may be -1")
+    if fixed > devices:
+        raise ValueError(f"mesh={shown}: needs {fixed} devices, {devices} are available; give smaller sizes, or auto for all")
     return sizes
 
 
 def make_mesh(spec: str, devices: list | None = None) -> Mesh:
-    """A mesh over all devices (or the given ones) from a spec. Axis types are Auto: the compiler places collectives."""
+    """A mesh over the first devices there are (or are given) from a spec. Axis types are Auto: the compiler places collectives.
+
+    Raises ValueError as `parse_mesh`, and for several processes of which some would have devices that are not used.
+    """
     devices = jax.devices() if devices is None else devices
     sizes = parse_mesh(spec, len(devices))
+    count = math.prod(sizes.values())
+    if count < len(devices) and jax.process_count() > 1:
+        raise ValueError(
+            f"mesh={spec[:100]!r}: takes {count} of the {len(devices)} devices, and {jax.process_count()} processes must take "
+            "all; one axis may be -1"
+        )
+    devices = devices[:count]
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
 
 

@@ -6,10 +6,12 @@ import dataclasses
 import inspect
 
 import jax
+import numpy as np
 
 from hgpo_jax.advantages import ESTIMATORS, Estimate, checks, estimate, parameters
 from hgpo_jax.envs import outside
 from hgpo_jax.errors import ConfigError, one_line
+from hgpo_jax.untraceable import untraceable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +93,40 @@ def _check_estimator(name: str) -> None:
     try:
         result = jax.eval_shape(lambda given: estimate(name, **given), arrays)
     except Exception as error:  # whatever it does
-        raise ConfigError(one_line(f"method={name}: fails with {type(error).__name__}: {error}")) from None
+        raise ConfigError(one_line(f"method={name}: {untraceable(ESTIMATORS[name], error)}")) from None
     shape = getattr(getattr(result, "advantages", None), "shape", None)
     if not isinstance(result, Estimate) or shape != (2, 3):
         shown = f"advantages of shape {shape}" if isinstance(result, Estimate) else f"a {type(result).__name__}"
         raise ConfigError(f"method={name}: returns {shown} for 2 trajectories of 3 steps; return an Estimate with one each")
+
+
+def check_numbers(name: str) -> None:
+    """Raises ConfigError where a user's estimator gives no usable numbers for four short trajectories, one of which wins.
+
+    It is computed, which opens jax's devices.
+    """
+    if name in METHODS:
+        return
+    mask = np.arange(3) < np.array([3, 2, 3, 1])[:, None]
+    arrays = {array: np.zeros(mask.shape[:axes], dtype) for array, (dtype, axes) in checks.ARRAYS.items()}
+    arrays["rewards"][2, 2], arrays["success"][2], arrays["groups"][2:] = 10, True, 1
+    for array in ("states", "next_states", "actions"):
+        arrays[array][:] = np.array([[0, 1, 2], [0, 1, 0], [0, 2, 1], [0, 0, 0]]) + (array == "next_states")
+    given = {array: arrays[array] for array in {"rewards", "states", "groups", *parameters(name)[0]}}
+    if fault := unusable(estimate(name, mask=mask, **given).advantages, mask):
+        raise ConfigError(
+            f"method={name}: returns {fault} of a small batch, in which a group's rewards are all 0; does it divide by 0?"
+        )
+
+
+def unusable(advantages, mask) -> str:
+    """What is wrong with advantages f32[B, T] where mask bool[B, T] is set, as in `NaN for 2 of 9 steps`; "" if nothing is."""
+    advantages, mask = np.asarray(advantages), np.asarray(mask)
+    for what, wrong in (
+        ("NaN", np.isnan(advantages)),
+        (f"numbers beyond {checks.LARGEST:.0e}, whose squares leave float32,", np.abs(advantages) > checks.LARGEST),
+    ):
+        if (wrong & mask).any():
+            where = "turn {1} of episode {0}".format(*np.argwhere(wrong & mask)[0])
+            return f"{what} for {(wrong & mask).sum()} of {mask.sum()} steps ({where} first, counted from 0)"
+    return ""

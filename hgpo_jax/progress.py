@@ -1,12 +1,23 @@
-"""Progress of a long loop: a live line on a terminal, plain lines elsewhere, as in a log file."""
+"""Progress of a long loop, or of compiling: a live line on a terminal, plain lines elsewhere, as in a log file."""
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 
+import jax
 from tqdm import tqdm
 
 PLAIN_EVERY = 5.0  # seconds between plain lines
+SAY_AFTER = 5.0  # seconds of compiling that pass without a word
+COMPILE = "/jax/core/compile/backend_compile_duration"  # of `jax.monitoring`: a scalar at the begin, a duration at the end
+# What jax calls programs, by the names of their functions: as one would say it.
+PROGRAMS = {
+    "learn": "the update", "rollout": "the rollout", "episodes": "the warm start's play",
+    "some_steps": "the warm start's update", "mapped": "the warm start's held-out loss", "_prefill": "the reading of prompts",
+    "_decode": "decoding", "<lambda>": "a program",
+}  # fmt: skip
 
 
 class Progress:
@@ -42,3 +53,71 @@ class Progress:
 
     def __exit__(self, *_) -> None:
         self.close()
+
+
+class CompileWatch:
+    """While it is entered, says what is being compiled, in any thread, and for how long: on a terminal in a live line, else in
+    lines after 5, 10, 20, 40 s and so on, and one at the end. What takes less is not mentioned."""
+
+    def __init__(self) -> None:
+        self._began: dict[int, tuple[str, float]] = {}  # of each thread that compiles
+        self._lock, self._stop = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._bar: tqdm | None = None
+        self._due = SAY_AFTER  # seconds of the longest for the next plain line
+
+    def _begin(self, event: str, value: float | int, **kwargs: str | int) -> None:
+        if event == COMPILE:
+            function = str(kwargs.get("fun_name", "")).removeprefix("jit(").removesuffix(")")
+            with self._lock:
+                self._began[threading.get_ident()] = PROGRAMS.get(function, function), time.perf_counter()
+
+    def _end(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event == COMPILE:
+            with self._lock:
+                name, _began = self._began.pop(threading.get_ident(), ("", 0.0))
+            if name and duration_secs >= SAY_AFTER and not self._live():
+                print(f"compiled {name} in {duration_secs:.0f} s", flush=True)
+
+    def show(self) -> None:
+        """Says what has been compiling for long, where that is due."""
+        now = time.perf_counter()
+        with self._lock:
+            since = [(now - began, name) for name, began in self._began.values() if now - began >= SAY_AFTER]
+        if not since:
+            self._due = SAY_AFTER
+            self._close_bar()
+            return
+        line = "compiling " + ", ".join(f"{name} {seconds:.0f} s" for seconds, name in sorted(since, reverse=True))
+        if self._live():
+            if self._bar is None:
+                self._bar = tqdm(bar_format="{desc}", leave=False)
+            self._bar.set_description_str(line)
+        elif max(since)[0] >= self._due:
+            self._due = 2 * max(since)[0]
+            print(line, flush=True)
+
+    def _live(self) -> bool:
+        return sys.stderr.isatty()
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _watch(self) -> None:
+        while not self._stop.wait(1.0):
+            self.show()
+
+    def __enter__(self) -> CompileWatch:
+        jax.monitoring.register_scalar_listener(self._begin)
+        jax.monitoring.register_event_duration_secs_listener(self._end)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._close_bar()
+        jax.monitoring.unregister_scalar_listener(self._begin)
+        jax.monitoring.unregister_event_duration_listener(self._end)

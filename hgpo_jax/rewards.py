@@ -6,6 +6,8 @@ JAX, `score(episode: Episodes without B) -> f32[] or f32[T]`: the reward of the 
 An episode whose function fails, is too slow or gives no finite numbers is left out of the update, as one whose environment
 fails: with the environment's reward alone it would be compared with members of its group that have other rewards. A run
 whose episodes all fail ends.
+
+`overlong` punishes answers that come near their limit, beside such a function or without one.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +30,8 @@ from hgpo_jax.rollout.result import RolloutReport, RolloutResult
 from hgpo_jax.rollout.reward_functions import EpisodeTexts, LocalReward, reward_function
 from hgpo_jax.rollout.workers import EnvFailure
 from hgpo_jax.run import distributed
+from hgpo_jax.untraceable import untraceable
+from hgpo_jax.weight_sets import response_limit
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +61,7 @@ def _check_compiled(given: str, function: Callable, episodes: Episodes) -> None:
     try:
         result = jax.eval_shape(function, one)
     except Exception as error:  # whatever it does
-        reason = one_line(f"{type(error).__name__}: {error!s:.300}")
-        raise ConfigError(f"reward.source={given}: cannot be compiled: {reason}") from None
+        raise ConfigError(one_line(f"reward.source={given}: {untraceable(function, error):.500}")) from None
     shape = getattr(result, "shape", None)
     if shape not in ((), one.mask.shape):
         found = f"a {type(result).__name__}" if shape is None else f"shape {shape}"
@@ -86,6 +89,19 @@ def _with_compiled(function: Callable, name: str, replaces: bool, e: Episodes) -
 
 def _sums(name: str, rewards, environment, failed) -> dict:
     return {name: rewards.sum(), "reward/environment": environment.sum(), "reward/failed": failed}
+
+
+def overlong(config: Config, roles: Sequence[str], e: Episodes) -> jax.Array | np.ndarray:
+    """f32[B, T], the soft punishment of overlong answers (DAPO: Yu et al., 2025, arXiv 2503.14476, eq. 13), added to rewards.
+
+    With L the limit of a role's answers and C `reward.overlong_cache`, an answer of n tokens gets 0 up to L - C, and from there
+    (L - C - n) / C: at the limit -1, times `reward.overlong_penalty`.
+    """
+    xp = np if isinstance(e.rewards, np.ndarray) else jnp  # a host rollout's stay on the host, in every process
+    limits = xp.array([response_limit(config, role)[0] for role in roles])[e.agents]
+    cache = config.reward.overlong_cache
+    punished = config.reward.overlong_penalty * xp.clip((limits - cache - e.response_lengths) / cache, -1, 0)
+    return punished.astype(xp.float32)
 
 
 class _TextReward:

@@ -64,6 +64,7 @@ class CompiledRunner:
       program: the jitted rollout (`rollout.compiled.make_rollout`).
       task_types: names; `Episodes.task` is an index into them.
       roles: names; `Episodes.agents` is an index into them.
+      end_tokens: each of them ends a response.
       answer_parts: words of the switch, subgoal and action parts of an answer, where it has them (`envs.protocol.Plans`).
       num_tasks, num_held_out_tasks: games to train on and held-out ones; None where tasks are generated.
 
@@ -89,6 +90,7 @@ class CompiledRunner:
         }  # fmt: skip
         self.program = make_rollout(env, networks(models), mesh, **settings)
         self._play_on = make_continuations(env, networks(models), mesh, **settings)
+        self.end_tokens = (self._end,)
 
     def rollout(self, params, tasks, keys, groups, decoding: Decoding, *, held_out: bool = False) -> RolloutResult:
         """Plays B episodes; does not wait until they are computed, unless there are several roles.
@@ -229,7 +231,7 @@ class TextRunner:
                     log.warning("env.name=%s is played on the host: %s", env.name, error)
         except (ValueError, OSError) as error:
             raise ConfigError(f"env.name={env.name}: {' '.join(str(error).split())}") from None
-        self.task_types, self.roles = self.train.task_types, self.train.roles
+        self.task_types, self.roles, self.end_tokens = self.train.task_types, self.train.roles, usual.end_tokens
         self.speakers = speakers or [Speaker(usual, limit)] * len(self.roles)
         self.num_tasks, self.num_held_out_tasks = self.train.num_tasks, self._held_out.num_tasks
         # Of generated games the host, where the warm start's expert plays, has only those that they are made of.
@@ -239,7 +241,7 @@ class TextRunner:
         return (self._held_out if held_out else self.train)(params, tasks, keys, groups, decoding)
 
     def select_tasks(self, stream: str, seed: int | None, indices) -> list[int]:
-        count = {"held_out": self.num_held_out_tasks, "train": self.num_tasks, "warm_start": self._num_files}[stream]
+        count = {"held_out": self.num_held_out_tasks, "train": self.num_tasks, "warm_start": self._num_files}.get(stream)
         return task_numbers(stream, seed, np.asarray(indices), count)
 
     def abstract_episodes(self, params, inputs: tuple) -> Episodes:

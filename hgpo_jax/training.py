@@ -188,8 +188,8 @@ def learning_role(job: Job, iteration: int) -> jax.Array | None:
 
 
 def validate(job: Job, params) -> dict:
-    """Metrics of a sampled evaluation of `Job.rollout_params`."""
-    episodes, scores, _ = play_held_out(job, params, sampled_decoding(job.config.evaluation))
+    """Metrics of a sampled evaluation of `Job.rollout_params`, on other tasks than the final one's where there are enough."""
+    episodes, scores, _ = play_held_out(job, params, sampled_decoding(job.config.evaluation), validation=True)
     summary = summarize(episodes, job.runner.task_types, scores)
     return {f"validation/{name}": summary[name] for name in ("success", "turns", "invalid", "score") if name in summary}
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from hgpo_jax import packing
+from hgpo_jax.sampling import is_end
 
 
 class TrainingBatch(struct.PyTreeNode):
@@ -40,6 +41,12 @@ class TrainingBatch(struct.PyTreeNode):
     def response_mask(self):
         """bool[N, R], true on response tokens."""
         return jnp.arange(self.responses.shape[1]) < self.response_lengths[:, None]
+
+    def unfinished(self, end_tokens: tuple[int, ...]):
+        """bool[N], responses that were cut before one of these tokens; false where there is no response."""
+        last = jnp.maximum(self.response_lengths - 1, 0)[:, None]
+        token = jnp.take_along_axis(self.responses, last, axis=1)[:, 0]
+        return (self.response_lengths > 0) & ~is_end(token, end_tokens)
 
 
 class Assignment(NamedTuple):

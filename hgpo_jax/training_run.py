@@ -17,13 +17,14 @@ from hgpo_jax.agents import AgentRunner
 from hgpo_jax.config import Config
 from hgpo_jax.environments import environment
 from hgpo_jax.errors import ConfigError
-from hgpo_jax.evaluation import describe_evaluation, evaluate
+from hgpo_jax.evaluation import describe_evaluation, evaluate, validates_apart
 from hgpo_jax.files import atomic_write, is_remote
 from hgpo_jax.job import Job, Runner, build, job_mesh, open_devices, unrounded
 from hgpo_jax.mesh import abstract_mesh, make_mesh
 from hgpo_jax.own_words import fresh_tokenizer
 from hgpo_jax.policy import Policy
 from hgpo_jax.policy.tokenizer import load_tokenizer
+from hgpo_jax.progress import CompileWatch
 from hgpo_jax.run import distributed, remote
 from hgpo_jax.run.curves import plot_curves
 from hgpo_jax.run.folder import find_run, take_folder
@@ -70,7 +71,7 @@ def train(given: dict, resume: str, allowed: tuple[str, ...], dry: bool, multipr
     check_loggers(config)
     check_trained_dtype(config)
     mesh = job_mesh(config)
-    with Interruption() as stop:
+    with Interruption() as stop, CompileWatch():
         try:
             run(config, mesh, folder, resuming, stop)
         except Interrupted as signal:
@@ -137,12 +138,16 @@ def run(config: Config, mesh: Mesh, folder: Path, resuming: bool, stop: Interrup
 
     first, faults, changes = distributed.broadcast_from_process_0(take)
     stop.saved = first
-    devices = f"{job.mesh.size} {jax.devices()[0].platform} device{'s' if job.mesh.size > 1 else ''}"
+    used, there = job.mesh.size, len(jax.devices())
+    devices = f"{f'{used} of ' * (used < there)}{there} {jax.devices()[0].platform} device{'s' if there > 1 else ''}"
     count = sum(a.size for a in jax.tree.leaves(job.given_params))
     print(f"{remote.shown(folder)}: {config.method}, {count:,} parameters, {devices}, mesh {dict(job.mesh.shape)}", flush=True)
 
     for fault in faults:
         print(f"warning: {fault}", file=sys.stderr if writes else None, flush=True)
+    if config.log.keep_best and (tasks := job.runner.num_held_out_tasks) and not validates_apart(job):
+        apart = f"with evaluation.episodes={tasks // 2} they would play others"
+        print(f"log.keep_best: validations play tasks of the final evaluation, all {tasks} there are; {apart}", flush=True)
     if resuming:
         print("\n".join([f"resumed after iteration {first} in {remote.shown(folder)}", *changes]), flush=True)
     url = remote.url_of(folder)

@@ -42,6 +42,7 @@ from hgpo_jax.progress import Progress
 from hgpo_jax.rollout.compiled import start_episode
 from hgpo_jax.rollout.prompts import make_prompt, role_of
 from hgpo_jax.rollout.scripted_play import play
+from hgpo_jax.rollout.tasks import stream_key
 from hgpo_jax.run import distributed
 from hgpo_jax.runners import CompiledRunner, TextRunner
 from hgpo_jax.sampling import Decoding
@@ -172,7 +173,7 @@ def demonstrations(job: Job, numbers: jax.Array) -> tuple[TrainingBatch, jax.Arr
     expert = environment(config.env).expert
     assert expert is not None  # `check_together` refuses others
     return generate_play(
-        runner.env, expert, jax.random.fold_in(jax.random.key(config.start_seed), 1), tasks, noise=settings.noise,
+        runner.env, expert, stream_key("play", config.start_seed), tasks, noise=settings.noise,
         history_length=config.rollout.history_length, end=tokenizer.eos_token_id, act=tokenizer.convert_tokens_to_ids(ACT),
     )  # fmt: skip
 
@@ -183,7 +184,6 @@ def clone(job: Job) -> dict:
     Given weights that are good enough come back as they are. Raises ConfigError for what cannot be cloned.
     """
     config, settings = job.config, job.config.cloning
-    key = jax.random.key(config.start_seed)
     given = job.given_params
     reference = job.by_set(lambda job, params: job.reference_copy(params) if job.adapted.lora else None, given)
     # Updated in place, and the job's own are still needed.
@@ -195,7 +195,7 @@ def clone(job: Job) -> dict:
     aim, stop_at = ("success", settings.stop_at) if job.runner.has_expert() else ("admissible", ADMISSIBLE)
 
     def practised(trained, step: int) -> float:
-        keys = jax.random.split(jax.random.fold_in(jax.random.fold_in(key, 1), step), job.batch)
+        keys = jax.random.split(jax.random.fold_in(stream_key("practice", config.start_seed), step), job.batch)
         decoding = Decoding(temperature=config.rollout.temperature)
         episodes, report = job.runner.rollout(job.rollout_params(trained, reference), practice, keys, groups, decoding)
         if aim == "success" or report is None:
@@ -211,10 +211,11 @@ def clone(job: Job) -> dict:
     held_out = _held_out_loss(job, practice_numbers, reference) if isinstance(job.runner, TextRunner) else None
     students = job.by_set(lambda job, trained, beside: Student(job, trained, beside, decisions), trained, reference)
     each = students if job.sets else {"": students}
+    batches = stream_key("cloning", config.start_seed)
     with Progress("warm start", settings.max_steps, "step") as progress:
         for step in range(0, settings.max_steps, settings.check_every):
             steps = min(settings.check_every, settings.max_steps - step)
-            losses = {name: one.learn(jax.random.fold_in(key, 2 + step), steps) for name, one in each.items()}
+            losses = {name: one.learn(jax.random.fold_in(batches, step), steps) for name, one in each.items()}
             if any(skipped for _, skipped in losses.values()):
                 raise RunError(f"warm start: a loss or gradient is not finite after {step} steps; lower cloning.lr")
             trained = job.by_set(lambda _, student: student.trained, students)

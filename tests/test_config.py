@@ -137,6 +137,7 @@ UNREAD = [
     (["lora.alpha=8"], ["lora.rank=2"], "there are no adapters; give lora.rank, too"),
     (["lora.targets=q_proj", "lora.rank=0"], ["roles.carrier.lora_rank=2", "env.name=household_team"], "there are no adapters"),
     (["reward.mode=replace"], ["reward=./mine.py:score"], "there is no reward function; give reward=, too"),
+    (["reward.overlong_penalty=2"], ["reward.overlong_cache=8"], "no answer is punished; give reward.overlong_cache, too"),
     (["env.compiled=false"], ["env.name=alfworld"], "env.name=household has no such choice"),
     (["rollout.response_limit=64"], ["env.name=household_text"], "env.name=household, compiled, is not told as text"),
     (["rollout.stop=x"], ["env.name=alfworld", "policy=Qwen2.5-0.5B"], "env.name=household, compiled, is not told as text"),

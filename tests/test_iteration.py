@@ -20,7 +20,7 @@ from hgpo_jax.policy import network
 from hgpo_jax.policy.placement import storage_shardings
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.result import RolloutResult
-from hgpo_jax.run.metrics import rollout_metrics, rollout_sums
+from hgpo_jax.run.metrics import advantage_metrics, rollout_metrics, rollout_sums
 from hgpo_jax.training_batch import TrainingBatch
 from tests.helpers.tiny import MODEL, WORDS, mesh_of, parameters
 
@@ -130,10 +130,10 @@ def test_hgpo_with_no_history_is_reported_beside_hgpo():
     batch = {"rewards": e.rewards, "mask": e.mask, "states": e.states, "groups": e.groups, "invalid": e.invalid}
     deep, alone = (advantages.estimate("hgpo", **batch, history_length=k, normalize="mean") for k in (2, 0))
     a, b = np.asarray(deep.advantages)[e.mask], np.asarray(alone.advantages)[e.mask]
-    got = iteration._advantage_metrics(jnp.asarray(e.mask), deep)
+    got = advantage_metrics(jnp.asarray(e.mask), deep)
     assert got["cosine_to_level0"] == pytest.approx((a @ b) / np.sqrt((a @ a) * (b @ b)), abs=1e-5)
     assert 0 < got["cosine_to_level0"] < 0.999
-    assert iteration._advantage_metrics(jnp.asarray(e.mask), alone)["cosine_to_level0"] == pytest.approx(1, abs=1e-5)
+    assert advantage_metrics(jnp.asarray(e.mask), alone)["cosine_to_level0"] == pytest.approx(1, abs=1e-5)
 
 
 N = 24

@@ -20,6 +20,7 @@ from hgpo_jax.rollout.episodes import Episodes, action_ids
 from tests.helpers.tiny import MODEL, WORDS, mesh_of, parameters
 
 B, T, P, R, TEMPERATURE = 6, 4, 5, 3, 0.8
+ENDS = tuple(range(1, WORDS // 2))  # a response of another last token was cut
 SETTINGS = (
     "rollout.prompt_groups=2", "rollout.group_size=3", "rollout.history_length=1", f"rollout.temperature={TEMPERATURE}",
     "advantage.gamma=0.9", "advantage.invalid_penalty=0.3", "advantage.lam=0.7",
@@ -79,7 +80,7 @@ def built(*overrides, devices, roles):
     """(mesh, the iteration's `learn`, its `init`); of an answer that has parts every token is one."""
     config, mesh = load(None, [*SETTINGS, *overrides]), mesh_of(f"data={devices}")
     policy = types.SimpleNamespace(config=MODEL)
-    runner = types.SimpleNamespace(roles=roles, answer_parts=(1, 1, 1), switches=switches)
+    runner = types.SimpleNamespace(roles=roles, answer_parts=(1, 1, 1), switches=switches, end_tokens=ENDS)
     return mesh, *make_learn(Job(config=config, mesh=mesh, policy=policy, adapted=MODEL, runner=runner))
 
 
@@ -149,6 +150,20 @@ def test_the_first_gradient_is_that_of_reinforce(episodes, method):
     assert metrics["logp_difference"] < 1e-5 and "correction/weight" not in metrics
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), state["params"], before["params"])
     assert max(jax.tree.leaves(moved)) > 1e-5
+
+
+@pytest.mark.parametrize("method", ["hgpo", pytest.param("ppo", marks=pytest.mark.slow)])
+def test_the_tokens_of_answers_that_were_cut_can_be_left_out_and_their_steps_still_count(episodes, method):
+    e, happened, lengths = episodes, episodes.mask, episodes.response_lengths[episodes.mask]
+    state, metrics, _ = learn(e, f"method={method}", "learner.unfinished=mask")
+    cut = ~np.isin(e.responses[happened][np.arange(len(lengths)), lengths - 1], ENDS)
+    assert 2 < cut.sum() < len(cut) - 2 and metrics["unfinished_share"] == pytest.approx(cut.mean())
+    A, tokens = np.asarray(CASES[method][2](e).advantages)[happened], (np.arange(R) < lengths[:, None]) & ~cut[:, None]
+    norm = assert_first_gradient(state, e, A[:, None] * tokens / tokens.sum())
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    if method == "ppo":  # the critic learns from all steps
+        whole, _, _ = learn(e, "method=ppo")
+        jax.tree.map(np.testing.assert_array_equal, state["critic"], whole["critic"])
 
 
 @pytest.mark.slow

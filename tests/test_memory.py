@@ -59,6 +59,11 @@ def test_the_plan_is_within_15_percent_of_xla(env, spec, devices, micro, decode_
         assert abs(expected / measured - 1) < 0.15, (phase, expected, measured)
 
 
+def test_cores_that_no_mesh_takes_leave_their_memory_to_the_others():
+    one, two = (memory.device_limit(jax.devices()[:count]) for count in (1, 2))
+    assert one and one // 2 == two
+
+
 def test_what_is_offloaded_is_there_in_the_update_only():
     mesh = make_mesh("data=1", jax.devices()[:1])
     workload = memory.Workload(ModelConfig(**SIZES), 192, 64, steps=64, decode_batch=16)

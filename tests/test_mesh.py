@@ -9,12 +9,14 @@ from hgpo_jax.mesh import make_mesh, parse_mesh, partition
 SPECS = {
     "auto": (8, 1, 1), "data=8": (8, 1, 1), "data=2,fsdp=4": (2, 4, 1), "data=2,fsdp=2,tensor=2": (2, 2, 2),
     "tensor=2,data=-1": (4, 1, 2), "fsdp=-1": (1, 8, 1), " data = 4 , tensor = 2 ": (4, 1, 2),
+    "data=1": (1, 1, 1), "data=3": (3, 1, 1), "fsdp=2,tensor=2": (1, 2, 2),
 }  # fmt: skip
 FORM, NUMBER = "expected auto or each of data, fsdp, tensor at most once", "the size of data must be a whole number, not "
-POSITIVE, PRODUCT = "the size of data must be positive, or -1", "the sizes must multiply to the 8 devices available"
+POSITIVE, MORE = "the size of data must be positive, or -1", "needs {} devices, 8 are available; give smaller sizes, or auto"
 REFUSED = {
     "": FORM, "data": FORM, "batch=8": FORM, "data=2,data=4": FORM, "data=": NUMBER + "''", "data=x": NUMBER + "'x'",
-    "data=0": POSITIVE, "data=-2": POSITIVE, "data=3": PRODUCT, "data=2": PRODUCT, "data=3,fsdp=-1": PRODUCT,
+    "data=0": POSITIVE, "data=-2": POSITIVE, "data=9": MORE.format(9), "data=4,fsdp=4": MORE.format(16),
+    "data=9,fsdp=-1": "9 does not divide the 8 devices", "data=3,fsdp=-1": "3 does not divide the 8 devices",
     "data=-1,fsdp=-1": "only one axis can be -1",
 }  # fmt: skip
 
@@ -24,6 +26,15 @@ def test_specs():
         assert tuple(parse_mesh(spec, 8).values()) == tuple(make_mesh(spec).shape.values()) == sizes
     mesh = make_mesh("data=2,fsdp=2,tensor=2")
     assert sorted(d.id for d in mesh.devices.flat) == sorted(d.id for d in jax.devices())
+
+
+def test_fewer_devices_are_the_first_ones_of_one_process(monkeypatch):
+    assert list(make_mesh("data=2,tensor=1").devices.flat) == jax.devices()[:2]
+    assert list(make_mesh("data=1", jax.devices()[3:]).devices.flat) == jax.devices()[3:4]
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert make_mesh("data=8").size == make_mesh("auto").size == 8
+    with pytest.raises(ValueError, match=r"^mesh='data=2': takes 2 of the 8 devices, and 2 processes must take all; "):
+        make_mesh("data=2")
 
 
 @pytest.mark.parametrize(("spec", "message"), REFUSED.items())

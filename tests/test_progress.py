@@ -1,7 +1,12 @@
-"""Progress without a terminal: plain lines, not more than one every five seconds."""
+"""Progress without a terminal: plain lines, not more than one every five seconds; what compiles for long is said."""
+
+import threading
+
+import jax
+import pytest
 
 from hgpo_jax import progress
-from hgpo_jax.progress import Progress
+from hgpo_jax.progress import COMPILE, CompileWatch, Progress
 
 
 def test_plain_lines_where_there_is_no_terminal(monkeypatch, capsys):
@@ -24,3 +29,69 @@ def test_a_terminal_has_one_live_line(monkeypatch, capsys):
     said = capsys.readouterr()
     assert said.out == ""
     assert "warm start:" in said.err and "50/100" in said.err and "loss=1.5" in said.err
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds, as the watch sees them; its own thread does not look."""
+    seconds = [0.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: seconds[0])
+    monkeypatch.setattr(CompileWatch, "_watch", lambda self: None)
+    return seconds
+
+
+def begin(name):
+    jax.monitoring.record_scalar(COMPILE, 0.0, fun_name=f"jit({name})")
+
+
+def end(name, seconds):
+    jax.monitoring.record_event_duration_secs(COMPILE, seconds, fun_name=f"jit({name})")
+
+
+def test_what_compiles_for_long_is_said_at_growing_intervals_and_at_its_end(clock, capsys):
+    with CompileWatch() as watch:
+        begin("learn")
+        for second in range(1, 45):
+            clock[0] = second
+            if second == 8:  # another thread compiles meanwhile
+                thread = threading.Thread(target=begin, args=["_decode"])
+                thread.start()
+                thread.join()
+            watch.show()
+        end("learn", 44.0)
+        begin("quick")
+        end("quick", 4.9)
+        jax.monitoring.record_event_duration_secs("/another", 99.0)
+    begin("learn")
+    assert [name for name, _ in watch._began.values()] == ["decoding"]  # nobody watches any more
+    said = capsys.readouterr().out.splitlines()
+    assert said == [
+        "compiling the update 5 s", "compiling the update 10 s", "compiling the update 20 s, decoding 12 s",
+        "compiling the update 40 s, decoding 32 s", "compiled the update in 44 s",
+    ]  # fmt: skip
+
+
+def test_on_a_terminal_it_is_one_live_line(clock, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    with CompileWatch() as watch:
+        begin("rollout")
+        for clock[0] in (4, 6, 7):
+            watch.show()
+        end("rollout", 7.0)
+        watch.show()
+    said = capsys.readouterr()
+    assert said.out == "" and "compiling the rollout 6 s" in said.err and "compiling the rollout 7 s" in said.err
+    assert "4 s" not in said.err
+
+
+def test_jax_tells_of_all_that_it_compiles(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "SAY_AFTER", 0.0)
+    with CompileWatch():
+        jax.jit(lambda x: x + 1).lower(1.0).compile()
+
+        def learn(x):
+            return x * 2
+
+        jax.jit(learn)(1.0)
+    said = capsys.readouterr().out
+    assert "compiled a program in 0 s" in said and "compiled the update in 0 s" in said

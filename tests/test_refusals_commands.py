@@ -113,7 +113,7 @@ def test_unknown_options(command, here, monkeypatch, capsys):
 
 
 CASES = [
-    ("train", ["--mesh", "data=3"], "mesh='data=3': the sizes must multiply to the 8 devices"),
+    ("train", ["--mesh", "data=16"], "mesh='data=16': needs 16 devices, 8 are available"),
     ("train", ["--mesh", ""], "mesh='': expected"),
     ("train", ["--mesh", "data=-1,fsdp=-1"], "only one axis"),
     ("train", ["--mesh", f"data={DIGITS}"], "must be a whole number"),

@@ -135,6 +135,32 @@ def test_compiled_episodes_get_rewards_inside_a_program(here, mode):
     assert (float(sums["reward/short"]), int(sums["reward/failed"])) == (-3, 1)
 
 
+@pytest.mark.parametrize("method", ["grpo", "dapo"])
+def test_answers_near_their_limit_are_punished_as_in_dapo(method):
+    """The second role's limit is 40, the first one's 100; where groups are chosen, they are by what was reached alone."""
+    fields = [f"method={method}", "env.name=household_team_text", "warm_start=none", "rollout.prompt_groups=2",
+              "rollout.group_size=2", "rollout.response_limit=100", "roles.carrier.response_limit=40",
+              "reward.overlong_cache=20", "reward.overlong_penalty=3", "rollout.max_tries=1"]  # fmt: skip
+    config, e = load(None, fields), played([3, 2, 3, 1])
+    check_together(config)
+    e.response_lengths[:], e.agents[:] = [[80, 100, 20], [81, 90, 0], [21, 30, 40], [39, 0, 0]], [[0] * 3] * 2 + [[1] * 3] * 2
+    e.rewards[2:], e.groups[:] = 0, [0, 0, 1, 1]
+    e.rewards[2, 0] = 5  # the group whose rewards differ
+    given = e.rewards.copy()
+    runner = types.SimpleNamespace(
+        rollout=lambda *_: RolloutResult(e, None), select_tasks=lambda *which: None, roles=("searcher", "carrier")
+    )
+    (got, _), sums, _ = iteration.sample(Job(config, None, None, None, runner), None, 0)
+    expected = np.zeros((4, 3))
+    for episode, turn in np.argwhere(e.mask):
+        room = (40 if e.agents[episode, turn] else 100) - 20 - int(e.response_lengths[episode, turn])
+        expected[episode, turn] = 3 * (0 if room >= 0 else max(-1, room / 20))
+    want = given + expected
+    np.testing.assert_allclose(got.rewards, want if method == "grpo" else [*want[2:], *np.zeros((2, 3))], atol=1e-6)
+    assert rollout_metrics(sums)["reward/overlong"] == pytest.approx(expected.sum() / 4)
+    assert expected.min() == -3 and (expected[e.mask] == 0).any() and len(set(expected.flat)) > 4
+
+
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
@@ -159,8 +185,11 @@ def test_what_a_function_may_not_return(returned, message):
         (["reward=./scores.py:number"], "reward.source=./scores.py:number: number is a int"),
         (["reward=./scores.py:alone"], "reward.source=./scores.py:alone: does not take one argument"),
         (["reward=./scores.py:too_many"], r"reward.source=./scores.py:too_many: returns shape \(9,\); return f32.., or f32.3."),
-        (["reward=./scores.py:of_goals"], "reward.source=./scores.py:of_goals: cannot be compiled: AttributeError: .*goal"),
-        (["reward=./scores.py:branches"], "reward.source=./scores.py:branches: cannot be compiled: TracerBoolConversionError"),
+        (["reward=./scores.py:of_goals"], "reward.source=./scores.py:of_goals: line 11, `return episode.goal`: fails with Att"),
+        (["reward=./scores.py:branches"], "reward.source=./scores.py:branches: line 17, `.* if .*`: values are not known"),
+        (["reward.overlong_cache=8"], "reward.overlong_cache=8: the answers of env.name=household, compiled, have their own"),
+        (["env.name=household_text", "rollout.response_limit=8", "reward.overlong_cache=9"],
+         "reward.overlong_cache=9: more than rollout.response_limit=8; give less"),
         (["reward.mode=both"], "reward.mode='both': must be 'add' or 'replace'"),
         (["reward.mod=add"], r"reward.mod=add: no such field; did you mean reward.mode\?"),
     ],

@@ -71,7 +71,7 @@ def refuse(args: argparse.Namespace, model: ModelConfig, rows: Sequence[int], to
             except ValueError as error:
                 raise ConfigError(f"--mesh {name}: {error}") from None
     needed = sum(a.size for a in jax.tree.leaves(shapes(model))) * jnp.dtype(args.dtype).itemsize + 4 * max(rows) * tokens
-    limit = memory.device_limit(jax.local_devices()[0])
+    limit = memory.device_limit(jax.local_devices())
     if limit and needed > limit * jax.device_count():
         held = limit * jax.device_count() / memory.GiB
         raise ConfigError(

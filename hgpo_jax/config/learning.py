@@ -84,6 +84,10 @@ class LearnerConfig(OptimizerConfig):
         None, "teams: iterations for which one role learns before the next one does; 0: all learn in each; default: the "
         "method's own, 1 for himac, else 0; weights of the other roles' own stay frozen meanwhile", ge=0,
     )  # fmt: skip
+    unfinished: Literal["train", "mask"] = field(
+        "train", "answers cut at their limit; mask: their tokens are left out of the policy's loss, while their steps still "
+        "count for the advantages of others",
+    )  # fmt: skip
     max_nonfinite: Positive = field(
         3, "iterations in a row with a non-finite loss or gradient (such updates are skipped) after which the run stops"
     )

@@ -87,6 +87,12 @@ def check_together(config: Config) -> None:
         _check_roles(config, role_names(config), method.critic)
     if config.evaluation.min_response:
         _check_shortest_response(config)
+    limit, most = _shortest_limit(config) if config.reward.overlong_cache and not config.in_words else (0, "")
+    if config.reward.overlong_cache > limit:
+        why = f"more than {most}; give less" if limit else (
+            f"the answers of env.name={env.name}, compiled, have their own length; leave it out"
+        )  # fmt: skip
+        raise ConfigError(f"reward.overlong_cache={config.reward.overlong_cache}: {why}")
     read = {"name", "options", "compiled", "max_turns", *found.options}
     on_device = config.in_words or config.told_on_device
     read |= set() if on_device else {"workers", "time_limit"}
@@ -115,21 +121,23 @@ def check_given(config: Config, overrides: Sequence[str]) -> None:
         "critic.": (method and method.critic, f"method={config.method} has no critic; leave it out"),
         "rollout.max_tries": (method and method.dynamic_sampling, f"method={config.method} drops no groups; leave it out"),
         "lora.": (adapters, "there are no adapters; give lora.rank, too"),
-        "reward.": (config.reward.source, "there is no reward function; give reward=, too"),
+        **dict.fromkeys(
+            ("reward.mode", "reward.workers", "reward.time_limit"),
+            (config.reward.source, "there is no reward function; give reward=, too"),
+        ),
+        "reward.overlong_penalty": (config.reward.overlong_cache, "no answer is punished; give reward.overlong_cache, too"),
         "env.compiled": (env and env.compiled and env.text, f"env.name={config.env.name} has no such choice; leave it out"),
     }
     for override in overrides:
         name = override.partition("=")[0]
         for begin, (applies, why) in read.items():
-            if name.startswith(begin) and name not in ("lora.rank", "reward.source") and not applies:
+            if name.startswith(begin) and name != "lora.rank" and not applies:
                 raise ConfigError(f"{override:.200}: {why}")
 
 
 def _check_shortest_response(config: Config) -> None:
     """Raises ConfigError where a response of an evaluation could not end: it would be cut, and no action be found in it."""
-    from hgpo_jax.environments import environment, role_names
-    from hgpo_jax.rollout.requirements import ONE_ROLE
-    from hgpo_jax.weight_sets import response_limit
+    from hgpo_jax.environments import environment
 
     if config.in_words:
         made = environment(config.env).compiled
@@ -137,13 +145,22 @@ def _check_shortest_response(config: Config) -> None:
         limit = made(config).action_length + 1
         most = str(limit)
     else:
-        limit, field = min(response_limit(config, role) for role in (role_names(config) if config.roles else ONE_ROLE))
-        most = f"{field}={limit}"
+        limit, most = _shortest_limit(config)
     if config.evaluation.min_response >= limit:
         raise ConfigError(
             f"evaluation.min_response={config.evaluation.min_response}: a response has {most} tokens at most, and needs one to "
             "end with; give less"
         )
+
+
+def _shortest_limit(config: Config) -> tuple[int, str]:
+    """Tokens of the longest response of the role that has the fewest in a text environment, and the field that says so."""
+    from hgpo_jax.environments import role_names
+    from hgpo_jax.rollout.requirements import ONE_ROLE
+    from hgpo_jax.weight_sets import response_limit
+
+    limit, field = min(response_limit(config, role) for role in (role_names(config) if config.roles else ONE_ROLE))
+    return limit, f"{field}={limit}"
 
 
 def _check_roles(config: Config, known: tuple[str, ...], critic: bool) -> None:

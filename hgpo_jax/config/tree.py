@@ -229,12 +229,18 @@ class RolloutConfig(Section):
 
 
 class RewardConfig(Section):
-    """A reward of your own (`reward=...` is short for `reward.source=...`): a function of episodes (hgpo_jax/rewards.py)."""
+    """What is added to the environment's rewards: by a function of your own (`reward=...` is short for `reward.source=...`;
+    hgpo_jax/rewards.py), and for answers near the limit."""
 
     source: str = field("", "function that scores an episode by its texts, for a compiled environment in pure JAX; empty: none")
     mode: Literal["add", "replace"] = field("add", "its rewards are added to the environment's, or replace them")
     workers: Positive = field(1, "text: processes that compute it", le=256)
     time_limit: float = field(60.0, "text: seconds after which an episode is left out, because its reward takes too long", gt=0)
+    overlong_cache: int = field(
+        0, "text: last tokens before an answer's limit, in which its reward falls as in DAPO, by up to overlong_penalty; "
+        "0: none", ge=0,
+    )  # fmt: skip
+    overlong_penalty: float = field(1.0, "taken from the reward of an answer that reaches its limit", gt=0, le=1e6)
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -301,7 +307,8 @@ class LogConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """The evaluation on held-out tasks at the end of a run, and validations on the same tasks while it trains."""
+    """The evaluation on held-out tasks at the end of a run, and validations while it trains: with other samples, and on other
+    held-out tasks where there are twice as many as evaluation.episodes."""
 
     episodes: Positive = field(512, "held-out tasks", le=1_000_000)
     every: int = field(0, "iterations between validations (sampled) of the policy that an iteration begins with; 0: none", ge=0)
@@ -325,7 +332,9 @@ class Config(Section):
     warm_start: Literal["cloning", "none"] = field(
         "cloning", "cloning: behaviour cloning (SFT) of the environment's expert first; none: from policy= as it is"
     )
-    mesh: str = field("auto", "device mesh: auto, or sizes as in data=2,fsdp=4,tensor=1 with at most one -1")
+    mesh: str = field(
+        "auto", "device mesh: auto, or sizes as in data=2,fsdp=4,tensor=1 with at most one -1; fewer than all devices will do"
+    )
     cache_dir: str = field(
         CACHE_DIR, "folder of warm starts, unpacked GGUF files and, unless JAX_COMPILATION_CACHE_DIR is set, compiled "
         "programs; shared by runs",

@@ -1,12 +1,21 @@
-"""Which tasks are trained on and which are held out: streams of random keys that never meet."""
+"""Which tasks are trained on and which are held out, and what else is random before and beside training: streams of random
+keys that never meet. What iterations sample has keys of its own (`Job.key`)."""
 
 from __future__ import annotations
 
 import jax
 import numpy as np
 
-STREAMS = {"train": 0, "held_out": 1, "warm_start": 2}
+STREAMS = {
+    "train": 0, "held_out": 1, "warm_start": 2, "validation": 3,  # tasks
+    "validation_samples": 4, "play": 5, "practice": 6, "cloning": 7,  # of the warm start: its play, its samples, its batches
+}  # fmt: skip
 _ROOT = 20260222  # any constant: it names the family of streams
+
+
+def stream_key(stream: str, seed: int) -> jax.Array:
+    """The random key of a stream."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(_ROOT), STREAMS[stream]), seed)
 
 
 def task_keys(stream: str, seed: int, indices: jax.Array) -> jax.Array:
@@ -14,8 +23,7 @@ def task_keys(stream: str, seed: int, indices: jax.Array) -> jax.Array:
 
     Training and warm start differ by run (`seed`); held-out tasks are evaluated under seed 0 by every run.
     """
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(_ROOT), STREAMS[stream]), seed)
-    return jax.vmap(jax.random.fold_in, (None, 0))(key, indices)
+    return jax.vmap(jax.random.fold_in, (None, 0))(stream_key(stream, seed), indices)
 
 
 def task_numbers(stream: str, seed: int | None, indices, count: int | None) -> list[int]:

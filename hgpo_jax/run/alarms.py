@@ -5,8 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import jax
+
+from hgpo_jax import advantages
 from hgpo_jax.config import Config
 from hgpo_jax.errors import RunError
+from hgpo_jax.iteration import estimator_options
+from hgpo_jax.methods import AVAILABLE_ARRAYS, method_named, unusable
+from hgpo_jax.rollout.episodes import Episodes
 
 LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.5, "int8": 0.5}  # by the type that is sampled with
 
@@ -27,6 +33,7 @@ class Alarms:
             "logp_difference": ("max_logp_difference", abs, limit),
         }
         self._most, self._in_a_row = config.learner.max_nonfinite, 0
+        self._config, self._masks = config, config.learner.unfinished == "mask"
         self._said: set[str] = set()
         for row in earlier:
             self._count(row)
@@ -34,9 +41,11 @@ class Alarms:
     def _count(self, row: dict) -> None:
         self._in_a_row = self._in_a_row + 1 if row.get("nonfinite_steps") else 0
 
-    def check(self, row: dict) -> list[str]:
+    def check(self, row: dict, episodes: Episodes | None = None) -> list[str]:
         """Warnings about a row of metrics; a number that stays above its limit, and a reward function that goes on failing, are
         reported once.
+
+        episodes: of the iteration; where an update was skipped, they tell whether its advantages were to blame.
 
         Raises:
           RunError: no episode had a turn, or `learner.max_nonfinite` iterations in a row had an update that was skipped.
@@ -45,22 +54,47 @@ class Alarms:
         begin, found, failed = f"iteration {row['iteration'] + 1}", [], row.get("reward/failed", 0)
         if not row["steps"]:
             raise RunError(f"{begin}: the reward function gave no finite numbers in any of its {failed:.0f} episodes")
+        blame = "lower learner.lr"
         if self._in_a_row:
+            why = "had a non-finite loss or gradient and"
+            if episodes is not None and (fault := estimator_fault(self._config, episodes)):
+                blame, why = f"mend method={self._config.method}", f"were given {fault}, and"
             found.append(
-                f"{begin}: {row['nonfinite_steps']:.0f} updates had a non-finite loss or "
-                f"gradient and were skipped; the batch is in episodes/nonfinite-{row['iteration']:05d}.npz"
+                f"{begin}: {row['nonfinite_steps']:.0f} updates {why} "
+                f"were skipped; the batch is in episodes/nonfinite-{row['iteration']:05d}.npz"
             )
         wrong = {
             name: f"{name} is {row[name]:.4g}, its limit is log.{field}={limit:g}"
             for name, (field, size, limit) in self._limits.items()
             if name in row and not size(row[name]) <= limit  # NaN is above
         }
+        if self._masks and row["unfinished_share"] == 1:
+            wrong["unfinished_share"] = (
+                "every answer was cut at its limit, and with learner.unfinished=mask nothing is learned; raise "
+                "rollout.response_limit, or give learner.unfinished=train"
+            )
         if failed:
             wrong["reward/failed"] = f"the reward function failed in {failed:.0f} episodes, which are left out"
         found += [f"{begin}: {why}" for name, why in wrong.items() if name not in self._said]
         self._said = set(wrong)
         if self._in_a_row >= self._most:
             raise RunError(
-                f"{found[0]}; the run stops after learner.max_nonfinite={self._most} such iterations in a row, lower learner.lr"
+                f"{found[0]}; the run stops after learner.max_nonfinite={self._most} such iterations in a row, {blame}"
             )
         return found
+
+
+def estimator_fault(config: Config, e: Episodes) -> str:
+    """What is wrong with the advantages of an iteration's episodes, "" if nothing is, or if they need a critic."""
+    name = method_named(config.method).estimator
+    further, _ = advantages.parameters(name)
+    if not AVAILABLE_ARRAYS.issuperset(further):
+        return ""
+    e = jax.device_get(e)
+    arrays = {array: getattr(e, array) for array in ("rewards", "mask", "states", "groups", "invalid", *further)}
+    try:
+        record = advantages.estimate(name, **arrays, **estimator_options(config, name))
+    except ValueError as error:  # what is wrong is already in the rewards
+        return str(error)
+    fault = unusable(record.advantages, e.mask)
+    return fault and f"advantages by method={config.method} that were {fault}"

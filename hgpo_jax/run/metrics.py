@@ -15,6 +15,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
+from hgpo_jax.advantages import Estimate
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.files import atomic_write
 from hgpo_jax.rollout.episodes import Episodes
@@ -136,6 +137,36 @@ def role_advantages(e: Episodes, advantages, roles: tuple[str, ...]) -> dict[str
         mean = advantages.sum(where=own) / count
         metrics[f"by_role/advantage_mean/{role}"] = mean
         metrics[f"by_role/advantage_std/{role}"] = jnp.sqrt(((advantages - mean) ** 2).sum(where=own) / count)
+    return metrics
+
+
+def advantage_metrics(mask, estimate: Estimate) -> dict:
+    """Scalars that describe a batch's advantages; mask bool[B, T]."""
+    steps = jnp.maximum(mask.sum(), 1)
+    metrics = {
+        "advantage_abs": jnp.abs(estimate.advantages).sum() / steps,
+        "advantage_zero": ((estimate.advantages == 0) & mask).sum() / steps,
+    }
+    if "switch_rate" in estimate.stats:
+        metrics["switch_rate"] = estimate.stats["switch_rate"]
+    for column, level in enumerate(estimate.levels):
+        _, sizes, _ = estimate.by_level()
+        metrics[f"peers/level{level}"] = ((sizes[..., column] > 1) & mask).sum() / steps
+    if 0 in estimate.levels:
+        # Cosine between HGPO with K = 0 and what is used: how much the deeper levels change the advantage.
+        level0 = estimate.by_level()[0][..., estimate.levels.index(0)]
+        norms = jnp.sqrt((level0**2).sum() * (estimate.advantages**2).sum())
+        metrics["cosine_to_level0"] = (level0 * estimate.advantages).sum() / jnp.maximum(norms, 1e-12)
+    return metrics
+
+
+def hierarchy_metrics(levels: Estimate) -> dict:
+    """What the levels of history explain of the returns (`eb_gae`): tau2 between and s2 within the groups of each level."""
+    metrics = {"hierarchy/rho": levels.stats["rho"]}
+    for column, level in enumerate(levels.levels):
+        metrics[f"hierarchy/s2_level{level}"] = levels.stats["s2"][column]
+        if column:
+            metrics[f"hierarchy/tau2_level{level}"] = levels.stats["tau2"][column - 1]
     return metrics
 
 

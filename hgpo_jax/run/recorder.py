@@ -96,7 +96,7 @@ class Recorder:
                 self._save(f"nonfinite-{iteration:05d}", episodes)
             self._writer.write(row)
             self._progress.update(1, live_line(row), seconds=sum(spent.values()))
-        for warning in self._alarms.check(row):
+        for warning in self._alarms.check(row, episodes):
             if self._writes:
                 with tqdm.external_write_mode(sys.stderr):
                     print(f"warning: {warning}", file=sys.stderr, flush=True)

@@ -11,6 +11,7 @@ from hgpo_jax.run.alarms import Alarms
 
 def row(iteration, **more):
     usual = {"steps": 8.0, "ratio": 1.0, "approx_kl": 0.01, "logp_difference": 1e-6, "nonfinite_steps": 0.0}
+    usual["unfinished_share"] = 0.0
     return {"iteration": iteration, **usual, **more}
 
 
@@ -61,6 +62,13 @@ def test_a_failing_reward_function_is_said_once():
         "iteration 1: the reward function failed in 3 episodes, which are left out"
     ]
     assert alarms.check(row(1, **{"reward/failed": 2.0})) == alarms.check(row(2, **{"reward/failed": 0.0})) == []
+
+
+def test_a_run_that_leaves_out_every_answer_is_warned():
+    cut = {"unfinished_share": 1.0}
+    (said,) = Alarms(load(None, ["learner.unfinished=mask"])).check(row(0, **cut))
+    assert "every answer was cut at its limit" in said and "rollout.response_limit" in said
+    assert Alarms(load()).check(row(0, **cut)) == []
 
 
 def test_a_run_without_a_turn_to_learn_from_ends():
