@@ -12,7 +12,7 @@ import numpy as np
 from hgpo_jax import advantages, losses
 from hgpo_jax.advantages.hiper import segment_begins
 from hgpo_jax.config import Config
-from hgpo_jax.critic import initialize_critic, make_value_loss, make_values, targets
+from hgpo_jax.critic import initialize_critic, make_value_loss, make_values, targets, values_of_episodes
 from hgpo_jax.errors import RunError
 from hgpo_jax.job import Job
 from hgpo_jax.learner import (
@@ -131,9 +131,12 @@ def make_learn(job: Job):
         if len(job.runner.roles) > 1:
             batch = batch.replace(agents=_flat(episodes.agents))
         order, count = _shuffled(key, _flat(episodes.mask))
+        final_values = None
         if job.method.critic:
-            batch = batch.replace(values=predict_values(state["critic"]["params"], batch, order, count))
-        estimate, hierarchy = _estimate(job, episodes, batch.values)
+            predict = functools.partial(predict_values, state["critic"]["params"])
+            values, final_values = values_of_episodes(predict, batch, episodes, order, count)
+            batch = batch.replace(values=values)
+        estimate, hierarchy = _estimate(job, episodes, batch.values, final_values)
         learned = _by_token(job, estimate, episodes.responses.shape[-1])
         if role is not None:
             learns = episodes.agents == role
@@ -233,8 +236,11 @@ def estimator_options(config: Config, estimator: str) -> dict:
     return {name: values[name] for name in known if values.get(name) is not None}
 
 
-def _estimate(job: Job, e: Episodes, values) -> tuple[advantages.Estimate, advantages.Estimate]:
-    """The method's advantages, and those of `eb_gae`, whose statistics are always logged. values: f32[N, ...], the critic's."""
+def _estimate(job: Job, e: Episodes, values, final_values) -> tuple[advantages.Estimate, advantages.Estimate]:
+    """The method's advantages, and those of `eb_gae`, whose statistics are always logged.
+
+    values: f32[N, ...], the critic's, and final_values: f32[B, ...], as `values_of_episodes` gives them.
+    """
     name = job.method.estimator
     batch = {field: getattr(e, field) for field in ("rewards", "mask", "states", "groups", "invalid")}
     needed, _ = advantages.parameters(name)
@@ -242,9 +248,9 @@ def _estimate(job: Job, e: Episodes, values) -> tuple[advantages.Estimate, advan
     if job.method.parts:
         by_part = jnp.moveaxis(values.reshape(*e.mask.shape, 3), -1, 0)
         arrays |= dict(zip(("term_values", "high_values", "low_values"), by_part, strict=True))
-        arrays["switches"] = _planning(job).switches(e)
+        arrays |= {"switches": _planning(job).switches(e), "final_values": final_values[:, 1]}
     elif job.method.critic:
-        arrays["values"] = values.reshape(e.mask.shape)
+        arrays |= {"values": values.reshape(e.mask.shape), "final_values": final_values}
     estimate = advantages.estimate(name, **batch, **arrays, **estimator_options(job.config, name))
     if name == "eb_gae":
         return estimate, estimate

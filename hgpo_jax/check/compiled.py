@@ -14,7 +14,7 @@ import numpy as np
 
 from hgpo_jax.advantages import state_ids
 from hgpo_jax.check.statistics import GROUP, Play
-from hgpo_jax.envs.protocol import Expert, ListsActions, ListsGames, OwnPrompts, Team, members
+from hgpo_jax.envs.protocol import Expert, ListsActions, ListsGames, OwnPrompts, Team, TimeLimited, members
 from hgpo_jax.errors import one_line
 from hgpo_jax.rollout.compiled import start_episode
 from hgpo_jax.rollout.prompts import make_prompt, prompt_length, role_of
@@ -93,6 +93,8 @@ def shape_faults(env, expert, task, history_length: int) -> list[str]:
         faults += [f"step(state, action): {difference}" for difference in _changed_fields(state, result[0])]
     goal = returned("goal(state)", env.goal, state, goal=ids(env.goal_length))
     returned("won(state)", env.won, state, won=flag)
+    if isinstance(env, TimeLimited):
+        returned("truncated(state)", env.truncated, state, truncated=flag)
     if isinstance(env, Team):
         returned("role(state)", env.role, state, role=number)
     if isinstance(env, OwnPrompts) and goal is not None:

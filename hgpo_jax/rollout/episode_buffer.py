@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -63,7 +64,22 @@ class EpisodeBuffer:
             e.rewards[episode, turn - 1] = output.reward
             e.invalid[episode, turn - 1] |= self._strict and not output.admissible
             self._admissible[episode].append(bool(output.admissible))
-        return not output.done and turn < e.mask.shape[1]
+        last = turn == e.mask.shape[1]
+        if not output.done and not last:
+            return True
+        # An environment that counts its turns itself need not say so: they are used up, and nothing is won.
+        used_up = last and not output.won if output.truncated is None else output.truncated
+        e.truncated[episode] = used_up or not output.done
+        return False
+
+    def truncated(self, episode: int) -> bool:
+        """Whether a time limit has ended an episode."""
+        return bool(self._episodes.truncated[episode])
+
+    def add_final_prompt(self, episode: int, ids: Sequence[int]) -> None:
+        """Takes the prompt of the turn that a truncated episode would have had next."""
+        self._episodes.final_prompts[episode, : len(ids)] = ids
+        self._episodes.final_prompt_lengths[episode] = len(ids)
 
     def exclude(self, episode: int, reason: str) -> None:
         """Leaves an episode out of the result."""
@@ -112,7 +128,8 @@ class EpisodeBuffer:
                     values[episode] = 0
         scores = np.zeros(batch, np.float32)
         for episode, output in self._latest.items():
-            e.success[episode], e.task[episode], scores[episode] = output.won, output.task_type, output.score
+            e.success[episode], e.judged[episode], e.task[episode] = bool(output.won), output.won is not None, output.task_type
+            scores[episode] = np.nan if output.score is None else output.score
         texts, states = self._number_states()
         for episode, ids in states.items():
             e.states[episode, : len(ids) - 1], e.next_states[episode, : len(ids) - 1] = ids[:-1], ids[1:]

@@ -26,6 +26,11 @@ class Story(NamedTuple):
         return "\n".join([f"task: {self.task} ({self.outcome})", *self.turns])
 
 
+def outcome_of(episodes: Episodes, index: int) -> str:
+    """How an episode ended, in a word."""
+    return "unknown" if not episodes.judged[index] else "success" if episodes.success[index] else "failure"
+
+
 def told_turns(
     episodes: Episodes, index: int, roles: Sequence[str], observations: Sequence[str], responses: Sequence[str]
 ) -> list[str]:
@@ -47,7 +52,7 @@ class RolloutReport:
     responses: what the policy wrote in each episode, turn by turn.
     actions: what was found in each response and given to the environment.
     admissible: whether the environment took each of these actions for one of its commands.
-    scores: f32[B], the environment's own score at the end (1 for success where it has none).
+    scores: f32[B], the environment's own score at the end (1 for success where it has none, NaN where that is unknown).
     failures: episode -> why it was excluded; its rows in the Episodes are empty.
     counts: for metrics: sums over the batch and, of the sampler, `decode_steps`, tokens decoded one after the other, and
       `slot_use`, the mean share of its slots, fewer towards the end, that decoded.
@@ -72,7 +77,7 @@ class RolloutReport:
         """One episode as a person would read it, in a terminal too. roles: names of the environment's."""
         observations = [self.texts[state] for state in episodes.states[index][episodes.mask[index]]]
         turns = told_turns(episodes, index, roles, observations, self.responses[index])
-        outcome = self.failures.get(index, "success" if episodes.success[index] else "failure")
+        outcome = self.failures.get(index, outcome_of(episodes, index))
         return Story(printable(self.goals[index]), list(map(printable, turns)), printable(outcome))
 
 

@@ -26,7 +26,7 @@ class EpisodeTexts(NamedTuple):
     observations: list[str]  # T + 1: before each turn, and after the last
     responses: list[str]  # T, what the policy wrote
     rewards: list[float]  # T, the environment's
-    success: bool
+    success: bool | None  # None: the environment did not say
 
 
 class LocalReward:
