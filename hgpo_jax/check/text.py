@@ -12,7 +12,8 @@ import numpy as np
 from hgpo_jax.check.statistics import GROUP, Play
 from hgpo_jax.envs.protocol import INFO
 from hgpo_jax.errors import one_line
-from hgpo_jax.rollout.chat_format import PromptInput
+from hgpo_jax.rollout.chat_format import PromptInput, project
+from hgpo_jax.rollout.episode_buffer import matched
 from hgpo_jax.rollout.requirements import TEXT, TEXT_RESET, TEXT_TEAM, roles_of
 from hgpo_jax.rollout.scripted_play import prompt_inputs
 from hgpo_jax.rollout.workers import EnvOutput, read_output
@@ -125,12 +126,30 @@ def _episode_faults(outputs: list[EnvOutput], actions: list[str], max_turns: int
     found = {}
     if not outputs[-1].done:
         found["end"] = f"step(action): an episode goes on after max_turns={max_turns} actions; count them, and return done"
+    for output in outputs:
+        found = _command_faults(output.commands) | found
     for before, action, after in zip(outputs[:-1], actions, outputs[1:], strict=True):
         if before.commands and not after.admissible:
             found["commands"] = (
                 f"step({action!r:.80}): info calls this inadmissible, but the commands before it list it; let both agree"
             )
     return found
+
+
+def _command_faults(commands: list[str]) -> dict[str, str]:
+    """A command that no answer can give, or that a prompt cannot list."""
+    for command in commands:
+        if "\n" in command:
+            return {"unreadable": f"commands: {command!r:.80} has a line break, and prompts list one a line; leave it out"}
+        read, _ = project(f"<action>{command}</action>", len(command))
+        if matched(read, commands) == command:
+            continue
+        other = next((each for each in commands if each != command and each.lower() == command.lower()), None)
+        why = "is read from no answer: blanks at its ends and tags get lost; leave them out"
+        if other is not None:
+            why = f"and {other!r:.80} differ in case alone, and answers are read without case; let them differ otherwise"
+        return {"unreadable": f"commands: {command!r:.80} {why}"}
+    return {}
 
 
 def _replay_faults(make: Callable, used: _Checked, task: int, outputs, actions) -> dict[str, str]:

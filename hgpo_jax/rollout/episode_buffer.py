@@ -17,6 +17,17 @@ from hgpo_jax.rollout.workers import EnvFailure, EnvOutput
 log = logging.getLogger(__name__)
 
 
+def matched(action: str, commands: Sequence[str]) -> str:
+    """The command that an action means: itself, or else the only one that equals it without case.
+
+    `chat_format.project` lower-cases answers, as verl-agent does, and commands may have capitals.
+    """
+    if action in commands:
+        return action
+    same = {command for command in commands if command.lower() == action.lower()}
+    return same.pop() if len(same) == 1 else action
+
+
 class EpisodeBuffer:
     """Collects environment outputs and responses, and makes the RolloutResult of them.
 
@@ -97,7 +108,7 @@ class EpisodeBuffer:
     def add_response(
         self, prompt: Prompt, response: SlotResponse, parsed: ParsedResponse, ended: bool
     ) -> tuple[str, ...]:
-        """Takes a response to its episode's prompt; returns all the episode's actions with this new one.
+        """Takes a response to its episode's prompt; returns all the episode's actions with this new one (`matched`).
 
         ended: whether the response ended with an end token.
         """
@@ -115,7 +126,7 @@ class EpisodeBuffer:
         self._counts["unfinished"] += not ended
         self._counts["pairs_dropped"] += prompt.pairs_dropped
         self._counts["prompts_cut"] += prompt.tokens_cut > 0
-        self._actions[episode].append(parsed.action)
+        self._actions[episode].append(matched(parsed.action, self._latest[episode].commands))
         self._responses[episode].append(parsed.text)
         return tuple(self._actions[episode])
 
