@@ -26,8 +26,9 @@ import yaml
 
 from hgpo_jax.envs.cli import nearest, one_line
 
-ENVIRONMENTS, ESTIMATORS, REWARDS = "hgpo_jax.environments", "hgpo_jax.estimators", "hgpo_jax.rewards"  # groups of entry points
-
+# Groups of entry points.
+ENVIRONMENTS, ESTIMATORS, REWARDS = "hgpo_jax.environments", "hgpo_jax.estimators", "hgpo_jax.rewards"
+STATE_KEYS = "hgpo_jax.state_keys"
 
 GYMNASIUM = "gymnasium:"
 

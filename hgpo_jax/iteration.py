@@ -28,6 +28,7 @@ from hgpo_jax.methods import AVAILABLE_ARRAYS
 from hgpo_jax.policy.placement import cast, shardings_like, storage_shardings
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.result import RolloutResult
+from hgpo_jax.rollout.state_keys import regrouped
 from hgpo_jax.run.metrics import role_advantages, rollout_sums
 from hgpo_jax.runners import CompiledRunner
 from hgpo_jax.training_batch import TrainingBatch
@@ -79,6 +80,8 @@ def _rewarded_rollout(job: Job, params, iteration: int, attempt: int = 0) -> tup
     rewards: dict = {}
     if job.reward:
         result, rewards = job.reward(result)
+    if job.config.env.state_key or job.config.advantage.similarity is not None:
+        result = regrouped(result, job.config)
     if result.report and not result.episodes.mask.any():
         failures = result.report.failures
         raise RunError(

@@ -117,7 +117,7 @@ class Dump:
         if self.compiled:
             return self._words(self.episodes.observations[episode, turn])
         if self.report:
-            return self.report["texts"][self.episodes.states[episode, turn]]
+            return self.report["texts"][self.episodes.observations[episode, turn, 0]]
         return self.prompt(episode, turn)
 
     def prompt(self, episode: int, turn: int) -> str:

@@ -47,7 +47,8 @@ def told_turns(
 class RolloutReport:
     """What the Episodes of B episodes over a text environment do not hold.
 
-    texts: `texts[states[b, t]]` is the observation before turn t of episode b.
+    texts: `texts[observations[b, t, 0]]` is the observation before turn t of episode b, `texts[states[b, t]]` an equal one
+      unless `state_keys.py` says what is equal.
     goals: each episode's task as text.
     responses: what the policy wrote in each episode, turn by turn.
     actions: what was found in each response and given to the environment.
@@ -75,7 +76,7 @@ class RolloutReport:
 
     def story(self, episodes: Episodes, index: int, roles: Sequence[str]) -> Story:
         """One episode as a person would read it, in a terminal too. roles: names of the environment's."""
-        observations = [self.texts[state] for state in episodes.states[index][episodes.mask[index]]]
+        observations = [self.texts[number] for number in episodes.observations[index, episodes.mask[index], 0]]
         turns = told_turns(episodes, index, roles, observations, self.responses[index])
         outcome = self.failures.get(index, outcome_of(episodes, index))
         return Story(printable(self.goals[index]), list(map(printable, turns)), printable(outcome))
