@@ -228,7 +228,7 @@ def check(env, expert, tasks, key, history_length: int) -> tuple[list[str], dict
         for second in repeated if "leak" not in found else ():
             found = _differences(record, second, name) | found
         found = _value_faults(env, record, name, prompt_length(env, history_length)) | found
-        plays[name] = _as_play(record)
+        plays[name] = _as_play(record, isinstance(env, TimeLimited))
     return list(found.values()), plays, speed
 
 
@@ -301,7 +301,7 @@ def _value_faults(env, record: dict, player: str, slots: int) -> dict[str, str]:
     return found
 
 
-def _as_play(record: dict) -> Play:
+def _as_play(record: dict, says_truncated: bool) -> Play:
     mask = record["mask"][:, :-1]
     last = mask.sum(1) - 1
     every, happened = record["observation"][:, :-1], jnp.asarray(mask)
@@ -312,4 +312,7 @@ def _as_play(record: dict) -> Play:
         prompts=record["prompt"][:, :-1],
         success=record["won"][np.arange(len(last)), last],
         groups=np.arange(len(mask)) // GROUP,
+        rewards=record["reward"][:, :-1].sum(1, where=mask),
+        judged=np.ones(len(mask), bool),
+        says_truncated=says_truncated,
     )

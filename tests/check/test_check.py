@@ -354,7 +354,7 @@ def test_a_sound_text_one_has_no_fault():
 def test_peers_are_those_of_the_same_task_and_the_same_last_observations():
     states = np.array([[0, 1, 2], [0, 1, 1], [0, 3, 0], [0, 1, 0]])
     mask = np.array([[1, 1, 1], [1, 1, 0], [1, 1, 0], [1, 0, 0]], bool)
-    play = Play(mask, states, ~mask, states, mask[:, 0], np.array([0, 0, 0, 1]))
+    play = Play(mask, states, ~mask, states, mask[:, 0], np.array([0, 0, 0, 1]), np.zeros(4), mask[:, 0], False)
     # Level 0: the 0s and the 1s of the first three. Level 1: only (0, 1).
     np.testing.assert_allclose(peers(play, 2), [5 / 8, 2 / 8, 0])
 
