@@ -61,7 +61,7 @@ class GymnasiumText:
     """One of Gymnasium's environments with discrete actions. A task is the seed of its reset.
 
     Args:
-      id: its registered name, as in FrozenLake-v1, or module:name for what a module registers.
+      id: its registered name, as in FrozenLake-v1, or module:name or file.py:name for what a module or a file registers.
       describe: `package.module:NAME` or `FILE.py:NAME` of a function of (observation, the environment, unwrapped) that
         tells the observation. By default MiniGrid's is told in words, a text rendering is shown, and whole numbers are
         written.
@@ -99,6 +99,13 @@ class GymnasiumText:
             raise ValueError(f"max_turns={max_turns}: must be a whole number above 0, or 0 for the environment's own limit")
         limit = {"max_episode_steps": max_turns} if max_turns else {}
         # The checker is for those who write environments; its warnings would stand among a run's lines.
+        place, _, name = id.rpartition(":")
+        if place.endswith(".py"):
+            try:
+                outside.module_of(place)
+            except ValueError as error:
+                raise ValueError(f"id={id}: {error}") from None
+            id = name
         self._id, self._options = id, {"disable_env_checker": True, **limit, **options}
         self._env = self._make()
         self._levels = _minigrid_text(self._env)

@@ -79,7 +79,10 @@ class EnvConfig(Section):
 
     One of your own is of the kind that its class is (`envs/protocol.py`)."""
 
-    name: str = field("household", "which environment; your own by the place of its class, Gymnasium's as gymnasium:ID")
+    name: str = field(
+        "household", "which environment; your own by the place of its class, Gymnasium's as gymnasium:ID or, where your own "
+        "code registers it, gymnasium:FILE.py:ID"
+    )
     options: dict[str, Any] = field(
         {}, "your own: keyword arguments of its class, each written as env.options.NAME=VALUE"
     )

@@ -59,6 +59,8 @@ class EnvFailure(NamedTuple):
 class LocalWorkers:
     """Environments in this process, one per episode. An exception or a wrong type ends only its own episode."""
 
+    limit = "env.time_limit"  # what says how long a worker process may take for an answer
+
     def __init__(self, make_env: Callable):
         self._make_env = make_env
         self._envs: dict[int, tuple] = {}  # episode -> (environment, task, actions done)
@@ -86,6 +88,12 @@ class LocalWorkers:
         """(episode, answer) for the answers that have come: all, in this process."""
         answers, self._answers = self._answers, []
         return answers
+
+    @staticmethod
+    def asked(request: Request) -> str:
+        """What a request is about, behind what became of it."""
+        _, task, actions = request
+        return f": action {actions[-1]!r:.80} in task {task}" if actions else f": reset of task {task}"
 
     def _answer(self, episode: int, task: int, actions: tuple[str, ...]) -> EnvOutput:
         env, current_task, done = self._envs.pop(episode, None) or (self._make_env(), None, 0)

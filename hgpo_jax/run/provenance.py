@@ -29,8 +29,9 @@ def record(config: Config, folder: Path, done: int) -> list[str]:
     if config.env.state_key:
         given["env.state_key"] = config.env.state_key
         places["env.state_key"] = outside.located(config.env.state_key, outside.STATE_KEYS)
-    for option, place in outside.code_in(config.env.options).items():
-        given[f"env.options.{option}"], places[f"env.options.{option}"] = config.env.options[option], place
+    options = config.env.options | outside.implied(config.env.name)
+    for option, place in outside.code_in(options).items():
+        given[f"env.options.{option}"], places[f"env.options.{option}"] = options[option], place
     now = {field: {"name": given[field], **outside.version(place)} for field, place in places.items()}
     templates = {"env.template": config.env.template}
     templates |= {f"roles.{role}.template": settings.template for role, settings in config.roles.items()}

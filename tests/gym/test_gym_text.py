@@ -19,6 +19,7 @@ from hgpo_jax.environments import environment
 from hgpo_jax.envs import minigrid_text, outside
 from hgpo_jax.envs.gym_text import GymnasiumText, plain
 from hgpo_jax.envs.protocol import TextExpert
+from hgpo_jax.errors import ConfigError
 from hgpo_jax.rollout.requirements import check_text
 from hgpo_jax.run import provenance
 
@@ -198,6 +199,28 @@ def test_success_is_what_is_said_and_a_time_limit_is_no_end_of_the_task(given, w
 
 def told(observation, level):
     return "upright" if abs(observation[2]) < level.theta_threshold_radians else "fallen"
+
+
+REGISTERS = "import gymnasium\ngymnasium.register('Mine-v0', entry_point='gymnasium.envs.toy_text.frozen_lake:FrozenLakeEnv')\n"
+
+
+@pytest.mark.parametrize("place", ["./lakes.py", "lakes.py", "lakes_on_the_path"])
+def test_code_of_ones_own_registers_it(tmp_path, monkeypatch, place):
+    (tmp_path / "lakes.py").write_text(REGISTERS)
+    (tmp_path / "lakes_on_the_path.py").write_text(REGISTERS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    gymnasium.registry.pop("Mine-v0", None)
+    config = load(None, [f"env.name=gymnasium:{place}:Mine-v0", "env.options.max_turns=5"])
+    makers = environment(config.env).text(config)
+    assert makers[0]().reset(0)[0].startswith("[S]")
+    if place.endswith(".py"):
+        assert makers[0]().task_types == ("Mine-v0",)
+        provenance.record(config, tmp_path, 0)
+        assert str(tmp_path / "lakes.py") in (tmp_path / "provenance.json").read_text()
+    wrong = f"gymnasium:{place.replace('lakes', 'ponds')}:Mine-v0"
+    with pytest.raises(ConfigError, match=f"^env.name={wrong}: .*ponds"):
+        environment(load(None, [f"env.name={wrong}"]).env)
 
 
 def test_colours_become_brackets():
