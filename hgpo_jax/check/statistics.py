@@ -20,7 +20,7 @@ class Play:
     mask bool[B, T], states i32[B, T], invalid bool[B, T], prompts i32[B, T] (their lengths), success bool[B], groups i32[B].
     rewards f32[B], in total; judged bool[B].
     says_truncated: whether the environment itself says which ends are a time limit's.
-    unnumbered: i32[B, T], states of observations without their numbers, where these are texts.
+    counts: whether a number in the observations, where these are texts, rises or falls with every step.
     """
 
     mask: np.ndarray
@@ -32,10 +32,10 @@ class Play:
     rewards: np.ndarray
     judged: np.ndarray
     says_truncated: bool
-    unnumbered: np.ndarray | None = None
+    counts: bool = False
 
 
-FEW, MANY = 0.02, 0.1  # shares of later steps with a peer
+FEW = 0.02  # of the steps after the first, with a peer
 KEY = "give env.state_key=FILE.py:NAME, a function of the observation that leaves them out, or advantage.similarity"
 
 
@@ -63,25 +63,25 @@ def warnings(play: Play) -> Iterator[str]:
             "truncated: episodes are won where max_turns are used up, which a critic takes for the end of the task; where they "
             "would go on, say truncated"
         )
-    shares = [later_peers(play, states) for states in (play.states, play.unnumbered) if states is not None]
-    if shares[0] < FEW and len(shares) > 1 and shares[1] > MANY:
+    share = later_peers(play)
+    if play.counts:
         yield (
-            f"observation: {shares[0]:.1%} of the steps after the first have a peer, without the observations' numbers "
-            f"{shares[1]:.1%}; a step counter or a clock makes every state another one: {KEY}"
+            "observation: a number in it changes with every step, as a step counter or a clock does, and states are equal at "
+            f"the same count alone: {share:.1%} of the steps after the first have a peer; {KEY}"
         )
-    elif shares[0] < FEW:
+    elif share < FEW:
         yield (
-            f"observation: {shares[0]:.1%} of the steps after the first have a peer, of which groups of equal states are made; "
+            f"observation: {share:.1%} of the steps after the first have a peer, of which groups of equal states are made; "
             f"where parts of an observation do not matter, {KEY}"
         )
 
 
-def later_peers(play: Play, states: np.ndarray) -> float:
+def later_peers(play: Play) -> float:
     """The share of steps after the first with another of the same task and state; 1 where there are none."""
     later = play.mask.copy()
     later[:, 0] = False
     sizes = advantages.estimate(
-        "hgpo", rewards=np.zeros(play.mask.shape, np.float32), mask=play.mask, states=states, groups=play.groups,
+        "hgpo", rewards=np.zeros(play.mask.shape, np.float32), mask=play.mask, states=play.states, groups=play.groups,
         history_length=0,
     ).level_sizes  # fmt: skip
     return float((np.asarray(sizes)[later, 0] > 1).mean()) if later.any() else 1.0

@@ -22,7 +22,7 @@ from hgpo_jax.rollout.workers import EnvOutput, read_output
 
 REPLAYED = 8  # tasks of which an episode is played again
 NONSENSE = "no such command"
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"\d{1,15}")
 Measure = Callable[[list[PromptInput]], tuple[list[int], int]]  # inputs -> (lengths of their prompts, how many do not fit)
 
 
@@ -204,12 +204,22 @@ def _as_play(episodes: list[tuple], lengths: list[int], max_turns: int, state_ke
             mask[row, turn], invalid[row, turn] = True, not outputs[turn + 1].admissible
             states[row, turn] = texts.setdefault(outputs[turn].observation, len(texts))
             prompts[row, turn] = next(measured)
-    kinds: dict[str, int] = {}
-    unnumbered = np.array([kinds.setdefault(_NUMBER.sub("", text), len(kinds)) for text in texts])[states]
+    seen = [[output.observation for output in outputs] for _, outputs, _ in episodes]
     return Play(
         mask, key_numbers(list(texts), state_key)[states] if state_key else states, invalid, prompts,
         success=np.array([bool(end.won) for end in ends]), groups=np.array([number // GROUP for number, *_ in episodes]),
         rewards=np.array([sum(output.reward for output in outputs) for _, outputs, _ in episodes]),
         judged=np.array([end.won is not None for end in ends]),
-        says_truncated=any(end.truncated is not None for end in ends), unnumbered=unnumbered,
+        says_truncated=any(end.truncated is not None for end in ends), counts=not state_key and _counts(seen),
     )  # fmt: skip
+
+
+def _counts(episodes: list[list[str]]) -> bool:
+    """Whether a number, the same one from the beginning or the end of every observation, rises, or falls, with every step."""
+    long = [[list(map(int, _NUMBER.findall(text))) for text in texts] for texts in episodes if len(texts) > 3]
+    fewest = min((len(numbers) for texts in long for numbers in texts), default=0)
+    for place in range(-fewest, fewest) if len(long) >= GROUP else ():
+        steps = np.concatenate([np.sign(np.diff([float(numbers[place]) for numbers in texts])) for texts in long])
+        if (steps == steps[0]).all() and steps[0]:
+            return True
+    return False

@@ -75,7 +75,10 @@ ODD = {
     "truncated: episodes are won where max_turns are used up": walk(
         lambda self, fallen, limit: (1.0, {"won": limit and not fallen})
     ),
-    "observation: 0.0% of the steps after the first have a peer, without .* numbers .* env.state_key=FILE.py:NAME": Clock,
+    "observation: a number in it changes with every step .* 0.0% of the steps .* env.state_key=FILE.py:NAME": Clock,
+    "observation: a number in it changes with every step .* 9": walk(  # episodes of a task count alike
+        seen=lambda self: f"You are at {self.at}, {9 - self.turn} to go."
+    ),
     "observation: 0.0% of the steps after the first have a peer, of which groups": Story,
 }
 
