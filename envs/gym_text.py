@@ -26,13 +26,13 @@ class Known(NamedTuple):
     actions: their names, in the order of their numbers.
     goal: what to do.
     shown: how to read its own observation.
-    won_above: the last reward of a solved episode is above it.
+    won_above: the last reward of a solved episode is above it; None: its rewards do not say which episodes are solved.
     """
 
     actions: tuple[str, ...] = ()
     goal: str = ""
     shown: str = ""
-    won_above: float = 0.0
+    won_above: float | None = None
 
 
 # By the beginning of the id; from the pages of https://gymnasium.farama.org/environments/toy_text/.
@@ -40,18 +40,19 @@ KNOWN = {
     "Blackjack": Known(
         ("stick", "hit"),
         "get closer to 21 than the dealer, but not above it",
-        "the numbers are your sum, the dealer's open card (1 is an ace), and 1 if an ace of yours counts 11",
+        "the numbers are your sum, the dealer's open card (1 is an ace), and 1 if an ace of yours counts 11", won_above=0,
     ),
     "CliffWalking": Known(
         ("up", "right", "down", "left"), "reach T without stepping on the cliff C", "you are at x", won_above=-100
     ),
     "FrozenLake": Known(
         ("left", "down", "right", "up"), "walk from S over the ice F to the goal G without falling into a hole H",
-        "you are at the letter in []",
+        "you are at the letter in []", won_above=0,
     ),
     "Taxi": Known(
         ("south", "north", "east", "west", "pick up", "drop off"), "bring the passenger to the destination",
         "the taxi is at [], the passenger waits at **, or else is in the taxi, the destination is at (); | is a wall",
+        won_above=0,
     ),
 }  # fmt: skip
 
@@ -60,7 +61,7 @@ class GymnasiumText:
     """One of Gymnasium's environments with discrete actions. A task is the seed of its reset.
 
     Args:
-      id: its registered name, as in FrozenLake-v1, or module:name for what a module registers.
+      id: its registered name, as in FrozenLake-v1, or module:name or file.py:name for what a module or a file registers.
       describe: `package.module:NAME` or `FILE.py:NAME` of a function of (observation, the environment, unwrapped) that
         tells the observation. By default MiniGrid's is told in words, a text rendering is shown, and whole numbers are
         written.
@@ -69,7 +70,10 @@ class GymnasiumText:
       goal: the task in words. By default MiniGrid's mission, that of `KNOWN`, or else `solve ID`.
       max_turns: actions after which an episode ends, by default the environment's own limit. A level whose program has a
         limit of its own, as MiniGrid's have (option max_steps), ends there at the latest.
-      won_above: an episode that terminates with a last reward above it is won; by default that of `KNOWN`, or 0.
+      won_above: an episode that terminates with a last reward above it is won. By default `is_success` or `success` of the
+        environment's own info decides, or the reward where that is known to: in the environments of `KNOWN`, and above 0 in
+        MiniGrid's levels. Of others success is unknown.
+      survival: whether an episode is won by lasting until its time limit, as in CartPole, where the end is a fall.
       options: further arguments of `gymnasium.make`.
 
     Attributes:
@@ -88,12 +92,20 @@ class GymnasiumText:
         goal: str = "",
         max_turns: int = 0,
         won_above: float | None = None,
+        survival: bool = False,
         **options: Any,
     ):
         if max_turns < 0:
             raise ValueError(f"max_turns={max_turns}: must be a whole number above 0, or 0 for the environment's own limit")
         limit = {"max_episode_steps": max_turns} if max_turns else {}
         # The checker is for those who write environments; its warnings would stand among a run's lines.
+        place, _, name = id.rpartition(":")
+        if place.endswith(".py"):
+            try:
+                outside.module_of(place)
+            except ValueError as error:
+                raise ValueError(f"id={id}: {error}") from None
+            id = name
         self._id, self._options = id, {"disable_env_checker": True, **limit, **options}
         self._env = self._make()
         self._levels = _minigrid_text(self._env)
@@ -107,7 +119,10 @@ class GymnasiumText:
         self._numbers = self._named_actions(actions, known)
         self._view = self._chosen_view(describe)
         self._goal = goal or ("" if self._levels else self._known_goal(known, described=bool(describe)))
-        self._won_above = known.won_above if won_above is None else won_above
+        if survival and won_above is not None:
+            raise ValueError(f"won_above={won_above}: survival=true decides what is won; leave one of the two out")
+        self._survival, self._won_above = survival, won_above
+        self._usually_above = 0.0 if self._levels else known.won_above
         own = spec.max_episode_steps or (self._levels.longest(self._env) if self._levels else 0)
         self.max_turns = max_turns or own
         if not self.max_turns:
@@ -126,7 +141,8 @@ class GymnasiumText:
     def step(self, action: str) -> tuple[str, list[str], float, bool, dict]:
         """Does one action; one that is not among the commands takes a turn and changes nothing.
 
-        Returns: (observation, commands, the environment's reward, done, info with `won` and `admissible`).
+        Returns: (observation, commands, the environment's reward, done, info with `won`, None where it ends and nobody can
+        tell, `admissible` and `truncated`).
         """
         self._turns += 1
         number = self._commands.get(action.strip())
@@ -135,11 +151,23 @@ class GymnasiumText:
             observation, reward, terminated, truncated, info = self._env.step(number)
             self._taken.append(number)
             self._see(observation, info)
-        info = {"won": bool(terminated and reward > self._won_above), "admissible": number is not None}
         done = bool(terminated or truncated or self._turns >= self.max_turns)
+        won = self._is_won(bool(terminated), float(reward)) if done else False
+        info = {"won": won, "admissible": number is not None, "truncated": done and not terminated}
         return self._seen, list(self._commands), float(reward), done, info
 
+    def _is_won(self, terminated: bool, reward: float) -> bool | None:
+        """Whether an episode that has ended is won; None where nothing says so."""
+        if self._survival:
+            return not terminated
+        for name in ("is_success", "success") if self._won_above is None else ():
+            if name in self._info:
+                return bool(self._info[name])
+        above = self._usually_above if self._won_above is None else self._won_above
+        return None if above is None else terminated and reward > above
+
     def _see(self, observation, info) -> tuple[str, list[str]]:
+        self._info = info
         allowed = info.get("action_mask")  # which actions can do anything, as Taxi says it
         self._commands = {
             name: number for index, (name, number) in enumerate(self._numbers.items()) if allowed is None or allowed[index]

@@ -1,7 +1,8 @@
 """Environments and functions from outside this project, named on a command line.
 
 A name is `package.module:NAME`, found as `import` finds it, or `folder/file.py:NAME`, or what an installed package calls one of
-its entry points, or `gymnasium:ID` for an environment that Gymnasium registers (`gym_text.py`). A file is executed once in a
+its entry points, or `gymnasium:ID` for an environment that Gymnasium registers (`gym_text.py`), with `module:ID` or
+`file.py:ID` as ID where code of one's own registers it. A file is executed once in a
 process, as a module of its own that worker processes find again.
 """
 
@@ -14,6 +15,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Mapping
@@ -26,8 +28,9 @@ import yaml
 
 from hgpo_jax.envs.cli import nearest, one_line
 
-ENVIRONMENTS, ESTIMATORS, REWARDS = "hgpo_jax.environments", "hgpo_jax.estimators", "hgpo_jax.rewards"  # groups of entry points
-
+# Groups of entry points.
+ENVIRONMENTS, ESTIMATORS, REWARDS = "hgpo_jax.environments", "hgpo_jax.estimators", "hgpo_jax.rewards"
+STATE_KEYS = "hgpo_jax.state_keys"
 
 GYMNASIUM = "gymnasium:"
 
@@ -48,8 +51,11 @@ def located(name: str, group: str) -> str:
 
 
 def implied(name: str) -> dict[str, str]:
-    """The options that a name itself gives."""
-    return {"id": name.removeprefix(GYMNASIUM)} if name.startswith(GYMNASIUM) else {}
+    """The options that a name itself gives, a file with its absolute path."""
+    if not name.startswith(GYMNASIUM):
+        return {}
+    place, colon, id = name.removeprefix(GYMNASIUM).rpartition(":")
+    return {"id": f"{Path(place).resolve() if place.endswith('.py') else place}{colon}{id}"}
 
 
 def code_in(options: Mapping[str, Any]) -> dict[str, str]:
@@ -58,24 +64,14 @@ def code_in(options: Mapping[str, Any]) -> dict[str, str]:
     return {
         name: f"{Path(file).resolve()}:{attribute}"
         for name, (file, _, attribute) in places.items()
-        if file.endswith(".py") and attribute.isidentifier() and Path(file).is_file()
+        if file.endswith(".py") and re.fullmatch(r"[\w/.-]+", attribute) and Path(file).is_file()
     }
 
 
 def load(name: str) -> tuple[ModuleType, Any]:
     """The module and the object of a `located` name. Raises ValueError, in one line, where there is none."""
     place, _, attribute = name.rpartition(":")
-    if place.endswith(".py"):
-        module = _executed(Path(place))
-    else:
-        try:
-            module = importlib.import_module(place)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{place}.".startswith(f"{error.name}."):
-                raise ValueError(f"its import fails: {_described(error)}") from None
-            raise ValueError(f"no module {error.name!r}; write package.module:NAME or path/to/file.py:NAME") from None
-        except Exception as error:  # whatever a module does
-            raise ValueError(f"its import fails: {_described(error)}") from None
+    module = module_of(place)
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -85,6 +81,20 @@ def load(name: str) -> tuple[ModuleType, Any]:
     if not callable(found):
         raise ValueError(f"{attribute} is a {type(found).__name__}; name a class or a function")
     return module, found
+
+
+def module_of(place: str) -> ModuleType:
+    """The module with this name or in this file. Raises ValueError, in one line, where there is none."""
+    if place.endswith(".py"):
+        return _executed(Path(place))
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+            raise ValueError(f"its import fails: {_described(error)}") from None
+        raise ValueError(f"no module {error.name!r}; write package.module:NAME or path/to/file.py:NAME") from None
+    except Exception as error:  # whatever a module does
+        raise ValueError(f"its import fails: {_described(error)}") from None
 
 
 def _executed(file: Path) -> ModuleType:
@@ -173,7 +183,7 @@ def make(name: str, given: Mapping[str, Any]) -> Any:
 
 def version(name: str) -> dict[str, str | None]:
     """What a `located` name was when it was loaded: its file, the file's SHA-256, and the version of module or distribution."""
-    module, _ = load(name)
+    module = module_of(name.rpartition(":")[0])
     file = getattr(module, "__file__", None)
     number = getattr(module, "__version__", None)
     if number is None:

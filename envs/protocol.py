@@ -132,6 +132,16 @@ class Team(Protocol):
 
 
 @runtime_checkable
+class TimeLimited(Protocol):
+    """Optional for a compiled environment: which ends are a time limit's, after which a critic's value goes on. Without it they
+    are those after `max_turns` actions where the task is not won."""
+
+    def truncated(self, state: Any) -> jax.Array:
+        """truncated(state) -> whether a time limit, and not the task itself, ended the episode, bool[]"""
+        ...
+
+
+@runtime_checkable
 class Plans(Protocol):
     """Optional for a compiled environment: answers that say what they are about before what they do, as `method=hiper` needs.
 
@@ -187,8 +197,12 @@ class TextTeam(Protocol):
     role: Annotated[int, "whose turn the next one is, an index into roles"]
 
 
-# What the info of a text environment's step says; optional is `score`, a float, by default 1 for a task that is solved.
-INFO = {"won": "whether the task is solved", "admissible": "whether the last action was one of the commands"}
+# What the info of a text environment's step says. Optional are `score`, a float, by default 1 for a task that is solved, and
+# `truncated`, whether it was a time limit that ended the episode, by default where `max_turns` actions did not solve the task.
+INFO = {
+    "won": "whether the task is solved, None where nobody can tell",
+    "admissible": "whether the last action was one of the commands",
+}
 
 
 def members(protocol: type, beyond: type | None = None) -> dict[str, str]:

@@ -16,6 +16,7 @@ from flax import nnx
 
 from hgpo_jax import losses
 from hgpo_jax.policy import ModelConfig, network
+from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.training_batch import TrainingBatch
 
 
@@ -50,6 +51,30 @@ def make_values(config: ModelConfig, remat: str = "none", plan_words: int = 0):
         return (hidden.astype(jnp.float32) * params["value"]["kernel"]).sum(-1) + params["value"]["bias"]
 
     return values
+
+
+def values_of_episodes(predict, batch: TrainingBatch, e: Episodes, order, count) -> tuple[jax.Array, jax.Array]:
+    """The critic's values f32[N, ...] of the decisions, and f32[B, ...] after the last of each truncated episode, else 0.
+
+    Where that has no final prompt, as one of an agent, its last prompt stands for it.
+    order, count: as for `predict`, of the decisions.
+    """
+    B, T = e.mask.shape
+    has_prompt = e.final_prompt_lengths > 0
+    finals = TrainingBatch(
+        prompts=e.final_prompts, prompt_lengths=e.final_prompt_lengths, response_lengths=has_prompt.astype(jnp.int32),
+        responses=jnp.zeros((B, *e.responses.shape[2:]), e.responses.dtype), old_logp=jnp.zeros((B, *e.logp.shape[2:])),
+        advantages=jnp.zeros(B),
+    )  # fmt: skip
+    # In front, because what counts comes first.
+    order = jnp.concatenate([B * T + jnp.arange(B), order])
+    values = predict(jax.tree.map(lambda a, b: jnp.concatenate([a, b]), batch.replace(agents=None), finals), order, B + count)
+    values, after = values[: B * T], values[B * T :]
+    by_turn = values.reshape(B, T, *values.shape[1:])
+    last = by_turn[jnp.arange(B), jnp.maximum(e.mask.sum(1) - 1, 0)]
+    like = (B,) + (1,) * (after.ndim - 1)
+    after = jnp.where(has_prompt.reshape(like), after, last)
+    return values, jnp.where(e.truncated.reshape(like), after, 0.0)
 
 
 def targets(batch: TrainingBatch) -> jax.Array:

@@ -19,7 +19,7 @@ import numpy as np
 
 from hgpo_jax.envs import outside
 from hgpo_jax.envs.alfworld import expert as alfworld_expert
-from hgpo_jax.envs.alfworld.dataset import ENVIRONMENT_VARIABLE, list_games
+from hgpo_jax.envs.alfworld.dataset import ENVIRONMENT_VARIABLE, SPLITS, list_games, split_folder
 from hgpo_jax.envs.alfworld.generated import generate_games
 from hgpo_jax.envs.alfworld.habits import search_order
 from hgpo_jax.envs.alfworld.short_prompts import ShortPromptAlfworld
@@ -145,7 +145,22 @@ def list_alfworld(data: str, split: str) -> list[Path]:
     try:
         return [game.path for game in list_games(split, data)]
     except (ValueError, OSError) as error:
-        raise ConfigError(f"env.data={data}: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"env.data={data}: {' '.join(str(error).split())}{_other_splits(data, split)}") from None
+
+
+def _other_splits(data: str, missing: str) -> str:
+    """Of a folder without a split what it has, and the field that asks for it."""
+    there = []
+    for split in SPLITS:
+        with contextlib.suppress(ValueError):
+            split_folder(split, data)
+            there.append(split)
+    if not there or missing in there:
+        return ""
+    held_out = get_args(HeldOut)
+    field, alike = ("env.held_out", held_out) if missing in held_out else ("env.split", ("train", "valid_train"))
+    usable = [f"give {field}={split}" for split in alike if split in there]
+    return f"; it has {', '.join(there)}, {usable[0] if usable else f'none of which is for {field}'}"
 
 
 def alfworld_text(config: Config) -> Makers:

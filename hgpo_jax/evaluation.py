@@ -92,23 +92,26 @@ def play_held_out(
 
 
 def summarize(episodes: Episodes, task_types: Sequence[str], scores: np.ndarray | None = None) -> dict:
-    """The result of one evaluation, as plain numbers. Episodes that their environment failed have no turns and do not count."""
-    played = episodes.mask[:, 0]
-    n, wins, steps = int(played.sum()), int(episodes.success.sum()), int(episodes.mask.sum())
+    """The result of one evaluation, as plain numbers. Episodes that their environment failed have no turns and do not count,
+    but for `success_at_least`, where they count as lost. Success is NaN where the environment does not say it.
+    """
+    played, judged = episodes.mask[:, 0], episodes.judged
+    n, known, wins, steps = (int(a.sum()) for a in (played, judged, episodes.success, episodes.mask))
     if not n:
         raise RunError("evaluation: the environment failed in every episode")
     by_task = {
-        task_types[task]: float(episodes.success[played & (episodes.task == task)].mean())
-        for task in np.unique(episodes.task[played]).tolist()
+        task_types[task]: float(episodes.success[judged & (episodes.task == task)].mean())
+        for task in np.unique(episodes.task[judged]).tolist()
     }
     return {
         "played": n,
-        "success": wins / n,
-        "interval": list(wilson(wins, n)),
+        "success": wins / known if known else math.nan,
+        "interval": list(wilson(wins, known)) if known else [math.nan, math.nan],
+        "success_at_least": wins / (len(played) - n + known) if known else math.nan,
         "by_task": by_task,
         "turns": steps / n,
         "invalid": float((episodes.invalid & episodes.mask).sum() / steps),
-    } | ({} if scores is None else {"score": float(scores[played].mean())})
+    } | ({} if scores is None or np.isnan(scores[played]).any() else {"score": float(scores[played].mean())})
 
 
 def evaluate(job: Job, params, folder: Path) -> tuple[dict, list[str]]:
@@ -144,12 +147,16 @@ def describe_evaluation(result: dict) -> str:
         tasks = ""
         if len(result["by_task"][mode]) > 1:
             tasks = "; " + ", ".join(f"{name} {share:.0%}" for name, share in result["by_task"][mode].items())
-        played, count = result["played"][mode], result["episodes"]
-        failed = f"; in {count - played} of {count} tasks the environment failed, which are left out" if played < count else ""
-        lines.append(
-            f"held-out {mode:7s} {result['success'][mode]:6.1%} of {played} tasks "
-            f"(95 % interval {low:.1%} to {high:.1%}), {result['turns'][mode]:.1f} turns{tasks}{failed}"
-        )
+        played, count, success = result["played"][mode], result["episodes"], result["success"][mode]
+        failed = ""
+        if played < count:
+            failed = f"; in {count - played} of {count} tasks the environment failed, which are left out"
+            if not math.isnan(success):
+                failed += f": {result['success_at_least'][mode]:.1%} if they count as lost"
+        said = f"{success:6.1%} of {played} tasks (95 % interval {low:.1%} to {high:.1%})"
+        if math.isnan(success):
+            said = f"success unknown in {played} tasks, whose environment does not say it"
+        lines.append(f"held-out {mode:7s} {said}, {result['turns'][mode]:.1f} turns{tasks}{failed}")
     return "\n".join(lines)
 
 
@@ -158,7 +165,7 @@ def measures(episodes: Episodes, task_types: Sequence[str], scores: np.ndarray |
     summary = summarize(episodes, task_types, scores)
     steps = episodes.mask.sum()
     numbers = {
-        "success": summary["success"],
+        **({} if math.isnan(summary["success"]) else {name: summary[name] for name in ("success", "success_at_least")}),
         **{f"success/{name}": share for name, share in summary["by_task"].items()},
         "turns": summary["turns"],
         "valid_actions": 1 - summary["invalid"],
@@ -173,10 +180,13 @@ def share_sizes(episodes: Episodes, task_types: Sequence[str], scores: np.ndarra
 
     A score is whatever number the environment says; it is among them where all of the episodes' are.
     """
-    played = episodes.mask[:, 0]
-    types, counts = np.unique(episodes.task[played], return_counts=True)
+    played, judged = episodes.mask[:, 0], episodes.judged
+    types, counts = np.unique(episodes.task[judged], return_counts=True)
     by_type = {f"success/{task_types[t]}": int(n) for t, n in zip(types, counts, strict=True)}
-    sizes = {"success": int(played.sum()), **by_type, "valid_actions": int(episodes.mask.sum())}
+    sizes = {
+        "success": int(judged.sum()), "success_at_least": int(judged.sum() + (~played).sum()), **by_type,
+        "valid_actions": int(episodes.mask.sum()),
+    }  # fmt: skip
     if scores is not None and scores[played].min() >= 0 and scores[played].max() <= 1:
         sizes["score"] = int(played.sum())
     return sizes
@@ -187,11 +197,11 @@ def pooled(plays: list[Episodes], task_types: Sequence[str]) -> dict[str, dict]:
 
     Episodes count as independent, also those that repeat a task: the interval says nothing about tasks that were not played.
     """
-    played = np.concatenate([e.mask[:, 0] for e in plays])
+    judged = np.concatenate([e.judged for e in plays])
     success = np.concatenate([e.success for e in plays])
     task = np.concatenate([e.task for e in plays])
-    parts = {"success": played}
-    parts |= {f"success/{task_types[t]}": played & (task == t) for t in np.unique(task[played]).tolist()}
+    parts = {"success": judged} if judged.any() else {}
+    parts |= {f"success/{task_types[t]}": judged & (task == t) for t in np.unique(task[judged]).tolist()}
     found = {}
     for name, part in parts.items():
         n, wins = int(part.sum()), int(success[part].sum())
@@ -211,7 +221,7 @@ def evaluate_seeds(job: Job, params, seeds: list[int]) -> tuple[dict, list[dict]
             played = bool(e.mask[i, 0])  # only then is the type known
             outcome = {
                 "task": job.runner.task_types[int(e.task[i])] if played else None,
-                "success": bool(e.success[i]) if played else None,
+                "success": bool(e.success[i]) if e.judged[i] else None,
             } | ({} if scores is None else {"score": float(scores[i]) if played else None})
             turns = int(e.mask[i].sum())
             episodes.append({"seed": seed, "episode": i} | outcome | {"turns": turns, "transcript": transcript})

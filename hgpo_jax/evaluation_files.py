@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,13 +20,23 @@ DO_NOT = ("env.data", "env.split", "env.workers", "env.time_limit", "evaluation.
 
 
 def write(path: Path, result: dict, episodes: Sequence[dict] = ()) -> None:
-    """Writes an evaluation as JSON, and before it its episodes, where it has any, one per line in the file .jsonl beside it."""
+    """Writes an evaluation as JSON, and before it its episodes, where it has any, one per line in the file .jsonl beside it.
+
+    What is unknown, NaN, is null there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if episodes:
         with atomic_write(path.with_name(path.name + "l")) as lines:
-            lines.writelines(json.dumps(episode) + "\n" for episode in episodes)
+            lines.writelines(json.dumps(_as_json(episode)) + "\n" for episode in episodes)
     with atomic_write(path) as file:
-        file.write(json.dumps(result, indent=2) + "\n")
+        file.write(json.dumps(_as_json(result), indent=2) + "\n")
+
+
+def _as_json(value):
+    if isinstance(value, dict):
+        return {name: _as_json(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_as_json(each) for each in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def settings_of(config: Config) -> dict[str, object]:

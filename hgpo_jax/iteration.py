@@ -12,7 +12,7 @@ import numpy as np
 from hgpo_jax import advantages, losses
 from hgpo_jax.advantages.hiper import segment_begins
 from hgpo_jax.config import Config
-from hgpo_jax.critic import initialize_critic, make_value_loss, make_values, targets
+from hgpo_jax.critic import initialize_critic, make_value_loss, make_values, targets, values_of_episodes
 from hgpo_jax.errors import RunError
 from hgpo_jax.job import Job
 from hgpo_jax.learner import (
@@ -29,6 +29,7 @@ from hgpo_jax.policy.placement import cast, shardings_like, storage_shardings
 from hgpo_jax.rewards import overlong
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.result import RolloutResult
+from hgpo_jax.rollout.state_keys import regrouped
 from hgpo_jax.run.metrics import advantage_metrics, hierarchy_metrics, role_advantages, rollout_sums
 from hgpo_jax.runners import CompiledRunner
 from hgpo_jax.training_batch import TrainingBatch
@@ -83,6 +84,8 @@ def _rewarded_rollout(job: Job, params, iteration: int, attempt: int = 0) -> tup
         result, rewards = job.reward(result)
     if job.config.reward.overlong_cache:
         rewards["reward/overlong"] = overlong(job.config, job.runner.roles, result.episodes).sum()
+    if job.config.env.state_key or job.config.advantage.similarity is not None:
+        result = regrouped(result, job.config)
     if result.report and not result.episodes.mask.any():
         failures = result.report.failures
         raise RunError(
@@ -143,9 +146,12 @@ def make_learn(job: Job):
             batch = batch.replace(agents=_flat(episodes.agents))
         happened, unfinished = _flat(episodes.mask), batch.unfinished(job.runner.end_tokens)
         order, count = _shuffled(key, happened)
+        final_values = None
         if job.method.critic:
-            batch = batch.replace(values=predict_values(state["critic"]["params"], batch, order, count))
-        estimate, hierarchy = _estimate(job, episodes, batch.values)
+            predict = functools.partial(predict_values, state["critic"]["params"])
+            values, final_values = values_of_episodes(predict, batch, episodes, order, count)
+            batch = batch.replace(values=values)
+        estimate, hierarchy = _estimate(job, episodes, batch.values, final_values)
         learned = _by_token(job, estimate, episodes.responses.shape[-1])
         if role is not None:
             learns = episodes.agents == role
@@ -247,8 +253,11 @@ def estimator_options(config: Config, estimator: str) -> dict:
     return {name: values[name] for name in known if values.get(name) is not None}
 
 
-def _estimate(job: Job, e: Episodes, values) -> tuple[advantages.Estimate, advantages.Estimate]:
-    """The method's advantages, and those of `eb_gae`, whose statistics are always logged. values: f32[N, ...], the critic's."""
+def _estimate(job: Job, e: Episodes, values, final_values) -> tuple[advantages.Estimate, advantages.Estimate]:
+    """The method's advantages, and those of `eb_gae`, whose statistics are always logged.
+
+    values: f32[N, ...], the critic's, and final_values: f32[B, ...], as `values_of_episodes` gives them.
+    """
     name = job.method.estimator
     batch = {field: getattr(e, field) for field in ("rewards", "mask", "states", "groups", "invalid")}
     needed, _ = advantages.parameters(name)
@@ -256,9 +265,9 @@ def _estimate(job: Job, e: Episodes, values) -> tuple[advantages.Estimate, advan
     if job.method.parts:
         by_part = jnp.moveaxis(values.reshape(*e.mask.shape, 3), -1, 0)
         arrays |= dict(zip(("term_values", "high_values", "low_values"), by_part, strict=True))
-        arrays["switches"] = _planning(job).switches(e)
+        arrays |= {"switches": _planning(job).switches(e), "final_values": final_values[:, 1]}
     elif job.method.critic:
-        arrays["values"] = values.reshape(e.mask.shape)
+        arrays |= {"values": values.reshape(e.mask.shape), "final_values": final_values}
     estimate = advantages.estimate(name, **batch, **arrays, **estimator_options(job.config, name))
     if name == "eb_gae":
         return estimate, estimate

@@ -179,7 +179,8 @@ def evaluate_panel(
         shares[mode].append(summarize(episodes, types, scores))
         for i, transcript in enumerate(transcripts):
             played = bool(episodes.mask[i, 0])
-            record = {"task": i, "mode": mode, "seed": seed, "success": bool(episodes.success[i]) if played else None}
+            success = bool(episodes.success[i]) if episodes.judged[i] else None
+            record = {"task": i, "mode": mode, "seed": seed, "success": success}
             score = {} if scores is None else {"score": float(scores[i]) if played else None}
             records.append(record | score | {"turns": int(episodes.mask[i].sum()), "transcript": transcript})
             if played:  # only then is the type known

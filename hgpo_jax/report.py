@@ -190,7 +190,7 @@ def run_row(name: str, config: Config, done: int, curves: dict[str, list], held_
         "seconds": written(sum(seconds) if seconds and None not in seconds else None, ".2f"),
         "held_out": held_out and {
             mode: {"success": f"{x['success']:.1%}", "interval": "{:.1%} to {:.1%}".format(*x["interval"])}
-            for mode, x in held_out.items()
+            for mode, x in held_out.items() if "success" in x
         },
         "changed": changed_fields(config),
     }

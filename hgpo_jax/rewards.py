@@ -150,5 +150,5 @@ def _as_text(e: Episodes, report: RolloutReport, episode: int) -> EpisodeTexts:
         observations=[report.texts[state] for state in seen],
         responses=report.responses[episode],
         rewards=e.rewards[episode, :turns].tolist(),
-        success=bool(e.success[episode]),
+        success=bool(e.success[episode]) if e.judged[episode] else None,
     )

@@ -137,7 +137,7 @@ class ServedPolicy:
                         asked[pool.submit(self._ask, self._client, message, decoding, int(draw) % 2**31, limit)] = episode
                     else:
                         ended += 1
-                        won += isinstance(output, EnvOutput) and output.won
+                        won += isinstance(output, EnvOutput) and bool(output.won)
                         progress.update(1, {"won": f"{won / ended:.2f}"})
                 unplayed = []
                 answered, _ = wait(asked, timeout=0.05 if pending else None, return_when=FIRST_COMPLETED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -117,7 +118,9 @@ class Training:
         validation = validate(self.job, self._rollout_params())
         self.recorder.time_phase("validation", (), began)
         if log.keep_best:
-            self._save(validation["validation/success"])
+            if math.isnan(success := validation["validation/success"]):
+                raise RunError("log.keep_best: the environment does not say which episodes are a success; give log.keep_best=0")
+            self._save(success)
         return validation
 
     def _rollout(self, iteration: int) -> tuple[Episodes, list[dict], dict]:
@@ -191,7 +194,8 @@ def validate(job: Job, params) -> dict:
     """Metrics of a sampled evaluation of `Job.rollout_params`, on other tasks than the final one's where there are enough."""
     episodes, scores, _ = play_held_out(job, params, sampled_decoding(job.config.evaluation), validation=True)
     summary = summarize(episodes, job.runner.task_types, scores)
-    return {f"validation/{name}": summary[name] for name in ("success", "turns", "invalid", "score") if name in summary}
+    names = ("success", "success_at_least", "turns", "invalid", "score")
+    return {f"validation/{name}": summary[name] for name in names if name in summary}
 
 
 @contextlib.contextmanager

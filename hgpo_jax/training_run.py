@@ -143,6 +143,9 @@ def run(config: Config, mesh: Mesh, folder: Path, resuming: bool, stop: Interrup
     count = sum(a.size for a in jax.tree.leaves(job.given_params))
     print(f"{remote.shown(folder)}: {config.method}, {count:,} parameters, {devices}, mesh {dict(job.mesh.shape)}", flush=True)
 
+    if config.env.workers and isinstance(job.runner, TextRunner):
+        limit = f"an answer may take {config.env.time_limit:g} s (env.time_limit)"
+        print(f"{config.env.workers} workers play {config.env.name}; {limit}", flush=True)
     for fault in faults:
         print(f"warning: {fault}", file=sys.stderr if writes else None, flush=True)
     if config.log.keep_best and (tasks := job.runner.num_held_out_tasks) and not validates_apart(job):

@@ -14,6 +14,7 @@ from hgpo_jax import evaluate, evaluation, evaluation_files, intervals, panels
 from hgpo_jax.envs.household import Household
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.rollout.tasks import task_keys
+from hgpo_jax.run import curves
 from hgpo_jax.sampling import Decoding
 from tests.helpers.pretended import FakeJob, Runner
 from tests.helpers.training import TINY, command, rows_of
@@ -105,6 +106,27 @@ def test_failed_episodes_are_told_apart_from_lost_ones(job):
     assert result["episodes"] == 3 and result["played"] == {"sampled": 2, "greedy": 2}
     assert "of 2 tasks" in (shown := evaluation.describe_evaluation(result))
     assert "in 1 of 3 tasks the environment failed" in shown
+    lowest = result["success_at_least"]["greedy"]
+    assert lowest == parts[-1].success.sum() / 3 and f"{lowest:.1%} if they count as lost" in shown
+
+
+def test_success_that_the_environment_does_not_say(job, tmp_path):
+    """Is null in files, left out of curves, and said in words."""
+    rollout = job.runner.rollout
+
+    def silent(*args, **options):
+        result = rollout(*args, **options)
+        return result._replace(episodes=result.episodes.replace(judged=np.zeros(4, bool), success=np.zeros(4, bool)))
+
+    job.runner.rollout = silent
+    result, _ = evaluation.play_both(job, None)
+    assert "success unknown in 3 tasks" in evaluation.describe_evaluation(result)
+    evaluation_files.write(tmp_path / "evaluation.json", result)
+    written = json.loads((tmp_path / "evaluation.json").read_text())
+    assert written["success"] == {"sampled": None, "greedy": None} and written["by_task"]["greedy"] == {}
+    assert curves.read_held_out(tmp_path)["greedy"].keys() == {"turns", "valid"}
+    result, episodes = evaluation.evaluate_seeds(job, None, [1, 2])
+    assert {e["success"] for e in episodes} == {None} and not any("success" in name for name in result["over_seeds"])
 
 
 def test_tokens_and_valid_actions_are_per_step(job):

@@ -1,6 +1,7 @@
 """Around the update: which episodes are learned from, what is logged of them, and PPO's critic."""
 
 import dataclasses
+import functools
 import types
 
 import jax
@@ -12,7 +13,7 @@ from flax import nnx
 
 from hgpo_jax import advantages, iteration
 from hgpo_jax.config import load
-from hgpo_jax.critic import initialize_critic, make_value_loss, make_values
+from hgpo_jax.critic import initialize_critic, make_value_loss, make_values, values_of_episodes
 from hgpo_jax.errors import RunError
 from hgpo_jax.job import Job
 from hgpo_jax.learner import make_map
@@ -40,7 +41,10 @@ def episodes(seed: int, wins) -> Episodes:
         rewards=np.float32(10 * last * wins[:, None]), invalid=rng.random((B, T)) < 0.2,
         states=rng.integers(0, 2, (B, T)), next_states=rng.integers(0, 2, (B, T)),
         agents=np.zeros((B, T), np.int32), actions=np.zeros((B, T), np.int32),
-        groups=np.repeat(np.arange(GROUPS, dtype=np.int32), MEMBERS), success=wins, task=np.zeros(B, np.int32),
+        groups=np.repeat(np.arange(GROUPS, dtype=np.int32), MEMBERS), success=wins, judged=mask[:, 0],
+        task=np.zeros(B, np.int32),
+        truncated=np.arange(B) % 3 > 0, final_prompts=rng.integers(1, WORDS, (B, P), np.int32),
+        final_prompt_lengths=np.where(np.arange(B) % 3 == 1, P - 1, 0).astype(np.int32),
     )  # fmt: skip
 
 
@@ -176,6 +180,23 @@ def test_values_of_all_rows(critic):
     expected = np.zeros(N)
     expected[order[:count]] = plain_values(params, batch)[order[:count]]
     np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_after_a_time_limit_the_critic_values_what_would_have_come_next(critic):
+    """Or what came last, where there is no final prompt; the end of a task is worth 0."""
+    params, _ = critic
+    e = episodes(3, np.ones(B))
+    e = e.replace(prompts=np.random.default_rng(4).integers(1, WORDS, (B, T, P), np.int32))
+    batch, order = iteration.training_batch(e), np.argsort(~e.mask.ravel(), kind="stable")
+    predict = jax.jit(make_map(make_values(MODEL), mesh_of(), microbatch_size=5))
+    values, after = values_of_episodes(functools.partial(predict, params), batch, e, order, e.mask.sum())
+    some = lambda lengths: np.maximum(lengths, 1)  # noqa: E731
+    expected = plain_values(params, batch.replace(prompt_lengths=some(batch.prompt_lengths))) * e.mask.ravel()
+    np.testing.assert_allclose(values, expected, atol=1e-5)
+    finals = plain_values(params, batch.replace(prompts=e.final_prompts, prompt_lengths=some(e.final_prompt_lengths)))
+    last = expected.reshape(B, T)[np.arange(B), e.mask.sum(1) - 1]
+    np.testing.assert_allclose(after, np.select([~e.truncated, e.final_prompt_lengths > 0], [0, finals], last), atol=1e-5)
+    assert min(np.bincount(e.truncated * (1 + (e.final_prompt_lengths > 0)), minlength=3)) > 0
 
 
 def test_three_heads_are_read_before_and_behind_the_plan(critic):

@@ -59,7 +59,8 @@ def episodes():
         states=rng.integers(0, 4, (B, T)) * mask, next_states=rng.integers(2, 6, (B, T)) * mask,
         agents=(np.arange(T) + np.arange(B)[:, None]) % 2 * mask, actions=np.arange(B * T).reshape(B, T) // 2 % 3 * mask,
         groups=np.repeat(np.arange(2, dtype=np.int32), 3), success=np.array([1, 0, 1, 0, 1, 1], bool),
-        task=np.zeros(B, np.int32),
+        judged=mask[:, 0], task=np.zeros(B, np.int32), truncated=np.arange(B) % 2 > 0, final_prompts=prompts[:, 0],
+        final_prompt_lengths=prompt_lengths[:, 0] * (np.arange(B) % 2),
     )  # fmt: skip
 
 
@@ -68,6 +69,11 @@ def estimated(e: Episodes, name: str, **more):
     arrays = {"rewards": e.rewards, "mask": e.mask, "states": e.states, "groups": e.groups, "invalid": e.invalid}
     options = {option: value for option, value in OPTIONS.items() if option in advantages.parameters(name)[1]}
     return estimate(name, **arrays, **options | more)
+
+
+def fresh_critic(*values):
+    """What a critic says before it has learned."""
+    return dict.fromkeys(values, np.zeros((B, T), np.float32)) | {"final_values": np.zeros(B, np.float32)}
 
 
 def switches(e: Episodes):
@@ -131,7 +137,7 @@ CASES = {
     "kpo": ((), "seq-mean-token-mean", lambda e: estimated(e, "grpo")),
     "graphgpo": ((), "token-mean", lambda e: estimated(e, "graphgpo", success=e.success, next_states=e.next_states)),
     "dr_mas": ((), "token-mean", lambda e: estimated(e, "dr_mas", agents=e.agents)),
-    "ppo": ((), "token-mean", lambda e: estimated(e, "gae", values=np.zeros((B, T), np.float32))),  # a fresh critic says 0
+    "ppo": ((), "token-mean", lambda e: estimated(e, "gae", **fresh_critic("values"))),
 }
 
 
@@ -171,7 +177,7 @@ def test_hipers_first_gradient_gives_every_token_its_parts_advantage(episodes):
     """A planner's token is credited where its answer begins a segment alone, and the end of an answer with its action."""
     e, happened = episodes, episodes.mask
     state, metrics, before = learn(e, "method=hiper")
-    zeros = dict.fromkeys(("high_values", "low_values", "term_values"), np.zeros((B, T), np.float32))  # a fresh critic says 0
+    zeros = fresh_critic("high_values", "low_values", "term_values")
     record = estimated(e, "hiper", switches=switches(e), **zeros)
     weights = np.asarray(record.part_advantages)[happened] * (np.arange(R) < e.response_lengths[happened][:, None])
     weights /= e.response_lengths.sum()

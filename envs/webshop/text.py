@@ -76,15 +76,15 @@ class WebshopText:
         """Does one action; an inadmissible one shows the same page again.
 
         Returns: (observation, commands, reward, done, info). The reward is 10 for a purchase that scores exactly 1, else
-        0. `info` holds `won`, `admissible` and `score`, the purchase's score in [0, 1].
+        0. `info` holds `won`, `admissible`, `truncated` and `score`, the purchase's score in [0, 1].
         """
         verb, argument = parse(action)
         clickable = verb == "click" and argument != "search" and argument in self._session.actions["clickables"]
         observation, score, bought, _ = self._session.step(action)
         self._turns += 1
         won = bought and score == 1.0
-        info = {"won": won, "admissible": clickable or verb == "search", "score": score}
         done = bought or self._turns >= self.max_turns
+        info = {"won": won, "admissible": clickable or verb == "search", "score": score, "truncated": done and not bought}
         return self._shorten(observation), self._commands(), WON_REWARD * won, done, info
 
     def expert(self, history_length: int) -> str:

@@ -22,6 +22,7 @@ ARRAYS = {
     "groups": (jnp.int32, 1),
     "invalid": (jnp.bool_, 2),
     "values": (jnp.float32, 2),
+    "final_values": (jnp.float32, 1),
     "next_states": (jnp.int32, 2),
     "agents": (jnp.int32, 2),
     "actions": (jnp.int32, 2),

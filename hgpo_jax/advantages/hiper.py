@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from hgpo_jax.advantages.record import Batch, Estimate
-from hgpo_jax.advantages.returns import following, penalties, whitened
+from hgpo_jax.advantages.returns import following, last_steps, penalties, whitened
 
 
 def hiper(
@@ -16,6 +16,7 @@ def hiper(
     high_values: jax.Array,
     low_values: jax.Array,
     term_values: jax.Array,
+    final_values: jax.Array,
     gamma: float = 0.95,
     lam: float = 0.95,
     whiten: bool = True,
@@ -28,9 +29,10 @@ def hiper(
     high_values, low_values, term_values: f32[B, T], three values of each step: V_high, before a subgoal is chosen, which is
         read where a segment begins; V_low, once the step's subgoal is known; V_term, before the answer says whether it stays
         with the subgoal of the step before.
+    final_values: f32[B], V_high after the last step of a trajectory that a time limit cut off, 0 where the task ended.
 
-    Take a segment of d steps, with discounted rewards R = sum_j gamma^j r_j, followed by one that begins in n (V_high(n) and
-    A_high(n) are 0 where the trajectory ends):
+    Take a segment of d steps, with discounted rewards R = sum_j gamma^j r_j, followed by one that begins in n (where the
+    trajectory ends A_high(n) is 0, and V_high(n) its final value):
         subgoal  A_high = delta + gamma^d lam A_high(n), delta = R + gamma^d V_high(n) - V_high, at its first step alone;
         action   A_low(t) = delta_t + gamma lam A_low(t+1), delta_t = r_t + gamma V_low(t+1) - V_low(t), within the segment; at
                  its last step V_high(n) stands for V_low(t+1), and 0 for A_low(t+1);
@@ -44,20 +46,23 @@ def hiper(
     heads. Of the paper we could read the abstract and summaries alone, one of which speaks of two value heads. In the code a
     switch worth (q - beta) (V_high - V_low) stands as a comment, q whether the answer switched and beta how likely that was:
     whether that is the paper's is left open by what we found.
-    Ours: one lambda for both levels (there 1 and 0.95 by default); 0 as the value after a trajectory that ran out of turns
-    (there on request the last step's V_low and the last segment's V_high: no gain in the household, one seed); the sample std
-    in whitening (there the population's); the penalty outside the rewards (there in them); no rewards against keeping a
-    subgoal or changing it unsaid (there -0.3 each in the published script).
+    Ours: one lambda for both levels (there 1 and 0.95 by default); V_high of what follows a trajectory that ran out of turns
+    (there 0, or on request the last step's V_low and the last segment's V_high); the sample std in whitening (there the
+    population's); the penalty outside the rewards (there in them); no rewards against keeping a subgoal or changing it
+    unsaid (there -0.3 each in the published script).
     """
     mask = batch.mask
     begins = segment_begins(switches, mask)
-    begins_after = following(begins, mask) > 0
+    last = last_steps(mask)
+    begins_after = last | (following(begins, mask) > 0)
+    high_after = jnp.where(last, final_values[:, None], following(high_values, mask))
     low_values = jnp.where(mask, low_values, 0.0)
 
     def step(later, now):
         """From the step after to this one: V_high's lambda-return, the discounted rewards to the segment's end, A_low."""
-        reward, begins_after, high_after, low_after, low = now
+        reward, last, begins_after, high_after, low_after, low = now
         high_return, reached, low_advantage = later
+        high_return = jnp.where(last, high_after, high_return)
         high_return = jnp.where(begins_after, high_after + lam * (high_return - high_after), high_return)
         reached = jnp.where(begins_after, high_after, reached)
         delta = reward + gamma * jnp.where(begins_after, high_after, low_after) - low
@@ -66,7 +71,7 @@ def hiper(
         return now, now
 
     nothing = jnp.zeros_like(batch.rewards[:, 0])
-    columns = (batch.rewards, begins_after, following(high_values, mask), following(low_values, mask), low_values)
+    columns = (batch.rewards, last, begins_after, high_after, following(low_values, mask), low_values)
     _, found = jax.lax.scan(step, (nothing,) * 3, tuple(a.T for a in columns), reverse=True)
     high_return, reached, low_advantage = (a.T for a in found)
 

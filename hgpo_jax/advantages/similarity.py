@@ -1,4 +1,4 @@
-"""State ids for observations that are alike but not equal: a host-side step before `estimate`.
+"""State ids of observations, equal ones or such as are alike: a host-side step before `estimate`.
 
 GiGPO's similarity grouping: texts are taken in order, and each joins the first cluster of its prompt group whose
 representative is similar enough, or starts a new one.
@@ -6,22 +6,45 @@ representative is similar enough, or starts a new one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from difflib import SequenceMatcher
+from typing import Any
 
 import numpy as np
 
 
+def canonical_key(observation: Any) -> Hashable:
+    """What is equal exactly for equal observations: texts, numbers, None, bytes, arrays, and dicts, lists and tuples of these.
+
+    Dicts are equal in any order of their keys; arrays, NumPy's numbers among them, by dtype, shape and bytes; True, 1 and 1.0
+    differ. Raises TypeError, in one line, for what has no such key.
+    """
+    if observation is None or type(observation) in (str, bytes, bool, int, float):
+        return type(observation).__name__, repr(observation) if isinstance(observation, float) else observation
+    if isinstance(observation, dict):
+        items = [(canonical_key(name), canonical_key(value)) for name, value in observation.items()]
+        return "dict", tuple(sorted(items, key=lambda item: repr(item[0])))
+    if isinstance(observation, list | tuple):
+        return "sequence", tuple(map(canonical_key, observation))
+    if hasattr(observation, "__array__"):
+        array = np.asarray(observation)
+        if array.dtype != object:
+            return "array", array.dtype.str, array.shape, array.tobytes()
+    raise TypeError(f"{type(observation).__name__} is no key of a state; give texts, numbers, arrays, dicts or lists of them")
+
+
 def similar_states(
-    observations: Sequence[Sequence[str]], mask: np.ndarray, groups: np.ndarray, threshold: float = 0.95
+    observations: Sequence[Sequence[Any]], mask: np.ndarray, groups: np.ndarray, threshold: float = 0.95
 ) -> np.ndarray:
     """State ids i32[B, T] of observations merged by similarity, 0 where no step happened.
 
-    observations: per trajectory the text of each step; texts beyond its last step are ignored.
+    observations: per trajectory the text of each step; texts beyond its last step are ignored. With a threshold of 1 they may
+        be anything that has a `canonical_key`.
     mask: bool[B, T], groups: i32[B], as in `estimate`.
     threshold: least `SequenceMatcher` ratio (2 * matching characters / all characters) to a cluster's representative,
-        which is its first member. At 1 only equal texts share an id.
-    Ids are unique across prompt groups. Raises ValueError where the threshold or the lengths do not fit.
+        which is its first member. At 1 only equal ones share an id.
+    Ids are unique across prompt groups. Raises ValueError where the threshold or the lengths do not fit, TypeError for what
+    is no text, or has no key.
     """
     if not 0 <= threshold <= 1:
         raise ValueError(f"threshold={threshold}: give a ratio from 0 to 1")
@@ -30,21 +53,25 @@ def similar_states(
         given = f"observations has {len(observations)} rows and groups {len(groups)}"
         raise ValueError(f"{given}: give {len(lengths)} each, because mask has that many")
     clusters: dict[int, list[tuple[str, int]]] = {}
-    known: dict[tuple[int, str], int] = {}
+    known: dict[tuple[int, Hashable], int] = {}
     founded = 0
     states = np.zeros(np.shape(mask), np.int32)
     for b, (group, texts, length) in enumerate(zip(np.asarray(groups).tolist(), observations, lengths, strict=True)):
         if len(texts) < length:
             raise ValueError(f"observations[{b}] has {len(texts)} texts: give {length}, one per step")
         for t, text in enumerate(texts[:length]):
+            if threshold < 1 and not isinstance(text, str):
+                raise TypeError(f"observations[{b}][{t}] is a {type(text).__name__}: give texts, or threshold=1")
             # An equal text meets the same representatives in the same order, so its id is already decided.
-            if (group, text) not in known:
-                found = next((i for first, i in clusters.get(group, []) if _similar(first, text, threshold)), None)
+            key = group, canonical_key(text)
+            if key not in known:
+                alike = clusters.get(group, []) if threshold < 1 else []
+                found = next((i for first, i in alike if _similar(first, text, threshold)), None)
                 if found is None:
                     found, founded = founded, founded + 1
                     clusters.setdefault(group, []).append((text, found))
-                known[group, text] = found
-            states[b, t] = known[group, text]
+                known[key] = found
+            states[b, t] = known[key]
     return states
 
 

@@ -4,7 +4,8 @@
     python -m hgpo_jax.check ./my_env.py:MyEnv env.options.size=5 --episodes 200
     python -m hgpo_jax.check alfworld data=$ALFWORLD_DATA policy.tokenizer=FOLDER      with the lengths of prompts in tokens
 
-Every fault is one line that names the member and how to correct it. The exit code is 1 where there are faults.
+Every fault is one line that names the member and how to correct it. The exit code is 1 where there are faults; warnings name
+what is odd and may be meant so: success and rewards that disagree, states that never recur.
 
 A group of 8 plays each task. Peers at level k, which HGPO compares, are steps of a group with the same last k + 1
 observations, k = 0 to rollout.history_length; a player who acts at random has fewer than most policies.
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 from hgpo_jax import cli
 from hgpo_jax import config as configuration
 from hgpo_jax.check import compiled, text
-from hgpo_jax.check.statistics import GROUP, table
+from hgpo_jax.check.statistics import GROUP, table, warnings
 from hgpo_jax.config import Config
 from hgpo_jax.environments import ENVIRONMENTS, Environment, expert_of, is_compiled, made_outside
 from hgpo_jax.envs.cli import printable, whole_number
@@ -33,7 +34,7 @@ from hgpo_jax.rollout.tasks import task_keys, task_numbers
 
 
 def check(config: Config, episodes: int) -> tuple[list[str], str]:
-    """The faults of the configured environment, and what its episodes are like. Raises ConfigError."""
+    """The faults of the configured environment, and what its episodes are like, with what is odd. Raises ConfigError."""
     name = config.env.name
     if name in ENVIRONMENTS:
         found = ENVIRONMENTS[name]
@@ -62,13 +63,15 @@ def check(config: Config, episodes: int) -> tuple[list[str], str]:
             return ["__len__: is 0; let there be tasks, or leave it out where tasks are generated"], ""
         measure, unit = prompt_measure(config, found)
         numbers = task_numbers("train", config.seed, indices, count)
-        faults, play, speed = text.check(make, env, numbers, config.seed, config.rollout.history_length, measure)
+        settings = config.seed, config.rollout.history_length, measure, config.env.state_key
+        faults, play, speed = text.check(make, env, numbers, *settings)
         plays = {} if play is None else {"random commands": play}
     if not plays:
         return faults, ""
     kind = "compiled" if in_words else "text"
     heading = f"{name}: {kind}; {speed:,.0f} steps/s; {groups} tasks, {GROUP} episodes each"
-    return faults, f"{heading}\n{table(plays, config.rollout.history_length, unit)}"
+    odd = dict.fromkeys(f"warning: {line}" for play in plays.values() for line in warnings(play))
+    return faults, "\n".join([heading, table(plays, config.rollout.history_length, unit), *odd])
 
 
 def prompt_measure(config: Config, found: Environment) -> tuple[text.Measure, str]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from hgpo_jax.advantages import state_ids
 from hgpo_jax.check.statistics import GROUP, Play
-from hgpo_jax.envs.protocol import Expert, ListsActions, ListsGames, OwnPrompts, Team, members
+from hgpo_jax.envs.protocol import Expert, ListsActions, ListsGames, OwnPrompts, Team, TimeLimited, members
 from hgpo_jax.errors import one_line
 from hgpo_jax.rollout.compiled import start_episode
 from hgpo_jax.rollout.prompts import make_prompt, prompt_length, role_of
@@ -93,6 +93,8 @@ def shape_faults(env, expert, task, history_length: int) -> list[str]:
         faults += [f"step(state, action): {difference}" for difference in _changed_fields(state, result[0])]
     goal = returned("goal(state)", env.goal, state, goal=ids(env.goal_length))
     returned("won(state)", env.won, state, won=flag)
+    if isinstance(env, TimeLimited):
+        returned("truncated(state)", env.truncated, state, truncated=flag)
     if isinstance(env, Team):
         returned("role(state)", env.role, state, role=number)
     if isinstance(env, OwnPrompts) and goal is not None:
@@ -226,7 +228,7 @@ def check(env, expert, tasks, key, history_length: int) -> tuple[list[str], dict
         for second in repeated if "leak" not in found else ():
             found = _differences(record, second, name) | found
         found = _value_faults(env, record, name, prompt_length(env, history_length)) | found
-        plays[name] = _as_play(record)
+        plays[name] = _as_play(record, isinstance(env, TimeLimited))
     return list(found.values()), plays, speed
 
 
@@ -299,7 +301,7 @@ def _value_faults(env, record: dict, player: str, slots: int) -> dict[str, str]:
     return found
 
 
-def _as_play(record: dict) -> Play:
+def _as_play(record: dict, says_truncated: bool) -> Play:
     mask = record["mask"][:, :-1]
     last = mask.sum(1) - 1
     every, happened = record["observation"][:, :-1], jnp.asarray(mask)
@@ -310,4 +312,7 @@ def _as_play(record: dict) -> Play:
         prompts=record["prompt"][:, :-1],
         success=record["won"][np.arange(len(last)), last],
         groups=np.arange(len(mask)) // GROUP,
+        rewards=record["reward"][:, :-1].sum(1, where=mask),
+        judged=np.ones(len(mask), bool),
+        says_truncated=says_truncated,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import time
 from collections.abc import Callable, Sequence
 
@@ -12,13 +13,16 @@ import numpy as np
 from hgpo_jax.check.statistics import GROUP, Play
 from hgpo_jax.envs.protocol import INFO
 from hgpo_jax.errors import one_line
-from hgpo_jax.rollout.chat_format import PromptInput
+from hgpo_jax.rollout.chat_format import PromptInput, project
+from hgpo_jax.rollout.episode_buffer import matched
 from hgpo_jax.rollout.requirements import TEXT, TEXT_RESET, TEXT_TEAM, roles_of
 from hgpo_jax.rollout.scripted_play import prompt_inputs
+from hgpo_jax.rollout.state_keys import key_numbers
 from hgpo_jax.rollout.workers import EnvOutput, read_output
 
 REPLAYED = 8  # tasks of which an episode is played again
 NONSENSE = "no such command"
+_NUMBER = re.compile(r"\d{1,15}")
 Measure = Callable[[list[PromptInput]], tuple[list[int], int]]  # inputs -> (lengths of their prompts, how many do not fit)
 
 
@@ -60,7 +64,7 @@ class _Checked:
             raise _Fault(one_line(f"{call}: {error}; return {kind}, texts and finite numbers")) from None
 
 
-def check(make: Callable, env, tasks: Sequence[int], seed: int, history_length: int, measure: Measure):
+def check(make: Callable, env, tasks: Sequence[int], seed: int, history_length: int, measure: Measure, state_key: str = ""):
     """Plays an episode of each task with random commands.
 
     Args:
@@ -68,6 +72,7 @@ def check(make: Callable, env, tasks: Sequence[int], seed: int, history_length: 
       env: an environment.
       tasks: [B], the members of a group side by side.
       measure: of prompts.
+      state_key: `env.state_key`.
 
     Returns: the faults, the play (None where no episode could be played), and steps per second.
     """
@@ -104,7 +109,7 @@ def check(make: Callable, env, tasks: Sequence[int], seed: int, history_length: 
             f"rollout.prompt_limit: {too_long} of {len(lengths)} prompts are longer, and lose history or more; raise it, lower "
             "rollout.history_length, or shorten observations or env.template"
         )
-    return list(found.values()), _as_play(episodes, lengths, env.max_turns), used.steps / max(used.seconds, 1e-9)
+    return list(found.values()), _as_play(episodes, lengths, env.max_turns, state_key), used.steps / max(used.seconds, 1e-9)
 
 
 def _play(env: _Checked, task: int, choose: Callable[[list[str]], str]) -> tuple[list[EnvOutput], list[str]]:
@@ -125,12 +130,30 @@ def _episode_faults(outputs: list[EnvOutput], actions: list[str], max_turns: int
     found = {}
     if not outputs[-1].done:
         found["end"] = f"step(action): an episode goes on after max_turns={max_turns} actions; count them, and return done"
+    for output in outputs:
+        found = _command_faults(output.commands) | found
     for before, action, after in zip(outputs[:-1], actions, outputs[1:], strict=True):
         if before.commands and not after.admissible:
             found["commands"] = (
                 f"step({action!r:.80}): info calls this inadmissible, but the commands before it list it; let both agree"
             )
     return found
+
+
+def _command_faults(commands: list[str]) -> dict[str, str]:
+    """A command that no answer can give, or that a prompt cannot list."""
+    for command in commands:
+        if "\n" in command:
+            return {"unreadable": f"commands: {command!r:.80} has a line break, and prompts list one a line; leave it out"}
+        read, _ = project(f"<action>{command}</action>", len(command))
+        if matched(read, commands) == command:
+            continue
+        other = next((each for each in commands if each != command and each.lower() == command.lower()), None)
+        why = "is read from no answer: blanks at its ends and tags get lost; leave them out"
+        if other is not None:
+            why = f"and {other!r:.80} differ in case alone, and answers are read without case; let them differ otherwise"
+        return {"unreadable": f"commands: {command!r:.80} {why}"}
+    return {}
 
 
 def _replay_faults(make: Callable, used: _Checked, task: int, outputs, actions) -> dict[str, str]:
@@ -171,14 +194,32 @@ def _difference(first: list[EnvOutput], second: list[EnvOutput]) -> str:
     return f"{len(first) - 1} and {len(second) - 1} actions"
 
 
-def _as_play(episodes: list[tuple], lengths: list[int], max_turns: int) -> Play:
+def _as_play(episodes: list[tuple], lengths: list[int], max_turns: int, state_key: str) -> Play:
     shape, measured = (len(episodes), max_turns), iter(lengths)
     texts: dict[str, int] = {}
+    ends = [outputs[-1] for _, outputs, _ in episodes]
     mask, invalid, states, prompts = (np.zeros(shape, kind) for kind in (bool, bool, np.int32, np.int32))
     for row, (_, outputs, actions) in enumerate(episodes):
         for turn in range(len(actions)):
             mask[row, turn], invalid[row, turn] = True, not outputs[turn + 1].admissible
             states[row, turn] = texts.setdefault(outputs[turn].observation, len(texts))
             prompts[row, turn] = next(measured)
-    success = np.array([outputs[-1].won for _, outputs, _ in episodes])
-    return Play(mask, states, invalid, prompts, success, np.array([number // GROUP for number, *_ in episodes]))
+    seen = [[output.observation for output in outputs] for _, outputs, _ in episodes]
+    return Play(
+        mask, key_numbers(list(texts), state_key)[states] if state_key else states, invalid, prompts,
+        success=np.array([bool(end.won) for end in ends]), groups=np.array([number // GROUP for number, *_ in episodes]),
+        rewards=np.array([sum(output.reward for output in outputs) for _, outputs, _ in episodes]),
+        judged=np.array([end.won is not None for end in ends]),
+        says_truncated=any(end.truncated is not None for end in ends), counts=not state_key and _counts(seen),
+    )  # fmt: skip
+
+
+def _counts(episodes: list[list[str]]) -> bool:
+    """Whether a number, the same one from the beginning or the end of every observation, rises, or falls, with every step."""
+    long = [[list(map(int, _NUMBER.findall(text))) for text in texts] for texts in episodes if len(texts) > 3]
+    fewest = min((len(numbers) for texts in long for numbers in texts), default=0)
+    for place in range(-fewest, fewest) if len(long) >= GROUP else ():
+        steps = np.concatenate([np.sign(np.diff([float(numbers[place]) for numbers in texts])) for texts in long])
+        if (steps == steps[0]).all() and steps[0]:
+            return True
+    return False

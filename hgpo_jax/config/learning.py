@@ -28,6 +28,10 @@ class AdvantageConfig(Section):
     lam: Share | None = field(
         None, "lambda of ppo, hiper, gagpo, eb_gae and eb_td; default: 0.95 (ppo, hiper, gagpo), 0.65 (eb_gae), 0.35 (eb_td)"
     )
+    similarity: float | None = field(
+        None, "text: observations of a prompt group count as one state from this difflib ratio to the first of them on, as in "
+        "0.95; takes time where they are long; default: only equal ones (or env.state_key)", gt=0, lt=1
+    )
     invalid_penalty: float = field(
         0.5, "subtracted from the return of a step whose action is invalid, in the units of the rewards", ge=0, le=1e6
     )

@@ -20,6 +20,7 @@ def check_together(config: Config) -> None:
     from hgpo_jax.environments import environment, role_names  # these import jax, which `--help` does without
     from hgpo_jax.methods import method_named
     from hgpo_jax.rollout.reward_functions import reward_function
+    from hgpo_jax.rollout.state_keys import state_key_function
 
     cloning, env = config.warm_start == "cloning", config.env
     if env.options and env.name in ENVIRONMENTS:
@@ -29,6 +30,8 @@ def check_together(config: Config) -> None:
     found = environment(env)
     if config.reward.source:
         reward_function(config.reward.source)
+    if env.state_key:
+        state_key_function(env.state_key)
     either = found.compiled is not None and found.text is not None
     turns = EnvConfig.model_fields["max_turns"].default
     wrong = {
@@ -40,6 +43,10 @@ def check_together(config: Config) -> None:
         f"env.compiled=true: env.name={env.name} has no such choice; leave it out": env.compiled and not either,
         f"env.max_turns={env.max_turns}: env.name={env.name} has a max_turns of its own; leave it out, or give env.options":
             env.max_turns != turns and env.name not in ENVIRONMENTS,
+        f"advantage.similarity={config.advantage.similarity}: env.name={env.name}, compiled, has no texts; leave it out":
+            config.advantage.similarity is not None and config.in_words,
+        f"advantage.similarity={config.advantage.similarity}: env.state_key={env.state_key} decides which states are equal; "
+        "leave one of the two out": config.advantage.similarity is not None and env.state_key,
         f"env.template={env.template}: env.name={env.name}, compiled, takes no template; leave it out":
             env.template and config.in_words,
         "env.split=generated: has no files to play on the host; give env.compiled=true, too":
@@ -98,10 +105,11 @@ def check_together(config: Config) -> None:
     read |= set() if on_device else {"workers", "time_limit"}
     read |= set() if found.agent else {"template"}
     read |= set() if config.in_words or found.agent else {"strict"}
+    read |= set() if config.in_words else {"state_key"}
     for name, info in EnvConfig.model_fields.items():
         value, default = (",".join(v) if isinstance(v, tuple) else v for v in (getattr(env, name), info.default))
         if name not in read and value != default:
-            face = ", compiled," if on_device and name in ("strict", "workers", "time_limit") else ""
+            face = ", compiled," if on_device and name in ("strict", "state_key", "workers", "time_limit") else ""
             raise ConfigError(f"env.{name}={value}: env.name={env.name}{face} does not read it; leave it at {default!r}")
 
 

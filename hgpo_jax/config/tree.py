@@ -80,7 +80,10 @@ class EnvConfig(Section):
 
     One of your own is of the kind that its class is (`envs/protocol.py`)."""
 
-    name: str = field("household", "which environment; your own by the place of its class, Gymnasium's as gymnasium:ID")
+    name: str = field(
+        "household", "which environment; your own by the place of its class, Gymnasium's as gymnasium:ID or, where your own "
+        "code registers it, gymnasium:FILE.py:ID"
+    )
     options: dict[str, Any] = field(
         {}, "your own: keyword arguments of its class, each written as env.options.NAME=VALUE"
     )
@@ -119,6 +122,10 @@ class EnvConfig(Section):
     command: str = field("", "agent: what plays an episode, started anew for each one (hgpo_jax/agents.py)")
     num_tasks: int = field(0, "agent: tasks to train on, numbered from 0; 0: any number, of 64 bits", ge=0)
     num_held_out_tasks: int = field(0, "agent: the same of tasks to evaluate on", ge=0)
+    state_key: str = field(
+        "", "text: function of an observation (FILE.py:NAME); states are equal where its values are, for instance the text "
+        "without a step counter or a clock; default: equal texts"
+    )
     strict: bool = field(False, "text: an inadmissible action is invalid, as a malformed response always is")
     workers: int = field(
         0, "text: processes that play the environments; 0 plays them in this one. agent: commands at a time; 0: one a slot",

@@ -21,6 +21,7 @@ from hgpo_jax.iteration import estimator_options
 from hgpo_jax.policy.tokenizer import BLANK, END, PAD, load_tokenizer
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.requirements import ONE_ROLE
+from hgpo_jax.rollout.result import outcome_of
 from hgpo_jax.run import remote
 
 
@@ -116,7 +117,7 @@ class Dump:
         if self.compiled:
             return self._words(self.episodes.observations[episode, turn])
         if self.report:
-            return self.report["texts"][self.episodes.states[episode, turn]]
+            return self.report["texts"][self.episodes.observations[episode, turn, 0]]
         return self.prompt(episode, turn)
 
     def prompt(self, episode: int, turn: int) -> str:
@@ -160,7 +161,7 @@ class Dump:
     def transcript(self, episode: int) -> str:
         """One episode as a person would read it."""
         e = self.episodes
-        lines = [f"task: {self.goal(episode)} ({'success' if e.success[episode] else 'failure'})"]
+        lines = [f"task: {self.goal(episode)} ({outcome_of(e, episode)})"]
         for turn in range(self.turns(episode)):
             invalid = "   (invalid)" if e.invalid[episode, turn] else ""
             lines += [f"  {self.observation(episode, turn)}", f"    {self.said(episode, turn)}{invalid}"]

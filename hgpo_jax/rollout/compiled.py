@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hgpo_jax.advantages import state_ids
+from hgpo_jax.envs.protocol import TimeLimited
 from hgpo_jax.mesh import max_across_devices
 from hgpo_jax.rollout.episodes import Episodes, action_ids
 from hgpo_jax.rollout.prompts import History, make_prompt, prompt_widths, role_of
@@ -45,6 +46,13 @@ def start_episode(env, history_length: int, task, key) -> EpisodeState:
     return EpisodeState(
         env=state, goal=env.goal(state), observation=observation, history=history, key=key, done=jnp.array(False)
     )
+
+
+def is_truncated(env, state, turns) -> jax.Array:
+    """bool[]: whether it was a time limit that ended an episode, or will where it goes on, after i32[] turns."""
+    if isinstance(env, TimeLimited):
+        return env.truncated(state)
+    return (turns >= env.max_turns) & ~env.won(state)
 
 
 def parse_answer(response, length, end: int, answer_length: int):
@@ -91,12 +99,10 @@ def make_rollout(
     def rollout(params, tasks, keys, groups, decoding, tables=None) -> Episodes:
         result = play_shards(tables, params, tasks, keys, decoding)
         # Episodes are small: every device gets all of them, so that groups and mini-batches can cut across devices.
-        record, final, task, won = jax.lax.with_sharding_constraint(result, NamedSharding(mesh, P()))
+        record, final, ends = jax.lax.with_sharding_constraint(result, NamedSharding(mesh, P()))
         states, next_states = _state_ids(record["observations"], final, record["mask"])
         actions = action_ids(record["responses"], record["response_lengths"], record["mask"])
-        return Episodes(
-            **record, states=states, next_states=next_states, actions=actions, groups=groups, success=won, task=task
-        )  # fmt: skip
+        return Episodes(**record, **ends, states=states, next_states=next_states, actions=actions, groups=groups)
 
     return jax.jit(rollout)
 
@@ -200,10 +206,25 @@ class Program:
         return {"invalid": inadmissible | ~well_formed}
 
     def play(self, params, tasks, keys, decoding):
-        """All turns of B episodes: (record {field: [B, T, ...]}, last observations i32[B, O], tasks i32[B], won bool[B])."""
+        """All turns of B episodes: (record {field: [B, T, ...]}, last observations i32[B, O], and {field: [B, ...]} of how they
+        ended)."""
         states = jax.vmap(start_episode, (None, None, 0, 0))(self.env, self.history_length, tasks, keys)
         states, record = self.play_all(params, states, decoding)
-        return record, states.observation, states.env.task, jax.vmap(self.env.won)(states.env)
+        prompts, lengths, _ = jax.vmap(self.prompt)(states)
+        return record, states.observation, self.ends(states, record["mask"].sum(1), prompts, lengths)
+
+    def ends(self, states: EpisodeState, turns, prompts, lengths) -> dict:
+        """The fields {field: [B, ...]} of Episodes about how B episodes ended, after i32[B] turns.
+
+        prompts: i32[B, P] of i32[B] tokens, what a policy is shown then.
+        """
+        truncated = jax.vmap(functools.partial(is_truncated, self.env))(states.env, turns)
+        return {
+            "success": jax.vmap(self.env.won)(states.env), "judged": jnp.ones_like(truncated), "task": states.env.task,
+            "truncated": truncated,
+            "final_prompts": jnp.where(_like(truncated, prompts), prompts, 0),
+            "final_prompt_lengths": jnp.where(truncated, lengths, 0),
+        }  # fmt: skip
 
     def play_on(self, params, states: EpisodeState, keys, decoding):
         """f32[B, T], the rewards of the turns after these states."""

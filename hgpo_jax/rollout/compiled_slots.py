@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx, struct
 
 from hgpo_jax.mesh import max_across_devices
-from hgpo_jax.rollout.compiled import EpisodeState, Program
+from hgpo_jax.rollout.compiled import EpisodeState, Program, is_truncated
 from hgpo_jax.rollout.slot_state import MAX_STEPS, SlotState, begin, free_slots, go_on
 from hgpo_jax.sampling import Responses, turn_keys
 
@@ -30,7 +30,8 @@ class Play(struct.PyTreeNode):
 
     states: EpisodeState  # [B]
     turn: jax.Array  # i32[B], of each episode's next response
-    untold: jax.Array  # bool[B], whose next prompt has yet to be made
+    untold: jax.Array  # bool[B], whose next prompt has yet to be made; also that after a time limit, which nothing answers
+    ended: jax.Array  # bool[B]
     waiting: jax.Array  # bool[B], whose prompt waits for a slot
     prompts: jax.Array  # i32[B, P], of the next or current turn
     lengths: jax.Array  # i32[B]
@@ -70,9 +71,10 @@ class SlotProgram(Program):
         shapes = jax.eval_shape(jax.vmap(self.prompt), states)
         prompts, lengths, notes = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
         play = Play(
-            states=states, turn=jnp.zeros(B, jnp.int32), untold=~states.done, waiting=jnp.zeros(B, bool), prompts=prompts,
-            lengths=lengths, notes=notes, record=self.empty_record(states), slots=free_slots(model, S, prompts.shape[1] + R),
-            episode=jnp.full(S, B), tokens=jnp.zeros((S, R), jnp.int32), logp=jnp.zeros((S, R)), steps=jnp.int32(0),
+            states=states, turn=jnp.zeros(B, jnp.int32), untold=~states.done, ended=states.done, waiting=jnp.zeros(B, bool),
+            prompts=prompts, lengths=lengths, notes=notes, record=self.empty_record(states),
+            slots=free_slots(model, S, prompts.shape[1] + R), episode=jnp.full(S, B),
+            tokens=jnp.zeros((S, R), jnp.int32), logp=jnp.zeros((S, R)), steps=jnp.int32(0),
             busy=jnp.float32(0),
         )  # fmt: skip
         # As many slots to the end: a smaller number would be one more copy of all layers and of the environment to compile.
@@ -96,10 +98,13 @@ class SlotProgram(Program):
         out = Responses(tokens=play.tokens[slots], logp=play.logp[slots], lengths=play.slots.sampled[slots])
         after, new = self.act_on(before, prompts, lengths, out)
         new |= notes
+        goes_on = ~after.done & (turn + 1 < T)
+        truncated = jax.vmap(functools.partial(is_truncated, self.env))(after.env, turn + 1)
         return play.replace(
             states=_put(play.states.replace(key=None), episode, after.replace(key=None)).replace(key=play.states.key),
             turn=_put(play.turn, episode, turn + 1),
-            untold=_put(play.untold, episode, ~after.done & (turn + 1 < T)),
+            untold=_put(play.untold, episode, goes_on | truncated),
+            ended=_put(play.ended, episode, ~goes_on),
             record={name: values.at[episode, turn].set(new[name], mode="drop") for name, values in play.record.items()},
             episode=play.episode.at[slots].set(jnp.where(play.over[slots], B, play.episode[slots])),
         )
@@ -113,7 +118,7 @@ class SlotProgram(Program):
         return play.replace(
             prompts=_put(play.prompts, episode, prompts), lengths=_put(play.lengths, episode, lengths),
             notes=_put(play.notes, episode, notes),
-            untold=_put(play.untold, episode, False), waiting=_put(play.waiting, episode, True),
+            untold=_put(play.untold, episode, False), waiting=_put(play.waiting, episode, ~play.ended[some]),
         )  # fmt: skip
 
     def _admit(self, model, decoding, play: Play) -> Play:

@@ -69,12 +69,13 @@ class TextProgram(SlotProgram):
         return {"inadmissible": inadmissible}  # what is invalid is for the EpisodeBuffer to say
 
     def told(self, params, games, keys, decoding):
-        """All turns of B episodes: (record {field: [B, T, ...]}, last observations i32[B, O], tasks i32[B], won bool[B], tokens
-        decoded one after the other i32[1], and the sum over these of the share of slots that had not ended f32[1])."""
+        """All turns of B episodes: (record {field: [B, T, ...]}, last observations i32[B, O], how they ended {field: [B, ...]},
+        tokens decoded one after the other i32[1], and the sum over these of the share of slots that had not ended f32[1])."""
         states = jax.vmap(start_episode, (None, None, 0, 0))(self.env, self.history_length, games, keys)
         played = self.play_slots(params, states, decoding)
-        states, won = played.states, jax.vmap(self.env.won)(played.states.env)
-        return played.record, states.observation, states.env.task, won, played.steps[None], played.busy[None]
+        ends = self.ends(played.states, played.turn, played.prompts, played.lengths)
+        ends["exact_final_prompts"] = ~ends["truncated"] | played.notes["exact_prompts"]
+        return played.record, played.states.observation, ends, played.steps[None], played.busy[None]
 
 
 def widths(limit: int) -> tuple[int, ...]:
@@ -146,15 +147,16 @@ class CompiledTextRollout:
             self._tables = jax.device_put(self._text.tables, NamedSharding(self._mesh, P()))
         numbers = self._games[np.asarray(tasks)]
         played = self.program(self._tables, params, jnp.asarray(numbers), keys, decoding)
-        record, final, task, won, steps, busy = jax.device_get(played)
+        record, final, ends, steps, busy = jax.device_get(played)
         buffer = EpisodeBuffer(self._no_episodes(), groups, self._history_length, self._strict)
         inexact = []
         for episode in range(self._batch):
-            turn = {name: values[episode] for name, values in record.items()}
-            if not (turn["exact_prompts"] & turn["exact_answers"])[turn["mask"]].all():
+            turn, end = ({name: values[episode] for name, values in part.items()} for part in (record, ends))
+            exact = (turn["exact_prompts"] & turn["exact_answers"])[turn["mask"]].all() and end["exact_final_prompts"]
+            if not exact:
                 inexact.append(episode)
                 continue
-            self._read(buffer, episode, int(numbers[episode]), turn, final[episode], int(task[episode]), bool(won[episode]))
+            self._read(buffer, episode, int(numbers[episode]), turn, final[episode], end)
         if inexact and self._host:
             self._host.play(buffer, inexact, params, tasks, keys, decoding)
         elif inexact:
@@ -164,9 +166,9 @@ class CompiledTextRollout:
         counts = {"decode_steps": int(steps.max()), "slot_use": float(busy.sum()) / max(1, int(steps.sum()))}
         return buffer.result(counts | {"played_on_host": len(inexact) if self._host else 0})
 
-    def _read(self, buffer: EpisodeBuffer, episode: int, game: int, turn: dict, final, task: int, won: bool) -> None:
+    def _read(self, buffer: EpisodeBuffer, episode: int, game: int, turn: dict, final, end: dict) -> None:
         """Gives the buffer one episode, as if it were played now."""
-        turns, env = int(turn["mask"].sum()), self._env
+        turns, env, task, won = int(turn["mask"].sum()), self._env, int(end["task"]), bool(end["success"])
         goal, seen = env.goal_of(game), [*turn["observations"][:turns], final]
         buffer.add_output(episode, EnvOutput(env.decode(seen[0]), [], goal, task))
         for t in range(turns):
@@ -180,8 +182,10 @@ class CompiledTextRollout:
             done = t + 1 == turns
             buffer.add_output(episode, EnvOutput(
                 env.decode(seen[t + 1]), [], goal, task, float(turn["rewards"][t]), done, done and won,
-                not turn["inadmissible"][t], float(done and won),
+                not turn["inadmissible"][t], float(done and won), truncated=bool(done and end["truncated"]),
             ))  # fmt: skip
+        if end["truncated"]:
+            buffer.add_final_prompt(episode, end["final_prompts"][: end["final_prompt_lengths"]])
 
     def close(self) -> None:
         """Ends what plays on the host."""

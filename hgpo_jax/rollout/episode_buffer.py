@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -14,6 +15,17 @@ from hgpo_jax.rollout.slots import SlotResponse
 from hgpo_jax.rollout.workers import EnvFailure, EnvOutput
 
 log = logging.getLogger(__name__)
+
+
+def matched(action: str, commands: Sequence[str]) -> str:
+    """The command that an action means: itself, or else the only one that equals it without case.
+
+    `chat_format.project` lower-cases answers, as verl-agent does, and commands may have capitals.
+    """
+    if action in commands:
+        return action
+    same = {command for command in commands if command.lower() == action.lower()}
+    return same.pop() if len(same) == 1 else action
 
 
 class EpisodeBuffer:
@@ -63,7 +75,22 @@ class EpisodeBuffer:
             e.rewards[episode, turn - 1] = output.reward
             e.invalid[episode, turn - 1] |= self._strict and not output.admissible
             self._admissible[episode].append(bool(output.admissible))
-        return not output.done and turn < e.mask.shape[1]
+        last = turn == e.mask.shape[1]
+        if not output.done and not last:
+            return True
+        # An environment that counts its turns itself need not say so: they are used up, and nothing is won.
+        used_up = last and not output.won if output.truncated is None else output.truncated
+        e.truncated[episode] = used_up or not output.done
+        return False
+
+    def truncated(self, episode: int) -> bool:
+        """Whether a time limit has ended an episode."""
+        return bool(self._episodes.truncated[episode])
+
+    def add_final_prompt(self, episode: int, ids: Sequence[int]) -> None:
+        """Takes the prompt of the turn that a truncated episode would have had next."""
+        self._episodes.final_prompts[episode, : len(ids)] = ids
+        self._episodes.final_prompt_lengths[episode] = len(ids)
 
     def exclude(self, episode: int, reason: str) -> None:
         """Leaves an episode out of the result."""
@@ -81,7 +108,7 @@ class EpisodeBuffer:
     def add_response(
         self, prompt: Prompt, response: SlotResponse, parsed: ParsedResponse, ended: bool
     ) -> tuple[str, ...]:
-        """Takes a response to its episode's prompt; returns all the episode's actions with this new one.
+        """Takes a response to its episode's prompt; returns all the episode's actions with this new one (`matched`).
 
         ended: whether the response ended with an end token.
         """
@@ -99,7 +126,7 @@ class EpisodeBuffer:
         self._counts["unfinished"] += not ended
         self._counts["pairs_dropped"] += prompt.pairs_dropped
         self._counts["prompts_cut"] += prompt.tokens_cut > 0
-        self._actions[episode].append(parsed.action)
+        self._actions[episode].append(matched(parsed.action, self._latest[episode].commands))
         self._responses[episode].append(parsed.text)
         return tuple(self._actions[episode])
 
@@ -112,7 +139,8 @@ class EpisodeBuffer:
                     values[episode] = 0
         scores = np.zeros(batch, np.float32)
         for episode, output in self._latest.items():
-            e.success[episode], e.task[episode], scores[episode] = output.won, output.task_type, output.score
+            e.success[episode], e.judged[episode], e.task[episode] = bool(output.won), output.won is not None, output.task_type
+            scores[episode] = np.nan if output.score is None else output.score
         texts, states = self._number_states()
         for episode, ids in states.items():
             e.states[episode, : len(ids) - 1], e.next_states[episode, : len(ids) - 1] = ids[:-1], ids[1:]

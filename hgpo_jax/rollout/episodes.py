@@ -14,12 +14,13 @@ from hgpo_jax.advantages import state_ids
 from hgpo_jax.errors import one_line
 from hgpo_jax.files import atomic_write
 
-# Field: kind of dtype, dimensions after [B, T]; None for [B] alone.
+# Field: kind of dtype, dimensions.
 KINDS = {
-    "prompts": ("i", 1), "prompt_lengths": ("i", 0), "responses": ("i", 1), "response_lengths": ("i", 0), "logp": ("f", 1),
-    "observations": ("i", 1), "rewards": ("f", 0), "mask": ("b", 0), "invalid": ("b", 0), "states": ("i", 0),
-    "next_states": ("i", 0), "actions": ("i", 0), "agents": ("i", 0), "groups": ("i", None), "success": ("b", None),
-    "task": ("i", None),
+    "prompts": ("i", "BTP"), "prompt_lengths": ("i", "BT"), "responses": ("i", "BTR"), "response_lengths": ("i", "BT"),
+    "logp": ("f", "BTR"), "observations": ("i", "BTO"), "rewards": ("f", "BT"), "mask": ("b", "BT"), "invalid": ("b", "BT"),
+    "states": ("i", "BT"), "next_states": ("i", "BT"), "actions": ("i", "BT"), "agents": ("i", "BT"), "groups": ("i", "B"),
+    "success": ("b", "B"), "judged": ("b", "B"), "task": ("i", "B"), "truncated": ("b", "B"), "final_prompts": ("i", "BP"),
+    "final_prompt_lengths": ("i", "B"),
 }  # fmt: skip
 
 
@@ -43,18 +44,21 @@ class Episodes(struct.PyTreeNode):
     actions: jax.Array  # i32[B, T], equal exactly where the actions are: what was found in the responses, or all of these
     agents: jax.Array  # i32[B, T], the role that acted, an index into the environment's `roles`
     groups: jax.Array  # i32[B], prompt group
-    success: jax.Array  # bool[B]
+    success: jax.Array  # bool[B], False where it is unknown
+    judged: jax.Array  # bool[B], whether the environment said if the episode was a success
     task: jax.Array  # i32[B], task type
+    truncated: jax.Array  # bool[B], a time limit ended the episode, and not the task itself
+    final_prompts: jax.Array  # i32[B, P], of a truncated episode what the policy would have been shown next, right-padded
+    final_prompt_lengths: jax.Array  # i32[B], 0 where there is none
 
     @classmethod
     def zeros(cls, batch: int, max_turns: int, prompt_slots: int, response_slots: int) -> Episodes:
         """Episodes of NumPy arrays in which nothing happened, with observations of one slot."""
-        width = {"prompts": prompt_slots, "responses": response_slots, "logp": response_slots, "observations": 1}
+        size = {"B": batch, "T": max_turns, "P": prompt_slots, "R": response_slots, "O": 1}
         dtype = {"i": np.int32, "f": np.float32, "b": bool}
-        arrays: dict[str, Any] = {}
-        for name, (kind, dimensions) in KINDS.items():
-            shape = (batch,) if dimensions is None else (batch, max_turns, *(width[name] for _ in range(dimensions)))
-            arrays[name] = np.zeros(shape, dtype[kind])
+        arrays: dict[str, Any] = {
+            name: np.zeros([size[dimension] for dimension in shape], dtype[kind]) for name, (kind, shape) in KINDS.items()
+        }
         return cls(**arrays)
 
     def save(self, path: str | Path) -> None:
@@ -65,7 +69,8 @@ class Episodes(struct.PyTreeNode):
 
     @classmethod
     def load(cls, path: str | Path) -> Episodes:
-        """Reads what `save` wrote. Turns from before there were `actions` have whole responses, without `agents` one role.
+        """Reads what `save` wrote. Turns from before there were `actions` have whole responses, without `agents` one role;
+        in a file without `truncated` no episode is, in one without `judged` the success of all is known.
 
         Raises ValueError for another file.
         """
@@ -76,6 +81,11 @@ class Episodes(struct.PyTreeNode):
                 arrays["agents"] = np.zeros(arrays["mask"].shape, np.int32)
             if "actions" not in arrays:
                 arrays["actions"] = np.asarray(action_ids(*(arrays[n] for n in ("responses", "response_lengths", "mask"))))
+            if "judged" not in arrays:
+                arrays["judged"] = arrays["mask"][:, 0]
+            if "truncated" not in arrays:
+                none = cls.zeros(len(arrays["mask"]), 0, 0, 0)
+                arrays |= {name: getattr(none, name) for name in ("truncated", "final_prompts", "final_prompt_lengths")}
             episodes = cls(**arrays)
             episodes._check()
             return episodes
@@ -85,13 +95,13 @@ class Episodes(struct.PyTreeNode):
     def _check(self) -> None:
         """Raises ValueError for arrays that no rollout makes."""
         B, T = self.mask.shape
-        for name, (kind, width) in KINDS.items():
-            array, shape = getattr(self, name), ((B,) if width is None else (B, T))
-            if array.dtype.kind != kind or array.shape[:2] != shape or array.ndim != len(shape) + (width or 0):
+        for name, (kind, dimensions) in KINDS.items():
+            array, shape = getattr(self, name), {"B": (B,), "BT": (B, T)}[dimensions.rstrip("PRO")]
+            if array.dtype.kind != kind or array.shape[: len(shape)] != shape or array.ndim != len(dimensions):
                 raise ValueError(f"{name} is {array.dtype}{list(array.shape)} beside a mask of {[B, T]}")
             if kind == "i" and array.size and array.min() < 0:
                 raise ValueError(f"{name} has {array.min()}, a number below 0")
-        for name in ("prompt", "response"):
+        for name in ("prompt", "response", "final_prompt"):
             lengths, slots = getattr(self, f"{name}_lengths"), getattr(self, f"{name}s").shape[-1]
             if lengths.size and lengths.max() > slots:
                 raise ValueError(f"{name}_lengths has {lengths.max()}, more than {name}s has slots")

@@ -146,6 +146,7 @@ class HostRollout:
         self._workers.send([(episode, tasks[episode], ()) for episode in episodes])
         ready: list[int] = []  # episodes with a prompt that waits for a slot
         prompts: dict[int, Prompt] = {}  # of the episodes in a slot
+        truncated: list[int] = []  # episodes that a time limit has ended
         pending = len(episodes)  # episodes whose environments have yet to answer
         speaker = lambda episode: self._speakers[buffer.role(episode)]  # noqa: E731
         while ready or pending or prompts:
@@ -155,6 +156,8 @@ class HostRollout:
                 pending -= 1
                 if buffer.add_output(episode, output):
                     ready.append(episode)
+                elif buffer.truncated(episode):
+                    truncated.append(episode)
             if minimum:
                 continue  # some of these may have been the last of their episodes
             ready.sort(key=lambda episode: (buffer.turn(episode), episode))  # those that are furthest behind come first
@@ -176,6 +179,8 @@ class HostRollout:
                     requests.append((episode, tasks[episode], actions))
             self._workers.send(requests)
             pending += len(requests)
+        for episode, prompt in self._prompts(buffer, truncated).items():
+            buffer.add_final_prompt(episode, prompt.ids)
         steps = sum(sampler.steps for sampler in samplers.values())
         return {"decode_steps": steps, "slot_use": sum(sampler.busy for sampler in samplers.values()) / max(1, steps)}
 

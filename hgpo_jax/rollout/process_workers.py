@@ -18,13 +18,18 @@ from hgpo_jax.errors import RunError
 from hgpo_jax.rollout.workers import EnvFailure, EnvOutput, EnvSpec, LocalWorkers, Request
 
 
+class _Hung(EnvFailure):
+    """The failure of an episode whose worker gave no answer in time."""
+
+
 class _WorkerProcess:
     """A process, and the thread that hands it one request at a time and replaces it when it dies or takes too long."""
 
     _starting = threading.Lock()
 
-    def __init__(self, make: Callable, time_limit: float, start_limit: float):
-        self._make, self._time_limit, self._start_limit = make, time_limit, start_limit
+    def __init__(self, make: Callable, asked: Callable[[tuple], str], time_limit: float, start_limit: float):
+        self._make, self._asked, self._time_limit, self._start_limit = make, asked, time_limit, start_limit
+        self.stepped = False  # whether it has ever answered more than a reset
         self.queue: SimpleQueue[tuple[Request, SimpleQueue] | None] = SimpleQueue()  # a request, and the queue for its answer
         self._ended = False
         self.process: BaseProcess | None = None
@@ -85,12 +90,16 @@ class _WorkerProcess:
         try:
             self.pipe.send(request)
             if self.pipe.poll(self._time_limit):
-                return self.pipe.recv()
-            failure = f"no answer in {self._time_limit:g} s"
+                answer = self.pipe.recv()
+                self.stepped |= request[-1] != ()
+                return answer
+            failure: EnvFailure = _Hung(f"no answer in {self._time_limit:g} s{self._asked(request)}")
+        except (EOFError, OSError):
+            failure = EnvFailure(f"its worker process died{self._asked(request)}")
         except Exception as error:  # an answer may not be a pickle: the environment can write into the pipe
-            failure = "its worker process died" if isinstance(error, EOFError | OSError) else f"no answer: {error!r:.200}"
+            failure = EnvFailure(f"no answer: {error!r:.200}")
         self._stop()
-        return request[0], EnvFailure(failure)
+        return request[0], failure
 
     def _stop(self) -> None:
         self.pipe.close()
@@ -113,6 +122,8 @@ class _WorkerProcess:
 class ProcessWorkers:
     """Environments in worker processes, which are replaced when they die or take too long.
 
+    Where every worker takes too long, again and again and nothing is answered in between, all of what is left would.
+
     Args:
       make_env: makes one environment; must be picklable.
       workers: processes. Each has a block of the episodes, so that a prompt group's episodes share what they load.
@@ -127,14 +138,14 @@ class ProcessWorkers:
 
     def __init__(
         self, make_env: Callable, workers: int, episodes: int, time_limit: float = 60.0, start_limit: float = 600.0,
-        local: Callable = LocalWorkers,
+        local: Any = LocalWorkers,
     ):  # fmt: skip
-        self._episodes = episodes
+        self._episodes, self._limit, self._hung_in_a_row = episodes, f"{local.limit}={time_limit:g}", 0
         self.discard_answers()
         self._workers = []
         atexit.register(self.close)  # otherwise a thread would replace the processes that the exiting interpreter ends
         for _ in range(min(workers, episodes)):
-            self._workers.append(_WorkerProcess(functools.partial(local, make_env), time_limit, start_limit))
+            self._workers.append(_WorkerProcess(functools.partial(local, make_env), local.asked, time_limit, start_limit))
         for worker in self._workers:
             try:
                 self.spec = worker.read_spec()
@@ -158,14 +169,24 @@ class ProcessWorkers:
         """(episode, answer) for the answers that have come, in order of arrival; waits for at least `minimum`. An answer
         is an EnvOutput, the rewards of a function, or an EnvFailure.
 
-        Raises RunError if the replacement of a worker cannot make its environment.
+        Raises RunError if the replacement of a worker cannot make its environment, and if all of them hang.
         """
         while minimum > 0 or not self._answers.empty():
             answer = self._answers.get()
             if isinstance(answer, RunError):
                 raise answer
+            self._check_hung(answer[1])
             minimum -= 1
             yield answer
+
+    def _check_hung(self, answer) -> None:
+        self._hung_in_a_row = self._hung_in_a_row + 1 if isinstance(answer, _Hung) else 0
+        stepped = any(worker.stepped for worker in self._workers)
+        if self._hung_in_a_row >= max(2, len(self._workers)) * (1 + stepped):  # once each; twice where they have worked before
+            raise RunError(
+                f"{self._limit}: {answer.reason}, and {self._hung_in_a_row - 1} times before with nothing answered in "
+                "between; see why it hangs, or give it more time"
+            )
 
     def close(self) -> None:
         """Ends the processes."""

@@ -6,7 +6,11 @@ as the failure of every single episode.
 
 from __future__ import annotations
 
+import contextlib
 import numbers
+import signal
+import threading
+from collections.abc import Iterator
 
 from hgpo_jax.envs.protocol import (
     INFO,
@@ -32,6 +36,7 @@ STATE = {"task": "the index of the episode's task type"}
 TEXT = members(TextEnv)
 TEXT_RESET = members(BegunTextEnv, beyond=TextEnv)
 TEXT_TEAM = members(TextTeam)
+CHECK_LIMIT = 60.0  # seconds
 ONE_ROLE = ("agent",)  # of an environment that states none
 
 
@@ -76,23 +81,51 @@ def check_compiled(env, members: dict[str, str]) -> None:
 
 
 def check_text(env) -> None:
-    """Raises ValueError, naming class and member, where a text environment lacks something. Takes one step in task 0."""
+    """Raises ValueError, naming class and member, where a text environment lacks something or hangs. Takes a step in task 0."""
     name = type(env).__name__
     _check(name, env, TEXT)
     _check_number(name, env, "max_turns")
     roles_of(env)
-    try:
-        _, commands = env.reset(0)
-    except Exception:  # as in play: whatever is wrong costs the episodes that have this task
-        return
+    with _deadline(f"{name}: reset(0)"):
+        try:
+            _, commands = env.reset(0)
+        except Exception:  # as in play: whatever is wrong costs the episodes that have this task
+            return
     _check(f"{name} after reset(task)", env, TEXT_RESET | (TEXT_TEAM if hasattr(env, "roles") else {}))
-    try:
-        *_, info = env.step(commands[0] if commands else "")
-        missing = [f"{key}: {meaning}" for key, meaning in INFO.items() if key not in info]
-    except Exception:
-        return
+    action = commands[0] if commands else ""
+    with _deadline(f"{name}: step({action!r:.80}) in task 0"):
+        try:
+            *_, info = env.step(action)
+            missing = [f"{key}: {meaning}" for key, meaning in INFO.items() if key not in info]
+        except Exception:
+            return
     if missing:
         raise ValueError(f"{name}: the info of step(action) lacks {missing[0]}")
+
+
+class _Late(BaseException):
+    """Not for an environment that catches exceptions."""
+
+
+@contextlib.contextmanager
+def _deadline(call: str) -> Iterator[None]:
+    """Raises ValueError for what takes longer than CHECK_LIMIT; in the main thread alone, which has the signal for it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(*_):
+        raise _Late
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, CHECK_LIMIT)
+    try:
+        yield
+    except _Late:
+        raise ValueError(f"{call} gives no answer in {CHECK_LIMIT:g} s; see why it hangs") from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _check_number(name: str, env, member: str) -> None:

@@ -26,6 +26,11 @@ class Story(NamedTuple):
         return "\n".join([f"task: {self.task} ({self.outcome})", *self.turns])
 
 
+def outcome_of(episodes: Episodes, index: int) -> str:
+    """How an episode ended, in a word."""
+    return "unknown" if not episodes.judged[index] else "success" if episodes.success[index] else "failure"
+
+
 def told_turns(
     episodes: Episodes, index: int, roles: Sequence[str], observations: Sequence[str], responses: Sequence[str]
 ) -> list[str]:
@@ -42,12 +47,13 @@ def told_turns(
 class RolloutReport:
     """What the Episodes of B episodes over a text environment do not hold.
 
-    texts: `texts[states[b, t]]` is the observation before turn t of episode b.
+    texts: `texts[observations[b, t, 0]]` is the observation before turn t of episode b, `texts[states[b, t]]` an equal one
+      unless `state_keys.py` says what is equal.
     goals: each episode's task as text.
     responses: what the policy wrote in each episode, turn by turn.
     actions: what was found in each response and given to the environment.
     admissible: whether the environment took each of these actions for one of its commands.
-    scores: f32[B], the environment's own score at the end (1 for success where it has none).
+    scores: f32[B], the environment's own score at the end (1 for success where it has none, NaN where that is unknown).
     failures: episode -> why it was excluded; its rows in the Episodes are empty.
     counts: for metrics: sums over the batch and, of the sampler, `decode_steps`, tokens decoded one after the other, and
       `slot_use`, the mean share of its slots, fewer towards the end, that decoded.
@@ -70,9 +76,9 @@ class RolloutReport:
 
     def story(self, episodes: Episodes, index: int, roles: Sequence[str]) -> Story:
         """One episode as a person would read it, in a terminal too. roles: names of the environment's."""
-        observations = [self.texts[state] for state in episodes.states[index][episodes.mask[index]]]
+        observations = [self.texts[number] for number in episodes.observations[index, episodes.mask[index], 0]]
         turns = told_turns(episodes, index, roles, observations, self.responses[index])
-        outcome = self.failures.get(index, "success" if episodes.success[index] else "failure")
+        outcome = self.failures.get(index, outcome_of(episodes, index))
         return Story(printable(self.goals[index]), list(map(printable, turns)), printable(outcome))
 
 

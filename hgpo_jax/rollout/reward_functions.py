@@ -26,7 +26,7 @@ class EpisodeTexts(NamedTuple):
     observations: list[str]  # T + 1: before each turn, and after the last
     responses: list[str]  # T, what the policy wrote
     rewards: list[float]  # T, the environment's
-    success: bool
+    success: bool | None  # None: the environment did not say
 
 
 class LocalReward:
@@ -36,6 +36,7 @@ class LocalReward:
     """
 
     spec = ()
+    limit = "reward.time_limit"
 
     def __init__(self, load: Callable):
         _, self._function = load()
@@ -50,6 +51,11 @@ class LocalReward:
             except (Exception, SystemExit) as error:  # whatever it does
                 answer = EnvFailure(one_line("".join(traceback.format_exception_only(error))[:2000])[:500])
             self._answers.append((number, answer))
+
+    @staticmethod
+    def asked(request: tuple[int, EpisodeTexts]) -> str:
+        """As `workers.LocalWorkers.asked`; a reason says itself that it is about a reward."""
+        return ""
 
     def receive(self, minimum: int) -> list[tuple[int, list[float] | EnvFailure]]:
         """(number, the rewards of its turns or why there are none) of the episodes that were sent."""

@@ -55,7 +55,7 @@ def _episode(env, task: int, noise: float, history_length: int, random: np.rando
         actions.append(_random_command(output, random) if random.random() < noise and output.commands else labels[-1])
         outputs.append(read_output(env, env.step(actions[-1]), 5))
     known, roles = prompt_inputs(outputs, actions, history_length), [output.role for output in outputs[: len(actions)]]
-    return ScriptedEpisode(known, roles, labels, outputs[-1].won)
+    return ScriptedEpisode(known, roles, labels, bool(outputs[-1].won))
 
 
 def prompt_inputs(outputs: list[EnvOutput], actions: list[str], history_length: int) -> list[PromptInput]:

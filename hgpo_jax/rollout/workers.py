@@ -34,10 +34,11 @@ class EnvOutput(NamedTuple):
     task_type: int
     reward: float = 0.0
     done: bool = False
-    won: bool = False
+    won: bool | None = False  # None: unknown
     admissible: bool = True
-    score: float = 0.0
+    score: float | None = 0.0  # None: it has none, and success is unknown
     role: int = 0  # whose turn the next one is
+    truncated: bool | None = None  # whether it was a time limit that ended the episode; None: the environment does not say
 
 
 class EnvSpec(NamedTuple):
@@ -57,6 +58,8 @@ class EnvFailure(NamedTuple):
 
 class LocalWorkers:
     """Environments in this process, one per episode. An exception or a wrong type ends only its own episode."""
+
+    limit = "env.time_limit"  # what says how long a worker process may take for an answer
 
     def __init__(self, make_env: Callable):
         self._make_env = make_env
@@ -85,6 +88,12 @@ class LocalWorkers:
         """(episode, answer) for the answers that have come: all, in this process."""
         answers, self._answers = self._answers, []
         return answers
+
+    @staticmethod
+    def asked(request: Request) -> str:
+        """What a request is about, behind what became of it."""
+        _, task, actions = request
+        return f": action {actions[-1]!r:.80} in task {task}" if actions else f": reset of task {task}"
 
     def _answer(self, episode: int, task: int, actions: tuple[str, ...]) -> EnvOutput:
         env, current_task, done = self._envs.pop(episode, None) or (self._make_env(), None, 0)
@@ -125,17 +134,22 @@ def read_output(env, result, length: int) -> EnvOutput:
         return output._replace(role=_read_role(env))
     reward, done, info = rest
     _expect("info", info, dict)
-    score = info.get("score", float(info["won"]))
-    for name, number in (("reward", reward), ("score", score)):
+    won = info["won"]
+    score = info.get("score", won if won is None else float(won))
+    for name, number in (("reward", reward), *([] if score is None else [("score", score)])):
         _expect(name, number, numbers.Real)
         if not abs(float(number)) <= MAX_REWARD:
             raise ValueError(f"{name} is {number}")
-    flags = {"done": done, "won": info["won"], "admissible": info["admissible"]}
+    flags = {"done": done, "admissible": info["admissible"]} | ({} if won is None else {"won": won})
+    flags |= {"truncated": info["truncated"]} if "truncated" in info else {}
     for name, flag in flags.items():
         _expect(name, flag, bool | np.bool_)
     flags = {name: bool(flag) for name, flag in flags.items()}
+    if flags.get("truncated") and not flags["done"]:
+        raise ValueError("truncated is true where done is not; a time limit ends the episode")
     role = 0 if flags["done"] else _read_role(env)  # after the end it is nobody's turn
-    return output._replace(reward=float(reward), score=float(score), role=role, **flags)
+    score = None if score is None else float(score)
+    return output._replace(reward=float(reward), score=score, role=role, **{"won": None} | flags)
 
 
 def _read_role(env) -> int:

@@ -14,6 +14,9 @@ from hgpo_jax.iteration import estimator_options
 from hgpo_jax.methods import AVAILABLE_ARRAYS, method_named, unusable
 from hgpo_jax.rollout.episodes import Episodes
 
+FEW_PEERS = 0.02  # of the steps after the first, which a prompt group's episodes share
+NEVER_WON = 10  # iterations with rewards above 0 and without a success
+MANY_CUT = 0.05  # of the prompts
 LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.5, "int8": 0.5}  # by the type that is sampled with
 
 
@@ -35,11 +38,14 @@ class Alarms:
         self._most, self._in_a_row = config.learner.max_nonfinite, 0
         self._config, self._masks = config, config.learner.unfinished == "mask"
         self._said: set[str] = set()
+        self._won, self._rewarded = False, 0  # whether an episode was ever a success, iterations in which some had rewards
         for row in earlier:
             self._count(row)
 
     def _count(self, row: dict) -> None:
         self._in_a_row = self._in_a_row + 1 if row.get("nonfinite_steps") else 0
+        self._won |= row.get("success", 1) is None or not row.get("success", 1) <= 0  # where it is unknown there is no "never"
+        self._rewarded += row.get("rewarded", 0) > 0
 
     def check(self, row: dict, episodes: Episodes | None = None) -> list[str]:
         """Warnings about a row of metrics; a number that stays above its limit, and a reward function that goes on failing, are
@@ -73,8 +79,14 @@ class Alarms:
                 "every answer was cut at its limit, and with learner.unfinished=mask nothing is learned; raise "
                 "rollout.response_limit, or give learner.unfinished=train"
             )
+        if (cut := row.get("prompts_cut", 0)) > MANY_CUT * row["steps"]:
+            wrong["prompts_cut"] = (
+                f"{cut:.0f} of {row['steps']:.0f} prompts were longer than rollout.prompt_limit even without history, and lost the "
+                "middle of their observation; raise it"
+            )
         if failed:
             wrong["reward/failed"] = f"the reward function failed in {failed:.0f} episodes, which are left out"
+        wrong |= self._about_the_environment(row)
         found += [f"{begin}: {why}" for name, why in wrong.items() if name not in self._said]
         self._said = set(wrong)
         if self._in_a_row >= self._most:
@@ -82,6 +94,29 @@ class Alarms:
                 f"{found[0]}; the run stops after learner.max_nonfinite={self._most} such iterations in a row, {blame}"
             )
         return found
+
+    def _about_the_environment(self, row: dict) -> dict[str, str]:
+        """What `python -m hgpo_jax.check` finds in an environment, too."""
+        wrong = {}
+        if row.get("won_unrewarded", 0) == 1:
+            wrong["won_unrewarded"] = (
+                "every episode that is a success has rewards of 0 or less in total; see that the environment's rewards and "
+                "what it calls a success (won) agree"
+            )
+        if not self._won and self._rewarded >= NEVER_WON:
+            wrong["never won"] = (
+                f"in {self._rewarded} iterations episodes had rewards above 0 in total, and none was ever a success; that is "
+                "what the environment says (won), not a reward: see that it says it"
+            )
+        first = 1 / max(row.get("turns", 1), 1)
+        if (peers := row.get("peers/level0")) is not None and first < 1:
+            later = max(peers - first, 0) / (1 - first)
+            if later < FEW_PEERS:
+                wrong["peers"] = (
+                    f"only {later:.1%} of the steps after the first have a peer, one with an equal observation in their prompt "
+                    "group; where observations hold a step counter or a clock, give env.state_key or advantage.similarity"
+                )
+        return wrong
 
 
 def estimator_fault(config: Config, e: Episodes) -> str:

@@ -102,7 +102,8 @@ def read_rows(folder: Path) -> list[dict]:
 
 
 def read_held_out(folder: Path) -> dict[str, dict] | None:
-    """The evaluation that ended a run: mode -> success, interval (its 95 % interval), turns, valid; None before there is one.
+    """The evaluation that ended a run: mode -> turns, valid and, where it is known, success and interval (its 95 %
+    interval); None before there is one.
 
     Raises:
       ConfigError: evaluation.json is damaged.
@@ -112,15 +113,13 @@ def read_held_out(folder: Path) -> dict[str, dict] | None:
         return None
     try:
         found = json.loads(file.read_text())
-        return {
-            mode: {
-                "success": float(found["success"][mode]),
-                "interval": tuple(float(end) for end in found["interval"][mode]),
-                "turns": float(found["turns"][mode]),
-                "valid": 1 - float(found["invalid"][mode]),
-            }
-            for mode in MODES
-        }
+        result: dict[str, dict] = {mode: {} for mode in MODES}
+        for mode in MODES:
+            if found["success"][mode] is not None:
+                result[mode]["success"] = float(found["success"][mode])
+                result[mode]["interval"] = tuple(float(end) for end in found["interval"][mode])
+            result[mode] |= {"turns": float(found["turns"][mode]), "valid": 1 - float(found["invalid"][mode])}
+        return result
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise ConfigError(f"{file}: not an evaluation: {error!r}; run hgpo_jax.evaluate again") from None
 

@@ -107,7 +107,11 @@ def rollout_sums(e: Episodes, gamma, roles: tuple[str, ...]) -> dict[str, jax.Ar
     """Sums over the episodes of one rollout, scalars by name; `rollout_metrics` takes these. roles: the environment's."""
     sums = {
         "episodes": e.mask[:, 0].sum(),  # one that its environment failed has no turns
+        "failed": (~e.mask[:, 0]).sum(),
+        "judged": e.judged.sum(),
         "success": e.success.sum(),
+        "rewarded": (e.rewards.sum(1) > 0).sum(),
+        "won_unrewarded": (e.success & (e.rewards.sum(1) <= 0)).sum(),
         "return": (e.rewards * gamma ** jnp.arange(e.rewards.shape[1])).sum(),
         "steps": e.mask.sum(),
         "invalid": (e.invalid & e.mask).sum(),
@@ -115,7 +119,7 @@ def rollout_sums(e: Episodes, gamma, roles: tuple[str, ...]) -> dict[str, jax.Ar
     }
     for role, own in turns_by_role(e, roles).items():
         sums |= {
-            f"by_role/episodes/{role}": own.any(1).sum(),
+            f"by_role/judged/{role}": (own.any(1) & e.judged).sum(),
             f"by_role/success/{role}": (own.any(1) & e.success).sum(),
             f"by_role/turns/{role}": own.sum(),
             f"by_role/invalid/{role}": (e.invalid & own).sum(),
@@ -174,10 +178,13 @@ def rollout_metrics(sums: list[dict[str, jax.Array]]) -> dict[str, float]:
     """The metrics of an iteration's rollouts, from the `rollout_sums` of each; waits until they are computed."""
     sums = jax.device_get(sums)
     total = {name: float(sum(of_one[name] for of_one in sums)) for name in sums[0]}
-    episodes = max(total["episodes"], 1)
+    episodes, wins, judged = max(total["episodes"], 1), total["success"], total["judged"]
     rewards = {name: value for name, value in total.items() if name.startswith("reward/")}  # see `rewards.py`
     return {
-        "success": total["success"] / episodes,
+        "success": wins / judged if judged else math.nan,  # unknown
+        "success_at_least": wins / (judged + total["failed"]) if judged else math.nan,  # failed episodes count as lost
+        "rewarded": total["rewarded"] / episodes,
+        "won_unrewarded": total["won_unrewarded"] / wins if wins else 0.0,
         "return": total["return"] / episodes,
         "turns": total["steps"] / episodes,
         "invalid": total["invalid"] / max(total["steps"], 1),
@@ -192,10 +199,10 @@ def _role_metrics(total: dict[str, float]) -> dict[str, float]:
     """Those of `rollout_metrics` that each role has, where there are several."""
     metrics: dict[str, float] = {}
     for role in (name.rpartition("/")[2] for name in total if name.startswith("by_role/turns/")):
-        of = {part: total[f"by_role/{part}/{role}"] for part in ("episodes", "success", "turns", "invalid", "response_length")}
+        of = {part: total[f"by_role/{part}/{role}"] for part in ("judged", "success", "turns", "invalid", "response_length")}
         turns = max(of["turns"], 1)
         metrics |= {
-            f"by_role/success/{role}": of["success"] / max(of["episodes"], 1),
+            f"by_role/success/{role}": of["success"] / of["judged"] if of["judged"] else math.nan,
             f"by_role/turns/{role}": of["turns"] / max(total["episodes"], 1),
             f"by_role/invalid/{role}": of["invalid"] / turns,
             f"by_role/response_length/{role}": of["response_length"] / turns,

@@ -18,16 +18,20 @@ FILE = "provenance.json"
 def record(config: Config, folder: Path, done: int) -> list[str]:
     """Adds to the file what the run uses from iteration `done` on, where that differs from what it used before.
 
-    A record has `from_iteration` and, by field (`env.name`, `method`, `reward.source`, an option of the environment,
-    `env.template`, a role's `template`), the place as given, the file, its SHA-256, and the version of the module or its
-    distribution. Where nothing comes from outside, nothing is written.
+    A record has `from_iteration` and, by field (`env.name`, `method`, `reward.source`, `env.state_key`, an option of the
+    environment, `env.template`, a role's `template`), the place as given, the file, its SHA-256, and the version of the module
+    or its distribution. Where nothing comes from outside, nothing is written.
 
     Returns: a line for each of these that changed. Raises ConfigError for a damaged file.
     """
     given = {"env.name": config.env.name, "method": config.method, "reward.source": config.reward.source}
     places = {f: outside.located(name, OPEN[f][1]) for f, name in given.items() if name and name not in OPEN[f][0]}
-    for option, place in outside.code_in(config.env.options).items():
-        given[f"env.options.{option}"], places[f"env.options.{option}"] = config.env.options[option], place
+    if config.env.state_key:
+        given["env.state_key"] = config.env.state_key
+        places["env.state_key"] = outside.located(config.env.state_key, outside.STATE_KEYS)
+    options = config.env.options | outside.implied(config.env.name)
+    for option, place in outside.code_in(options).items():
+        given[f"env.options.{option}"], places[f"env.options.{option}"] = options[option], place
     now = {field: {"name": given[field], **outside.version(place)} for field, place in places.items()}
     templates = {"env.template": config.env.template}
     templates |= {f"roles.{role}.template": settings.template for role, settings in config.roles.items()}

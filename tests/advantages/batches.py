@@ -71,6 +71,7 @@ def further_arrays(batch, names):
         "next_states": np.roll(batch["states"], -1, axis=1),
         "agents": rng.integers(0, 2, shape).astype(np.int32),
         "success": rng.random(shape[0]) < 0.5,
+        "final_values": (rng.normal(size=shape[0]) * rng.integers(0, 2, shape[0])).astype(np.float32),
         "actions": rng.integers(0, 3, shape).astype(np.int32),
         "switches": rng.random(shape) < 0.4,
     }

@@ -208,23 +208,26 @@ def reinforce_pp_baseline(data, statistics="per_step", invalid_penalty=0.1):
     return whitened(grpo(data, statistics, "mean", invalid_penalty))
 
 
-def temporal(data, values, gamma, lam):
+def temporal(data, values, gamma, lam, final_values=None):
     """GAE as the explicit double sum over later temporal differences."""
     result = {}
     for b, n in enumerate(data.length):
-        delta = [data.rewards[b][t] + (gamma * values[b, t + 1] if t + 1 < n else 0.0) - values[b, t] for t in range(n)]
+        after = [*(values[b, t] for t in range(1, n)), 0.0 if final_values is None else float(final_values[b])]
+        delta = [data.rewards[b][t] + gamma * after[t] - values[b, t] for t in range(n)]
         for t in range(n):
             result[b, t] = sum((gamma * lam) ** (j - t) * delta[j] for j in range(t, n))
     return result
 
 
-def gae(data, values, gamma=0.95, lam=0.95, whiten=True, invalid_penalty=0.1):
-    advantages = temporal(data, {s: float(values[s]) for s in data.all}, gamma, lam)
+def gae(data, values, final_values, gamma=0.95, lam=0.95, whiten=True, invalid_penalty=0.1):
+    advantages = temporal(data, {s: float(values[s]) for s in data.all}, gamma, lam, final_values)
     advantages = {s: a - data.penalty(s, invalid_penalty) for s, a in advantages.items()}
     return whitened(advantages) if whiten else advantages
 
 
-def hiper(data, switches, high_values, low_values, term_values, gamma=0.95, lam=0.95, whiten=True, invalid_penalty=0.1):
+def hiper(
+    data, switches, high_values, low_values, term_values, final_values, gamma=0.95, lam=0.95, whiten=True, invalid_penalty=0.1
+):
     """HiPER with every segment as a list of its steps: [(advantages, targets)] of the switch, subgoal and action parts.
 
     The sums over later temporal differences are written out, by segment and inside each.
@@ -234,7 +237,7 @@ def hiper(data, switches, high_values, low_values, term_values, gamma=0.95, lam=
     for b, n in enumerate(data.length):
         begins = [t for t in range(n) if t == 0 or switches[b][t]]
         segments = [list(range(begin, end)) for begin, end in zip(begins, [*begins[1:], n], strict=True)] if n else []
-        after = [high[b, begin] for begin in begins[1:]] + [0.0]  # V_high where each segment ends
+        after = [high[b, begin] for begin in begins[1:]] + [float(final_values[b])]  # V_high where each segment ends
         length = [len(segment) for segment in segments]
         collected = [sum(gamma**j * data.rewards[b][t] for j, t in enumerate(segment)) for segment in segments]
         by_segment = [collected[k] + gamma ** length[k] * after[k] - high[b, segment[0]] for k, segment in enumerate(segments)]

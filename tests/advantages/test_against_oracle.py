@@ -148,8 +148,8 @@ def test_groups_are_nested(batch):
 @settings(max_examples=5, deadline=None)
 @given(batch=batches(continuous=True))
 def test_the_value_target_is_not_whitened(batch):
-    values = further_arrays(batch, ["values"])["values"]
-    options = {"values": values, "lam": 0.5, "gamma": GAMMA, "invalid_penalty": PENALTY}
+    learned = further_arrays(batch, ["values", "final_values"])
+    values, options = learned["values"], {**learned, "lam": 0.5, "gamma": GAMMA, "invalid_penalty": PENALTY}
     plain, whitened = (estimate("gae", **batch, **options, whiten=whiten) for whiten in (False, True))
     np.testing.assert_allclose(whitened.returns, np.where(batch["mask"], plain.advantages + values, 0), atol=1e-5)
     np.testing.assert_array_equal(whitened.returns, plain.returns)

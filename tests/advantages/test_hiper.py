@@ -22,15 +22,15 @@ def test_without_a_hierarchy_it_is_gae(batch, first):
     """A segment for every step makes the high level GAE, a single one the low level, and the others returns."""
     further = arrays(batch, switches=np.ones_like(batch["mask"]))
     record = estimate("hiper", **batch, **further, **PLAIN)
-    alone = estimate("gae", **batch, values=further["high_values"], **PLAIN)
+    alone = estimate("gae", **batch, values=further["high_values"], final_values=further["final_values"], **PLAIN)
     np.testing.assert_allclose(record.part_advantages[..., 1], alone.advantages, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(record.part_returns[..., 1], alone.returns, rtol=1e-5, atol=1e-5)
 
     switches = np.zeros_like(batch["mask"])
     switches[:, 0] = first  # which begins a segment whether or not it is said to
-    further = arrays(batch, switches=switches)
+    further = arrays(batch, switches=switches, final_values=np.zeros(len(switches), np.float32))
     record = estimate("hiper", **batch, **further, **PLAIN)
-    alone = estimate("gae", **batch, values=further["low_values"], **PLAIN)
+    alone = estimate("gae", **batch, values=further["low_values"], final_values=further["final_values"], **PLAIN)
     np.testing.assert_allclose(record.advantages, alone.advantages, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(record.returns, alone.returns, rtol=1e-5, atol=1e-5)
     returns = dense(Steps(**batch).returns(GAMMA))
@@ -62,7 +62,7 @@ def test_segments_of_two_and_one_steps_by_hand():
     batch = {"rewards": np.float32([[0, 4, 8]]), "mask": np.ones((1, 3), bool), "states": np.zeros((1, 3), int),
              "groups": np.zeros(1, int), "switches": np.array([[False, False, True]])}  # fmt: skip
     values = {"high_values": [[2, 99, 6]], "low_values": [[1, 2, 4]], "term_values": [[0, 1, 5]]}
-    values = {name: np.float32(value) for name, value in values.items()}
+    values = {name: np.float32(value) for name, value in (values | {"final_values": [0]}).items()}
     record = estimate("hiper", **batch, **values, **PLAIN | {"lam": 0.5})
     # The last segment: 8 - 6. The first: rewards 0 + 4/2, then 6/4 of V_high, less 2; and 1/4 * 1/2 of the last one's 2.
     np.testing.assert_array_equal(record.part_advantages[0, :, 1], [2 + 1.5 - 2 + 0.25, 0, 2])

@@ -69,7 +69,8 @@ def test_rounding_is_not_taken_for_an_advantage(name):
         rewards[:, -1] = 10
         exact = 10 * 0.95 ** (np.zeros(50) if steady else np.arange(49, -1, -1))
         # The learned values are right up to float32's rounding.
-        learned = {"values": np.tile(exact.astype(np.float32), (8, 1))} if name == "gae" else {}
+        values = {"values": np.tile(exact.astype(np.float32), (8, 1)), "final_values": np.zeros(8, np.float32)}
+        learned = values if name == "gae" else {}
         states = np.tile(np.arange(50) * (not steady), (8, 1))
         mask, groups = np.ones((8, 50), bool), np.zeros(8, int)
         record = estimate(name, rewards=rewards, mask=mask, states=states, groups=groups, gamma=0.95, **learned)

@@ -1,6 +1,7 @@
 """State ids: exact ones from token rows, and merged ones from similar texts."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -39,6 +40,31 @@ def test_similar_texts_join_the_first_cluster_that_fits():
     observations = [[base, near, far], [far, base], [near]]
     assert similar(observations, [0, 0, 1]) == [[0, 0, 1], [1, 0], [2]]
     assert similar(observations, [0, 0, 1], threshold=1.0) == [[0, 1, 2], [2, 0], [3]]
+
+
+A, SAME = np.arange(6, dtype=np.int16), {"at": [1, (2.0, None)], "see": np.eye(2)}
+KEYS = [  # each once, all different; a pair is equal
+    "1", 1, 1.0, True, None, b"1", (SAME, dict(reversed(SAME.items()))), {"at": [1, (2.0, 0)], "see": np.eye(2)}, {1: 2},
+    {"1": 2},
+    (A, A.copy()), A.reshape(2, 3), A.astype(np.int32), A.view(np.uint16), (np.float32(1), np.array(1, np.float32)),
+    (A[::2], A[::2].copy()), [], {}, "", (jnp.arange(3), np.arange(3, dtype=np.int32)), (float("nan"), float("nan")),
+    ((1, 2), [1, 2]), [[1], 2],
+]  # fmt: skip
+
+
+def test_dicts_and_arrays_are_states_too():
+    texts = [each for key in KEYS for each in (key if isinstance(key, tuple) else (key, key))]
+    assert similar([texts], [0], threshold=1) == [np.repeat(np.arange(len(KEYS)), 2).tolist()]
+
+
+@pytest.mark.parametrize(("texts", "threshold", "message"), [
+    ([["a", {1}]], 1, "^set is no key of a state; give texts, numbers, arrays, dicts or lists of them$"),
+    ([[{"see": np.array([None])}]], 1, "ndarray is no key of a state"),
+    ([["a", {}]], 0.9, r"observations\[0\]\[1\] is a dict: give texts, or threshold=1"),
+])  # fmt: skip
+def test_what_is_no_state_is_named(texts, threshold, message):
+    with pytest.raises(TypeError, match=message):
+        similar(texts, [0], threshold=threshold)
 
 
 def test_a_chain_is_cut_where_it_leaves_the_representative():

@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 from alfworld_places import DATA, GAMES
 
+from hgpo_jax.config import load
+from hgpo_jax.environments import alfworld_text
 from hgpo_jax.envs.alfworld.dataset import TASK_TYPES, list_games
+from hgpo_jax.errors import ConfigError
 
 
 def make(folder: Path, trial: str, task_type: str = TASK_TYPES[0], **game: object) -> None:
@@ -42,6 +45,23 @@ def test_rules_of_the_official_environment(tmp_path: Path) -> None:
     make(tmp_path / "json_2.0.9" / "train", "old", solvable=True)
     make(tmp_path / "json_2.1.10" / "train", "new", solvable=True)
     assert [game.trial for game in list_games("train", tmp_path)] == ["new"]
+
+
+@pytest.mark.parametrize(("there", "fields", "message"), [
+    (["valid_seen", "valid_train"], [], "no train/ .*; it has valid_seen, valid_train, give env.split=valid_train"),
+    (["valid_seen", "valid_unseen"], [], "no train/ .*; it has valid_seen, valid_unseen, none of which is for env.split"),
+    (["train", "valid_unseen"], [], "no valid_seen/ .*; it has train, valid_unseen, give env.held_out=valid_unseen"),
+    (["train"], ["env.held_out=valid_unseen"], "no valid_unseen/ .*; it has train, none of which is for env.held_out"),
+    (["valid_seen"], ["env.split=generated"], "no valid_train/ .*; it has valid_seen, none of which is for env.split"),
+    ([], [], "no train/ or json_\\*/train/ in it; unpack the ALFWorld games there$"),
+])  # fmt: skip
+def test_a_download_of_some_splits_says_what_there_is(tmp_path, there, fields, message):
+    for split in there:
+        make(tmp_path / "json_2.1.1" / split, "a", solvable=True)
+    config = load(None, ["env.name=alfworld", f"data={tmp_path}", "env.compiled=false", *fields])
+    with pytest.raises(ConfigError, match=f"^env.data={tmp_path}: .*{message}") as caught:
+        alfworld_text(config)
+    assert "\n" not in str(caught.value)
 
 
 def test_what_is_wrong_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

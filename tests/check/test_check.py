@@ -288,6 +288,11 @@ def told(**members):
     return type("Told", (Guess,), members)
 
 
+def listing(*more):
+    """Commands beside those of Guess, which do nothing."""
+    return told(commands=lambda self: [*Guess.commands(self), *more])
+
+
 TEXTS = {
     "max_turns: is missing; add it: actions after which an episode ends": told(
         __getattribute__=lambda self, name: hidden(self, name, "max_turns")
@@ -322,6 +327,10 @@ TEXTS = {
     ),
     "reset(task): something of earlier episodes is left in task": Forgetful,
     "reset(task): a step after the end of an episode changes the next one": Disturbed,
+    "commands: 'Guess 1' and 'guess 1' differ in case alone": listing("Guess 1"),
+    "commands: ' wait' is read from no answer: blanks": listing(" wait"),
+    "commands: 'say </action>' is read from no answer": listing("say </action>"),
+    "commands: 'say\\nso' has a line break": listing("say\nso"),
     "rollout.prompt_limit: .* prompts are longer, and lose history": told(step=answering(lambda o, *rest: (o * 30_000, *rest))),
 }  # fmt: skip
 
@@ -340,13 +349,13 @@ def test_what_is_wrong_with_a_text_one(line):
 
 
 def test_a_sound_text_one_has_no_fault():
-    assert text_faults(Guess) == []
+    assert text_faults(Guess) == text_faults(listing("Nf3", "click[B07XYZ]", "Übe!")) == []
 
 
 def test_peers_are_those_of_the_same_task_and_the_same_last_observations():
     states = np.array([[0, 1, 2], [0, 1, 1], [0, 3, 0], [0, 1, 0]])
     mask = np.array([[1, 1, 1], [1, 1, 0], [1, 1, 0], [1, 0, 0]], bool)
-    play = Play(mask, states, ~mask, states, mask[:, 0], np.array([0, 0, 0, 1]))
+    play = Play(mask, states, ~mask, states, mask[:, 0], np.array([0, 0, 0, 1]), np.zeros(4), mask[:, 0], False)
     # Level 0: the 0s and the 1s of the first three. Level 1: only (0, 1).
     np.testing.assert_allclose(peers(play, 2), [5 / 8, 2 / 8, 0])
 

@@ -19,6 +19,7 @@ from hgpo_jax.environments import environment
 from hgpo_jax.envs import minigrid_text, outside
 from hgpo_jax.envs.gym_text import GymnasiumText, plain
 from hgpo_jax.envs.protocol import TextExpert
+from hgpo_jax.errors import ConfigError
 from hgpo_jax.rollout.requirements import check_text
 from hgpo_jax.run import provenance
 
@@ -37,6 +38,11 @@ def play(env, task, commands):
     return answers
 
 
+def said(won=False, admissible=True, truncated=False):
+    """The info of a step."""
+    return {"won": won, "admissible": admissible, "truncated": truncated}
+
+
 # -- Gymnasium's own ------------------------------------------------------------------------------------------------
 
 
@@ -48,9 +54,7 @@ def test_frozen_lake_is_walked_over_by_its_commands():
     assert first == ("[S] F F F\nF H F H\nF F F H\nH F F G", ["left", "down", "right", "up"])
     assert later[0][0] == "S [F] F F\nF H F H\nF F F H\nH F F G"
     assert later[-1][0] == "S F F F\nF H F H\nF F F H\nH F F [G]"
-    assert [answer[2:] for answer in later] == [(0.0, False, {"won": False, "admissible": True})] * 5 + [
-        (1.0, True, {"won": True, "admissible": True})
-    ]
+    assert [answer[2:] for answer in later] == [(0.0, False, said())] * 5 + [(1.0, True, said(won=True))]
     assert env.goal.startswith("walk from S") and "[]" in env.goal
     *_, (seen, _, reward, done, info) = play(env, 0, ["right", "down"])
     assert (seen.split("\n")[1], reward, done, info["won"]) == ("F [H] F H", 0.0, True, False)
@@ -76,10 +80,10 @@ def test_a_command_that_is_none_takes_a_turn_and_changes_nothing():
     env, other = (GymnasiumText("FrozenLake-v1", max_turns=4) for _ in range(2))
     first = env.reset(5)
     for nonsense in ("jump", "", "Left"):
-        assert env.step(nonsense) == (*first, 0.0, False, {"won": False, "admissible": False})
+        assert env.step(nonsense) == (*first, 0.0, False, said(admissible=False))
     last = env.step(" left ")
     other.reset(5)
-    assert last == (*other.step("left")[:3], True, {"won": False, "admissible": True})
+    assert last == (*other.step("left")[:3], True, said(truncated=True))
     longer = GymnasiumText("FrozenLake-v1", is_slippery=False, max_turns=150)
     assert len(play(longer, 0, ["left"] * 200)) == 151
 
@@ -103,7 +107,7 @@ def test_taxi_shows_its_state_and_is_solved(task):
     names = ("south", "north", "east", "west", "pick up", "drop off")
     seen, commands = env.reset(task)
     # What its mask rules out does nothing, and costs no 10 points.
-    assert env.step("drop off") == (seen, commands, 0.0, False, {"won": False, "admissible": False})
+    assert env.step("drop off") == (seen, commands, 0.0, False, said(admissible=False))
     level, total = env._env.unwrapped, 0.0
     plan = route(level)
     for number, action in enumerate(plan):
@@ -124,8 +128,8 @@ def test_a_cliff_whose_reward_is_never_above_zero():
     env = GymnasiumText(CLIFF, max_turns=20)
     first, fallen = play(env, 0, ["right"])
     assert first[0].split("\n")[-1] == "x  C  C  C  C  C  C  C  C  C  C  T"
-    assert fallen == (*first, -100.0, False, {"won": False, "admissible": True})
-    assert play(env, 0, ["up", *["right"] * 11, "down"])[-1][2:] == (-1.0, True, {"won": True, "admissible": True})
+    assert fallen == (*first, -100.0, False, said())
+    assert play(env, 0, ["up", *["right"] * 11, "down"])[-1][2:] == (-1.0, True, said(won=True))
 
 
 def test_blackjack_as_numbers_and_by_a_describing_function(tmp_path, monkeypatch):
@@ -155,15 +159,68 @@ def test_names_of_actions_and_a_goal_of_ones_own():
     env = GymnasiumText("CartPole-v1", describe=f"{__name__}:told", actions=("to the left", "to the right"))
     assert env.reset(0) == ("upright", ["to the left", "to the right"]) and env.goal == "solve CartPole-v1"
     assert GymnasiumText("CartPole-v1", describe=f"{__name__}:told").reset(0)[1] == ["action 0", "action 1"]
-    env.reset(0)
-    assert env.step("to the left")[2:] == (1.0, False, {"won": False, "admissible": True})  # its pole still stands
-    short = GymnasiumText("CartPole-v1", describe=f"{__name__}:told", max_turns=1)
-    short.reset(0)
-    assert short.step("action 0")[2:] == (1.0, True, {"won": False, "admissible": True})  # cut off is not won
+
+
+class Survey(gymnasium.Wrapper):
+    """Says itself whether it succeeded, after three steps."""
+
+    def __init__(self, steps=3, **info):
+        super().__init__(gymnasium.make("CartPole-v1"))
+        self.steps, self.said = steps, info
+
+    def reset(self, **given):
+        self.left = self.steps
+        return self.env.reset(**given)
+
+    def step(self, action):
+        self.left -= 1
+        seen, reward, _, _, _ = self.env.step(action)
+        return seen, reward, self.left == 0, False, self.said
+
+
+gymnasium.register("Survey-v0", entry_point=Survey)
+FALL, STAND = {"id": "CartPole-v1"}, {"id": "CartPole-v1", "max_turns": 3}
+
+
+@pytest.mark.parametrize(("given", "won", "truncated"), [  # its rewards of 1 a step say nothing; a fall ends it
+    (FALL, None, False), (STAND, None, True),
+    (FALL | {"survival": True}, False, False), (STAND | {"survival": True}, True, True),
+    (FALL | {"won_above": 0.5}, True, False), (STAND | {"won_above": 0.5}, False, True),
+    ({"id": "Survey-v0", "is_success": np.True_, "max_turns": 9}, True, False),
+    ({"id": "Survey-v0", "success": 0.0, "max_turns": 9}, False, False), ({"id": "Survey-v0", "max_turns": 9}, None, False),
+    ({"id": "Survey-v0", "success": False, "max_turns": 9, "won_above": 0.5}, True, False),
+    ({"id": "Survey-v0", "success": True, "max_turns": 2}, True, True),
+])  # fmt: skip
+def test_success_is_what_is_said_and_a_time_limit_is_no_end_of_the_task(given, won, truncated):
+    *before, (_, _, _, done, info) = play(GymnasiumText(describe=f"{__name__}:told", **given), 0, ["action 0"] * 50)
+    assert done and info == said(won=won, truncated=truncated)
+    assert all(answer[4] == said() for answer in before[1:])
 
 
 def told(observation, level):
     return "upright" if abs(observation[2]) < level.theta_threshold_radians else "fallen"
+
+
+REGISTERS = "import gymnasium\ngymnasium.register('Mine-v0', entry_point='gymnasium.envs.toy_text.frozen_lake:FrozenLakeEnv')\n"
+
+
+@pytest.mark.parametrize("place", ["./lakes.py", "lakes.py", "lakes_on_the_path"])
+def test_code_of_ones_own_registers_it(tmp_path, monkeypatch, place):
+    (tmp_path / "lakes.py").write_text(REGISTERS)
+    (tmp_path / "lakes_on_the_path.py").write_text(REGISTERS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    gymnasium.registry.pop("Mine-v0", None)
+    config = load(None, [f"env.name=gymnasium:{place}:Mine-v0", "env.options.max_turns=5"])
+    makers = environment(config.env).text(config)
+    assert makers[0]().reset(0)[0].startswith("[S]")
+    if place.endswith(".py"):
+        assert makers[0]().task_types == ("Mine-v0",)
+        provenance.record(config, tmp_path, 0)
+        assert str(tmp_path / "lakes.py") in (tmp_path / "provenance.json").read_text()
+    wrong = f"gymnasium:{place.replace('lakes', 'ponds')}:Mine-v0"
+    with pytest.raises(ConfigError, match=f"^env.name={wrong}: .*ponds"):
+        environment(load(None, [f"env.name={wrong}"]).env)
 
 
 def test_colours_become_brackets():
@@ -180,6 +237,7 @@ def test_colours_become_brackets():
         ({"id": "CartPole-v1"}, r"id=CartPole-v1: its observations are Box\(.* give describe=FILE.py:NAME"),
         ({"id": "Blackjack-v1"}, "max_turns=0: Blackjack-v1 has no limit of its own; give"),
         ({"id": "FrozenLake-v1", "max_turns": -3}, "max_turns=-3: must be a whole number above 0"),
+        ({"id": "FrozenLake-v1", "won_above": 0.5, "survival": True}, "won_above=0.5: survival=true decides what is won"),
         ({"id": "FrozenLake-v1", "actions": ("a", "b")}, "actions=a,b: FrozenLake-v1 has 4 actions; name each"),
         ({"id": "FrozenLake-v1", "actions": ("a", "b", "c", "a ")}, "actions=a,b,c,a: FrozenLake-v1 has 4 actions"),
         ({"id": "FrozenLake-v1", "slipery": True}, "id=FrozenLake-v1: cannot be made: .*slipery"),

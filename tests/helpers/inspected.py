@@ -33,7 +33,8 @@ def text_run(folder: Path, texts: list[str], report: bool = True, method: str = 
         invalid=np.zeros((B, T), bool), states=states, next_states=after,
         agents=np.zeros((B, T), np.int32), groups=np.array([0, 0, 1, 1], np.int32),
         actions=np.where(mask, np.arange(B * T).reshape(B, T) % 3, 0).astype(np.int32),
-        success=rewards.any(1), task=np.zeros(B, np.int32),
+        success=rewards.any(1), judged=mask[:, 0], task=np.zeros(B, np.int32), truncated=np.zeros(B, bool),
+        final_prompts=np.zeros((B, 8), np.int32), final_prompt_lengths=np.zeros(B, np.int32),
     ).save(folder / "episodes" / "iteration-00000.npz")  # fmt: skip
     if report:
         content = {

@@ -47,5 +47,12 @@ def check_against_plain_play(env, e: Episodes, tasks, history: int, end: int, ac
             named.add((int(e.next_states[b, t]), tuple(seen.tolist())))
             rewards += reward
         assert e.success[b] == (rewards > 0)
+        assert e.truncated[b] == (not e.success[b])
+        if e.truncated[b]:  # the prompt that would have come next
+            past = pasts[int(env.role(state)) if hasattr(env, "role") else 0]
+            recent = past[max(0, len(past) - history) :]
+            prompt = [*goal, *[0] * (pair * (history - len(recent))), *np.ravel(recent).astype(int), *seen, act]
+        np.testing.assert_array_equal(e.final_prompts[b], prompt if e.truncated[b] else 0)
+        assert e.final_prompt_lengths[b] == len(prompt) * e.truncated[b]
     ids, observations = zip(*named, strict=True)
     assert len(set(ids)) == len(set(observations)) == len(named) > 1

@@ -28,6 +28,7 @@ class Runner:
         mask = np.arange(T) < rng.integers(1, T + 1, B)[:, None]
         episodes = Episodes(**{name: None for name in Episodes.__dataclass_fields__} | {
             "mask": mask, "invalid": mask & (rng.random((B, T)) < 0.3), "success": rng.random(B) < 0.5,
+            "judged": mask[:, 0],
             "task": np.array([task % 2 for task in tasks]), "prompt_lengths": rng.integers(1, 50, (B, T)) * mask,
             "response_lengths": rng.integers(1, 9, (B, T)) * mask,
         })  # fmt: skip

@@ -85,8 +85,9 @@ WRONG = {
     "nan": {2: float("nan")}, "maybe": {3: "no"}, "list": {4: []}, "empty": {4: {}}, "short": {"length": 3},
     "pair": {"length": 2}, "function": {4: {"won": lambda: True, "admissible": True}}, "array": {2: np.ones(3)},
     "inf": {2: float("-inf")}, "vast": {2: 10**400}, "large": {2: 1e300}, "complex": {2: 1j}, "huge": {0: "x" * 5_000_000},
-    "many": {1: ["go"] * 2_000_000}, "integer": {3: 1}, "maybe won": {4: {"won": None, "admissible": True}},
+    "many": {1: ["go"] * 2_000_000}, "integer": {3: 1}, "maybe won": {4: {"won": "maybe", "admissible": True}},
     "score": {4: {"won": True, "admissible": True, "score": float("nan")}}, "sixth": {"length": 6},
+    "cut": {4: {"won": False, "admissible": True, "truncated": True}},
     "numpy": {2: np.float32(1.5), 3: np.bool_(False)},
 }  # fmt: skip
 

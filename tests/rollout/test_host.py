@@ -16,7 +16,7 @@ from hgpo_jax.errors import ConfigError
 from hgpo_jax.policy import ModelConfig, initialize, network
 from hgpo_jax.rollout.chat_format import ParsedResponse, Prompt
 from hgpo_jax.rollout.episode_buffer import EpisodeBuffer
-from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.rollout.episodes import KINDS, Episodes
 from hgpo_jax.rollout.host import HostRollout
 from hgpo_jax.rollout.slots import MIN_STEPS, SlotPrograms, SlotResponse
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
@@ -98,7 +98,7 @@ def check(episodes: Episodes, report, *, actions=HARMLESS, tasks=TASKS, strict=F
         for t in range(T):
             assert episodes.mask[b, t] == (not done)
             if done:
-                for name in set(vars(episodes)) - {"groups", "success", "task"}:
+                for name in [name for name, (_, dimensions) in KINDS.items() if "T" in dimensions]:
                     assert not getattr(episodes, name)[b, t].any(), name
                 continue
             each = type("PromptInput", (), {"goal": env.goal, "history": history[-K:], "turn": t, "observation": observation,
@@ -121,6 +121,11 @@ def check(episodes: Episodes, report, *, actions=HARMLESS, tasks=TASKS, strict=F
                 assert ids.setdefault(text, int(state)) == state
             assert episodes.observations[b, t] == episodes.states[b, t]
             history.append((before, action))
+        assert episodes.truncated[b] == (not info["won"])
+        each = type("PromptInput", (), {"goal": env.goal, "history": history[-K:], "turn": T, "observation": observation,
+                                 "commands": commands})  # fmt: skip
+        n = episodes.final_prompt_lengths[b]
+        assert episodes.final_prompts[b, :n].tolist() == (script.prompt(each) if episodes.truncated[b] else [])
         assert episodes.success[b] == info["won"] and episodes.task[b] == tasks[b] % 2
         assert report.goals[b] == f"from {tasks[b]}" and report.scores[b] == info["won"]
     assert len(set(ids.values())) == len(ids)
@@ -137,7 +142,7 @@ def test_every_field_is_what_a_plain_loop_says(played):
     episodes, report, _, script = played
     check(episodes, report)
     assert 0 < episodes.success.sum() < B and 0 < episodes.invalid.sum() < episodes.mask.sum()
-    assert len(script.inputs) == episodes.mask.sum()  # nothing is generated for episodes that have ended
+    assert len(script.inputs) == episodes.mask.sum() + episodes.truncated.sum()  # nothing is generated after an end
     counts, turns = report.counts, script.turns()
     assert turns == sorted(turns)
     responses, lengths = episodes.responses[episodes.mask], episodes.response_lengths[episodes.mask]
@@ -145,7 +150,7 @@ def test_every_field_is_what_a_plain_loop_says(played):
         "malformed": sum(int(ids[0]) % 3 == 0 for ids in responses),
         "unfinished": sum(END not in ids[:n] for ids, n in zip(responses, lengths, strict=True)),
         "pairs_dropped": sum(turn % 2 for turn in turns),
-        "prompts_cut": sum(turn >= 4 for turn in turns),
+        "prompts_cut": sum(4 <= turn < T for turn in turns),
         "excluded": 0,
         "inadmissible": sum(not each for episode in report.admissible for each in episode),
         "decode_steps": counts["decode_steps"],
@@ -178,7 +183,7 @@ class Endless(Counting):
 def test_an_episode_ends_after_the_most_turns_whatever_its_environment_says():
     episodes, report, _, script = play(make_env=Endless)
     assert episodes.mask.all() and not report.failures
-    assert len(script.inputs) == B * T
+    assert len(script.inputs) == B * (T + 1) and episodes.truncated.all()
 
 
 class Unpunctual(LocalWorkers):

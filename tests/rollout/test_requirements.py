@@ -1,9 +1,12 @@
 """An environment that lacks something is refused at once, in one line that names its class and what it lacks."""
 
 import ast
+import contextlib
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -16,6 +19,7 @@ from odd_env import Counting
 from hgpo_jax import config as configuration
 from hgpo_jax.envs.protocol import INFO
 from hgpo_jax.errors import ConfigError
+from hgpo_jax.rollout import requirements
 from hgpo_jax.rollout.compiled import make_rollout
 from hgpo_jax.rollout.requirements import ROLLOUT, RUNNER, TEXT, TEXT_RESET, check_compiled, check_text
 from hgpo_jax.rollout.workers import LocalWorkers
@@ -98,6 +102,18 @@ def test_a_text_environment():
             LocalWorkers(lacking(Counting, member))
     with pytest.raises(ValueError, match=r"^Mine: max_turns is 0; give a whole number above 0$"):
         LocalWorkers(type("Mine", (Counting,), {"max_turns": 0}))
+
+
+@pytest.mark.parametrize(("member", "call"), [("reset", r"reset\(0\)"), ("step", r"step\('add 1'\) in task 0")])
+def test_a_text_environment_that_hangs(monkeypatch, member, call):
+    def hang(self, _):
+        with contextlib.suppress(Exception):  # whatever it catches
+            time.sleep(60)
+
+    monkeypatch.setattr(requirements, "CHECK_LIMIT", 0.2)
+    with pytest.raises(ValueError, match=f"^Mine: {call} gives no answer in 0.2 s; see why it hangs$"):
+        LocalWorkers(type("Mine", (Counting,), {member: hang}))
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
 @pytest.mark.parametrize("key", INFO)

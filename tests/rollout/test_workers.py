@@ -130,8 +130,8 @@ def test_workers_that_die_or_hang_are_replaced_and_the_others_go_on():
         outputs = play(workers, script, dict.fromkeys(script, 2))
         assert time.monotonic() - began > 2
         assert outputs[4][-1].reason.startswith("no answer: UnpicklingError") and len(outputs[4]) == 3
-        assert outputs[1][-1] == EnvFailure("its worker process died") and len(outputs[1]) == 3
-        assert outputs[5][-1] == EnvFailure("no answer in 2 s") and len(outputs[5]) == 4
+        assert outputs[1][-1] == EnvFailure("its worker process died: action 'die' in task 2") and len(outputs[1]) == 3
+        assert outputs[5][-1] == EnvFailure("no answer in 2 s: action 'hang' in task 2") and len(outputs[5]) == 4
         for episode in (0, 2):
             assert [answer.observation for answer in outputs[episode]] == ["at 2", "at 3", "at 4", "at 5"]
         assert [answer.observation for answer in outputs[6]] == ["at 2", "at 3", "at 8", "at 9"]
@@ -147,6 +147,24 @@ def test_workers_that_die_or_hang_are_replaced_and_the_others_go_on():
     finally:
         workers.close()
     assert not any(process.is_alive() for process in processes)
+
+
+@pytest.mark.parametrize(("begin", "seconds"), [([], (0.5, 3)), (["add 1"], (1, 4))])
+def test_an_environment_that_hangs_everywhere_ends_the_run(begin, seconds):
+    """After one limit, or two where it has worked before; once it took as many as there were episodes."""
+    workers = ProcessWorkers(Counting, 2, 20, time_limit=0.5)
+    try:
+        for actions in ((), tuple(begin)):
+            workers.send([(episode, episode, actions) for episode in range(20)])
+            assert len(list(workers.receive(20))) == 20
+        began = time.monotonic()
+        workers.send([(episode, episode, (*begin, "hang")) for episode in range(20)])
+        said = r"^env\.time_limit=0.5: no answer in 0.5 s: action 'hang' in task \d+, and [13] times before .* more time$"
+        with pytest.raises(RunError, match=said):
+            list(workers.receive(20))
+        assert seconds[0] <= time.monotonic() - began
+    finally:
+        workers.close()
 
 
 @pytest.mark.parametrize(
@@ -178,7 +196,7 @@ def test_a_worker_that_cannot_be_replaced_ends_the_run(tmp_path):
     workers = ProcessWorkers(functools.partial(Unreachable, tmp_path / "down"), 1, 1, time_limit=5)
     try:
         workers.send([(0, 2, ("die",))])
-        assert list(workers.receive(1)) == [(0, EnvFailure("its worker process died"))]
+        assert list(workers.receive(1)) == [(0, EnvFailure("its worker process died: action 'die' in task 2"))]
         workers.send([(0, 2, ())])
         with pytest.raises(RunError, match=r"^environment: its server is down; a worker .* cannot be replaced$"):
             list(workers.receive(1))

@@ -56,6 +56,24 @@ def test_skipped_updates_are_said_and_end_the_run_after_so_many_in_a_row():
         Alarms(load(), earlier).check(row(3, nonfinite_steps=1.0))
 
 
+@pytest.mark.parametrize(("rows", "said"), [
+    ([{"success": 0.5, "won_unrewarded": 1.0}] * 3, [0]), ([{"success": 0.5, "won_unrewarded": 0.9}] * 3, []),
+    ([{"success": 0.0, "rewarded": 0.1}] * 12, [9]), ([{"success": 0.0, "rewarded": 0.0}] * 12, []),
+    ([{"success": 0.1, "rewarded": 0.1}] + [{"success": 0.0, "rewarded": 0.1}] * 12, []),
+    ([{"success": math.nan, "rewarded": 0.1}] * 12, []),  # unknown
+    ([{"peers/level0": 0.2, "turns": 5.0}] * 3, [0]), ([{"peers/level0": 0.23, "turns": 5.0}] * 3, []),  # the first is shared
+    ([{"peers/level0": 0.0, "turns": 1.0}] * 3, []), ([{"turns": 5.0}] * 3, []),
+    ([{"prompts_cut": 6.0, "steps": 100}] * 3, [0]), ([{"prompts_cut": 5.0, "steps": 100}] * 3, []),
+])  # fmt: skip
+def test_what_is_odd_about_an_environment_is_said_once(rows, said):
+    alarms = Alarms(load())
+    assert [i for i, more in enumerate(rows) if alarms.check(row(i, **more))] == said
+    if len(rows) == 12:  # a resumed run counts on, from a file where what is unknown is null
+        known = lambda success: None if math.isnan(success) else success  # noqa: E731
+        earlier = [row(i, **more | {"success": known(more["success"])}) for i, more in enumerate(rows)]
+        assert bool(Alarms(load(), earlier[:9]).check(row(9, **rows[9]))) == bool(said)
+
+
 def test_a_failing_reward_function_is_said_once():
     alarms = Alarms(load())
     assert alarms.check(row(0, **{"reward/failed": 3.0})) == [

@@ -1,0 +1,74 @@
+"""Which observations of text episodes count as one state, where equal texts are not what is meant.
+
+    env.state_key=./my_file.py:key     key(observation) -> what equal states share: a text, a number, a dict, an array, ...
+    advantage.similarity=0.95          observations of a prompt group that are as alike as that (`advantages/similarity.py`)
+
+An observation that holds a step counter or a clock is seen once; without a peer group-based methods learn nothing from it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+import numpy as np
+
+from hgpo_jax.advantages.similarity import canonical_key, similar_states
+from hgpo_jax.config import Config
+from hgpo_jax.envs import outside
+from hgpo_jax.errors import ConfigError, RunError, one_line
+from hgpo_jax.rollout.result import RolloutResult
+
+
+def state_key_function(given: str) -> Callable:
+    """The function of `env.state_key=given`. Raises ConfigError where there is none."""
+    try:
+        _, function = outside.load(outside.located(given, outside.STATE_KEYS))
+        inspect.signature(function).bind(None)
+    except ValueError as error:
+        raise ConfigError(f"env.state_key={given}: {error}") from None
+    except TypeError:
+        raise ConfigError(f"env.state_key={given}: does not take one argument; write it as key(observation)") from None
+    return function
+
+
+def key_numbers(texts: list[str], given: str) -> np.ndarray:
+    """i64[texts]: for each text the number of the first one with an equal key. Raises RunError where the function fails."""
+    key = state_key_function(given)
+    first: dict = {}
+    numbers = []
+    for number, text in enumerate(texts):
+        try:
+            numbers.append(first.setdefault(canonical_key(key(text)), number))
+        except Exception as error:  # whatever it does
+            said = f"{type(error).__name__}: {error!s:.200}"
+            raise RunError(one_line(f"env.state_key={given}: fails with {said}, for the observation {text!r:.200}")) from None
+    return np.array(numbers, np.int64)
+
+
+def regrouped(result: RolloutResult, config: Config) -> RolloutResult:
+    """The result of a host rollout with the states that are configured: each is the number of the first text that it has.
+
+    Raises RunError.
+    """
+    e, report = result
+    assert report is not None  # text episodes have one
+    B, T = e.mask.shape
+    turns = e.mask.sum(1)
+    seen = np.zeros((B, T + 1), np.int64)  # before each turn, and after the last
+    seen[:, :-1] = e.states
+    seen[np.arange(B), turns] = e.next_states[np.arange(B), turns - 1]
+    happened = (np.arange(T + 1) <= turns[:, None]) & (turns[:, None] > 0)
+    if config.env.state_key:
+        states = key_numbers(report.texts, config.env.state_key)[seen] if report.texts else seen
+    else:
+        assert config.advantage.similarity is not None
+        texts = [[report.texts[number] for number in row] if any(row_happened) else []
+                 for row, row_happened in zip(seen.tolist(), happened, strict=True)]  # fmt: skip
+        clusters = similar_states(texts, happened, np.asarray(e.groups), config.advantage.similarity)
+        first: dict[int, int] = {}
+        for cluster, number in zip(clusters[happened].tolist(), seen[happened].tolist(), strict=True):
+            first.setdefault(cluster, number)
+        states = np.array([[first.get(cluster, 0) for cluster in row] for row in clusters.tolist()])
+    before, after = (np.where(e.mask, part, 0).astype(np.int32) for part in (states[:, :-1], states[:, 1:]))
+    return RolloutResult(e.replace(states=before, next_states=after), report)
