@@ -21,12 +21,22 @@ class ServedText:
         self._text = TokenText(tokenizer) if getattr(tokenizer, "chat_template", None) else None
         self._special = frozenset(tokenizer.all_special_ids)
 
-    def conversation(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
-        """The prompt that asks for the assistant's next message. Raises ValueError where the chat template refuses."""
+    def conversation(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = (), begun: str = ""
+    ) -> list[int]:
+        """The prompt that asks for the assistant's next message, or for the rest of one that is begun like this.
+
+        The beginning is the frame's: it may hold added tokens. It follows a thought that the template has opened, and is no
+        part of it. Raises ValueError where the chat template refuses.
+        """
         if tools and "tools" not in (getattr(self._tokenizer, "chat_template", None) or ""):
             raise ValueError("tools: this policy's chat template does not show any; leave them out")
         if self._text:
-            return conversation_ids(self._tokenizer, self._text, messages, tools)
+            ids = conversation_ids(self._tokenizer, self._text, messages, tools)
+            if begun:
+                closing = "\n</think>\n\n" if self.decode(ids[-16:]).rstrip().endswith("<think>") else ""
+                ids += self._tokenizer(closing + begun, add_special_tokens=False).input_ids
+            return ids
         return [*self.prompt(messages[-1]["content"]), self._tokenizer.convert_tokens_to_ids(ACT)]
 
     def spells_token(self, text: str) -> bool:

@@ -1,7 +1,7 @@
 """Sessions: what is recorded of requests, and what a client may do with them."""
 
+import asyncio
 import json
-import threading
 
 import numpy as np
 import openai
@@ -15,7 +15,7 @@ from hgpo_jax.serving.recording import EVERY, Recording
 from hgpo_jax.serving.requests import ApiError
 from hgpo_jax.serving.sessions import SILENT, OpenSessions, Session, Turn
 from tests.helpers.chat_tokenizers import byte_tokenizer
-from tests.helpers.serving import RESPONSE, client_of, expected, idle, metrics, post, raw, served, wait_until
+from tests.helpers.serving import RESPONSE, client_of, expected, post, raw, served
 
 MOST, TURNS = 3, 2
 END = byte_tokenizer().eos_token_id
@@ -105,34 +105,6 @@ def test_what_is_refused(recorded, ask_for, message):
     assert message in raised.value.message and raised.value.status_code in (400, 404, 429)
 
 
-def test_requests_of_a_session_come_one_after_the_other(recorded, engine, ended, monkeypatch):
-    steps, go, step = [], threading.Event(), engine._sampler.step
-
-    def held(most):
-        """From the second on waits until the server has seen the client leave: a busy one could end the response before."""
-        if steps:
-            go.wait(60)
-        steps.append(most)
-        return step(most)
-
-    monkeypatch.setattr(engine._sampler, "step", held)
-    port = recorded.base_url.port
-    cancelled = lambda: metrics(port).get("hgpo_cancelled_total", 0.0)  # noqa: E731
-    before, stream = cancelled(), ask(recorded, stream=True)
-    next(iter(stream))
-    for refused in (lambda: ask(recorded), lambda: reward(recorded, reward=1)):
-        with pytest.raises(openai.ConflictError, match="not"):
-            refused()
-    stream.close()
-    wait_until(lambda: cancelled() > before)
-    go.set()
-    idle(engine)
-    # Who leaves has had no turn, and asks again for the same.
-    again = ask(recorded).choices[0].message.content
-    reward(recorded, reward=1)
-    assert [turn.text for turn in ended[0].turns] == [again]
-
-
 def test_who_has_read_a_stream_can_ask_again(recorded, ended):
     for session in ("a", "b"):
         for _ in range(TURNS):
@@ -157,13 +129,12 @@ def test_who_waits_for_an_answer_or_has_played_lately_is_not_forgotten():
     asked = lambda name: sessions.of("", {"x-session-id": name}, {})  # noqa: E731
     full = lambda: pytest.raises(ApiError, match="1 sessions have not ended")  # noqa: E731
     first = asked("a")
-    first.begin()
+    asyncio.run(first.begin())
     with full():
         asked("b")
-    first.end(None)
+    first.end()
     second = asked("b")
-    second.begin()
-    second.end(Turn([1], "", [2], [-1.0], "text"))
+    second.add(Turn([1], "", [2], [-1.0], "text"))
     with full():
         asked("c")
     second._heard -= SILENT
@@ -180,9 +151,8 @@ def a_session(name, first, turns=2):
     """Its first answer ends with the end token, its second could not be used."""
     session = Session(name, 5)
     for number, (ids, last) in enumerate([([first, 2, 3], END), ([first, 2], 6)][:turns]):
-        session.begin()
         logp = [-1.0, -2.0, -0.5]
-        session.end(Turn(ids, f"state {number}", [4, 5, last], logp, "text", float(number), admissible=not number))
+        session.add(Turn(ids, f"state {number}", [4, 5, last], logp, "text", reward=float(number), admissible=not number))
     return session
 
 
