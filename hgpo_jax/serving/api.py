@@ -40,6 +40,7 @@ from hgpo_jax.serving.text import ServedText
 log = logging.getLogger(__name__)
 
 LEFT = 499  # the status, for the metrics alone, where the client did not wait
+TOO_LONG = "context_length_exceeded"
 MAX_SAID = 100  # names of ignored fields that the log holds
 
 
@@ -142,7 +143,7 @@ class Api:
     def _too_long(self, size: str) -> ApiError:
         limit = self._engine.prompt_limit
         return ApiError(
-            400, f"the prompt has {size}, this server reads {limit:,} tokens", code="context_length_exceeded"
+            400, f"the prompt has {size}, this server reads {limit:,} tokens", code=TOO_LONG
         )  # fmt: skip
 
     async def _body(self, request: Request) -> bytearray:
@@ -165,9 +166,10 @@ class Api:
         tools = asked.shown_tools
         form = (ToolForm if tools else ChatForm)(asked, self._texts)
         shown = [*tools, *(message["tool_calls"] for message in messages if "tool_calls" in message)]
-        self._check_length(sum(len(json.dumps(one)) for one in shown) + sum(len(message["content"]) for message in messages))
+        length = sum(len(json.dumps(one)) for one in shown) + sum(len(message["content"]) for message in messages)
 
         async def read(turns: Sequence[Turn]) -> list[list[int]]:
+            self._check_length(length)
             try:
                 return [await asyncio.to_thread(self._texts.conversation, messages, tools, form.begun)]
             except ValueError as error:
@@ -243,8 +245,13 @@ class Api:
             if session:
                 await self._begin(session)
                 stack.callback(session.end)
-            prompts = await read(session.turns if session else ())
-            self._check_prompts(prompts)
+            try:
+                prompts = await read(session.turns if session else ())
+                self._check_prompts(prompts)
+            except ApiError as error:
+                if session and error.code == TOO_LONG:
+                    session.overflowed = True
+                raise
             if session and (turn := session.repeated(prompts[0], key, again)):
                 exchange: Exchange | Replay = Replay(turn, self._texts)
             else:

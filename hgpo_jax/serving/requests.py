@@ -56,7 +56,7 @@ class ApiError(Exception):
         code: str | None = None, headers: dict[str, str] | None = None,
     ):  # fmt: skip
         super().__init__(message)
-        self.status, self.headers = status, headers
+        self.status, self.code, self.headers = status, code, headers
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 

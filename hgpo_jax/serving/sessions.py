@@ -59,9 +59,10 @@ class Session:
       decoding, seed: how all its turns are sampled (`engine.Generation`), whatever is asked; None: as each request asks.
 
     Attributes:
-      success: what was posted, else whether the sum of the rewards is above 0.
+      success: what was posted, else whether the sum of the rewards is above 0; never of a session that is lost.
       state: what the program saw after its last turn, where it says so.
       ended: whether its last reward has been posted. spent: whether it asked for more turns than it has.
+      overflowed: whether its last request was longer than a prompt may be. lost: whether its program failed.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Session:
     ):
         self.name, self.decoding, self.seed, self.max_turns = name, decoding, seed, max_turns
         self.turns: list[Turn] = []
-        self.state, self.ended, self.spent = "", False, False
+        self.state, self.ended, self.spent, self.overflowed, self.lost = "", False, False, False, False
         self._success: bool | None = None
         self._line, self._in_line = asyncio.Lock(), 0  # requests, of which one is answered
         self._moved_on = False  # whether something new has been asked for since the last turn
@@ -82,7 +83,7 @@ class Session:
 
     @property
     def success(self) -> bool:
-        return self.reward > 0 if self._success is None else self._success
+        return not self.lost and (self.reward > 0 if self._success is None else self._success)
 
     @property
     def silent(self) -> float:
@@ -131,7 +132,7 @@ class Session:
     def add(self, turn: Turn) -> None:
         """A turn that was sampled to its end."""
         self.turns.append(turn)
-        self._moved_on, self._heard = False, time.monotonic()
+        self._moved_on, self.overflowed, self._heard = False, False, time.monotonic()
 
     def post(self, posted: RewardRequest) -> None:
         """Takes a reward. Raises ApiError."""
