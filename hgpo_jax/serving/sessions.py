@@ -56,6 +56,7 @@ class Session:
     Args:
       name: that clients give.
       max_turns: T; a further request is refused, and the episode counts as it is then.
+      task: what it plays, by which it is compared with others; None: its first prompt says.
       decoding, seed: how all its turns are sampled (`engine.Generation`), whatever is asked; None: as each request asks.
 
     Attributes:
@@ -66,9 +67,10 @@ class Session:
     """
 
     def __init__(
-        self, name: str, max_turns: int, decoding: Decoding | None = None, seed: np.ndarray | None = None
-    ):
-        self.name, self.decoding, self.seed, self.max_turns = name, decoding, seed, max_turns
+        self, name: str, max_turns: int, decoding: Decoding | None = None, seed: np.ndarray | None = None,
+        task: str | None = None,
+    ):  # fmt: skip
+        self.name, self.task, self.decoding, self.seed, self.max_turns = name, task, decoding, seed, max_turns
         self.turns: list[Turn] = []
         self.state, self.ended, self.spent, self.overflowed, self.lost = "", False, False, False, False
         self._success: bool | None = None
@@ -180,6 +182,8 @@ class Sessions:
 class OpenSessions:
     """Sessions that a header (X-Session-Id) or the request's metadata (session_id) names, and that begin with their first turn.
 
+    Their first request may name their task, too (X-Task-Id, task_id).
+
     Args:
       max_turns: of a session.
       most: sessions that have not ended, at most; then those that have been silent for an hour make room.
@@ -203,7 +207,10 @@ class OpenSessions:
             self._forget_silent()
         if name not in self._named and len(self._named) >= self._most:
             raise ApiError(429, f"{self._most} sessions have not ended; post their rewards", "rate_limit_error")
-        return self._named.setdefault(name, Session(name, self._max_turns))
+        if name not in self._named:
+            task = _text(headers, metadata, "task_id")
+            self._named[name] = Session(name, self._max_turns, task=task)
+        return self._named[name]
 
     def named(self, key: str, name: str) -> Session:
         if name not in self._named:
@@ -226,10 +233,16 @@ def state_of(headers: Mapping[str, str], metadata: Mapping, seen: str) -> str:
 
     Raises ApiError.
     """
-    state = headers.get("x-state-key") or metadata.get("state_key", seen)
-    if not isinstance(state, str) or (len(state) > MAX_STATE and state is not seen):
-        raise ApiError(400, f"state_key: must be a text of up to {MAX_STATE:,} characters", param="state_key")
-    return state
+    state = _text(headers, metadata, "state_key")
+    return seen if state is None else state
+
+
+def _text(headers: Mapping[str, str], metadata: Mapping, field: str) -> str | None:
+    """What a header (X-STATE-KEY) or the metadata (state_key) says; None: neither. Raises ApiError."""
+    text = headers.get(f"x-{field.replace('_', '-')}") or metadata.get(field)
+    if text is not None and not (isinstance(text, str) and len(text) <= MAX_STATE):
+        raise ApiError(400, f"{field}: must be a text of up to {MAX_STATE:,} characters", param=field)
+    return text
 
 
 def episodes_of(

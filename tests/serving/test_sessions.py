@@ -95,6 +95,7 @@ def test_a_stop_string_ends_what_is_recorded(recorded, ended):
         (lambda c: [ask(c), ask(c), *(reward(c, reward=r, turn=t) for r, t in HUGE)], "is too large"),
         (lambda c: ask(c, extra_headers={}, metadata={"session_id": "a", "state_key": "x" * 10_001}), "state_key: must be"),
         (lambda c: ask(c, metadata={"state_key": 5}), "state_key: must be a text"),
+        (lambda c: ask(c, metadata={"task_id": 5}), "task_id: must be a text of up to 10,000 characters"),
         (lambda c: [ask(c), reward(c, reward=1, state="x" * 10_001)], "state"),
         (lambda c: [ask(c, name) for name in "abcd"], "3 sessions have not ended; post their rewards"),
     ],
@@ -147,9 +148,35 @@ def test_without_recording_there_are_no_sessions(port, client):
     assert status == 404 and "start it with --record FOLDER" in body
 
 
-def a_session(name, first, turns=2):
+def test_a_session_plays_the_task_that_its_first_request_names(recorded, ended):
+    for name, more in {
+        "a": {"metadata": {"task_id": "one"}}, "b": {"extra_headers": {"X-Session-Id": "b", "X-Task-Id": "one"}}, "c": {},
+    }.items():  # fmt: skip
+        ask(recorded, name, text=name, max_tokens=1, **more)
+        ask(recorded, name, max_tokens=1, metadata={"task_id": "too late"})
+        reward(recorded, name, reward=1)
+    assert [session.task for session in ended] == ["one", "one", None]
+
+
+def recording_config(folder):
+    fields = ["env.name=agent", "env.max_turns=5", "warm_start=none", f"policy={folder / 'policy'}"]
+    return configuration.load(None, fields)
+
+
+def test_prompt_groups_are_those_of_the_recording(policy, tmp_path):
+    kept, config = tmp_path / "kept", recording_config(tmp_path)
+    for sessions in ([("x", 1), ("y", 1), (None, 1), (None, 2)], [("y", 3), (None, 2), ("z", 1), (None, 1), ("x", 9)]):
+        with Recording(kept, config, policy.tokenizer) as recording:  # the second time in another process, as it were
+            for number, (task, first) in enumerate(sessions):
+                recording.add(a_session(f"s{number}", first, task=task))
+    first, second = (inspect.load(kept, number) for number in range(2))
+    assert first.episodes.groups.tolist() == [0, 1, 2, 3] and second.episodes.groups.tolist() == [1, 3, 4, 2, 0]
+    assert np.isfinite(second.estimate("hgpo").advantages).all()
+
+
+def a_session(name, first, turns=2, task=None):
     """Its first answer ends with the end token, its second could not be used."""
-    session = Session(name, 5)
+    session = Session(name, 5, task=task)
     for number, (ids, last) in enumerate([([first, 2, 3], END), ([first, 2], 6)][:turns]):
         logp = [-1.0, -2.0, -0.5]
         session.add(Turn(ids, f"state {number}", [4, 5, last], logp, "text", reward=float(number), admissible=not number))
@@ -157,8 +184,7 @@ def a_session(name, first, turns=2):
 
 
 def test_a_recording_is_read_like_a_run(policy, tmp_path):
-    config = configuration.load(None, ["env.name=agent", "env.max_turns=5", "warm_start=none", f"policy={tmp_path / 'policy'}"])
-    kept = tmp_path / "kept"
+    kept, config = tmp_path / "kept", recording_config(tmp_path)
     for _ in range(2):  # the second time it goes on, beside a report and what a killed process leaves
         with Recording(kept, config, policy.tokenizer) as recording:
             (kept / "report.html").touch()
