@@ -12,7 +12,7 @@ import re
 import secrets
 import string
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -273,13 +273,15 @@ def check_chat_tokenizer(tokenizer) -> None:
 
 
 def conversation_ids(
-    tokenizer, text: TokenText, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
-) -> list[int]:
+    tokenizer, text: TokenText, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = (),
+    sampled: Mapping[int, list[int]] | None = None,
+) -> list[int]:  # fmt: skip
     """Token ids of a conversation in the chat template, which asks for the assistant's next message.
 
     messages: each with `role` and `content`. What they say is data, as in `ChatFormat`. A policy that is shown a message and
     nothing else (`tokenizer.PLAIN`) is shown the last one. tools, and `tool_calls` of messages: as the template takes them;
-    these become a part of the frame, and must not spell a special or added token.
+    these become a part of the frame, and must not spell a special or added token. sampled: number of a message -> the ids of
+    its content, in the place of its encoding.
 
     Raises ValueError where the template refuses or leaves out some, or where tools spell a token.
     """
@@ -307,8 +309,12 @@ def conversation_ids(
         raise ValueError(f"tokenizer: its chat template does not show message {lost[0] + 1} of {len(messages)}")
     # Between two tokens of the frame, what it says and what messages say is one text: a word may begin in one and end in the
     # other, as with a full stop before a line's end.
-    runs, tokens = [""], list[str]()
+    runs, tokens = [""], list[str | list[int]]()
     for at, piece in enumerate(pieces):
+        if at % 2 and sampled and int(piece) in sampled:
+            tokens.append(sampled[int(piece)])
+            runs.append("")
+            continue
         if at % 2:
             runs[-1] += messages[int(piece)]["content"]
             continue
@@ -319,7 +325,7 @@ def conversation_ids(
     ids: list[int] = []
     for run, token in zip(text.encode(runs), [*tokens, ""], strict=True):
         ids += run
-        ids += tokenizer(token, add_special_tokens=False).input_ids if token else []
+        ids += token if isinstance(token, list) else tokenizer(token, add_special_tokens=False).input_ids if token else []
     return ids
 
 

@@ -30,6 +30,7 @@ from starlette.routing import Route
 from hgpo_jax.rollout.chat_format import MAX_CHARACTERS_PER_TOKEN
 from hgpo_jax.serving import connections
 from hgpo_jax.serving.answers import ChatForm, Form, Piece, TextForm, ToolForm, usage
+from hgpo_jax.serving.earlier import prompt_ids
 from hgpo_jax.serving.engine import Engine
 from hgpo_jax.serving.exchange import Exchange, NextTurn, Replay
 from hgpo_jax.serving.metrics import ServerMetrics
@@ -171,7 +172,7 @@ class Api:
         async def read(turns: Sequence[Turn]) -> list[list[int]]:
             self._check_length(length)
             try:
-                return [await asyncio.to_thread(self._texts.conversation, messages, tools, form.begun)]
+                return [await asyncio.to_thread(prompt_ids, self._texts, messages, tools, form.begun, turns)]
             except ValueError as error:
                 raise ApiError(400, str(error), param="tools" if str(error).startswith("tools:") else "messages") from None
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hgpo_jax.policy.tokenizer import ACT
+from hgpo_jax.policy.tokenizer import ACT, PLAIN
 from hgpo_jax.rollout.chat_format import TokenText, conversation_ids, sanitized
 
 
@@ -22,22 +22,41 @@ class ServedText:
         self._special = frozenset(tokenizer.all_special_ids)
 
     def conversation(
-        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = (), begun: str = ""
-    ) -> list[int]:
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = (), begun: str = "",
+        sampled: Mapping[int, list[int]] | None = None,
+    ) -> list[int]:  # fmt: skip
         """The prompt that asks for the assistant's next message, or for the rest of one that is begun like this.
 
-        The beginning is the frame's: it may hold added tokens. It follows a thought that the template has opened, and is no
-        part of it. Raises ValueError where the chat template refuses.
+        The beginning follows a thought that the template has opened, and is no part of it. sampled: number of a message -> the
+        ids of its content, in the place of its encoding. Raises ValueError where the chat template refuses.
         """
         if tools and "tools" not in (getattr(self._tokenizer, "chat_template", None) or ""):
             raise ValueError("tools: this policy's chat template does not show any; leave them out")
         if self._text:
-            ids = conversation_ids(self._tokenizer, self._text, messages, tools)
-            if begun:
-                closing = "\n</think>\n\n" if self.decode(ids[-16:]).rstrip().endswith("<think>") else ""
-                ids += self._tokenizer(closing + begun, add_special_tokens=False).input_ids
-            return ids
+            ids = conversation_ids(self._tokenizer, self._text, messages, tools, sampled)
+            if begun and self.decode(ids[-16:]).rstrip().endswith("<think>"):
+                begun = "\n</think>\n\n" + begun
+            return ids + self.frame(begun)
         return [*self.prompt(messages[-1]["content"]), self._tokenizer.convert_tokens_to_ids(ACT)]
+
+    def frame(self, text: str) -> list[int]:
+        """A text of the frame: what spells an added token is one."""
+        return self._tokenizer(text, add_special_tokens=False).input_ids
+
+    def sampled(self, ids: Sequence[int], text: str) -> list[int] | None:
+        """The ids of a sampled text, without the one that ended it; None where others are special, or say something else."""
+        if not self._text or self._tokenizer.chat_template == PLAIN:
+            return None  # nobody reads earlier answers
+        ids = list(ids)
+        if ids and ids[-1] in self._text.hidden:
+            ids.pop()
+        return ids if self._text.hidden.isdisjoint(ids) and self.decode(ids) == text else None
+
+    def show_the_same(self, one: dict[str, Any], other: dict[str, Any], tools: Sequence[dict[str, Any]]) -> bool:
+        """Whether the chat template shows the same text for two messages. Raises ValueError where it refuses one."""
+        shown = ([{"role": "user", "content": ""}, message] for message in (one, other))
+        first, second = (self._tokenizer.decode(self.conversation(messages, tools)) for messages in shown)
+        return first == second
 
     def spells_token(self, text: str) -> bool:
         """Whether it could not be a part of a tool call in a later prompt (`conversation_ids`)."""
