@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 LEFT = 499  # the status, for the metrics alone, where the client did not wait
 TOO_LONG = "context_length_exceeded"
 MAX_SAID = 100  # names of ignored fields that the log holds
+_said: set[str] = set()  # these, of all servers of a process: a trainer starts one for every rollout
 
 
 class Api:
@@ -67,7 +68,6 @@ class Api:
         self._time_limit = time_limit
         self._texts, self._began = ServedText(tokenizer), int(time.time())
         self._metrics = ServerMetrics(engine)
-        self._said: set[str] = set()  # in the log, of fields that are ignored
         routes = {
             "/health": ("GET", self._health),
             "/metrics": ("GET", self._show_metrics),
@@ -241,7 +241,9 @@ class Api:
         key, again = request.headers.get("idempotency-key"), request.headers.get("x-stainless-retry-count", "0") != "0"
         most, ignored = self._engine.response_limit, asked.ignored()
         if asked.limit is not None and asked.limit > most:
-            ignored = ["max_tokens", *ignored]
+            ignored.append("max_tokens")
+        if session and session.decoding:
+            ignored += sorted(asked.model_fields_set & {"temperature", "top_p", "top_k", "seed"})
         with contextlib.ExitStack() as stack:
             if session:
                 await self._begin(session)
@@ -284,8 +286,8 @@ class Api:
     def _saying(self, ignored: Sequence[str]) -> dict[str, str]:
         """An answer's headers, where some fields of the request do not count; what is new of them goes to the log, too."""
         for name in ignored:
-            if name not in self._said and len(self._said) < MAX_SAID:
-                self._said.add(name)
+            if name not in _said and len(_said) < MAX_SAID:
+                _said.add(name)
                 limit = f"no answer has more than {self._engine.response_limit:,}" if name == "max_tokens" else "it is ignored"
                 log.warning("a request's %s: %s", name, limit)
         return {"X-Ignored": ", ".join(ignored)} if ignored else {}

@@ -21,7 +21,7 @@ from hgpo_jax.errors import one_line
 
 MAX_STOPS, MAX_CHOICES, MAX_MESSAGES, MAX_PARTS, MAX_CALLS = 16, 128, 4096, 256, 128
 MAX_STATE = 10_000  # characters
-MAX_IGNORED = 16  # names of fields that an answer's header holds
+MAX_UNKNOWN, MAX_IGNORED = 64, 16  # fields that are ignored, and names of them that an answer's header holds
 _MEMBER = re.compile(r"str|list\[.*|constrained-.*|fail-fast.*|literal\[.*|NamedTool")  # of a union, in the place of an error
 # Fields of OpenAI and of other servers that would change the answer and that this one does not have, and the values with which
 # they change nothing.
@@ -241,6 +241,8 @@ class Sampling(_Open):
 
     @pydantic.model_validator(mode="after")
     def _has_no_slip(self):
+        if (count := len(self.model_extra or ())) > MAX_UNKNOWN:
+            raise ApiError(400, f"{count:,} fields that this server does not have; give at most {MAX_UNKNOWN}")
         for name in self.model_extra or ():
             if name not in CHANGING and (meant := difflib.get_close_matches(name[:40], type(self).model_fields, 1, 0.8)):
                 raise ApiError(400, f"{one_line(name)[:40]}: there is no such field; did you mean {meant[0]}?")

@@ -2,9 +2,12 @@
 
 import json
 
+import numpy as np
 import openai
 import pytest
 
+from hgpo_jax.sampling import Decoding
+from hgpo_jax.serving.sessions import Session, Sessions
 from tests.helpers.chat_tokenizers import qwen_tokenizer, tool_tokenizer
 from tests.helpers.serving import HELLO, RESPONSE, SLOTS, WAITING, Scripted, client_of, hello, metrics, post, raw, served
 
@@ -26,7 +29,7 @@ LIMITED = {"max_tokens": 2}
         ({"tools": [LOOK | {"function": LOOK["function"] | {"strict": True, "mine": 1}}], "tool_choice": "none"},
          "tools.function.mine, tools.function.strict"),
         ({"max_tokens": 10**6}, "max_tokens"), ({"max_completion_tokens": RESPONSE + 1}, "max_tokens"),
-        ({"é\n" * 200: 1}, "?" * 60), ({f"x{number:02}": 0 for number in range(99)}, ", ".join(f"x{n:02}" for n in range(16))),
+        ({"é\n" * 200: 1}, "?" * 60), ({f"x{number:02}": 0 for number in range(64)}, ", ".join(f"x{n:02}" for n in range(16))),
         # With what changes nothing nothing is ignored.
         ({"presence_penalty": 0.0, "frequency_penalty": 0, "repetition_penalty": 1.0, "min_p": 0, "logit_bias": {}}, None),
         ({"top_logprobs": 0, "modalities": ["text"], "parallel_tool_calls": False, "user": "u", "metadata": {}}, None),
@@ -45,6 +48,13 @@ def test_a_log_says_it_once(port, caplog):
     assert [record.message for record in caplog.records if "seldom" in record.message] == ["a request's seldom: it is ignored"]
 
 
+def test_in_training_the_run_says_how_turns_are_sampled(engine, policy):
+    session = Session("key", 2, Decoding(), np.zeros(2, np.uint32))
+    with served(engine, policy, sessions=Sessions([session])) as port:
+        body = json.dumps({"model": "tiny", "messages": HELLO, "temperature": 0.5, "seed": 3, "max_tokens": 10**6})
+        assert raw(port, post(body, key="key"))[1]["x-ignored"] == "max_tokens, seed, temperature"
+
+
 def part(kind, **more):
     return {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": kind, **more}]}]}
 
@@ -60,6 +70,7 @@ def part(kind, **more):
         ({"messages": [{"role": "assistant", "content": "", "function_call": {"name": "x"}}, *HELLO]}, "function_call: "),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.type: Input should be"),
         ({"temprature": 0}, "temprature: there is no such field; did you mean temperature?"),
+        ({f"x{number}": 0 for number in range(65)}, "65 fields that this server does not have"),
         ({"max_token": 5}, "did you mean max_tokens?"), ({"tool_choice": "some"}, "tool_choice: Input should be 'auto', "),
         (part("image_url", image_url={"url": "data:"}), "messages.0.content.1: this policy reads texts only, no image_url"),
         (part("input_audio", input_audio={}), "no input_audio"), (part("file", file={}), "no file; leave the part out"),
