@@ -2,7 +2,9 @@
 
 import pytest
 
-from hgpo_jax.serving.sessions import OpenSessions
+from hgpo_jax.serving.earlier import prompt_ids
+from hgpo_jax.serving.sessions import OpenSessions, Turn
+from hgpo_jax.serving.text import ServedText
 from tests.helpers.chat_tokenizers import tool_tokenizer
 from tests.helpers.serving import HELLO, Scripted, client_of, served
 
@@ -59,13 +61,13 @@ def test_a_prompt_goes_on_from_what_was_sampled(asking, said, more, change, kept
         assert asking.tokenizer.decode(second.prompt_token_ids) == asking.tokenizer.decode(without.prompt_token_ids)
 
 
-def test_each_answer_keeps_its_own_ids(asking):
-    """Equal texts, of which one was sampled in other ids, and an answer that the client has left out."""
-    messages = list(HELLO)
-    for text in (MARKED, "left out", "Yes.", MARKED):
-        answer = asking(text, messages).choices[0]
-        messages += [answer.message.model_dump(), {"role": "user", "content": "And?"}]
-    del messages[3:5]
-    marked = asking.tokenizer.convert_tokens_to_ids("<tool>")
-    ids = asking("x", messages).prompt_token_ids
-    assert ids.count(marked) == 2 and asking("x", messages, session="other").prompt_token_ids.count(marked) == 0
+def test_each_answer_keeps_its_own_ids():
+    """Equal texts that were sampled in different ids, and an answer that the client has left out."""
+    texts = ServedText(tool_tokenizer())
+    ways = texts.frame(MARKED), texts.prompt(MARKED)
+    said = [{"role": "assistant", "content": MARKED}, {"role": "user", "content": "And?"}]
+    for first, second in (ways, ways[::-1]):
+        turns = [Turn([], "", ids, [], text) for ids, text in ((first, MARKED), (texts.prompt("no"), "no"), (second, MARKED))]
+        ids = prompt_ids(texts, [*HELLO, *said, *said], [], "", turns)
+        assert ids == texts.conversation([*HELLO, *said, *said], sampled={1: first, 3: second})
+        assert len(ids) == len(prompt_ids(texts, [*HELLO, *said, *said], [], "", [])) + len(ways[0]) - len(ways[1])

@@ -42,6 +42,14 @@ def test_wishes_that_cost_nothing(port, wish, ignored):
         assert (status, headers.get("x-ignored")) == (200, ignored), body
 
 
+@pytest.mark.parametrize(("asked", "sampled"), [(10**6, RESPONSE), (RESPONSE, RESPONSE), (5, 5), (None, RESPONSE)])
+def test_no_answer_is_longer_than_the_server_samples(client, engine, monkeypatch, asked, sampled):
+    limits, submit = [], engine.submit
+    monkeypatch.setattr(engine, "submit", lambda all_: limits.extend(one.limit for one in all_) or submit(all_))
+    client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=asked)
+    assert limits == [sampled]
+
+
 def test_a_log_says_it_once(port, caplog):
     for _ in range(2):
         raw(port, hello(seldom=1, **LIMITED))
