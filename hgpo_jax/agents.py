@@ -11,13 +11,16 @@ in its environment
     HGPO_SESSION                       the episode's name: the program ends by posting its reward to /sessions/NAME/reward
 
 What a turn samples depends on the episode's key, the turn and the prompt alone, in the rollout's distribution, whatever
-temperature a program asks for. A command that fails, falls silent or posts no reward costs its own episode.
+temperature a program asks for. A command that fails costs its own episode, which is left out where it never asked. After an
+answer a crash, a conversation longer than a prompt may be, silence or no reward at the end is the policy's failure: the episode
+is lost and keeps the rewards that were posted; with `env.failed=exclude` it is left out, too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import secrets
 import shlex
@@ -29,7 +32,7 @@ import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import jax
 import numpy as np
@@ -38,6 +41,7 @@ from jax.sharding import AbstractMesh, Mesh
 from hgpo_jax.config import Config
 from hgpo_jax.errors import ConfigError, RunError, one_line
 from hgpo_jax.policy import ModelConfig, Policy, network
+from hgpo_jax.policy.chat_frame import ChatFrame, end_tokens
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.requirements import ONE_ROLE
 from hgpo_jax.rollout.result import RolloutResult, Story
@@ -46,9 +50,20 @@ from hgpo_jax.rollout.tasks import task_numbers
 from hgpo_jax.runners import check_context
 from hgpo_jax.sampling import Decoding
 
+log = logging.getLogger(__name__)
+
 ANSWER_LIMIT = 3600.0  # seconds of a request, most of which it may wait for a slot
 BODY_LIMIT = 2**24  # bytes of a request
 MAX_OUTPUT = 2**26  # bytes that a command may write to its terminal
+# How an episode fails. The first is nobody's answer's fault; the metrics have the share of each as `failed/KIND`.
+KINDS = INFRASTRUCTURE, CRASH, CONTEXT, SILENCE, NO_REWARD = "infrastructure", "crash", "context", "silence", "no_reward"
+
+
+class Failure(NamedTuple):
+    """Why an episode came to no proper end: one of KINDS, and what happened, in a line."""
+
+    kind: str
+    reason: str
 
 
 class AgentRunner:
@@ -69,23 +84,29 @@ class AgentRunner:
             raise ConfigError(f"env.name=agent: needs the package {error.name}; pip install 'hgpo_jax[serve]'") from None
         if jax.process_count() > 1:
             raise ConfigError("env.name=agent: cannot run as one of several processes")
-        if tokenizer is None or tokenizer.eos_token_id is None:
-            raise ConfigError(f"policy.source={config.policy.source}: has no tokenizer with an end token")
-        vocabulary = tokenizer.get_vocab()
-        if unknown := [token for token in rollout.stop if token not in vocabulary]:
-            raise ConfigError(f"rollout.stop={unknown[0]}: no token of the tokenizer")
-        end_tokens = (tokenizer.eos_token_id, *(vocabulary[token] for token in rollout.stop))
-        self._programs = SlotPrograms(network(model), mesh, max_new=rollout.response_limit, end_tokens=end_tokens)
+        if tokenizer is None:
+            raise ConfigError(f"policy.source={config.policy.source}: has no tokenizer")
+        self._frame: ChatFrame | None = None
+        try:
+            if getattr(tokenizer, "chat_template", None):
+                self._frame = ChatFrame(tokenizer, date=rollout.date, thinking=rollout.thinking, stop=rollout.stop)
+            self.end_tokens = self._frame.end_tokens if self._frame else end_tokens(tokenizer, rollout.stop)
+        except ValueError as error:
+            raise ConfigError(f"policy.source={config.policy.source}: {error}") from None
+        self._programs = SlotPrograms(network(model), mesh, max_new=rollout.response_limit, end_tokens=self.end_tokens)
         self._model, self._tokenizer, self._mesh = model, tokenizer, cast(Mesh, mesh)  # a rollout needs one of real devices
         self._prompt_limit, self._turns, self._time_limit = rollout.prompt_limit, env.max_turns, env.time_limit
+        self._excludes, self._played = env.failed == "exclude", False  # whether an episode has ever come to a proper end
         self._batch = rollout.prompt_groups * rollout.group_size
         self._slots = min(self._batch, rollout.decode_batch_size * mesh.shape["data"])
         self._at_a_time = env.workers or self._slots
         self.num_tasks, self.num_held_out_tasks = env.num_tasks or None, env.num_held_out_tasks or None
-        self.end_tokens = self._programs.end_tokens
 
     def rollout(self, params, tasks, keys, groups, decoding: Decoding, *, held_out: bool = False) -> RolloutResult:
-        """Plays B episodes. Raises RunError where every command failed."""
+        """Plays B episodes.
+
+        Raises RunError where all are left out, or where all have failed, whatever the reason, before any came to a proper end.
+        """
         from hgpo_jax.serving.api import Api
         from hgpo_jax.serving.background import served
         from hgpo_jax.serving.engine import Engine
@@ -100,24 +121,33 @@ class AgentRunner:
             waiting_limit=self._batch, programs=self._programs,
         )  # fmt: skip
         api = Api(
-            engine, self._tokenizer, "", key="", body_limit=BODY_LIMIT, time_limit=ANSWER_LIMIT, sessions=Sessions(sessions)
+            engine, self._tokenizer, "", key="", body_limit=BODY_LIMIT, time_limit=ANSWER_LIMIT, sessions=Sessions(sessions),
+            frame=self._frame,
         )
         with engine, served(api) as url, Commands(self._command, self._time_limit) as commands:
             play = functools.partial(_play, commands, url, split, engine)
             with ThreadPoolExecutor(self._at_a_time, "agents") as threads:
                 try:
-                    reasons = list(threads.map(play, sessions, tasks))
+                    found = list(threads.map(play, sessions, tasks))
                 except BaseException:  # a signal, perhaps
                     commands.stop()
                     threads.shutdown(cancel_futures=True)
                     raise
             counts = engine.counts
-        failures = {number: reason for number, reason in enumerate(reasons) if reason}
-        if len(failures) == len(sessions):
-            raise RunError(f"env.command: failed in all {len(sessions)} episodes, in the first one: {failures[0]}")
+        failures = {number: failure for number, failure in enumerate(found) if failure}
+        left_out = {n: failure.reason for n, failure in failures.items() if self._excludes or failure.kind == INFRASTRUCTURE}
+        self._played |= len(failures) < len(sessions)
+        if len(left_out) == len(sessions) or not self._played:
+            raise RunError(f"env.command: failed in all {len(sessions)} episodes, in the first one: {failures[0].reason}")
+        if lost := failures.keys() - left_out.keys():
+            log.warning("%d of %d episodes are lost, the first one: %s", len(lost), len(sessions), failures[min(lost)].reason)
+        for number in lost:
+            sessions[number].lost = True
         counts["out_of_turns"] = sum(session.spent for session in sessions)
+        kinds = [failure.kind for failure in failures.values()]
+        counts |= {f"failed/{kind}": kinds.count(kind) / len(sessions) for kind in KINDS}
         goals = [f"task {task} of {split}" for task in tasks]
-        return episodes_of(sessions, goals, groups, empty, self._programs.end_tokens, failures, counts)
+        return episodes_of(sessions, goals, groups, empty, self._programs.end_tokens, left_out, counts)
 
     def _no_episodes(self) -> Episodes:
         return Episodes.zeros(self._batch, self._turns, self._prompt_limit, self._programs.max_new)
@@ -159,17 +189,20 @@ def _path() -> str:
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
-def _play(commands: Commands, url: str, split: str, engine, session, task: int) -> str:
-    """Plays one episode; returns why it is left out, "" where it is not."""
-    reason = commands.run(session, {
+def _play(commands: Commands, url: str, split: str, engine, session, task: int) -> Failure | None:
+    """Plays one episode; returns how it failed, if it did."""
+    failure = commands.run(session, {
         "OPENAI_BASE_URL": url, "OPENAI_API_KEY": session.name, "HGPO_SESSION": session.name, "HGPO_TASK": str(task),
         "HGPO_SPLIT": split, "HGPO_TURNS": str(session.max_turns),
     })  # fmt: skip
     if engine.failure:
         raise RunError("the sampler has failed; what it said is above")
     if not session.turns:
-        return reason or "its command asked the policy nothing"
-    return "" if session.ended or session.spent else reason or "its command ended without a reward"
+        return Failure(INFRASTRUCTURE, failure.reason if failure else "its command asked the policy nothing")
+    if session.ended or session.spent:
+        return None
+    failure = failure or Failure(NO_REWARD, "its command ended without a reward")
+    return failure._replace(kind=CONTEXT) if session.overflowed and failure.kind in (CRASH, NO_REWARD) else failure
 
 
 class Commands:
@@ -192,10 +225,11 @@ class Commands:
         """Ends those that run, and starts no others."""
         self._stopping.set()
 
-    def run(self, session, variables: dict[str, str]) -> str:
-        """Runs the command for one session; returns what went wrong, "" if nothing did."""
+    def run(self, session, variables: dict[str, str]) -> Failure | None:
+        """Runs the command for one session; returns what went wrong, if anything did."""
+        stopped = Failure(INFRASTRUCTURE, "stopped")
         if self._stopping.is_set():
-            return "stopped"
+            return stopped
         # An agent needs no accelerator, and does not ask a proxy for what is on this machine.
         local = ",".join(filter(None, [os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), "127.0.0.1"]))
         variables = {"JAX_PLATFORMS": "cpu", "NO_PROXY": local, "no_proxy": local, "PATH": _path()} | variables
@@ -206,23 +240,23 @@ class Commands:
                     env=os.environ | variables, start_new_session=True,
                 )  # fmt: skip
             except OSError as error:
-                return f"its command could not be started: {error.strerror}"
+                return Failure(INFRASTRUCTURE, f"its command could not be started: {error.strerror}")
             session.started()
             try:
                 while (code := _wait(process)) is None:
                     if self._stopping.is_set():
-                        return "stopped"
+                        return stopped
                     if os.fstat(said.fileno()).st_size > MAX_OUTPUT:
-                        return f"its command wrote more than {MAX_OUTPUT:,} bytes"
+                        return Failure(CRASH, f"its command wrote more than {MAX_OUTPUT:,} bytes")
                     if session.silent > self._time_limit:
-                        return f"its command neither asked nor ended in {self._time_limit:g} s"
+                        return Failure(SILENCE, f"its command neither asked nor ended in {self._time_limit:g} s")
             finally:
                 with contextlib.suppress(ProcessLookupError, PermissionError):  # it and what it started
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             if code < 0:
-                return f"its command was ended by signal {-code}"
-            return f"its command ended with {code}: {_last_line(said)}" if code else ""
+                return Failure(CRASH, f"its command was ended by signal {-code}")
+            return Failure(CRASH, f"its command ended with {code}: {_last_line(said)}") if code else None
 
 
 def _wait(process: subprocess.Popen) -> int | None:

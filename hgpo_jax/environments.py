@@ -237,7 +237,7 @@ ENVIRONMENTS = {
     "webshop": Environment(
         ("data", "goal_order", "reachable_only", "max_turns"), text=webshop_text, template="webshop", fallback=20,
     ),
-    "agent": Environment(("command", "num_tasks", "num_held_out_tasks", "max_turns"), agent=True),
+    "agent": Environment(("command", "failed", "num_tasks", "num_held_out_tasks", "max_turns"), agent=True),
 }  # fmt: skip
 
 

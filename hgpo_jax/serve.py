@@ -6,7 +6,7 @@
 
 POST /v1/chat/completions and /v1/completions, whole or streamed, GET /v1/models, /health and Prometheus /metrics. Clients must
 send the key in the environment variable HGPO_API_KEY, if it is set. A chat template is used where there is one; a small
-policy reads the last message. Fields that would change the answer, but that this server does not know, are refused.
+policy reads the last message. Fields that this server does not have are ignored, or refused where they would change the answer.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def main() -> None:
     try:
         import uvicorn
 
-        from hgpo_jax.serving.api import Api, Connection, is_loopback
+        from hgpo_jax.serving.api import Api
+        from hgpo_jax.serving.connections import Connection, is_loopback
         from hgpo_jax.serving.engine import Engine
         from hgpo_jax.serving.recording import Recording
         from hgpo_jax.serving.sessions import OpenSessions
@@ -85,7 +86,7 @@ def main() -> None:
     if args.record:
         source = str(Path(args.policy).resolve()) if Path(args.policy).exists() else args.policy
         fields = ["name=recording", "env.name=agent", f"env.max_turns={args.max_turns}", f"policy={source}", "warm_start=none"]
-        recording = kept = Recording(Path(args.record), configuration.load(None, fields), policy.tokenizer)
+        recording = kept = Recording(Path(args.record), configuration.load(None, fields), policy.tokenizer, policy.end_tokens)
         sessions = OpenSessions(args.max_turns, SESSIONS, kept.add)
     name = args.name or (Path(args.policy).resolve().name if Path(args.policy).exists() else args.policy)
     engine = Engine(

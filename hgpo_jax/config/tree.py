@@ -120,6 +120,10 @@ class EnvConfig(Section):
     )  # fmt: skip
     reachable_only: bool = field(False, "webshop: leave out goals that no purchase of just what is asked can fulfil")
     command: str = field("", "agent: what plays an episode, started anew for each one (hgpo_jax/agents.py)")
+    failed: Literal["zero", "exclude"] = field(
+        "zero", "agent: an episode whose command fails after an answer, or posts no reward, is lost and keeps the rewards it "
+        "posted by then (zero), or is left out, so that nothing is learned from it; one that never asked is always left out",
+    )  # fmt: skip
     num_tasks: int = field(0, "agent: tasks to train on, numbered from 0; 0: any number, of 64 bits", ge=0)
     num_held_out_tasks: int = field(0, "agent: the same of tasks to evaluate on", ge=0)
     state_key: str = field(

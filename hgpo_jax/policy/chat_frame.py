@@ -14,7 +14,7 @@ import json
 import re
 import secrets
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hgpo_jax.errors import one_line
@@ -24,6 +24,8 @@ DATE = datetime.date(2024, 7, 26)  # the day that Llama 3.1's chat template tell
 TAGS = ("<think>", "</think>", "<action>", "</action>")  # of an answer
 _NOT_TEXT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")  # controls and lone surrogates
 _TELLS_TIME = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+# A thought that an answer begins with, what comes after it, and the tags and blanks around both.
+_THOUGHT = re.compile(r"(\s*(?:<think>)?\s*)(.*?)(\s*</think>\s*)((?:(?!</think>).)*)", re.DOTALL)
 _MARK = "5f1c-the-message-7d2e"  # a message that no template writes
 
 
@@ -103,6 +105,7 @@ class ChatFrame:
       text: texts as token ids and back.
       head, tail: token ids before and after the only user message.
       opened: what the tail has written of the answer already: "", "<think>" or a whole thought, which is empty.
+      has_switch: whether the template has one for `thinking`. hides_thoughts: whether it leaves them out of earlier answers.
       end_tokens: ids, each of which ends an answer. The first one is written by the template (else, is the tokenizer's); the
         others are the tokenizer's, those of generation_config.json and `stop`.
 
@@ -117,13 +120,14 @@ class ChatFrame:
             raise ValueError("tokenizer: has no chat template; take an instruction-tuned model's tokenizer")
         self._tokenizer, self._date, self._thinking, self._stop = tokenizer, date, thinking, tuple(stop)
         self.plain = tokenizer.chat_template == PLAIN
-        if thinking is not None and "thinking" not in self._template():
+        self.has_switch = "thinking" in self._template()
+        if thinking is not None and not self.has_switch:
             raise ValueError("rollout.thinking: this chat template has no switch for it; leave it out")
         self.text = TokenText(tokenizer)
         before, after = self._around([{"role": "user", "content": _MARK}])
         self.head = tokenizer.encode(before, add_special_tokens=False)
         self.tail = tokenizer.encode(after, add_special_tokens=False)
-        self.opened = self._opened(after)
+        self.opened, self.hides_thoughts = self._opened(after), self._hides_thoughts()
         self.end_tokens = end_tokens(tokenizer, stop, first=self._turn_end())
         self.text.hidden |= set(self.end_tokens)
 
@@ -138,16 +142,21 @@ class ChatFrame:
             return self
         return ChatFrame(self._tokenizer, date=self._date, thinking=thinking, stop=self._stop)
 
-    def conversation(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
+    def conversation(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = (),
+        sampled: Mapping[int, list[int]] | None = None,
+    ) -> list[int]:  # fmt: skip
         """Token ids of a conversation, which ask for the assistant's next message.
 
-        messages: each with `role` and `content`. What they say is data. A policy that is shown a message and nothing else
-        (`tokenizer.PLAIN`) is shown the last one. tools, and `tool_calls` of messages: as the template takes them; these become
-        a part of the frame, and must not spell a special or added token.
+        messages: each with `role` and `content`. What they say is data, but that a thought in an assistant's is one. A policy
+        that is shown a message and nothing else (`tokenizer.PLAIN`) is shown the last one. tools, and `tool_calls` of messages:
+        as the template takes them; these become a part of the frame, and must not spell a special or added token.
+        sampled: number of a message -> the ids of its content, in the place of its encoding.
 
         Raises ValueError where the template refuses or leaves out some, or where tools spell a token.
         """
         messages = messages[-1:] if self.plain else messages
+        sampled = {} if self.plain else sampled or {}
         calls = [message["tool_calls"] for message in messages if message.get("tool_calls")]
         template = self._template(tools)
         if tools and "tools" not in template:
@@ -158,30 +167,38 @@ class ChatFrame:
             if spelled := self.text.marker_in(json.dumps(given, ensure_ascii=False)):
                 raise ValueError(f"{field}: {spelled!r} is a token of its own in this policy's vocabulary; write it otherwise")
         mark = f"message-{secrets.token_hex(8)}-"  # nobody can write it
-        marked = [
-            message if message.get("tool_calls") and not message["content"] else
-            message | {"content": f"{mark}{number}-"}
-            for number, message in enumerate(messages)
-        ]  # fmt: skip
-        pieces = re.split(rf"{mark}(\d+)-", self._shown(marked, tools))
-        said = {number for number, message in enumerate(marked) if message is not messages[number]}
-        if lost := sorted(said - set(map(int, pieces[1::2]))):
+        said, thoughts, marked = dict[int, str](), dict[int, str](), list[dict[str, Any]]()
+        for number, message in enumerate(messages):
+            content = message["content"]
+            if message.get("tool_calls") and not content:
+                marked.append(message)
+                continue
+            shown = f"{mark}{number}-"
+            if message["role"] == "assistant" and number not in sampled and (thought := _THOUGHT.fullmatch(content)):
+                begin, thoughts[number], end, content = thought.groups()
+                shown = f"{begin}{mark}thought-{number}-{end}{shown}"
+            said[number] = content
+            marked.append(message | {"content": shown})
+        pieces = re.split(rf"{mark}(thought-)?(\d+)-", self._shown(marked, tools))
+        if lost := sorted(said.keys() - {int(at) for of, at in zip(pieces[1::3], pieces[2::3], strict=True) if not of}):
             raise ValueError(f"tokenizer: its chat template does not show message {lost[0] + 1} of {len(messages)}")
         # Between two tokens of the frame, what it says and what messages say is one text: a word may begin in one and end in
         # the other, as with a full stop before a line's end.
-        runs, tokens = [""], list[str]()
+        runs, tokens = [""], list[list[int]]()
         for at, piece in enumerate(pieces):
-            if at % 2:
-                runs[-1] += messages[int(piece)]["content"]
-                continue
-            parts = self.text.split(piece)
-            runs[-1] += parts[0]
-            tokens += parts[1::2]
-            runs += parts[2::2]
+            if at % 3 == 0:
+                first, *rest = self.text.split(piece)
+                runs[-1] += first
+                tokens += map(self.text.tags, rest[::2])
+                runs += rest[1::2]
+            elif at % 3 == 2 and int(piece) in sampled:
+                tokens.append(sampled[int(piece)])
+                runs.append("")
+            elif at % 3 == 2:
+                runs[-1] += (thoughts if pieces[at - 1] else said)[int(piece)]
         ids: list[int] = []
-        for run, token in zip(self.text.encode(runs), [*tokens, ""], strict=True):
-            ids += run
-            ids += self.text.tags(token) if token else []
+        for run, token in zip(self.text.encode(runs), [*tokens, []], strict=True):
+            ids += [*run, *token]
         return ids
 
     def _template(self, tools: Sequence[dict[str, Any]] = ()) -> str:
@@ -219,6 +236,13 @@ class ChatFrame:
         if not thought:
             return ""
         return thought[0] if thought[0].startswith("<think>") else f"<think>{thought[0]}"  # some only end it
+
+    def _hides_thoughts(self) -> bool:
+        said = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": f"<think>{_MARK}</think>Hello"}]
+        try:
+            return _MARK not in self._shown([*said, said[0]])
+        except ValueError:  # a template of nothing but a question
+            return False
 
     def _turn_end(self) -> str:
         """The token that the template writes after the assistant's message, "" if none."""

@@ -81,8 +81,8 @@ class Alarms:
             )
         if (cut := row.get("prompts_cut", 0)) > MANY_CUT * row["steps"]:
             wrong["prompts_cut"] = (
-                f"{cut:.0f} of {row['steps']:.0f} prompts were longer than rollout.prompt_limit even without history, and lost the "
-                "middle of their observation; raise it"
+                f"{cut:.0f} of {row['steps']:.0f} prompts were longer than rollout.prompt_limit without history, too, and "
+                "lost the middle of their observation; raise it"
             )
         if failed:
             wrong["reward/failed"] = f"the reward function failed in {failed:.0f} episodes, which are left out"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hgpo_jax.policy.chat_frame import sanitized
-from hgpo_jax.serving.requests import Sampling
+from hgpo_jax.serving.requests import ChatRequest, NamedTool, Sampling
 from hgpo_jax.serving.text import ServedText, TextStream
 
 _CALL, _CALL_END, _THOUGHT, _THOUGHT_END = "<tool_call>", "</tool_call>", "<think>", "</think>"
@@ -32,38 +32,43 @@ class Choice:
 
 @dataclasses.dataclass
 class Piece:
-    """What a step adds to a choice."""
+    """What a step adds to a choice. so_far: its text with this piece."""
 
     index: int
     text: str
+    so_far: str
     tokens: list[int]
     logp: list[float]
     finish_reason: str | None
 
 
-def usage(choices: Sequence[Choice], ids: list[int]) -> dict[str, int]:
-    sampled = sum(len(choice.tokens) for choice in choices)
-    return {"prompt_tokens": len(ids), "completion_tokens": sampled, "total_tokens": len(ids) + sampled}
+def usage(choices: Sequence[Choice], prompts: Sequence[list[int]]) -> dict[str, int]:
+    read, sampled = sum(map(len, prompts)), sum(len(choice.tokens) for choice in choices)
+    return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
 
 
 class Form:
-    """How the answers to one request are written: whole, or as a stream of an opening, pieces and perhaps a closing."""
+    """How the answers to one request are written: whole, or as a stream of an opening, pieces and perhaps a closing.
 
+    begun: what each answer begins with that stands at the end of its prompt and is not sampled.
+    """
+
+    begun = ""
     prefix = whole_name = streamed_name = ""  # of ids; the names of the two kinds of objects
 
     def __init__(self, asked: Sampling, texts: ServedText):
         self._asked, self._texts = asked, texts
 
-    def whole(self, choices: Sequence[Choice], ids: list[int]) -> dict[str, Any]:
-        """Of the prompt's ids and all choices."""
+    def whole(self, choices: Sequence[Choice], prompts: Sequence[list[int]]) -> dict[str, Any]:
+        """Of the prompts' ids and all choices."""
         written = [
-            self._choice(Piece(i, c.text, c.tokens, c.logp, c.finish_reason), "message") for i, c in enumerate(choices)
+            self._choice(Piece(i, c.text, c.text, c.tokens, c.logp, c.finish_reason), "message") for i, c in enumerate(choices)
         ]
-        return {"object": self.whole_name, "choices": written} | self._prompt_ids(ids)
+        return {"object": self.whole_name, "choices": written} | self._prompt_ids(prompts)
 
-    def opening(self, ids: list[int]) -> list[dict[str, Any]]:
+    def opening(self, prompts: Sequence[list[int]]) -> list[dict[str, Any]]:
         """What comes before the first piece."""
-        return [self._streamed([], self._prompt_ids(ids))] if self._asked.return_token_ids else []
+        return [self._streamed([], self._prompt_ids(prompts))] if self._asked.return_token_ids else []
 
     def piece(self, piece: Piece) -> dict[str, Any]:
         return self._streamed([self._choice(piece, "delta")])
@@ -75,8 +80,9 @@ class Form:
     def _streamed(self, choices: list[dict[str, Any]], more: dict[str, Any] | None = None) -> dict[str, Any]:
         return {"object": self.streamed_name, "choices": choices} | (more or {})
 
-    def _prompt_ids(self, ids: list[int]) -> dict[str, Any]:
-        return {"prompt_token_ids": ids} if self._asked.return_token_ids else {}
+    def _prompt_ids(self, prompts: Sequence[list[int]]) -> dict[str, Any]:
+        """A list for each prompt where there are several."""
+        return {"prompt_token_ids": prompts[0] if len(prompts) == 1 else prompts} if self._asked.return_token_ids else {}
 
     def _choice(self, piece: Piece, where: str) -> dict[str, Any]:
         choice = {"index": piece.index, "finish_reason": piece.finish_reason, "logprobs": self._logprobs(piece)}
@@ -94,13 +100,20 @@ class ChatForm(Form):
     """Of /v1/chat/completions."""
 
     prefix, whole_name, streamed_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    _asked: ChatRequest
 
-    def opening(self, ids: list[int]) -> list[dict[str, Any]]:
+    def opening(self, prompts: Sequence[list[int]]) -> list[dict[str, Any]]:
         roles = [
             {"index": i, "delta": {"role": "assistant", "content": ""}, "finish_reason": None, "logprobs": None}
             for i in range(self._asked.n)
         ]
-        return [self._streamed(roles, self._prompt_ids(ids))]
+        return [self._streamed(roles, self._prompt_ids(prompts))]
+
+    def _choice(self, piece: Piece, where: str) -> dict[str, Any]:
+        choice, wanted = super()._choice(piece, where), self._asked.response_format
+        if piece.finish_reason and wanted and wanted.type == "json_object" and not _is_object(piece.so_far):
+            choice["warning"] = "response_format: the answer is no JSON object"
+        return choice
 
     def _said(self, piece: Piece, where: str) -> dict[str, Any]:
         return {where: ({"role": "assistant"} if where == "message" else {}) | {"content": piece.text}}
@@ -119,33 +132,54 @@ class ChatForm(Form):
 class ToolForm(ChatForm):
     """Of /v1/chat/completions with tools. What is called is known at the end, so a stream's text comes then, as a whole."""
 
-    def __init__(self, asked: Sampling, texts: ServedText):
+    def __init__(self, asked: ChatRequest, texts: ServedText):
         super().__init__(asked, texts)
-        self._held: dict[int, str] = {}  # choice -> its text so far
-
-    def piece(self, piece: Piece) -> dict[str, Any]:
-        self._held[piece.index] = text = self._held.get(piece.index, "") + piece.text
-        return super().piece(dataclasses.replace(piece, text=text if piece.finish_reason else ""))
+        self.begun = call_begun(asked)
+        self._inside = not self.begun and texts.inside_thought(asked.thinking)
 
     def _choice(self, piece: Piece, where: str) -> dict[str, Any]:
-        choice = super()._choice(piece, where)
+        text = self.begun + piece.so_far if piece.finish_reason else ""
+        choice = super()._choice(dataclasses.replace(piece, text=text, so_far=text), where)
         # An answer that was cut is no call: the one that it broke off may be what the others were for.
-        content, calls = tool_calls(piece.text) if piece.finish_reason == "stop" else ("", [])
+        content, calls = tool_calls(text, self._inside) if piece.finish_reason == "stop" else ("", [])
+        calls = calls if self._asked.parallel_tool_calls else calls[:1]
         if calls and not self._texts.spells_token(json.dumps(calls, ensure_ascii=False)):
             choice["finish_reason"] = "tool_calls"
             choice[where] |= {"content": content or None, "tool_calls": calls}
+            choice.pop("warning", None)  # of a text
+        elif self.begun and piece.finish_reason:
+            choice["warning"] = "tool_choice: the answer is no call that can be read"
         return choice
 
 
-def tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
+def call_begun(asked: ChatRequest) -> str:
+    """What an answer that must call a tool begins with, as `tool_calls` reads it; "" for one that need not."""
+    if isinstance(asked.tool_choice, NamedTool):
+        name = json.dumps(asked.tool_choice.function.name, ensure_ascii=False)
+        return f'{_CALL}\n{{"name": {name}, "arguments":'  # the blank belongs to the next token
+    return f'{_CALL}\n{{"name": "' if asked.tool_choice == "required" else ""
+
+
+def _is_object(text: str) -> bool:
+    """Whether an answer, perhaps after a thought, is a JSON object."""
+    try:
+        return isinstance(json.loads(text.rpartition(_THOUGHT_END)[2]), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def tool_calls(text: str, inside_thought: bool = False) -> tuple[str, list[dict[str, Any]]]:
     """What an answer says before it calls tools, and the calls; where one of them cannot be read there are none.
 
-    They are written <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Qwen2.5's chat template asks; several may
-    stand between two tags, and arguments may be absent, null or JSON in a string. What stands in a thought is no call.
+    Calls are written <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Qwen2.5's chat template asks; several may
+    stand between two tags, and arguments may be absent, null or JSON in a string. What stands in a thought, which the prompt
+    may have begun (`inside_thought`), is no call.
     """
     calls: list[dict[str, Any]] = []
     first, at = len(text), 0
-    if -1 < text.find(_THOUGHT_END) < text.find(_CALL):  # the thought was begun by the prompt, or by nobody
+    if inside_thought and _THOUGHT_END not in text:
+        return text, []
+    if inside_thought or -1 < text.find(_THOUGHT_END) < text.find(_CALL):  # begun by the prompt, or by nobody
         at = text.find(_THOUGHT_END)
     while tag := _TAG.search(text, at):
         if tag[0] == _THOUGHT:

@@ -5,7 +5,7 @@
     GET /v1/models, /health, /metrics
 
 Errors have OpenAI's form. A request that finds no room is answered 429 with Retry-After; one whose client leaves gives its
-slots back.
+slots back. The header X-Ignored names fields of the request that do not count.
 """
 
 from __future__ import annotations
@@ -13,124 +13,40 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import ipaddress
 import json
+import logging
 import secrets
-import socket
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
-import numpy as np
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from hgpo_jax.policy.chat_frame import ChatFrame
+from hgpo_jax.policy.tokenizer import generation_of
 from hgpo_jax.rollout.chat_format import MAX_CHARACTERS_PER_TOKEN
-from hgpo_jax.sampling import Decoding
-from hgpo_jax.serving.answers import ChatForm, Choice, Form, Piece, TextForm, ToolForm, usage
-from hgpo_jax.serving.engine import Busy, Engine, Generation, Progress
+from hgpo_jax.sampling import published_decoding
+from hgpo_jax.serving import connections
+from hgpo_jax.serving.answers import ChatForm, Form, Piece, TextForm, ToolForm, usage
+from hgpo_jax.serving.earlier import prompt_ids
+from hgpo_jax.serving.engine import Engine
+from hgpo_jax.serving.exchange import Exchange, NextTurn, Replay
 from hgpo_jax.serving.metrics import ServerMetrics
 from hgpo_jax.serving.requests import ApiError, ChatRequest, RewardRequest, Sampling, TextRequest, parse
 from hgpo_jax.serving.sessions import OpenSessions, Session, Sessions, Turn, state_of
-from hgpo_jax.serving.text import ServedText, TextStream
+from hgpo_jax.serving.text import ServedText
 
-GRACE = 30.0  # seconds that a body may take to arrive, and the rest of an answer to be read
+log = logging.getLogger(__name__)
+
 LEFT = 499  # the status, for the metrics alone, where the client did not wait
-
-
-class Exchange:
-    """A request's responses as they come; use as a context, so that what nobody waits for is cancelled.
-
-    session: whose next turn it is. seconds: until the last token, after which it is given up. Raises ApiError where there is
-    no room.
-    """
-
-    def __init__(
-        self, engine: Engine, texts: ServedText, asked: Sampling, ids: list[int], limit: int, session: Session | None,
-        state: str, *, seconds: float,
-    ):  # fmt: skip
-        self._engine, self._session, self._state, self._seconds = engine, session, state, seconds
-        self.choices = [Choice(TextStream(texts.decode, asked.stops)) for _ in range(asked.n)]
-        self._news: asyncio.Queue[tuple[int, Progress]] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-
-        def tell(index: int):
-            def told(progress: Progress) -> None:
-                with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
-                    loop.call_soon_threadsafe(self._news.put_nowait, (index, progress))
-
-            return told
-
-        decoding = Decoding(temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k)
-        seed: int | np.ndarray = secrets.randbits(32) if asked.seed is None else asked.seed % 2**32
-        first = 0
-        if session:
-            first, decoding = session.begin(), session.decoding or decoding
-            seed = seed if session.seed is None else session.seed
-        self._generations = [Generation(ids, limit, decoding, seed, first + i, tell(i)) for i in range(asked.n)]
-
-    def __enter__(self) -> Exchange:
-        try:
-            self._engine.submit(self._generations)
-        except (Busy, RuntimeError) as error:
-            self._left()
-            if isinstance(error, RuntimeError):
-                raise ApiError(503, str(error), "server_error") from None
-            raise ApiError(
-                429, "every slot is taken and as many requests wait as may; try again", "rate_limit_error",
-                code="rate_limit_exceeded", headers={"Retry-After": "1"},
-            ) from None  # fmt: skip
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._cancel(range(len(self.choices)))
-        self._left()
-
-    def _left(self) -> None:
-        """Tells the session of its turn, which did not happen unless it was sampled to its end."""
-        session, self._session = self._session, None
-        if session:
-            (choice,), ids = self.choices, list(self._generations[0].ids)
-            done = choice.finish_reason is not None
-            session.end(Turn(ids, self._state, choice.tokens, choice.logp, choice.text) if done else None)
-
-    def _cancel(self, indices: Iterable[int]) -> None:
-        left = [self._generations[i] for i in indices if self.choices[i].finish_reason is None]
-        if left:
-            self._engine.cancel(left)
-
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """Until all choices have ended. Raises ApiError."""
-        until = time.monotonic() + self._seconds
-        while any(choice.finish_reason is None for choice in self.choices):
-            try:
-                index, progress = await asyncio.wait_for(self._news.get(), until - time.monotonic())
-            except TimeoutError:
-                raise ApiError(504, f"not done within {self._seconds:g} seconds", "server_error", code="timeout") from None
-            choice = self.choices[index]
-            if progress.error:
-                raise ApiError(503, progress.error, "server_error")
-            if choice.finish_reason is not None:
-                continue  # told before the engine heard of the stop string
-            text, count = choice.stream.push(progress.tokens, last=progress.ended)
-            tokens, logp = progress.tokens[:count], progress.logp[:count]
-            if choice.stream.stopped and not progress.ended:
-                self._cancel([index])
-            if choice.stream.stopped or progress.ended:
-                stopped = choice.stream.stopped or (tokens and tokens[-1] in self._engine.end_tokens)
-                choice.finish_reason = "stop" if stopped else "length"
-            choice.text += text
-            choice.tokens += tokens
-            choice.logp += logp
-            if all(choice.finish_reason is not None for choice in self.choices):
-                self._left()  # before the client can hear of it and ask again
-            yield Piece(index, text, tokens, logp, choice.finish_reason)
+TOO_LONG = "context_length_exceeded"
+MAX_SAID = 100  # names of ignored fields that the log holds
+_said: set[str] = set()  # these, of all servers of a process: a trainer starts one for every rollout
 
 
 class Api:
@@ -142,18 +58,20 @@ class Api:
       key: clients must send it; none if empty.
       sessions: that are recorded; `Sessions` have keys of their own, in the place of `key`. None: none.
       body_limit: bytes of a request.
+      frame: of the tokenizer's chat template; by default as that stands, with today's date.
       time_limit: seconds until a request's last token, after which it is given up.
     """
 
     def __init__(
         self, engine: Engine, tokenizer, model: str, *, key: str, body_limit: int, time_limit: float,
-        sessions: Sessions | OpenSessions | None = None,
+        sessions: Sessions | OpenSessions | None = None, frame: ChatFrame | None = None,
     ):  # fmt: skip
         self._engine, self._model, self._key, self._sessions = engine, model, key, sessions
         # What is longer than any prompt need not be parsed, which others would wait for; a character takes 6 bytes at most.
         self._body_limit = min(body_limit, 6 * MAX_CHARACTERS_PER_TOKEN * engine.prompt_limit + 2**18)
         self._time_limit = time_limit
-        self._texts, self._began = ServedText(tokenizer), int(time.time())
+        self._texts, self._began = ServedText(tokenizer, frame), int(time.time())
+        self._usual = published_decoding(generation_of(tokenizer))
         self._metrics = ServerMetrics(engine)
         routes = {
             "/health": ("GET", self._health),
@@ -189,7 +107,7 @@ class Api:
                 error = ApiError(401, "the API key is missing or wrong", "authentication_error", code="invalid_api_key")
                 await _refusal(error)(scope, receive, counted)
                 return
-        elif not all(is_loopback(_host(headers[name])) for name in (b"host", b"origin") if name in headers):
+        elif not all(connections.is_local(headers[name]) for name in (b"host", b"origin") if name in headers):
             # A page in this machine's browser can reach what listens here, also under a name of its own.
             error = ApiError(403, "without a key only this machine's own programs are answered", "permission_error")
             await _refusal(error)(scope, receive, counted)
@@ -231,19 +149,19 @@ class Api:
     def _too_long(self, size: str) -> ApiError:
         limit = self._engine.prompt_limit
         return ApiError(
-            400, f"the prompt has {size}, this server reads {limit:,} tokens", code="context_length_exceeded"
+            400, f"the prompt has {size}, this server reads {limit:,} tokens", code=TOO_LONG
         )  # fmt: skip
 
     async def _body(self, request: Request) -> bytearray:
         body = bytearray()
         try:
-            async with asyncio.timeout(GRACE):
+            async with asyncio.timeout(connections.GRACE):
                 async for chunk in request.stream():
                     body += chunk
                     if len(body) > self._body_limit:
                         raise ApiError(413, f"the body has more than {self._body_limit:,} bytes", code="body_too_large")
         except TimeoutError:
-            raise ApiError(408, f"the body did not arrive within {GRACE:g} seconds") from None
+            raise ApiError(408, f"the body did not arrive within {connections.GRACE:g} seconds") from None
         except ClientDisconnect:
             raise ApiError(LEFT, "the client has left") from None
         return body
@@ -252,32 +170,47 @@ class Api:
         asked = parse(ChatRequest, await self._body(request))
         messages = [message.plain() for message in asked.messages]
         tools = asked.shown_tools
+        form = (ToolForm if tools else ChatForm)(asked, self._texts)
         shown = [*tools, *(message["tool_calls"] for message in messages if "tool_calls" in message)]
-        self._check_length(sum(len(json.dumps(one)) for one in shown) + sum(len(message["content"]) for message in messages))
-        try:
-            ids = await asyncio.to_thread(self._texts.conversation, messages, tools)
-        except ValueError as error:
-            raise ApiError(400, str(error), param="tools" if str(error).startswith("tools:") else "messages") from None
+        length = sum(len(json.dumps(one)) for one in shown) + sum(len(message["content"]) for message in messages)
+
+        async def read(turns: Sequence[Turn]) -> list[list[int]]:
+            self._check_length(length)
+            try:
+                return [await asyncio.to_thread(prompt_ids, self._texts, messages, tools, form.begun, turns, asked.thinking)]
+            except ValueError as error:
+                raise ApiError(400, str(error), param="tools" if str(error).startswith("tools:") else "messages") from None
+
         seen = next((message["content"] for message in reversed(messages) if message["role"] != "assistant"), "")
-        return await self._answer(request, asked, ids, seen, (ToolForm if tools else ChatForm)(asked, self._texts))
+        return await self._answer(request, asked, form, seen, read)
 
     async def _text(self, request: Request) -> Response:
         asked = parse(TextRequest, await self._body(request))
-        prompt = asked.only_prompt
-        seen = str(prompt)
+
+        async def read(turns: Sequence[Turn]) -> list[list[int]]:
+            return [await self._ids(prompt) for prompt in asked.prompts]
+
+        return await self._answer(request, asked, TextForm(asked, self._texts), str(asked.prompts[0]), read)
+
+    async def _ids(self, prompt: str | list[int]) -> list[int]:
+        """Of a text, or as given. Raises ApiError."""
         if isinstance(prompt, str):
             self._check_length(len(prompt))
-            prompt = await asyncio.to_thread(self._texts.prompt, prompt)
-        elif max(prompt) >= self._engine.vocabulary:
+            return await asyncio.to_thread(self._texts.prompt, prompt)
+        if max(prompt) >= self._engine.vocabulary:
             raise ApiError(400, f"prompt: {max(prompt)} is no token id of this model", param="prompt")
-        return await self._answer(request, asked, prompt, seen, TextForm(asked, self._texts))
+        return prompt
 
     async def _reward(self, request: Request) -> Response:
         if self._sessions is None:
             raise ApiError(404, "this server records no sessions; start it with --record FOLDER")
         posted = parse(RewardRequest, await self._body(request))
         session = self._sessions.named(_key_of(request), request.path_params["name"])
-        session.post(posted)
+        await self._begin(session)
+        try:
+            session.post(posted)
+        finally:
+            session.end()
         if session.ended and isinstance(self._sessions, OpenSessions):
             self._sessions.ended(session)
         return JSONResponse(session.described())
@@ -287,35 +220,84 @@ class Api:
         if self._sessions is None:
             return None
         session = self._sessions.of(_key_of(request), request.headers, asked.metadata or {})
-        if session and asked.n > 1:
-            raise ApiError(400, f"n: {asked.n} answers are no turn of a session; leave it out", param="n")
+        if session and asked.answers > 1:
+            field = "n" if asked.n > 1 else "prompt"
+            raise ApiError(400, f"{field}: {asked.answers} answers are no turn of a session; ask for one", param=field)
         return session
 
-    async def _answer(self, request: Request, asked: Sampling, ids: list[int], seen: str, form: Form) -> Response:
-        self._check_model(asked.model)
-        if not ids:
-            raise ApiError(400, "the prompt is empty")
-        if len(ids) > self._engine.prompt_limit:
-            raise self._too_long(f"{len(ids):,} tokens")
-        most = self._engine.response_limit
-        if asked.limit is not None and asked.limit > most:
-            raise ApiError(400, f"max_tokens: {asked.limit:,} is more than this server samples, {most:,}", param="max_tokens")
-        if asked.n > self._engine.slots:
-            raise ApiError(400, f"n: {asked.n} is more than this server's {self._engine.slots} slots", param="n")
-        session, state = self._session_of(request, asked), state_of(request.headers, asked.metadata or {}, seen)
-        exchange = Exchange(
-            self._engine, self._texts, asked, ids, asked.limit or most, session, state, seconds=self._time_limit
-        )
-        answer = {"id": f"{form.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": asked.model}
-        if asked.stream:
-            exchange.__enter__()  # refused before the stream begins
-            return _Stream(self._events(exchange, answer, form, asked, ids), exchange, self._time_limit + GRACE)
-        with exchange:
-            if not await self._whole(request, self._observed(exchange, ids)):
-                return Response(status_code=LEFT)
-        return JSONResponse(answer | form.whole(exchange.choices, ids) | {"usage": usage(exchange.choices, ids)})
+    async def _begin(self, session: Session) -> None:
+        """Waits for a session's requests that came before. Raises ApiError; else the session's `end` must follow."""
+        try:
+            async with asyncio.timeout(self._time_limit):
+                await session.begin()
+        except TimeoutError:
+            message = f"session {session.name}: its earlier requests were not done within {self._time_limit:g} seconds"
+            raise ApiError(504, message, "server_error", code="timeout") from None
 
-    async def _observed(self, exchange: Exchange, ids: list[int]) -> AsyncIterator[Piece]:
+    async def _answer(
+        self, request: Request, asked: Sampling, form: Form, seen: str,
+        read: Callable[[Sequence[Turn]], Awaitable[list[list[int]]]],
+    ) -> Response:  # fmt: skip
+        """read: gives the prompts' ids, in a session with the turns that it has had."""
+        self._check_model(asked.model)
+        if asked.answers > self._engine.room:
+            raise ApiError(400, f"n: {asked.answers} answers are more than this server's {self._engine.room} places", param="n")
+        session, state = self._session_of(request, asked), state_of(request.headers, asked.metadata or {}, seen)
+        key, again = request.headers.get("idempotency-key"), request.headers.get("x-stainless-retry-count", "0") != "0"
+        most, ignored = self._engine.response_limit, asked.ignored()
+        if asked.limit is not None and asked.limit > most:
+            ignored.append("max_tokens")
+        if session and session.decoding:
+            ignored += sorted(asked.model_fields_set & {"temperature", "top_p", "top_k", "seed"})
+        with contextlib.ExitStack() as stack:
+            if session:
+                await self._begin(session)
+                stack.callback(session.end)
+            try:
+                prompts = await read(session.turns if session else ())
+                self._check_prompts(prompts)
+            except ApiError as error:
+                if session and error.code == TOO_LONG:
+                    session.overflowed = True
+                raise
+            if session and (turn := session.repeated(prompts[0], key, again)):
+                exchange: Exchange | Replay = Replay(turn, self._texts)
+            else:
+                if session:
+                    session.check_turns()
+                exchange = Exchange(
+                    self._engine, self._texts, asked, prompts, min(asked.limit or most, most),
+                    NextTurn(session, state, form.begun, key) if session else None, self._usual, seconds=self._time_limit,
+                )  # fmt: skip
+            stack.enter_context(exchange)  # refused before a stream begins
+            answer = {"id": f"{form.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": asked.model}
+            headers = self._saying(ignored)
+            if asked.stream:
+                events = self._events(exchange, answer, form, asked, prompts)
+                return _Stream(events, headers, stack.pop_all(), self._time_limit + connections.GRACE)
+            if not await self._whole(request, self._observed(exchange, prompts)):
+                return Response(status_code=LEFT)
+            answer |= form.whole(exchange.choices, prompts) | {"usage": usage(exchange.choices, prompts)}
+            return _Whole(answer, headers, stack.pop_all(), request, exchange)
+
+    def _check_prompts(self, prompts: Sequence[list[int]]) -> None:
+        """Raises ApiError."""
+        for ids in prompts:
+            if not ids:
+                raise ApiError(400, "the prompt is empty")
+            if len(ids) > self._engine.prompt_limit:
+                raise self._too_long(f"{len(ids):,} tokens")
+
+    def _saying(self, ignored: Sequence[str]) -> dict[str, str]:
+        """An answer's headers, where some fields of the request do not count; what is new of them goes to the log, too."""
+        for name in ignored:
+            if name not in _said and len(_said) < MAX_SAID:
+                _said.add(name)
+                limit = f"no answer has more than {self._engine.response_limit:,}" if name == "max_tokens" else "it is ignored"
+                log.warning("a request's %s: %s", name, limit)
+        return {"X-Ignored": ", ".join(ignored)} if ignored else {}
+
+    async def _observed(self, exchange: Exchange | Replay, prompts: Sequence[list[int]]) -> AsyncIterator[Piece]:
         """The exchange's pieces, for the metrics."""
         began, first, done = time.perf_counter(), True, False
         try:
@@ -326,7 +308,7 @@ class Api:
                 yield piece
             done = True
             self._metrics.duration.observe(time.perf_counter() - began)
-            self._metrics.tokens.labels("prompt").inc(len(ids))
+            self._metrics.tokens.labels("prompt").inc(sum(map(len, prompts)))
             self._metrics.tokens.labels("sampled").inc(sum(len(choice.tokens) for choice in exchange.choices))
         finally:
             if not done:
@@ -354,39 +336,52 @@ class Api:
             leaving.cancel()
 
     async def _events(
-        self, exchange: Exchange, answer: dict[str, Any], form: Form, asked: Sampling, ids: list[int]
+        self, exchange: Exchange | Replay, answer: dict[str, Any], form: Form, asked: Sampling, prompts: Sequence[list[int]]
     ) -> AsyncIterator[str]:
         """A streamed answer's events."""
         try:
-            for opening in form.opening(ids):
+            for opening in form.opening(prompts):
                 yield _event(answer | opening)
-            async for piece in self._observed(exchange, ids):
+            async for piece in self._observed(exchange, prompts):
                 yield _event(answer | form.piece(piece))
             if asked.stream_options and asked.stream_options.include_usage:
-                yield _event(answer | form.closing() | {"usage": usage(exchange.choices, ids)})
+                yield _event(answer | form.closing() | {"usage": usage(exchange.choices, prompts)})
             yield "data: [DONE]\n\n"
+            if exchange.turn:
+                exchange.turn.delivered = True
         except ApiError as error:  # too late for a status
             yield _event(error.body)
 
 
 class _Stream(StreamingResponse):
-    """Server-sent events; however the answer ends, its exchange is left. A client that reads too slowly is left, too."""
+    """Server-sent events; however the answer ends, what it holds is given back. A client that reads too slowly is left, too."""
 
-    def __init__(self, events: AsyncIterator[str], exchange: Exchange, seconds: float):
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._exchange, self._seconds = exchange, seconds
+    def __init__(self, events: AsyncIterator[str], headers: dict[str, str], held: contextlib.ExitStack, seconds: float):
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"} | headers)
+        self._held, self._seconds = held, seconds
 
     async def __call__(self, scope, receive, send) -> None:
-        with contextlib.suppress(TimeoutError), self._exchange_left():
+        with contextlib.suppress(TimeoutError), self._held:
             async with asyncio.timeout(self._seconds):
                 await super().__call__(scope, receive, send)
 
-    @contextlib.contextmanager
-    def _exchange_left(self):
-        try:
-            yield
-        finally:
-            self._exchange.__exit__()
+
+class _Whole(JSONResponse):
+    """An answer in one piece, after which what it holds is given back."""
+
+    def __init__(
+        self, content: dict[str, Any], headers: dict[str, str], held: contextlib.ExitStack, request: Request,
+        exchange: Exchange | Replay,
+    ):  # fmt: skip
+        super().__init__(content, headers=headers)
+        self._held, self._request, self._exchange = held, request, exchange
+
+    async def __call__(self, scope, receive, send) -> None:
+        with self._held:
+            stayed = not await self._request.is_disconnected()
+            await super().__call__(scope, receive, send)
+            if stayed and self._exchange.turn:
+                self._exchange.turn.delivered = True
 
 
 def _refusal(error: ApiError) -> Response:
@@ -408,14 +403,6 @@ def _event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content, allow_nan=False)}\n\n"
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine's own programs reach it."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def _key_in(header: bytes) -> str:
     """The API key in an Authorization."""
     return header.removeprefix(b"Bearer ").decode("latin-1")
@@ -423,41 +410,3 @@ def _key_in(header: bytes) -> str:
 
 def _key_of(request: Request) -> str:
     return _key_in(dict(request.scope["headers"]).get(b"authorization", b""))  # the last one, as where it is checked
-
-
-def _host(header: bytes) -> str:
-    """The name in a Host or an Origin."""
-    text = header.decode("latin-1")
-    try:
-        return urlsplit(text if "://" in text else f"//{text}").hostname or ""
-    except ValueError:
-        return ""
-
-
-class Connection(H11Protocol):
-    """Uvicorn's, closed if no request came within GRACE seconds to twice that: its own timer begins after the first one.
-
-    Of an answer that is not read nothing is kept for longer, either.
-    """
-
-    def connection_made(self, transport) -> None:
-        super().connection_made(transport)
-        # asyncio does it for sockets of its own making only; without it a piece waits up to 40 ms for the one before it.
-        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._look(object(), 0)
-
-    def _look(self, cycle: Any, unread: int) -> None:
-        """What a look GRACE seconds ago saw: the latest request, and bytes of answers that the client had not read."""
-        now = self.transport.get_write_buffer_size()
-        if self.cycle is cycle and not self.transport.is_closing():
-            busy = self.cycle is not None and not self.cycle.response_complete
-            if not busy or (self.flow.write_paused and now == unread):
-                self.transport.close()
-        if self.transport.is_closing():
-            self.loop.call_later(GRACE, self._leave)
-        else:
-            self.loop.call_later(GRACE, self._look, self.cycle, now)
-
-    def _leave(self) -> None:
-        if self in self.connections:  # closing alone waits until the client has read everything
-            self.transport.abort()

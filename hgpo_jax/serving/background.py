@@ -11,7 +11,7 @@ from typing import Any
 
 import uvicorn
 
-from hgpo_jax.serving.api import Connection
+from hgpo_jax.serving.connections import Connection
 
 
 @contextlib.contextmanager

@@ -165,6 +165,11 @@ class Engine:
         return len(self._keys)
 
     @property
+    def room(self) -> int:
+        """Responses that can have a slot or wait for one."""
+        return self.slots + self._waiting_limit
+
+    @property
     def counts(self) -> dict[str, float]:
         """The sampler's."""
         return self._sampler.counts

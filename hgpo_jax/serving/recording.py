@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,19 +22,21 @@ from hgpo_jax.serving.sessions import Session, episodes_of
 log = logging.getLogger(__name__)
 
 EVERY = 64  # sessions of a dump
-WRITTEN = ("config.yaml", "report.html")  # the second by the report; killed meanwhile, each leaves a .partial
+GROUPS = "groups.json"
+WRITTEN = ("config.yaml", GROUPS, "report.html")  # the last by the report; killed meanwhile, each leaves a .partial
 OWN = {"episodes", "lock", "policy", *WRITTEN, *(f"{name}.partial" for name in WRITTEN)}
 
 
 class Recording:
     """A folder that `inspect.load` and the report read; use as a context, with which what is left is written.
 
-    Sessions whose first prompts are equal are a prompt group. Those without a turn are left out.
+    Sessions of an equal task, or without one with equal first prompts, are a prompt group, whose number is the same in all
+    dumps of the folder. Those without a turn are left out.
 
     Raises ConfigError for a folder that holds something else.
     """
 
-    def __init__(self, folder: Path, config: Config, tokenizer):
+    def __init__(self, folder: Path, config: Config, tokenizer, end_tokens: tuple[int, ...]):
         try:
             (folder / "episodes").mkdir(parents=True, exist_ok=True)
             other = [path.name for path in folder.iterdir() if path.name not in OWN]
@@ -47,11 +50,13 @@ class Recording:
             with atomic_write(before) as file:
                 file.write(fields)
             tokenizer.save_pretrained(folder / "policy")
+            numbers = folder / GROUPS
+            self._groups: dict[str, int] = json.loads(numbers.read_text()) if numbers.is_file() else {}
         except Timeout:
             raise ConfigError(f"--record {folder}: another server records in it; give another folder") from None
         except OSError as error:
             raise ConfigError(f"--record {folder}: {error.strerror or error}") from None
-        self._folder, self._end = folder, (tokenizer.eos_token_id,)
+        self._folder, self._end = folder, end_tokens
         self._kept: list[Session] = []
         self._number = 1 + max(dumped(folder), default=-1)  # of the next dump
         self._writer = ThreadPoolExecutor(1, "recording")
@@ -93,14 +98,15 @@ class Recording:
             len(sessions), max(len(session.turns) for session in sessions), max(len(turn.ids) for turn in turns),
             max(len(turn.tokens) for turn in turns),
         )  # fmt: skip
-        names = [session.name for session in sessions]
-        episodes, report = episodes_of(sessions, names, prompt_groups(sessions), empty, self._end, {}, {})
+        names, groups = [session.name for session in sessions], np.array(list(map(self._group, sessions)), np.int32)
+        with atomic_write(self._folder / GROUPS) as written:  # before their numbers are used
+            json.dump(self._groups, written)
+        episodes, report = episodes_of(sessions, names, groups, empty, self._end, {}, {})
         assert report is not None
         report.save(file.with_suffix(".json"))
         episodes.save(file)
 
-
-def prompt_groups(sessions: Sequence[Session]) -> np.ndarray:
-    """i32[B]: sessions with equal first prompts have a number in common."""
-    numbers: dict[tuple[int, ...], int] = {}
-    return np.array([numbers.setdefault(tuple(s.turns[0].ids), len(numbers)) for s in sessions], np.int32)
+    def _group(self, session: Session) -> int:
+        """The number of its prompt group in this folder."""
+        key = json.dumps(session.turns[0].ids if session.task is None else session.task)
+        return self._groups.setdefault(hashlib.sha256(key.encode()).hexdigest(), len(self._groups))

@@ -1,19 +1,47 @@
-"""What clients may ask: the fields of OpenAI's chat and text completions that are honoured. Others are refused, not ignored."""
+"""What clients may ask: the fields of OpenAI's chat and text completions, and what happens to those that are not honoured.
+
+Frameworks send fields that their users cannot leave out. A field that this server does not have is ignored, which the header
+X-Ignored of the answer and, once, the log say. It is refused where the answer would be a wrong one (`CHANGING`), and where its
+name is a field's with a slip of the pen.
+"""
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 from pydantic import Field
+from pydantic_core import PydanticCustomError
 
 from hgpo_jax.errors import one_line
 
 MAX_STOPS, MAX_CHOICES, MAX_MESSAGES, MAX_PARTS, MAX_CALLS = 16, 128, 4096, 256, 128
 MAX_STATE = 10_000  # characters
-_MEMBER = re.compile(r"str|list\[.*|constrained-.*|fail-fast.*")  # of a union, in the place of an error
+MAX_UNKNOWN, MAX_IGNORED = 64, 16  # fields that are ignored, and names of them that an answer's header holds
+_MEMBER = re.compile(r"str|list\[.*|constrained-.*|fail-fast.*|literal\[.*|NamedTool")  # of a union, in the place of an error
+# Fields of OpenAI and of other servers that would change the answer and that this one does not have, and the values with which
+# they change nothing.
+CHANGING: dict[str, tuple] = {
+    name: harmless
+    for harmless, names in (
+        ((0,), "presence_penalty frequency_penalty min_p top_a min_tokens truncate_prompt_tokens top_logprobs prompt_logprobs"),
+        ((1,), "repetition_penalty length_penalty typical_p best_of"),
+        ((False,), "use_beam_search ignore_eos echo continue_final_message include_stop_str_in_output"),
+        ((True,), "skip_special_tokens add_generation_prompt"),
+        (({}, []), "logit_bias logits_processors allowed_token_ids bad_words stop_token_ids functions documents"),
+        (("",), "suffix chat_template"),
+        (("auto", "none"), "function_call"),
+        ((["text"],), "modalities"),
+        ((), "guided_json guided_regex guided_choice guided_grammar structured_outputs regex ebnf audio web_search_options"),
+    )
+    for name in names.split()
+}
+_NO_NAME = re.compile(r"[^A-Za-z0-9_.-]")
+THERE_IS = "temperature, top_p, top_k, stop, seed, max_tokens, n and logprobs"
 Body = TypeVar("Body", bound=pydantic.BaseModel)
 
 
@@ -28,11 +56,11 @@ class ApiError(Exception):
         code: str | None = None, headers: dict[str, str] | None = None,
     ):  # fmt: skip
         super().__init__(message)
-        self.status, self.headers = status, headers
+        self.status, self.code, self.headers = status, code, headers
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-class _Strict(pydantic.BaseModel):
+class _Body(pydantic.BaseModel):
     """Unknown fields are refused; null says the same as nothing, as some clients write it."""
 
     model_config = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -41,6 +69,28 @@ class _Strict(pydantic.BaseModel):
     @classmethod
     def _without_nulls(cls, given: Any) -> Any:
         return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+
+
+class _Open(_Body):
+    """Of OpenAI's API, which grows: unknown fields are ignored, unless the answer would be a wrong one."""
+
+    model_config = pydantic.ConfigDict(extra="allow", allow_inf_nan=False)
+
+    @pydantic.model_validator(mode="after")
+    def _changes_no_answer(self):
+        for name, value in (self.model_extra or {}).items():
+            if name in CHANGING and value not in CHANGING[name]:
+                raise ApiError(400, f"{name}: this server cannot do that, leave it out; there is {THERE_IS}", param=name)
+        return self
+
+    def unknown(self) -> Iterator[str]:
+        """The names of the fields that are ignored, with those of where they stand; a name may come again."""
+        yield from (name for name in self.model_extra or () if name not in CHANGING)
+        for name in self.model_fields_set & type(self).model_fields.keys():
+            value = getattr(self, name)
+            for part in value if isinstance(value, list) else [value]:
+                if isinstance(part, _Open):
+                    yield from (f"{name}.{unknown}" for unknown in part.unknown())
 
 
 class _FirstErrorOnly(pydantic.FailFast):
@@ -53,31 +103,68 @@ def _at_most(kind: Any, length: int, least: int = 0) -> Any:
     return Annotated[list[kind], _FirstErrorOnly(), Field(min_length=least, max_length=length)]
 
 
-class TextPart(_Strict):
-    type: Literal["text"]
-    text: str
+class Part(_Open):
+    """Of a message's content."""
+
+    type: str
+    text: str = ""
+
+    @pydantic.model_validator(mode="after")
+    def _is_text(self):
+        if self.type != "text" or "text" not in self.model_fields_set:
+            kind = "a part of the type text needs a text" if self.type == "text" else f"no {self.type[:50]}; leave the part out"
+            raise PydanticCustomError("part", "this policy reads texts only, {kind}", {"kind": kind})
+        return self
 
 
-class Function(_Strict):
+class Function(_Open):
     """What a tool does, as the chat template shows it."""
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None  # an answer's arguments may be others than the parameters ask for
+
+    def unknown(self) -> Iterator[str]:
+        yield from super().unknown()
+        yield from ["strict"] if self.strict else []
 
 
-class Tool(_Strict):
+class Tool(_Open):
     type: Literal["function"]
     function: Function
 
 
-class CalledFunction(_Strict):
+class ChosenFunction(_Open):
+    name: str
+
+
+class NamedTool(_Open):
+    """The tool that an answer must call."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+class ResponseFormat(_Open):
+    """json_object is not enforced: an answer that is none has a `warning` beside it."""
+
+    type: Literal["text", "json_object"]
+
+
+class TemplateOptions(_Open):
+    """What a chat template with a switch for thoughts reads, by either name."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+
+
+class CalledFunction(_Open):
     name: str
     arguments: str  # a JSON object
 
 
-class ToolCall(_Strict):
+class ToolCall(_Open):
     """Of an assistant's message."""
 
     id: str | None = None
@@ -101,11 +188,11 @@ class ToolCall(_Strict):
         return found
 
 
-class Message(_Strict):
+class Message(_Open):
     """One of a conversation; a developer's is a system message, a tool's is what a call of it gave."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | _at_most(TextPart, MAX_PARTS) | None = None  # type: ignore[valid-type]
+    content: str | _at_most(Part, MAX_PARTS) | None = None  # type: ignore[valid-type]
     tool_calls: _at_most(ToolCall, MAX_CALLS) | None = None  # type: ignore[valid-type]
     tool_call_id: str | None = None  # not shown to the model
     name: str | None = None  # not shown either
@@ -131,21 +218,23 @@ class Message(_Strict):
         return message
 
 
-class StreamOptions(_Strict):
+class StreamOptions(_Open):
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class Sampling(_Strict):
+class Sampling(_Open):
     """What chat and text completions have in common.
 
+    temperature, top_p, top_k: default: as generation_config.json says, or else 1, 1 and 0, from all.
+    max_tokens: an answer has no more than these, nor than the server's own limit.
     top_k, return_token_ids: as other servers have them; the ids are of the prompt and of what was sampled.
     """
 
     model: str
-    temperature: float = Field(1.0, ge=0, le=10)
-    top_p: float = Field(1.0, ge=1e-9, le=1)
-    top_k: int = Field(0, ge=0, lt=2**31)
+    temperature: float | None = Field(None, ge=0, le=10)
+    top_p: float | None = Field(None, ge=1e-9, le=1)
+    top_k: int | None = Field(None, ge=0, lt=2**31)
     max_tokens: int | None = Field(None, ge=1)
     stop: str | _at_most(str, MAX_STOPS) | None = None  # type: ignore[valid-type]
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
@@ -153,18 +242,23 @@ class Sampling(_Strict):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
-    # What changes nothing here.
+    # What changes nothing here, and need not.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
-    presence_penalty: Literal[0] | None = None
-    frequency_penalty: Literal[0] | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
 
-    @pydantic.field_validator("presence_penalty", "frequency_penalty", mode="before")
-    @classmethod
-    def _is_zero(cls, value):
-        return 0 if value == 0 else value  # 0.0, too
+    @pydantic.model_validator(mode="after")
+    def _has_no_slip(self):
+        if (count := len(self.model_extra or ())) > MAX_UNKNOWN:
+            raise ApiError(400, f"{count:,} fields that this server does not have; give at most {MAX_UNKNOWN}")
+        for name in self.model_extra or ():
+            if name not in CHANGING and (meant := difflib.get_close_matches(name[:40], type(self).model_fields, 1, 0.8)):
+                raise ApiError(400, f"{one_line(name)[:40]}: there is no such field; did you mean {meant[0]}?")
+        return self
+
+    def ignored(self) -> list[str]:
+        """The names of what does not count in this request, as a header may hold them."""
+        return sorted({_NO_NAME.sub("?", name)[:60] for name in self.unknown()})[:MAX_IGNORED]
 
     @property
     def stops(self) -> list[str]:
@@ -176,28 +270,52 @@ class Sampling(_Strict):
         return self.max_tokens
 
     @property
+    def answers(self) -> int:
+        return self.n
+
+    @property
     def wants_logprobs(self) -> bool:
         raise NotImplementedError
 
 
 class ChatRequest(Sampling):
-    """The body of POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions.
+
+    tool_choice: an answer that must call a tool is begun with the call, in the prompt; one that cannot be read as a call
+      nevertheless has a `warning` beside it. With parallel_tool_calls=false the first call alone is given.
+    """
 
     messages: _at_most(Message, MAX_MESSAGES, 1)  # type: ignore[valid-type]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: Literal[0] | None = None
     tools: _at_most(Tool, MAX_CALLS) | None = None  # type: ignore[valid-type]
-    tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
-    response_format: dict[Literal["type"], Literal["text"]] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _can_choose(self):
+        choice, names = self.tool_choice, [tool.function.name for tool in self.tools or ()]
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise ApiError(400, f"tool_choice: {choice.function.name[:50]!r} is none of the tools", param="tool_choice")
+        if choice == "required" and not names:
+            raise ApiError(400, "tool_choice: required needs tools; give some, or leave it out", param="tool_choice")
+        return self
+
+    @property
+    def thinking(self) -> bool | None:
+        """Whether answers begin with a thought, where the chat template has a switch for it; None: as it stands there."""
+        given = self.chat_template_kwargs or TemplateOptions()
+        return given.thinking if given.enable_thinking is None else given.enable_thinking
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
         """As a chat template takes them."""
         if not self.tools or self.tool_choice == "none":
             return []
-        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+        shown = {"type": True, "function": {"name", "description", "parameters"}}
+        return [tool.model_dump(include=shown, exclude_none=True) for tool in self.tools]
 
     @property
     def limit(self) -> int | None:
@@ -212,24 +330,25 @@ _Ids = _at_most(Annotated[int, Field(ge=0)], 2**20, 1)
 
 
 class TextRequest(Sampling):
-    """The body of POST /v1/completions; a prompt is a text or token ids, perhaps as the only one of a list."""
+    """The body of POST /v1/completions; a prompt is a text or token ids, and there may be a list of several."""
 
-    prompt: str | _Ids | _at_most(str, 1, 1) | _at_most(_Ids, 1, 1)  # type: ignore[valid-type]
+    prompt: str | _Ids | _at_most(str, MAX_CHOICES, 1) | _at_most(_Ids, MAX_CHOICES, 1)  # type: ignore[valid-type]
     logprobs: int | None = Field(None, ge=0, le=1)  # of what was sampled alone, which either asks for
-    echo: Literal[False] | None = None
-    best_of: Literal[1] | None = None
 
     @property
-    def only_prompt(self) -> str | list[int]:
-        prompt = self.prompt
-        return prompt[0] if isinstance(prompt, list) and not isinstance(prompt[0], int) else prompt
+    def prompts(self) -> list[str] | list[list[int]]:
+        return self.prompt if isinstance(self.prompt, list) and not isinstance(self.prompt[0], int) else [self.prompt]
+
+    @property
+    def answers(self) -> int:
+        return self.n * len(self.prompts)
 
     @property
     def wants_logprobs(self) -> bool:
         return self.logprobs is not None
 
 
-class RewardRequest(_Strict):
+class RewardRequest(_Body):
     """The body of POST /v1/sessions/NAME/reward.
 
     reward: is added to that of the turn; of the last one, and the session ends, where no turn is given.
@@ -256,7 +375,9 @@ def parse(model: type[Body], body: bytes | bytearray) -> Body:
     try:
         return model.model_validate_json(body)
     except pydantic.ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+        # Of a union the member that the value comes closest to, which a text is only where all are.
+        first = min(errors, key=lambda one: (one["type"] == "string_type", -len(one["loc"])))
         where = ".".join(part for part in map(str, first["loc"]) if not _MEMBER.fullmatch(part))
         what = {"extra_forbidden": "this server has no such field; leave it out"}.get(first["type"], first["msg"])
         where, what = one_line(where)[:100], one_line(what)[:200]

@@ -1,11 +1,12 @@
 """Sessions: the requests of one episode of a program that plays with the policy, kept as a rollout would keep them.
 
-A session's requests come one after the other; each is a turn. The program posts rewards, with a turn's number while it plays,
-without one at the end.
+A session's requests are answered one after the other, in the order in which they came; each is a turn. The program posts
+rewards, with a turn's number while it plays, without one at the end.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import re
 import time
@@ -32,6 +33,8 @@ class Turn:
 
     ids: of the prompt. state: what tells apart the states that the agent can be in. tokens, logp: as sampled, up to a stop
     string. admissible: whether the program could use the answer.
+    begun: what the answer begins with that stands in the prompt. key: the request's Idempotency-Key. delivered: whether all of
+    the answer has been sent to a client that was still there.
     """
 
     ids: list[int]
@@ -39,6 +42,10 @@ class Turn:
     tokens: list[int]
     logp: list[float]
     text: str
+    finish_reason: str = "stop"
+    begun: str = ""
+    key: str | None = None
+    delivered: bool = False
     reward: float = 0.0
     admissible: bool = True
 
@@ -49,22 +56,26 @@ class Session:
     Args:
       name: that clients give.
       max_turns: T; a further request is refused, and the episode counts as it is then.
+      task: what it plays, by which it is compared with others; None: its first prompt says.
       decoding, seed: how all its turns are sampled (`engine.Generation`), whatever is asked; None: as each request asks.
 
     Attributes:
-      success: what was posted, else whether the sum of the rewards is above 0.
+      success: what was posted, else whether the sum of the rewards is above 0; never of a session that is lost.
       state: what the program saw after its last turn, where it says so.
       ended: whether its last reward has been posted. spent: whether it asked for more turns than it has.
+      overflowed: whether its last request was longer than a prompt may be. lost: whether its program failed.
     """
 
     def __init__(
-        self, name: str, max_turns: int, decoding: Decoding | None = None, seed: np.ndarray | None = None
-    ):
-        self.name, self.decoding, self.seed, self.max_turns = name, decoding, seed, max_turns
+        self, name: str, max_turns: int, decoding: Decoding | None = None, seed: np.ndarray | None = None,
+        task: str | None = None,
+    ):  # fmt: skip
+        self.name, self.task, self.decoding, self.seed, self.max_turns = name, task, decoding, seed, max_turns
         self.turns: list[Turn] = []
-        self.state, self.ended, self.spent = "", False, False
+        self.state, self.ended, self.spent, self.overflowed, self.lost = "", False, False, False, False
         self._success: bool | None = None
-        self._asking = False
+        self._line, self._in_line = asyncio.Lock(), 0  # requests, of which one is answered
+        self._moved_on = False  # whether something new has been asked for since the last turn
         self._heard = time.monotonic()
 
     @property
@@ -74,36 +85,59 @@ class Session:
 
     @property
     def success(self) -> bool:
-        return self.reward > 0 if self._success is None else self._success
+        return not self.lost and (self.reward > 0 if self._success is None else self._success)
 
     @property
     def silent(self) -> float:
         """Seconds since its last turn, or since it was started; 0 while it waits for an answer."""
-        return 0.0 if self._asking else time.monotonic() - self._heard
+        return 0.0 if self._in_line else time.monotonic() - self._heard
 
     def started(self) -> None:
         """Its program has begun."""
         self._heard = time.monotonic()
 
-    def begin(self) -> int:
-        """The number of the turn that a request begins. Raises ApiError; else `end` must follow."""
-        self._check_free()
+    async def begin(self) -> None:
+        """A request's turn to be answered, after those before it. Raises ApiError; else `end` must follow."""
+        self._in_line += 1
+        try:
+            await self._line.acquire()
+        except BaseException:
+            self._in_line -= 1
+            raise
+        if self.ended:
+            self.end()
+            raise ApiError(400, f"session {self.name} has ended: its last reward has been posted", code="session_ended")
+
+    def end(self) -> None:
+        """The request has been answered, or given up."""
+        self._in_line -= 1
+        self._line.release()
+
+    def repeated(self, ids: list[int], key: str | None, again: bool) -> Turn | None:
+        """The last turn, where a request with this prompt asks for its answer once more; None for a new turn's.
+
+        A program may ask the same twice. So it is the same turn only if the answer has not been delivered, if both requests
+        have this Idempotency-Key, or if the client says that it asks `again` and has asked for nothing new since.
+        """
+        last = self.turns[-1] if self.turns else None
+        if last and last.ids == ids and (not last.delivered or (key and key == last.key) or (again and not self._moved_on)):
+            return last
+        self._moved_on |= not again
+        return None
+
+    def check_turns(self) -> None:
+        """Raises ApiError where it has had as many as it may."""
         if len(self.turns) >= self.max_turns:
             self.spent = True
             raise ApiError(400, f"session {self.name} has had its {self.max_turns} turns", code="no_turns_left")
-        self._asking = True
-        return len(self.turns)
 
-    def end(self, turn: Turn | None) -> None:
-        """Its request was answered, or not (None): then the turn did not happen."""
-        if turn is not None:
-            self.turns.append(turn)
-            self._heard = time.monotonic()
-        self._asking = False
+    def add(self, turn: Turn) -> None:
+        """A turn that was sampled to its end."""
+        self.turns.append(turn)
+        self._moved_on, self.overflowed, self._heard = False, False, time.monotonic()
 
     def post(self, posted: RewardRequest) -> None:
         """Takes a reward. Raises ApiError."""
-        self._check_free()
         count = len(self.turns)
         if not count and posted.turn is None:
             self.ended = True  # without anything that could be learned
@@ -118,12 +152,6 @@ class Session:
         turn.admissible &= posted.admissible
         if posted.turn is None:
             self.ended, self._success, self.state = True, posted.success, posted.state
-
-    def _check_free(self) -> None:
-        if self.ended:
-            raise ApiError(400, f"session {self.name} has ended: its last reward has been posted", code="session_ended")
-        if self._asking:
-            raise ApiError(409, f"session {self.name}: its last request has not been answered yet", code="session_busy")
 
     def described(self) -> dict:
         """What clients are told of it."""
@@ -154,6 +182,8 @@ class Sessions:
 class OpenSessions:
     """Sessions that a header (X-Session-Id) or the request's metadata (session_id) names, and that begin with their first turn.
 
+    Their first request may name their task, too (X-Task-Id, task_id).
+
     Args:
       max_turns: of a session.
       most: sessions that have not ended, at most; then those that have been silent for an hour make room.
@@ -177,7 +207,10 @@ class OpenSessions:
             self._forget_silent()
         if name not in self._named and len(self._named) >= self._most:
             raise ApiError(429, f"{self._most} sessions have not ended; post their rewards", "rate_limit_error")
-        return self._named.setdefault(name, Session(name, self._max_turns))
+        if name not in self._named:
+            task = _text(headers, metadata, "task_id")
+            self._named[name] = Session(name, self._max_turns, task=task)
+        return self._named[name]
 
     def named(self, key: str, name: str) -> Session:
         if name not in self._named:
@@ -200,10 +233,16 @@ def state_of(headers: Mapping[str, str], metadata: Mapping, seen: str) -> str:
 
     Raises ApiError.
     """
-    state = headers.get("x-state-key") or metadata.get("state_key", seen)
-    if not isinstance(state, str) or (len(state) > MAX_STATE and state is not seen):
-        raise ApiError(400, f"state_key: must be a text of up to {MAX_STATE:,} characters", param="state_key")
-    return state
+    state = _text(headers, metadata, "state_key")
+    return seen if state is None else state
+
+
+def _text(headers: Mapping[str, str], metadata: Mapping, field: str) -> str | None:
+    """What a header (X-STATE-KEY) or the metadata (state_key) says; None: neither. Raises ApiError."""
+    text = headers.get(f"x-{field.replace('_', '-')}") or metadata.get(field)
+    if text is not None and not (isinstance(text, str) and len(text) <= MAX_STATE):
+        raise ApiError(400, f"{field}: must be a text of up to {MAX_STATE:,} characters", param=field)
+    return text
 
 
 def episodes_of(
@@ -229,7 +268,8 @@ def episodes_of(
         buffer.add_output(number, EnvOutput(seen[0], [], goal, 0))
         for turn, after in zip(session.turns, seen[1:], strict=True):
             response = SlotResponse(number, np.array(turn.tokens, np.int32), np.array(turn.logp, np.float32))
-            said = ParsedResponse(turn.text, turn.text, True)
+            text = turn.begun + turn.text
+            said = ParsedResponse(text, text, True)
             buffer.add_response(Prompt(turn.ids), response, said, turn.tokens[-1] in end_tokens)
             last = turn is session.turns[-1]
             buffer.add_output(number, EnvOutput(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import datetime
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hgpo_jax.policy.chat_frame import ChatFrame, sanitized
@@ -12,7 +13,7 @@ from hgpo_jax.policy.tokenizer import ACT
 class ServedText:
     """Token ids of what clients write, and the text of what was sampled.
 
-    frame: of a tokenizer with a chat template; by default as that stands.
+    frame: of a tokenizer with a chat template; by default as that stands, with today's date.
 
     A word-level tokenizer without a chat template is of a small policy: of a conversation it reads the last message, and
     then the token that asks for an action.
@@ -21,17 +22,58 @@ class ServedText:
     def __init__(self, tokenizer, frame: ChatFrame | None = None):
         self._tokenizer, self.frame = tokenizer, frame
         if frame is None and getattr(tokenizer, "chat_template", None):
-            self.frame = ChatFrame(tokenizer)
+            self.frame = ChatFrame(tokenizer, date=datetime.date.today())
         self._text = self.frame.text if self.frame else None
         self._special = frozenset(tokenizer.all_special_ids)
+        self._switched: dict[bool, ChatFrame] = {}
 
-    def conversation(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
-        """The prompt that asks for the assistant's next message. Raises ValueError where the chat template refuses."""
-        if self.frame:
-            return self.frame.conversation(messages, tools)
+    def frame_with(self, thinking: bool | None) -> ChatFrame | None:
+        """The frame, with this switch where it has one; None without a chat template."""
+        if thinking is None or not (self.frame and self.frame.has_switch):
+            return self.frame
+        return self._switched.setdefault(thinking, self.frame.switched(thinking))
+
+    def inside_thought(self, thinking: bool | None) -> bool:
+        """Whether an answer begins inside of a thought."""
+        frame = self.frame_with(thinking)
+        return frame is not None and frame.inside_thought
+
+    def tags(self, text: str) -> list[int]:
+        """Token ids of what we write ourselves."""
+        return self._text.tags(text) if self._text and text else []
+
+    def conversation(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = (), begun: str = "",
+        sampled: Mapping[int, list[int]] | None = None, thinking: bool | None = None,
+    ) -> list[int]:  # fmt: skip
+        """The prompt that asks for the assistant's next message, or for the rest of one that is begun like this.
+
+        The beginning follows a thought that the template has opened, and is no part of it. sampled: number of a message -> the
+        ids of its content, in the place of its encoding. Raises ValueError where the chat template refuses.
+        """
+        if frame := self.frame_with(thinking):
+            if begun and frame.inside_thought:
+                begun = "\n</think>\n\n" + begun
+            return frame.conversation(messages, tools, sampled) + self.tags(begun)
         if tools:
             raise ValueError("tools: this policy's chat template does not show any; leave them out")
         return [*self.prompt(messages[-1]["content"]), self._tokenizer.convert_tokens_to_ids(ACT)]
+
+    def sampled(self, ids: Sequence[int], text: str) -> list[int] | None:
+        """The ids of a sampled text, without the one that ended it; None where others are special, or say something else."""
+        if not self.frame or self.frame.plain or (self.frame.hides_thoughts and "</think>" in text):
+            return None  # nobody reads earlier answers, or not as a whole
+        assert self._text
+        ids = list(ids)
+        if ids and ids[-1] in self._text.hidden:
+            ids.pop()
+        return ids if self._text.hidden.isdisjoint(ids) and self.decode(ids) == text else None
+
+    def show_the_same(self, one: dict[str, Any], other: dict[str, Any], tools: Sequence[dict[str, Any]]) -> bool:
+        """Whether the chat template shows the same text for two messages. Raises ValueError where it refuses one."""
+        shown = ([{"role": "user", "content": ""}, message] for message in (one, other))
+        first, second = (self._tokenizer.decode(self.conversation(messages, tools)) for messages in shown)
+        return first == second
 
     def spells_token(self, text: str) -> bool:
         """Whether it could not be a part of a tool call in a later prompt (`ChatFrame.conversation`)."""

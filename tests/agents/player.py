@@ -56,6 +56,13 @@ if __name__ == "__main__":
             time.sleep(600)
         case "leaves":
             ask("hello")
+        case "pays":  # and crashes
+            ask("hello")
+            reward(0.5, turn=0)
+            os.abort()
+        case "overflows":
+            ask("hello")
+            ask("hello" * 99)
         case "pleases":  # is paid for lower-case letters
             said = ask("hello")
             reward(sum(character.islower() for character in said) / 9)

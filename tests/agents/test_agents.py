@@ -47,8 +47,10 @@ def runner_of(spec="data=1", *fields) -> AgentRunner:
     return AgentRunner(configuration.load(None, [*FIELDS, *fields]), policy().config, policy().tokenizer, mesh_of(spec))
 
 
-def played(*command, spec="data=1", tasks=TASKS, held_out=False, time_limit=60.0):
+def played(*command, spec="data=1", tasks=TASKS, held_out=False, time_limit=60.0, failed="zero", before=True):
+    """before: whether an episode has come to a proper end before."""
     runner = runner_of(spec)
+    runner._excludes, runner._played = failed == "exclude", before
     runner._command, runner._time_limit = [sys.executable, *map(str, command)], time_limit
     params = jax.device_put(policy().params, jax.NamedSharding(mesh_of(spec), jax.P()))
     return runner.rollout(params, tasks, KEYS, GROUPS, DECODING, held_out=held_out)
@@ -88,17 +90,31 @@ def test_episodes_are_those_of_a_host_rollout(expected, spec):
 
 def test_what_goes_wrong_costs_an_episode(expected):
     odd = ["10=crashes", "11=leaves", "12=idles", "13=hangs", "14=talks"]
-    e, report = played(PLAYER, *odd, tasks=[10, 11, 12, 13, 14, 2**40], held_out=True, time_limit=2.5)
+    how = {"tasks": [10, 11, 12, 13, 14, 2**40], "held_out": True, "time_limit": 2.5, "failed": "exclude"}
+    e, report = played(PLAYER, *odd, **how)
     assert report.failures == {
         0: "its command ended with 1: it is broken", 1: "its command ended without a reward",
         2: "its command asked the policy nothing", 3: "its command neither asked nor ended in 2.5 s",
     }  # fmt: skip
     assert not e.mask[:4].any() and report.counts["excluded"] == 4
+    for kind in agents.KINDS:
+        assert report.counts[f"failed/{kind}"] == (0 if kind == "context" else 1 / 6)
     # An episode has no more turns than it may, and then needs no reward.
     assert report.counts["out_of_turns"] == 1 and e.mask[4].all() and not e.rewards[4].any() and not e.success[4]
     for name in ("responses", "prompts", "rewards", "mask"):
         np.testing.assert_array_equal(getattr(e, name)[5], getattr(expected[0], name)[5])
     assert report.goals[4] == "task 14 of held_out"
+
+
+def test_what_an_answer_may_have_caused_is_lost(caplog):
+    odd = ["10=crashes", "11=pays", "12=idles", "13=hangs", "14=overflows", "15=leaves"]
+    e, report = played(PLAYER, *odd, tasks=range(10, 16), time_limit=2.5)
+    assert report.failures == {2: "its command asked the policy nothing"}  # infrastructure alone is left out
+    assert e.mask.sum(1).tolist() == [1, 1, 0, 1, 1, 1] and e.rewards.sum(1).tolist() == [0, 0.5, 0, 0, 0, 0]
+    assert not e.success.any()
+    shares = {kind: report.counts[f"failed/{kind}"] * 6 for kind in agents.KINDS}
+    assert shares == pytest.approx({"infrastructure": 1, "crash": 2, "context": 1, "silence": 1, "no_reward": 1})
+    assert "5 of 6 episodes are lost, the first one: its command ended with 1: it is broken" in caplog.text
 
 
 def test_tasks_to_train_on_and_held_out_ones():
@@ -110,14 +126,20 @@ def test_a_command_that_cannot_be_started_is_a_reason(tmp_path):
     (script := tmp_path / "script").write_text("no program")
     script.chmod(0o755)
     with agents.Commands([str(script)], 5.0) as commands:
-        assert commands.run(Session("x", 1), {}) == "its command could not be started: Exec format error"
+        assert commands.run(Session("x", 1), {}) == ("infrastructure", "its command could not be started: Exec format error")
     with agents.Commands(["yes"], 60.0) as commands:
-        assert commands.run(Session("x", 1), {}) == "its command wrote more than 67,108,864 bytes"
+        assert commands.run(Session("x", 1), {}) == ("crash", "its command wrote more than 67,108,864 bytes")
 
 
 def test_where_all_fail_the_run_ends():
     with pytest.raises(RunError, match=r"failed in all 6 episodes, in the first one: its command ended with 2: .*nowhere.py"):
         played("nowhere.py")
+    # Though an answer may have caused it: a program that never plays to an end is broken. Later the run goes on.
+    broken = [PLAYER, *(f"{task}=crashes" for task in {*TASKS})]
+    for how in ({"before": False}, {"failed": "exclude"}):
+        with pytest.raises(RunError, match=r"in all 6 episodes, in the first one: its command ended with 1: it is broken"):
+            played(*broken, **how)
+    assert played(*broken).episodes.mask[:, 0].all()
 
 
 def test_a_signal_ends_the_commands(monkeypatch, tmp_path):

@@ -81,7 +81,7 @@ def test_the_agent_with_tools_finds_its_number():
     api = Api(engine, engine.tokenizer, "", key="", body_limit=2**20, time_limit=60.0, sessions=Sessions([session]))
     run = [sys.executable, "-m", "hgpo_jax.envs.agents.number_tools"]
     with served(api) as url, Commands(run, 60.0) as commands:
-        assert commands.run(session, variables(url, session, FAR)) == ""
+        assert commands.run(session, variables(url, session, FAR)) is None
     assert session.ended and session.success and session.reward == 1
     assert len(session.turns) == 1 + 1 + 5  # without the tool, with one that there is not, 50, 75, 62, 56, 59
     assert [turn.admissible for turn in session.turns[:3]] == [False, False, True]

@@ -10,7 +10,7 @@ import pytest
 from hgpo_jax.sampling import Decoding
 from hgpo_jax.serving.requests import ApiError, ChatRequest, TextRequest, parse
 from tests.helpers import serving as helpers
-from tests.helpers.serving import BODY, HELLO, PROMPT, RESPONSE, SLOTS, expected, get, hello, metrics, post, raw, served
+from tests.helpers.serving import BODY, HELLO, PROMPT, SLOTS, WAITING, expected, get, hello, metrics, post, raw, served
 
 IDS = {"extra_body": {"return_token_ids": True}}
 
@@ -121,15 +121,9 @@ def test_models_health_and_metrics(client, port, engine):
     [
         ({"messages": []}, 400, "messages: "),
         ({"messages": [{"role": "root", "content": "x"}]}, 400, "messages.0.role: "),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content"),
         ({"messages": [{"role": "user", "content": "x" * 500}]}, 400, "tokens, this server reads 200"),
         ({"messages": [{"role": "user", "content": "x" * 2000}] * 2}, 400, "4,000 characters, this server reads 200 tokens"),
-        ({"n": SLOTS + 1}, 400, "n: 5 is more than this server's 4 slots"),
-        ({"max_tokens": RESPONSE + 1}, 400, "max_tokens: 49 is more than this server samples, 48"),
-        ({"functions": []}, 400, "functions: this server has no such field; leave it out"),
-        ({"presence_penalty": 0.5}, 400, "presence_penalty: "),
-        ({"top_logprobs": 3, "logprobs": True}, 400, "top_logprobs: "),
-        ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({"n": SLOTS + WAITING + 1}, 400, "n: 8 answers are more than this server's 7 places"),
         ({"stop": ["x"] * 17}, 400, "stop"),
         ({"stream": "abc"}, 400, "stream: "),
         ({"stream_options": {"include_usage": "x"}}, 400, "stream_options.include_usage: "),
@@ -138,7 +132,7 @@ def test_models_health_and_metrics(client, port, engine):
         ({"messages": [{"role": "user"}]}, 400, "messages.0: Value error, a message of the user needs content"),
         ({"messages": [{"role": "function", "content": "x", "name": "1"}]}, 400, "messages.0.role: "),
         ({"messages": HELLO * 4097}, 400, "messages: "),
-        ({"a\nb" * 99: 1}, 400, "a b"),
+        ({"max\ntokens": 5}, 400, "max tokens: there is no such field; did you mean max_tokens?"),
         ({"model": "gpt" * 999}, 404, "is not served here"),
         ({"model": "gpt"}, 404, "model: 'gpt' is not served here, 'tiny' is"),
         ({"messages": [{"role": "user", "content": "x" * BODY}]}, 413, "the body has more than 200,000 bytes"),
@@ -158,15 +152,12 @@ def test_token_ids_and_the_longest_prompt(client, engine):
         create([3, engine.vocabulary])
     with pytest.raises(openai.BadRequestError, match="the prompt has 201 tokens, this server reads 200"):
         create([3] * (PROMPT + 1))
-    with pytest.raises(openai.BadRequestError, match="prompt"):
-        create(["a", "b"])
 
 
 def test_harmless_fields_are_taken(client):
     said = client.chat.completions.create(
         model="tiny", messages=[{"role": "developer", "content": [{"type": "text", "text": "x"}]}, *HELLO], user="me",
-        metadata={"a": "b"}, store=False, presence_penalty=0, frequency_penalty=0.0, max_completion_tokens=2,
-        response_format={"type": "text"}, temperature=None, n=None, stop=None, logit_bias={}, tools=None, seed=1,
+        metadata={"a": "b"}, store=False, max_completion_tokens=2, temperature=None, n=None, stop=None, tools=None, seed=1,
         stream_options={"include_usage": None}, extra_body={"top_k": None, "return_token_ids": None},
     )  # fmt: skip
     assert said.usage.completion_tokens <= 2

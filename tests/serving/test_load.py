@@ -14,8 +14,9 @@ import pytest
 
 from hgpo_jax.sampling import Decoding
 from hgpo_jax.serving import api as serving
+from hgpo_jax.serving import connections
 from hgpo_jax.serving import engine as engines
-from hgpo_jax.serving.api import Connection
+from hgpo_jax.serving.connections import Connection
 from hgpo_jax.serving.engine import STEPS, Busy, Generation, Progress
 from tests.helpers import serving as helpers
 from tests.helpers.serving import HELLO, RESPONSE, SLOTS, WAITING, ends, engine_of, get, hello, idle, raw, served, wait_until
@@ -34,7 +35,7 @@ def test_a_body_that_never_ends_is_cut_off(port):
 
 
 def test_slow_and_silent_clients_are_left(port, monkeypatch):
-    monkeypatch.setattr(serving, "GRACE", 0.3)
+    monkeypatch.setattr(connections, "GRACE", 0.3)
     connect = lambda: socket.create_connection(("127.0.0.1", port), timeout=10)  # noqa: E731
     with connect() as slow, connect() as silent, connect() as dribbling:
         slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{")
@@ -46,7 +47,7 @@ def test_slow_and_silent_clients_are_left(port, monkeypatch):
 
 def test_a_reader_that_stops_reading_is_left(engine, policy, monkeypatch):
     left = []
-    monkeypatch.setattr(serving, "GRACE", 0.1)
+    monkeypatch.setattr(connections, "GRACE", 0.1)
 
     async def stuck(self, scope, receive, send):
         try:
@@ -65,13 +66,13 @@ def test_a_reader_that_stops_reading_is_left(engine, policy, monkeypatch):
 
 @pytest.mark.parametrize("requests", [4, 200])  # all answered into the buffer, or most of them waiting for room in it
 def test_a_client_that_reads_nothing_is_left(requests, port, monkeypatch):
-    monkeypatch.setattr(serving, "GRACE", 0.2)
-    made, connections, at_once = Connection.connection_made, [], []
+    monkeypatch.setattr(connections, "GRACE", 0.2)
+    made, seen, at_once = Connection.connection_made, [], []
 
     def with_a_small_buffer(self, transport):
         theirs = transport.get_extra_info("socket")
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        connections.append(self)
+        seen.append(self)
         made(self, transport)
         at_once.append(theirs.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
 
@@ -80,8 +81,8 @@ def test_a_client_that_reads_nothing_is_left(requests, port, monkeypatch):
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         client.connect(("127.0.0.1", port))
         client.sendall(get("/metrics") * requests)
-        wait_until(lambda: connections and connections[0].transport.get_write_buffer_size())
-        wait_until(lambda: connections[0] not in connections[0].connections, 10)
+        wait_until(lambda: seen and seen[0].transport.get_write_buffer_size())
+        wait_until(lambda: seen[0] not in seen[0].connections, 10)
     assert all(at_once)  # no piece waits for the one before it
 
 

@@ -1,7 +1,7 @@
 """Sessions: what is recorded of requests, and what a client may do with them."""
 
+import asyncio
 import json
-import threading
 
 import numpy as np
 import openai
@@ -15,7 +15,7 @@ from hgpo_jax.serving.recording import EVERY, Recording
 from hgpo_jax.serving.requests import ApiError
 from hgpo_jax.serving.sessions import SILENT, OpenSessions, Session, Turn
 from tests.helpers.chat_tokenizers import byte_tokenizer
-from tests.helpers.serving import RESPONSE, client_of, expected, idle, metrics, post, raw, served, wait_until
+from tests.helpers.serving import RESPONSE, client_of, expected, post, raw, served
 
 MOST, TURNS = 3, 2
 END = byte_tokenizer().eos_token_id
@@ -95,6 +95,7 @@ def test_a_stop_string_ends_what_is_recorded(recorded, ended):
         (lambda c: [ask(c), ask(c), *(reward(c, reward=r, turn=t) for r, t in HUGE)], "is too large"),
         (lambda c: ask(c, extra_headers={}, metadata={"session_id": "a", "state_key": "x" * 10_001}), "state_key: must be"),
         (lambda c: ask(c, metadata={"state_key": 5}), "state_key: must be a text"),
+        (lambda c: ask(c, metadata={"task_id": 5}), "task_id: must be a text of up to 10,000 characters"),
         (lambda c: [ask(c), reward(c, reward=1, state="x" * 10_001)], "state"),
         (lambda c: [ask(c, name) for name in "abcd"], "3 sessions have not ended; post their rewards"),
     ],
@@ -103,34 +104,6 @@ def test_what_is_refused(recorded, ask_for, message):
     with pytest.raises(openai.APIStatusError) as raised:
         ask_for(recorded)
     assert message in raised.value.message and raised.value.status_code in (400, 404, 429)
-
-
-def test_requests_of_a_session_come_one_after_the_other(recorded, engine, ended, monkeypatch):
-    steps, go, step = [], threading.Event(), engine._sampler.step
-
-    def held(most):
-        """From the second on waits until the server has seen the client leave: a busy one could end the response before."""
-        if steps:
-            go.wait(60)
-        steps.append(most)
-        return step(most)
-
-    monkeypatch.setattr(engine._sampler, "step", held)
-    port = recorded.base_url.port
-    cancelled = lambda: metrics(port).get("hgpo_cancelled_total", 0.0)  # noqa: E731
-    before, stream = cancelled(), ask(recorded, stream=True)
-    next(iter(stream))
-    for refused in (lambda: ask(recorded), lambda: reward(recorded, reward=1)):
-        with pytest.raises(openai.ConflictError, match="not"):
-            refused()
-    stream.close()
-    wait_until(lambda: cancelled() > before)
-    go.set()
-    idle(engine)
-    # Who leaves has had no turn, and asks again for the same.
-    again = ask(recorded).choices[0].message.content
-    reward(recorded, reward=1)
-    assert [turn.text for turn in ended[0].turns] == [again]
 
 
 def test_who_has_read_a_stream_can_ask_again(recorded, ended):
@@ -157,13 +130,12 @@ def test_who_waits_for_an_answer_or_has_played_lately_is_not_forgotten():
     asked = lambda name: sessions.of("", {"x-session-id": name}, {})  # noqa: E731
     full = lambda: pytest.raises(ApiError, match="1 sessions have not ended")  # noqa: E731
     first = asked("a")
-    first.begin()
+    asyncio.run(first.begin())
     with full():
         asked("b")
-    first.end(None)
+    first.end()
     second = asked("b")
-    second.begin()
-    second.end(Turn([1], "", [2], [-1.0], "text"))
+    second.add(Turn([1], "", [2], [-1.0], "text"))
     with full():
         asked("c")
     second._heard -= SILENT
@@ -176,21 +148,45 @@ def test_without_recording_there_are_no_sessions(port, client):
     assert status == 404 and "start it with --record FOLDER" in body
 
 
-def a_session(name, first, turns=2):
+def test_a_session_plays_the_task_that_its_first_request_names(recorded, ended):
+    for name, more in {
+        "a": {"metadata": {"task_id": "one"}}, "b": {"extra_headers": {"X-Session-Id": "b", "X-Task-Id": "one"}}, "c": {},
+    }.items():  # fmt: skip
+        ask(recorded, name, text=name, max_tokens=1, **more)
+        ask(recorded, name, max_tokens=1, metadata={"task_id": "too late"})
+        reward(recorded, name, reward=1)
+    assert [session.task for session in ended] == ["one", "one", None]
+
+
+def recording_config(folder):
+    fields = ["env.name=agent", "env.max_turns=5", "warm_start=none", f"policy={folder / 'policy'}"]
+    return configuration.load(None, fields)
+
+
+def test_prompt_groups_are_those_of_the_recording(policy, tmp_path):
+    kept, config = tmp_path / "kept", recording_config(tmp_path)
+    for sessions in ([("x", 1), ("y", 1), (None, 1), (None, 2)], [("y", 3), (None, 2), ("z", 1), (None, 1), ("x", 9)]):
+        with Recording(kept, config, policy.tokenizer, policy.end_tokens) as recording:  # the second time in another process, as it were
+            for number, (task, first) in enumerate(sessions):
+                recording.add(a_session(f"s{number}", first, task=task))
+    first, second = (inspect.load(kept, number) for number in range(2))
+    assert first.episodes.groups.tolist() == [0, 1, 2, 3] and second.episodes.groups.tolist() == [1, 3, 4, 2, 0]
+    assert np.isfinite(second.estimate("hgpo").advantages).all()
+
+
+def a_session(name, first, turns=2, task=None):
     """Its first answer ends with the end token, its second could not be used."""
-    session = Session(name, 5)
+    session = Session(name, 5, task=task)
     for number, (ids, last) in enumerate([([first, 2, 3], END), ([first, 2], 6)][:turns]):
-        session.begin()
         logp = [-1.0, -2.0, -0.5]
-        session.end(Turn(ids, f"state {number}", [4, 5, last], logp, "text", float(number), admissible=not number))
+        session.add(Turn(ids, f"state {number}", [4, 5, last], logp, "text", reward=float(number), admissible=not number))
     return session
 
 
 def test_a_recording_is_read_like_a_run(policy, tmp_path):
-    config = configuration.load(None, ["env.name=agent", "env.max_turns=5", "warm_start=none", f"policy={tmp_path / 'policy'}"])
-    kept = tmp_path / "kept"
+    kept, config = tmp_path / "kept", recording_config(tmp_path)
     for _ in range(2):  # the second time it goes on, beside a report and what a killed process leaves
-        with Recording(kept, config, policy.tokenizer) as recording:
+        with Recording(kept, config, policy.tokenizer, policy.end_tokens) as recording:
             (kept / "report.html").touch()
             (kept / "config.yaml.partial").touch()
             for number in range(EVERY + 3):
@@ -208,11 +204,11 @@ def test_a_recording_is_read_like_a_run(policy, tmp_path):
     assert dump.observation(1, 1) == "state 1" and dump.goal(1) == "s1"
     assert np.isfinite(dump.estimate("hgpo").advantages).all()
     refused = pytest.raises(ConfigError, match="another server records in it")
-    with Recording(kept, config, policy.tokenizer), refused:
-        Recording(kept, config, policy.tokenizer)
+    with Recording(kept, config, policy.tokenizer, policy.end_tokens), refused:
+        Recording(kept, config, policy.tokenizer, policy.end_tokens)
     other = config.model_copy(update={"seed": 1})
     with pytest.raises(ConfigError, match="was recorded with another policy"):
-        Recording(kept, other, policy.tokenizer)
+        Recording(kept, other, policy.tokenizer, policy.end_tokens)
     (kept / "mine.txt").write_text("x")
     with pytest.raises(ConfigError, match=r"holds mine\.txt, which is no recording's"):
-        Recording(kept, config, policy.tokenizer)
+        Recording(kept, config, policy.tokenizer, policy.end_tokens)

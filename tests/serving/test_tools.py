@@ -103,8 +103,8 @@ def test_what_is_no_call_is_text(text):
     [
         (body([*HELLO, {"role": "user", "content": "x", "tool_calls": CALLS[1]["tool_calls"]}]), "calls no tools"),
         (body([{"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": "[]"}}]}]), "a JSON object"),
-        (body(tool_choice="required"), "tool_choice"),
-        (body(parallel_tool_calls=False), "parallel_tool_calls"),
+        (body(tools=None, tool_choice="required"), "tool_choice: required needs tools"),
+        (body(tool_choice={"type": "function", "function": {"name": "go"}}), "tool_choice: 'go' is none of the tools"),
         (body(tools=[{"type": "web_search"}]), "tools.0"),
     ],
 )

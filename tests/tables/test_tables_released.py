@@ -120,7 +120,7 @@ METHOD = {
 ELSEWHERE = (
     "name", "run_dir", "cache_dir", "mesh", "env.tasks", "env.rooms", "env.places", "env.things", "env.size", "env.boxes",
     "env.reward", "env.options", "env.template", "env.data", "env.generated", "env.workers",
-    "env.time_limit", "env.command", "env.num_tasks", "env.num_held_out_tasks", "lora.alpha", "lora.targets",
+    "env.time_limit", "env.command", "env.failed", "env.num_tasks", "env.num_held_out_tasks", "lora.alpha", "lora.targets",
     "rollout.max_tries", "learner.alternate", "learner.process_noise", "advantage.prior_count", "advantage.gate_count",
     "reward.mode", "reward.workers", "reward.time_limit", "rollout.decode_batch_size", "cloning.",
     "learner.microbatch_size", "learner.remat", "learner.offload", "learner.max_nonfinite", "evaluation.every",
