@@ -15,7 +15,7 @@ from hgpo_jax.envs.protocol import INFO
 from hgpo_jax.errors import one_line
 from hgpo_jax.rollout.chat_format import PromptInput, project
 from hgpo_jax.rollout.episode_buffer import matched
-from hgpo_jax.rollout.requirements import TEXT, TEXT_RESET, TEXT_TEAM, roles_of
+from hgpo_jax.rollout.requirements import TEXT, TEXT_RESET, TEXT_TEAM, Hangs, deadline, roles_of
 from hgpo_jax.rollout.scripted_play import prompt_inputs
 from hgpo_jax.rollout.state_keys import key_numbers
 from hgpo_jax.rollout.workers import EnvOutput, read_output
@@ -28,6 +28,10 @@ Measure = Callable[[list[PromptInput]], tuple[list[int], int]]  # inputs -> (len
 
 class _Fault(Exception):
     """Why an episode cannot continue; the text is the fault's line."""
+
+
+class _Hung(_Fault):
+    """One that other episodes would have, too, after as long a wait."""
 
 
 class _Checked:
@@ -46,7 +50,10 @@ class _Checked:
     def _answer(self, call: str, method: Callable, argument, count: int) -> EnvOutput:
         began = time.perf_counter()
         try:
-            result = method(argument)
+            with deadline(call):
+                result = method(argument)
+        except Hangs as error:
+            raise _Hung(str(error)) from None
         except (Exception, SystemExit) as error:
             raise _Fault(one_line(f"{call}: fails with {type(error).__name__}: {error!s:.300}; let it take this")) from None
         self.seconds += time.perf_counter() - began
@@ -99,6 +106,8 @@ def check(make: Callable, env, tasks: Sequence[int], seed: int, history_length: 
                 found = _replay_faults(make, used, task, outputs, actions) | found
         except _Fault as fault:
             found.setdefault(str(fault).partition("(")[0], str(fault))
+            if isinstance(fault, _Hung):
+                break
             used = _Checked(make()) if player is used else used
     if not episodes:
         return list(found.values()), None, 0.0

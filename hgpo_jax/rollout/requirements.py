@@ -36,7 +36,7 @@ STATE = {"task": "the index of the episode's task type"}
 TEXT = members(TextEnv)
 TEXT_RESET = members(BegunTextEnv, beyond=TextEnv)
 TEXT_TEAM = members(TextTeam)
-CHECK_LIMIT = 60.0  # seconds
+LIMIT = 60.0  # seconds
 ONE_ROLE = ("agent",)  # of an environment that states none
 
 
@@ -86,14 +86,14 @@ def check_text(env) -> None:
     _check(name, env, TEXT)
     _check_number(name, env, "max_turns")
     roles_of(env)
-    with _deadline(f"{name}: reset(0)"):
+    with deadline(f"{name}: reset(0)"):
         try:
             _, commands = env.reset(0)
         except Exception:  # as in play: whatever is wrong costs the episodes that have this task
             return
     _check(f"{name} after reset(task)", env, TEXT_RESET | (TEXT_TEAM if hasattr(env, "roles") else {}))
     action = commands[0] if commands else ""
-    with _deadline(f"{name}: step({action!r:.80}) in task 0"):
+    with deadline(f"{name}: step({action!r:.80}) in task 0"):
         try:
             *_, info = env.step(action)
             missing = [f"{key}: {meaning}" for key, meaning in INFO.items() if key not in info]
@@ -103,13 +103,20 @@ def check_text(env) -> None:
         raise ValueError(f"{name}: the info of step(action) lacks {missing[0]}")
 
 
+class Hangs(ValueError):
+    """A call of an environment gives no answer."""
+
+
 class _Late(BaseException):
     """Not for an environment that catches exceptions."""
 
 
 @contextlib.contextmanager
-def _deadline(call: str) -> Iterator[None]:
-    """Raises ValueError for what takes longer than CHECK_LIMIT; in the main thread alone, which has the signal for it."""
+def deadline(call: str) -> Iterator[None]:
+    """For an environment that is stepped in this process before a run begins: raises Hangs after LIMIT, in one line.
+
+    Only in the main thread, which alone has the signal for it, and not out of code that never returns to Python.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -118,11 +125,11 @@ def _deadline(call: str) -> Iterator[None]:
         raise _Late
 
     before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, CHECK_LIMIT)
+    signal.setitimer(signal.ITIMER_REAL, LIMIT)
     try:
         yield
     except _Late:
-        raise ValueError(f"{call} gives no answer in {CHECK_LIMIT:g} s; see why it hangs") from None
+        raise Hangs(f"{call} gives no answer in {LIMIT:g} s; see why it hangs") from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

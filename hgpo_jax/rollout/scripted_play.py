@@ -14,6 +14,7 @@ import numpy as np
 from hgpo_jax.envs.protocol import TextExpert
 from hgpo_jax.errors import one_line
 from hgpo_jax.rollout.chat_format import PromptInput
+from hgpo_jax.rollout.requirements import deadline
 from hgpo_jax.rollout.workers import EnvOutput, read_output
 
 
@@ -47,13 +48,15 @@ def play(
 
 
 def _episode(env, task: int, noise: float, history_length: int, random: np.random.Generator) -> ScriptedEpisode:
-    outputs, labels = [read_output(env, env.reset(task), 2)], []
+    with deadline(f"reset({task})"):
+        outputs, labels = [read_output(env, env.reset(task), 2)], list[str]()
     actions: list[str] = []
     while not outputs[-1].done and len(actions) < env.max_turns:
         output = outputs[-1]
         labels.append(env.expert(history_length) if isinstance(env, TextExpert) else _random_command(output, random))
         actions.append(_random_command(output, random) if random.random() < noise and output.commands else labels[-1])
-        outputs.append(read_output(env, env.step(actions[-1]), 5))
+        with deadline(f"step({actions[-1]!r:.80})"):
+            outputs.append(read_output(env, env.step(actions[-1]), 5))
     known, roles = prompt_inputs(outputs, actions, history_length), [output.role for output in outputs[: len(actions)]]
     return ScriptedEpisode(known, roles, labels, bool(outputs[-1].won))
 

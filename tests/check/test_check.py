@@ -3,6 +3,7 @@
 import random
 import re
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -16,6 +17,7 @@ from hgpo_jax.check import compiled, text
 from hgpo_jax.check.__main__ import check, main
 from hgpo_jax.check.statistics import Play, peers
 from hgpo_jax.config import load
+from hgpo_jax.rollout import requirements
 from hgpo_jax.rollout.tasks import task_keys
 from tests.helpers.chat_tokenizers import byte_tokenizer
 from tests.helpers.needs import DATA
@@ -346,6 +348,14 @@ def text_faults(make, tasks=(5, 11)):
 @pytest.mark.parametrize("line", TEXTS)
 def test_what_is_wrong_with_a_text_one(line):
     assert_found(text_faults(TEXTS[line]), line)
+
+
+def test_a_text_one_that_hangs(monkeypatch):
+    monkeypatch.setattr(requirements, "LIMIT", 0.2)
+    began = time.monotonic()
+    (fault,) = text_faults(told(step=lambda self, action: time.sleep(60)))
+    assert_found([fault], "step('guess .* gives no answer in 0.2 s; see why it hangs")
+    assert time.monotonic() - began < 1.5  # the other episodes would hang, too
 
 
 def test_a_sound_text_one_has_no_fault():

@@ -110,7 +110,7 @@ def test_a_text_environment_that_hangs(monkeypatch, member, call):
         with contextlib.suppress(Exception):  # whatever it catches
             time.sleep(60)
 
-    monkeypatch.setattr(requirements, "CHECK_LIMIT", 0.2)
+    monkeypatch.setattr(requirements, "LIMIT", 0.2)
     with pytest.raises(ValueError, match=f"^Mine: {call} gives no answer in 0.2 s; see why it hangs$"):
         LocalWorkers(type("Mine", (Counting,), {member: hang}))
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0

@@ -1,5 +1,7 @@
 """Play of text environments by their own expert, or with random commands."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,7 @@ from hgpo_jax.envs.household.text import HouseholdText
 from hgpo_jax.envs.protocol import TextExpert
 from hgpo_jax.envs.sokoban import Sokoban
 from hgpo_jax.envs.sokoban.text import SokobanText
+from hgpo_jax.rollout import requirements
 from hgpo_jax.rollout.scripted_play import play
 
 
@@ -64,6 +67,13 @@ def test_without_an_expert_commands_are_random_and_equal_for_equal_seeds():
     )
     assert first == again != other
     assert {command for commands in first for command in commands} == {"1", "2", "3"}
+
+
+def test_an_environment_that_hangs_does_not_hang_its_caller(monkeypatch):
+    monkeypatch.setattr(requirements, "LIMIT", 0.2)
+    monkeypatch.setattr(Count, "step", lambda self, action: time.sleep(60))
+    with pytest.raises(ValueError, match=r"^task 3 cannot be played: Hangs: step\('1'\) gives no answer in 0.2 s; see why"):
+        list(play(Count, [3], noise=0.0, history_length=1, seed=0))
 
 
 def test_what_cannot_be_played_is_said_in_a_line(monkeypatch):
