@@ -258,6 +258,7 @@ class Api:
                 self._check_prompts(prompts)
             except ApiError as error:
                 if session and error.code == TOO_LONG:
+                    session.check_turns()  # of one more than it has, its length does not matter
                     session.overflowed = True
                 raise
             if session and (turn := session.repeated(prompts[0], key, again)):

@@ -182,7 +182,7 @@ class Sessions:
 class OpenSessions:
     """Sessions that a header (X-Session-Id) or the request's metadata (session_id) names, and that begin with their first turn.
 
-    Their first request may name their task, too (X-Task-Id, task_id).
+    Their first turn may name their task, too (X-Task-Id, task_id).
 
     Args:
       max_turns: of a session.
@@ -207,10 +207,11 @@ class OpenSessions:
             self._forget_silent()
         if name not in self._named and len(self._named) >= self._most:
             raise ApiError(429, f"{self._most} sessions have not ended; post their rewards", "rate_limit_error")
-        if name not in self._named:
-            task = _text(headers, metadata, "task_id")
-            self._named[name] = Session(name, self._max_turns, task=task)
-        return self._named[name]
+        task = _text(headers, metadata, "task_id")
+        session = self._named.setdefault(name, Session(name, self._max_turns))
+        if not session.turns:
+            session.task = task
+        return session
 
     def named(self, key: str, name: str) -> Session:
         if name not in self._named:

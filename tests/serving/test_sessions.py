@@ -152,6 +152,8 @@ def test_a_session_plays_the_task_that_its_first_request_names(recorded, ended):
     for name, more in {
         "a": {"metadata": {"task_id": "one"}}, "b": {"extra_headers": {"X-Session-Id": "b", "X-Task-Id": "one"}}, "c": {},
     }.items():  # fmt: skip
+        with pytest.raises(openai.BadRequestError):
+            ask(recorded, name, n=2, metadata={"task_id": "of no turn"})
         ask(recorded, name, text=name, max_tokens=1, **more)
         ask(recorded, name, max_tokens=1, metadata={"task_id": "too late"})
         reward(recorded, name, reward=1)
