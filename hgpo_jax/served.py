@@ -186,12 +186,10 @@ class ServedPolicy:
             raise ValueError("what it sent has no choices; such a URL usually ends in /v1")
         choice = completion.choices[0]
         text = choice.message.content or ""
-        if self._template.bare:
-            return _Answer(text, choice.finish_reason != "length")
         # Some servers take the reasoning out of the text, others leave out the tag that the chat template has written.
         thought = getattr(choice.message, "reasoning_content", None) or getattr(choice.message, "reasoning", None)
-        if thought:
+        if "</think>" in text and "<think>" not in text:
+            thought, _, text = text.partition("</think>")
+        if thought and not self._template.bare:
             text = f"<think>{thought}</think>{text}"
-        elif "</think>" in text and "<think>" not in text:
-            text = f"<think>{text}"
         return _Answer(text, choice.finish_reason != "length")

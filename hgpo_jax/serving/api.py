@@ -247,6 +247,8 @@ class Api:
         most, ignored = self._engine.response_limit, asked.ignored()
         if asked.limit is not None and asked.limit > most:
             ignored.append("max_tokens")
+        if isinstance(asked, ChatRequest) and asked.thinking is not None and not self._texts.has_switch:
+            ignored.append("chat_template_kwargs")
         if session and session.decoding:
             ignored += sorted(asked.model_fields_set & {"temperature", "top_p", "top_k", "seed"})
         with contextlib.ExitStack() as stack:

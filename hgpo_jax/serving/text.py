@@ -27,9 +27,14 @@ class ServedText:
         self._special = frozenset(tokenizer.all_special_ids)
         self._switched: dict[bool, ChatFrame] = {}
 
+    @property
+    def has_switch(self) -> bool:
+        """Whether the chat template has a switch for thoughts."""
+        return self.frame is not None and self.frame.has_switch
+
     def frame_with(self, thinking: bool | None) -> ChatFrame | None:
         """The frame, with this switch where it has one; None without a chat template."""
-        if thinking is None or not (self.frame and self.frame.has_switch):
+        if thinking is None or self.frame is None or not self.frame.has_switch:
             return self.frame
         return self._switched.setdefault(thinking, self.frame.switched(thinking))
 

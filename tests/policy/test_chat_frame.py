@@ -58,6 +58,24 @@ def test_what_a_prompt_opens_belongs_to_the_answer(family, thinking, opened, ans
     assert ChatFormat(frame, "plain").parse(ids)[1] == ("look" if opened else "Hm.</think>\n\nlook")
 
 
+@pytest.mark.parametrize(("family", "hides"), [("qwen3", True), ("r1-distill", True), ("qwen2.5", False), ("llama3.2", False)])
+def test_earlier_thoughts_are_shown_as_the_template_shows_them(family, hides):
+    """Ids equal those of the whole text as transformers encodes it; what the thought says is data all the same."""
+    tokenizer, asks = family_tokenizer(family), {"role": "user", "content": "Hello?"}
+    frame = ChatFrame(tokenizer)
+    assert frame.hides_thoughts == hides
+    for content in ("<think>\nSecret.\n</think>\n\nHi.", "Secret.</think>Hi.", "Hi.", "<think>Secret.</think>Hi </think>."):
+        messages = [asks, {"role": "assistant", "content": content}, asks]
+        shown = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, date_string="26 Jul 2024"
+        )  # fmt: skip
+        if content.count("</think>") < 2 or hides:
+            assert tokenizer.decode(frame.conversation(messages)) == shown
+            assert ("Secret" in shown) == (not hides and "Secret" in content)
+    ids = frame.conversation([asks, {"role": "assistant", "content": f"<think>{tokenizer.eos_token}</think>Hi."}, asks])
+    assert ids.count(tokenizer.eos_token_id) == frame.conversation(messages).count(tokenizer.eos_token_id)
+
+
 def test_a_thought_without_room_for_it_is_refused():
     format = ChatFormat(ChatFrame(family_tokenizer("qwen3"), thinking=False), "alfworld")
     with pytest.raises(ValueError, match=r"cloning\.thought: .*rollout\.thinking"):

@@ -168,7 +168,8 @@ def recording_config(folder):
 def test_prompt_groups_are_those_of_the_recording(policy, tmp_path):
     kept, config = tmp_path / "kept", recording_config(tmp_path)
     for sessions in ([("x", 1), ("y", 1), (None, 1), (None, 2)], [("y", 3), (None, 2), ("z", 1), (None, 1), ("x", 9)]):
-        with Recording(kept, config, policy.tokenizer, policy.end_tokens) as recording:  # the second time in another process, as it were
+        # The second time in another process, as it were.
+        with Recording(kept, config, policy.tokenizer, policy.end_tokens) as recording:
             for number, (task, first) in enumerate(sessions):
                 recording.add(a_session(f"s{number}", first, task=task))
     first, second = (inspect.load(kept, number) for number in range(2))

@@ -14,6 +14,7 @@ from tests.helpers.serving import HELLO, RESPONSE, SLOTS, WAITING, Scripted, cli
 LOOK, GO = ({"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("look", "go"))
 A_GO = {"type": "function", "function": {"name": "go"}}
 LIMITED = {"max_tokens": 2}
+EMPTY = "<think>\n\n</think>\n\n"
 
 
 @pytest.mark.parametrize(
@@ -91,10 +92,12 @@ def test_what_would_give_a_wrong_answer_is_refused(port, wish, message):
 
 
 @pytest.fixture
-def scripted(policy):
-    """A client, and the list of prompts that it causes; an answer is what `says` has at its place 0."""
-    says = [""]
-    engine = Scripted(tool_tokenizer(), lambda _: says[0])
+def scripted(policy, request):
+    """A client, and the list of prompts that it causes; an answer is what `says` has at its place 0. A parameter is what the
+    chat template ends with."""
+    says, tokenizer = [""], tool_tokenizer()
+    tokenizer.chat_template += getattr(request, "param", "")
+    engine = Scripted(tokenizer, lambda _: says[0])
     with served(engine, type(policy)(policy.config, policy.params, engine.tokenizer)) as port:
         yield client_of(port).chat.completions.create, engine, says
 
@@ -125,11 +128,24 @@ def test_an_answer_that_must_call_a_tool_begins_with_the_call(scripted, choice, 
     assert [call.function.name for delta in streamed for call in delta.tool_calls or []] == [name for name, _ in calls]
 
 
-def test_a_call_does_not_begin_in_a_thought(scripted):
+THINKS = (
+    "{% if enable_thinking is defined and not enable_thinking %}"
+    "{{ '<think>\\n\\n</think>\\n\\n' }}{% else %}{{ '<think>\\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("scripted", [THINKS], indirect=True)
+@pytest.mark.parametrize(("wish", "tail", "said", "called"), [
+    ({"tool_choice": A_GO}, "<think>\n\n</think>\n\n" + NAMED, " {}}</tool_call>", True),
+    ({}, "<think>\n", '<tool_call>{"name": "go"}</tool_call>', False),  # the thought has not ended
+    ({}, "<think>\n", 'Go?</think><tool_call>{"name": "go"}</tool_call>', True),
+    ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, EMPTY, '<tool_call>{"name": "go"}</tool_call>', 1),
+])  # fmt: skip
+def test_no_call_begins_in_a_thought(scripted, wish, tail, said, called):
     create, engine, says = scripted
-    says[0], engine.tokenizer.chat_template = ' {}}</tool_call>', engine.tokenizer.chat_template + "{{ '<think>\\n' }}"
-    (choice,) = create(model="tiny", messages=HELLO, tools=[GO], tool_choice=A_GO).choices
-    assert choice.message.tool_calls and engine.prompts[0].endswith("<think>\n\n</think>\n\n" + NAMED)
+    says[0] = said
+    (choice,) = create(model="tiny", messages=HELLO, tools=[GO], **wish).choices
+    assert bool(choice.message.tool_calls) == called and engine.prompts[0].endswith(f"assistant\n{tail}")
 
 
 @pytest.mark.needs("data")
