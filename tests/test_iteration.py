@@ -1,5 +1,6 @@
 """Around the update: which episodes are learned from, what is logged of them, and PPO's critic."""
 
+import contextlib
 import dataclasses
 import functools
 import types
@@ -98,6 +99,16 @@ def test_roles_learn_in_turns_only_where_the_first_of_them_acts_first():
     with pytest.raises(RunError, match=r"^learner.alternate: .*, executor, must act first, but planner did"):
         sample(fake_job([batch.replace(agents=agents)], "himac", roles=("executor", "planner")))
     sample(fake_job([batch.replace(agents=agents)], "dr_mas", roles=("executor", "planner")))
+
+
+@pytest.mark.parametrize("method", ["pgpo", "hgpo"])
+def test_a_method_that_needs_success_refuses_an_unknown_one(method):
+    e, job = episodes(0, np.ones(B)), fake_job([], method)
+    report = types.SimpleNamespace(failures={}, counts={})
+    for judged, refused in ((e.mask[:, 0], False), (np.arange(B) != 5, method == "pgpo")):
+        job.runner.rollout = lambda *_, judged=judged: RolloutResult(e.replace(judged=judged), report)
+        with pytest.raises(RunError, match=r"^method=pgpo: needs to know") if refused else contextlib.nullcontext():
+            iteration.sample(job, None, 0)
 
 
 def test_other_methods_learn_from_everything():

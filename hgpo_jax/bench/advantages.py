@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> list[dict]:
     further["actions"], further["switches"] = batch["states"] % 3, batch["states"] % 4 == 0
     further |= dict.fromkeys(("high_values", "low_values", "term_values"), batch["rewards"])
     further["success"] = batch["rewards"].max(axis=1) > 0
+    further["final_values"] = batch["rewards"][:, 0]
     for name in ESTIMATORS:
         arrays = {**batch, **{key: further[key] for key in parameters(name)[0]}}
         on_device = {key: jax.device_put(value) for key, value in arrays.items()}

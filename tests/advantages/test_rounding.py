@@ -30,7 +30,7 @@ def arrays(name: str) -> dict[str, np.ndarray]:
     shape, turn = (4, TURNS), np.tile(np.arange(TURNS, dtype=np.int32), (4, 1))
     known = {
         "actions": turn, "agents": np.zeros(shape, np.int32), "next_states": turn + 1, "success": np.ones(4, bool),
-        "switches": np.zeros(shape, bool),
+        "switches": np.zeros(shape, bool), "final_values": np.zeros(4, np.float32),
     }  # fmt: skip
     return {array: known.get(array, np.zeros(shape, np.float32)) for array in parameters(name)[0]}
 
