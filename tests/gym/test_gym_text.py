@@ -394,6 +394,14 @@ def test_the_bot_may_be_asked_at_any_turn():
             assert always.step(command) == late.step(command)
 
 
+def test_the_bot_begins_anew_with_every_episode():
+    env = GymnasiumText("BabyAI-GoToLocal-v0")
+    for task in range(3):
+        first = [(env.reset(task), env.expert(2))[1], *(env.step(env.expert(2)) and env.expert(2) for _ in range(3))]
+        again = [(env.reset(task), env.expert(2))[1], *(env.step(env.expert(2)) and env.expert(2) for _ in range(3))]
+        assert first == again
+
+
 def test_a_plan_of_the_bot_that_would_never_end_is_given_up():
     env = GymnasiumText("BabyAI-UnlockToUnlock-v0")
     for task in (4, 7, 9):  # from the second or third turn on, in MiniGrid 3.2, each of two locked doors waits for the other

@@ -1,7 +1,7 @@
 """Texts of a served policy: pieces add up, stop strings end them wherever tokens are cut, nothing forges the frame."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hgpo_jax.policy.tokenizer import ACT, END, PLAIN, word_tokenizer
@@ -26,6 +26,7 @@ def told(ids, stops, cuts):
     return text, used, stream.stopped
 
 
+@example("ab", ["b", "ab"], [])
 @given(
     st.text(alphabet="abè€🙂 \n", max_size=30),
     st.lists(st.text(alphabet="ab€", min_size=1, max_size=3), max_size=3),

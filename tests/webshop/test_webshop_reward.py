@@ -10,12 +10,21 @@ from hypothesis import strategies as st
 from hgpo_jax.envs.webshop.fuzzy import similar
 from hgpo_jax.envs.webshop.nouns import spacy_nouns, title_nouns
 from hgpo_jax.envs.webshop.products import Product
+from hgpo_jax.envs.webshop.purchase import choose, option_owner
 from hgpo_jax.envs.webshop.reward import first_colour, option_hit, purchase_reward
 
 SHIRT = Product(
     "B1", "Red Cotton Shirt", "Easy care.", ["Soft feel"], "$5.0", [5.0], "fashion", "shirts",
     "Clothing › Women › Tops", {"color": ["red"]}, ["machine washable"], None, [],
 )  # fmt: skip
+
+
+def test_no_option_is_set_by_a_button_of_the_page():
+    product = SHIRT._replace(options={"color": ["red", "buy now"], "size": ["< prev", "red"]})
+    assert option_owner(product) == {"red": "size"}
+    assert choose(product, ["buy now", "red", "blue"]) == {"size": "red"}
+
+
 GOAL = {
     "name": "Red Cotton Shirt", "query": "shirts", "product_category": "Clothing › Women › Tops",
     "attributes": ["machine wash", "soft", "warm"], "goal_options": {"color": "red", "size": "small"},
