@@ -66,6 +66,7 @@ def published_decoding(
     samples = generation.get("do_sample", True)
     found = {"temperature": usual if samples else 0.0, "top_k": 0, "top_p": 1.0}
     found |= {name: generation[name] for name in found if samples and generation.get(name) is not None}
+    found["top_k"] = 0 if found["top_k"] == -1 else found["top_k"]  # vLLM's word for all
     for name, low, high in (("temperature", 0, 10), ("top_k", 0, 10**9), ("top_p", 1e-9, 1)):
         if not (isinstance(found[name], int | float) and low <= found[name] <= high):
             raise ValueError(f"generation_config.json: {name}={found[name]!r:.50}: must be from {low} to {high}")

@@ -101,9 +101,12 @@ def main() -> None:
             self.force_exit = self.should_exit
             self.should_exit = True
 
-    api = Api(
-        engine, policy.tokenizer, name, key=key, body_limit=args.body_limit, time_limit=args.time_limit, sessions=sessions
-    )
+    try:
+        api = Api(
+            engine, policy.tokenizer, name, key=key, body_limit=args.body_limit, time_limit=args.time_limit, sessions=sessions
+        )
+    except ValueError as error:
+        raise ConfigError(f"{args.policy}: {error}") from None
     server = Server(uvicorn.Config(
         api, http=Connection, log_level="warning", lifespan="off", limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=5
     ))  # fmt: skip

@@ -37,5 +37,5 @@ while not won and len(past) < turns:
     command = (answer.choices[0].message.content or "").strip()
     past.append((observation, command))
     observation, commands, won = game.step(command)
-reward = {"reward": 10.0 * won, "state": observation}
+reward = {"reward": 10.0 * won, "success": won, "state": observation}
 client.post(f"/sessions/{os.environ['HGPO_SESSION']}/reward", body=reward, cast_to=object)

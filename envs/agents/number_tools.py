@@ -49,13 +49,13 @@ def main() -> None:
             guesses.append(is_guess)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": said})
             if said == "found":
-                client.post(session, body={"reward": 1.0}, cast_to=object)
+                client.post(session, body={"reward": 1.0, "success": True}, cast_to=object)
                 return
         if not guesses:
             messages.append({"role": "user", "content": "Use the tool."})
         if not (guesses and all(guesses)):
             client.post(session, body={"reward": 0.0, "turn": -1, "admissible": False}, cast_to=object)
-    client.post(session, body={"reward": 0.0}, cast_to=object)
+    client.post(session, body={"reward": 0.0, "success": False}, cast_to=object)
 
 
 if __name__ == "__main__":

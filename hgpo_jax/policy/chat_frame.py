@@ -21,11 +21,9 @@ from hgpo_jax.errors import one_line
 from hgpo_jax.policy.tokenizer import PLAIN, generation_of
 
 DATE = datetime.date(2024, 7, 26)  # the day that Llama 3.1's chat template tells where it is given none
-TAGS = ("<think>", "</think>", "<action>", "</action>")  # of an answer
+TAGS = ("<think>", "</think>", "<action>", "</action>", "<tool_call>", "</tool_call>")  # of an answer
 _NOT_TEXT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")  # controls and lone surrogates
-_TELLS_TIME = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
-# A thought that an answer begins with, what comes after it, and the tags and blanks around both.
-_THOUGHT = re.compile(r"(\s*(?:<think>)?\s*)(.*?)(\s*</think>\s*)((?:(?!</think>).)*)", re.DOTALL)
+_TELLS_TIME = re.compile(r"strftime_now\s*\(\s*(['\"])([^'\"]*)\1\s*\)")
 _MARK = "5f1c-the-message-7d2e"  # a message that no template writes
 
 
@@ -38,7 +36,10 @@ class TokenText:
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer
         # A marker becomes harmless when it is encoded in two pieces; of overlapping ones each is cut.
-        added = tokenizer.get_added_vocab()
+        # Some models have added letters or blanks, which are text.
+        plain = (token for token in tokenizer.added_tokens_decoder.values() if not token.special)
+        letters = {token.content for token in plain if len(token.content.strip()) < 2}
+        added = {token: index for token, index in tokenizer.get_added_vocab().items() if token not in letters}
         markers = sorted(added, key=len, reverse=True)
         self.markers = markers
         self._marker = re.compile(f"({'|'.join(map(re.escape, markers))})") if markers else None
@@ -120,7 +121,7 @@ class ChatFrame:
             raise ValueError("tokenizer: has no chat template; take an instruction-tuned model's tokenizer")
         self._tokenizer, self._date, self._thinking, self._stop = tokenizer, date, thinking, tuple(stop)
         self.plain = tokenizer.chat_template == PLAIN
-        self.has_switch = "thinking" in self._template()
+        self.has_switch = self._has_switch()
         if thinking is not None and not self.has_switch:
             raise ValueError("rollout.thinking: this chat template has no switch for it; leave it out")
         self.text = TokenText(tokenizer)
@@ -174,8 +175,8 @@ class ChatFrame:
                 marked.append(message)
                 continue
             shown = f"{mark}{number}-"
-            if message["role"] == "assistant" and number not in sampled and (thought := _THOUGHT.fullmatch(content)):
-                begin, thoughts[number], end, content = thought.groups()
+            if message["role"] == "assistant" and number not in sampled and "</think>" in content:
+                begin, thoughts[number], end, content = _parts_of(content)
                 shown = f"{begin}{mark}thought-{number}-{end}{shown}"
             said[number] = content
             marked.append(message | {"content": shown})
@@ -205,7 +206,7 @@ class ChatFrame:
         """The template, in which the day is written."""
         template = self._tokenizer.get_chat_template(tools=list(tools) or None)
         template = _TELLS_TIME.sub(lambda match: json.dumps(self._date.strftime(match[2])), template)
-        if "strftime_now(" in template:
+        if re.search(r"strftime_now\s*\(", template):
             raise ValueError("tokenizer: its chat template tells the time in a way that cannot be kept; fix that template")
         return template
 
@@ -231,11 +232,23 @@ class ChatFrame:
     def _opened(self, tail: str) -> str:
         """What the end of the tail, after the frame's last token, says of a thought."""
         parts = self.text.split(tail)
-        last = max((at for at in range(1, len(parts), 2) if parts[at] not in TAGS), default=-1)
+        # A special token may follow the tag, and blanks may be tokens.
+        turns = (at for at in range(1, len(parts), 2) if parts[at].strip() and parts[at] not in TAGS)
+        tags = [at for at in range(1, len(parts), 2) if parts[at] in TAGS]
+        last = max((at for at in turns if not tags or at < tags[0]), default=-1)
         thought = re.search(r"</?think>.*", "".join(parts[last + 1 :]), re.DOTALL)
         if not thought:
             return ""
         return thought[0] if thought[0].startswith("<think>") else f"<think>{thought[0]}"  # some only end it
+
+    def _has_switch(self) -> bool:
+        if "thinking" not in self._template():
+            return False
+        given, shown = self._thinking, set()
+        for self._thinking in (False, True):
+            shown.add(self._shown([{"role": "user", "content": "Hello"}]))
+        self._thinking = given
+        return len(shown) > 1
 
     def _hides_thoughts(self) -> bool:
         said = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": f"<think>{_MARK}</think>Hello"}]
@@ -246,14 +259,29 @@ class ChatFrame:
 
     def _turn_end(self) -> str:
         """The token that the template writes after the assistant's message, "" if none."""
-        try:
-            _, after = self._around(
-                [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _MARK}], asks=False
-            )
-        except ValueError:  # a template of nothing but a question
-            return ""
-        said, *rest = self.text.split(after)
-        return rest[0] if rest and not said.strip() else ""
+        asked, answered = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": _MARK}
+        # Some write it only where another message follows.
+        for conversation in ([asked, answered], [asked, answered, asked]):
+            try:
+                _, after = self._around(conversation, asks=False)
+            except ValueError:  # a template of nothing but a question
+                return ""
+            parts = self.text.split(after)
+            at = next((at for at, part in enumerate(parts) if part.strip()), 0)  # blanks may be tokens
+            if at % 2:
+                return parts[at]
+        return ""
+
+
+def _parts_of(content: str) -> tuple[str, str, str, str]:
+    """An answer with a thought: the tag and blanks before the thought, the thought, those after it, and what is said."""
+    before, end, after = content.rpartition("</think>")
+    begin = "<think>" if before.lstrip().startswith("<think>") else ""
+    thought = before.lstrip().removeprefix(begin)
+    leading = len(before) - len(thought.lstrip())
+    blanks = thought[len(thought.rstrip()) :] if thought.strip() else ""
+    said = after.lstrip()
+    return before[:leading], thought.strip(), blanks + end + after[: len(after) - len(said)], said
 
 
 def end_tokens(tokenizer, stop: Sequence[str] = (), first: str = "") -> tuple[int, ...]:

@@ -83,8 +83,9 @@ class Template:
 
         opened: what the prompt's end has written of it (`ChatFrame.opened`).
         """
-        if self.bare:  # a thought that the prompt began is no part of the action
-            return ParsedResponse(opened + text, (text.rpartition("</think>")[2] if opened else text).strip(), True)
+        if self.bare:  # a thought is no part of the action
+            thinks = (opened + text).lstrip().startswith("<think>")
+            return ParsedResponse(opened + text, (text.rpartition("</think>")[2] if thinks else text).strip(), True)
         return ParsedResponse(opened + text, *project(text, fallback, opened))
 
     def render(self, prompt_input: PromptInput) -> str:

@@ -218,6 +218,7 @@ class DeviceText:
         text, size = spell(table, jnp.where(known, response, blank), BYTES_PER_TOKEN * max(response.shape[0], 32))
         exact = size <= text.shape[0]
         if self.format.template.bare:
+            exact &= _find(text, b"</think>") < 0  # which the host may leave out with what stands before it
             return self._found(text, jnp.int32(0), size, jnp.array(True), exact)
         lower = jnp.where((text >= 65) & (text <= 90), text + 32, text)
         begin, end = (_find(lower, tag) for tag in (b"<action>", b"</action>"))

@@ -207,14 +207,14 @@ def _between_tags(text: str, at: int) -> tuple[list[Any], int]:
         if values and text.startswith(_CALL_END, at):
             return values, at + len(_CALL_END)
         value, at = _JSON.raw_decode(text, at)
-        values.append(value)
+        values += value if isinstance(value, list) else [value]
 
 
 def _function(call: Any) -> dict[str, str]:
     """A call as the API writes it. Raises ValueError, KeyError or TypeError for what is none."""
-    name, arguments = call["name"], call.get("arguments")
+    name, arguments = call["name"], call.get("arguments", call.get("parameters"))  # the second in Llama 3's form
     if isinstance(arguments, str):
-        arguments = json.loads(arguments)
+        arguments = json.loads(arguments or "{}")
     if arguments is None:
         arguments = {}
     if not (isinstance(name, str) and isinstance(arguments, dict) and sanitized(name) == name):

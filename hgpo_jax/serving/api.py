@@ -30,7 +30,7 @@ from starlette.routing import Route
 from hgpo_jax.policy.chat_frame import ChatFrame
 from hgpo_jax.policy.tokenizer import generation_of
 from hgpo_jax.rollout.chat_format import MAX_CHARACTERS_PER_TOKEN
-from hgpo_jax.sampling import published_decoding
+from hgpo_jax.sampling import Decoding, published_decoding
 from hgpo_jax.serving import connections
 from hgpo_jax.serving.answers import ChatForm, Form, Piece, TextForm, ToolForm, usage
 from hgpo_jax.serving.earlier import prompt_ids
@@ -71,7 +71,8 @@ class Api:
         self._body_limit = min(body_limit, 6 * MAX_CHARACTERS_PER_TOKEN * engine.prompt_limit + 2**18)
         self._time_limit = time_limit
         self._texts, self._began = ServedText(tokenizer, frame), int(time.time())
-        self._usual = published_decoding(generation_of(tokenizer))
+        # In training a session's own decoding counts.
+        self._usual = Decoding() if isinstance(sessions, Sessions) else published_decoding(generation_of(tokenizer))
         self._metrics = ServerMetrics(engine)
         routes = {
             "/health": ("GET", self._health),

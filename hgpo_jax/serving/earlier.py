@@ -31,7 +31,8 @@ def prompt_ids(
             continue
         for later, turn in enumerate(turns[at:], at):
             text = turn.begun + turn.text
-            if not _is_answer(message, text) or (ids := texts.sampled(turn.tokens, turn.text)) is None:
+            inside = not turn.begun and texts.inside_thought(thinking)
+            if not _is_answer(message, text, inside) or (ids := texts.sampled(turn.tokens, turn.text)) is None:
                 continue
             written = {"role": "assistant", "content": text}
             if not message.get("tool_calls") or texts.show_the_same(message, written, tools):
@@ -40,10 +41,10 @@ def prompt_ids(
     return texts.conversation(given, tools, begun, sampled, thinking)
 
 
-def _is_answer(message: Message, text: str) -> bool:
-    """Whether a message is what a client was told of an answer with this text."""
+def _is_answer(message: Message, text: str, inside_thought: bool) -> bool:
+    """Whether a message is what a client was told of an answer with this text (`tool_calls`)."""
     if not message.get("tool_calls"):
         return message["content"] == text
-    content, calls = tool_calls(text)
+    content, calls = tool_calls(text, inside_thought)
     told = [{"name": call["function"]["name"], "arguments": json.loads(call["function"]["arguments"])} for call in calls]
     return message["content"] == content and [call["function"] for call in message["tool_calls"]] == told

@@ -56,6 +56,8 @@ class Exchange:
             return told
 
         wanted = {name: value for name in ("temperature", "top_p", "top_k") if (value := getattr(asked, name)) is not None}
+        if wanted.get("top_k") == -1:
+            wanted["top_k"] = 0
         decoding, given, first = usual.replace(**wanted), None, 0
         if turn:
             decoding, given, first = turn.session.decoding or decoding, turn.session.seed, len(turn.session.turns)

@@ -234,7 +234,7 @@ class Sampling(_Open):
     model: str
     temperature: float | None = Field(None, ge=0, le=10)
     top_p: float | None = Field(None, ge=1e-9, le=1)
-    top_k: int | None = Field(None, ge=0, lt=2**31)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)  # -1, as other servers have it: from all, as 0
     max_tokens: int | None = Field(None, ge=1)
     stop: str | _at_most(str, MAX_STOPS) | None = None  # type: ignore[valid-type]
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
@@ -354,7 +354,7 @@ class RewardRequest(_Body):
     reward: is added to that of the turn; of the last one, and the session ends, where no turn is given.
     turn: its number, from 0; -1 is the last one so far.
     admissible: whether the turn's answer could be used; if not, it is penalized (`advantage.invalid_penalty`).
-    success, state: with the session's end: whether it succeeded, by default if its rewards sum to more than 0; what was seen.
+    success, state: with the session's end: whether it succeeded, by default unknown; what was seen.
     """
 
     reward: float

@@ -60,7 +60,7 @@ class Session:
       decoding, seed: how all its turns are sampled (`engine.Generation`), whatever is asked; None: as each request asks.
 
     Attributes:
-      success: what was posted, else whether the sum of the rewards is above 0; never of a session that is lost.
+      success: what was posted at its end, None if nothing was; False before, and of a session that is lost.
       state: what the program saw after its last turn, where it says so.
       ended: whether its last reward has been posted. spent: whether it asked for more turns than it has.
       overflowed: whether its last request was longer than a prompt may be. lost: whether its program failed.
@@ -84,8 +84,8 @@ class Session:
         return sum(turn.reward for turn in self.turns)
 
     @property
-    def success(self) -> bool:
-        return not self.lost and (self.reward > 0 if self._success is None else self._success)
+    def success(self) -> bool | None:
+        return False if self.lost or not self.ended else self._success
 
     @property
     def silent(self) -> float:
@@ -274,7 +274,7 @@ def episodes_of(
             buffer.add_response(Prompt(turn.ids), response, said, turn.tokens[-1] in end_tokens)
             last = turn is session.turns[-1]
             buffer.add_output(number, EnvOutput(
-                after, [], goal, 0, turn.reward, done=last, won=last and session.success, admissible=turn.admissible,
-                score=session.reward,
+                after, [], goal, 0, turn.reward, done=last, won=session.success if last else False,
+                admissible=turn.admissible, score=session.reward, truncated=last and session.spent and not session.ended,
             ))  # fmt: skip
     return buffer.result(counts)

@@ -6,6 +6,7 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
+from tokenizers import AddedToken
 
 from hgpo_jax.policy import Policy, load_policy
 from hgpo_jax.policy.chat_frame import ChatFrame
@@ -54,8 +55,8 @@ def test_what_a_prompt_opens_belongs_to_the_answer(family, thinking, opened, ans
     assert [said.count(tag) for tag in ("<think>", "</think>", "<action>", "</action>")] == [1, 1, 1, 1]
     assert format.parse(cloned)[1:] == ("look", True) and cloned[-1] == frame.end_tokens[0]
     # The action alone, after its thought.
-    ids = tokenizer.encode(f"Hm.</think>\n\nlook{tokenizer.eos_token}")
-    assert ChatFormat(frame, "plain").parse(ids)[1] == ("look" if opened else "Hm.</think>\n\nlook")
+    thought = "<think>Hm." if not opened else "Hm."
+    assert ChatFormat(frame, "plain").parse(tokenizer.encode(f"{thought}</think>\n\nlook{tokenizer.eos_token}"))[1] == "look"
 
 
 @pytest.mark.parametrize(("family", "hides"), [("qwen3", True), ("r1-distill", True), ("qwen2.5", False), ("llama3.2", False)])
@@ -108,21 +109,64 @@ def test_every_end_token_is_found_kept_and_written(family, tmp_path):
     assert published_decoding(generation_of(again.tokenizer)) == Decoding(0.6, 20, 1.0)
 
 
+TURNS = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+ASKS = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+LAZY = "{% if not loop.last or add_generation_prompt %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+NEXT = "{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '<think>' }}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(("template", "end", "opened"), [
+    (TURNS + LAZY + ASKS, "<|im_end|>", ""),  # written only where something follows
+    (NEXT, "<|im_start|>", ""),  # the next turn's beginning
+    (TURNS + "{{ '\n\n<|im_end|>\n' }}{% endfor %}" + ASKS, "<|im_end|>", ""),  # after blanks that are a token
+    (TURNS + "{{ '<|im_end|>\n' }}{% endfor %}" + ASKS + "<think>\n\n{{ '' }}", "<|im_end|>", "<think>\n\n"),
+    (TURNS + "{{ '<|im_end|>\n' }}{% endfor %}" + ASKS + "<think><|endoftext|>", "<|im_end|>", "<think><|endoftext|>"),
+])  # fmt: skip
+def test_templates_of_other_forms(template, end, opened):
+    tokenizer = family_tokenizer("qwen3")
+    tokenizer.add_tokens([AddedToken("\n\n", normalized=False)])
+    tokenizer.chat_template = template
+    frame = ChatFrame(tokenizer)
+    assert tokenizer.convert_ids_to_tokens(frame.end_tokens[0]) == end and frame.opened == opened
+
+
+def test_added_letters_and_blanks_are_text():
+    tokenizer, said = family_tokenizer("smollm2"), "a茶\nb\n\n"
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in ("茶", "\n", "\n\n")])
+    frame = ChatFrame(tokenizer)
+    assert tokenizer.decode(frame.text.encode([said])[0]) == said
+    messages = [{"role": "user", "content": said}]
+    shown = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(frame.conversation(messages)) == shown
+
+
+def test_a_word_is_no_switch():
+    tokenizer = family_tokenizer("qwen2.5")
+    tokenizer.chat_template = "{# thinking #}" + tokenizer.chat_template
+    assert not ChatFrame(tokenizer).has_switch and ChatFrame(family_tokenizer("qwen3")).has_switch
+
+
 def test_the_day_is_the_configured_one():
     for family, told in (("llama3.2", "Date: 05 Mar 2023"), ("smollm3", "Today: 05 March 2023")):
         frame = ChatFrame(family_tokenizer(family), date=datetime.date(2023, 3, 5))
         messages = [{"role": "user", "content": "Hello"}]
         assert told in frame._tokenizer.decode(frame.head) and told in frame._tokenizer.decode(frame.conversation(messages))
-    tokenizer = family_tokenizer("smollm3")
-    tokenizer.chat_template = tokenizer.chat_template.replace('"%d %B %Y"', "messages[0].role")
-    with pytest.raises(ValueError, match="cannot be kept"):
-        ChatFrame(tokenizer)
+    for asked, kept in (
+        ('("%d %B %Y" )', True), (' ("%d %B %Y")', True), ("(messages[0].role)", False), ('("%d" + "%Y")', False)
+    ):  # fmt: skip
+        tokenizer = family_tokenizer("smollm3")
+        tokenizer.chat_template = tokenizer.chat_template.replace('("%d %B %Y")', asked)
+        if kept:
+            assert "26 July 2024" in tokenizer.decode(ChatFrame(tokenizer).head)
+        else:
+            with pytest.raises(ValueError, match="cannot be kept"):
+                ChatFrame(tokenizer)
 
 
 @pytest.mark.parametrize(("said", "decoding"), [
     ({}, Decoding(0.7, 0, 1.0)), ({"do_sample": False, "temperature": 0.6}, Decoding(0.0, 0, 1.0)),
     ({"do_sample": True, "temperature": 0.2, "top_p": 0.9, "top_k": None}, Decoding(0.2, 0, 0.9)),
-    ({"temperature": 11}, "temperature=11"), ({"top_p": "much"}, "top_p='much'"),
+    ({"top_k": -1}, Decoding(0.7, 0, 1.0)), ({"temperature": 11}, "temperature=11"), ({"top_p": "much"}, "top_p='much'"),
 ])  # fmt: skip
 def test_how_the_publisher_samples(said, decoding):
     if isinstance(decoding, str):

@@ -50,7 +50,7 @@ def test_sessions_are_recorded_until_the_server_ends(folder, tmp_path):
                 client.chat.completions.create(
                     model="tiny", messages=[{"role": "user", "content": text}], metadata={"session_id": session}, seed=1
                 )
-        client.post("/sessions/ended/reward", body={"reward": 1.5}, cast_to=object)
+        client.post("/sessions/ended/reward", body={"reward": 1.5, "success": True}, cast_to=object)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 0
         assert "holds the sessions that have ended; 1 had no last reward and are left out" in process.stdout.read()

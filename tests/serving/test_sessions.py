@@ -12,7 +12,7 @@ from hgpo_jax import inspect
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.sampling import Decoding
 from hgpo_jax.serving.recording import EVERY, Recording
-from hgpo_jax.serving.requests import ApiError
+from hgpo_jax.serving.requests import ApiError, RewardRequest
 from hgpo_jax.serving.sessions import SILENT, OpenSessions, Session, Turn
 from tests.helpers.chat_tokenizers import byte_tokenizer
 from tests.helpers.serving import RESPONSE, client_of, expected, post, raw, served
@@ -183,6 +183,8 @@ def a_session(name, first, turns=2, task=None):
     for number, (ids, last) in enumerate([([first, 2, 3], END), ([first, 2], 6)][:turns]):
         logp = [-1.0, -2.0, -0.5]
         session.add(Turn(ids, f"state {number}", [4, 5, last], logp, "text", reward=float(number), admissible=not number))
+    if turns == 2:
+        session.post(RewardRequest(reward=0, success=True))
     return session
 
 
@@ -202,6 +204,7 @@ def test_a_recording_is_read_like_a_run(policy, tmp_path):
     assert (e.groups == np.arange(EVERY) % 3).all()
     assert e.prompts[1, 0].tolist() == [1, 2, 3] and e.prompts[1, 1].tolist() == [1, 2, 0]
     assert e.rewards[1].tolist() == [0, 1] and e.success.tolist() == [bool(number % 2) for number in range(EVERY)]
+    assert not e.truncated.any()  # none has asked for more turns than it has
     assert e.invalid[1].tolist() == [False, True]
     assert json.loads((kept / "episodes" / "iteration-00000.json").read_text())["counts"]["unfinished"] == EVERY // 2
     assert dump.observation(1, 1) == "state 1" and dump.goal(1) == "s1"

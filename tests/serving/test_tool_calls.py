@@ -28,10 +28,12 @@ A_LOOK, A_GO = ("look", {"at": 1}), ("go", {"to": "</tool_call>"})
     # The closing tag stands in a string of the arguments.
     (block(GO), "", [A_GO]), (block(GO) + block(LOOK), "", [A_GO, A_LOOK]),
     # Several calls between two tags.
-    (block(LOOK, GO), "", [A_LOOK, A_GO]),
+    (block(LOOK, GO), "", [A_LOOK, A_GO]), (block([LOOK, GO]), "", [A_LOOK, A_GO]),
     # Arguments that are a string of JSON, null or absent.
     (block({"name": "look", "arguments": '{"at": 1}'}), "", [A_LOOK]),
     (block({"name": "look", "arguments": None}), "", [("look", {})]), (block({"name": "look"}), "", [("look", {})]),
+    (block({"name": "look", "arguments": ""}), "", [("look", {})]),
+    (block({"name": "look", "parameters": {"at": 1}}), "", [A_LOOK]),
     # A thought is no call, whoever began it.
     (f"<think>{block(LOOK)}</think>{block(GO)}", f"<think>{block(LOOK)}</think>", [A_GO]),
     (f"<think>{block(LOOK)}</think>No.", f"<think>{block(LOOK)}</think>No.", []),
@@ -42,7 +44,7 @@ A_LOOK, A_GO = ("look", {"at": 1}), ("go", {"to": "</tool_call>"})
     *((text, text, []) for text in [
         "no call", "<tool_call>", "<tool_call></tool_call>", "<tool_call>look</tool_call>", f"{block(LOOK)}<tool_call>",
         f"{block(LOOK)}{block({'arguments': {}})}", block({"name": 1}), block({"name": "a", "arguments": [1]}),
-        block({"name": "a", "arguments": "no JSON"}), block([LOOK]), block("look"), block(1), block(None),
+        block({"name": "a", "arguments": "no JSON"}), block([]), block("look"), block(1), block(None),
         '<tool_call>{"name": "a", "arguments": {"b": NaN}}</tool_call>', block(LOOK)[: -len("</tool_call>")],
         f"<tool_call>{'[' * 10_000}</tool_call>",
     ]),
