@@ -77,6 +77,10 @@ class MadeUpCompiled:
         """The task."""
         return state.task[None]
 
+    def won(self, state):
+        """Nothing can be."""
+        return jnp.array(False)
+
     def step(self, state, action):
         """(state, observation, reward, done, invalid)."""
         after = state.replace(turn=state.turn + 1)
@@ -125,8 +129,9 @@ class MadeUpFormat:
         return [Prompt(self.ids(int(each.observation), each.turn), pairs_dropped=0, tokens_cut=0) for each in inputs]
 
     def ids(self, task: int, turn: int) -> list[int]:
-        """Token ids of a task's prompt at a turn."""
-        return np.random.default_rng((task, turn)).integers(1, self._vocabulary, self._lengths[turn]).tolist()
+        """Token ids of a task's prompt at a turn; after the last turn a critic would ask for one more."""
+        length = self._lengths[min(turn, len(self._lengths) - 1)]
+        return np.random.default_rng((task, turn)).integers(1, self._vocabulary, length).tolist()
 
     def parse(self, ids) -> ParsedResponse:
         """Every response is an action."""
