@@ -41,6 +41,7 @@ from hgpo_jax.evaluation import describe_evaluation, describe_seeds, evaluate_se
 from hgpo_jax.evaluation_files import OWN, file_name, refuse_another, settings_of, write
 from hgpo_jax.job import Job, build, prepare_devices
 from hgpo_jax.policy import huggingface
+from hgpo_jax.policy.source import find
 from hgpo_jax.progress import CompileWatch
 from hgpo_jax.run import remote
 from hgpo_jax.run.curves import plot_curves
@@ -92,7 +93,7 @@ def _prepared(
         if not args.panel:
             return functools.partial(_evaluated, job, seeds)
         play, types = panels.player(job, job.given_params), job.runner.task_types
-        digest = huggingface.digest(huggingface.find(config.policy.source, config.cache_dir))
+        digest = huggingface.digest(find(config.policy.source, config.cache_dir))
 
     def evaluated() -> tuple[dict, list[dict], str]:
         result, episodes = panels.evaluate_panel(play, types, config.evaluation, args.panel, tasks, seeds)

@@ -19,6 +19,7 @@ from pathlib import Path
 from hgpo_jax import cli
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.policy import huggingface, shapes, weights
+from hgpo_jax.policy.source import find
 from hgpo_jax.run import remote
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -56,8 +57,8 @@ def export(source: str | Path, target: str | Path, dtype: str | None = None, sha
 
 
 def policy_folder(source: str | Path) -> Path:
-    """The Hugging Face folder of a run's policy, or of what `huggingface.find` finds. Raises ValueError where there is none."""
-    folder = huggingface.find(remote.local(str(source)))
+    """The Hugging Face folder of a run's policy, or of what `find` finds. Raises ValueError where there is none."""
+    folder = find(remote.local(str(source)))
     if not (folder / "config.yaml").is_file():
         return folder
     if sets := cli.policies_of(folder):

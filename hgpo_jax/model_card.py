@@ -12,6 +12,7 @@ import yaml
 from hgpo_jax.config import Config, dump
 from hgpo_jax.files import atomic_write
 from hgpo_jax.policy import huggingface
+from hgpo_jax.policy.source import find
 
 FILE = huggingface.CARD
 
@@ -47,7 +48,7 @@ def base_of(source: str, cache_dir: str) -> dict[str, str]:
     if not source:
         return {}
     try:
-        known = front_matter(huggingface.find(source, cache_dir))
+        known = front_matter(find(source, cache_dir))
     except ValueError:  # gone since the run began, which is no reason to lose its card
         known = {}
     if re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not Path(source).exists():

@@ -8,7 +8,8 @@ import json
 from hgpo_jax.config import Config
 from hgpo_jax.environments import environment
 from hgpo_jax.errors import ConfigError
-from hgpo_jax.policy.tokenizer import PLAIN, load_tokenizer, text_tokenizer
+from hgpo_jax.policy.source import load_tokenizer
+from hgpo_jax.policy.tokenizer import PLAIN, text_tokenizer
 from hgpo_jax.rollout.chat_format import load_template
 from hgpo_jax.rollout.requirements import roles_of
 from hgpo_jax.rollout.scripted_play import play

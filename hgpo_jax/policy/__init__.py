@@ -27,6 +27,7 @@ from hgpo_jax.policy.chat_frame import ChatFrame, end_tokens
 from hgpo_jax.policy.model_config import LoraConfig, ModelConfig, RopeScaling
 from hgpo_jax.policy.placement import PARAMETER_AXES, initialize, network, shapes, shardings
 from hgpo_jax.policy.qwen2 import Qwen2
+from hgpo_jax.policy.source import find
 from hgpo_jax.policy.tokenizer import GENERATION, generation_of, read_tokenizer
 
 __all__ = [
@@ -129,7 +130,7 @@ def load_policy(
     Raises:
       ValueError: one line that names the file or tensor at fault.
     """
-    folder = huggingface.find(folder, cache_dir)
+    folder = find(folder, cache_dir)
     mesh = mesh or make_mesh("data=1", jax.local_devices()[:1])
     config = huggingface.read_config(folder)
     tensors = weights.layout(shapes(config), config.num_hidden_layers)

@@ -7,7 +7,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from fnmatch import fnmatch
@@ -16,7 +15,6 @@ from pathlib import Path
 import jax
 from jax.experimental import multihost_utils
 
-from hgpo_jax.files import CACHE_DIR
 from hgpo_jax.policy import weights
 from hgpo_jax.policy.model_config import ModelConfig, RopeScaling
 
@@ -38,30 +36,6 @@ FILES = {
     "model": {CARD, "config.json", "generation_config.json", "model.safetensors.index.json", *TOKENIZER_FILES},
     "adapter_model": {CARD, "adapter_config.json", "adapter_model.safetensors.index.json"},
 }
-
-
-def find(folder: str | Path, cache_dir: str | Path = CACHE_DIR) -> Path:
-    """The local folder of a policy; a name like Qwen/Qwen2.5-1.5B-Instruct is fetched from the hub.
-
-    A GGUF file or package (`gguf_folder.py`) becomes a folder in `cache_dir`.
-
-    Raises:
-      ValueError: neither a folder nor available from the hub, or a GGUF file that cannot be read.
-    """
-    from hgpo_jax.policy import gguf_folder  # which uses this module
-
-    folder = gguf_folder.unpacked(folder, cache_dir)
-    if Path(folder).is_dir():
-        return Path(folder)
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", str(folder)):
-        raise ValueError(f"policy {folder}: no such folder")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(str(folder), allow_patterns=["model*.safetensors", "*.json", CARD, *TOKENIZER_FILES]))
-    except Exception as error:  # its errors come from several libraries: none of them is worth a traceback
-        reason = " ".join(str(error).split())
-        raise ValueError(f"policy {folder}: no such folder, and it cannot be fetched from the hub: {reason}") from None
 
 
 def digest(folder: Path) -> str:

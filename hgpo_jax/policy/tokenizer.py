@@ -7,7 +7,6 @@ found in its texts.
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -119,11 +118,3 @@ def _read_generation(name: str) -> dict[str, Any]:
     except Exception as error:  # of the hub, or of a file that is no JSON object
         raise ValueError(f"policy.tokenizer={name}: {GENERATION}: {' '.join(str(error).split())[:300]}") from None
     return found
-
-
-@functools.cache
-def load_tokenizer(name: str, cache_dir: str):
-    """`read_tokenizer`, once, also of a GGUF file or package (`gguf_folder.py`)."""
-    from hgpo_jax.policy import gguf_folder  # where tokenizers are made, too
-
-    return read_tokenizer(gguf_folder.unpacked(name, cache_dir))

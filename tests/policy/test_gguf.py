@@ -19,7 +19,8 @@ from hgpo_jax.config import load
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import ModelConfig, RopeScaling, gguf_folder, huggingface, load_policy, shapes, weights
 from hgpo_jax.policy.gguf_tokenizer import make_tokenizer
-from hgpo_jax.policy.tokenizer import load_tokenizer, read_tokenizer
+from hgpo_jax.policy.source import load_tokenizer
+from hgpo_jax.policy.tokenizer import read_tokenizer
 from tests.helpers.needs import DATA
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())

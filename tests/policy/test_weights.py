@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from hgpo_jax import export
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import ModelConfig, Policy, RopeScaling, huggingface, load_policy, shapes, shardings, weights
+from hgpo_jax.policy.source import find
 from hgpo_jax.policy.tokenizer import word_tokenizer
 from tests.helpers.xla import xla_flags
 
@@ -311,7 +312,7 @@ def test_a_name_is_fetched_from_the_hub_when_no_such_folder_exists(monkeypatch):
         return str(DATA / "qwen2_tiny")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert huggingface.read_config(huggingface.find("Qwen/Qwen2.5-0.5B")).vocab_size == 67
+    assert huggingface.read_config(find("Qwen/Qwen2.5-0.5B")).vocab_size == 67
     assert asked == ["Qwen/Qwen2.5-0.5B"]
 
 

@@ -1,0 +1,41 @@
+"""Where a policy comes from: a Hugging Face folder, a GGUF file or package, or the hub."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+from hgpo_jax.files import CACHE_DIR
+from hgpo_jax.policy import huggingface
+from hgpo_jax.policy.gguf_folder import unpacked
+from hgpo_jax.policy.tokenizer import read_tokenizer
+
+
+def find(folder: str | Path, cache_dir: str | Path = CACHE_DIR) -> Path:
+    """The local folder of a policy; a name like Qwen/Qwen2.5-1.5B-Instruct is fetched from the hub.
+
+    A GGUF file or package (`gguf_folder.py`) becomes a folder in `cache_dir`.
+
+    Raises:
+      ValueError: neither a folder nor available from the hub, or a GGUF file that cannot be read.
+    """
+    folder = unpacked(folder, cache_dir)
+    if Path(folder).is_dir():
+        return Path(folder)
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", str(folder)):
+        raise ValueError(f"policy {folder}: no such folder")
+    from huggingface_hub import snapshot_download
+
+    wanted = ["model*.safetensors", "*.json", huggingface.CARD, *huggingface.TOKENIZER_FILES]
+    try:
+        return Path(snapshot_download(str(folder), allow_patterns=wanted))
+    except Exception as error:  # its errors come from several libraries: none of them is worth a traceback
+        reason = " ".join(str(error).split())
+        raise ValueError(f"policy {folder}: no such folder, and it cannot be fetched from the hub: {reason}") from None
+
+
+@functools.cache
+def load_tokenizer(name: str, cache_dir: str):
+    """`read_tokenizer`, once, also of a GGUF file or package (`gguf_folder.py`)."""
+    return read_tokenizer(unpacked(name, cache_dir))
