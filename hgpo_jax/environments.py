@@ -12,11 +12,12 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import jax
 import numpy as np
 
+from hgpo_jax.config import Config, EnvConfig
 from hgpo_jax.envs import outside
 from hgpo_jax.envs.alfworld import expert as alfworld_expert
 from hgpo_jax.envs.alfworld.dataset import ENVIRONMENT_VARIABLE, SPLITS, list_games, split_folder
@@ -36,11 +37,11 @@ from hgpo_jax.errors import ConfigError
 from hgpo_jax.names import HeldOut
 from hgpo_jax.rollout.requirements import ONE_ROLE, RUNNER, check_compiled, check_text, roles_of
 
-if TYPE_CHECKING:  # whose fields are checked with this table
-    from hgpo_jax.config import Config
-    from hgpo_jax.config.tree import EnvConfig
-
 Makers = tuple[Callable[[], Any], Callable[[], Any]]  # of one text environment for training, and of one for the evaluation
+
+# How episodes are played: `compiled`: in one program with the policy, whose tokens are the environment's own words;
+# `compiled_text`: in one program with a language model, which reads text; `host`: as text, in Python.
+Backend = Literal["compiled", "compiled_text", "host"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +49,8 @@ class Environment:
     """What an environment's name stands for.
 
     options: fields of `env` that it reads, besides those that all do.
-    compiled: makes it as a compiled environment. text: makes what makes it as a text environment. One that has both is text
-      for a policy that reads text (`Config.in_words`), inside the rollout where it can (`Config.told_on_device`).
+    compiled: makes it as a compiled environment. text: makes what makes it as a text environment. `backend` decides between
+      the two where it has both.
     games: the numbers of the games of each stream of tasks (`rollout/tasks.py`), i32[.], where a compiled environment has a
       list of games; else its tasks are generated.
     agent: whether a command is started for every episode, which asks for its turns itself (`agents.py`).
@@ -246,10 +247,42 @@ def environment(env: EnvConfig) -> Environment:
     return ENVIRONMENTS[env.name] if env.name in ENVIRONMENTS else _from_outside(*_outside(env))
 
 
+def backend(config: Config) -> Backend:
+    """Where the configured environment is played, and what the policy reads of it.
+
+    An environment that is both compiled and text is text for a policy that reads text, and played on the device unless
+    `env.workers` or `env.compiled=false` ask for the host. With random weights it is played on the device only on demand
+    (`env.compiled=true`): what such a policy writes cannot be reproduced there.
+    """
+    found = environment(config.env)
+    if found.compiled is None or found.text is None:
+        return "compiled" if found.compiled else "host"
+    if config.env.compiled is not False and not (config.policy.tokenizer or _reads_text(config.policy.source)):
+        return "compiled"
+    if config.env.compiled is None:
+        return "compiled_text" if config.policy.source and not config.env.workers else "host"
+    return "compiled_text" if config.env.compiled else "host"
+
+
+def _reads_text(source: str) -> bool:
+    """Whether the policy in this folder reads text: all do but small ones with a compiled environment's words, which have no
+    chat template."""
+    folder = Path(source)
+    if not source or not (folder / "tokenizer.json").is_file():
+        return bool(source)
+    about = folder / "tokenizer_config.json"
+    return (folder / "chat_template.jinja").is_file() or (about.is_file() and b'"chat_template"' in about.read_bytes())
+
+
+def max_turns(env: EnvConfig) -> int:
+    """Turns after which an episode ends: `env.max_turns`, or the limit of a user's own environment."""
+    return environment(env).max_turns or env.max_turns
+
+
 def role_names(config: Config) -> tuple[str, ...]:
     """The names of the roles of the configured environment, which is made to ask it. Raises what its making raises."""
     found = environment(config.env)
-    if config.in_words:
+    if backend(config) == "compiled":
         assert found.compiled is not None
         return roles_of(found.compiled(config))
     return roles_of(found.text(config)[0]()) if found.text else ONE_ROLE

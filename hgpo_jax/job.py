@@ -14,8 +14,9 @@ from jax.sharding import Mesh
 
 from hgpo_jax import memory
 from hgpo_jax.agents import AgentRunner
-from hgpo_jax.config import Config, check_together
-from hgpo_jax.environments import Makers, environment, role_names
+from hgpo_jax.config import Config
+from hgpo_jax.config.together import check_together
+from hgpo_jax.environments import Makers, backend, environment, role_names
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.mesh import make_mesh
 from hgpo_jax.methods import Method, check_numbers, method_named
@@ -228,7 +229,7 @@ def make_policy(config: Config, model: ModelConfig, mesh: Mesh) -> Policy:
     """Pretrained weights, or random ones for an environment's or a tokenizer's words. Raises ConfigError."""
     settings = config.policy
     found = environment(config.env)
-    words = word_tokenizer(found.compiled(config).words) if found.compiled and config.in_words else None
+    words = word_tokenizer(found.compiled(config).words) if found.compiled and backend(config) == "compiled" else None
     if not settings.source:
         params = cast(initialize(model, config.start_seed, mesh), settings.dtype)
         return Policy(model, params, words or fresh_tokenizer(config))
@@ -287,7 +288,7 @@ def same_tokenizer(a, b) -> bool:
 def text_makers(config: Config) -> Makers | None:
     """Of an environment that is told as text what `Environment.text` returns, else None. Raises ConfigError."""
     found = environment(config.env)
-    return None if config.in_words or found.text is None else found.text(config)
+    return None if backend(config) == "compiled" or found.text is None else found.text(config)
 
 
 def make_runner(config: Config, makers: Makers | None, models: Models, tokenizer, mesh: Mesh) -> Runner:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from hgpo_jax.config import Config
-from hgpo_jax.environments import environment, role_names
+from hgpo_jax.environments import backend, environment, max_turns, role_names
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.learner import MAX_LOGITS
 from hgpo_jax.methods import method_named
@@ -24,6 +24,7 @@ from hgpo_jax.packing import sequence_shape
 from hgpo_jax.policy import LoraConfig, ModelConfig, huggingface, shapes, shardings
 from hgpo_jax.policy.attention import MAX_SCORES, query_block_size
 from hgpo_jax.policy.presets import preset
+from hgpo_jax.policy.source import find
 from hgpo_jax.policy.tokenizer import embedding_rows, vocabulary_size
 from hgpo_jax.rollout.prompts import prompt_length
 from hgpo_jax.weight_sets import config_of, weight_sets
@@ -231,12 +232,12 @@ def workload_of(config: Config, mesh) -> Workload:
     prompt, response, vocabulary = settings.prompt_limit, max([settings.response_limit, *limits]), None
     published = preset(policy.source)
     found = environment(config.env)
-    if found.compiled and config.in_words:
+    if found.compiled and backend(config) == "compiled":
         env = found.compiled(config)
         prompt, response = prompt_length(env, settings.history_length), env.action_length + 1
         vocabulary = vocabulary_size(env.words)
     if policy.source:
-        model = published or huggingface.read_config(huggingface.find(policy.source, config.cache_dir))
+        model = published or huggingface.read_config(find(policy.source, config.cache_dir))
     else:
         if vocabulary is None:
             vocabulary = embedding_rows(len(fresh_tokenizer(config)))
@@ -245,7 +246,7 @@ def workload_of(config: Config, mesh) -> Workload:
         except ValueError as error:
             raise ValueError(f"policy.{error}") from None
     return Workload(
-        model=model, prompt=prompt, response=response, steps=batch * config.env.turns,
+        model=model, prompt=prompt, response=response, steps=batch * max_turns(config.env),
         decode_batch=min(settings.decode_batch_size, -(-batch // mesh.shape["data"])),
     )  # fmt: skip
 

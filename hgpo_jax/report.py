@@ -21,7 +21,8 @@ from hgpo_jax.advantages import Estimate
 from hgpo_jax.config import Config
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.files import atomic_write
-from hgpo_jax.inspect import Dump, dumped, group_ids, load, read_config, step_value
+from hgpo_jax.inspect import Dump, group_ids, load, read_config, step_value
+from hgpo_jax.rollout.episodes import dumped
 from hgpo_jax.run import remote
 from hgpo_jax.run.curves import GROUPS, LEARNING, ROLES, Panel, read_held_out, read_rows, smoothing_window
 

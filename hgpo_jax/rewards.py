@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hgpo_jax.config import Config
+from hgpo_jax.environments import backend
 from hgpo_jax.envs import outside
 from hgpo_jax.errors import ConfigError, one_line
 from hgpo_jax.rollout.episodes import Episodes
@@ -50,7 +51,7 @@ def make_reward(config: Config, episodes: Episodes) -> Reward:
     function = reward_function(given)
     name = f"reward/{given.rpartition(':')[2]}"
     replaces = config.reward.mode == "replace"
-    if config.in_words:
+    if backend(config) == "compiled":
         _check_compiled(given, function, episodes)
         return functools.partial(_add_compiled, jax.jit(functools.partial(_with_compiled, function, name, replaces)))
     return _TextReward(outside.located(given, outside.REWARDS), name, replaces, config.reward.workers, config.reward.time_limit)

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from hgpo_jax.config import Config
-from hgpo_jax.environments import Environment
+from hgpo_jax.environments import Environment, backend
 from hgpo_jax.envs.protocol import CompiledEnv, ListsGames, OwnPrompts, Plans, TextExpert
 from hgpo_jax.errors import ConfigError, RunError
 from hgpo_jax.own_words import template_of
@@ -173,7 +173,7 @@ class CompiledRunner:
 
 class TextRunner:
     """Runs text programs on the host: the compiled environments told in sentences or drawings, ALFWorld's games, WebShop, or a
-    user's own; ALFWorld's games on the device where it can (`Config.told_on_device`), to the same Episodes.
+    user's own; ALFWorld's games on the device where it can (`environments.backend`), to the same Episodes.
 
     Args:
       environment: whose prompts and rule for malformed answers to use.
@@ -216,7 +216,7 @@ class TextRunner:
                 ready_fraction=rollout.ready_fraction, speakers=speakers, **settings,
             )  # fmt: skip
             self.train, self._held_out = host, host.with_environment(held_out)
-            if config.told_on_device:
+            if backend(config) == "compiled_text":
                 assert environment.compiled and environment.games  # what is told on the device has both
                 try:
                     games, played = environment.games(config), environment.compiled(config)

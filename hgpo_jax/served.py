@@ -22,7 +22,8 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from hgpo_jax.config import Config, check_together
+from hgpo_jax.config import Config
+from hgpo_jax.config.together import check_together
 from hgpo_jax.environments import environment
 from hgpo_jax.errors import ConfigError, RunError, one_line
 from hgpo_jax.policy.chat_frame import sanitized

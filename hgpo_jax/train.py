@@ -21,9 +21,7 @@ def main() -> None:
     p = cli.parser("train", __doc__)
     cli.add_config_arguments(p)
     cli.add_distributed(p)
-    p.add_argument(
-        "--dry-run", action="store_true", help="check everything but the weights, print the memory plan, and stop"
-    )
+    p.add_argument("--dry-run", action="store_true", help="check everything but the weights, print the memory plan, and stop")
     p.add_argument(
         "--resume", metavar="auto|never|RUN", default="never",
         help="continue the interrupted run in a folder; fields that are not given come from its config.yaml. auto: the run in "
@@ -37,10 +35,13 @@ def main() -> None:
     )  # fmt: skip
     args = p.parse_intermixed_args()  # options may stand between fields
     given = cli.given_fields(args)
-    if args.resume == "never":
-        configuration.check_given(configuration.resolve(given), args.overrides)
-    # Only here: it takes seconds to import, and a mistake in a field has been refused by now.
+    config = configuration.resolve(given) if args.resume == "never" else None
+    # Only here: these take seconds to import, and a mistake in a field has been refused by now.
+    from hgpo_jax.config.together import check_given
     from hgpo_jax.training_run import train
+
+    if config:
+        check_given(config, args.overrides)
 
     train(given, args.resume, tuple(args.allow_change), args.dry_run, args.distributed)
 

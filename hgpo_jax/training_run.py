@@ -15,7 +15,8 @@ from hgpo_jax import config as configuration
 from hgpo_jax import memory, model_card
 from hgpo_jax.agents import AgentRunner
 from hgpo_jax.config import Config
-from hgpo_jax.environments import environment
+from hgpo_jax.config.together import check_together
+from hgpo_jax.environments import backend, environment
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.evaluation import describe_evaluation, evaluate, validates_apart
 from hgpo_jax.files import atomic_write, is_remote
@@ -23,7 +24,7 @@ from hgpo_jax.job import Job, Runner, build, job_mesh, open_devices, unrounded
 from hgpo_jax.mesh import abstract_mesh, make_mesh
 from hgpo_jax.own_words import fresh_tokenizer
 from hgpo_jax.policy import Policy
-from hgpo_jax.policy.tokenizer import load_tokenizer
+from hgpo_jax.policy.source import load_tokenizer
 from hgpo_jax.progress import CompileWatch
 from hgpo_jax.run import distributed, remote
 from hgpo_jax.run.curves import plot_curves
@@ -84,14 +85,14 @@ def train(given: dict, resume: str, allowed: tuple[str, ...], dry: bool, multipr
 
 def dry_run(config: Config) -> None:
     """Reads the data and the tokenizer, and plans the memory; needs neither the weights nor the devices of the mesh."""
-    configuration.check_together(config)
+    check_together(config)
     check_trained_dtype(config)
     try:
         mesh = make_mesh("auto") if config.mesh == "auto" else abstract_mesh(config.mesh)
         found = environment(config.env)
-        if config.told_on_device and config.env.compiled is None:  # its games' tables would be written
+        if backend(config) == "compiled_text" and config.env.compiled is None:  # its games' tables would be written
             config = config.model_copy(update={"env": config.env.model_copy(update={"compiled": False})})
-        makers = None if config.in_words or found.text is None else found.text(config)
+        makers = None if backend(config) == "compiled" or found.text is None else found.text(config)
         models = {name: memory.workload_of(own, mesh).model for name, own in memory.configs_of_sets(config).items()}
         phases = memory.bytes_of_run(config, mesh)
         if makers or found.agent:

@@ -37,6 +37,7 @@ from hgpo_jax.job import Job
 from hgpo_jax.learner import make_cloning_loss, make_logprobs, make_map, make_update
 from hgpo_jax.policy import Policy, huggingface, load_policy
 from hgpo_jax.policy.placement import shardings_like
+from hgpo_jax.policy.source import find
 from hgpo_jax.policy.tokenizer import ACT
 from hgpo_jax.progress import Progress
 from hgpo_jax.rollout.compiled import start_episode
@@ -389,7 +390,7 @@ def cache_key(config: Config) -> str:
             digest.update(Path(template).read_bytes())
     given = [role.policy for role in config.roles.values() if role.policy not in ("shared", "own")]
     for source in filter(None, [config.policy.source, *given]):
-        digest.update(huggingface.digest(huggingface.find(source, config.cache_dir)).encode())
+        digest.update(huggingface.digest(find(source, config.cache_dir)).encode())
     return digest.hexdigest()[:16]
 
 

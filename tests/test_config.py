@@ -6,9 +6,10 @@ import yaml
 from hgpo_jax import config as configuration
 from hgpo_jax import names
 from hgpo_jax.advantages.checks import check_option
-from hgpo_jax.config import CONFIGS, check_given, check_together, load
+from hgpo_jax.config import CONFIGS, load
+from hgpo_jax.config.together import check_given, check_together
 from hgpo_jax.config.tree import AdvantageConfig
-from hgpo_jax.environments import ENVIRONMENTS
+from hgpo_jax.environments import ENVIRONMENTS, backend
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.learner import correction_level
 from hgpo_jax.methods import METHODS
@@ -199,4 +200,4 @@ def test_names_are_those_of_the_tables():
     ],
 )
 def test_given_weights_play_alfworld_on_the_device(given, on_device):
-    assert load(None, ["env.name=alfworld", *given]).told_on_device == on_device
+    assert (backend(load(None, ["env.name=alfworld", *given])) == "compiled_text") == on_device

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from hgpo_jax.advantages import ESTIMATORS
-from hgpo_jax.config import check_together, describe, load
-from hgpo_jax.environments import environment
+from hgpo_jax.config import describe, load
+from hgpo_jax.config.together import check_together
+from hgpo_jax.environments import backend, environment, max_turns
 from hgpo_jax.envs import outside
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.job import build
@@ -147,7 +148,7 @@ def test_a_compiled_one_with_options_of_its_annotated_types(here):
     found = environment(config.env)
     env = found.compiled(config)
     assert (env.size, env.max_turns, found.expert) == (5, 4, None)
-    assert config.in_words and config.env.turns == 4
+    assert backend(config) == "compiled" and max_turns(config.env) == 4
     assert config.model_dump(mode="json")["env"]["options"] == {"size": 5, "lights": False}
     guided = environment(load(None, ["env.name=./rooms.py:Guided"]).env)
     assert guided.expert.__name__ == "Guided"
@@ -157,7 +158,7 @@ def test_a_compiled_one_with_options_of_its_annotated_types(here):
 def test_a_text_one_that_worker_processes_make_again(here):
     config = checked("env.name=./games.py:Guess", "env.options.size=7")
     train, held_out = environment(config.env).text(config)
-    assert not config.in_words
+    assert backend(config) == "host"
     assert len(train().reset(3)[1]) == 7
     script = "import pickle, sys; print(pickle.load(sys.stdin.buffer)().reset(1)[1][-1], 'jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], input=pickle.dumps(held_out), capture_output=True, check=True)
@@ -351,4 +352,4 @@ def test_the_front_pages_environment(here):
     (here / "my_env.py").write_text(re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0])
     named = re.search(r"env\.name=\./my_env\.py:\w+", section)
     config = checked(named[0])
-    assert not config.in_words and config.env.turns == 8
+    assert backend(config) == "host" and max_turns(config.env) == 8

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from hgpo_jax import iteration
-from hgpo_jax.config import check_together, load
+from hgpo_jax.config import load
+from hgpo_jax.config.together import check_together
 from hgpo_jax.errors import ConfigError, RunError
 from hgpo_jax.job import Job
 from hgpo_jax.rewards import make_reward

@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 
 from hgpo_jax import iteration, memory
-from hgpo_jax.config import check_together, load
+from hgpo_jax.config import load
+from hgpo_jax.config.together import check_together
 from hgpo_jax.environments import ENVIRONMENTS, role_names
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.job import build, make_sets

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from hgpo_jax.bench.limits import decode_flops, forward_flops, read_bytes
 from hgpo_jax.config import Config
+from hgpo_jax.environments import backend, max_turns
 from hgpo_jax.learner import correction_level
 from hgpo_jax.memory import Workload
 from hgpo_jax.methods import method_named
@@ -48,14 +49,15 @@ def seconds_at_limits(
     episodes = rollout.prompt_groups * rollout.group_size
     steps, devices = episodes * turns, mesh.size
     each = devices / mesh.shape["data"]
-    if config.in_words:
-        rows = steps / config.env.turns / mesh.shape["data"]  # that an index of the data axis decodes in a turn, in the mean
+    if backend(config) == "compiled":
+        # Rows that an index of the data axis decodes in a turn, in the mean.
+        rows = steps / max_turns(config.env) / mesh.shape["data"]
         batches = max(1, math.ceil(rows / rollout.decode_batch_size))
         rows, longest = rows / batches, float(workload.response)
-        decoded = config.env.turns * batches * longest  # tokens, one after the other
+        decoded = max_turns(config.env) * batches * longest  # tokens, one after the other
     else:
         tokens, longest = steps * response / mesh.shape["data"], response
-        decoded = max(tokens / workload.decode_batch, config.env.turns * response)
+        decoded = max(tokens / workload.decode_batch, max_turns(config.env) * response)
         rows = tokens / decoded
     slots = math.ceil(prompt + longest / 2)
     itemsize = jnp.dtype(config.policy.compute_dtype).itemsize

@@ -29,14 +29,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from hgpo_jax import cli, memory
 from hgpo_jax.bench import duration, limits
 from hgpo_jax.config import Config
-from hgpo_jax.environments import environment
+from hgpo_jax.environments import backend, environment, max_turns
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.learner import aggregation, make_optimizer, make_policy_loss, make_update
 from hgpo_jax.mesh import abstract_mesh, make_mesh
 from hgpo_jax.methods import method_named
 from hgpo_jax.policy import network, shapes, shardings
 from hgpo_jax.policy.placement import shardings_like
-from hgpo_jax.policy.tokenizer import load_tokenizer
+from hgpo_jax.policy.source import load_tokenizer
 from hgpo_jax.rollout.compiled_text import CompiledTextRollout
 from hgpo_jax.rollout.slots import SlotPrograms
 from hgpo_jax.runners import TextRunner
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> list[dict]:
 
 def _hours(args: argparse.Namespace, config: Config, mesh, workload: memory.Workload, chip: str) -> list[dict]:
     """Rows of an iteration's parts at the chip's limits, and of the run at the share of these that is reached."""
-    expected = args.turns or config.env.turns, args.prompt or workload.prompt, args.response or workload.response
+    expected = args.turns or max_turns(config.env), args.prompt or workload.prompt, args.response or workload.response
     rates = duration.rates_of(chip, config.policy.compute_dtype)
     parts = duration.seconds_at_limits(config, mesh, workload, rates, *expected)
     hours = config.iterations * sum(parts.values()) / duration.REACHED / 3600
@@ -231,7 +231,7 @@ def programs(config: Config, mesh, workload: memory.Workload):
         for a, where in zip(jax.tree.leaves(params), jax.tree.leaves(placements), strict=True)
     )
     waiting = lambda always: always - (size if policy.dtype == policy.compute_dtype else 0)  # noqa: E731
-    if config.in_words:
+    if backend(config) == "compiled":
         samplers = [("sampler", sampler, waiting)]
     elif config.env.compiled:
         samplers = [("rollout", rollout, waiting)]

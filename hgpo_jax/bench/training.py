@@ -18,6 +18,7 @@ from hgpo_jax.advantages import parameters
 from hgpo_jax.bench import policies, profile
 from hgpo_jax.bench.limits import forward_flops, matmul_rate, row
 from hgpo_jax.config import Config
+from hgpo_jax.environments import backend, max_turns
 from hgpo_jax.envs.cli import whole_number
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.iteration import make_learn, sample
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> list[dict]:
     config, peer = cli.load_config(args), policies.load_peer(args.against)
     if peer:
         refuse_unlike(config)
-    if args.profile and not config.in_words:
+    if args.profile and backend(config) != "compiled":
         raise ConfigError(f"--profile {args.profile}: traces a compiled environment's iteration; leave it out")
     job = build(config)
     learn, init = make_learn(job)
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> list[dict]:
     passes += 4 * bool(job.method.critic)
     update_flops = steps * passes * forward_flops(model, width + answer - 1, answer)
     shape = (
-        f"{job.config.rollout.prompt_groups} x {job.config.rollout.group_size} episodes of {job.config.env.turns} turns"
+        f"{job.config.rollout.prompt_groups} x {job.config.rollout.group_size} episodes of {max_turns(job.config.env)} turns"
     )
 
     profiled = []

@@ -24,11 +24,11 @@ from hgpo_jax import config as configuration
 from hgpo_jax.check import compiled, text
 from hgpo_jax.check.statistics import GROUP, table, warnings
 from hgpo_jax.config import Config
-from hgpo_jax.environments import ENVIRONMENTS, Environment, expert_of, is_compiled, made_outside
+from hgpo_jax.environments import ENVIRONMENTS, Environment, backend, expert_of, is_compiled, made_outside
 from hgpo_jax.envs.cli import printable, whole_number
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.policy.chat_frame import ChatFrame
-from hgpo_jax.policy.tokenizer import load_tokenizer
+from hgpo_jax.policy.source import load_tokenizer
 from hgpo_jax.rollout.chat_format import MAX_CHARACTERS_PER_TOKEN, ChatFormat, load_template
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
 
@@ -40,7 +40,7 @@ def check(config: Config, episodes: int) -> tuple[list[str], str]:
         found = ENVIRONMENTS[name]
         if found.agent:
             raise ConfigError(f"env.name={name}: is a command that plays by itself; there is nothing to check, run the command")
-        in_words = config.in_words
+        in_words = backend(config) == "compiled"
         build = found.compiled if in_words else found.text
         assert build is not None  # the configuration is checked
         make = functools.partial(build, config) if in_words else build(config)[0]

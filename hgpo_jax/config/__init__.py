@@ -8,7 +8,6 @@ from hgpo_jax.config.describe import COMMON, completions, describe
 from hgpo_jax.config.learning import AdvantageConfig, CriticConfig, LearnerConfig
 from hgpo_jax.config.reading import CONFIGS, dump, given, load, named_files, parse_value, read_yaml, resolve, shown
 from hgpo_jax.config.roles import OptimizerConfig, RoleConfig
-from hgpo_jax.config.together import check_given, check_together
 from hgpo_jax.config.tree import (
     OPEN,
     CloningConfig,
@@ -44,8 +43,6 @@ __all__ = [
     "RoleConfig",
     "RolloutConfig",
     "Section",
-    "check_given",
-    "check_together",
     "completions",
     "describe",
     "dump",

@@ -1,4 +1,4 @@
-"""What the fields of a configuration must be together."""
+"""Cross-field validation of a configuration, once it is clear what its names stand for."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ from typing import Any
 from hgpo_jax.config.learning import LearnerConfig
 from hgpo_jax.config.roles import unknown_role
 from hgpo_jax.config.tree import Config, EnvConfig
+from hgpo_jax.environments import ENVIRONMENTS, backend, environment, role_names
 from hgpo_jax.errors import ConfigError
-from hgpo_jax.names import ENVIRONMENTS
+from hgpo_jax.methods import METHODS, method_named
+from hgpo_jax.rollout.chat_format import load_template
+from hgpo_jax.rollout.requirements import ONE_ROLE
+from hgpo_jax.rollout.reward_functions import reward_function
+from hgpo_jax.rollout.state_keys import state_key_function
+from hgpo_jax.weight_sets import config_of, response_limit, weight_sets
 
 # Estimators that compare nothing but the episodes of a prompt group: one alone is its own mean, or has no baseline.
 COMPARE_EPISODES = ("dr_mas", "grpo", "reinforce_pp_baseline", "rloo")
@@ -17,17 +23,12 @@ COMPARE_EPISODES = ("dr_mas", "grpo", "reinforce_pp_baseline", "rloo")
 
 def check_together(config: Config) -> None:
     """Raises ConfigError for fields that are right each by itself, but not together."""
-    from hgpo_jax.environments import environment, role_names  # these import jax, which `--help` does without
-    from hgpo_jax.methods import method_named
-    from hgpo_jax.rollout.reward_functions import reward_function
-    from hgpo_jax.rollout.state_keys import state_key_function
-
     cloning, env = config.warm_start == "cloning", config.env
     if env.options and env.name in ENVIRONMENTS:
         name, value = next(iter(env.options.items()))
         raise ConfigError(f"env.options.{name}={value}: env.name={env.name} has fields of its own; write env.{name}={value}")
     method = method_named(config.method)
-    found = environment(env)
+    found, played = environment(env), backend(config)
     if config.reward.source:
         reward_function(config.reward.source)
     if env.state_key:
@@ -39,20 +40,20 @@ def check_together(config: Config) -> None:
             config.log.keep_best and not config.evaluation.every,
         f"log.sample_every={config.log.sample_every}: method={config.method} mixes several rollouts, whose texts are not "
         "kept; leave it out":
-            config.log.sample_every and method.dynamic_sampling and not config.in_words,
+            config.log.sample_every and method.dynamic_sampling and played != "compiled",
         f"env.compiled=true: env.name={env.name} has no such choice; leave it out": env.compiled and not either,
         f"env.max_turns={env.max_turns}: env.name={env.name} has a max_turns of its own; leave it out, or give env.options":
             env.max_turns != turns and env.name not in ENVIRONMENTS,
         f"advantage.similarity={config.advantage.similarity}: env.name={env.name}, compiled, has no texts; leave it out":
-            config.advantage.similarity is not None and config.in_words,
+            config.advantage.similarity is not None and played == "compiled",
         f"advantage.similarity={config.advantage.similarity}: env.state_key={env.state_key} decides which states are equal; "
         "leave one of the two out": config.advantage.similarity is not None and env.state_key,
         f"env.template={env.template}: env.name={env.name}, compiled, takes no template; leave it out":
-            env.template and config.in_words,
+            env.template and played == "compiled",
         "env.split=generated: has no files to play on the host; give env.compiled=true, too":
-            "split" in found.options and env.split == "generated" and not (config.in_words or env.compiled),
+            "split" in found.options and env.split == "generated" and not (played == "compiled" or env.compiled),
         f"warm_start=cloning: env.name={env.name} has no expert to clone; give warm_start=none":
-            cloning and ((config.in_words and not found.expert) or found.agent),
+            cloning and ((played == "compiled" and not found.expert) or found.agent),
         "policy.source=: env.name=agent has no words for a small policy; give policy=, which reads what the agent writes":
             found.agent and not (config.policy.source or config.policy.tokenizer),
         f"lora.rank={config.lora.rank}: LoRA needs base weights; give policy=, too":
@@ -72,9 +73,9 @@ def check_together(config: Config) -> None:
             config.rollout.group_size == 1 and method.estimator in COMPARE_EPISODES,
         f"rollout.ready_fraction={config.rollout.ready_fraction:g}: needs env.workers; in this process environments step one "
         "by one":
-            config.rollout.ready_fraction < 1 and not config.in_words and not env.workers,
+            config.rollout.ready_fraction < 1 and played != "compiled" and not env.workers,
     }  # fmt: skip
-    if method.parts and not (config.in_words and hasattr(found.compiled and found.compiled(config), "answer_parts")):
+    if method.parts and not (played == "compiled" and hasattr(found.compiled and found.compiled(config), "answer_parts")):
         raise ConfigError(
             f"method={config.method}: needs answers with switch, subgoal and action parts, which env.name={env.name} does not "
             "have; give env.name=household_subgoals, or one of your own with answer_parts"
@@ -94,18 +95,18 @@ def check_together(config: Config) -> None:
         _check_roles(config, role_names(config), method.critic)
     if config.evaluation.min_response:
         _check_shortest_response(config)
-    limit, most = _shortest_limit(config) if config.reward.overlong_cache and not config.in_words else (0, "")
+    limit, most = _shortest_limit(config) if config.reward.overlong_cache and played != "compiled" else (0, "")
     if config.reward.overlong_cache > limit:
         why = f"more than {most}; give less" if limit else (
             f"the answers of env.name={env.name}, compiled, have their own length; leave it out"
         )  # fmt: skip
         raise ConfigError(f"reward.overlong_cache={config.reward.overlong_cache}: {why}")
     read = {"name", "options", "compiled", "max_turns", *found.options}
-    on_device = config.in_words or config.told_on_device
+    on_device = played != "host"
     read |= set() if on_device else {"workers", "time_limit"}
     read |= set() if found.agent else {"template"}
-    read |= set() if config.in_words or found.agent else {"strict"}
-    read |= set() if config.in_words else {"state_key"}
+    read |= set() if played == "compiled" or found.agent else {"strict"}
+    read |= set() if played == "compiled" else {"state_key"}
     for name, info in EnvConfig.model_fields.items():
         value, default = (",".join(v) if isinstance(v, tuple) else v for v in (getattr(env, name), info.default))
         if name not in read and value != default:
@@ -118,14 +119,12 @@ def check_given(config: Config, overrides: Sequence[str]) -> None:
 
     Not of a file's: it may hold what one of several methods needs, as a critic's settings, or what was overridden.
     """
-    from hgpo_jax.environments import ENVIRONMENTS as known  # these import jax
-    from hgpo_jax.methods import METHODS
-
-    env, method = known.get(config.env.name), METHODS.get(config.method)  # your own have none of these
+    env, method = ENVIRONMENTS.get(config.env.name), METHODS.get(config.method)  # your own have none of these
     adapters = config.lora.rank or any(role.lora_rank for role in config.roles.values())
-    told = env is None or not config.in_words, f"env.name={config.env.name}, compiled, is not told as text; leave it out"
+    as_text = env is None or backend(config) != "compiled"
+    text = as_text, f"env.name={config.env.name}, compiled, is not told as text; leave it out"
     read: dict[str, tuple[Any, str]] = {
-        **{f"rollout.{name}": told for name in ("prompt_limit", "response_limit", "stop", "thinking", "date")},
+        **{f"rollout.{name}": text for name in ("prompt_limit", "response_limit", "stop", "thinking", "date")},
         "critic.": (method and method.critic, f"method={config.method} has no critic; leave it out"),
         "rollout.max_tries": (method and method.dynamic_sampling, f"method={config.method} drops no groups; leave it out"),
         "lora.": (adapters, "there are no adapters; give lora.rank, too"),
@@ -145,9 +144,7 @@ def check_given(config: Config, overrides: Sequence[str]) -> None:
 
 def _check_shortest_response(config: Config) -> None:
     """Raises ConfigError where a response of an evaluation could not end: it would be cut, and no action be found in it."""
-    from hgpo_jax.environments import environment
-
-    if config.in_words:
+    if backend(config) == "compiled":
         made = environment(config.env).compiled
         assert made is not None
         limit = made(config).action_length + 1
@@ -163,19 +160,12 @@ def _check_shortest_response(config: Config) -> None:
 
 def _shortest_limit(config: Config) -> tuple[int, str]:
     """Tokens of the longest response of the role that has the fewest in a text environment, and the field that says so."""
-    from hgpo_jax.environments import role_names
-    from hgpo_jax.rollout.requirements import ONE_ROLE
-    from hgpo_jax.weight_sets import response_limit
-
     limit, field = min(response_limit(config, role) for role in (role_names(config) if config.roles else ONE_ROLE))
     return limit, f"{field}={limit}"
 
 
 def _check_roles(config: Config, known: tuple[str, ...], critic: bool) -> None:
     """Raises ConfigError for settings of roles that an environment with the roles `known` cannot have."""
-    from hgpo_jax.rollout.chat_format import load_template
-    from hgpo_jax.weight_sets import config_of, weight_sets
-
     sets = weight_sets(config, known)
     for role, settings in config.roles.items():
         if role not in known:
@@ -191,9 +181,9 @@ def _check_roles(config: Config, known: tuple[str, ...], critic: bool) -> None:
         optimizer = next(iter(settings.optimizer.items()), ("", ""))
         wrong = {
             ("template", settings.template, f"env.name={config.env.name}, compiled, takes no template; leave it out"):
-                settings.template and config.in_words,
+                settings.template and backend(config) == "compiled",
             ("response_limit", settings.response_limit, f"the answers of env.name={config.env.name}, compiled, have their own "
-             "length; leave it out"): settings.response_limit and config.in_words,
+             "length; leave it out"): settings.response_limit and backend(config) == "compiled",
             ("lora_rank", settings.lora_rank, "LoRA needs base weights; give policy=, too"):
                 adapters and not own.policy.source,
             ("lora_rank", settings.lora_rank, "cloning.optimizer=muon is for whole kernels, not for adapters; give adamw"):

@@ -7,8 +7,7 @@ import math
 import re
 import string
 from collections.abc import Collection
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import pydantic
 
@@ -19,9 +18,6 @@ from hgpo_jax.envs import outside
 from hgpo_jax.envs.cli import nearest
 from hgpo_jax.files import CACHE_DIR, check_scheme, is_remote
 from hgpo_jax.names import ENVIRONMENTS, LINEARS, METHODS, ROLES, HeldOut
-
-if TYPE_CHECKING:
-    from hgpo_jax.environments import Environment
 
 _SURROGATE = re.compile(r"[\ud800-\udfff]")  # in a text that is an option
 
@@ -57,22 +53,6 @@ def _is_option(value) -> bool:
     if isinstance(value, int):
         return value.bit_length() < 64
     return isinstance(value, str) and not CONTROL.search(value) and not _SURROGATE.search(value)
-
-
-def _reads_text(source: str) -> bool:
-    """Whether the policy from this place reads text: all do but small ones with a compiled environment's words, whose folder
-    has no chat template."""
-    folder = Path(source)
-    if not source or not (folder / "tokenizer.json").is_file():
-        return bool(source)
-    about = folder / "tokenizer_config.json"
-    return (folder / "chat_template.jinja").is_file() or (about.is_file() and b'"chat_template"' in about.read_bytes())
-
-
-def _environment(env: EnvConfig) -> Environment:
-    from hgpo_jax.environments import environment  # not before a field is asked what it stands for: it imports jax
-
-    return environment(env)
 
 
 class EnvConfig(Section):
@@ -138,11 +118,6 @@ class EnvConfig(Section):
     time_limit: float = field(
         60.0, "seconds after which an environment in a worker counts as hung, and an agent that asks for nothing", gt=0
     )
-
-    @property
-    def turns(self) -> int:
-        """Actions after which an episode ends: `max_turns`, of a user's own environment its own."""
-        return _environment(self).max_turns or self.max_turns
 
     @pydantic.field_validator("name")
     @classmethod
@@ -369,29 +344,6 @@ class Config(Section):
     def start_seed(self) -> int:
         """The seed of everything random before the first iteration."""
         return self.seed if self.cloning.seed is None else self.cloning.seed
-
-    @property
-    def in_words(self) -> bool:
-        """Whether the policy's tokens are a compiled environment's own words, so that episodes are sampled in one program.
-
-        Else the environment is told as text. One that has both is text for a policy that reads text.
-        """
-        found = _environment(self.env)
-        if found.compiled is None or found.text is None:
-            return found.compiled is not None
-        reads_text = bool(self.policy.tokenizer) or _reads_text(self.policy.source)
-        return self.env.compiled is not False and not reads_text
-
-    @property
-    def told_on_device(self) -> bool:
-        """Whether a compiled environment is told to a language model as text, inside the compiled rollout.
-
-        Not to one with random weights unless it is asked for: what that says cannot be reproduced there.
-        """
-        found = _environment(self.env)
-        if self.in_words or found.compiled is None or found.text is None:
-            return False
-        return bool(self.policy.source) and not self.env.workers if self.env.compiled is None else self.env.compiled
 
     @pydantic.field_validator("method")
     @classmethod

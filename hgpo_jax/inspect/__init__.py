@@ -8,7 +8,7 @@
 Everything is NumPy on the host; a table is a dict of equally long columns. The report and the notebooks are built on this.
 """
 
-from hgpo_jax.inspect.dumps import Dump, dumped, load, read_config
+from hgpo_jax.inspect.dumps import Dump, load, read_config
 from hgpo_jax.inspect.steps import (
     compare,
     group_ids,
@@ -23,7 +23,6 @@ from hgpo_jax.inspect.steps import (
 __all__ = [
     "Dump",
     "compare",
-    "dumped",
     "group_ids",
     "load",
     "oracle_errors",

@@ -18,8 +18,9 @@ from hgpo_jax.config import Config
 from hgpo_jax.environments import role_names
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.iteration import estimator_options
-from hgpo_jax.policy.tokenizer import BLANK, END, PAD, load_tokenizer
-from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.policy.source import load_tokenizer
+from hgpo_jax.policy.tokenizer import BLANK, END, PAD
+from hgpo_jax.rollout.episodes import Episodes, dumped
 from hgpo_jax.rollout.requirements import ONE_ROLE
 from hgpo_jax.rollout.result import outcome_of
 from hgpo_jax.run import remote
@@ -258,12 +259,6 @@ def read_config(folder: str | Path) -> Config:
         return configuration.load(str(file))
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
-
-
-def dumped(folder: str | Path) -> dict[int, Path]:
-    """Iteration -> its dump, ascending."""
-    files = sorted((Path(folder) / "episodes").glob("iteration-*.npz"))
-    return {int(file.stem.split("-")[1]): file for file in files if file.stem.split("-")[1].isdigit()}
 
 
 def _listed(found: dict[int, Path]) -> str:

@@ -114,3 +114,9 @@ def action_ids(responses, lengths, mask) -> jax.Array:
     tokens = jnp.where(jnp.arange(responses.shape[-1]) < lengths[..., None], responses, 0)
     ids = state_ids(jnp.concatenate([lengths[..., None], tokens], axis=-1), mask)
     return jnp.where(mask, ids, 0)
+
+
+def dumped(folder: str | Path) -> dict[int, Path]:
+    """Iteration -> its dump in a run's folder, ascending."""
+    files = sorted((Path(folder) / "episodes").glob("iteration-*.npz"))
+    return {int(file.stem.split("-")[1]): file for file in files if file.stem.split("-")[1].isdigit()}

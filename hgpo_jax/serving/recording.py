@@ -15,8 +15,7 @@ from hgpo_jax import config as configuration
 from hgpo_jax.config import Config
 from hgpo_jax.errors import ConfigError, RunError, one_line
 from hgpo_jax.files import atomic_write
-from hgpo_jax.inspect.dumps import dumped
-from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.rollout.episodes import Episodes, dumped
 from hgpo_jax.serving.sessions import Session, episodes_of
 
 log = logging.getLogger(__name__)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hgpo_jax.environments import backend
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.files import atomic_write
 from hgpo_jax.inspect.dumps import read_config
@@ -118,7 +119,7 @@ def _refuse(folder: Path, iteration: int) -> None:
     """Raises ConfigError where an iteration of a run cannot be measured."""
     if not (folder / "config.yaml").is_file() or not has_ended(folder, (config := read_config(folder)).iterations):
         raise ConfigError(f"{folder}: the run has not ended; `tables run` ends it")
-    if not config.in_words:
+    if backend(config) != "compiled":
         raise ConfigError(f"{folder}: env.name={config.env.name}: this needs an environment compiled with the policy")
     if config.reward.source or config.rollout.group_size < 2:
         raise ConfigError(f"{folder}: this needs rollout.group_size of 2 or more, and no reward.source")

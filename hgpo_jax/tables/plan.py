@@ -18,6 +18,7 @@ from hgpo_jax import config as configuration
 from hgpo_jax import memory
 from hgpo_jax.bench import duration
 from hgpo_jax.config import CONFIGS, Config, Positive, Section
+from hgpo_jax.environments import max_turns
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.evaluate import parse_seeds
 from hgpo_jax.evaluation_files import file_name
@@ -319,7 +320,7 @@ def cost(plan: Plan, cell: Cell) -> Cost:
         given or limit
         for given, limit in zip(
             (setting.expected.turns, setting.expected.prompt, setting.expected.response),
-            (config.env.turns, workload.prompt, workload.response), strict=True,
+            (max_turns(config.env), workload.prompt, workload.response), strict=True,
         )
     )  # fmt: skip
     episodes = trained + evaluated
@@ -340,7 +341,7 @@ def cost(plan: Plan, cell: Cell) -> Cost:
         devices=mesh.size,
         bytes=most,
         tokens=episodes * turns * (prompt + response),
-        limit=episodes * config.env.turns * (workload.prompt + workload.response),
+        limit=episodes * max_turns(config.env) * (workload.prompt + workload.response),
     )
 
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from alfworld_places import DATA, SHARED
 
-from hgpo_jax.config import check_together, load
+from hgpo_jax.config import load
+from hgpo_jax.config.together import check_together
 from hgpo_jax.environments import alfworld, alfworld_games
 from hgpo_jax.envs.alfworld.dataset import list_games
 from hgpo_jax.envs.alfworld.short_prompts import ShortPromptAlfworld

@@ -11,7 +11,8 @@ import pytest
 from household_policy import mesh_of
 from odd_env import Counting, Restless
 
-from hgpo_jax.config import check_together, load
+from hgpo_jax.config import load
+from hgpo_jax.config.together import check_together
 from hgpo_jax.errors import ConfigError
 from hgpo_jax.policy import ModelConfig, initialize, network
 from hgpo_jax.rollout.chat_format import ParsedResponse, Prompt

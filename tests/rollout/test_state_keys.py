@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from hgpo_jax.advantages import estimate
-from hgpo_jax.config import check_together, load
+from hgpo_jax.config import load
+from hgpo_jax.config.together import check_together
 from hgpo_jax.errors import ConfigError, RunError
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.result import RolloutReport, RolloutResult
