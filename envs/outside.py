@@ -29,7 +29,7 @@ import yaml
 from hgpo_jax.envs.cli import nearest, one_line
 
 # Groups of entry points.
-ENVIRONMENTS, ESTIMATORS, REWARDS = "hgpo_jax.environments", "hgpo_jax.estimators", "hgpo_jax.rewards"
+ENVIRONMENTS, ESTIMATORS, REWARDS = "hgpo_jax.rollout.environments", "hgpo_jax.estimators", "hgpo_jax.rollout.rewards"
 STATE_KEYS = "hgpo_jax.state_keys"
 
 GYMNASIUM = "gymnasium:"

@@ -13,7 +13,7 @@ import sys
 from importlib.metadata import version
 
 from hgpo_jax.envs.cli import complete, nearest, run
-from hgpo_jax.errors import ConfigError
+from hgpo_jax.utils.errors import ConfigError
 
 COMMANDS = {
     "train": ("hgpo_jax.train", "train an agent: in the household, by a configuration, or your own environment"),

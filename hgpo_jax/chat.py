@@ -20,14 +20,14 @@ import jax
 import numpy as np
 from flax import nnx
 
-from hgpo_jax import cli
-from hgpo_jax.errors import ConfigError, printable
+from hgpo_jax.config import cli
 from hgpo_jax.export import policy_folder
-from hgpo_jax.files import CACHE_DIR
 from hgpo_jax.policy import Policy, load_policy
 from hgpo_jax.policy.chat_frame import ChatFrame
 from hgpo_jax.policy.tokenizer import generation_of
-from hgpo_jax.sampling import Decoding, make_decode_blocks, published_decoding, sample_token
+from hgpo_jax.sampling.generate import Decoding, make_decode_blocks, published_decoding, sample_token
+from hgpo_jax.utils.errors import ConfigError, printable
+from hgpo_jax.utils.files import CACHE_DIR
 
 SHORTEST = 128  # tokens that a prompt is padded to; longer ones to twice that, four times, ...
 

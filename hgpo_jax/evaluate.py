@@ -16,9 +16,10 @@ elsewhere, as SPLIT-tTEMPERATURE-nEPISODES.json, with -sSEEDS before the dot and
 that was made with other settings, or of a policy of another name, is never replaced. With adapters a run plays them beside
 its weights, here they are merged; policy.compute_dtype=bfloat16 rounds what is merged.
 
-A panel (hgpo_jax/panels.py) decides the tasks: each is played once greedily and once sampled, or once under each of --seeds.
-evaluations/panel-NAME-tTEMPERATURE-nTASKS-sSEEDS.json holds the digests of panel and policy and every task's outcome, with the
-transcripts beside it. The policy may also be served by any program with OpenAI's chat API (hgpo_jax/served.py).
+A panel (hgpo_jax/evaluation/panels.py) decides the tasks: each is played once greedily and once sampled, or once under each
+of --seeds. evaluations/panel-NAME-tTEMPERATURE-nTASKS-sSEEDS.json holds the digests of panel and policy and every task's
+outcome, with the transcripts beside it. The policy may also be served by any program with OpenAI's chat API
+(hgpo_jax/evaluation/served.py).
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from hgpo_jax import cli, panels
 from hgpo_jax import config as configuration
-from hgpo_jax.config import Config
-from hgpo_jax.environments import ENVIRONMENTS, Environment
-from hgpo_jax.errors import ConfigError
-from hgpo_jax.evaluation import describe_evaluation, describe_seeds, evaluate_seeds, play_both
-from hgpo_jax.evaluation_files import OWN, file_name, refuse_another, settings_of, write
-from hgpo_jax.job import Job, build, prepare_devices
+from hgpo_jax.config import Config, cli
+from hgpo_jax.evaluation import panels
+from hgpo_jax.evaluation.files import OWN, file_name, refuse_another, settings_of, write
+from hgpo_jax.evaluation.held_out import describe_evaluation, describe_seeds, evaluate_seeds, play_both
+from hgpo_jax.evaluation.served import PREFIX, ServedPolicy
 from hgpo_jax.policy import huggingface
 from hgpo_jax.policy.source import find
-from hgpo_jax.progress import CompileWatch
-from hgpo_jax.run import remote
-from hgpo_jax.run.curves import plot_curves
-from hgpo_jax.served import PREFIX, ServedPolicy
+from hgpo_jax.rollout.environments import ENVIRONMENTS, Environment
+from hgpo_jax.setup.job import Job, build, prepare_devices
+from hgpo_jax.trainer.curves import plot_curves
+from hgpo_jax.utils import remote
+from hgpo_jax.utils.errors import ConfigError
+from hgpo_jax.utils.progress import CompileWatch
 
 
 def split_of(config: Config, split: str | None) -> tuple[str, list[str]]:

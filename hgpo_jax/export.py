@@ -16,11 +16,11 @@ import re
 import shutil
 from pathlib import Path
 
-from hgpo_jax import cli
-from hgpo_jax.errors import ConfigError
+from hgpo_jax.config import cli
 from hgpo_jax.policy import huggingface, shapes, weights
 from hgpo_jax.policy.source import find
-from hgpo_jax.run import remote
+from hgpo_jax.utils import remote
+from hgpo_jax.utils.errors import ConfigError
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 

@@ -15,16 +15,15 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from hgpo_jax import cli, diagnostics
 from hgpo_jax import config as configuration
 from hgpo_jax.advantages import Estimate
-from hgpo_jax.config import Config
-from hgpo_jax.errors import ConfigError
-from hgpo_jax.files import atomic_write
-from hgpo_jax.inspect import Dump, group_ids, load, read_config, step_value
+from hgpo_jax.analysis import Dump, diagnostics, group_ids, load, read_config, step_value
+from hgpo_jax.config import Config, cli
 from hgpo_jax.rollout.episodes import dumped
-from hgpo_jax.run import remote
-from hgpo_jax.run.curves import GROUPS, LEARNING, ROLES, Panel, read_held_out, read_rows, smoothing_window
+from hgpo_jax.trainer.curves import GROUPS, LEARNING, ROLES, Panel, read_held_out, read_rows, smoothing_window
+from hgpo_jax.utils import remote
+from hgpo_jax.utils.errors import ConfigError
+from hgpo_jax.utils.files import atomic_write
 
 LAST = 10  # iterations that the table of runs averages over
 LONE = re.compile("[\ud800-\udfff]")  # lone surrogates, which an environment's text may hold and a page may not

@@ -19,15 +19,15 @@ from pathlib import Path
 
 import jax
 
-from hgpo_jax import cli
 from hgpo_jax import config as configuration
+from hgpo_jax.config import cli
 from hgpo_jax.envs.cli import whole_number
-from hgpo_jax.errors import ConfigError, RunError
 from hgpo_jax.export import policy_folder
-from hgpo_jax.files import CACHE_DIR
-from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import Policy, load_policy
-from hgpo_jax.progress import Progress
+from hgpo_jax.policy.mesh import make_mesh
+from hgpo_jax.utils.errors import ConfigError, RunError
+from hgpo_jax.utils.files import CACHE_DIR
+from hgpo_jax.utils.progress import Progress
 
 KEY = "HGPO_API_KEY"
 SESSIONS = 4096  # that are recorded at a time

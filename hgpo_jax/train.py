@@ -13,8 +13,8 @@ transcripts.txt.
 
 from __future__ import annotations
 
-from hgpo_jax import cli
 from hgpo_jax import config as configuration
+from hgpo_jax.config import cli
 
 
 def main() -> None:
@@ -37,8 +37,8 @@ def main() -> None:
     given = cli.given_fields(args)
     config = configuration.resolve(given) if args.resume == "never" else None
     # Only here: these take seconds to import, and a mistake in a field has been refused by now.
-    from hgpo_jax.config.together import check_given
-    from hgpo_jax.training_run import train
+    from hgpo_jax.setup.validate import check_given
+    from hgpo_jax.trainer.main import train
 
     if config:
         check_given(config, args.overrides)

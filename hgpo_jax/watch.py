@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hgpo_jax import cli
 from hgpo_jax import config as configuration
-from hgpo_jax.errors import ConfigError, printable
-from hgpo_jax.evaluation import sampled_decoding
-from hgpo_jax.job import build, prepare_devices
-from hgpo_jax.run import remote
+from hgpo_jax.config import cli
+from hgpo_jax.evaluation.held_out import sampled_decoding
+from hgpo_jax.setup.job import build, prepare_devices
+from hgpo_jax.utils import remote
+from hgpo_jax.utils.errors import ConfigError, printable
 
 EACH = 8  # tokens of a response whose probabilities are shown one by one; of a longer one the mean and the least
 

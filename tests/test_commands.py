@@ -74,7 +74,7 @@ def test_values_of_fields_are_completed():
 def test_training_starts_without_what_takes_seconds_to_import():
     """PyTorch may be installed, for comparisons; and transformers' configurations of models import it."""
     names = ("torch", "transformers.configuration_utils")
-    code = f"import sys, hgpo_jax.training_run; print([name for name in {names} if name in sys.modules])"
+    code = f"import sys, hgpo_jax.trainer.main; print([name for name in {names} if name in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
     )

@@ -4,15 +4,14 @@ import pytest
 import yaml
 
 from hgpo_jax import config as configuration
-from hgpo_jax import names
 from hgpo_jax.advantages.checks import check_option
-from hgpo_jax.config import CONFIGS, load
-from hgpo_jax.config.together import check_given, check_together
-from hgpo_jax.config.tree import AdvantageConfig
-from hgpo_jax.environments import ENVIRONMENTS, backend
-from hgpo_jax.errors import ConfigError
-from hgpo_jax.learner import correction_level
-from hgpo_jax.methods import METHODS
+from hgpo_jax.config import CONFIGS, choices, load
+from hgpo_jax.config.schema import AdvantageConfig
+from hgpo_jax.learner.algorithms import METHODS
+from hgpo_jax.learner.update import correction_level
+from hgpo_jax.rollout.environments import ENVIRONMENTS, backend
+from hgpo_jax.setup.validate import check_given, check_together
+from hgpo_jax.utils.errors import ConfigError
 
 
 def test_no_option_of_an_estimator_is_refused_only_after_the_warm_start():
@@ -184,8 +183,8 @@ def test_hiper_is_refused_where_answers_have_no_parts():
 
 
 def test_names_are_those_of_the_tables():
-    assert tuple(ENVIRONMENTS) == names.ENVIRONMENTS
-    assert tuple(METHODS) == names.METHODS
+    assert tuple(ENVIRONMENTS) == choices.ENVIRONMENTS
+    assert tuple(METHODS) == choices.METHODS
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from hgpo_jax import diagnostics
 from hgpo_jax.advantages import estimate
+from hgpo_jax.analysis import diagnostics
 
 # The worked example, with a fourth trajectory that repeats the first one's start: A B A C, A B A D, A A C B A, A B C.
 STATES = np.array([[0, 1, 0, 2, 0], [0, 1, 0, 3, 0], [0, 0, 2, 1, 0], [0, 1, 2, 0, 0]])

@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 
 from hgpo_jax import config as configuration
-from hgpo_jax import evaluate, evaluation, evaluation_files, intervals, panels
+from hgpo_jax import evaluate
 from hgpo_jax.envs.household import Household
-from hgpo_jax.errors import ConfigError
+from hgpo_jax.evaluation import files as evaluation_files
+from hgpo_jax.evaluation import held_out, panels
+from hgpo_jax.evaluation import statistics as intervals
 from hgpo_jax.rollout.tasks import task_keys
-from hgpo_jax.run import curves
-from hgpo_jax.sampling import Decoding
+from hgpo_jax.sampling.generate import Decoding
+from hgpo_jax.trainer import curves
+from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.pretended import FakeJob, Runner
 from tests.helpers.training import TINY, command, rows_of
 
@@ -27,7 +30,7 @@ def job():
 
 def test_numbers_are_those_of_a_plain_loop(job):
     seeds = [123, 456, 789]
-    result, episodes = evaluation.evaluate_seeds(job, None, seeds)
+    result, episodes = held_out.evaluate_seeds(job, None, seeds)
     assert len(episodes) == 30  # more than the three tasks: they are played again
     by_seed = [[e for e in episodes if e["seed"] == seed] for seed in seeds]
     wins = [statistics.mean(e["success"] for e in part) for part in by_seed]
@@ -53,7 +56,7 @@ def test_numbers_are_those_of_a_plain_loop(job):
     assert result["over_seeds"]["score"]["mean"] == pytest.approx(statistics.mean(e["score"] for e in episodes))
     assert all(e["transcript"] == f"{e['turns']} turns" for e in episodes)
     assert json.loads(json.dumps(result))["by_seed"]["123"]["success"] == wins[0]
-    shown = evaluation.describe_seeds(result)
+    shown = held_out.describe_seeds(result)
     found = result["over_seeds"]["success"]
     low, high = found["interval"]
     assert f"{found['mean']:.1%}" in shown
@@ -73,7 +76,7 @@ def test_scores_that_are_no_shares_and_types_that_a_seed_has_not(job):
         return result
 
     job.runner.rollout = scored
-    result, _ = evaluation.evaluate_seeds(job, None, seeds)
+    result, _ = held_out.evaluate_seeds(job, None, seeds)
     looks = [numbers["success/look"] for numbers in list(result["by_seed"].values())[:2]]
     assert result["over_seeds"]["success/look"]["mean"] == statistics.mean(looks)
     means = [numbers["score"] for numbers in result["by_seed"].values()]
@@ -94,17 +97,17 @@ def test_failed_episodes_are_told_apart_from_lost_ones(job):
         return result
 
     job.runner.rollout = unlucky
-    _, episodes = evaluation.evaluate_seeds(job, None, [1])
+    _, episodes = held_out.evaluate_seeds(job, None, [1])
     failed = [e["episode"] for e in episodes if e["success"] is None]
     assert failed == [1, 5, 9] and all(episodes[i]["task"] is None and episodes[i]["score"] is None for i in failed)
-    result, transcripts = evaluation.play_both(job, None)
+    result, transcripts = held_out.play_both(job, None)
     assert temperatures[-2:] == [0.4, 0.0]
     for mode, e in zip(("sampled", "greedy"), parts[-2:], strict=True):
         assert result["turns"][mode] == e.mask[[0, 2]].sum() / 2
         assert result["by_task"][mode] == {"place": e.success[[0, 2]].mean()}
     assert transcripts == [f"{e} turns" for e in parts[-2].mask[:3].sum(1)]  # of the sampled ones
     assert result["episodes"] == 3 and result["played"] == {"sampled": 2, "greedy": 2}
-    assert "of 2 tasks" in (shown := evaluation.describe_evaluation(result))
+    assert "of 2 tasks" in (shown := held_out.describe_evaluation(result))
     assert "in 1 of 3 tasks the environment failed" in shown
     lowest = result["success_at_least"]["greedy"]
     assert lowest == parts[-1].success.sum() / 3 and f"{lowest:.1%} if they count as lost" in shown
@@ -119,20 +122,20 @@ def test_success_that_the_environment_does_not_say(job, tmp_path):
         return result._replace(episodes=result.episodes.replace(judged=np.zeros(4, bool), success=np.zeros(4, bool)))
 
     job.runner.rollout = silent
-    result, _ = evaluation.play_both(job, None)
-    assert "success unknown in 3 tasks" in evaluation.describe_evaluation(result)
+    result, _ = held_out.play_both(job, None)
+    assert "success unknown in 3 tasks" in held_out.describe_evaluation(result)
     evaluation_files.write(tmp_path / "evaluation.json", result)
     written = json.loads((tmp_path / "evaluation.json").read_text())
     assert written["success"] == {"sampled": None, "greedy": None} and written["by_task"]["greedy"] == {}
     assert curves.read_held_out(tmp_path)["greedy"].keys() == {"turns", "valid"}
-    result, episodes = evaluation.evaluate_seeds(job, None, [1, 2])
+    result, episodes = held_out.evaluate_seeds(job, None, [1, 2])
     assert {e["success"] for e in episodes} == {None} and not any("success" in name for name in result["over_seeds"])
 
 
 def test_tokens_and_valid_actions_are_per_step(job):
     parts, rollout = [], job.runner.rollout
     job.runner.rollout = lambda *args, **options: parts.append(rollout(*args, **options)) or parts[-1]
-    result, _ = evaluation.evaluate_seeds(job, None, [5])
+    result, _ = held_out.evaluate_seeds(job, None, [5])
     played = [(part.episodes, b) for part in parts for b in range(4)][:10]  # of the last batch only two
     steps = [(e.prompt_lengths[b, t], e.response_lengths[b, t], not e.invalid[b, t])
              for e, b in played for t in range(5) if e.mask[b, t]]  # fmt: skip
@@ -160,7 +163,7 @@ def test_one_of_each_task_type_is_shown():
     for count, expected in ((10, ["episode 0, type 0", "episode 2, type 1", "episode 7, type 4"]),
                             (4, ["episode 0, type 0", "episode 2, type 1", "episode 1, type 0"])):  # fmt: skip
         job = FakeJob(configuration.load(None, [f"evaluation.episodes={count}"]), ManyTypes(num_held_out_tasks=None))
-        episodes, _, shown = evaluation.play_held_out(job, None, Decoding())
+        episodes, _, shown = held_out.play_held_out(job, None, Decoding())
         assert shown == expected
         assert jax.tree.leaves(episodes.prompts) == []
 

@@ -1,4 +1,4 @@
-"""What `hgpo_jax.inspect` says of a run, against plain loops over its steps and against the estimators' own records."""
+"""What `hgpo_jax.analysis` says of a run, against plain loops over its steps and against the estimators' own records."""
 
 import dataclasses
 import io
@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from hgpo_jax import diagnostics, inspect
+from hgpo_jax import analysis
 from hgpo_jax.advantages import estimate
-from hgpo_jax.errors import ConfigError
-from hgpo_jax.inspect import plots
+from hgpo_jax.analysis import diagnostics, plots
 from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.inspected import EXAMPLE, text_run
 
 
 @pytest.fixture(scope="module")
 def dump():
-    return inspect.load(EXAMPLE)
+    return analysis.load(EXAMPLE)
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,8 @@ def some_steps(dump, count=12):
 
 def test_the_last_dump_is_loaded_unless_another_is_asked_for(dump):
     assert dump.iteration == 39
-    early = inspect.load(EXAMPLE, iteration=9)
-    assert early.iteration == inspect.load(EXAMPLE / "episodes" / "iteration-00009.npz").iteration == 9
+    early = analysis.load(EXAMPLE, iteration=9)
+    assert early.iteration == analysis.load(EXAMPLE / "episodes" / "iteration-00009.npz").iteration == 9
     assert early.episodes.success.mean() < dump.episodes.success.mean()
 
 
@@ -67,8 +67,8 @@ def test_roles_are_told_where_there_are_several(dump):
     assert lines[0] == plain[0] and lines[1::2] == plain[1::2]
     for t, (alone, told) in enumerate(zip(plain[2::2], lines[2::2], strict=True)):
         assert told == alone.replace(">", f"role_{t % 2} >", 1)
-    assert f"\n    {team.said(0, 1)}\n" in inspect.step_text(team, team.estimate(), 0, 1)
-    assert inspect.steps_table(team, team.estimate())["role"].tolist() == agents[team.episodes.mask].tolist()
+    assert f"\n    {team.said(0, 1)}\n" in analysis.step_text(team, team.estimate(), 0, 1)
+    assert analysis.steps_table(team, team.estimate())["role"].tolist() == agents[team.episodes.mask].tolist()
     e = team.episodes
     figure = plots.plot_group(team, {"hgpo": team.estimate()}, int(e.groups[0]))
     rows = np.flatnonzero((e.groups == e.groups[0]) & e.mask.any(1))
@@ -90,7 +90,7 @@ def test_groups_are_those_of_a_plain_loop(dump, level):
     for b, t in np.argwhere(e.mask).tolist():
         context = () if level < 0 else tuple(e.states[b, max(0, t - level) : t + 1])
         found.setdefault((int(e.groups[b]), *context), []).append((b, t))
-    ids = inspect.group_ids(e, level)
+    ids = analysis.group_ids(e, level)
     assert (ids[~e.mask] == -1).all()
     assert len(np.unique(ids[e.mask])) == len(found)
     for members in found.values():
@@ -102,7 +102,7 @@ def test_a_level_longer_than_the_episodes_is_their_whole_past():
     e = Episodes(**{name: None for name in Episodes.__dataclass_fields__} | {
         "states": states, "mask": mask, "groups": np.zeros(3, int),
     })  # fmt: skip
-    (a, b), again, (c, d) = inspect.group_ids(e, 7).tolist()
+    (a, b), again, (c, d) = analysis.group_ids(e, 7).tolist()
     assert again == [a, b]
     assert len({a, b, c, d}) == 4
 
@@ -113,7 +113,7 @@ def test_a_level_longer_than_the_episodes_is_their_whole_past():
 def test_a_steps_groups_add_up_to_its_advantage(dump, name, options):
     record = dump.estimate(name, **options)
     for b, t in some_steps(dump):
-        groups = inspect.step_groups(dump, record, b, t)
+        groups = analysis.step_groups(dump, record, b, t)
         assert [g["level"] for g in groups] == [k for k, n in zip(record.levels, record.level_sizes[b, t], strict=True) if n]
         for group in groups:
             column = record.levels.index(group["level"])
@@ -133,13 +133,13 @@ def test_a_steps_groups_add_up_to_its_advantage(dump, name, options):
 
 def test_the_text_of_a_step_names_its_company(dump, hgpo):
     b, t = max(some_steps(dump), key=lambda step: hgpo.level_sizes[tuple(step)][2])
-    text = inspect.step_text(dump, hgpo, b, t, shown=4)
+    text = analysis.step_text(dump, hgpo, b, t, shown=4)
     assert text.count("<- this step") <= 3
     assert f"advantage {hgpo.advantages[b, t]:+.3g}" in text
     for level, size in enumerate(hgpo.level_sizes[b, t]):
         assert f"level {level}: {size} steps" in text
     with pytest.raises(ValueError, match="not one of them"):
-        inspect.step_groups(dump, hgpo, b, dump.turns(b))
+        analysis.step_groups(dump, hgpo, b, dump.turns(b))
 
 
 def test_the_prompt_ends_with_what_was_just_seen(dump):
@@ -160,38 +160,38 @@ def test_the_prompt_ends_with_what_was_just_seen(dump):
 
 
 def test_tables_hold_every_step_once(dump, hgpo):
-    table = inspect.steps_table(dump, hgpo)
+    table = analysis.steps_table(dump, hgpo)
     assert {len(column) for column in table.values()} == {dump.episodes.mask.sum()}
     np.testing.assert_array_equal(table["advantage"], hgpo.advantages[table["episode"], table["turn"]])
     assert {"level1_advantage", "level2_weight"} <= set(table)
     for column, level in enumerate(hgpo.levels):
         sizes = hgpo.level_sizes[..., column][table["episode"], table["turn"]]
         np.testing.assert_array_equal(table[f"level{level}_size"], sizes)
-    differ = inspect.compare(dump)
+    differ = analysis.compare(dump)
     for name in ("grpo", "gigpo", "hgpo"):
         np.testing.assert_allclose(np.mean(differ[name] ** 2), 1, rtol=1e-5)
 
 
 def test_the_transition_graph_counts_every_step(dump, hgpo):
     e = dump.episodes
-    edges = inspect.transitions(dump, hgpo, group=0)
+    edges = analysis.transitions(dump, hgpo, group=0)
     steps = e.mask & (e.groups == 0)[:, None]
     assert edges["count"].sum() == steps.sum()
     assert edges["ends"].sum() == e.success[e.groups == 0].sum()
     np.testing.assert_allclose((edges["count"] * edges["advantage"]).sum(), hgpo.advantages[steps].sum(), atol=1e-3)
-    nothing = inspect.transitions(dump, hgpo, group=10**6)
+    nothing = analysis.transitions(dump, hgpo, group=10**6)
     assert len(nothing["count"]) == 0
 
 
 def test_text_runs_without_a_report_or_a_tokenizer(tmp_path):
-    told = inspect.load(run := text_run(tmp_path / "told", ["a room", "a hall", "a shed"]))
+    told = analysis.load(run := text_run(tmp_path / "told", ["a room", "a hall", "a shed"]))
     assert told.goal(1) == "goal 0: a room"
     assert [told.observation(0, t) for t in range(3)] == ["a room", "a hall", "a shed"]
     assert told.response(2, 1).startswith("answer 2 1")
     assert told.action(2, 1) == "act 2 1"
     assert [told.admissible(1, t) for t in range(2)] == [False, True]
     assert told.state_name(2) == "a shed"
-    untold = inspect.load(text_run(tmp_path / "untold", ["", "", ""], report=False, method="dapo"))
+    untold = analysis.load(text_run(tmp_path / "untold", ["", "", ""], report=False, method="dapo"))
     assert untold.estimator == "grpo"
     assert untold.goal(0) == ""
     assert untold.observation(0, 1) == untold.prompt(0, 1) != ""
@@ -200,15 +200,15 @@ def test_text_runs_without_a_report_or_a_tokenizer(tmp_path):
     assert untold.state_name(2) == "state 2"
     assert "success" in untold.transcript(0)
     shutil.rmtree(run / "policy")
-    unread = inspect.load(run)
+    unread = analysis.load(run)
     assert "> answer 2 1" in unread.transcript(2)
-    assert "act 2 1" in inspect.step_text(unread, unread.estimate(), 2, 1)
+    assert "act 2 1" in analysis.step_text(unread, unread.estimate(), 2, 1)
     with pytest.raises(ConfigError, match="no tokenizer"):
         unread.prompt(2, 1)
 
 
 def test_maps_of_a_group_with_prices_whose_first_episode_failed(tmp_path):
-    told = inspect.load(text_run(tmp_path / "told", ["costs $3", r"$\frac{ $5", "a shed"]))
+    told = analysis.load(text_run(tmp_path / "told", ["costs $3", r"$\frac{ $5", "a shed"]))
     e = told.episodes
     mask, states = e.mask.copy(), e.states.copy()
     mask[0], states[0] = False, 1  # whatever stands there
@@ -236,10 +236,10 @@ def graph_of(figure):
 
 @pytest.mark.parametrize("states", [6, 99])
 def test_the_transition_graph_is_legible(states):
-    dump = inspect.load(EXAMPLE, iteration=9)
+    dump = analysis.load(EXAMPLE, iteration=9)
     record = dump.estimate()
     group = int(np.argmin(np.abs(dump.episodes.success.reshape(-1, 8).mean(1) - 0.5)))
-    edges = inspect.transitions(dump, record, group)
+    edges = analysis.transitions(dump, record, group)
     known = len(set(edges["state"].tolist()) | set(edges["next_state"].tolist()))
     figure = plots.plot_transitions(dump, record, group, states)
     boxes, names, arrows = graph_of(figure)
@@ -281,14 +281,14 @@ def test_refusals_are_one_line(tmp_path):
     ):
         change()
         with pytest.raises(ConfigError, match=fragment) as caught:
-            inspect.load(path)
+            analysis.load(path)
         assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match=r"iteration=3: .*iterations 9, 39"):
-        inspect.load(EXAMPLE, iteration=3)
+        analysis.load(EXAMPLE, iteration=3)
 
 
 def test_the_readmes_example_is_the_step_in_its_picture(dump, hgpo):
-    text = inspect.step_text(dump, hgpo, episode=6, turn=6)
+    text = analysis.step_text(dump, hgpo, episode=6, turn=6)
     assert "> go_to fridge_1\nreturn 8.15, advantage +5.46" in text
     assert "level 2: 3 steps, mean 2.72, advantage +5.43, weight 0.44" in text
 
@@ -297,8 +297,8 @@ def test_estimators_see_groups_of_training_and_the_oracle_all_episodes(dump):
     """GRPO says nothing of an episode that is alone; dealt whole, groups are as they were."""
     few = dataclasses.replace(dump, episodes=jax.tree.map(lambda array: array[:32], dump.episodes))
     options = {"HGPO": {"name": "hgpo"}, "GRPO": {"name": "grpo", "invalid_penalty": 0.0}}
-    whole, dealt, alone = (inspect.oracle_errors(few, options, group_size=size) for size in (0, 8, 1))
-    assert whole == dealt != inspect.oracle_errors(few, options, group_size=4)
+    whole, dealt, alone = (analysis.oracle_errors(few, options, group_size=size) for size in (0, 8, 1))
+    assert whole == dealt != analysis.oracle_errors(few, options, group_size=4)
     oracle = diagnostics.oracle_groups(few.episodes.states, few.episodes.mask, few.episodes.groups)
     returns = few.estimate("hgpo").returns
     assert alone["GRPO"] == diagnostics.against_oracle(np.zeros_like(returns), returns, oracle)

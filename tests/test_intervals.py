@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from hgpo_jax.intervals import korn_graubard, mcnemar, over_seeds, paired_difference, wilson
+from hgpo_jax.evaluation.statistics import korn_graubard, mcnemar, over_seeds, paired_difference, wilson
 
 N = 64
 

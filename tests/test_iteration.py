@@ -12,18 +12,19 @@ import optax
 import pytest
 from flax import nnx
 
-from hgpo_jax import advantages, iteration
+from hgpo_jax import advantages
 from hgpo_jax.config import load
-from hgpo_jax.critic import initialize_critic, make_value_loss, make_values, values_of_episodes
-from hgpo_jax.errors import RunError
-from hgpo_jax.job import Job
-from hgpo_jax.learner import make_map
+from hgpo_jax.learner.batch import TrainingBatch
+from hgpo_jax.learner.critic import initialize_critic, make_value_loss, make_values, values_of_episodes
+from hgpo_jax.learner.update import make_map
 from hgpo_jax.policy import network
 from hgpo_jax.policy.placement import storage_shardings
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.result import RolloutResult
-from hgpo_jax.run.metrics import advantage_metrics, rollout_metrics, rollout_sums
-from hgpo_jax.training_batch import TrainingBatch
+from hgpo_jax.setup.job import Job
+from hgpo_jax.trainer import step
+from hgpo_jax.trainer.metrics import advantage_metrics, rollout_metrics, rollout_sums
+from hgpo_jax.utils.errors import RunError
 from tests.helpers.tiny import MODEL, WORDS, mesh_of, parameters
 
 GROUPS, MEMBERS, T, P, R, O = 4, 3, 5, 6, 3, 2
@@ -62,7 +63,7 @@ def fake_job(batches, method, max_tries=4, roles=("agent",)):
 
 def sample(job):
     """The episodes of an iteration, and its metrics."""
-    (kept, _), sums, counts = iteration.sample(job, None, 0)
+    (kept, _), sums, counts = step.sample(job, None, 0)
     return kept, rollout_metrics(sums) | counts
 
 
@@ -108,7 +109,7 @@ def test_a_method_that_needs_success_refuses_an_unknown_one(method):
     for judged, refused in ((e.mask[:, 0], False), (np.arange(B) != 5, method == "pgpo")):
         job.runner.rollout = lambda *_, judged=judged: RolloutResult(e.replace(judged=judged), report)
         with pytest.raises(RunError, match=r"^method=pgpo: needs to know") if refused else contextlib.nullcontext():
-            iteration.sample(job, None, 0)
+            step.sample(job, None, 0)
 
 
 def test_other_methods_learn_from_everything():
@@ -198,7 +199,7 @@ def test_after_a_time_limit_the_critic_values_what_would_have_come_next(critic):
     params, _ = critic
     e = episodes(3, np.ones(B))
     e = e.replace(prompts=np.random.default_rng(4).integers(1, WORDS, (B, T, P), np.int32))
-    batch, order = iteration.training_batch(e), np.argsort(~e.mask.ravel(), kind="stable")
+    batch, order = step.training_batch(e), np.argsort(~e.mask.ravel(), kind="stable")
     predict = jax.jit(make_map(make_values(MODEL), mesh_of(), microbatch_size=5))
     values, after = values_of_episodes(functools.partial(predict, params), batch, e, order, e.mask.sum())
     some = lambda lengths: np.maximum(lengths, 1)  # noqa: E731

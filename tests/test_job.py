@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from hgpo_jax import config as configuration
-from hgpo_jax.errors import ConfigError
-from hgpo_jax.job import Job, build, job_mesh
-from hgpo_jax.sampling import turn_keys
+from hgpo_jax.sampling.generate import turn_keys
+from hgpo_jax.setup.job import Job, build, job_mesh
+from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.training import TINY
 
 

@@ -6,11 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from hgpo_jax import evaluation, iteration, training, warm_start
 from hgpo_jax.config import load
-from hgpo_jax.job import build
+from hgpo_jax.evaluation import held_out as evaluation
 from hgpo_jax.rollout.result import RolloutResult
-from hgpo_jax.sampling import Decoding
+from hgpo_jax.sampling.generate import Decoding
+from hgpo_jax.setup.job import build
+from hgpo_jax.trainer import behavior_cloning, loop, step
 from tests.helpers.pretended import FakeJob, Runner
 from tests.helpers.tiny import mesh_of
 from tests.helpers.training import TINY
@@ -37,22 +38,22 @@ def test_no_two_parts_of_a_run_draw_from_one_random_key(monkeypatch, tmp_path, s
             note("play", jax.random.split(key, len(tasks)))  # one for each episode
             return play(env, expert, key, tasks, **settings)
 
-        play = warm_start.generate_play
-        monkeypatch.setattr(warm_start, "generate_play", generate_play)
-        monkeypatch.setattr(warm_start.Student, "learn", lambda self, key, steps: (note("cloning", key), (0.0, 0))[1])
-        monkeypatch.setattr(job.runner, "story", lambda *_: warm_start.string)  # nothing was played
-        monkeypatch.setattr(warm_start.string, "text", lambda: "", raising=False)
+        play = behavior_cloning.generate_play
+        monkeypatch.setattr(behavior_cloning, "generate_play", generate_play)
+        monkeypatch.setattr(behavior_cloning.Student, "learn", lambda self, key, steps: (note("cloning", key), (0.0, 0))[1])
+        monkeypatch.setattr(job.runner, "story", lambda *_: behavior_cloning.string)  # nothing was played
+        monkeypatch.setattr(behavior_cloning.string, "text", lambda: "", raising=False)
         monkeypatch.setattr(evaluation, "summarize", lambda *_: dict.fromkeys(("success", "turns", "invalid"), 0.0))
-        monkeypatch.setattr(training, "summarize", evaluation.summarize)
+        monkeypatch.setattr(loop, "summarize", evaluation.summarize)
         play_as = lambda part: monkeypatch.setattr(job.runner, "rollout", functools.partial(rollout, part))  # noqa: E731
         play_as("practice")
-        warm_start.clone(job)
+        behavior_cloning.clone(job)
         play_as("training")
         for number in range(8):
-            iteration.sample(job, None, number)
+            step.sample(job, None, number)
             note("shuffling", job.key(number, 1))
         play_as("validation")
-        training.validate(job, None)
+        loop.validate(job, None)
         play_as("evaluation")
         evaluation.play_held_out(job, None, Decoding())
     shared = {tuple(parts) for parts in used.values() if len(parts) > 1}

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hgpo_jax import losses
+from hgpo_jax.learner import losses
 
 LOGITS, REFERENCE = (jnp.array(np.random.default_rng(seed).normal(size=5)) for seed in (0, 1))
 

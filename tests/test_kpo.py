@@ -9,12 +9,12 @@ import optax
 import pytest
 from flax import nnx
 
-from hgpo_jax import losses, packing
 from hgpo_jax.config import LearnerConfig
-from hgpo_jax.learner import make_policy_loss, make_update, token_logprobs
-from hgpo_jax.methods import METHODS
+from hgpo_jax.learner import losses, packing
+from hgpo_jax.learner.algorithms import METHODS
+from hgpo_jax.learner.batch import TrainingBatch, assign_to_sequences
+from hgpo_jax.learner.update import make_policy_loss, make_update, token_logprobs
 from hgpo_jax.policy import network, shardings
-from hgpo_jax.training_batch import TrainingBatch, assign_to_sequences
 from tests.advantages.oracle_from_papers import kalman_filtered, kpo_objective
 from tests.helpers.tiny import MODEL, WORDS, mesh_of, parameters
 

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from hgpo_jax import config as configuration
-from hgpo_jax.mesh import abstract_mesh
-from hgpo_jax.run.distributed import VARIABLES
+from hgpo_jax.policy.mesh import abstract_mesh
+from hgpo_jax.utils.distributed import VARIABLES
 from tests.helpers.shell import shellcheck
 
 LAUNCH = Path(__file__).parents[1] / "configs" / "launch"

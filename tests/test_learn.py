@@ -10,13 +10,14 @@ import optax
 import pytest
 from flax import nnx
 
-from hgpo_jax import advantages, losses
+from hgpo_jax import advantages
 from hgpo_jax.advantages import estimate
 from hgpo_jax.config import load
-from hgpo_jax.iteration import make_learn
-from hgpo_jax.job import Job
+from hgpo_jax.learner import losses
 from hgpo_jax.policy import network
 from hgpo_jax.rollout.episodes import Episodes, action_ids
+from hgpo_jax.setup.job import Job
+from hgpo_jax.trainer.step import make_learn
 from tests.helpers.tiny import MODEL, WORDS, mesh_of, parameters
 
 B, T, P, R, TEMPERATURE = 6, 4, 5, 3, 0.8

@@ -10,12 +10,12 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from hgpo_jax import packing
 from hgpo_jax.config import LearnerConfig
-from hgpo_jax.learner import MAX_LOGITS, lr_scale, make_optimizer, make_policy_loss, make_update, token_logprobs
-from hgpo_jax.methods import METHODS
+from hgpo_jax.learner import packing
+from hgpo_jax.learner.algorithms import METHODS
+from hgpo_jax.learner.batch import TrainingBatch
+from hgpo_jax.learner.update import MAX_LOGITS, lr_scale, make_optimizer, make_policy_loss, make_update, token_logprobs
 from hgpo_jax.policy import network, shardings
-from hgpo_jax.training_batch import TrainingBatch
 from tests.helpers.tiny import MODEL, WORDS, mesh_of, parameters
 
 CONFIG = LearnerConfig(

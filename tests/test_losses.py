@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hgpo_jax import losses
+from hgpo_jax.learner import losses
 
 N, R = 6, 5
 RNG = np.random.default_rng(0)

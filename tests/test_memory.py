@@ -5,14 +5,14 @@ import re
 import jax
 import pytest
 
-from hgpo_jax import cli, memory
 from hgpo_jax.bench import __main__ as bench
 from hgpo_jax.bench import plan
-from hgpo_jax.config import load
-from hgpo_jax.errors import ConfigError
-from hgpo_jax.mesh import make_mesh
+from hgpo_jax.config import cli, load
 from hgpo_jax.policy import ModelConfig, shapes
+from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.presets import preset
+from hgpo_jax.setup import memory
+from hgpo_jax.utils.errors import ConfigError
 
 SIZES = {
     "vocab_size": 8192, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,

@@ -4,7 +4,7 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from hgpo_jax.mesh import make_mesh, parse_mesh, partition
+from hgpo_jax.policy.mesh import make_mesh, parse_mesh, partition
 
 SPECS = {
     "auto": (8, 1, 1), "data=8": (8, 1, 1), "data=2,fsdp=4": (2, 4, 1), "data=2,fsdp=2,tensor=2": (2, 2, 2),

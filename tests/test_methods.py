@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from hgpo_jax import inspect, losses, report
+from hgpo_jax import analysis, report
 from hgpo_jax.config import LearnerConfig
 from hgpo_jax.envs.household import HouseholdTeam
-from hgpo_jax.learner import make_policy_loss, token_logprobs
-from hgpo_jax.methods import METHODS
+from hgpo_jax.learner import losses
+from hgpo_jax.learner.algorithms import METHODS
+from hgpo_jax.learner.batch import TrainingBatch
+from hgpo_jax.learner.update import make_policy_loss, token_logprobs
 from hgpo_jax.policy import network
-from hgpo_jax.run import curves
-from hgpo_jax.training_batch import TrainingBatch
+from hgpo_jax.trainer import curves
 from tests.helpers import fork_server
 from tests.helpers.glossary import unexplained
 from tests.helpers.tiny import MODEL, WORDS, parameters
@@ -80,7 +81,7 @@ def test_a_team_learns_and_its_roles_are_shown(train):
         by_role = lambda part, row=row: [row[f"by_role/{part}/{role}"] for role in HouseholdTeam.roles]  # noqa: E731
         turns, shares = by_role("turns"), by_role("logp_gradient_share")
         assert sum(turns) == pytest.approx(row["turns"]) and sum(shares) == pytest.approx(1)
-    dump = inspect.load(run)
+    dump = analysis.load(run)
     first = int(dump.episodes.mask.sum(1).argmax())
     assert [dump.role(first, turn) for turn in range(6)] == ["searcher", *["carrier"] * 4, "searcher"]
     assert "\n    searcher > " in dump.transcript(first) and dump.estimators[0] == "dr_mas"

@@ -6,9 +6,8 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from hgpo_jax import model_card
 from hgpo_jax.config import load
-from hgpo_jax.policy import huggingface
+from hgpo_jax.policy import huggingface, model_card
 
 RESULT = {
     "episodes": 140, "temperature": 0.4, "success": {"sampled": 0.75, "greedy": 0.625},

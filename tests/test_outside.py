@@ -14,13 +14,13 @@ import pytest
 
 from hgpo_jax.advantages import ESTIMATORS
 from hgpo_jax.config import describe, load
-from hgpo_jax.config.together import check_together
-from hgpo_jax.environments import backend, environment, max_turns
 from hgpo_jax.envs import outside
-from hgpo_jax.errors import ConfigError
-from hgpo_jax.job import build
-from hgpo_jax.methods import method_named
-from hgpo_jax.run import provenance
+from hgpo_jax.learner.algorithms import method_named
+from hgpo_jax.rollout.environments import backend, environment, max_turns
+from hgpo_jax.setup.job import build
+from hgpo_jax.setup.validate import check_together
+from hgpo_jax.trainer import provenance
+from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.chat_tokenizers import byte_tokenizer
 from tests.helpers.training import TINY, command, rows_of
 
@@ -187,7 +187,7 @@ def test_a_module_and_an_entry_point(here, monkeypatch):
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: added\nVersion: 1.0\n")
     (package / "entry_points.txt").write_text(
-        "[hgpo_jax.environments]\nlong_corridor = my_rooms:Corridor\n[hgpo_jax.estimators]\nmine = learning:plain\n"
+        "[hgpo_jax.rollout.environments]\nlong_corridor = my_rooms:Corridor\n[hgpo_jax.estimators]\nmine = learning:plain\n"
     )
     outside.installed.cache_clear()
     try:

@@ -5,11 +5,11 @@ import pytest
 
 from hgpo_jax import advantages
 from hgpo_jax.config import load
-from hgpo_jax.errors import ConfigError, RunError
-from hgpo_jax.job import build
-from hgpo_jax.methods import check_numbers, method_named
+from hgpo_jax.learner.algorithms import check_numbers, method_named
 from hgpo_jax.rollout.episodes import Episodes
-from hgpo_jax.run.alarms import Alarms
+from hgpo_jax.setup.job import build
+from hgpo_jax.trainer.alarms import Alarms
+from hgpo_jax.utils.errors import ConfigError, RunError
 from tests.helpers.tiny import mesh_of
 from tests.run.test_alarms import row
 
@@ -60,7 +60,7 @@ NUMPY = "NumPy cannot be compiled; use jax.numpy in its place"
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
     monkeypatch.setattr(advantages, "ESTIMATORS", dict(advantages.ESTIMATORS))
-    monkeypatch.setattr("hgpo_jax.methods.ESTIMATORS", advantages.ESTIMATORS)
+    monkeypatch.setattr("hgpo_jax.learner.algorithms.ESTIMATORS", advantages.ESTIMATORS)
     file = tmp_path / "mine.py"
     file.write_text(MINE)
     return lambda name: f"{file}:{name}"

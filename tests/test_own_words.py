@@ -3,10 +3,10 @@
 import pytest
 
 from hgpo_jax.config import load
-from hgpo_jax.errors import ConfigError
-from hgpo_jax.own_words import fresh_tokenizer, template_of
 from hgpo_jax.policy.chat_frame import ChatFrame
 from hgpo_jax.rollout.chat_format import ChatFormat, PromptInput
+from hgpo_jax.rollout.env_tokenizer import fresh_tokenizer, template_of
+from hgpo_jax.utils.errors import ConfigError
 
 ENV = '''
 class Colours:

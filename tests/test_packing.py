@@ -8,11 +8,11 @@ from flax import nnx
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hgpo_jax import packing
-from hgpo_jax.learner import token_logprobs
-from hgpo_jax.packing import SequenceShape
+from hgpo_jax.learner import packing
+from hgpo_jax.learner.batch import TrainingBatch, assign_to_sequences, gather_microbatch
+from hgpo_jax.learner.packing import SequenceShape
+from hgpo_jax.learner.update import token_logprobs
 from hgpo_jax.policy import network
-from hgpo_jax.training_batch import TrainingBatch, assign_to_sequences, gather_microbatch
 from tests.helpers.tiny import MODEL, parameters
 
 SHAPE = SequenceShape(slots=12, predictions=5, max_segments=3)

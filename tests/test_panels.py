@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from hgpo_jax import config as configuration
-from hgpo_jax import panels
-from hgpo_jax.errors import ConfigError
-from hgpo_jax.intervals import wilson
+from hgpo_jax.evaluation import panels
+from hgpo_jax.evaluation.statistics import wilson
 from hgpo_jax.rollout.tasks import task_numbers
+from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.needs import DATA
 from tests.helpers.pretended import FakeJob, Runner
 

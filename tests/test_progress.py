@@ -5,8 +5,8 @@ import threading
 import jax
 import pytest
 
-from hgpo_jax import progress
-from hgpo_jax.progress import COMPILE, CompileWatch, Progress
+from hgpo_jax.utils import progress
+from hgpo_jax.utils.progress import COMPILE, CompileWatch, Progress
 
 
 def test_plain_lines_where_there_is_no_terminal(monkeypatch, capsys):

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from hgpo_jax import cli
+from hgpo_jax.config import cli
 from tests.helpers.inspected import EXAMPLE
 
 HF = Path(__file__).parent / "policy" / "data" / "qwen2_tiny"
@@ -34,7 +34,7 @@ def here(folder, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(jax, "set_mesh", lambda mesh: None)
     monkeypatch.setattr(type(jax.config), "update", lambda *_: None)
-    monkeypatch.setattr("hgpo_jax.training_run.Training", lambda *_: pytest.fail("was not refused"))
+    monkeypatch.setattr("hgpo_jax.trainer.main.Training", lambda *_: pytest.fail("was not refused"))
     return folder
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hgpo_jax import inspect, report
-from hgpo_jax.errors import ConfigError
-from hgpo_jax.run import curves
+from hgpo_jax import analysis, report
+from hgpo_jax.trainer import curves
+from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.inspected import EXAMPLE, text_run
 
 ESTIMATORS = ("hgpo", "gigpo", "grpo", "eb_gae")  # one of each kind: tracing all of them takes most of the time
@@ -47,7 +47,7 @@ class Page(html.parser.HTMLParser):
 @pytest.fixture(scope="module", autouse=True)
 def few_estimators():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inspect.Dump, "estimators", ESTIMATORS)
+        patch.setattr(analysis.Dump, "estimators", ESTIMATORS)
         yield
 
 
@@ -64,7 +64,7 @@ def page(content):
 def test_what_is_embedded_is_what_the_run_says(content, page):
     data = Page(page).data
     assert data == json.loads(json.dumps(content["data"]))
-    dump = inspect.load(EXAMPLE)
+    dump = analysis.load(EXAMPLE)
     assert [run["dumps"][0]["iteration"] for run in data["runs"]] == [39, 39]
     assert data["runs"][0]["x"] == list(range(40))
     rows = [json.loads(line) for line in (EXAMPLE / "metrics.jsonl").read_text().splitlines()]
@@ -103,7 +103,7 @@ def test_what_is_embedded_is_what_the_run_says(content, page):
 
 
 def test_groups_with_mixed_outcomes_are_chosen():
-    dump = inspect.load(EXAMPLE)
+    dump = analysis.load(EXAMPLE)
     e = dump.episodes
     chosen = report.choose(dump, 4)
     mixed = {g for g in range(32) if 0 < e.success[e.groups == g].mean() < 1}
@@ -344,7 +344,7 @@ def test_charts_and_browser_in_chromium(page, narrow, width, tmp_path):
     said = narrow if width < 1000 else probe(page, tmp_path, width)
     assert said["charts"] == str(len(curves.LEARNING) + len(curves.GROUPS))
     assert int(said["cells"]) > 50
-    dump = inspect.load(EXAMPLE)
+    dump = analysis.load(EXAMPLE)
     record = dump.estimate()
     group = report.choose(dump, 2)[0]
     rows = np.flatnonzero(dump.episodes.groups == group)  # episodes are numbered within their task
@@ -399,12 +399,12 @@ def test_charts_in_chromium(narrow):
 @pytest.mark.needs("chromium")
 @pytest.mark.parametrize(("known", "episode"), [(True, 3), (False, 99)])
 def test_a_link_opens_its_step(known, episode, single, tmp_path):
-    group = report.choose(inspect.load(EXAMPLE), 2)[1]
+    group = report.choose(analysis.load(EXAMPLE), 2)[1]
     said = probe(single, tmp_path, address=f"#step/0/39/{group}/{episode}/2/gigpo")
     assert said["lost"] == str(not known).lower()
     assert said["start"].startswith("Episode 3, turn 2, ") == known
     if known:
-        dump = inspect.load(EXAMPLE)
+        dump = analysis.load(EXAMPLE)
         row = np.flatnonzero(dump.episodes.groups == group)[episode]
         spoken = re.search(r"advantage ([+−]?[\d.]+)", said["start"])[1].replace("−", "-")
         assert float(spoken) == pytest.approx(float(dump.estimate("gigpo").advantages[row, 2]), rel=6e-3)

@@ -8,17 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hgpo_jax import iteration
 from hgpo_jax.config import load
-from hgpo_jax.config.together import check_together
-from hgpo_jax.errors import ConfigError, RunError
-from hgpo_jax.job import Job
-from hgpo_jax.rewards import make_reward
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.result import RolloutReport, RolloutResult
 from hgpo_jax.rollout.reward_functions import read_rewards
-from hgpo_jax.run import provenance
-from hgpo_jax.run.metrics import rollout_metrics, rollout_sums
+from hgpo_jax.rollout.rewards import make_reward
+from hgpo_jax.setup.job import Job
+from hgpo_jax.setup.validate import check_together
+from hgpo_jax.trainer import provenance, step
+from hgpo_jax.trainer.metrics import rollout_metrics, rollout_sums
+from hgpo_jax.utils.errors import ConfigError, RunError
 from tests.helpers.chat_tokenizers import byte_tokenizer
 from tests.helpers.training import TINY, command, rows_of
 
@@ -106,7 +105,7 @@ def test_a_run_whose_function_fails_in_every_episode_ends(here):
     runner = types.SimpleNamespace(rollout=rollout, select_tasks=lambda *which: None, roles=("agent",))
     job = Job(config=config, mesh=None, policy=None, adapted=None, runner=runner, reward=reward(*fields))
     with pytest.raises(RunError, match=r"^iteration 5: all 3 episodes failed, in the first one: reward: ZeroDivisionError: "):
-        iteration.sample(job, None, 4)
+        step.sample(job, None, 4)
 
 
 def test_a_function_can_replace_the_environments_reward_and_is_not_asked_of_episodes_that_failed_before(here):
@@ -151,7 +150,7 @@ def test_answers_near_their_limit_are_punished_as_in_dapo(method):
     runner = types.SimpleNamespace(
         rollout=lambda *_: RolloutResult(e, None), select_tasks=lambda *which: None, roles=("searcher", "carrier")
     )
-    (got, _), sums, _ = iteration.sample(Job(config, None, None, None, runner), None, 0)
+    (got, _), sums, _ = step.sample(Job(config, None, None, None, runner), None, 0)
     expected = np.zeros((4, 3))
     for episode, turn in np.argwhere(e.mask):
         room = (40 if e.agents[episode, turn] else 100) - 20 - int(e.response_lengths[episode, turn])

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from flax import nnx, struct
 
-from hgpo_jax.learner import token_logprobs
-from hgpo_jax.mesh import make_mesh
+from hgpo_jax.learner.batch import TrainingBatch
+from hgpo_jax.learner.update import token_logprobs
 from hgpo_jax.policy import ModelConfig, initialize, network, shardings
+from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.rollout.compiled import make_continuations, make_rollout, replay
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.tasks import task_keys
-from hgpo_jax.sampling import Decoding
-from hgpo_jax.training_batch import TrainingBatch
+from hgpo_jax.sampling.generate import Decoding
 from tests.helpers.plain_rollout import check_against_plain_play
 
 CELLS, END, ACT, VOCABULARY = 5, 6, 7, 8

@@ -10,12 +10,20 @@ from flax import nnx
 from scipy import stats
 from scipy.special import log_softmax
 
-from hgpo_jax import sampling
-from hgpo_jax.learner import token_logprobs
-from hgpo_jax.mesh import make_mesh
+from hgpo_jax.learner.batch import TrainingBatch
+from hgpo_jax.learner.update import token_logprobs
 from hgpo_jax.policy import ModelConfig, Policy, initialize, network, shardings
-from hgpo_jax.sampling import COMPACT_FROM, Decoding, generate, make_decode_blocks, make_sampler, sample_token, turn_keys
-from hgpo_jax.training_batch import TrainingBatch
+from hgpo_jax.policy.mesh import make_mesh
+from hgpo_jax.sampling.generate import (
+    COMPACT_FROM,
+    Decoding,
+    argmax,
+    generate,
+    make_decode_blocks,
+    make_sampler,
+    sample_token,
+    turn_keys,
+)
 
 LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, 1.5], np.float32)
 DRAWS = 20_000
@@ -86,8 +94,8 @@ def test_only_the_most_likely_tokens_are_drawn(top_k, top_p):
 
 def test_argmax_is_the_first_of_the_largest():
     values = np.array([[1, 3, 3, 0], [-np.inf] * 4, [np.inf, 0, np.inf, 1], [0, 0, 0, 1]], np.float32)
-    np.testing.assert_array_equal(sampling.argmax(values), np.argmax(values, axis=1))
-    assert 0 <= int(sampling.argmax(np.array([[0, np.nan, 1]], np.float32))[0]) < 3
+    np.testing.assert_array_equal(argmax(values), np.argmax(values, axis=1))
+    assert 0 <= int(argmax(np.array([[0, np.nan, 1]], np.float32))[0]) < 3
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from hgpo_jax import config as configuration
-from hgpo_jax import evaluate, panels, served
-from hgpo_jax.errors import ConfigError, RunError
+from hgpo_jax import evaluate
+from hgpo_jax.evaluation import panels, served
+from hgpo_jax.evaluation.served import ServedPolicy
 from hgpo_jax.rollout.chat_format import PromptInput, load_template, project
 from hgpo_jax.rollout.tasks import task_numbers
-from hgpo_jax.sampling import Decoding
-from hgpo_jax.served import ServedPolicy
+from hgpo_jax.sampling.generate import Decoding
+from hgpo_jax.utils.errors import ConfigError, RunError
 from tests.helpers.halls import Halls
 
 TURNS, COUNT = 6, 10

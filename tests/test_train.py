@@ -14,15 +14,17 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from hgpo_jax import cli, evaluate, train, training_run
 from hgpo_jax import config as configuration
-from hgpo_jax.environments import household
-from hgpo_jax.learner import token_logprobs
+from hgpo_jax import evaluate, train
+from hgpo_jax.config import cli
+from hgpo_jax.learner.batch import TrainingBatch
+from hgpo_jax.learner.update import token_logprobs
 from hgpo_jax.policy import load_policy
 from hgpo_jax.policy.tokenizer import ACT
+from hgpo_jax.rollout.environments import household
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.tasks import task_keys
-from hgpo_jax.training_batch import TrainingBatch
+from hgpo_jax.trainer import main as training_run
 from tests.helpers.plain_rollout import check_against_plain_play
 from tests.helpers.tiny import mesh_of
 from tests.helpers.training import TINY, command, rows_of
@@ -270,8 +272,10 @@ def test_a_run_that_was_interrupted_in_its_evaluation_only_evaluates(tiny_train,
 
 
 FAILS_IN_THE_THIRD_ROLLOUT = """
-from hgpo_jax import cli, train, training
-from hgpo_jax.errors import RunError
+from hgpo_jax.config import cli
+from hgpo_jax import train
+from hgpo_jax.trainer import loop as training
+from hgpo_jax.utils.errors import RunError
 sample = training.sample
 def failing(job, params, iteration):
     if iteration == 2:

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from hgpo_jax import diagnostics
+from hgpo_jax.analysis import diagnostics
+from hgpo_jax.analysis.true_advantages import true_advantages
 from hgpo_jax.config import load
-from hgpo_jax.errors import ConfigError
-from hgpo_jax.job import build
-from hgpo_jax.learner import token_logprobs
-from hgpo_jax.mesh import make_mesh
+from hgpo_jax.learner.batch import TrainingBatch
+from hgpo_jax.learner.update import token_logprobs
 from hgpo_jax.policy import network
+from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.tokenizer import ACT
-from hgpo_jax.training_batch import TrainingBatch
-from hgpo_jax.true_advantages import true_advantages
+from hgpo_jax.setup.job import build
+from hgpo_jax.utils.errors import ConfigError
 from tests.test_outside import COMPILED
 
 SIZE, T, GAMMA = 4, 5, 0.9

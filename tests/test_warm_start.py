@@ -14,48 +14,48 @@ import optax
 import pytest
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from hgpo_jax import warm_start
 from hgpo_jax.config import load
-from hgpo_jax.job import build
 from hgpo_jax.policy import LoraConfig, ModelConfig
 from hgpo_jax.policy.placement import shapes
+from hgpo_jax.setup.job import build
+from hgpo_jax.trainer import behavior_cloning
 from tests.helpers.tiny import mesh_of
 
 ROOT = Path(__file__).parents[1]
 
 
 def names(files) -> set[str]:
-    return {Path(file).absolute().relative_to(warm_start.ROOT).as_posix() for file in files}
+    return {Path(file).absolute().relative_to(behavior_cloning.ROOT).as_posix() for file in files}
 
 
 def test_every_module_that_is_reached_is_in_the_key():
     finder = ModuleFinder(path=[str(ROOT)])  # the standard library's own walk, over the compiled code
-    finder.import_hook("hgpo_jax.warm_start")
+    finder.import_hook("hgpo_jax.trainer.behavior_cloning")
     reached = names(module.__file__ for module in finder.modules.values() if module.__file__)
     assert {f"hgpo_jax/{name}.py" for name in ("learner", "mesh", "policy/placement", "envs/household/expert")} <= reached
-    assert reached <= names(warm_start.sources())
+    assert reached <= names(behavior_cloning.sources())
 
 
 @pytest.fixture
 def copied(tmp_path, monkeypatch):
     """The sources where they can be changed."""
     shutil.copytree(ROOT / "hgpo_jax", tmp_path / "hgpo_jax", ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(warm_start, "ROOT", tmp_path)
+    monkeypatch.setattr(behavior_cloning, "ROOT", tmp_path)
     return tmp_path
 
 
 def test_a_byte_of_a_source_changes_the_key(copied, monkeypatch):
     config = load()
-    before = warm_start.cache_key(config)
+    before = behavior_cloning.cache_key(config)
     (copied / "hgpo_jax" / "never_imported.py").write_text("x = 1\n")
-    assert warm_start.cache_key(config) == before
+    assert behavior_cloning.cache_key(config) == before
     # Which files these are is the same, and takes most of the time to find.
-    monkeypatch.setattr(warm_start, "sources", functools.partial(list, warm_start.sources()))
-    for name in ("losses.py", "policy/placement.py", "envs/household/env.py"):
+    monkeypatch.setattr(behavior_cloning, "sources", functools.partial(list, behavior_cloning.sources()))
+    for name in ("learner/losses.py", "policy/placement.py", "envs/household/env.py"):
         file = copied / "hgpo_jax" / name
         kept = file.read_bytes()
         file.write_bytes(kept + b"\n")
-        assert warm_start.cache_key(config) != before, file
+        assert behavior_cloning.cache_key(config) != before, file
         file.write_bytes(kept)
 
 
@@ -66,7 +66,7 @@ IMPORTS = (
 
 
 def test_every_way_to_import_is_followed(copied):
-    learner = copied / "hgpo_jax" / "learner.py"
+    learner = copied / "hgpo_jax" / "learner/update.py"
     learner.write_text("\n".join([learner.read_text(), *IMPORTS, ""]))
     for number in range(len(IMPORTS)):
         (copied / "hgpo_jax" / f"extra{number}").mkdir()
@@ -75,20 +75,21 @@ def test_every_way_to_import_is_followed(copied):
         (copied / "hgpo_jax" / "envs" / f"unheard_of{number}.py").write_text("")
     extras = {f"hgpo_jax/{name}{n}{end}" for n in range(len(IMPORTS)) for name, end in
               (("extra", "/__init__.py"), ("envs/unheard_of", ".py"))}  # fmt: skip
-    assert extras <= names(warm_start.sources())
+    assert extras <= names(behavior_cloning.sources())
 
 
 @pytest.fixture
 def key(monkeypatch):
     """`key(*fields)`, of the sources apart."""
-    monkeypatch.setattr(warm_start, "sources", list)
-    return lambda *fields: warm_start.cache_key(load(None, list(fields)))
+    monkeypatch.setattr(behavior_cloning, "sources", list)
+    return lambda *fields: behavior_cloning.cache_key(load(None, list(fields)))
 
 
 def test_a_release_of_what_computes_changes_the_key(monkeypatch, key):
     really, keys = importlib.metadata.version, set()
     for package in ("none", "jax", "jaxlib", "flax", "optax"):
-        monkeypatch.setattr(warm_start, "version", lambda name, package=package: "0.0" if name == package else really(name))
+        changed = lambda name, package=package: "0.0" if name == package else really(name)  # noqa: E731
+        monkeypatch.setattr(behavior_cloning, "version", changed)
         keys.add(key())
     assert len(keys) == 5
 
@@ -124,7 +125,7 @@ def test_runs_that_share_a_start_begin_with_the_same_policy_and_other_tasks(tmp_
     """What is cloned has nothing of the run's own seed; without a cache, so that both are made."""
     small = ["rollout.prompt_groups=2", "cloning.max_steps=3", "cloning.check_every=3", "cloning.episodes=64"]
     jobs = [build(load(None, [*small, *more]), mesh_of()) for more in (["seed=3"], ["seed=4", "cloning.seed=3"], ["seed=4"])]
-    same, shared, other = (tree_leaves_with_path(warm_start.clone(job)) for job in jobs)
+    same, shared, other = (tree_leaves_with_path(behavior_cloning.clone(job)) for job in jobs)
     for (place, a), (_, b) in zip(same, shared, strict=True):
         np.testing.assert_array_equal(a, b, err_msg=keystr(place))
     assert any((np.asarray(a) != b).any() for (_, a), (_, b) in zip(same, other, strict=True))
@@ -145,7 +146,7 @@ def test_what_is_cloned_from_texts_depends_on_the_shared_seed_alone():
     found = []
     for more in (["seed=3"], ["seed=4", "cloning.seed=3"], ["seed=4"]):
         job = build(load("text_small", [*small, *more]), mesh_of())
-        rows, _ = warm_start.demonstrations(job, jnp.arange(4))
+        rows, _ = behavior_cloning.demonstrations(job, jnp.arange(4))
         found.append((np.asarray(rows.prompts), np.asarray(rows.responses)))
     same, shared, other = found
     for a, b in zip(same, shared, strict=True):
@@ -167,7 +168,7 @@ def test_muon_makes_the_steps_of_the_layers_kernels_orthogonal_and_all_else_take
         return optimizer.update(gradient, optimizer.init(params), params)[0]
 
     clipped = optax.tree.scale(1 / optax.tree.norm(gradient), gradient)
-    steps = first_step(warm_start.make_optimizer("muon", lambda _: 0.1))
+    steps = first_step(behavior_cloning.make_optimizer("muon", lambda _: 0.1))
     adams = first_step(optax.chain(optax.clip_by_global_norm(1.0), optax.nadam(0.1, b2=0.98)))
     kernels = 0
     for (path, step), like_adam, g in zip(tree_leaves_with_path(steps), *map(jax.tree.leaves, (adams, clipped)), strict=True):

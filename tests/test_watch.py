@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hgpo_jax import watch
-from hgpo_jax.errors import ConfigError
+from hgpo_jax.utils.errors import ConfigError
 
 
 def test_probabilities_are_those_of_the_tokens():

@@ -9,19 +9,20 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from hgpo_jax import iteration, memory
 from hgpo_jax.config import load
-from hgpo_jax.config.together import check_together
-from hgpo_jax.environments import ENVIRONMENTS, role_names
-from hgpo_jax.errors import ConfigError
-from hgpo_jax.job import build, make_sets
-from hgpo_jax.learner import token_logprobs
-from hgpo_jax.names import ROLES
+from hgpo_jax.config.choices import ROLES
+from hgpo_jax.config.policies import config_of, set_of_each, weight_sets
+from hgpo_jax.learner.batch import TrainingBatch
+from hgpo_jax.learner.update import token_logprobs
 from hgpo_jax.policy import network
 from hgpo_jax.policy.tokenizer import word_tokenizer
-from hgpo_jax.training_batch import TrainingBatch
-from hgpo_jax.warm_start import demonstrations
-from hgpo_jax.weight_sets import config_of, set_of_each, weight_sets
+from hgpo_jax.rollout.environments import ENVIRONMENTS, role_names
+from hgpo_jax.setup import memory
+from hgpo_jax.setup.job import build, make_sets
+from hgpo_jax.setup.validate import check_together
+from hgpo_jax.trainer import step as iteration
+from hgpo_jax.trainer.behavior_cloning import demonstrations
+from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.tiny import mesh_of
 from tests.helpers.training import TINY, command, rows_of
 

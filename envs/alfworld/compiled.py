@@ -27,12 +27,12 @@ from flax import struct
 from hgpo_jax.envs.alfworld import bits
 from hgpo_jax.envs.alfworld.commands import Layout, admissible
 from hgpo_jax.envs.alfworld.dataset import TASK_TYPES
+from hgpo_jax.envs.alfworld.game import WON_REWARD
 from hgpo_jax.envs.alfworld.habits import kinds_of, search_order
 from hgpo_jax.envs.alfworld.phrases import ID, LINKS, VERBS, command, join
 from hgpo_jax.envs.alfworld.sheets import CAN, MARKS, PLACE_CAN
 from hgpo_jax.envs.alfworld.tables import Games, Tables
 from hgpo_jax.envs.alfworld.telling import Deed, tell
-from hgpo_jax.envs.alfworld.text import WON_REWARD
 
 NOTHING = -1  # what empty hands hold
 

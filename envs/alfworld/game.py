@@ -22,6 +22,7 @@ from hgpo_jax.envs.alfworld.query import Row, View
 from hgpo_jax.envs.alfworld.rules import ActionRule, Rules, State, rules_for
 
 NOTHING_HAPPENS = "Nothing happens."
+WON_REWARD = 10.0  # as verl-agent pays
 MEMO_LIMIT = 256  # remembered command lists per action and game; a house has about 40 places
 INTRO = parse_text("#intro#")
 _GOAL = re.compile(r'Your task is to: ([^"]*?)\.?"')

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from hgpo_jax.envs.alfworld.dataset import TASK_TYPES
-from hgpo_jax.envs.alfworld.game import Game, load_game
+from hgpo_jax.envs.alfworld.game import WON_REWARD, Game, load_game
 
-WON_REWARD = 10.0  # as verl-agent pays
 HELP = "help"  # admissible in newer releases, but no command to show an agent
 
 

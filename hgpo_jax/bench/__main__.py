@@ -6,9 +6,9 @@ import json
 import sys
 from pathlib import Path
 
-from hgpo_jax import cli
 from hgpo_jax.bench import accelerator, advantages, environments, limits, plan, rollout, sample, serving, training, update
-from hgpo_jax.errors import ConfigError
+from hgpo_jax.config import cli
+from hgpo_jax.utils.errors import ConfigError
 
 BENCHES = {
     "accelerator": (accelerator, "one command for a lent accelerator: what no CPU can show, within a number of minutes"),

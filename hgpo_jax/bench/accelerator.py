@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from hgpo_jax.bench.limits import row
-from hgpo_jax.errors import ConfigError
+from hgpo_jax.utils.errors import ConfigError
 
 BENCH, TRAIN = "hgpo_jax.bench", "hgpo_jax.train"
 BF16 = ["--dtype", "bfloat16", "--mesh", "data=1"]

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 
 from hgpo_jax.bench.limits import decode_flops, forward_flops, read_bytes
 from hgpo_jax.config import Config
-from hgpo_jax.environments import backend, max_turns
-from hgpo_jax.learner import correction_level
-from hgpo_jax.memory import Workload
-from hgpo_jax.methods import method_named
+from hgpo_jax.learner.algorithms import method_named
+from hgpo_jax.learner.update import correction_level
+from hgpo_jax.rollout.environments import backend, max_turns
+from hgpo_jax.setup.memory import Workload
 
 # Of one device: operations per second of dense bfloat16 products, bytes per second of its memory (vendors' data sheets).
 RATES = {

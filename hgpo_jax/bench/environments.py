@@ -21,19 +21,19 @@ import numpy as np
 from hgpo_jax.bench.limits import alternate
 from hgpo_jax.bench.told import measure_told
 from hgpo_jax.config import PolicyConfig
-from hgpo_jax.environments import webshop_files
 from hgpo_jax.envs.cli import whole_number
 from hgpo_jax.envs.household import TASKS, Household
 from hgpo_jax.envs.household.expert import random_action
 from hgpo_jax.envs.household.world import ROOMS
 from hgpo_jax.envs.waiting import Waiting
-from hgpo_jax.errors import ConfigError
-from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import ModelConfig, initialize, network
+from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.tokenizer import read_tokenizer
 from hgpo_jax.rollout.chat_format import ParsedResponse, Prompt
+from hgpo_jax.rollout.environments import webshop_files
 from hgpo_jax.rollout.host import HostRollout
-from hgpo_jax.sampling import Decoding
+from hgpo_jax.sampling.generate import Decoding
+from hgpo_jax.utils.errors import ConfigError
 
 GAMES = 20  # of a split, evenly spread
 # What a row's value must stay below, in its unit.

@@ -26,22 +26,22 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from hgpo_jax import cli, memory
 from hgpo_jax.bench import duration, limits
-from hgpo_jax.config import Config
-from hgpo_jax.environments import backend, environment, max_turns
-from hgpo_jax.errors import ConfigError
-from hgpo_jax.learner import aggregation, make_optimizer, make_policy_loss, make_update
-from hgpo_jax.mesh import abstract_mesh, make_mesh
-from hgpo_jax.methods import method_named
+from hgpo_jax.config import Config, cli
+from hgpo_jax.learner.algorithms import method_named
+from hgpo_jax.learner.batch import TrainingBatch
+from hgpo_jax.learner.update import aggregation, make_optimizer, make_policy_loss, make_update
 from hgpo_jax.policy import network, shapes, shardings
+from hgpo_jax.policy.mesh import abstract_mesh, make_mesh
 from hgpo_jax.policy.placement import shardings_like
 from hgpo_jax.policy.source import load_tokenizer
 from hgpo_jax.rollout.compiled_text import CompiledTextRollout
-from hgpo_jax.rollout.slots import SlotPrograms
-from hgpo_jax.runners import TextRunner
-from hgpo_jax.sampling import Decoding, make_decode_blocks, make_sampler
-from hgpo_jax.training_batch import TrainingBatch
+from hgpo_jax.rollout.environments import backend, environment, max_turns
+from hgpo_jax.rollout.runners import TextRunner
+from hgpo_jax.sampling.continuous_batching import SlotPrograms
+from hgpo_jax.sampling.generate import Decoding, make_decode_blocks, make_sampler
+from hgpo_jax.setup import memory
+from hgpo_jax.utils.errors import ConfigError
 
 TOPOLOGIES = {"v4": "tpu-v4", "v5e": "tpu-v5e", "v5p": "tpu-v5p", "v6e": "tpu-v6e"}
 ELEMENT = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "pred": 1, "s8": 1, "u8": 1}

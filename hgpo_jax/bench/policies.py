@@ -10,14 +10,14 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from hgpo_jax import memory
 from hgpo_jax.config import Config
 from hgpo_jax.envs.cli import whole_number
-from hgpo_jax.errors import ConfigError
-from hgpo_jax.job import open_devices, prepare_devices
-from hgpo_jax.mesh import abstract_mesh, make_mesh
 from hgpo_jax.policy import ModelConfig, shapes, shardings
+from hgpo_jax.policy.mesh import abstract_mesh, make_mesh
 from hgpo_jax.policy.presets import FAMILIES, preset
+from hgpo_jax.setup import memory
+from hgpo_jax.setup.job import open_devices, prepare_devices
+from hgpo_jax.utils.errors import ConfigError
 
 SIZES = {
     "layers": "num_hidden_layers", "width": "hidden_size", "inner": "intermediate_size", "heads": "num_attention_heads",

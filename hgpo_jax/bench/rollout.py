@@ -24,14 +24,14 @@ from flax import struct
 from hgpo_jax.bench import policies
 from hgpo_jax.bench.limits import row
 from hgpo_jax.envs.cli import whole_number
-from hgpo_jax.errors import ConfigError
 from hgpo_jax.policy import initialize, network
 from hgpo_jax.policy.placement import cast
 from hgpo_jax.rollout.chat_format import ParsedResponse, Prompt
 from hgpo_jax.rollout.compiled import on_shards, start_episode
 from hgpo_jax.rollout.compiled_slots import SlotProgram
 from hgpo_jax.rollout.host import HostRollout
-from hgpo_jax.sampling import Decoding, buckets, make_decode_blocks, make_sampler
+from hgpo_jax.sampling.generate import Decoding, buckets, make_decode_blocks, make_sampler
+from hgpo_jax.utils.errors import ConfigError
 
 END = 0
 

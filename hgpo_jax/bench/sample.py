@@ -21,10 +21,10 @@ from hgpo_jax.bench import limits, policies, profile
 from hgpo_jax.bench.limits import GiB, row
 from hgpo_jax.bench.plan import compiled_bytes
 from hgpo_jax.envs.cli import whole_number
-from hgpo_jax.errors import ConfigError
 from hgpo_jax.policy import initialize, network
 from hgpo_jax.policy.placement import cast
-from hgpo_jax.sampling import Decoding, make_decode_blocks, make_sampler
+from hgpo_jax.sampling.generate import Decoding, make_decode_blocks, make_sampler
+from hgpo_jax.utils.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

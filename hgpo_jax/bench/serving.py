@@ -34,14 +34,14 @@ from hgpo_jax.bench.limits import row
 from hgpo_jax.config import Config
 from hgpo_jax.envs.cli import whole_number
 from hgpo_jax.envs.household import Household
-from hgpo_jax.errors import ConfigError, RunError
 from hgpo_jax.export import policy_folder
-from hgpo_jax.job import prepare_devices
-from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import Policy, initialize, load_policy
+from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.tokenizer import word_tokenizer
-from hgpo_jax.rollout.slots import SlotPrograms, SlotRequest, SlotSampler
-from hgpo_jax.sampling import Decoding
+from hgpo_jax.sampling.continuous_batching import SlotPrograms, SlotRequest, SlotSampler
+from hgpo_jax.sampling.generate import Decoding
+from hgpo_jax.setup.job import prepare_devices
+from hgpo_jax.utils.errors import ConfigError, RunError
 
 
 class Load(NamedTuple):

@@ -13,20 +13,19 @@ import time
 import jax
 import jax.numpy as jnp
 
-from hgpo_jax import cli
 from hgpo_jax.advantages import parameters
 from hgpo_jax.bench import policies, profile
 from hgpo_jax.bench.limits import forward_flops, matmul_rate, row
-from hgpo_jax.config import Config
-from hgpo_jax.environments import backend, max_turns
+from hgpo_jax.config import Config, cli
 from hgpo_jax.envs.cli import whole_number
-from hgpo_jax.errors import ConfigError
-from hgpo_jax.iteration import make_learn, sample
-from hgpo_jax.job import Job, build
-from hgpo_jax.learner import correction_level
-from hgpo_jax.methods import method_named
-from hgpo_jax.run.metrics import rollout_metrics
-from hgpo_jax.runners import CompiledRunner
+from hgpo_jax.learner.algorithms import method_named
+from hgpo_jax.learner.update import correction_level
+from hgpo_jax.rollout.environments import backend, max_turns
+from hgpo_jax.rollout.runners import CompiledRunner
+from hgpo_jax.setup.job import Job, build
+from hgpo_jax.trainer.metrics import rollout_metrics
+from hgpo_jax.trainer.step import make_learn, sample
+from hgpo_jax.utils.errors import ConfigError
 
 # Rows that the peer works on at a time in its update: the fastest of 32 to 1,024 with the default job on two cores.
 PEER_MICROBATCH = 256

@@ -25,12 +25,12 @@ from hgpo_jax.bench.limits import GiB, row
 from hgpo_jax.bench.plan import compiled_bytes
 from hgpo_jax.config import LearnerConfig
 from hgpo_jax.envs.cli import whole_number
-from hgpo_jax.errors import ConfigError
-from hgpo_jax.learner import make_optimizer, make_policy_loss, make_update
-from hgpo_jax.methods import METHODS
+from hgpo_jax.learner.algorithms import METHODS
+from hgpo_jax.learner.batch import TrainingBatch
+from hgpo_jax.learner.update import make_optimizer, make_policy_loss, make_update
 from hgpo_jax.policy import LoraConfig, initialize, lora
 from hgpo_jax.policy.placement import shardings_like, storage_shardings
-from hgpo_jax.training_batch import TrainingBatch
+from hgpo_jax.utils.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

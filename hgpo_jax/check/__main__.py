@@ -19,18 +19,17 @@ import sys
 import jax
 import jax.numpy as jnp
 
-from hgpo_jax import cli
 from hgpo_jax import config as configuration
 from hgpo_jax.check import compiled, text
 from hgpo_jax.check.statistics import GROUP, table, warnings
-from hgpo_jax.config import Config
-from hgpo_jax.environments import ENVIRONMENTS, Environment, backend, expert_of, is_compiled, made_outside
+from hgpo_jax.config import Config, cli
 from hgpo_jax.envs.cli import printable, whole_number
-from hgpo_jax.errors import ConfigError
 from hgpo_jax.policy.chat_frame import ChatFrame
 from hgpo_jax.policy.source import load_tokenizer
 from hgpo_jax.rollout.chat_format import MAX_CHARACTERS_PER_TOKEN, ChatFormat, load_template
+from hgpo_jax.rollout.environments import ENVIRONMENTS, Environment, backend, expert_of, is_compiled, made_outside
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
+from hgpo_jax.utils.errors import ConfigError
 
 
 def check(config: Config, episodes: int) -> tuple[list[str], str]:

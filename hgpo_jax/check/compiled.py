@@ -15,10 +15,10 @@ import numpy as np
 from hgpo_jax.advantages import state_ids
 from hgpo_jax.check.statistics import GROUP, Play
 from hgpo_jax.envs.protocol import Expert, ListsActions, ListsGames, OwnPrompts, Team, TimeLimited, members
-from hgpo_jax.errors import one_line
 from hgpo_jax.rollout.compiled import start_episode
 from hgpo_jax.rollout.prompts import make_prompt, prompt_length, role_of
 from hgpo_jax.rollout.requirements import OWN, RUNNER, TEAM, roles_of
+from hgpo_jax.utils.errors import one_line
 
 COUNTS = ("goal_length", "observation_length", "action_length", "max_turns")
 Player = Callable[[Any, Any, jax.Array, jax.Array], jax.Array]  # (env, state, recent i32[K, A], key) -> action i32[A]

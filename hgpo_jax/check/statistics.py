@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from hgpo_jax import advantages
-from hgpo_jax.diagnostics import peer_share
+from hgpo_jax.analysis.diagnostics import peer_share
 
 GROUP = 8  # episodes of a task
 

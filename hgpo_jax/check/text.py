@@ -12,13 +12,13 @@ import numpy as np
 
 from hgpo_jax.check.statistics import GROUP, Play
 from hgpo_jax.envs.protocol import INFO
-from hgpo_jax.errors import one_line
 from hgpo_jax.rollout.chat_format import PromptInput, project
 from hgpo_jax.rollout.episode_buffer import matched
 from hgpo_jax.rollout.requirements import TEXT, TEXT_RESET, TEXT_TEAM, Hangs, deadline, roles_of
 from hgpo_jax.rollout.scripted_play import prompt_inputs
 from hgpo_jax.rollout.state_keys import key_numbers
 from hgpo_jax.rollout.workers import EnvOutput, read_output
+from hgpo_jax.utils.errors import one_line
 
 REPLAYED = 8  # tasks of which an episode is played again
 NONSENSE = "no such command"

@@ -6,9 +6,9 @@ that `python -m hgpo_jax.train` needs no file. `load` refuses what it does not k
 
 from hgpo_jax.config.describe import COMMON, completions, describe
 from hgpo_jax.config.learning import AdvantageConfig, CriticConfig, LearnerConfig
-from hgpo_jax.config.reading import CONFIGS, dump, given, load, named_files, parse_value, read_yaml, resolve, shown
+from hgpo_jax.config.load import CONFIGS, dump, given, load, named_files, parse_value, read_yaml, resolve, shown
 from hgpo_jax.config.roles import OptimizerConfig, RoleConfig
-from hgpo_jax.config.tree import (
+from hgpo_jax.config.schema import (
     OPEN,
     CloningConfig,
     Config,

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable
 
 from hgpo_jax.config.roles import RoleConfig
-from hgpo_jax.config.tree import OPEN, Config, choices, fields, literals, role_fields
+from hgpo_jax.config.schema import OPEN, Config, choices, fields, literals, role_fields
 
 # What `--help` shows; the others are behind `--help-all`.
 COMMON = (

@@ -20,15 +20,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from hgpo_jax.files import CACHE_DIR
-from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import huggingface, weights
 from hgpo_jax.policy.chat_frame import ChatFrame, end_tokens
+from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.model_config import LoraConfig, ModelConfig, RopeScaling
 from hgpo_jax.policy.placement import PARAMETER_AXES, initialize, network, shapes, shardings
 from hgpo_jax.policy.qwen2 import Qwen2
 from hgpo_jax.policy.source import find
 from hgpo_jax.policy.tokenizer import GENERATION, generation_of, read_tokenizer
+from hgpo_jax.utils.files import CACHE_DIR
 
 __all__ = [
     "PARAMETER_AXES",

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from hgpo_jax.mesh import auto_axes
 from hgpo_jax.policy.kv_cache import KVCache
+from hgpo_jax.policy.mesh import auto_axes
 
 MAX_SCORES = 2**28  # 1 GB in float32, over the devices of fsdp and tensor together
 

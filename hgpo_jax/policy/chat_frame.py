@@ -17,8 +17,8 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hgpo_jax.errors import one_line
 from hgpo_jax.policy.tokenizer import PLAIN, generation_of
+from hgpo_jax.utils.errors import one_line
 
 DATE = datetime.date(2024, 7, 26)  # the day that Llama 3.1's chat template tells where it is given none
 TAGS = ("<think>", "</think>", "<action>", "</action>", "<tool_call>", "</tool_call>")  # of an answer

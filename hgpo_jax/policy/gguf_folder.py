@@ -18,7 +18,6 @@ import numpy as np
 import yaml
 from filelock import FileLock
 
-from hgpo_jax.errors import one_line
 from hgpo_jax.policy import huggingface, weights
 from hgpo_jax.policy.gguf_file import GgufFile
 from hgpo_jax.policy.gguf_tokenizer import make_tokenizer
@@ -26,6 +25,7 @@ from hgpo_jax.policy.model_config import MODEL_TYPES, ModelConfig, RopeScaling
 from hgpo_jax.policy.placement import shapes
 from hgpo_jax.policy.qwen2 import scaled_frequency
 from hgpo_jax.policy.tokenizer import GENERATION
+from hgpo_jax.utils.errors import one_line
 
 # Names of policies: the package that carries the file, the name of the model on the hub, and how its model card there samples.
 PACKAGES: dict[str, tuple[str, str, dict]] = {

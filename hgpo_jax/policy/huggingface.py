@@ -30,7 +30,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
     "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-CARD = "README.md"  # with front matter for model hubs (hgpo_jax/model_card.py)
+CARD = "README.md"  # with front matter for model hubs (hgpo_jax/policy/model_card.py)
 # What a folder may hold besides STEM*.safetensors, by that stem.
 FILES = {
     "model": {CARD, "config.json", "generation_config.json", "model.safetensors.index.json", *TOKENIZER_FILES},

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from hgpo_jax.mesh import auto_axes, partition_in_context
 from hgpo_jax.policy.int8 import quantize
+from hgpo_jax.policy.mesh import auto_axes, partition_in_context
 
 # Of keys [B, G, E, C] and values [B, G, C, E], the first three of scales [B, G, C]. Heads come first, as the products of
 # decoding read them; otherwise every token would copy them.

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
-from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import huggingface, weights
+from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.model_config import LoraConfig, ModelConfig
 from hgpo_jax.policy.placement import shapes, shardings
 

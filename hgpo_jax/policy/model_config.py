@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from hgpo_jax.names import LINEARS
+from hgpo_jax.config.choices import LINEARS
 
 
 @dataclasses.dataclass(frozen=True)

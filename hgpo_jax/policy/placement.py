@@ -9,8 +9,8 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from hgpo_jax.mesh import sharding
-from hgpo_jax.names import LINEARS
+from hgpo_jax.config.choices import LINEARS
+from hgpo_jax.policy.mesh import sharding
 from hgpo_jax.policy.model_config import ModelConfig
 from hgpo_jax.policy.qwen2 import Qwen2
 

@@ -5,8 +5,8 @@ They differ in attention: Qwen2.5 adds biases to queries, keys and values, Qwen3
 Llama 3 scales rotary frequencies.
 
 Sequences are right-padded, so that causal masking alone is enough: a query at slot t sees slots 0..t, and what a padded
-slot computes is never used. Where a sequence holds several segments (`packing.py`), it sees its segment's slots up to t.
-Three entry points, one set of weights:
+slot computes is never used. Where a sequence holds several segments (`learner/packing.py`), it sees its segment's slots up
+to t. Three entry points, one set of weights:
 
 * `hidden(tokens, predict_slots, segment_start)`: training. The last block computes its queries and feed-forward only at
   `predict_slots`, those whose logits are needed; for short responses to long prompts that saves nearly the whole block.
@@ -23,10 +23,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from hgpo_jax.mesh import constrain
 from hgpo_jax.policy.attention import attend, attend_all, decode_attention
 from hgpo_jax.policy.int8 import quantize
 from hgpo_jax.policy.kv_cache import KVCache
+from hgpo_jax.policy.mesh import constrain
 from hgpo_jax.policy.model_config import ModelConfig, RopeScaling
 from hgpo_jax.policy.vocabulary import embedding_lookup
 

@@ -6,10 +6,10 @@ import functools
 import re
 from pathlib import Path
 
-from hgpo_jax.files import CACHE_DIR
 from hgpo_jax.policy import huggingface
 from hgpo_jax.policy.gguf_folder import unpacked
 from hgpo_jax.policy.tokenizer import read_tokenizer
+from hgpo_jax.utils.files import CACHE_DIR
 
 
 def find(folder: str | Path, cache_dir: str | Path = CACHE_DIR) -> Path:

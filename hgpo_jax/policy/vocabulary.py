@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from hgpo_jax.mesh import auto_axes
+from hgpo_jax.policy.mesh import auto_axes
 
 
 def embedding_lookup(table, tokens):

@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors import SafetensorError, safe_open
 
-from hgpo_jax.errors import one_line
+from hgpo_jax.utils.errors import one_line
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 SHARD_SIZE = 5_000_000_000

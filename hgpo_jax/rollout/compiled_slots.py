@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, struct
 
-from hgpo_jax.mesh import max_across_devices
+from hgpo_jax.policy.mesh import max_across_devices
 from hgpo_jax.rollout.compiled import EpisodeState, Program, is_truncated
-from hgpo_jax.rollout.slot_state import MAX_STEPS, SlotState, begin, free_slots, go_on
-from hgpo_jax.sampling import Responses, turn_keys
+from hgpo_jax.sampling.generate import Responses, turn_keys
+from hgpo_jax.sampling.slots import MAX_STEPS, SlotState, begin, free_slots, go_on
 
 # Decoding stops once one in ENDED slots that went on has ended: few wait. What waits is read by one in READ at a time, the
 # shortest first: few of the tokens are padding.

@@ -31,9 +31,9 @@ from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.host import HostRollout
 from hgpo_jax.rollout.requirements import roles_of
 from hgpo_jax.rollout.result import RolloutResult
-from hgpo_jax.rollout.slots import SlotResponse
 from hgpo_jax.rollout.workers import EnvOutput
-from hgpo_jax.sampling import Decoding
+from hgpo_jax.sampling.continuous_batching import SlotResponse
+from hgpo_jax.sampling.generate import Decoding
 
 log = logging.getLogger(__name__)
 

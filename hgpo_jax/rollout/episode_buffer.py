@@ -11,8 +11,8 @@ import numpy as np
 from hgpo_jax.rollout.chat_format import ParsedResponse, Prompt, PromptInput
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.result import RolloutReport, RolloutResult
-from hgpo_jax.rollout.slots import SlotResponse
 from hgpo_jax.rollout.workers import EnvFailure, EnvOutput
+from hgpo_jax.sampling.continuous_batching import SlotResponse
 
 log = logging.getLogger(__name__)
 

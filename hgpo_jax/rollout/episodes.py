@@ -11,8 +11,8 @@ import numpy as np
 from flax import struct
 
 from hgpo_jax.advantages import state_ids
-from hgpo_jax.errors import one_line
-from hgpo_jax.files import atomic_write
+from hgpo_jax.utils.errors import one_line
+from hgpo_jax.utils.files import atomic_write
 
 # Field: kind of dtype, dimensions.
 KINDS = {

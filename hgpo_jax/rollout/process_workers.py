@@ -14,8 +14,8 @@ from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
 from typing import Any
 
-from hgpo_jax.errors import RunError
 from hgpo_jax.rollout.workers import EnvFailure, EnvOutput, EnvSpec, LocalWorkers, Request
+from hgpo_jax.utils.errors import RunError
 
 
 class _Hung(EnvFailure):

@@ -24,7 +24,7 @@ from hgpo_jax.envs.protocol import (
     TextTeam,
     members,
 )
-from hgpo_jax.errors import one_line
+from hgpo_jax.utils.errors import one_line
 
 ROLLOUT = members(Playable)  # of a compiled environment, to be played
 RUNNER = members(CompiledEnv)  # and to be read

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hgpo_jax.errors import printable
-from hgpo_jax.files import atomic_write
 from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.utils.errors import printable
+from hgpo_jax.utils.files import atomic_write
 
 
 class Story(NamedTuple):

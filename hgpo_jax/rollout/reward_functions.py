@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from hgpo_jax.envs import outside
-from hgpo_jax.errors import ConfigError, one_line
 from hgpo_jax.rollout.workers import MAX_REWARD, EnvFailure
+from hgpo_jax.utils.errors import ConfigError, one_line
 
 
 class EpisodeTexts(NamedTuple):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from hgpo_jax.errors import ConfigError
 from hgpo_jax.rollout.workers import EnvFailure, EnvOutput, EnvSpec, Request
-from hgpo_jax.run import distributed
+from hgpo_jax.utils import distributed
+from hgpo_jax.utils.errors import ConfigError
 
 
 class SharedWorkers:

@@ -16,8 +16,8 @@ import numpy as np
 from hgpo_jax.advantages.similarity import canonical_key, similar_states
 from hgpo_jax.config import Config
 from hgpo_jax.envs import outside
-from hgpo_jax.errors import ConfigError, RunError, one_line
 from hgpo_jax.rollout.result import RolloutResult
+from hgpo_jax.utils.errors import ConfigError, RunError, one_line
 
 
 def state_key_function(given: str) -> Callable:

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hgpo_jax.errors import one_line
 from hgpo_jax.rollout.requirements import check_text, roles_of
+from hgpo_jax.utils.errors import one_line
 
 Request = tuple[int, int, tuple[str, ...]]  # number of the episode in its batch, task, actions so far
 # Limit on the characters of one answer. A prompt holds far fewer, but is cut only after pipes and tokenizer have seen it all.

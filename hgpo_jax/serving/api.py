@@ -30,7 +30,7 @@ from starlette.routing import Route
 from hgpo_jax.policy.chat_frame import ChatFrame
 from hgpo_jax.policy.tokenizer import generation_of
 from hgpo_jax.rollout.chat_format import MAX_CHARACTERS_PER_TOKEN
-from hgpo_jax.sampling import Decoding, published_decoding
+from hgpo_jax.sampling.generate import Decoding, published_decoding
 from hgpo_jax.serving import connections
 from hgpo_jax.serving.answers import ChatForm, Form, Piece, TextForm, ToolForm, usage
 from hgpo_jax.serving.earlier import prompt_ids

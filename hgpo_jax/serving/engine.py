@@ -15,10 +15,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from hgpo_jax.errors import RunError
 from hgpo_jax.policy import Policy
-from hgpo_jax.rollout.slots import SlotPrograms, SlotRequest, SlotSampler
-from hgpo_jax.sampling import Decoding
+from hgpo_jax.sampling.continuous_batching import SlotPrograms, SlotRequest, SlotSampler
+from hgpo_jax.sampling.generate import Decoding
+from hgpo_jax.utils.errors import RunError
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hgpo_jax.sampling import Decoding
+from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.serving.answers import Choice, Piece
 from hgpo_jax.serving.engine import Busy, Engine, Generation, Progress
 from hgpo_jax.serving.requests import ApiError, Sampling

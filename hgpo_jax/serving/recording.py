@@ -13,10 +13,10 @@ from filelock import FileLock, Timeout
 
 from hgpo_jax import config as configuration
 from hgpo_jax.config import Config
-from hgpo_jax.errors import ConfigError, RunError, one_line
-from hgpo_jax.files import atomic_write
 from hgpo_jax.rollout.episodes import Episodes, dumped
 from hgpo_jax.serving.sessions import Session, episodes_of
+from hgpo_jax.utils.errors import ConfigError, RunError, one_line
+from hgpo_jax.utils.files import atomic_write
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import pydantic
 from pydantic import Field
 from pydantic_core import PydanticCustomError
 
-from hgpo_jax.errors import one_line
+from hgpo_jax.utils.errors import one_line
 
 MAX_STOPS, MAX_CHOICES, MAX_MESSAGES, MAX_PARTS, MAX_CALLS = 16, 128, 4096, 256, 128
 MAX_STATE = 10_000  # characters

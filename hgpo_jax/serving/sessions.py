@@ -18,9 +18,9 @@ from hgpo_jax.rollout.chat_format import ParsedResponse, Prompt
 from hgpo_jax.rollout.episode_buffer import EpisodeBuffer
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.result import RolloutResult
-from hgpo_jax.rollout.slots import SlotResponse
 from hgpo_jax.rollout.workers import MAX_REWARD, EnvFailure, EnvOutput
-from hgpo_jax.sampling import Decoding
+from hgpo_jax.sampling.continuous_batching import SlotResponse
+from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.serving.requests import MAX_STATE, ApiError, RewardRequest
 
 SILENT = 3600.0  # seconds after which a session may be forgotten, where there is no room for others

@@ -20,10 +20,10 @@ import os
 import sys
 from pathlib import Path
 
-from hgpo_jax import cli
 from hgpo_jax import config as configuration
-from hgpo_jax.errors import ConfigError
+from hgpo_jax.config import cli
 from hgpo_jax.tables import bias, collect, curves, gradients, known, launch, plan, run, truth
+from hgpo_jax.utils.errors import ConfigError
 
 COMMANDS = ("plan", "run", "bias", "truth", "gradients", "collect", "draw")
 

@@ -3,7 +3,7 @@
 The policy is the setting's warm start, where training begins. For the Oracle groups it plays TASKS tasks EPISODES times each;
 these groups see all of a task's episodes, the estimators see them eight at a time as in training. Oracle groups compare Monte
 Carlo returns, and so favour estimators that do, too; true advantages, of the episodes of one iteration, favour none
-(`hgpo_jax/diagnostics.py`, `hgpo_jax/true_advantages.py`).
+(`hgpo_jax/analysis/diagnostics.py`, `hgpo_jax/analysis/true_advantages.py`).
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from hgpo_jax import config as configuration
-from hgpo_jax import diagnostics
 from hgpo_jax.advantages import parameters
+from hgpo_jax.analysis import diagnostics, oracle_errors
+from hgpo_jax.analysis.dumps import Dump
+from hgpo_jax.analysis.true_advantages import Truth, true_advantages
 from hgpo_jax.config import Config
-from hgpo_jax.errors import ConfigError
-from hgpo_jax.files import atomic_write
-from hgpo_jax.inspect import oracle_errors
-from hgpo_jax.inspect.dumps import Dump
-from hgpo_jax.job import Job, build
-from hgpo_jax.sampling import Decoding
+from hgpo_jax.sampling.generate import Decoding
+from hgpo_jax.setup.job import Job, build
 from hgpo_jax.tables.plan import Plan
 from hgpo_jax.tables.results import PLACES, changed_fields
-from hgpo_jax.true_advantages import Truth, true_advantages
-from hgpo_jax.warm_start import warm_start
+from hgpo_jax.trainer.behavior_cloning import warm_start
+from hgpo_jax.utils.errors import ConfigError
+from hgpo_jax.utils.files import atomic_write
 
 FILE = "bias.json"
 TASKS, EPISODES = 16, 64

@@ -13,12 +13,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from scipy import special
 
-from hgpo_jax.run.curves import smooth, smoothing_window
 from hgpo_jax.tables.bias import ESTIMATORS
 from hgpo_jax.tables.gradients import NAMES, Directions
 from hgpo_jax.tables.in_runs import Kind, by_setting, when
 from hgpo_jax.tables.plan import Plan, Table, cells_of
 from hgpo_jax.tables.truth import PARTS, Measured
+from hgpo_jax.trainer.curves import smooth, smoothing_window
 
 FEW = 3  # methods; a table of more names some of them and leaves out the bands, which would hide each other
 BASELINE, CONTEXT = "#333333", "#c4c4c4"

@@ -27,17 +27,17 @@ import optax
 from tqdm import tqdm
 
 from hgpo_jax.advantages.returns import discounted_sum
-from hgpo_jax.errors import ConfigError
-from hgpo_jax.inspect.dumps import Dump
-from hgpo_jax.iteration import training_batch
-from hgpo_jax.job import Job
-from hgpo_jax.learner import make_policy_loss, make_update
-from hgpo_jax.methods import method_named
+from hgpo_jax.analysis.dumps import Dump
+from hgpo_jax.learner.algorithms import method_named
+from hgpo_jax.learner.update import make_policy_loss, make_update
 from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.setup.job import Job
 from hgpo_jax.tables.bias import ESTIMATORS, centred
 from hgpo_jax.tables.in_runs import Kind, by_setting, heading, restored
 from hgpo_jax.tables.plan import Plan
 from hgpo_jax.tables.truth import BOOTSTRAPPED, bootstrapped
+from hgpo_jax.trainer.step import training_batch
+from hgpo_jax.utils.errors import ConfigError
 
 RLOO_BY_TURN = "RLOO by turn"
 NAMES = (*ESTIMATORS, BOOTSTRAPPED, RLOO_BY_TURN)

@@ -7,16 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hgpo_jax.environments import backend
-from hgpo_jax.errors import ConfigError
-from hgpo_jax.files import atomic_write
-from hgpo_jax.inspect.dumps import read_config
-from hgpo_jax.iteration import make_learn
-from hgpo_jax.job import Job, build
-from hgpo_jax.run.checkpoint import Checkpoints
-from hgpo_jax.run.folder import has_ended
+from hgpo_jax.analysis.dumps import read_config
+from hgpo_jax.rollout.environments import backend
+from hgpo_jax.setup.job import Job, build
 from hgpo_jax.tables.plan import Plan, cells
-from hgpo_jax.training import starting_params
+from hgpo_jax.trainer.checkpoint import Checkpoints
+from hgpo_jax.trainer.folder import has_ended
+from hgpo_jax.trainer.loop import starting_params
+from hgpo_jax.trainer.step import make_learn
+from hgpo_jax.utils.errors import ConfigError
+from hgpo_jax.utils.files import atomic_write
 
 
 class Kind(NamedTuple):

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from hgpo_jax.errors import ConfigError
 from hgpo_jax.tables import bias, gradients, results, truth
 from hgpo_jax.tables.in_runs import Kind, of_plan, when
 from hgpo_jax.tables.plan import Cell, Plan
 from hgpo_jax.tables.results import Result
+from hgpo_jax.utils.errors import ConfigError
 
 MEASURED = (truth.KIND, gradients.KIND)
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import yaml
 
 from hgpo_jax.config import CONFIGS
-from hgpo_jax.errors import ConfigError
-from hgpo_jax.mesh import abstract_mesh
+from hgpo_jax.policy.mesh import abstract_mesh
 from hgpo_jax.tables.plan import Cell, Plan, Step, cells, config_of, quote, steps
+from hgpo_jax.utils.errors import ConfigError
 
 LAUNCH = CONFIGS / "launch"
 ROOT = "/hgpo"

@@ -15,15 +15,15 @@ import yaml
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from hgpo_jax import config as configuration
-from hgpo_jax import memory
 from hgpo_jax.bench import duration
 from hgpo_jax.config import CONFIGS, Config, Positive, Section
-from hgpo_jax.environments import max_turns
-from hgpo_jax.errors import ConfigError
 from hgpo_jax.evaluate import parse_seeds
-from hgpo_jax.evaluation_files import file_name
-from hgpo_jax.mesh import abstract_mesh
-from hgpo_jax.run.folder import PROOFS
+from hgpo_jax.evaluation.files import file_name
+from hgpo_jax.policy.mesh import abstract_mesh
+from hgpo_jax.rollout.environments import max_turns
+from hgpo_jax.setup import memory
+from hgpo_jax.trainer.folder import PROOFS
+from hgpo_jax.utils.errors import ConfigError
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_.-]*$")]  # part of a path and of a job's name
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from scipy import special
 
-from hgpo_jax.errors import ConfigError
 from hgpo_jax.policy import huggingface
-from hgpo_jax.run.folder import FREE_TO_CHANGE, differing
-from hgpo_jax.run.metrics import read_metrics
 from hgpo_jax.tables.plan import Cell, Plan, cells, config_of, overrides, steps
+from hgpo_jax.trainer.folder import FREE_TO_CHANGE, differing
+from hgpo_jax.trainer.metrics import read_metrics
+from hgpo_jax.utils.errors import ConfigError
 
 # Fields of paths and of sizes, which change no result.
 PLACES = ("env.data", *(name for name in FREE_TO_CHANGE if name not in ("iterations", "evaluation.")))

@@ -13,8 +13,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from hgpo_jax.errors import ConfigError
 from hgpo_jax.tables.plan import Cell, Plan, Step, steps
+from hgpo_jax.utils.errors import ConfigError
 
 VARIABLE = re.compile(r"\$(\w+)")
 

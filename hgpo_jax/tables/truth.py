@@ -1,7 +1,8 @@
 """Why runs of a plan went as they did: estimators, and parts of HGPO, against true advantages of the runs' own iterations.
 
 What a run did next after so many iterations is played again from its checkpoint, with the true advantage of every step
-(`hgpo_jax/true_advantages.py`). `PARTS` change one thing in HGPO each; the last is the best that a baseline can do for returns.
+(`hgpo_jax/analysis/true_advantages.py`). `PARTS` change one thing in HGPO each; the last is the best that a baseline can
+do for returns.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from hgpo_jax.advantages.returns import generalized_advantages
-from hgpo_jax.inspect.dumps import Dump
+from hgpo_jax.analysis.dumps import Dump
+from hgpo_jax.analysis.true_advantages import true_advantages
 from hgpo_jax.tables.bias import AS_RELEASED, CONTINUATIONS, ESTIMATORS, centred, errors
 from hgpo_jax.tables.in_runs import Kind, by_setting, heading, restored
-from hgpo_jax.true_advantages import true_advantages
 
 K, LAMBDA = 2, 0.35  # of HGPO, and of what is bootstrapped, as EB-TD does
 OPTIONS = AS_RELEASED | {"history_length": K, "normalize": "mean", "invalid_penalty": 0.0}

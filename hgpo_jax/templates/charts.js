@@ -23,7 +23,7 @@ function logTicks(low, high) {
   return inside.length > 1 ? inside : ticks(low, high, 4);
 }
 
-// The mean over `window` neighbours, as hgpo_jax/run/curves.py has it: it narrows towards both ends, and a gap stays a gap.
+// The mean over `window` neighbours, as hgpo_jax/trainer/curves.py has it: it narrows towards both ends, and a gap stays a gap.
 function smooth(values, window) {
   const count = values.length;
   return values.map((value, i) => {

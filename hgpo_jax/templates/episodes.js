@@ -210,7 +210,7 @@ function step() {
     make("pre", {}, text(turn.observation)), make("pre", {}, `> ${text(turn.response)}`),
     turn.prompt.length ? make("details", {}, make("summary", {}, "The whole prompt, as the agent read it"), make("pre", {}, text(turn.prompt))) : null,
     make("details", {}, make("summary", {}, "The same step in Python"), make("pre", {},
-      `from hgpo_jax.inspect import load, step_text\ndump = load(RUN, iteration=${dumpNow().iteration})\nprint(step_text(dump, dump.estimate("${at.estimator}"), episode=${episode.index}, turn=${at.turn}))`)),
+      `from hgpo_jax.analysis import load, step_text\ndump = load(RUN, iteration=${dumpNow().iteration})\nprint(step_text(dump, dump.estimate("${at.estimator}"), episode=${episode.index}, turn=${at.turn}))`)),
     make("p", { class: "sum" }, `Return ${show(detail.returns[at.episode][at.turn])}, advantage (${at.estimator}) `, valueOf(advantage(at.episode, at.turn))),
     make("h3", {}, name === at.estimator ? `How ${name} arrives at it` : `${at.estimator} has no groups of steps; those of ${name}:`), sum,
     make("div", { class: "scroll" }, table), ...peers,

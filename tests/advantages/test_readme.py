@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from hgpo_jax import advantages
-from hgpo_jax.methods import METHODS
+from hgpo_jax.learner.algorithms import METHODS
 
 README = Path(advantages.__file__).with_name("README.md").read_text()
 

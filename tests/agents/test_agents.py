@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from guess import Guess
 
-from hgpo_jax import agents
 from hgpo_jax import config as configuration
-from hgpo_jax.agents import AgentRunner
-from hgpo_jax.errors import ConfigError, RunError
-from hgpo_jax.job import build
-from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy.chat_frame import ChatFrame
+from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.rollout.chat_format import ChatFormat
 from hgpo_jax.rollout.host import HostRollout
 from hgpo_jax.rollout.tasks import task_numbers
-from hgpo_jax.sampling import Decoding
+from hgpo_jax.sampling.generate import Decoding
+from hgpo_jax.serving import agent_rollout
+from hgpo_jax.serving.agent_rollout import AgentRunner
 from hgpo_jax.serving.sessions import Session
+from hgpo_jax.setup.job import build
+from hgpo_jax.utils.errors import ConfigError, RunError
 from tests.helpers.agreement import assert_same
 from tests.helpers.byte_policy import byte_policy
 
@@ -97,7 +97,7 @@ def test_what_goes_wrong_costs_an_episode(expected):
         2: "its command asked the policy nothing", 3: "its command neither asked nor ended in 2.5 s",
     }  # fmt: skip
     assert not e.mask[:4].any() and report.counts["excluded"] == 4
-    for kind in agents.KINDS:
+    for kind in agent_rollout.KINDS:
         assert report.counts[f"failed/{kind}"] == (0 if kind == "context" else 1 / 6)
     # An episode has no more turns than it may, and then needs no reward.
     assert report.counts["out_of_turns"] == 1 and e.mask[4].all() and not e.rewards[4].any() and not e.success[4]
@@ -112,7 +112,7 @@ def test_what_an_answer_may_have_caused_is_lost(caplog):
     assert report.failures == {2: "its command asked the policy nothing"}  # infrastructure alone is left out
     assert e.mask.sum(1).tolist() == [1, 1, 0, 1, 1, 1] and e.rewards.sum(1).tolist() == [0, 0.5, 0, 0, 0, 0]
     assert not e.success.any()
-    shares = {kind: report.counts[f"failed/{kind}"] * 6 for kind in agents.KINDS}
+    shares = {kind: report.counts[f"failed/{kind}"] * 6 for kind in agent_rollout.KINDS}
     assert shares == pytest.approx({"infrastructure": 1, "crash": 2, "context": 1, "silence": 1, "no_reward": 1})
     assert "5 of 6 episodes are lost, the first one: its command ended with 1: it is broken" in caplog.text
 
@@ -125,9 +125,9 @@ def test_tasks_to_train_on_and_held_out_ones():
 def test_a_command_that_cannot_be_started_is_a_reason(tmp_path):
     (script := tmp_path / "script").write_text("no program")
     script.chmod(0o755)
-    with agents.Commands([str(script)], 5.0) as commands:
+    with agent_rollout.Commands([str(script)], 5.0) as commands:
         assert commands.run(Session("x", 1), {}) == ("infrastructure", "its command could not be started: Exec format error")
-    with agents.Commands(["yes"], 60.0) as commands:
+    with agent_rollout.Commands(["yes"], 60.0) as commands:
         assert commands.run(Session("x", 1), {}) == ("crash", "its command wrote more than 67,108,864 bytes")
 
 
@@ -144,14 +144,14 @@ def test_where_all_fail_the_run_ends():
 
 def test_a_signal_ends_the_commands(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    wait = agents._wait
+    wait = agent_rollout._wait
 
     def interrupted(process):
         if len(os.listdir(tmp_path)) == B:
             raise KeyboardInterrupt
         return wait(process)
 
-    monkeypatch.setattr(agents, "_wait", interrupted)
+    monkeypatch.setattr(agent_rollout, "_wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         played("-c", "import os, time; open(str(os.getpid()), 'w'); time.sleep(600)")
     for name in os.listdir(tmp_path):

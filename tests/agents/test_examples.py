@@ -15,10 +15,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from hgpo_jax import config as configuration
-from hgpo_jax.agents import AgentRunner, Commands
 from hgpo_jax.envs.alfworld import load_game
-from hgpo_jax.mesh import make_mesh
-from hgpo_jax.sampling import Decoding
+from hgpo_jax.policy.mesh import make_mesh
+from hgpo_jax.sampling.generate import Decoding
+from hgpo_jax.serving.agent_rollout import AgentRunner, Commands
 from hgpo_jax.serving.api import Api
 from hgpo_jax.serving.background import served
 from hgpo_jax.serving.sessions import Session, Sessions

@@ -7,9 +7,9 @@ import pytest
 from alfworld_places import DATA, GAMES
 
 from hgpo_jax.config import load
-from hgpo_jax.environments import alfworld_text
 from hgpo_jax.envs.alfworld.dataset import TASK_TYPES, list_games
-from hgpo_jax.errors import ConfigError
+from hgpo_jax.rollout.environments import alfworld_text
+from hgpo_jax.utils.errors import ConfigError
 
 
 def make(folder: Path, trial: str, task_type: str = TASK_TYPES[0], **game: object) -> None:

@@ -8,23 +8,24 @@ import numpy as np
 import pytest
 from alfworld_places import GAMES
 
-from hgpo_jax import sampling
 from hgpo_jax.envs.alfworld.compiled import CompiledAlfworld
 from hgpo_jax.envs.alfworld.tables import compile_games
 from hgpo_jax.envs.alfworld.text import AlfworldText
-from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import ModelConfig, initialize, network, shardings
 from hgpo_jax.policy.chat_frame import ChatFrame
 from hgpo_jax.policy.device_tokenizer import spell
 from hgpo_jax.policy.kv_cache import KVCache
+from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.tokenizer import embedding_rows, text_tokenizer
-from hgpo_jax.rollout import compiled_slots, compiled_text, slot_state
+from hgpo_jax.rollout import compiled_slots, compiled_text
 from hgpo_jax.rollout.chat_format import ChatFormat, PromptInput
 from hgpo_jax.rollout.compiled_text import CompiledTextRollout
 from hgpo_jax.rollout.device_text import MAX_ACTION, DeviceText
 from hgpo_jax.rollout.host import HostRollout
-from hgpo_jax.rollout.slot_state import MAX_STEPS, Sampled
-from hgpo_jax.sampling import Decoding
+from hgpo_jax.sampling import generate
+from hgpo_jax.sampling import slots as slot_state
+from hgpo_jax.sampling.generate import Decoding
+from hgpo_jax.sampling.slots import MAX_STEPS, Sampled
 from tests.helpers.chat_tokenizers import qwen_tokenizer
 
 R, K = 192, 2
@@ -221,11 +222,11 @@ def test_answers(opened):
 def test_host_and_device_sample_the_same_episodes(monkeypatch):
     """With a policy that says a few tokens only, among them the end: some of what it says is admissible. What is not ASCII is
     rare; such episodes are played on the host."""
-    tokenizer, real, B, turns = words_tokenizer(), sampling.sample_token, 12, 6
+    tokenizer, real, B, turns = words_tokenizer(), generate.sample_token, 12, 6
     chat, model = ChatFormat(ChatFrame(tokenizer), "plain", 1024), tiny(tokenizer)
     said = sorted({tokenizer.eos_token_id, *(i for word in ("look", "help") for i in tokenizer(word).input_ids)})
     bias = jnp.full(model.vocab_size, -jnp.inf).at[jnp.array(said)].set(0.0).at[jnp.array(tokenizer("é").input_ids)].set(-2.5)
-    monkeypatch.setattr(sampling, "sample_token", lambda logits, keys, decoding: real(logits + bias, keys, decoding))
+    monkeypatch.setattr(generate, "sample_token", lambda logits, keys, decoding: real(logits + bias, keys, decoding))
     mesh, groups = make_mesh("data=2,fsdp=2", jax.devices()[:4]), np.arange(B) // 4
     params = jax.device_put(initialize(model, 0, make_mesh("data=1", jax.devices()[:1])), shardings(model, mesh))
     settings = {"batch": B, "history_length": K, "response_limit": 6, "decode_batch_size": 4}

@@ -8,13 +8,13 @@ import pytest
 from alfworld_places import DATA, SHARED
 
 from hgpo_jax.config import load
-from hgpo_jax.config.together import check_together
-from hgpo_jax.environments import alfworld, alfworld_games
 from hgpo_jax.envs.alfworld.dataset import list_games
 from hgpo_jax.envs.alfworld.short_prompts import ShortPromptAlfworld
 from hgpo_jax.envs.alfworld.text import AlfworldText
-from hgpo_jax.errors import ConfigError
+from hgpo_jax.rollout.environments import alfworld, alfworld_games
 from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.setup.validate import check_together
+from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.plain_rollout import action_of
 from tests.helpers.training import command, rows_of
 
@@ -96,7 +96,7 @@ def test_trains_from_cloning_to_evaluation(tmp_path: Path) -> None:
     assert json.loads(file.read_text())["split"] == "valid_unseen"
     # A panel of the six games that are here: played are the games in the order of their names.
     small = "PANELS[name] = dataclasses.replace(PANELS[name], count=6)"
-    program = f"import dataclasses\nfrom hgpo_jax.panels import PANELS\nname = 'alfworld-valid_unseen'\n{small}\n"
+    program = f"import dataclasses\nfrom hgpo_jax.evaluation.panels import PANELS\nname = 'alfworld-valid_unseen'\n{small}\n"
     program += "from hgpo_jax import cli, evaluate\ncli.run(evaluate.main)"
     command("-c", program, run, "--panel", "alfworld-valid_unseen", cwd=tmp_path)
     file = run / "evaluations" / "panel-alfworld-valid_unseen-t1-n6-s0.json"

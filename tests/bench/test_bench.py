@@ -12,11 +12,11 @@ import pytest
 from hgpo_jax.bench import __main__ as command
 from hgpo_jax.bench import limits, policies, profile, training
 from hgpo_jax.config import load
-from hgpo_jax.iteration import make_learn, sample
-from hgpo_jax.job import build
-from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import initialize, network
-from hgpo_jax.sampling import Decoding, make_decode_blocks, make_sampler
+from hgpo_jax.policy.mesh import make_mesh
+from hgpo_jax.sampling.generate import Decoding, make_decode_blocks, make_sampler
+from hgpo_jax.setup.job import build
+from hgpo_jax.trainer.step import make_learn, sample
 from tests.helpers.plain_rollout import action_of
 
 TINY = [

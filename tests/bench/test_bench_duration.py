@@ -5,12 +5,12 @@ import re
 import pytest
 
 from hgpo_jax import config as configuration
-from hgpo_jax import memory
 from hgpo_jax.bench import __main__ as bench
 from hgpo_jax.bench.duration import RATES, REACHED, rates_of, seconds_at_limits
-from hgpo_jax.errors import ConfigError
-from hgpo_jax.mesh import abstract_mesh
+from hgpo_jax.policy.mesh import abstract_mesh
+from hgpo_jax.setup import memory
 from hgpo_jax.tables import plan as planning
+from hgpo_jax.utils.errors import ConfigError
 
 PAPER = "alfworld_qwen2.5_1.5b"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hgpo_jax.bench import environments
-from hgpo_jax.errors import ConfigError
 from hgpo_jax.policy.tokenizer import text_tokenizer
+from hgpo_jax.utils.errors import ConfigError
 
 TESTS = Path(__file__).parents[1]
 KEYS = {"name", "value", "unit", "limit_share", "ratio"}

@@ -9,9 +9,9 @@ import pytest
 
 from hgpo_jax.bench import __main__ as command
 from hgpo_jax.bench import rollout as bench
-from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import ModelConfig, initialize, network
-from hgpo_jax.sampling import Decoding, make_decode_blocks, make_sampler
+from hgpo_jax.policy.mesh import make_mesh
+from hgpo_jax.sampling.generate import Decoding, make_decode_blocks, make_sampler
 
 SMALL = [
     "--mesh", "data=1", "--repeats", "1", "--turns", "4", "--mean", "12", "--longest", "40", "--shortest-prompt", "10",

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 from flax import struct
 
-from hgpo_jax import cli
 from hgpo_jax.check import compiled, text
 from hgpo_jax.check.__main__ import check, main
 from hgpo_jax.check.statistics import Play, peers
-from hgpo_jax.config import load
+from hgpo_jax.config import cli, load
 from hgpo_jax.rollout import requirements
 from hgpo_jax.rollout.tasks import task_keys
 from tests.helpers.chat_tokenizers import byte_tokenizer

@@ -13,16 +13,16 @@ from typing import NamedTuple
 from webshop_tiny import write
 
 from hgpo_jax import config as configuration
-from hgpo_jax.environments import ENVIRONMENTS
 from hgpo_jax.envs.alfworld import load_game
 from hgpo_jax.envs.alfworld.pddl import parse_domain, parse_problem
 from hgpo_jax.envs.webshop import load_shop
 from hgpo_jax.envs.webshop.commands import click, parse
-from hgpo_jax.errors import ConfigError
-from hgpo_jax.mesh import abstract_mesh, parse_mesh
 from hgpo_jax.policy import huggingface, shapes, weights
+from hgpo_jax.policy.mesh import abstract_mesh, parse_mesh
 from hgpo_jax.rollout.chat_format import project
+from hgpo_jax.rollout.environments import ENVIRONMENTS
 from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.utils.errors import ConfigError
 
 CORPUS = Path(__file__).parent / "corpus"
 CUT = b"\n--------\n"  # between the files of an input that is several

@@ -15,13 +15,13 @@ from minigrid.core.constants import COLOR_TO_IDX, OBJECT_TO_IDX, STATE_TO_IDX
 from minigrid.core.grid import Grid
 
 from hgpo_jax.config import load
-from hgpo_jax.environments import environment
 from hgpo_jax.envs import minigrid_text, outside
 from hgpo_jax.envs.gym_text import GymnasiumText, plain
 from hgpo_jax.envs.protocol import TextExpert
-from hgpo_jax.errors import ConfigError
+from hgpo_jax.rollout.environments import environment
 from hgpo_jax.rollout.requirements import check_text
-from hgpo_jax.run import provenance
+from hgpo_jax.trainer import provenance
+from hgpo_jax.utils.errors import ConfigError
 
 TAXI = max(name for name in gymnasium.registry if name.startswith("Taxi-v"))  # each release knows the newest version alone
 CLIFF = max(name for name in gymnasium.registry if name.startswith("CliffWalking-v"))

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import ModelConfig, Policy, initialize
+from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.tokenizer import embedding_rows
-from hgpo_jax.sampling import Decoding, generate
+from hgpo_jax.sampling.generate import Decoding, generate
 from tests.helpers.chat_tokenizers import byte_tokenizer
 
 READ, SAMPLED = 256, 48  # tokens of the longest prompt and response of `generated`

@@ -156,6 +156,6 @@ if __name__ == "__main__":
 
     from transformers import AutoTokenizer  # noqa: F401 (it imports most of what a tokenizer needs, and PyTorch)
 
-    from hgpo_jax import evaluate, export, report, training_run  # noqa: F401
+    from hgpo_jax import evaluate, export, report  # noqa: F401
 
     _serve()

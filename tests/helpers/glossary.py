@@ -4,9 +4,9 @@ import re
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from hgpo_jax import run
+from hgpo_jax import trainer
 
-GLOSSARY = Path(run.__file__).with_name("README.md").read_text().partition("## Glossary")[2]
+GLOSSARY = Path(trainer.__file__).with_name("README.md").read_text().partition("## Glossary")[2]
 PATTERNS = [
     name.replace("levelK", "level*")
     for cell in re.findall(r"^\| (`.*?) \|", GLOSSARY, re.MULTILINE)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hgpo_jax.run import distributed
+from hgpo_jax.utils import distributed
 from tests.helpers.xla import xla_flags
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hgpo_jax.inspect.dumps import Dump
+from hgpo_jax.analysis.dumps import Dump
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.tables.bias import centred
 from hgpo_jax.tables.gradients import FIRST, RLOO_BY_TURN, cosines, make_gradient, rloo_by_turn

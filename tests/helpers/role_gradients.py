@@ -14,10 +14,10 @@ import optax
 
 from hgpo_jax.advantages import estimate
 from hgpo_jax.config import load
-from hgpo_jax.iteration import make_learn, sample, training_batch
-from hgpo_jax.job import build
-from hgpo_jax.learner import lr_scale, make_policy_loss, make_update
-from hgpo_jax.warm_start import warm_start
+from hgpo_jax.learner.update import lr_scale, make_policy_loss, make_update
+from hgpo_jax.setup.job import build
+from hgpo_jax.trainer.behavior_cloning import warm_start
+from hgpo_jax.trainer.step import make_learn, sample, training_batch
 
 SETTINGS = (
     "env.name=tests/helpers/relief.py:Relief", "method=grpo", "advantage.normalize=mean_std", "rollout.prompt_groups=16",

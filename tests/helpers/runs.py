@@ -25,7 +25,7 @@ def announce(sample):
         Path("training").touch()
         return sample(*given)
     return announced
-from hgpo_jax import training
+from hgpo_jax.trainer import loop as training
 training.sample = announce(training.sample)
 """
 

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 import openai
 
-from hgpo_jax.mesh import make_mesh
-from hgpo_jax.sampling import Decoding
+from hgpo_jax.policy.mesh import make_mesh
+from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.serving import background
 from hgpo_jax.serving.api import Api
 from hgpo_jax.serving.engine import Engine, Progress

@@ -5,8 +5,8 @@ import functools
 import jax
 import numpy as np
 
-from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import ModelConfig, initialize
+from hgpo_jax.policy.mesh import make_mesh
 
 WORDS = 16
 MODEL = ModelConfig(

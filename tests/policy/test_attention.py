@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy.attention import MAX_SCORES, attend, attend_all, attend_in_blocks, cudnn, decode_attention, splash
 from hgpo_jax.policy.kv_cache import KVCache
+from hgpo_jax.policy.mesh import make_mesh
 
 B, Q, S, H, G, E = 2, 7, 9, 4, 2, 6
 CHUNKS = 3 * B * H * S  # scores of three queries

@@ -14,7 +14,7 @@ from hgpo_jax.policy.model_config import ModelConfig
 from hgpo_jax.policy.placement import shapes
 from hgpo_jax.policy.tokenizer import generation_of
 from hgpo_jax.rollout.chat_format import ChatFormat, PromptInput
-from hgpo_jax.sampling import Decoding, published_decoding
+from hgpo_jax.sampling.generate import Decoding, published_decoding
 from tests.helpers.chat_tokenizers import FAMILIES, family_tokenizer
 
 VIEW = PromptInput("put a mug in desk.", [], 0, "You are in a room.", ["go to desk 1", "look"])

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from hgpo_jax import cli, export
+from hgpo_jax import export
+from hgpo_jax.config import cli
 from hgpo_jax.policy import load_policy
 from hgpo_jax.policy.tokenizer import read_tokenizer
 from tests.helpers.needs import DATA as SHARED

@@ -14,13 +14,13 @@ import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer, pre_tokenizers
 
-from hgpo_jax import memory, model_card
 from hgpo_jax.config import load
-from hgpo_jax.mesh import make_mesh
-from hgpo_jax.policy import ModelConfig, RopeScaling, gguf_folder, huggingface, load_policy, shapes, weights
+from hgpo_jax.policy import ModelConfig, RopeScaling, gguf_folder, huggingface, load_policy, model_card, shapes, weights
 from hgpo_jax.policy.gguf_tokenizer import make_tokenizer
+from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.source import load_tokenizer
 from hgpo_jax.policy.tokenizer import read_tokenizer
+from hgpo_jax.setup import memory
 from tests.helpers.needs import DATA
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -12,11 +12,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import LoraConfig, ModelConfig, initialize, lora, network, shardings
 from hgpo_jax.policy.attention import decode_attention
 from hgpo_jax.policy.int8 import quantize
 from hgpo_jax.policy.kv_cache import KVCache
+from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.qwen2 import Linear
 
 PLAIN = ModelConfig(

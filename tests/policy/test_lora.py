@@ -13,8 +13,8 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import LoraConfig, ModelConfig, Policy, load_policy, lora, network, shapes
+from hgpo_jax.policy.mesh import make_mesh
 
 DATA = Path(__file__).parent / "data"
 BASE = ModelConfig(

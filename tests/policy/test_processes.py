@@ -13,9 +13,9 @@ from tests.helpers.processes import together
 
 PROGRAM = """
     import jax
-    from hgpo_jax.run import distributed
+    from hgpo_jax.utils import distributed
     distributed.join()
-    from hgpo_jax.mesh import make_mesh
+    from hgpo_jax.policy.mesh import make_mesh
     from hgpo_jax.policy import load_policy, weights
 
     read, bytes_read = weights.Weights.read, []

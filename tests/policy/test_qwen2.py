@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import ModelConfig, Policy, RopeScaling, initialize, load_policy, network, shardings, weights
+from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.qwen2 import product
 
 DATA = Path(__file__).parent / "data"

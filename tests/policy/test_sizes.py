@@ -7,8 +7,8 @@ import math
 import jax
 import pytest
 
-from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import RopeScaling, huggingface, shapes, shardings
+from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.presets import FAMILIES, preset
 from tests.helpers.needs import DATA
 

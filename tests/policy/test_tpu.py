@@ -92,8 +92,9 @@ def test_what_must_not_be_there_is_seen():
 
 
 def main(name: str, topology: str, spec: str, program: str, layers: str) -> None:
-    from hgpo_jax import config, memory
+    from hgpo_jax import config
     from hgpo_jax.bench import plan
+    from hgpo_jax.setup import memory
 
     played = [f"data={GAMES}", "env.split=valid_train", "env.compiled=true", f"policy.tokenizer={DATA / 'qwen2.5'}"]
     fields = played if program == "rollout" else ["policy.sample_dtype=int8"] if "8 bits" in program else []

@@ -15,8 +15,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from hgpo_jax import export
-from hgpo_jax.mesh import make_mesh
 from hgpo_jax.policy import ModelConfig, Policy, RopeScaling, huggingface, load_policy, shapes, shardings, weights
+from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.source import find
 from hgpo_jax.policy.tokenizer import word_tokenizer
 from tests.helpers.xla import xla_flags
@@ -356,7 +356,7 @@ BIG = ModelConfig(
 MEASURE = """
     import sys, jax, numpy
     from transformers import AutoTokenizer
-    from hgpo_jax.mesh import make_mesh
+    from hgpo_jax.policy.mesh import make_mesh
     from hgpo_jax.policy import load_policy
 
     def megabytes(field):

@@ -13,12 +13,12 @@ from flax import nnx
 
 from hgpo_jax.envs.household import Household
 from hgpo_jax.envs.household import expert as household_expert
-from hgpo_jax.learner import token_logprobs
-from hgpo_jax.mesh import make_mesh
+from hgpo_jax.learner.update import token_logprobs
 from hgpo_jax.policy import ModelConfig, initialize, network, shapes
+from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.tokenizer import vocabulary_size
 from hgpo_jax.rollout.tasks import task_keys
-from hgpo_jax.warm_start import generate_play
+from hgpo_jax.trainer.behavior_cloning import generate_play
 
 ENV = Household(max_turns=10, things=2)
 END, ACT = len(ENV.words) + 1, len(ENV.words) + 2  # as the word tokenizer numbers them

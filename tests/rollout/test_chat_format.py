@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hgpo_jax.environments import ENVIRONMENTS, Environment
 from hgpo_jax.policy.chat_frame import ChatFrame
 from hgpo_jax.rollout.chat_format import TEMPLATES, ChatFormat, PromptInput, Template, project
+from hgpo_jax.rollout.environments import ENVIRONMENTS, Environment
 from tests.helpers.chat_tokenizers import byte_tokenizer, folding_tokenizer, qwen_tokenizer
 
 VIEW = PromptInput("put a mug in desk.", [], 0, "You are in a room.", ["go to desk 1", "look"])

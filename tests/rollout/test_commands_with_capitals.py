@@ -6,8 +6,8 @@ import pytest
 from hgpo_jax.rollout.chat_format import Prompt, Template, load_template
 from hgpo_jax.rollout.episode_buffer import EpisodeBuffer
 from hgpo_jax.rollout.episodes import Episodes
-from hgpo_jax.rollout.slots import SlotResponse
 from hgpo_jax.rollout.workers import EnvOutput
+from hgpo_jax.sampling.continuous_batching import SlotResponse
 
 CHESS = ["Nf3", "nf6", "e4", "O-O", "o-o-o", "O-O-O", "click[B07XYZ]", "Übe", "Nf3"]
 

@@ -12,7 +12,7 @@ from hgpo_jax.policy import network, shardings
 from hgpo_jax.rollout.compiled import Program, on_shards, start_episode
 from hgpo_jax.rollout.compiled_slots import SlotProgram
 from hgpo_jax.rollout.tasks import task_keys
-from hgpo_jax.sampling import Decoding
+from hgpo_jax.sampling.generate import Decoding
 from tests.test_rollout import ACT, END, INDICES, MODEL, B, Ring, mesh_of, parameters
 
 R = 24

@@ -12,17 +12,17 @@ from household_policy import mesh_of
 from odd_env import Counting, Restless
 
 from hgpo_jax.config import load
-from hgpo_jax.config.together import check_together
-from hgpo_jax.errors import ConfigError
 from hgpo_jax.policy import ModelConfig, initialize, network
 from hgpo_jax.rollout.chat_format import ParsedResponse, Prompt
 from hgpo_jax.rollout.episode_buffer import EpisodeBuffer
 from hgpo_jax.rollout.episodes import KINDS, Episodes
 from hgpo_jax.rollout.host import HostRollout
-from hgpo_jax.rollout.slots import MIN_STEPS, SlotPrograms, SlotResponse
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
 from hgpo_jax.rollout.workers import EnvFailure, EnvOutput, LocalWorkers
-from hgpo_jax.sampling import Decoding, buckets
+from hgpo_jax.sampling.continuous_batching import MIN_STEPS, SlotPrograms, SlotResponse
+from hgpo_jax.sampling.generate import Decoding, buckets
+from hgpo_jax.setup.validate import check_together
+from hgpo_jax.utils.errors import ConfigError
 
 MODEL = ModelConfig(
     vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,

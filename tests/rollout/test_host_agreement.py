@@ -23,7 +23,7 @@ from hgpo_jax.rollout.host import HostRollout
 from hgpo_jax.rollout.prompts import build_prompt
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
 from hgpo_jax.rollout.words import WordFormat
-from hgpo_jax.sampling import Decoding
+from hgpo_jax.sampling.generate import Decoding
 from tests.helpers.agreement import assert_same
 
 GROUPS, MEMBERS = 8, 4

@@ -10,13 +10,13 @@ from household_policy import mesh_of
 from odd_env import ODD, Deadly
 
 from hgpo_jax.advantages import estimate
-from hgpo_jax.inspect.dumps import read_report
+from hgpo_jax.analysis.dumps import read_report
 from hgpo_jax.policy import ModelConfig, initialize, network
 from hgpo_jax.policy.chat_frame import ChatFrame
 from hgpo_jax.rollout.chat_format import ChatFormat, PromptInput
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.host import HostRollout
-from hgpo_jax.sampling import Decoding
+from hgpo_jax.sampling.generate import Decoding
 from tests.helpers.chat_tokenizers import byte_tokenizer
 
 MODEL = ModelConfig(

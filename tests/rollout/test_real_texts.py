@@ -17,7 +17,7 @@ from hgpo_jax.policy import ModelConfig, Policy, initialize, network
 from hgpo_jax.policy.chat_frame import ChatFrame
 from hgpo_jax.rollout.chat_format import ChatFormat, PromptInput
 from hgpo_jax.rollout.host import HostRollout
-from hgpo_jax.sampling import Decoding
+from hgpo_jax.sampling.generate import Decoding
 from tests.helpers.chat_tokenizers import qwen_tokenizer
 from tests.helpers.needs import DATA
 

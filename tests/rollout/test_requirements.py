@@ -18,12 +18,12 @@ from odd_env import Counting
 
 from hgpo_jax import config as configuration
 from hgpo_jax.envs.protocol import INFO
-from hgpo_jax.errors import ConfigError
 from hgpo_jax.rollout import requirements
 from hgpo_jax.rollout.compiled import make_rollout
 from hgpo_jax.rollout.requirements import ROLLOUT, RUNNER, TEXT, TEXT_RESET, check_compiled, check_text
+from hgpo_jax.rollout.runners import CompiledRunner
 from hgpo_jax.rollout.workers import LocalWorkers
-from hgpo_jax.runners import CompiledRunner
+from hgpo_jax.utils.errors import ConfigError
 
 
 class State(struct.PyTreeNode):

@@ -13,8 +13,8 @@ from odd_env import Counting
 
 from hgpo_jax.envs.household import HouseholdTeam
 from hgpo_jax.envs.words import Words
-from hgpo_jax.errors import RunError
-from hgpo_jax.learner import token_logprobs
+from hgpo_jax.learner.batch import TrainingBatch
+from hgpo_jax.learner.update import token_logprobs
 from hgpo_jax.policy import ModelConfig, initialize, network
 from hgpo_jax.policy.tokenizer import vocabulary_size
 from hgpo_jax.rollout.chat_format import ParsedResponse, Prompt
@@ -22,13 +22,13 @@ from hgpo_jax.rollout.compiled import make_rollout, replay
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.host import HostRollout, Speaker
 from hgpo_jax.rollout.requirements import check_compiled, check_text, roles_of
+from hgpo_jax.rollout.runners import CompiledRunner
 from hgpo_jax.rollout.scripted_play import play as scripted
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
 from hgpo_jax.rollout.words import WordFormat
 from hgpo_jax.rollout.workers import LocalWorkers
-from hgpo_jax.runners import CompiledRunner
-from hgpo_jax.sampling import Decoding
-from hgpo_jax.training_batch import TrainingBatch
+from hgpo_jax.sampling.generate import Decoding
+from hgpo_jax.utils.errors import RunError
 from tests.helpers.agreement import assert_same
 from tests.helpers.plain_rollout import check_against_plain_play
 from tests.test_rollout import ACT, END, INDICES, MODEL, B, Ring, mesh_of

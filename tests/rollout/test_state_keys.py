@@ -5,12 +5,12 @@ import pytest
 
 from hgpo_jax.advantages import estimate
 from hgpo_jax.config import load
-from hgpo_jax.config.together import check_together
-from hgpo_jax.errors import ConfigError, RunError
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.result import RolloutReport, RolloutResult
 from hgpo_jax.rollout.state_keys import regrouped
-from hgpo_jax.run import provenance
+from hgpo_jax.setup.validate import check_together
+from hgpo_jax.trainer import provenance
+from hgpo_jax.utils.errors import ConfigError, RunError
 
 KEYS = """
 import numpy as np

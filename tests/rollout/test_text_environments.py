@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from hgpo_jax.config import load
-from hgpo_jax.environments import ENVIRONMENTS
 from hgpo_jax.envs.alfworld import load_game
 from hgpo_jax.envs.alfworld.dataset import TASK_TYPES
 from hgpo_jax.envs.alfworld.planner import plan
@@ -20,6 +19,7 @@ from hgpo_jax.envs.household import TASKS, Household, world
 from hgpo_jax.envs.household.text import HouseholdText
 from hgpo_jax.envs.webshop import load_shop
 from hgpo_jax.envs.webshop.text import SEARCH, WebshopText
+from hgpo_jax.rollout.environments import ENVIRONMENTS
 from tests.helpers.needs import DATA
 
 TESTS = Path(__file__).resolve().parents[1]

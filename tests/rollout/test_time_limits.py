@@ -10,9 +10,9 @@ from hgpo_jax.rollout.chat_format import ParsedResponse, Prompt
 from hgpo_jax.rollout.compiled import is_truncated
 from hgpo_jax.rollout.episode_buffer import EpisodeBuffer
 from hgpo_jax.rollout.episodes import Episodes
-from hgpo_jax.rollout.slots import SlotResponse
 from hgpo_jax.rollout.workers import EnvOutput, LocalWorkers
-from hgpo_jax.run.metrics import rollout_metrics, rollout_sums
+from hgpo_jax.sampling.continuous_batching import SlotResponse
+from hgpo_jax.trainer.metrics import rollout_metrics, rollout_sums
 from tests.test_rollout import Ring
 
 T = 3

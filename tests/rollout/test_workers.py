@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from odd_env import ODD, WRONG, Counting, broken, dying
 
-from hgpo_jax.errors import ConfigError, RunError
 from hgpo_jax.rollout.process_workers import ProcessWorkers
 from hgpo_jax.rollout.shared_workers import SharedWorkers
 from hgpo_jax.rollout.workers import EnvFailure, EnvOutput, LocalWorkers
-from hgpo_jax.run import distributed
+from hgpo_jax.utils import distributed
+from hgpo_jax.utils.errors import ConfigError, RunError
 
 MISHAPS = ["raise alarm", "leave", "unspeakable", "endless", "iterator", *(name for name in WRONG if name != "numpy")]
 

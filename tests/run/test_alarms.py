@@ -5,8 +5,8 @@ import math
 import pytest
 
 from hgpo_jax.config import load
-from hgpo_jax.errors import RunError
-from hgpo_jax.run.alarms import Alarms
+from hgpo_jax.trainer.alarms import Alarms
+from hgpo_jax.utils.errors import RunError
 
 
 def row(iteration, **more):

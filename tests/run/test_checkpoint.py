@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from hgpo_jax.config import LogConfig
-from hgpo_jax.errors import RunError
-from hgpo_jax.mesh import make_mesh
-from hgpo_jax.run.checkpoint import ITEM, Checkpoints, damage, newest_intact
+from hgpo_jax.policy.mesh import make_mesh
+from hgpo_jax.trainer.checkpoint import ITEM, Checkpoints, damage, newest_intact
+from hgpo_jax.utils.errors import RunError
 
 STATE = {"params": {"w": jax.random.normal(jax.random.key(0), (20_000,))}, "count": jnp.int32(3)}
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
-from hgpo_jax.errors import ConfigError
-from hgpo_jax.run import curves
+from hgpo_jax.trainer import curves
+from hgpo_jax.utils.errors import ConfigError
 
 EVALUATION = {
     "success": {"sampled": 0.75, "greedy": 0.5}, "interval": {"sampled": [0.7, 0.8], "greedy": [0.25, 0.625]},

@@ -3,8 +3,8 @@
 import pytest
 from safetensors.numpy import load_file
 
-from hgpo_jax.errors import ConfigError, RunError
-from hgpo_jax.run import distributed
+from hgpo_jax.utils import distributed
+from hgpo_jax.utils.errors import ConfigError, RunError
 from tests.helpers.processes import metrics, together
 from tests.helpers.training import command
 
@@ -16,7 +16,9 @@ FIELDS = (
 )  # fmt: skip
 STOPS = """
 import jax, os, signal
-from hgpo_jax import cli, train, training
+from hgpo_jax.config import cli
+from hgpo_jax import train
+from hgpo_jax.trainer import loop as training
 sample = training.sample
 def stopping(job, params, iteration):
     if iteration == 1 and jax.process_index() == 1:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hgpo_jax.run.interruption import SIGNALS, Interrupted, Interruption
+from hgpo_jax.trainer.interruption import SIGNALS, Interrupted, Interruption
 
 HANDLERS = [signal.getsignal(number) for number in SIGNALS]
 
@@ -46,7 +46,7 @@ def test_an_error_in_what_is_held_is_not_hidden():
 
 LEAVES = """
 import os, signal, time
-from hgpo_jax.run.interruption import Interruption
+from hgpo_jax.trainer.interruption import Interruption
 with Interruption() as stop, stop.defer_signals():
     os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGINT)

@@ -6,9 +6,9 @@ import math
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from hgpo_jax.errors import ConfigError
-from hgpo_jax.run.metrics import MetricsWriter, WeightsAndBiases, flatten, read_metrics, unknown_by_role
-from hgpo_jax.run.tensorboard import TensorBoard
+from hgpo_jax.trainer.metrics import MetricsWriter, WeightsAndBiases, flatten, read_metrics, unknown_by_role
+from hgpo_jax.trainer.tensorboard import TensorBoard
+from hgpo_jax.utils.errors import ConfigError
 
 
 def write(folder, rows, **options):

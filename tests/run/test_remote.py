@@ -9,11 +9,12 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from hgpo_jax import cli
-from hgpo_jax.errors import ConfigError, RunError
-from hgpo_jax.files import check_scheme
-from hgpo_jax.run import checkpoint, remote
-from hgpo_jax.run.folder import find_run
+from hgpo_jax.config import cli
+from hgpo_jax.trainer import checkpoint
+from hgpo_jax.trainer.folder import find_run
+from hgpo_jax.utils import remote
+from hgpo_jax.utils.errors import ConfigError, RunError
+from hgpo_jax.utils.files import check_scheme
 
 BUCKETS = (f"memory://bucket{number}/runs/a" for number in itertools.count())
 
@@ -218,7 +219,7 @@ def test_what_commands_read_and_write(url, run, tmp_path, monkeypatch):
 
 
 def test_a_run_that_is_being_written_here_is_left_alone(url, run, tmp_path):
-    from hgpo_jax.run.folder import lock
+    from hgpo_jax.trainer.folder import lock
 
     uploaded(run, url)
     held = lock(run)

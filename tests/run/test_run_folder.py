@@ -11,12 +11,13 @@ import filelock
 import jax.numpy as jnp
 import pytest
 
-from hgpo_jax import cli, training, training_run
 from hgpo_jax import config as configuration
-from hgpo_jax.errors import ConfigError
-from hgpo_jax.job import Job
+from hgpo_jax.config import cli
 from hgpo_jax.policy import ModelConfig, Policy
-from hgpo_jax.run.folder import (
+from hgpo_jax.setup.job import Job
+from hgpo_jax.trainer import loop, main
+from hgpo_jax.trainer.behavior_cloning import warm_start
+from hgpo_jax.trainer.folder import (
     FREE_TO_CHANGE,
     LOCK,
     change_length,
@@ -27,7 +28,7 @@ from hgpo_jax.run.folder import (
     resume_point,
     take_folder,
 )
-from hgpo_jax.warm_start import warm_start
+from hgpo_jax.utils.errors import ConfigError
 
 HF = Path(__file__).parents[1] / "policy" / "data" / "qwen2_tiny"
 
@@ -266,7 +267,7 @@ def test_a_run_without_a_good_checkpoint_never_begins_again_silently(tmp_path):
 
 
 def test_rows_that_were_lost_are_said(tmp_path, monkeypatch):
-    monkeypatch.setattr("hgpo_jax.run.folder.newest_intact", lambda _: (4, ["checkpoint 5 is damaged"]))
+    monkeypatch.setattr("hgpo_jax.trainer.folder.newest_intact", lambda _: (4, ["checkpoint 5 is damaged"]))
     folder = begun(tmp_path / "run")
     rows(folder, 4)
     assert resume_point(folder) == (4, ["checkpoint 5 is damaged; going back to iteration 4"])
@@ -284,9 +285,9 @@ def test_a_run_that_began_meanwhile_is_not_begun_again(tmp_path, monkeypatch):
         (folder / "episodes").mkdir()
         (folder / "episodes" / "iteration-00009.npz").touch()
 
-    monkeypatch.setattr("hgpo_jax.training_run.build", slow_build)
+    monkeypatch.setattr("hgpo_jax.trainer.main.build", slow_build)
     with pytest.raises(ConfigError, match="another process has begun a run here"):
-        training_run.run(configuration.load(), None, folder, False, None)
+        main.run(configuration.load(), None, folder, False, None)
     assert (folder / "episodes" / "iteration-00009.npz").exists()
 
 
@@ -299,7 +300,7 @@ def small(tmp_path):
 
 
 def test_a_damaged_cached_warm_start_is_named(tmp_path, small, monkeypatch):
-    monkeypatch.setattr("hgpo_jax.warm_start.cache_key", lambda _: "key")
+    monkeypatch.setattr("hgpo_jax.trainer.behavior_cloning.cache_key", lambda _: "key")
     folder = shutil.copytree(HF, tmp_path / "warm_start" / "key")
     os.truncate(folder / "model.safetensors", 50)
     with pytest.raises(ConfigError, match=r"model\.safetensors is damaged.*; remove .*/warm_start/key, and"):
@@ -310,13 +311,13 @@ def test_a_start_that_is_damaged_or_of_another_size_is_named(tmp_path, small, mo
     folder = shutil.copytree(HF, tmp_path / "start")
     os.truncate(folder / "model.safetensors", 50)
     with pytest.raises(ConfigError, match=r"is damaged.*; remove .*/start, and"):
-        training.starting_params(small, tmp_path)
+        loop.starting_params(small, tmp_path)
     other = types.SimpleNamespace(params={"w": jnp.zeros(4)})
-    monkeypatch.setattr("hgpo_jax.training.load_policy", lambda *_: other)
+    monkeypatch.setattr("hgpo_jax.trainer.loop.load_policy", lambda *_: other)
     with pytest.raises(ConfigError, match=r"start: policy\.\* or env\.\* ask for another size"):
-        training.starting_params(small, tmp_path)
+        loop.starting_params(small, tmp_path)
     other.params["w"] = small.policy.params["w"]
-    assert training.starting_params(small, tmp_path) is other.params
+    assert loop.starting_params(small, tmp_path) is other.params
 
 
 def test_a_folder_that_is_taken_or_cannot_be_written_is_named(tmp_path, monkeypatch, capsys):

@@ -54,7 +54,7 @@ def killed(home: Path, iteration: int, *fields: str, code: str = "") -> None:
 
 DIES = """
 import os, signal, time
-from hgpo_jax.run.recorder import Recorder
+from hgpo_jax.trainer.recorder import Recorder
 row = Recorder.row
 def row_and_die(self, iteration, *rest):
     row(self, iteration, *rest)
@@ -111,7 +111,7 @@ def test_halves_equal_the_whole_to_the_bit(cache, whole, tmp_path, setting):
 
 
 UPLOADS_AT_ONCE = """
-from hgpo_jax.run import remote
+from hgpo_jax.utils import remote
 remote.EVERY = 0.05
 """
 
@@ -165,8 +165,8 @@ def test_signals_save_and_leave(cache, whole, tmp_path):
 
 SIGNALLED = """
 import os
-from hgpo_jax import training
-from hgpo_jax.run.recorder import Recorder
+from hgpo_jax.trainer import loop as training
+from hgpo_jax.trainer.recorder import Recorder
 call, calls = {where}, []
 def signalled(*given):
     calls.append(given)
@@ -197,7 +197,7 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(cache, half, whole
 
 CROWDED = """
 import resource
-from hgpo_jax import training
+from hgpo_jax.trainer import loop as training
 sample, calls = training.sample, []
 def crowded(*given):
     calls.append(given)
@@ -223,7 +223,7 @@ def test_a_full_disk_ends_in_one_line_and_the_run_goes_on_when_there_is_room(cac
 
 NONFINITE = """
 import jax.numpy as jnp
-from hgpo_jax import training
+from hgpo_jax.trainer import loop as training
 sample = training.sample
 def poisoned(job, params, iteration):
     result, sums, counts = sample(job, params, iteration)
@@ -257,7 +257,7 @@ def test_killed_again_and_again(undisturbed):
 
 LONG = """
 import json, os, threading, jax
-from hgpo_jax.run.metrics import MetricsWriter
+from hgpo_jax.trainer.metrics import MetricsWriter
 compiled = []
 jax.monitoring.register_event_duration_secs_listener(
     lambda name, seconds, **_: compiled.append(name) if name.endswith("backend_compile_duration") else None)

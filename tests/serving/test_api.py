@@ -7,7 +7,7 @@ import openai
 import pydantic
 import pytest
 
-from hgpo_jax.sampling import Decoding
+from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.serving.requests import ApiError, ChatRequest, TextRequest, parse
 from tests.helpers import serving as helpers
 from tests.helpers.serving import BODY, HELLO, PROMPT, SLOTS, WAITING, expected, get, hello, metrics, post, raw, served

@@ -12,7 +12,7 @@ import time
 import openai
 import pytest
 
-from hgpo_jax.sampling import Decoding
+from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.serving import api as serving
 from hgpo_jax.serving import connections
 from hgpo_jax.serving import engine as engines

@@ -5,15 +5,15 @@ import numpy as np
 import pytest
 
 from hgpo_jax import config as configuration
-from hgpo_jax import evaluation
-from hgpo_jax.job import build, prepare_devices
-from hgpo_jax.mesh import make_mesh
+from hgpo_jax.evaluation import held_out
+from hgpo_jax.evaluation.served import ServedPolicy
 from hgpo_jax.policy import Policy
-from hgpo_jax.sampling import Decoding
-from hgpo_jax.served import ServedPolicy
+from hgpo_jax.policy.mesh import make_mesh
+from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.serving.api import Api
 from hgpo_jax.serving.background import served
 from hgpo_jax.serving.engine import Engine
+from hgpo_jax.setup.job import build, prepare_devices
 
 
 @pytest.mark.slow
@@ -26,7 +26,7 @@ def test_greedy_episodes_are_equal_to_the_letter():
     config = configuration.load("text_small", fields)
     job = build(config, prepare_devices(config))
     params, greedy = job.policy.params, Decoding(temperature=0.0)
-    ours, _, told = evaluation.play_held_out(job, job.base_rollout_params(params), greedy, 0, in_order=True)
+    ours, _, told = held_out.play_held_out(job, job.base_rollout_params(params), greedy, 0, in_order=True)
     mesh = make_mesh("data=1", jax.devices()[:1])
     policy = Policy(job.policy.config, jax.device_put(jax.device_get(params), mesh.devices.flat[0]), job.policy.tokenizer)
     with Engine(policy, mesh, slots=4, prompt_limit=900, response_limit=12, waiting_limit=64) as engine:

@@ -10,7 +10,8 @@ import jax
 import openai
 import pytest
 
-from hgpo_jax import cli, inspect, serve
+from hgpo_jax import analysis, serve
+from hgpo_jax.config import cli
 from hgpo_jax.policy import Policy
 from tests.helpers.byte_policy import byte_policy
 from tests.helpers.serving import started
@@ -54,7 +55,7 @@ def test_sessions_are_recorded_until_the_server_ends(folder, tmp_path):
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 0
         assert "holds the sessions that have ended; 1 had no last reward and are left out" in process.stdout.read()
-    dump = inspect.load(kept)
+    dump = analysis.load(kept)
     assert dump.goal(0) == "ended" and dump.episodes.mask.tolist() == [[True, True]]
     assert dump.episodes.rewards.tolist() == [[0, 1.5]] and dump.episodes.success.all()
     assert [dump.observation(0, turn) for turn in range(2)] == ["Hello", "Hello again"]

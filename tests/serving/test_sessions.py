@@ -7,13 +7,13 @@ import numpy as np
 import openai
 import pytest
 
+from hgpo_jax import analysis
 from hgpo_jax import config as configuration
-from hgpo_jax import inspect
-from hgpo_jax.errors import ConfigError
-from hgpo_jax.sampling import Decoding
+from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.serving.recording import EVERY, Recording
 from hgpo_jax.serving.requests import ApiError, RewardRequest
 from hgpo_jax.serving.sessions import SILENT, OpenSessions, Session, Turn
+from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.chat_tokenizers import byte_tokenizer
 from tests.helpers.serving import RESPONSE, client_of, expected, post, raw, served
 
@@ -172,7 +172,7 @@ def test_prompt_groups_are_those_of_the_recording(policy, tmp_path):
         with Recording(kept, config, policy.tokenizer, policy.end_tokens) as recording:
             for number, (task, first) in enumerate(sessions):
                 recording.add(a_session(f"s{number}", first, task=task))
-    first, second = (inspect.load(kept, number) for number in range(2))
+    first, second = (analysis.load(kept, number) for number in range(2))
     assert first.episodes.groups.tolist() == [0, 1, 2, 3] and second.episodes.groups.tolist() == [1, 3, 4, 2, 0]
     assert np.isfinite(second.estimate("hgpo").advantages).all()
 
@@ -197,8 +197,8 @@ def test_a_recording_is_read_like_a_run(policy, tmp_path):
             for number in range(EVERY + 3):
                 recording.add(a_session(f"s{number}", number % 3, turns=1 + number % 2))
             recording.add(a_session("empty", 1, turns=0))
-    assert [inspect.load(kept, number).episodes.mask.shape[0] for number in range(4)] == [EVERY, 3, EVERY, 3]
-    dump = inspect.load(kept, 0)
+    assert [analysis.load(kept, number).episodes.mask.shape[0] for number in range(4)] == [EVERY, 3, EVERY, 3]
+    dump = analysis.load(kept, 0)
     e = dump.episodes
     assert e.mask.sum(1).tolist() == [1 + number % 2 for number in range(EVERY)]
     assert (e.groups == np.arange(EVERY) % 3).all()

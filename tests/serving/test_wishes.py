@@ -6,7 +6,7 @@ import numpy as np
 import openai
 import pytest
 
-from hgpo_jax.sampling import Decoding
+from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.serving.sessions import Session, Sessions
 from tests.helpers.chat_tokenizers import qwen_tokenizer, tool_tokenizer
 from tests.helpers.serving import HELLO, RESPONSE, SLOTS, WAITING, Scripted, client_of, hello, metrics, post, raw, served

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import yaml
 
-from hgpo_jax.evaluation_files import file_name, write
-from hgpo_jax.intervals import over_seeds
+from hgpo_jax.evaluation.files import file_name, write
+from hgpo_jax.evaluation.statistics import over_seeds
 from hgpo_jax.tables.plan import Cell
 
 PLANS = Path(__file__).parents[2] / "configs" / "tables"

@@ -13,12 +13,12 @@ from scipy import stats
 from small_plan import SMALL, finish, write_plan
 
 from hgpo_jax import config as configuration
-from hgpo_jax.errors import ConfigError
 from hgpo_jax.tables import __main__ as tables
 from hgpo_jax.tables import bias, curves, results
 from hgpo_jax.tables import plan as planning
 from hgpo_jax.tables.collect import Row, table_csv
 from hgpo_jax.tables.plan import Cell
+from hgpo_jax.utils.errors import ConfigError
 
 
 def test_paired_differences_are_scipys():

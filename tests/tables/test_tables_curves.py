@@ -8,13 +8,13 @@ from matplotlib.colors import to_hex
 from scipy import stats
 from small_plan import PLANS
 
-from hgpo_jax.errors import ConfigError
 from hgpo_jax.tables import __main__ as tables
 from hgpo_jax.tables import collect, curves, results
 from hgpo_jax.tables import plan as planning
 from hgpo_jax.tables.known import Known
 from hgpo_jax.tables.plan import Cell
 from hgpo_jax.tables.results import Result
+from hgpo_jax.utils.errors import ConfigError
 
 RECORD = PLANS / "results" / "household.json"
 

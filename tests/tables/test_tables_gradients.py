@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hgpo_jax import inspect
+from hgpo_jax import analysis
 from hgpo_jax.config import load
-from hgpo_jax.errors import ConfigError
-from hgpo_jax.iteration import training_batch
-from hgpo_jax.job import build
-from hgpo_jax.learner import make_logprobs
-from hgpo_jax.mesh import make_mesh
+from hgpo_jax.learner.update import make_logprobs
+from hgpo_jax.policy.mesh import make_mesh
+from hgpo_jax.setup.job import build
 from hgpo_jax.tables import gradients
 from hgpo_jax.tables.gradients import cosines, make_gradient, rloo_by_turn
+from hgpo_jax.trainer.step import training_batch
+from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.inspected import EXAMPLE
 from tests.helpers.training import TINY
 
@@ -71,7 +71,7 @@ def test_errors_are_those_of_repetitions():
 
 
 def test_rloo_by_turn_is_that_of_plain_loops():
-    e = jax.tree.map(lambda array: array[:24], inspect.load(EXAMPLE, iteration=9).episodes)  # three tasks
+    e = jax.tree.map(lambda array: array[:24], analysis.load(EXAMPLE, iteration=9).episodes)  # three tasks
     found, checked = np.asarray(rloo_by_turn(e, 0.9)), 0
 
     def after(b, t):

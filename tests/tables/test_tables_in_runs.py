@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from small_plan import SMALL, finish, write_plan
 
-from hgpo_jax.errors import ConfigError
 from hgpo_jax.tables import __main__ as tables
 from hgpo_jax.tables import curves, gradients, truth
 from hgpo_jax.tables.bias import ESTIMATORS
 from hgpo_jax.tables.plan import Cell
+from hgpo_jax.utils.errors import ConfigError
 
 
 def true_advantages(cell, iteration, lift=0.0):

@@ -11,12 +11,12 @@ import yaml
 from small_plan import SMALL, write_plan
 
 from hgpo_jax import config as configuration
-from hgpo_jax.errors import ConfigError
-from hgpo_jax.mesh import abstract_mesh
+from hgpo_jax.policy.mesh import abstract_mesh
 from hgpo_jax.tables import __main__ as tables
 from hgpo_jax.tables import launch
 from hgpo_jax.tables import plan as planning
 from hgpo_jax.tables.plan import Cell
+from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.shell import shellcheck
 
 

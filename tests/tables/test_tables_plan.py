@@ -7,12 +7,13 @@ import pytest
 from small_plan import PLANS, SMALL, write_plan
 
 from hgpo_jax import config as configuration
-from hgpo_jax import evaluate, memory
-from hgpo_jax.errors import ConfigError
-from hgpo_jax.mesh import abstract_mesh
+from hgpo_jax import evaluate
+from hgpo_jax.policy.mesh import abstract_mesh
+from hgpo_jax.setup import memory
 from hgpo_jax.tables import __main__ as tables
 from hgpo_jax.tables import plan as planning
 from hgpo_jax.tables.plan import Cell
+from hgpo_jax.utils.errors import ConfigError
 
 
 @pytest.mark.parametrize(("name", "count"), [("paper", 7 * 4 + 3 * 2 + 2 * 2), ("household", 24 * 3 * 2 + 6 * 3 + 4 * 4 * 2)])

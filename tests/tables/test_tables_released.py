@@ -9,8 +9,8 @@ import functools
 
 from hgpo_jax import advantages
 from hgpo_jax import config as configuration
-from hgpo_jax.mesh import abstract_mesh
-from hgpo_jax.methods import METHODS
+from hgpo_jax.learner.algorithms import METHODS
+from hgpo_jax.policy.mesh import abstract_mesh
 from hgpo_jax.tables import plan as planning
 
 PLAN = planning.read(planning.find("paper"))

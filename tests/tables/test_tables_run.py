@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from small_plan import write_plan
 
-from hgpo_jax.errors import ConfigError
 from hgpo_jax.tables import __main__ as tables
 from hgpo_jax.tables import plan as planning
 from hgpo_jax.tables import run
+from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.training import TINY
 from tests.helpers.xla import xla_flags
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from small_plan import write_plan
 
-from hgpo_jax import inspect
+from hgpo_jax import analysis
 from hgpo_jax.advantages import parameters
-from hgpo_jax.errors import ConfigError
 from hgpo_jax.tables import __main__ as tables
 from hgpo_jax.tables import bias, gradients, results, truth
 from hgpo_jax.tables import plan as planning
 from hgpo_jax.tables.plan import Cell
+from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.inspected import EXAMPLE
 
 GAMMA = 0.95
@@ -62,7 +62,7 @@ def loops(e, values, penalty):
 
 
 def test_parts_are_those_of_plain_loops():
-    dump = inspect.load(EXAMPLE, iteration=9)
+    dump = analysis.load(EXAMPLE, iteration=9)
     # HGPO's own options are the released ones, whatever the run's.
     other = {"alpha": 2.0, "weight_offset": 1.0, "base_group": True, "normalize": "mean_std"}
     own = dump.config.advantage.model_copy(update=other)

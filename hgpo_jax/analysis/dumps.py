@@ -1,0 +1,267 @@
+"""A dump of Episodes with what is needed to read it: its run's settings, tokenizer and, for text, the report beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from hgpo_jax import advantages
+from hgpo_jax import config as configuration
+from hgpo_jax.advantages import ESTIMATORS, Estimate
+from hgpo_jax.config import Config
+from hgpo_jax.learner import algorithms
+from hgpo_jax.policy.source import load_tokenizer
+from hgpo_jax.policy.tokenizer import BLANK, END, PAD
+from hgpo_jax.rollout.environments import role_names
+from hgpo_jax.rollout.episodes import Episodes, dumped
+from hgpo_jax.rollout.requirements import ONE_ROLE
+from hgpo_jax.rollout.result import outcome_of
+from hgpo_jax.trainer.step import estimator_options
+from hgpo_jax.utils import remote
+from hgpo_jax.utils.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Dump:
+    """Episodes and what makes them readable; made by `load`, or by hand from Episodes that were never on disk.
+
+    episodes: of NumPy arrays.
+    config: the run's; decides what the estimators do unless they are told otherwise.
+    tokenizer: the policy's; None where the folder holds none but there is a report, which lacks only the prompts.
+    report: of a host rollout (`rollout/result.py`), as a dict; None where there is none, as with dynamic sampling.
+    iteration: the training iteration; -1 if there is none.
+    """
+
+    episodes: Episodes
+    config: Config
+    tokenizer: Any
+    report: dict | None = None
+    iteration: int = -1
+
+    # -- advantages ---------------------------------------------------------------------------------------------
+
+    @property
+    def estimator(self) -> str:
+        """The estimator that the run trained with."""
+        return algorithms.method_named(self.config.method).estimator
+
+    @property
+    def estimators(self) -> tuple[str, ...]:
+        """The estimators that need nothing but a dump; the run's own first, if it is one of them (`gae` needs values)."""
+        # With one role, what compares roles is what compares all.
+        held = algorithms.AVAILABLE_ARRAYS - (set() if len(self.roles) > 1 else {"agents"})
+        needed = {name: set(advantages.parameters(name)[0]) for name in ESTIMATORS}
+        able = [name for name in needed if held | ({"agents"} if name == self.estimator else set()) >= needed[name]]
+        return tuple(sorted(able, key=lambda name: name != self.estimator))
+
+    def estimate(self, name: str = "", **options: Any) -> Estimate:
+        """The record of `hgpo_jax.advantages.estimate` on these episodes, as NumPy arrays.
+
+        name: an estimator, by default the run's own. options: in place of the run's settings, or arrays that a dump
+        does not hold. Raises ValueError as `estimate` does.
+        """
+        name, e = name or self.estimator, self.episodes
+        arrays, _ = advantages.parameters(name)
+        available = {array: getattr(e, array) for array in arrays if array in algorithms.AVAILABLE_ARRAYS}
+        settings = available | estimator_options(self.config, name) | options
+        record = advantages.estimate(
+            name, rewards=e.rewards, mask=e.mask, states=e.states, groups=e.groups, invalid=e.invalid, **settings
+        )
+        return jax.tree.map(np.asarray, record)
+
+    # -- roles --------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def roles(self) -> tuple[str, ...]:
+        """The names of the environment's roles, which it is asked for; where it cannot be made, `role_0` and so on."""
+        last = int(self.episodes.agents.max(initial=0))
+        if not last:
+            return ONE_ROLE
+        try:
+            names = role_names(self.config)
+        except Exception:  # a user's own may need what this machine lacks
+            names = ()
+        return names if last < len(names) else tuple(f"role_{index}" for index in range(last + 1))
+
+    def role(self, episode: int, turn: int) -> str:
+        """Whose turn it was; empty where there is one role."""
+        return self.roles[self.episodes.agents[episode, turn]] if len(self.roles) > 1 else ""
+
+    def said(self, episode: int, turn: int) -> str:
+        """What the policy wrote, behind a mark that says whose turn it was."""
+        return f"{self.role(episode, turn)} > {self.response(episode, turn)}".lstrip()
+
+    # -- texts --------------------------------------------------------------------------------------------------
+
+    @property
+    def compiled(self) -> bool:
+        """Whether observations are word ids, as in compiled rollouts, or one number that stands for a text."""
+        return self.episodes.observations.shape[-1] > 1
+
+    def turns(self, episode: int) -> int:
+        """How many turns happened."""
+        return int(self.episodes.mask[episode].sum())
+
+    def goal(self, episode: int) -> str:
+        """The task; empty where it cannot be told apart from the prompt."""
+        if self.compiled:
+            return self._words(self._slots(episode, 0)[0]) if self.turns(episode) else ""
+        return self.report["goals"][episode] if self.report else ""
+
+    def observation(self, episode: int, turn: int) -> str:
+        """What the environment showed before this turn; without a report the whole prompt, which holds it."""
+        if self.compiled:
+            return self._words(self.episodes.observations[episode, turn])
+        if self.report:
+            return self.report["texts"][self.episodes.observations[episode, turn, 0]]
+        return self.prompt(episode, turn)
+
+    def prompt(self, episode: int, turn: int) -> str:
+        """What the policy read; that of a compiled rollout with one observation or action per line."""
+        e = self.episodes
+        if self.compiled:
+            goal, *history, observation = self._slots(episode, turn)
+            lines = [goal, *(part for part in history if part.any()), observation]
+            return "\n".join([*map(self._words, lines), ">"])
+        if self.tokenizer is None:
+            raise ConfigError("the run's folder holds no tokenizer, which prompts are read with; put it into its policy/")
+        ids = e.prompts[episode, turn, : e.prompt_lengths[episode, turn]]
+        return self.tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
+
+    def response(self, episode: int, turn: int) -> str:
+        """What the policy wrote."""
+        ids = self.episodes.responses[episode, turn, : self.episodes.response_lengths[episode, turn]]
+        if self.compiled:
+            return self._words(ids)
+        if self.report:
+            return self.report["responses"][episode][turn]
+        return self.tokenizer.decode(ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def action(self, episode: int, turn: int) -> str:
+        """What the environment was given: of a text run what was found in the response, else the response itself."""
+        return self.report["actions"][episode][turn] if self.report else self.response(episode, turn)
+
+    def admissible(self, episode: int, turn: int) -> bool:
+        """Whether the action was one that the environment offers; a text run calls others invalid only with `env.strict`."""
+        if self.report:
+            return self.report["admissible"][episode][turn]
+        return not self.episodes.invalid[episode, turn]
+
+    def state_name(self, state: int) -> str:
+        """The observation that a state id stands for, where one of the turns or the report shows it."""
+        if self.report:
+            return self.report["texts"][state]
+        seen = self._seen.get(state)
+        return self.observation(*seen) if seen and self.compiled else f"state {state}"
+
+    def transcript(self, episode: int) -> str:
+        """One episode as a person would read it."""
+        e = self.episodes
+        lines = [f"task: {self.goal(episode)} ({outcome_of(e, episode)})"]
+        for turn in range(self.turns(episode)):
+            invalid = "   (invalid)" if e.invalid[episode, turn] else ""
+            lines += [f"  {self.observation(episode, turn)}", f"    {self.said(episode, turn)}{invalid}"]
+        return "\n".join(lines)
+
+    @functools.cached_property
+    def _seen(self) -> dict[int, tuple[int, int]]:
+        """State id -> a step that saw it."""
+        steps = np.argwhere(self.episodes.mask)
+        states, first = np.unique(self.episodes.states[self.episodes.mask], return_index=True)
+        return {int(state): tuple(steps[at].tolist()) for state, at in zip(states, first, strict=True)}
+
+    def _slots(self, episode: int, turn: int) -> list[np.ndarray]:
+        """A compiled prompt in its parts (`rollout/prompts.py`): goal, K observations and actions in turn, observation."""
+        e, pairs = self.episodes, self.config.rollout.history_length
+        width, action = e.observations.shape[-1], e.responses.shape[-1] - 1
+        sizes = [*[width, action] * pairs, width, 1]
+        goal = e.prompts.shape[-1] - sum(sizes)
+        return np.split(e.prompts[episode, turn], np.cumsum([goal, *sizes])[:-1])[:-1]
+
+    def _words(self, ids) -> str:
+        ids = np.asarray(ids).tolist()
+        # The vocabulary is rounded up, so an early policy may sample an id without a word: "#id".
+        words = (word or f"#{i}" for i, word in zip(ids, self.tokenizer.convert_ids_to_tokens(ids), strict=True))
+        return " ".join(word for word in words if word not in (BLANK, PAD, END))
+
+
+def load(path: str | Path, iteration: int | None = None) -> Dump:
+    """Reads a dump of a run.
+
+    path: the run's folder, also one in a bucket, or one dump (`episodes/iteration-*.npz`) in it.
+    iteration: which dump of a folder; the last one by default.
+
+    Raises:
+      ConfigError: one line; no run, no dump of that iteration, or files that are damaged.
+    """
+    path = Path(remote.local(str(path)))
+    folder = path.parent.parent if path.suffix == ".npz" else path
+    config = read_config(folder)
+    found = dumped(folder)
+    if path.suffix == ".npz":
+        iteration = next((number for number, file in found.items() if file.name == path.name), None)
+        if iteration is None:
+            raise ConfigError(f"{path}: no such dump; {folder} holds those of iterations {_listed(found)}")
+    elif not found:
+        raise ConfigError(f"{folder}: holds no dump of episodes yet; give the run a smaller log.dump_every")
+    elif iteration is None:
+        iteration = max(found)
+    elif iteration not in found:
+        raise ConfigError(f"iteration={iteration}: {folder} holds dumps of iterations {_listed(found)}")
+    file = found[iteration]
+    try:
+        episodes = Episodes.load(file)
+        beside = file.with_suffix(".json")
+        report = read_report(beside, episodes) if beside.is_file() else None
+        files = (sorted((folder / part).rglob("tokenizer_config.json")) for part in ("policy", "start"))  # equal of all roles
+        names = [file.parent for some in files for file in some]
+        if report and not names:
+            return Dump(episodes, config, None, report, iteration)
+        source = [name for name in (config.policy.tokenizer, config.policy.source) if name]
+        if not names and not source:
+            raise ConfigError(f"{folder}: holds no tokenizer; expected it in {folder}/policy or {folder}/start")
+        return Dump(episodes, config, load_tokenizer(str([*names, *source][0]), config.cache_dir), report, iteration)
+    except (ValueError, OSError) as error:
+        raise ConfigError(" ".join(str(error).split())) from None
+
+
+def read_report(file: Path, e: Episodes) -> dict:
+    """The report beside a dump. Raises ValueError where it does not fit the Episodes."""
+    try:
+        report = json.loads(file.read_text(encoding="utf-8"))
+        texts, goals, scores = (report[name] for name in ("texts", "goals", "scores"))
+        by_turn = {"responses": str, "actions": str, "admissible": bool}
+        turns = e.mask.sum(1).tolist()
+        fits = all(isinstance(text, str) for text in (*texts, *goals))
+        fits &= all(isinstance(score, int | float) for score in scores) and len(goals) == len(scores) == len(e.mask)
+        for name, kind in by_turn.items():
+            fits &= [len(episode) for episode in report[name]] == turns
+            fits &= all(isinstance(value, kind) for episode in report[name] for value in episode)
+        last = max(e.states.max(initial=0, where=e.mask), e.next_states.max(initial=0, where=e.mask))
+        if not (fits and (last < len(texts) or not e.mask.any())):
+            raise ValueError(f"texts, goals, scores, {', '.join(by_turn)} do not fit")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{file}: not the report of {file.stem}.npz: {error}") from None
+    return report
+
+
+def read_config(folder: str | Path) -> Config:
+    """The settings of a run. Raises ConfigError for a folder without a run."""
+    file = Path(folder) / "config.yaml"
+    if not file.is_file():
+        raise ConfigError(f"{folder}: not the folder of a run, it holds no config.yaml")
+    try:
+        return configuration.load(str(file))
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+
+
+def _listed(found: dict[int, Path]) -> str:
+    numbers = list(map(str, found))
+    return ", ".join(numbers if len(numbers) < 8 else [*numbers[:3], "...", *numbers[-3:]]) or "none"

@@ -1,0 +1,190 @@
+"""Why a step has its advantage: its groups at every level, its peers there, and tables over all steps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from hgpo_jax.advantages import Estimate, parameters
+from hgpo_jax.analysis import diagnostics
+from hgpo_jax.analysis.dumps import Dump
+from hgpo_jax.rollout.episodes import Episodes
+
+
+def group_ids(episodes: Episodes, level: int) -> np.ndarray:
+    """i64[B, T]: dense ids of the groups of a level, -1 where no step happened; -1 for `level` gives the prompt groups.
+
+    Steps with t < level are in groups of their own, with steps of the same short past; estimators may leave them out
+    (`level_sizes` 0). Compares whole contexts, one column at a time.
+    """
+    states, mask = np.asarray(episodes.states), np.asarray(episodes.mask)
+    columns = [np.broadcast_to(np.asarray(episodes.groups)[:, None], mask.shape)]
+    for lag in range(level + 1):
+        before = np.full(mask.shape, -1, np.int64)
+        before[:, lag:] = states[:, : max(mask.shape[1] - lag, 0)]
+        columns.append(before)
+    ids = np.full(mask.shape, -1, np.int64)
+    if mask.any():
+        _, found = np.unique(np.stack([column[mask] for column in columns], axis=1), axis=0, return_inverse=True)
+        ids[mask] = found.ravel()
+    return ids
+
+
+def step_value(dump: Dump, record: Estimate, level: int) -> jax.Array | np.ndarray:
+    """f32[B, T]: what a level compares: returns; in the prompt group episode scores less the step's penalty.
+
+    `eb_gae` compares returns in the prompt group too, and subtracts penalties only after it has compared.
+    """
+    e = dump.episodes
+    penalty = np.where(e.invalid & e.mask, np.float32(dump.config.advantage.invalid_penalty), np.float32(0))
+    if "rho" in record.stats:
+        return record.returns + penalty
+    if level >= 0:
+        return record.returns
+    return np.where(e.mask, e.rewards.sum(1, keepdims=True) - penalty, np.float32(0))
+
+
+def step_groups(dump: Dump, record: Estimate, episode: int, turn: int) -> list[dict]:
+    """The groups of one step, one dict per level that the step has in `record`.
+
+    level; history: the observations that its members share, oldest first; advantage and weight of the level; mean of what
+    is compared; members: episode and turn, return, value (what the level compares), and the advantage the level gives to
+    that member. The step itself is one of them. A record without levels gives [].
+    """
+    e = dump.episodes
+    if not e.mask[episode, turn]:
+        raise ValueError(f"episode {episode} has {dump.turns(episode)} turns, and turn {turn} is not one of them")
+    groups = []
+    for column, level in enumerate(record.levels):
+        advantages, sizes, weights = record.by_level()
+        if not sizes[episode, turn, column]:
+            continue
+        ids, value = group_ids(e, level), step_value(dump, record, level)
+        members = np.argwhere(ids == ids[episode, turn]).tolist()
+        groups.append({
+            "level": level,
+            "history": [dump.observation(episode, t) for t in range(max(turn - level, 0), turn + 1) if level >= 0],
+            "advantage": float(advantages[episode, turn, column]),
+            "weight": float(weights[episode, turn, column]),
+            "mean": float(np.mean([value[b, t] for b, t in members])),
+            "members": [
+                {
+                    "episode": b,
+                    "turn": t,
+                    "return": float(record.returns[b, t]),
+                    "value": float(value[b, t]),
+                    "advantage": float(advantages[b, t, column]),
+                }
+                for b, t in members
+            ],
+        })  # fmt: skip
+    return groups
+
+
+def step_text(dump: Dump, record: Estimate, episode: int, turn: int, shown: int = 8) -> str:
+    """`step_groups` to read; of a level the `shown` members with the highest and lowest values, and the step itself."""
+    lines = [
+        f"episode {episode}, turn {turn}: {dump.observation(episode, turn)}",
+        f"    {dump.said(episode, turn)}",
+        f"return {record.returns[episode, turn]:.3g}, advantage {record.advantages[episode, turn]:+.3g}",
+    ]
+    for group in step_groups(dump, record, episode, turn):
+        members = group["members"]
+        name = "prompt group" if group["level"] < 0 else f"level {group['level']}"
+        used = f"weight {group['weight']:.2f}" if group["weight"] else "says nothing and is left out"
+        lines.append(f"\n{name}: {len(members)} steps, mean {group['mean']:.3g}, advantage {group['advantage']:+.3g}, {used}")
+        if group["level"] > 0:
+            lines.append("  after " + "  |  ".join(group["history"][:-1]))
+        # The most different ones tell the most.
+        order = sorted(members, key=lambda m: -m["value"])
+        ends = {*range(shown - shown // 2), *range(len(order) - shown // 2, len(order))}
+        last = -1
+        for place, member in enumerate(order):
+            here = "  <- this step" if (member["episode"], member["turn"]) == (episode, turn) else ""
+            if len(order) > shown and place not in ends and not here:
+                continue
+            if place > last + 1:
+                lines.append(f"    ... {place - last - 1} more")
+            last = place
+            action = " ".join(dump.action(member["episode"], member["turn"]).split())
+            where = f"episode {member['episode']:3d}, turn {member['turn']:2d}"
+            lines.append(f"    {where}: {member['value']:7.3f} ({member['advantage']:+.3f})  > {action[-60:]}{here}")
+    return "\n".join(lines)
+
+
+def steps_table(dump: Dump, record: Estimate) -> dict[str, np.ndarray]:
+    """One row per step that happened: where it is, what it got, and for each level its group's size, advantage and weight."""
+    e = dump.episodes
+    rows, turns = np.nonzero(e.mask)
+    places = {"episode": rows, "turn": turns, "group": e.groups[rows], "task": e.task[rows], "success": e.success[rows]}
+    fields: dict[str, jax.Array] = {"state": e.states, "role": e.agents, "invalid": e.invalid, "reward": e.rewards}
+    fields |= {"return": record.returns, "advantage": record.advantages}
+    for column, level in enumerate(record.levels):
+        name = "prompt_group" if level < 0 else f"level{level}"
+        for part in ("sizes", "advantages", "weights"):
+            fields[f"{name}_{part.removesuffix('s')}"] = getattr(record, f"level_{part}")[..., column]
+    table = {name: np.asarray(values) for name, values in places.items()}
+    return table | {name: np.asarray(values)[rows, turns] for name, values in fields.items()}
+
+
+def transitions(dump: Dump, record: Estimate, group: int) -> dict[str, np.ndarray]:
+    """The graph that a prompt group walked: one row per edge between states that some step took.
+
+    state, next_state: ids; count: steps; advantage: their mean; ends: how many of them ended their episode with success.
+    """
+    e = dump.episodes
+    steps = e.mask & (e.groups == group)[:, None]
+    last = np.arange(e.mask.shape[1]) == e.mask.sum(1)[:, None] - 1
+    pairs = np.stack([e.states[steps], e.next_states[steps]], axis=1)
+    edges, edge = np.unique(pairs.reshape(-1, 2), axis=0, return_inverse=True)
+    count = np.bincount(edge.ravel(), minlength=len(edges))
+    total = np.bincount(edge.ravel(), record.advantages[steps], minlength=len(edges))
+    ends = np.bincount(edge.ravel(), (last & e.success[:, None])[steps], minlength=len(edges))
+    return {
+        "state": edges[:, 0],
+        "next_state": edges[:, 1],
+        "count": count,
+        "advantage": total / np.maximum(count, 1),
+        "ends": ends.astype(int),
+    }
+
+
+def compare(dump: Dump, names: tuple[str, ...] = ("grpo", "gigpo", "hgpo"), **options) -> dict[str, jax.Array | np.ndarray]:
+    """The advantages of several estimators, one row per step: episode, turn and, for each name, its advantage.
+
+    Advantages are divided by their root mean square over the batch, because the scales of estimators differ.
+    """
+    e = dump.episodes
+    rows, turns = np.nonzero(e.mask)
+    table: dict[str, jax.Array | np.ndarray] = {"episode": rows, "turn": turns}
+    for name in names:
+        values = dump.estimate(name, **options).advantages[rows, turns]
+        table[name] = values / max(float(np.sqrt(np.mean(values**2))), 1e-12)
+    return table
+
+
+def oracle_errors(dump: Dump, estimators: dict[str, dict], group_size: int = 0) -> dict[str, dict[str, float]]:
+    """Error of each estimator against the Oracle groups of the same episodes (`diagnostics.against_oracle`).
+
+    estimators: shown name -> options, with the estimator's own name as `name`. Where they can, they only centre
+    (`normalize="mean"`), or their scales would not compare.
+    group_size: what the estimators see: each prompt group is dealt into groups of this many episodes, while the Oracle
+    compares all of them. The whole prompt groups by default.
+    """
+    e = dump.episodes
+    ids = diagnostics.oracle_groups(e.states, e.mask, e.groups)
+    returns = dump.estimate("hgpo").returns
+    if group_size:
+        place = np.empty(len(e.groups), np.int64)  # of each episode in its prompt group
+        for group in np.unique(e.groups):
+            place[e.groups == group] = np.arange((e.groups == group).sum())
+        _, dealt = np.unique(np.stack([e.groups, place // group_size]), axis=1, return_inverse=True)
+        dump = dataclasses.replace(dump, episodes=e.replace(groups=dealt.ravel().astype(np.int32)))
+    errors = {}
+    for shown, options in estimators.items():
+        centred = {"normalize": "mean"} if "normalize" in parameters(options["name"])[1] else {}
+        record = dump.estimate(**options | centred)
+        errors[shown] = diagnostics.against_oracle(record.advantages, returns, ids)
+    return errors

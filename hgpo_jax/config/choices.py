@@ -1,0 +1,23 @@
+"""The names that fields of the configuration take, apart from what they stand for.
+
+That imports jax and flax, which takes seconds, and a mistyped field is to be refused before. The tables of
+`rollout/environments.py` and `learner/algorithms.py` have these names (tests/test_config.py).
+"""
+
+from typing import Literal
+
+ENVIRONMENTS = (
+    "household", "household_text", "household_team", "household_team_text", "household_plan", "household_subgoals", "sokoban",
+    "sokoban_text", "alfworld", "webshop", "agent",
+)  # fmt: skip
+METHODS = (
+    "dr_mas", "eb_gae", "eb_td", "ecpo", "gagpo", "gigpo", "graphgpo", "grpo", "hgpo", "himac", "pgpo", "reinforce_pp",
+    "reinforce_pp_baseline", "rloo", "dapo", "gspo", "hiper", "kpo", "ppo",
+)  # fmt: skip
+# Of our environments those whose turns belong to several roles, and these.
+ROLES = {
+    "household_team": ("searcher", "carrier"), "household_team_text": ("searcher", "carrier"),
+    "household_plan": ("planner", "executor"),
+}  # fmt: skip
+HeldOut = Literal["valid_seen", "valid_unseen"]  # splits of ALFWorld to evaluate on
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a block, for adapters

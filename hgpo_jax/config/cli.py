@@ -1,0 +1,149 @@
+"""What the commands share: their options, and how a user's mistake is reported (one line, exit code 2)."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from hgpo_jax import config as configuration
+from hgpo_jax.envs import cli
+from hgpo_jax.envs.cli import Parser
+from hgpo_jax.utils import errors
+from hgpo_jax.utils.files import is_remote
+
+
+def parser(command: str, description: str | None) -> Parser:
+    return Parser(
+        prog=f"python -m hgpo_jax.{command}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def local_path(text: str) -> str:
+    """The type of an argument that names a file or folder of this machine."""
+    if is_remote(text):
+        raise argparse.ArgumentTypeError(f"{text}: must be a place of this machine")
+    return text
+
+
+def positive(text: str) -> float:
+    """The type of an argument that is a number above 0."""
+    number = float(text)  # argparse reports a ValueError
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0")
+    return number
+
+
+class _HelpAll(argparse.Action):
+    def __call__(self, parser, namespace, values, option_string=None):
+        parser.epilog = f"every field:\n\n{configuration.describe()}"
+        parser.print_help()
+        parser.exit()
+
+
+def add_config_arguments(p: argparse.ArgumentParser) -> None:
+    """--config, --mesh, the field=value overrides, and help on fields: the common ones, with --help-all every one."""
+    common = configuration.describe(configuration.COMMON)
+    p.epilog = f"fields that are often changed (--help-all shows every field):\n\n{common}"
+    p.add_argument("--help-all", action=_HelpAll, nargs=0, help="show this help with every field, and exit")
+    file = p.add_argument(
+        "--config", metavar="FILE", help="a YAML file, or the name of one in configs/; default: household"
+    )
+    p.add_argument(
+        "--mesh", metavar="SPEC", help="device mesh: auto, or sizes as in data=2,fsdp=4,tensor=1; -1: the remaining devices"
+    )
+    overrides = p.add_argument(
+        "overrides", nargs="*", metavar="field=value", help="fields to change, as in learner.lr=3e-4 seed=1"
+    )
+    overrides.completer = lambda prefix, **_: configuration.completions(prefix)  # type: ignore[attr-defined]  # argcomplete's
+    file.completer = lambda **_: configuration.named_files()  # type: ignore[attr-defined]
+
+
+def add_trained_policy(p: argparse.ArgumentParser, **options) -> None:
+    """RUN|HF_FOLDER (with argparse's `options`), and `add_config_arguments`."""
+    said = "the folder of a run that has ended, or of a Hugging Face policy"
+    p.add_argument("run", **{"metavar": "RUN|HF_FOLDER", "help": said} | options)
+    add_config_arguments(p)
+
+
+def is_run(folder: str) -> bool:
+    """Whether it is the folder of a run that has ended."""
+    return Path(folder, "config.yaml").is_file() and Path(folder, "policy").is_dir()
+
+
+def policies_of(run: Path) -> list[Path]:
+    """Of a run whose roles had weights of their own the folders of its policies, each named by its roles."""
+    return sorted(file.parent for file in run.glob("policy/*/config.json"))
+
+
+UNROUNDED = "policy.sample_dtype=compute_dtype"  # a run's policy is played as it was saved, unless one asks for something else
+
+
+def trained_policy(args) -> tuple[str, list[str]]:
+    """Of `add_trained_policy`'s arguments: the configuration's file, and the overrides with which the policy is that one.
+
+    Raises ConfigError.
+    """
+    run = is_run(args.run)
+    if not run and args.config is None:
+        raise errors.ConfigError(
+            f"{args.run}: not the folder of a run that has ended; it needs config.yaml and policy/ (for a Hugging Face policy, "
+            "exported or not, give --config, as in --config household or --config RUN/config.yaml)"
+        )
+    if run and args.config is not None:
+        raise errors.ConfigError(
+            f"--config {args.config}: the run in {args.run} has its own config.yaml; change fields as field=value"
+        )
+    # The saved policy has its adapters merged.
+    saved = [f"policy={Path(args.run, 'policy') if run else args.run}", "warm_start=none", "lora.rank=0"]
+    if run and (sets := policies_of(Path(args.run))):
+        shared = next((folder for folder in sets if "+" in folder.name), sets[0])
+        saved[0] = f"policy={shared}"
+        for folder in sets:
+            if "+" not in folder.name:
+                saved += [f"roles.{folder.name}.policy={folder}", f"roles.{folder.name}.lora_rank=0"]
+    mesh = [] if args.mesh is None else [f"mesh={args.mesh}"]
+    return str(Path(args.run, "config.yaml")) if run else args.config, [UNROUNDED, *args.overrides, *mesh, *saved]
+
+
+def add_distributed(p: argparse.ArgumentParser) -> None:
+    """--distributed."""
+    p.add_argument(
+        "--distributed", action="store_true",
+        help="run as one of several processes, all started with the same command (configs/launch)",
+    )  # fmt: skip
+
+
+def given_fields(args) -> dict:
+    """What --config, --mesh and the overrides give, as `config.given`. Raises ConfigError."""
+    mesh = [] if args.mesh is None else [f"mesh={args.mesh}"]
+    return configuration.given(args.config, [*args.overrides, *mesh])
+
+
+def load_config(args) -> configuration.Config:
+    return configuration.resolve(given_fields(args))
+
+
+# Failures of the disk or of permissions, not errors of the program.
+REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+
+
+def run(main: Callable[[], None]) -> None:
+    """Runs a command; a ConfigError becomes one line on standard error and exit code 2, a RunError or a full disk 1."""
+    try:
+        cli.run(main, (errors.ConfigError,))
+    except errors.RunError as error:
+        message = str(error)
+    except OSError as error:
+        if error.errno not in REFUSED:
+            raise
+        message = f"{f'{error.filename}: ' if error.filename else ''}{error.strerror}"
+    else:
+        return
+    print(f"error: {cli.one_line(message)}", file=sys.stderr)
+    sys.exit(1)

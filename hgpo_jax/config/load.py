@@ -1,0 +1,176 @@
+"""From a YAML file and overrides to a configuration, and back; each mistake is one line."""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from pathlib import Path
+from typing import get_origin
+
+import pydantic
+import yaml
+
+from hgpo_jax.config.schema import Config, fields, literals, role_fields
+from hgpo_jax.envs.cli import nearest
+from hgpo_jax.utils.errors import ConfigError, one_line
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+MAX_DEPTH = 50  # brackets inside brackets in YAML
+
+_SHOWN = reprlib.Repr()  # of values in messages, where a few lines of YAML can stand for millions of elements
+_SHOWN.maxlevel, _SHOWN.maxstring, _SHOWN.maxother = 2, 200, 200
+SHORT = {"policy": "policy.source", "reward": "reward.source", "data": "env.data"}  # short names of fields in overrides
+RENAMED = {"rollout.chunk": "rollout.decode_batch_size", "rollout.ready_share": "rollout.ready_fraction"}  # old name -> new
+
+
+def read_yaml(text: str):
+    """The content of a YAML text. Raises YAMLError, early for deep nesting: the parser's time is quadratic in the depth."""
+    depth = 0
+    for bracket in re.findall(r"[][{}]", text):
+        depth += 1 if bracket in "[{" else -1
+        if depth > MAX_DEPTH:
+            raise yaml.YAMLError(f"brackets are nested deeper than {MAX_DEPTH}")
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise
+    except Exception as error:  # PyYAML has other kinds for 2024-99-99, `!!int`, a number of thousands of digits, ...
+        raise yaml.YAMLError(f"{type(error).__name__}: {error}") from None
+
+
+def parse_value(text: str):
+    """An override's text as YAML would read it; `a,b` and `[a, b]` are lists."""
+    try:
+        value = read_yaml(text)
+    except yaml.YAMLError:
+        return text
+    return value if value is not None else text
+
+
+def load(path: str | None = None, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """The configuration of a YAML file (a path, or a name in configs/) with overrides `field=value` on top.
+
+    Raises:
+      ConfigError: one line that names the field, the value and the nearest right one.
+    """
+    return resolve(given(path, overrides))
+
+
+def given(path: str | None, overrides: list[str] | tuple[str, ...]) -> dict:
+    """The fields that a YAML file and overrides give, by section, and no others; values are not checked yet.
+
+    Raises ConfigError for a file that cannot be read and for an override of no field.
+    """
+    tree = {} if path is None else _read(path)
+    for section in ("policy", "reward"):
+        if isinstance(tree.get(section), str):
+            tree[section] = {"source": tree[section]}
+    known = fields()
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        name = SHORT.get(name, name)
+        if not equals:
+            raise ConfigError(f"{override!r}: an override is written field=value, as in learner.lr=3e-4")
+        section, _, option = name.rpartition(".")
+        if (role := re.fullmatch(r"roles\.(\w+)", section)) and role[1].isidentifier():
+            known |= role_fields(role[1])
+        free = section in known and get_origin(known[section].annotation) is dict and option.isidentifier()
+        if name not in known and not free:
+            raise ConfigError(one_line(f"{name:.200}={text:.200}: {_unknown(name, list(known))}"))
+        *heads, leaf = name.split(".")
+        node = tree
+        for head in heads:
+            node = node.setdefault(head, {})
+            if not isinstance(node, dict):
+                raise ConfigError(f"{head}={shown(node)}: is a section; its fields are written {head}.field=value")
+        value = parse_value(text)
+        if free:  # of a type that only its constructor knows: what YAML would change, as 007, stays text
+            node[leaf] = value if isinstance(value, bool | list) or str(value) == text else text
+            continue
+        if get_origin(known[name].annotation) is tuple and not isinstance(value, list):
+            value = [part.strip() for part in text.split(",")]
+        node[leaf] = text if known[name].annotation is str else value
+    return tree
+
+
+def resolve(tree: dict, base: dict | None = None) -> Config:
+    """The configuration of `given` fields; the others are those of `base`, and where that lacks them the defaults.
+
+    Raises ConfigError as `load` does.
+    """
+    merged = _merged(base or {}, tree)
+    try:
+        return Config.model_validate(merged)
+    except pydantic.ValidationError as error:
+        known, roles = fields(), merged.get("roles")
+        for role in roles if isinstance(roles, dict) else ():
+            known |= role_fields(role)
+        raise ConfigError(_one_line(error, known)) from None
+
+
+def _merged(base: dict, tree: dict) -> dict:
+    merged = dict(base)
+    for name, value in tree.items():
+        section = isinstance(value, dict) and isinstance(merged.get(name), dict)
+        merged[name] = _merged(merged[name], value) if section else value
+    return merged
+
+
+def named_files() -> list[str]:
+    """What --config takes besides paths."""
+    return sorted(p.stem for p in CONFIGS.glob("*.yaml"))
+
+
+def _read(path: str) -> dict:
+    file = Path(path)
+    if not file.is_file():
+        file = CONFIGS / f"{path}.yaml"
+    if not file.is_file():
+        raise ConfigError(f"--config {path}: no such file; {nearest(path, named_files())}")
+    try:
+        tree = read_yaml(file.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(one_line(f"--config {path}: not a YAML file: {error}")) from None
+    if tree is not None and not isinstance(tree, dict):
+        raise ConfigError(f"--config {path}: expected fields with values, found {type(tree).__name__}")
+    return tree or {}
+
+
+def shown(value) -> str:
+    """A value in a message, shortened."""
+    try:
+        return _SHOWN.repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+
+
+def _unknown(name: str, names: list[str]) -> str:
+    """Why there is no field of this name, and what to write instead."""
+    if name in RENAMED:
+        return f"is now called {RENAMED[name]}"
+    return f"no such field; {nearest(name, names, '--help-all lists them all')}"
+
+
+def _one_line(error: pydantic.ValidationError, known: dict) -> str:
+    first = error.errors()[0]
+    location = [str(part) for part in first["loc"]]
+    name = ".".join(part for part in location if not part.isdigit())
+    if first["type"] == "extra_forbidden":
+        section = name.rpartition(".")[0]
+        value = "" if isinstance(first["input"], dict) else f"={shown(first['input'])}"
+        siblings = [n for n in known if n.startswith(f"{section}." if section else "")]
+        return one_line(f"{name}{value}: {_unknown(name, siblings)}")
+    if first["type"] == "invalid_key":
+        return one_line(f"{shown(first['input'])}: no such field; {nearest(str(first['input']), list(known))}")
+    message = first["msg"].removeprefix("Value error, ")
+    message = message.replace("Input should be", "must be").replace("Input", "the value")
+    if first["type"] == "literal_error":
+        given = first["input"] if isinstance(first["input"], str) else ""
+        message += f"; {nearest(given, list(literals(known[name].annotation)))}"
+    return one_line(f"{name}={shown(first['input'])}: {message}" if name else message)
+
+
+def dump(config: Config) -> str:
+    """The configuration as YAML, every field written out."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)

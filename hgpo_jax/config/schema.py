@@ -1,0 +1,395 @@
+"""The fields of a run's configuration, by section."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import re
+import string
+from collections.abc import Collection
+from typing import Any, Literal, get_args, get_origin
+
+import pydantic
+
+from hgpo_jax.config.choices import ENVIRONMENTS, LINEARS, METHODS, ROLES, HeldOut
+from hgpo_jax.config.learning import AdvantageConfig, CriticConfig, LearnerConfig
+from hgpo_jax.config.roles import RoleConfig, unknown_role
+from hgpo_jax.config.section import CONTROL, Positive, Section, Share, field
+from hgpo_jax.envs import outside
+from hgpo_jax.envs.cli import nearest
+from hgpo_jax.utils.files import CACHE_DIR, check_scheme, is_remote
+
+_SURROGATE = re.compile(r"[\ud800-\udfff]")  # in a text that is an option
+
+# Fields that take one of these names, what an installed package calls its own, or a place outside (`envs/outside.py`).
+OPEN: dict[str, tuple[Collection[str], str]] = {
+    "env.name": (ENVIRONMENTS, outside.ENVIRONMENTS),
+    "method": (METHODS, outside.ESTIMATORS),
+    "reward.source": ((), outside.REWARDS),
+}
+
+
+def choices(name: str) -> tuple[str, ...]:
+    """The names that an open field takes; besides them it takes what `envs/outside.py` finds."""
+    ours, group = OPEN[name]
+    return *ours, *outside.installed(group)
+
+
+def _is_choice(name: str, value: str) -> str:
+    place, colon, attribute = value.rpartition(":")
+    if value not in choices(name) and not (colon and place and attribute):
+        also = [f"{outside.GYMNASIUM}ID"] if name == "env.name" else []
+        wanted = ", ".join((*choices(name), *also, "package.module:NAME or path/to/file.py:NAME"))
+        raise ValueError(f"must be one of {wanted}; {nearest(value, list(choices(name)))}")
+    return value
+
+
+def _is_option(value) -> bool:
+    """Whether YAML can hold it and give it back."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_option, value))
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, int):
+        return value.bit_length() < 64
+    return isinstance(value, str) and not CONTROL.search(value) and not _SURROGATE.search(value)
+
+
+class EnvConfig(Section):
+    """The environment: compiled with the policy (household, sokoban, where it can alfworld), or text on the host (the others).
+
+    One of your own is of the kind that its class is (`envs/protocol.py`)."""
+
+    name: str = field(
+        "household", "which environment; your own by the place of its class, Gymnasium's as gymnasium:ID or, where your own "
+        "code registers it, gymnasium:FILE.py:ID"
+    )
+    options: dict[str, Any] = field(
+        {}, "your own: keyword arguments of its class, each written as env.options.NAME=VALUE"
+    )
+    template: str = field(
+        "", "text: file with the prompts; default: the environment's own, text.txt for yours, plain.txt for a small policy"
+    )
+    tasks: tuple[Literal["place", "two", "look", "clean", "heat", "cool"], ...] = field(
+        ("place",), "household: task types to draw from"
+    )
+    rooms: tuple[Literal["kitchen", "bathroom", "bedroom", "livingroom"], ...] = field(
+        ("kitchen",), "household: rooms to draw from"
+    )
+    places: int = field(6, "household: receptacles per room", ge=6, le=12)
+    things: int = field(4, "household: things per room", ge=2, le=8)
+    size: int = field(6, "sokoban: cells along a room's side, outer walls included", ge=6, le=10)
+    boxes: int = field(1, "sokoban: boxes, and as many targets", ge=1, le=4)
+    reward: Literal["success", "gym"] = field(
+        "success", "sokoban: 10 for all boxes on targets and nothing else; or as gym-sokoban for every step"
+    )
+    compiled: bool | None = field(
+        None, "alfworld: play the games inside the compiled rollout; default: with a small policy, and with pretrained weights "
+        "(policy=) unless env.workers is set",
+    )
+    max_turns: int = field(20, "actions after which an episode ends", ge=1, le=1000)
+    data: str = field("", "folder of ALFWorld's (default: ALFWORLD_DATA) or WebShop's files; data=FOLDER is short for it")
+    split: Literal["train", "valid_train", "generated"] = field(
+        "train", "alfworld: games to train on; generated: the training games there are, and more made of them (compiled only)"
+    )
+    generated: int = field(4000, "alfworld: games made for env.split=generated", ge=1)
+    held_out: HeldOut = field("valid_seen", "alfworld: games to evaluate on")
+    goal_order: Literal["original", "verl-agent"] = field(
+        "original", "webshop: one shuffle of the goals for all, the first 500 held out; or as verl-agent a shuffle for each "
+        "prompt group and each evaluation episode, so that held-out goals are also trained on",
+    )  # fmt: skip
+    reachable_only: bool = field(False, "webshop: leave out goals that no purchase of just what is asked can fulfil")
+    command: str = field("", "agent: what plays an episode, started anew for each one (hgpo_jax/serving/agent_rollout.py)")
+    failed: Literal["zero", "exclude"] = field(
+        "zero", "agent: an episode whose command fails after an answer, or posts no reward, is lost and keeps the rewards it "
+        "posted by then (zero), or is left out, so that nothing is learned from it; one that never asked is always left out",
+    )  # fmt: skip
+    num_tasks: int = field(0, "agent: tasks to train on, numbered from 0; 0: any number, of 64 bits", ge=0)
+    num_held_out_tasks: int = field(0, "agent: the same of tasks to evaluate on", ge=0)
+    state_key: str = field(
+        "", "text: function of an observation (FILE.py:NAME); states are equal where its values are, for instance the text "
+        "without a step counter or a clock; default: equal texts"
+    )
+    strict: bool = field(False, "text: an inadmissible action is invalid, as a malformed response always is")
+    workers: int = field(
+        0, "text: processes that play the environments; 0 plays them in this one. agent: commands at a time; 0: one a slot",
+        ge=0, le=256,
+    )  # fmt: skip
+    time_limit: float = field(
+        60.0, "seconds after which an environment in a worker counts as hung, and an agent that asks for nothing", gt=0
+    )
+
+    @pydantic.field_validator("name")
+    @classmethod
+    def _is_known(cls, value):
+        return _is_choice("env.name", value)
+
+    @pydantic.field_validator("options")
+    @classmethod
+    def _are_options(cls, value):
+        for name, option in value.items():
+            if not name.isidentifier() or not _is_option(option):
+                raise ValueError(f"{name!r:.50} must be text, a number, true, false or a list of these")
+        return value
+
+
+class PolicyConfig(Section):
+    """The policy: pretrained weights (`policy=...` is short for `policy.source=...`), or a random Qwen2.5 of these sizes."""
+
+    source: str = field(
+        "", "Hugging Face folder, FILE.gguf, smollm2 (a package's), or hub id such as Qwen/Qwen2.5-1.5B-Instruct; empty: "
+        "random weights of the sizes below",
+    )
+    tokenizer: str = field(
+        "", "text: the tokenizer for random weights, where source would look for it; default: the source's own, for random "
+        "weights one of the words that the environment's texts have",
+    )
+    dtype: Literal["float32", "bfloat16"] = field("float32", "dtype of the trained (master) weights")
+    compute_dtype: Literal["float32", "bfloat16"] = field(
+        "float32", "dtype of the copy of the weights in rollouts and in the loss"
+    )
+    sample_dtype: Literal["compute_dtype", "int8"] = field(
+        "compute_dtype", "int8: training episodes are decoded with layer weights and KV cache in int8; the update is corrected "
+        "for it (learner.rollout_correction)",
+    )  # fmt: skip
+    hidden_size: Positive = field(64, "width")
+    intermediate_size: Positive = field(176, "width of the feed-forward layer")
+    num_hidden_layers: Positive = field(2, "layers")
+    num_attention_heads: Positive = field(2, "query heads")
+    num_key_value_heads: Positive = field(1, "key-value heads")
+    rope_theta: float = field(1_000.0, "RoPE base (theta)", gt=1)
+    tie_word_embeddings: bool = field(True, "tie the LM head to the embedding")
+    initializer_range: float = field(0.1, "std of the initial weights", gt=0)
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _short(cls, value):
+        return {"source": value} if isinstance(value, str) else value
+
+    @property
+    def sizes(self) -> dict:
+        """The fields of a random policy's ModelConfig."""
+        return self.model_dump(exclude={"source", "tokenizer", "dtype", "compute_dtype", "sample_dtype"})
+
+
+class LoraFields(Section):
+    """Low-rank adapters beside pretrained weights, which stay frozen and serve as the reference policy."""
+
+    rank: int = field(0, "rank of the adapters; 0: train the weights themselves", ge=0)
+    alpha: float = field(32.0, "the adapters' product is scaled by alpha / rank", gt=0)
+    targets: tuple[
+        Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], ...
+    ] = field(LINEARS, "which matrices of every block get an adapter")
+
+
+class RolloutConfig(Section):
+    """How episodes are sampled."""
+
+    prompt_groups: Positive = field(32, "tasks per iteration; the episodes of one task form a prompt group")
+    group_size: Positive = field(8, "episodes per task, all from the same initial state")
+    history_length: int = field(
+        2, "K: past observations and actions in the prompt, and the deepest HGPO level", ge=0, le=64
+    )
+    temperature: float = field(1.0, "sampling temperature in training", gt=0, le=10)
+    max_tries: Positive = field(
+        4, "rollouts per iteration at most where a method drops prompt groups with equal rewards (dapo)"
+    )
+    prompt_limit: int = field(4096, "tokens of the longest prompt of a text environment", ge=16)
+    response_limit: Positive = field(512, "tokens of the longest response in a text environment")
+    stop: tuple[str, ...] = field(
+        (), "tokens that end a response in a text environment besides those of the chat template, the tokenizer and "
+        "generation_config.json, as in [<|endoftext|>]"
+    )
+    thinking: bool | None = field(
+        None, "text: whether responses begin with a thought, where the chat template has a switch for it; default: its own"
+    )
+    date: datetime.date = field(datetime.date(2024, 7, 26), "text: what a chat template that tells the day takes for today")
+    decode_batch_size: Positive = field(
+        64, "episodes that each index of the data axis decodes at a time; in a text environment the others wait for a free slot"
+    )
+    ready_fraction: float = field(
+        1.0, "text: go on decoding as soon as this fraction of the unfinished episodes can take part, while the environments "
+        "of the others step in env.workers; 1: wait for all, which makes a run the same to the bit; give less where "
+        "environments are slow", gt=0, le=1,
+    )  # fmt: skip
+
+
+class RewardConfig(Section):
+    """What is added to the environment's rewards: by a function of your own (`reward=...` is short for `reward.source=...`;
+    hgpo_jax/rollout/rewards.py), and for answers near the limit."""
+
+    source: str = field("", "function that scores an episode by its texts, for a compiled environment in pure JAX; empty: none")
+    mode: Literal["add", "replace"] = field("add", "its rewards are added to the environment's, or replace them")
+    workers: Positive = field(1, "text: processes that compute it", le=256)
+    time_limit: float = field(60.0, "text: seconds after which an episode is left out, because its reward takes too long", gt=0)
+    overlong_cache: int = field(
+        0, "text: last tokens before an answer's limit, in which its reward falls as in DAPO, by up to overlong_penalty; "
+        "0: none", ge=0,
+    )  # fmt: skip
+    overlong_penalty: float = field(1.0, "taken from the reward of an answer that reaches its limit", gt=0, le=1e6)
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _short(cls, value):
+        return {"source": value} if isinstance(value, str) else value
+
+    @pydantic.field_validator("source")
+    @classmethod
+    def _is_known(cls, value):
+        return value and _is_choice("reward.source", value)
+
+
+class CloningConfig(Section):
+    """The warm start: behaviour cloning on generated play (see README for what it does and what success it gives)."""
+
+    stop_at: Share = field(
+        0.4, "sampled success on practice tasks at which cloning ends, so that every run starts alike"
+    )
+    max_steps: Positive = field(1000, "optimizer steps at most")
+    check_every: Positive = field(50, "optimizer steps between two looks at the practice success")
+    batch_size: Positive = field(64, "environment steps per optimizer step")
+    episodes: Positive = field(4096, "generated episodes to learn from")
+    noise: Share = field(
+        0.3, "share of random admissible actions in the generated play; the expert's choice stays the label"
+    )
+    lr: float = field(2e-3, "peak learning rate; rises over 100 steps, then falls to a tenth along a cosine", gt=0)
+    optimizer: Literal["adamw", "muon"] = field("adamw", "muon: Muon for the layers' matrices, with the RMS of Adam's updates")
+    seed: int | None = field(
+        None, "seed of the first weights and of cloning; default: seed; runs that share it start from the same policy",
+        ge=0, lt=2**31,
+    )
+    thought: str = field(
+        "", "what cloned answers say between <think> and </think>, where a template has them; $goal and $command are filled in"
+    )
+
+    @pydantic.field_validator("thought")
+    @classmethod
+    def _fills_in(cls, value):
+        try:
+            string.Template(value).substitute(goal="", command="")
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"has the slots $goal and $command, and a dollar sign is written $$: {error}") from None
+        return value
+
+
+class LogConfig(Section):
+    """What a run writes, and when."""
+
+    checkpoint_every: Positive = field(25, "iterations between checkpoints; the last iteration always has one")
+    keep_checkpoints: Positive = field(2, "last checkpoints kept")
+    keep_best: int = field(0, "also keep this many checkpoints, the best by validation success (evaluation.every)", ge=0)
+    keep_every: int = field(0, "also keep every checkpoint whose iterations this divides; 0: none", ge=0)
+    dump_every: Positive = field(25, "iterations between dumps of the sampled episodes")
+    sample_every: int = field(0, "iterations between episodes that are printed while the policy trains; 0: none", ge=0)
+    tensorboard: bool = field(True, "write TensorBoard events")
+    wandb: bool = field(False, "send metrics to Weights & Biases (extra wandb; WANDB_MODE=offline only writes them down)")
+    wandb_project: str = field("hgpo_jax", "its project")
+    max_ratio: float = field(1.2, "warn where an iteration's mean importance ratio is above this or below its inverse", gt=1)
+    max_approx_kl: float = field(0.1, "warn where an update moves the policy further than this (mean KL, nats per token)", gt=0)
+    max_logp_difference: float | None = field(
+        None, "warn where a token's log-probability differs by more between sampler and trainer; default: 0.001, and 0.5 for "
+        "policy.compute_dtype=bfloat16 or policy.sample_dtype=int8", gt=0,
+    )  # fmt: skip
+
+
+class EvaluationConfig(Section):
+    """The evaluation on held-out tasks at the end of a run, and validations while it trains: with other samples, and on other
+    held-out tasks where there are twice as many as evaluation.episodes."""
+
+    episodes: Positive = field(512, "held-out tasks", le=1_000_000)
+    every: int = field(0, "iterations between validations (sampled) of the policy that an iteration begins with; 0: none", ge=0)
+    temperature: float = field(
+        1.0, "temperature of the sampled evaluation; a greedy one is always made too", gt=0, le=10
+    )
+    # Training samples from the whole softmax, whose log-probabilities the loss takes.
+    top_k: int = field(0, "the sampled evaluation draws from the k most likely tokens; 0: from all", ge=0)
+    top_p: float = field(1.0, "nucleus sampling among these: the most likely tokens that reach this probability", gt=0, le=1)
+    min_response: int = field(0, "no response of an evaluation ends before this many tokens", ge=0)
+
+
+class Config(Section):
+    """One run."""
+
+    name: str = field("household", "name of the run, used for its folder", pattern=r"^[A-Za-z0-9][\w.-]*$")
+    run_dir: str = field("", "the run's folder, or a bucket's as in gs://bucket/run; default runs/NAME-METHOD-sSEED-TIME")
+    seed: int = field(0, "seed of everything random", ge=0, lt=2**31)
+    iterations: int = field(80, "iterations of rollout and update", ge=0)
+    method: str = field("hgpo", "how advantages and loss are made; your own by its estimator's place")
+    warm_start: Literal["cloning", "none"] = field(
+        "cloning", "cloning: behaviour cloning (SFT) of the environment's expert first; none: from policy= as it is"
+    )
+    mesh: str = field(
+        "auto", "device mesh: auto, or sizes as in data=2,fsdp=4,tensor=1 with at most one -1; fewer than all devices will do"
+    )
+    cache_dir: str = field(
+        CACHE_DIR, "folder of warm starts, unpacked GGUF files and, unless JAX_COMPILATION_CACHE_DIR is set, compiled "
+        "programs; shared by runs",
+    )
+    env: EnvConfig = EnvConfig()
+    policy: PolicyConfig = PolicyConfig()
+    lora: LoraFields = LoraFields()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    cloning: CloningConfig = CloningConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    learner: LearnerConfig = LearnerConfig()
+    critic: CriticConfig = CriticConfig()
+    roles: dict[str, RoleConfig] = field(
+        {}, "teams: what is different for a role of the environment, each field written as roles.NAME.FIELD=VALUE"
+    )
+    log: LogConfig = LogConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+    @property
+    def start_seed(self) -> int:
+        """The seed of everything random before the first iteration."""
+        return self.seed if self.cloning.seed is None else self.cloning.seed
+
+    @pydantic.field_validator("method")
+    @classmethod
+    def _is_known(cls, value):
+        return _is_choice("method", value)
+
+    @pydantic.field_validator("run_dir")
+    @classmethod
+    def _is_reached(cls, value):
+        if is_remote(value):
+            check_scheme(value)
+        return value
+
+    @pydantic.model_validator(mode="after")
+    def _has_these_roles(self):
+        """Of our environments; others are asked where they are made (`setup/validate.py`)."""
+        for role in self.roles if self.env.name in ENVIRONMENTS else ():
+            if role not in (known := ROLES.get(self.env.name, ())):
+                raise ValueError(unknown_role(self.env.name, role, self.roles[role], known))
+        return self
+
+    @pydantic.field_validator("cache_dir")
+    @classmethod
+    def _is_local(cls, value):
+        if is_remote(value):  # else it would be a folder of this name
+            raise ValueError("must be a folder of this machine")
+        return value
+
+
+def role_fields(role: str) -> dict[str, Any]:
+    """`fields` of one role."""
+    return fields(RoleConfig, f"roles.{role}.")
+
+
+def fields(section: type[Section] = Config, prefix: str = "") -> dict[str, Any]:
+    """Dotted name -> pydantic field of every leaf of the tree."""
+    leaves: dict[str, Any] = {}
+    for name, info in section.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+            leaves |= fields(info.annotation, f"{prefix}{name}.")
+        else:
+            leaves[prefix + name] = info
+    return leaves
+
+
+def literals(annotation) -> tuple[str, ...]:
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    return tuple(value for inner in get_args(annotation) for value in literals(inner))

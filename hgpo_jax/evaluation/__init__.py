@@ -1,0 +1,1 @@
+"""Evaluation of policies on held-out tasks and panels, with confidence intervals."""

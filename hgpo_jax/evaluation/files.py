@@ -1,0 +1,73 @@
+"""Files of evaluations: names that tell them apart, and a check that none overwrites another evaluation."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from hgpo_jax import config as configuration
+from hgpo_jax.config import Config
+from hgpo_jax.utils.errors import ConfigError, one_line
+from hgpo_jax.utils.files import atomic_write
+
+OWN = "evaluation.json"  # of a run, with its own settings
+# Fields that change the result of an evaluation: not those of paths, speed or training.
+MATTER = ("env.", "evaluation.", "policy.dtype", "policy.compute_dtype", "policy.sample_dtype", "rollout.history_length",
+          "rollout.prompt_limit", "rollout.response_limit", "rollout.stop")  # fmt: skip
+DO_NOT = ("env.data", "env.split", "env.workers", "env.time_limit", "evaluation.every")
+
+
+def write(path: Path, result: dict, episodes: Sequence[dict] = ()) -> None:
+    """Writes an evaluation as JSON, and before it its episodes, where it has any, one per line in the file .jsonl beside it.
+
+    What is unknown, NaN, is null there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if episodes:
+        with atomic_write(path.with_name(path.name + "l")) as lines:
+            lines.writelines(json.dumps(_as_json(episode)) + "\n" for episode in episodes)
+    with atomic_write(path) as file:
+        file.write(json.dumps(_as_json(result), indent=2) + "\n")
+
+
+def _as_json(value):
+    if isinstance(value, dict):
+        return {name: _as_json(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_as_json(each) for each in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def settings_of(config: Config) -> dict[str, object]:
+    """Name -> value, as JSON has it, of every field that changes the result of an evaluation."""
+    tree, found = config.model_dump(mode="json"), {}
+    for name in configuration.fields():
+        if name.startswith(MATTER) and name not in DO_NOT:
+            section, _, leaf = name.partition(".")
+            found[name] = tree[section][leaf]
+    for role, settings in tree["roles"].items():
+        found |= {f"roles.{role}.{name}": settings[name] for name in ("template", "response_limit") if settings[name]}
+    return found
+
+
+def file_name(split: str, temperature: float, episodes: int, seeds: list[int] | tuple[int, ...] = ()) -> str:
+    """Of an evaluation, under seeds or not; another number of episodes is another evaluation."""
+    under = f"-s{'-'.join(map(str, seeds))}" if seeds else ""
+    return f"{split}-t{temperature:g}-n{episodes}{under}.json"
+
+
+def refuse_another(file: Path, settings: dict[str, object], policy: str | None = None) -> None:
+    """Raises ConfigError where `file` holds an intact evaluation with other settings or of another policy.
+
+    policy: None where the folder holds those of one policy only.
+    """
+    try:
+        old = json.loads(file.read_text())
+        before = {"policy": old["policy"]} | old["settings"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return
+    now = settings | ({"policy": policy} if policy else {})
+    other = [f"{name}={value}" for name, value in before.items() if now.get(name, value) != value]
+    if other:
+        raise ConfigError(one_line(f"{file}: holds an evaluation with {', '.join(other)}; choose another folder with --to"))

@@ -1,0 +1,260 @@
+"""Evaluation on held-out tasks, with 95 % intervals: the one that ends a run, and evaluations under several seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import zip_longest
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hgpo_jax.config import EvaluationConfig
+from hgpo_jax.evaluation.files import OWN, write
+from hgpo_jax.evaluation.statistics import over_seeds, wilson
+from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.rollout.tasks import stream_key
+from hgpo_jax.sampling.generate import Decoding
+from hgpo_jax.setup.job import Job
+from hgpo_jax.utils.errors import RunError
+
+SHOWN = 3  # episodes written out as transcripts; more where there are more task types, one of each
+
+
+def sampled_decoding(settings: EvaluationConfig) -> Decoding:
+    """How a sampled evaluation draws tokens."""
+    return Decoding(
+        temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p, min_new=settings.min_response
+    )
+
+
+def num_evaluated(job: Job) -> int:
+    """Episodes of the final evaluation: `evaluation.episodes`, or as many as there are held-out tasks."""
+    return min(job.config.evaluation.episodes, job.runner.num_held_out_tasks or job.config.evaluation.episodes)
+
+
+def validates_apart(job: Job) -> bool:
+    """Whether there are held-out tasks for validations that the final evaluation does not play: as many again."""
+    return (job.runner.num_held_out_tasks or math.inf) >= 2 * num_evaluated(job)
+
+
+def validation_tasks(job: Job, indices):
+    """Held-out tasks with these numbers to validate on, so that what is chosen by them is not chosen by the final evaluation.
+
+    Of generated tasks a stream of their own; of listed ones the last in the evaluation's order, or, where there are too few
+    (`validates_apart`), those of the evaluation itself.
+    """
+    if job.runner.num_held_out_tasks is None:
+        return job.runner.select_tasks("validation", 0, indices)
+    first = job.runner.num_held_out_tasks - num_evaluated(job) if validates_apart(job) else 0
+    return job.runner.select_tasks("held_out", 0, first + indices)
+
+
+def play_held_out(
+    job: Job, params, decoding: Decoding, seed: int | None = None, in_order: bool = False, validation: bool = False
+) -> tuple[Episodes, np.ndarray | None, list[str]]:
+    """One episode on each of the first `evaluation.episodes` held-out tasks, or on all where there are fewer.
+
+    params: what a rollout takes.
+    seed: draws other tasks and other samples; then tasks are repeated where there are fewer than `evaluation.episodes`.
+    in_order: the environment's tasks in their own order; a seed only draws the samples.
+    validation: `validation_tasks`, and samples of their own.
+    Returns: (Episodes of NumPy arrays, the environment's own scores f32[B] if it has any, transcripts: with a seed all of
+    them, else the first of each task type and, of few types, the next ones).
+    """
+    runner = job.runner
+    wanted = num_evaluated(job) if seed is None else job.config.evaluation.episodes
+    key = stream_key("validation_samples", 0) if validation else jax.random.key(seed or 0)
+    parts, scores = [], []
+    shown: list[str] = []
+    by_type: dict[int, list[str]] = {}
+    for first in range(0, wanted, job.batch):
+        index = first + jnp.arange(job.batch, dtype=jnp.int32)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, index)
+        of_seed = None if in_order else seed or 0
+        tasks = validation_tasks(job, index) if validation else runner.select_tasks("held_out", of_seed, index)
+        result = jax.device_get(runner.rollout(params, tasks, keys, index, decoding, held_out=True))
+        # The largest arrays are not read again; those of a whole evaluation could fill the memory.
+        parts.append(result.episodes.replace(prompts=None, logp=None))
+        scores.append(result.report and result.report.scores)
+        for i in range(min(wanted - first, job.batch)):
+            if seed is not None:
+                shown.append(runner.story(result, i).text())
+            elif len(same := by_type.setdefault(int(result.episodes.task[i]), [])) < SHOWN:
+                same.append(runner.story(result, i).text())
+    if seed is None:
+        in_turn = [text for texts in zip_longest(*by_type.values()) for text in texts if text is not None]
+        shown = in_turn[: max(SHOWN, len(by_type))]
+    episodes = jax.tree.map(lambda *arrays: np.concatenate(arrays)[:wanted], *parts)
+    return episodes, None if scores[0] is None else np.concatenate(scores)[:wanted], shown
+
+
+def summarize(episodes: Episodes, task_types: Sequence[str], scores: np.ndarray | None = None) -> dict:
+    """The result of one evaluation, as plain numbers. Episodes that their environment failed have no turns and do not count,
+    but for `success_at_least`, where they count as lost. Success is NaN where the environment does not say it.
+    """
+    played, judged = episodes.mask[:, 0], episodes.judged
+    n, known, wins, steps = (int(a.sum()) for a in (played, judged, episodes.success, episodes.mask))
+    if not n:
+        raise RunError("evaluation: the environment failed in every episode")
+    by_task = {
+        task_types[task]: float(episodes.success[judged & (episodes.task == task)].mean())
+        for task in np.unique(episodes.task[judged]).tolist()
+    }
+    return {
+        "played": n,
+        "success": wins / known if known else math.nan,
+        "interval": list(wilson(wins, known)) if known else [math.nan, math.nan],
+        "success_at_least": wins / (len(played) - n + known) if known else math.nan,
+        "by_task": by_task,
+        "turns": steps / n,
+        "invalid": float((episodes.invalid & episodes.mask).sum() / steps),
+    } | ({} if scores is None or np.isnan(scores[played]).any() else {"score": float(scores[played].mean())})
+
+
+def evaluate(job: Job, params, folder: Path) -> tuple[dict, list[str]]:
+    """`play_both`, written to folder/evaluation.json."""
+    result, shown = play_both(job, params)
+    if jax.process_index() == 0:
+        write(folder / OWN, result)
+    return result, shown
+
+
+def play_both(job: Job, params) -> tuple[dict, list[str]]:
+    """The sampled and the greedy evaluation of what a rollout takes: (their result, some sampled transcripts)."""
+    settings, modes = job.config.evaluation, {}
+    shown: list[str] = []
+    sampled = sampled_decoding(settings)
+    for mode, decoding in (("sampled", sampled), ("greedy", sampled.replace(temperature=0.0))):
+        episodes, scores, transcripts = play_held_out(job, params, decoding)
+        modes[mode] = summarize(episodes, job.runner.task_types, scores)
+        shown = shown or transcripts
+    result = {
+        "episodes": len(episodes.success),
+        "temperature": settings.temperature,
+        **{name: {mode: modes[mode][name] for mode in modes} for name in modes["sampled"]},
+    }
+    return result, shown
+
+
+def describe_evaluation(result: dict) -> str:
+    """An evaluation in two lines for the terminal."""
+    lines = []
+    for mode in ("sampled", "greedy"):
+        low, high = result["interval"][mode]
+        tasks = ""
+        if len(result["by_task"][mode]) > 1:
+            tasks = "; " + ", ".join(f"{name} {share:.0%}" for name, share in result["by_task"][mode].items())
+        played, count, success = result["played"][mode], result["episodes"], result["success"][mode]
+        failed = ""
+        if played < count:
+            failed = f"; in {count - played} of {count} tasks the environment failed, which are left out"
+            if not math.isnan(success):
+                failed += f": {result['success_at_least'][mode]:.1%} if they count as lost"
+        said = f"{success:6.1%} of {played} tasks (95 % interval {low:.1%} to {high:.1%})"
+        if math.isnan(success):
+            said = f"success unknown in {played} tasks, whose environment does not say it"
+        lines.append(f"held-out {mode:7s} {said}, {result['turns'][mode]:.1f} turns{tasks}{failed}")
+    return "\n".join(lines)
+
+
+def measures(episodes: Episodes, task_types: Sequence[str], scores: np.ndarray | None) -> dict[str, float]:
+    """The numbers of one seed's evaluation, by name; `success/TYPE` for each task type that occurs."""
+    summary = summarize(episodes, task_types, scores)
+    steps = episodes.mask.sum()
+    numbers = {
+        **({} if math.isnan(summary["success"]) else {name: summary[name] for name in ("success", "success_at_least")}),
+        **{f"success/{name}": share for name, share in summary["by_task"].items()},
+        "turns": summary["turns"],
+        "valid_actions": 1 - summary["invalid"],
+        "prompt_tokens_per_step": float(episodes.prompt_lengths.sum(where=episodes.mask) / steps),
+        "response_tokens_per_step": float(episodes.response_lengths.sum(where=episodes.mask) / steps),
+    }
+    return numbers | ({"score": summary["score"]} if "score" in summary else {})
+
+
+def share_sizes(episodes: Episodes, task_types: Sequence[str], scores: np.ndarray | None) -> dict[str, int]:
+    """How many episodes or steps each of the `measures` that lie in [0, 1] is a mean of; the others are left out.
+
+    A score is whatever number the environment says; it is among them where all of the episodes' are.
+    """
+    played, judged = episodes.mask[:, 0], episodes.judged
+    types, counts = np.unique(episodes.task[judged], return_counts=True)
+    by_type = {f"success/{task_types[t]}": int(n) for t, n in zip(types, counts, strict=True)}
+    sizes = {
+        "success": int(judged.sum()), "success_at_least": int(judged.sum() + (~played).sum()), **by_type,
+        "valid_actions": int(episodes.mask.sum()),
+    }  # fmt: skip
+    if scores is not None and scores[played].min() >= 0 and scores[played].max() <= 1:
+        sizes["score"] = int(played.sum())
+    return sizes
+
+
+def pooled(plays: list[Episodes], task_types: Sequence[str]) -> dict[str, dict]:
+    """Success over the episodes of all seeds, together and by task type: episodes, successes, share, 95 % interval.
+
+    Episodes count as independent, also those that repeat a task: the interval says nothing about tasks that were not played.
+    """
+    judged = np.concatenate([e.judged for e in plays])
+    success = np.concatenate([e.success for e in plays])
+    task = np.concatenate([e.task for e in plays])
+    parts = {"success": judged} if judged.any() else {}
+    parts |= {f"success/{task_types[t]}": judged & (task == t) for t in np.unique(task[judged]).tolist()}
+    found = {}
+    for name, part in parts.items():
+        n, wins = int(part.sum()), int(success[part].sum())
+        found[name] = {"episodes": n, "successes": wins, "share": wins / n, "interval": list(wilson(wins, n))}
+    return found
+
+
+def evaluate_seeds(job: Job, params, seeds: list[int]) -> tuple[dict, list[dict]]:
+    """The evaluation of what a rollout takes, under several seeds: (its result, every episode with its transcript)."""
+    settings, by_seed, sizes, plays, episodes = job.config.evaluation, {}, {}, [], []
+    for seed in seeds:
+        e, scores, transcripts = play_held_out(job, params, sampled_decoding(settings), seed)
+        plays.append(e)
+        by_seed[seed] = measures(e, job.runner.task_types, scores)
+        sizes[seed] = share_sizes(e, job.runner.task_types, scores)
+        for i, transcript in enumerate(transcripts):
+            played = bool(e.mask[i, 0])  # only then is the type known
+            outcome = {
+                "task": job.runner.task_types[int(e.task[i])] if played else None,
+                "success": bool(e.success[i]) if e.judged[i] else None,
+            } | ({} if scores is None else {"score": float(scores[i]) if played else None})
+            turns = int(e.mask[i].sum())
+            episodes.append({"seed": seed, "episode": i} | outcome | {"turns": turns, "transcript": transcript})
+
+    def number(name: str) -> dict:
+        have = [seed for seed in seeds if name in by_seed[seed]]  # a task type may be missing under a seed
+        shares = all(name in sizes[seed] for seed in have)
+        return over_seeds([by_seed[seed][name] for seed in have], [sizes[seed][name] for seed in have] if shares else None)
+
+    names = dict.fromkeys(name for numbers in by_seed.values() for name in numbers)
+    result = {
+        "seeds": seeds,
+        "episodes_per_seed": settings.episodes,
+        "temperature": settings.temperature,
+        "over_seeds": {name: number(name) for name in names},
+        "over_episodes": pooled(plays, job.runner.task_types),
+        "by_seed": by_seed,
+    }
+    return result, episodes
+
+
+def describe_seeds(result: dict) -> str:
+    """One line per number, for the terminal."""
+
+    def shown(name, value):
+        share = name.startswith(("success", "valid"))
+        return "-" if value is None else f"{value:.1%}" if share else f"{value:.2f}"
+
+    lines = [f"{'':32s}{'mean':>9s}{'std':>9s}   {'95 % over seeds':20s}95 % over all episodes"]
+    for name, x in result["over_seeds"].items():
+        seeds = " to ".join(shown(name, end) for end in x["interval"] or [None])
+        pool = result["over_episodes"].get(name)
+        episodes = "{} to {} of {}".format(*(shown(name, end) for end in pool["interval"]), pool["episodes"]) if pool else ""
+        line = f"{name:32s}{shown(name, x['mean']):>9s}{shown(name, x['std']):>9s}   {seeds:20s}{episodes}"
+        lines.append(line.rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,317 @@
+"""Panels: fixed, ordered lists of tasks on which policies are compared, wherever and by whomever they were trained.
+
+    python -m hgpo_jax.evaluate RUN --panel alfworld-valid_seen         every task, sampled and greedy
+    python -m hgpo_jax.evaluate --compare A.json B.json                 paired by task, with intervals
+
+A panel is the same on every machine, under every seed and with any number of workers. Its digest covers the content of each
+task, in order: of ALFWorld the game's file, of WebShop the goal and the catalogue, of generated tasks the whole first state. It
+does not cover the code that plays them, which is this version's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hgpo_jax.config import Config, EvaluationConfig
+from hgpo_jax.envs.alfworld.dataset import list_games
+from hgpo_jax.envs.protocol import CompiledEnv
+from hgpo_jax.evaluation.held_out import play_held_out, sampled_decoding, summarize
+from hgpo_jax.evaluation.statistics import mcnemar, paired_difference, wilson
+from hgpo_jax.rollout import environments
+from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.rollout.tasks import task_keys
+from hgpo_jax.sampling.generate import Decoding
+from hgpo_jax.setup.job import Job
+from hgpo_jax.utils.errors import ConfigError, one_line
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """A list of tasks.
+
+    environments: names of those that have these tasks, told differently.
+    fields: of the configuration, which decide the tasks and how long they may take.
+    count: how many tasks.
+    contents: what the tasks are under a configuration with these fields, each in a line that differs if the task does.
+    """
+
+    environments: tuple[str, ...]
+    fields: dict[str, str]
+    count: int
+    contents: Callable[[Config, int], list[str]]
+
+
+def _short(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _games(config: Config, count: int) -> list[str]:
+    """ALFWorld: the trial, and its game's file."""
+    try:
+        games = list_games(config.env.held_out, environments.alfworld_data(config))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"env.data={config.env.data}: {one_line(str(error))}") from None
+    return [f"{game.trial} {_short(game.path.read_bytes())}" for game in games]
+
+
+def _goals(config: Config, count: int) -> list[str]:
+    """WebShop: the instruction; the first also names the catalogue's files."""
+    try:
+        env, lines = environments.webshop_text(config)[1](), []
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"env.data={config.env.data}: {one_line(str(error))}") from None
+    for task in range(len(env)):
+        env.reset(task)
+        lines.append(env.goal)
+    lines[0] += "".join(f" {file.name} {_short(file.read_bytes())}" for file in environments.webshop_files(config.env.data))
+    return lines
+
+
+def _first_states(make: Callable[[Config], CompiledEnv], config: Config, count: int) -> list[str]:
+    """A compiled environment whose tasks are generated: every array of the state after reset."""
+    states, _ = jax.jit(jax.vmap(make(config).reset))(task_keys("held_out", 0, jnp.arange(count)))
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(states)]
+    return [f"{i:03d} {_short(b''.join(leaf[i].tobytes() for leaf in leaves))}" for i in range(count)]
+
+
+def _household(**fields: str) -> Panel:
+    default = {"env.tasks": "place", "env.rooms": "kitchen", "env.places": "6", "env.things": "4", "env.max_turns": "20"}
+    contents = functools.partial(_first_states, environments.household)
+    return Panel(("household", "household_text"), default | fields, 512, contents)
+
+
+PANELS = {
+    "alfworld-valid_seen": Panel(("alfworld",), {"env.held_out": "valid_seen", "env.max_turns": "50"}, 140, _games),
+    "alfworld-valid_unseen": Panel(("alfworld",), {"env.held_out": "valid_unseen", "env.max_turns": "50"}, 134, _games),
+    # In this order the first 500 goals are held out of training.
+    "webshop": Panel(
+        ("webshop",), {"env.goal_order": "original", "env.reachable_only": "false", "env.max_turns": "30"}, 500, _goals
+    ),
+    "household": _household(),
+    "household-two": _household(**{"env.tasks": "two"}),
+    "household-six": _household(**{
+        "env.tasks": "[place, two, look, clean, heat, cool]", "env.rooms": "[kitchen, bathroom, bedroom, livingroom]",
+        "env.max_turns": "30",
+    }),
+    "sokoban": Panel(
+        ("sokoban", "sokoban_text"), {"env.size": "6", "env.boxes": "1", "env.reward": "success", "env.max_turns": "20"}, 512,
+        functools.partial(_first_states, environments.sokoban),
+    ),
+}  # fmt: skip
+
+
+def panel_fields(name: str, given: list[str]) -> list[str]:
+    """The overrides that a panel stands for. Raises ConfigError for an unknown panel, or one that `given` overrides change."""
+    if name not in PANELS:
+        raise ConfigError(f"--panel {name:.100}: there is none of this name; give one of {', '.join(PANELS)}")
+    fields = PANELS[name].fields | {"evaluation.episodes": str(PANELS[name].count)}
+    for override in given:
+        if (field := override.partition("=")[0]) in fields:
+            raise ConfigError(f"{override:.100}: --panel {name} decides {field}; leave it out")
+    return [f"{field}={value}" for field, value in fields.items()]
+
+
+def refuse_trained_on(name: str, trained: Config) -> None:
+    """Raises ConfigError where a run with this configuration was trained on tasks of a panel."""
+    env = trained.env
+    # Which shuffles the goals before 500 of them are held out.
+    if env.name in PANELS[name].environments and env.name == "webshop" and env.goal_order != "original":
+        raise ConfigError(
+            f"--panel {name}: this run was trained on some of its tasks, by env.goal_order={env.goal_order}; train with "
+            "env.goal_order=original"
+        )
+
+
+def panel_tasks(name: str, config: Config) -> list[str]:
+    """What the tasks of a panel are, in order, under a configuration with its fields. Raises ConfigError."""
+    panel = PANELS[name]
+    if config.env.name not in panel.environments:
+        raise ConfigError(f"env.name={config.env.name}: --panel {name} is played in {' or '.join(panel.environments)}")
+    tasks = panel.contents(config, panel.count)
+    if len(tasks) != panel.count:
+        raise ConfigError(f"env.data={config.env.data}: --panel {name} has {panel.count} tasks, here are {len(tasks)}")
+    return tasks
+
+
+def digest(name: str, tasks: list[str]) -> str:
+    """Of a panel: SHA-256 of its name, its fields and its tasks in order."""
+    return hashlib.sha256(json.dumps([name, PANELS[name].fields, tasks]).encode()).hexdigest()
+
+
+Play = Callable[[Decoding, int], tuple[Episodes, np.ndarray | None, list[str]]]
+
+
+def player(job: Job, params) -> Play:
+    """What plays the held-out tasks of a job in their own order: with a decoding, and a seed of its samples."""
+    params = job.base_rollout_params(params)
+    return lambda decoding, seed: play_held_out(job, params, decoding, seed, in_order=True)
+
+
+def evaluate_panel(
+    play: Play, types: Sequence[str], settings: EvaluationConfig, name: str, tasks: list[str], seeds: list[int]
+) -> tuple[dict, list[dict]]:
+    """Every task once greedily, and once sampled under each seed: (the result, every episode with its transcript).
+
+    Seeds decide samples only. An episode that its environment failed counts nowhere; its outcome is None.
+
+    Args:
+      play: gives the episodes of all tasks in order, their scores if they have any, and their transcripts.
+      types: of tasks; `Episodes.task` is an index into it.
+      name, tasks: of the panel, and its `panel_tasks`.
+    """
+    records: list[dict] = []
+    outcomes: list[dict] = [{"task": task} for task in tasks]
+    sampled = sampled_decoding(settings)
+    shares: dict[str, list[dict]] = {"greedy": [], "sampled": []}
+    for mode, seed in [("greedy", 0), *(("sampled", seed) for seed in seeds)]:
+        decoding = sampled.replace(temperature=0.0) if mode == "greedy" else sampled
+        episodes, scores, transcripts = play(decoding, seed)
+        shares[mode].append(summarize(episodes, types, scores))
+        for i, transcript in enumerate(transcripts):
+            played = bool(episodes.mask[i, 0])
+            success = bool(episodes.success[i]) if episodes.judged[i] else None
+            record = {"task": i, "mode": mode, "seed": seed, "success": success}
+            score = {} if scores is None else {"score": float(scores[i]) if played else None}
+            records.append(record | score | {"turns": int(episodes.mask[i].sum()), "transcript": transcript})
+            if played:  # only then is the type known
+                outcomes[i]["type"] = types[int(episodes.task[i])]
+            for measure, value in ({"success": record["success"]} | score).items():
+                outcomes[i].setdefault(measure, {}).setdefault(mode, []).append(value)
+    result = {
+        "panel": {"name": name, "digest": digest(name, tasks), "fields": PANELS[name].fields},
+        "temperature": settings.temperature,
+        "seeds": seeds,
+        "greedy": shares["greedy"][0],
+        "sampled": dict(zip(map(str, seeds), shares["sampled"], strict=True)),
+        "tasks": outcomes,
+    }
+    return result, records
+
+
+def describe(result: dict) -> str:
+    """A panel's result in a few lines for the terminal."""
+    panel, count = result["panel"], len(result["tasks"])
+    played = {
+        mode: sum(any(outcome is not None for outcome in task["success"][mode]) for task in result["tasks"])
+        for mode in ("greedy", "sampled")
+    }
+    low, high = result["greedy"]["interval"]
+    lines = [
+        f"panel {panel['name']}, {count} tasks, digest {panel['digest'][:16]}",
+        f"greedy   {result['greedy']['success']:6.1%} (95 % interval {low:.1%} to {high:.1%})",
+    ]
+    shares = [one["success"] for one in result["sampled"].values()]
+    spread = f" mean of {len(shares)} seeds, standard deviation {np.std(shares, ddof=1):.1%}" if len(shares) > 1 else ""
+    # The tasks are the same under every seed: at most as uncertain as one play of each, whatever the seeds add.
+    low, high = wilson(float(np.mean(shares)) * played["sampled"], played["sampled"])
+    lines.append(f"sampled  {np.mean(shares):6.1%}{spread} (95 % interval {low:.1%} to {high:.1%})")
+    lines += [f"{mode}: only {n} of {count} tasks were played, the others failed" for mode, n in played.items() if n < count]
+    return "\n".join(lines)
+
+
+def read(path: str) -> dict:
+    """The result of a panel, from its file. Raises ConfigError."""
+    try:
+        result = json.loads(Path(path).read_text())
+        whole = [result["panel"][what] for what in ("name", "digest")] + [result["policy"], result["settings"].items()]
+        whole += [len(task["success"][mode]) for task in result["tasks"] for mode in ("greedy", "sampled")]
+        if not result["tasks"] or None in whole:
+            raise ValueError("something is missing")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
+        raise ConfigError(f"{path}: not the result of a panel; make one with --panel NAME") from None
+    return result
+
+
+DECODING = {  # settings that make plays of two policies incomparable
+    "greedy": {"evaluation.min_response"},
+    "sampled": {f"evaluation.{name}" for name in ("temperature", "top_k", "top_p", "min_response")},
+}
+
+
+def _different(a: dict, b: dict) -> dict[str, tuple]:
+    """Settings of two results that are not equal, the seeds of their samples, and the versions that made them."""
+    names = a["settings"].keys() | b["settings"].keys()
+    both = {name: (a["settings"].get(name), b["settings"].get(name)) for name in sorted(names)}
+    both |= {name: (a.get(name), b.get(name)) for name in ("seeds", "hgpo_jax")}
+    return {name: (one, other) for name, (one, other) in both.items() if one != other}
+
+
+def compare(a: dict, b: dict) -> dict[str, dict[str, dict]]:
+    """B - A, paired by task: measure, as in "success, greedy" -> type of task, "all" first -> numbers.
+
+    Plays that were decoded differently are left out (`DECODING`).
+
+    Numbers: `tasks` (how many both finished), `a` and `b` (means), `difference`, `interval` (95 %), and of single plays
+    `only_a`, `only_b` (tasks that one of them alone solved) and `p` (McNemar's exact test).
+
+    Raises:
+      ConfigError: the results are of different panels.
+    """
+    for what, one, other in (
+        *((what, a["panel"][what], b["panel"][what]) for what in ("name", "digest")),
+        ("length", len(a["tasks"]), len(b["tasks"])),
+    ):
+        if one != other:
+            raise ConfigError(f"--compare: panels of different {what}, {one!s:.60} and {other!s:.60}; compare equal ones")
+    different = _different(a, b)
+    found: dict[str, dict[str, dict]] = {}
+    for measure, mode in itertools.product(("success", "score"), ("greedy", "sampled")):
+        if different.keys() & DECODING[mode]:
+            continue
+        pairs: dict[str, list[tuple[list, list]]] = {"all": []}
+        for ours, theirs in zip(a["tasks"], b["tasks"], strict=True):
+            one, other = ([v for v in task.get(measure, {}).get(mode, []) if v is not None] for task in (ours, theirs))
+            if one and other:
+                for part in ("all", ours.get("type", "unknown")):
+                    pairs.setdefault(part, []).append((one, other))
+        if pairs["all"]:
+            found[f"{measure}, {mode}"] = {part: _paired(some, measure == "success") for part, some in pairs.items()}
+    return found
+
+
+def _paired(pairs: list[tuple[list, list]], of_outcomes: bool) -> dict:
+    one, other = (np.array([np.mean(pair[i]) for pair in pairs]) for i in (0, 1))
+    difference, interval = paired_difference(other - one)
+    numbers = {
+        "tasks": len(pairs), "a": float(one.mean()), "b": float(other.mean()), "difference": difference, "interval": interval
+    }  # fmt: skip
+    if of_outcomes and all(len(a) == len(b) == 1 for a, b in pairs):
+        only_a, only_b = int((one > other).sum()), int((other > one).sum())
+        numbers |= {"only_a": only_a, "only_b": only_b, "p": mcnemar(only_a, only_b)}
+    return numbers
+
+
+def describe_comparison(a: dict, b: dict, found: dict[str, dict[str, dict]]) -> str:
+    """A comparison as a table for the terminal."""
+    panel = a["panel"]
+    lines = [f"panel {panel['name']}, digest {panel['digest'][:16]}", f"A: {a['policy']}", f"B: {b['policy']}"]
+    for name, parts in found.items():
+        lines += ["", f"{name:32s}{'tasks':>6s}{'A':>9s}{'B':>9s}{'B - A':>9s}   {'95 %':18s}  only A  only B  p (McNemar)"]
+        for part, x in parts.items():
+            if len(parts) == 2 and part != "all":
+                continue  # the only type of task
+            interval = "{:+.1%} to {:+.1%}".format(*x["interval"])
+            line = f"{part:32s}{x['tasks']:6d}{x['a']:9.1%}{x['b']:9.1%}{x['difference']:+9.1%}   {interval:18s}"
+            lines.append(line + (f"  {x['only_a']:6d}  {x['only_b']:6d}  {x['p']:.2g}" if "p" in x else ""))
+    for side, one in (("A", a), ("B", b)):
+        for mode in ("greedy", "sampled"):
+            failed = sum(all(outcome is None for outcome in task["success"][mode]) for task in one["tasks"])
+            if failed:
+                lines.append(f"{side}, {mode}: {failed} of {len(one['tasks'])} tasks failed and are left out of both")
+    if different := _different(a, b):
+        lines += ["", f"different: {', '.join(f'{name}={one} and {other}' for name, (one, other) in different.items())}"]
+        missing = [mode for mode, names in DECODING.items() if different.keys() & names]
+        lines += [f"therefore not compared: {' and '.join(missing)} plays"] if missing else []
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,196 @@
+"""A policy served by another program, any that speaks OpenAI's chat API, on the tasks of a panel.
+
+    vllm serve MODEL        # or SGLang, llama.cpp, Ollama, ...
+    python -m hgpo_jax.evaluate openai:http://localhost:8000/v1#MODEL env.name=household_text --panel household --to FOLDER
+
+It gets the user messages that a policy of ours gets, in the chat template of its server; actions are found in its answers by
+the same rules. Because the server tokenizes, three things differ: rollout.prompt_limit shortens nothing, special tokens that an
+observation spells out are not made harmless, and rollout.stop are strings. The server is told a seed for every sampled answer;
+what it makes of it is its own. A message that it refuses, most often because the context is full, ends that episode alone: as
+not solved, for these would otherwise be the long episodes that no outcome is kept of. One whose first message is refused was
+not played. The key of a server that wants one is read from OPENAI_API_KEY.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from hgpo_jax.config import Config
+from hgpo_jax.policy.chat_frame import sanitized
+from hgpo_jax.rollout.chat_format import Prompt, load_template
+from hgpo_jax.rollout.environments import environment
+from hgpo_jax.rollout.episode_buffer import EpisodeBuffer
+from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.rollout.process_workers import ProcessWorkers
+from hgpo_jax.rollout.tasks import task_numbers
+from hgpo_jax.rollout.workers import EnvFailure, EnvOutput, EnvSpec, LocalWorkers
+from hgpo_jax.sampling.continuous_batching import SlotResponse
+from hgpo_jax.sampling.generate import Decoding
+from hgpo_jax.setup.validate import check_together
+from hgpo_jax.utils.errors import ConfigError, RunError, one_line
+from hgpo_jax.utils.progress import Progress
+
+log = logging.getLogger(__name__)
+
+PREFIX = "openai:"
+AT_ONCE = 32  # requests
+TIMEOUT, RETRIES = 300.0, 4  # seconds of one, and how often it is sent again where it did not arrive or the server is busy
+# What is decided here, and only by our own sampler.
+OURS_ALONE = {"top_k": 0, "min_response": 0}
+
+
+class _Answer(NamedTuple):
+    text: str
+    ended: bool  # by the model, not by rollout.response_limit
+
+
+class ServedPolicy:
+    """Plays held-out tasks of a text environment, asking a server for every action.
+
+    Args:
+      policy: openai:URL#MODEL.
+
+    Attributes:
+      task_types: of the environment.
+
+    Raises:
+      ConfigError: a policy that is not written so or does not answer, an environment without texts, or a field that no
+        server is told.
+    """
+
+    def __init__(self, policy: str, config: Config):
+        url, _, model = policy.removeprefix(PREFIX).partition("#")
+        try:
+            parts = urlsplit(url)
+            right = parts.scheme in ("http", "https") and parts.hostname and model and parts.port != 0
+        except ValueError:  # of a host in brackets, or a port
+            right = False
+        if right and (parts.username or parts.password or parts.query):
+            raise ConfigError("openai:URL#MODEL: the URL holds more than a place, and is written down; set OPENAI_API_KEY")
+        if not right:
+            raise ConfigError(f"{policy}: expected openai:URL#MODEL, as in openai:http://localhost:8000/v1#Qwen/Qwen3-4B")
+        for name, default in OURS_ALONE.items():
+            if getattr(config.evaluation, name) != default:
+                raise ConfigError(f"evaluation.{name}={getattr(config.evaluation, name)}: a server is not told; give {default}")
+        if config.env.compiled:
+            raise ConfigError("env.compiled=true: a served policy needs texts; leave it out")
+        config = config.model_copy(update={"env": config.env.model_copy(update={"compiled": False})})
+        check_together(config)
+        found = environment(config.env)
+        if found.text is None:
+            raise ConfigError(f"env.name={config.env.name}: a served policy needs texts, as those of env.name=household_text")
+        try:
+            import openai
+        except ImportError:
+            raise ConfigError(f"{policy}: needs the package openai; pip install 'hgpo_jax[openai]'") from None
+        _, make_env = found.text(config)
+        try:
+            self._template = load_template(config.env.template or found.template)
+            self._workers = (
+                ProcessWorkers(make_env, config.env.workers, config.evaluation.episodes, config.env.time_limit)
+                if config.env.workers else LocalWorkers(make_env)
+            )  # fmt: skip
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"env.name={config.env.name}: {one_line(str(error))}") from None
+        spec: EnvSpec = self._workers.spec
+        self.task_types = spec.task_types
+        self._spec, self._config, self._fallback, self._policy, self._model = spec, config, found.fallback, policy, model
+        key = os.environ.get("OPENAI_API_KEY") or "none"  # most servers want none, the client wants one
+        self._client = openai.OpenAI(base_url=url, api_key=key, timeout=TIMEOUT, max_retries=RETRIES)
+        self._failures, self._refusal = (openai.OpenAIError, ValueError, AttributeError), openai.BadRequestError
+        try:  # the address, the key and the model's name, before hundreds of requests
+            self._ask(self._client.with_options(max_retries=1), "Hello", Decoding(), 0, limit=1)
+        except self._failures as error:
+            raise ConfigError(self._said(error)) from None
+
+    def play(self, decoding: Decoding, seed: int) -> tuple[Episodes, np.ndarray | None, list[str]]:
+        """One episode on each of the first evaluation.episodes held-out tasks, in their own order.
+
+        seed: of samples.
+        Returns: as `evaluation.play_held_out`; the Episodes hold no tokens.
+        """
+        count, limit = self._config.evaluation.episodes, self._config.rollout.response_limit
+        tasks = task_numbers("held_out", None, range(count), self._spec.num_tasks)
+        episodes = Episodes.zeros(count, self._spec.max_turns, 1, 1)
+        buffer = EpisodeBuffer(episodes, np.arange(count), self._config.rollout.history_length, self._config.env.strict)
+        asked: dict[Future[_Answer], int] = {}
+        unplayed: list[tuple[int, EnvFailure]] = []
+        refused: dict[int, str] = {}
+        self._workers.discard_answers()
+        self._workers.send([(episode, task, ()) for episode, task in enumerate(tasks)])
+        name, pending, ended, won = "greedy" if decoding.temperature == 0 else f"sampled, seed {seed}", count, 0, 0
+        pool = ThreadPoolExecutor(AT_ONCE)
+        with contextlib.ExitStack() as ended_with, Progress(name, count, "episode") as progress:
+            ended_with.callback(pool.shutdown, wait=False, cancel_futures=True)  # what is queued is not sent, whatever happens
+            while asked or pending:
+                for episode, output in [*unplayed, *self._workers.receive(0 if asked or unplayed else 1)]:
+                    pending -= 1
+                    if buffer.add_output(episode, output):
+                        message = sanitized(self._template.render(buffer.prompt_input(episode)))
+                        draw = np.random.SeedSequence([seed, episode, buffer.turn(episode)]).generate_state(1)[0]
+                        asked[pool.submit(self._ask, self._client, message, decoding, int(draw) % 2**31, limit)] = episode
+                    else:
+                        ended += 1
+                        won += isinstance(output, EnvOutput) and bool(output.won)
+                        progress.update(1, {"won": f"{won / ended:.2f}"})
+                unplayed = []
+                answered, _ = wait(asked, timeout=0.05 if pending else None, return_when=FIRST_COMPLETED)
+                for future in answered:
+                    episode = asked.pop(future)
+                    try:
+                        text, whole = future.result()
+                    except self._refusal as error:
+                        refused[episode] = self._said(error)
+                        if buffer.turn(episode):
+                            log.warning("episode %d ends unsolved: %s", episode, refused[episode])
+                            ended += 1
+                            progress.update(1, {"won": f"{won / ended:.2f}"})
+                            continue
+                        unplayed.append((episode, EnvFailure(refused[episode])))
+                    except self._failures as error:
+                        raise RunError(self._said(error)) from None
+                    else:
+                        parsed = self._template.parse(text, self._fallback)
+                        nothing = SlotResponse(episode, np.zeros(0, np.int32), np.zeros(0, np.float32))
+                        actions = buffer.add_response(Prompt([]), nothing, parsed, whole)
+                        self._workers.send([(episode, tasks[episode], actions)])
+                    pending += 1
+        if len(buffer.excluded) == count and refused:
+            raise RunError(next(iter(refused.values())))
+        episodes, report = buffer.result()
+        assert report is not None  # a host rollout's
+        stories = [report.story(episodes, i, self._spec.roles).text() for i in range(count)]
+        for episode in refused.keys() - report.failures.keys():
+            stories[episode] += f"\nended by a refusal: {refused[episode]}\n"
+        return episodes, report.scores, stories
+
+    def _said(self, error: Exception) -> str:
+        return f"{self._policy}: {one_line(f'{type(error).__name__}: {error}')[:300]}"
+
+    def _ask(self, client, message: str, decoding: Decoding, seed: int, limit: int) -> _Answer:
+        """The server's answer of at most `limit` tokens to one user message. Raises ValueError for a reply without one."""
+        request: dict[str, Any] = {
+            "model": self._model, "messages": [{"role": "user", "content": message}], "max_tokens": limit,
+            "temperature": float(np.asarray(decoding.temperature)), "top_p": float(np.asarray(decoding.top_p)), "seed": seed,
+        }  # fmt: skip
+        if self._config.rollout.stop:
+            request["stop"] = list(self._config.rollout.stop)
+        completion = client.chat.completions.create(**request)
+        if not getattr(completion, "choices", None):  # of a page that is not an API's, the client makes a string
+            raise ValueError("what it sent has no choices; such a URL usually ends in /v1")
+        choice = completion.choices[0]
+        text = choice.message.content or ""
+        # Some servers take the reasoning out of the text, others leave out the tag that the chat template has written.
+        thought = getattr(choice.message, "reasoning_content", None) or getattr(choice.message, "reasoning", None)
+        if "</think>" in text and "<think>" not in text:
+            thought, _, text = text.partition("</think>")
+        if thought and not self._template.bare:
+            text = f"<think>{thought}</think>{text}"
+        return _Answer(text, choice.finish_reason != "length")

@@ -1,0 +1,1 @@
+"""Updates of a policy: losses, batches, packing, critics, and the table of methods."""

@@ -1,0 +1,132 @@
+"""What `method=` stands for: an advantage estimator, the loss that it feeds, and how its episodes are chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import jax
+import numpy as np
+
+from hgpo_jax.advantages import ESTIMATORS, Estimate, checks, estimate, parameters
+from hgpo_jax.envs import outside
+from hgpo_jax.utils.errors import ConfigError, one_line
+from hgpo_jax.utils.untraceable import untraceable
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """One way to train.
+
+    estimator: a name of `hgpo_jax.advantages.ESTIMATORS`.
+    loss: `clip`, PPO's clipped surrogate with a ratio for each token; `gspo`, with one for each response; or `kpo`, with token
+      ratios that are smoothed along the response.
+    clip_low, clip_high: where the loss clips the ratio, unless the configuration says otherwise.
+    dynamic_sampling: drop prompt groups whose episode rewards are all equal and sample further tasks in their place.
+    critic: train a critic beside the policy and give its values to the estimator.
+    alternate: iterations for which one role of a team learns before the next one does, unless the configuration says otherwise;
+      0: all learn in each.
+    parts: the switch, subgoal and action parts of an answer have a value head and an advantage each (`envs.protocol.Plans`).
+    """
+
+    estimator: str
+    loss: str = "clip"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dynamic_sampling: bool = False
+    critic: bool = False
+    alternate: int = 0
+    parts: bool = False
+
+
+# Attributes of Episodes for estimators that need more than a Batch; `gae` and `hiper` need a critic besides.
+AVAILABLE_ARRAYS = {"actions", "agents", "next_states", "success"}
+
+METHODS = {name: Method(name) for name in ESTIMATORS if AVAILABLE_ARRAYS.issuperset(parameters(name)[0])} | {
+    "dapo": Method("grpo", clip_high=0.28, dynamic_sampling=True),  # Yu et al., 2025, arXiv 2503.14476
+    "gagpo": Method("gagpo", loss="gspo"),  # one length-normalised ratio for each action, clipped like PPO's
+    "gspo": Method("grpo", loss="gspo", clip_low=3e-4, clip_high=4e-4),  # Zheng et al., 2025, arXiv 2507.18071
+    "himac": Method("himac", alternate=1),  # planner and executor in turns
+    "hiper": Method("hiper", critic=True, parts=True),
+    "kpo": Method("grpo", loss="kpo", clip_low=3e-4, clip_high=4e-4),  # He et al., 2026, arXiv 2602.10609
+    "ppo": Method("gae", critic=True),  # Schulman et al., 2017, arXiv 1707.06347
+}
+
+
+def method_named(name: str) -> Method:
+    """What `method=name` stands for; a user's own estimator is loaded and listed in ESTIMATORS under this name.
+
+    Raises ConfigError where there is none, or it asks for what an iteration does not have.
+    """
+    if name in METHODS:
+        return METHODS[name]
+    try:
+        _, estimator = outside.load(outside.located(name, outside.ESTIMATORS))
+    except ValueError as error:
+        raise ConfigError(f"method={name}: {error}") from None
+    kinds = [parameter.kind for parameter in inspect.signature(estimator).parameters.values()]
+    if not kinds or kinds[0] not in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
+        raise ConfigError(f"method={name}: is not an estimator; write it as estimator(batch, *, options) -> Estimate")
+    if ESTIMATORS.get(name) is not estimator:
+        ESTIMATORS[name] = estimator
+        try:
+            _check_estimator(name)
+        except ConfigError:
+            del ESTIMATORS[name]
+            raise
+    return Method(name)
+
+
+def _check_estimator(name: str) -> None:
+    """Raises ConfigError where a user's estimator cannot be used; it is traced once with two trajectories of three steps."""
+    needed = set(parameters(name)[0])
+    if lacking := needed - AVAILABLE_ARRAYS:
+        raise ConfigError(
+            f"method={name}: needs {', '.join(sorted(lacking))}; an iteration has {', '.join(sorted(AVAILABLE_ARRAYS))} "
+            "besides the batch, and options need a default"
+        )
+    arrays = {
+        array: jax.ShapeDtypeStruct((2, 3)[:axes], dtype)
+        for array, (dtype, axes) in checks.ARRAYS.items()
+        if array in needed | {"rewards", "mask", "states", "groups"}
+    }
+    try:
+        result = jax.eval_shape(lambda given: estimate(name, **given), arrays)
+    except Exception as error:  # whatever it does
+        raise ConfigError(one_line(f"method={name}: {untraceable(ESTIMATORS[name], error)}")) from None
+    shape = getattr(getattr(result, "advantages", None), "shape", None)
+    if not isinstance(result, Estimate) or shape != (2, 3):
+        shown = f"advantages of shape {shape}" if isinstance(result, Estimate) else f"a {type(result).__name__}"
+        raise ConfigError(f"method={name}: returns {shown} for 2 trajectories of 3 steps; return an Estimate with one each")
+
+
+def check_numbers(name: str) -> None:
+    """Raises ConfigError where a user's estimator gives no usable numbers for four short trajectories, one of which wins.
+
+    It is computed, which opens jax's devices.
+    """
+    if name in METHODS:
+        return
+    mask = np.arange(3) < np.array([3, 2, 3, 1])[:, None]
+    arrays = {array: np.zeros(mask.shape[:axes], dtype) for array, (dtype, axes) in checks.ARRAYS.items()}
+    arrays["rewards"][2, 2], arrays["success"][2], arrays["groups"][2:] = 10, True, 1
+    for array in ("states", "next_states", "actions"):
+        arrays[array][:] = np.array([[0, 1, 2], [0, 1, 0], [0, 2, 1], [0, 0, 0]]) + (array == "next_states")
+    given = {array: arrays[array] for array in {"rewards", "states", "groups", *parameters(name)[0]}}
+    if fault := unusable(estimate(name, mask=mask, **given).advantages, mask):
+        raise ConfigError(
+            f"method={name}: returns {fault} of a small batch, in which a group's rewards are all 0; does it divide by 0?"
+        )
+
+
+def unusable(advantages, mask) -> str:
+    """What is wrong with advantages f32[B, T] where mask bool[B, T] is set, as in `NaN for 2 of 9 steps`; "" if nothing is."""
+    advantages, mask = np.asarray(advantages), np.asarray(mask)
+    for what, wrong in (
+        ("NaN", np.isnan(advantages)),
+        (f"numbers beyond {checks.LARGEST:.0e}, whose squares leave float32,", np.abs(advantages) > checks.LARGEST),
+    ):
+        if (wrong & mask).any():
+            where = "turn {1} of episode {0}".format(*np.argwhere(wrong & mask)[0])
+            return f"{what} for {(wrong & mask).sum()} of {mask.sum()} steps ({where} first, counted from 0)"
+    return ""

@@ -1,0 +1,101 @@
+"""The decisions that one iteration learns from, and the micro-batches that they are cut into."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from hgpo_jax.learner import packing
+from hgpo_jax.sampling.generate import is_end
+
+
+class TrainingBatch(struct.PyTreeNode):
+    """N decisions to learn from: one prompt and one response each.
+
+    The policy loss alone reads old_logp, advantages and agents, the critic's alone values, returns and has_target.
+    """
+
+    prompts: jax.Array  # i32[N, P], right-padded
+    prompt_lengths: jax.Array  # i32[N]
+    responses: jax.Array  # i32[N, R], right-padded
+    response_lengths: jax.Array  # i32[N]; 0 for a decision that does not count
+    old_logp: jax.Array  # f32[N, R], under the sampler; with `learner.rollout_correction` under the policy before the update
+    advantages: jax.Array  # f32[N], or f32[N, R] where the tokens of a response have their own
+    agents: jax.Array | None = None  # i32[N], the role of each decision; None where there is one
+    values: jax.Array | None = None  # f32[N], the critic's before the update; of three heads f32[N, 3]
+    returns: jax.Array | None = None  # its targets, likewise
+    has_target: jax.Array | None = None  # bool[N, 3], heads that learn from a decision; None: all
+    layout: packing.PackedLayout | None = None  # None: each decision is a sequence of its own
+
+    def tokens(self) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """(prompts, prompt_lengths, responses, response_lengths), as the functions of `packing` take them."""
+        return self.prompts, self.prompt_lengths, self.responses, self.response_lengths
+
+    def sequences(self) -> packing.PackedLayout:
+        """The sequences that the network reads."""
+        return self.layout or packing.unpacked(*self.tokens())
+
+    def response_mask(self):
+        """bool[N, R], true on response tokens."""
+        return jnp.arange(self.responses.shape[1]) < self.response_lengths[:, None]
+
+    def unfinished(self, end_tokens: tuple[int, ...]):
+        """bool[N], responses that were cut before one of these tokens; false where there is no response."""
+        last = jnp.maximum(self.response_lengths - 1, 0)[:, None]
+        token = jnp.take_along_axis(self.responses, last, axis=1)[:, 0]
+        return (self.response_lengths > 0) & ~is_end(token, end_tokens)
+
+
+class Assignment(NamedTuple):
+    """Decisions in the order of the sequences that they are assigned to, i32[N] each; see `packing.first_fit`."""
+
+    decision: jax.Array  # its index in the TrainingBatch
+    sequence: jax.Array
+    slot: jax.Array
+    offset: jax.Array
+
+
+def assign_to_sequences(batch: TrainingBatch, order, begin, stop, size: int) -> tuple[Assignment, jax.Array]:
+    """Assigns the decisions `order[begin:stop]` to sequences.
+
+    Args:
+      order: i32[number of decisions], a permutation.
+      begin, stop: i32[], at most `size` apart.
+
+    Returns: (an Assignment of `size` entries, the number of sequences i32[]).
+    """
+    at = begin + jnp.arange(size)
+    decision = order[jnp.minimum(at, order.shape[0] - 1)]
+    predictions = jnp.where(at < stop, batch.response_lengths[decision], 0)
+    lengths = jnp.where(predictions > 0, batch.prompt_lengths[decision] + predictions - 1, 0)
+    shape = packing.sequence_shape(batch.prompts.shape[1], batch.responses.shape[1])
+    sequence, slot, offset = packing.first_fit(lengths, predictions, shape)
+    by_sequence = jnp.argsort(sequence)
+    assignment = Assignment(*(a[by_sequence] for a in (decision, sequence, slot, offset)))
+    return assignment, jnp.where(sequence < size, sequence + 1, 0).max()
+
+
+def gather_microbatch(
+    batch: TrainingBatch, assignment: Assignment, first_sequence, sequences: int
+) -> tuple[jax.Array, TrainingBatch]:
+    """The decisions in M = `sequences` sequences from number `first_sequence` (i32[]) on.
+
+    Returns: (their indices in `batch`, the micro-batch). Its size is static; entries that are not needed have no response.
+    """
+    shape = packing.sequence_shape(batch.prompts.shape[1], batch.responses.shape[1])
+    size = assignment.sequence.shape[0]
+    at = jnp.searchsorted(assignment.sequence, first_sequence) + jnp.arange(min(sequences * shape.max_segments, size))
+    decision, sequence, slot, offset = (a.at[at].get(mode="clip") for a in assignment)
+    belongs = (at < size) & (sequence < jnp.minimum(first_sequence + sequences, size))
+    microbatch = jax.tree.map(lambda a: a[decision], batch)
+    microbatch = microbatch.replace(
+        prompt_lengths=jnp.where(belongs, microbatch.prompt_lengths, 1),
+        response_lengths=jnp.where(belongs, microbatch.response_lengths, 0),
+    )
+    if shape.max_segments > 1:
+        local = (sequence - first_sequence, slot, offset)
+        microbatch = microbatch.replace(layout=packing.packed(local, *microbatch.tokens(), sequences=sequences, shape=shape))
+    return decision, microbatch

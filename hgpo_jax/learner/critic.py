@@ -1,0 +1,100 @@
+"""The critic of PPO and HiPER: a Qwen2.5 of the policy's size whose output is the value of the coming turn.
+
+It reads the prompt as the policy does, up to the last token before the response; its body starts as a copy of the policy
+and its head at zero. PPO has one value per turn: a response is one action here (Schulman et al., 2016, arXiv 1506.02438).
+HiPER has three, of the switch, subgoal and action parts of an answer; the last is read once the subgoal stands there, at
+the token before the action, the others where the prompt ends (as in github.com/JonP07/HiPER-agent).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from hgpo_jax.learner import losses
+from hgpo_jax.learner.batch import TrainingBatch
+from hgpo_jax.policy import ModelConfig, network
+from hgpo_jax.rollout.episodes import Episodes
+
+
+def initialize_critic(params: dict, heads: tuple[int, ...] = ()) -> dict:
+    """The critic's parameters from the policy's: {"body": its blocks without the language-model head, "value": the head}.
+
+    heads: (3,) for three in one array. In float32, because all of it is trained; with adapters the policy may not be.
+    """
+    body = {name: part for name, part in params.items() if name != "lm_head"}
+    width = params["embed_tokens"]["embedding"].shape[1]
+    head = {"kernel": jnp.zeros((*heads, width), jnp.float32), "bias": jnp.zeros(heads, jnp.float32)}
+    return {"body": jax.tree.map(lambda a: jnp.array(a, jnp.float32, copy=True), body), "value": head}
+
+
+def make_values(config: ModelConfig, remat: str = "none", plan_words: int = 0):
+    """Builds `values(params, batch) -> f32[N]`, the discounted return that the critic expects from each decision on.
+
+    plan_words: of three heads, words of the switch and subgoal parts together; `values` are then f32[N, 3].
+    """
+    graphdef = network(dataclasses.replace(config, tie_word_embeddings=True))  # tied: a body without a head of its own
+
+    def values(params, batch: TrainingBatch):
+        model = nnx.merge(graphdef, params["body"])
+        layout = batch.sequences()
+        hidden = model.hidden(layout.tokens, layout.predict_slots, segment_start=layout.segment_start, remat=remat)
+        # A response's first token is predicted where the prompt ends, and one that ends too early has no token after its plan.
+        where = layout.sequence, layout.offset
+        if plan_words:
+            last = jnp.maximum(batch.response_lengths - 1, 0)[:, None]
+            where = where[0][:, None], where[1][:, None] + jnp.minimum(jnp.array([0, 0, plan_words]), last)
+        hidden = hidden.at[where].get(mode="fill", fill_value=0)
+        return (hidden.astype(jnp.float32) * params["value"]["kernel"]).sum(-1) + params["value"]["bias"]
+
+    return values
+
+
+def values_of_episodes(predict, batch: TrainingBatch, e: Episodes, order, count) -> tuple[jax.Array, jax.Array]:
+    """The critic's values f32[N, ...] of the decisions, and f32[B, ...] after the last of each truncated episode, else 0.
+
+    Where that has no final prompt, as one of an agent, its last prompt stands for it.
+    order, count: as for `predict`, of the decisions.
+    """
+    B, T = e.mask.shape
+    has_prompt = e.final_prompt_lengths > 0
+    finals = TrainingBatch(
+        prompts=e.final_prompts, prompt_lengths=e.final_prompt_lengths, response_lengths=has_prompt.astype(jnp.int32),
+        responses=jnp.zeros((B, *e.responses.shape[2:]), e.responses.dtype), old_logp=jnp.zeros((B, *e.logp.shape[2:])),
+        advantages=jnp.zeros(B),
+    )  # fmt: skip
+    # In front, because what counts comes first.
+    order = jnp.concatenate([B * T + jnp.arange(B), order])
+    values = predict(jax.tree.map(lambda a, b: jnp.concatenate([a, b]), batch.replace(agents=None), finals), order, B + count)
+    values, after = values[: B * T], values[B * T :]
+    by_turn = values.reshape(B, T, *values.shape[1:])
+    last = by_turn[jnp.arange(B), jnp.maximum(e.mask.sum(1) - 1, 0)]
+    like = (B,) + (1,) * (after.ndim - 1)
+    after = jnp.where(has_prompt.reshape(like), after, last)
+    return values, jnp.where(e.truncated.reshape(like), after, 0.0)
+
+
+def targets(batch: TrainingBatch) -> jax.Array:
+    """Which values learn, bool[N] or of three heads bool[N, 3]."""
+    happened = batch.response_lengths > 0
+    return happened if batch.has_target is None else happened[:, None] & batch.has_target
+
+
+def make_value_loss(values, clip: float):
+    """PPO's clipped value loss as numerators: `loss(params, None, batch)`; the batch holds `values` and `returns`."""
+
+    def loss(params, _, batch: TrainingBatch):
+        counts = targets(batch)
+        predicted = values(params, batch)
+        assert batch.values is not None and batch.returns is not None
+        _, stats = losses.value_loss(predicted, batch.values, batch.returns, counts, clip=clip)
+        total = stats.pop("loss")
+        stats = {"loss": total, "value_clip_fraction": stats["value_clip_fraction"]}
+        error = jnp.where(counts, jnp.square(predicted - batch.returns), 0.0)
+        stats["squared_error"] = (error.sum(), total[1])
+        return total[0], stats, jnp.float32(0)
+
+    return loss

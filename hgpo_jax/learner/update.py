@@ -1,0 +1,364 @@
+"""The update: one compiled program from a batch of decisions to new parameters, whatever the loss.
+
+A mini-batch is a run of decisions in a given order, processed in micro-batches of fixed size; gradients and statistics
+are summed as numerators and divided once, so that micro-batch size, padding and the number of devices change nothing but the
+speed. Trip counts are dynamic, shapes are static: one compilation serves every number of decisions. The decisions of a
+mini-batch are packed into sequences as long as the longest decision may be (`packing.py`), and a micro-batch is some of
+these sequences.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from hgpo_jax.config import Config, LearnerConfig, OptimizerConfig
+from hgpo_jax.learner import losses
+from hgpo_jax.learner.algorithms import Method, method_named
+from hgpo_jax.learner.batch import TrainingBatch, assign_to_sequences, gather_microbatch
+from hgpo_jax.policy import ModelConfig, lora, network
+from hgpo_jax.policy.mesh import max_across_devices
+from hgpo_jax.policy.placement import cast
+from hgpo_jax.policy.vocabulary import gather_logprobs
+
+MAX_LOGITS = 2**26  # 256 MB in float32, over the devices of fsdp and tensor together
+
+
+def token_logprobs(model, batch: TrainingBatch, *, temperature=1.0, remat="none", max_logits: int = MAX_LOGITS):
+    """Log-probability and entropy of each response token: (f32[N, R], f32[N, R]), 0 beyond a response's end.
+
+    temperature: of the distribution, as in sampling.
+    max_logits: logits to hold at a time, over the devices of fsdp and tensor together; where those of all predictions are
+      more, they are computed in chunks, and again in the backward pass. Together they are the largest array of an update by
+      far (4,096 tokens of a vocabulary of 151,936 are 2.5 GB), and are never needed at once.
+    """
+    layout = batch.sequences()
+    index = layout.response_index(batch.responses.shape[1], batch.response_lengths)
+    hidden = model.hidden(layout.tokens, layout.predict_slots, segment_start=layout.segment_start, remat=remat)
+    M, Q = layout.predict_slots.shape
+    targets = jnp.zeros((M, Q), jnp.int32).at[index].set(batch.responses, mode="drop")
+
+    def logprobs_of_chunk(model, hidden, targets):
+        logps = jax.nn.log_softmax(model.logits(hidden) / temperature)
+        return gather_logprobs(logps, targets), -(jnp.exp(logps) * logps).sum(-1)
+
+    width = max(1, min(Q, max_logits // (M * model.c.vocab_size)))  # predictions of each sequence at a time
+    if width == Q:
+        out = logprobs_of_chunk(model, hidden, targets)
+    else:
+        chunks = -(-Q // width)
+
+        def split(a):
+            a = jnp.pad(a, ((0, 0), (0, chunks * width - Q), *((0, 0),) * (a.ndim - 2)))
+            return jnp.moveaxis(a.reshape(M, chunks, width, *a.shape[2:]), 1, 0)
+
+        graphdef, weights = nnx.split(model)
+        body = jax.checkpoint(lambda weights, *inputs: logprobs_of_chunk(nnx.merge(graphdef, weights), *inputs))
+        out = jax.lax.map(lambda inputs: body(weights, *inputs), (split(hidden), split(targets)))
+        out = tuple(jnp.moveaxis(a, 0, 1).reshape(M, -1)[:, :Q] for a in out)
+    return tuple(a.at[index].get(mode="fill", fill_value=0) for a in out)
+
+
+def aggregation(config: LearnerConfig, method: Method) -> str:
+    """How token losses become one number; the losses of GSPO and KPO count every response once."""
+    return config.aggregate if method.loss == "clip" else "seq-mean-token-mean"
+
+
+def correction_level(config: Config) -> str:
+    """`learner.rollout_correction` as it applies; GSPO's ratio is one for a whole response, so its weight is, too."""
+    if config.learner.rollout_correction or config.policy.sample_dtype != "int8":
+        return config.learner.rollout_correction or "none"
+    return "sequence" if method_named(config.method).loss == "gspo" else "token"
+
+
+def make_logprobs(model: ModelConfig, temperature: float = 1.0, remat: str = "none"):
+    """`token_logprobs` of parameters: `logprobs(params, reference, batch)`.
+
+    With `model.lora`, params are adapters, and reference the weights that they are bound to; else reference is not read.
+    """
+    graphdef = network(model)
+
+    def logprobs(params, reference, batch: TrainingBatch):
+        if model.lora:
+            params = lora.bind(reference, params)
+        return token_logprobs(nnx.merge(graphdef, params), batch, temperature=temperature, remat=remat)
+
+    return logprobs
+
+
+def make_policy_loss(
+    model: ModelConfig, config: LearnerConfig, method: Method, temperature: float, roles: Sequence[str] = ()
+):
+    """The method's loss + KL to the reference policy - entropy bonus, as numerators: `loss(params, reference, batch)`.
+
+    Params and reference as for `make_logprobs`; with a KL, reference is read in any case. Of several roles, names that
+    `batch.agents` are indices into, each one's statistics are told apart.
+    """
+    logprobs, plain = make_logprobs(model, temperature, config.remat), network(dataclasses.replace(model, lora=None))
+    aggregate = aggregation(config, method)
+    clips = {
+        "clip_low": method.clip_low if config.clip_low is None else config.clip_low,
+        "clip_high": method.clip_high if config.clip_high is None else config.clip_high,
+    }
+
+    def surrogate(logp, batch: TrainingBatch, mask):
+        if method.loss == "gspo":
+            return losses.gspo_loss(logp, batch.old_logp, batch.advantages, mask, **clips)
+        if method.loss == "kpo":
+            return losses.kpo_loss(
+                logp, batch.old_logp, batch.advantages, mask, **clips, process_noise=config.process_noise
+            )
+        return losses.policy_loss(
+            logp, batch.old_logp, batch.advantages, mask, **clips, dual_clip=config.dual_clip, aggregate=aggregate
+        )
+
+    def loss(params, reference, batch: TrainingBatch):
+        mask = batch.response_mask()
+        logp, entropy = logprobs(params, reference, batch)
+        _, stats = surrogate(logp, batch, mask)
+        total = stats["loss"][0]
+        tokens = {"entropy": entropy}
+        if config.kl_weight:
+            reference_logp, _ = token_logprobs(nnx.merge(plain, reference), batch, temperature=temperature)
+            _, kl = losses.kl_loss(
+                logp, jax.lax.stop_gradient(reference_logp), mask, kind=config.kl_kind, aggregate=aggregate
+            )
+            total += config.kl_weight * kl["loss"][0]
+            stats["kl"] = kl["kl"]
+            tokens["kl"] = losses.kl(logp, reference_logp, config.kl_kind)
+        stats["entropy"] = losses.reduce_tokens(entropy, mask, "token-mean")
+        total -= config.entropy_weight * losses.reduce_tokens(entropy, mask, aggregate)[0]
+        # How far the sampler's log-probabilities are from the trainer's; exact only before the first step.
+        difference = jnp.where(mask, jnp.abs(logp - batch.old_logp), 0.0)
+        if len(roles) > 1:
+            slope = jax.grad(lambda logp: surrogate(logp, batch, mask)[1]["loss"][0])(jax.lax.stop_gradient(logp))
+            stats |= role_stats(roles, batch.agents, mask, tokens, slope)
+        return total, stats, difference.max(initial=0.0)
+
+    return loss
+
+
+def role_stats(roles: Sequence[str], agents, mask, tokens: dict[str, jax.Array], slope) -> losses.Stats:
+    """Statistics by role of N decisions: the mean of each array of `tokens`, f32[N, R], and the role's `logp_gradient_share`.
+
+    agents: i32[N], indices into `roles`; mask: bool[N, R]. slope: f32[N, R], the derivative of the policy loss with respect to
+    each token's log-probability; a role's share is of the sum of its squares. It says which role's tokens the loss pulls on
+    hardest, and needs no second backward pass through the network.
+    """
+    stats: losses.Stats = {}
+    squares = jnp.where(mask, slope**2, 0.0)
+    for index, role in enumerate(roles):
+        own = (agents == index)[:, None]
+        stats |= {f"by_role/{name}/{role}": losses.reduce_tokens(of, mask & own, "token-mean") for name, of in tokens.items()}
+        stats[f"by_role/logp_gradient_share/{role}"] = jnp.where(own, squares, 0.0).sum(), squares.sum()
+    return stats
+
+
+def make_cloning_loss(model: ModelConfig, remat: str = "none"):
+    """Cross-entropy of the responses: `loss(params, reference, batch)`, parameters as for `make_logprobs`."""
+    logprobs = make_logprobs(model, remat=remat)
+
+    def loss(params, reference, batch: TrainingBatch):
+        logp, _ = logprobs(params, reference, batch)
+        part = losses.reduce_tokens(-logp, batch.response_mask(), "token-mean")
+        return part[0], {"loss": part}, jnp.float32(0)
+
+    return loss
+
+
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+    """AdamW behind a global-norm clip, with a linear warm-up."""
+    schedule = optax.linear_schedule(
+        config.lr / max(config.warmup_steps, 1), config.lr, max(config.warmup_steps - 1, 1)
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(config.grad_clip),
+        optax.adamw(schedule, b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay),
+    )
+
+
+def lr_scale(settings: LearnerConfig, iteration: int, iterations: int) -> float:
+    """The share of the learning rate for one iteration: linear from 1 in the first to `final_lr` in the last.
+
+    iteration: from 0. A run of one iteration has the full rate.
+    """
+    return 1 - (1 - settings.final_lr) * iteration / max(iterations - 1, 1)
+
+
+class EpochState(NamedTuple):
+    """What an epoch hands from one optimizer step to the next."""
+
+    params: Any
+    opt_state: Any
+    stats: losses.Stats  # sums over the steps so far
+    grad_norm: jax.Array  # f32[], likewise
+    nonfinite_steps: jax.Array  # i32[], steps that were skipped and count in neither
+    logp_difference: jax.Array  # f32[], the largest of the first mini-batch
+
+
+def make_update(
+    loss: Callable, optimizer, mesh: Mesh, *, minibatch_size: int, microbatch_size: int, per_token: bool = True,
+    compute_dtype: str = "float32",
+):  # fmt: skip
+    """Builds `update(params, opt_state, reference, batch, order, count, lr_scale)`, to be called under `jax.jit`.
+
+    Args:
+      loss: `(params, reference, microbatch) -> (numerator, stats, max_difference)`; the numerator is a sum over tokens
+        (`per_token`) or over decisions, stats are (numerator, denominator) pairs, max_difference is the largest difference
+        between the log-probabilities of sampler and trainer, of interest in the first mini-batch.
+      mesh: each device of its `data` axis takes its part of every mini-batch.
+      minibatch_size: decisions per optimizer step at most; an epoch is cut into equal steps.
+      microbatch_size: sequences per index of the `data` axis and gradient computation, rounded up to what `fsdp` divides.
+      compute_dtype: of the copy of the parameters that the loss sees; the parameters themselves, the sum of gradients and
+        the optimizer stay as they are.
+
+    `batch` is a TrainingBatch of N decisions. `order` i32[N] lists those to learn from in its first `count` (i32[]) entries;
+    `lr_scale` f32[] scales the optimizer's step. Returns (params, opt_state, stats), with every stat a scalar mean over its
+    denominator, plus `grad_norm` (mean), `optimizer_steps` and `logp_difference`, the largest of the first mini-batch. A
+    mini-batch whose statistics or gradient are not finite changes nothing and is left out of the means; `nonfinite_steps`
+    counts these. With a count of 0 nothing changes, and every stat is 0.
+    """
+    sum_gradients = _make_sum_gradients(loss, mesh, minibatch_size, microbatch_size, compute_dtype)
+
+    def epoch(params, opt_state, reference, batch: TrainingBatch, order, count, lr_scale):
+        steps = -(-count // minibatch_size)  # none without a decision: momentum and weight decay would move the parameters
+        size = -(-count // jnp.maximum(steps, 1))
+        weight = batch.response_lengths if per_token else (batch.response_lengths > 0).astype(jnp.int32)
+        before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(weight[order])])
+
+        def one_step(j, old: EpochState) -> EpochState:
+            begin, stop = j * size, jnp.minimum((j + 1) * size, count)
+            gradient, stats, difference = sum_gradients(old.params, reference, batch, order, begin, stop)
+            scale = 1.0 / jnp.maximum(before[stop] - before[begin], 1)
+            gradient = jax.tree.map(lambda g: g * scale, gradient)
+            updates, opt_state = optimizer.update(gradient, old.opt_state, old.params)
+            norm = optax.tree.norm(gradient)
+            new = old._replace(
+                params=optax.apply_updates(old.params, jax.tree.map(lambda u: u * lr_scale, updates)),
+                opt_state=opt_state,
+                stats=jax.tree.map(jnp.add, old.stats, stats),
+                grad_norm=old.grad_norm + norm,
+            )
+            finite = jnp.isfinite(jnp.stack(jax.tree.leaves((norm, stats)))).all()
+            return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)._replace(
+                nonfinite_steps=old.nonfinite_steps + ~finite,
+                logp_difference=jnp.where(j == 0, difference, old.logp_difference),
+            )
+
+        stats = _zeros(jax.eval_shape(lambda: sum_gradients(params, reference, batch, order, 0, 0)[1]))
+        start = EpochState(params, opt_state, stats, jnp.float32(0), jnp.int32(0), jnp.float32(0))
+        end = jax.lax.fori_loop(0, steps, one_step, start)
+        stats = {name: losses.divide(part) for name, part in end.stats.items()}
+        stats |= {
+            "grad_norm": end.grad_norm / jnp.maximum(steps - end.nonfinite_steps, 1),
+            "optimizer_steps": steps,
+            "nonfinite_steps": end.nonfinite_steps,
+            "logp_difference": end.logp_difference,
+        }
+        return end.params, end.opt_state, stats
+
+    return jax.shard_map(epoch, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=False)
+
+
+def _make_sum_gradients(loss: Callable, mesh: Mesh, minibatch_size: int, microbatch_size: int, compute_dtype: str):
+    """Builds `sum_gradients(params, reference, batch, order, begin, stop) -> (gradient, stats, max_difference)`.
+
+    Sums, and the maximum, over the decisions `order[begin:stop]`, micro-batch by micro-batch on all devices of the `data`
+    axis; to be called in a shard_map over it.
+    """
+    devices, M = mesh.shape["data"], _round_up(microbatch_size, mesh.shape["fsdp"])
+    data = _data_axis(mesh)
+
+    def sum_gradients(params, reference, batch: TrainingBatch, order, begin, stop):
+        def numerator(params, microbatch):
+            total, stats, max_difference = loss(params, reference, microbatch)
+            return total, (stats, max_difference)
+
+        device, compute = jax.lax.axis_index("data"), cast(params, compute_dtype)
+        assignment, sequences = assign_to_sequences(batch, order, begin, stop, min(minibatch_size, order.shape[0]))
+        grad = _trim_predictions(jax.grad(numerator, has_aux=True), batch.responses.shape[1])
+
+        def gradient_of(i):
+            return grad(compute, gather_microbatch(batch, assignment, (i * devices + device) * M, M)[1])
+
+        def add(i, carry):
+            total, (stats, max_difference) = carry
+            new, (new_stats, new_max_difference) = gradient_of(i)
+            total, stats = jax.tree.map(jnp.add, (total, stats), (new, new_stats))
+            return total, (stats, jnp.maximum(max_difference, new_max_difference))
+
+        zero = (_zeros(params), _zeros(jax.eval_shape(lambda: gradient_of(0)[1])))
+        gradient, (stats, max_difference) = jax.lax.fori_loop(0, -(-sequences // (M * devices)), add, zero)
+        gradient, stats = jax.lax.psum((gradient, stats), data)
+        return gradient, stats, jax.lax.pmax(max_difference, data)
+
+    return sum_gradients
+
+
+def make_map(function: Callable, mesh: Mesh, *, microbatch_size: int):
+    """Builds `mapped(params, batch, order, count) -> f32[N, ...]`, to be called under `jax.jit`.
+
+    `function(params, microbatch) -> f32[decisions in it, ...]` is applied to the decisions `order[:count]` in micro-batches,
+    split over the mesh's `data` axis; other decisions get 0. Arguments as in `make_update`.
+    """
+    devices, M = mesh.shape["data"], _round_up(microbatch_size, mesh.shape["fsdp"])
+    data = _data_axis(mesh)
+
+    def mapped(params, batch: TrainingBatch, order, count):
+        device = jax.lax.axis_index("data")
+        trimmed = _trim_predictions(function, batch.responses.shape[1])
+        assignment, sequences = assign_to_sequences(batch, order, 0, count, order.shape[0])
+        some = lambda i: gather_microbatch(batch, assignment, (i * devices + device) * M, M)  # noqa: E731
+        shape = jax.eval_shape(lambda: function(params, some(0)[1])).shape
+
+        def one_microbatch(i, out):
+            index, microbatch = some(i)
+            # Entries that are not needed must not write.
+            index = jnp.where(microbatch.response_lengths > 0, index, out.shape[0])
+            return out.at[index].set(trimmed(params, microbatch), mode="drop")
+
+        out = jax.lax.fori_loop(0, -(-sequences // (M * devices)), one_microbatch, jnp.zeros((order.shape[0], *shape[1:])))
+        return jax.lax.psum(out, data)
+
+    return jax.shard_map(mapped, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=False)
+
+
+def _trim_predictions(function: Callable, width: int) -> Callable:
+    """`function(params, microbatch)`, computed for only `width` predictions of each sequence where none has more.
+
+    All devices run the same of the two programs, as collectives require.
+    """
+
+    def trimmed(params, microbatch: TrainingBatch):
+        layout = microbatch.layout
+        if layout is None or layout.predict_slots.shape[1] == width:
+            return function(params, microbatch)
+        needed = max_across_devices((layout.offset + microbatch.response_lengths).max())
+        few = lambda params, microbatch: function(  # noqa: E731
+            params, microbatch.replace(layout=layout.replace(predict_slots=layout.predict_slots[:, :width]))
+        )
+        return jax.lax.cond(needed > width, function, few, params, microbatch)
+
+    return trimmed
+
+
+def _zeros(shapes):
+    """Zeros of these shapes and dtypes."""
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+
+def _data_axis(mesh: Mesh) -> tuple[str, ...]:
+    """The axes to sum over. XLA refuses an all-reduce over a manual axis of size 1 beside axes that it splits itself."""
+    return ("data",) if mesh.shape["data"] > 1 else ()
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

@@ -1,0 +1,71 @@
+"""The README.md of a saved policy or adapter: the front matter that model hubs read, training, results, and how to load it."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import jinja2
+import yaml
+
+from hgpo_jax.config import Config, dump
+from hgpo_jax.policy import huggingface
+from hgpo_jax.policy.source import find
+from hgpo_jax.utils.files import atomic_write
+
+FILE = huggingface.CARD
+
+
+def write(folder: Path, config: Config, parameters: int, result: dict) -> None:
+    """Writes the card of a policy that `config` trained.
+
+    folder: the Hugging Face folder, or peft's folder of an adapter. parameters: of the policy, how many numbers.
+    result: the content of the run's evaluation.json.
+    """
+    adapter = (folder / "adapter_config.json").is_file()
+    front = {
+        **base_of(config.policy.source, config.cache_dir),
+        "library_name": "peft" if adapter else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["reinforcement-learning", "llm-agent", "hgpo_jax", _name(config.method), _name(config.env.name)],
+    }
+    templates = jinja2.Environment(
+        loader=jinja2.PackageLoader("hgpo_jax"), undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    text = templates.get_template("model_card.md").render(
+        front=yaml.safe_dump(front, sort_keys=False), adapter=adapter, config=config,
+        base=front.get("base_model") or Path(config.policy.source).name,
+        method=_name(config.method), env=_name(config.env.name), parameters=parameters, result=result,
+        version=version("hgpo_jax"), dumped=dump(config),
+    )  # fmt: skip
+    with atomic_write(folder / FILE) as file:
+        file.write(text)
+
+
+def base_of(source: str, cache_dir: str) -> dict[str, str]:
+    """`base_model` (its name on the hub) and `license` of the weights that training began with, as far as they are known."""
+    if not source:
+        return {}
+    try:
+        known = front_matter(find(source, cache_dir))
+    except ValueError:  # gone since the run began, which is no reason to lose its card
+        known = {}
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not Path(source).exists():
+        known["base_model"] = source
+    return {name: known[name] for name in ("base_model", "license") if isinstance(known.get(name), str)}
+
+
+def front_matter(folder: Path) -> dict:
+    """What stands between the first two lines `---` of a folder's README.md; nothing where that cannot be read."""
+    try:
+        match = re.match(r"---\n(.*?\n)---\n", (folder / FILE).read_text(encoding="utf-8"), re.DOTALL)
+        found = yaml.safe_load(match[1]) if match else None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _name(place: str) -> str:
+    """Of `./my_env.py:MyEnv` the last part; other names as they are."""
+    return place.rpartition(":")[2]

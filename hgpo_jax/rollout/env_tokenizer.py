@@ -1,0 +1,68 @@
+"""The vocabulary of a small policy for a text environment: the words of the environment's own texts."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+from hgpo_jax.config import Config
+from hgpo_jax.config.policies import response_limit
+from hgpo_jax.policy.source import load_tokenizer
+from hgpo_jax.policy.tokenizer import PLAIN, text_tokenizer
+from hgpo_jax.rollout.chat_format import load_template
+from hgpo_jax.rollout.environments import environment
+from hgpo_jax.rollout.requirements import roles_of
+from hgpo_jax.rollout.scripted_play import play
+from hgpo_jax.rollout.tasks import task_numbers
+from hgpo_jax.utils.errors import ConfigError
+
+EPISODES = 64  # of scripted and, where there is an expert, noisy play
+TEMPLATE = "plain"  # a prompt of nothing but the task, the history, the observation and the commands
+
+
+def template_of(config: Config, tokenizer) -> str:
+    """The template of a text environment's prompts for a policy with this tokenizer."""
+    plain = TEMPLATE if getattr(tokenizer, "chat_template", None) == PLAIN else environment(config.env).template
+    return config.env.template or plain
+
+
+def fresh_tokenizer(config: Config):
+    """The tokenizer of a random policy for a text environment: the configured one, or one of the environment's words.
+
+    The latter (`policy.tokenizer.text_tokenizer`) is made, once, of the prompts and commands of some episodes, and is equal
+    for every seed. Raises ValueError, also as a ConfigError, where that cannot be read or played.
+    """
+    if config.policy.tokenizer:
+        return load_tokenizer(config.policy.tokenizer, config.cache_dir)
+    fields = config.model_dump(mode="json", include={"env", "rollout", "cache_dir"})
+    of_role = {"template", "response_limit"}
+    fields["roles"] = {role: own.model_dump(include=of_role, exclude_defaults=True) for role, own in config.roles.items()}
+    return _own_tokenizer(json.dumps(fields, sort_keys=True))
+
+
+@functools.lru_cache(maxsize=2)  # memory plan and policy both ask for it
+def _own_tokenizer(fields: str):
+    config = Config.model_validate(json.loads(fields))
+    found = environment(config.env)
+    assert found.text is not None  # what has no compiled version
+    try:
+        make_env, _ = found.text(config)
+        count = len(env) if hasattr(env := make_env(), "__len__") else None
+        roles, usual = roles_of(env), config.env.template or TEMPLATE
+        templates = [load_template((role in config.roles and config.roles[role].template) or usual) for role in roles]
+        tasks = task_numbers("warm_start", 0, range(EPISODES), count)
+        texts: dict[str, None] = {}  # in their order
+        commands: list[set[str]] = [set() for _ in roles]
+        for episode in play(make_env, tasks, noise=0.5, history_length=config.rollout.history_length, seed=0):
+            for known, index, command in zip(episode.known, episode.roles, episode.commands, strict=True):
+                texts |= dict.fromkeys((*templates[index].render(known).splitlines(keepends=True), command, *known.commands))
+                commands[index] |= {command, *known.commands}
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"env.name={config.env.name}: {' '.join(str(error).split())}") from None
+    tokenizer = text_tokenizer(texts)
+    for role, some in zip(roles, commands, strict=True):
+        limit, field = response_limit(config, role)
+        longest = 1 + max(map(len, tokenizer(sorted(some), add_special_tokens=False).input_ids), default=0)
+        if longest > limit:
+            raise ConfigError(f"{field}={limit}: the commands take up to {longest} tokens; give as many or more")
+    return tokenizer

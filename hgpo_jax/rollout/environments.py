@@ -1,0 +1,342 @@
+"""The environments that `env.name=` names: a table of ours, and a user's own from outside the repository.
+
+Whatever differs between environments stands in the table `ENVIRONMENTS`; nothing else asks for an environment's name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import jax
+import numpy as np
+
+from hgpo_jax.config import Config, EnvConfig
+from hgpo_jax.config.choices import HeldOut
+from hgpo_jax.envs import outside
+from hgpo_jax.envs.alfworld import expert as alfworld_expert
+from hgpo_jax.envs.alfworld.dataset import ENVIRONMENT_VARIABLE, SPLITS, list_games, split_folder
+from hgpo_jax.envs.alfworld.generated import generate_games
+from hgpo_jax.envs.alfworld.habits import search_order
+from hgpo_jax.envs.alfworld.short_prompts import ShortPromptAlfworld
+from hgpo_jax.envs.alfworld.tables import Tables, compile_games, joined
+from hgpo_jax.envs.alfworld.text import AlfworldText
+from hgpo_jax.envs.household import Household, HouseholdPlan, HouseholdSubgoals, HouseholdTeam
+from hgpo_jax.envs.household import expert as household_expert
+from hgpo_jax.envs.household.text import HouseholdTeamText, HouseholdText
+from hgpo_jax.envs.protocol import Expert, Playable, members
+from hgpo_jax.envs.sokoban import Sokoban
+from hgpo_jax.envs.sokoban import expert as sokoban_expert
+from hgpo_jax.envs.sokoban.text import SokobanText
+from hgpo_jax.rollout.requirements import ONE_ROLE, RUNNER, check_compiled, check_text, roles_of
+from hgpo_jax.utils.errors import ConfigError
+
+Makers = tuple[Callable[[], Any], Callable[[], Any]]  # of one text environment for training, and of one for the evaluation
+
+# How episodes are played: `compiled`: in one program with the policy, whose tokens are the environment's own words;
+# `compiled_text`: in one program with a language model, which reads text; `host`: as text, in Python.
+Backend = Literal["compiled", "compiled_text", "host"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Environment:
+    """What an environment's name stands for.
+
+    options: fields of `env` that it reads, besides those that all do.
+    compiled: makes it as a compiled environment. text: makes what makes it as a text environment. `backend` decides between
+      the two where it has both.
+    games: the numbers of the games of each stream of tasks (`rollout/tasks.py`), i32[.], where a compiled environment has a
+      list of games; else its tasks are generated.
+    agent: whether a command is started for every episode, which asks for its turns itself (`serving/agent_rollout.py`).
+    expert: the scripted player that the warm start of a compiled environment clones, if it has one.
+    template: file with the prompts of a text environment, or a name in `rollout/templates/`.
+    fallback: characters of the end of a malformed response that are taken for its action, as verl-agent does.
+    max_turns: of a user's own environment; of ours it is a field.
+    digest: of the code of a user's own environment, "" of ours.
+    """
+
+    options: tuple[str, ...] = ()
+    compiled: Callable[[Config], Any] | None = None
+    text: Callable[[Config], Makers] | None = None
+    games: Callable[[Config], dict[str, np.ndarray]] | None = None
+    agent: bool = False
+    expert: Expert | None = None
+    template: str = "text"
+    fallback: int = 30
+    max_turns: int | None = None
+    digest: str = ""
+
+
+def _from_fields(make: type, options: tuple[str, ...], config: Config):
+    """An environment with the fields of `env` that it reads. Raises ConfigError."""
+    try:
+        return make(**{name: getattr(config.env, name) for name in options})
+    except ValueError as error:
+        raise ConfigError(f"env.{error}") from None
+
+
+def _as_text(text: type, make: Callable[[Config], Any], config: Config) -> Makers:
+    """A compiled environment as text."""
+    maker = functools.partial(text, make(config))
+    return maker, maker
+
+
+def alfworld(config: Config) -> ShortPromptAlfworld:
+    """The games of all splits that a run can train on or be evaluated on, for they share one vocabulary. Raises ConfigError."""
+    return _alfworld(*_which_games(config))[0]
+
+
+def alfworld_games(config: Config) -> dict[str, np.ndarray]:
+    """The numbers of the games of each stream of tasks (`rollout/tasks.py`), i32[.]. Raises ConfigError."""
+    _, games = _alfworld(*_which_games(config))
+    if (held_out := config.env.held_out) not in games:
+        list_alfworld(alfworld_data(config), held_out)  # says why
+    return {"train": games["train"], "warm_start": games["train"], "held_out": games[held_out]}
+
+
+def _which_games(config: Config) -> tuple:
+    env = config.env
+    made = env.generated if env.split == "generated" else 0
+    return alfworld_data(config), env.split, made, env.max_turns, Path(config.cache_dir, "alfworld")
+
+
+@functools.lru_cache(maxsize=2)  # policy, plan and runner all ask for it
+def _alfworld(
+    data: str, split: str, made: int, max_turns: int, cache: Path
+) -> tuple[ShortPromptAlfworld, dict[str, np.ndarray]]:
+    files = _training_files(data, split)
+    held_out: list[Path] = []
+    count, games = len(files), {"train": np.arange(len(files), dtype=np.int32)}
+    for name in get_args(HeldOut):
+        with contextlib.suppress(ConfigError):  # a folder need not have both; `alfworld_games` needs the one that is asked for
+            found = list_alfworld(data, name)
+            games[name] = count + len(held_out) + np.arange(len(found), dtype=np.int32)
+            held_out += found
+    try:
+        words, tables = compile_games([*files, *held_out], cache=cache)
+        order = search_order(words, jax.tree.map(lambda field: field[:count], tables))
+        if made:
+            games["train"] = np.append(games["train"], len(tables.task) + np.arange(made, dtype=np.int32))
+            tables = joined(tables, generate_games(files, held_out, made, seed=0, cache=cache).games)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"env.data={data}: {' '.join(str(error).split())}") from None
+    env = ShortPromptAlfworld(Tables(words, tables), max_turns)
+    env.search_order = order  # the expert knows nothing of held-out games
+    return env, games
+
+
+def alfworld_data(config: Config) -> str:
+    """The folder of ALFWorld's games. Raises ConfigError where none is given."""
+    if folder := config.env.data or os.environ.get(ENVIRONMENT_VARIABLE, ""):
+        return folder
+    raise ConfigError(
+        "env.data=: alfworld needs its games; unpack ALFWorld's json_2.1.1 (or later) and give data=FOLDER, where it lies, "
+        f"or set {ENVIRONMENT_VARIABLE}"
+    )
+
+
+def list_alfworld(data: str, split: str) -> list[Path]:
+    """The games of a split. Raises ConfigError."""
+    try:
+        return [game.path for game in list_games(split, data)]
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"env.data={data}: {' '.join(str(error).split())}{_other_splits(data, split)}") from None
+
+
+def _other_splits(data: str, missing: str) -> str:
+    """Of a folder without a split what it has, and the field that asks for it."""
+    there = []
+    for split in SPLITS:
+        with contextlib.suppress(ValueError):
+            split_folder(split, data)
+            there.append(split)
+    if not there or missing in there:
+        return ""
+    held_out = get_args(HeldOut)
+    field, alike = ("env.held_out", held_out) if missing in held_out else ("env.split", ("train", "valid_train"))
+    usable = [f"give {field}={split}" for split in alike if split in there]
+    return f"; it has {', '.join(there)}, {usable[0] if usable else f'none of which is for {field}'}"
+
+
+def alfworld_text(config: Config) -> Makers:
+    """The games on the host. Raises ConfigError."""
+    env, data = config.env, alfworld_data(config)
+    make = functools.partial(AlfworldText, max_turns=env.max_turns, cache=Path(config.cache_dir, "alfworld"))
+    return functools.partial(make, _training_files(data, env.split)), functools.partial(make, list_alfworld(data, env.held_out))
+
+
+def _training_files(data: str, split: str) -> list[Path]:
+    """The games of a split; of `generated` those in whose rooms they are made. Raises ConfigError."""
+    if split != "generated":
+        return list_alfworld(data, split)
+    try:
+        return list_alfworld(data, "train")
+    except ConfigError:
+        return list_alfworld(data, "valid_train")
+
+
+def webshop_text(config: Config) -> Makers:
+    """Shops with the goals to train on, and with those to evaluate on. Raises ConfigError."""
+    env = config.env
+    data = env.data
+    if not data:
+        raise ConfigError(f"env.data=: {env.name} needs its data; give data=FOLDER")
+    try:
+        from hgpo_jax.envs.webshop.text import WebshopText
+
+        files = webshop_files(data)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"env.data={data}: {error}") from None
+    options = {"max_turns": env.max_turns, "order": env.goal_order, "reachable_only": env.reachable_only}
+    make = functools.partial(WebshopText.open, *files, **options)
+    # verl-agent gives each prompt group and each of its 128 validation episodes a shuffle of its own.
+    seeds = (range(config.rollout.prompt_groups), range(1000, 1128)) if env.goal_order == "verl-agent" else ((), ())
+    # The first 500 goals are for evaluation, as in WebShop.
+    return functools.partial(make, first=500, seeds=seeds[0]), functools.partial(make, first=0, last=500, seeds=seeds[1])
+
+
+def webshop_files(folder: str) -> list[Path]:
+    """The catalogue and the attributes in a folder of WebShop's files. Raises ValueError."""
+    files = [sorted(Path(folder).glob(f"{stem}*.json*"))[:1] for stem in ("items_shuffle", "items_ins")]
+    if not all(files):
+        raise ValueError("expected WebShop's items_shuffle*.json and items_ins*.json (or .json.gz) in it")
+    return [file for (file,) in files]
+
+
+HOUSEHOLD, SOKOBAN = ("tasks", "rooms", "places", "things", "max_turns"), ("size", "boxes", "reward", "max_turns")
+household = functools.partial(_from_fields, Household, HOUSEHOLD)
+household_team = functools.partial(_from_fields, HouseholdTeam, HOUSEHOLD)
+household_plan = functools.partial(_from_fields, HouseholdPlan, HOUSEHOLD)
+household_subgoals = functools.partial(_from_fields, HouseholdSubgoals, HOUSEHOLD)
+sokoban = functools.partial(_from_fields, Sokoban, SOKOBAN)
+
+ENVIRONMENTS = {
+    "household": Environment(HOUSEHOLD, compiled=household, expert=household_expert),
+    "household_text": Environment(
+        HOUSEHOLD, text=functools.partial(_as_text, HouseholdText, household), template="household",
+    ),
+    "household_team": Environment(HOUSEHOLD, compiled=household_team, expert=cast(Expert, HouseholdTeam)),
+    "household_team_text": Environment(
+        HOUSEHOLD, text=functools.partial(_as_text, HouseholdTeamText, household_team), template="household",
+    ),
+    "household_plan": Environment(HOUSEHOLD, compiled=household_plan, expert=cast(Expert, HouseholdPlan)),
+    "household_subgoals": Environment(HOUSEHOLD, compiled=household_subgoals, expert=cast(Expert, HouseholdSubgoals)),
+    "sokoban": Environment(SOKOBAN, compiled=sokoban, expert=sokoban_expert),
+    "sokoban_text": Environment(
+        SOKOBAN, text=functools.partial(_as_text, SokobanText, sokoban), template="sokoban", fallback=20,
+    ),
+    "alfworld": Environment(
+        ("data", "split", "generated", "held_out", "max_turns"), compiled=alfworld, text=alfworld_text, games=alfworld_games,
+        expert=alfworld_expert, template="alfworld",
+    ),
+    "webshop": Environment(
+        ("data", "goal_order", "reachable_only", "max_turns"), text=webshop_text, template="webshop", fallback=20,
+    ),
+    "agent": Environment(("command", "failed", "num_tasks", "num_held_out_tasks", "max_turns"), agent=True),
+}  # fmt: skip
+
+
+def environment(env: EnvConfig) -> Environment:
+    """What `env.name` stands for. Raises ConfigError where it cannot be found or made."""
+    return ENVIRONMENTS[env.name] if env.name in ENVIRONMENTS else _from_outside(*_outside(env))
+
+
+def backend(config: Config) -> Backend:
+    """Where the configured environment is played, and what the policy reads of it.
+
+    An environment that is both compiled and text is text for a policy that reads text, and played on the device unless
+    `env.workers` or `env.compiled=false` ask for the host. With random weights it is played on the device only on demand
+    (`env.compiled=true`): what such a policy writes cannot be reproduced there.
+    """
+    found = environment(config.env)
+    if found.compiled is None or found.text is None:
+        return "compiled" if found.compiled else "host"
+    if config.env.compiled is not False and not (config.policy.tokenizer or _reads_text(config.policy.source)):
+        return "compiled"
+    if config.env.compiled is None:
+        return "compiled_text" if config.policy.source and not config.env.workers else "host"
+    return "compiled_text" if config.env.compiled else "host"
+
+
+def _reads_text(source: str) -> bool:
+    """Whether the policy in this folder reads text: all do but small ones with a compiled environment's words, which have no
+    chat template."""
+    folder = Path(source)
+    if not source or not (folder / "tokenizer.json").is_file():
+        return bool(source)
+    about = folder / "tokenizer_config.json"
+    return (folder / "chat_template.jinja").is_file() or (about.is_file() and b'"chat_template"' in about.read_bytes())
+
+
+def max_turns(env: EnvConfig) -> int:
+    """Turns after which an episode ends: `env.max_turns`, or the limit of a user's own environment."""
+    return environment(env).max_turns or env.max_turns
+
+
+def role_names(config: Config) -> tuple[str, ...]:
+    """The names of the roles of the configured environment, which is made to ask it. Raises what its making raises."""
+    found = environment(config.env)
+    if backend(config) == "compiled":
+        assert found.compiled is not None
+        return roles_of(found.compiled(config))
+    return roles_of(found.text(config)[0]()) if found.text else ONE_ROLE
+
+
+def made_outside(env: EnvConfig) -> tuple[Callable[[], Any], Any]:
+    """What makes a user's own environment, and one that it made, which may lack anything. Raises ConfigError."""
+    return _made(*_outside(env))
+
+
+def is_compiled(env) -> bool:
+    """Whether an environment means to be a compiled one."""
+    return any(hasattr(env, length) for length in members(Playable) if length.endswith("_length"))
+
+
+def expert_of(env) -> Expert | None:
+    """The scripted player that a user's own environment is itself: its class, whose methods take `env` as a module's do."""
+    return cast(Expert, type(env)) if isinstance(env, Expert) else None
+
+
+def _outside(env: EnvConfig) -> tuple[str, str, str]:
+    """Its name as the user wrote it, its place, and its options as JSON."""
+    return env.name, outside.located(env.name, outside.ENVIRONMENTS), json.dumps(env.options | outside.implied(env.name))
+
+
+@functools.lru_cache(maxsize=8)
+def _made(given: str, name: str, options: str) -> tuple[Callable[[], Any], Any]:
+    try:
+        _, found = outside.load(name)
+    except ValueError as error:
+        raise ConfigError(f"env.name={given}: {error}") from None
+    try:
+        arguments = outside.options(found, json.loads(options))
+    except ValueError as error:
+        raise ConfigError(f"env.options.{error}") from None
+    make = functools.partial(outside.make, name, arguments)
+    try:
+        return make, make()
+    except Exception as error:  # whatever it does
+        raise ConfigError(f"env.name={given}: cannot be made: {type(error).__name__}: {' '.join(str(error).split())}") from None
+
+
+@functools.lru_cache(maxsize=8)
+def _from_outside(given: str, name: str, options: str) -> Environment:
+    """A user's own environment, which is made once to learn of which kind it is."""
+    make, env = _made(given, name, options)
+    compiled = is_compiled(env)
+    try:
+        check_compiled(env, RUNNER) if compiled else check_text(env)
+    except ValueError as error:
+        raise ConfigError(f"env.name={given}: {error}") from None
+    code = [name, *outside.code_in(json.loads(options)).values()]
+    digest = " ".join(outside.version(place)["sha256"] or "" for place in code)
+    about: dict[str, Any] = {"max_turns": int(env.max_turns), "digest": digest}
+    if compiled:
+        return Environment(compiled=lambda _: env, expert=expert_of(env), **about)
+    return Environment(text=lambda _: (make, make), **about)

@@ -1,0 +1,155 @@
+"""Rewards from outside: `reward=my_module:score` or `reward=./file.py:score`, added to the environment's or in its place.
+
+For text episodes worker processes call the function (`rollout/reward_functions.py`). For a compiled environment it is pure
+JAX, `score(episode: Episodes without B) -> f32[] or f32[T]`: the reward of the last turn, or of every turn.
+
+An episode whose function fails, is too slow or gives no finite numbers is left out of the update, as one whose environment
+fails: with the environment's reward alone it would be compared with members of its group that have other rewards. A run
+whose episodes all fail ends.
+
+`overlong` punishes answers that come near their limit, beside such a function or without one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hgpo_jax.config import Config
+from hgpo_jax.config.policies import response_limit
+from hgpo_jax.envs import outside
+from hgpo_jax.rollout.environments import backend
+from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.rollout.process_workers import ProcessWorkers
+from hgpo_jax.rollout.result import RolloutReport, RolloutResult
+from hgpo_jax.rollout.reward_functions import EpisodeTexts, LocalReward, reward_function
+from hgpo_jax.rollout.workers import EnvFailure
+from hgpo_jax.utils import distributed
+from hgpo_jax.utils.errors import ConfigError, one_line
+from hgpo_jax.utils.untraceable import untraceable
+
+log = logging.getLogger(__name__)
+
+Reward = Callable[[RolloutResult], tuple[RolloutResult, dict]]
+
+
+def make_reward(config: Config, episodes: Episodes) -> Reward:
+    """What puts the configured function's rewards into the result of a rollout.
+
+    It returns the result, and sums over its episodes for `metrics.rollout_metrics`: `reward/NAME` of the function's rewards,
+    `reward/environment` of the environment's, and `reward/failed`, how many episodes are left out.
+
+    episodes: shapes and dtypes of a rollout's. Raises ConfigError where the function cannot be used.
+    """
+    given = config.reward.source
+    function = reward_function(given)
+    name = f"reward/{given.rpartition(':')[2]}"
+    replaces = config.reward.mode == "replace"
+    if backend(config) == "compiled":
+        _check_compiled(given, function, episodes)
+        return functools.partial(_add_compiled, jax.jit(functools.partial(_with_compiled, function, name, replaces)))
+    return _TextReward(outside.located(given, outside.REWARDS), name, replaces, config.reward.workers, config.reward.time_limit)
+
+
+def _check_compiled(given: str, function: Callable, episodes: Episodes) -> None:
+    one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), episodes)
+    try:
+        result = jax.eval_shape(function, one)
+    except Exception as error:  # whatever it does
+        raise ConfigError(one_line(f"reward.source={given}: {untraceable(function, error):.500}")) from None
+    shape = getattr(result, "shape", None)
+    if shape not in ((), one.mask.shape):
+        found = f"a {type(result).__name__}" if shape is None else f"shape {shape}"
+        turns = one.mask.shape[0]
+        raise ConfigError(f"reward.source={given}: returns {found}; return f32[], or f32[{turns}], one for each turn")
+
+
+def _add_compiled(program: Callable, result: RolloutResult) -> tuple[RolloutResult, dict]:
+    episodes, sums = program(result.episodes)
+    return RolloutResult(episodes, result.report), sums
+
+
+def _with_compiled(function: Callable, name: str, replaces: bool, e: Episodes) -> tuple[Episodes, dict]:
+    rewards = jax.vmap(function)(e).astype(jnp.float32)
+    if rewards.ndim == 1:
+        last = jnp.arange(e.mask.shape[1]) == e.mask.sum(1, keepdims=True) - 1
+        rewards = jnp.where(last, rewards[:, None], 0)
+    rewards = jnp.where(e.mask, rewards, 0)
+    kept = jnp.isfinite(rewards).all(1)
+    left_out = lambda a: jnp.where(kept.reshape(-1, *[1] * (a.ndim - 1)), a, jnp.zeros_like(a))  # noqa: E731
+    rewards, episodes = left_out(rewards), jax.tree.map(left_out, e).replace(groups=e.groups)
+    sums = _sums(name, rewards, episodes.rewards, (~kept).sum())
+    return episodes.replace(rewards=rewards + (0 if replaces else episodes.rewards)), sums
+
+
+def _sums(name: str, rewards, environment, failed) -> dict:
+    return {name: rewards.sum(), "reward/environment": environment.sum(), "reward/failed": failed}
+
+
+def overlong(config: Config, roles: Sequence[str], e: Episodes) -> jax.Array | np.ndarray:
+    """f32[B, T], the soft punishment of overlong answers (DAPO: Yu et al., 2025, arXiv 2503.14476, eq. 13), added to rewards.
+
+    With L the limit of a role's answers and C `reward.overlong_cache`, an answer of n tokens gets 0 up to L - C, and from there
+    (L - C - n) / C: at the limit -1, times `reward.overlong_penalty`.
+    """
+    xp = np if isinstance(e.rewards, np.ndarray) else jnp  # a host rollout's stay on the host, in every process
+    limits = xp.array([response_limit(config, role)[0] for role in roles])[e.agents]
+    cache = config.reward.overlong_cache
+    punished = config.reward.overlong_penalty * xp.clip((limits - cache - e.response_lengths) / cache, -1, 0)
+    return punished.astype(xp.float32)
+
+
+class _TextReward:
+    """The reward function of text episodes, whose processes start with the first of them."""
+
+    def __init__(self, place: str, name: str, replaces: bool, workers: int, time_limit: float):
+        self._load, self._name, self._replaces = functools.partial(outside.load, place), name, replaces
+        self._number, self._time_limit = workers, time_limit
+        self._workers: ProcessWorkers | None = None
+
+    def __call__(self, result: RolloutResult) -> tuple[RolloutResult, dict]:
+        e, report = result
+        assert report is not None  # text episodes have one
+        # A time limit must not pass in one process alone.
+        answers = distributed.broadcast_from_process_0(lambda: self._ask(e, report))
+        given, failures = np.zeros_like(e.rewards), dict(report.failures)
+        for episode, rewards, reason in answers:
+            given[episode, : len(rewards)] = rewards
+            if reason:
+                failures[episode] = f"reward: {reason}"
+                for field, values in vars(e).items():
+                    if field != "groups":
+                        values[episode] = 0
+        if failed := [episode for episode in failures if episode not in report.failures]:
+            log.warning("%d episodes are excluded, the first one: %s", len(failed), failures[failed[0]])
+        sums = _sums(self._name, given, e.rewards, len(failed))
+        total = given + (0 if self._replaces else e.rewards)
+        return RolloutResult(e.replace(rewards=total), dataclasses.replace(report, failures=failures)), sums
+
+    def _ask(self, e: Episodes, report: RolloutReport) -> list[tuple[int, list[float], str]]:
+        """(episode, the rewards of its turns, why there are none) of every episode that was played."""
+        played = np.flatnonzero(e.mask[:, 0]).tolist()
+        if self._workers is None:
+            batch = len(e.mask)
+            self._workers = ProcessWorkers(self._load, self._number, batch, self._time_limit, local=LocalReward)
+        self._workers.send([(episode, _as_text(e, report, episode)) for episode in played])
+        answers = sorted(self._workers.receive(len(played)))
+        return [(n, [], a.reason) if isinstance(a, EnvFailure) else (n, a, "") for n, a in answers]
+
+
+def _as_text(e: Episodes, report: RolloutReport, episode: int) -> EpisodeTexts:
+    turns = int(e.mask[episode].sum())
+    seen = [*e.states[episode, :turns].tolist(), int(e.next_states[episode, turns - 1])]
+    return EpisodeTexts(
+        goal=report.goals[episode],
+        observations=[report.texts[state] for state in seen],
+        responses=report.responses[episode],
+        rewards=e.rewards[episode, :turns].tolist(),
+        success=bool(e.success[episode]) if e.judged[episode] else None,
+    )

@@ -1,0 +1,261 @@
+"""What makes rollouts in the configured environment: compiled together with the policy, or text programs on the host."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from hgpo_jax.config import Config
+from hgpo_jax.config.policies import longest_response, response_limit, set_of_each
+from hgpo_jax.envs.protocol import CompiledEnv, ListsGames, OwnPrompts, Plans, TextExpert
+from hgpo_jax.policy import ModelConfig, network
+from hgpo_jax.policy.chat_frame import ChatFrame
+from hgpo_jax.policy.tokenizer import ACT
+from hgpo_jax.rollout.chat_format import ChatFormat
+from hgpo_jax.rollout.compiled import EpisodeState, make_continuations, make_rollout, parse_answer, replay
+from hgpo_jax.rollout.compiled_text import CompiledTextRollout
+from hgpo_jax.rollout.env_tokenizer import template_of
+from hgpo_jax.rollout.environments import Environment, backend
+from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.rollout.host import HostRollout, Speaker
+from hgpo_jax.rollout.requirements import RUNNER, check_compiled, roles_of
+from hgpo_jax.rollout.result import RolloutResult, Story, told_turns
+from hgpo_jax.rollout.tasks import task_keys, task_numbers
+from hgpo_jax.sampling.generate import Decoding
+from hgpo_jax.utils.errors import ConfigError, RunError
+
+log = logging.getLogger(__name__)
+
+Models = ModelConfig | dict[str, ModelConfig]  # of all roles, or of each set of weights (`config/policies.py`)
+
+
+def networks(models: Models):
+    """The graph definition of a network, or of each one by its name."""
+    return {name: network(model) for name, model in models.items()} if isinstance(models, dict) else network(models)
+
+
+def check_context(config: Config, models: Models) -> None:
+    """Raises ConfigError where a prompt of a text environment and its response may be longer than a policy is made for."""
+    prompt = config.rollout.prompt_limit
+    response = max([config.rollout.response_limit, *(role.response_limit or 0 for role in config.roles.values())])
+    context = min(model.max_position_embeddings for model in (models.values() if isinstance(models, dict) else [models]))
+    if prompt + response > context:
+        raise ConfigError(
+            f"rollout.prompt_limit={prompt}: with rollout.response_limit={response} more than the {context} tokens that the "
+            f"policy is made for (max_position_embeddings); their sum may be {context}"
+        )
+
+
+class CompiledRunner:
+    """Runs a compiled environment: a rollout is one compiled program.
+
+    Args:
+      games: of an environment with a list of games, the numbers (i32[.]) of those of each stream of tasks.
+
+    Attributes:
+      env: the environment.
+      program: the jitted rollout (`rollout.compiled.make_rollout`).
+      task_types: names; `Episodes.task` is an index into them.
+      roles: names; `Episodes.agents` is an index into them.
+      end_tokens: each of them ends a response.
+      answer_parts: words of the switch, subgoal and action parts of an answer, where it has them (`envs.protocol.Plans`).
+      num_tasks, num_held_out_tasks: games to train on and held-out ones; None where tasks are generated.
+
+    Raises:
+      ConfigError: the environment lacks something (`rollout/requirements.py`).
+    """
+
+    def __init__(self, config: Config, env: CompiledEnv, models: Models, tokenizer, mesh: Mesh, games: dict | None = None):
+        try:
+            check_compiled(env, RUNNER)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        self.env, self.task_types, self.roles, self._games = env, env.task_types, roles_of(env), games
+        self.answer_parts = tuple(getattr(env, "answer_parts", ()))
+        # Given to the program as an argument: thousands of games take longer to compile into it.
+        tables = env.tables if isinstance(env, ListsGames) and games else None
+        self._tables = None if tables is None else jax.device_put(tables, NamedSharding(mesh, PartitionSpec()))
+        self.num_tasks, self.num_held_out_tasks = (len(games[stream]) if games else None for stream in ("train", "held_out"))
+        self._history_length, self._end = config.rollout.history_length, tokenizer.eos_token_id
+        settings = {
+            "history_length": self._history_length, "decode_batch_size": config.rollout.decode_batch_size, "end": self._end,
+            "act": tokenizer.convert_tokens_to_ids(ACT), "weights": set_of_each(config, self.roles),
+        }  # fmt: skip
+        self.program = make_rollout(env, networks(models), mesh, **settings)
+        self._play_on = make_continuations(env, networks(models), mesh, **settings)
+        self.end_tokens = (self._end,)
+
+    def rollout(self, params, tasks, keys, groups, decoding: Decoding, *, held_out: bool = False) -> RolloutResult:
+        """Plays B episodes; does not wait until they are computed, unless there are several roles.
+
+        Args:
+          params: of the network that plays.
+          tasks: [B], from `select_tasks`.
+          keys: [B], a random key for each episode, or [B, 2] as for `sampling.turn_keys`.
+          groups: i32[B], prompt groups.
+          held_out: whether the tasks are held-out ones.
+        """
+        episodes = self.program(params, tasks, keys, groups, decoding, self._tables)
+        if len(self.roles) > 1:
+            low, high = int(episodes.agents.min()), int(episodes.agents.max())
+            if low < 0 or high >= len(self.roles):
+                name, found = type(self.env).__name__, low if low < 0 else high
+                raise RunError(f"{name}: role(state) is {found}, an index into its {len(self.roles)} roles is needed")
+        return RolloutResult(episodes, None)
+
+    def switches(self, episodes: Episodes) -> jax.Array:
+        """bool[B, T]: turns whose answer takes up a new subgoal, in an environment with `answer_parts`."""
+
+        def one(response, length):
+            answer, _ = parse_answer(response, length, self._end, self.env.action_length)
+            return cast(Plans, self.env).switches(answer)
+
+        return jax.vmap(jax.vmap(one))(episodes.responses, episodes.response_lengths) & episodes.mask
+
+    def replay(self, tasks, episodes: Episodes) -> EpisodeState:
+        """The states [B (T + 1)] of recorded episodes, before each of an episode's T turns and after the last."""
+
+        def states(tables, *recorded):
+            env = self.env if tables is None else cast(ListsGames, self.env).bound(tables)
+
+            def one(task, responses, lengths, mask):
+                return replay(env, self._history_length, task, responses, lengths, mask, self._end)
+
+            return jax.vmap(one)(*recorded)
+
+        e = episodes
+        found = jax.jit(states)(self._tables, tasks, e.responses, e.response_lengths, e.mask)
+        return jax.tree.map(lambda a: a.reshape(math.prod(a.shape[:2]), *a.shape[2:]), found)
+
+    def play_on(self, params, states: EpisodeState, keys, decoding: Decoding) -> jax.Array:
+        """f32[N, T]: rewards of the turns that follow N states, such as those of `replay`; `keys` [N] decide the samples."""
+        return self._play_on(params, states, keys, decoding, self._tables)
+
+    def select_tasks(self, stream: str, seed: int | None, indices) -> jax.Array:
+        """What `rollout` takes as the tasks with these numbers, i32[B], in a stream (`rollout/tasks.py`); no seed: in order."""
+        if self._games is None:
+            return task_keys(stream, seed or 0, indices)
+        games = self._games[stream]
+        return jnp.asarray(games[task_numbers(stream, seed, np.asarray(indices), len(games))])
+
+    def abstract_episodes(self, params, inputs: tuple) -> Episodes:
+        """Shapes and dtypes of the episodes of `rollout(params, *inputs)`, nothing computed."""
+        return jax.eval_shape(self.program, params, *inputs, self._tables)
+
+    def has_expert(self) -> bool:
+        """Whether there is a scripted player, which the warm start can clone."""
+        return True  # `check_together` has asked
+
+    def compile(self, params, inputs: tuple) -> None:
+        """Compiles the rollout, whose first call then finds it in the compilation cache."""
+        self.program.lower(params, *inputs, self._tables).compile()
+
+    def story(self, result: RolloutResult, index: int) -> Story:
+        """One episode as a person would read it."""
+        episodes = result.episodes
+        text = lambda ids: self.env.decode([i for i in np.asarray(ids) if i < len(self.env.words)])  # noqa: E731
+        outcome = "success" if episodes.success[index] else "failure"
+        if isinstance(self.env, OwnPrompts):
+            goal = self.env.goal_text(episodes.observations[index, 0])
+        else:
+            goal = text(episodes.prompts[index][0][: self.env.goal_length])
+        happened = episodes.mask[index]
+        seen, said = ([text(ids) for ids in part[index][happened]] for part in (episodes.observations, episodes.responses))
+        return Story(goal, told_turns(episodes, index, self.roles, seen, said), outcome)
+
+
+class TextRunner:
+    """Runs text programs on the host: the compiled environments told in sentences or drawings, ALFWorld's games, WebShop, or a
+    user's own; ALFWorld's games on the device where it can (`environments.backend`), to the same Episodes.
+
+    Args:
+      environment: whose prompts and rule for malformed answers to use.
+      train, held_out: make one environment each (`Environment.text`).
+
+    Attributes:
+      make_env: makes an environment for training.
+      speakers: how each role is asked and answers.
+      train: the rollout of training.
+
+    Others, and methods, as in `CompiledRunner`.
+    """
+
+    def __init__(
+        self, config: Config, environment: Environment, train: Callable, held_out: Callable, models: Models, tokenizer,
+        mesh: Mesh | AbstractMesh,
+    ):  # fmt: skip
+        env, rollout = config.env, config.rollout
+        check_context(config, models)
+        try:
+            frame = ChatFrame(tokenizer, date=rollout.date, thinking=rollout.thinking, stop=rollout.stop)
+            chat = lambda template: ChatFormat(frame, template, rollout.prompt_limit, environment.fallback)  # noqa: E731
+            usual, limit, speakers = chat(template_of(config, tokenizer)), rollout.response_limit, list[Speaker]()
+            if config.roles:
+                roles = roles_of(train())
+                weights = set_of_each(config, roles) or ("",) * len(roles)
+                given = [config.roles[role].template if role in config.roles else "" for role in roles]
+                formats = [chat(template) if template else usual for template in given]
+                speakers = list(map(Speaker, formats, [response_limit(config, role)[0] for role in roles], weights))
+                limit = longest_response(config, roles)
+            self.make_env = train
+            settings: dict[str, Any] = {
+                "batch": rollout.prompt_groups * rollout.group_size, "history_length": rollout.history_length,
+                "response_limit": limit, "decode_batch_size": rollout.decode_batch_size, "strict": env.strict,
+            }  # fmt: skip
+            self.train: HostRollout | CompiledTextRollout
+            self._held_out: HostRollout | CompiledTextRollout
+            host = HostRollout(
+                train, usual, networks(models), mesh, workers=env.workers, time_limit=env.time_limit,
+                ready_fraction=rollout.ready_fraction, speakers=speakers, **settings,
+            )  # fmt: skip
+            self.train, self._held_out = host, host.with_environment(held_out)
+            if backend(config) == "compiled_text":
+                assert environment.compiled and environment.games  # what is told on the device has both
+                try:
+                    games, played = environment.games(config), environment.compiled(config)
+                    device = CompiledTextRollout(
+                        played, games["train"], usual, tokenizer, networks(models), mesh,
+                        host=None if env.split == "generated" else host, **settings,
+                    )  # fmt: skip
+                    self.train, self._held_out = device, device.of_games(games["held_out"], self._held_out)
+                except ValueError as error:
+                    if env.compiled:
+                        raise
+                    log.warning("env.name=%s is played on the host: %s", env.name, error)
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"env.name={env.name}: {' '.join(str(error).split())}") from None
+        self.task_types, self.roles, self.end_tokens = self.train.task_types, self.train.roles, usual.end_tokens
+        self.speakers = speakers or [Speaker(usual, limit)] * len(self.roles)
+        self.num_tasks, self.num_held_out_tasks = self.train.num_tasks, self._held_out.num_tasks
+        # Of generated games the host, where the warm start's expert plays, has only those that they are made of.
+        self._num_files = len(train()) if env.split == "generated" else self.num_tasks
+
+    def rollout(self, params, tasks, keys, groups, decoding: Decoding, *, held_out: bool = False) -> RolloutResult:
+        return (self._held_out if held_out else self.train)(params, tasks, keys, groups, decoding)
+
+    def select_tasks(self, stream: str, seed: int | None, indices) -> list[int]:
+        count = {"held_out": self.num_held_out_tasks, "train": self.num_tasks, "warm_start": self._num_files}.get(stream)
+        return task_numbers(stream, seed, np.asarray(indices), count)
+
+    def abstract_episodes(self, params, inputs: tuple) -> Episodes:
+        return self.train.abstract_episodes()
+
+    def has_expert(self) -> bool:
+        return isinstance(self.make_env(), TextExpert)
+
+    def compile(self, params, inputs: tuple) -> None:
+        """As `CompiledRunner`. On the host shapes depend on the prompts: each compiles when it first occurs."""
+        if isinstance(self.train, CompiledTextRollout):
+            _, keys, _, decoding = inputs
+            self.train.lowered(params, keys, decoding).compile()
+
+    def story(self, result: RolloutResult, index: int) -> Story:
+        assert result.report is not None  # a HostRollout makes one
+        return result.report.story(result.episodes, index, self.roles)

@@ -1,0 +1,1 @@
+"""Sampling of tokens from a policy: prefill and decode, batches and slots."""

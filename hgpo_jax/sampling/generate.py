@@ -1,0 +1,280 @@
+"""Sampling: one prefill, then a compiled decode loop that continues with fewer rows once most have ended.
+
+Each row has its own random key, folded with the position of the token, so that what a row samples depends neither on its
+batch mates nor on the mesh. Log-probabilities are those of the distribution that was sampled from.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx, struct
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from hgpo_jax.policy.kv_cache import KVCache, manual_axes
+from hgpo_jax.policy.mesh import auto_axes, constrain, max_across_devices, partition_in_context
+from hgpo_jax.policy.vocabulary import gather_logprobs
+
+
+class Responses(struct.PyTreeNode):
+    """What was sampled for B prompts."""
+
+    tokens: jax.Array  # i32[B, R], 0 after the end
+    logp: jax.Array  # f32[B, R], 0 after the end
+    lengths: jax.Array  # i32[B], the end token included
+
+
+def buckets(largest: int, *, factor: int, smallest: int) -> list[int]:
+    """`largest` divided by powers of `factor` down to `smallest`: four sizes at most, ascending."""
+    sizes = {largest}
+    for power in range(1, 4):
+        size = -(-largest // factor**power)
+        if size >= smallest:
+            sizes.add(size)
+    return sorted(sizes)
+
+
+class Decoding(struct.PyTreeNode):
+    """The distribution that tokens are drawn from: scalars, so that changing them compiles nothing, or [B], one of each row.
+
+    temperature: 0 takes the most likely token.
+    top_k: only the k most likely tokens; 0: all.
+    top_p: of these, only the most likely ones that together reach this probability (Holtzman et al., arXiv 1904.09751).
+    min_new: no response ends before this many tokens.
+    """
+
+    temperature: jax.typing.ArrayLike = 1.0
+    top_k: jax.typing.ArrayLike = 0
+    top_p: jax.typing.ArrayLike = 1.0
+    min_new: jax.typing.ArrayLike = 0
+
+
+def published_decoding(
+    generation: Mapping[str, Any], usual: float = 1.0, *, min_new: int = 0, **given: float | None
+) -> Decoding:
+    """How a model's publisher samples, as generation_config.json says, but for what is given.
+
+    usual: the temperature where the file says nothing. given: `temperature`, `top_k` and `top_p`, None: as published. Raises
+    ValueError for numbers that cannot be.
+    """
+    samples = generation.get("do_sample", True)
+    found = {"temperature": usual if samples else 0.0, "top_k": 0, "top_p": 1.0}
+    found |= {name: generation[name] for name in found if samples and generation.get(name) is not None}
+    found["top_k"] = 0 if found["top_k"] == -1 else found["top_k"]  # vLLM's word for all
+    for name, low, high in (("temperature", 0, 10), ("top_k", 0, 10**9), ("top_p", 1e-9, 1)):
+        if not (isinstance(found[name], int | float) and low <= found[name] <= high):
+            raise ValueError(f"generation_config.json: {name}={found[name]!r:.50}: must be from {low} to {high}")
+    return Decoding(**found | {name: value for name, value in given.items() if value is not None}, min_new=min_new)
+
+
+def sample_token(logits, keys, decoding: Decoding):
+    """One token per row.
+
+    Args:
+      logits: f32[B, V].
+      keys: a random key per row.
+
+    Returns: (tokens i32[B], their log-probabilities f32[B] in the distribution drawn from; at temperature 0 in the whole
+    softmax at temperature 1).
+    """
+    temperature, top_k, top_p = (jnp.asarray(a)[..., None] for a in (decoding.temperature, decoding.top_k, decoding.top_p))
+    scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
+    restricted = ((temperature > 0) & ((top_k > 0) | (top_p < 1))).any()
+    # Sorting a vocabulary costs more than the rest of this: only where it is asked for.
+    scaled = jax.lax.cond(restricted, lambda x: top_k_top_p(x, top_k, top_p), lambda x: x, scaled)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], logits.dtype))(keys)
+    token = argmax(jnp.where(temperature > 0, scaled + noise, logits))
+    return token, gather_logprobs(jax.nn.log_softmax(scaled), token)
+
+
+def argmax(values):
+    """`jnp.argmax` of f32[B, V] over the last axis, i32[B].
+
+    In two steps: XLA's CPU compiler fuses what argmax reads into its loop over single values, which made the noise the slowest
+    part of decoding with a small policy.
+    """
+    last = values.shape[-1] - 1  # of a row with NaN, where no value equals the maximum
+    return jnp.where(values == values.max(-1, keepdims=True), jnp.arange(last + 1), last).min(-1)
+
+
+def top_k_top_p(logits, top_k, top_p):
+    """f32[B, V] with -inf outside the top k, and of those outside the fewest that reach probability top_p; ties stay.
+
+    top_k, top_p: of a shape that broadcasts to [B, V].
+    """
+    ordered = -jnp.sort(-logits, axis=-1)
+    inside = (jnp.arange(ordered.shape[-1]) < top_k) | (top_k == 0)
+    probability = jax.nn.softmax(jnp.where(inside, ordered, -jnp.inf))
+    inside &= jnp.cumsum(probability, axis=-1) - probability < top_p
+    least = jnp.where(inside, ordered, jnp.inf).min(axis=-1, keepdims=True)
+    return jnp.where(logits >= least, logits, -jnp.inf)
+
+
+def is_end(tokens, end_tokens: tuple[int, ...]):
+    """bool[...], which of the tokens i32[...] end a response."""
+    return (tokens[..., None] == jnp.asarray(end_tokens)).any(-1)
+
+
+def turn_keys(keys, turns):
+    """The random key of one turn of each of M episodes, at turns i32[] or i32[M]; keys: [M], or [M, 2], the first of which
+    serves an episode's first turn and the second all others."""
+    turns = jnp.broadcast_to(turns, keys.shape[:1])
+    if keys.ndim == 2:
+        keys = keys[jnp.arange(keys.shape[0]), jnp.minimum(turns, 1)]
+    return jax.vmap(jax.random.fold_in)(keys, turns)
+
+
+def sample_next(model, hidden, keys, i, *, end_tokens: tuple[int, ...], decoding: Decoding):
+    """Token number `i`, i32[] or i32[B], of each response: (i32[B], log-probabilities f32[B]); hidden [B, D] predicts it."""
+    logits = constrain(model.logits(hidden), "batch", "vocab_of_rows")
+    i = jnp.broadcast_to(i, keys.shape)
+    too_early = is_end(jnp.arange(logits.shape[-1]), end_tokens) & (i < decoding.min_new)[:, None]
+    logits = jnp.where(too_early, -jnp.inf, logits)
+    return sample_token(logits, jax.vmap(jax.random.fold_in)(keys, i), decoding)
+
+
+class DecodeState(struct.PyTreeNode):
+    """B rows that are being decoded; fewer than the whole batch once some of it has ended."""
+
+    index: jax.Array  # i32[B], which row of the whole batch
+    key: jax.Array  # [B]
+    prompt_length: jax.Array  # i32[B]
+    token: jax.Array  # i32[B], the last one sampled
+    ended: jax.Array  # bool[B]
+    cache: list[KVCache]  # of each layer
+
+    def partition(self) -> DecodeState:
+        """The PartitionSpec of every array on the mesh in context."""
+        rows: Any = partition_in_context(("batch",), self.token.shape)
+        cache = [layer.partition() for layer in self.cache]
+        return DecodeState(index=rows, key=rows, prompt_length=rows, token=rows, ended=rows, cache=cache)
+
+    def take(self, rows) -> DecodeState:
+        """Some rows, i32[n], of those that a device has."""
+        taken = jax.tree.map(lambda a: a[rows], self.replace(cache=[]))
+        return taken.replace(cache=[layer.take(rows) for layer in self.cache])
+
+
+def row_shards() -> int:
+    """Over how many devices of the mesh in context the compiler splits rows."""
+    return math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in auto_axes("batch"))
+
+
+def smallest_batch(ended):
+    """The smallest batch, i32[], in which the unfinished rows, ended bool[B], fit if each device keeps its own."""
+    return max_across_devices((~ended).reshape(row_shards(), -1).sum(1).max() * row_shards())
+
+
+def compact_unfinished(state: DecodeState, size: int) -> DecodeState:
+    """`size` rows, all unfinished ones among them: the same number on each device that has a part of them."""
+    rows_per_shard = size // row_shards()
+
+    def compact_shard(state: DecodeState) -> DecodeState:
+        return state.take(jnp.argsort(state.ended, stable=True)[:rows_per_shard])
+
+    if rows_per_shard == size:
+        return compact_shard(state)
+    specs = state.partition()
+    compact = jax.shard_map(compact_shard, in_specs=(specs,), out_specs=specs, axis_names=manual_axes(), check_vma=False)
+    return compact(state)
+
+
+COMPACT_FROM = 64  # new tokens: shorter responses end too soon for fewer rows to pay for moving them
+
+
+def generate(
+    model, blocks, prompts, lengths, keys, *, max_new: int, end_tokens: tuple[int, ...], decoding: Decoding
+) -> Responses:
+    """Samples a response to each prompt.
+
+    Args:
+      model: a bound `Qwen2`.
+      blocks: its `decode_blocks()`, computed outside of every loop.
+      prompts: i32[B, P], right-padded.
+      lengths: i32[B], tokens of each prompt, at least 1.
+      keys: a random key per row.
+      max_new: R, the longest response.
+      end_tokens: each of them ends a response.
+    """
+    B, P = prompts.shape
+    hidden, cache = model.prefill(prompts, lengths - 1, P + max_new - 1)
+    sample = functools.partial(sample_next, model, end_tokens=end_tokens, decoding=decoding)
+    token, logp = sample(hidden, keys, 0)
+    out = Responses(
+        tokens=jnp.zeros((B, max_new), jnp.int32).at[:, 0].set(token),
+        logp=jnp.zeros((B, max_new), jnp.float32).at[:, 0].set(logp),
+        lengths=jnp.ones(B, jnp.int32),
+    )
+    state = DecodeState(
+        index=jnp.arange(B), key=keys, prompt_length=lengths, token=token, ended=is_end(token, end_tokens), cache=cache
+    )
+
+    def step(carry):
+        i, state, out, _ = carry
+        hidden, cache = model.decode(state.token, state.prompt_length + i - 1, state.cache, blocks)
+        token, logp = sample(hidden, state.key, i)
+        token, logp = jnp.where(state.ended, 0, token), jnp.where(state.ended, 0.0, logp)
+        out = Responses(
+            tokens=out.tokens.at[state.index, i].set(token),
+            logp=out.logp.at[state.index, i].set(logp),
+            lengths=out.lengths.at[state.index].add(~state.ended),
+        )
+        state = state.replace(token=token, cache=cache, ended=state.ended | is_end(token, end_tokens))
+        return i + 1, state, out, smallest_batch(state.ended)
+
+    # The whole batch until a quarter of it can hold all unfinished rows, then that quarter. No further sizes: each is one more
+    # copy of all layers to compile.
+    sizes = [B, B // 4] if B % (4 * row_shards()) == 0 and max_new >= COMPACT_FROM else [B]
+    i = jnp.int32(1)
+    for size, next_size in zip(sizes, [*sizes[1:], 0], strict=True):
+        if size < B:
+            state = compact_unfinished(state, size)
+
+        def too_many_unfinished(carry, next_size=next_size):
+            i, _, _, unfinished = carry
+            return (i < max_new) & (unfinished > next_size)
+
+        carry = (i, state, out, smallest_batch(state.ended))
+        i, state, out, _ = jax.lax.while_loop(too_many_unfinished, step, carry)
+    return out
+
+
+def make_decode_blocks(graphdef):
+    """Jitted `decode_blocks(params) -> blocks`: the copy of the weights that decoding reads, one set of arrays per layer."""
+    return jax.jit(lambda params: nnx.merge(graphdef, params).decode_blocks())
+
+
+def make_sampler(graphdef, mesh: Mesh | AbstractMesh, max_new: int, end_tokens: tuple[int, ...]):
+    """Jitted `sample(params, blocks, prompts, lengths, keys, episodes, turns, decoding) -> Responses`.
+
+    blocks are those of `make_decode_blocks` for the params. prompts i32[M, P] and lengths i32[M] belong to the episodes
+    i32[M], whose random keys are keys[episodes] (`turn_keys`), at their turns, i32[M] or one for all. M is split over the
+    mesh's `data` axis, and each shard ends when its own rows have ended.
+    """
+
+    def sample_shard(params, blocks, prompts, lengths, keys, decoding):
+        model = nnx.merge(graphdef, params)
+        return generate(model, blocks, prompts, lengths, keys, max_new=max_new, end_tokens=end_tokens, decoding=decoding)
+
+    split = jax.shard_map(
+        sample_shard,
+        mesh=mesh,
+        in_specs=(P(), P(), P("data"), P("data"), P("data"), P()),
+        out_specs=P("data"),
+        axis_names={"data"},
+        check_vma=False,
+    )
+
+    # The responses are small; every process reads all of them.
+    @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P()))
+    def sample(params, blocks, prompts, lengths, keys, episodes, turns, decoding):
+        keys = turn_keys(keys[episodes], turns)
+        return split(params, blocks, prompts, lengths, keys, decoding)
+
+    return sample

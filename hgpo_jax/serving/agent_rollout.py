@@ -1,0 +1,275 @@
+"""Programs of your own as players: a command that talks to the policy through OpenAI's API is started for every episode.
+
+    python -m hgpo_jax.train policy=smollm2 warm_start=none env.name=agent env.command="python my_agent.py"
+
+The policy is served while a rollout lasts (`serving/`), and every request of an episode is one of its turns. A command finds
+in its environment
+
+    OPENAI_BASE_URL, OPENAI_API_KEY    where the policy is; the key is the episode's own, by which its requests are known
+    HGPO_TASK, HGPO_SPLIT              the number of the task it should play, and whether of `train` or `held_out`
+    HGPO_TURNS                         how many requests it may make
+    HGPO_SESSION                       the episode's name: the program ends by posting its reward to /sessions/NAME/reward
+
+What a turn samples depends on the episode's key, the turn and the prompt alone, in the rollout's distribution, whatever
+temperature a program asks for. A command that fails costs its own episode, which is left out where it never asked. After an
+answer a crash, a conversation longer than a prompt may be, silence or no reward at the end is the policy's failure: the episode
+is lost and keeps the rewards that were posted; with `env.failed=exclude` it is left out, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from hgpo_jax.config import Config
+from hgpo_jax.policy import ModelConfig, Policy, network
+from hgpo_jax.policy.chat_frame import ChatFrame, end_tokens
+from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.rollout.requirements import ONE_ROLE
+from hgpo_jax.rollout.result import RolloutResult, Story
+from hgpo_jax.rollout.runners import check_context
+from hgpo_jax.rollout.tasks import task_numbers
+from hgpo_jax.sampling.continuous_batching import SlotPrograms
+from hgpo_jax.sampling.generate import Decoding
+from hgpo_jax.utils.errors import ConfigError, RunError, one_line
+
+log = logging.getLogger(__name__)
+
+ANSWER_LIMIT = 3600.0  # seconds of a request, most of which it may wait for a slot
+BODY_LIMIT = 2**24  # bytes of a request
+MAX_OUTPUT = 2**26  # bytes that a command may write to its terminal
+# How an episode fails. The first is nobody's answer's fault; the metrics have the share of each as `failed/KIND`.
+KINDS = INFRASTRUCTURE, CRASH, CONTEXT, SILENCE, NO_REWARD = "infrastructure", "crash", "context", "silence", "no_reward"
+
+
+class Failure(NamedTuple):
+    """Why an episode came to no proper end: one of KINDS, and what happened, in a line."""
+
+    kind: str
+    reason: str
+
+
+class AgentRunner:
+    """Runs `env.command` for each episode; a `runners.TextRunner` in all else.
+
+    Raises ConfigError for a command that cannot be started, several processes, or what is not installed.
+    """
+
+    task_types, roles = ("agent",), ONE_ROLE
+
+    def __init__(self, config: Config, model: ModelConfig, tokenizer, mesh: Mesh | AbstractMesh):
+        env, rollout = config.env, config.rollout
+        check_context(config, model)
+        self._command = command_of(env.command)
+        try:
+            import hgpo_jax.serving.background  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(f"env.name=agent: needs the package {error.name}; pip install 'hgpo_jax[serve]'") from None
+        if jax.process_count() > 1:
+            raise ConfigError("env.name=agent: cannot run as one of several processes")
+        if tokenizer is None:
+            raise ConfigError(f"policy.source={config.policy.source}: has no tokenizer")
+        self._frame: ChatFrame | None = None
+        try:
+            if getattr(tokenizer, "chat_template", None):
+                self._frame = ChatFrame(tokenizer, date=rollout.date, thinking=rollout.thinking, stop=rollout.stop)
+            self.end_tokens = self._frame.end_tokens if self._frame else end_tokens(tokenizer, rollout.stop)
+        except ValueError as error:
+            raise ConfigError(f"policy.source={config.policy.source}: {error}") from None
+        self._programs = SlotPrograms(network(model), mesh, max_new=rollout.response_limit, end_tokens=self.end_tokens)
+        self._model, self._tokenizer, self._mesh = model, tokenizer, cast(Mesh, mesh)  # a rollout needs one of real devices
+        self._prompt_limit, self._turns, self._time_limit = rollout.prompt_limit, env.max_turns, env.time_limit
+        self._excludes, self._played = env.failed == "exclude", False  # whether an episode has ever come to a proper end
+        self._batch = rollout.prompt_groups * rollout.group_size
+        self._slots = min(self._batch, rollout.decode_batch_size * mesh.shape["data"])
+        self._at_a_time = env.workers or self._slots
+        self.num_tasks, self.num_held_out_tasks = env.num_tasks or None, env.num_held_out_tasks or None
+
+    def rollout(self, params, tasks, keys, groups, decoding: Decoding, *, held_out: bool = False) -> RolloutResult:
+        """Plays B episodes.
+
+        Raises RunError where all are left out, or where all have failed, whatever the reason, before any came to a proper end.
+        """
+        from hgpo_jax.serving.api import Api
+        from hgpo_jax.serving.background import served
+        from hgpo_jax.serving.engine import Engine
+        from hgpo_jax.serving.sessions import Session, Sessions, episodes_of
+
+        jax.block_until_ready(params)  # from here on another thread uses the devices
+        seeds, split = np.asarray(jax.random.key_data(keys)), "held_out" if held_out else "train"
+        sessions = [Session(secrets.token_hex(16), self._turns, decoding, seed) for seed in seeds]
+        policy, empty = Policy(self._model, params, self._tokenizer), self._no_episodes()
+        engine = Engine(
+            policy, self._mesh, slots=self._slots, prompt_limit=self._prompt_limit, response_limit=self._programs.max_new,
+            waiting_limit=self._batch, programs=self._programs,
+        )  # fmt: skip
+        api = Api(
+            engine, self._tokenizer, "", key="", body_limit=BODY_LIMIT, time_limit=ANSWER_LIMIT, sessions=Sessions(sessions),
+            frame=self._frame,
+        )
+        with engine, served(api) as url, Commands(self._command, self._time_limit) as commands:
+            play = functools.partial(_play, commands, url, split, engine)
+            with ThreadPoolExecutor(self._at_a_time, "agents") as threads:
+                try:
+                    found = list(threads.map(play, sessions, tasks))
+                except BaseException:  # a signal, perhaps
+                    commands.stop()
+                    threads.shutdown(cancel_futures=True)
+                    raise
+            counts = engine.counts
+        failures = {number: failure for number, failure in enumerate(found) if failure}
+        left_out = {n: failure.reason for n, failure in failures.items() if self._excludes or failure.kind == INFRASTRUCTURE}
+        self._played |= len(failures) < len(sessions)
+        if len(left_out) == len(sessions) or not self._played:
+            raise RunError(f"env.command: failed in all {len(sessions)} episodes, in the first one: {failures[0].reason}")
+        if lost := failures.keys() - left_out.keys():
+            log.warning("%d of %d episodes are lost, the first one: %s", len(lost), len(sessions), failures[min(lost)].reason)
+        for number in lost:
+            sessions[number].lost = True
+        counts["out_of_turns"] = sum(session.spent for session in sessions)
+        kinds = [failure.kind for failure in failures.values()]
+        counts |= {f"failed/{kind}": kinds.count(kind) / len(sessions) for kind in KINDS}
+        goals = [f"task {task} of {split}" for task in tasks]
+        return episodes_of(sessions, goals, groups, empty, self._programs.end_tokens, left_out, counts)
+
+    def _no_episodes(self) -> Episodes:
+        return Episodes.zeros(self._batch, self._turns, self._prompt_limit, self._programs.max_new)
+
+    def select_tasks(self, stream: str, seed: int | None, indices) -> list[int]:
+        return task_numbers(
+            stream, seed, np.asarray(indices), {"held_out": self.num_held_out_tasks, "train": self.num_tasks}.get(stream)
+        )
+
+    def abstract_episodes(self, params, inputs: tuple) -> Episodes:
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), self._no_episodes())
+
+    def has_expert(self) -> bool:
+        return False
+
+    def compile(self, params, inputs: tuple) -> None:
+        """Its shapes depend on the prompts: each compiles when it first occurs."""
+
+    def story(self, result: RolloutResult, index: int) -> Story:
+        assert result.report is not None
+        return result.report.story(result.episodes, index, self.roles)
+
+
+def command_of(text: str) -> list[str]:
+    """A command's words. Raises ConfigError for one that cannot be started."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"env.command={text}: {error}") from None
+    if not words:
+        raise ConfigError('env.command=: env.name=agent needs the command of an episode, as in env.command="python agent.py"')
+    if shutil.which(words[0], path=_path()) is None:
+        raise ConfigError(f"env.command={text}: there is no program {words[0]}")
+    return words
+
+
+def _path() -> str:
+    """Where programs are looked for: `python` is the one that this runs in."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
+def _play(commands: Commands, url: str, split: str, engine, session, task: int) -> Failure | None:
+    """Plays one episode; returns how it failed, if it did."""
+    failure = commands.run(session, {
+        "OPENAI_BASE_URL": url, "OPENAI_API_KEY": session.name, "HGPO_SESSION": session.name, "HGPO_TASK": str(task),
+        "HGPO_SPLIT": split, "HGPO_TURNS": str(session.max_turns),
+    })  # fmt: skip
+    if engine.failure:
+        raise RunError("the sampler has failed; what it said is above")
+    if not session.turns:
+        return Failure(INFRASTRUCTURE, failure.reason if failure else "its command asked the policy nothing")
+    if session.ended or session.spent:
+        return None
+    failure = failure or Failure(NO_REWARD, "its command ended without a reward")
+    return failure._replace(kind=CONTEXT) if session.overflowed and failure.kind in (CRASH, NO_REWARD) else failure
+
+
+class Commands:
+    """Starts a command again and again, several at a time; use as a context, with which all end.
+
+    time_limit: seconds after which one that neither asks the policy nor ends is killed.
+    """
+
+    def __init__(self, command: list[str], time_limit: float):
+        self._command, self._time_limit = command, time_limit
+        self._stopping = threading.Event()
+
+    def __enter__(self) -> Commands:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends those that run, and starts no others."""
+        self._stopping.set()
+
+    def run(self, session, variables: dict[str, str]) -> Failure | None:
+        """Runs the command for one session; returns what went wrong, if anything did."""
+        stopped = Failure(INFRASTRUCTURE, "stopped")
+        if self._stopping.is_set():
+            return stopped
+        # An agent needs no accelerator, and does not ask a proxy for what is on this machine.
+        local = ",".join(filter(None, [os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), "127.0.0.1"]))
+        variables = {"JAX_PLATFORMS": "cpu", "NO_PROXY": local, "no_proxy": local, "PATH": _path()} | variables
+        with tempfile.TemporaryFile() as said:
+            try:
+                process = subprocess.Popen(
+                    self._command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT,
+                    env=os.environ | variables, start_new_session=True,
+                )  # fmt: skip
+            except OSError as error:
+                return Failure(INFRASTRUCTURE, f"its command could not be started: {error.strerror}")
+            session.started()
+            try:
+                while (code := _wait(process)) is None:
+                    if self._stopping.is_set():
+                        return stopped
+                    if os.fstat(said.fileno()).st_size > MAX_OUTPUT:
+                        return Failure(CRASH, f"its command wrote more than {MAX_OUTPUT:,} bytes")
+                    if session.silent > self._time_limit:
+                        return Failure(SILENCE, f"its command neither asked nor ended in {self._time_limit:g} s")
+            finally:
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # it and what it started
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            if code < 0:
+                return Failure(CRASH, f"its command was ended by signal {-code}")
+            return Failure(CRASH, f"its command ended with {code}: {_last_line(said)}") if code else None
+
+
+def _wait(process: subprocess.Popen) -> int | None:
+    """The exit code; None if it does not end in a moment."""
+    try:
+        return process.wait(timeout=0.5)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _last_line(file) -> str:
+    """The last line that a command has written, for a message."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - 4000))
+    lines = file.read().decode(errors="replace").split("\n")
+    return one_line(next((line for line in reversed(lines) if line.strip()), "it said nothing"))[:500]

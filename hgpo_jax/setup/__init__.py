@@ -1,0 +1,1 @@
+"""From a configuration to everything that a command works with; its checks and the memory plan."""

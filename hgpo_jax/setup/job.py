@@ -1,0 +1,356 @@
+"""From a configuration to what a command works with: mesh, policy and environment."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from hgpo_jax.config import Config
+from hgpo_jax.config.policies import config_of, weight_sets
+from hgpo_jax.learner.algorithms import Method, check_numbers, method_named
+from hgpo_jax.policy import LoraConfig, ModelConfig, Policy, initialize, load_policy, lora
+from hgpo_jax.policy.mesh import make_mesh
+from hgpo_jax.policy.placement import cast, storage_shardings
+from hgpo_jax.policy.tokenizer import word_tokenizer
+from hgpo_jax.rollout.env_tokenizer import fresh_tokenizer
+from hgpo_jax.rollout.environments import Makers, backend, environment, role_names
+from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.rollout.rewards import Reward, make_reward
+from hgpo_jax.rollout.runners import CompiledRunner, Models, TextRunner
+from hgpo_jax.sampling.generate import Decoding
+from hgpo_jax.serving.agent_rollout import AgentRunner
+from hgpo_jax.setup import memory
+from hgpo_jax.setup.validate import check_together
+from hgpo_jax.utils import distributed
+from hgpo_jax.utils.errors import ConfigError
+
+Runner = CompiledRunner | TextRunner | AgentRunner
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a command works with, built once from a configuration.
+
+    policy: the weights to start from, freshly initialized unless they are given; training keeps its own.
+    runner: makes rollouts in the configured environment.
+    adapted: the sizes of the network that samples and learns, with the adapters that LoRA adds to the policy's weights.
+    reward: puts the configured reward function's rewards into what a training rollout returns.
+    sets: where roles have weights of their own (`config/policies.py`), for each set by its name a job like this one with
+      the policy and the configuration of its roles. Parameters are then dicts by these names, `policy` has the tokenizer
+      of all.
+    weights: the name of the set that this job is one for.
+    """
+
+    config: Config
+    mesh: Mesh
+    policy: Policy
+    adapted: ModelConfig
+    runner: Runner
+    reward: Reward | None = None
+    sets: dict[str, Job] = dataclasses.field(default_factory=dict)
+    weights: str = ""
+
+    def by_set(self, call: Callable, *trees):
+        """`call(job, *trees)`; with several sets of weights a dict, by their names, of each one's job and part of the trees."""
+        if not self.sets:
+            return call(self, *trees)
+        return {name: call(job, *(tree[name] for tree in trees)) for name, job in self.sets.items()}
+
+    @property
+    def given_params(self):
+        """The weights to start from."""
+        return self.by_set(lambda job: job.policy.params)
+
+    @property
+    def batch(self) -> int:
+        """Episodes per rollout."""
+        return self.config.rollout.prompt_groups * self.config.rollout.group_size
+
+    def fresh_adapters(self) -> dict:
+        """Adapters that change nothing yet."""
+        return lora.initialize(self.adapted, self.config.start_seed, self.mesh)
+
+    def rollout_params(self, trained, reference):
+        """What a rollout takes: the trained weights, or with LoRA the reference policy's with the trained adapters."""
+
+        def of_set(job, trained, reference):
+            return job.compute_copy(lora.bind(reference, trained) if job.adapted.lora else trained)
+
+        return self.by_set(of_set, trained, reference)
+
+    def merged_params(self, trained, reference):
+        """The weights of a policy without adapters that computes the same.
+
+        reference: what the adapters stand beside, in `policy.dtype`: in a shorter type small changes would be rounded away.
+        """
+
+        def of_set(job, trained, reference):
+            return lora.merge(job.adapted, reference, trained) if job.adapted.lora else trained
+
+        return self.by_set(of_set, trained, reference)
+
+    def base_rollout_params(self, params):
+        """What a rollout takes for weights without adapters."""
+        fresh = self.by_set(lambda job, given: job.fresh_adapters() if job.adapted.lora else given, params)
+        return self.rollout_params(fresh, params)
+
+    def compute_copy(self, params):
+        """The parameters in `policy.compute_dtype`, which sampling and the loss use; the same arrays where that is theirs."""
+        dtype = self.config.policy.compute_dtype
+        leaves, structure = jax.tree.flatten(params)
+        others = [a for a in leaves if a.dtype != dtype]
+        if not others:
+            return params
+        # What went through jit would be a copy: with LoRA, of the whole reference policy beside adapters of another type.
+        cast_ones = iter(_cast(others, dtype))
+        return jax.tree.unflatten(structure, [a if a.dtype == dtype else next(cast_ones) for a in leaves])
+
+    def reference_copy(self, params):
+        """`compute_copy` for the reference policy; with learner.offload in the host's memory, but with LoRA on the devices."""
+        copies: dict[int, dict] = {}  # of what adapters of several sets stand beside
+
+        def of_set(job, params):
+            if not job.config.learner.offload or job.adapted.lora:  # sampling binds adapters to it
+                if id(params) not in copies:
+                    copies[id(params)] = job.compute_copy(params)
+                return copies[id(params)]
+            copy = job.compute_copy(params)
+            return jax.device_put(copy, storage_shardings(copy, job.adapted, job.mesh, offload=True))
+
+        return self.by_set(of_set, params)
+
+    @property
+    def method(self) -> Method:
+        """What `method=` stands for."""
+        return method_named(self.config.method)
+
+    def learning_role(self, iteration: int) -> int | None:
+        """The index of the role whose turns an iteration learns from; None: it learns from all (`learner.alternate`)."""
+        given, roles = self.config.learner.alternate, len(self.runner.roles)
+        every = self.method.alternate if given is None else given
+        return iteration // every % roles if every and roles > 1 else None
+
+    def episode_inputs(self, iteration: int, attempt: int = 0) -> tuple:
+        """What a rollout takes besides the parameters for one training iteration.
+
+        Equal for equal seed, iteration and attempt; further attempts (dynamic sampling) get tasks of their own. Where a role
+        other than the first one learns, the members of a prompt group share the random key of their first turn: what differs
+        among them is then what came of one and the same plan.
+        """
+        settings = self.config.rollout
+        groups = jnp.arange(self.batch, dtype=jnp.int32) // settings.group_size
+        number = iteration * settings.max_tries + attempt if self.method.dynamic_sampling else iteration
+        tasks = self.runner.select_tasks("train", self.config.seed, number * settings.prompt_groups + groups)
+        keys = jax.random.split(self.key(number, 0), self.batch)
+        if (role := self.learning_role(iteration)) is not None:  # of one shape in every iteration: another is another program
+            keys = jnp.stack([keys[groups * settings.group_size] if role else keys, keys], axis=1)
+        return tasks, keys, groups, Decoding(temperature=settings.temperature)
+
+    def abstract_episodes(self) -> Episodes:
+        """The shapes of one iteration's episodes, nothing computed."""
+        params = jax.eval_shape(self.base_rollout_params, self.given_params)
+        return self.runner.abstract_episodes(params, self.episode_inputs(0))
+
+    def key(self, iteration: int, purpose: int):
+        """The random key of an iteration for one purpose (0 sampling, 1 shuffling)."""
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.config.seed), iteration), purpose)
+
+
+_cast = jax.jit(cast, static_argnums=1)
+
+
+def open_devices(multiprocess: bool = False) -> None:
+    """Sets up the back end before anything else uses jax; together with other processes if there are several.
+
+    On a CPU every core becomes a device: data parallelism over cores uses small matrices better than threads inside
+    each operation do. Raises ConfigError where the processes do not find each other.
+    """
+    if multiprocess:
+        distributed.join()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    forced = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if not forced:
+        with contextlib.suppress(RuntimeError):  # a program that used jax before keeps its devices
+            jax.config.update("jax_num_cpu_devices", cores)
+    distributed.mute_other_processes()
+
+
+def prepare_devices(config: Config, multiprocess: bool = False) -> Mesh:
+    """`open_devices` and the mesh. Raises ConfigError, also for a mesh that does not fit the devices or the batch."""
+    open_devices(multiprocess)
+    return job_mesh(config)
+
+
+def job_mesh(config: Config) -> Mesh:
+    """The configured mesh over the open devices. Raises ConfigError where it does not fit them or the batch."""
+    devices, spec = jax.devices(), config.mesh
+    episodes = config.rollout.prompt_groups * config.rollout.group_size
+    if spec == "auto":
+        # As many devices as share the episodes equally.
+        count = max(n for n in range(1, len(devices) + 1) if episodes % n == 0)
+        if count < len(devices) and jax.process_count() > 1:
+            raise ConfigError(
+                f"mesh=auto: the {len(devices)} devices of {jax.process_count()} processes do not share {episodes} episodes "
+                "equally; change rollout.prompt_groups or rollout.group_size, or give mesh="
+            )
+        devices, spec = devices[:count], f"data={count}"
+    try:
+        mesh = make_mesh(spec, devices)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    if episodes % shards:
+        raise ConfigError(
+            f"mesh={config.mesh}: data x fsdp = {shards} does not divide the {episodes} episodes of an iteration "
+            f"(rollout.prompt_groups x rollout.group_size)"
+        )
+    return mesh
+
+
+def check_memory(config: Config, mesh: Mesh) -> ModelConfig:
+    """The policy's sizes. Raises ConfigError where they are invalid or, after printing the memory plan, exceed the devices."""
+    try:
+        workload = memory.workload_of(config, mesh)
+        phases = memory.bytes_of_run(config, mesh)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if limit := memory.device_limit(mesh.local_devices):
+        memory.refuse_too_large(config, phases, memory.peak(phases), limit)
+    return workload.model
+
+
+def make_policy(config: Config, model: ModelConfig, mesh: Mesh) -> Policy:
+    """Pretrained weights, or random ones for an environment's or a tokenizer's words. Raises ConfigError."""
+    settings = config.policy
+    found = environment(config.env)
+    words = word_tokenizer(found.compiled(config).words) if found.compiled and backend(config) == "compiled" else None
+    if not settings.source:
+        params = cast(initialize(model, config.start_seed, mesh), settings.dtype)
+        return Policy(model, params, words or fresh_tokenizer(config))
+    try:
+        policy = load_policy(settings.source, mesh, settings.dtype, config.cache_dir)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if policy.tokenizer is None or (words and policy.tokenizer.get_vocab() != words.get_vocab()):
+        raise ConfigError(
+            f"policy.source={settings.source}: its tokenizer does not hold the words of this {config.env.name}; "
+            "give a policy that was trained on the same env.*"
+            if words
+            else f"policy.source={settings.source}: holds no tokenizer; add tokenizer.json and tokenizer_config.json"
+        )
+    return policy
+
+
+def adapted_model(config: Config, policy: Policy) -> ModelConfig:
+    """The policy's sizes with the configured adapters and type of sampling."""
+    lora = LoraConfig(**config.lora.model_dump()) if config.lora.rank else None
+    return dataclasses.replace(policy.config, lora=lora, sample_dtype=config.policy.sample_dtype)
+
+
+def make_sets(config: Config, policy: Policy, mesh: Mesh) -> dict[str, tuple[Config, Policy]]:
+    """For each set of weights, where there are several, its configuration and its policy, which may be `policy` itself.
+
+    Raises ConfigError for a policy that cannot be read, or has another tokenizer.
+    """
+    sets: dict[str, tuple[Config, Policy]] = {}
+    read: dict[str, Policy] = {}  # by its source: adapters of several roles stand beside one copy
+    for name, roles in (weight_sets(config, role_names(config)) if config.roles else {}).items():
+        own = config_of(config, roles)
+        if own.policy == config.policy:
+            sets[name] = own, policy
+            continue
+        source = own.policy.source
+        try:
+            of_set = read[source] = read.get(source) or load_policy(source, mesh, config.policy.dtype, config.cache_dir)
+        except ValueError as error:
+            raise ConfigError(f"roles.{name}.policy={source}: {error}") from None
+        if not same_tokenizer(of_set.tokenizer, policy.tokenizer):
+            raise ConfigError(
+                f"roles.{name}.policy={source}: has another tokenizer than policy.source={config.policy.source}; "
+                "all roles need the same, give policy= one of their family"
+            )
+        sets[name] = own, of_set
+    return sets
+
+
+def same_tokenizer(a, b) -> bool:
+    """Whether two tokenizers, or None, have the same words and frame a message alike."""
+    template = lambda tokenizer: getattr(tokenizer, "chat_template", None)  # noqa: E731
+    return None not in (a, b) and a.get_vocab() == b.get_vocab() and template(a) == template(b)
+
+
+def text_makers(config: Config) -> Makers | None:
+    """Of an environment that is told as text what `Environment.text` returns, else None. Raises ConfigError."""
+    found = environment(config.env)
+    return None if backend(config) == "compiled" or found.text is None else found.text(config)
+
+
+def make_runner(config: Config, makers: Makers | None, models: Models, tokenizer, mesh: Mesh) -> Runner:
+    """What makes rollouts in the configured environment, with its `text_makers`. Raises ConfigError."""
+    found = environment(config.env)
+    if found.agent:
+        assert isinstance(models, ModelConfig)  # an agent has one role
+        return AgentRunner(config, models, tokenizer, mesh)
+    if makers:
+        return TextRunner(config, found, *makers, models, tokenizer, mesh)
+    assert found.compiled is not None  # what has no text version
+    games = found.games(config) if found.games else None
+    return CompiledRunner(config, found.compiled(config), models, tokenizer, mesh, games)
+
+
+def unrounded(job: Job) -> Job:
+    """The job as it samples without `policy.sample_dtype`: for warm start and evaluation, which are of the policy itself."""
+    if job.config.policy.sample_dtype == "compute_dtype":
+        return job
+
+    def changed(of: Job) -> Job:
+        policy = of.config.policy.model_copy(update={"sample_dtype": "compute_dtype"})
+        adapted = dataclasses.replace(of.adapted, sample_dtype="compute_dtype")
+        return dataclasses.replace(of, config=of.config.model_copy(update={"policy": policy}), adapted=adapted)
+
+    whole, sets = changed(job), {name: changed(of) for name, of in job.sets.items()}
+    models: Models = {name: of.adapted for name, of in sets.items()} or whole.adapted
+    runner = make_runner(whole.config, text_makers(whole.config), models, job.policy.tokenizer, job.mesh)
+    return dataclasses.replace(
+        whole, runner=runner, sets={name: dataclasses.replace(of, runner=runner) for name, of in sets.items()}
+    )
+
+
+def build(config: Config, mesh: Mesh | None = None) -> Job:
+    """Builds a job, on `prepare_devices(config)` if no mesh is given.
+
+    Raises ConfigError for what cannot work, before any real computation.
+    """
+    check_together(config)
+    mesh = mesh or prepare_devices(config)
+    check_numbers(config.method)
+    jax.set_mesh(mesh)
+    compiled = Path(config.cache_dir, "compiled")
+    if any(path.exists() and not path.is_dir() for path in (compiled, *compiled.parents)):
+        raise ConfigError(f"cache_dir={config.cache_dir}: part of the path is a file; choose another folder")
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):  # jax's own variable, where it is set, wins
+        jax.config.update("jax_compilation_cache_dir", str(compiled))
+    makers = text_makers(config)  # first: its files are looked for before weights are
+    policy = make_policy(config, check_memory(config, mesh), mesh)
+    adapted, sets = adapted_model(config, policy), make_sets(config, policy, mesh)
+    models = {name: adapted_model(*of) for name, of in sets.items()}
+    runner = make_runner(config, makers, models or adapted, policy.tokenizer, mesh)
+    given = config.policy.source or any(own.policy.source for own, _ in sets.values())
+    if config.warm_start == "cloning" and given and not runner.has_expert():
+        raise ConfigError(
+            f"warm_start=cloning: env.name={config.env.name} has no expert(history_length) whose play pretrained "
+            "weights could learn; give warm_start=none"
+        )
+    job = Job(config=config, mesh=mesh, policy=policy, adapted=adapted, runner=runner)
+    job = dataclasses.replace(job, sets={
+        name: dataclasses.replace(job, config=own, policy=of_set, adapted=models[name], weights=name)
+        for name, (own, of_set) in sets.items()
+    })  # fmt: skip
+    return dataclasses.replace(job, reward=make_reward(config, job.abstract_episodes())) if config.reward.source else job

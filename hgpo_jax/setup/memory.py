@@ -1,0 +1,285 @@
+"""What a run needs on each device, by arithmetic: parameters, gradients, optimizer, reference policy, cache, activations.
+
+The sizes follow from `policy.shardings` and from what `learner.make_update` and the samplers (`sampling.generate`,
+`sampling/continuous_batching.py`) hold; tests compare the sums with XLA's own analysis of the compiled programs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from hgpo_jax.config import Config
+from hgpo_jax.config.policies import config_of, weight_sets
+from hgpo_jax.learner.algorithms import method_named
+from hgpo_jax.learner.packing import sequence_shape
+from hgpo_jax.learner.update import MAX_LOGITS
+from hgpo_jax.policy import LoraConfig, ModelConfig, huggingface, shapes, shardings
+from hgpo_jax.policy.attention import MAX_SCORES, query_block_size
+from hgpo_jax.policy.presets import preset
+from hgpo_jax.policy.source import find
+from hgpo_jax.policy.tokenizer import embedding_rows, vocabulary_size
+from hgpo_jax.rollout.env_tokenizer import fresh_tokenizer
+from hgpo_jax.rollout.environments import backend, environment, max_turns, role_names
+from hgpo_jax.rollout.prompts import prompt_length
+from hgpo_jax.utils.errors import ConfigError
+
+GiB = 2**30
+# Memory of one device (vendors' data sheets).
+CHIPS = {
+    "a100-40g": 40 * GiB, "a100-80g": 80 * GiB, "h100-80g": 80 * GiB, "h200-141g": 141 * GiB, "l40s-48g": 48 * GiB,
+    "tpu-v4": 32 * GiB, "tpu-v5e": 16 * GiB, "tpu-v5p": 95 * GiB, "tpu-v6e": 32 * GiB,
+}  # fmt: skip
+USABLE = 0.92  # the rest goes to the runtime, collectives and fragments
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """The shapes of one iteration.
+
+    model: the policy's sizes. prompt, response: P and R, slots. steps: decisions that an iteration records. decode_batch:
+    prompts that one index of the `data` axis decodes at a time.
+    """
+
+    model: ModelConfig
+    prompt: int
+    response: int
+    steps: int
+    decode_batch: int
+
+
+def bytes_by_phase(config: Config, mesh, workload: Workload) -> dict[str, dict[str, int]]:
+    """Bytes on each device: {"always": {...}, "sampling": {...}, "update": {...}}, each by what it is for.
+
+    `always` lives through the whole iteration; sampling and update come one after the other.
+    """
+    sizes = _Sizes.of(config, mesh, workload.model)
+    always = {"parameters": sizes.trained * sizes.param_bytes}
+    update: dict[str, int] = {}
+    (update if config.learner.offload else always).update(_learning_state(config, sizes))
+    if config.lora.rank:  # the adapters are bound to it while sampling, too
+        always["reference policy"] = sizes.policy * sizes.compute_bytes
+    always["episodes"] = workload.steps * (workload.prompt + 2 * workload.response + 8) * 4
+    return {
+        "always": always,
+        "sampling": _sampling(sizes, workload),
+        "update": update | _update(config, sizes, workload),
+    }
+
+
+def bytes_of_run(config: Config, mesh) -> dict[str, dict[str, int]]:
+    """`bytes_by_phase`; where roles have weights of their own, of all these: any of them may sample, and one learns at a time.
+
+    Raises ValueError as `workload_of`.
+    """
+    parts, begun = [], set()
+    for name, own in configs_of_sets(config).items():
+        try:
+            part = bytes_by_phase(own, mesh, workload_of(own, mesh))
+        except ValueError as error:
+            if own.policy == config.policy:
+                raise
+            raise ValueError(f"roles.{name}.policy={own.policy.source}: {error}") from None
+        if own.lora.rank and config.warm_start != "cloning":  # adapters stand beside one copy
+            part["always"]["reference policy"] *= own.policy.source not in begun
+            begun.add(own.policy.source)
+        parts.append(part)
+    kept = {"optimizer", "critic", "reference policy"}
+    together = lambda phase, name: max if name == "episodes" or (phase == "update" and name not in kept) else sum  # noqa: E731
+    return {
+        phase: {
+            name: together(phase, name)([part[phase].get(name, 0) for part in parts])
+            for name in dict.fromkeys(name for part in parts for name in part[phase])
+        }
+        for phase in parts[0]
+    }
+
+
+def configs_of_sets(config: Config) -> dict[str, Config]:
+    """The configuration of each set of weights by its name; with one set, which has no name, the configuration itself."""
+    sets = weight_sets(config, role_names(config)) if config.roles else {}
+    return {name: config_of(config, roles) for name, roles in sets.items()} or {"": config}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """What several parts of the sum need, on one device."""
+
+    fsdp: int
+    tensor: int
+    policy: int  # elements of the policy's weights
+    trained: int  # elements that are trained: the same, or the adapters
+    param_bytes: int  # of a trained element
+    compute_bytes: int  # of an element of the copy that computes
+    sample_bytes: int  # of an element of the matrices and the cache that decoding reads
+    scale_bytes: int  # of the scale of one slot and head of that cache
+    compute_copy: int  # bytes of that copy, 0 if the parameters themselves compute
+    heads: float  # query heads
+    kv_heads: float
+    feed_forward: float
+    vocabulary: float
+    gathered_layer: float  # bytes of a layer's weights, gathered over fsdp where it works; decoding gathers nothing
+
+    @classmethod
+    def of(cls, config: Config, mesh, model: ModelConfig) -> _Sizes:
+        param_bytes = jnp.dtype(config.policy.dtype).itemsize
+        compute_bytes = jnp.dtype(config.policy.compute_dtype).itemsize
+        sample_bytes, scale_bytes = (1, 4) if config.policy.sample_dtype == "int8" else (compute_bytes, 0)
+        fsdp, tensor = mesh.shape["fsdp"], mesh.shape["tensor"]
+        whole = jax.tree.leaves(shapes(model))
+        shards = jax.tree.leaves(shardings(model, mesh))
+        policy = sum(math.prod(shard.shard_shape(a.shape)) for a, shard in zip(whole, shards, strict=True))
+        trained, compute_copy = policy, 0 if compute_bytes == param_bytes else policy * compute_bytes
+        if config.lora.rank:
+            adapted = dataclasses.replace(model, lora=LoraConfig(**config.lora.model_dump()))
+            trained = sum(a.size for a in jax.tree.leaves(shapes(adapted))) - sum(a.size for a in whole)
+            param_bytes, compute_copy = 4, 0
+        D, F, E = model.hidden_size, model.intermediate_size, model.head_size
+        H, G = model.num_attention_heads, model.num_key_value_heads
+        return cls(
+            fsdp=fsdp, tensor=tensor, policy=policy, trained=trained, param_bytes=param_bytes, compute_bytes=compute_bytes,
+            sample_bytes=sample_bytes, scale_bytes=scale_bytes, compute_copy=compute_copy, heads=H / tensor,
+            kv_heads=G / (tensor if G % tensor == 0 else 1), feed_forward=F / tensor, vocabulary=model.vocab_size / tensor,
+            gathered_layer=(2 * D * (H + G) * E + 3 * D * F) / tensor * compute_bytes * (fsdp > 1),
+        )  # fmt: skip
+
+
+def _critic(config: Config, sizes: _Sizes) -> int:
+    """Elements of the critic on one device: about a policy's, in float32 and without adapters."""
+    return sizes.policy if method_named(config.method).critic else 0
+
+
+def _learning_state(config: Config, sizes: _Sizes) -> dict[str, int]:
+    """What only the update reads, so that `learner.offload` can move it out of the way."""
+    critic = _critic(config, sizes)
+    state = {"optimizer": 2 * (sizes.trained * sizes.param_bytes + 4 * critic)}
+    if critic:
+        state["critic"] = 4 * critic
+    if not config.lora.rank:
+        state["reference policy"] = sizes.policy * sizes.compute_bytes if config.learner.kl_weight else 0
+    return state
+
+
+def _sampling(sizes: _Sizes, workload: Workload) -> dict[str, int]:
+    """What a sampler holds for the rows of one decode batch."""
+    model, compute, P = workload.model, sizes.compute_bytes, workload.prompt
+    D, E, H, layers = model.hidden_size, model.head_size, model.num_attention_heads, model.num_hidden_layers
+    rows = -(-workload.decode_batch // sizes.fsdp)
+    tokens = rows * P
+    token_kv, cached_kv = (2 * sizes.kv_heads * each for each in (E * compute, E * sizes.sample_bytes + sizes.scale_bytes))
+    scores = min(tokens * H * query_block_size(P) * sizes.fsdp, max(MAX_SCORES, H * tokens * sizes.fsdp))
+    prefill = tokens * 2 * D * compute + max(
+        2 * 4 * scores / sizes.fsdp / sizes.tensor, tokens * sizes.feed_forward * compute
+    )
+    tables = model.vocab_size * D * (1 if model.tie_word_embeddings else 2)
+    blocks = 1 - tables / sum(a.size for a in jax.tree.leaves(shapes(model)))
+    return {
+        "compute copy": sizes.compute_copy,
+        "weights by layer": int(sizes.policy * sizes.sample_bytes * blocks),
+        "key-value cache": int(rows * (P + workload.response) * layers * cached_kv),
+        "prompts' keys and values": int(tokens * (layers - 1) * token_kv),
+        "activations": int(prefill),
+        "logits": int(3 * 4 * rows * sizes.vocabulary),
+        "gathered weights": int(sizes.gathered_layer),
+    }
+
+
+def _update(config: Config, sizes: _Sizes, workload: Workload) -> dict[str, int]:
+    """What `learner.make_update` holds for one micro-batch, and its gradients."""
+    rows, model, critic = -(-config.learner.microbatch_size // sizes.fsdp), workload.model, _critic(config, sizes)
+    # Of the vocabulary nothing is gathered: every device looks up the whole group's tokens in its part.
+    looked_up = model.hidden_size * sizes.compute_bytes * (sizes.fsdp * sizes.tensor > 1)
+    tokens = rows * sizes.fsdp * (workload.prompt + workload.response)
+    # Float32 logits, with their exponentials and gradient.
+    predictions = rows * sizes.fsdp * sequence_shape(workload.prompt, workload.response).predictions
+    logits = 3 * 4 * min(predictions * model.vocab_size, max(MAX_LOGITS, rows * sizes.fsdp * model.vocab_size))
+    return {
+        # Policy and critic learn one after the other.
+        "compute copy": max(sizes.compute_copy, critic * sizes.compute_bytes * (sizes.compute_bytes != 4)),
+        # Of a micro-batch, their sum, and what the optimizer makes of it.
+        "gradients": max(
+            sizes.trained * (2 * sizes.param_bytes + sizes.compute_bytes), critic * (2 * 4 + sizes.compute_bytes)
+        ),
+        "activations": int(_training_activations(config.learner.remat, sizes, workload, rows) + tokens * looked_up),
+        "logits": int(logits / sizes.fsdp / sizes.tensor),
+        "gathered weights": int(2 * sizes.gathered_layer),
+    }
+
+
+def _training_activations(remat: str, sizes: _Sizes, workload: Workload, rows: int) -> float:
+    """Bytes that the forward pass saves for the backward pass, for rows of S slots."""
+    model, compute, S = workload.model, sizes.compute_bytes, workload.prompt + workload.response
+    D, E, H = model.hidden_size, model.head_size, model.num_attention_heads
+    # What one block computes: attention scores in float32, projections, the feed-forward.
+    scores = min(H * S * S * rows * sizes.fsdp, max(MAX_SCORES, H * S * rows * sizes.fsdp)) / sizes.fsdp / sizes.tensor
+    projections = 2 * sizes.heads * E + 2 * sizes.kv_heads * E
+    block = 3 * scores * 4 + rows * S * (projections + 3 * sizes.feed_forward + 4 * D) * compute
+    products = rows * S * (projections + 2 * sizes.feed_forward + 3 * D) * compute  # what "dots" saves of a block
+    saved = {"none": block, "dots": products, "full": rows * S * D * compute}[remat]
+    return (model.num_hidden_layers - 1) * saved + block
+
+
+def workload_of(config: Config, mesh) -> Workload:
+    """The shapes of a configuration's iteration, without weights. Raises ValueError for invalid sizes."""
+    settings, policy = config.rollout, config.policy
+    batch = settings.prompt_groups * settings.group_size
+    limits = [role.response_limit or 0 for role in config.roles.values()]
+    prompt, response, vocabulary = settings.prompt_limit, max([settings.response_limit, *limits]), None
+    published = preset(policy.source)
+    found = environment(config.env)
+    if found.compiled and backend(config) == "compiled":
+        env = found.compiled(config)
+        prompt, response = prompt_length(env, settings.history_length), env.action_length + 1
+        vocabulary = vocabulary_size(env.words)
+    if policy.source:
+        model = published or huggingface.read_config(find(policy.source, config.cache_dir))
+    else:
+        if vocabulary is None:
+            vocabulary = embedding_rows(len(fresh_tokenizer(config)))
+        try:
+            model = ModelConfig(vocab_size=vocabulary, **policy.sizes)
+        except ValueError as error:
+            raise ValueError(f"policy.{error}") from None
+    return Workload(
+        model=model, prompt=prompt, response=response, steps=batch * max_turns(config.env),
+        decode_batch=min(settings.decode_batch_size, -(-batch // mesh.shape["data"])),
+    )  # fmt: skip
+
+
+def device_limit(devices: Sequence) -> int | None:
+    """Bytes that each of a process's devices in use can hold; cores of a CPU share the machine's. None: it is not known."""
+    stats = devices[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    if devices[0].platform == "cpu" and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
+    return None
+
+
+def peak(bytes_by_phase: dict[str, dict[str, int]]) -> int:
+    """The most that a device holds at once."""
+    total = {phase: sum(parts.values()) for phase, parts in bytes_by_phase.items()}
+    return total["always"] + max(total["sampling"], total["update"])
+
+
+def table(bytes_by_phase: dict[str, dict[str, int]]) -> str:
+    """The bytes as lines of text."""
+    lines = []
+    for phase, parts in bytes_by_phase.items():
+        lines += [f"  {phase:9s} {name:24s} {size / GiB:9.3f} GiB" for name, size in parts.items() if size]
+    return "\n".join([*lines, f"  peak on each device                {peak(bytes_by_phase) / GiB:9.3f} GiB"])
+
+
+def refuse_too_large(config: Config, phases: dict[str, dict[str, int]], needed: int, limit: int) -> None:
+    """Raises ConfigError, after printing the table, where a device that holds `limit` bytes cannot give what is needed."""
+    if needed > USABLE * limit:
+        print(table(phases))
+        raise ConfigError(
+            f"mesh={config.mesh}: needs {needed / GiB:.1f} GiB on each device, which has {limit / GiB:.1f}; take more devices "
+            "for fsdp or tensor, a smaller learner.microbatch_size or rollout.decode_batch_size, or learner.remat=full"
+        )

@@ -1,0 +1,198 @@
+"""Cross-field validation of a configuration, once it is clear what its names stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hgpo_jax.config.learning import LearnerConfig
+from hgpo_jax.config.policies import config_of, response_limit, weight_sets
+from hgpo_jax.config.roles import unknown_role
+from hgpo_jax.config.schema import Config, EnvConfig
+from hgpo_jax.learner.algorithms import METHODS, method_named
+from hgpo_jax.rollout.chat_format import load_template
+from hgpo_jax.rollout.environments import ENVIRONMENTS, backend, environment, role_names
+from hgpo_jax.rollout.requirements import ONE_ROLE
+from hgpo_jax.rollout.reward_functions import reward_function
+from hgpo_jax.rollout.state_keys import state_key_function
+from hgpo_jax.utils.errors import ConfigError
+
+# Estimators that compare nothing but the episodes of a prompt group: one alone is its own mean, or has no baseline.
+COMPARE_EPISODES = ("dr_mas", "grpo", "reinforce_pp_baseline", "rloo")
+
+
+def check_together(config: Config) -> None:
+    """Raises ConfigError for fields that are right each by itself, but not together."""
+    cloning, env = config.warm_start == "cloning", config.env
+    if env.options and env.name in ENVIRONMENTS:
+        name, value = next(iter(env.options.items()))
+        raise ConfigError(f"env.options.{name}={value}: env.name={env.name} has fields of its own; write env.{name}={value}")
+    method = method_named(config.method)
+    found, played = environment(env), backend(config)
+    if config.reward.source:
+        reward_function(config.reward.source)
+    if env.state_key:
+        state_key_function(env.state_key)
+    either = found.compiled is not None and found.text is not None
+    turns = EnvConfig.model_fields["max_turns"].default
+    wrong = {
+        f"log.keep_best={config.log.keep_best}: the best by validation; give evaluation.every, too":
+            config.log.keep_best and not config.evaluation.every,
+        f"log.sample_every={config.log.sample_every}: method={config.method} mixes several rollouts, whose texts are not "
+        "kept; leave it out":
+            config.log.sample_every and method.dynamic_sampling and played != "compiled",
+        f"env.compiled=true: env.name={env.name} has no such choice; leave it out": env.compiled and not either,
+        f"env.max_turns={env.max_turns}: env.name={env.name} has a max_turns of its own; leave it out, or give env.options":
+            env.max_turns != turns and env.name not in ENVIRONMENTS,
+        f"advantage.similarity={config.advantage.similarity}: env.name={env.name}, compiled, has no texts; leave it out":
+            config.advantage.similarity is not None and played == "compiled",
+        f"advantage.similarity={config.advantage.similarity}: env.state_key={env.state_key} decides which states are equal; "
+        "leave one of the two out": config.advantage.similarity is not None and env.state_key,
+        f"env.template={env.template}: env.name={env.name}, compiled, takes no template; leave it out":
+            env.template and played == "compiled",
+        "env.split=generated: has no files to play on the host; give env.compiled=true, too":
+            "split" in found.options and env.split == "generated" and not (played == "compiled" or env.compiled),
+        f"warm_start=cloning: env.name={env.name} has no expert to clone; give warm_start=none":
+            cloning and ((played == "compiled" and not found.expert) or found.agent),
+        "policy.source=: env.name=agent has no words for a small policy; give policy=, which reads what the agent writes":
+            found.agent and not (config.policy.source or config.policy.tokenizer),
+        f"lora.rank={config.lora.rank}: LoRA needs base weights; give policy=, too":
+            cloning and config.lora.rank and not config.policy.source,
+        f"cloning.optimizer=muon: is for whole kernels, and lora.rank={config.lora.rank} trains adapters; give adamw":
+            cloning and config.lora.rank and config.cloning.optimizer == "muon",
+        f"policy.tokenizer={config.policy.tokenizer}: warm_start=cloning is for a small policy with the environment's own "
+        "words; leave it out, or give warm_start=none":
+            cloning and config.policy.tokenizer,
+        f"learner.rollout_correction=token: method={config.method} weighs whole responses; give sequence, or none":
+            config.learner.rollout_correction == "token" and method.loss == "gspo",
+        f"learner.rollout_correction_cap={config.learner.rollout_correction_cap:g}: nothing is corrected; give "
+        "learner.rollout_correction, too":
+            config.learner.rollout_correction_cap != 2.0
+            and not (config.learner.rollout_correction or config.policy.sample_dtype == "int8"),
+        f"rollout.group_size=1: method={config.method} compares a task's episodes with each other; give 2 or more":
+            config.rollout.group_size == 1 and method.estimator in COMPARE_EPISODES,
+        f"rollout.ready_fraction={config.rollout.ready_fraction:g}: needs env.workers; in this process environments step one "
+        "by one":
+            config.rollout.ready_fraction < 1 and played != "compiled" and not env.workers,
+    }  # fmt: skip
+    if method.parts and not (played == "compiled" and hasattr(found.compiled and found.compiled(config), "answer_parts")):
+        raise ConfigError(
+            f"method={config.method}: needs answers with switch, subgoal and action parts, which env.name={env.name} does not "
+            "have; give env.name=household_subgoals, or one of your own with answer_parts"
+        )
+    for name, losses in (("aggregate", ("clip",)), ("dual_clip", ("clip",)), ("process_noise", ("kpo",))):
+        value, default = getattr(config.learner, name), LearnerConfig.model_fields[name].default
+        message = f"learner.{name}={value}: method={config.method} does not read it; leave it at {default}"
+        wrong[message] = method.loss not in losses and value != default
+    for message, applies in wrong.items():
+        if applies:
+            raise ConfigError(message)
+    if config.learner.alternate and len(roles := role_names(config)) < 2:
+        raise ConfigError(
+            f"learner.alternate={config.learner.alternate}: env.name={env.name} has one role, {roles[0]}; leave it out"
+        )
+    if config.roles:
+        _check_roles(config, role_names(config), method.critic)
+    if config.evaluation.min_response:
+        _check_shortest_response(config)
+    limit, most = _shortest_limit(config) if config.reward.overlong_cache and played != "compiled" else (0, "")
+    if config.reward.overlong_cache > limit:
+        why = f"more than {most}; give less" if limit else (
+            f"the answers of env.name={env.name}, compiled, have their own length; leave it out"
+        )  # fmt: skip
+        raise ConfigError(f"reward.overlong_cache={config.reward.overlong_cache}: {why}")
+    read = {"name", "options", "compiled", "max_turns", *found.options}
+    on_device = played != "host"
+    read |= set() if on_device else {"workers", "time_limit"}
+    read |= set() if found.agent else {"template"}
+    read |= set() if played == "compiled" or found.agent else {"strict"}
+    read |= set() if played == "compiled" else {"state_key"}
+    for name, info in EnvConfig.model_fields.items():
+        value, default = (",".join(v) if isinstance(v, tuple) else v for v in (getattr(env, name), info.default))
+        if name not in read and value != default:
+            face = ", compiled," if on_device and name in ("strict", "state_key", "workers", "time_limit") else ""
+            raise ConfigError(f"env.{name}={value}: env.name={env.name}{face} does not read it; leave it at {default!r}")
+
+
+def check_given(config: Config, overrides: Sequence[str]) -> None:
+    """Raises ConfigError for a field of a command's `field=value` that nothing reads with the others.
+
+    Not of a file's: it may hold what one of several methods needs, as a critic's settings, or what was overridden.
+    """
+    env, method = ENVIRONMENTS.get(config.env.name), METHODS.get(config.method)  # your own have none of these
+    adapters = config.lora.rank or any(role.lora_rank for role in config.roles.values())
+    as_text = env is None or backend(config) != "compiled"
+    text = as_text, f"env.name={config.env.name}, compiled, is not told as text; leave it out"
+    read: dict[str, tuple[Any, str]] = {
+        **{f"rollout.{name}": text for name in ("prompt_limit", "response_limit", "stop", "thinking", "date")},
+        "critic.": (method and method.critic, f"method={config.method} has no critic; leave it out"),
+        "rollout.max_tries": (method and method.dynamic_sampling, f"method={config.method} drops no groups; leave it out"),
+        "lora.": (adapters, "there are no adapters; give lora.rank, too"),
+        **dict.fromkeys(
+            ("reward.mode", "reward.workers", "reward.time_limit"),
+            (config.reward.source, "there is no reward function; give reward=, too"),
+        ),
+        "reward.overlong_penalty": (config.reward.overlong_cache, "no answer is punished; give reward.overlong_cache, too"),
+        "env.compiled": (env and env.compiled and env.text, f"env.name={config.env.name} has no such choice; leave it out"),
+    }
+    for override in overrides:
+        name = override.partition("=")[0]
+        for begin, (applies, why) in read.items():
+            if name.startswith(begin) and name != "lora.rank" and not applies:
+                raise ConfigError(f"{override:.200}: {why}")
+
+
+def _check_shortest_response(config: Config) -> None:
+    """Raises ConfigError where a response of an evaluation could not end: it would be cut, and no action be found in it."""
+    if backend(config) == "compiled":
+        made = environment(config.env).compiled
+        assert made is not None
+        limit = made(config).action_length + 1
+        most = str(limit)
+    else:
+        limit, most = _shortest_limit(config)
+    if config.evaluation.min_response >= limit:
+        raise ConfigError(
+            f"evaluation.min_response={config.evaluation.min_response}: a response has {most} tokens at most, and needs one to "
+            "end with; give less"
+        )
+
+
+def _shortest_limit(config: Config) -> tuple[int, str]:
+    """Tokens of the longest response of the role that has the fewest in a text environment, and the field that says so."""
+    limit, field = min(response_limit(config, role) for role in (role_names(config) if config.roles else ONE_ROLE))
+    return limit, f"{field}={limit}"
+
+
+def _check_roles(config: Config, known: tuple[str, ...], critic: bool) -> None:
+    """Raises ConfigError for settings of roles that an environment with the roles `known` cannot have."""
+    sets = weight_sets(config, known)
+    for role, settings in config.roles.items():
+        if role not in known:
+            raise ConfigError(unknown_role(config.env.name, role, settings, known))
+        try:
+            load_template(settings.template or "text")
+        except (ValueError, OSError) as error:
+            why = str(error).removeprefix(f"template={settings.template}: ")
+            raise ConfigError(f"roles.{role}.template={settings.template}: {why}") from None
+        own = config_of(config, (role,))
+        adapters = config.warm_start == "cloning" and settings.lora_rank
+        weights = next(iter(settings.model_dump(include={"policy", "lora_rank"}, exclude_defaults=True).items()), ("", ""))
+        optimizer = next(iter(settings.optimizer.items()), ("", ""))
+        wrong = {
+            ("template", settings.template, f"env.name={config.env.name}, compiled, takes no template; leave it out"):
+                settings.template and backend(config) == "compiled",
+            ("response_limit", settings.response_limit, f"the answers of env.name={config.env.name}, compiled, have their own "
+             "length; leave it out"): settings.response_limit and backend(config) == "compiled",
+            ("lora_rank", settings.lora_rank, "LoRA needs base weights; give policy=, too"):
+                adapters and not own.policy.source,
+            ("lora_rank", settings.lora_rank, "cloning.optimizer=muon is for whole kernels, not for adapters; give adamw"):
+                adapters and config.cloning.optimizer == "muon",
+            (*weights, f"method={config.method} has one critic, for a policy that all roles share; leave it out, or take a "
+             "method without a critic"): critic and settings.has_weights,
+            (*optimizer, f"it shares its weights, whose optimizer is learner.*; give roles.{role}.policy=own, too"):
+                settings.optimizer and (role,) not in sets.values(),
+        }  # fmt: skip
+        for (name, value, why), applies in wrong.items():
+            if applies:
+                raise ConfigError(f"roles.{role}.{name}={value}: {why}")

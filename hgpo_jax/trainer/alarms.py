@@ -1,0 +1,135 @@
+"""What is wrong with an iteration's numbers: warnings, and the end of a run that has nothing to learn from, or whose updates
+are skipped again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+
+from hgpo_jax import advantages
+from hgpo_jax.config import Config
+from hgpo_jax.learner.algorithms import AVAILABLE_ARRAYS, method_named, unusable
+from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.trainer.step import estimator_options
+from hgpo_jax.utils.errors import RunError
+
+FEW_PEERS = 0.02  # of the steps after the first, which a prompt group's episodes share
+NEVER_WON = 10  # iterations with rewards above 0 and without a success
+MANY_CUT = 0.05  # of the prompts
+LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.5, "int8": 0.5}  # by the type that is sampled with
+
+
+class Alarms:
+    """`check(row)` looks at each iteration once, in their order.
+
+    earlier: rows of the iterations before a resumption.
+    """
+
+    def __init__(self, config: Config, earlier: Sequence[dict] = ()):
+        policy = config.policy
+        dtype = policy.compute_dtype if policy.sample_dtype == "compute_dtype" else policy.sample_dtype
+        limit = config.log.max_logp_difference or LARGEST_DIFFERENCE[dtype]
+        self._limits: dict[str, tuple[str, Callable[[float], float], float]] = {
+            "ratio": ("max_ratio", lambda x: max(x, 1 / x) if x else 1.0, config.log.max_ratio),
+            "approx_kl": ("max_approx_kl", abs, config.log.max_approx_kl),
+            "logp_difference": ("max_logp_difference", abs, limit),
+        }
+        self._most, self._in_a_row = config.learner.max_nonfinite, 0
+        self._config, self._masks = config, config.learner.unfinished == "mask"
+        self._said: set[str] = set()
+        self._won, self._rewarded = False, 0  # whether an episode was ever a success, iterations in which some had rewards
+        for row in earlier:
+            self._count(row)
+
+    def _count(self, row: dict) -> None:
+        self._in_a_row = self._in_a_row + 1 if row.get("nonfinite_steps") else 0
+        self._won |= row.get("success", 1) is None or not row.get("success", 1) <= 0  # where it is unknown there is no "never"
+        self._rewarded += row.get("rewarded", 0) > 0
+
+    def check(self, row: dict, episodes: Episodes | None = None) -> list[str]:
+        """Warnings about a row of metrics; a number that stays above its limit, and a reward function that goes on failing, are
+        reported once.
+
+        episodes: of the iteration; where an update was skipped, they tell whether its advantages were to blame.
+
+        Raises:
+          RunError: no episode had a turn, or `learner.max_nonfinite` iterations in a row had an update that was skipped.
+        """
+        self._count(row)
+        begin, found, failed = f"iteration {row['iteration'] + 1}", [], row.get("reward/failed", 0)
+        if not row["steps"]:
+            raise RunError(f"{begin}: the reward function gave no finite numbers in any of its {failed:.0f} episodes")
+        blame = "lower learner.lr"
+        if self._in_a_row:
+            why = "had a non-finite loss or gradient and"
+            if episodes is not None and (fault := estimator_fault(self._config, episodes)):
+                blame, why = f"mend method={self._config.method}", f"were given {fault}, and"
+            found.append(
+                f"{begin}: {row['nonfinite_steps']:.0f} updates {why} "
+                f"were skipped; the batch is in episodes/nonfinite-{row['iteration']:05d}.npz"
+            )
+        wrong = {
+            name: f"{name} is {row[name]:.4g}, its limit is log.{field}={limit:g}"
+            for name, (field, size, limit) in self._limits.items()
+            if name in row and not size(row[name]) <= limit  # NaN is above
+        }
+        if self._masks and row["unfinished_share"] == 1:
+            wrong["unfinished_share"] = (
+                "every answer was cut at its limit, and with learner.unfinished=mask nothing is learned; raise "
+                "rollout.response_limit, or give learner.unfinished=train"
+            )
+        if (cut := row.get("prompts_cut", 0)) > MANY_CUT * row["steps"]:
+            wrong["prompts_cut"] = (
+                f"{cut:.0f} of {row['steps']:.0f} prompts were longer than rollout.prompt_limit without history, too, and "
+                "lost the middle of their observation; raise it"
+            )
+        if failed:
+            wrong["reward/failed"] = f"the reward function failed in {failed:.0f} episodes, which are left out"
+        wrong |= self._about_the_environment(row)
+        found += [f"{begin}: {why}" for name, why in wrong.items() if name not in self._said]
+        self._said = set(wrong)
+        if self._in_a_row >= self._most:
+            raise RunError(
+                f"{found[0]}; the run stops after learner.max_nonfinite={self._most} such iterations in a row, {blame}"
+            )
+        return found
+
+    def _about_the_environment(self, row: dict) -> dict[str, str]:
+        """What `python -m hgpo_jax.check` finds in an environment, too."""
+        wrong = {}
+        if row.get("won_unrewarded", 0) == 1:
+            wrong["won_unrewarded"] = (
+                "every episode that is a success has rewards of 0 or less in total; see that the environment's rewards and "
+                "what it calls a success (won) agree"
+            )
+        if not self._won and self._rewarded >= NEVER_WON:
+            wrong["never won"] = (
+                f"in {self._rewarded} iterations episodes had rewards above 0 in total, and none was ever a success; that is "
+                "what the environment says (won), not a reward: see that it says it"
+            )
+        first = 1 / max(row.get("turns", 1), 1)
+        if (peers := row.get("peers/level0")) is not None and first < 1:
+            later = max(peers - first, 0) / (1 - first)
+            if later < FEW_PEERS:
+                wrong["peers"] = (
+                    f"only {later:.1%} of the steps after the first have a peer, one with an equal observation in their prompt "
+                    "group; where observations hold a step counter or a clock, give env.state_key or advantage.similarity"
+                )
+        return wrong
+
+
+def estimator_fault(config: Config, e: Episodes) -> str:
+    """What is wrong with the advantages of an iteration's episodes, "" if nothing is, or if they need a critic."""
+    name = method_named(config.method).estimator
+    further, _ = advantages.parameters(name)
+    if not AVAILABLE_ARRAYS.issuperset(further):
+        return ""
+    e = jax.device_get(e)
+    arrays = {array: getattr(e, array) for array in ("rewards", "mask", "states", "groups", "invalid", *further)}
+    try:
+        record = advantages.estimate(name, **arrays, **estimator_options(config, name))
+    except ValueError as error:  # what is wrong is already in the rewards
+        return str(error)
+    fault = unusable(record.advantages, e.mask)
+    return fault and f"advantages by method={config.method} that were {fault}"

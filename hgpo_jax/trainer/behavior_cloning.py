@@ -1,0 +1,419 @@
+"""The warm start: behaviour cloning on generated play.
+
+A scripted expert (`envs/*/expert.py`) plays with some random actions mixed in, so that its play also visits the states that
+a clumsy policy gets into; at every turn the label is what the expert would do there. The labels depend only on what
+the prompt shows or has shown. Reinforcement learning needs this start because random admissible play almost never succeeds.
+Fresh weights are trained, or given ones, of which with LoRA only adapters, which are then merged into them.
+A small policy in a text environment without an expert clones random commands, until it writes hardly anything else.
+The result is cached on disk under a hash of all that it depends on.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import os
+import shutil
+import string
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from optax.contrib import MuonDimensionNumbers, muon
+from tqdm import tqdm
+
+from hgpo_jax.config import Config, OptimizerConfig
+from hgpo_jax.config.policies import members, response_limit
+from hgpo_jax.config.schema import CloningConfig
+from hgpo_jax.envs.protocol import CompiledEnv, Expert, ListsGames
+from hgpo_jax.learner.batch import TrainingBatch
+from hgpo_jax.learner.update import make_cloning_loss, make_logprobs, make_map, make_update
+from hgpo_jax.policy import Policy, huggingface, load_policy
+from hgpo_jax.policy.placement import shardings_like
+from hgpo_jax.policy.source import find
+from hgpo_jax.policy.tokenizer import ACT
+from hgpo_jax.rollout.compiled import start_episode
+from hgpo_jax.rollout.environments import environment
+from hgpo_jax.rollout.prompts import make_prompt, role_of
+from hgpo_jax.rollout.runners import CompiledRunner, TextRunner
+from hgpo_jax.rollout.scripted_play import play
+from hgpo_jax.rollout.tasks import stream_key
+from hgpo_jax.sampling.generate import Decoding
+from hgpo_jax.setup.job import Job
+from hgpo_jax.utils import distributed
+from hgpo_jax.utils.errors import ConfigError, RunError
+from hgpo_jax.utils.progress import Progress
+
+PLAYED = 4096  # episodes of the expert at once
+ADMISSIBLE = 0.95  # share of admissible commands at which cloning random ones ends
+ROOT = Path(__file__).parents[2]  # where this package is
+
+
+def generate_play(
+    env: CompiledEnv, expert: Expert, key, tasks, *, noise: float, history_length: int, end: int, act: int
+) -> tuple[TrainingBatch, jax.Array]:
+    """Plays and labels an episode of each task, as a rollout takes them.
+
+    Returns: (TrainingBatch of tasks x max_turns decisions and their roles, response_lengths 0 where an episode had ended;
+      success bool[tasks]).
+    """
+
+    def episode(env, task, key):
+        row = start_episode(env, max(history_length, 1), task, key)
+
+        def turn(row, t):
+            keys = jax.random.split(jax.random.fold_in(row.key, t), 3)
+            role = role_of(env, row.env)
+            _, recent = row.history.of(role)
+            label = expert.expert_action(env, row.env, recent, keys[0])
+            action = jnp.where(jax.random.uniform(keys[1]) < noise, expert.random_action(env, row.env, keys[2]), label)
+            history = row.history if history_length else jax.tree.map(lambda a: a[:, :0], row.history)
+            prompt, length = make_prompt(env, row.env, row.goal, history, row.observation, act)
+            words = (label != 0).sum()
+            response = jnp.concatenate([label, jnp.zeros(1, jnp.int32)]).at[words].set(end)
+            state, observation, _, done, _ = env.step(row.env, action)
+            after = row.replace(env=state, observation=observation, history=row.history.push(role, row.observation, action))
+            after = after.replace(done=row.done | done)
+            rows = TrainingBatch(
+                prompts=prompt,
+                prompt_lengths=length,
+                responses=response,
+                response_lengths=jnp.where(row.done, 0, words + 1),
+                old_logp=jnp.zeros(response.shape),
+                advantages=jnp.float32(0),
+                agents=role,
+            )
+            return after, (rows, env.won(state) & ~row.done)
+
+        _, (rows, won) = jax.lax.scan(turn, row, jnp.arange(env.max_turns))
+        return rows, won.any()
+
+    def episodes(tables, tasks, keys):
+        played = env.bound(tables) if isinstance(env, ListsGames) else env
+        return jax.vmap(functools.partial(episode, played))(tasks, keys)
+
+    given = env.tables if isinstance(env, ListsGames) else None
+    played, count = jax.jit(episodes), len(tasks)
+    batch = min(PLAYED, count)
+    numbers = jnp.arange(count + -count % batch).reshape(-1, batch) % count
+    keys, parts = jax.random.split(key, count), []
+    for some in tqdm(numbers, "warm start: play", delay=3, leave=False, disable=None):
+        parts.append(jax.block_until_ready(played(given, tasks[some], keys[some])))
+    rows, success = jax.tree.map(lambda *a: jnp.concatenate(a)[:count] if len(a) > 1 else a[0], *parts)
+    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), rows), success
+
+
+def read_play(
+    runner: TextRunner, tasks: Sequence[int], settings: CloningConfig, config: Config
+) -> tuple[TrainingBatch, jax.Array]:
+    """`generate_play` in a text environment, by its expert or with random commands; the decisions are only those that happened.
+
+    Raises ConfigError where an episode cannot be played, or an answer is too long.
+    """
+    known, roles, commands, won = [], [], [], []
+    episodes = play(
+        runner.make_env, tasks, noise=settings.noise, history_length=config.rollout.history_length, seed=config.start_seed
+    )
+    try:
+        with Progress("warm start: play", len(tasks), "episode") as progress:
+            for episode in episodes:
+                known += episode.known
+                roles += episode.roles
+                commands += episode.commands
+                won.append(episode.won)
+                progress.update(1, {"won": f"{sum(won) / len(won):.2f}"})
+    except ValueError as error:
+        raise ConfigError(f"env.name={config.env.name}: {error}") from None
+    thought = string.Template(settings.thought)
+    thoughts = [thought.substitute(goal=k.goal, command=command) for k, command in zip(known, commands, strict=True)]
+    prompts, responses = [list[int]()] * len(known), [list[int]()] * len(known)
+    for role, name in enumerate(runner.roles):
+        format, (limit, field) = runner.speakers[role].format, response_limit(config, name)
+        own = [at for at, of in enumerate(roles) if of == role]
+        for at, prompt in zip(own, format.build([known[at] for at in own]), strict=True):
+            prompts[at] = prompt.ids
+        for at, response in zip(own, format.answers([commands[at] for at in own], [thoughts[at] for at in own]), strict=True):
+            responses[at] = response
+        if (longest := max((len(responses[at]) for at in own), default=0)) > limit:
+            raise ConfigError(f"{field}={limit}: the answers to clone take up to {longest} tokens; give as many")
+    padded = _padded(responses, 1)
+    return TrainingBatch(
+        prompts=_padded(prompts, 64),
+        prompt_lengths=jnp.array(list(map(len, prompts))),
+        responses=padded,
+        response_lengths=jnp.array(list(map(len, responses))),
+        old_logp=jnp.zeros(padded.shape),
+        advantages=jnp.zeros(len(responses)),
+        agents=jnp.array(roles),
+    ), jnp.array(won)
+
+
+def _padded(rows: list[list[int]], multiple: int) -> jax.Array:
+    """Rows of token ids as one array, as wide as the longest, rounded up."""
+    width = -(-max(map(len, rows)) // multiple) * multiple
+    padded = np.zeros((len(rows), width), np.int32)
+    for row, ids in zip(padded, rows, strict=True):
+        row[: len(ids)] = ids
+    return jnp.asarray(padded)
+
+
+def demonstrations(job: Job, numbers: jax.Array) -> tuple[TrainingBatch, jax.Array]:
+    """Decisions to clone in the tasks with these numbers, and which episodes succeeded, bool[.]. Raises ConfigError."""
+    config, runner, tokenizer = job.config, job.runner, job.policy.tokenizer
+    settings = config.cloning
+    if isinstance(runner, TextRunner):
+        return read_play(runner, runner.select_tasks("warm_start", config.start_seed, numbers), settings, config)
+    tasks = runner.select_tasks("warm_start", config.start_seed, numbers)
+    assert isinstance(runner, CompiledRunner)  # an agent has no expert
+    expert = environment(config.env).expert
+    assert expert is not None  # `check_together` refuses others
+    return generate_play(
+        runner.env, expert, stream_key("play", config.start_seed), tasks, noise=settings.noise,
+        history_length=config.rollout.history_length, end=tokenizer.eos_token_id, act=tokenizer.convert_tokens_to_ids(ACT),
+    )  # fmt: skip
+
+
+def clone(job: Job) -> dict:
+    """Trains the job's policy on generated play; returns its parameters, adapters merged. Prints its progress.
+
+    Given weights that are good enough come back as they are. Raises ConfigError for what cannot be cloned.
+    """
+    config, settings = job.config, job.config.cloning
+    given = job.given_params
+    reference = job.by_set(lambda job, params: job.reference_copy(params) if job.adapted.lora else None, given)
+    # Updated in place, and the job's own are still needed.
+    trained = job.by_set(lambda job, p: job.fresh_adapters() if job.adapted.lora else jax.tree.map(jnp.copy, p), given)
+    practice_numbers = settings.episodes + jnp.arange(job.batch)
+    practice = job.runner.select_tasks("warm_start", config.start_seed, practice_numbers)
+    groups = jnp.arange(job.batch, dtype=jnp.int32)
+    # Random commands are cloned for their form, not for what they reach.
+    aim, stop_at = ("success", settings.stop_at) if job.runner.has_expert() else ("admissible", ADMISSIBLE)
+
+    def practised(trained, step: int) -> float:
+        keys = jax.random.split(jax.random.fold_in(stream_key("practice", config.start_seed), step), job.batch)
+        decoding = Decoding(temperature=config.rollout.temperature)
+        episodes, report = job.runner.rollout(job.rollout_params(trained, reference), practice, keys, groups, decoding)
+        if aim == "success" or report is None:
+            return float(episodes.success.mean())
+        return 1 - report.counts["inadmissible"] / max(int(episodes.mask.sum()), 1)
+
+    of_given = any(of_set.config.policy.source for of_set in job.sets.values() or [job])
+    if of_given and (reached := practised(trained, settings.max_steps)) >= stop_at:
+        reach = f"reach success {reached:.0%} (cloning.stop_at={stop_at:g})"
+        print(f"warm start: not needed, the pretrained weights {reach}", flush=True)
+        return given
+    decisions, success = demonstrations(job, jnp.arange(settings.episodes))
+    held_out = _held_out_loss(job, practice_numbers, reference) if isinstance(job.runner, TextRunner) else None
+    students = job.by_set(lambda job, trained, beside: Student(job, trained, beside, decisions), trained, reference)
+    each = students if job.sets else {"": students}
+    batches = stream_key("cloning", config.start_seed)
+    with Progress("warm start", settings.max_steps, "step") as progress:
+        for step in range(0, settings.max_steps, settings.check_every):
+            steps = min(settings.check_every, settings.max_steps - step)
+            losses = {name: one.learn(jax.random.fold_in(batches, step), steps) for name, one in each.items()}
+            if any(skipped for _, skipped in losses.values()):
+                raise RunError(f"warm start: a loss or gradient is not finite after {step} steps; lower cloning.lr")
+            trained = job.by_set(lambda _, student: student.trained, students)
+            reached = practised(trained, step)
+            shown = {f"loss {name}".strip(): f"{loss:.3f}" for name, (loss, _) in losses.items()}
+            if held_out:
+                shown["held-out loss"] = f"{held_out(trained):.3f}"
+            shown[aim] = f"{reached:.0%}"
+            progress.update(steps, shown)
+            if reached >= stop_at:
+                break
+    print(
+        f"warm start: {step + steps} steps of behaviour cloning on {sum(one.count for one in each.values()):,} decisions of "
+        f"{settings.episodes:,} generated episodes ({float(success.mean()):.0%} of them successful); "
+        + ", ".join(f"{name} {value}" for name, value in shown.items()),
+        flush=True,
+    )
+    return job.merged_params(trained, given)
+
+
+class Student:
+    """One set of weights that clones its roles' decisions.
+
+    Args:
+      job: the set's, or the only one.
+      trained, reference: weights, or adapters and what they stand beside.
+      decisions: of all roles.
+
+    Attributes:
+      trained: as given, then updated in place.
+      count: decisions to clone.
+    """
+
+    def __init__(self, job: Job, trained, reference, decisions: TrainingBatch):
+        config, settings = job.config, job.config.cloning
+        self.trained, self._reference, self._decisions = trained, reference, decisions
+        self._happened = decisions_of(job, decisions)
+        total, self.count = decisions.response_lengths.shape[0], int(self._happened.sum())
+        if not self.count:
+            raise ConfigError(f"warm_start=cloning: {job.weights} has no turn in the generated play; give warm_start=none")
+        passes = -(-settings.check_every * settings.batch_size // self.count)  # over few decisions, between two looks
+        schedule = optax.warmup_cosine_decay_schedule(0.0, settings.lr, 100, max(settings.max_steps, 101), settings.lr / 10)
+        optimizer = make_optimizer(settings.optimizer, schedule)
+        update = make_update(
+            make_cloning_loss(job.adapted, config.learner.remat), optimizer, job.mesh, minibatch_size=settings.batch_size,
+            microbatch_size=config.learner.microbatch_size, compute_dtype=config.policy.compute_dtype,
+        )  # fmt: skip
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def some_steps(trained, opt_state, reference, decisions, happened, key, steps):
+            # Rows of decisions that happened come first, pass by pass, in a random order.
+            rank = jax.random.uniform(key, (passes, total)) + jnp.arange(passes)[:, None]
+            order = jnp.argsort((rank + (passes + 1) * ~happened).reshape(-1)) % total
+            return update(trained, opt_state, reference, decisions, order, steps * settings.batch_size, 1.0)
+
+        moments = shardings_like(jax.eval_shape(optimizer.init, trained), job.adapted, job.mesh)
+        self._some_steps, self._opt_state = some_steps, jax.jit(optimizer.init, out_shardings=moments)(trained)
+
+    def learn(self, key, steps: int) -> tuple[float, int]:
+        """Takes some optimizer steps: (the mean loss, how many were skipped)."""
+        self.trained, self._opt_state, stats = self._some_steps(
+            self.trained, self._opt_state, self._reference, self._decisions, self._happened, key, jnp.int32(steps)
+        )
+        return float(stats["loss"]), int(stats["nonfinite_steps"])
+
+
+def decisions_of(job: Job, decisions: TrainingBatch) -> jax.Array:
+    """bool[N]: the decisions that happened and, where roles have weights of their own, are the job's roles'."""
+    happened = decisions.response_lengths > 0
+    if not job.weights:
+        return happened
+    assert decisions.agents is not None
+    return happened & jnp.array(members(job.weights, job.runner.roles))[decisions.agents]
+
+
+def make_optimizer(name: str, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """`cloning.optimizer` behind a global-norm clip.
+
+    Muon (Jordan et al., 2024) makes the steps of the layers' kernels orthogonal; everything else takes Adam's with Nesterov's
+    momentum.
+    """
+    if name == "adamw":
+        return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98))
+
+    def matrices(params):
+        def axes(path, array):  # a kernel is [(layers,) in, out]
+            in_layer = path[-1].key == "kernel" and path[0].key != "lm_head"
+            return MuonDimensionNumbers(array.ndim - 2, array.ndim - 1) if in_layer else None
+
+        return jax.tree.map_with_path(axes, params)
+
+    # 0.4 is about the root mean square of Adam's steps, so that one learning rate serves both.
+    steps = muon(schedule, consistent_rms=0.4, adam_b2=0.98, muon_weight_dimension_numbers=matrices)
+    return optax.chain(optax.clip_by_global_norm(1.0), steps)
+
+
+def _held_out_loss(job: Job, numbers: jax.Array, reference) -> Callable[[dict], float]:
+    """`loss(params)`: the mean over the response tokens of decisions in the tasks with these numbers."""
+    decisions, _ = demonstrations(job, numbers)
+    tokens = int(decisions.response_lengths.sum())
+
+    def make_of_set(job):
+        logprobs, own = make_logprobs(job.adapted), decisions_of(job, decisions)
+        mapped = jax.jit(make_map(
+            lambda params, batch: logprobs(*params, batch)[0].sum(-1), job.mesh,
+            microbatch_size=job.config.learner.microbatch_size,
+        ))  # fmt: skip
+        order, count = jnp.argsort(~own), own.sum()
+        return lambda params, reference: mapped((job.compute_copy(params), reference), decisions, order, count)
+
+    of_sets = job.by_set(make_of_set)
+
+    def loss(params) -> float:
+        likelihood = job.by_set(lambda _, of_set, params, reference: of_set(params, reference), of_sets, params, reference)
+        return -float(sum(map(jnp.sum, jax.tree.leaves(likelihood)))) / tokens
+
+    return loss
+
+
+def sources(module: str = __name__) -> list[Path]:
+    """This project's files that `module` executes: its own and, in turn, those of all that it imports, in functions too.
+
+    Found by reading the code, so that no list can forget one.
+    """
+    found: set[Path] = set()
+    todo = [module]
+    while todo:
+        parts = todo.pop().split(".")
+        if parts[0] != "hgpo_jax":
+            continue
+        # To import a.b.c executes a and a.b, too; where c is a name inside a.b there is no such file.
+        for end in range(1, len(parts) + 1):
+            stem = ROOT.joinpath(*parts[:end])
+            for file in {stem.with_suffix(".py"), stem / "__init__.py"} - found:
+                if file.is_file():
+                    found.add(file)
+                    todo += _imported(file)
+    return sorted(found)
+
+
+def _imported(file: Path) -> Iterator[str]:
+    """What a file imports, as full dotted names; `from a import b` gives a.b, which need not be a module."""
+    package = file.relative_to(ROOT).parent.parts
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) + 1 - node.level] if node.level else ()
+            yield from (".".join((*above, *filter(None, [node.module]), alias.name)) for alias in node.names)
+
+
+def cache_key(config: Config) -> str:
+    """A hash of everything that the warm start depends on."""
+    parts = [
+        str(config.start_seed),
+        config.model_dump_json(include={"env", "policy", "lora", "rollout"}),
+        config.cloning.model_dump_json(exclude={"seed"}),
+        *(role + own.model_dump_json(exclude=set(OptimizerConfig.model_fields)) for role, own in sorted(config.roles.items())),
+        str(config.learner.microbatch_size),
+        *(f"{package} {version(package)}" for package in ("jax", "jaxlib", "flax", "optax")),
+    ]
+    found = environment(config.env)
+    parts.append(found.digest)
+    if found.games and found.compiled:
+        parts.append(found.compiled(config).digest)
+    digest = hashlib.sha256("\0".join(parts).encode())
+    for file in sources():
+        digest.update(f"\0{file.relative_to(ROOT).as_posix()}\0".encode() + file.read_bytes())
+    for template in (config.env.template, *(role.template for _, role in sorted(config.roles.items()))):
+        if Path(template).is_file():  # else it is one of ours, which has a name
+            digest.update(Path(template).read_bytes())
+    given = [role.policy for role in config.roles.values() if role.policy not in ("shared", "own")]
+    for source in filter(None, [config.policy.source, *given]):
+        digest.update(huggingface.digest(find(source, config.cache_dir)).encode())
+    return digest.hexdigest()[:16]
+
+
+def warm_start(job: Job) -> dict:
+    """The parameters to start from, out of the cache or freshly cloned."""
+    folder = Path(job.config.cache_dir) / "warm_start" / cache_key(job.config)
+    if distributed.broadcast_from_process_0(folder.is_dir):
+        print(f"warm start: read from {folder}", flush=True)
+        try:
+            return job.by_set(lambda job: load_policy(folder / job.weights, job.mesh, job.config.policy.dtype).params)
+        except ValueError as error:
+            raise ConfigError(f"{error}; remove {folder}, and the next run makes a new one") from None
+    params = clone(job)
+
+    def make_room() -> str:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        return tempfile.mkdtemp(dir=folder.parent)
+
+    partial = Path(distributed.broadcast_from_process_0(make_room))
+    job.by_set(lambda job, params: Policy(job.policy.config, params, job.policy.tokenizer).save(partial / job.weights), params)
+    if jax.process_index() == 0:
+        try:
+            os.replace(partial, folder)
+        except OSError:  # another run was faster
+            shutil.rmtree(partial, ignore_errors=True)
+    return params

@@ -1,0 +1,191 @@
+"""Checkpoints of a run: parameters and optimizer state by Orbax, the reference policy once as a Hugging Face folder.
+
+Orbax writes a checkpoint in the background and renames it when it is complete, so that an interrupted one does not count.
+It does not detect all later damage: each checkpoint holds the digests of its files, which `newest_intact` checks.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import os
+import shutil
+import sys
+import traceback
+from pathlib import Path
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, EveryNSteps, LatestN
+
+from hgpo_jax.config import LogConfig
+from hgpo_jax.utils.errors import RunError
+
+DIGESTS = "digests.json"
+ITEM = "state"  # the folder of the arrays inside a checkpoint
+
+
+class _Digesting(ocp.StandardCheckpointHandler):
+    def finalize(self, directory) -> None:
+        """Called by one process when all files are written, before the checkpoint is committed."""
+        super().finalize(directory)
+        with open(Path(directory) / DIGESTS, "w") as file:
+            json.dump(digests(Path(directory)), file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file below the folder except the digests themselves, by relative path."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        # Orbax adds commit_success.txt when the checkpoint is committed.
+        if path.is_file() and path.name not in (DIGESTS, "commit_success.txt"):
+            with open(path, "rb") as file:
+                found[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint; None if it is intact."""
+    folder = checkpoint / ITEM
+    try:
+        wanted = json.loads((folder / DIGESTS).read_text())
+        found = digests(folder)
+    except FileNotFoundError:
+        return f"{ITEM}/{DIGESTS} is missing"
+    except (OSError, ValueError, RecursionError) as error:
+        return f"{ITEM}/{DIGESTS}: {error}"
+    if not isinstance(wanted, dict) or not wanted:
+        return f"{ITEM}/{DIGESTS} is not a list of files"
+    for name, digest in wanted.items():
+        if found.get(name) != digest:
+            return f"{ITEM}/{name} {'has changed' if name in found else 'is missing'}"
+    return None
+
+
+def _numbers(folder: Path) -> list[int]:
+    return [int(path.name) for path in folder.glob("*") if path.name.isdecimal()]
+
+
+def newest(folder: Path) -> int:
+    """The iterations done at the newest checkpoint in a folder, intact or not; 0 where there is none."""
+    return max(_numbers(folder), default=0)
+
+
+def newest_intact(folder: Path) -> tuple[int | None, list[str]]:
+    """The newest intact checkpoint in a folder, as iterations done, and what is wrong with newer ones.
+
+    Damaged checkpoints are renamed to N.damaged, so that the run can write its own N again.
+    """
+    wrong: list[str] = []
+    for step in sorted(_numbers(folder), reverse=True):
+        fault = damage(folder / str(step))
+        if fault is None:
+            return step, wrong
+        wrong.append(f"checkpoint {folder / str(step)} is damaged: {fault}")
+        aside = folder / f"{step}.damaged"
+        shutil.rmtree(aside, ignore_errors=True)
+        (folder / str(step)).rename(aside)
+    return None, wrong
+
+
+class Checkpoints:
+    """The checkpoints under `folder`, numbered by the iterations done; written atomically in the background.
+
+    Kept are, by the fields of `settings`, the last `keep_checkpoints`, the `keep_best` with the highest validation success and
+    those whose number is a multiple of `keep_every`; all others are deleted.
+    """
+
+    def __init__(self, folder: Path, settings: LogConfig):
+        keep = [LatestN(settings.keep_checkpoints)]
+        if settings.keep_best:
+            keep.append(BestN(get_metric_fn=_success, n=settings.keep_best))
+        if settings.keep_every:
+            keep.append(EveryNSteps(settings.keep_every))
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=AnyPreservationPolicy(keep), best_fn=_success if settings.keep_best else None,
+            cleanup_tmp_directories=True, enable_async_checkpointing=True,
+        )  # fmt: skip
+        registry, handler = ocp.handlers.DefaultCheckpointHandlerRegistry(), _Digesting()
+        for args in (ocp.args.StandardSave, ocp.args.StandardRestore):
+            registry.add(ITEM, args, handler)
+        _say_failures_once()
+        self._folder = folder
+        self._manager = ocp.CheckpointManager(folder.absolute(), options=options, handler_registry=registry)
+
+    def latest(self) -> int | None:
+        """Iterations done at the newest checkpoint, None if there is none."""
+        return self._manager.latest_step()
+
+    def save(self, iterations: int, state, success: float | None = None) -> None:
+        """Starts writing when `state` is computed and the previous write is complete; `state` may be donated right after.
+
+        success: of the validation of this state.
+
+        Raises:
+          RunError: the previous or this one could not be written.
+        """
+        try:
+            self._manager.save(
+                iterations, args=ocp.args.Composite(**{ITEM: ocp.args.StandardSave(state)}), force=True,
+                metrics={"success": -1.0 if success is None else success},  # worse than any
+            )  # fmt: skip
+        except Exception as error:
+            raise self._failed(error) from None
+
+    def restore(self, iterations: int, like):
+        """The state of a checkpoint, placed as `like` (arrays of the same shapes, on any mesh). Raises RunError."""
+        target = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), like)
+        args = ocp.args.Composite(**{ITEM: ocp.args.StandardRestore(target)})
+        try:
+            return self._manager.restore(iterations, args=args)[ITEM]
+        except Exception as error:
+            raise RunError(
+                f"checkpoint {self._folder / str(iterations)} does not fit this run: {_one_line(error)}"
+            ) from None
+
+    def close(self) -> None:
+        """Waits for what is being written. Raises RunError where it could not be."""
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            raise self._failed(error) from None
+        self._manager.close()
+
+    def _failed(self, error: Exception) -> RunError:
+        return RunError(f"checkpoints in {self._folder} cannot be written: {_one_line(error)}")
+
+
+def _say_failures_once() -> None:
+    """Silences what Orbax and tensorstore print of a failed write beside the exception that is raised.
+
+    Where one array cannot be written, say because the disk is full, Orbax closes its event loop. Tensorstore's threads then
+    fail to report each of the others to it: a traceback each, a thousand lines for a small model.
+    """
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    logging.getLogger("asyncio").addFilter(_not_of_orbax)  # a filter that is there already is not added again
+    if getattr(sys.unraisablehook, "func", None) is not _unless_abandoned:
+        sys.unraisablehook = functools.partial(_unless_abandoned, sys.unraisablehook)
+
+
+def _not_of_orbax(record: logging.LogRecord) -> bool:
+    """False for exceptions in Orbax's tasks that asyncio logs because nobody has asked for them."""
+    frames = traceback.extract_tb(record.exc_info[2]) if record.exc_info else ()
+    return not any("orbax" in frame.filename for frame in frames)
+
+
+def _unless_abandoned(hook, unraisable) -> None:
+    if not (isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"):
+        hook(unraisable)
+
+
+def _success(metrics: dict) -> float:
+    return metrics["success"]
+
+
+def _one_line(error: Exception, limit: int = 500) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= limit else text[:limit] + " ..."

@@ -1,0 +1,248 @@
+"""A run's curves: which metrics are shown and in which unit, smoothing, and the picture curves.png.
+
+The HTML report shows the same panels. Iteration i is played by the policy before its update, so iteration 0 shows the policy
+that training starts from, and the evaluation that ends a run of N iterations stands at N.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from hgpo_jax import config as configuration
+from hgpo_jax.trainer.metrics import flatten, read_metrics
+from hgpo_jax.utils.errors import ConfigError
+from hgpo_jax.utils.files import atomic_write
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """One chart.
+
+    metric: a name, or the beginning of several where it ends in `.`, `/` or `_`. unit: of the y axis. extent of the y axis:
+    `share` (0 to 100 %), `zero` (from 0 to what there is) or `free`.
+    """
+
+    title: str
+    metric: str
+    unit: str
+    extent: str
+
+    def names(self, known) -> list[str]:
+        """The metrics in `known` that the panel shows."""
+        group = self.metric[-1] in "./_"
+        return [name for name in known if name == self.metric or (group and name.startswith(self.metric))]
+
+    def label(self, name: str) -> str:
+        """Of one metric among several: `level2` -> `level 2`, `level-1` -> `prompt group`."""
+        part = name.removeprefix(self.metric)
+        return part.replace("level-1", "prompt group").replace("level", "level ").replace("_", " ")
+
+
+LEARNING = (
+    Panel("Success", "success", "share of episodes", "share"),
+    Panel("Return", "return", "discounted rewards", "zero"),
+    Panel("Episode length", "turns", "turns", "zero"),
+    Panel("Valid actions", "valid", "share of actions", "share"),
+    Panel("KL to the reference policy", "kl", "nats per token", "zero"),
+    Panel("Entropy", "entropy", "nats per token", "zero"),
+    Panel("Gradient norm", "grad_norm", "norm, before clipping", "zero"),
+    Panel("Log-probabilities, sampler against trainer", "logp_difference", "largest difference", "zero"),
+    Panel("Clipped tokens", "clip_fraction_", "share of tokens", "zero"),
+    Panel("Time per iteration", "seconds.", "seconds", "zero"),
+)
+GROUPS = (
+    Panel("Steps with a peer, by level", "peers/", "share of steps", "share"),
+    Panel("Steps with advantage 0", "advantage_zero", "share of steps", "share"),
+    Panel("Mean size of an advantage", "advantage_abs", "absolute advantage", "zero"),
+    Panel("Cosine to HGPO with K = 0", "cosine_to_level0", "cosine", "free"),
+    Panel("Variance between groups, by level", "hierarchy/tau2_", "tau² (return²)", "zero"),
+    Panel("Variance within groups, by level", "hierarchy/s2_", "s² (return²)", "zero"),
+    Panel("What depth can add", "hierarchy/rho", "rho", "zero"),
+)
+ROLES = (
+    Panel("Turns by role", "by_role/turns/", "turns per episode", "zero"),
+    Panel("Success where a role acted", "by_role/success/", "share of episodes", "share"),
+    Panel("Invalid actions by role", "by_role/invalid/", "share of actions", "share"),
+    Panel("Length of a response by role", "by_role/response_length/", "tokens", "zero"),
+    Panel("Mean advantage by role", "by_role/advantage_mean/", "advantage", "free"),
+    Panel("Spread of advantages by role", "by_role/advantage_std/", "standard deviation", "zero"),
+    Panel("KL to the reference policy by role", "by_role/kl/", "nats per token", "zero"),
+    Panel("Entropy by role", "by_role/entropy/", "nats per token", "zero"),
+    Panel("Whose tokens the loss pulls on", "by_role/logp_gradient_share/", "share of squared slopes", "share"),
+)
+DRAWN = (
+    "success", "turns", "valid", "return", "kl", "entropy", "grad_norm", "peers/", "by_role/entropy/",
+    "by_role/logp_gradient_share/", "seconds.",
+)  # in curves.png; fmt: skip
+MODES = ("sampled", "greedy")
+RAW = 0.3  # opacity of the raw line
+FIRST, HELD_OUT = "#8a5a00", "#a3262a"  # colours of the warm start's end and of held-out tasks
+
+
+def read_rows(folder: Path) -> list[dict]:
+    """A run's rows of metrics by dotted name, with `valid` (1 - invalid). Raises ConfigError."""
+    rows = [flatten(row) for row in read_metrics(folder)]
+    for number, row in enumerate(rows, 1):
+        if not all(isinstance(x, int | float | None) for x in row.values()):
+            raise ConfigError(
+                f"{folder / 'metrics.jsonl'}: line {number} is not a row of metrics: a value is not a number; remove the line"
+            )
+        for part in ("", "validation/"):
+            if row.get(f"{part}invalid") is not None:
+                row[f"{part}valid"] = 1 - row[f"{part}invalid"]
+    return rows
+
+
+def read_held_out(folder: Path) -> dict[str, dict] | None:
+    """The evaluation that ended a run: mode -> turns, valid and, where it is known, success and interval (its 95 %
+    interval); None before there is one.
+
+    Raises:
+      ConfigError: evaluation.json is damaged.
+    """
+    file = folder / "evaluation.json"
+    if not file.is_file():
+        return None
+    try:
+        found = json.loads(file.read_text())
+        result: dict[str, dict] = {mode: {} for mode in MODES}
+        for mode in MODES:
+            if found["success"][mode] is not None:
+                result[mode]["success"] = float(found["success"][mode])
+                result[mode]["interval"] = tuple(float(end) for end in found["interval"][mode])
+            result[mode] |= {"turns": float(found["turns"][mode]), "valid": 1 - float(found["invalid"][mode])}
+        return result
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        raise ConfigError(f"{file}: not an evaluation: {error!r}; run hgpo_jax.evaluate again") from None
+
+
+def smoothing_window(count: int) -> int:
+    """Over how many iterations a curve of `count` points is averaged: about an eighth of them, odd, 51 at most."""
+    return min(51, max(1, count // 8) | 1)
+
+
+def smooth(values, window: int) -> np.ndarray:
+    """Centred moving mean f64[iterations] of values [iterations] over a `window`, an odd number.
+
+    It narrows towards both ends, so that the first and the last value stay themselves. NaN is left out and stays NaN.
+    """
+    values = np.asarray(values, float)
+    known, place = np.isfinite(values), np.arange(len(values))
+    half = np.minimum(window // 2, np.minimum(place, place[::-1]))
+    total = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
+    count = np.concatenate([[0], np.cumsum(known)])
+    first, last = place - half, place + half + 1
+    return np.where(known, (total[last] - total[first]) / np.maximum(count[last] - count[first], 1), np.nan)
+
+
+def draw(rows: list[dict], title: str = "", held_out: dict | None = None, warm_start: bool = False) -> Figure:
+    """The curves of `read_rows`.
+
+    Args:
+      held_out: `read_held_out`, drawn where training ended.
+      warm_start: whether iteration 0 shows what a warm start had reached, which is then marked.
+    """
+    known = dict.fromkeys(name for row in rows for name in row)
+    by_metric = {panel.metric: panel for panel in (*LEARNING, *GROUPS, *ROLES)}
+    panels = [panel for metric in DRAWN if (panel := by_metric[metric]).names(known)]
+    columns = min(3, len(panels))
+    lines = -(-len(panels) // columns)
+    figure = Figure(figsize=(4.3 * columns, 2.8 * lines + 0.5), layout="constrained")
+    axes = figure.subplots(lines, columns, squeeze=False)
+    window = smoothing_window(len(rows))
+    for place, (axis, panel) in enumerate(zip(axes.flat, panels, strict=False)):
+        _panel(axis, panel, rows, panel.names(known), window)
+        _held_out(axis, panel, rows, held_out)
+        _range(axis, panel)
+        if place + columns >= len(panels):  # nothing below it
+            axis.set_xlabel("iteration", fontsize=9)
+        if panel.metric == "success":
+            if warm_start and rows[0]["iteration"] == 0 and rows[0].get("success") is not None:
+                reached = rows[0]["success"]
+                text = f"the warm start ends at {reached:.0%}"
+                axis.plot(0, reached, "D", color=FIRST, markersize=5, label=text, zorder=3)
+            axis.legend(fontsize=7.5, frameon=False)
+        elif len(panel.names(known)) > 1:
+            axis.legend(fontsize=8, frameon=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.remove()
+    note = f"bold: mean over {window} iterations, fewer at both ends" if window > 1 else ""
+    figure.suptitle("; ".join(part for part in (title, note) if part), fontsize=11)
+    return figure
+
+
+def _panel(axis: Axes, panel: Panel, rows: list[dict], names: list[str], window: int) -> None:
+    x = [row["iteration"] for row in rows]
+    for i, name in enumerate(names):
+        y = np.array([math.nan if row.get(name) is None else row[name] for row in rows], float)
+        label = panel.label(name) if len(names) > 1 else "in training"
+        marker = "." if np.isfinite(y).sum() == 1 else ""  # a line through one point is invisible
+        axis.plot(x, smooth(y, window), color=f"C{i}", linewidth=1.8, marker=marker, label=label)
+        if window > 1:
+            axis.plot(x, y, color=f"C{i}", linewidth=0.8, alpha=RAW)
+    axis.set_title(panel.title, fontsize=10)
+    axis.set_ylabel(panel.unit, fontsize=9)
+    axis.tick_params(labelsize=8.5)
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _held_out(axis: Axes, panel: Panel, rows: list[dict], final: dict | None) -> None:
+    """Validations on held-out tasks as dots on a line, the evaluation at the end as markers with the interval of success."""
+    found = [(row["iteration"], row[name]) for row in rows if row.get(name := f"validation/{panel.metric}") is not None]
+    if found:
+        axis.plot(*zip(*found, strict=True), ".-", color=HELD_OUT, linewidth=1, markersize=6, label="held-out, while training")
+    if not final or panel.metric not in final["sampled"]:
+        return
+    end = rows[-1]["iteration"] + 1
+    for mode, face, aside in zip(MODES, (HELD_OUT, "white"), (0.0, 0.02 * end), strict=True):
+        y = final[mode][panel.metric]
+        spread, label = None, f"held-out, {mode}"
+        if panel.metric == "success":
+            low, high = final[mode]["interval"]
+            spread, label = [[max(y - low, 0.0)], [max(high - y, 0.0)]], f"held-out, {mode}: {y:.1%} ({low:.1%} to {high:.1%})"
+        axis.errorbar(
+            end + aside, y, yerr=spread, fmt="o", color=HELD_OUT, markerfacecolor=face, markersize=5, capsize=2.5,
+            linewidth=1.2, label=label, zorder=3,
+        )  # fmt: skip
+
+
+def _range(axis: Axes, panel: Panel) -> None:
+    """Axis ranges that do not magnify a flat curve, ticks at whole iterations, and tick labels without an offset."""
+    axis.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
+    low, high = axis.get_xlim()
+    if high - low < 1:
+        axis.set_xlim(-0.5, max(high, 1.5))
+    axis.yaxis.set_major_formatter("{x:.6g}")
+    if panel.extent == "share":
+        axis.set_ylim(-0.02, 1.02)
+        axis.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        return
+    values = np.concatenate([np.asarray(line.get_ydata(), float) for line in axis.lines] or [np.zeros(1)])
+    values = values[np.isfinite(values)]
+    low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
+    if panel.extent == "zero" and low >= 0:
+        axis.set_ylim(0, 1.06 * high or 1)
+    elif high - low < 1e-3 * max(abs(low), abs(high)):
+        room = 0.5 * max(abs(low), abs(high))
+        axis.set_ylim(low - room, high + room)
+
+
+def plot_curves(folder: Path) -> None:
+    """Draws a run's curves.png from config.yaml, metrics.jsonl and, where there is one, evaluation.json. Raises ConfigError."""
+    rows = read_rows(folder)
+    if not rows:
+        return
+    config = configuration.load(str(folder / "config.yaml"), [])
+    title = f"{config.name}, {config.method}, seed {config.seed}"
+    figure = draw(rows, title, read_held_out(folder), warm_start=config.warm_start != "none")
+    with atomic_write(folder / "curves.png", "wb") as file:
+        figure.savefig(file, dpi=110, format="png")

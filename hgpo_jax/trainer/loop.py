@@ -1,0 +1,240 @@
+"""The training of a run: iterations of rollout and update, with checkpoints, validations and records in between."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from tqdm import tqdm
+
+from hgpo_jax.evaluation.held_out import play_held_out, sampled_decoding, summarize
+from hgpo_jax.learner.update import lr_scale
+from hgpo_jax.policy import Policy, load_policy, lora
+from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.rollout.result import RolloutResult
+from hgpo_jax.setup.job import Job, unrounded
+from hgpo_jax.trainer.behavior_cloning import warm_start
+from hgpo_jax.trainer.checkpoint import Checkpoints
+from hgpo_jax.trainer.interruption import Interrupted, Interruption
+from hgpo_jax.trainer.recorder import Recorder
+from hgpo_jax.trainer.step import make_learn, sample
+from hgpo_jax.utils import distributed, remote
+from hgpo_jax.utils.errors import ConfigError, RunError
+
+
+class Training:
+    """Trains a job in its run folder.
+
+    Args:
+      done: iterations that a checkpoint in the folder holds; 0: training begins.
+      stop: where signals arrive.
+    """
+
+    def __init__(self, job: Job, folder: Path, done: int, stop: Interruption):
+        self.job, self.config, self.folder, self.done, self.stop = job, job.config, folder, done, stop
+        learn, init = make_learn(job)
+        # Shapes and places are enough to compile and to restore; there is memory for one state, beside the weights.
+        like = described(init(job.given_params))
+        compiling = ThreadPoolExecutor(1).submit(compile_ahead, job, learn, like)
+        if jax.process_count() > 1:  # all processes must start programs in the same order, which two threads would not ensure
+            compiling.result()
+        self.checkpoints = Checkpoints(folder / "checkpoints", self.config.log)
+        params = starting_params(job, folder)
+        self.reference = job.reference_copy(params)
+        self.state = self.checkpoints.restore(done, like) if done else init(params)
+        self.learn = compiling.result()
+        kept = set(map(id, jax.tree.leaves(self.reference)))
+        for array in jax.tree.leaves((job.policy.params, job.given_params)):
+            if id(array) not in kept and not array.is_deleted():  # nothing reads it again, and it would take memory
+                array.delete()
+
+    def run(self) -> tuple[dict, dict]:
+        """All iterations that are left: (the final parameters, adapters merged; what a rollout takes, adapters apart).
+
+        Nothing here waits for an update: the recorder's threads wait for its numbers while the next rollout is sampled.
+
+        Raises:
+          Interrupted: after saving, where a signal came.
+        """
+        self.recorder = Recorder(self.config, self.folder, self.done, writes=jax.process_index() == 0)
+        try:
+            for iteration in range(self.done, self.config.iterations):
+                validation = self._validate_and_save(iteration)
+                episodes, sums, counts = self._rollout(iteration)
+                self._update(iteration, episodes, sums, counts | validation)
+                self.stop.agreed(iteration)
+            self._save()
+        except Interrupted:
+            with self.stop.defer_signals():
+                self._save()
+                self.checkpoints.close()
+            raise
+        except Exception:
+            self._save_after_failure()
+            raise
+        finally:
+            self.recorder.close()
+        self.checkpoints.close()
+        with refusals():
+            self.job.by_set(functools.partial(save_adapters, self.folder), self.state["params"])
+        trained, played = self.state["params"], self._rollout_params()
+        del self.state  # with adapters, the weights that they stand beside come back in `policy.dtype`
+        adapted = any(of_set.adapted.lora for of_set in self.job.sets.values() or [self.job])
+        return self.job.merged_params(trained, starting_params(self.job, self.folder) if adapted else trained), played
+
+    def _save_after_failure(self) -> None:
+        """What was learned before a rollout or a validation failed; an update that failed has taken the weights with it.
+
+        One of several processes cannot save alone, and the others need not have failed.
+        """
+        if jax.process_count() == 1 and not any(a.is_deleted() for a in jax.tree.leaves(self.state)):
+            with contextlib.suppress(RunError):
+                self._save()
+                self.checkpoints.close()
+                if self.stop.saved:
+                    saved = f"{self.stop.saved} of {self.config.iterations} iterations are saved"
+                    print(f"{saved}; continue with --resume {remote.shown(self.folder)}", flush=True)
+
+    def _rollout_params(self):
+        return self.job.rollout_params(self.state["params"], self.reference)
+
+    def _validate_and_save(self, iteration: int) -> dict:
+        """A checkpoint and a validation of the policy at the start of an iteration, where they are due; returns its metrics."""
+        evaluation, log = self.config.evaluation, self.config.log
+        validates = evaluation.every and iteration % evaluation.every == 0
+        if self.done % log.checkpoint_every == 0 and not (validates and log.keep_best):
+            self._save()
+        if not validates:
+            return {}
+        began = time.perf_counter()
+        validation = validate(self.job, self._rollout_params())
+        self.recorder.time_phase("validation", (), began)
+        if log.keep_best:
+            if math.isnan(success := validation["validation/success"]):
+                raise RunError("log.keep_best: the environment does not say which episodes are a success; give log.keep_best=0")
+            self._save(success)
+        return validation
+
+    def _rollout(self, iteration: int) -> tuple[Episodes, list[dict], dict]:
+        """The iteration's episodes, sums over its rollouts, and further metrics."""
+        began = time.perf_counter()
+        result, sums, counts = sample(self.job, self._rollout_params(), iteration)
+        episodes, report = result
+        self.recorder.time_phase("rollout", episodes.mask, began)
+        self.recorder.dump(iteration, episodes, report)
+        self.recorder.wait()  # at most one iteration is in flight
+        if self.config.log.sample_every and iteration % self.config.log.sample_every == 0:
+            self._print_first(iteration, result)
+        return episodes, sums, counts
+
+    def _print_first(self, iteration: int, result: RolloutResult) -> None:
+        """Prints the first of an iteration's episodes; waits for the rollout."""
+        first = jax.tree.map(lambda a: a[:1], result.episodes)  # in every process
+        if jax.process_index() == 0:
+            text = self.job.runner.story(RolloutResult(jax.device_get(first), result.report), 0).text()
+            with tqdm.external_write_mode():
+                print(f"\nan episode of iteration {iteration + 1}:\n{text}\n", flush=True)
+
+    def _update(self, iteration: int, episodes: Episodes, sums: list[dict], known: dict) -> None:
+        """Learns from the episodes; signals wait until the iteration has been counted."""
+        with self.stop.defer_signals():
+            began = time.perf_counter()
+            scale = lr_scale(self.config.learner, iteration, self.config.iterations)
+            key = self.job.key(iteration, 1)
+            role = learning_role(self.job, iteration)
+            self.state, metrics = self.learn(self.state, self.reference, episodes, key, jnp.float32(scale), role)
+            self.done = iteration + 1
+            self.recorder.time_phase("update", metrics, began)
+            self.recorder.row(iteration, sums, metrics, known | {"lr": self.config.learner.lr * scale}, episodes)
+
+    def _save(self, success: float | None = None) -> None:
+        """A checkpoint of what is done, if there is none yet; it relies on the rows and dumps before it."""
+        with self.stop.defer_signals():
+            if self.done and self.checkpoints.latest() != self.done:
+                self.recorder.wait(dumps=True)
+                self.checkpoints.save(self.done, self.state, success)
+                self.stop.saved = self.done
+
+
+def described(tree):
+    """The shapes, dtypes and shardings of a tree's arrays."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
+
+
+def compile_ahead(job: Job, learn, state):
+    """Compiles rollout and update in another thread while the warm start prepares; returns the compiled update.
+
+    The rollout's first call then finds it in the compilation cache. state: as `described`.
+    """
+    with jax.set_mesh(job.mesh):  # a mesh is only set for the thread that set it
+        reference = described(job.reference_copy(job.given_params))
+        job.runner.compile(described(job.base_rollout_params(job.given_params)), job.episode_inputs(0))
+        whole = NamedSharding(job.mesh, PartitionSpec())
+        abstract = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole)  # noqa: E731
+        episodes = jax.tree.map(abstract, job.abstract_episodes())
+        role = learning_role(job, 0)
+        return learn.lower(state, reference, episodes, job.key(0, 1), jnp.float32(0), role).compile()
+
+
+def learning_role(job: Job, iteration: int) -> jax.Array | None:
+    """`Job.learning_role` as the update takes it."""
+    role = job.learning_role(iteration)
+    return None if role is None else jnp.int32(role)
+
+
+def validate(job: Job, params) -> dict:
+    """Metrics of a sampled evaluation of `Job.rollout_params`, on other tasks than the final one's where there are enough."""
+    episodes, scores, _ = play_held_out(job, params, sampled_decoding(job.config.evaluation), validation=True)
+    summary = summarize(episodes, job.runner.task_types, scores)
+    names = ("success", "success_at_least", "turns", "invalid", "score")
+    return {f"validation/{name}": summary[name] for name in names if name in summary}
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """A folder that a policy cannot be written into is a user's mistake."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def save_adapters(folder: Path, job: Job, adapters) -> None:
+    """With LoRA, what a run trained without what it stands beside. Raises ValueError where that cannot be written."""
+    if job.adapted.lora:
+        cloned = job.config.warm_start == "cloning"
+        base = str(folder / "start" / job.weights) if cloned else job.config.policy.source
+        lora.save(folder / "adapter" / job.weights, job.adapted, adapters, base=base)
+
+
+def starting_params(job: Job, folder: Path):
+    """The weights that training starts from: those in `start/` where the run has begun already, else cloned or given ones."""
+    config, start = job.config, folder / "start"
+    # Sets of weights that begin alike have one folder, and one copy on the devices where adapters go beside it.
+    alike = {} if config.warm_start == "cloning" else {id(of.policy): name for name, of in reversed(job.sets.items())}
+    place = lambda job: start / alike.get(id(job.policy), job.weights)  # noqa: E731
+    places = {place(of): of for of in job.sets.values() or [job]}
+    if not distributed.broadcast_from_process_0(lambda: all((place / "config.json").is_file() for place in places)):
+        reference = warm_start(unrounded(job)) if config.warm_start == "cloning" else job.given_params
+        with refusals():
+            for folder, of in places.items():
+                params = reference[of.weights] if job.sets else reference
+                Policy(of.policy.config, params, of.policy.tokenizer).save(folder)
+        return reference
+    found = {}
+    for folder, of in places.items():
+        try:
+            found[folder] = load_policy(folder, job.mesh, config.policy.dtype).params
+        except ValueError as error:
+            raise ConfigError(f"{error}; remove {start}, and it will be recreated") from None
+        if jax.tree.map(jnp.shape, found[folder]) != jax.tree.map(jnp.shape, of.policy.params):
+            raise ConfigError(f"{folder}: policy.* or env.* ask for another size of policy; start in another run_dir")
+    return job.by_set(lambda job: found[place(job)])

@@ -1,0 +1,249 @@
+"""Metrics of rollouts, and what a run writes about its iterations: metrics.jsonl, TensorBoard, Weights & Biases."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from hgpo_jax.advantages import Estimate
+from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.utils.errors import ConfigError
+from hgpo_jax.utils.files import atomic_write
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases, the same one where training is resumed in the folder.
+
+    config: of the run, to be shown with it.
+    """
+
+    def __init__(self, folder: Path, project: str, config: dict):
+        import wandb
+
+        name = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]
+        self._run = wandb.init(
+            project=project, dir=str(folder), id=name, name=folder.name, resume="allow", config=config,
+            settings=wandb.Settings(silent=True),
+        )  # fmt: skip
+
+    def write(self, row: dict) -> None:
+        self._run.log({name.replace(".", "/"): value for name, value in flatten(row).items()}, step=row["iteration"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Logger(Protocol):
+    """Takes the rows of metrics elsewhere, too."""
+
+    def write(self, row: dict) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsWriter:
+    """Appends one JSON object per iteration to metrics.jsonl, and passes the same row to other loggers.
+
+    Args:
+      folder: the run's folder.
+      keep: iterations to keep; later lines of an interrupted run are dropped.
+      loggers: by name, what makes a logger such as `TensorBoard`. One that fails is left out from then on, with a warning.
+    """
+
+    def __init__(self, folder: Path, keep: int = 0, loggers: dict[str, Callable[[], Logger]] | None = None):
+        self.path = folder / "metrics.jsonl"
+        rows = [row for row in read_metrics(folder) if row["iteration"] < keep]
+        with atomic_write(self.path) as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        self._file = open(self.path, "a")  # noqa: SIM115 - open as long as the run
+        self._loggers: dict[str, Logger] = {}
+        for name, make in (loggers or {}).items():
+            self._try(name, lambda name=name, make=make: self._loggers.update({name: make()}))
+
+    def write(self, row: dict) -> None:
+        """`row` maps names to numbers or to one more such mapping, and has `iteration`. NaN is written as null."""
+        clean = {
+            k: {n: _finite(v) for n, v in x.items()} if isinstance(x, dict) else _finite(x) for k, x in row.items()
+        }
+        self._file.write(json.dumps(clean) + "\n")
+        self._file.flush()
+        for name, logger in list(self._loggers.items()):
+            self._try(name, lambda logger=logger: logger.write(row))
+
+    def sync(self) -> None:
+        """Waits until the rows are on the disk."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+        for name, logger in list(self._loggers.items()):
+            self._try(name, logger.close)
+
+    def _try(self, name: str, call) -> None:
+        try:
+            call()
+        except Exception as error:  # whatever a library raises, training continues
+            self._loggers.pop(name, None)
+            reason = " ".join(str(error).split())
+            print(f"warning: {name} fails and is left out from now on: {reason}", file=sys.stderr, flush=True)
+
+
+def _finite(value):
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@functools.partial(jax.jit, static_argnames="roles")
+def rollout_sums(e: Episodes, gamma, roles: tuple[str, ...]) -> dict[str, jax.Array]:
+    """Sums over the episodes of one rollout, scalars by name; `rollout_metrics` takes these. roles: the environment's."""
+    sums = {
+        "episodes": e.mask[:, 0].sum(),  # one that its environment failed has no turns
+        "failed": (~e.mask[:, 0]).sum(),
+        "judged": e.judged.sum(),
+        "success": e.success.sum(),
+        "rewarded": (e.rewards.sum(1) > 0).sum(),
+        "won_unrewarded": (e.success & (e.rewards.sum(1) <= 0)).sum(),
+        "return": (e.rewards * gamma ** jnp.arange(e.rewards.shape[1])).sum(),
+        "steps": e.mask.sum(),
+        "invalid": (e.invalid & e.mask).sum(),
+        "tokens": (e.prompt_lengths + e.response_lengths).sum(where=e.mask),
+    }
+    for role, own in turns_by_role(e, roles).items():
+        sums |= {
+            f"by_role/judged/{role}": (own.any(1) & e.judged).sum(),
+            f"by_role/success/{role}": (own.any(1) & e.success).sum(),
+            f"by_role/turns/{role}": own.sum(),
+            f"by_role/invalid/{role}": (e.invalid & own).sum(),
+            f"by_role/response_length/{role}": e.response_lengths.sum(where=own),
+        }
+    return sums
+
+
+def turns_by_role(e: Episodes, roles: tuple[str, ...]) -> dict[str, jax.Array]:
+    """Role -> its turns bool[B, T]; nothing where there is one role, of which all turns are."""
+    return {role: e.mask & (e.agents == index) for index, role in enumerate(roles)} if len(roles) > 1 else {}
+
+
+def role_advantages(e: Episodes, advantages, roles: tuple[str, ...]) -> dict[str, jax.Array]:
+    """Mean and standard deviation of the advantages f32[B, T] of each role's turns, scalars by name."""
+    metrics = {}
+    for role, own in turns_by_role(e, roles).items():
+        count = jnp.maximum(own.sum(), 1)
+        mean = advantages.sum(where=own) / count
+        metrics[f"by_role/advantage_mean/{role}"] = mean
+        metrics[f"by_role/advantage_std/{role}"] = jnp.sqrt(((advantages - mean) ** 2).sum(where=own) / count)
+    return metrics
+
+
+def advantage_metrics(mask, estimate: Estimate) -> dict:
+    """Scalars that describe a batch's advantages; mask bool[B, T]."""
+    steps = jnp.maximum(mask.sum(), 1)
+    metrics = {
+        "advantage_abs": jnp.abs(estimate.advantages).sum() / steps,
+        "advantage_zero": ((estimate.advantages == 0) & mask).sum() / steps,
+    }
+    if "switch_rate" in estimate.stats:
+        metrics["switch_rate"] = estimate.stats["switch_rate"]
+    for column, level in enumerate(estimate.levels):
+        _, sizes, _ = estimate.by_level()
+        metrics[f"peers/level{level}"] = ((sizes[..., column] > 1) & mask).sum() / steps
+    if 0 in estimate.levels:
+        # Cosine between HGPO with K = 0 and what is used: how much the deeper levels change the advantage.
+        level0 = estimate.by_level()[0][..., estimate.levels.index(0)]
+        norms = jnp.sqrt((level0**2).sum() * (estimate.advantages**2).sum())
+        metrics["cosine_to_level0"] = (level0 * estimate.advantages).sum() / jnp.maximum(norms, 1e-12)
+    return metrics
+
+
+def hierarchy_metrics(levels: Estimate) -> dict:
+    """What the levels of history explain of the returns (`eb_gae`): tau2 between and s2 within the groups of each level."""
+    metrics = {"hierarchy/rho": levels.stats["rho"]}
+    for column, level in enumerate(levels.levels):
+        metrics[f"hierarchy/s2_level{level}"] = levels.stats["s2"][column]
+        if column:
+            metrics[f"hierarchy/tau2_level{level}"] = levels.stats["tau2"][column - 1]
+    return metrics
+
+
+def rollout_metrics(sums: list[dict[str, jax.Array]]) -> dict[str, float]:
+    """The metrics of an iteration's rollouts, from the `rollout_sums` of each; waits until they are computed."""
+    sums = jax.device_get(sums)
+    total = {name: float(sum(of_one[name] for of_one in sums)) for name in sums[0]}
+    episodes, wins, judged = max(total["episodes"], 1), total["success"], total["judged"]
+    rewards = {name: value for name, value in total.items() if name.startswith("reward/")}  # see `rollout/rewards.py`
+    return {
+        "success": wins / judged if judged else math.nan,  # unknown
+        "success_at_least": wins / (judged + total["failed"]) if judged else math.nan,  # failed episodes count as lost
+        "rewarded": total["rewarded"] / episodes,
+        "won_unrewarded": total["won_unrewarded"] / wins if wins else 0.0,
+        "return": total["return"] / episodes,
+        "turns": total["steps"] / episodes,
+        "invalid": total["invalid"] / max(total["steps"], 1),
+        "steps": total["steps"],
+        "tokens": total["tokens"],
+        **{name: value / (1 if name == "reward/failed" else episodes) for name, value in rewards.items()},
+        **_role_metrics(total),
+    }
+
+
+def _role_metrics(total: dict[str, float]) -> dict[str, float]:
+    """Those of `rollout_metrics` that each role has, where there are several."""
+    metrics: dict[str, float] = {}
+    for role in (name.rpartition("/")[2] for name in total if name.startswith("by_role/turns/")):
+        of = {part: total[f"by_role/{part}/{role}"] for part in ("judged", "success", "turns", "invalid", "response_length")}
+        turns = max(of["turns"], 1)
+        metrics |= {
+            f"by_role/success/{role}": of["success"] / of["judged"] if of["judged"] else math.nan,
+            f"by_role/turns/{role}": of["turns"] / max(total["episodes"], 1),
+            f"by_role/invalid/{role}": of["invalid"] / turns,
+            f"by_role/response_length/{role}": of["response_length"] / turns,
+        }
+    return metrics
+
+
+def unknown_by_role(row: dict) -> dict[str, float]:
+    """NaN for what an iteration's row says of roles that had no turn in it, but that they had none."""
+    idle = {name.rpartition("/")[2] for name, turns in row.items() if name.startswith("by_role/turns/") and not turns}
+    said = [name for name in row if name.startswith("by_role/") and not name.startswith("by_role/turns/")]
+    return {name: math.nan for name in said if name.rpartition("/")[2] in idle}
+
+
+def flatten(row: dict) -> dict:
+    """Nested numbers by dotted name."""
+    flat: dict[str, float] = {}
+    for name, value in row.items():
+        if isinstance(value, dict):
+            flat |= {f"{name}.{inner}": number for inner, number in value.items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def read_metrics(folder: Path) -> list[dict]:
+    """The rows of a run's metrics.jsonl; an unfinished last line is left out, a missing file has no rows.
+
+    Raises:
+      ConfigError: another line is not a row.
+    """
+    path = Path(folder) / "metrics.jsonl"
+    rows = []
+    if path.is_file():
+        *lines, _ = path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                if not isinstance(row, dict) or not isinstance(row.get("iteration"), int):
+                    raise ValueError("it holds no iteration")
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"{path}: line {number} is not a row of metrics: {error}; remove the line") from None
+            rows.append(row)
+    return rows

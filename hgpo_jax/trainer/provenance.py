@@ -1,0 +1,57 @@
+"""Which code and templates from outside this project a run was made with: `provenance.json` in its folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from hgpo_jax.config import OPEN, Config
+from hgpo_jax.envs import outside
+from hgpo_jax.rollout.chat_format import TEMPLATES, template_file
+from hgpo_jax.utils.errors import ConfigError
+from hgpo_jax.utils.files import atomic_write
+
+FILE = "provenance.json"
+
+
+def record(config: Config, folder: Path, done: int) -> list[str]:
+    """Adds to the file what the run uses from iteration `done` on, where that differs from what it used before.
+
+    A record has `from_iteration` and, by field (`env.name`, `method`, `reward.source`, `env.state_key`, an option of the
+    environment, `env.template`, a role's `template`), the place as given, the file, its SHA-256, and the version of the module
+    or its distribution. Where nothing comes from outside, nothing is written.
+
+    Returns: a line for each of these that changed. Raises ConfigError for a damaged file.
+    """
+    given = {"env.name": config.env.name, "method": config.method, "reward.source": config.reward.source}
+    places = {f: outside.located(name, OPEN[f][1]) for f, name in given.items() if name and name not in OPEN[f][0]}
+    if config.env.state_key:
+        given["env.state_key"] = config.env.state_key
+        places["env.state_key"] = outside.located(config.env.state_key, outside.STATE_KEYS)
+    options = config.env.options | outside.implied(config.env.name)
+    for option, place in outside.code_in(options).items():
+        given[f"env.options.{option}"], places[f"env.options.{option}"] = options[option], place
+    now = {field: {"name": given[field], **outside.version(place)} for field, place in places.items()}
+    templates = {"env.template": config.env.template}
+    templates |= {f"roles.{role}.template": settings.template for role, settings in config.roles.items()}
+    for field, name in templates.items():
+        if name and not (path := template_file(name)).is_relative_to(TEMPLATES):
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            given[field], now[field] = name, {"name": name, "file": str(path.resolve()), "sha256": digest, "version": None}
+    file = folder / FILE
+    try:
+        records = json.loads(file.read_text()) if file.is_file() else []
+        before = {field: value for field, value in records[-1].items() if field != "from_iteration"} if records else {}
+        changed = [
+            f"{field}={given[field]}: it has changed since iteration {records[-1]['from_iteration']}, see {file}"
+            for field, about in now.items()
+            if field in before and any(about[part] != before[field][part] for part in ("sha256", "version"))
+        ]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{file}: is damaged: {' '.join(str(error).split())}; remove it, and a new one begins") from None
+    if now != before:
+        with atomic_write(file) as target:
+            json.dump([*records, {"from_iteration": done, **now}], target, indent=1)
+            target.write("\n")
+    return changed

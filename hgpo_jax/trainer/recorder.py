@@ -1,0 +1,131 @@
+"""What a run writes while the next iteration is computed: rows of metrics, dumps of episodes, warnings, the live line."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+from tqdm import tqdm
+
+from hgpo_jax.config import Config
+from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.trainer.alarms import Alarms
+from hgpo_jax.trainer.metrics import Logger, MetricsWriter, WeightsAndBiases, read_metrics, rollout_metrics, unknown_by_role
+from hgpo_jax.utils.progress import Progress
+
+
+def loggers(config: Config, folder: Path, first: int) -> dict:
+    """What a MetricsWriter calls for the configured loggers."""
+    chosen: dict[str, Callable[[], Logger]] = {}
+    if config.log.tensorboard:
+        from hgpo_jax.trainer.tensorboard import TensorBoard
+
+        chosen["TensorBoard"] = functools.partial(TensorBoard, folder, first)
+    if config.log.wandb:
+        fields = config.model_dump(mode="json")
+        chosen["Weights & Biases"] = functools.partial(WeightsAndBiases, folder, config.log.wandb_project, fields)
+    return chosen
+
+
+class Recorder:
+    """One thread waits for numbers and writes rows, another one writes dumps; what fails there is raised at `wait`.
+
+    Args:
+      first: the iteration that the run starts or resumes with.
+      writes: whether this process is the one that writes; the others watch the same numbers, so that all of them stop together.
+    """
+
+    def __init__(self, config: Config, folder: Path, first: int, writes: bool):
+        self._config, self._folder, self._writes = config, folder, writes
+        self._rows, self._dumps = ThreadPoolExecutor(1, "rows"), ThreadPoolExecutor(1, "dumps")
+        self._row: Future | None = None
+        self._dump: Future | None = None
+        if writes:
+            (folder / "episodes").mkdir(exist_ok=True)
+            self._writer = MetricsWriter(folder, first, loggers(config, folder, first))
+        # The other processes see the same folder, but not before the first one has written in it.
+        self._alarms = Alarms(config, [row for row in read_metrics(folder) if row["iteration"] < first])
+        self._last = 0.0
+        self._seconds: dict[str, float] = {}
+        self._progress = Progress("training", config.iterations, "it", done=first, plain="iteration")
+
+    def time_phase(self, phase: str, arrays, began: float) -> None:
+        """Counts the seconds until `arrays` are computed as a phase's, from when it began or the phase before had ended."""
+        self._rows.submit(self._wait_for, phase, arrays, began)
+
+    def _wait_for(self, phase: str, arrays, began: float) -> None:
+        jax.block_until_ready(arrays)
+        ended = time.perf_counter()
+        self._seconds[phase] = ended - max(began, self._last)
+        self._last = ended
+
+    def dump(self, iteration: int, episodes: Episodes, report) -> None:
+        """Begins to write an iteration's episodes where it is their turn, and their report if they have one."""
+        last = iteration + 1 == self._config.iterations
+        if self._writes and (last or (iteration + 1) % self._config.log.dump_every == 0):
+            if self._dump:
+                self._dump.result()
+            self._dump = self._dumps.submit(self._save, f"iteration-{iteration:05d}", episodes, report)
+
+    def _save(self, name: str, episodes: Episodes, report=None) -> None:
+        path = self._folder / "episodes" / name
+        jax.device_get(episodes).save(path.with_suffix(".npz"))
+        if report is not None:
+            report.save(path.with_suffix(".json"))
+
+    def row(self, iteration: int, sums: list[dict], metrics: dict, known: dict, episodes: Episodes) -> None:
+        """Begins to write an iteration's row.
+
+        sums: of its rollouts (`metrics.rollout_sums`); metrics: of the update; known: numbers that are already known.
+        """
+        self._row = self._rows.submit(self._write, iteration, sums, metrics, known, episodes)
+
+    def _write(self, iteration: int, sums, metrics, known: dict, episodes: Episodes) -> None:
+        numbers = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        row = {"iteration": iteration, **rollout_metrics(sums), **known, **numbers, "seconds": self._seconds}
+        row |= unknown_by_role(row)
+        spent, self._seconds = self._seconds, {}
+        row["tokens_per_second"] = row["tokens"] / (spent["rollout"] + spent["update"])
+        if self._writes:
+            if row["nonfinite_steps"]:
+                self._save(f"nonfinite-{iteration:05d}", episodes)
+            self._writer.write(row)
+            self._progress.update(1, live_line(row), seconds=sum(spent.values()))
+        for warning in self._alarms.check(row, episodes):
+            if self._writes:
+                with tqdm.external_write_mode(sys.stderr):
+                    print(f"warning: {warning}", file=sys.stderr, flush=True)
+
+    def wait(self, dumps: bool = False) -> None:
+        """Waits for the row that was begun last, and raises what went wrong; with `dumps`, until everything is on disk."""
+        if self._row:
+            self._row.result()
+        if dumps and self._dump:
+            self._dump.result()
+        if dumps and self._writes:
+            self._writer.sync()
+
+    def close(self) -> None:
+        """Ends the threads and closes the files, even after a failure."""
+        for threads in (self._rows, self._dumps):
+            threads.shutdown()
+        self._progress.close()
+        if self._writes:
+            self._writer.close()
+
+
+def live_line(row: dict) -> dict:
+    """What the live line shows of an iteration."""
+    rate = row["tokens_per_second"]
+    return {
+        "success": f"{row['success']:.2f}",
+        "return": f"{row['return']:.2f}",
+        "tok/s": f"{rate / 1e3:.0f}k" if rate >= 1e4 else f"{rate:.0f}",
+        "rollout": f"{row['seconds']['rollout']:.2f}s",
+        "update": f"{row['seconds']['update']:.2f}s",
+    }

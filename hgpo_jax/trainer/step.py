@@ -1,0 +1,395 @@
+"""One iteration of training: sample episodes, estimate advantages, update policy and critic."""
+
+from __future__ import annotations
+
+import functools
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hgpo_jax import advantages
+from hgpo_jax.advantages.hiper import segment_begins
+from hgpo_jax.config import Config
+from hgpo_jax.config.policies import members
+from hgpo_jax.learner import losses
+from hgpo_jax.learner.algorithms import AVAILABLE_ARRAYS
+from hgpo_jax.learner.batch import TrainingBatch
+from hgpo_jax.learner.critic import initialize_critic, make_value_loss, make_values, targets, values_of_episodes
+from hgpo_jax.learner.update import (
+    aggregation,
+    correction_level,
+    make_logprobs,
+    make_map,
+    make_optimizer,
+    make_policy_loss,
+    make_update,
+)
+from hgpo_jax.policy.placement import cast, shardings_like, storage_shardings
+from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.rollout.result import RolloutResult
+from hgpo_jax.rollout.rewards import overlong
+from hgpo_jax.rollout.runners import CompiledRunner
+from hgpo_jax.rollout.state_keys import regrouped
+from hgpo_jax.setup.job import Job
+from hgpo_jax.trainer.metrics import advantage_metrics, hierarchy_metrics, role_advantages, rollout_sums
+from hgpo_jax.utils.errors import RunError
+
+
+def sample(job: Job, params, iteration: int) -> tuple[RolloutResult, list[dict], dict[str, float]]:
+    """Samples the episodes to learn from; does not wait for a compiled rollout, unless it is a team's.
+
+    params: `Job.rollout_params`.
+
+    Returns: the episodes with their report, the `metrics.rollout_sums` of each rollout that was made for them, and further
+    metrics. With dynamic sampling, rollouts are repeated on further tasks, `rollout.max_tries` at most, until there are as
+    many prompt groups with different rewards as an iteration learns from; what is missing then has no steps, and there is no
+    report.
+
+    Raises RunError where every episode of a host rollout failed (of a compiled one `Alarms` finds that, which waits for its
+    numbers), and where roles learn in turns and another than the first of them acts first.
+    """
+    settings = job.config.rollout
+    if not job.method.dynamic_sampling:
+        result, of_one = _rewarded_rollout(job, params, iteration)
+        counts = result.report.counts if result.report else {}
+        return RolloutResult(punish_overlong(job, result.episodes), result.report), [of_one], counts
+    kept, sums = None, []
+    for attempt in range(settings.max_tries):
+        (episodes, _), of_one = _rewarded_rollout(job, params, iteration, attempt)
+        if kept is None:
+            kept = jax.tree.map(jnp.zeros_like, episodes).replace(groups=episodes.groups)
+            filled = jnp.int32(0)
+        kept, filled = _keep_informative(kept, filled, episodes, settings.group_size)
+        sums.append(of_one)
+        if filled >= settings.prompt_groups:
+            break
+    assert kept is not None  # `max_tries` is above 0
+    return RolloutResult(punish_overlong(job, kept), None), sums, {"rollouts": len(sums), "kept_groups": int(filled)}
+
+
+def _rewarded_rollout(job: Job, params, iteration: int, attempt: int = 0) -> tuple[RolloutResult, dict]:
+    """A rollout with the configured rewards, and its sums."""
+    result = job.runner.rollout(params, *job.episode_inputs(iteration, attempt))
+    if job.learning_role(iteration) is not None:
+        begun, agents = result.episodes.mask[:, 0], result.episodes.agents[:, 0]
+        first = int(jnp.where(begun, agents, 0).max())  # of all processes' episodes
+        if first:  # the turn that a prompt group shares would be one that it is to learn from
+            raise RunError(
+                f"learner.alternate: of roles that learn in turns the first, {job.runner.roles[0]}, must act first, but "
+                f"{job.runner.roles[first]} did; give learner.alternate=0, or another order of the environment's roles"
+            )
+    rewards: dict = {}
+    if job.reward:
+        result, rewards = job.reward(result)
+    if job.config.reward.overlong_cache:
+        rewards["reward/overlong"] = overlong(job.config, job.runner.roles, result.episodes).sum()
+    if job.config.env.state_key or job.config.advantage.similarity is not None:
+        result = regrouped(result, job.config)
+    if result.report and not result.episodes.mask.any():
+        failures = result.report.failures
+        raise RunError(
+            f"iteration {iteration + 1}: all {len(failures)} episodes failed, in the first one: {failures[min(failures)]}"
+        )
+    unknown = result.report and (result.episodes.mask[:, 0] & ~result.episodes.judged).any()
+    if unknown and "success" in advantages.parameters(job.method.estimator)[0]:
+        raise RunError(f"method={job.config.method}: needs to know which episodes are won, and the environment does not say it")
+    return result, rollout_sums(result.episodes, job.config.advantage.gamma, job.runner.roles) | rewards
+
+
+def punish_overlong(job: Job, e: Episodes) -> Episodes:
+    """The episodes with `rewards.overlong`; after dynamic sampling, which goes by success as in DAPO's paper, not by length."""
+    if not job.config.reward.overlong_cache:
+        return e
+    return e.replace(rewards=e.rewards + overlong(job.config, job.runner.roles, e))
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _keep_informative(kept: Episodes, filled, episodes: Episodes, group_size: int) -> tuple[Episodes, jax.Array]:
+    """Puts the prompt groups of `episodes` with different rewards after the `filled` (i32[]) ones of `kept`, if they fit."""
+    useful = advantages.informative(episodes.rewards, episodes.mask, episodes.groups).reshape(-1, group_size).any(1)
+    slot = jnp.where(useful, filled + jnp.cumsum(useful) - 1, len(useful))
+    rows = (slot[:, None] * group_size + jnp.arange(group_size)).ravel()
+    merged = jax.tree.map(lambda old, new: old.at[rows].set(new, mode="drop"), kept, episodes)
+    return merged.replace(groups=kept.groups), jnp.minimum(filled + useful.sum(), len(useful))
+
+
+def make_learn(job: Job):
+    """Builds the training half of an iteration.
+
+    Returns: (`learn(state, reference, episodes, key, lr_scale, role=None) -> (state, metrics)`, jitted, with the state donated;
+    `init(params) -> state` from the weights that training starts with). The state holds `params`, the weights or, with
+    LoRA, the adapters; `opt_state`; and with a critic `critic`, the same two for it. With `learner.offload`, all but the
+    adapters or weights are stored in the host's memory between two calls. With a role, i32[], the policy learns from its turns:
+    the advantages of the others' count as 0, so that only the KL and the entropy bonus act on them.
+    """
+    policy_update = job.by_set(_make_policy_update)
+    if job.method.critic:
+        critic_optimizer, predict_values, update_critic = _make_critic(job)
+
+    def init(params) -> dict:
+        # The update donates its parameters, and the reference policy must outlive them.
+        def trained_of(job, params):
+            return job.fresh_adapters() if job.adapted.lora else jax.tree.map(jnp.copy, params)
+
+        trained = job.by_set(trained_of, params)
+        create = lambda job, update, trained: _create_stored(job, update[0].init, trained)  # noqa: E731
+        state = {"params": trained, "opt_state": job.by_set(create, policy_update, trained)}
+        if job.method.critic:
+            create = functools.partial(initialize_critic, heads=(3,) if job.method.parts else ())
+            critic = _create_stored(job, create, params)
+            state["critic"] = {"params": critic, "opt_state": _create_stored(job, critic_optimizer.init, critic)}
+        return state
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def learn(state, reference, episodes: Episodes, key, lr_scale, role=None):
+        state, reference = {name: _to_devices(job, part) for name, part in state.items()}, _to_devices(job, reference)
+        batch = training_batch(episodes)
+        if len(job.runner.roles) > 1:
+            batch = batch.replace(agents=_flat(episodes.agents))
+        happened, unfinished = _flat(episodes.mask), batch.unfinished(job.runner.end_tokens)
+        order, count = _shuffled(key, happened)
+        final_values = None
+        if job.method.critic:
+            predict = functools.partial(predict_values, state["critic"]["params"])
+            values, final_values = values_of_episodes(predict, batch, episodes, order, count)
+            batch = batch.replace(values=values)
+        estimate, hierarchy = _estimate(job, episodes, batch.values, final_values)
+        learned = _by_token(job, estimate, episodes.responses.shape[-1])
+        if role is not None:
+            learns = episodes.agents == role
+            learned = jnp.where(learns.reshape(learns.shape + (1,) * (learned.ndim - 2)), learned, 0.0)
+        batch = batch.replace(advantages=_flat(learned))
+        masked = happened & ~unfinished if job.config.learner.unfinished == "mask" else happened
+
+        new = {}
+        if job.sets:
+            new["params"], new["opt_state"], metrics = _update_sets(
+                job, policy_update, state, reference, batch, masked, key, lr_scale, role
+            )
+        else:
+            new["params"], new["opt_state"], metrics = policy_update[1](
+                state["params"], state["opt_state"], reference, batch, *_shuffled(key, masked), lr_scale
+            )
+        if job.method.critic:
+            batch = _with_targets(job, batch, episodes, estimate)
+            new["critic"], critic_metrics = update_critic(state["critic"], batch, order, count, lr_scale)
+            metrics["nonfinite_steps"] += critic_metrics.pop("nonfinite_steps")
+            metrics |= critic_metrics
+        metrics["unfinished_share"] = unfinished.sum() / jnp.maximum(count, 1)
+        metrics |= advantage_metrics(episodes.mask, estimate) | hierarchy_metrics(hierarchy)
+        metrics |= role_advantages(episodes, estimate.advantages, job.runner.roles)
+        return _to_storage(job, new), metrics
+
+    return learn, init
+
+
+def _update_sets(job: Job, updates: dict, state: dict, reference, batch: TrainingBatch, learned, key, lr_scale, role):
+    """Each set of weights learns from its own roles' decisions: (params, opt_state, metrics).
+
+    learned: bool[N], the decisions to learn from. A set with none, and with a learning role one that is not this role's, stays
+    as it is. Metrics are means over the sets weighted by their decisions, but for numbers of steps, which are added, and the
+    largest `logp_difference`; a role's own are those of its weights.
+    """
+    assert batch.agents is not None
+    params, opt_state, found, counts = {}, {}, {}, {}
+    for number, (name, (_, update)) in enumerate(updates.items()):
+        own = jnp.array(members(name, job.runner.roles))
+        order, count = _shuffled(jax.random.fold_in(key, number), learned & own[batch.agents])
+        count = count if role is None else jnp.where(own[role], count, 0)
+        old = state["params"][name], state["opt_state"][name]
+        update_set = functools.partial(update, *old, reference[name], batch, order, count, lr_scale)
+        *_, shapes = jax.eval_shape(update_set)
+        unknown = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        params[name], opt_state[name], found[name] = jax.lax.cond(
+            count > 0, update_set, lambda old=old, unknown=unknown: (*old, unknown)
+        )
+        counts[name] = count
+    total = jnp.maximum(sum(counts.values()), 1)
+    metrics: dict = {}
+    for part in next(iter(found.values())):
+        of_sets = {name: stats[part] for name, stats in found.items()}
+        if part.startswith("by_role/"):
+            mine = next(name for name in updates if any(members(name, [part.rpartition("/")[2]])))
+            alone = sum(members(mine, job.runner.roles)) == 1 and part.startswith("by_role/logp_gradient_share/")
+            metrics[part] = jnp.where((counts[mine] > 0) & (not alone), of_sets[mine], jnp.nan)
+        elif part in ("optimizer_steps", "nonfinite_steps"):
+            metrics[part] = sum(of_sets.values())
+        elif part == "logp_difference":
+            metrics[part] = functools.reduce(jnp.maximum, of_sets.values())
+        else:
+            metrics[part] = sum(counts[name] * value for name, value in of_sets.items()) / total
+    for name, stats in found.items():
+        norm = jnp.where(counts[name] > 0, stats["grad_norm"], jnp.nan)
+        metrics |= {f"by_role/grad_norm/{one}": norm for one in name.split("+")}
+    return params, opt_state, metrics
+
+
+def training_batch(e: Episodes) -> TrainingBatch:
+    """The N = B x T turns of episodes as decisions, including those that did not happen; advantages are 0."""
+    return TrainingBatch(
+        prompts=_flat(e.prompts),
+        prompt_lengths=_flat(e.prompt_lengths),
+        responses=_flat(e.responses),
+        response_lengths=_flat(e.response_lengths),
+        old_logp=_flat(e.logp),
+        advantages=jnp.zeros(e.mask.size),
+    )
+
+
+def _flat(a):
+    """[B, T, ...] -> [B x T, ...]."""
+    return a.reshape(-1, *a.shape[2:])
+
+
+def _shuffled(key, happened):
+    """Indices of decisions in a random order, i32[N], those that happened (bool[N]) first; and their number i32[]."""
+    return jnp.argsort(jax.random.uniform(key, happened.shape) + 2.0 * ~happened), happened.sum()
+
+
+def estimator_options(config: Config, estimator: str) -> dict:
+    """An estimator's options as configured."""
+    values = config.advantage.model_dump()
+    if values["history_length"] is None:
+        values["history_length"] = config.rollout.history_length
+    _, known = advantages.parameters(estimator)
+    return {name: values[name] for name in known if values.get(name) is not None}
+
+
+def _estimate(job: Job, e: Episodes, values, final_values) -> tuple[advantages.Estimate, advantages.Estimate]:
+    """The method's advantages, and those of `eb_gae`, whose statistics are always logged.
+
+    values: f32[N, ...], the critic's, and final_values: f32[B, ...], as `values_of_episodes` gives them.
+    """
+    name = job.method.estimator
+    batch = {field: getattr(e, field) for field in ("rewards", "mask", "states", "groups", "invalid")}
+    needed, _ = advantages.parameters(name)
+    arrays = {array: getattr(e, array) for array in needed if array in AVAILABLE_ARRAYS}
+    if job.method.parts:
+        by_part = jnp.moveaxis(values.reshape(*e.mask.shape, 3), -1, 0)
+        arrays |= dict(zip(("term_values", "high_values", "low_values"), by_part, strict=True))
+        arrays |= {"switches": _planning(job).switches(e), "final_values": final_values[:, 1]}
+    elif job.method.critic:
+        arrays |= {"values": values.reshape(e.mask.shape), "final_values": final_values}
+    estimate = advantages.estimate(name, **batch, **arrays, **estimator_options(job.config, name))
+    if name == "eb_gae":
+        return estimate, estimate
+    return estimate, advantages.estimate("eb_gae", **batch, **estimator_options(job.config, "eb_gae"))
+
+
+def _planning(job: Job) -> CompiledRunner:
+    """The runner of a method whose answers have parts; `check_together` refuses others than compiled ones."""
+    return typing.cast(CompiledRunner, job.runner)
+
+
+def _by_token(job: Job, estimate: advantages.Estimate, slots: int) -> jax.Array:
+    """f32[B, T], or where an answer has parts f32[B, T, R]: every token's that of its part, the end's that of the action."""
+    if estimate.part_advantages is None:
+        return estimate.advantages
+    switch, subgoal, _ = _planning(job).answer_parts
+    return estimate.part_advantages[..., np.repeat(np.arange(3), (switch, subgoal, slots - switch - subgoal))]
+
+
+def _with_targets(job: Job, batch: TrainingBatch, e: Episodes, estimate: advantages.Estimate) -> TrainingBatch:
+    """The decisions with what the critic learns from them."""
+    if estimate.part_returns is None:
+        return batch.replace(returns=_flat(estimate.returns))
+    every = jnp.ones(e.mask.shape, bool)
+    has_target = jnp.stack([every, segment_begins(_planning(job).switches(e), e.mask), every], axis=-1)
+    return batch.replace(returns=_flat(estimate.part_returns), has_target=_flat(has_target))
+
+
+def _update_sizes(config: Config) -> dict:
+    """Options of `make_update` that policy and critic share."""
+    return {
+        "minibatch_size": config.learner.minibatch_size,
+        "microbatch_size": config.learner.microbatch_size,
+        "compute_dtype": config.policy.compute_dtype,
+    }
+
+
+def _make_policy_update(job: Job):
+    """(optimizer, the policy's `make_update`, preceded by `learner.rollout_correction`)."""
+    config, method, optimizer = job.config, job.method, make_optimizer(job.config.learner)
+    loss = make_policy_loss(job.adapted, config.learner, method, config.rollout.temperature, job.runner.roles)
+    per_token = aggregation(config.learner, method) == "token-mean"
+    update = make_update(loss, optimizer, job.mesh, **_update_sizes(config), per_token=per_token)
+    level = correction_level(config)
+    if level == "none":
+        return optimizer, update
+    logprobs = make_logprobs(job.adapted, config.rollout.temperature)
+    mapped = make_map(
+        lambda params, batch: logprobs(*params, batch)[0], job.mesh, microbatch_size=config.learner.microbatch_size
+    )
+
+    def corrected_update(params, opt_state, reference, batch: TrainingBatch, order, count, lr_scale):
+        old_logp = mapped((cast(params, config.policy.compute_dtype), reference), batch, order, count)
+        learned = jnp.zeros(order.shape, bool).at[order].set(jnp.arange(order.shape[0]) < count)
+        mask = batch.response_mask() & learned[:, None]
+        weights, correction = losses.rollout_correction(
+            old_logp, batch.old_logp, mask, level=level, cap=config.learner.rollout_correction_cap
+        )
+        if method.loss == "gspo":  # advantages and, as `check_together` sees to, weights are of whole responses
+            weighted = batch.advantages * weights[:, 0]
+        else:
+            weighted = (batch.advantages if batch.advantages.ndim == 2 else batch.advantages[:, None]) * weights
+        difference = jnp.where(mask, jnp.abs(old_logp - batch.old_logp), 0.0).max(initial=0.0)
+        batch = batch.replace(old_logp=old_logp, advantages=weighted)
+        params, opt_state, stats = update(params, opt_state, reference, batch, order, count, lr_scale)
+        stats |= {f"correction/{name}": value for name, value in correction.items()} | {"logp_difference": difference}
+        return params, opt_state, stats
+
+    return optimizer, corrected_update
+
+
+def _make_critic(job: Job):
+    """(optimizer, `predict(params, batch, order, count) -> f32[N, ...]`, `update(state, batch, order, count, lr_scale)`)."""
+    config, optimizer = job.config, make_optimizer(job.config.critic)
+    plan_words = sum(_planning(job).answer_parts[:2]) if job.method.parts else 0
+    values = make_values(job.policy.config, config.learner.remat, plan_words)
+    mapped = make_map(values, job.mesh, microbatch_size=config.learner.microbatch_size)
+    loss = make_value_loss(values, config.critic.value_clip)
+    step = make_update(loss, optimizer, job.mesh, **_update_sizes(config), per_token=False)
+
+    def predict(params, batch: TrainingBatch, order, count):
+        return mapped(cast(params, config.policy.compute_dtype), batch, order, count)
+
+    def update(state, batch: TrainingBatch, order, count, lr_scale):
+        params, opt_state, stats = step(state["params"], state["opt_state"], None, batch, order, count, lr_scale)
+        assert batch.returns is not None
+        variance = jnp.var(batch.returns, where=targets(batch))
+        return {"params": params, "opt_state": opt_state}, {
+            "critic/loss": stats["loss"],
+            "critic/grad_norm": stats["grad_norm"],
+            "critic/value_clip_fraction": stats["value_clip_fraction"],
+            "critic/explained": 1 - stats["squared_error"] / jnp.maximum(variance, 1e-8),
+            "nonfinite_steps": stats["nonfinite_steps"],
+        }
+
+    return optimizer, predict, update
+
+
+def _create_stored(job: Job, create, params):
+    """`create(params)` as it is stored: arrays that match one of the policy's are sharded like it, others replicated."""
+    shapes = jax.eval_shape(create, params)
+    shardings = storage_shardings(shapes, job.adapted, job.mesh, offload=job.config.learner.offload)
+    return jax.jit(create, out_shardings=shardings)(params)
+
+
+def _to_devices(job: Job, tree):
+    """With `learner.offload`, what was stored in the host's memory on the devices."""
+    if not job.config.learner.offload:
+        return tree
+    return job.by_set(lambda job, tree: jax.device_put(tree, shardings_like(tree, job.adapted, job.mesh)), tree)
+
+
+def _to_storage(job: Job, state: dict) -> dict:
+    """With `learner.offload`, all of the state but `params` in the host's memory."""
+    if not job.config.learner.offload:
+        return state
+
+    def stored(job, part):
+        return jax.device_put(part, storage_shardings(part, job.adapted, job.mesh, offload=True))
+
+    return {name: part if name == "params" else job.by_set(stored, part) for name, part in state.items()}

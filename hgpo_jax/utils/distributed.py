@@ -1,0 +1,104 @@
+"""Several processes, usually one a machine, as one program: JAX's own multi-process runtime (`--distributed`).
+
+On TPU pods, under Slurm and Open MPI jax finds out which process is which. Elsewhere three variables tell it, in every
+process:
+
+    JAX_COORDINATOR_ADDRESS=host-of-process-0:1234  JAX_NUM_PROCESSES=2  JAX_PROCESS_ID=0
+
+All processes run the same command. Process 0 writes and prints; run_dir and cache_dir are folders that all of them see.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from hgpo_jax.utils.errors import ConfigError, RunError
+
+KINDS = (ConfigError, RunError, OSError, ValueError)  # of errors that processes tell each other; a ConfigError is a ValueError
+VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+
+
+def join(environment=os.environ) -> None:
+    """Joins the other processes, before anything else uses jax.
+
+    Raises:
+      ConfigError: variables that are missing or do not fit, or no word from the other processes.
+    """
+    given = _given(environment)
+    try:
+        jax.distributed.initialize(**given, shutdown_timeout_seconds=60)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"--distributed: {' '.join(str(error).split())}") from None
+
+
+def mute_other_processes() -> None:
+    """Drops what all processes but process 0 print; their standard error stays."""
+    if jax.process_index() > 0:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open as long as the process
+
+
+def _given(environment) -> dict:
+    """The variables as arguments of `jax.distributed.initialize`; none where the cluster provides them."""
+    given = [name for name in VARIABLES if environment.get(name)]
+    if not given:
+        return {}
+    address, *numbers = (environment.get(name, "") for name in VARIABLES)
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"{VARIABLES[0]}={address}: expected host:port of the first process, as in 10.0.0.1:1234")
+    for name, number in zip(VARIABLES[1:], numbers, strict=True):
+        if not number.isdecimal():
+            raise ConfigError(f"{name}={number}: expected a whole number together with {given[0]}")
+    count, index = map(int, numbers)
+    if index >= count:
+        raise ConfigError(f"{VARIABLES[2]}={index}: processes are numbered 0 to {VARIABLES[1]} - 1 = {count - 1}")
+    # Without the last argument jax still asks the cluster which devices to use, which may need more packages.
+    return {"coordinator_address": address, "num_processes": count, "process_id": index,
+            "cluster_detection_method": "deactivate"}  # fmt: skip
+
+
+def broadcast_from_process_0(call: Callable):
+    """The result of `call()` in process 0, in all processes, so that what they read from a file cannot differ.
+
+    Args:
+      call: returns what JSON can hold.
+
+    Raises in all processes what `call` raises in process 0, so that none waits for another: in the others a ConfigError,
+    RunError, OSError or ValueError like that, or a RunError that names what it was.
+    """
+    if jax.process_count() == 1:
+        return call()
+    encoded, raised = b"", None
+    if jax.process_index() == 0:
+        try:
+            encoded = json.dumps([call(), None]).encode()
+        except Exception as error:  # whatever it is, the others wait for a word
+            raised = error
+            encoded = json.dumps([None, _told(error)]).encode()
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(encoded))))
+    content = np.zeros(size, np.uint8)
+    content[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+    value, told = json.loads(bytes(multihost_utils.broadcast_one_to_all(content)))
+    if raised:
+        raise raised
+    if told:
+        kind, arguments = told
+        raise next(one for one in KINDS if one.__name__ == kind)(*arguments)
+    return value
+
+
+def _told(error: Exception) -> tuple[str, list]:
+    """The name of one of KINDS and the arguments that make an error like this one."""
+    kind = next((kind for kind in KINDS if isinstance(error, kind)), None)
+    if isinstance(error, OSError) and error.errno is not None:
+        return "OSError", [error.errno, error.strerror, error.filename and str(error.filename)]
+    if kind is None:
+        return "RunError", [f"process 0 has failed: {type(error).__name__}: {error}"]
+    return kind.__name__, [str(error)]
