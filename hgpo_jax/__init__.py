@@ -1,6 +1,8 @@
 """hgpo_jax: group-based reinforcement learning for LLM agents, native to JAX.
 
-Sub-packages are imported by name (`from hgpo_jax import advantages`), so that one of them can be used alone.
+`hgpo_jax.load_config`, `fit`, `evaluate_policy`, `generate` and the other names of `hgpo_jax.api` are the Python API; they are
+imported when they are first asked for. Sub-packages are imported by name (`from hgpo_jax import advantages`), so that one of
+them can be used alone.
 
 Shapes are written in these letters everywhere, in docstrings, comments and names (`q_BSHE` is a [B, S, H, E] array):
 
@@ -27,7 +29,51 @@ Shapes are written in these letters everywhere, in docstrings, comments and name
       C  slots of the key-value cache
 """
 
+import importlib
 import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hgpo_jax.api import (
+        Config,
+        ConfigError,
+        Policy,
+        Run,
+        RunError,
+        estimate,
+        evaluate_policy,
+        fit,
+        generate,
+        load_config,
+        load_policy,
+        load_run,
+    )
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Policy",
+    "Run",
+    "RunError",
+    "estimate",
+    "evaluate_policy",
+    "fit",
+    "generate",
+    "load_config",
+    "load_policy",
+    "load_run",
+]
 
 # Only tokenizers and configs of transformers are used: PyTorch is absent on purpose, so its warning is silenced.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+
+def __getattr__(name: str) -> Any:
+    """A name of the API, imported when it is first asked for: it takes seconds."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("hgpo_jax.api"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

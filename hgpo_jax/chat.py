@@ -9,133 +9,21 @@ The model sees the whole conversation. /reset forgets it, Ctrl-C ends an answer,
 
 from __future__ import annotations
 
-import datetime
-import functools
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
-import numpy as np
-from flax import nnx
 
 from hgpo_jax.config import cli
 from hgpo_jax.export import policy_folder
-from hgpo_jax.policy import Policy, load_policy
-from hgpo_jax.policy.chat_frame import ChatFrame
+from hgpo_jax.policy import load_policy
 from hgpo_jax.policy.tokenizer import generation_of
-from hgpo_jax.sampling.generate import Decoding, make_decode_blocks, published_decoding, sample_token
+from hgpo_jax.sampling.chat import Chat
+from hgpo_jax.sampling.generate import published_decoding
 from hgpo_jax.utils.errors import ConfigError, printable
 from hgpo_jax.utils.files import CACHE_DIR
-
-SHORTEST = 128  # tokens that a prompt is padded to; longer ones to twice that, four times, ...
-
-
-class Chat:
-    """A conversation.
-
-    Args:
-      policy: with a tokenizer that has a chat template.
-      max_new: tokens of the longest answer.
-      seed: of the answers; the same conversation with the same seed gets the same ones.
-      system: the system message, if the conversation is to begin with one.
-      thinking: as `ChatFrame` takes it.
-
-    Raises:
-      ValueError: no tokenizer, chat template or end token, or a max_new that leaves no room for a prompt.
-    """
-
-    def __init__(
-        self, policy: Policy, decoding: Decoding, *, max_new: int = 512, seed: int = 0, system: str = "",
-        thinking: bool | None = None,
-    ):  # fmt: skip
-        if policy.tokenizer is None:
-            raise ValueError("tokenizer: the folder holds none; add tokenizer.json and tokenizer_config.json")
-        self._frame = ChatFrame(policy.tokenizer, date=datetime.date.today(), thinking=thinking)
-        self._limit = policy.config.max_position_embeddings - max_new
-        if self._limit < 1:
-            raise ValueError(f"--max-tokens {max_new}: the model's context is {policy.config.max_position_embeddings} tokens")
-        self._policy, self._decoding, self._max_new = policy, decoding, max_new
-        self._key, self._system = jax.random.key(seed), [{"role": "system", "content": system}] if system else []
-        self._blocks = make_decode_blocks(policy.graphdef)(policy.params)
-        self.reset()
-
-    def reset(self) -> None:
-        """Forgets the conversation."""
-        self.messages: list[dict[str, str]] = []
-        self._answers = 0
-
-    def prompt(self, question: str) -> list[int]:
-        """Token ids of the conversation with another question; what does not fit is forgotten, oldest exchange first.
-
-        Raises ValueError where the question alone does not fit.
-        """
-        self.messages.append({"role": "user", "content": question})
-        while len(ids := self._frame.conversation(self._system + self.messages)) > self._limit:
-            if len(self.messages) == 1:
-                self.messages = []
-                raise ValueError(f"{len(ids)} tokens; beside a response {self._limit} fit in the context: ask less")
-            del self.messages[:2]
-        return ids
-
-    def answer(self, question: str) -> Iterator[str]:
-        """The answer in pieces, as they are sampled; what was sampled before the caller stops belongs to the conversation.
-
-        Raises ValueError where the question does not fit.
-        """
-        ids = self.prompt(question)
-        key, told = jax.random.fold_in(self._key, self._answers), ""
-        self._answers += 1
-        try:
-            if self._frame.inside_thought:
-                told += self._frame.opened
-                yield told
-            for piece in self._pieces(ids, key):
-                told += piece
-                yield piece
-        finally:
-            self.messages.append({"role": "assistant", "content": told})
-
-    def _pieces(self, ids: list[int], key) -> Iterator[str]:
-        """What each token adds to the text."""
-        graphdef, params = self._policy.graphdef, self._policy.params
-        width = SHORTEST
-        while width < len(ids):
-            width *= 2
-        prompt = np.zeros((1, width), np.int32)
-        prompt[0, : len(ids)] = ids
-        logits, cache = _read(graphdef, params, prompt, np.array([len(ids)], np.int32), width + self._max_new)
-        sampled, told = [], ""
-        for i in range(self._max_new):
-            token, logits, cache = _advance(
-                graphdef, params, self._blocks, logits, cache, np.array([len(ids) + i], np.int32), key, i, self._decoding
-            )
-            if int(token[0]) in self._frame.end_tokens:
-                break
-            sampled.append(int(token[0]))
-            text = self._frame.text.decode(sampled)
-            if not text.endswith("\ufffd"):  # else the rest of a character is still to come
-                yield text[len(told) :]
-                told = text
-        yield self._frame.text.decode(sampled)[len(told) :]
-
-
-@functools.partial(jax.jit, static_argnums=(0, 4))
-def _read(graphdef, params, prompt, length, capacity: int):
-    """Of a prompt i32[1, P], right-padded: (logits f32[1, V] of what comes next, a cache of `capacity` slots)."""
-    model = nnx.merge(graphdef, params)
-    hidden, cache = model.prefill(prompt, length - 1, capacity)
-    return model.logits(hidden), cache
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=(3, 4))
-def _advance(graphdef, params, blocks, logits, cache, position, key, i, decoding: Decoding):
-    """Samples token number i of a response and reads it: (token i32[1], logits f32[1, V] of the next one, the cache)."""
-    model = nnx.merge(graphdef, params)
-    token, _ = sample_token(logits, jax.random.fold_in(key, i)[None], decoding)
-    hidden, cache = model.decode(token, position, cache, blocks)
-    return token, model.logits(hidden), cache
 
 
 def questions() -> Iterator[str]:
@@ -198,6 +86,8 @@ def main() -> None:
         jax.config.update("jax_compilation_cache_dir", str(Path(CACHE_DIR, "compiled")))
     try:
         policy = load_policy(policy_folder(args.policy), dtype=args.dtype)
+        if args.max_tokens >= (context := policy.config.max_position_embeddings):
+            raise ConfigError(f"--max-tokens {args.max_tokens}: the model's context is {context} tokens")
         given = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
         decoding = published_decoding(generation_of(policy.tokenizer), 0.7, **given)
         thinking = None if args.thinking is None else args.thinking == "on"

@@ -13,6 +13,8 @@ transcripts.txt.
 
 from __future__ import annotations
 
+import sys
+
 from hgpo_jax import config as configuration
 from hgpo_jax.config import cli
 
@@ -38,12 +40,17 @@ def main() -> None:
     config = configuration.resolve(given) if args.resume == "never" else None
     # Only here: these take seconds to import, and a mistake in a field has been refused by now.
     from hgpo_jax.setup.validate import check_given
-    from hgpo_jax.trainer.main import train
+    from hgpo_jax.trainer.main import Interrupted, dry_run, train
 
     if config:
         check_given(config, args.overrides)
-
-    train(given, args.resume, tuple(args.allow_change), args.dry_run, args.distributed)
+    allowed = tuple(args.allow_change)
+    if args.dry_run:
+        return dry_run(given, args.resume, allowed)
+    try:
+        train(given, args.resume, allowed, args.distributed)
+    except Interrupted as signal:
+        sys.exit(128 + signal.number)
 
 
 if __name__ == "__main__":

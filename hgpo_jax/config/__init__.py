@@ -6,7 +6,7 @@ that `python -m hgpo_jax.train` needs no file. `load` refuses what it does not k
 
 from hgpo_jax.config.describe import COMMON, completions, describe
 from hgpo_jax.config.learning import AdvantageConfig, CriticConfig, LearnerConfig
-from hgpo_jax.config.load import CONFIGS, dump, given, load, named_files, parse_value, read_yaml, resolve, shown
+from hgpo_jax.config.load import CONFIGS, SHORT, dump, given, load, named_files, parse_value, read_yaml, resolve, shown
 from hgpo_jax.config.roles import OptimizerConfig, RoleConfig
 from hgpo_jax.config.schema import (
     OPEN,
@@ -28,6 +28,7 @@ __all__ = [
     "COMMON",
     "CONFIGS",
     "OPEN",
+    "SHORT",
     "AdvantageConfig",
     "CloningConfig",
     "Config",

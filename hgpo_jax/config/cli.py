@@ -77,7 +77,7 @@ def is_run(folder: str) -> bool:
 
 
 def policies_of(run: Path) -> list[Path]:
-    """Of a run whose roles had weights of their own the folders of its policies, each named by its roles."""
+    """Policy folders of a multi-policy run, each named by its roles."""
     return sorted(file.parent for file in run.glob("policy/*/config.json"))
 
 
@@ -85,7 +85,7 @@ UNROUNDED = "policy.sample_dtype=compute_dtype"  # a run's policy is played as i
 
 
 def trained_policy(args) -> tuple[str, list[str]]:
-    """Of `add_trained_policy`'s arguments: the configuration's file, and the overrides with which the policy is that one.
+    """Returns the config file and the overrides that select the policy of `add_trained_policy`'s arguments.
 
     Raises ConfigError.
     """
@@ -99,16 +99,22 @@ def trained_policy(args) -> tuple[str, list[str]]:
         raise errors.ConfigError(
             f"--config {args.config}: the run in {args.run} has its own config.yaml; change fields as field=value"
         )
-    # The saved policy has its adapters merged.
-    saved = [f"policy={Path(args.run, 'policy') if run else args.run}", "warm_start=none", "lora.rank=0"]
-    if run and (sets := policies_of(Path(args.run))):
-        shared = next((folder for folder in sets if "+" in folder.name), sets[0])
-        saved[0] = f"policy={shared}"
-        for folder in sets:
-            if "+" not in folder.name:
-                saved += [f"roles.{folder.name}.policy={folder}", f"roles.{folder.name}.lora_rank=0"]
     mesh = [] if args.mesh is None else [f"mesh={args.mesh}"]
+    saved = saved_policy(args.run)
     return str(Path(args.run, "config.yaml")) if run else args.config, [UNROUNDED, *args.overrides, *mesh, *saved]
+
+
+def saved_policy(folder: str) -> list[str]:
+    """Overrides that select the policy of a run, or the one in a Hugging Face folder; its adapters are merged."""
+    run = is_run(folder)
+    saved = [f"policy={Path(folder, 'policy') if run else folder}", "warm_start=none", "lora.rank=0"]
+    if run and (policies := policies_of(Path(folder))):
+        shared = next((policy for policy in policies if "+" in policy.name), policies[0])
+        saved[0] = f"policy={shared}"
+        for policy in policies:
+            if "+" not in policy.name:
+                saved += [f"roles.{policy.name}.policy={policy}", f"roles.{policy.name}.lora_rank=0"]
+    return saved
 
 
 def add_distributed(p: argparse.ArgumentParser) -> None:

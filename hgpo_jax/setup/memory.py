@@ -28,6 +28,7 @@ from hgpo_jax.rollout.env_tokenizer import fresh_tokenizer
 from hgpo_jax.rollout.environments import backend, environment, max_turns, role_names
 from hgpo_jax.rollout.prompts import prompt_length
 from hgpo_jax.utils.errors import ConfigError
+from hgpo_jax.utils.progress import say
 
 GiB = 2**30
 # Memory of one device (vendors' data sheets).
@@ -278,7 +279,7 @@ def table(bytes_by_phase: dict[str, dict[str, int]]) -> str:
 def refuse_too_large(config: Config, phases: dict[str, dict[str, int]], needed: int, limit: int) -> None:
     """Raises ConfigError, after printing the table, where a device that holds `limit` bytes cannot give what is needed."""
     if needed > USABLE * limit:
-        print(table(phases))
+        say(table(phases))
         raise ConfigError(
             f"mesh={config.mesh}: needs {needed / GiB:.1f} GiB on each device, which has {limit / GiB:.1f}; take more devices "
             "for fsdp or tensor, a smaller learner.microbatch_size or rollout.decode_batch_size, or learner.remat=full"

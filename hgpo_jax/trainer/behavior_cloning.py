@@ -48,7 +48,7 @@ from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.setup.job import Job
 from hgpo_jax.utils import distributed
 from hgpo_jax.utils.errors import ConfigError, RunError
-from hgpo_jax.utils.progress import Progress
+from hgpo_jax.utils.progress import Progress, say
 
 PLAYED = 4096  # episodes of the expert at once
 ADMISSIBLE = 0.95  # share of admissible commands at which cloning random ones ends
@@ -206,7 +206,7 @@ def clone(job: Job) -> dict:
     of_given = any(of_set.config.policy.source for of_set in job.sets.values() or [job])
     if of_given and (reached := practised(trained, settings.max_steps)) >= stop_at:
         reach = f"reach success {reached:.0%} (cloning.stop_at={stop_at:g})"
-        print(f"warm start: not needed, the pretrained weights {reach}", flush=True)
+        say(f"warm start: not needed, the pretrained weights {reach}")
         return given
     decisions, success = demonstrations(job, jnp.arange(settings.episodes))
     held_out = _held_out_loss(job, practice_numbers, reference) if isinstance(job.runner, TextRunner) else None
@@ -228,11 +228,10 @@ def clone(job: Job) -> dict:
             progress.update(steps, shown)
             if reached >= stop_at:
                 break
-    print(
+    say(
         f"warm start: {step + steps} steps of behaviour cloning on {sum(one.count for one in each.values()):,} decisions of "
         f"{settings.episodes:,} generated episodes ({float(success.mean()):.0%} of them successful); "
-        + ", ".join(f"{name} {value}" for name, value in shown.items()),
-        flush=True,
+        + ", ".join(f"{name} {value}" for name, value in shown.items())
     )
     return job.merged_params(trained, given)
 
@@ -398,7 +397,7 @@ def warm_start(job: Job) -> dict:
     """The parameters to start from, out of the cache or freshly cloned."""
     folder = Path(job.config.cache_dir) / "warm_start" / cache_key(job.config)
     if distributed.broadcast_from_process_0(folder.is_dir):
-        print(f"warm start: read from {folder}", flush=True)
+        say(f"warm start: read from {folder}")
         try:
             return job.by_set(lambda job: load_policy(folder / job.weights, job.mesh, job.config.policy.dtype).params)
         except ValueError as error:

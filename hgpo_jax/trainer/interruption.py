@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 
 import jax
@@ -37,8 +38,9 @@ class Interruption:
 
     def __enter__(self) -> Interruption:
         self._alone = jax.process_count() == 1
-        # jax itself listens to SIGTERM where there are several processes.
-        self._before = {number: signal.signal(number, self._receive) for number in SIGNALS} if self._alone else {}
+        # jax itself listens to SIGTERM where there are several processes, and only the main thread may listen to signals.
+        listens = self._alone and threading.current_thread() is threading.main_thread()
+        self._before = {number: signal.signal(number, self._receive) for number in SIGNALS} if listens else {}
         return self
 
     def __exit__(self, *_) -> None:

@@ -6,14 +6,13 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from tqdm import tqdm
 
 from hgpo_jax.evaluation.held_out import play_held_out, sampled_decoding, summarize
 from hgpo_jax.learner.update import lr_scale
@@ -28,6 +27,7 @@ from hgpo_jax.trainer.recorder import Recorder
 from hgpo_jax.trainer.step import make_learn, sample
 from hgpo_jax.utils import distributed, remote
 from hgpo_jax.utils.errors import ConfigError, RunError
+from hgpo_jax.utils.progress import say
 
 
 class Training:
@@ -36,10 +36,14 @@ class Training:
     Args:
       done: iterations that a checkpoint in the folder holds; 0: training begins.
       stop: where signals arrive.
+      on_iteration: called with every row of metrics that was written, in another thread.
     """
 
-    def __init__(self, job: Job, folder: Path, done: int, stop: Interruption):
+    def __init__(
+        self, job: Job, folder: Path, done: int, stop: Interruption, on_iteration: Callable[[dict], None] | None = None
+    ):
         self.job, self.config, self.folder, self.done, self.stop = job, job.config, folder, done, stop
+        self.on_iteration = on_iteration
         learn, init = make_learn(job)
         # Shapes and places are enough to compile and to restore; there is memory for one state, beside the weights.
         like = described(init(job.given_params))
@@ -64,7 +68,8 @@ class Training:
         Raises:
           Interrupted: after saving, where a signal came.
         """
-        self.recorder = Recorder(self.config, self.folder, self.done, writes=jax.process_index() == 0)
+        writes = jax.process_index() == 0
+        self.recorder = Recorder(self.config, self.folder, self.done, writes, self.on_iteration)
         try:
             for iteration in range(self.done, self.config.iterations):
                 validation = self._validate_and_save(iteration)
@@ -101,7 +106,7 @@ class Training:
                 self.checkpoints.close()
                 if self.stop.saved:
                     saved = f"{self.stop.saved} of {self.config.iterations} iterations are saved"
-                    print(f"{saved}; continue with --resume {remote.shown(self.folder)}", flush=True)
+                    say(f"{saved}; continue with --resume {remote.shown(self.folder)}")
 
     def _rollout_params(self):
         return self.job.rollout_params(self.state["params"], self.reference)
@@ -140,8 +145,7 @@ class Training:
         first = jax.tree.map(lambda a: a[:1], result.episodes)  # in every process
         if jax.process_index() == 0:
             text = self.job.runner.story(RolloutResult(jax.device_get(first), result.report), 0).text()
-            with tqdm.external_write_mode():
-                print(f"\nan episode of iteration {iteration + 1}:\n{text}\n", flush=True)
+            say(f"\nan episode of iteration {iteration + 1}:\n{text}\n")
 
     def _update(self, iteration: int, episodes: Episodes, sums: list[dict], known: dict) -> None:
         """Learns from the episodes; signals wait until the iteration has been counted."""

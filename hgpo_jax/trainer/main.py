@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -31,18 +31,24 @@ from hgpo_jax.trainer.loop import Training, refusals
 from hgpo_jax.utils import distributed, remote
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.files import atomic_write, is_remote
-from hgpo_jax.utils.progress import CompileWatch
+from hgpo_jax.utils.progress import CompileWatch, say, warn
 
 
-def train(given: dict, resume: str, allowed: tuple[str, ...], dry: bool, multiprocess: bool) -> None:
-    """Trains the run that a command asks for, to its end or until a signal.
+def train(
+    given: dict,
+    resume: str = "never",
+    allowed: tuple[str, ...] = (),
+    multiprocess: bool = False,
+    on_iteration: Callable[[dict], None] | None = None,
+) -> Path:
+    """Trains the run that the given fields ask for to its end, and returns its folder.
 
     Args:
       given, resume, allowed: as `find_run` takes them.
-      dry: only check everything but the weights, and print the memory plan.
       multiprocess: this is one of several processes.
+      on_iteration: called with every row of metrics that was written, in another thread.
 
-    Raises ConfigError, RunError.
+    Raises ConfigError, RunError, and Interrupted where a signal ended it, after saving.
     """
     began = time.perf_counter()
     place = resume if is_remote(resume) else given.get("run_dir", "")
@@ -53,8 +59,6 @@ def train(given: dict, resume: str, allowed: tuple[str, ...], dry: bool, multipr
         config, folder, *rest = find_run(given, resume, allowed)
         return config.model_dump(mode="json"), str(folder), *rest
 
-    if dry:
-        return dry_run(configuration.resolve(look()[0]))
     if multiprocess:
         open_devices(multiprocess=True)
         found = distributed.broadcast_from_process_0(look)
@@ -64,27 +68,29 @@ def train(given: dict, resume: str, allowed: tuple[str, ...], dry: bool, multipr
     config, folder, (resuming, ended) = configuration.resolve(found[0]), Path(found[1]), found[2:]
     place = remote.shown(folder)
     if ended:
-        print(
+        say(
             f"{place}: all {config.iterations} iterations are done and evaluated; a larger iterations= trains on, "
             f"python -m hgpo_jax.evaluate {place} evaluates again"
         )
-        return
+        return folder
     check_loggers(config)
     check_trained_dtype(config)
     mesh = job_mesh(config)
     with Interruption() as stop, CompileWatch():
         try:
-            run(config, mesh, folder, resuming, stop)
+            run(config, mesh, folder, resuming, stop, on_iteration)
         except Interrupted as signal:
             saved = f"{stop.saved} of {config.iterations} iterations are saved" if stop.saved else "no iteration was done"
             hint = f"; continue with --resume {place}" if stop.saved or resuming else ""
-            print(f"stopped by {signal}: {saved}{hint}", flush=True)
-            sys.exit(128 + signal.number)
-    print(f"{time.perf_counter() - began:.0f} s in all; everything is in {place}")
+            say(f"stopped by {signal}: {saved}{hint}")
+            raise
+    say(f"{time.perf_counter() - began:.0f} s in all; everything is in {place}")
+    return folder
 
 
-def dry_run(config: Config) -> None:
-    """Reads the data and the tokenizer, and plans the memory; needs neither the weights nor the devices of the mesh."""
+def dry_run(given: dict, resume: str, allowed: tuple[str, ...]) -> None:
+    """Checks everything but the weights and plans the memory, without the devices of the mesh; arguments as `train`'s."""
+    config = find_run(given, resume, allowed).config
     check_together(config)
     check_trained_dtype(config)
     try:
@@ -103,10 +109,10 @@ def dry_run(config: Config) -> None:
                 else AgentRunner(config, models[""], tokenizer, mesh)
             )  # fmt: skip
             counts = (runner.num_tasks or "generated", runner.num_held_out_tasks or "generated")
-            print(f"{config.env.name}: {counts[0]} tasks to train on, {counts[1]} held out")
+            say(f"{config.env.name}: {counts[0]} tasks to train on, {counts[1]} held out")
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    print(f"memory on each of {mesh.size} devices, mesh {dict(mesh.shape)}:\n{memory.table(phases)}")
+    say(f"memory on each of {mesh.size} devices, mesh {dict(mesh.shape)}:\n{memory.table(phases)}")
 
 
 def check_loggers(config: Config) -> None:
@@ -125,7 +131,14 @@ def check_trained_dtype(config: Config) -> None:
             )
 
 
-def run(config: Config, mesh: Mesh, folder: Path, resuming: bool, stop: Interruption) -> None:
+def run(
+    config: Config,
+    mesh: Mesh,
+    folder: Path,
+    resuming: bool,
+    stop: Interruption,
+    on_iteration: Callable[[dict], None] | None,
+) -> None:
     """Everything after the arguments."""
     job = build(config, mesh)
     writes = jax.process_index() == 0
@@ -142,27 +155,30 @@ def run(config: Config, mesh: Mesh, folder: Path, resuming: bool, stop: Interrup
     used, there = job.mesh.size, len(jax.devices())
     devices = f"{f'{used} of ' * (used < there)}{there} {jax.devices()[0].platform} device{'s' if there > 1 else ''}"
     count = sum(a.size for a in jax.tree.leaves(job.given_params))
-    print(f"{remote.shown(folder)}: {config.method}, {count:,} parameters, {devices}, mesh {dict(job.mesh.shape)}", flush=True)
+    say(f"{remote.shown(folder)}: {config.method}, {count:,} parameters, {devices}, mesh {dict(job.mesh.shape)}")
 
     if config.env.workers and isinstance(job.runner, TextRunner):
         limit = f"an answer may take {config.env.time_limit:g} s (env.time_limit)"
-        print(f"{config.env.workers} workers play {config.env.name}; {limit}", flush=True)
+        say(f"{config.env.workers} workers play {config.env.name}; {limit}")
     for fault in faults:
-        print(f"warning: {fault}", file=sys.stderr if writes else None, flush=True)
+        if writes:
+            warn(fault)
     if config.log.keep_best and (tasks := job.runner.num_held_out_tasks) and not validates_apart(job):
         apart = f"with evaluation.episodes={tasks // 2} they would play others"
-        print(f"log.keep_best: validations play tasks of the final evaluation, all {tasks} there are; {apart}", flush=True)
+        say(f"log.keep_best: validations play tasks of the final evaluation, all {tasks} there are; {apart}")
     if resuming:
-        print("\n".join([f"resumed after iteration {first} in {remote.shown(folder)}", *changes]), flush=True)
+        say("\n".join([f"resumed after iteration {first} in {remote.shown(folder)}", *changes]))
     url = remote.url_of(folder)
     with remote.Upload(folder, url) if url else contextlib.nullcontext():
-        train_and_evaluate(job, folder, first, stop)
+        train_and_evaluate(job, folder, first, stop, on_iteration)
 
 
-def train_and_evaluate(job: Job, folder: Path, first: int, stop: Interruption) -> None:
+def train_and_evaluate(
+    job: Job, folder: Path, first: int, stop: Interruption, on_iteration: Callable[[dict], None] | None = None
+) -> None:
     """Trains from an iteration on, evaluates, and writes what a run ends with."""
     writes = jax.process_index() == 0
-    params, played = Training(job, folder, first, stop).run()
+    params, played = Training(job, folder, first, stop, on_iteration).run()
     with refusals():
         job.by_set(
             lambda job, params: Policy(job.policy.config, params, job.policy.tokenizer).save(
@@ -182,4 +198,4 @@ def train_and_evaluate(job: Job, folder: Path, first: int, stop: Interruption) -
                     model_card.write(saved, of_set.config, count, result)
         with atomic_write(folder / "transcripts.txt") as file:  # last: its presence means that the run has ended
             file.write(shown + "\n")
-    print(f"\n{shown}\n\n{describe_evaluation(result)}")
+    say(f"\n{shown}\n\n{describe_evaluation(result)}")

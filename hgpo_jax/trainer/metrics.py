@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +18,7 @@ from hgpo_jax.advantages import Estimate
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.files import atomic_write
+from hgpo_jax.utils.progress import warn
 
 
 class WeightsAndBiases:
@@ -95,7 +95,7 @@ class MetricsWriter:
         except Exception as error:  # whatever a library raises, training continues
             self._loggers.pop(name, None)
             reason = " ".join(str(error).split())
-            print(f"warning: {name} fails and is left out from now on: {reason}", file=sys.stderr, flush=True)
+            warn(f"{name} fails and is left out from now on: {reason}")
 
 
 def _finite(value):

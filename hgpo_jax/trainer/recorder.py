@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import functools
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import jax
-from tqdm import tqdm
 
 from hgpo_jax.config import Config
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.trainer.alarms import Alarms
 from hgpo_jax.trainer.metrics import Logger, MetricsWriter, WeightsAndBiases, read_metrics, rollout_metrics, unknown_by_role
-from hgpo_jax.utils.progress import Progress
+from hgpo_jax.utils.progress import Progress, warn
 
 
 def loggers(config: Config, folder: Path, first: int) -> dict:
@@ -38,10 +36,13 @@ class Recorder:
     Args:
       first: the iteration that the run starts or resumes with.
       writes: whether this process is the one that writes; the others watch the same numbers, so that all of them stop together.
+      on_iteration: called with every row of metrics that was written, in another thread.
     """
 
-    def __init__(self, config: Config, folder: Path, first: int, writes: bool):
-        self._config, self._folder, self._writes = config, folder, writes
+    def __init__(
+        self, config: Config, folder: Path, first: int, writes: bool, on_iteration: Callable[[dict], None] | None = None
+    ):
+        self._config, self._folder, self._writes, self._on_iteration = config, folder, writes, on_iteration
         self._rows, self._dumps = ThreadPoolExecutor(1, "rows"), ThreadPoolExecutor(1, "dumps")
         self._row: Future | None = None
         self._dump: Future | None = None
@@ -96,10 +97,11 @@ class Recorder:
                 self._save(f"nonfinite-{iteration:05d}", episodes)
             self._writer.write(row)
             self._progress.update(1, live_line(row), seconds=sum(spent.values()))
+            if self._on_iteration:
+                self._on_iteration(row)
         for warning in self._alarms.check(row, episodes):
             if self._writes:
-                with tqdm.external_write_mode(sys.stderr):
-                    print(f"warning: {warning}", file=sys.stderr, flush=True)
+                warn(warning)
 
     def wait(self, dumps: bool = False) -> None:
         """Waits for the row that was begun last, and raises what went wrong; with `dumps`, until everything is on disk."""

@@ -1,10 +1,16 @@
-"""Progress of a long loop, or of compiling: a live line on a terminal, plain lines elsewhere, as in a log file."""
+"""What a long job says: lines, warnings, and progress; a live line on a terminal, plain lines elsewhere, as in a log file.
+
+Nothing is printed inside `with quiet():`, as when a program of one's own trains; warnings are then Python's.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
+import warnings
+from collections.abc import Iterator
 
 import jax
 from tqdm import tqdm
@@ -20,6 +26,36 @@ PROGRAMS = {
 }  # fmt: skip
 
 
+_quiet = False  # of the process: threads print, too
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps `say` and progress from printing in the whole process, and turns `warn` into Python's warnings."""
+    global _quiet
+    before, _quiet = _quiet, True
+    try:
+        yield
+    finally:
+        _quiet = before
+
+
+def say(text: str) -> None:
+    """Prints a line, above a live line if there is one."""
+    if not _quiet:
+        with tqdm.external_write_mode():
+            print(text, flush=True)
+
+
+def warn(text: str) -> None:
+    """Prints a warning to standard error."""
+    if _quiet:
+        warnings.warn(text, stacklevel=2)
+    else:
+        with tqdm.external_write_mode(sys.stderr):
+            print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
 class Progress:
     """Counts to `total`, from `done`.
 
@@ -30,7 +66,7 @@ class Progress:
 
     def __init__(self, name: str, total: int, unit: str, done: int = 0, plain: str | None = None):
         self._plain, self._printed = plain or name, 0.0
-        self._bar = tqdm(total=total, initial=done, desc=name, unit=unit, disable=None, dynamic_ncols=True)
+        self._bar = tqdm(total=total, initial=done, desc=name, unit=unit, disable=_quiet or None, dynamic_ncols=True)
         self._done = done
 
     def update(self, count: int, numbers: dict[str, str], seconds: float | None = None) -> None:
@@ -43,7 +79,7 @@ class Progress:
             self._printed = now
             shown = [f"{name} {value}" for name, value in numbers.items()]
             left = [] if seconds is None else [f"left {(total - self._done) * seconds:.0f}s"]
-            print("  ".join([f"{self._plain} {self._done}/{total}", *shown, *left]), flush=True)
+            say("  ".join([f"{self._plain} {self._done}/{total}", *shown, *left]))
 
     def close(self) -> None:
         self._bar.close()
@@ -77,7 +113,7 @@ class CompileWatch:
             with self._lock:
                 name, _began = self._began.pop(threading.get_ident(), ("", 0.0))
             if name and duration_secs >= SAY_AFTER and not self._live():
-                print(f"compiled {name} in {duration_secs:.0f} s", flush=True)
+                say(f"compiled {name} in {duration_secs:.0f} s")
 
     def show(self) -> None:
         """Says what has been compiling for long, where that is due."""
@@ -95,10 +131,10 @@ class CompileWatch:
             self._bar.set_description_str(line)
         elif max(since)[0] >= self._due:
             self._due = 2 * max(since)[0]
-            print(line, flush=True)
+            say(line)
 
     def _live(self) -> bool:
-        return sys.stderr.isatty()
+        return sys.stderr.isatty() and not _quiet
 
     def _close_bar(self) -> None:
         if self._bar is not None:

@@ -16,7 +16,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import threading
 import uuid
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from filelock import FileLock, Timeout
 
 from hgpo_jax.utils.errors import ConfigError, RunError, one_line
 from hgpo_jax.utils.files import CACHE_DIR, atomic_write, check_scheme, is_remote
-from hgpo_jax.utils.progress import Progress
+from hgpo_jax.utils.progress import Progress, warn
 
 STATE, WRITER = ".remote.json", "writer.json"
 LOCK = ".lock"
@@ -302,7 +301,7 @@ class Upload:
                 if self._lost:
                     return os.kill(os.getpid(), signal.SIGTERM)
                 if not told:
-                    print(f"warning: {self._failed(error)}", file=sys.stderr, flush=True)
+                    warn(self._failed(error))
                 told = True
 
     def _push(self, shows: bool = False) -> None:

@@ -1,0 +1,221 @@
+"""The Python API, whose names `import hgpo_jax` gives.
+
+    config = hgpo_jax.load_config("household", method="gigpo", iterations=20)
+    run = hgpo_jax.fit(config, "runs/first", on_iteration=lambda row: print(row["success"]))
+    run.metrics()["success"].plot()                    # a pandas.DataFrame, a row an iteration
+
+    run = hgpo_jax.load_run("runs/first")              # also one that still trains
+    hgpo_jax.evaluate_policy(run, **{"evaluation.episodes": 1024})["success"]["greedy"]
+    print(run.episodes().transcript(0))                # and every step's groups: `hgpo_jax.analysis`
+
+    policy = hgpo_jax.load_policy("smollm2")
+    print(hgpo_jax.generate(policy, "What is the capital of France?"))
+
+    hgpo_jax.estimate("hgpo", rewards=rewards, mask=mask, states=states, groups=groups).advantages
+
+Nothing is printed unless `verbose` asks for it, and nothing exits: what a user can mend is a ConfigError of one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from hgpo_jax import config as configuration
+from hgpo_jax.advantages import estimate
+from hgpo_jax.analysis import Dump, load, read_config
+from hgpo_jax.config import Config, cli
+from hgpo_jax.evaluation.files import OWN
+from hgpo_jax.evaluation.held_out import play_both
+from hgpo_jax.policy import Policy, load_policy
+from hgpo_jax.policy.tokenizer import generation_of
+from hgpo_jax.sampling.chat import Chat
+from hgpo_jax.sampling.generate import published_decoding
+from hgpo_jax.setup.job import build, prepare_devices
+from hgpo_jax.trainer import main
+from hgpo_jax.trainer.metrics import read_metrics
+from hgpo_jax.utils import progress
+from hgpo_jax.utils.errors import ConfigError, RunError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Policy",
+    "Run",
+    "RunError",
+    "estimate",
+    "evaluate_policy",
+    "fit",
+    "generate",
+    "load_config",
+    "load_policy",
+    "load_run",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run's folder. What it reads may raise ConfigError, in one line.
+
+    folder: where `fit` or `python -m hgpo_jax.train` wrote it.
+    """
+
+    folder: Path
+
+    @property
+    def config(self) -> Config:
+        """The configuration, every field resolved."""
+        return read_config(self.folder)
+
+    @property
+    def evaluation(self) -> dict[str, Any] | None:
+        """The evaluation that ended the run, as `evaluate_policy` returns it; None for a run that has not ended."""
+        file = self.folder / OWN
+        return json.loads(file.read_text()) if file.is_file() else None
+
+    def metrics(self) -> pd.DataFrame:
+        """A row for every iteration, indexed by its number from 0; the README of `hgpo_jax/trainer` explains the columns.
+
+        Raises ImportError without pandas.
+        """
+        try:
+            import pandas as pd
+        except ImportError:
+            raise ImportError("metrics() needs pandas; pip install pandas") from None
+        return pd.json_normalize(read_metrics(self.folder)).set_index("iteration")
+
+    def episodes(self, iteration: int | None = None) -> Dump:
+        """The episodes that were saved of an iteration, by default the last such (`log.dump_every`)."""
+        return load(self.folder, iteration)
+
+    def policy(self) -> Policy:
+        """The trained policy, adapters merged; of several policies the one that the most roles share."""
+        source = next(name for name in cli.saved_policy(str(self.folder)) if name.startswith("policy="))
+        return load_policy(source.removeprefix("policy="))
+
+
+def load_config(source: str | Path | None = None, /, **fields: Any) -> Config:
+    """The configuration of a YAML file, or of a name in `configs/` such as "household", with fields changed.
+
+    fields: values by name; those of a section as a dict, `learner={"lr": 1e-3}`, or by dotted name, `**{"learner.lr": 1e-3}`.
+
+    Raises ConfigError for a field that does not exist or a value that it does not take.
+    """
+    tree = configuration.given(None if source is None else str(source), [])
+    return configuration.resolve(_tree(fields), tree)
+
+
+def fit(
+    config: Config,
+    run_dir: str | Path | None = None,
+    *,
+    resume: bool = False,
+    on_iteration: Callable[[dict[str, Any]], None] | None = None,
+    verbose: bool = False,
+) -> Run:
+    """Trains, evaluates, and returns the run; as `python -m hgpo_jax.train`, with the same files.
+
+    Args:
+      run_dir: the run's folder; by default that of `config.run_dir`, or a new one under runs/.
+      resume: continue the run in this folder, if it holds one; a run that has ended is returned as it is.
+      on_iteration: called with the metrics of every iteration as a dict, in another thread, while the next one is sampled.
+        What it raises ends the training.
+      verbose: print what the command prints.
+
+    Raises:
+      ConfigError: for what cannot work, before anything is computed.
+      RunError: for what ended the run.
+      KeyboardInterrupt: after saving; `resume=True` continues.
+    """
+    fields = config.model_dump(mode="json") | ({} if run_dir is None else {"run_dir": str(run_dir)})
+    with _alone(verbose):
+        return Run(main.train(fields, "auto" if resume else "never", on_iteration=on_iteration))
+
+
+def load_run(folder: str | Path) -> Run:
+    """The run in a folder. Raises ConfigError where there is none."""
+    read_config(folder)
+    return Run(Path(folder))
+
+
+def evaluate_policy(
+    policy: Run | str | Path, config: Config | None = None, /, *, verbose: bool = False, **fields: Any
+) -> dict[str, Any]:
+    """Plays held-out tasks with a run's policy, or one in a Hugging Face folder, sampled and greedily; writes nothing.
+
+    Args:
+      config: what to play; by default the run's own configuration.
+      fields: changed in it, as `load_config` takes them.
+
+    Returns a dict whose values, as `success`, `interval` (95 %), `turns` and `by_task`, are dicts by `sampled` and `greedy`.
+
+    Raises ConfigError.
+    """
+    folder = str(policy.folder if isinstance(policy, Run) else policy)
+    if config is None:
+        if not cli.is_run(folder):
+            raise ConfigError(f"{folder}: not the folder of a run that has ended; give a configuration, too")
+        config = read_config(folder)
+    tree = configuration.resolve(_tree(fields), config.model_dump(mode="json")).model_dump(mode="json")
+    chosen = configuration.resolve(configuration.given(None, [cli.UNROUNDED, *cli.saved_policy(folder)]), tree)
+    with _alone(verbose):
+        job = build(chosen, prepare_devices(chosen))
+        return play_both(job, job.base_rollout_params(job.given_params))[0]
+
+
+def generate(
+    policy: Policy,
+    prompt: str,
+    *,
+    system: str = "",
+    max_tokens: int = 512,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    thinking: bool | None = None,
+    seed: int = 0,
+) -> str:
+    """The answer of a language model to one message, in the model's chat template.
+
+    temperature, top_k, top_p: by default what the model's publisher recommends (generation_config.json), else 0.7 and all
+      tokens; a temperature of 0 takes the likeliest tokens. thinking: where the template has a switch for it.
+
+    Raises ValueError for a policy without a chat template, and for a prompt that does not fit its context.
+    """
+    decoding = published_decoding(generation_of(policy.tokenizer), 0.7, temperature=temperature, top_k=top_k, top_p=top_p)
+    chat = Chat(policy, decoding, max_new=max_tokens, seed=seed, system=system, thinking=thinking)
+    return "".join(chat.answer(prompt))
+
+
+def _tree(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields by section; `policy`, `reward` and `data` are short names as on the command line."""
+    tree: dict[str, Any] = {}
+    for name, value in fields.items():
+        if not isinstance(value, dict):
+            name = configuration.SHORT.get(name, name)
+        *sections, leaf = name.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[leaf] = node[leaf] | value if isinstance(value, dict) and isinstance(node.get(leaf), dict) else value
+    return tree
+
+
+@contextlib.contextmanager
+def _alone(verbose: bool) -> Iterator[None]:
+    """Leaves jax's mesh as it was, and prints only what is asked for."""
+    before = jax.sharding.get_mesh()
+    try:
+        with contextlib.nullcontext() if verbose else progress.quiet():
+            yield
+    finally:
+        jax.set_mesh(before)

@@ -1,0 +1,91 @@
+"""The Python API: what the commands do, as functions that print nothing and do not exit."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import hgpo_jax
+from tests.helpers.byte_policy import byte_policy
+from tests.helpers.training import TINY
+
+pd = pytest.importorskip("pandas")
+FIELDS = dict(field.split("=") for field in TINY)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run, and the rows that its callback was given."""
+    folder, rows = tmp_path_factory.mktemp("api"), []
+    config = hgpo_jax.load_config("household", **FIELDS | {"cache_dir": str(folder / "cache"), "iterations": 2})
+    before = jax.sharding.get_mesh()
+    run = hgpo_jax.fit(config, folder / "run", on_iteration=rows.append)
+    assert jax.sharding.get_mesh() == before
+    return run, rows
+
+
+def test_a_configuration_takes_sections_and_dotted_names():
+    config = hgpo_jax.load_config("household", seed=3, learner={"lr": 0.5}, policy="smollm2", **{"learner.warmup_steps": 2})
+    assert (config.seed, config.learner.lr, config.learner.warmup_steps, config.policy.source) == (3, 0.5, 2, "smollm2")
+    assert hgpo_jax.load_config(seed=3) == hgpo_jax.load_config("household", seed=3)
+    for wrong, message in (
+        ({"learner": {"lrr": 1}}, "learner.lrr=1: no such field; did you mean learner.lr?"),
+        ({"learner.lr": -1}, "learner.lr=-1: must be"),
+        ({"sed": 1}, "sed=1: no such field; did you mean seed?"),
+    ):
+        with pytest.raises(hgpo_jax.ConfigError, match=message.replace("?", r"\?")):
+            hgpo_jax.load_config(**wrong)
+
+
+def test_a_run_returns_what_the_command_writes(trained, capfd):
+    run, rows = trained
+    assert [row["iteration"] for row in rows] == [0, 1]
+    assert rows == [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    metrics = run.metrics()
+    assert list(metrics.index) == [0, 1] and metrics["success"][1] == rows[1]["success"]
+    assert metrics["seconds.rollout"][0] == rows[0]["seconds"]["rollout"]
+    assert run.config.iterations == 2 and run.config.method == "hgpo"
+    assert hgpo_jax.load_run(run.folder) == run
+    dump = run.episodes()
+    assert dump.iteration == 1 and dump.transcript(0).startswith("task: ")
+    np.testing.assert_array_equal(dump.estimate().advantages, dump.estimate("hgpo").advantages)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_evaluation_repeats_the_runs_own(trained):
+    run, _ = trained
+    again = hgpo_jax.evaluate_policy(run)
+    assert again["success"] == run.evaluation["success"] and again["turns"] == run.evaluation["turns"]
+    fewer = hgpo_jax.evaluate_policy(run.folder / "policy", run.config, **{"evaluation.episodes": 4})
+    assert fewer["episodes"] == 4
+    with pytest.raises(hgpo_jax.ConfigError, match="give a configuration"):
+        hgpo_jax.evaluate_policy(run.folder / "policy")
+
+
+def test_a_second_training_in_the_process_and_a_longer_one(trained):
+    run, rows = trained
+    assert hgpo_jax.fit(run.config, resume=True) == run  # has ended: as it is
+    with pytest.raises(hgpo_jax.ConfigError, match="already holds a run"):
+        hgpo_jax.fit(run.config)
+    more = []
+    longer = run.config.model_copy(update={"iterations": 3})
+    assert hgpo_jax.fit(longer, resume=True, on_iteration=more.append) == run
+    assert [row["iteration"] for row in more] == [2] and len(run.metrics()) == 3
+    assert run.policy().params.keys() == hgpo_jax.load_policy(run.folder / "policy").params.keys()
+
+
+def test_an_answer_is_text():
+    policy = byte_policy()
+    said = hgpo_jax.generate(policy, "Who?", max_tokens=8, temperature=0)
+    assert said and said == hgpo_jax.generate(policy, "Who?", max_tokens=8, temperature=0, seed=1)
+    assert said != hgpo_jax.generate(policy, "Who?", max_tokens=8, temperature=1, seed=1)
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    code = (
+        "import hgpo_jax, sys; assert 'fit' in dir(hgpo_jax); print(sorted({'jax', 'flax', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
