@@ -84,7 +84,7 @@ def _curves(axis: Axes, plan: Plan, table: Table, curves: dict[str, np.ndarray],
     for method in [*others, *reversed(named)]:  # the baseline on top
         mean, half = band(curves[method])
         color = BASELINE if method == table.baseline else colors[method] if method in named else CONTEXT
-        whole = slice(window // 2, len(mean) - window // 2)  # nearer to the ends a mean would be of fewer iterations
+        whole = slice(window // 2, len(mean) - window // 2)  # where the smoothed line is
         x, y = np.arange(len(mean))[whole], smooth(mean, window)[whole]
         axis.plot(x, y, color=color, linewidth=2 if method in named else 1)
         if method in named:

@@ -23,12 +23,12 @@ function logTicks(low, high) {
   return inside.length > 1 ? inside : ticks(low, high, 4);
 }
 
-// The mean over `window` neighbours, as hgpo_jax/trainer/curves.py has it: it narrows towards both ends, and a gap stays a gap.
+// The mean over `window` neighbours, as hgpo_jax/trainer/curves.py has it: null where it reaches beyond an end, and a gap stays
+// a gap.
 function smooth(values, window) {
-  const count = values.length;
+  const half = (window - 1) / 2;
   return values.map((value, i) => {
-    if (value == null) return null;
-    const half = Math.min((window - 1) / 2, i, count - 1 - i);
+    if (value == null || i < half || i >= values.length - half) return null;
     return mean(values.slice(i - half, i + half + 1).filter((y) => y != null));
   });
 }

@@ -132,15 +132,17 @@ def smoothing_window(count: int) -> int:
 def smooth(values, window: int) -> np.ndarray:
     """Centred moving mean f64[iterations] of values [iterations] over a `window`, an odd number.
 
-    It narrows towards both ends, so that the first and the last value stay themselves. NaN is left out and stays NaN.
+    NaN where the window reaches beyond an end: a mean of fewer values would bend the curve there. NaN values are left out and
+    stay NaN.
     """
     values = np.asarray(values, float)
-    known, place = np.isfinite(values), np.arange(len(values))
-    half = np.minimum(window // 2, np.minimum(place, place[::-1]))
-    total = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
-    count = np.concatenate([[0], np.cumsum(known)])
-    first, last = place - half, place + half + 1
-    return np.where(known, (total[last] - total[first]) / np.maximum(count[last] - count[first], 1), np.nan)
+    half = window // 2
+    padded = np.pad(values, half, constant_values=np.nan)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, window)
+    known = np.isfinite(windows)
+    means = np.where(known, windows, 0).sum(1) / np.maximum(known.sum(1), 1)
+    place = np.arange(len(values))
+    return np.where(np.isfinite(values) & (place >= half) & (place < len(values) - half), means, np.nan)
 
 
 def draw(rows: list[dict], title: str = "", held_out: dict | None = None, warm_start: bool = False) -> Figure:
@@ -174,7 +176,7 @@ def draw(rows: list[dict], title: str = "", held_out: dict | None = None, warm_s
             axis.legend(fontsize=8, frameon=False)
     for axis in axes.flat[len(panels) :]:
         axis.remove()
-    note = f"bold: mean over {window} iterations, fewer at both ends" if window > 1 else ""
+    note = f"bold: mean over {window} iterations" if window > 1 else ""
     figure.suptitle("; ".join(part for part in (title, note) if part), fontsize=11)
     return figure
 
