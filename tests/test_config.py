@@ -4,10 +4,11 @@ import pytest
 import yaml
 
 from hgpo_jax import config as configuration
+from hgpo_jax.advantages import parameters
 from hgpo_jax.advantages.checks import check_option
 from hgpo_jax.config import CONFIGS, choices, load
 from hgpo_jax.config.schema import AdvantageConfig
-from hgpo_jax.learner.algorithms import METHODS
+from hgpo_jax.learner.algorithms import METHODS, estimator_options
 from hgpo_jax.learner.update import correction_level
 from hgpo_jax.rollout.environments import ENVIRONMENTS, backend
 from hgpo_jax.setup.validate import check_given, check_together
@@ -200,3 +201,14 @@ def test_names_are_those_of_the_tables():
 )
 def test_given_weights_play_alfworld_on_the_device(given, on_device):
     assert (backend(load(None, ["env.name=alfworld", *given])) == "compiled_text") == on_device
+
+
+def test_a_methods_normalization_is_its_papers_unless_it_is_given():
+    options = {}
+    for name, method in METHODS.items():
+        if "normalize" in parameters(method.estimator)[1]:
+            options[name] = estimator_options(load(None, [f"method={name}"]), method.estimator)["normalize"]
+            given = load(None, [f"method={name}", "advantage.normalize=mean"])
+            assert estimator_options(given, method.estimator)["normalize"] == "mean"
+    assert {name for name, value in options.items() if value == "mean_std"} == {"dr_mas", "ecpo", "gagpo", "graphgpo", "pgpo"}
+    assert {options[name] for name in ("hgpo", "gigpo", "grpo", "dapo", "gspo", "himac", "kpo")} == {"mean"}

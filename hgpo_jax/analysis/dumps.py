@@ -16,13 +16,13 @@ from hgpo_jax import config as configuration
 from hgpo_jax.advantages import ESTIMATORS, Estimate
 from hgpo_jax.config import Config
 from hgpo_jax.learner import algorithms
+from hgpo_jax.learner.algorithms import estimator_options
 from hgpo_jax.policy.source import load_tokenizer
 from hgpo_jax.policy.tokenizer import BLANK, END, PAD
 from hgpo_jax.rollout.environments import role_names
 from hgpo_jax.rollout.episodes import Episodes, dumped
 from hgpo_jax.rollout.requirements import ONE_ROLE
 from hgpo_jax.rollout.result import outcome_of
-from hgpo_jax.trainer.step import estimator_options
 from hgpo_jax.utils import remote
 from hgpo_jax.utils.errors import ConfigError
 

@@ -23,12 +23,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hgpo_jax import advantages
 from hgpo_jax.config import LearnerConfig
+from hgpo_jax.learner.algorithms import estimator_options
 from hgpo_jax.learner.batch import TrainingBatch
 from hgpo_jax.policy import ModelConfig, huggingface, lora, weights
 from hgpo_jax.policy.tokenizer import ACT
 from hgpo_jax.rollout.runners import CompiledRunner
 from hgpo_jax.setup.job import Job
-from hgpo_jax.trainer.step import estimator_options
 from hgpo_jax.utils.errors import ConfigError
 
 

@@ -12,7 +12,10 @@ class AdvantageConfig(Section):
     """Options of the advantage estimators; each method uses the ones that it has (hgpo_jax/advantages)."""
 
     gamma: Share = field(0.95, "discount per turn")
-    normalize: Literal["mean", "mean_std"] = field("mean", "centre a group's returns, or also divide by their std")
+    normalize: Literal["mean", "mean_std"] | None = field(
+        None, "centre a group's returns, or also divide by their std; default: the method's own, mean_std for dr_mas, ecpo, "
+        "gagpo, graphgpo and pgpo, as in their papers, else mean"
+    )
     alpha: float = field(1.0, "exponent of a level's weight (k + weight_offset)^alpha in hgpo", ge=0, le=10)
     weight_offset: float = field(
         2.0, "offset of a level's weight: 2 in the released code, 1 in the paper", ge=1, le=1000

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from typing import Any
 
 import jax
 import numpy as np
 
 from hgpo_jax.advantages import ESTIMATORS, Estimate, checks, estimate, parameters
+from hgpo_jax.config import Config
 from hgpo_jax.envs import outside
 from hgpo_jax.utils.errors import ConfigError, one_line
 from hgpo_jax.utils.untraceable import untraceable
@@ -21,15 +23,18 @@ class Method:
     estimator: a name of `hgpo_jax.advantages.ESTIMATORS`.
     loss: `clip`, PPO's clipped surrogate with a ratio for each token; `gspo`, with one for each response; or `kpo`, with token
       ratios that are smoothed along the response.
-    clip_low, clip_high: where the loss clips the ratio, unless the configuration says otherwise.
+    normalize: `mean` or `mean_std`, what the estimator does to a group's returns; None: its own default.
+    clip_low, clip_high: where the loss clips the ratio.
     dynamic_sampling: drop prompt groups whose episode rewards are all equal and sample further tasks in their place.
     critic: train a critic beside the policy and give its values to the estimator.
-    alternate: iterations for which one role of a team learns before the next one does, unless the configuration says otherwise;
-      0: all learn in each.
+    alternate: iterations for which one role of a team learns before the next one does; 0: all learn in each.
     parts: the switch, subgoal and action parts of an answer have a value head and an advantage each (`envs.protocol.Plans`).
+
+    A configuration may say otherwise than normalize, clip_low, clip_high and alternate.
     """
 
     estimator: str
+    normalize: str | None = "mean"
     loss: str = "clip"
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -44,7 +49,10 @@ AVAILABLE_ARRAYS = {"actions", "agents", "next_states", "success"}
 
 METHODS = {name: Method(name) for name in ESTIMATORS if AVAILABLE_ARRAYS.issuperset(parameters(name)[0])} | {
     "dapo": Method("grpo", clip_high=0.28, dynamic_sampling=True),  # Yu et al., 2025, arXiv 2503.14476
-    "gagpo": Method("gagpo", loss="gspo"),  # one length-normalised ratio for each action, clipped like PPO's
+    # These papers divide by the standard deviation.
+    **{name: Method(name, normalize="mean_std") for name in ("dr_mas", "ecpo", "graphgpo", "pgpo")},
+    # One length-normalised ratio for each action, clipped like PPO's.
+    "gagpo": Method("gagpo", normalize="mean_std", loss="gspo"),
     "gspo": Method("grpo", loss="gspo", clip_low=3e-4, clip_high=4e-4),  # Zheng et al., 2025, arXiv 2507.18071
     "himac": Method("himac", alternate=1),  # planner and executor in turns
     "hiper": Method("hiper", critic=True, parts=True),
@@ -74,7 +82,18 @@ def method_named(name: str) -> Method:
         except ConfigError:
             del ESTIMATORS[name]
             raise
-    return Method(name)
+    return Method(name, normalize=None)
+
+
+def estimator_options(config: Config, estimator: str) -> dict[str, Any]:
+    """An estimator's options as configured; those that are not, but for a method's normalization, are its own defaults."""
+    values = config.advantage.model_dump()
+    if values["history_length"] is None:
+        values["history_length"] = config.rollout.history_length
+    if values["normalize"] is None:
+        values["normalize"] = method_named(config.method).normalize
+    _, options = parameters(estimator)
+    return {name: values[name] for name in options if values.get(name) is not None}
 
 
 def _check_estimator(name: str) -> None:

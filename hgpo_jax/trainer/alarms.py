@@ -9,9 +9,8 @@ import jax
 
 from hgpo_jax import advantages
 from hgpo_jax.config import Config
-from hgpo_jax.learner.algorithms import AVAILABLE_ARRAYS, method_named, unusable
+from hgpo_jax.learner.algorithms import AVAILABLE_ARRAYS, estimator_options, method_named, unusable
 from hgpo_jax.rollout.episodes import Episodes
-from hgpo_jax.trainer.step import estimator_options
 from hgpo_jax.utils.errors import RunError
 
 FEW_PEERS = 0.02  # of the steps after the first, which a prompt group's episodes share

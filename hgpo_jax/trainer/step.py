@@ -14,7 +14,7 @@ from hgpo_jax.advantages.hiper import segment_begins
 from hgpo_jax.config import Config
 from hgpo_jax.config.policies import members
 from hgpo_jax.learner import losses
-from hgpo_jax.learner.algorithms import AVAILABLE_ARRAYS
+from hgpo_jax.learner.algorithms import AVAILABLE_ARRAYS, estimator_options
 from hgpo_jax.learner.batch import TrainingBatch
 from hgpo_jax.learner.critic import initialize_critic, make_value_loss, make_values, targets, values_of_episodes
 from hgpo_jax.learner.update import (
@@ -246,15 +246,6 @@ def _flat(a):
 def _shuffled(key, happened):
     """Indices of decisions in a random order, i32[N], those that happened (bool[N]) first; and their number i32[]."""
     return jnp.argsort(jax.random.uniform(key, happened.shape) + 2.0 * ~happened), happened.sum()
-
-
-def estimator_options(config: Config, estimator: str) -> dict:
-    """An estimator's options as configured."""
-    values = config.advantage.model_dump()
-    if values["history_length"] is None:
-        values["history_length"] = config.rollout.history_length
-    _, known = advantages.parameters(estimator)
-    return {name: values[name] for name in known if values.get(name) is not None}
 
 
 def _estimate(job: Job, e: Episodes, values, final_values) -> tuple[advantages.Estimate, advantages.Estimate]:
