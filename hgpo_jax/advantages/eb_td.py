@@ -2,7 +2,7 @@
 
 Our own estimator. EB-GAE shrinks means of Monte Carlo returns, whose noise grows with the turns that are left. Here the
 targets are those of temporal-difference learning, and what is shrunk is only what a trend in time leaves over: in tasks
-that are won in the end, a return is the larger the later its step.
+that are won in the end, later steps have larger discounted returns.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m hgpo_jax.check`: plays an environment, says what is wrong with it, and what its episodes are like.
+"""`python -m hgpo_jax.check`: plays an environment, reports violations of the specification and statistics of its episodes.
 
     python -m hgpo_jax.check household
     python -m hgpo_jax.check ./my_env.py:MyEnv env.options.size=5 --episodes 200

@@ -1,4 +1,4 @@
-"""What the commands share: their options, and how a user's mistake is reported (one line, exit code 2)."""
+"""Options that commands share, and how they report a user's mistake: one line, exit code 2."""
 
 from __future__ import annotations
 

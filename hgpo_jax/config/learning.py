@@ -89,7 +89,7 @@ class LearnerConfig(OptimizerConfig):
     rollout_correction_cap: float = field(2.0, "the largest of these weights", ge=1, le=1e6)
     alternate: int | None = field(
         None, "teams: iterations for which one role learns before the next one does; 0: all learn in each; default: the "
-        "method's own, 1 for himac, else 0; weights of the other roles' own stay frozen meanwhile", ge=0,
+        "method's own, 1 for himac, else 0; the other roles' policies stay frozen", ge=0,
     )  # fmt: skip
     unfinished: Literal["train", "mask"] = field(
         "train", "answers cut at their limit; mask: their tokens are left out of the policy's loss, while their steps still "

@@ -1,4 +1,4 @@
-"""Which weights the roles of a team have: one set for all, or several, each with the configuration that it trains with.
+"""Maps roles to policies: one set of weights for all, or several, each with the configuration that it trains with.
 
 Where there are several, whatever is a tree of parameters elsewhere is a dict {name of the set: tree}.
 """

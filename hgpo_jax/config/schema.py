@@ -246,7 +246,7 @@ class CloningConfig(Section):
         0.4, "sampled success on practice tasks at which cloning ends, so that every run starts alike"
     )
     max_steps: Positive = field(1000, "optimizer steps at most")
-    check_every: Positive = field(50, "optimizer steps between two looks at the practice success")
+    check_every: Positive = field(50, "optimizer steps between evaluations of the practice success")
     batch_size: Positive = field(64, "environment steps per optimizer step")
     episodes: Positive = field(4096, "generated episodes to learn from")
     noise: Share = field(

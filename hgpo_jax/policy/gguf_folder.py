@@ -165,7 +165,7 @@ def read_config(file: GgufFile) -> ModelConfig:
         if f"{kind}.{name}" not in file.metadata and not default:
             raise ValueError(f"lacks {kind}.{name}")
         value = file.metadata.get(f"{kind}.{name}", *default)
-        # Single precision, from which the number that was meant is the shortest that rounds to it.
+        # GGUF stores float32; takes the shortest decimal that rounds to it (1e-5, not 9.99999974e-06).
         return float(str(np.float32(value))) if isinstance(value, float) else value
 
     refused = {

@@ -57,7 +57,7 @@ def base_of(source: str, cache_dir: str) -> dict[str, str]:
 
 
 def front_matter(folder: Path) -> dict:
-    """What stands between the first two lines `---` of a folder's README.md; nothing where that cannot be read."""
+    """Parses the YAML front matter of a folder's README.md; nothing where that cannot be read."""
     try:
         match = re.match(r"---\n(.*?\n)---\n", (folder / FILE).read_text(encoding="utf-8"), re.DOTALL)
         found = yaml.safe_load(match[1]) if match else None

@@ -146,7 +146,7 @@ def replay(env, history_length: int, task, responses, lengths, mask, end: int) -
 
 def on_shards(method, program, env, mesh: Mesh | AbstractMesh):
     """`method` of `program(env=env, fsdp=...)`, whose second and third inputs are split over the mesh's data axis, as its
-    results are. The first one is None, or what the environment is to be bound to."""
+    results are. The first one is None, or the environment's parameters."""
 
     def call(tables, *inputs):
         played = env if tables is None else env.bound(tables)

@@ -122,7 +122,7 @@ class SlotProgram(Program):
         )  # fmt: skip
 
     def _admit(self, model, decoding, play: Play) -> Play:
-        """Reads some of the prompts that wait into free slots, those first that are furthest behind; of these the shortest."""
+        """Prefills queued prompts into free slots: fewest turns first, then shortest."""
         (B, P), S, F = play.prompts.shape, play.taken.shape[0], self.fsdp
         m = max(1, S // READ // F) * F
         # Row by row of what each device reads: a free slot of its own, and whether there is one.

@@ -3,9 +3,9 @@
     rollout = CompiledTextRollout(env, games, format, tokenizer, policy.graphdef, mesh, batch=128, history_length=2)
     episodes, report = rollout(params, tasks, keys, groups, Decoding())
 
-It is called as a `host.HostRollout`, whose Episodes and report it gives to the bit. An episode with something that cannot be
-reproduced on the device (`device_text.py`) is played on the host; where the games are none of the host's it is left out and
-counted, as one whose environment fails is there.
+It is called like a `host.HostRollout` and returns bit-identical Episodes and statistics. The host plays an episode that holds
+something the device cannot reproduce (`device_text.py`). Where the host does not have the games, the episode is left out and
+counted as one whose environment failed.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class CompiledTextRollout:
         return buffer.result(counts | {"played_on_host": len(inexact) if self._host else 0})
 
     def _read(self, buffer: EpisodeBuffer, episode: int, game: int, turn: dict, final, end: dict) -> None:
-        """Gives the buffer one episode, as if it were played now."""
+        """Copies one finished episode into the buffer."""
         turns, env, task, won = int(turn["mask"].sum()), self._env, int(end["task"]), bool(end["success"])
         goal, seen = env.goal_of(game), [*turn["observations"][:turns], final]
         buffer.add_output(episode, EnvOutput(env.decode(seen[0]), [], goal, task))

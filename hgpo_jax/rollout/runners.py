@@ -234,7 +234,7 @@ class TextRunner:
         self.task_types, self.roles, self.end_tokens = self.train.task_types, self.train.roles, usual.end_tokens
         self.speakers = speakers or [Speaker(usual, limit)] * len(self.roles)
         self.num_tasks, self.num_held_out_tasks = self.train.num_tasks, self._held_out.num_tasks
-        # Of generated games the host, where the warm start's expert plays, has only those that they are made of.
+        # The host loads of generated games, where the warm start's expert plays, has only those that they are made of.
         self._num_files = len(train()) if env.split == "generated" else self.num_tasks
 
     def rollout(self, params, tasks, keys, groups, decoding: Decoding, *, held_out: bool = False) -> RolloutResult:

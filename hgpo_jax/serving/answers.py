@@ -74,7 +74,7 @@ class Form:
         return self._streamed([self._choice(piece, "delta")])
 
     def closing(self) -> dict[str, Any]:
-        """What the usage is told beside."""
+        """Builds the final chunk of a stream, which carries the usage."""
         return self._streamed([])
 
     def _streamed(self, choices: list[dict[str, Any]], more: dict[str, Any] | None = None) -> dict[str, Any]:

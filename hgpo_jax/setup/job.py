@@ -1,4 +1,4 @@
-"""From a configuration to what a command works with: mesh, policy and environment."""
+"""Builds everything that a command works with from a Config: mesh, policy, environment, rollout, rewards."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Runner = CompiledRunner | TextRunner | AgentRunner
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a command works with, built once from a configuration.
+    """Everything built from a Config: mesh, policy, environment, rollout, rewards.
 
     policy: the weights to start from, freshly initialized unless they are given; training keeps its own.
     runner: makes rollouts in the configured environment.
@@ -287,7 +287,7 @@ def same_tokenizer(a, b) -> bool:
 
 
 def text_makers(config: Config) -> Makers | None:
-    """Of an environment that is told as text what `Environment.text` returns, else None. Raises ConfigError."""
+    """Returns the text-environment factories, or None if the policy plays in word tokens. Raises ConfigError."""
     found = environment(config.env)
     return None if backend(config) == "compiled" or found.text is None else found.text(config)
 

@@ -22,7 +22,7 @@ COMPARE_EPISODES = ("dr_mas", "grpo", "reinforce_pp_baseline", "rloo")
 
 
 def check_together(config: Config) -> None:
-    """Raises ConfigError for fields that are right each by itself, but not together."""
+    """Rejects fields that are valid one by one, but not together. Raises ConfigError."""
     cloning, env = config.warm_start == "cloning", config.env
     if env.options and env.name in ENVIRONMENTS:
         name, value = next(iter(env.options.items()))
@@ -115,7 +115,7 @@ def check_together(config: Config) -> None:
 
 
 def check_given(config: Config, overrides: Sequence[str]) -> None:
-    """Raises ConfigError for a field of a command's `field=value` that nothing reads with the others.
+    """Rejects an override that has no effect in this configuration. Raises ConfigError.
 
     Not of a file's: it may hold what one of several methods needs, as a critic's settings, or what was overridden.
     """

@@ -36,7 +36,7 @@ LEVELS = (0, 1, 2, 4)
 PARTS = ("bias2", "variance")
 CONTINUATIONS = 64  # of a true advantage, from each state
 AS_RELEASED = {"alpha": 1.0, "weight_offset": 2.0, "base_group": False}  # of HGPO, whatever the run's are
-# What is held to true advantages, in runs too: shown name -> options of `Dump.estimate`.
+# Estimators compared with Monte Carlo advantages, in runs too: shown name -> options of `Dump.estimate`.
 ESTIMATORS: dict[str, dict[str, Any]] = {
     "GRPO": {"name": "grpo"},
     "GiGPO": {"name": "gigpo"},

@@ -4,7 +4,7 @@ A scripted expert (`envs/*/expert.py`) plays with some random actions mixed in, 
 a clumsy policy gets into; at every turn the label is what the expert would do there. The labels depend only on what
 the prompt shows or has shown. Reinforcement learning needs this start because random admissible play almost never succeeds.
 Fresh weights are trained, or given ones, of which with LoRA only adapters, which are then merged into them.
-A small policy in a text environment without an expert clones random commands, until it writes hardly anything else.
+A small policy in a text environment without an expert clones random valid commands until most of its outputs parse.
 The result is cached on disk under a hash of all that it depends on.
 """
 

@@ -70,7 +70,7 @@ class Progress:
         self._done = done
 
     def update(self, count: int, numbers: dict[str, str], seconds: float | None = None) -> None:
-        """Adds `count` and shows `numbers`. seconds: what one more will take, for the plain line to say what is left."""
+        """Adds `count` and shows `numbers`. seconds: expected time per item, for the time left."""
         self._done += count
         self._bar.set_postfix(numbers, refresh=False)
         self._bar.update(count)
