@@ -119,7 +119,7 @@ def test_a_loss_of_whole_responses_is_corrected_by_response():
 
 def test_muon_is_refused_where_only_adapters_train():
     fields = ["policy=somewhere", "cloning.optimizer=muon"]
-    with pytest.raises(ConfigError, match=r"^cloning.optimizer=muon: is for whole kernels, and lora.rank=2 trains adapters"):
+    with pytest.raises(ConfigError, match=r"^cloning.optimizer=muon: needs full-rank weights; with lora.rank=2 give adamw"):
         check_together(load(None, [*fields, "lora.rank=2"]))
     check_together(load(None, fields))
     check_together(load(None, [*fields, "lora.rank=2", "warm_start=none"]))

@@ -120,7 +120,7 @@ REFUSED = [
     (["roles.a b.lr=1"], "roles.a b.lr=1: no such field"),
 ]  # fmt: skip
 REFUSED_TOGETHER = [
-    (["roles.searcher.lr=1e-3"], "roles.searcher.lr=0.001: it shares its weights, whose optimizer is learner.*; give "
+    (["roles.searcher.lr=1e-3"], "roles.searcher.lr=0.001: it shares its policy, whose optimizer is learner.*; give "
      "roles.searcher.policy=own, too"),
     (["roles.searcher.template=x"], "roles.searcher.template=x: no such file; give one, or "),
     (["roles.searcher.template=text"], "roles.searcher.template=text: env.name=household_team, compiled, takes no template"),

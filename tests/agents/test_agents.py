@@ -165,7 +165,7 @@ def test_mistakes_are_one_line(tmp_path):
         ("env.command=", "env.command=: env.name=agent needs the command"),
         ("env.command=nowhere/agent --x", "env.command=nowhere/agent --x: there is no program nowhere/agent"),
         ("env.command=a 'b", "env.command=a 'b: No closing quotation"),
-        ("policy.tokenizer=", "env.name=agent has no words for a small policy; give policy="),
+        ("policy.tokenizer=", "env.name=agent needs a language model; give policy="),
         ("warm_start=cloning", "warm_start=cloning: env.name=agent has no expert to clone"),
         ("env.template=plain", "env.template=plain: env.name=agent does not read it"),
         ("env.strict=true", "env.strict=True: env.name=agent does not read it"),
