@@ -23,6 +23,7 @@ from hgpo_jax.job import Job, Runner, build, job_mesh, open_devices, unrounded
 from hgpo_jax.mesh import abstract_mesh, make_mesh
 from hgpo_jax.own_words import fresh_tokenizer
 from hgpo_jax.policy import Policy
+from hgpo_jax.policy.chat_frame import ChatFrame
 from hgpo_jax.policy.tokenizer import load_tokenizer
 from hgpo_jax.progress import CompileWatch
 from hgpo_jax.run import distributed, remote
@@ -163,12 +164,7 @@ def train_and_evaluate(job: Job, folder: Path, first: int, stop: Interruption) -
     writes = jax.process_index() == 0
     params, played = Training(job, folder, first, stop).run()
     with refusals():
-        job.by_set(
-            lambda job, params: Policy(job.policy.config, params, job.policy.tokenizer).save(
-                folder / "policy" / job.weights, stop=job.config.rollout.stop
-            ),
-            params,
-        )
+        job.by_set(lambda job, params: save_trained(job, params, folder / "policy" / job.weights), params)
     del params
     result, transcripts = evaluate(unrounded(job), played, folder)
     shown = "\n\n".join(transcripts)
@@ -182,3 +178,11 @@ def train_and_evaluate(job: Job, folder: Path, first: int, stop: Interruption) -
         with atomic_write(folder / "transcripts.txt") as file:  # last: its presence means that the run has ended
             file.write(shown + "\n")
     print(f"\n{shown}\n\n{describe_evaluation(result)}")
+
+
+def save_trained(job: Job, params, folder: Path) -> None:
+    """Writes a policy, and how its answers were asked for and ended. Raises ValueError where that cannot be written."""
+    rollout, tokenizer, frame = job.config.rollout, job.policy.tokenizer, None
+    if getattr(tokenizer, "chat_template", None):
+        frame = ChatFrame(tokenizer, date=rollout.date, thinking=rollout.thinking, stop=rollout.stop)
+    Policy(job.policy.config, params, tokenizer).save(folder, stop=rollout.stop, trained=frame)
