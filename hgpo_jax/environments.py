@@ -56,6 +56,8 @@ class Environment:
     expert: the scripted player that the warm start of a compiled environment clones, if it has one.
     template: file with the prompts of a text environment, or a name in `rollout/templates/`.
     fallback: characters of the end of a malformed response that are taken for its action, as verl-agent does.
+    lower_case: whether actions lose their capitals, as verl-agent's do. Elsewhere they are the policy's words, or in the
+      environment's spelling where it lists such a command.
     max_turns: of a user's own environment; of ours it is a field.
     digest: of the code of a user's own environment, "" of ours.
     """
@@ -68,6 +70,7 @@ class Environment:
     expert: Expert | None = None
     template: str = "text"
     fallback: int = 30
+    lower_case: bool = False
     max_turns: int | None = None
     digest: str = ""
 
@@ -229,13 +232,15 @@ ENVIRONMENTS = {
     "sokoban": Environment(SOKOBAN, compiled=sokoban, expert=sokoban_expert),
     "sokoban_text": Environment(
         SOKOBAN, text=functools.partial(_as_text, SokobanText, sokoban), template="sokoban", fallback=20,
+        lower_case=True,
     ),
     "alfworld": Environment(
         ("data", "split", "generated", "held_out", "max_turns"), compiled=alfworld, text=alfworld_text, games=alfworld_games,
-        expert=alfworld_expert, template="alfworld",
+        expert=alfworld_expert, template="alfworld", lower_case=True,
     ),
     "webshop": Environment(
         ("data", "goal_order", "reachable_only", "max_turns"), text=webshop_text, template="webshop", fallback=20,
+        lower_case=True,
     ),
     "agent": Environment(("command", "failed", "num_tasks", "num_held_out_tasks", "max_turns"), agent=True),
 }  # fmt: skip
