@@ -248,7 +248,7 @@ ENVIRONMENTS = {
 
 def environment(env: EnvConfig) -> Environment:
     """What `env.name` stands for. Raises ConfigError where it cannot be found or made."""
-    return ENVIRONMENTS[env.name] if env.name in ENVIRONMENTS else _from_outside(*_outside(env))
+    return ENVIRONMENTS[env.name] if env.name in ENVIRONMENTS else _from_outside(*_outside(env), env.time_limit)
 
 
 def role_names(config: Config) -> tuple[str, ...]:
@@ -298,12 +298,12 @@ def _made(given: str, name: str, options: str) -> tuple[Callable[[], Any], Any]:
 
 
 @functools.lru_cache(maxsize=8)
-def _from_outside(given: str, name: str, options: str) -> Environment:
+def _from_outside(given: str, name: str, options: str, time_limit: float) -> Environment:
     """A user's own environment, which is made once to learn of which kind it is."""
     make, env = _made(given, name, options)
     compiled = is_compiled(env)
     try:
-        check_compiled(env, RUNNER) if compiled else check_text(env)
+        check_compiled(env, RUNNER) if compiled else check_text(env, time_limit)
     except ValueError as error:
         raise ConfigError(f"env.name={given}: {error}") from None
     code = [name, *outside.code_in(json.loads(options)).values()]

@@ -94,7 +94,7 @@ class ServedPolicy:
             self._template = load_template(config.env.template or found.template)
             self._workers = (
                 ProcessWorkers(make_env, config.env.workers, config.evaluation.episodes, config.env.time_limit)
-                if config.env.workers else LocalWorkers(make_env)
+                if config.env.workers else LocalWorkers(make_env, config.env.time_limit)
             )  # fmt: skip
         except (ValueError, OSError) as error:
             raise ConfigError(f"env.name={config.env.name}: {one_line(str(error))}") from None
