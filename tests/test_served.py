@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -146,6 +147,13 @@ def test_reasoning_that_a_server_takes_apart_belongs_to_the_text(server):
         np.testing.assert_array_equal(one[0].invalid, other[0].invalid)
     # A prompt that asks for the action alone gets none.
     assert not any("hm" in text for text in play("env.template=plain")[2])
+
+
+def test_words_keep_their_capitals_where_the_original_does_not_take_them(server, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "answer_to", lambda *_: "<think>hm</think><action>Answer[Paris]</action>")
+    for given, said in ((config(), "Answer[Paris]"), (config(name="sokoban_text"), "answer[paris]")):
+        ServedPolicy(server.policy, given).play(GREEDY, 0)
+        assert f'and did "{said}"' in server.requests[-1]["messages"][0]["content"]
 
 
 @pytest.mark.parametrize(("change", "fragment"), [

@@ -79,7 +79,8 @@ class LearnerConfig(OptimizerConfig):
     )
     kl_weight: NonNegative = field(0.01, "weight of the KL to the reference policy (the policy as it starts)")
     kl_kind: Literal["k1", "k2", "k3", "abs"] = field(
-        "k3", "estimator of that KL; the gradient is that of KL(policy || reference) with k1 and k2, of the reverse with k3"
+        "k3", "estimator of that KL; the gradient is that of KL(policy || reference) with k1 and k2, of the reverse with k3, "
+        "of twice the total variation with abs"
     )
     entropy_weight: NonNegative = field(0.001, "weight of the entropy bonus")
     rollout_correction: Literal["token", "sequence", "none"] | None = field(

@@ -328,7 +328,6 @@ TEXTS = {
     ),
     "reset(task): something of earlier episodes is left in task": Forgetful,
     "reset(task): a step after the end of an episode changes the next one": Disturbed,
-    "commands: 'Guess 1' and 'guess 1' differ in case alone": listing("Guess 1"),
     "commands: ' wait' is read from no answer: blanks": listing(" wait"),
     "commands: 'say </action>' is read from no answer": listing("say </action>"),
     "commands: 'say\\nso' has a line break": listing("say\nso"),
@@ -358,7 +357,7 @@ def test_a_text_one_that_hangs(monkeypatch):
 
 
 def test_a_sound_text_one_has_no_fault():
-    assert text_faults(Guess) == text_faults(listing("Nf3", "click[B07XYZ]", "Übe!")) == []
+    assert text_faults(Guess) == text_faults(listing("Nf3", "nf3", "Guess 1", "click[B07XYZ]", "Übe!")) == []
 
 
 def test_peers_are_those_of_the_same_task_and_the_same_last_observations():

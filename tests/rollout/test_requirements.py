@@ -20,6 +20,7 @@ from hgpo_jax import config as configuration
 from hgpo_jax.envs.protocol import INFO
 from hgpo_jax.rollout import requirements
 from hgpo_jax.rollout.compiled import make_rollout
+from hgpo_jax.rollout.environments import environment
 from hgpo_jax.rollout.requirements import ROLLOUT, RUNNER, TEXT, TEXT_RESET, check_compiled, check_text
 from hgpo_jax.rollout.runners import CompiledRunner
 from hgpo_jax.rollout.workers import LocalWorkers
@@ -110,9 +111,15 @@ def test_a_text_environment_that_hangs(monkeypatch, member, call):
         with contextlib.suppress(Exception):  # whatever it catches
             time.sleep(60)
 
+    mine = type("Mine", (Counting,), {member: hang})
+    with pytest.raises(ValueError, match=rf"^Mine: {call} gives no answer in 0.3 s \(env.time_limit\); see why it hangs$"):
+        LocalWorkers(mine, 0.3)
+    monkeypatch.setattr(sys.modules[__name__], f"Hanging_{member}", mine, raising=False)
+    with pytest.raises(ConfigError, match=rf"Mine: {call} gives no answer in 0.4 s \(env.time_limit\)"):
+        environment(configuration.load(None, [f"env.name={__name__}:Hanging_{member}", "env.time_limit=0.4"]).env)
     monkeypatch.setattr(requirements, "LIMIT", 0.2)
     with pytest.raises(ValueError, match=f"^Mine: {call} gives no answer in 0.2 s; see why it hangs$"):
-        LocalWorkers(type("Mine", (Counting,), {member: hang}))
+        LocalWorkers(mine)
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
