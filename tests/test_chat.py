@@ -9,6 +9,7 @@ import pytest
 
 from hgpo_jax import chat as chatting
 from hgpo_jax.config import cli
+from hgpo_jax.sampling import chat as sampling_chat
 from hgpo_jax.sampling.chat import Chat
 from hgpo_jax.sampling.generate import Decoding
 from tests.helpers.byte_policy import byte_policy, generated
@@ -51,7 +52,7 @@ def test_answers_are_the_samplers_and_the_conversation_is_kept(policy):
 
 def test_a_character_is_told_once_it_is_whole(policy, monkeypatch):
     tokens = iter([*policy.tokenizer("è€ok").input_ids, policy.tokenizer.eos_token_id])
-    monkeypatch.setattr(chatting, "_advance", lambda *given: ([next(tokens)], *given[3:5]))
+    monkeypatch.setattr(sampling_chat, "_advance", lambda *given: ([next(tokens)], *given[3:5]))
     assert list(filter(None, Chat(policy, HOT, max_new=NEW).answer("Who?"))) == ["è", "€", "o", "k"]
 
 
