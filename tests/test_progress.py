@@ -71,19 +71,6 @@ def test_what_compiles_for_long_is_said_at_growing_intervals_and_at_its_end(cloc
     ]  # fmt: skip
 
 
-def test_on_a_terminal_it_is_one_live_line(clock, monkeypatch, capsys):
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    with CompileWatch() as watch:
-        begin("rollout")
-        for clock[0] in (4, 6, 7):
-            watch.show()
-        end("rollout", 7.0)
-        watch.show()
-    said = capsys.readouterr()
-    assert said.out == "" and "compiling the rollout 6 s" in said.err and "compiling the rollout 7 s" in said.err
-    assert "4 s" not in said.err
-
-
 def test_jax_tells_of_all_that_it_compiles(monkeypatch, capsys):
     monkeypatch.setattr(progress, "SAY_AFTER", 0.0)
     with CompileWatch():
