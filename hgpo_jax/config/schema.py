@@ -368,7 +368,7 @@ class Config(Section):
     @pydantic.field_validator("cache_dir")
     @classmethod
     def _is_local(cls, value):
-        if is_remote(value):  # otherwise it would become a folder of this name
+        if is_remote(value):  # else it would be a folder of this name
             raise ValueError("must be a folder of this machine")
         return value
 
