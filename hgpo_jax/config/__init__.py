@@ -1,7 +1,7 @@
 """The configuration of a run: one typed tree, filled from a YAML file and `field=value` overrides.
 
-Every field says what it means (`--help` prints that), what values it takes, and has the default of the household, so
-that `python -m hgpo_jax.train` needs no file. `load` refuses what it does not know before anything else happens.
+Every field has a description (`--help` prints it), its valid values, and a default that fits the household, so that
+`python -m hgpo_jax.train` needs no file. `load` rejects unknown fields and values before anything else happens.
 """
 
 from hgpo_jax.config.describe import COMMON, completions, describe

@@ -1,7 +1,7 @@
-"""The names that fields of the configuration take, apart from what they stand for.
+"""The names that fields of the configuration accept, apart from the objects that they stand for.
 
-That imports jax and flax, which takes seconds, and a mistyped field is to be refused before. The tables of
-`rollout/environments.py` and `learner/algorithms.py` have these names (tests/test_config.py).
+Importing those also imports jax and flax, which takes seconds, and a mistyped field should be rejected before that. The tables
+of `rollout/environments.py` and `learner/algorithms.py` have these names (tests/test_config.py).
 """
 
 from typing import Literal
@@ -14,10 +14,10 @@ METHODS = (
     "dr_mas", "eb_gae", "eb_td", "ecpo", "gagpo", "gigpo", "graphgpo", "grpo", "hgpo", "himac", "pgpo", "reinforce_pp",
     "reinforce_pp_baseline", "rloo", "dapo", "gspo", "hiper", "kpo", "ppo",
 )  # fmt: skip
-# Of our environments those whose turns belong to several roles, and these.
+# The built-in environments with several roles, and those roles.
 ROLES = {
     "household_team": ("searcher", "carrier"), "household_team_text": ("searcher", "carrier"),
     "household_plan": ("planner", "executor"),
 }  # fmt: skip
 HeldOut = Literal["valid_seen", "valid_unseen"]  # splits of ALFWorld to evaluate on
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a block, for adapters
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # layers with adapters

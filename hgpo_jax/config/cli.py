@@ -25,14 +25,14 @@ def parser(command: str, description: str | None) -> Parser:
 
 
 def local_path(text: str) -> str:
-    """The type of an argument that names a file or folder of this machine."""
+    """Checks an argument that names a file or folder on this machine (an argparse type)."""
     if is_remote(text):
         raise argparse.ArgumentTypeError(f"{text}: must be a place of this machine")
     return text
 
 
 def positive(text: str) -> float:
-    """The type of an argument that is a number above 0."""
+    """Reads an argument that is a number above 0 (an argparse type)."""
     number = float(text)  # argparse reports a ValueError
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text}: must be above 0")
@@ -47,7 +47,7 @@ class _HelpAll(argparse.Action):
 
 
 def add_config_arguments(p: argparse.ArgumentParser) -> None:
-    """--config, --mesh, the field=value overrides, and help on fields: the common ones, with --help-all every one."""
+    """Adds --config, --mesh, the field=value overrides, and help on fields: the common ones, or all with --help-all."""
     common = configuration.describe(configuration.COMMON)
     p.epilog = f"fields that are often changed (--help-all shows every field):\n\n{common}"
     p.add_argument("--help-all", action=_HelpAll, nargs=0, help="show this help with every field, and exit")
@@ -65,23 +65,23 @@ def add_config_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def add_trained_policy(p: argparse.ArgumentParser, **options) -> None:
-    """RUN|HF_FOLDER (with argparse's `options`), and `add_config_arguments`."""
+    """Adds RUN|HF_FOLDER (with argparse's `options`) and the arguments of `add_config_arguments`."""
     said = "the folder of a run that has ended, or of a Hugging Face policy"
     p.add_argument("run", **{"metavar": "RUN|HF_FOLDER", "help": said} | options)
     add_config_arguments(p)
 
 
 def is_run(folder: str) -> bool:
-    """Whether it is the folder of a run that has ended."""
+    """Whether this is the folder of a run that has ended."""
     return Path(folder, "config.yaml").is_file() and Path(folder, "policy").is_dir()
 
 
 def policies_of(run: Path) -> list[Path]:
-    """Policy folders of a multi-policy run, each named by its roles."""
+    """Lists the policy folders of a multi-policy run, each named by its roles."""
     return sorted(file.parent for file in run.glob("policy/*/config.json"))
 
 
-UNROUNDED = "policy.sample_dtype=compute_dtype"  # a run's policy is played as it was saved, unless one asks for something else
+UNROUNDED = "policy.sample_dtype=compute_dtype"  # a run's policy plays as it was saved unless the user overrides this
 
 
 def trained_policy(args) -> tuple[str, list[str]]:
@@ -105,7 +105,7 @@ def trained_policy(args) -> tuple[str, list[str]]:
 
 
 def saved_policy(folder: str) -> list[str]:
-    """Overrides that select the policy of a run, or the one in a Hugging Face folder; its adapters are merged."""
+    """Returns overrides that select the policy of a run or of a Hugging Face folder; adapters are merged."""
     run = is_run(folder)
     saved = [f"policy={Path(folder, 'policy') if run else folder}", "warm_start=none", "lora.rank=0"]
     if run and (policies := policies_of(Path(folder))):
@@ -118,7 +118,7 @@ def saved_policy(folder: str) -> list[str]:
 
 
 def add_distributed(p: argparse.ArgumentParser) -> None:
-    """--distributed."""
+    """Adds --distributed."""
     p.add_argument(
         "--distributed", action="store_true",
         help="run as one of several processes, all started with the same command (configs/launch)",
@@ -126,7 +126,7 @@ def add_distributed(p: argparse.ArgumentParser) -> None:
 
 
 def given_fields(args) -> dict:
-    """What --config, --mesh and the overrides give, as `config.given`. Raises ConfigError."""
+    """Returns the fields that --config, --mesh and the overrides set, as `config.given` does. Raises ConfigError."""
     mesh = [] if args.mesh is None else [f"mesh={args.mesh}"]
     return configuration.given(args.config, [*args.overrides, *mesh])
 

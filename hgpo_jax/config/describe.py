@@ -1,4 +1,4 @@
-"""What `--help` says about the fields."""
+"""The text of `--help` about the fields."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from hgpo_jax.config.roles import RoleConfig
 from hgpo_jax.config.schema import OPEN, Config, choices, fields, literals, role_fields
 
-# What `--help` shows; the others are behind `--help-all`.
+# The fields that `--help` shows; the others are behind `--help-all`.
 COMMON = (
     "run_dir", "seed", "iterations", "method", "warm_start", "mesh", "env.name", "env.max_turns", "env.data", "policy.source",
     "lora.rank", "rollout.prompt_groups", "rollout.group_size", "rollout.history_length", "advantage.gamma",
@@ -18,10 +18,10 @@ COMMON = (
 
 
 def describe(names: Iterable[str] | None = None) -> str:
-    """Fields with defaults and meanings, by section: the named ones, or every one with what its section is."""
+    """Describes fields with defaults and meanings, by section: the named ones, or all, with a description of each section."""
     lines: list[str] = []
     section, known = None, fields() | role_fields("NAME")
-    for name in sorted(known, key=lambda name: "." in name) if names is None else names:  # a run's own fields first
+    for name in sorted(known, key=lambda name: "." in name) if names is None else names:  # the run's own fields first
         head = name.rpartition(".")[0]
         if head != section:
             of = RoleConfig if head == "roles.NAME" else Config.model_fields[head].annotation if head else Config
@@ -40,7 +40,7 @@ def describe(names: Iterable[str] | None = None) -> str:
 
 
 def completions(typed: str) -> list[str]:
-    """What `field=value` could be that begins with this: fields, or the values of a field that has choices."""
+    """Completes a partly typed `field=value`: returns matching fields, or the values of a field that has choices."""
     name, given, _ = typed.partition("=")
     if not given:
         return [f"{known}=" for known in fields() if known.startswith(typed)]

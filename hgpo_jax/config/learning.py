@@ -49,8 +49,8 @@ class AdvantageConfig(Section):
 class LearnerConfig(OptimizerConfig):
     """The update: one epoch of PPO-clip with AdamW."""
 
-    # Adam's first steps are as long as the rate, however noisy the gradient: with a warm-up of 5 steps 6 of 59 runs were more
-    # than ten points below the start after a few iterations, in two settings, one for good; with 30 none of 194
+    # Adam's first steps are as long as the rate, however noisy the gradient is. With a warm-up of 5 steps, in two settings, 6
+    # of 59 runs were more than ten points below the start after a few iterations, one of them for good; with 30, none of 194
     # (configs/tables/results/README.md).
     warmup_steps: int = field(30, "optimizer steps over which the learning rate rises from 0", ge=0)
     final_lr: Share = field(

@@ -1,4 +1,4 @@
-"""From a YAML file and overrides to a configuration, and back; each mistake is one line."""
+"""Conversion of a YAML file and overrides to a configuration, and back; each mistake is one line."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 
 MAX_DEPTH = 50  # brackets inside brackets in YAML
 
-_SHOWN = reprlib.Repr()  # of values in messages, where a few lines of YAML can stand for millions of elements
+_SHOWN = reprlib.Repr()  # shortens values in messages, where a few lines of YAML can stand for millions of elements
 _SHOWN.maxlevel, _SHOWN.maxstring, _SHOWN.maxother = 2, 200, 200
 SHORT = {"policy": "policy.source", "reward": "reward.source", "data": "env.data"}  # short names of fields in overrides
 RENAMED = {"rollout.chunk": "rollout.decode_batch_size", "rollout.ready_share": "rollout.ready_fraction"}  # old name -> new
 
 
 def read_yaml(text: str):
-    """The content of a YAML text. Raises YAMLError, early for deep nesting: the parser's time is quadratic in the depth."""
+    """Parses a YAML text. Raises YAMLError, early for deep nesting: the parser's time is quadratic in the depth."""
     depth = 0
     for bracket in re.findall(r"[][{}]", text):
         depth += 1 if bracket in "[{" else -1
@@ -35,12 +35,12 @@ def read_yaml(text: str):
         return yaml.safe_load(text)
     except yaml.YAMLError:
         raise
-    except Exception as error:  # PyYAML has other kinds for 2024-99-99, `!!int`, a number of thousands of digits, ...
+    except Exception as error:  # PyYAML raises other errors for 2024-99-99, `!!int`, a number of thousands of digits, ...
         raise yaml.YAMLError(f"{type(error).__name__}: {error}") from None
 
 
 def parse_value(text: str):
-    """An override's text as YAML would read it; `a,b` and `[a, b]` are lists."""
+    """Parses an override's text as YAML would; `a,b` and `[a, b]` are lists."""
     try:
         value = read_yaml(text)
     except yaml.YAMLError:
@@ -49,7 +49,7 @@ def parse_value(text: str):
 
 
 def load(path: str | None = None, overrides: list[str] | tuple[str, ...] = ()) -> Config:
-    """The configuration of a YAML file (a path, or a name in configs/) with overrides `field=value` on top.
+    """Loads the configuration of a YAML file (a path, or a name in configs/), overridden by `field=value` arguments.
 
     Raises:
       ConfigError: one line that names the field, the value and the nearest right one.
@@ -58,9 +58,9 @@ def load(path: str | None = None, overrides: list[str] | tuple[str, ...] = ()) -
 
 
 def given(path: str | None, overrides: list[str] | tuple[str, ...]) -> dict:
-    """The fields that a YAML file and overrides give, by section, and no others; values are not checked yet.
+    """Returns only the fields that a YAML file and overrides set, by section; values are not checked yet.
 
-    Raises ConfigError for a file that cannot be read and for an override of no field.
+    Raises ConfigError for an unreadable file and for an override of an unknown field.
     """
     tree = {} if path is None else _read(path)
     for section in ("policy", "reward"):
@@ -85,7 +85,7 @@ def given(path: str | None, overrides: list[str] | tuple[str, ...]) -> dict:
             if not isinstance(node, dict):
                 raise ConfigError(f"{head}={shown(node)}: is a section; its fields are written {head}.field=value")
         value = parse_value(text)
-        if free:  # of a type that only its constructor knows: what YAML would change, as 007, stays text
+        if free:  # a type that only its constructor knows: text that YAML would change, such as 007, stays text
             node[leaf] = value if isinstance(value, bool | list) or str(value) == text else text
             continue
         if get_origin(known[name].annotation) is tuple and not isinstance(value, list):
@@ -95,7 +95,7 @@ def given(path: str | None, overrides: list[str] | tuple[str, ...]) -> dict:
 
 
 def resolve(tree: dict, base: dict | None = None) -> Config:
-    """The configuration of `given` fields; the others are those of `base`, and where that lacks them the defaults.
+    """Completes `given` fields to a configuration, with the other fields from `base`, or else with their defaults.
 
     Raises ConfigError as `load` does.
     """
@@ -118,7 +118,7 @@ def _merged(base: dict, tree: dict) -> dict:
 
 
 def named_files() -> list[str]:
-    """What --config takes besides paths."""
+    """Lists the values of --config other than paths."""
     return sorted(p.stem for p in CONFIGS.glob("*.yaml"))
 
 
@@ -138,7 +138,7 @@ def _read(path: str) -> dict:
 
 
 def shown(value) -> str:
-    """A value in a message, shortened."""
+    """Returns a value for a message, shortened."""
     try:
         return _SHOWN.repr(value)
     except ValueError:
@@ -146,7 +146,7 @@ def shown(value) -> str:
 
 
 def _unknown(name: str, names: list[str]) -> str:
-    """Why there is no field of this name, and what to write instead."""
+    """Explains that there is no field of this name, and suggests another one."""
     if name in RENAMED:
         return f"is now called {RENAMED[name]}"
     return f"no such field; {nearest(name, names, '--help-all lists them all')}"
@@ -172,5 +172,5 @@ def _one_line(error: pydantic.ValidationError, known: dict) -> str:
 
 
 def dump(config: Config) -> str:
-    """The configuration as YAML, every field written out."""
+    """Writes the configuration as YAML, with every field."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)

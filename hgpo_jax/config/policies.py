@@ -1,6 +1,6 @@
-"""Maps roles to policies: one set of weights for all, or several, each with the configuration that it trains with.
+"""Maps roles to policies: one set of weights for all roles, or several, each with its own training configuration.
 
-Where there are several, whatever is a tree of parameters elsewhere is a dict {name of the set: tree}.
+With several, every tree of parameters elsewhere is a dict {name of the set: tree}.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from hgpo_jax.config import Config, Section
 
 
 def weight_sets(config: Config, roles: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """The sets of weights of a team with these roles: name -> its roles. Empty where all roles share one.
+    """Groups the roles of a team by policy: name of the set of weights -> its roles. Empty if all roles share one set.
 
     A set is named by its roles, as in `searcher` or `carrier+cook`.
     """
@@ -24,18 +24,18 @@ def weight_sets(config: Config, roles: Sequence[str]) -> dict[str, tuple[str, ..
 
 
 def set_of_each(config: Config, roles: Sequence[str]) -> tuple[str, ...]:
-    """The name of each role's set of weights; empty where all roles share one."""
+    """Returns the name of each role's set of weights; empty if all roles share one."""
     sets = weight_sets(config, roles)
     return tuple(name for role in roles for name, some in sets.items() if role in some)
 
 
 def members(name: str, roles: Sequence[str]) -> list[bool]:
-    """Of each role, whether the set of this name has its weights."""
+    """Returns, for each role, whether it uses the set of weights of this name."""
     return [role in name.split("+") for role in roles]
 
 
 def config_of(config: Config, roles: Sequence[str]) -> Config:
-    """What the weights that these roles share are made and trained with."""
+    """Returns the configuration that initializes and trains the policy which these roles share."""
     if len(roles) > 1 or roles[0] not in config.roles:
         return config
     settings = config.roles[roles[0]]
@@ -48,11 +48,11 @@ def config_of(config: Config, roles: Sequence[str]) -> Config:
 
 
 def response_limit(config: Config, role: str) -> tuple[int, str]:
-    """Tokens of a role's longest response in a text environment, and the field that says so."""
+    """Returns the maximum number of tokens of a role's response in a text environment, and the field that sets it."""
     own = config.roles[role].response_limit if role in config.roles else None
     return (own, f"roles.{role}.response_limit") if own else (config.rollout.response_limit, "rollout.response_limit")
 
 
 def longest_response(config: Config, roles: Sequence[str]) -> int:
-    """Tokens of the longest response of any role in a text environment."""
+    """Returns the tokens of the longest response of any role in a text environment."""
     return max(response_limit(config, role)[0] for role in roles)

@@ -1,4 +1,4 @@
-"""What one role of a team may have of its own, among it an optimizer."""
+"""The settings that one role of a team may override, including an optimizer."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class OptimizerConfig(Section):
 
 
 class RoleConfig(Section):
-    """What is different for one role of a team. With a policy or a lora_rank it has weights of its own, which learn from its
-    turns alone and have an optimizer of their own; all other roles share theirs."""
+    """Settings of one role of a team. With a policy or a lora_rank it has weights of its own, which learn from its turns alone
+    and have an optimizer of their own; all other roles share theirs."""
 
     policy: str = field(
         "shared", "shared: the weights of policy=; own: what they begin as, trained apart; or whatever policy.source takes, of "
@@ -56,17 +56,17 @@ class RoleConfig(Section):
 
     @property
     def has_weights(self) -> bool:
-        """Whether it has weights of its own."""
+        """Whether the role has weights of its own."""
         return self.policy != "shared" or self.lora_rank is not None
 
     @property
     def optimizer(self) -> dict[str, float]:
-        """The optimizer's settings that are its own."""
+        """The optimizer settings that the role overrides."""
         return self.model_dump(include=set(OptimizerConfig.model_fields), exclude_none=True)
 
 
 def unknown_role(env: str, role: str, given: RoleConfig, known: Sequence[str]) -> str:
-    """Why the environment of this name, with the roles `known`, has none to give these settings to, and what to do."""
+    """Explains that the environment of this name, with the roles `known`, has no such role, and suggests a remedy."""
     name, value = next(iter(given.model_dump(exclude_unset=True).items()), ("policy", "shared"))
     why = f"has no such role; {nearest(role, list(known))}" if len(known) > 1 else "has no roles; leave it out"
     return f"roles.{role}.{name}={value}: env.name={env} {why}"

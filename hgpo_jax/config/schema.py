@@ -19,9 +19,9 @@ from hgpo_jax.envs import outside
 from hgpo_jax.envs.cli import nearest
 from hgpo_jax.utils.files import CACHE_DIR, check_scheme, is_remote
 
-_SURROGATE = re.compile(r"[\ud800-\udfff]")  # in a text that is an option
+_SURROGATE = re.compile(r"[\ud800-\udfff]")  # not allowed in the text of an option
 
-# Fields that take one of these names, what an installed package calls its own, or a place outside (`envs/outside.py`).
+# Fields that take one of these names, a name from an installed package, or a place outside (`envs/outside.py`).
 OPEN: dict[str, tuple[Collection[str], str]] = {
     "env.name": (ENVIRONMENTS, outside.ENVIRONMENTS),
     "method": (METHODS, outside.ESTIMATORS),
@@ -30,7 +30,7 @@ OPEN: dict[str, tuple[Collection[str], str]] = {
 
 
 def choices(name: str) -> tuple[str, ...]:
-    """The names that an open field takes; besides them it takes what `envs/outside.py` finds."""
+    """Lists the names that an open field takes; it also takes whatever `envs/outside.py` finds."""
     ours, group = OPEN[name]
     return *ours, *outside.installed(group)
 
@@ -45,7 +45,7 @@ def _is_choice(name: str, value: str) -> str:
 
 
 def _is_option(value) -> bool:
-    """Whether YAML can hold it and give it back."""
+    """Whether YAML can store this value and restore it."""
     if isinstance(value, list | tuple):
         return all(map(_is_option, value))
     if isinstance(value, float):
@@ -56,9 +56,9 @@ def _is_option(value) -> bool:
 
 
 class EnvConfig(Section):
-    """The environment: compiled with the policy (household, sokoban, where it can alfworld), or text on the host (the others).
+    """The environment: compiled with the policy (household, sokoban, alfworld if possible), or text on the host (the others).
 
-    One of your own is of the kind that its class is (`envs/protocol.py`)."""
+    The class of your own environment decides which kind it is (`envs/protocol.py`)."""
 
     name: str = field(
         "household", "which environment; your own by the place of its class, Gymnasium's as gymnasium:ID or, where your own "
@@ -219,7 +219,7 @@ class RolloutConfig(Section):
 
 
 class RewardConfig(Section):
-    """What is added to the environment's rewards: by a function of your own (`reward=...` is short for `reward.source=...`;
+    """Additions to the environment's rewards: from a function of your own (`reward=...` is short for `reward.source=...`;
     hgpo_jax/rollout/rewards.py), and for answers near the limit."""
 
     source: str = field("", "function that scores an episode by its texts, for a compiled environment in pure JAX; empty: none")
@@ -277,7 +277,7 @@ class CloningConfig(Section):
 
 
 class LogConfig(Section):
-    """What a run writes, and when."""
+    """Files that a run writes, and their intervals."""
 
     checkpoint_every: Positive = field(25, "iterations between checkpoints; the last iteration always has one")
     keep_checkpoints: Positive = field(2, "last checkpoints kept")
@@ -305,7 +305,7 @@ class EvaluationConfig(Section):
     temperature: float = field(
         1.0, "temperature of the sampled evaluation; a greedy one is always made too", gt=0, le=10
     )
-    # Training samples from the whole softmax, whose log-probabilities the loss takes.
+    # Training samples from the full softmax, whose log-probabilities the loss uses.
     top_k: int = field(0, "the sampled evaluation draws from the k most likely tokens; 0: from all", ge=0)
     top_p: float = field(1.0, "nucleus sampling among these: the most likely tokens that reach this probability", gt=0, le=1)
     min_response: int = field(0, "no response of an evaluation ends before this many tokens", ge=0)
@@ -363,7 +363,7 @@ class Config(Section):
 
     @pydantic.model_validator(mode="after")
     def _has_these_roles(self):
-        """Of our environments; others are asked where they are made (`setup/validate.py`)."""
+        """Checks the roles of built-in environments; others are checked after they are made (`setup/validate.py`)."""
         for role in self.roles if self.env.name in ENVIRONMENTS else ():
             if role not in (known := ROLES.get(self.env.name, ())):
                 raise ValueError(unknown_role(self.env.name, role, self.roles[role], known))
@@ -378,12 +378,12 @@ class Config(Section):
 
 
 def role_fields(role: str) -> dict[str, Any]:
-    """`fields` of one role."""
+    """Returns the `fields` of one role."""
     return fields(RoleConfig, f"roles.{role}.")
 
 
 def fields(section: type[Section] = Config, prefix: str = "") -> dict[str, Any]:
-    """Dotted name -> pydantic field of every leaf of the tree."""
+    """Returns dotted name -> pydantic field for every leaf of the tree."""
     leaves: dict[str, Any] = {}
     for name, info in section.model_fields.items():
         if isinstance(info.annotation, type) and issubclass(info.annotation, Section):

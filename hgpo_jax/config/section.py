@@ -1,4 +1,4 @@
-"""What the sections of a configuration are made of."""
+"""The base class and the types of configuration sections."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 
-CONTROL = re.compile(r"[\x00-\x1f\x7f]")  # in a text; what else a path may hold is the file system's to say
+CONTROL = re.compile(r"[\x00-\x1f\x7f]")  # not allowed in a text; the file system decides what else a path may hold
 
 
 def _takes_bool(annotation) -> bool:
@@ -25,7 +25,7 @@ class Section(pydantic.BaseModel):
     @pydantic.field_validator("*", mode="before")
     @classmethod
     def _is_meant(cls, value, info):
-        """`true`, `yes` and `on` do not mean the number 1."""
+        """Rejects booleans for numbers: `true`, `yes` and `on` do not mean the number 1."""
         if isinstance(value, bool) and not _takes_bool(cls.model_fields[info.field_name].annotation):
             raise ValueError("true and false are not values of this field")
         return value

@@ -12,35 +12,35 @@ from typing import NamedTuple
 from hgpo_jax.policy.chat_frame import ChatFrame
 
 TEMPLATES = Path(__file__).parent / "templates"
-# A message with more characters per token of the limit than this is too long in any case, and is not tokenized to find out.
+# A message with more characters per token of the limit than this is certainly too long, so it is not tokenized to find out.
 # Real observations have 2 to 5.
 MAX_CHARACTERS_PER_TOKEN = 16
-CUT = " ... "  # stands for what was cut
+CUT = " ... "  # replaces the removed text
 _SECTIONS = ("first", "later", "entry")
 _BEGIN, _END = (re.compile(tag, re.ASCII | re.IGNORECASE) for tag in ("<action>", "</action>"))
 _CHINESE = re.compile("[\u4e00-\u9fff]")
 
 
 class PromptInput(NamedTuple):
-    """What an agent knows before it acts."""
+    """An agent's information before it acts."""
 
     goal: str
     history: Sequence[tuple[str, str]]  # its last K pairs of observation and action, oldest first
-    turn: int  # actions it took so far
+    turn: int  # actions that it has taken so far
     observation: str
-    commands: Sequence[str]  # what can be done now
+    commands: Sequence[str]  # the admissible commands
 
 
 class Prompt(NamedTuple):
-    """Token ids, and what was left out to keep them within the limit."""
+    """The token ids of a prompt, and the parts that were left out to keep it within the limit."""
 
     ids: list[int]
     pairs_dropped: int = 0
-    tokens_cut: int = 0  # a lower bound: what is cut from a huge text is never tokenized
+    tokens_cut: int = 0  # a lower bound: the part cut from a huge text is never tokenized
 
 
 class ParsedResponse(NamedTuple):
-    """A response as text, the action in it, and whether it is well formed."""
+    """A response as text, its action, and whether it is well formed."""
 
     text: str
     action: str
@@ -76,22 +76,22 @@ class Template:
 
     @property
     def bare(self) -> bool:
-        """Whether it asks for the action alone: it does not mention <action>."""
+        """Whether the template asks for the action alone: it does not mention <action>."""
         return "<action>" not in self.first.template + self.later.template
 
     def parse(self, text: str, fallback: int, opened: str = "", *, lower_case: bool = False) -> ParsedResponse:
-        """What `project` finds in a response; where the action alone is asked for, that is the whole response.
+        """Finds a response's action as `project` does; if the template asks for the action alone, it is the whole response.
 
-        opened: what the prompt's end has written of it (`ChatFrame.opened`).
+        opened: the part of the response that the prompt's end already contains (`ChatFrame.opened`).
         """
-        if self.bare:  # a thought is no part of the action
+        if self.bare:  # a thought is not part of the action
             thinks = (opened + text).lstrip().startswith("<think>")
             action = (text.rpartition("</think>")[2] if thinks else text).strip()
             return ParsedResponse(opened + text, action.lower() if lower_case else action, True)
         return ParsedResponse(opened + text, *project(text, fallback, opened, lower_case=lower_case))
 
     def render(self, prompt_input: PromptInput) -> str:
-        """The user message. Slots are filled once: a dollar sign in what fills them means nothing."""
+        """Renders the user message. Slots are filled once: a dollar sign in the inserted texts has no meaning."""
         begin = prompt_input.turn - len(prompt_input.history) + 1
         entries = [
             self.entry.substitute(number=begin + index, observation=observation, action=action)
@@ -110,7 +110,7 @@ class Template:
 
 
 def template_file(name: str) -> Path:
-    """The file of this name in `templates/`, or at this place. Raises ValueError."""
+    """Returns the file of this name in `templates/`, or the file at this path. Raises ValueError."""
     ours = {file.stem: file for file in TEMPLATES.glob("*.txt")}
     file = ours.get(name, Path(name))
     if not file.is_file():
@@ -119,25 +119,25 @@ def template_file(name: str) -> Path:
 
 
 def load_template(name: str) -> Template:
-    """What `template_file` holds. Raises ValueError."""
+    """Loads the template of `template_file`. Raises ValueError."""
     return Template.load(template_file(name))
 
 
 class ChatFormat:
-    """Prompts in a chat frame, and actions out of the answers to them.
+    """Builds prompts in a chat frame, and parses actions from the answers.
 
     Args:
-      template: as `load_template` takes it.
-      prompt_limit: tokens of the longest prompt. A longer one loses its oldest history first, then the middle of the
-        observation, of the commands and of the goal; what else the template says always stays.
-      fallback: characters of the end of a malformed response that are taken for its action.
-      lower_case: whether actions lose their capitals.
+        template: as in `load_template`.
+        prompt_limit: tokens of the longest prompt. A longer one loses its oldest history first, then the middle of the
+          observation, of the commands and of the goal; the rest of the template always stays.
+        fallback: characters at the end of a malformed response that are taken as its action.
+        lower_case: whether actions lose their capitals.
 
-    A template that does not mention <action> asks for the action alone: the whole response, after its thought, is the action.
+      If the template does not mention <action>, the action is the whole response after its thought.
 
     Raises:
-      ValueError: no such template, or a limit that the template alone fills.
-    """
+        ValueError: no such template, or the template alone exceeds the limit.
+      """
 
     def __init__(
         self, frame: ChatFrame, template: str, prompt_limit: int = 4096, fallback: int = 30, *, lower_case: bool = False
@@ -152,11 +152,11 @@ class ChatFormat:
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
-        """The frame's."""
+        """The end tokens of the frame."""
         return self.frame.end_tokens
 
     def build(self, inputs: Sequence[PromptInput]) -> list[Prompt]:
-        """The prompt of each input."""
+        """Builds the prompt of each input."""
         prompts, most = [], self.message_limit * MAX_CHARACTERS_PER_TOKEN
         texts = [self.template.render(prompt_input) for prompt_input in inputs]
         encoded = self.frame.text.encode(text[:most] for text in texts)
@@ -174,7 +174,7 @@ class ChatFormat:
         return prompts
 
     def _shortened(self, view: PromptInput) -> list[int]:
-        """Token ids of a message whose parts lose their middle until it fits: the observation first, the goal last."""
+        """Shortens a message until it fits: its parts lose their middle, the observation first, the goal last. Returns ids."""
         most = self.message_limit * MAX_CHARACTERS_PER_TOKEN
         fits = list[int]()
 
@@ -188,7 +188,7 @@ class ChatFormat:
 
         for part in ("observation", "commands", "goal"):
             whole = getattr(view, part)
-            low, high = 0, min(len(whole), most)  # characters, or commands, that are kept
+            low, high = 0, min(len(whole), most)  # characters, or commands, to keep
             if not try_out(view._replace(**{part: without_middle(whole, 0)})):
                 view = view._replace(**{part: without_middle(whole, 0)})
                 continue
@@ -199,9 +199,9 @@ class ChatFormat:
         return fits
 
     def answers(self, commands: Sequence[str], thoughts: Sequence[str]) -> list[list[int]]:
-        """Well-formed responses, as `parse` reads them, that give these commands; ended, with these texts as reasoning.
+        """Builds well-formed responses, as `parse` reads them, with these commands and thoughts, including the end token.
 
-        Raises ValueError for a thought where the frame has ended it already.
+        Raises ValueError for a thought if the frame has already ended it.
         """
         bare, text = self.template.bare, self.frame.text
         begins, thinks = not (self.frame.opened or bare), self.frame.inside_thought or not (self.frame.opened or bare)
@@ -216,13 +216,13 @@ class ChatFormat:
         ]
 
     def parse(self, ids: Sequence[int]) -> ParsedResponse:
-        """A response as text, with what the frame opened, and what `Template.parse` finds in it."""
+        """Decodes a response, with the part that the frame opened, and parses it with `Template.parse`."""
         text = self.frame.text.decode(ids)
         return self.template.parse(text, self.fallback, self.frame.opened, lower_case=self.lower_case)
 
 
 def without_middle(whole, kept: int):
-    """A text, or a list of texts, of which so many characters or texts are kept, from both ends; a mark stands between."""
+    """Keeps `kept` characters of a text, or items of a list, from both ends, and puts a mark in place of the middle."""
     if kept >= len(whole):
         return whole
     mark = CUT if isinstance(whole, str) else [CUT]
@@ -230,11 +230,11 @@ def without_middle(whole, kept: int):
 
 
 def project(text: str, fallback: int, opened: str = "", *, lower_case: bool = False) -> tuple[str, bool]:
-    """The action of a response, and whether the response is well formed, as verl-agent decides both.
+    """Returns the action of a response, and whether the response is well formed, by verl-agent's rules.
 
-    The action stands between the first <action> and the first </action>, in capitals or not; without both it is the last
-    `fallback` characters. A well-formed response also has <think> and </think>, which `opened` may hold, and no Chinese
-    character. Whether the action is admissible is not asked here.
+    The action is the text between the first <action> and the first </action>, in capitals or not; without both tags it is the
+    last `fallback` characters. A well-formed response also has <think> and </think>, which `opened` may hold, and no Chinese
+    character. Whether the action is admissible is not checked here.
 
     lower_case: whether the action loses its capitals, as verl-agent's do.
     """

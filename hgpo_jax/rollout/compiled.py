@@ -28,7 +28,7 @@ from hgpo_jax.sampling.generate import Responses, generate, turn_keys
 
 
 class EpisodeState(struct.PyTreeNode):
-    """What one episode carries from turn to turn."""
+    """The state that an episode carries from turn to turn."""
 
     env: Any  # the environment's state
     goal: jax.Array  # i32[env.goal_length]
@@ -39,7 +39,7 @@ class EpisodeState(struct.PyTreeNode):
 
 
 def start_episode(env, history_length: int, task, key) -> EpisodeState:
-    """An episode before its first turn: `task` (a random key, or the number of a game) decides the task, `key` the samples."""
+    """Starts an episode: `task` (a random key, or the number of a game) decides the task, `key` the samples."""
     drawn = jnp.issubdtype(task.dtype, jax.dtypes.prng_key)
     state, observation = env.reset(task) if drawn else env.start(task)
     history = History.empty(len(roles_of(env)), history_length, env.observation_length, env.action_length)
@@ -49,16 +49,16 @@ def start_episode(env, history_length: int, task, key) -> EpisodeState:
 
 
 def is_truncated(env, state, turns) -> jax.Array:
-    """bool[]: whether it was a time limit that ended an episode, or will where it goes on, after i32[] turns."""
+    """Whether a time limit, rather than the task, ended an episode after i32[] turns, or ends it now; bool[]."""
     if isinstance(env, TimeLimited):
         return env.truncated(state)
     return (turns >= env.max_turns) & ~env.won(state)
 
 
 def parse_answer(response, length, end: int, answer_length: int):
-    """The answer in a response i32[R] of i32[] tokens: (its words i32[answer_length], whether it is well formed bool[]).
+    """Parses the answer in a response i32[R] of i32[] tokens: (its words i32[answer_length], whether it is well formed bool[]).
 
-    Without an end token there is no answer.
+    A response without an end token has no answer.
     """
     words = jnp.where(jnp.arange(response.shape[0]) < length, response, 0)
     ended = (words == end).any()
@@ -72,19 +72,19 @@ def make_rollout(
 ):  # fmt: skip
     """Builds `rollout(params, tasks, keys, groups, decoding, tables=None) -> Episodes`, jitted.
 
-    It takes tasks [B], random keys or of an environment with a list of games their numbers, keys [B] or [B, 2], random keys
-    (`sampling.turn_keys`), groups i32[B] and a `sampling.Decoding`; and, of such an environment, its `tables` where the program
-    shall not hold them.
+    It takes tasks [B] (random keys or, if the environment has a list of games, game numbers), keys [B] or [B, 2], random keys
+    (`sampling.turn_keys`), groups i32[B] and a `sampling.Decoding`. If an environment with a list of games should not have its
+    `tables` compiled into the program, they are an argument, too.
 
     Args:
       env: a compiled environment such as `hgpo_jax.envs.household.Household` or `hgpo_jax.envs.sokoban.Sokoban`.
-      graphdef: of the `Qwen2` whose parameters will be given. Where roles have weights of their own, params and graphdef are
-        dicts by the weights' name.
-      mesh: episodes are split over its `data` axis; data x fsdp must divide their number.
+        graphdef: that of the `Qwen2` whose parameters are passed. If roles have weights of their own, params and graphdef are
+          dicts by the weights' name.
+        mesh: episodes are split over its `data` axis; data x fsdp must divide their number.
       history_length: K, observation-action pairs in a prompt.
       decode_batch_size: episodes that each device decodes at a time; rounded down to a divisor of its number of episodes.
-      end, act: token ids of the end of a response and of the mark that asks for one.
-      weights: names of each role's weights; () where all roles share theirs.
+        end, act: token ids of the end of a response and of the mark that asks for one.
+        weights: names of each role's weights; () if all roles share them.
 
     Raises:
       ValueError: the environment lacks something (`requirements.py`).
@@ -98,7 +98,7 @@ def make_rollout(
 
     def rollout(params, tasks, keys, groups, decoding, tables=None) -> Episodes:
         result = play_shards(tables, params, tasks, keys, decoding)
-        # Episodes are small: every device gets all of them, so that groups and mini-batches can cut across devices.
+        # Episodes are small: every device receives all of them, so that groups and mini-batches can span devices.
         record, final, ends = jax.lax.with_sharding_constraint(result, NamedSharding(mesh, P()))
         states, next_states = _state_ids(record["observations"], final, record["mask"])
         actions = action_ids(record["responses"], record["response_lengths"], record["mask"])
@@ -112,9 +112,9 @@ def make_continuations(
     weights: tuple[str, ...] = (),
 ):  # fmt: skip
     """Builds `go_on(params, states, keys, decoding, tables=None) -> f32[B, T]`, jitted: the rewards of episodes that begin in
-    the middle, in `states`, an `EpisodeState` [B] such as those of `replay`; an ended one has none.
+    the middle, in `states`, an `EpisodeState` [B], for example from `replay`; an episode that has ended has no rewards.
 
-    Arguments as for `make_rollout`.
+    Arguments as in `make_rollout`.
     """
     program = functools.partial(
         Program, graphdef=graphdef, decode_batch_size=decode_batch_size, history_length=history_length, end=end, act=act,
@@ -125,10 +125,10 @@ def make_continuations(
 
 
 def replay(env, history_length: int, task, responses, lengths, mask, end: int) -> EpisodeState:
-    """An episode played again from its record: its states [T + 1] before each turn and after the last, whatever the policy was.
+    """Replays an episode from its record, without the policy: its states [T + 1] before each turn and after the last.
 
-    task: as for `start_episode`. responses i32[T, R] of i32[T] tokens; mask bool[T], turns that happened. Every state
-    after the last turn is the same.
+    task: as in `start_episode`. responses: i32[T, R] of i32[T] tokens; mask: bool[T], turns that happened. All states after the
+    last turn are equal.
     """
 
     def turn(state: EpisodeState, recorded):
@@ -145,8 +145,8 @@ def replay(env, history_length: int, task, responses, lengths, mask, end: int) -
 
 
 def on_shards(method, program, env, mesh: Mesh | AbstractMesh):
-    """`method` of `program(env=env, fsdp=...)`, whose second and third inputs are split over the mesh's data axis, as its
-    results are. The first one is None, or the environment's parameters."""
+    """Runs `method` of `program(env=env, fsdp=...)` with its second and third inputs, and its results, split over the mesh's
+    data axis. The first input is None, or the environment's parameters."""
 
     def call(tables, *inputs):
         played = env if tables is None else env.bound(tables)
@@ -164,9 +164,9 @@ def on_shards(method, program, env, mesh: Mesh | AbstractMesh):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """What one index of the `data` axis computes; the devices of its `fsdp` axis share a decode batch.
+    """The computation of one index of the `data` axis; the devices of its `fsdp` axis share a decode batch.
 
-    Prompts are made of the environment's words, and answers are words; `device_text.py` has another way.
+    Prompts consist of the environment's words, and so do answers; `device_text.py` is the version for free text.
     """
 
     env: Any
@@ -176,7 +176,7 @@ class Program:
     decode_batch_size: int
     end: int = 0
     act: int = 0
-    weights: tuple[str, ...] = ()  # names of each role's; then graphdef and params are dicts by these
+    weights: tuple[str, ...] = ()  # names of each role's weights; then graphdef and params are dicts by these
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -189,34 +189,34 @@ class Program:
 
     @property
     def widths(self) -> Sequence[int]:
-        """Slots with which prompts are read, ascending."""
+        """Prompt widths in slots, ascending."""
         return prompt_widths(self.env, self.history_length)
 
     def prompt(self, state: EpisodeState) -> tuple[jax.Array, jax.Array, dict]:
-        """The prompt of an episode's next turn: (i32[P], its length i32[], further fields of the turn's record)."""
+        """Builds the prompt of an episode's next turn: (i32[P], its length i32[], further fields of the turn's record)."""
         prompt, length = make_prompt(self.env, state.env, state.goal, state.history, state.observation, self.act)
         return prompt, length, {}
 
     def read(self, response, length) -> tuple[jax.Array, jax.Array, dict]:
-        """A response i32[R]: (its action i32[A], whether it is well formed bool[], further fields of the turn's record)."""
+        """Reads a response i32[R]: (its action i32[A], whether it is well formed bool[], further fields of the record)."""
         return *parse_answer(response, length, self.end, self.env.action_length), {}
 
     def faults(self, well_formed, inadmissible) -> dict:
-        """The fields of the record that say what was wrong with an answer."""
+        """Returns the fields of the record that describe the faults of an answer."""
         return {"invalid": inadmissible | ~well_formed}
 
     def play(self, params, tasks, keys, decoding):
-        """All turns of B episodes: (record {field: [B, T, ...]}, last observations i32[B, O], and {field: [B, ...]} of how they
-        ended)."""
+        """Plays all turns of B episodes: (record {field: [B, T, ...]}, last observations i32[B, O], and {field: [B, ...]} of
+        how they ended)."""
         states = jax.vmap(start_episode, (None, None, 0, 0))(self.env, self.history_length, tasks, keys)
         states, record = self.play_all(params, states, decoding)
         prompts, lengths, _ = jax.vmap(self.prompt)(states)
         return record, states.observation, self.ends(states, record["mask"].sum(1), prompts, lengths)
 
     def ends(self, states: EpisodeState, turns, prompts, lengths) -> dict:
-        """The fields {field: [B, ...]} of Episodes about how B episodes ended, after i32[B] turns.
+        """Returns the fields {field: [B, ...]} of Episodes about how B episodes ended, after i32[B] turns.
 
-        prompts: i32[B, P] of i32[B] tokens, what a policy is shown then.
+        prompts: i32[B, P] of i32[B] tokens, the prompts that would come next.
         """
         truncated = jax.vmap(functools.partial(is_truncated, self.env))(states.env, turns)
         return {
@@ -227,11 +227,11 @@ class Program:
         }  # fmt: skip
 
     def play_on(self, params, states: EpisodeState, keys, decoding):
-        """f32[B, T], the rewards of the turns after these states."""
+        """Plays on from these states; returns the rewards f32[B, T] of the turns after them."""
         return self.play_all(params, states.replace(key=keys), decoding)[1]["rewards"]
 
     def play_all(self, params, states: EpisodeState, decoding):
-        """The turns of B episodes until all have ended: (their states then, record {field: [B, T, ...]})."""
+        """Plays B episodes until all have ended: (their final states, record {field: [B, T, ...]})."""
         env, B = self.env, states.done.shape[0]
         models = self.models(params)
         sizes = range(self.fsdp, min(self.decode_batch_size, B) + 1, self.fsdp)
@@ -240,7 +240,7 @@ class Program:
         def one_turn(carry):
             turn, states, record, unfinished = carry
             prompts, lengths, notes = jax.vmap(self.prompt)(states)
-            # Those of about one length together, so that few slots are padding.
+            # Prompts of similar length are processed together, so that few slots are padding.
             unfinished_first = jnp.argsort(jnp.where(states.done, prompts.shape[1] + 1, lengths), stable=True)
             lengths = jnp.where(states.done, 1, lengths)
 
@@ -269,15 +269,15 @@ class Program:
         return states, record
 
     def models(self, params) -> dict:
-        """The networks that sample, each with its `decode_blocks`, by the name of their weights."""
+        """Returns the networks that sample, each with its `decode_blocks`, by the name of their weights."""
         graphdefs, params = (self.graphdef, params) if self.weights else ({"": self.graphdef}, {"": params})
         models = {name: nnx.merge(graphdefs[name], params[name]) for name in params}
         return {name: (model, model.decode_blocks()) for name, model in models.items()}
 
     def take_turn(self, models: dict, states: EpisodeState, prompts, lengths, turn, decoding):
-        """Turn number i32[] of M episodes: (their states after it, its record {field: [M, ...]}).
+        """Takes turn number i32[] of M episodes: (their states after it, its record {field: [M, ...]}).
 
-        prompts i32[M, P] are their prompts, lengths i32[M] how long these are.
+        prompts: i32[M, P], their prompts; lengths: i32[M], the lengths of these.
         """
         keys = turn_keys(states.key, turn)
         longest = max_across_devices(lengths.max())
@@ -294,7 +294,7 @@ class Program:
 
         if not self.weights:
             return self.act_on(states, prompts, lengths, responses(*models[""]))
-        # Every network whose roles have a turn here samples for all episodes, and each one keeps that of its own role.
+        # Every network whose roles have a turn here samples for all episodes; each episode keeps the sample of its own role.
         names, roles = list(models), jax.vmap(functools.partial(role_of, self.env))(states.env)
         which = jnp.array([names.index(name) for name in self.weights])[roles]
         M, R = prompts.shape[0], self.response_slots
@@ -310,7 +310,7 @@ class Program:
         return self.act_on(states, prompts, lengths, out)
 
     def act_on(self, states: EpisodeState, prompts, lengths, out: Responses):
-        """What these responses to M prompts do: (the episodes' states after them, the turn's record {field: [M, ...]})."""
+        """Applies responses to M prompts: (the episodes' states after them, the turn's record {field: [M, ...]})."""
         env = self.env
         actions, well_formed, notes = jax.vmap(self.read)(out.tokens, out.lengths)
         roles = jax.vmap(functools.partial(role_of, env))(states.env)
@@ -335,7 +335,7 @@ class Program:
         return after, record | notes | self.faults(well_formed, invalid)
 
     def empty_record(self, states: EpisodeState) -> dict:
-        """Zeros [B, T, ...] for the fields that a turn records."""
+        """Returns zeros [B, T, ...] for the fields that a turn records."""
 
         def turn(state: EpisodeState):
             prompt, length, noted = self.prompt(state)
@@ -355,7 +355,7 @@ class Program:
 
 
 def _state_ids(observations, final, mask):
-    """Ids of the observations i32[B, T, O] and of those that followed them, i32[B, T] each; `final` i32[B, O] came last."""
+    """Numbers the observations i32[B, T, O] and their successors, i32[B, T] each; `final` i32[B, O] are the last ones."""
     turns = mask.sum(1)
     every = jnp.pad(observations, ((0, 0), (0, 1), (0, 0))).at[jnp.arange(len(turns)), turns].set(final)
     ids = state_ids(every, jnp.arange(every.shape[1]) <= turns[:, None])
@@ -363,12 +363,12 @@ def _state_ids(observations, final, mask):
 
 
 def _like(flags, value):
-    """bool[M] broadcast over the other dimensions of value [M, ...]."""
+    """Broadcasts bool[M] over the other dimensions of value [M, ...]."""
     return flags.reshape(flags.shape + (1,) * (value.ndim - 1))
 
 
 def _unless_done(done, old, new):
-    """`old` where the episode had ended before. Random keys never change and have no `where`."""
+    """Selects `old` if the episode had already ended, else `new`. Random keys never change and have no `where`."""
     if jnp.issubdtype(new.dtype, jax.dtypes.prng_key):
         return old
     return jnp.where(_like(done, new), old, new)

@@ -1,9 +1,9 @@
-"""Continuous batching inside a compiled rollout: a slot whose response has ended takes the next prompt, of whichever episode.
+"""Continuous batching inside a compiled rollout: a slot whose response has ended takes the next prompt, of any episode.
 
-Every episode is at a turn of its own. A round of the program's loop lets the environments of ended responses answer, reads the
-prompts that wait into free slots, and decodes until the next few responses have ended; no episode waits for the longest
-response of a turn, and nothing goes to the host. Tokens depend on an episode's key, turn and prompt alone: they are those of
-the rollouts in lockstep (`compiled.py`) and on the host (`host.py`), whose slots are the same (`slot_state.py`).
+Every episode has its own turn number. Each round of the program's loop steps the environments of ended responses, prefills
+waiting prompts into free slots, and decodes until the next few responses have ended. No episode waits for the longest
+response of a turn, and no data goes to the host. Tokens depend on an episode's key, turn and prompt alone. They equal those
+of the rollouts in lockstep (`compiled.py`) and on the host (`host.py`), whose slots are the same (`slot_state.py`).
 """
 
 from __future__ import annotations
@@ -20,51 +20,51 @@ from hgpo_jax.rollout.compiled import EpisodeState, Program, is_truncated
 from hgpo_jax.sampling.generate import Responses, turn_keys
 from hgpo_jax.sampling.slots import MAX_STEPS, SlotState, begin, free_slots, go_on
 
-# Decoding stops once one in ENDED slots that went on has ended: few wait. What waits is read by one in READ at a time, the
-# shortest first: few of the tokens are padding.
+# Decoding stops once one in ENDED of the active slots has ended, so few slots wait. Prefill takes prompts for one in READ slots
+# at a time, the shortest first, so little is padding.
 ENDED, READ = 8, 32
 
 
 class Play(struct.PyTreeNode):
-    """B episodes of which up to S are in slots."""
+    """The state of B episodes, of which up to S occupy slots."""
 
     states: EpisodeState  # [B]
-    turn: jax.Array  # i32[B], of each episode's next response
-    untold: jax.Array  # bool[B], whose next prompt has yet to be made; also that after a time limit, which nothing answers
+    turn: jax.Array  # i32[B], turn of each episode's next response
+    untold: jax.Array  # bool[B], the next prompt must still be built; also the one after a time limit, which nothing answers
     ended: jax.Array  # bool[B]
-    waiting: jax.Array  # bool[B], whose prompt waits for a slot
-    prompts: jax.Array  # i32[B, P], of the next or current turn
+    waiting: jax.Array  # bool[B], the prompt waits for a slot
+    prompts: jax.Array  # i32[B, P], prompts of the next or current turn
     lengths: jax.Array  # i32[B]
-    notes: dict  # further fields of the record that came with the prompts, [B, ...]
+    notes: dict  # further fields of the record that come with the prompts, [B, ...]
     record: dict  # [B, T, ...]
     slots: SlotState
-    episode: jax.Array  # i32[S], whose slot it is; B where it is free
-    tokens: jax.Array  # i32[S, R], the responses so far, 0 behind them
+    episode: jax.Array  # i32[S], the episode in each slot; B if it is free
+    tokens: jax.Array  # i32[S, R], the responses so far, followed by 0
     logp: jax.Array  # f32[S, R]
-    steps: jax.Array  # i32[], tokens decoded one after the other
-    busy: jax.Array  # f32[], the sum over these of the share of slots that had not ended
+    steps: jax.Array  # i32[], decoding steps
+    busy: jax.Array  # f32[], the sum over these steps of the fraction of active slots
 
     @property
     def taken(self) -> jax.Array:
-        """bool[S]: which slots have an episode."""
+        """bool[S]: slots that hold an episode."""
         return self.episode < self.turn.shape[0]
 
     @property
     def over(self) -> jax.Array:
-        """bool[S]: which slots have a response that has ended."""
+        """bool[S]: slots whose response has ended."""
         return self.taken & self.slots.ended
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotProgram(Program):
-    """`Program` with slots instead of turns in lockstep: for responses of many tokens, whose lengths differ."""
+    """A `Program` with slots instead of turns in lockstep, for long responses of different lengths."""
 
     def play_all(self, params, states: EpisodeState, decoding):
         played = self.play_slots(params, states, decoding)
         return played.states, played.record
 
     def play_slots(self, params, states: EpisodeState, decoding) -> Play:
-        """All turns of B episodes, and what they took (`Play.steps`, `Play.busy`)."""
+        """Plays all turns of B episodes, and counts the decoding work (`Play.steps`, `Play.busy`)."""
         B, R = states.done.shape[0], self.response_slots
         S, model = max(1, min(self.decode_batch_size, B) // self.fsdp) * self.fsdp, nnx.merge(self.graphdef, params)
         blocks = model.decode_blocks()
@@ -77,7 +77,7 @@ class SlotProgram(Program):
             tokens=jnp.zeros((S, R), jnp.int32), logp=jnp.zeros((S, R)), steps=jnp.int32(0),
             busy=jnp.float32(0),
         )  # fmt: skip
-        # As many slots to the end: a smaller number would be one more copy of all layers and of the environment to compile.
+        # The number of slots is constant: a smaller one would compile another copy of all layers and of the environment.
         goes_on = lambda play: _any(play.untold) | _any(play.waiting) | _any(play.taken)  # noqa: E731
         return jax.lax.while_loop(goes_on, functools.partial(self._round, model, blocks, decoding), play)
 
@@ -110,7 +110,7 @@ class SlotProgram(Program):
         )
 
     def _tell(self, play: Play) -> Play:
-        """Makes some of the prompts that come next."""
+        """Builds some of the next prompts."""
         B = play.turn.shape[0]
         some = jnp.argsort(~play.untold, stable=True)[: max(1, play.over.shape[0] // ENDED)]
         episode = jnp.where(play.untold[some], some, B)
@@ -125,11 +125,11 @@ class SlotProgram(Program):
         """Prefills queued prompts into free slots: fewest turns first, then shortest."""
         (B, P), S, F = play.prompts.shape, play.taken.shape[0], self.fsdp
         m = max(1, S // READ // F) * F
-        # Row by row of what each device reads: a free slot of its own, and whether there is one.
+        # For each row that a device prefills: one of its free slots, and whether there is one.
         free = ~play.taken.reshape(F, S // F)
         local = jnp.argsort(~free, axis=1, stable=True)[:, : m // F]
         usable = jnp.take_along_axis(free, local, 1)
-        # Every device's first row comes before any one's second.
+        # The first rows of all devices come before the second row of any.
         number = (jnp.cumsum(usable.T.ravel()) - 1).reshape(m // F, F).T.ravel()
         order = jnp.argsort(jnp.where(play.waiting, play.turn * (P + 1) + play.lengths, jnp.iinfo(jnp.int32).max), stable=True)
         given = usable.ravel() & (number < play.waiting.sum())
@@ -169,10 +169,10 @@ class SlotProgram(Program):
 
 
 def _any(flags) -> jax.Array:
-    """bool[]: whether any of them is set, on any index of the data axis that must go along (`max_across_devices`)."""
+    """Whether any flag is set on any index of the data axis that must run the same program (`max_across_devices`); bool[]."""
     return max_across_devices(flags.any().astype(jnp.int32)) > 0
 
 
 def _put(into, episode, values):
-    """A tree of arrays [B, ...] with those of `values` [n, ...], or one, at i32[n]; nothing where that is B."""
+    """Writes `values` [n, ...] into a tree of arrays [B, ...] at i32[n]; an index of B writes nothing."""
     return jax.tree.map(lambda a, value: a.at[episode].set(value, mode="drop"), into, values)

@@ -1,11 +1,11 @@
-"""Compiled rollouts of language models: ALFWorld's games, prompts, sampling and the reading of answers in one jitted program.
+"""Compiled rollouts of language models: ALFWorld's games, prompts, sampling and parsing of answers in one jitted program.
 
     rollout = CompiledTextRollout(env, games, format, tokenizer, policy.graphdef, mesh, batch=128, history_length=2)
     episodes, report = rollout(params, tasks, keys, groups, Decoding())
 
-It is called like a `host.HostRollout` and returns bit-identical Episodes and statistics. The host plays an episode that holds
-something the device cannot reproduce (`device_text.py`). Where the host does not have the games, the episode is left out and
-counted as one whose environment failed.
+It is called like a `host.HostRollout` and returns bit-identical Episodes and statistics. If an episode holds something that
+the device cannot reproduce (`device_text.py`), the host plays it. If the host does not have the games, the episode is left
+out and counted as one whose environment failed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ INEXACT = "some text cannot be reproduced on the device (rollout/device_text.py)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextProgram(SlotProgram):
-    """With chat prompts and free-text answers; `env` is a `DeviceText`."""
+    """A `SlotProgram` with chat prompts and free-text answers; `env` is a `DeviceText`."""
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -66,11 +66,11 @@ class TextProgram(SlotProgram):
         return answer.action, answer.well_formed, {"exact_answers": answer.exact}
 
     def faults(self, well_formed, inadmissible) -> dict:
-        return {"inadmissible": inadmissible}  # what is invalid is for the EpisodeBuffer to say
+        return {"inadmissible": inadmissible}  # the EpisodeBuffer decides what is invalid
 
     def told(self, params, games, keys, decoding):
-        """All turns of B episodes: (record {field: [B, T, ...]}, last observations i32[B, O], how they ended {field: [B, ...]},
-        tokens decoded one after the other i32[1], and the sum over these of the share of slots that had not ended f32[1])."""
+        """Plays all turns of B episodes: (record {field: [B, T, ...]}, last observations i32[B, O], how they ended
+        {field: [B, ...]}, decoding steps i32[1], and the sum over these of the fraction of active slots f32[1])."""
         states = jax.vmap(start_episode, (None, None, 0, 0))(self.env, self.history_length, games, keys)
         played = self.play_slots(params, states, decoding)
         ends = self.ends(played.states, played.turn, played.prompts, played.lengths)
@@ -79,7 +79,7 @@ class TextProgram(SlotProgram):
 
 
 def widths(limit: int) -> tuple[int, ...]:
-    """For prompts of up to `limit` tokens, ALFWorld's in mind: most have 350 to 750, few more than a thousand."""
+    """Returns widths for prompts of up to `limit` tokens, as in ALFWorld: most have 350 to 750, few more than a thousand."""
     most = min(1024, limit)
     steps = [most]
     while steps[0] > max(most // 4, 8):  # of less than 8 nothing is left
@@ -91,10 +91,10 @@ class CompiledTextRollout:
     """`rollout(params, tasks, keys, groups, decoding) -> RolloutResult`.
 
     Args:
-      env: a compiled environment as `device_text.Tells`.
-      games: i32[.], the number in `env` of each task.
-      host: plays what the device cannot; None: nothing does.
-      format, tokenizer, graphdef, mesh, batch, history_length, response_limit, decode_batch_size, strict: as in `HostRollout`.
+        env: a compiled environment that satisfies `device_text.Tells`.
+        games: i32[.], the number in `env` of each task.
+        host: plays the episodes that the device cannot; None: nothing does.
+        format, tokenizer, graphdef, mesh, batch, history_length, response_limit, decode_batch_size, strict: see `HostRollout`.
 
     Attributes: those of `HostRollout`; `program`, the jitted rollout.
 
@@ -120,27 +120,27 @@ class CompiledTextRollout:
         self.program = jax.jit(lambda tables, *inputs: jax.lax.with_sharding_constraint(play(tables, *inputs), replicated))
 
     def of_games(self, games: np.ndarray, host: HostRollout | None) -> CompiledTextRollout:
-        """The same rollout over other games, such as held-out ones; what is compiled is shared."""
+        """Returns the same rollout over other games, such as held-out ones; compiled programs are shared."""
         other = copy.copy(self)
         other._games, other.num_tasks, other._host = np.asarray(games), len(games), host
         return other
 
     def abstract_episodes(self) -> Episodes:
-        """Shapes and dtypes of the episodes that a call returns."""
+        """Returns the shapes and dtypes of the episodes of a call."""
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), self._no_episodes())
 
     def _no_episodes(self) -> Episodes:
         return Episodes.zeros(self._batch, self.max_turns, self._format.prompt_limit, self._response_limit)
 
     def lowered(self, params, keys, decoding: Decoding):
-        """The program for these parameters and keys [B], lowered; abstract ones will do."""
+        """Lowers the program for these parameters and keys [B], which may be abstract."""
         whole = NamedSharding(self._mesh, P())
         shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole)  # noqa: E731
         games = jax.ShapeDtypeStruct((self._batch,), np.int32, sharding=whole)
         return self.program.lower(jax.tree.map(shape, self._text.tables), params, games, keys, decoding)
 
     def __call__(self, params, tasks: Sequence[int] | np.ndarray, keys, groups, decoding: Decoding) -> RolloutResult:
-        """As `HostRollout`: plays B episodes of the games with these numbers."""
+        """Plays B episodes of the games with these numbers, as `HostRollout` does."""
         if len(tasks) != self._batch:
             raise ValueError(f"tasks: has {len(tasks)} episodes, the rollout was built for batch={self._batch}")
         if self._tables is None:
@@ -188,6 +188,6 @@ class CompiledTextRollout:
             buffer.add_final_prompt(episode, end["final_prompts"][: end["final_prompt_lengths"]])
 
     def close(self) -> None:
-        """Ends what plays on the host."""
+        """Closes the rollout on the host."""
         if self._host:
             self._host.close()

@@ -1,10 +1,10 @@
-"""Chat prompts and free-text answers of a compiled environment, made and read inside the compiled rollout.
+"""Chat prompts and free-text answers of a compiled environment, built and parsed inside the compiled rollout.
 
     text = DeviceText(env, ChatFormat(ChatFrame(tokenizer), "alfworld", lower_case=True), tokenizer, 512)
 
-On every turn a prompt's tokens equal those of `ChatFormat.build` and an action what `ChatFormat.parse` finds. What cannot be
-reproduced is reported (`exact`), so that the episode can be left out: answers whose action is not ASCII, holds a control
-character or a token's name, or is longer than MAX_ACTION, and prompts that are too long without their history or MAX_TEXT.
+On every turn the prompt's tokens equal those of `ChatFormat.build`, and the action that of `ChatFormat.parse`. Exceptions are
+reported (`exact`), so that the episode can be left out: answers whose action is not ASCII, contains a control character or a
+token's name, or is longer than MAX_ACTION, and prompts that are too long without their history or longer than MAX_TEXT.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from hgpo_jax.rollout.chat_format import MAX_CHARACTERS_PER_TOKEN, ChatFormat
 MAX_TEXT = 12_288  # bytes of a message
 MAX_ACTION = 128  # bytes
 MAX_COMMAND = 64
-BYTES_PER_TOKEN = 8  # of a response, room for them
-_BLANKS = np.frombuffer(b" \t\n\r\v\f\x1c\x1d\x1e\x1f", np.uint8)  # what str.strip strips of ASCII
+BYTES_PER_TOKEN = 8  # bytes reserved for each token of a response
+_BLANKS = np.frombuffer(b" \t\n\r\v\f\x1c\x1d\x1e\x1f", np.uint8)  # the ASCII characters that str.strip removes
 
 
 class Tells(Playable, ListsGames, Protocol):
-    """What a compiled environment has whose turns are told as text: its words are texts, written together."""
+    """A compiled environment whose turns can be rendered as text: its words are texts, written together."""
 
     words: Any
     task_types: Any
@@ -44,13 +44,13 @@ class Tells(Playable, ListsGames, Protocol):
         ...
 
     def choices(self, state: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """choices(state) -> (words of every admissible command as text i32[C, W], as an action i32[C, A], which of them a
-        player is shown bool[C]); 0 where there are fewer commands"""
+        """choices(state) -> (words of every admissible command as text i32[C, W], as an action i32[C, A], which of them the
+        player sees bool[C]); 0 if there are fewer commands"""
         ...
 
 
 class TextState(struct.PyTreeNode):
-    """One episode."""
+    """The state of one episode."""
 
     env: Any  # the environment's state
     task: jax.Array  # i32[]
@@ -58,9 +58,9 @@ class TextState(struct.PyTreeNode):
 
 
 class DevicePrompt(NamedTuple):
-    """A prompt and what was left out of it."""
+    """A prompt, and whether parts of it were left out."""
 
-    ids: jax.Array  # i32[P], 0 behind them
+    ids: jax.Array  # i32[P], followed by 0
     length: jax.Array  # i32[]
     pairs_dropped: jax.Array  # i32[]
     exact: jax.Array  # bool[]
@@ -69,24 +69,24 @@ class DevicePrompt(NamedTuple):
 class DeviceAnswer(NamedTuple):
     """The action in a response."""
 
-    action: jax.Array  # i32[MAX_ACTION], its bytes, 0 behind them
+    action: jax.Array  # i32[MAX_ACTION], its bytes, followed by 0
     well_formed: jax.Array  # bool[]
     exact: jax.Array  # bool[]
 
 
 class DeviceText:
-    """A compiled environment that is read and answered as text.
+    """A compiled environment with text prompts and text answers.
 
     Args:
       env: see `Tells`.
       format: the template, the frame and the limit of prompts.
-      tokenizer: of the format.
+        tokenizer: that of the format.
       response_limit: R, tokens of the longest response.
 
     Attributes:
-      tables: arrays of NumPy, an argument of the program; see `bound`.
+        tables: NumPy arrays, an argument of the program; see `bound`.
 
-    Raises ValueError for a tokenizer or template that it cannot reproduce.
+      Raises ValueError for a tokenizer or template that cannot be reproduced.
     """
 
     action_length = MAX_ACTION
@@ -101,7 +101,7 @@ class DeviceText:
             raise ValueError("the chat template begins a thought, but the prompts ask for the action alone")
         self._tokenizer = DeviceTokenizer(tokenizer)
         self._limit = format.message_limit
-        # Words of a message: the environment's, what templates say, numbers, and single bytes of actions.
+        # Words of a message: the environment's words, the template's texts, numbers, and single bytes of actions.
         self._parts = {name: _parts(getattr(format.template, name)) for name in ("first", "later", "entry")}
         said = {part for parts in self._parts.values() for part, is_slot in parts if not is_slot}
         numbers = list(map(str, range(self.max_turns + 2)))
@@ -109,7 +109,7 @@ class DeviceText:
         if odd := next((word for word in own if not word.isascii()), ""):
             raise ValueError(f"template={odd!r}: only ASCII text can be made on the device")
         self._word = {word: number for number, word in reversed(list(enumerate(own)))}
-        # Not the word "0", which an environment may have among its own.
+        # Not the word "0", which the environment's own words may include.
         self._first_byte, self._first_number = len(own), len(own) - len(numbers)
         words = [word.encode() for word in own] + [bytes([byte]) for byte in range(256)]
         shown = [b"" if number in format.frame.text.hidden else word for number, word in enumerate(self._tokenizer.words)]
@@ -120,7 +120,7 @@ class DeviceText:
         self._markers = [marker.encode() for marker in format.frame.text.markers]
 
     def bound(self, tables: dict[str, Any]) -> DeviceText:
-        """This with other arrays, such as the traced ones of `tables` in a program that has them as an argument."""
+        """Returns a copy with other arrays, such as the traced ones of `tables` in a program that takes them as an argument."""
         other = copy.copy(self)
         other.tables, other.env = tables, self.env.bound(tables["env"])
         return other
@@ -128,7 +128,7 @@ class DeviceText:
     # -- as an environment ----------------------------------------------------------------------------------------
 
     def start(self, game) -> tuple[TextState, jax.Array]:
-        """An episode of this game: (state, observation i32[O])."""
+        """Starts an episode of this game: (state, observation i32[O])."""
         state, observation = self.env.start(game)
         return TextState(env=state, task=state.task, turn=jnp.int32(0)), observation
 
@@ -139,7 +139,7 @@ class DeviceText:
         return self.env.won(state.env)
 
     def step(self, state: TextState, action):
-        """(state, observation i32[O], reward f32[], done bool[], inadmissible bool[]) after the text of `action`, as bytes."""
+        """Steps with the bytes of `action`: (state, observation i32[O], reward f32[], done bool[], inadmissible bool[])."""
         stripped, size = _stripped(action.astype(jnp.uint8), jnp.int32(0), (action != 0).sum(), MAX_COMMAND)
         texts, actions, _ = self.env.choices(state.env)
         letters, sizes = jax.vmap(lambda words: spell(self.tables["words"], words, MAX_COMMAND))(texts)
@@ -151,7 +151,7 @@ class DeviceText:
     # -- prompts --------------------------------------------------------------------------------------------------
 
     def prompt(self, state: TextState, goal, observations, actions, observation) -> DevicePrompt:
-        """The prompt of a turn.
+        """Builds the prompt of a turn.
 
         goal: i32[goal_length]. observations: i32[K, O], actions: i32[K, MAX_ACTION], the past turns, oldest first, 0 before the
         first. observation: i32[O].
@@ -167,8 +167,8 @@ class DeviceText:
             text, size = spell(self.tables["words"], words, self._text_slots)
             ids, count, whole = self._tokenizer.encode(self.tables["bpe"], text, size, limit)
             drops = (count > limit) & (dropped < had)
-            # A text that does not fit in its slots is too long in any case if the part that fits is. One that is too long
-            # without its history loses the middle of a part, which is not done here.
+            # A text that does not fit in its slots is too long in any case if the part that fits is too long. A text that is
+            # too long without its history loses the middle of a part, which this code does not reproduce.
             exact &= jnp.where(drops, whole | (size > self._text_slots), whole & (count <= limit))
             return dropped + drops, ids, count, exact, drops
 
@@ -182,15 +182,15 @@ class DeviceText:
         return DevicePrompt(slots[:P], len(head) + size + len(tail), dropped, exact)
 
     def _listed(self, state: TextState):
-        """i32[C (W + 1) + 1]: the words of the commands that a player is shown, each in quotation marks."""
+        """Returns the words of the commands that the player sees, each in quotation marks: i32[C (W + 1) + 1]."""
         texts, _, shown = self.env.choices(state.env)
-        before = jnp.cumsum(shown) - shown  # commands that stand before each
+        before = jnp.cumsum(shown) - shown  # visible commands before each one
         opens = jnp.where(before == 0, self._word["'"], self._word["',\n'"])
         words = jnp.where(shown[:, None], jnp.concatenate([opens[:, None], texts], 1), 0).ravel()
         return jnp.append(words, jnp.where(shown.any(), self._word["'"], 0))
 
     def _message(self, goal, observations, letters, observation, commands, turn, shown):
-        """i32[.]: the words of the user message that shows so many past turns."""
+        """Returns the words of the user message that shows this many past turns, i32[.]."""
         K = observations.shape[0]
         number = lambda n: jnp.asarray(self._first_number + n)[None]  # noqa: E731
         entries = []
@@ -213,7 +213,7 @@ class DeviceText:
     # -- answers --------------------------------------------------------------------------------------------------
 
     def answer(self, response, length) -> DeviceAnswer:
-        """What `ChatFormat.parse` finds in a response i32[R] of i32[] tokens."""
+        """Finds the action in a response i32[R] of i32[] tokens, as `ChatFormat.parse` does."""
         table = self.tables["tokens"]
         blank = table.begin.shape[0] - 2
         known = (jnp.arange(response.shape[0]) < length) & (response >= 0) & (response < blank)
@@ -248,7 +248,7 @@ class DeviceText:
 
 
 def _parts(template: string.Template) -> list[tuple[str, bool]]:
-    """The texts and slots of a template in turn, each with whether it is a slot."""
+    """Splits a template into its texts and slots, in order, each with whether it is a slot."""
     parts, at, text = [], 0, template.template
     for match in template.pattern.finditer(text):
         slot = match["named"] or match["braced"]
@@ -258,7 +258,7 @@ def _parts(template: string.Template) -> list[tuple[str, bool]]:
 
 
 def _find(text, tag: bytes):
-    """i32[]: where `tag` occurs first in u8[L], -1 if nowhere."""
+    """Finds the first occurrence of `tag` in u8[L]; -1 if there is none, i32[]."""
     L = text.shape[0]
     padded = jnp.pad(text, (0, len(tag)))
     same = jnp.stack([padded[n : n + L] == byte for n, byte in enumerate(tag)]).all(0)
@@ -266,13 +266,13 @@ def _find(text, tag: bytes):
 
 
 def _window(text, begin, size, slots: int) -> tuple[jax.Array, jax.Array]:
-    """`size` bytes of u8[L] from `begin` on: (u8[slots], 0 behind them; their number, which may be larger than slots)."""
+    """Takes `size` bytes of u8[L] from `begin` on: (u8[slots], followed by 0; their number, which may be larger than slots)."""
     at = jnp.arange(slots)
     return jnp.where(at < size, jnp.pad(text, (0, slots))[jnp.minimum(begin + at, text.shape[0])], 0), size
 
 
 def _stripped(text, begin, end, slots: int) -> tuple[jax.Array, jax.Array]:
-    """The same without blanks at both ends."""
+    """Like `_window`, but without blanks at both ends."""
     at = jnp.arange(text.shape[0])
     inside = (at >= begin) & (at < end) & ~jnp.isin(text, jnp.asarray(_BLANKS))
     first = jnp.argmax(inside)
@@ -281,7 +281,7 @@ def _stripped(text, begin, end, slots: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _holds_chinese(text):
-    """bool[]: whether UTF-8 bytes u8[L] hold a character from U+4E00 to U+9FFF."""
+    """Whether UTF-8 bytes u8[L] contain a character from U+4E00 to U+9FFF; bool[]."""
     lead, second, third = text, jnp.pad(text, (0, 1))[1:], jnp.pad(text, (0, 2))[2:]
     goes_on = lambda byte: (byte >= 0x80) & (byte <= 0xBF)  # noqa: E731
     begins = (lead == 0xE4) & (second >= 0xB8) | (lead > 0xE4) & (lead <= 0xE9)

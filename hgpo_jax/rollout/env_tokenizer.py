@@ -16,21 +16,21 @@ from hgpo_jax.rollout.scripted_play import play
 from hgpo_jax.rollout.tasks import task_numbers
 from hgpo_jax.utils.errors import ConfigError
 
-EPISODES = 64  # of scripted and, where there is an expert, noisy play
-TEMPLATE = "plain"  # a prompt of nothing but the task, the history, the observation and the commands
+EPISODES = 64  # of scripted and, if there is an expert, noisy play
+TEMPLATE = "plain"  # a prompt of only the task, the history, the observation and the commands
 
 
 def template_of(config: Config, tokenizer) -> str:
-    """The template of a text environment's prompts for a policy with this tokenizer."""
+    """Returns the template of a text environment's prompts for a policy with this tokenizer."""
     plain = TEMPLATE if getattr(tokenizer, "chat_template", None) == PLAIN else environment(config.env).template
     return config.env.template or plain
 
 
 def fresh_tokenizer(config: Config):
-    """The tokenizer of a random policy for a text environment: the configured one, or one of the environment's words.
+    """Returns the tokenizer of a random policy for a text environment: the configured one, or one of the environment's words.
 
-    The latter (`policy.tokenizer.text_tokenizer`) is made, once, of the prompts and commands of some episodes, and is equal
-    for every seed. Raises ValueError, also as a ConfigError, where that cannot be read or played.
+    The latter (`policy.tokenizer.text_tokenizer`) is built once from the prompts and commands of some episodes, and is the same
+    for every seed. Raises ValueError, also as a ConfigError, if that cannot be read or played.
     """
     if config.policy.tokenizer:
         return load_tokenizer(config.policy.tokenizer, config.cache_dir)
@@ -40,18 +40,18 @@ def fresh_tokenizer(config: Config):
     return _own_tokenizer(json.dumps(fields, sort_keys=True))
 
 
-@functools.lru_cache(maxsize=2)  # memory plan and policy both ask for it
+@functools.lru_cache(maxsize=2)  # the memory plan and the policy both call it
 def _own_tokenizer(fields: str):
     config = Config.model_validate(json.loads(fields))
     found = environment(config.env)
-    assert found.text is not None  # what has no compiled version
+    assert found.text is not None  # an environment without a compiled version
     try:
         make_env, _ = found.text(config)
         count = len(env) if hasattr(env := make_env(), "__len__") else None
         roles, usual = roles_of(env), config.env.template or TEMPLATE
         templates = [load_template((role in config.roles and config.roles[role].template) or usual) for role in roles]
         tasks = task_numbers("warm_start", 0, range(EPISODES), count)
-        texts: dict[str, None] = {}  # in their order
+        texts: dict[str, None] = {}  # in order of appearance
         commands: list[set[str]] = [set() for _ in roles]
         for episode in play(make_env, tasks, noise=0.5, history_length=config.rollout.history_length, seed=0):
             for known, index, command in zip(episode.known, episode.roles, episode.commands, strict=True):

@@ -1,6 +1,6 @@
-"""The environments that `env.name=` names: a table of ours, and a user's own from outside the repository.
+"""The environments that `env.name=` names: a table of built-in ones, and a user's own from outside the repository.
 
-Whatever differs between environments stands in the table `ENVIRONMENTS`; nothing else asks for an environment's name.
+All differences between environments are in the table `ENVIRONMENTS`; no other code checks an environment's name.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ from hgpo_jax.envs.sokoban.text import SokobanText
 from hgpo_jax.rollout.requirements import ONE_ROLE, RUNNER, check_compiled, check_text, roles_of
 from hgpo_jax.utils.errors import ConfigError
 
-Makers = tuple[Callable[[], Any], Callable[[], Any]]  # of one text environment for training, and of one for the evaluation
+Makers = tuple[Callable[[], Any], Callable[[], Any]]  # makers of a text environment for training, and of one for the evaluation
 
-# How episodes are played: `compiled`: in one program with the policy, whose tokens are the environment's own words;
+# Where episodes are played. `compiled`: in one program with the policy, whose tokens are the environment's own words;
 # `compiled_text`: in one program with a language model, which reads text; `host`: as text, in Python.
 Backend = Literal["compiled", "compiled_text", "host"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """What an environment's name stands for.
+    """The object behind an environment's name.
 
-    options: fields of `env` that it reads, besides those that all do.
-    compiled: makes it as a compiled environment. text: makes what makes it as a text environment. `backend` decides between
-      the two where it has both.
-    games: the numbers of the games of each stream of tasks (`rollout/tasks.py`), i32[.], where a compiled environment has a
-      list of games; else its tasks are generated.
-    agent: whether a command is started for every episode, which asks for its turns itself (`serving/agent_rollout.py`).
+    options: fields of `env` that it reads, besides the common ones.
+    compiled: makes the compiled environment. text: returns the factories of the text environment. If both exist, `backend`
+      decides between them.
+    games: the numbers of the games of each stream of tasks (`rollout/tasks.py`), i32[.], if a compiled environment has a
+      list of games; otherwise its tasks are generated.
+    agent: whether every episode starts a command, which asks for its turns itself (`serving/agent_rollout.py`).
     expert: the scripted player that the warm start of a compiled environment clones, if it has one.
     template: file with the prompts of a text environment, or a name in `rollout/templates/`.
-    fallback: characters of the end of a malformed response that are taken for its action, as verl-agent does.
+    fallback: characters at the end of a malformed response that are taken as its action, as in verl-agent.
     lower_case: whether actions lose their capitals, as verl-agent's do. Elsewhere they are the policy's words, or in the
       environment's spelling where it lists such a command.
-    max_turns: of a user's own environment; of ours it is a field.
-    digest: of the code of a user's own environment, "" of ours.
+    max_turns: that of a user's own environment; for built-in ones it is a field.
+    digest: hash of the code of a user's own environment, "" for built-in ones.
     """
 
     options: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ class Environment:
 
 
 def _from_fields(make: type, options: tuple[str, ...], config: Config):
-    """An environment with the fields of `env` that it reads. Raises ConfigError."""
+    """Makes an environment with the fields of `env` that it reads. Raises ConfigError."""
     try:
         return make(**{name: getattr(config.env, name) for name in options})
     except ValueError as error:
@@ -85,21 +85,21 @@ def _from_fields(make: type, options: tuple[str, ...], config: Config):
 
 
 def _as_text(text: type, make: Callable[[Config], Any], config: Config) -> Makers:
-    """A compiled environment as text."""
+    """Returns the factories of a compiled environment as text."""
     maker = functools.partial(text, make(config))
     return maker, maker
 
 
 def alfworld(config: Config) -> ShortPromptAlfworld:
-    """The games of all splits that a run can train on or be evaluated on, for they share one vocabulary. Raises ConfigError."""
+    """Loads the games of all splits that a run can use, because they share one vocabulary. Raises ConfigError."""
     return _alfworld(*_which_games(config))[0]
 
 
 def alfworld_games(config: Config) -> dict[str, np.ndarray]:
-    """The numbers of the games of each stream of tasks (`rollout/tasks.py`), i32[.]. Raises ConfigError."""
+    """Returns the numbers of the games of each stream of tasks (`rollout/tasks.py`), i32[.]. Raises ConfigError."""
     _, games = _alfworld(*_which_games(config))
     if (held_out := config.env.held_out) not in games:
-        list_alfworld(alfworld_data(config), held_out)  # says why
+        list_alfworld(alfworld_data(config), held_out)  # explains why
     return {"train": games["train"], "warm_start": games["train"], "held_out": games[held_out]}
 
 
@@ -109,7 +109,7 @@ def _which_games(config: Config) -> tuple:
     return alfworld_data(config), env.split, made, env.max_turns, Path(config.cache_dir, "alfworld")
 
 
-@functools.lru_cache(maxsize=2)  # policy, plan and runner all ask for it
+@functools.lru_cache(maxsize=2)  # the policy, the memory plan and the runner all call it
 def _alfworld(
     data: str, split: str, made: int, max_turns: int, cache: Path
 ) -> tuple[ShortPromptAlfworld, dict[str, np.ndarray]]:
@@ -117,7 +117,7 @@ def _alfworld(
     held_out: list[Path] = []
     count, games = len(files), {"train": np.arange(len(files), dtype=np.int32)}
     for name in get_args(HeldOut):
-        with contextlib.suppress(ConfigError):  # a folder need not have both; `alfworld_games` needs the one that is asked for
+        with contextlib.suppress(ConfigError):  # a folder need not have both; `alfworld_games` checks for the requested one
             found = list_alfworld(data, name)
             games[name] = count + len(held_out) + np.arange(len(found), dtype=np.int32)
             held_out += found
@@ -130,12 +130,12 @@ def _alfworld(
     except (ValueError, OSError) as error:
         raise ConfigError(f"env.data={data}: {' '.join(str(error).split())}") from None
     env = ShortPromptAlfworld(Tables(words, tables), max_turns)
-    env.search_order = order  # the expert knows nothing of held-out games
+    env.search_order = order  # the expert has no information about held-out games
     return env, games
 
 
 def alfworld_data(config: Config) -> str:
-    """The folder of ALFWorld's games. Raises ConfigError where none is given."""
+    """Returns the folder of ALFWorld's games. Raises ConfigError if none is configured."""
     if folder := config.env.data or os.environ.get(ENVIRONMENT_VARIABLE, ""):
         return folder
     raise ConfigError(
@@ -145,7 +145,7 @@ def alfworld_data(config: Config) -> str:
 
 
 def list_alfworld(data: str, split: str) -> list[Path]:
-    """The games of a split. Raises ConfigError."""
+    """Lists the games of a split. Raises ConfigError."""
     try:
         return [game.path for game in list_games(split, data)]
     except (ValueError, OSError) as error:
@@ -153,7 +153,7 @@ def list_alfworld(data: str, split: str) -> list[Path]:
 
 
 def _other_splits(data: str, missing: str) -> str:
-    """Of a folder without a split what it has, and the field that asks for it."""
+    """Describes the splits that a folder has instead of the missing one, and the field that selects them."""
     there = []
     for split in SPLITS:
         with contextlib.suppress(ValueError):
@@ -168,14 +168,14 @@ def _other_splits(data: str, missing: str) -> str:
 
 
 def alfworld_text(config: Config) -> Makers:
-    """The games on the host. Raises ConfigError."""
+    """Returns the factories of the games on the host. Raises ConfigError."""
     env, data = config.env, alfworld_data(config)
     make = functools.partial(AlfworldText, max_turns=env.max_turns, cache=Path(config.cache_dir, "alfworld"))
     return functools.partial(make, _training_files(data, env.split)), functools.partial(make, list_alfworld(data, env.held_out))
 
 
 def _training_files(data: str, split: str) -> list[Path]:
-    """The games of a split; of `generated` those in whose rooms they are made. Raises ConfigError."""
+    """Lists the games of a split; for `generated`, those that provide the rooms. Raises ConfigError."""
     if split != "generated":
         return list_alfworld(data, split)
     try:
@@ -185,7 +185,7 @@ def _training_files(data: str, split: str) -> list[Path]:
 
 
 def webshop_text(config: Config) -> Makers:
-    """Shops with the goals to train on, and with those to evaluate on. Raises ConfigError."""
+    """Returns the factories of shops with the goals for training, and with those for evaluation. Raises ConfigError."""
     env = config.env
     data = env.data
     if not data:
@@ -198,14 +198,14 @@ def webshop_text(config: Config) -> Makers:
         raise ConfigError(f"env.data={data}: {error}") from None
     options = {"max_turns": env.max_turns, "order": env.goal_order, "reachable_only": env.reachable_only}
     make = functools.partial(WebshopText.open, *files, **options)
-    # verl-agent gives each prompt group and each of its 128 validation episodes a shuffle of its own.
+    # verl-agent shuffles the goals separately for each prompt group and each of its 128 validation episodes.
     seeds = (range(config.rollout.prompt_groups), range(1000, 1128)) if env.goal_order == "verl-agent" else ((), ())
     # The first 500 goals are for evaluation, as in WebShop.
     return functools.partial(make, first=500, seeds=seeds[0]), functools.partial(make, first=0, last=500, seeds=seeds[1])
 
 
 def webshop_files(folder: str) -> list[Path]:
-    """The catalogue and the attributes in a folder of WebShop's files. Raises ValueError."""
+    """Returns the catalogue and the attributes in a folder of WebShop's files. Raises ValueError."""
     files = [sorted(Path(folder).glob(f"{stem}*.json*"))[:1] for stem in ("items_shuffle", "items_ins")]
     if not all(files):
         raise ValueError("expected WebShop's items_shuffle*.json and items_ins*.json (or .json.gz) in it")
@@ -248,16 +248,16 @@ ENVIRONMENTS = {
 
 
 def environment(env: EnvConfig) -> Environment:
-    """What `env.name` stands for. Raises ConfigError where it cannot be found or made."""
+    """Returns the environment that `env.name` names. Raises ConfigError if it cannot be found or made."""
     return ENVIRONMENTS[env.name] if env.name in ENVIRONMENTS else _from_outside(*_outside(env), env.time_limit)
 
 
 def backend(config: Config) -> Backend:
-    """Where the configured environment is played, and what the policy reads of it.
+    """Decides where the configured environment is played, and in which form the policy reads it.
 
-    An environment that is both compiled and text is text for a policy that reads text, and played on the device unless
+    An environment that is both compiled and text is text for a policy that reads text. It is played on the device unless
     `env.workers` or `env.compiled=false` ask for the host. With random weights it is played on the device only on demand
-    (`env.compiled=true`): what such a policy writes cannot be reproduced there.
+    (`env.compiled=true`), because the output of such a policy cannot be reproduced there.
     """
     found = environment(config.env)
     if found.compiled is None or found.text is None:
@@ -280,12 +280,12 @@ def _reads_text(source: str) -> bool:
 
 
 def max_turns(env: EnvConfig) -> int:
-    """Turns after which an episode ends: `env.max_turns`, or the limit of a user's own environment."""
+    """Returns the turns after which an episode ends: `env.max_turns`, or the limit of a user's own environment."""
     return environment(env).max_turns or env.max_turns
 
 
 def role_names(config: Config) -> tuple[str, ...]:
-    """The names of the roles of the configured environment, which is made to ask it. Raises what its making raises."""
+    """Returns the role names of the configured environment, which is made to find out. Raises the errors of making it."""
     found = environment(config.env)
     if backend(config) == "compiled":
         assert found.compiled is not None
@@ -294,22 +294,22 @@ def role_names(config: Config) -> tuple[str, ...]:
 
 
 def made_outside(env: EnvConfig) -> tuple[Callable[[], Any], Any]:
-    """What makes a user's own environment, and one that it made, which may lack anything. Raises ConfigError."""
+    """Returns the factory of a user's own environment and one instance, which may lack anything. Raises ConfigError."""
     return _made(*_outside(env))
 
 
 def is_compiled(env) -> bool:
-    """Whether an environment means to be a compiled one."""
+    """Whether an environment is intended to be compiled."""
     return any(hasattr(env, length) for length in members(Playable) if length.endswith("_length"))
 
 
 def expert_of(env) -> Expert | None:
-    """The scripted player that a user's own environment is itself: its class, whose methods take `env` as a module's do."""
+    """Returns the scripted player in a user's own environment: its class, whose methods take `env` as a module's do."""
     return cast(Expert, type(env)) if isinstance(env, Expert) else None
 
 
 def _outside(env: EnvConfig) -> tuple[str, str, str]:
-    """Its name as the user wrote it, its place, and its options as JSON."""
+    """Returns the environment's name as the user wrote it, its place, and its options as JSON."""
     return env.name, outside.located(env.name, outside.ENVIRONMENTS), json.dumps(env.options | outside.implied(env.name))
 
 
@@ -326,13 +326,13 @@ def _made(given: str, name: str, options: str) -> tuple[Callable[[], Any], Any]:
     make = functools.partial(outside.make, name, arguments)
     try:
         return make, make()
-    except Exception as error:  # whatever it does
+    except Exception as error:  # any error of the user's code
         raise ConfigError(f"env.name={given}: cannot be made: {type(error).__name__}: {' '.join(str(error).split())}") from None
 
 
 @functools.lru_cache(maxsize=8)
 def _from_outside(given: str, name: str, options: str, time_limit: float) -> Environment:
-    """A user's own environment, which is made once to learn of which kind it is."""
+    """Describes a user's own environment, which is made once to find out its kind."""
     make, env = _made(given, name, options)
     compiled = is_compiled(env)
     try:

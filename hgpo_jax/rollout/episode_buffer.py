@@ -1,4 +1,4 @@
-"""The episodes of a host rollout while they are played."""
+"""The buffer of a host rollout's episodes while they are played."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def matched(action: str, commands: Sequence[str]) -> str:
-    """The command that an action means: itself, or else the only one that equals it without case; else the action."""
+    """Returns the command that an action means: itself, or else the only one that equals it up to case; else the action."""
     if action in commands:
         return action
     same = {command for command in commands if command.lower() == action.lower()}
@@ -26,7 +26,7 @@ def matched(action: str, commands: Sequence[str]) -> str:
 
 
 class EpisodeBuffer:
-    """Collects environment outputs and responses, and makes the RolloutResult of them.
+    """Collects environment outputs and responses, and builds the RolloutResult from them.
 
     Args:
       episodes: `Episodes.zeros`, written in place.
@@ -35,27 +35,27 @@ class EpisodeBuffer:
       strict: whether an inadmissible action is invalid, like a malformed response.
 
     Attributes:
-      excluded: episode -> why it is left out of the result.
+        excluded: episode -> the reason why the result leaves it out.
     """
 
     def __init__(self, episodes: Episodes, groups, history_length: int, strict: bool):
         self._episodes, self._history_length, self._strict = episodes, history_length, strict
         episodes.groups[:] = groups
-        self._latest: dict[int, EnvOutput] = {}  # of each episode that has not failed
+        self._latest: dict[int, EnvOutput] = {}  # for each episode that has not failed
         self._observations: dict[int, list[str]] = defaultdict(list)
         self._actions: dict[int, list[str]] = defaultdict(list)
         self._responses: dict[int, list[str]] = defaultdict(list)
-        self._admissible: dict[int, list[bool]] = defaultdict(list)  # of each action whose output has come
+        self._admissible: dict[int, list[bool]] = defaultdict(list)  # for each action whose output has arrived
         self.excluded: dict[int, str] = {}
         self._counts = Counter(malformed=0, unfinished=0, pairs_dropped=0, prompts_cut=0)
         self._inadmissible = 0
 
     def turn(self, episode: int) -> int:
-        """Actions taken in an episode."""
+        """Returns the number of actions taken in an episode."""
         return len(self._actions[episode])
 
     def role(self, episode: int) -> int:
-        """Whose turn it is in an episode."""
+        """Returns the role that has the next turn in an episode."""
         return self._latest[episode].role
 
     def add_output(self, episode: int, output: EnvOutput | EnvFailure) -> bool:
@@ -75,7 +75,7 @@ class EpisodeBuffer:
         last = turn == e.mask.shape[1]
         if not output.done and not last:
             return True
-        # An environment that counts its turns itself need not say so: they are used up, and nothing is won.
+        # An environment that counts its turns itself need not report it: all turns are used up, and the episode is not won.
         used_up = last and not output.won if output.truncated is None else output.truncated
         e.truncated[episode] = used_up or not output.done
         return False
@@ -85,7 +85,7 @@ class EpisodeBuffer:
         return bool(self._episodes.truncated[episode])
 
     def add_final_prompt(self, episode: int, ids: Sequence[int]) -> None:
-        """Takes the prompt of the turn that a truncated episode would have had next."""
+        """Stores the prompt of the turn that a truncated episode would have had next."""
         self._episodes.final_prompts[episode, : len(ids)] = ids
         self._episodes.final_prompt_lengths[episode] = len(ids)
 
@@ -95,7 +95,7 @@ class EpisodeBuffer:
         self._latest.pop(episode, None)
 
     def prompt_input(self, episode: int) -> PromptInput:
-        """What the role whose turn it is in an episode knows now: its own past turns."""
+        """Returns the information of the role that acts next in an episode: only its own past turns."""
         output, roles = self._latest[episode], self._episodes.agents[episode]
         past = zip(self._observations[episode], self._actions[episode], roles, strict=False)
         own = [(observation, action) for observation, action, role in past if role == output.role]
@@ -105,7 +105,7 @@ class EpisodeBuffer:
     def add_response(
         self, prompt: Prompt, response: SlotResponse, parsed: ParsedResponse, ended: bool
     ) -> tuple[str, ...]:
-        """Takes a response to its episode's prompt; returns all the episode's actions with this new one (`matched`).
+        """Adds a response to its episode's prompt; returns all the episode's actions including the new one (`matched`).
 
         ended: whether the response ended with an end token.
         """
@@ -128,7 +128,7 @@ class EpisodeBuffer:
         return tuple(self._actions[episode])
 
     def result(self, sampling: dict[str, float] | None = None) -> RolloutResult:
-        """The episodes without those that failed, which are empty, and the report; `sampling` joins its figures."""
+        """Returns the episodes, of which failed ones are empty, and the report, with the figures of `sampling` added."""
         e, batch = self._episodes, len(self._episodes.mask)
         for episode in self.excluded:
             for name, values in vars(e).items():
@@ -166,13 +166,13 @@ class EpisodeBuffer:
         return RolloutResult(e, report)
 
     def _of_kept(self, turns: dict[int, list]) -> list[list]:
-        """What was collected turn by turn, by episode; nothing for those that failed."""
+        """Groups the items collected turn by turn by episode; failed episodes have none."""
         return [turns[episode] if episode in self._latest else [] for episode in range(len(self._episodes.mask))]
 
     def _number_states(self) -> tuple[list[str], dict[int, list[int]]]:
-        """All texts observed in episodes that have not failed, and for each such episode their numbers, turn by turn.
+        """Returns all texts observed in episodes that have not failed, and for each such episode their numbers, turn by turn.
 
-        Texts are numbered by episode and turn: the order does not depend on which environment was faster.
+        Texts are numbered by episode and turn, so the order does not depend on which environment was faster.
         """
         texts: dict[str, int] = {}
         ids = {

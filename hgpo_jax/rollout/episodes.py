@@ -34,26 +34,26 @@ class Episodes(struct.PyTreeNode):
     prompt_lengths: jax.Array  # i32[B, T]
     responses: jax.Array  # i32[B, T, R], right-padded
     response_lengths: jax.Array  # i32[B, T]
-    logp: jax.Array  # f32[B, T, R], of the sampled tokens under the sampling distribution
-    observations: jax.Array  # i32[B, T, O], what the policy saw before acting: the anchor of the step groups
+    logp: jax.Array  # f32[B, T, R], log-probabilities of the sampled tokens under the sampling distribution
+    observations: jax.Array  # i32[B, T, O], observations before acting: the anchors of the step groups
     rewards: jax.Array  # f32[B, T], the environment's
     mask: jax.Array  # bool[B, T], turns that happened; a prefix of every row
     invalid: jax.Array  # bool[B, T], turns whose response was no admissible action
-    states: jax.Array  # i32[B, T], equal exactly where observations are equal
-    next_states: jax.Array  # i32[B, T], the same of what was seen after the action, the last one included
-    actions: jax.Array  # i32[B, T], equal exactly where the actions are: what was found in the responses, or all of these
+    states: jax.Array  # i32[B, T], equal exactly if the observations are equal
+    next_states: jax.Array  # i32[B, T], the same for the observation after the action, including the last one
+    actions: jax.Array  # i32[B, T], equal exactly if the actions are: those parsed from the responses, or whole responses
     agents: jax.Array  # i32[B, T], the role that acted, an index into the environment's `roles`
     groups: jax.Array  # i32[B], prompt group
-    success: jax.Array  # bool[B], False where it is unknown
-    judged: jax.Array  # bool[B], whether the environment said if the episode was a success
+    success: jax.Array  # bool[B], False if unknown
+    judged: jax.Array  # bool[B], whether the environment reported success or failure
     task: jax.Array  # i32[B], task type
-    truncated: jax.Array  # bool[B], a time limit ended the episode, and not the task itself
-    final_prompts: jax.Array  # i32[B, P], of a truncated episode what the policy would have been shown next, right-padded
-    final_prompt_lengths: jax.Array  # i32[B], 0 where there is none
+    truncated: jax.Array  # bool[B], a time limit ended the episode, not the task itself
+    final_prompts: jax.Array  # i32[B, P], the next prompt of a truncated episode, right-padded
+    final_prompt_lengths: jax.Array  # i32[B], 0 if there is none
 
     @classmethod
     def zeros(cls, batch: int, max_turns: int, prompt_slots: int, response_slots: int) -> Episodes:
-        """Episodes of NumPy arrays in which nothing happened, with observations of one slot."""
+        """Makes episodes of NumPy arrays in which nothing happened, with observations of one slot."""
         size = {"B": batch, "T": max_turns, "P": prompt_slots, "R": response_slots, "O": 1}
         dtype = {"i": np.int32, "f": np.float32, "b": bool}
         arrays: dict[str, Any] = {
@@ -69,10 +69,10 @@ class Episodes(struct.PyTreeNode):
 
     @classmethod
     def load(cls, path: str | Path) -> Episodes:
-        """Reads what `save` wrote. Turns from before there were `actions` have whole responses, without `agents` one role;
-        in a file without `truncated` no episode is, in one without `judged` the success of all is known.
+        """Reads a file written by `save`. In files from before `actions` existed turns have whole responses, without `agents`
+        one role; without `truncated` no episode is truncated, and without `judged` the success of all is known.
 
-        Raises ValueError for another file.
+        Raises ValueError for any other file.
         """
         try:
             with np.load(path, allow_pickle=False) as file:
@@ -89,11 +89,11 @@ class Episodes(struct.PyTreeNode):
             episodes = cls(**arrays)
             episodes._check()
             return episodes
-        except Exception as error:  # zip, zlib and NumPy have many ways to say that a file is damaged
+        except Exception as error:  # zip, zlib and NumPy raise many errors for a damaged file
             raise ValueError(one_line(f"{path}: not a dump of Episodes: {error}")) from None
 
     def _check(self) -> None:
-        """Raises ValueError for arrays that no rollout makes."""
+        """Raises ValueError for arrays that no rollout produces."""
         B, T = self.mask.shape
         for name, (kind, dimensions) in KINDS.items():
             array, shape = getattr(self, name), {"B": (B,), "BT": (B, T)}[dimensions.rstrip("PRO")]
@@ -110,13 +110,13 @@ class Episodes(struct.PyTreeNode):
 
 
 def action_ids(responses, lengths, mask) -> jax.Array:
-    """Numbers i32[B, T] of responses i32[B, T, R] of `lengths` i32[B, T], equal exactly where these are; 0 outside the mask."""
+    """Numbers responses i32[B, T, R] of `lengths` i32[B, T]: ids i32[B, T], equal exactly if these are; 0 outside the mask."""
     tokens = jnp.where(jnp.arange(responses.shape[-1]) < lengths[..., None], responses, 0)
     ids = state_ids(jnp.concatenate([lengths[..., None], tokens], axis=-1), mask)
     return jnp.where(mask, ids, 0)
 
 
 def dumped(folder: str | Path) -> dict[int, Path]:
-    """Iteration -> its dump in a run's folder, ascending."""
+    """Returns iteration -> its dump in a run's folder, ascending."""
     files = sorted((Path(folder) / "episodes").glob("iteration-*.npz"))
     return {int(file.stem.split("-")[1]): file for file in files if file.stem.split("-")[1].isdigit()}

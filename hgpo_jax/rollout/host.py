@@ -5,9 +5,9 @@
 
 A response that has ended becomes an action, its environment steps, and the episode's next prompt takes a slot of the sampler
 while responses of other episodes go on (`slots.py`): no episode waits for the longest response of a turn. Decoding waits for
-environments only where fewer than a fraction of the unfinished episodes could take part; a fraction of 1 waits for all, which
-makes a rollout the same to the bit however fast environments are. Token ids are kept as sampled. What an episode samples
-depends on its own key and turn alone, as in compiled rollouts.
+environments only while less than a fraction of the unfinished episodes is ready. A fraction of 1 waits for all, which makes a
+rollout bit-identical however fast environments are. Token ids are kept as sampled. The samples of an episode depend on its
+own key and turn alone, as in compiled rollouts.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from hgpo_jax.sampling.generate import Decoding
 
 
 class Speaker(NamedTuple):
-    """How one role of a team is asked and answers."""
+    """The prompt format and the weights of one role of a team."""
 
-    format: Any  # as a HostRollout takes it
+    format: Any  # as in HostRollout
     response_limit: int  # tokens of its longest response
-    weights: str = ""  # the name of its weights; "" where all roles share theirs
+    weights: str = ""  # the name of its weights; "" if all roles share them
 
 
 class HostRollout:
@@ -47,22 +47,22 @@ class HostRollout:
     Args:
       make_env: makes one environment (see `workers.py`); must be picklable if there are worker processes.
       format: prompts and actions, such as `chat_format.ChatFormat` or `words.WordFormat`.
-      graphdef: of the `Qwen2` whose parameters will be given. Where roles have weights of their own, params and graphdef are
-        dicts by the weights' name, and each of them has as many slots as one would have.
+        graphdef: that of the `Qwen2` whose parameters are passed. If roles have weights of their own, params and graphdef are
+          dicts by the weights' name, and each of them has as many slots as a single one would have.
       mesh: episodes are split over its `data` and `fsdp` axes.
       batch: B, episodes per call.
       history_length: K, observation-action pairs in a prompt.
       response_limit: R, tokens of the longest response.
       decode_batch_size: episodes that each index of the `data` axis decodes at a time.
       strict: whether an inadmissible action is invalid, like a malformed response.
-      workers: processes that step the environments; 0 steps them in this process, where one that hangs hangs the run.
-      time_limit: seconds after which a worker's episode counts as hung.
-      ready_fraction: fraction of the unfinished episodes whose environments must have answered before decoding goes on.
-      speakers: of each role, where roles differ; all with the end tokens and prompt limit of `format`.
+        workers: processes that step the environments; 0 steps them in this process, where one that hangs hangs the run.
+        time_limit: timeout in seconds, after which a worker's episode counts as hung.
+        ready_fraction: fraction of the unfinished episodes whose environments must have answered before decoding goes on.
+        speakers: one for each role, if roles differ; all with the end tokens and prompt limit of `format`.
 
     Attributes:
-      task_types: the environment's, named; `Episodes.task` is an index into it.
-      num_tasks: how many tasks the environment has, None if it generates them.
+        task_types: names; `Episodes.task` is an index into them.
+        num_tasks: number of tasks of the environment, None if it generates them.
       max_turns: T, turns of the longest episode.
       roles: names; `Episodes.agents` is an index into them.
 
@@ -97,13 +97,13 @@ class HostRollout:
         self.task_types, self.num_tasks, self.max_turns, self.roles = spec
 
     def with_environment(self, make_env: Callable) -> HostRollout:
-        """The same rollout over another environment, such as held-out games; what is compiled is shared."""
+        """Returns the same rollout over another environment, such as held-out games; compiled programs are shared."""
         other = copy.copy(self)
         other._start_workers(make_env)
         return other
 
     def abstract_episodes(self) -> Episodes:
-        """Shapes and dtypes of the episodes that a call returns."""
+        """Returns the shapes and dtypes of the episodes of a call."""
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), self._no_episodes())
 
     def _no_episodes(self) -> Episodes:
@@ -113,7 +113,7 @@ class HostRollout:
         """Plays B episodes.
 
         Args:
-          params: the policy's.
+            params: those of the policy.
           tasks: [B], number of each episode's task (`tasks.task_numbers`); the members of a prompt group share one.
           keys: [B], a random key for each episode, or [B, 2] as for `sampling.turn_keys`.
           groups: i32[B], prompt groups.
@@ -131,7 +131,7 @@ class HostRollout:
         self, buffer: EpisodeBuffer, episodes: Sequence[int], params, tasks: Sequence[int] | np.ndarray, keys,
         decoding: Decoding,
     ) -> dict[str, float]:  # fmt: skip
-        """Plays some of a call's episodes, in which nothing has happened yet, into its buffer; the sampler's figures."""
+        """Plays some of a call's episodes, from their beginning, into its buffer; returns the sampler's figures."""
         tasks = [int(task) for task in tasks]
         programs = self._programs
         if not isinstance(programs, dict):
@@ -144,8 +144,8 @@ class HostRollout:
         }
         self._workers.discard_answers()
         self._workers.send([(episode, tasks[episode], ()) for episode in episodes])
-        ready: list[int] = []  # episodes with a prompt that waits for a slot
-        prompts: dict[int, Prompt] = {}  # of the episodes in a slot
+        ready: list[int] = []  # episodes whose prompt waits for a slot
+        prompts: dict[int, Prompt] = {}  # for the episodes in a slot
         truncated: list[int] = []  # episodes that a time limit has ended
         pending = len(episodes)  # episodes whose environments have yet to answer
         speaker = lambda episode: self._speakers[buffer.role(episode)]  # noqa: E731
@@ -160,7 +160,7 @@ class HostRollout:
                     truncated.append(episode)
             if minimum:
                 continue  # some of these may have been the last of their episodes
-            ready.sort(key=lambda episode: (buffer.turn(episode), episode))  # those that are furthest behind come first
+            ready.sort(key=lambda episode: (buffer.turn(episode), episode))  # episodes that are furthest behind come first
             requests = []
             for name, sampler in samplers.items():
                 sampler.shrink(unfinished)
@@ -185,7 +185,7 @@ class HostRollout:
         return {"decode_steps": steps, "slot_use": sum(sampler.busy for sampler in samplers.values()) / max(1, steps)}
 
     def _prompts(self, buffer: EpisodeBuffer, episodes: Sequence[int]) -> dict[int, Prompt]:
-        """What the policy is shown next in these episodes."""
+        """Builds the next prompts of these episodes."""
         built: dict[int, Prompt] = {}
         format_of = lambda episode: self._speakers[buffer.role(episode)].format  # noqa: E731
         for format in {id(one): one for one in map(format_of, episodes)}.values():

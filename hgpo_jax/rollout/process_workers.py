@@ -1,4 +1,4 @@
-"""Environment workers in processes of their own, which are replaced when they die or take too long."""
+"""Environment workers in separate processes, which are replaced when they die or time out."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from hgpo_jax.utils.errors import RunError
 
 
 class _Hung(EnvFailure):
-    """The failure of an episode whose worker gave no answer in time."""
+    """The failure of an episode whose worker timed out."""
 
 
 class _WorkerProcess:
-    """A process, and the thread that hands it one request at a time and replaces it when it dies or takes too long."""
+    """A process, and the thread that hands it one request at a time and replaces it when it dies or times out."""
 
     _starting = threading.Lock()
 
     def __init__(self, make: Callable, asked: Callable[[tuple], str], time_limit: float, start_limit: float):
         self._make, self._asked, self._time_limit, self._start_limit = make, asked, time_limit, start_limit
-        self.stepped = False  # whether it has ever answered more than a reset
+        self.stepped = False  # whether it has ever answered a step, not just a reset
         self.queue: SimpleQueue[tuple[Request, SimpleQueue] | None] = SimpleQueue()  # a request, and the queue for its answer
         self._ended = False
         self.process: BaseProcess | None = None
@@ -57,7 +57,7 @@ class _WorkerProcess:
             process.kill()
 
     def read_spec(self) -> EnvSpec:
-        """The first message of a new process. Raises ValueError if it cannot make its environment."""
+        """Receives the first message of a new process. Raises ValueError if it cannot make its environment."""
         try:
             if not self.pipe.poll(max(0.0, self._deadline - time.monotonic())):
                 raise ValueError(f"environment: not made in {self._start_limit:g} s; give it more time")
@@ -69,7 +69,7 @@ class _WorkerProcess:
         return spec
 
     def start(self) -> None:
-        """Begins to answer; the process must have made its environment."""
+        """Starts the thread that answers; the process must have made its environment."""
         self._thread.start()
 
     def _answer_all(self) -> None:
@@ -79,7 +79,7 @@ class _WorkerProcess:
             answers.put(self._request(request))
 
     def _request(self, request: Request) -> tuple[int, EnvOutput | EnvFailure] | RunError:
-        """The answer; an error if there is no process that could give one."""
+        """Returns the answer to a request; an error if no process could answer."""
         try:
             if self.process is None:
                 self._spawn()
@@ -120,17 +120,18 @@ class _WorkerProcess:
 
 
 class ProcessWorkers:
-    """Environments in worker processes, which are replaced when they die or take too long.
+    """Environments in worker processes, which are replaced when they die or time out.
 
-    Where every worker takes too long, again and again and nothing is answered in between, all of what is left would.
+    If every worker times out again and again with no answer in between, all remaining requests would, too, and a RunError ends
+    the run.
 
     Args:
       make_env: makes one environment; must be picklable.
       workers: processes. Each has a block of the episodes, so that a prompt group's episodes share what they load.
       episodes: of a batch.
-      time_limit: seconds that one answer may take.
-      start_limit: seconds that a process may take to make its first environment.
-      local: what each process has; `reward_functions.LocalReward` has a reward function instead, which `make_env` then loads.
+        time_limit: timeout in seconds for one answer.
+        start_limit: timeout in seconds for a process to make its first environment.
+        local: the workers inside each process; with `reward_functions.LocalReward`, `make_env` loads a reward function.
 
     Raises:
       ValueError: the first environment cannot be made.
@@ -156,7 +157,7 @@ class ProcessWorkers:
             worker.start()
 
     def discard_answers(self) -> None:
-        """Discards answers that have not been received, those to come too."""
+        """Discards answers that have not been received, including those still to come."""
         self._answers: SimpleQueue[tuple[int, Any] | RunError] = SimpleQueue()
 
     def send(self, requests: Iterable[tuple]) -> None:
@@ -166,8 +167,8 @@ class ProcessWorkers:
             worker.queue.put((request, self._answers))
 
     def receive(self, minimum: int) -> Iterator[tuple[int, Any]]:
-        """(episode, answer) for the answers that have come, in order of arrival; waits for at least `minimum`. An answer
-        is an EnvOutput, the rewards of a function, or an EnvFailure.
+        """Yields (episode, answer) in order of arrival; waits for at least `minimum` answers. An answer is an EnvOutput, the
+        rewards of a function, or an EnvFailure.
 
         Raises RunError if the replacement of a worker cannot make its environment, and if all of them hang.
         """
@@ -182,7 +183,7 @@ class ProcessWorkers:
     def _check_hung(self, answer) -> None:
         self._hung_in_a_row = self._hung_in_a_row + 1 if isinstance(answer, _Hung) else 0
         stepped = any(worker.stepped for worker in self._workers)
-        if self._hung_in_a_row >= max(2, len(self._workers)) * (1 + stepped):  # once each; twice where they have worked before
+        if self._hung_in_a_row >= max(2, len(self._workers)) * (1 + stepped):  # once each; twice if they have worked before
             raise RunError(
                 f"{self._limit}: {answer.reason}, and {self._hung_in_a_row - 1} times before with nothing answered in "
                 "between; see why it hangs, or give it more time"
@@ -197,8 +198,8 @@ class ProcessWorkers:
 
 
 def _serve(pipe, make) -> None:
-    """What a worker process does: makes its environments, answers requests, ends with the pipe."""
-    # Signals are for the parent to handle, which may finish its iteration before it exits.
+    """Runs in a worker process: makes its environments, answers requests, ends with the pipe."""
+    # The parent handles signals; it may finish its iteration before it exits.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     try:

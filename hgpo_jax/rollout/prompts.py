@@ -1,6 +1,6 @@
 """Prompts of compiled environments: goal, the last K observation-action pairs, the current observation, "now act".
 
-An environment can have prompts of its own (`hgpo_jax.envs.protocol.OwnPrompts`), of any length up to a bound.
+An environment can define its own prompts (`hgpo_jax.envs.protocol.OwnPrompts`), of any length up to a bound.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hgpo_jax.envs.protocol import OwnPrompts, Team
 
 
 def role_of(env, state) -> jax.Array:
-    """i32[]: whose turn it is in a state; 0 where an environment has one role."""
+    """Returns the role whose turn it is in a state, i32[]; 0 if the environment has one role."""
     return jnp.int32(env.role(state)) if isinstance(env, Team) else jnp.int32(0)
 
 
@@ -31,11 +31,11 @@ class History(struct.PyTreeNode):
         )
 
     def of(self, role) -> tuple[jax.Array, jax.Array]:
-        """The observations i32[K, O] and actions i32[K, A] of one role, i32[]."""
+        """Returns the observations i32[K, O] and actions i32[K, A] of one role, i32[]."""
         return self.observations[role], self.actions[role]
 
     def push(self, role, observation, action) -> History:
-        """The history after one more turn of a role, i32[]: observation i32[O], action i32[A]."""
+        """Appends one turn of a role, i32[], to the history: observation i32[O], action i32[A]."""
         observations, actions = self.of(role)
         return History(
             observations=self.observations.at[role].set(jnp.concatenate([observations, observation[None]])[1:]),
@@ -44,7 +44,7 @@ class History(struct.PyTreeNode):
 
 
 def prompt_length(env, history_length: int) -> int:
-    """P: slots of the longest prompt."""
+    """Returns P, the slots of the longest prompt."""
     if isinstance(env, OwnPrompts):
         return env.prompt_slots(history_length)
     pair = env.observation_length + env.action_length
@@ -52,15 +52,15 @@ def prompt_length(env, history_length: int) -> int:
 
 
 def prompt_widths(env, history_length: int) -> list[int]:
-    """Slots with which prompts are read, ascending to P: several where they are of different lengths."""
+    """Returns the prompt widths in slots, ascending to P; several if prompts differ in length."""
     P = prompt_length(env, history_length)
     return sorted({-(-P * part // 5) for part in (3, 5)}) if isinstance(env, OwnPrompts) else [P]
 
 
 def make_prompt(env, state, goal, history: History, observation, act: int):
-    """One episode's prompt and its length, (i32[P], i32[]): the environment's own, or else that of `build_prompt`.
+    """Builds one episode's prompt and its length, (i32[P], i32[]): the environment's own, or else that of `build_prompt`.
 
-    It holds the past turns of the role whose turn it is.
+    It holds the past turns of the role that acts next.
     """
     past = history.of(role_of(env, state))
     if isinstance(env, OwnPrompts):
@@ -70,7 +70,7 @@ def make_prompt(env, state, goal, history: History, observation, act: int):
 
 
 def build_prompt(goal, observations, actions, observation, act: int):
-    """One episode's prompt, i32[P]: goal i32[slots of env.goal_length], the last K turns, observation i32[O], the token `act`.
+    """Builds a prompt i32[P]: goal i32[slots of env.goal_length], the last K turns, observation i32[O], the token `act`.
 
     observations i32[K, O] and actions i32[K, A] are those of the turns. Every part has its fixed slots; an unused slot holds
     the blank word, id 0.

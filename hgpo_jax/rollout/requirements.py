@@ -1,6 +1,6 @@
-"""What an environment must have, so that one which lacks something is refused before anything is compiled or played.
+"""The members that an environment must have, so that an incomplete one is rejected before anything is compiled or played.
 
-A missing member would otherwise be noticed only where it is first read: in the middle of a trace, or, in a text environment,
+A missing member would otherwise be noticed only where it is first read: in the middle of a trace or, in a text environment,
 as the failure of every single episode.
 """
 
@@ -26,22 +26,22 @@ from hgpo_jax.envs.protocol import (
 )
 from hgpo_jax.utils.errors import one_line
 
-ROLLOUT = members(Playable)  # of a compiled environment, to be played
+ROLLOUT = members(Playable)  # members that a compiled environment needs to be played
 RUNNER = members(CompiledEnv)  # and to be read
-OWN = members(OwnPrompts)  # what an environment with a `prompt` of its own has besides
-TEAM = members(Team)  # and one with several roles
-PLANS = members(Plans)  # and one whose answers have parts
+OWN = members(OwnPrompts)  # those of an environment with a `prompt` of its own
+TEAM = members(Team)  # and of one with several roles
+PLANS = members(Plans)  # and of one whose answers have parts
 NUMBERS = ("goal_length", "observation_length", "action_length", "max_turns")
 STATE = {"task": "the index of the episode's task type"}
 TEXT = members(TextEnv)
 TEXT_RESET = members(BegunTextEnv, beyond=TextEnv)
 TEXT_TEAM = members(TextTeam)
 LIMIT = 60.0  # seconds
-ONE_ROLE = ("agent",)  # of an environment that states none
+ONE_ROLE = ("agent",)  # for an environment that declares none
 
 
 def roles_of(env) -> tuple[str, ...]:
-    """The names of an environment's roles. Raises ValueError where they are not different words: metrics are named by them."""
+    """Returns the names of an environment's roles. Raises ValueError unless they are distinct words: they name metrics."""
     roles = getattr(env, "roles", ONE_ROLE)
     named = isinstance(roles, tuple | list) and all(isinstance(role, str) and role.isidentifier() for role in roles)
     if not named or not roles or len(set(roles)) < len(roles):
@@ -50,8 +50,8 @@ def roles_of(env) -> tuple[str, ...]:
 
 
 def check_compiled(env, members: dict[str, str]) -> None:
-    """Raises ValueError, naming class and member, where a compiled environment lacks one of the members or its state one, a
-    number among them is none, or reset fails."""
+    """Raises ValueError, naming class and member, if a compiled environment lacks one of the members or its state one, if a
+    numeric member is not a number, or if reset fails."""
     import jax  # text environments are checked in worker processes, which do not need it
 
     name = type(env).__name__
@@ -62,8 +62,8 @@ def check_compiled(env, members: dict[str, str]) -> None:
         _check_number(name, env, number)
     roles_of(env)
     try:
-        state, _ = jax.eval_shape(lambda: env.reset(jax.random.key(0)))  # opens no device
-    except Exception as error:  # whatever it does
+        state, _ = jax.eval_shape(lambda: env.reset(jax.random.key(0)))  # this opens no device
+    except Exception as error:  # any error of the environment
         raise ValueError(one_line(f"{name}: reset(key) fails with {type(error).__name__}: {error!s:.300}")) from None
     _check(f"{name}: the state of reset(key)", state, STATE)
     if hasattr(env, "answer_parts"):
@@ -74,16 +74,16 @@ def check_compiled(env, members: dict[str, str]) -> None:
     if hasattr(env, "roles"):
         try:
             shape = jax.eval_shape(env.role, state).shape
-        except Exception as error:  # whatever it does
+        except Exception as error:  # any error of the environment
             raise ValueError(one_line(f"{name}: role(state) fails with {type(error).__name__}: {error}")) from None
         if shape:
             raise ValueError(f"{name}: role(state) has shape {list(shape)}; give a single index into roles, i32[]")
 
 
 def check_text(env, time_limit: float | None = None) -> None:
-    """Raises ValueError, naming class and member, where a text environment lacks something or hangs. Takes a step in task 0.
+    """Raises ValueError, naming class and member, if a text environment lacks something or hangs. Takes a step in task 0.
 
-    time_limit: as `deadline` takes it.
+    time_limit: as in `deadline`.
     """
     name = type(env).__name__
     _check(name, env, TEXT)
@@ -92,7 +92,7 @@ def check_text(env, time_limit: float | None = None) -> None:
     with deadline(f"{name}: reset(0)", time_limit):
         try:
             _, commands = env.reset(0)
-        except Exception:  # as in play: whatever is wrong costs the episodes that have this task
+        except Exception:  # as during play: the error costs only the episodes with this task
             return
     _check(f"{name} after reset(task)", env, TEXT_RESET | (TEXT_TEAM if hasattr(env, "roles") else {}))
     action = commands[0] if commands else ""
@@ -107,20 +107,20 @@ def check_text(env, time_limit: float | None = None) -> None:
 
 
 class Hangs(ValueError):
-    """A call of an environment gives no answer."""
+    """Raised for a call of an environment that does not return."""
 
 
 class _Late(BaseException):
-    """Not for an environment that catches exceptions."""
+    """A timeout. It is not an Exception, so that environments do not catch it."""
 
 
 @contextlib.contextmanager
 def deadline(call: str, time_limit: float | None = None) -> Iterator[None]:
-    """For an environment that is stepped in this process before a run begins: raises Hangs in one line.
+    """Limits calls of an environment in this process before a run begins: raises Hangs in one line.
 
     time_limit: seconds, env.time_limit of a run; None: LIMIT.
 
-    Only in the main thread, which alone has the signal for it, and not out of code that never returns to Python.
+    It works only in the main thread, which alone receives the signal, and not in code that never returns to Python.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""What a rollout returns: its episodes and, of a host rollout, a report of what these cannot hold."""
+"""The result of a rollout: its episodes and, for a host rollout, a report of what these cannot hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hgpo_jax.utils.files import atomic_write
 
 
 class Story(NamedTuple):
-    """One episode in words: its task, what was seen and done in each turn, and how it ended."""
+    """One episode in words: its task, the observations and actions of each turn, and its outcome."""
 
     task: str
     turns: list[str]
@@ -27,14 +27,14 @@ class Story(NamedTuple):
 
 
 def outcome_of(episodes: Episodes, index: int) -> str:
-    """How an episode ended, in a word."""
+    """Describes in a word how an episode ended."""
     return "unknown" if not episodes.judged[index] else "success" if episodes.success[index] else "failure"
 
 
 def told_turns(
     episodes: Episodes, index: int, roles: Sequence[str], observations: Sequence[str], responses: Sequence[str]
 ) -> list[str]:
-    """The turns of one episode in words; says whose each one is where there are several roles."""
+    """Renders the turns of one episode in words; names the role of each turn if there are several roles."""
     turns = []
     for t in range(int(episodes.mask[index].sum())):
         role = f"{roles[int(episodes.agents[index, t])]} " if len(roles) > 1 else ""
@@ -45,18 +45,18 @@ def told_turns(
 
 @dataclasses.dataclass(frozen=True)
 class RolloutReport:
-    """What the Episodes of B episodes over a text environment do not hold.
+    """The content of B text episodes that does not fit in Episodes.
 
     texts: `texts[observations[b, t, 0]]` is the observation before turn t of episode b, `texts[states[b, t]]` an equal one
-      unless `state_keys.py` says what is equal.
+      unless `state_keys.py` defines equality.
     goals: each episode's task as text.
-    responses: what the policy wrote in each episode, turn by turn.
-    actions: what was found in each response and given to the environment.
-    admissible: whether the environment took each of these actions for one of its commands.
-    scores: f32[B], the environment's own score at the end (1 for success where it has none, NaN where that is unknown).
+    responses: the policy's responses in each episode, turn by turn.
+    actions: the actions parsed from the responses and passed to the environment.
+    admissible: whether the environment accepted each of these actions as one of its commands.
+    scores: f32[B], the environment's own score at the end (1 for success if it has none, NaN if success is unknown).
     failures: episode -> why it was excluded; its rows in the Episodes are empty.
-    counts: for metrics: sums over the batch and, of the sampler, `decode_steps`, tokens decoded one after the other, and
-      `slot_use`, the mean share of its slots, fewer towards the end, that decoded.
+    counts: for metrics: sums over the batch and, from the sampler, `decode_steps`, the number of decoding steps, and
+      `slot_use`, the mean fraction of its slots that decoded, with fewer slots towards the end.
     """
 
     texts: list[str]
@@ -72,10 +72,10 @@ class RolloutReport:
         """Writes JSON, atomically."""
         content = dataclasses.asdict(self) | {"scores": self.scores.tolist()}
         with atomic_write(path) as file:
-            file.write(json.dumps(content, indent=1))  # ASCII: lone surrogates survive
+            file.write(json.dumps(content, indent=1))  # ASCII, so that lone surrogates survive
 
     def story(self, episodes: Episodes, index: int, roles: Sequence[str]) -> Story:
-        """One episode as a person would read it, in a terminal too. roles: names of the environment's."""
+        """Renders one episode for a person, also in a terminal. roles: names of the environment's roles."""
         observations = [self.texts[number] for number in episodes.observations[index, episodes.mask[index], 0]]
         turns = told_turns(episodes, index, roles, observations, self.responses[index])
         outcome = self.failures.get(index, outcome_of(episodes, index))
@@ -83,9 +83,9 @@ class RolloutReport:
 
 
 class RolloutResult(NamedTuple):
-    """What a rollout made.
+    """The outcome of a rollout.
 
-    episodes: Episodes, of jax arrays from a compiled rollout (which may still be running) and of NumPy arrays from a host
+    episodes: Episodes, with jax arrays from a compiled rollout (which may still be running) or NumPy arrays from a host
       rollout.
     report: None from a compiled rollout.
     """

@@ -1,4 +1,4 @@
-"""Rewards from outside for text episodes: a user's function of an episode's texts, which worker processes call.
+"""Outside rewards for text episodes: a user's function of an episode's texts, which worker processes call.
 
     def score(episode: EpisodeTexts) -> float | list[float]
 
@@ -20,19 +20,19 @@ from hgpo_jax.utils.errors import ConfigError, one_line
 
 
 class EpisodeTexts(NamedTuple):
-    """What a reward function is given: an episode of T turns."""
+    """The argument of a reward function: an episode of T turns."""
 
     goal: str
     observations: list[str]  # T + 1: before each turn, and after the last
-    responses: list[str]  # T, what the policy wrote
+    responses: list[str]  # T, the policy's responses
     rewards: list[float]  # T, the environment's
-    success: bool | None  # None: the environment did not say
+    success: bool | None  # None: the environment did not report it
 
 
 class LocalReward:
-    """A reward function in this process, with the interface of `workers.LocalWorkers`. What it raises costs that episode only.
+    """A reward function in this process, with the interface of `workers.LocalWorkers`. An error in it costs that episode only.
 
-    load: returns (module, function), such as `outside.load` of a place.
+    load: returns (module, function), for example `outside.load` of a place.
     """
 
     spec = ()
@@ -48,23 +48,23 @@ class LocalReward:
             answer: list[float] | EnvFailure
             try:
                 answer = read_rewards(self._function(episode), len(episode.responses))
-            except (Exception, SystemExit) as error:  # whatever it does
+            except (Exception, SystemExit) as error:  # any error of the user's function
                 answer = EnvFailure(one_line("".join(traceback.format_exception_only(error))[:2000])[:500])
             self._answers.append((number, answer))
 
     @staticmethod
     def asked(request: tuple[int, EpisodeTexts]) -> str:
-        """As `workers.LocalWorkers.asked`; a reason says itself that it is about a reward."""
+        """Describes a request as `workers.LocalWorkers.asked` does; here the reason itself says that it is about a reward."""
         return ""
 
     def receive(self, minimum: int) -> list[tuple[int, list[float] | EnvFailure]]:
-        """(number, the rewards of its turns or why there are none) of the episodes that were sent."""
+        """Returns (number, the rewards of its turns or why there are none) for the episodes that were sent."""
         answers, self._answers = self._answers, []
         return answers
 
 
 def reward_function(given: str) -> Callable:
-    """The function of `reward=given`. Raises ConfigError where there is none."""
+    """Returns the function of `reward=given`. Raises ConfigError if there is none."""
     try:
         _, function = outside.load(outside.located(given, outside.REWARDS))
         inspect.signature(function).bind(None)
@@ -76,7 +76,7 @@ def reward_function(given: str) -> Callable:
 
 
 def read_rewards(returned, turns: int) -> list[float]:
-    """What a reward function returned, turn by turn. Raises TypeError or ValueError for anything but finite numbers."""
+    """Converts a reward function's result to one reward per turn. Raises TypeError or ValueError for all but finite numbers."""
     if isinstance(returned, numbers.Real):
         rewards = [0.0] * (turns - 1) + [returned]
     elif isinstance(returned, Sequence) and not isinstance(returned, str):

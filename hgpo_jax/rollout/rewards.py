@@ -1,13 +1,13 @@
-"""Rewards from outside: `reward=my_module:score` or `reward=./file.py:score`, added to the environment's or in its place.
+"""Outside rewards: `reward=my_module:score` or `reward=./file.py:score`, added to the environment's or replacing them.
 
 For text episodes worker processes call the function (`rollout/reward_functions.py`). For a compiled environment it is pure
 JAX, `score(episode: Episodes without B) -> f32[] or f32[T]`: the reward of the last turn, or of every turn.
 
-An episode whose function fails, is too slow or gives no finite numbers is left out of the update, as one whose environment
-fails: with the environment's reward alone it would be compared with members of its group that have other rewards. A run
-whose episodes all fail ends.
+An episode whose function fails, times out or returns no finite numbers is left out of the update, like one whose environment
+fails: with the environment's reward alone it would be compared with group members that have other rewards. A run in which
+all episodes fail ends.
 
-`overlong` punishes answers that come near their limit, beside such a function or without one.
+`overlong` punishes answers that come near their limit, with or without such a function.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ Reward = Callable[[RolloutResult], tuple[RolloutResult, dict]]
 
 
 def make_reward(config: Config, episodes: Episodes) -> Reward:
-    """What puts the configured function's rewards into the result of a rollout.
+    """Builds a function that adds the configured function's rewards to the result of a rollout.
 
     It returns the result, and sums over its episodes for `metrics.rollout_metrics`: `reward/NAME` of the function's rewards,
     `reward/environment` of the environment's, and `reward/failed`, how many episodes are left out.
 
-    episodes: shapes and dtypes of a rollout's. Raises ConfigError where the function cannot be used.
+    episodes: shapes and dtypes of a rollout's episodes. Raises ConfigError if the function cannot be used.
     """
     given = config.reward.source
     function = reward_function(given)
@@ -61,7 +61,7 @@ def _check_compiled(given: str, function: Callable, episodes: Episodes) -> None:
     one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), episodes)
     try:
         result = jax.eval_shape(function, one)
-    except Exception as error:  # whatever it does
+    except Exception as error:  # any error of the user's function
         raise ConfigError(one_line(f"reward.source={given}: {untraceable(function, error):.500}")) from None
     shape = getattr(result, "shape", None)
     if shape not in ((), one.mask.shape):
@@ -93,12 +93,12 @@ def _sums(name: str, rewards, environment, failed) -> dict:
 
 
 def overlong(config: Config, roles: Sequence[str], e: Episodes) -> jax.Array | np.ndarray:
-    """f32[B, T], the soft punishment of overlong answers (DAPO: Yu et al., 2025, arXiv 2503.14476, eq. 13), added to rewards.
+    """Computes the soft punishment of overlong answers (DAPO: Yu et al., 2025, arXiv 2503.14476, eq. 13), a reward f32[B, T].
 
-    With L the limit of a role's answers and C `reward.overlong_cache`, an answer of n tokens gets 0 up to L - C, and from there
-    (L - C - n) / C: at the limit -1, times `reward.overlong_penalty`.
+    With L the limit of a role's answers and C `reward.overlong_cache`, an answer of n tokens gets 0 up to L - C, and beyond
+    that (L - C - n) / C, so -1 at the limit, times `reward.overlong_penalty`.
     """
-    xp = np if isinstance(e.rewards, np.ndarray) else jnp  # a host rollout's stay on the host, in every process
+    xp = np if isinstance(e.rewards, np.ndarray) else jnp  # the arrays of a host rollout stay on the host, in every process
     limits = xp.array([response_limit(config, role)[0] for role in roles])[e.agents]
     cache = config.reward.overlong_cache
     punished = config.reward.overlong_penalty * xp.clip((limits - cache - e.response_lengths) / cache, -1, 0)
@@ -106,7 +106,7 @@ def overlong(config: Config, roles: Sequence[str], e: Episodes) -> jax.Array | n
 
 
 class _TextReward:
-    """The reward function of text episodes, whose processes start with the first of them."""
+    """The reward function of text episodes, whose processes start with the first of these."""
 
     def __init__(self, place: str, name: str, replaces: bool, workers: int, time_limit: float):
         self._load, self._name, self._replaces = functools.partial(outside.load, place), name, replaces
@@ -116,7 +116,7 @@ class _TextReward:
     def __call__(self, result: RolloutResult) -> tuple[RolloutResult, dict]:
         e, report = result
         assert report is not None  # text episodes have one
-        # A time limit must not pass in one process alone.
+        # A timeout must not occur in one process alone.
         answers = distributed.broadcast_from_process_0(lambda: self._ask(e, report))
         given, failures = np.zeros_like(e.rewards), dict(report.failures)
         for episode, rewards, reason in answers:
@@ -133,7 +133,7 @@ class _TextReward:
         return RolloutResult(e.replace(rewards=total), dataclasses.replace(report, failures=failures)), sums
 
     def _ask(self, e: Episodes, report: RolloutReport) -> list[tuple[int, list[float], str]]:
-        """(episode, the rewards of its turns, why there are none) of every episode that was played."""
+        """Returns (episode, the rewards of its turns, why there are none) for every episode that was played."""
         played = np.flatnonzero(e.mask[:, 0]).tolist()
         if self._workers is None:
             batch = len(e.mask)

@@ -1,4 +1,4 @@
-"""What makes rollouts in the configured environment: compiled together with the policy, or text programs on the host."""
+"""Runners, which make rollouts in the configured environment: compiled together with the policy, or as text on the host."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from hgpo_jax.utils.errors import ConfigError, RunError
 
 log = logging.getLogger(__name__)
 
-Models = ModelConfig | dict[str, ModelConfig]  # of all roles, or of each set of weights (`config/policies.py`)
+Models = ModelConfig | dict[str, ModelConfig]  # for all roles, or for each set of weights (`config/policies.py`)
 
 
 def networks(models: Models):
-    """The graph definition of a network, or of each one by its name."""
+    """Returns the graph definition of a network, or of each one by name."""
     return {name: network(model) for name, model in models.items()} if isinstance(models, dict) else network(models)
 
 
 def check_context(config: Config, models: Models) -> None:
-    """Raises ConfigError where a prompt of a text environment and its response may be longer than a policy is made for."""
+    """Raises ConfigError if a prompt of a text environment and its response may exceed a policy's context."""
     prompt = config.rollout.prompt_limit
     response = max([config.rollout.response_limit, *(role.response_limit or 0 for role in config.roles.values())])
     context = min(model.max_position_embeddings for model in (models.values() if isinstance(models, dict) else [models]))
@@ -57,15 +57,15 @@ class CompiledRunner:
     """Runs a compiled environment: a rollout is one compiled program.
 
     Args:
-      games: of an environment with a list of games, the numbers (i32[.]) of those of each stream of tasks.
+        games: for an environment with a list of games, the numbers (i32[.]) of those of each stream of tasks.
 
     Attributes:
       env: the environment.
       program: the jitted rollout (`rollout.compiled.make_rollout`).
       task_types: names; `Episodes.task` is an index into them.
       roles: names; `Episodes.agents` is an index into them.
-      end_tokens: each of them ends a response.
-      answer_parts: words of the switch, subgoal and action parts of an answer, where it has them (`envs.protocol.Plans`).
+        end_tokens: the tokens that end a response.
+        answer_parts: words of the switch, subgoal and action parts of an answer, if it has them (`envs.protocol.Plans`).
       num_tasks, num_held_out_tasks: games to train on and held-out ones; None where tasks are generated.
 
     Raises:
@@ -79,7 +79,7 @@ class CompiledRunner:
             raise ConfigError(str(error)) from None
         self.env, self.task_types, self.roles, self._games = env, env.task_types, roles_of(env), games
         self.answer_parts = tuple(getattr(env, "answer_parts", ()))
-        # Given to the program as an argument: thousands of games take longer to compile into it.
+        # An argument of the program: compiling thousands of games into it takes longer.
         tables = env.tables if isinstance(env, ListsGames) and games else None
         self._tables = None if tables is None else jax.device_put(tables, NamedSharding(mesh, PartitionSpec()))
         self.num_tasks, self.num_held_out_tasks = (len(games[stream]) if games else None for stream in ("train", "held_out"))
@@ -96,7 +96,7 @@ class CompiledRunner:
         """Plays B episodes; does not wait until they are computed, unless there are several roles.
 
         Args:
-          params: of the network that plays.
+            params: those of the network that plays.
           tasks: [B], from `select_tasks`.
           keys: [B], a random key for each episode, or [B, 2] as for `sampling.turn_keys`.
           groups: i32[B], prompt groups.
@@ -111,7 +111,7 @@ class CompiledRunner:
         return RolloutResult(episodes, None)
 
     def switches(self, episodes: Episodes) -> jax.Array:
-        """bool[B, T]: turns whose answer takes up a new subgoal, in an environment with `answer_parts`."""
+        """Marks the turns whose answer takes up a new subgoal, bool[B, T], in an environment with `answer_parts`."""
 
         def one(response, length):
             answer, _ = parse_answer(response, length, self._end, self.env.action_length)
@@ -120,7 +120,7 @@ class CompiledRunner:
         return jax.vmap(jax.vmap(one))(episodes.responses, episodes.response_lengths) & episodes.mask
 
     def replay(self, tasks, episodes: Episodes) -> EpisodeState:
-        """The states [B (T + 1)] of recorded episodes, before each of an episode's T turns and after the last."""
+        """Replays recorded episodes: their states [B (T + 1)] before each of an episode's T turns and after the last."""
 
         def states(tables, *recorded):
             env = self.env if tables is None else cast(ListsGames, self.env).bound(tables)
@@ -135,30 +135,30 @@ class CompiledRunner:
         return jax.tree.map(lambda a: a.reshape(math.prod(a.shape[:2]), *a.shape[2:]), found)
 
     def play_on(self, params, states: EpisodeState, keys, decoding: Decoding) -> jax.Array:
-        """f32[N, T]: rewards of the turns that follow N states, such as those of `replay`; `keys` [N] decide the samples."""
+        """Plays on from N states, such as those of `replay`; `keys` [N] decide the samples. Returns the rewards f32[N, T]."""
         return self._play_on(params, states, keys, decoding, self._tables)
 
     def select_tasks(self, stream: str, seed: int | None, indices) -> jax.Array:
-        """What `rollout` takes as the tasks with these numbers, i32[B], in a stream (`rollout/tasks.py`); no seed: in order."""
+        """Returns the tasks with these numbers, i32[B], in a stream (`rollout/tasks.py`); without a seed, in order."""
         if self._games is None:
             return task_keys(stream, seed or 0, indices)
         games = self._games[stream]
         return jnp.asarray(games[task_numbers(stream, seed, np.asarray(indices), len(games))])
 
     def abstract_episodes(self, params, inputs: tuple) -> Episodes:
-        """Shapes and dtypes of the episodes of `rollout(params, *inputs)`, nothing computed."""
+        """Returns the shapes and dtypes of the episodes of `rollout(params, *inputs)` without computing anything."""
         return jax.eval_shape(self.program, params, *inputs, self._tables)
 
     def has_expert(self) -> bool:
         """Whether there is a scripted player, which the warm start can clone."""
-        return True  # `check_together` has asked
+        return True  # checked by `check_together`
 
     def compile(self, params, inputs: tuple) -> None:
-        """Compiles the rollout, whose first call then finds it in the compilation cache."""
+        """Compiles the rollout; its first call then finds it in the compilation cache."""
         self.program.lower(params, *inputs, self._tables).compile()
 
     def story(self, result: RolloutResult, index: int) -> Story:
-        """One episode as a person would read it."""
+        """Renders one episode for a person."""
         episodes = result.episodes
         text = lambda ids: self.env.decode([i for i in np.asarray(ids) if i < len(self.env.words)])  # noqa: E731
         outcome = "success" if episodes.success[index] else "failure"
@@ -172,17 +172,17 @@ class CompiledRunner:
 
 
 class TextRunner:
-    """Runs text programs on the host: the compiled environments told in sentences or drawings, ALFWorld's games, WebShop, or a
-    user's own; ALFWorld's games on the device where it can (`environments.backend`), to the same Episodes.
+    """Runs text programs on the host: the compiled environments in sentences or drawings, ALFWorld's games, WebShop, or a
+    user's own. ALFWorld's games run on the device where possible (`environments.backend`), with the same Episodes.
 
     Args:
-      environment: whose prompts and rule for malformed answers to use.
-      train, held_out: make one environment each (`Environment.text`).
+        environment: provides the prompts and the rule for malformed answers.
+        train, held_out: make one environment each (`Environment.text`).
 
     Attributes:
       make_env: makes an environment for training.
-      speakers: how each role is asked and answers.
-      train: the rollout of training.
+        speakers: the prompt format and weights of each role.
+        train: the rollout for training.
 
     Others, and methods, as in `CompiledRunner`.
     """
@@ -219,7 +219,7 @@ class TextRunner:
             )  # fmt: skip
             self.train, self._held_out = host, host.with_environment(held_out)
             if backend(config) == "compiled_text":
-                assert environment.compiled and environment.games  # what is told on the device has both
+                assert environment.compiled and environment.games  # environments with text on the device have both
                 try:
                     games, played = environment.games(config), environment.compiled(config)
                     device = CompiledTextRollout(
@@ -236,7 +236,7 @@ class TextRunner:
         self.task_types, self.roles, self.end_tokens = self.train.task_types, self.train.roles, usual.end_tokens
         self.speakers = speakers or [Speaker(usual, limit)] * len(self.roles)
         self.num_tasks, self.num_held_out_tasks = self.train.num_tasks, self._held_out.num_tasks
-        # The host loads of generated games, where the warm start's expert plays, has only those that they are made of.
+        # The host loads only the template games from which games are generated; the warm start's expert plays there.
         self._num_files = len(train()) if env.split == "generated" else self.num_tasks
 
     def rollout(self, params, tasks, keys, groups, decoding: Decoding, *, held_out: bool = False) -> RolloutResult:
@@ -253,7 +253,7 @@ class TextRunner:
         return isinstance(self.make_env(), TextExpert)
 
     def compile(self, params, inputs: tuple) -> None:
-        """As `CompiledRunner`. On the host shapes depend on the prompts: each compiles when it first occurs."""
+        """Compiles as `CompiledRunner` does. On the host shapes depend on the prompts: each compiles when it first occurs."""
         if isinstance(self.train, CompiledTextRollout):
             _, keys, _, decoding = inputs
             self.train.lowered(params, keys, decoding).compile()

@@ -1,6 +1,6 @@
 """Play of a text environment without a policy: by its own scripted player, or with random commands.
 
-The warm start clones it, and a small policy's vocabulary is what it reads and writes there.
+The warm start clones it, and it provides a small policy's vocabulary.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hgpo_jax.utils.errors import one_line
 
 
 class ScriptedEpisode(NamedTuple):
-    """What was known before each turn, whose turn it was, and what the player commands there."""
+    """The inputs before each turn, the role that acts, and the player's command."""
 
     known: list[PromptInput]
     roles: list[int]
@@ -32,9 +32,9 @@ def play(
 ) -> Iterator[ScriptedEpisode]:
     """Plays an episode of each task in one environment, in this process.
 
-    With probability `noise` a random command is done instead of the player's own, which nevertheless is recorded: the play
-    also visits what a clumsy policy gets into. An environment without a scripted player (`protocol.TextExpert`) is played
-    with random commands.
+    With probability `noise` a random command is executed instead of the player's own, which is recorded nevertheless. The play
+    then also visits states that a clumsy policy gets into. An environment without a scripted player (`protocol.TextExpert`) is
+    played with random commands.
 
     Raises ValueError, in one line, for an episode that cannot be played.
     """
@@ -43,7 +43,7 @@ def play(
         random = np.random.default_rng([seed, task])
         try:
             yield _episode(env, task, noise, history_length, random)
-        except Exception as error:  # whatever an environment or its player does
+        except Exception as error:  # any error of an environment or its player
             raise ValueError(one_line(f"task {task} cannot be played: {type(error).__name__}: {error}")) from None
 
 
@@ -62,11 +62,11 @@ def _episode(env, task: int, noise: float, history_length: int, random: np.rando
 
 
 def prompt_inputs(outputs: list[EnvOutput], actions: list[str], history_length: int) -> list[PromptInput]:
-    """What was known before each action: of the past, the last K turns of the same role.
+    """Returns the information before each action: of the past, only the last K turns of the same role.
 
-    outputs: an environment's, that of the reset first.
+    outputs: an environment's outputs, that of the reset first.
     """
-    past: dict[int, list[tuple[str, str]]] = defaultdict(list)  # of each role
+    past: dict[int, list[tuple[str, str]]] = defaultdict(list)  # by role
     known = []
     for output, action in zip(outputs, actions, strict=False):
         own = past[output.role]

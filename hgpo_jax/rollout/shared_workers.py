@@ -1,4 +1,4 @@
-"""Environment workers where several processes run as one program: process 0 steps the environments for all."""
+"""Environment workers for several processes that run as one program: process 0 steps the environments for all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hgpo_jax.utils.errors import ConfigError
 class SharedWorkers:
     """The environment workers of process 0, for all processes.
 
-    A time limit or a failure must not happen in one process alone. All processes must make the same calls.
+    A timeout or a failure must not occur in one process alone. All processes must make the same calls.
 
     Raises:
       ConfigError: in all processes if `make_workers` raises ValueError or OSError.
@@ -43,7 +43,7 @@ class SharedWorkers:
             self._workers.send(requests)
 
     def receive(self, minimum: int) -> list[tuple[int, EnvOutput | EnvFailure]]:
-        """(episode, answer) for the answers that have come; waits for at least `minimum`."""
+        """Returns (episode, answer) for the answers that have arrived; waits for at least `minimum`."""
         answers = distributed.broadcast_from_process_0(lambda: list(self._workers.receive(minimum)))
         failed = lambda answer: len(answer) == len(EnvFailure._fields)  # noqa: E731
         return [(episode, (EnvFailure if failed(answer) else EnvOutput)(*answer)) for episode, answer in answers]

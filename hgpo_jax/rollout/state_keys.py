@@ -1,9 +1,9 @@
-"""Which observations of text episodes count as one state, where equal texts are not what is meant.
+"""The states of text episodes where equality of observations is not equality of texts.
 
-    env.state_key=./my_file.py:key     key(observation) -> what equal states share: a text, a number, a dict, an array, ...
-    advantage.similarity=0.95          observations of a prompt group that are as alike as that (`advantages/similarity.py`)
+    env.state_key=./my_file.py:key     key(observation) -> a value that equal states share: text, number, dict, array, ...
+    advantage.similarity=0.95          observations of a prompt group that are this similar (`advantages/similarity.py`)
 
-An observation that holds a step counter or a clock is seen once; without a peer group-based methods learn nothing from it.
+An observation with a step counter or a clock occurs only once; without a peer group-based methods learn nothing from it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hgpo_jax.utils.errors import ConfigError, RunError, one_line
 
 
 def state_key_function(given: str) -> Callable:
-    """The function of `env.state_key=given`. Raises ConfigError where there is none."""
+    """Returns the function of `env.state_key=given`. Raises ConfigError if there is none."""
     try:
         _, function = outside.load(outside.located(given, outside.STATE_KEYS))
         inspect.signature(function).bind(None)
@@ -33,21 +33,21 @@ def state_key_function(given: str) -> Callable:
 
 
 def key_numbers(texts: list[str], given: str) -> np.ndarray:
-    """i64[texts]: for each text the number of the first one with an equal key. Raises RunError where the function fails."""
+    """Returns i64[texts], the number of the first text with an equal key. Raises RunError if the function fails."""
     key = state_key_function(given)
     first: dict = {}
     numbers = []
     for number, text in enumerate(texts):
         try:
             numbers.append(first.setdefault(canonical_key(key(text)), number))
-        except Exception as error:  # whatever it does
+        except Exception as error:  # any error of the user's function
             said = f"{type(error).__name__}: {error!s:.200}"
             raise RunError(one_line(f"env.state_key={given}: fails with {said}, for the observation {text!r:.200}")) from None
     return np.array(numbers, np.int64)
 
 
 def regrouped(result: RolloutResult, config: Config) -> RolloutResult:
-    """The result of a host rollout with the states that are configured: each is the number of the first text that it has.
+    """Returns a host rollout's result with the configured states: each is the number of its first text.
 
     Raises RunError.
     """

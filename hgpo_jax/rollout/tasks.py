@@ -1,5 +1,5 @@
-"""Which tasks are trained on and which are held out, and what else is random before and beside training: streams of random
-keys that never meet. What iterations sample has keys of its own (`Job.key`)."""
+"""Streams of random keys that never overlap: for training tasks, held-out tasks, and everything else that is random before
+and beside training. The samples of an iteration have keys of their own (`Job.key`)."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ _ROOT = 20260222  # any constant: it names the family of streams
 
 
 def stream_key(stream: str, seed: int) -> jax.Array:
-    """The random key of a stream."""
+    """Returns the random key of a stream."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(_ROOT), STREAMS[stream]), seed)
 
 
 def task_keys(stream: str, seed: int, indices: jax.Array) -> jax.Array:
-    """Random keys [B] of the tasks with these numbers (i32[B]) in a stream; equal arguments give equal tasks.
+    """Returns the random keys [B] of the tasks with these numbers (i32[B]) in a stream; equal arguments give equal tasks.
 
-    Training and warm start differ by run (`seed`); held-out tasks are evaluated under seed 0 by every run.
+    Training and warm start differ by run (`seed`); every run evaluates held-out tasks with seed 0.
     """
     return jax.vmap(jax.random.fold_in, (None, 0))(stream_key(stream, seed), indices)
 
 
 def task_numbers(stream: str, seed: int | None, indices, count: int | None) -> list[int]:
-    """The same for host rollouts, where a task is a number.
+    """Does the same for host rollouts, where a task is a number.
 
-    An environment with `count` tasks goes through all of them in a random order, then through all again in another. One
-    that generates its tasks (None) gets the 64 bits of `task_keys`, so that both versions of the household have equal tasks.
-    Without a seed the `count` tasks come in their own order, and generated ones are those of seed 0.
+    In an environment with `count` tasks, all of them come in a random order, and then all again in another. An environment that
+    generates its tasks (None) gets the 64 bits of `task_keys`, so that both versions of the household have equal tasks. Without
+    a seed the `count` tasks come in their own order, and generated ones are those of seed 0.
     """
     if count is None:
         data = np.asarray(jax.random.key_data(task_keys(stream, seed or 0, jax.numpy.asarray(indices))))

@@ -1,6 +1,6 @@
 """The compiled rollout's prompts and answers for a host rollout: fixed slots, one token per word.
 
-With `hgpo_jax.envs.words.Words` a host rollout sees, asks and does exactly what the compiled one does.
+With `hgpo_jax.envs.words.Words` a host rollout has exactly the prompts, samples and actions of the compiled one.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from hgpo_jax.rollout.chat_format import ParsedResponse, Prompt, PromptInput
 
 
 class WordFormat:
-    """Prompts as `prompts.build_prompt` makes them, from texts of words separated by spaces.
+    """Builds prompts like `prompts.build_prompt`, from texts of words separated by spaces.
 
     Args:
-      env: a compiled environment; gives the words and the slots of goal, observation and action.
-      history_length: K; every prompt has slots for K pairs.
-      end, act: token ids as for `make_rollout`.
+        env: a compiled environment, which defines the words and the slots of goal, observation and action.
+        history_length: K; every prompt has slots for K pairs.
+        end, act: token ids as in `make_rollout`.
 
-    A token that is not a word of the environment is written "#id", so that any response can be shown as text.
+    A token that is not a word of the environment is written "#id", so that every response has a text.
     """
 
     def __init__(self, env, history_length: int, end: int, act: int):
@@ -31,7 +31,7 @@ class WordFormat:
         self.prompt_limit = env.goal_length + history_length * pair + env.observation_length + 1
 
     def build(self, inputs: Sequence[PromptInput]) -> list[Prompt]:
-        """The prompt of each input."""
+        """Builds the prompt of each input."""
         return [Prompt(self._prompt(prompt_input)) for prompt_input in inputs]
 
     def _prompt(self, prompt_input: PromptInput) -> list[int]:
@@ -46,7 +46,7 @@ class WordFormat:
         return ids + [0] * (self._slots[part] - len(ids))
 
     def parse(self, ids: Sequence[int]) -> ParsedResponse:
-        """A response's words; the first of them are the action, but without an end token there is none."""
+        """Decodes a response's words; the first ones are the action, but without an end token there is none."""
         words = [(self._words[i] or BLANK) if i < len(self._words) else f"#{i}" for i in ids]
         if self.end_tokens[0] not in ids:
             return ParsedResponse(" ".join(words), "", False)

@@ -1,10 +1,10 @@
 """Environment workers of a host rollout: they step its environments, in this process or others (`process_workers.py`).
 
-A worker is sent requests (episode, task, actions so far), and answers with the environment's output after the last of the
+A worker receives requests (episode, task, actions so far), and answers with the environment's output after the last of the
 actions. An environment is any object like those of `envs/*/text.py`: `max_turns`, `task_types`, `reset(task) ->
 (observation, commands)`, `step(action) -> (observation, commands, reward, done, info)`, after a reset `goal` and
 `task_type`, `len(env)` if it has a fixed number of tasks, and `roles` and `role` if its turns belong to several. It must be
-deterministic, because a worker that takes over an episode plays its actions again.
+deterministic, because a worker that takes over an episode replays its actions.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from hgpo_jax.rollout.requirements import check_text, roles_of
 from hgpo_jax.utils.errors import one_line
 
 Request = tuple[int, int, tuple[str, ...]]  # number of the episode in its batch, task, actions so far
-# Limit on the characters of one answer. A prompt holds far fewer, but is cut only after pipes and tokenizer have seen it all.
+# Maximum characters of one answer. A prompt holds far fewer, but is cut only after pipes and tokenizer have processed it all.
 MAX_TEXT = 4_000_000
 MAX_REWARD = float(np.finfo(np.float32).max)  # rewards of Episodes are float32
 
 
 class EnvOutput(NamedTuple):
-    """What an environment returns after a reset or a step."""
+    """The output of an environment's reset or step."""
 
     observation: str
     commands: list[str]
@@ -36,13 +36,13 @@ class EnvOutput(NamedTuple):
     done: bool = False
     won: bool | None = False  # None: unknown
     admissible: bool = True
-    score: float | None = 0.0  # None: it has none, and success is unknown
-    role: int = 0  # whose turn the next one is
-    truncated: bool | None = None  # whether it was a time limit that ended the episode; None: the environment does not say
+    score: float | None = 0.0  # None: the environment has none, and success is unknown
+    role: int = 0  # the role that acts next
+    truncated: bool | None = None  # whether a time limit ended the episode; None: the environment does not report it
 
 
 class EnvSpec(NamedTuple):
-    """An environment's task types, number of tasks (None if it generates them), turns at most, and roles."""
+    """An environment's task types, number of tasks (None if it generates them), maximum turns, and roles."""
 
     task_types: tuple[str, ...]
     num_tasks: int | None
@@ -51,7 +51,7 @@ class EnvSpec(NamedTuple):
 
 
 class EnvFailure(NamedTuple):
-    """Why an episode cannot continue."""
+    """The reason why an episode cannot continue."""
 
     reason: str
 
@@ -59,7 +59,7 @@ class EnvFailure(NamedTuple):
 class LocalWorkers:
     """Environments in this process, one per episode. An exception or a wrong type ends only its own episode."""
 
-    limit = "env.time_limit"  # what says how long a worker process may take for an answer
+    limit = "env.time_limit"  # the field that sets a worker process's timeout for an answer
 
     def __init__(self, make_env: Callable, time_limit: float | None = None):
         self._make_env = make_env
@@ -75,23 +75,23 @@ class LocalWorkers:
         self._answers: list[tuple[int, EnvOutput | EnvFailure]] = []
 
     def send(self, requests: Iterable[Request]) -> None:
-        """Answers each request, to be received."""
+        """Computes the answer to each request, for `receive`."""
         for episode, task, actions in requests:
             try:
                 answer: EnvOutput | EnvFailure = self._answer(episode, task, actions)
             except (Exception, SystemExit) as error:  # the environment may be in any state now, and is dropped
-                # Its message may be anything, too, and formatting it may fail.
+                # Its message may be any object, too, and formatting it may fail.
                 answer = EnvFailure(one_line("".join(traceback.format_exception_only(error))[:2000])[:500])
             self._answers.append((episode, answer))
 
     def receive(self, minimum: int) -> list[tuple[int, EnvOutput | EnvFailure]]:
-        """(episode, answer) for the answers that have come: all, in this process."""
+        """Returns (episode, answer) for all requests, which in this process are already answered."""
         answers, self._answers = self._answers, []
         return answers
 
     @staticmethod
     def asked(request: Request) -> str:
-        """What a request is about, behind what became of it."""
+        """Describes a request, to follow the description of its failure."""
         _, task, actions = request
         return f": action {actions[-1]!r:.80} in task {task}" if actions else f": reset of task {task}"
 
@@ -113,7 +113,7 @@ class LocalWorkers:
 
 
 def read_output(env, result, length: int) -> EnvOutput:
-    """What `reset` (2 values) or `step` (5) returned, as plain Python values. Raises TypeError or ValueError for all else."""
+    """Converts the result of `reset` (2 values) or `step` (5) to plain Python values. Raises TypeError or ValueError."""
     _expect("what was returned", result, tuple | list)  # an iterator might never end
     if len(result) != length:
         raise TypeError(f"{len(result)} values were returned instead of {length}")
@@ -153,7 +153,7 @@ def read_output(env, result, length: int) -> EnvOutput:
 
 
 def _read_role(env) -> int:
-    """Whose turn the next one is; 0 where an environment has one role."""
+    """Reads the role that acts next; 0 if the environment has one role."""
     if not hasattr(env, "roles"):
         return 0
     _expect("role", env.role, numbers.Integral)

@@ -1,1 +1,1 @@
-"""From a configuration to everything that a command works with; its checks and the memory plan."""
+"""Everything that a command needs, built from a configuration; its checks and the memory plan."""

@@ -38,14 +38,14 @@ Runner = CompiledRunner | TextRunner | AgentRunner
 class Job:
     """Everything built from a Config: mesh, policy, environment, rollout, rewards.
 
-    policy: the weights to start from, freshly initialized unless they are given; training keeps its own.
+    policy: the initial weights, random unless pretrained ones are configured; training keeps its own copy.
     runner: makes rollouts in the configured environment.
     adapted: the sizes of the network that samples and learns, with the adapters that LoRA adds to the policy's weights.
-    reward: puts the configured reward function's rewards into what a training rollout returns.
-    sets: where roles have weights of their own (`config/policies.py`), for each set by its name a job like this one with
-      the policy and the configuration of its roles. Parameters are then dicts by these names, `policy` has the tokenizer
+    reward: adds the rewards of the configured reward function to the result of a training rollout.
+    sets: if roles have weights of their own (`config/policies.py`), a job like this one for each set of weights, by name, with
+      the policy and the configuration of its roles. Parameters are then dicts by these names, and `policy` holds the tokenizer
       of all.
-    weights: the name of the set that this job is one for.
+    weights: the name of this job's set of weights.
     """
 
     config: Config
@@ -58,14 +58,14 @@ class Job:
     weights: str = ""
 
     def by_set(self, call: Callable, *trees):
-        """`call(job, *trees)`; with several sets of weights a dict, by their names, of each one's job and part of the trees."""
+        """Returns `call(job, *trees)`; with several sets of weights, a dict by name of the calls with their jobs and trees."""
         if not self.sets:
             return call(self, *trees)
         return {name: call(job, *(tree[name] for tree in trees)) for name, job in self.sets.items()}
 
     @property
     def given_params(self):
-        """The weights to start from."""
+        """The initial weights."""
         return self.by_set(lambda job: job.policy.params)
 
     @property
@@ -74,11 +74,11 @@ class Job:
         return self.config.rollout.prompt_groups * self.config.rollout.group_size
 
     def fresh_adapters(self) -> dict:
-        """Adapters that change nothing yet."""
+        """Returns adapters that change nothing yet."""
         return lora.initialize(self.adapted, self.config.start_seed, self.mesh)
 
     def rollout_params(self, trained, reference):
-        """What a rollout takes: the trained weights, or with LoRA the reference policy's with the trained adapters."""
+        """Returns a rollout's parameters: the trained weights, or with LoRA the reference policy's with trained adapters."""
 
         def of_set(job, trained, reference):
             return job.compute_copy(lora.bind(reference, trained) if job.adapted.lora else trained)
@@ -86,9 +86,9 @@ class Job:
         return self.by_set(of_set, trained, reference)
 
     def merged_params(self, trained, reference):
-        """The weights of a policy without adapters that computes the same.
+        """Returns the weights of an equivalent policy without adapters.
 
-        reference: what the adapters stand beside, in `policy.dtype`: in a shorter type small changes would be rounded away.
+        reference: the weights that the adapters adapt, in `policy.dtype`: a shorter type would round small changes away.
         """
 
         def of_set(job, trained, reference):
@@ -97,24 +97,24 @@ class Job:
         return self.by_set(of_set, trained, reference)
 
     def base_rollout_params(self, params):
-        """What a rollout takes for weights without adapters."""
+        """Returns a rollout's parameters for weights without adapters."""
         fresh = self.by_set(lambda job, given: job.fresh_adapters() if job.adapted.lora else given, params)
         return self.rollout_params(fresh, params)
 
     def compute_copy(self, params):
-        """The parameters in `policy.compute_dtype`, which sampling and the loss use; the same arrays where that is theirs."""
+        """Casts the parameters to `policy.compute_dtype`, for sampling and the loss; arrays of that type are not copied."""
         dtype = self.config.policy.compute_dtype
         leaves, structure = jax.tree.flatten(params)
         others = [a for a in leaves if a.dtype != dtype]
         if not others:
             return params
-        # What went through jit would be a copy: with LoRA, of the whole reference policy beside adapters of another type.
+        # An array that passes through jit is copied: with LoRA, the whole reference policy if its adapters have another type.
         cast_ones = iter(_cast(others, dtype))
         return jax.tree.unflatten(structure, [a if a.dtype == dtype else next(cast_ones) for a in leaves])
 
     def reference_copy(self, params):
-        """`compute_copy` for the reference policy; with learner.offload in the host's memory, but with LoRA on the devices."""
-        copies: dict[int, dict] = {}  # of what adapters of several sets stand beside
+        """Returns `compute_copy` of the reference policy; with learner.offload, but not with LoRA, in the host's memory."""
+        copies: dict[int, dict] = {}  # of weights that the adapters of several policies share
 
         def of_set(job, params):
             if not job.config.learner.offload or job.adapted.lora:  # sampling binds adapters to it
@@ -128,38 +128,38 @@ class Job:
 
     @property
     def method(self) -> Method:
-        """What `method=` stands for."""
+        """The method that `method=` names."""
         return method_named(self.config.method)
 
     def learning_role(self, iteration: int) -> int | None:
-        """The index of the role whose turns an iteration learns from; None: it learns from all (`learner.alternate`)."""
+        """Returns the index of the role that an iteration trains; None if it trains all roles (`learner.alternate`)."""
         given, roles = self.config.learner.alternate, len(self.runner.roles)
         every = self.method.alternate if given is None else given
         return iteration // every % roles if every and roles > 1 else None
 
     def episode_inputs(self, iteration: int, attempt: int = 0) -> tuple:
-        """What a rollout takes besides the parameters for one training iteration.
+        """Returns the inputs of a rollout besides the parameters for one training iteration.
 
-        Equal for equal seed, iteration and attempt; further attempts (dynamic sampling) get tasks of their own. Where a role
-        other than the first one learns, the members of a prompt group share the random key of their first turn: what differs
-        among them is then what came of one and the same plan.
+        Equal seed, iteration and attempt give equal inputs; further attempts (dynamic sampling) get different tasks. If a role
+        other than the first one learns, the members of a prompt group share the random key of their first turn. They then
+        differ only in the outcome of one and the same plan.
         """
         settings = self.config.rollout
         groups = jnp.arange(self.batch, dtype=jnp.int32) // settings.group_size
         number = iteration * settings.max_tries + attempt if self.method.dynamic_sampling else iteration
         tasks = self.runner.select_tasks("train", self.config.seed, number * settings.prompt_groups + groups)
         keys = jax.random.split(self.key(number, 0), self.batch)
-        if (role := self.learning_role(iteration)) is not None:  # of one shape in every iteration: another is another program
+        if (role := self.learning_role(iteration)) is not None:  # one shape for all iterations: another would recompile
             keys = jnp.stack([keys[groups * settings.group_size] if role else keys, keys], axis=1)
         return tasks, keys, groups, Decoding(temperature=settings.temperature)
 
     def abstract_episodes(self) -> Episodes:
-        """The shapes of one iteration's episodes, nothing computed."""
+        """Returns the shapes of one iteration's episodes without computing anything."""
         params = jax.eval_shape(self.base_rollout_params, self.given_params)
         return self.runner.abstract_episodes(params, self.episode_inputs(0))
 
     def key(self, iteration: int, purpose: int):
-        """The random key of an iteration for one purpose (0 sampling, 1 shuffling)."""
+        """Returns the random key of an iteration for one purpose (0 sampling, 1 shuffling)."""
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.config.seed), iteration), purpose)
 
 
@@ -167,33 +167,33 @@ _cast = jax.jit(cast, static_argnums=1)
 
 
 def open_devices(multiprocess: bool = False) -> None:
-    """Sets up the back end before anything else uses jax; together with other processes if there are several.
+    """Sets up the backend before anything else uses jax, together with other processes if there are several.
 
-    On a CPU every core becomes a device: data parallelism over cores uses small matrices better than threads inside
-    each operation do. Raises ConfigError where the processes do not find each other.
+    On a CPU every core becomes a device: for small matrices, data parallelism over cores is faster than threads inside each
+    operation. Raises ConfigError if the processes do not find each other.
     """
     if multiprocess:
         distributed.join()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     forced = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if not forced:
-        with contextlib.suppress(RuntimeError):  # a program that used jax before keeps its devices
+        with contextlib.suppress(RuntimeError):  # a program that has used jax before keeps its devices
             jax.config.update("jax_num_cpu_devices", cores)
     distributed.mute_other_processes()
 
 
 def prepare_devices(config: Config, multiprocess: bool = False) -> Mesh:
-    """`open_devices` and the mesh. Raises ConfigError, also for a mesh that does not fit the devices or the batch."""
+    """Opens the devices and returns the mesh. Raises ConfigError, also if the mesh does not fit the devices or the batch."""
     open_devices(multiprocess)
     return job_mesh(config)
 
 
 def job_mesh(config: Config) -> Mesh:
-    """The configured mesh over the open devices. Raises ConfigError where it does not fit them or the batch."""
+    """Returns the configured mesh over the open devices. Raises ConfigError if it does not fit them or the batch."""
     devices, spec = jax.devices(), config.mesh
     episodes = config.rollout.prompt_groups * config.rollout.group_size
     if spec == "auto":
-        # As many devices as share the episodes equally.
+        # The largest number of devices that can share the episodes equally.
         count = max(n for n in range(1, len(devices) + 1) if episodes % n == 0)
         if count < len(devices) and jax.process_count() > 1:
             raise ConfigError(
@@ -215,7 +215,7 @@ def job_mesh(config: Config) -> Mesh:
 
 
 def check_memory(config: Config, mesh: Mesh) -> ModelConfig:
-    """The policy's sizes. Raises ConfigError where they are invalid or, after printing the memory plan, exceed the devices."""
+    """Returns the policy's sizes. Raises ConfigError if they are invalid or, after printing the memory plan, too large."""
     try:
         workload = memory.workload_of(config, mesh)
         phases = memory.bytes_of_run(config, mesh)
@@ -227,7 +227,7 @@ def check_memory(config: Config, mesh: Mesh) -> ModelConfig:
 
 
 def make_policy(config: Config, model: ModelConfig, mesh: Mesh) -> Policy:
-    """Pretrained weights, or random ones for an environment's or a tokenizer's words. Raises ConfigError."""
+    """Loads pretrained weights, or makes random ones for an environment's or a tokenizer's words. Raises ConfigError."""
     settings = config.policy
     found = environment(config.env)
     words = word_tokenizer(found.compiled(config).words) if found.compiled and backend(config) == "compiled" else None
@@ -249,18 +249,18 @@ def make_policy(config: Config, model: ModelConfig, mesh: Mesh) -> Policy:
 
 
 def adapted_model(config: Config, policy: Policy) -> ModelConfig:
-    """The policy's sizes with the configured adapters and type of sampling."""
+    """Returns the policy's sizes with the configured adapters and sampling dtype."""
     lora = LoraConfig(**config.lora.model_dump()) if config.lora.rank else None
     return dataclasses.replace(policy.config, lora=lora, sample_dtype=config.policy.sample_dtype)
 
 
 def make_sets(config: Config, policy: Policy, mesh: Mesh) -> dict[str, tuple[Config, Policy]]:
-    """For each set of weights, where there are several, its configuration and its policy, which may be `policy` itself.
+    """Returns the configuration and the policy of each set of weights, if there are several; one policy may be `policy` itself.
 
-    Raises ConfigError for a policy that cannot be read, or has another tokenizer.
+    Raises ConfigError for a policy that cannot be read or has a different tokenizer.
     """
     sets: dict[str, tuple[Config, Policy]] = {}
-    read: dict[str, Policy] = {}  # by its source: adapters of several roles stand beside one copy
+    read: dict[str, Policy] = {}  # by its source: adapters of several roles share one copy of the weights
     for name, roles in (weight_sets(config, role_names(config)) if config.roles else {}).items():
         own = config_of(config, roles)
         if own.policy == config.policy:
@@ -281,7 +281,7 @@ def make_sets(config: Config, policy: Policy, mesh: Mesh) -> dict[str, tuple[Con
 
 
 def same_tokenizer(a, b) -> bool:
-    """Whether two tokenizers, or None, have the same words and frame a message alike."""
+    """Whether two tokenizers, or None, have the same words and frame messages alike."""
     template = lambda tokenizer: getattr(tokenizer, "chat_template", None)  # noqa: E731
     return None not in (a, b) and a.get_vocab() == b.get_vocab() and template(a) == template(b)
 
@@ -293,20 +293,20 @@ def text_makers(config: Config) -> Makers | None:
 
 
 def make_runner(config: Config, makers: Makers | None, models: Models, tokenizer, mesh: Mesh) -> Runner:
-    """What makes rollouts in the configured environment, with its `text_makers`. Raises ConfigError."""
+    """Makes the runner of the configured environment from its `text_makers`. Raises ConfigError."""
     found = environment(config.env)
     if found.agent:
         assert isinstance(models, ModelConfig)  # an agent has one role
         return AgentRunner(config, models, tokenizer, mesh)
     if makers:
         return TextRunner(config, found, *makers, models, tokenizer, mesh)
-    assert found.compiled is not None  # what has no text version
+    assert found.compiled is not None  # an environment without a text version
     games = found.games(config) if found.games else None
     return CompiledRunner(config, found.compiled(config), models, tokenizer, mesh, games)
 
 
 def unrounded(job: Job) -> Job:
-    """The job as it samples without `policy.sample_dtype`: for warm start and evaluation, which are of the policy itself."""
+    """Returns the job without `policy.sample_dtype`, for the warm start and the evaluation, which concern the policy itself."""
     if job.config.policy.sample_dtype == "compute_dtype":
         return job
 
@@ -326,7 +326,7 @@ def unrounded(job: Job) -> Job:
 def build(config: Config, mesh: Mesh | None = None) -> Job:
     """Builds a job, on `prepare_devices(config)` if no mesh is given.
 
-    Raises ConfigError for what cannot work, before any real computation.
+    Raises ConfigError for a configuration that cannot work, before any real computation.
     """
     check_together(config)
     mesh = mesh or prepare_devices(config)
@@ -335,9 +335,9 @@ def build(config: Config, mesh: Mesh | None = None) -> Job:
     compiled = Path(config.cache_dir, "compiled")
     if any(path.exists() and not path.is_dir() for path in (compiled, *compiled.parents)):
         raise ConfigError(f"cache_dir={config.cache_dir}: part of the path is a file; choose another folder")
-    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):  # jax's own variable, where it is set, wins
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):  # the user's setting of jax's own variable wins
         jax.config.update("jax_compilation_cache_dir", str(compiled))
-    makers = text_makers(config)  # first: its files are looked for before weights are
+    makers = text_makers(config)  # first, so that missing files are reported before weights are read
     policy = make_policy(config, check_memory(config, mesh), mesh)
     adapted, sets = adapted_model(config, policy), make_sets(config, policy, mesh)
     models = {name: adapted_model(*of) for name, of in sets.items()}

@@ -1,7 +1,7 @@
-"""What a run needs on each device, by arithmetic: parameters, gradients, optimizer, reference policy, cache, activations.
+"""The memory of a run on each device, by arithmetic: parameters, gradients, optimizer, reference policy, cache, activations.
 
-The sizes follow from `policy.shardings` and from what `learner.make_update` and the samplers (`sampling.generate`,
-`sampling/continuous_batching.py`) hold; tests compare the sums with XLA's own analysis of the compiled programs.
+The sizes follow from `policy.shardings` and from the arrays that `learner.make_update` and the samplers (`sampling.generate`,
+`sampling/continuous_batching.py`) hold. Tests compare the sums with XLA's own analysis of the compiled programs.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.progress import say
 
 GiB = 2**30
-# Memory of one device (vendors' data sheets).
+# Memory of one device in bytes (vendors' data sheets).
 CHIPS = {
     "a100-40g": 40 * GiB, "a100-80g": 80 * GiB, "h100-80g": 80 * GiB, "h200-141g": 141 * GiB, "l40s-48g": 48 * GiB,
     "tpu-v4": 32 * GiB, "tpu-v5e": 16 * GiB, "tpu-v5p": 95 * GiB, "tpu-v6e": 32 * GiB,
 }  # fmt: skip
-USABLE = 0.92  # the rest goes to the runtime, collectives and fragments
+USABLE = 0.92  # the rest is for the runtime, collectives and fragmentation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Workload:
 
 
 def bytes_by_phase(config: Config, mesh, workload: Workload) -> dict[str, dict[str, int]]:
-    """Bytes on each device: {"always": {...}, "sampling": {...}, "update": {...}}, each by what it is for.
+    """Returns the bytes on each device: {"always": {...}, "sampling": {...}, "update": {...}}, each by purpose.
 
     `always` lives through the whole iteration; sampling and update come one after the other.
     """
@@ -74,9 +74,9 @@ def bytes_by_phase(config: Config, mesh, workload: Workload) -> dict[str, dict[s
 
 
 def bytes_of_run(config: Config, mesh) -> dict[str, dict[str, int]]:
-    """`bytes_by_phase`; where roles have weights of their own, of all these: any of them may sample, and one learns at a time.
+    """Like `bytes_by_phase`, but for all policies of a run: any of them may sample, and one learns at a time.
 
-    Raises ValueError as `workload_of`.
+    Raises ValueError as in `workload_of`.
     """
     parts, begun = [], set()
     for name, own in configs_of_sets(config).items():
@@ -86,7 +86,7 @@ def bytes_of_run(config: Config, mesh) -> dict[str, dict[str, int]]:
             if own.policy == config.policy:
                 raise
             raise ValueError(f"roles.{name}.policy={own.policy.source}: {error}") from None
-        if own.lora.rank and config.warm_start != "cloning":  # adapters stand beside one copy
+        if own.lora.rank and config.warm_start != "cloning":  # adapters share one copy
             part["always"]["reference policy"] *= own.policy.source not in begun
             begun.add(own.policy.source)
         parts.append(part)
@@ -102,29 +102,29 @@ def bytes_of_run(config: Config, mesh) -> dict[str, dict[str, int]]:
 
 
 def configs_of_sets(config: Config) -> dict[str, Config]:
-    """The configuration of each set of weights by its name; with one set, which has no name, the configuration itself."""
+    """Returns the configuration of each set of weights by name; the only set has no name, and the given configuration."""
     sets = weight_sets(config, role_names(config)) if config.roles else {}
     return {name: config_of(config, roles) for name, roles in sets.items()} or {"": config}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """What several parts of the sum need, on one device."""
+    """Quantities on one device that several parts of the sum need."""
 
     fsdp: int
     tensor: int
     policy: int  # elements of the policy's weights
-    trained: int  # elements that are trained: the same, or the adapters
-    param_bytes: int  # of a trained element
-    compute_bytes: int  # of an element of the copy that computes
-    sample_bytes: int  # of an element of the matrices and the cache that decoding reads
-    scale_bytes: int  # of the scale of one slot and head of that cache
-    compute_copy: int  # bytes of that copy, 0 if the parameters themselves compute
+    trained: int  # trained elements: the same, or the adapters
+    param_bytes: int  # bytes of a trained element
+    compute_bytes: int  # bytes of an element of the copy used for computation
+    sample_bytes: int  # bytes of an element of the matrices and the cache that decoding reads
+    scale_bytes: int  # bytes of the scale of one slot and head of that cache
+    compute_copy: int  # bytes of that copy, 0 if the parameters themselves are used
     heads: float  # query heads
     kv_heads: float
     feed_forward: float
     vocabulary: float
-    gathered_layer: float  # bytes of a layer's weights, gathered over fsdp where it works; decoding gathers nothing
+    gathered_layer: float  # bytes of a layer's weights, gathered over fsdp for computation; decoding gathers nothing
 
     @classmethod
     def of(cls, config: Config, mesh, model: ModelConfig) -> _Sizes:
@@ -151,12 +151,12 @@ class _Sizes:
 
 
 def _critic(config: Config, sizes: _Sizes) -> int:
-    """Elements of the critic on one device: about a policy's, in float32 and without adapters."""
+    """Counts the critic's elements on one device: about a policy's, in float32 and without adapters."""
     return sizes.policy if method_named(config.method).critic else 0
 
 
 def _learning_state(config: Config, sizes: _Sizes) -> dict[str, int]:
-    """What only the update reads, so that `learner.offload` can move it out of the way."""
+    """Bytes that only the update reads, so that `learner.offload` can move them away."""
     critic = _critic(config, sizes)
     state = {"optimizer": 2 * (sizes.trained * sizes.param_bytes + 4 * critic)}
     if critic:
@@ -167,7 +167,7 @@ def _learning_state(config: Config, sizes: _Sizes) -> dict[str, int]:
 
 
 def _sampling(sizes: _Sizes, workload: Workload) -> dict[str, int]:
-    """What a sampler holds for the rows of one decode batch."""
+    """Bytes that a sampler holds for the rows of one decode batch."""
     model, compute, P = workload.model, sizes.compute_bytes, workload.prompt
     D, E, H, layers = model.hidden_size, model.head_size, model.num_attention_heads, model.num_hidden_layers
     rows = -(-workload.decode_batch // sizes.fsdp)
@@ -191,9 +191,9 @@ def _sampling(sizes: _Sizes, workload: Workload) -> dict[str, int]:
 
 
 def _update(config: Config, sizes: _Sizes, workload: Workload) -> dict[str, int]:
-    """What `learner.make_update` holds for one micro-batch, and its gradients."""
+    """Bytes that `learner.make_update` holds for one micro-batch, and those of its gradients."""
     rows, model, critic = -(-config.learner.microbatch_size // sizes.fsdp), workload.model, _critic(config, sizes)
-    # Of the vocabulary nothing is gathered: every device looks up the whole group's tokens in its part.
+    # The vocabulary is not gathered: every device looks up the whole group's tokens in its part.
     looked_up = model.hidden_size * sizes.compute_bytes * (sizes.fsdp * sizes.tensor > 1)
     tokens = rows * sizes.fsdp * (workload.prompt + workload.response)
     # Float32 logits, with their exponentials and gradient.
@@ -202,7 +202,7 @@ def _update(config: Config, sizes: _Sizes, workload: Workload) -> dict[str, int]
     return {
         # Policy and critic learn one after the other.
         "compute copy": max(sizes.compute_copy, critic * sizes.compute_bytes * (sizes.compute_bytes != 4)),
-        # Of a micro-batch, their sum, and what the optimizer makes of it.
+        # The gradients of a micro-batch, their sum, and the optimizer's updates.
         "gradients": max(
             sizes.trained * (2 * sizes.param_bytes + sizes.compute_bytes), critic * (2 * 4 + sizes.compute_bytes)
         ),
@@ -216,17 +216,17 @@ def _training_activations(remat: str, sizes: _Sizes, workload: Workload, rows: i
     """Bytes that the forward pass saves for the backward pass, for rows of S slots."""
     model, compute, S = workload.model, sizes.compute_bytes, workload.prompt + workload.response
     D, E, H = model.hidden_size, model.head_size, model.num_attention_heads
-    # What one block computes: attention scores in float32, projections, the feed-forward.
+    # The arrays of one block: attention scores in float32, projections, the feed-forward.
     scores = min(H * S * S * rows * sizes.fsdp, max(MAX_SCORES, H * S * rows * sizes.fsdp)) / sizes.fsdp / sizes.tensor
     projections = 2 * sizes.heads * E + 2 * sizes.kv_heads * E
     block = 3 * scores * 4 + rows * S * (projections + 3 * sizes.feed_forward + 4 * D) * compute
-    products = rows * S * (projections + 2 * sizes.feed_forward + 3 * D) * compute  # what "dots" saves of a block
+    products = rows * S * (projections + 2 * sizes.feed_forward + 3 * D) * compute  # saved per block by "dots"
     saved = {"none": block, "dots": products, "full": rows * S * D * compute}[remat]
     return (model.num_hidden_layers - 1) * saved + block
 
 
 def workload_of(config: Config, mesh) -> Workload:
-    """The shapes of a configuration's iteration, without weights. Raises ValueError for invalid sizes."""
+    """Returns the shapes of a configuration's iteration, without weights. Raises ValueError for invalid sizes."""
     settings, policy = config.rollout, config.policy
     batch = settings.prompt_groups * settings.group_size
     limits = [role.response_limit or 0 for role in config.roles.values()]
@@ -253,7 +253,7 @@ def workload_of(config: Config, mesh) -> Workload:
 
 
 def device_limit(devices: Sequence) -> int | None:
-    """Bytes that each of a process's devices in use can hold; cores of a CPU share the machine's. None: it is not known."""
+    """Bytes that each of a process's devices in use can hold, or None if unknown; the cores of a CPU share the memory."""
     stats = devices[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]
@@ -263,13 +263,13 @@ def device_limit(devices: Sequence) -> int | None:
 
 
 def peak(bytes_by_phase: dict[str, dict[str, int]]) -> int:
-    """The most that a device holds at once."""
+    """Returns the peak memory of a device in bytes."""
     total = {phase: sum(parts.values()) for phase, parts in bytes_by_phase.items()}
     return total["always"] + max(total["sampling"], total["update"])
 
 
 def table(bytes_by_phase: dict[str, dict[str, int]]) -> str:
-    """The bytes as lines of text."""
+    """Formats the bytes as lines of text."""
     lines = []
     for phase, parts in bytes_by_phase.items():
         lines += [f"  {phase:9s} {name:24s} {size / GiB:9.3f} GiB" for name, size in parts.items() if size]
@@ -277,7 +277,7 @@ def table(bytes_by_phase: dict[str, dict[str, int]]) -> str:
 
 
 def refuse_too_large(config: Config, phases: dict[str, dict[str, int]], needed: int, limit: int) -> None:
-    """Raises ConfigError, after printing the table, where a device that holds `limit` bytes cannot give what is needed."""
+    """Raises ConfigError, after printing the table, if a device with `limit` bytes has less than the needed memory."""
     if needed > USABLE * limit:
         say(table(phases))
         raise ConfigError(

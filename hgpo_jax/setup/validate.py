@@ -1,4 +1,4 @@
-"""Cross-field validation of a configuration, once it is clear what its names stand for."""
+"""Cross-field validation of a configuration, after its names have been resolved."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hgpo_jax.rollout.reward_functions import reward_function
 from hgpo_jax.rollout.state_keys import state_key_function
 from hgpo_jax.utils.errors import ConfigError
 
-# Estimators that compare nothing but the episodes of a prompt group: one alone is its own mean, or has no baseline.
+# Estimators that compare only the episodes of a prompt group: a single one equals its own mean, or has no baseline.
 COMPARE_EPISODES = ("dr_mas", "grpo", "reinforce_pp_baseline", "rloo")
 
 
@@ -157,9 +157,9 @@ def _check_unread(env: EnvConfig, found: Environment, played: Backend) -> None:
 def check_given(config: Config, overrides: Sequence[str]) -> None:
     """Rejects an override that has no effect in this configuration. Raises ConfigError.
 
-    Not of a file's: it may hold what one of several methods needs, as a critic's settings, or what was overridden.
+    A file is not checked: it may hold fields for one of several methods, such as a critic's settings, or overridden ones.
     """
-    env, method = ENVIRONMENTS.get(config.env.name), METHODS.get(config.method)  # your own have none of these
+    env, method = ENVIRONMENTS.get(config.env.name), METHODS.get(config.method)  # your own have no entry
     adapters = config.lora.rank or any(role.lora_rank for role in config.roles.values())
     as_text = env is None or backend(config) != "compiled"
     text = as_text, f"env.name={config.env.name}, compiled, is not told as text; leave it out"
@@ -183,7 +183,7 @@ def check_given(config: Config, overrides: Sequence[str]) -> None:
 
 
 def _check_shortest_response(config: Config) -> None:
-    """Raises ConfigError where a response of an evaluation could not end: it would be cut, and no action be found in it."""
+    """Raises ConfigError if `evaluation.min_response` leaves no room for the end of a response: no action would be found."""
     if backend(config) == "compiled":
         made = environment(config.env).compiled
         assert made is not None
@@ -199,13 +199,13 @@ def _check_shortest_response(config: Config) -> None:
 
 
 def _shortest_limit(config: Config) -> tuple[int, str]:
-    """Tokens of the longest response of the role that has the fewest in a text environment, and the field that says so."""
+    """Returns the smallest maximum number of response tokens of any role in a text environment, and the field that sets it."""
     limit, field = min(response_limit(config, role) for role in (role_names(config) if config.roles else ONE_ROLE))
     return limit, f"{field}={limit}"
 
 
 def _check_roles(config: Config, known: tuple[str, ...], critic: bool) -> None:
-    """Raises ConfigError for settings of roles that an environment with the roles `known` cannot have."""
+    """Raises ConfigError for settings of roles that an environment with the roles `known` does not have."""
     policies = weight_sets(config, known)
     for role, settings in config.roles.items():
         if role not in known:

@@ -1,1 +1,1 @@
-"""What keeps a run alive: its folder, checkpoints, signals, several processes, metrics and warnings."""
+"""Training runs: folders, checkpoints, signals, several processes, metrics and warnings."""

@@ -1,4 +1,4 @@
-"""What is wrong with an iteration's numbers: warnings, and the end of a run that has nothing to learn from, or whose updates
+"""Warnings about the metrics of an iteration, and the reasons to end a run: it has nothing to learn from, or its updates
 are skipped again and again."""
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from hgpo_jax.learner.algorithms import AVAILABLE_ARRAYS, estimator_options, met
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.utils.errors import RunError
 
-FEW_PEERS = 0.02  # of the steps after the first, which a prompt group's episodes share
-NEVER_WON = 10  # iterations with rewards above 0 and without a success
+FEW_PEERS = 0.02  # of the steps after the first step, which all episodes of a prompt group share
+NEVER_WON = 10  # iterations with rewards above 0 but no success
 MANY_CUT = 0.05  # of the prompts
-LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.5, "int8": 0.5}  # by the type that is sampled with
+LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.5, "int8": 0.5}  # by the dtype used for sampling
 
 
 class Alarms:
-    """`check(row)` looks at each iteration once, in their order.
+    """Warnings about a run: `check(row)` looks at the metrics of each iteration once, in order.
 
     earlier: rows of the iterations before a resumption.
     """
@@ -37,20 +37,19 @@ class Alarms:
         self._most, self._in_a_row = config.learner.max_nonfinite, 0
         self._config, self._masks = config, config.learner.unfinished == "mask"
         self._said: set[str] = set()
-        self._won, self._rewarded = False, 0  # whether an episode was ever a success, iterations in which some had rewards
+        self._won, self._rewarded = False, 0  # whether an episode was ever a success; iterations with rewards above 0
         for row in earlier:
             self._count(row)
 
     def _count(self, row: dict) -> None:
         self._in_a_row = self._in_a_row + 1 if row.get("nonfinite_steps") else 0
-        self._won |= row.get("success", 1) is None or not row.get("success", 1) <= 0  # where it is unknown there is no "never"
+        self._won |= row.get("success", 1) is None or not row.get("success", 1) <= 0  # an unknown success rules out "never"
         self._rewarded += row.get("rewarded", 0) > 0
 
     def check(self, row: dict, episodes: Episodes | None = None) -> list[str]:
-        """Warnings about a row of metrics; a number that stays above its limit, and a reward function that goes on failing, are
-        reported once.
+        """Returns warnings about a row of metrics; a warning is not repeated while its cause lasts.
 
-        episodes: of the iteration; where an update was skipped, they tell whether its advantages were to blame.
+        episodes: those of the iteration; if the update was skipped, they show whether its advantages were to blame.
 
         Raises:
           RunError: no episode had a turn, or `learner.max_nonfinite` iterations in a row had an update that was skipped.
@@ -71,7 +70,7 @@ class Alarms:
         wrong = {
             name: f"{name} is {row[name]:.4g}, its limit is log.{field}={limit:g}"
             for name, (field, size, limit) in self._limits.items()
-            if name in row and not size(row[name]) <= limit  # NaN is above
+            if name in row and not size(row[name]) <= limit  # true for NaN
         }
         if self._masks and row["unfinished_share"] == 1:
             wrong["unfinished_share"] = (
@@ -95,7 +94,7 @@ class Alarms:
         return found
 
     def _about_the_environment(self, row: dict) -> dict[str, str]:
-        """What `python -m hgpo_jax.check` finds in an environment, too."""
+        """Finds the faults of an environment that `python -m hgpo_jax.check` finds as well."""
         wrong = {}
         if row.get("won_unrewarded", 0) == 1:
             wrong["won_unrewarded"] = (
@@ -119,7 +118,7 @@ class Alarms:
 
 
 def estimator_fault(config: Config, e: Episodes) -> str:
-    """What is wrong with the advantages of an iteration's episodes, "" if nothing is, or if they need a critic."""
+    """Describes the fault in the advantages of an iteration's episodes; "" if there is none or if they need a critic."""
     name = method_named(config.method).estimator
     further, _ = advantages.parameters(name)
     if not AVAILABLE_ARRAYS.issuperset(further):
@@ -128,7 +127,7 @@ def estimator_fault(config: Config, e: Episodes) -> str:
     arrays = {array: getattr(e, array) for array in ("rewards", "mask", "states", "groups", "invalid", *further)}
     try:
         record = advantages.estimate(name, **arrays, **estimator_options(config, name))
-    except ValueError as error:  # what is wrong is already in the rewards
+    except ValueError as error:  # the fault is already in the rewards
         return str(error)
     fault = unusable(record.advantages, e.mask)
     return fault and f"advantages by method={config.method} that were {fault}"

@@ -1,11 +1,11 @@
 """The warm start: behaviour cloning on generated play.
 
 A scripted expert (`envs/*/expert.py`) plays with some random actions mixed in, so that its play also visits the states that
-a clumsy policy gets into; at every turn the label is what the expert would do there. The labels depend only on what
-the prompt shows or has shown. Reinforcement learning needs this start because random admissible play almost never succeeds.
-Fresh weights are trained, or given ones, of which with LoRA only adapters, which are then merged into them.
+a clumsy policy gets into. The label of every turn is the expert's action in that state. The labels depend only on information
+that a prompt of the episode shows or has shown. Reinforcement learning needs this start because random admissible play
+almost never succeeds. The weights to train are random or pretrained; with LoRA, only adapters are trained and then merged.
 A small policy in a text environment without an expert clones random valid commands until most of its outputs parse.
-The result is cached on disk under a hash of all that it depends on.
+The result is cached on disk under a hash of everything that it depends on.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ from hgpo_jax.utils import distributed
 from hgpo_jax.utils.errors import ConfigError, RunError
 from hgpo_jax.utils.progress import Progress, say
 
-PLAYED = 4096  # episodes of the expert at once
-ADMISSIBLE = 0.95  # share of admissible commands at which cloning random ones ends
-ROOT = Path(__file__).parents[2]  # where this package is
+PLAYED = 4096  # episodes that the expert plays at once
+ADMISSIBLE = 0.95  # share of admissible commands at which the cloning of random ones ends
+ROOT = Path(__file__).parents[2]  # the folder that holds this package
 
 
 def generate_play(
     env: CompiledEnv, expert: Expert, key, tasks, *, noise: float, history_length: int, end: int, act: int
 ) -> tuple[TrainingBatch, jax.Array]:
-    """Plays and labels an episode of each task, as a rollout takes them.
+    """Plays and labels one episode per task, given as for a rollout.
 
-    Returns: (TrainingBatch of tasks x max_turns decisions and their roles, response_lengths 0 where an episode had ended;
-      success bool[tasks]).
+    Returns: (TrainingBatch of tasks x max_turns decisions with their roles, response_lengths 0 after an episode's end;
+    success bool[tasks]).
     """
 
     def episode(env, task, key):
@@ -112,7 +112,7 @@ def generate_play(
 def read_play(
     runner: TextRunner, tasks: Sequence[int], settings: CloningConfig, config: Config
 ) -> tuple[TrainingBatch, jax.Array]:
-    """`generate_play` in a text environment, by its expert or with random commands; the decisions are only those that happened.
+    """Like `generate_play`, but in a text environment, with its expert or random commands; holds only decisions that happened.
 
     Raises ConfigError where an episode cannot be played, or an answer is too long.
     """
@@ -155,7 +155,7 @@ def read_play(
 
 
 def _padded(rows: list[list[int]], multiple: int) -> jax.Array:
-    """Rows of token ids as one array, as wide as the longest, rounded up."""
+    """Stacks rows of token ids into one array, whose width is that of the longest row, rounded up to `multiple`."""
     width = -(-max(map(len, rows)) // multiple) * multiple
     padded = np.zeros((len(rows), width), np.int32)
     for row, ids in zip(padded, rows, strict=True):
@@ -164,7 +164,7 @@ def _padded(rows: list[list[int]], multiple: int) -> jax.Array:
 
 
 def demonstrations(job: Job, numbers: jax.Array) -> tuple[TrainingBatch, jax.Array]:
-    """Decisions to clone in the tasks with these numbers, and which episodes succeeded, bool[.]. Raises ConfigError."""
+    """Returns decisions to clone in the tasks with these numbers, and each episode's success, bool[.]. Raises ConfigError."""
     config, runner, tokenizer = job.config, job.runner, job.policy.tokenizer
     settings = config.cloning
     if isinstance(runner, TextRunner):
@@ -172,7 +172,7 @@ def demonstrations(job: Job, numbers: jax.Array) -> tuple[TrainingBatch, jax.Arr
     tasks = runner.select_tasks("warm_start", config.start_seed, numbers)
     assert isinstance(runner, CompiledRunner)  # an agent has no expert
     expert = environment(config.env).expert
-    assert expert is not None  # `check_together` refuses others
+    assert expert is not None  # `check_together` rejects environments without one
     return generate_play(
         runner.env, expert, stream_key("play", config.start_seed), tasks, noise=settings.noise,
         history_length=config.rollout.history_length, end=tokenizer.eos_token_id, act=tokenizer.convert_tokens_to_ids(ACT),
@@ -182,17 +182,17 @@ def demonstrations(job: Job, numbers: jax.Array) -> tuple[TrainingBatch, jax.Arr
 def clone(job: Job) -> dict:
     """Trains the job's policy on generated play; returns its parameters, adapters merged. Prints its progress.
 
-    Given weights that are good enough come back as they are. Raises ConfigError for what cannot be cloned.
+    Pretrained weights that are good enough are returned unchanged. Raises ConfigError if cloning is not possible.
     """
     config, settings = job.config, job.config.cloning
     given = job.given_params
     reference = job.by_set(lambda job, params: job.reference_copy(params) if job.adapted.lora else None, given)
-    # Updated in place, and the job's own are still needed.
+    # Updated in place, while the job still needs its own.
     trained = job.by_set(lambda job, p: job.fresh_adapters() if job.adapted.lora else jax.tree.map(jnp.copy, p), given)
     practice_numbers = settings.episodes + jnp.arange(job.batch)
     practice = job.runner.select_tasks("warm_start", config.start_seed, practice_numbers)
     groups = jnp.arange(job.batch, dtype=jnp.int32)
-    # Random commands are cloned for their form, not for what they reach.
+    # Random commands are cloned for their form, not for their success.
     aim, stop_at = ("success", settings.stop_at) if job.runner.has_expert() else ("admissible", ADMISSIBLE)
 
     def practised(trained, step: int) -> float:
@@ -237,15 +237,15 @@ def clone(job: Job) -> dict:
 
 
 class Student:
-    """One set of weights that clones its roles' decisions.
+    """One policy that clones the decisions of its roles.
 
     Args:
-      job: the set's, or the only one.
-      trained, reference: weights, or adapters and what they stand beside.
-      decisions: of all roles.
+      job: the job of this policy, or the only one.
+      trained, reference: weights, or adapters and the weights that they adapt.
+      decisions: those of all roles.
 
     Attributes:
-      trained: as given, then updated in place.
+      trained: the argument, updated in place.
       count: decisions to clone.
     """
 
@@ -256,7 +256,7 @@ class Student:
         total, self.count = decisions.response_lengths.shape[0], int(self._happened.sum())
         if not self.count:
             raise ConfigError(f"warm_start=cloning: {job.weights} has no turn in the generated play; give warm_start=none")
-        passes = -(-settings.check_every * settings.batch_size // self.count)  # over few decisions, between two looks
+        passes = -(-settings.check_every * settings.batch_size // self.count)  # over few decisions, between evaluations
         schedule = optax.warmup_cosine_decay_schedule(0.0, settings.lr, 100, max(settings.max_steps, 101), settings.lr / 10)
         optimizer = make_optimizer(settings.optimizer, schedule)
         update = make_update(
@@ -266,7 +266,7 @@ class Student:
 
         @functools.partial(jax.jit, donate_argnums=(0, 1))
         def some_steps(trained, opt_state, reference, decisions, happened, key, steps):
-            # Rows of decisions that happened come first, pass by pass, in a random order.
+            # Decisions that happened come first, pass by pass, in a random order.
             rank = jax.random.uniform(key, (passes, total)) + jnp.arange(passes)[:, None]
             order = jnp.argsort((rank + (passes + 1) * ~happened).reshape(-1)) % total
             return update(trained, opt_state, reference, decisions, order, steps * settings.batch_size, 1.0)
@@ -275,7 +275,7 @@ class Student:
         self._some_steps, self._opt_state = some_steps, jax.jit(optimizer.init, out_shardings=moments)(trained)
 
     def learn(self, key, steps: int) -> tuple[float, int]:
-        """Takes some optimizer steps: (the mean loss, how many were skipped)."""
+        """Takes some optimizer steps; returns (the mean loss, how many steps were skipped)."""
         self.trained, self._opt_state, stats = self._some_steps(
             self.trained, self._opt_state, self._reference, self._decisions, self._happened, key, jnp.int32(steps)
         )
@@ -283,7 +283,7 @@ class Student:
 
 
 def decisions_of(job: Job, decisions: TrainingBatch) -> jax.Array:
-    """bool[N]: the decisions that happened and, where roles have weights of their own, are the job's roles'."""
+    """Selects the decisions that happened; if roles have separate policies, only those of the job's roles. Returns bool[N]."""
     happened = decisions.response_lengths > 0
     if not job.weights:
         return happened
@@ -292,9 +292,9 @@ def decisions_of(job: Job, decisions: TrainingBatch) -> jax.Array:
 
 
 def make_optimizer(name: str, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """`cloning.optimizer` behind a global-norm clip.
+    """Builds the optimizer `cloning.optimizer`, preceded by a global-norm clip.
 
-    Muon (Jordan et al., 2024) makes the steps of the layers' kernels orthogonal; everything else takes Adam's with Nesterov's
+    Muon (Jordan et al., 2024) orthogonalizes the steps of the layers' kernels; all other parameters use Adam with Nesterov
     momentum.
     """
     if name == "adamw":
@@ -307,13 +307,13 @@ def make_optimizer(name: str, schedule: optax.Schedule) -> optax.GradientTransfo
 
         return jax.tree.map_with_path(axes, params)
 
-    # 0.4 is about the root mean square of Adam's steps, so that one learning rate serves both.
+    # 0.4 is roughly the root mean square of Adam's steps, so one learning rate serves both.
     steps = muon(schedule, consistent_rms=0.4, adam_b2=0.98, muon_weight_dimension_numbers=matrices)
     return optax.chain(optax.clip_by_global_norm(1.0), steps)
 
 
 def _held_out_loss(job: Job, numbers: jax.Array, reference) -> Callable[[dict], float]:
-    """`loss(params)`: the mean over the response tokens of decisions in the tasks with these numbers."""
+    """Builds `loss(params)`, the mean loss over the response tokens of decisions in the tasks with these numbers."""
     decisions, _ = demonstrations(job, numbers)
     tokens = int(decisions.response_lengths.sum())
 
@@ -336,9 +336,9 @@ def _held_out_loss(job: Job, numbers: jax.Array, reference) -> Callable[[dict], 
 
 
 def sources(module: str = __name__) -> list[Path]:
-    """This project's files that `module` executes: its own and, in turn, those of all that it imports, in functions too.
+    """Lists the project's files that `module` executes: its own and, recursively, those of every import, also inside functions.
 
-    Found by reading the code, so that no list can forget one.
+    The list comes from parsing the code, so it cannot omit a file.
     """
     found: set[Path] = set()
     todo = [module]
@@ -346,7 +346,7 @@ def sources(module: str = __name__) -> list[Path]:
         parts = todo.pop().split(".")
         if parts[0] != "hgpo_jax":
             continue
-        # To import a.b.c executes a and a.b, too; where c is a name inside a.b there is no such file.
+        # Importing a.b.c also executes a and a.b; if c is a name inside a.b, there is no such file.
         for end in range(1, len(parts) + 1):
             stem = ROOT.joinpath(*parts[:end])
             for file in {stem.with_suffix(".py"), stem / "__init__.py"} - found:
@@ -357,7 +357,7 @@ def sources(module: str = __name__) -> list[Path]:
 
 
 def _imported(file: Path) -> Iterator[str]:
-    """What a file imports, as full dotted names; `from a import b` gives a.b, which need not be a module."""
+    """Yields the imports of a file as full dotted names; `from a import b` yields a.b, which need not be a module."""
     package = file.relative_to(ROOT).parent.parts
     for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.Import):
@@ -368,7 +368,7 @@ def _imported(file: Path) -> Iterator[str]:
 
 
 def cache_key(config: Config) -> str:
-    """A hash of everything that the warm start depends on."""
+    """Hashes everything that the warm start depends on."""
     parts = [
         str(config.start_seed),
         config.model_dump_json(include={"env", "policy", "lora", "rollout"}),
@@ -385,7 +385,7 @@ def cache_key(config: Config) -> str:
     for file in sources():
         digest.update(f"\0{file.relative_to(ROOT).as_posix()}\0".encode() + file.read_bytes())
     for template in (config.env.template, *(role.template for _, role in sorted(config.roles.items()))):
-        if Path(template).is_file():  # else it is one of ours, which has a name
+        if Path(template).is_file():  # otherwise it names one of our templates
             digest.update(Path(template).read_bytes())
     given = [role.policy for role in config.roles.values() if role.policy not in ("shared", "own")]
     for source in filter(None, [config.policy.source, *given]):
@@ -394,7 +394,7 @@ def cache_key(config: Config) -> str:
 
 
 def warm_start(job: Job) -> dict:
-    """The parameters to start from, out of the cache or freshly cloned."""
+    """Returns the parameters to start from, out of the cache or freshly cloned."""
     folder = Path(job.config.cache_dir) / "warm_start" / cache_key(job.config)
     if distributed.broadcast_from_process_0(folder.is_dir):
         say(f"warm start: read from {folder}")

@@ -1,7 +1,7 @@
 """Checkpoints of a run: parameters and optimizer state by Orbax, the reference policy once as a Hugging Face folder.
 
 Orbax writes a checkpoint in the background and renames it when it is complete, so that an interrupted one does not count.
-It does not detect all later damage: each checkpoint holds the digests of its files, which `newest_intact` checks.
+It does not detect all later damage, so each checkpoint holds the digests of its files, which `newest_intact` checks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ITEM = "state"  # the folder of the arrays inside a checkpoint
 
 class _Digesting(ocp.StandardCheckpointHandler):
     def finalize(self, directory) -> None:
-        """Called by one process when all files are written, before the checkpoint is committed."""
+        """Writes the digests; one process calls this when all files are written, before the checkpoint is committed."""
         super().finalize(directory)
         with open(Path(directory) / DIGESTS, "w") as file:
             json.dump(digests(Path(directory)), file, indent=1)
@@ -38,7 +38,7 @@ class _Digesting(ocp.StandardCheckpointHandler):
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file below the folder except the digests themselves, by relative path."""
+    """Returns the SHA-256 of every file below the folder except the digests themselves, by relative path."""
     found = {}
     for path in sorted(folder.rglob("*")):
         # Orbax adds commit_success.txt when the checkpoint is committed.
@@ -49,7 +49,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint; None if it is intact."""
+    """Describes the damage to a checkpoint; None if it is intact."""
     folder = checkpoint / ITEM
     try:
         wanted = json.loads((folder / DIGESTS).read_text())
@@ -71,12 +71,12 @@ def _numbers(folder: Path) -> list[int]:
 
 
 def newest(folder: Path) -> int:
-    """The iterations done at the newest checkpoint in a folder, intact or not; 0 where there is none."""
+    """Returns the number of iterations done at the newest checkpoint in a folder, intact or not; 0 if there is none."""
     return max(_numbers(folder), default=0)
 
 
 def newest_intact(folder: Path) -> tuple[int | None, list[str]]:
-    """The newest intact checkpoint in a folder, as iterations done, and what is wrong with newer ones.
+    """Returns the newest intact checkpoint in a folder, as iterations done, and the faults of newer ones.
 
     Damaged checkpoints are renamed to N.damaged, so that the run can write its own N again.
     """
@@ -95,8 +95,8 @@ def newest_intact(folder: Path) -> tuple[int | None, list[str]]:
 class Checkpoints:
     """The checkpoints under `folder`, numbered by the iterations done; written atomically in the background.
 
-    Kept are, by the fields of `settings`, the last `keep_checkpoints`, the `keep_best` with the highest validation success and
-    those whose number is a multiple of `keep_every`; all others are deleted.
+    The fields of `settings` decide which are kept: the last `keep_checkpoints`, the `keep_best` with the highest validation
+    success, and those whose number is a multiple of `keep_every`. All others are deleted.
     """
 
     def __init__(self, folder: Path, settings: LogConfig):
@@ -117,27 +117,27 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options, handler_registry=registry)
 
     def latest(self) -> int | None:
-        """Iterations done at the newest checkpoint, None if there is none."""
+        """Iterations done at the newest checkpoint; None if there is none."""
         return self._manager.latest_step()
 
     def save(self, iterations: int, state, success: float | None = None) -> None:
-        """Starts writing when `state` is computed and the previous write is complete; `state` may be donated right after.
+        """Starts writing once `state` is computed and the previous write is complete; `state` may be donated right after.
 
-        success: of the validation of this state.
+        success: the validation success of this state.
 
         Raises:
-          RunError: the previous or this one could not be written.
+          RunError: the previous checkpoint or this one could not be written.
         """
         try:
             self._manager.save(
                 iterations, args=ocp.args.Composite(**{ITEM: ocp.args.StandardSave(state)}), force=True,
-                metrics={"success": -1.0 if success is None else success},  # worse than any
+                metrics={"success": -1.0 if success is None else success},  # worse than any success
             )  # fmt: skip
         except Exception as error:
             raise self._failed(error) from None
 
     def restore(self, iterations: int, like):
-        """The state of a checkpoint, placed as `like` (arrays of the same shapes, on any mesh). Raises RunError."""
+        """Returns the state of a checkpoint, placed like `like` (arrays of the same shapes, on any mesh). Raises RunError."""
         target = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), like)
         args = ocp.args.Composite(**{ITEM: ocp.args.StandardRestore(target)})
         try:
@@ -148,7 +148,7 @@ class Checkpoints:
             ) from None
 
     def close(self) -> None:
-        """Waits for what is being written. Raises RunError where it could not be."""
+        """Waits for pending writes. Raises RunError if one fails."""
         try:
             self._manager.wait_until_finished()
         except Exception as error:
@@ -160,19 +160,19 @@ class Checkpoints:
 
 
 def _say_failures_once() -> None:
-    """Silences what Orbax and tensorstore print of a failed write beside the exception that is raised.
+    """Silences the output of Orbax and tensorstore about a failed write, which also raises an exception.
 
-    Where one array cannot be written, say because the disk is full, Orbax closes its event loop. Tensorstore's threads then
-    fail to report each of the others to it: a traceback each, a thousand lines for a small model.
+    If one array cannot be written, for example because the disk is full, Orbax closes its event loop. Tensorstore's threads
+    then fail to report each of the other arrays to it, with one traceback each: a thousand lines for a small model.
     """
     logging.getLogger("absl").setLevel(logging.CRITICAL)
-    logging.getLogger("asyncio").addFilter(_not_of_orbax)  # a filter that is there already is not added again
+    logging.getLogger("asyncio").addFilter(_not_of_orbax)  # adding the same filter again has no effect
     if getattr(sys.unraisablehook, "func", None) is not _unless_abandoned:
         sys.unraisablehook = functools.partial(_unless_abandoned, sys.unraisablehook)
 
 
 def _not_of_orbax(record: logging.LogRecord) -> bool:
-    """False for exceptions in Orbax's tasks that asyncio logs because nobody has asked for them."""
+    """Returns False for exceptions in Orbax's tasks that asyncio logs because nobody has retrieved them."""
     frames = traceback.extract_tb(record.exc_info[2]) if record.exc_info else ()
     return not any("orbax" in frame.filename for frame in frames)
 

@@ -1,7 +1,7 @@
-"""A run's curves: which metrics are shown and in which unit, smoothing, and the picture curves.png.
+"""A run's curves: the metrics to plot and their units, smoothing, and the picture curves.png.
 
-The HTML report shows the same panels. Iteration i is played by the policy before its update, so iteration 0 shows the policy
-that training starts from, and the evaluation that ends a run of N iterations stands at N.
+The HTML report shows the same panels. The policy plays iteration i before its update. So iteration 0 shows the policy that
+training starts from, and the evaluation that ends a run of N iterations stands at N.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from hgpo_jax.utils.files import atomic_write
 class Panel:
     """One chart.
 
-    metric: a name, or the beginning of several where it ends in `.`, `/` or `_`. unit: of the y axis. extent of the y axis:
-    `share` (0 to 100 %), `zero` (from 0 to what there is) or `free`.
+    metric: a name, or a prefix of several names if it ends in `.`, `/` or `_`. unit: of the y axis. extent: range of the y
+    axis, `share` (0 to 100 %), `zero` (0 to the largest value) or `free`.
     """
 
     title: str
@@ -36,12 +36,12 @@ class Panel:
     extent: str
 
     def names(self, known) -> list[str]:
-        """The metrics in `known` that the panel shows."""
+        """Returns the metrics in `known` that the panel shows."""
         group = self.metric[-1] in "./_"
         return [name for name in known if name == self.metric or (group and name.startswith(self.metric))]
 
     def label(self, name: str) -> str:
-        """Of one metric among several: `level2` -> `level 2`, `level-1` -> `prompt group`."""
+        """Labels one metric among several: `level2` -> `level 2`, `level-1` -> `prompt group`."""
         part = name.removeprefix(self.metric)
         return part.replace("level-1", "prompt group").replace("level", "level ").replace("_", " ")
 
@@ -84,11 +84,11 @@ DRAWN = (
 )  # in curves.png; fmt: skip
 MODES = ("sampled", "greedy")
 RAW = 0.3  # opacity of the raw line
-FIRST, HELD_OUT = "#8a5a00", "#a3262a"  # colours of the warm start's end and of held-out tasks
+FIRST, HELD_OUT = "#8a5a00", "#a3262a"  # colours of the end of the warm start and of held-out tasks
 
 
 def read_rows(folder: Path) -> list[dict]:
-    """A run's rows of metrics by dotted name, with `valid` (1 - invalid). Raises ConfigError."""
+    """Reads a run's rows of metrics by dotted name, with `valid` (1 - invalid). Raises ConfigError."""
     rows = [flatten(row) for row in read_metrics(folder)]
     for number, row in enumerate(rows, 1):
         if not all(isinstance(x, int | float | None) for x in row.values()):
@@ -102,8 +102,9 @@ def read_rows(folder: Path) -> list[dict]:
 
 
 def read_held_out(folder: Path) -> dict[str, dict] | None:
-    """The evaluation that ended a run: mode -> turns, valid and, where it is known, success and interval (its 95 %
-    interval); None before there is one.
+    """Reads the evaluation that ended a run: mode -> turns, valid and, if known, success and interval (its 95 % interval).
+
+    Returns None before there is one.
 
     Raises:
       ConfigError: evaluation.json is damaged.
@@ -125,15 +126,15 @@ def read_held_out(folder: Path) -> dict[str, dict] | None:
 
 
 def smoothing_window(count: int) -> int:
-    """Over how many iterations a curve of `count` points is averaged: about an eighth of them, odd, 51 at most."""
+    """Iterations over which a curve of `count` points is averaged: about an eighth of them, odd, 51 at most."""
     return min(51, max(1, count // 8) | 1)
 
 
 def smooth(values, window: int) -> np.ndarray:
-    """Centred moving mean f64[iterations] of values [iterations] over a `window`, an odd number.
+    """Returns the centred moving mean f64[iterations] of values [iterations] over `window`, an odd number.
 
-    NaN where the window reaches beyond an end: a mean of fewer values would bend the curve there. NaN values are left out and
-    stay NaN.
+    The mean is NaN where the window reaches beyond an end, because a mean of fewer values would bend the curve there. NaN
+    values are left out and stay NaN.
     """
     values = np.asarray(values, float)
     half = window // 2
@@ -146,11 +147,11 @@ def smooth(values, window: int) -> np.ndarray:
 
 
 def draw(rows: list[dict], title: str = "", held_out: dict | None = None, warm_start: bool = False) -> Figure:
-    """The curves of `read_rows`.
+    """Draws the rows of `read_rows`.
 
     Args:
-      held_out: `read_held_out`, drawn where training ended.
-      warm_start: whether iteration 0 shows what a warm start had reached, which is then marked.
+      held_out: the result of `read_held_out`, drawn where training ended.
+      warm_start: whether iteration 0 shows the result of a warm start, which is then marked.
     """
     known = dict.fromkeys(name for row in rows for name in row)
     by_metric = {panel.metric: panel for panel in (*LEARNING, *GROUPS, *ROLES)}
@@ -164,7 +165,7 @@ def draw(rows: list[dict], title: str = "", held_out: dict | None = None, warm_s
         _panel(axis, panel, rows, panel.names(known), window)
         _held_out(axis, panel, rows, held_out)
         _range(axis, panel)
-        if place + columns >= len(panels):  # nothing below it
+        if place + columns >= len(panels):  # no chart below it
             axis.set_xlabel("iteration", fontsize=9)
         if panel.metric == "success":
             if warm_start and rows[0]["iteration"] == 0 and rows[0].get("success") is not None:
@@ -198,7 +199,7 @@ def _panel(axis: Axes, panel: Panel, rows: list[dict], names: list[str], window:
 
 
 def _held_out(axis: Axes, panel: Panel, rows: list[dict], final: dict | None) -> None:
-    """Validations on held-out tasks as dots on a line, the evaluation at the end as markers with the interval of success."""
+    """Draws validations on held-out tasks as dots on a line, the final evaluation as markers with the interval of success."""
     found = [(row["iteration"], row[name]) for row in rows if row.get(name := f"validation/{panel.metric}") is not None]
     if found:
         axis.plot(*zip(*found, strict=True), ".-", color=HELD_OUT, linewidth=1, markersize=6, label="held-out, while training")
@@ -218,7 +219,7 @@ def _held_out(axis: Axes, panel: Panel, rows: list[dict], final: dict | None) ->
 
 
 def _range(axis: Axes, panel: Panel) -> None:
-    """Axis ranges that do not magnify a flat curve, ticks at whole iterations, and tick labels without an offset."""
+    """Sets axis ranges that do not magnify a flat curve, ticks at whole iterations, and tick labels without an offset."""
     axis.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
     low, high = axis.get_xlim()
     if high - low < 1:
@@ -239,7 +240,7 @@ def _range(axis: Axes, panel: Panel) -> None:
 
 
 def plot_curves(folder: Path) -> None:
-    """Draws a run's curves.png from config.yaml, metrics.jsonl and, where there is one, evaluation.json. Raises ConfigError."""
+    """Draws a run's curves.png from config.yaml, metrics.jsonl and, if it exists, evaluation.json. Raises ConfigError."""
     rows = read_rows(folder)
     if not rows:
         return

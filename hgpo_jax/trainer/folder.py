@@ -1,4 +1,4 @@
-"""A run's folder: where it is, whether the run may be resumed there, and the lock that keeps a second run out."""
+"""A run's folder: its location, whether the run may be resumed there, and the lock that keeps a second run out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hgpo_jax.utils import remote
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.files import atomic_write, is_remote
 
-# Fields that may differ when a run is resumed: they do not change what is learned.
+# Fields that may differ when a run is resumed: they do not affect learning.
 FREE_TO_CHANGE = (
     "run_dir",
     "cache_dir",
@@ -35,10 +35,10 @@ FREE_TO_CHANGE = (
 )
 HOW_TO_REPAIR = "repair it by hand, or start again in another run_dir"
 LOCK, UNFINISHED = ".lock", "config.yaml.partial"
-# What a run leaves that was killed before it wrote config.yaml.
+# Files of a run that was killed before it wrote config.yaml.
 NO_RUN = {LOCK, UNFINISHED, remote.STATE, provenance.FILE, f"{provenance.FILE}.partial"}
-PROOFS = ("evaluation.json", "transcripts.txt")  # that a run has ended; the first holds its result
-# What a run ends with; a policy is only written when the last checkpoint is complete.
+PROOFS = ("evaluation.json", "transcripts.txt")  # that a run has ended; the first one holds its result
+# Files that a run writes at its end; a policy is written only after the last checkpoint is complete.
 RESULTS = ("policy", "adapter", "evaluations", *PROOFS)
 
 
@@ -46,9 +46,9 @@ NAMING = ("name", "method", "seed", "run_dir", "cache_dir")  # fields that decid
 
 
 class Found(NamedTuple):
-    """Where a command's run lives, and what is there of it already.
+    """A command's run folder and its present state.
 
-    config: for a resumed run its own, with the given fields on top. ended: nothing is left to do.
+    config: for a resumed run its own, overridden by the fields that the user gave. ended: nothing is left to do.
     """
 
     config: Config
@@ -58,16 +58,16 @@ class Found(NamedTuple):
 
 
 def find_run(given: dict, resume: str, allowed: tuple[str, ...] = ()) -> Found:
-    """The run that a command asks for.
+    """Finds the run that a command asks for.
 
     Args:
-      given: the fields that the user gave, as `config.given`. A resumed run takes all others from its config.yaml.
+      given: the fields that the user gave, as `config.given` returns them. A resumed run takes all others from its config.yaml.
       resume: `--resume`.
-      allowed: names of fields that may differ from the run's besides those that change no result.
+      allowed: names of fields that may differ from the run's, besides those that do not affect the result.
 
     Raises:
-      ConfigError: the folder holds a run and resuming was not asked for, there is nothing to resume, the run was begun
-        with other fields, or it has done more iterations than are asked for.
+      ConfigError: the folder holds a run but resuming was not requested, there is nothing to resume, the run was started
+        with other fields, or it has done more iterations than requested.
     """
     folder, resuming = run_folder(given, resume)
     if not resuming:
@@ -84,8 +84,8 @@ def find_run(given: dict, resume: str, allowed: tuple[str, ...] = ()) -> Found:
 
 
 def run_folder(given: dict, resume: str) -> tuple[Path, bool]:
-    """Where the run lives, and whether it is resumed there. Arguments and errors as in `find_run`."""
-    # The other fields may only make sense together with those of the run that is resumed.
+    """Returns the run's folder, and whether the run is resumed there. Arguments and errors as in `find_run`."""
+    # The other fields may be valid only together with those of the resumed run.
     names = configuration.resolve({name: given[name] for name in NAMING if name in given})
     stem, run_dir = f"{names.name}-{names.method.rpartition(':')[2]}-s{names.seed}", names.run_dir
     if resume not in ("auto", "never"):
@@ -122,7 +122,7 @@ def has_ended(folder: Path, iterations: int) -> bool:
 
 
 def refuse_fewer(config: Config, folder: Path, done: int) -> None:
-    """Raises ConfigError where more iterations are done than the run is to have."""
+    """Raises ConfigError if the run has already done more iterations than requested."""
     if config.iterations < done:
         raise ConfigError(
             f"iterations={config.iterations}: the run in {folder} has done {done}; give {done} or more, or another run_dir"
@@ -130,9 +130,9 @@ def refuse_fewer(config: Config, folder: Path, done: int) -> None:
 
 
 def change_length(config: Config, folder: Path, first: int) -> list[str]:
-    """Prepares a run that is resumed after its `first` iterations for a total number of them that differs from before.
+    """Prepares a run that is resumed after its `first` iterations for a new total number of iterations.
 
-    Its results, if it had ended, are renamed. Returns messages about that and about the learning rate.
+    If it had ended, its results are renamed. Returns messages about that and about the learning rate.
     """
     before = configuration.resolve(began_with(folder))
     messages: list[str] = []
@@ -163,7 +163,7 @@ def _set_aside(folder: Path, iterations: int) -> list[str]:
 
 
 def differing(config: Config, folder: Path) -> dict[str, tuple]:
-    """Name -> (what the run in `folder` began with, what `config` says) of each field in which they differ.
+    """Returns name -> (value that the run in `folder` started with, value in `config`) for each field that differs.
 
     Raises ConfigError for a damaged config.yaml.
     """
@@ -185,7 +185,7 @@ def differing(config: Config, folder: Path) -> dict[str, tuple]:
 
 
 def check_unchanged(config: Config, folder: Path, allowed: tuple[str, ...] = ()) -> None:
-    """Raises ConfigError, naming every field, where a resumed run's configuration is not the one it began with.
+    """Raises ConfigError, naming every field, if a resumed run's configuration is not the one it started with.
 
     allowed: names of fields that may differ.
     """
@@ -209,7 +209,7 @@ def check_unchanged(config: Config, folder: Path, allowed: tuple[str, ...] = ())
 
 
 def began_with(folder: Path) -> dict:
-    """The fields in a run's config.yaml, unchecked, with the default for fields newer than the run. Raises ConfigError."""
+    """Returns the fields in a run's config.yaml, unchecked, with defaults for fields newer than the run. Raises ConfigError."""
     file = folder / "config.yaml"
     try:
         old = configuration.read_yaml(file.read_text())
@@ -232,11 +232,11 @@ def began_with(folder: Path) -> dict:
 def take_folder(config: Config, folder: Path, resuming: bool) -> tuple[FileLock, int, list[str], list[str]]:
     """Claims the folder for this process, prepares it for training, and writes its config.yaml.
 
-    Returns: (its lock, the iterations that are done, what is wrong with later ones or changed in code from outside, messages
-      about a change of length).
+    Returns: (its lock, the iterations done, warnings about damaged later checkpoints or changed outside code, messages about a
+    change of length).
 
     Raises:
-      ConfigError: another process has the folder, began a run there or has continued it since `find_run`.
+      ConfigError: another process holds the folder, started a run there or has continued it since `find_run`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     folder_lock = lock(folder)
@@ -253,7 +253,7 @@ def take_folder(config: Config, folder: Path, resuming: bool) -> tuple[FileLock,
 
 
 def lock(folder: Path) -> FileLock:
-    """Locks the folder until this process ends, in whatever way. Raises ConfigError where another process has it."""
+    """Locks the folder until this process ends, for whatever reason. Raises ConfigError if another process holds the lock."""
     folder_lock = FileLock(folder / LOCK)
     try:
         folder_lock.acquire(blocking=False)
@@ -263,10 +263,10 @@ def lock(folder: Path) -> FileLock:
 
 
 def resume_point(folder: Path) -> tuple[int, list[str]]:
-    """The iterations done at the newest intact checkpoint (0 for a run that had none yet), and what is wrong with newer ones.
+    """Returns the iterations done at the newest intact checkpoint (0 for a run without one yet), and the faults of newer ones.
 
     Raises:
-      ConfigError: there were checkpoints and none is intact.
+      ConfigError: there were checkpoints, but none is intact.
     """
     rows = {row["iteration"] for row in read_metrics(folder)}
     every = began_with(folder)["log"]["checkpoint_every"]
@@ -274,14 +274,14 @@ def resume_point(folder: Path) -> tuple[int, list[str]]:
         damage = f"log.checkpoint_every={configuration.shown(every)}"
         raise ConfigError(f"{folder / 'config.yaml'}: is damaged: {damage}; {HOW_TO_REPAIR}")
     done, wrong = newest_intact(folder / "checkpoints")
-    # The second checkpoint is only begun when the first is complete.
+    # The second checkpoint is begun only after the first is complete.
     if done is None and (wrong or len(rows) > 2 * every or (rows and (folder / "policy").exists())):
         raise ConfigError(
             f"{folder}: no intact checkpoint is left of {len(rows)} iterations ({wrong[0] if wrong else 'all are gone'}); "
             "start again in another run_dir, or empty this one"
         )
     wrong = [f"{fault}; going back to iteration {done}" for fault in wrong]
-    # A checkpoint relies on the rows before it.
+    # A checkpoint relies on the rows of the iterations before it.
     if lost := sorted(set(range(done or 0)) - rows):
         wrong.append(f"{folder / 'metrics.jsonl'}: lacks {len(lost)} rows of finished iterations, the first is {lost[0]}")
     return done or 0, wrong

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT while a run trains: the first one saves and exits, a second SIGINT exits at once."""
+"""SIGTERM and SIGINT during training: the first one saves and exits, a second SIGINT exits at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised in the main thread. Not an Exception, so code that catches every error of an environment lets it pass."""
+    """Raised in the main thread. It is not an Exception, so code that catches every error of an environment lets it pass."""
 
     def __init__(self, number: int):
         super().__init__(signal.Signals(number).name)
@@ -38,7 +38,7 @@ class Interruption:
 
     def __enter__(self) -> Interruption:
         self._alone = jax.process_count() == 1
-        # jax itself listens to SIGTERM where there are several processes, and only the main thread may listen to signals.
+        # With several processes jax itself listens to SIGTERM; and only the main thread may listen to signals.
         listens = self._alone and threading.current_thread() is threading.main_thread()
         self._before = {number: signal.signal(number, self._receive) for number in SIGNALS} if listens else {}
         return self
@@ -62,7 +62,7 @@ class Interruption:
 
     @contextlib.contextmanager
     def defer_signals(self) -> Iterator[None]:
-        """A signal takes effect at the end of the block, if it is nested at the end of the outermost one."""
+        """Delays signals to the end of the block, or of the outermost one if blocks are nested."""
         outer, self._deferred = self._deferred, True
         try:
             yield
@@ -71,6 +71,6 @@ class Interruption:
         self._raise()
 
     def agreed(self, iteration: int) -> None:
-        """Raises Interrupted in all of several processes after the same iteration once one of them got SIGTERM."""
+        """Raises Interrupted in all processes after the same iteration once one of them received SIGTERM."""
         if not self._alone and multihost_utils.reached_preemption_sync_point(iteration):
             raise Interrupted(signal.SIGTERM)

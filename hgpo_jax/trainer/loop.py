@@ -1,4 +1,4 @@
-"""The training of a run: iterations of rollout and update, with checkpoints, validations and records in between."""
+"""The training loop of a run: iterations of rollout and update, with checkpoints, validations and records in between."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Training:
     """Trains a job in its run folder.
 
     Args:
-      done: iterations that a checkpoint in the folder holds; 0: training begins.
-      stop: where signals arrive.
-      on_iteration: called with every row of metrics that was written, in another thread.
+        done: iterations in the folder's checkpoint; 0 if training begins.
+        stop: receives the signals.
+        on_iteration: called with every row of metrics once it is written, in another thread.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class Training:
         self.job, self.config, self.folder, self.done, self.stop = job, job.config, folder, done, stop
         self.on_iteration = on_iteration
         learn, init = make_learn(job)
-        # Shapes and places are enough to compile and to restore; there is memory for one state, beside the weights.
+        # Shapes and shardings are enough to compile and to restore; memory holds only one state besides the weights.
         like = described(init(job.given_params))
         compiling = ThreadPoolExecutor(1).submit(compile_ahead, job, learn, like)
-        if jax.process_count() > 1:  # all processes must start programs in the same order, which two threads would not ensure
+        if jax.process_count() > 1:  # all processes must start programs in the same order; two threads would not ensure that
             compiling.result()
         self.checkpoints = Checkpoints(folder / "checkpoints", self.config.log)
         params = starting_params(job, folder)
@@ -57,16 +57,16 @@ class Training:
         self.learn = compiling.result()
         kept = set(map(id, jax.tree.leaves(self.reference)))
         for array in jax.tree.leaves((job.policy.params, job.given_params)):
-            if id(array) not in kept and not array.is_deleted():  # nothing reads it again, and it would take memory
+            if id(array) not in kept and not array.is_deleted():  # nothing reads it again, and it would occupy memory
                 array.delete()
 
     def run(self) -> tuple[dict, dict]:
-        """All iterations that are left: (the final parameters, adapters merged; what a rollout takes, adapters apart).
+        """Runs the remaining iterations; returns (final parameters, adapters merged; rollout parameters, adapters separate).
 
-        Nothing here waits for an update: the recorder's threads wait for its numbers while the next rollout is sampled.
+        Nothing here waits for an update: the recorder's threads wait for its metrics while the next rollout is sampled.
 
         Raises:
-          Interrupted: after saving, where a signal came.
+          Interrupted: a signal arrived; the run is saved first.
         """
         writes = jax.process_index() == 0
         self.recorder = Recorder(self.config, self.folder, self.done, writes, self.on_iteration)
@@ -91,12 +91,12 @@ class Training:
         with refusals():
             self.job.by_set(functools.partial(save_adapters, self.folder), self.state["params"])
         trained, played = self.state["params"], self._rollout_params()
-        del self.state  # with adapters, the weights that they stand beside come back in `policy.dtype`
+        del self.state  # with adapters, the frozen weights are read back in `policy.dtype`
         adapted = any(of_set.adapted.lora for of_set in self.job.sets.values() or [self.job])
         return self.job.merged_params(trained, starting_params(self.job, self.folder) if adapted else trained), played
 
     def _save_after_failure(self) -> None:
-        """What was learned before a rollout or a validation failed; an update that failed has taken the weights with it.
+        """Saves the progress after a rollout or a validation failed; a failed update has destroyed the donated weights.
 
         One of several processes cannot save alone, and the others need not have failed.
         """
@@ -112,7 +112,7 @@ class Training:
         return self.job.rollout_params(self.state["params"], self.reference)
 
     def _validate_and_save(self, iteration: int) -> dict:
-        """A checkpoint and a validation of the policy at the start of an iteration, where they are due; returns its metrics."""
+        """Saves and validates the policy at the start of an iteration, if either is due; returns the validation's metrics."""
         evaluation, log = self.config.evaluation, self.config.log
         validates = evaluation.every and iteration % evaluation.every == 0
         if self.done % log.checkpoint_every == 0 and not (validates and log.keep_best):
@@ -129,7 +129,7 @@ class Training:
         return validation
 
     def _rollout(self, iteration: int) -> tuple[Episodes, list[dict], dict]:
-        """The iteration's episodes, sums over its rollouts, and further metrics."""
+        """Returns the iteration's episodes, sums over its rollouts, and further metrics."""
         began = time.perf_counter()
         result, sums, counts = sample(self.job, self._rollout_params(), iteration)
         episodes, report = result
@@ -160,7 +160,7 @@ class Training:
             self.recorder.row(iteration, sums, metrics, known | {"lr": self.config.learner.lr * scale}, episodes)
 
     def _save(self, success: float | None = None) -> None:
-        """A checkpoint of what is done, if there is none yet; it relies on the rows and dumps before it."""
+        """Saves a checkpoint of the iterations done unless one exists; it relies on the rows and dumps before it."""
         with self.stop.defer_signals():
             if self.done and self.checkpoints.latest() != self.done:
                 self.recorder.wait(dumps=True)
@@ -169,16 +169,16 @@ class Training:
 
 
 def described(tree):
-    """The shapes, dtypes and shardings of a tree's arrays."""
+    """Returns the shapes, dtypes and shardings of a tree's arrays."""
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
 
 
 def compile_ahead(job: Job, learn, state):
     """Compiles rollout and update in another thread while the warm start prepares; returns the compiled update.
 
-    The rollout's first call then finds it in the compilation cache. state: as `described`.
+    The rollout's first call then finds it in the compilation cache. state: from `described`.
     """
-    with jax.set_mesh(job.mesh):  # a mesh is only set for the thread that set it
+    with jax.set_mesh(job.mesh):  # a mesh applies only to the thread that set it
         reference = described(job.reference_copy(job.given_params))
         job.runner.compile(described(job.base_rollout_params(job.given_params)), job.episode_inputs(0))
         whole = NamedSharding(job.mesh, PartitionSpec())
@@ -189,13 +189,13 @@ def compile_ahead(job: Job, learn, state):
 
 
 def learning_role(job: Job, iteration: int) -> jax.Array | None:
-    """`Job.learning_role` as the update takes it."""
+    """Returns `Job.learning_role` in the form that the update takes."""
     role = job.learning_role(iteration)
     return None if role is None else jnp.int32(role)
 
 
 def validate(job: Job, params) -> dict:
-    """Metrics of a sampled evaluation of `Job.rollout_params`, on other tasks than the final one's where there are enough."""
+    """Evaluates `Job.rollout_params` by sampling, if possible on tasks not in the final evaluation; returns metrics."""
     episodes, scores, _ = play_held_out(job, params, sampled_decoding(job.config.evaluation), validation=True)
     summary = summarize(episodes, job.runner.task_types, scores)
     names = ("success", "success_at_least", "turns", "invalid", "score")
@@ -204,7 +204,7 @@ def validate(job: Job, params) -> dict:
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """A folder that a policy cannot be written into is a user's mistake."""
+    """Raises ConfigError for a folder that cannot hold a policy: it is a user's mistake."""
     try:
         yield
     except ValueError as error:
@@ -212,7 +212,7 @@ def refusals() -> Iterator[None]:
 
 
 def save_adapters(folder: Path, job: Job, adapters) -> None:
-    """With LoRA, what a run trained without what it stands beside. Raises ValueError where that cannot be written."""
+    """With LoRA, saves the trained adapters without their base weights. Raises ValueError if they cannot be written."""
     if job.adapted.lora:
         cloned = job.config.warm_start == "cloning"
         base = str(folder / "start" / job.weights) if cloned else job.config.policy.source
@@ -220,9 +220,9 @@ def save_adapters(folder: Path, job: Job, adapters) -> None:
 
 
 def starting_params(job: Job, folder: Path):
-    """The weights that training starts from: those in `start/` where the run has begun already, else cloned or given ones."""
+    """Returns the initial weights: those in `start/` if the run has begun already, otherwise cloned or configured ones."""
     config, start = job.config, folder / "start"
-    # Sets of weights that begin alike have one folder, and one copy on the devices where adapters go beside it.
+    # Policies with the same initial weights share one folder, and one copy on the devices if adapters go beside it.
     alike = {} if config.warm_start == "cloning" else {id(of.policy): name for name, of in reversed(job.sets.items())}
     place = lambda job: start / alike.get(id(job.policy), job.weights)  # noqa: E731
     places = {place(of): of for of in job.sets.values() or [job]}

@@ -1,4 +1,4 @@
-"""A run from the fields that a command was given to its results: checked, trained or resumed, evaluated, drawn."""
+"""A whole run, from the fields of a command to the results: checked, trained or resumed, evaluated, drawn."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def train(
     multiprocess: bool = False,
     on_iteration: Callable[[dict], None] | None = None,
 ) -> Path:
-    """Trains the run that the given fields ask for to its end, and returns its folder.
+    """Trains the run that the fields describe to its end, and returns its folder.
 
     Args:
-      given, resume, allowed: as `find_run` takes them.
-      multiprocess: this is one of several processes.
-      on_iteration: called with every row of metrics that was written, in another thread.
+        given, resume, allowed: as in `find_run`.
+        multiprocess: whether this is one of several processes.
+        on_iteration: called with every row of metrics once it is written, in another thread.
 
-    Raises ConfigError, RunError, and Interrupted where a signal ended it, after saving.
+    Raises ConfigError, RunError, or, after saving, Interrupted if a signal ended it.
     """
     began = time.perf_counter()
     place = resume if is_remote(resume) else given.get("run_dir", "")
@@ -90,14 +90,14 @@ def train(
 
 
 def dry_run(given: dict, resume: str, allowed: tuple[str, ...]) -> None:
-    """Checks everything but the weights and plans the memory, without the devices of the mesh; arguments as `train`'s."""
+    """Checks everything but the weights, and plans the memory without the mesh's devices. Arguments as in `train`."""
     config = find_run(given, resume, allowed).config
     check_together(config)
     check_trained_dtype(config)
     try:
         mesh = make_mesh("auto") if config.mesh == "auto" else abstract_mesh(config.mesh)
         found = environment(config.env)
-        if backend(config) == "compiled_text" and config.env.compiled is None:  # its games' tables would be written
+        if backend(config) == "compiled_text" and config.env.compiled is None:  # it would write the tables of its games
             config = config.model_copy(update={"env": config.env.model_copy(update={"compiled": False})})
         makers = None if backend(config) == "compiled" or found.text is None else found.text(config)
         models = {name: memory.workload_of(own, mesh).model for name, own in memory.configs_of_sets(config).items()}
@@ -123,7 +123,7 @@ def check_loggers(config: Config) -> None:
 
 
 def check_trained_dtype(config: Config) -> None:
-    """Raises ConfigError for weights whose type would round away what they learn; adapters have float32 of their own."""
+    """Raises ConfigError for a weight dtype that would round away the updates; adapters have their own float32."""
     for own in memory.configs_of_sets(config).values():
         if own.policy.dtype != "float32" and not own.lora.rank:
             raise ConfigError(
@@ -140,7 +140,7 @@ def run(
     stop: Interruption,
     on_iteration: Callable[[dict], None] | None,
 ) -> None:
-    """Everything after the arguments."""
+    """Runs everything that follows the parsing of the arguments."""
     job = build(config, mesh)
     writes = jax.process_index() == 0
 
@@ -177,7 +177,7 @@ def run(
 def train_and_evaluate(
     job: Job, folder: Path, first: int, stop: Interruption, on_iteration: Callable[[dict], None] | None = None
 ) -> None:
-    """Trains from an iteration on, evaluates, and writes what a run ends with."""
+    """Trains from iteration `first` on, evaluates, and writes the results of the run."""
     writes = jax.process_index() == 0
     params, played = Training(job, folder, first, stop, on_iteration).run()
     with refusals():
@@ -192,7 +192,7 @@ def train_and_evaluate(
                 if saved.is_dir():
                     count = sum(a.size for a in jax.tree.leaves(of_set.policy.params))
                     model_card.write(saved, of_set.config, count, result)
-        with atomic_write(folder / "transcripts.txt") as file:  # last: its presence means that the run has ended
+        with atomic_write(folder / "transcripts.txt") as file:  # written last: its presence means that the run has ended
             file.write(shown + "\n")
     say(f"\n{shown}\n\n{describe_evaluation(result)}")
 

@@ -1,4 +1,4 @@
-"""Metrics of rollouts, and what a run writes about its iterations: metrics.jsonl, TensorBoard, Weights & Biases."""
+"""Metrics of rollouts, and their destinations: metrics.jsonl, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from hgpo_jax.utils.progress import warn
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases, the same one where training is resumed in the folder.
+    """A run of Weights & Biases; training that is resumed in the folder continues the same run.
 
-    config: of the run, to be shown with it.
+    config: the run's configuration, shown with it.
     """
 
     def __init__(self, folder: Path, project: str, config: dict):
@@ -44,7 +44,7 @@ class WeightsAndBiases:
 
 
 class Logger(Protocol):
-    """Takes the rows of metrics elsewhere, too."""
+    """A further destination for the rows of metrics."""
 
     def write(self, row: dict) -> None: ...
 
@@ -55,9 +55,9 @@ class MetricsWriter:
     """Appends one JSON object per iteration to metrics.jsonl, and passes the same row to other loggers.
 
     Args:
-      folder: the run's folder.
-      keep: iterations to keep; later lines of an interrupted run are dropped.
-      loggers: by name, what makes a logger such as `TensorBoard`. One that fails is left out from then on, with a warning.
+        folder: the run's folder.
+        keep: iterations to keep; later lines of an interrupted run are dropped.
+        loggers: name -> a function that makes a logger such as `TensorBoard`. A logger that fails is dropped with a warning.
     """
 
     def __init__(self, folder: Path, keep: int = 0, loggers: dict[str, Callable[[], Logger]] | None = None):
@@ -71,7 +71,7 @@ class MetricsWriter:
             self._try(name, lambda name=name, make=make: self._loggers.update({name: make()}))
 
     def write(self, row: dict) -> None:
-        """`row` maps names to numbers or to one more such mapping, and has `iteration`. NaN is written as null."""
+        """Writes `row`, a dict of numbers or nested dicts of numbers that has `iteration`. NaN is written as null."""
         clean = {
             k: {n: _finite(v) for n, v in x.items()} if isinstance(x, dict) else _finite(x) for k, x in row.items()
         }
@@ -104,9 +104,9 @@ def _finite(value):
 
 @functools.partial(jax.jit, static_argnames="roles")
 def rollout_sums(e: Episodes, gamma, roles: tuple[str, ...]) -> dict[str, jax.Array]:
-    """Sums over the episodes of one rollout, scalars by name; `rollout_metrics` takes these. roles: the environment's."""
+    """Sums over the episodes of one rollout, as scalars by name, for `rollout_metrics`. roles: those of the environment."""
     sums = {
-        "episodes": e.mask[:, 0].sum(),  # one that its environment failed has no turns
+        "episodes": e.mask[:, 0].sum(),  # an episode whose environment failed has no turns
         "failed": (~e.mask[:, 0]).sum(),
         "judged": e.judged.sum(),
         "success": e.success.sum(),
@@ -129,12 +129,12 @@ def rollout_sums(e: Episodes, gamma, roles: tuple[str, ...]) -> dict[str, jax.Ar
 
 
 def turns_by_role(e: Episodes, roles: tuple[str, ...]) -> dict[str, jax.Array]:
-    """Role -> its turns bool[B, T]; nothing where there is one role, of which all turns are."""
+    """Returns role -> its turns bool[B, T]; an empty dict if there is only one role."""
     return {role: e.mask & (e.agents == index) for index, role in enumerate(roles)} if len(roles) > 1 else {}
 
 
 def role_advantages(e: Episodes, advantages, roles: tuple[str, ...]) -> dict[str, jax.Array]:
-    """Mean and standard deviation of the advantages f32[B, T] of each role's turns, scalars by name."""
+    """Mean and standard deviation of the advantages f32[B, T] over each role's turns, as scalars by name."""
     metrics = {}
     for role, own in turns_by_role(e, roles).items():
         count = jnp.maximum(own.sum(), 1)
@@ -145,7 +145,7 @@ def role_advantages(e: Episodes, advantages, roles: tuple[str, ...]) -> dict[str
 
 
 def advantage_metrics(mask, estimate: Estimate) -> dict:
-    """Scalars that describe a batch's advantages; mask bool[B, T]."""
+    """Returns scalars that describe a batch's advantages; mask bool[B, T]."""
     steps = jnp.maximum(mask.sum(), 1)
     metrics = {
         "advantage_abs": jnp.abs(estimate.advantages).sum() / steps,
@@ -157,7 +157,7 @@ def advantage_metrics(mask, estimate: Estimate) -> dict:
         _, sizes, _ = estimate.by_level()
         metrics[f"peers/level{level}"] = ((sizes[..., column] > 1) & mask).sum() / steps
     if 0 in estimate.levels:
-        # Cosine between HGPO with K = 0 and what is used: how much the deeper levels change the advantage.
+        # Cosine between the advantages of HGPO with K = 0 and those in use: it shows how much the deeper levels change them.
         level0 = estimate.by_level()[0][..., estimate.levels.index(0)]
         norms = jnp.sqrt((level0**2).sum() * (estimate.advantages**2).sum())
         metrics["cosine_to_level0"] = (level0 * estimate.advantages).sum() / jnp.maximum(norms, 1e-12)
@@ -165,7 +165,7 @@ def advantage_metrics(mask, estimate: Estimate) -> dict:
 
 
 def hierarchy_metrics(levels: Estimate) -> dict:
-    """What the levels of history explain of the returns (`eb_gae`): tau2 between and s2 within the groups of each level."""
+    """Variance of the returns by level of history (`eb_gae`): tau2 between and s2 within the groups of each level."""
     metrics = {"hierarchy/rho": levels.stats["rho"]}
     for column, level in enumerate(levels.levels):
         metrics[f"hierarchy/s2_level{level}"] = levels.stats["s2"][column]
@@ -175,7 +175,7 @@ def hierarchy_metrics(levels: Estimate) -> dict:
 
 
 def rollout_metrics(sums: list[dict[str, jax.Array]]) -> dict[str, float]:
-    """The metrics of an iteration's rollouts, from the `rollout_sums` of each; waits until they are computed."""
+    """Computes the metrics of an iteration's rollouts from the `rollout_sums` of each; waits until these are computed."""
     sums = jax.device_get(sums)
     total = {name: float(sum(of_one[name] for of_one in sums)) for name in sums[0]}
     episodes, wins, judged = max(total["episodes"], 1), total["success"], total["judged"]
@@ -196,7 +196,7 @@ def rollout_metrics(sums: list[dict[str, jax.Array]]) -> dict[str, float]:
 
 
 def _role_metrics(total: dict[str, float]) -> dict[str, float]:
-    """Those of `rollout_metrics` that each role has, where there are several."""
+    """Returns the per-role part of `rollout_metrics`, if there are several roles."""
     metrics: dict[str, float] = {}
     for role in (name.rpartition("/")[2] for name in total if name.startswith("by_role/turns/")):
         of = {part: total[f"by_role/{part}/{role}"] for part in ("judged", "success", "turns", "invalid", "response_length")}
@@ -211,14 +211,14 @@ def _role_metrics(total: dict[str, float]) -> dict[str, float]:
 
 
 def unknown_by_role(row: dict) -> dict[str, float]:
-    """NaN for what an iteration's row says of roles that had no turn in it, but that they had none."""
+    """Returns NaN for the metrics of roles without a turn in this iteration, except for the number of turns."""
     idle = {name.rpartition("/")[2] for name, turns in row.items() if name.startswith("by_role/turns/") and not turns}
     said = [name for name in row if name.startswith("by_role/") and not name.startswith("by_role/turns/")]
     return {name: math.nan for name in said if name.rpartition("/")[2] in idle}
 
 
 def flatten(row: dict) -> dict:
-    """Nested numbers by dotted name."""
+    """Flattens nested numbers to dotted names."""
     flat: dict[str, float] = {}
     for name, value in row.items():
         if isinstance(value, dict):
@@ -229,7 +229,7 @@ def flatten(row: dict) -> dict:
 
 
 def read_metrics(folder: Path) -> list[dict]:
-    """The rows of a run's metrics.jsonl; an unfinished last line is left out, a missing file has no rows.
+    """Reads the rows of a run's metrics.jsonl; an unfinished last line is left out, a missing file has no rows.
 
     Raises:
       ConfigError: another line is not a row.

@@ -1,4 +1,4 @@
-"""Which code and templates from outside this project a run was made with: `provenance.json` in its folder."""
+"""A record of the outside code and templates that a run was made with: `provenance.json` in its folder."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ FILE = "provenance.json"
 
 
 def record(config: Config, folder: Path, done: int) -> list[str]:
-    """Adds to the file what the run uses from iteration `done` on, where that differs from what it used before.
+    """Adds the outside code of the run from iteration `done` on to the file, if it differs from the last record.
 
     A record has `from_iteration` and, by field (`env.name`, `method`, `reward.source`, `env.state_key`, an option of the
-    environment, `env.template`, a role's `template`), the place as given, the file, its SHA-256, and the version of the module
-    or its distribution. Where nothing comes from outside, nothing is written.
+    environment, `env.template`, a role's `template`), the place as the user wrote it, the file, its SHA-256, and the version of
+    the module or its distribution. If nothing comes from outside, nothing is written.
 
     Returns: a line for each of these that changed. Raises ConfigError for a damaged file.
     """

@@ -1,4 +1,4 @@
-"""What a run writes while the next iteration is computed: rows of metrics, dumps of episodes, warnings, the live line."""
+"""Records that a run writes during the next iteration: rows of metrics, dumps of episodes, warnings, the live line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hgpo_jax.utils.progress import Progress, warn
 
 
 def loggers(config: Config, folder: Path, first: int) -> dict:
-    """What a MetricsWriter calls for the configured loggers."""
+    """Returns the constructors of the configured loggers, for a MetricsWriter."""
     chosen: dict[str, Callable[[], Logger]] = {}
     if config.log.tensorboard:
         from hgpo_jax.trainer.tensorboard import TensorBoard
@@ -31,12 +31,12 @@ def loggers(config: Config, folder: Path, first: int) -> dict:
 
 
 class Recorder:
-    """One thread waits for numbers and writes rows, another one writes dumps; what fails there is raised at `wait`.
+    """Two threads that write: one waits for metrics and writes rows, the other writes dumps; `wait` raises their errors.
 
     Args:
       first: the iteration that the run starts or resumes with.
-      writes: whether this process is the one that writes; the others watch the same numbers, so that all of them stop together.
-      on_iteration: called with every row of metrics that was written, in another thread.
+      writes: whether this process writes; the others watch the same numbers, so that all of them stop together.
+      on_iteration: called with every row of metrics once it is written, in another thread.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class Recorder:
         if writes:
             (folder / "episodes").mkdir(exist_ok=True)
             self._writer = MetricsWriter(folder, first, loggers(config, folder, first))
-        # The other processes see the same folder, but not before the first one has written in it.
+        # The other processes see the same folder, but not before the first one has written to it.
         self._alarms = Alarms(config, [row for row in read_metrics(folder) if row["iteration"] < first])
         self._last = 0.0
         self._seconds: dict[str, float] = {}
         self._progress = Progress("training", config.iterations, "it", done=first, plain="iteration")
 
     def time_phase(self, phase: str, arrays, began: float) -> None:
-        """Counts the seconds until `arrays` are computed as a phase's, from when it began or the phase before had ended."""
+        """Times a phase until `arrays` are computed, from `began` or the end of the previous phase."""
         self._rows.submit(self._wait_for, phase, arrays, began)
 
     def _wait_for(self, phase: str, arrays, began: float) -> None:
@@ -66,7 +66,7 @@ class Recorder:
         self._last = ended
 
     def dump(self, iteration: int, episodes: Episodes, report) -> None:
-        """Begins to write an iteration's episodes where it is their turn, and their report if they have one."""
+        """Begins to write an iteration's episodes, if a dump is due, and their report, if they have one."""
         last = iteration + 1 == self._config.iterations
         if self._writes and (last or (iteration + 1) % self._config.log.dump_every == 0):
             if self._dump:
@@ -82,7 +82,7 @@ class Recorder:
     def row(self, iteration: int, sums: list[dict], metrics: dict, known: dict, episodes: Episodes) -> None:
         """Begins to write an iteration's row.
 
-        sums: of its rollouts (`metrics.rollout_sums`); metrics: of the update; known: numbers that are already known.
+        sums: from its rollouts (`metrics.rollout_sums`); metrics: from the update; known: numbers that are already computed.
         """
         self._row = self._rows.submit(self._write, iteration, sums, metrics, known, episodes)
 
@@ -104,7 +104,7 @@ class Recorder:
                 warn(warning)
 
     def wait(self, dumps: bool = False) -> None:
-        """Waits for the row that was begun last, and raises what went wrong; with `dumps`, until everything is on disk."""
+        """Waits for the most recent row and raises its errors; with `dumps`, waits until everything is on disk."""
         if self._row:
             self._row.result()
         if dumps and self._dump:
@@ -122,7 +122,7 @@ class Recorder:
 
 
 def live_line(row: dict) -> dict:
-    """What the live line shows of an iteration."""
+    """Returns the fields of an iteration that the live line shows."""
     rate = row["tokens_per_second"]
     return {
         "success": f"{row['success']:.2f}",

@@ -38,17 +38,16 @@ from hgpo_jax.utils.errors import RunError
 
 
 def sample(job: Job, params, iteration: int) -> tuple[RolloutResult, list[dict], dict[str, float]]:
-    """Samples the episodes to learn from; does not wait for a compiled rollout, unless it is a team's.
+    """Samples the episodes to learn from; does not wait for a compiled rollout unless it is a team's.
 
     params: `Job.rollout_params`.
 
-    Returns: the episodes with their report, the `metrics.rollout_sums` of each rollout that was made for them, and further
-    metrics. With dynamic sampling, rollouts are repeated on further tasks, `rollout.max_tries` at most, until there are as
-    many prompt groups with different rewards as an iteration learns from; what is missing then has no steps, and there is no
-    report.
+    Returns: the episodes with their report, the `metrics.rollout_sums` of each rollout, and further metrics. With dynamic
+    sampling, rollouts are repeated on further tasks, at most `rollout.max_tries` times, until there are as many prompt groups
+    with different rewards as an iteration learns from. Missing groups then have no steps, and there is no report.
 
-    Raises RunError where every episode of a host rollout failed (of a compiled one `Alarms` finds that, which waits for its
-    numbers), and where roles learn in turns and another than the first of them acts first.
+    Raises RunError if every episode of a host rollout failed (for a compiled one `Alarms` raises it, because it waits for the
+    metrics), and if roles learn in turns and a role other than the first one acts first.
     """
     settings = job.config.rollout
     if not job.method.dynamic_sampling:
@@ -70,12 +69,12 @@ def sample(job: Job, params, iteration: int) -> tuple[RolloutResult, list[dict],
 
 
 def _rewarded_rollout(job: Job, params, iteration: int, attempt: int = 0) -> tuple[RolloutResult, dict]:
-    """A rollout with the configured rewards, and its sums."""
+    """Runs a rollout with the configured rewards; returns it and its sums."""
     result = job.runner.rollout(params, *job.episode_inputs(iteration, attempt))
     if job.learning_role(iteration) is not None:
         begun, agents = result.episodes.mask[:, 0], result.episodes.agents[:, 0]
-        first = int(jnp.where(begun, agents, 0).max())  # of all processes' episodes
-        if first:  # the turn that a prompt group shares would be one that it is to learn from
+        first = int(jnp.where(begun, agents, 0).max())  # over the episodes of all processes
+        if first:  # the turn that a prompt group shares would be one of the turns to learn from
             raise RunError(
                 f"learner.alternate: of roles that learn in turns the first, {job.runner.roles[0]}, must act first, but "
                 f"{job.runner.roles[first]} did; give learner.alternate=0, or another order of the environment's roles"
@@ -99,7 +98,7 @@ def _rewarded_rollout(job: Job, params, iteration: int, attempt: int = 0) -> tup
 
 
 def punish_overlong(job: Job, e: Episodes) -> Episodes:
-    """The episodes with `rewards.overlong`; after dynamic sampling, which goes by success as in DAPO's paper, not by length."""
+    """Applies `rewards.overlong`; after dynamic sampling, which selects by success, not by length, as in the DAPO paper."""
     if not job.config.reward.overlong_cache:
         return e
     return e.replace(rewards=e.rewards + overlong(job.config, job.runner.roles, e))
@@ -107,7 +106,7 @@ def punish_overlong(job: Job, e: Episodes) -> Episodes:
 
 @functools.partial(jax.jit, static_argnums=3)
 def _keep_informative(kept: Episodes, filled, episodes: Episodes, group_size: int) -> tuple[Episodes, jax.Array]:
-    """Puts the prompt groups of `episodes` with different rewards after the `filled` (i32[]) ones of `kept`, if they fit."""
+    """Puts the prompt groups of `episodes` with different rewards after the first `filled` (i32[]) of `kept`, if they fit."""
     useful = advantages.informative(episodes.rewards, episodes.mask, episodes.groups).reshape(-1, group_size).any(1)
     slot = jnp.where(useful, filled + jnp.cumsum(useful) - 1, len(useful))
     rows = (slot[:, None] * group_size + jnp.arange(group_size)).ravel()
@@ -119,10 +118,10 @@ def make_learn(job: Job):
     """Builds the training half of an iteration.
 
     Returns: (`learn(state, reference, episodes, key, lr_scale, role=None) -> (state, metrics)`, jitted, with the state donated;
-    `init(params) -> state` from the weights that training starts with). The state holds `params`, the weights or, with
-    LoRA, the adapters; `opt_state`; and with a critic `critic`, the same two for it. With `learner.offload`, all but the
-    adapters or weights are stored in the host's memory between two calls. With a role, i32[], the policy learns from its turns:
-    the advantages of the others' count as 0, so that only the KL and the entropy bonus act on them.
+    `init(params) -> state` from the initial weights). The state holds `params`, the weights or, with LoRA, the adapters;
+    `opt_state`; and with a critic `critic`, the same two for it. With `learner.offload`, everything but the adapters or weights
+    is stored in the host's memory between calls. With a role, i32[], the policy learns from the turns of that role: the
+    advantages of the others count as 0, so that only the KL and the entropy bonus act on them.
     """
     policy_update = job.by_set(_make_policy_update)
     if job.method.critic:
@@ -186,11 +185,11 @@ def make_learn(job: Job):
 
 
 def _update_sets(job: Job, updates: dict, state: dict, reference, batch: TrainingBatch, learned, key, lr_scale, role):
-    """Each set of weights learns from its own roles' decisions: (params, opt_state, metrics).
+    """Updates each policy on the decisions of its own roles; returns (params, opt_state, metrics).
 
-    learned: bool[N], the decisions to learn from. A set with none, and with a learning role one that is not this role's, stays
-    as it is. Metrics are means over the sets weighted by their decisions, but for numbers of steps, which are added, and the
-    largest `logp_difference`; a role's own are those of its weights.
+    learned: bool[N], the decisions to learn from. A policy without any stays unchanged, and so does, with a learning role, a
+    policy that this role does not use. Metrics are means over the policies, weighted by their decisions; but numbers of steps
+    are added, and `logp_difference` is the largest. The metrics of a role are those of its policy.
     """
     assert batch.agents is not None
     params, opt_state, found, counts = {}, {}, {}, {}
@@ -227,7 +226,7 @@ def _update_sets(job: Job, updates: dict, state: dict, reference, batch: Trainin
 
 
 def training_batch(e: Episodes) -> TrainingBatch:
-    """The N = B x T turns of episodes as decisions, including those that did not happen; advantages are 0."""
+    """Returns the N = B x T turns of episodes as decisions, including those that did not happen; advantages are 0."""
     return TrainingBatch(
         prompts=_flat(e.prompts),
         prompt_lengths=_flat(e.prompt_lengths),
@@ -239,19 +238,19 @@ def training_batch(e: Episodes) -> TrainingBatch:
 
 
 def _flat(a):
-    """[B, T, ...] -> [B x T, ...]."""
+    """Reshapes [B, T, ...] to [B x T, ...]."""
     return a.reshape(-1, *a.shape[2:])
 
 
 def _shuffled(key, happened):
-    """Indices of decisions in a random order, i32[N], those that happened (bool[N]) first; and their number i32[]."""
+    """Shuffles decisions; returns indices i32[N], those that happened (bool[N]) first, and their number i32[]."""
     return jnp.argsort(jax.random.uniform(key, happened.shape) + 2.0 * ~happened), happened.sum()
 
 
 def _estimate(job: Job, e: Episodes, values, final_values) -> tuple[advantages.Estimate, advantages.Estimate]:
-    """The method's advantages, and those of `eb_gae`, whose statistics are always logged.
+    """Returns the method's advantages, and those of `eb_gae`, whose statistics are always logged.
 
-    values: f32[N, ...], the critic's, and final_values: f32[B, ...], as `values_of_episodes` gives them.
+    values: f32[N, ...] from the critic, and final_values: f32[B, ...], as `values_of_episodes` returns them.
     """
     name = job.method.estimator
     batch = {field: getattr(e, field) for field in ("rewards", "mask", "states", "groups", "invalid")}
@@ -270,12 +269,12 @@ def _estimate(job: Job, e: Episodes, values, final_values) -> tuple[advantages.E
 
 
 def _planning(job: Job) -> CompiledRunner:
-    """The runner of a method whose answers have parts; `check_together` refuses others than compiled ones."""
+    """Returns the runner of a method whose answers have parts; `check_together` rejects all but compiled ones."""
     return typing.cast(CompiledRunner, job.runner)
 
 
 def _by_token(job: Job, estimate: advantages.Estimate, slots: int) -> jax.Array:
-    """f32[B, T], or where an answer has parts f32[B, T, R]: every token's that of its part, the end's that of the action."""
+    """Spreads advantages over tokens: f32[B, T]; if an answer has parts f32[B, T, R], and the end belongs to the action."""
     if estimate.part_advantages is None:
         return estimate.advantages
     switch, subgoal, _ = _planning(job).answer_parts
@@ -283,7 +282,7 @@ def _by_token(job: Job, estimate: advantages.Estimate, slots: int) -> jax.Array:
 
 
 def _with_targets(job: Job, batch: TrainingBatch, e: Episodes, estimate: advantages.Estimate) -> TrainingBatch:
-    """The decisions with what the critic learns from them."""
+    """Adds the critic's targets to the decisions."""
     if estimate.part_returns is None:
         return batch.replace(returns=_flat(estimate.returns))
     every = jnp.ones(e.mask.shape, bool)
@@ -292,7 +291,7 @@ def _with_targets(job: Job, batch: TrainingBatch, e: Episodes, estimate: advanta
 
 
 def _update_sizes(config: Config) -> dict:
-    """Options of `make_update` that policy and critic share."""
+    """Returns the options of `make_update` that policy and critic share."""
     return {
         "minibatch_size": config.learner.minibatch_size,
         "microbatch_size": config.learner.microbatch_size,
@@ -301,7 +300,7 @@ def _update_sizes(config: Config) -> dict:
 
 
 def _make_policy_update(job: Job):
-    """(optimizer, the policy's `make_update`, preceded by `learner.rollout_correction`)."""
+    """Returns (optimizer, the policy's `make_update`, preceded by `learner.rollout_correction`)."""
     config, method, optimizer = job.config, job.method, make_optimizer(job.config.learner)
     loss = make_policy_loss(job.adapted, config.learner, method, config.rollout.temperature, job.runner.roles)
     per_token = aggregation(config.learner, method) == "token-mean"
@@ -321,7 +320,7 @@ def _make_policy_update(job: Job):
         weights, correction = losses.rollout_correction(
             old_logp, batch.old_logp, mask, level=level, cap=config.learner.rollout_correction_cap
         )
-        if method.loss == "gspo":  # advantages and, as `check_together` sees to, weights are of whole responses
+        if method.loss == "gspo":  # advantages and, as `check_together` ensures, weights belong to whole responses
             weighted = batch.advantages * weights[:, 0]
         else:
             weighted = (batch.advantages if batch.advantages.ndim == 2 else batch.advantages[:, None]) * weights
@@ -335,7 +334,8 @@ def _make_policy_update(job: Job):
 
 
 def _make_critic(job: Job):
-    """(optimizer, `predict(params, batch, order, count) -> f32[N, ...]`, `update(state, batch, order, count, lr_scale)`)."""
+    """Returns (optimizer, `predict(params, batch, order, count) -> f32[N, ...]`,
+    `update(state, batch, order, count, lr_scale)`)."""
     config, optimizer = job.config, make_optimizer(job.config.critic)
     plan_words = sum(_planning(job).answer_parts[:2]) if job.method.parts else 0
     values = make_values(job.policy.config, config.learner.remat, plan_words)
@@ -362,21 +362,21 @@ def _make_critic(job: Job):
 
 
 def _create_stored(job: Job, create, params):
-    """`create(params)` as it is stored: arrays that match one of the policy's are sharded like it, others replicated."""
+    """Computes and places `create(params)`: arrays that match one of the policy's are sharded like it, others replicated."""
     shapes = jax.eval_shape(create, params)
     shardings = storage_shardings(shapes, job.adapted, job.mesh, offload=job.config.learner.offload)
     return jax.jit(create, out_shardings=shardings)(params)
 
 
 def _to_devices(job: Job, tree):
-    """With `learner.offload`, what was stored in the host's memory on the devices."""
+    """With `learner.offload`, moves stored arrays from the host's memory to the devices."""
     if not job.config.learner.offload:
         return tree
     return job.by_set(lambda job, tree: jax.device_put(tree, shardings_like(tree, job.adapted, job.mesh)), tree)
 
 
 def _to_storage(job: Job, state: dict) -> dict:
-    """With `learner.offload`, all of the state but `params` in the host's memory."""
+    """With `learner.offload`, moves all of the state but `params` to the host's memory."""
     if not job.config.learner.offload:
         return state
 

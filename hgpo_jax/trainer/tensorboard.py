@@ -1,4 +1,4 @@
-"""TensorBoard events of a run. Apart from other metrics, because tensorboardX imports PyTorch where that is installed."""
+"""TensorBoard events of a run, apart from other metrics because tensorboardX imports PyTorch if that is installed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hgpo_jax.trainer.metrics import flatten
 class TensorBoard:
     """Events under folder/tensorboard; those of an interrupted run after `keep` iterations do not count.
 
-    They are written by the calling thread: tensorboardX's SummaryWriter has a thread and a queue for them, and where that
-    thread dies, for example on a full disk, the queue fills up and every writer waits for ever.
+    The calling thread writes them: tensorboardX's SummaryWriter has a thread and a queue for them. If that thread dies, for
+    example on a full disk, the queue fills up and every writer waits for ever.
     """
 
     def __init__(self, folder: Path, keep: int):
@@ -29,7 +29,7 @@ class TensorBoard:
     def _add(self, event: Event) -> None:
         event.wall_time = time.time()
         self._events.write_event(event)
-        if event.wall_time - self._flushed > 30:  # it waits for the disk, too
+        if event.wall_time - self._flushed > 30:  # flushing also waits for the disk
             self._events.flush()
             self._flushed = event.wall_time
 
