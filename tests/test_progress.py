@@ -50,7 +50,7 @@ def end(name, seconds):
 
 def test_what_compiles_for_long_is_said_at_growing_intervals_and_at_its_end(clock, capsys):
     with CompileWatch() as watch:
-        begin("learn")
+        begin("train_step")
         for second in range(1, 45):
             clock[0] = second
             if second == 8:  # another thread compiles meanwhile
@@ -58,11 +58,11 @@ def test_what_compiles_for_long_is_said_at_growing_intervals_and_at_its_end(cloc
                 thread.start()
                 thread.join()
             watch.show()
-        end("learn", 44.0)
+        end("train_step", 44.0)
         begin("quick")
         end("quick", 4.9)
         jax.monitoring.record_event_duration_secs("/another", 99.0)
-    begin("learn")
+    begin("train_step")
     assert [name for name, _ in watch._began.values()] == ["decoding"]  # nobody watches any more
     said = capsys.readouterr().out.splitlines()
     assert said == [

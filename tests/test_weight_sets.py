@@ -52,7 +52,7 @@ def apart(cache):
     return job_of(*APART, cache=cache)
 
 
-LEARN: dict = {}  # `make_learn` of each job, by its id, compiled once
+LEARN: dict = {}  # `make_train_step` of each job, by its id, compiled once
 
 
 def episodes_of(job, params):
@@ -62,7 +62,7 @@ def episodes_of(job, params):
 
 def trained(job, role=None, change=lambda episodes: episodes):
     """(The state before an update, after it, and its metrics.)"""
-    _, (learn, init) = LEARN.setdefault(id(job), (job, iteration.make_learn(job)))
+    _, (learn, init) = LEARN.setdefault(id(job), (job, iteration.make_train_step(job)))
     state = init(job.given_params)
     before = jax.device_get(state)
     episodes = episodes_of(job, job.given_params)
@@ -80,7 +80,7 @@ def same(a, b) -> bool:
 
 def step(before, after, name: str) -> np.ndarray:
     """What an update added to a set of weights."""
-    pairs = zip(jax.tree.leaves(after["params"][name]), jax.tree.leaves(before["params"][name]), strict=True)
+    pairs = zip(jax.tree.leaves(after.params[name]), jax.tree.leaves(before.params[name]), strict=True)
     return np.concatenate([np.ravel(new - old) for new, old in pairs])
 
 
@@ -172,8 +172,9 @@ def test_a_role_learns_from_its_own_turns_alone(apart):
         _, alike, _ = trained(apart, role, change(1 - role))
         _, changed, _ = trained(apart, role, change(role))
         for part in ("params", "opt_state"):
-            assert same(before[part][other], after[part][other]) and not same(before[part][own], after[part][own])
-            assert same(alike[part], after[part]) and not same(changed[part][own], after[part][own])
+            then, now, same_as_now, others = (getattr(state, part) for state in (before, after, alike, changed))
+            assert same(then[other], now[other]) and not same(then[own], now[own])
+            assert same(same_as_now, now) and not same(others[own], now[own])
         largest[own] = np.abs(step(before, after, own)).max()
         assert np.isnan(metrics[f"by_role/kl/{other}"]) and np.isfinite(metrics[f"by_role/kl/{own}"])
         assert np.isfinite(metrics["kl"]) and metrics["logp_difference"] < 1e-4
@@ -192,9 +193,9 @@ def test_adapters_of_their_own_stand_beside_one_copy_of_the_weights(apart, cache
         reference = of.reference_copy(of.given_params)
         assert all(a is b for a, b in zip(*map(jax.tree.leaves, reference.values()), strict=True))
     _, after, _ = trained(apart, 0)
-    merged = apart.merged_params(after["params"], reference)
+    merged = apart.merged_params(after.params, reference)
     assert same(*map(jax.tree.structure, merged.values())) and not same(merged["searcher"], reference["searcher"])
-    assert same(merged["carrier"], after["params"]["carrier"])
+    assert same(merged["carrier"], after.params["carrier"])
 
 
 @pytest.mark.slow  # one more update to compile

@@ -20,7 +20,7 @@ SAY_AFTER = 5.0  # seconds of compiling that pass without a word
 COMPILE = "/jax/core/compile/backend_compile_duration"  # of `jax.monitoring`: a scalar at the begin, a duration at the end
 # What jax calls programs, by the names of their functions: as one would say it.
 PROGRAMS = {
-    "learn": "the update", "rollout": "the rollout", "episodes": "the warm start's play",
+    "train_step": "the update", "rollout": "the rollout", "episodes": "the warm start's play",
     "some_steps": "the warm start's update", "mapped": "the warm start's held-out loss", "_prefill": "the reading of prompts",
     "_decode": "decoding", "<lambda>": "a program",
 }  # fmt: skip

@@ -26,7 +26,6 @@ from hgpo_jax.sampling import generate
 from hgpo_jax.sampling import slots as slot_state
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.sampling.slots import MAX_STEPS, Sampled
-from tests.helpers.chat_tokenizers import qwen_tokenizer
 
 R, K = 192, 2
 ODD = [  # what is no command, but can be reproduced
@@ -158,16 +157,6 @@ def test_the_host_replays_the_episodes(monkeypatch):
     counts = result.report.counts
     assert 0 < counts["excluded"] < 16 and counts["malformed"] > 40 and counts["inadmissible"] > 40
     assert counts["pairs_dropped"] > 0 and counts["prompts_cut"] == 0  # an episode with one of these is played on the host
-
-
-@pytest.mark.slow
-@pytest.mark.needs("data")
-def test_the_host_replays_episodes_of_many_games(some_official, monkeypatch):
-    paths = some_official[::2]
-    chat, tasks, result = played(paths, qwen_tokenizer(), monkeypatch, len(paths), 20, 4096, rare=0.0)
-    assert replay(paths, chat, tasks, result, 20) > 600
-    counts = result.report.counts
-    assert counts["excluded"] == counts["pairs_dropped"] == counts["prompts_cut"] == 0
 
 
 def test_numbers_are_told_although_an_environment_has_a_word_that_is_one():
