@@ -287,7 +287,7 @@ def test_a_panel_is_played_under_one_seed_once_devices_are_open(evaluated, monke
     monkeypatch.setattr(evaluate, "prepare_devices", lambda config, several: called.append("devices"))
     monkeypatch.setattr(panels, "panel_tasks", lambda name, config: called.append("tasks") or ["a task"] * 512)
     monkeypatch.setattr(evaluate, "build", lambda config, mesh: called.append("policy") or build(config, mesh))
-    monkeypatch.setattr(evaluate.huggingface, "find", lambda source, cache: source)
+    monkeypatch.setattr(evaluate, "find", lambda source, cache: source)
     monkeypatch.setattr(evaluate.huggingface, "digest", lambda source: "1234")
     name = "run/evaluations/panel-household-t1-n512-s0.json"
     assert evaluated("run", "--panel", "household") == {name, f"{name}l"}

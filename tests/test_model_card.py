@@ -7,7 +7,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from hgpo_jax.config import load
-from hgpo_jax.policy import huggingface, model_card
+from hgpo_jax.policy import model_card
 
 RESULT = {
     "episodes": 140, "temperature": 0.4, "success": {"sampled": 0.75, "greedy": 0.625},
@@ -76,7 +76,7 @@ def test_a_base_that_is_gone_costs_no_run_its_card(folder, tmp_path, monkeypatch
         raise ValueError("no such folder")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(huggingface, "find", gone)
+    monkeypatch.setattr(model_card, "find", gone)
     (tmp_path / "runs" / "base").mkdir(parents=True)
     assert model_card.base_of("Qwen/Qwen2.5-1.5B-Instruct", "cache") == {"base_model": "Qwen/Qwen2.5-1.5B-Instruct"}
     assert model_card.base_of("./folder/x", "cache") == model_card.base_of("runs/base", "cache") == {}

@@ -76,9 +76,9 @@ def test_jax_tells_of_all_that_it_compiles(monkeypatch, capsys):
     with CompileWatch():
         jax.jit(lambda x: x + 1).lower(1.0).compile()
 
-        def learn(x):
+        def train_step(x):
             return x * 2
 
-        jax.jit(learn)(1.0)
+        jax.jit(train_step)(1.0)
     said = capsys.readouterr().out
     assert "compiled a program in 0 s" in said and "compiled the update in 0 s" in said

@@ -287,7 +287,7 @@ def test_a_run_that_began_meanwhile_is_not_begun_again(tmp_path, monkeypatch):
 
     monkeypatch.setattr("hgpo_jax.trainer.main.build", slow_build)
     with pytest.raises(ConfigError, match="another process has begun a run here"):
-        main.run(configuration.load(), None, folder, False, None)
+        main.run(configuration.load(), None, folder, False, None, None)
     assert (folder / "episodes" / "iteration-00009.npz").exists()
 
 
