@@ -1,10 +1,9 @@
-"""The fields of advantages and of the update."""
+"""The fields of advantages, optimizers and the update."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from hgpo_jax.config.roles import OptimizerConfig
 from hgpo_jax.config.section import NonNegative, Positive, Section, Share, field
 
 
@@ -44,6 +43,17 @@ class AdvantageConfig(Section):
     gate_count: float = field(
         4.0, "tau of ecpo's gate tanh(visits / tau): visits it takes until a state is trusted", ge=0.1, le=1e6
     )
+
+
+class OptimizerConfig(Section):
+    """AdamW."""
+
+    lr: float = field(2e-3, "learning rate", gt=0)
+    warmup_steps: int = field(5, "optimizer steps over which the learning rate rises from 0", ge=0)
+    weight_decay: NonNegative = field(0.01, "AdamW's weight decay")
+    beta1: float = field(0.9, "AdamW's beta1", ge=0, lt=1)
+    beta2: float = field(0.999, "AdamW's beta2", ge=0, lt=1)
+    grad_clip: float = field(1.0, "largest global gradient norm", gt=0)
 
 
 class LearnerConfig(OptimizerConfig):
