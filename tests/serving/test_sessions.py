@@ -46,6 +46,16 @@ def reward(client, session="a", **body):
     return client.post(f"/sessions/{session}/reward", body=body, cast_to=object)
 
 
+def test_only_what_was_posted_at_a_sessions_end_is_its_success():
+    session = Session("one", 2)
+    session.add(Turn([1], "", [2], [0.0], "yes"))
+    assert session.success is False  # it goes on
+    session.post(RewardRequest(reward=1.0, success=True))
+    assert session.success is True
+    session.lost = True
+    assert session.success is False
+
+
 def test_a_session_is_what_was_sampled(recorded, policy, ended):
     first = ask(recorded)
     second = ask(recorded, extra_headers={}, metadata={"session_id": "a", "state_key": "elsewhere"}, temperature=0.7)
