@@ -4,7 +4,7 @@
     episodes, report = rollout(params, tasks, keys, groups, Decoding())
 
 A response that has ended becomes an action, its environment steps, and the episode's next prompt takes a slot of the sampler
-while responses of other episodes go on (`slots.py`): no episode waits for the longest response of a turn. Decoding waits for
+while responses of other episodes go on (`sampling/`): no episode waits for the longest response of a turn. Decoding waits for
 environments only while less than a fraction of the unfinished episodes is ready. A fraction of 1 waits for all, which makes a
 rollout bit-identical however fast environments are. Token ids are kept as sampled. The samples of an episode depend on its
 own key and turn alone, as in compiled rollouts.
