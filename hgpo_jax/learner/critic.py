@@ -54,7 +54,7 @@ def make_values(config: ModelConfig, remat: str = "none", plan_words: int = 0):
 
 
 def values_of_episodes(predict, batch: TrainingBatch, e: Episodes, order, count) -> tuple[jax.Array, jax.Array]:
-    """Returns the critic's values of the decisions f32[N, ...], and after the last of each truncated episode f32[B, ...], else 0.
+    """Returns the values of the decisions f32[N, ...], and after the last one of each truncated episode f32[B, ...], else 0.
 
     If such an episode has no final prompt, like an agent's, its last prompt replaces it.
     order, count: as for `predict`, of the decisions.
