@@ -211,14 +211,14 @@ def make_update(
     """Builds `update(params, opt_state, reference, batch, order, count, lr_scale)`, to be called under `jax.jit`.
 
     Args:
-        loss: `(params, reference, microbatch) -> (numerator, stats, max_difference)`; the numerator is a sum over tokens
-          (`per_token`) or over decisions, stats are (numerator, denominator) pairs, max_difference is the largest difference
-          between the log-probabilities of sampler and trainer, of interest in the first mini-batch.
-        mesh: each device of its `data` axis takes its part of every mini-batch.
-        minibatch_size: maximum decisions per optimizer step; an epoch is cut into equal steps.
-        microbatch_size: sequences per index of the `data` axis and gradient computation, rounded up to a multiple of `fsdp`.
-        compute_dtype: dtype of the copy of the parameters that the loss uses; the parameters themselves, the sum of gradients
-          and the optimizer keep theirs.
+      loss: `(params, reference, microbatch) -> (numerator, stats, max_difference)`; the numerator is a sum over tokens
+        (`per_token`) or over decisions, stats are (numerator, denominator) pairs, max_difference is the largest difference
+        between the log-probabilities of sampler and trainer, of interest in the first mini-batch.
+      mesh: each device of its `data` axis takes its part of every mini-batch.
+      minibatch_size: maximum decisions per optimizer step; an epoch is cut into equal steps.
+      microbatch_size: sequences per index of the `data` axis and gradient computation, rounded up to a multiple of `fsdp`.
+      compute_dtype: dtype of the copy of the parameters that the loss uses; the parameters themselves, the sum of gradients
+        and the optimizer keep theirs.
     `batch` is a TrainingBatch of N decisions. `order` i32[N] lists those to learn from in its first `count` (i32[]) entries;
     `lr_scale` f32[] scales the optimizer's step. Returns (params, opt_state, stats), with every stat a scalar mean over its
     denominator, plus `grad_norm` (mean), `optimizer_steps` and `logp_difference`, the largest of the first mini-batch. A

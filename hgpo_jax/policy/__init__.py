@@ -120,12 +120,12 @@ def load_policy(
     """Reads a Hugging Face folder; each process reads the parts of the weights that its devices hold.
 
     Args:
-        folder: holds config.json, model.safetensors (or an index and the files that it lists) and, if the policy should read
-          text, a tokenizer. A name such as Qwen/Qwen2.5-1.5B-Instruct is fetched from the hub. It may also be a GGUF file, or
-          `smollm2`, the package that contains one (`gguf_folder.py`).
-        mesh: the devices for the weights; one device if None.
-        dtype: `float32` or `bfloat16`.
-        cache_dir: keeps the folders converted from GGUF files.
+      folder: holds config.json, model.safetensors (or an index and the files that it lists) and, if the policy should read
+        text, a tokenizer. A name such as Qwen/Qwen2.5-1.5B-Instruct is fetched from the hub. It may also be a GGUF file, or
+        `smollm2`, the package that contains one (`gguf_folder.py`).
+      mesh: the devices for the weights; one device if None.
+      dtype: `float32` or `bfloat16`.
+      cache_dir: keeps the folders converted from GGUF files.
 
     Raises:
       ValueError: one line that names the file or tensor at fault.

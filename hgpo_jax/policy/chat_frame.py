@@ -98,23 +98,23 @@ class ChatFrame:
 
     Args:
       tokenizer: a transformers tokenizer with a chat template and an end token.
-        date: the current date for a template that mentions it (Llama 3.2, SmolLM3).
-        thinking: whether answers begin with a thought, if the template has a switch for it (Qwen3); None: the template's
-          default.
-        stop: further tokens that end an answer.
+      date: the current date for a template that mentions it (Llama 3.2, SmolLM3).
+      thinking: whether answers begin with a thought, if the template has a switch for it (Qwen3); None: the template's
+        default.
+      stop: further tokens that end an answer.
 
     Attributes:
       text: texts as token ids and back.
       head, tail: token ids before and after the only user message.
-        opened: the part of the answer that the tail already contains: "", "<think>" or a whole, empty thought.
-        has_switch: whether the template has a switch for `thinking`. hides_thoughts: whether it drops them from earlier
-          answers.
-        end_tokens: ids of the tokens that end an answer. The first one is the template's (or else the tokenizer's); the others
-          are the tokenizer's, those of generation_config.json and `stop`.
+      opened: the part of the answer that the tail already contains: "", "<think>" or a whole, empty thought.
+      has_switch: whether the template has a switch for `thinking`. hides_thoughts: whether it drops them from earlier
+        answers.
+      end_tokens: ids of the tokens that end an answer. The first one is the template's (or else the tokenizer's); the others
+        are the tokenizer's, those of generation_config.json and `stop`.
 
-      Raises ValueError for a tokenizer without a template or an end token, a template that does not show a message exactly
-      once, uses the time in a way that cannot be fixed or has no switch for `thinking`, and a stop that is not a token.
-      """
+    Raises ValueError for a tokenizer without a template or an end token, a template that does not show a message exactly
+    once, uses the time in a way that cannot be fixed or has no switch for `thinking`, and a stop that is not a token.
+    """
 
     def __init__(
         self, tokenizer, *, date: datetime.date = DATE, thinking: bool | None = None, stop: Sequence[str] = ()

@@ -162,10 +162,10 @@ class DeviceTokenizer:
         """Encodes a text.
 
         Args:
-            tables: `self.tables`, traced inside a program.
-            text: u8[L].
-            length: i32[], the number of bytes to read; more than L is not exact.
-            slots: S.
+          tables: `self.tables`, traced inside a program.
+          text: u8[L].
+          length: i32[], the number of bytes to read; more than L is not exact.
+          slots: S.
 
         Returns: (i32[S], the number of tokens i32[], exact bool[]: whether these are exactly the tokenizer's own).
         """

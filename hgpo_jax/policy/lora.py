@@ -81,7 +81,7 @@ def save(folder: str | Path, config: ModelConfig, adapters: dict, base: str = ""
     base: the folder or hub name of the frozen policy, for the record.
 
     Raises:
-        ValueError: the folder holds files that do not belong to a policy.
+      ValueError: the folder holds files that do not belong to a policy.
     """
     assert config.lora is not None  # its adapters
     content = {

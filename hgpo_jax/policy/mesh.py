@@ -33,7 +33,7 @@ def parse_mesh(spec: str, devices: int) -> dict[str, int]:
     """Parses axis sizes from a spec; omitted axes have size 1.
 
     Raises:
-        ValueError: a malformed or unknown axis, sizes that exceed `devices`, or that do not divide them if one is -1.
+      ValueError: a malformed or unknown axis, sizes that exceed `devices`, or that do not divide them if one is -1.
     """
     if spec.strip() == "auto":
         return {"data": devices, "fsdp": 1, "tensor": 1}

@@ -9,7 +9,7 @@ slot is never used. If a sequence holds several segments (`learner/packing.py`),
 There are three entry points with one set of weights:
 
 * `hidden(tokens, predict_slots, segment_start)`: training. The last block computes its queries and feed-forward only at
-    `predict_slots`, where the logits are needed; for short responses to long prompts that saves nearly the whole block.
+  `predict_slots`, where the logits are needed; for short responses to long prompts that saves nearly the whole block.
 * `prefill(tokens, last, cache_length)` and `decode(token, position, cache, blocks)`: sampling, one KVCache per layer.
 
 Shapes are written in the dimension letters of `hgpo_jax`.
@@ -43,7 +43,7 @@ def scaled_frequency(frequency, scaling: RopeScaling):
 
 
 def rope_tables(positions, c: ModelConfig):
-    """Computes cosines and sines, f32[B, S, 1, E / 2] each, for positions i32[B, S] (rotary embedding, arXiv 2104.09864)."""
+    """Computes cosines and sines, f32[B, S, 1, E / 2] each, for positions i32[B, S] (Su et al., arXiv 2104.09864)."""
     half = c.head_size // 2
     frequency = c.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     if c.rope_scaling:
@@ -256,9 +256,9 @@ class Qwen2(nnx.Module):
         Args:
           tokens: i32[B, S], right-padded.
           predict_slots: i32[B, Q], the slots to compute; slot t predicts token t + 1.
-            segment_start: i32[B, S], the slot where each slot's segment begins, if a sequence holds several; 0 if None.
-            remat: the parts of each block that the backward pass recomputes instead of saving them: "none"; "dots", all but the
-              products with weights; "full".
+          segment_start: i32[B, S], the slot where each slot's segment begins, if a sequence holds several; 0 if None.
+          remat: the parts of each block that the backward pass recomputes instead of saving them: "none"; "dots", all but the
+            products with weights; "full".
 
         Returns: [B, Q, D], to be passed to `logits`.
         """
@@ -273,7 +273,7 @@ class Qwen2(nnx.Module):
         Args:
           tokens: i32[B, S], right-padded prompts.
           last: i32[B], the last slot of each prompt.
-            cache_length: C, slots of the cache: S plus the tokens to decode.
+          cache_length: C, slots of the cache: S plus the tokens to decode.
 
         Returns: (hidden [B, D] at `last`, cache: a KVCache per layer).
         """

@@ -21,11 +21,11 @@ class Chat:
     """A conversation.
 
     Args:
-        policy: one with a tokenizer that has a chat template.
-        max_new: tokens of the longest answer.
-        seed: decides the answers; the same conversation with the same seed gets the same ones.
-        system: the system message, if the conversation should begin with one.
-        thinking: as in `ChatFrame`.
+      policy: one with a tokenizer that has a chat template.
+      max_new: tokens of the longest answer.
+      seed: decides the answers; the same conversation with the same seed gets the same ones.
+      system: the system message, if the conversation should begin with one.
+      thinking: as in `ChatFrame`.
 
     Raises:
       ValueError: no tokenizer, chat template or end token, or a max_new that leaves no room for a prompt.

@@ -56,15 +56,15 @@ class SlotPrograms:
     """The compiled programs of a SlotSampler, which all samplers of a policy share.
 
     Args:
-        graphdef: that of the `Qwen2` whose parameters are passed.
-        mesh: slots are split over its `data` and `fsdp` axes.
-        max_new: R, the longest response.
-        end_tokens: the tokens that end a response.
+      graphdef: that of the `Qwen2` whose parameters are passed.
+      mesh: slots are split over its `data` and `fsdp` axes.
+      max_new: R, the longest response.
+      end_tokens: the tokens that end a response.
 
     Attributes:
-        max_new, end_tokens: the arguments.
-        shards: parts that the slots are split into.
-        called: each program and shape, in words, that has been called.
+      max_new, end_tokens: the arguments.
+      shards: parts that the slots are split into.
+      called: each program and shape, in words, that has been called.
     """
 
     def __init__(self, graphdef, mesh: Mesh | AbstractMesh, *, max_new: int, end_tokens: tuple[int, ...]):
@@ -179,18 +179,18 @@ class SlotSampler:
 
     Args:
       programs: compiled for the policy.
-        params: those of the policy.
-        keys: [B], the episodes' random keys, or [B, 2] as for `sampling.turn_keys`.
-        decoding: None if every request has its own.
-        slots: maximum number of simultaneous responses, rounded up to a multiple of `programs.shards`.
-        prompt_limit: P, tokens of the longest prompt.
+      params: those of the policy.
+      keys: [B], the episodes' random keys, or [B, 2] as for `sampling.turn_keys`.
+      decoding: None if every request has its own.
+      slots: maximum number of simultaneous responses, rounded up to a multiple of `programs.shards`.
+      prompt_limit: P, tokens of the longest prompt.
 
     Attributes:
-        keys: the argument; it may be replaced by others of the same shape for later requests.
-        steps: decoding steps so far.
-        busy: the sum over these steps of the fraction of active slots, among the slots at that time.
-        prompt_widths: prompt widths in slots, ascending.
-        prompt_counts: numbers of prompts that are prefilled at a time, ascending.
+      keys: the argument; it may be replaced by others of the same shape for later requests.
+      steps: decoding steps so far.
+      busy: the sum over these steps of the fraction of active slots, among the slots at that time.
+      prompt_widths: prompt widths in slots, ascending.
+      prompt_counts: numbers of prompts that are prefilled at a time, ascending.
     """
 
     def __init__(self, programs: SlotPrograms, params, keys, decoding: Decoding | None, *, slots: int, prompt_limit: int):

@@ -194,13 +194,13 @@ def generate(
     """Samples a response to each prompt.
 
     Args:
-        model: a bound `Qwen2`.
-        blocks: the result of its `decode_blocks()`, computed outside of every loop.
+      model: a bound `Qwen2`.
+      blocks: the result of its `decode_blocks()`, computed outside of every loop.
       prompts: i32[B, P], right-padded.
       lengths: i32[B], tokens of each prompt, at least 1.
       keys: a random key per row.
       max_new: R, the longest response.
-        end_tokens: the tokens that end a response.
+      end_tokens: the tokens that end a response.
     """
     B, P = prompts.shape
     hidden, cache = model.prefill(prompts, lengths - 1, P + max_new - 1)

@@ -34,9 +34,9 @@ class Training:
     """Trains a job in its run folder.
 
     Args:
-        done: iterations in the folder's checkpoint; 0 if training begins.
-        stop: receives the signals.
-        on_iteration: called with every row of metrics once it is written, in another thread.
+      done: iterations in the folder's checkpoint; 0 if training begins.
+      stop: receives the signals.
+      on_iteration: called with every row of metrics once it is written, in another thread.
     """
 
     def __init__(
