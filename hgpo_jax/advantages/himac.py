@@ -73,7 +73,7 @@ def _means(values: jax.Array, keys: list[jax.Array], counted: jax.Array) -> jax.
 def _compare(
     values: jax.Array, magnitudes: jax.Array, keys: list[jax.Array], counted: jax.Array, normalize: str
 ) -> jax.Array:
-    """f32[B, T]: a counted step's value less that mean, with `mean_std` over (sample std + 1e-6).
+    """Returns f32[B, T]: a counted step's value less that mean, with `mean_std` over (sample std + 1e-6).
 
     magnitudes: f32[B, T], the sums of the values' absolute terms.
     """

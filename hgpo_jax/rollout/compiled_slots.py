@@ -46,12 +46,12 @@ class Play(struct.PyTreeNode):
 
     @property
     def taken(self) -> jax.Array:
-        """bool[S]: slots that hold an episode."""
+        """Returns slots that hold an episode, bool[S]."""
         return self.episode < self.turn.shape[0]
 
     @property
     def over(self) -> jax.Array:
-        """bool[S]: slots whose response has ended."""
+        """Returns slots whose response has ended, bool[S]."""
         return self.taken & self.slots.ended
 
 

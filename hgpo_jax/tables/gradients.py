@@ -66,7 +66,7 @@ def rloo_by_turn(e: Episodes, gamma: float) -> jax.Array:
 def make_gradient(job: Job) -> Callable:
     """Builds `gradient(params, reference, episodes, advantages f32[B, T]) -> f32[D]` of a batch as one mini-batch.
 
-    The gradient is nan if it is not finite. The loss is the surrogate alone, a mean over tokens: no KL penalty, no entropy bonus.
+    It is nan if it is not finite. The loss is the surrogate alone, a mean over tokens: no KL penalty, no entropy bonus.
     """
     config = job.config
     learner = config.learner.model_copy(update={"kl_weight": 0.0, "entropy_weight": 0.0, "aggregate": "token-mean"})

@@ -98,7 +98,7 @@ def parse(kept: dict) -> Measured:
 
 
 def lines(found: list[Measured]) -> list[str]:
-    """Formats cosine and mean square error by estimator, for each setting and iteration: mean and standard error over its runs."""
+    """Formats cosine and mean square error by estimator, for each setting and iteration: mean and standard error."""
     lines: list[str] = []
     for (setting, iteration), ours in by_setting(found).items():
         lines += ["", heading(setting, iteration, ours), "", "| | cosine | mean square error |", "|---|---|---|"]
