@@ -12,7 +12,7 @@ BITS = 32
 
 
 def test(words, numbers):
-    """Returns which of the numbers i32[n] are in the set u32[W], bool[n]."""
+    """Marks the numbers i32[n] that are in the set u32[W], bool[n]."""
     found = jnp.zeros(numbers.shape, jnp.uint32)
     for w in range(words.shape[-1]):  # few words: comparing is quicker than gathering
         found = jnp.where(numbers // BITS == w, words[w], found)
@@ -20,12 +20,12 @@ def test(words, numbers):
 
 
 def tests(sets, number):
-    """Returns which of the sets u32[S, W] have this number i32[], bool[S]."""
+    """Marks the sets u32[S, W] that have this number i32[], bool[S]."""
     return jax.vmap(test, (0, None))(sets, number)
 
 
 def columns(sets, numbers):
-    """Returns for each of the numbers i32[n], a field whose bit s says whether it is in set s of u32[S, W], u32[n]."""
+    """Returns a field u32[n] for each of the numbers i32[n]: its bit s is set if the number is in set s of u32[S, W]."""
     return sum(test(words, numbers).astype(jnp.uint32) << s for s, words in enumerate(sets))
 
 

@@ -82,7 +82,7 @@ def expert_action(env: CompiledAlfworld, state: State, recent: jax.Array, key: j
 
 
 def _searched(env: CompiledAlfworld, state: State, recent, rank):
-    """Returns the place up to which the search has come, as its rank i32[R]; 0 at the beginning; i32[]."""
+    """Returns the place up to which the search has come, as its rank, i32[]; 0 at the beginning."""
     games, game = env.games, state.game
     here = games.location[game] == state.at
     done = jnp.where(here.any(), jnp.where(here, rank, len(env.words)).min(), 0)

@@ -172,7 +172,7 @@ class Game:
         return intro.partition("Your task is to: ")[2].strip()
 
     def reset(self) -> tuple[str, list[str]]:
-        """Returns to the start; returns the first observation and the admissible commands."""
+        """Goes back to the start; returns the first observation and the admissible commands."""
         self._state, self._choices = self.data.initial, None
         view = self.data.view(self._state)
         return self.data.narrator.text(INTRO, view, {}), self.commands

@@ -124,7 +124,7 @@ class Household:
         return " ".join(self.words[i] for i in np.asarray(ids).ravel() if i)
 
     def goal(self, state: State) -> jax.Array:
-        """Returns room, task, kind of thing, kind of receptacle, i32[4]."""
+        """Returns the room, the task, the kind of thing and the kind of receptacle, i32[4]."""
         room_words = jnp.array([self.word_id[room] for room in self.rooms])
         kind = jnp.asarray(self._kind_word)[state.room, state.goal_kind]
         return jnp.stack([room_words[state.room], jnp.asarray(self._task_word)[state.task], kind, state.goal_place])
@@ -140,7 +140,7 @@ class Household:
     # -- facts about a state ------------------------------------------------------------------------------------
 
     def accessible(self, state: State) -> jax.Array:
-        """Returns receptacles that are open or cannot be closed, bool[places]."""
+        """Marks the receptacles that are open or cannot be closed, bool[places]."""
         return state.opened | ~jnp.asarray(self._openable)[state.room]
 
     def won(self, state: State) -> jax.Array:

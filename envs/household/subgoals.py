@@ -56,7 +56,7 @@ class HouseholdSubgoals:
         return " ".join(self.words[i] for i in np.asarray(ids).ravel() if i)
 
     def goal(self, state: SubgoalState) -> jax.Array:
-        """Returns room, task, kind of thing, kind of receptacle, i32[4]."""
+        """Returns the room, the task, the kind of thing and the kind of receptacle, i32[4]."""
         return self.house.goal(state.house)
 
     def switches(self, answer: jax.Array) -> jax.Array:

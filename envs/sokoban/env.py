@@ -87,7 +87,7 @@ class Sokoban:
         return " ".join(self.words[i] for i in np.asarray(ids).ravel() if i)
 
     def goal(self, state: State) -> jax.Array:
-        """Returns the same in every room, i32[1]."""
+        """Returns the goal, the same in every room, i32[1]."""
         return jnp.full(self.goal_length, self.word_id[GOAL], jnp.int32)
 
     def won(self, state: State) -> jax.Array:

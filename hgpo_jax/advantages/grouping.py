@@ -117,7 +117,7 @@ def group_min(values: jax.Array, segment: jax.Array) -> jax.Array:
 
 
 def group_size(segment: jax.Array) -> jax.Array:
-    """Returns members of each row's group, i32[N]."""
+    """Counts members of each row's group, i32[N]."""
     return group_sum(jnp.ones_like(segment), segment)
 
 

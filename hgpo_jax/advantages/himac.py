@@ -48,7 +48,7 @@ def himac(
     begin = jax.lax.cummax(jnp.where(plans, jnp.arange(shape[1]), 0), axis=1)
 
     def at_begin(values):
-        """Of each step the value [B, T] of the blueprint that it executes."""
+        """Returns each step's value [B, T] at the blueprint that it executes."""
         return jnp.where(batch.mask, jnp.take_along_axis(values, begin, axis=1), 0)
 
     returns = at_begin(discounted_sum(batch.rewards, gamma))

@@ -55,7 +55,7 @@ def following(values: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def last_steps(mask: jax.Array) -> jax.Array:
-    """Returns the last step of each trajectory, bool[B, T]."""
+    """Marks the last step of each trajectory, bool[B, T]."""
     return mask & ~jnp.pad(mask[:, 1:], ((0, 0), (0, 1)))
 
 

@@ -46,12 +46,12 @@ class Play(struct.PyTreeNode):
 
     @property
     def taken(self) -> jax.Array:
-        """Returns slots that hold an episode, bool[S]."""
+        """Slots that hold an episode, bool[S]."""
         return self.episode < self.turn.shape[0]
 
     @property
     def over(self) -> jax.Array:
-        """Returns slots whose response has ended, bool[S]."""
+        """Slots whose response has ended, bool[S]."""
         return self.taken & self.slots.ended
 
 

@@ -60,7 +60,7 @@ class Form:
         self._asked, self._texts = asked, texts
 
     def whole(self, choices: Sequence[Choice], prompts: Sequence[list[int]]) -> dict[str, Any]:
-        """Of the prompts' ids and all choices."""
+        """Builds the non-streaming response body."""
         written = [
             self._choice(Piece(i, c.text, c.text, c.tokens, c.logp, c.finish_reason), "message") for i, c in enumerate(choices)
         ]
