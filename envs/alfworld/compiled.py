@@ -180,7 +180,7 @@ class CompiledAlfworld:
     # -- the game -----------------------------------------------------------------------------------------------
 
     def reset(self, key: jax.Array) -> tuple[State, jax.Array]:
-        """An episode of a game drawn from a key: (State, observation i32[observation_length])."""
+        """Starts an episode of a game drawn from a key: (State, observation i32[observation_length])."""
         return self.start(jax.random.randint(key, (), 0, len(self)))
 
     def start(self, game) -> tuple[State, jax.Array]:

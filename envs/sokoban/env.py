@@ -79,7 +79,7 @@ class Sokoban:
         return {word: index for index, word in enumerate(self.words)}
 
     def encode(self, text: str) -> np.ndarray:
-        """An action's word as i32[1]; a word that the room does not know becomes 0."""
+        """Encodes an action's word as i32[1]; a word that the room does not know becomes 0."""
         return np.array([self.word_id.get(text.strip(), 0)], np.int32)
 
     def decode(self, ids) -> str:

@@ -20,7 +20,7 @@ def himac(
     normalize: str = "mean_std",
     invalid_penalty: float = 0.1,
 ) -> Estimate:
-    """The macro advantage for a planner's steps, the micro advantage for all others.
+    """Returns the macro advantage for a planner's steps, the micro advantage for all others.
 
     agents: i32[B, T], the role that acted. The one that acts first in a trajectory is its planner; each of its actions is a
         blueprint, and the steps from it to the planner's next one are its execution. A sole role plans in every step.
