@@ -76,7 +76,8 @@ def main() -> None:
     p.add_argument("--temperature", type=float, metavar="T", help=f"0 takes the most likely token; {usual} 0.7")
     p.add_argument("--top-k", type=int, metavar="K", help=f"draw from the K most likely tokens; {usual} 0, all")
     p.add_argument("--top-p", type=float, metavar="P", help=f"of these the likeliest that reach P; {usual} 1")
-    p.add_argument("--thinking", choices=["on", "off"], help="where the chat template has a switch for it; default: its own")
+    said = "where the chat template has a switch for it; default: as the policy was trained"
+    p.add_argument("--thinking", choices=["on", "off"], help=said)
     p.add_argument("--max-tokens", type=int, default=512, metavar="N", help="tokens of the longest answer; default: 512")
     p.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampled answers; default: 0")
     p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the weights; default: float32")

@@ -45,7 +45,7 @@ def pytest_collection_finish():
 LONGEST = (
     "test_tpu.py", "test_runs.py", "test_outside.py", "test_notebooks.py", "test_tables_run.py", "test_distributed.py",
     "test_text_training.py", "test_methods.py", "test_examples.py", "test_host_agreement.py", "test_memory.py", "test_train.py",
-    "test_main_job.py", "test_weight_sets.py",
+    "test_weight_sets.py",
 )  # fmt: skip
 
 

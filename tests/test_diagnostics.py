@@ -14,16 +14,6 @@ GROUPS = np.zeros(4, int)
 BATCH = {"rewards": REWARDS, "mask": MASK, "states": STATES, "groups": GROUPS}
 
 
-def test_oracle_groups_end_where_histories_part():
-    ids = diagnostics.oracle_groups(STATES, MASK, GROUPS)
-    sizes = diagnostics.oracle_sizes(ids)[..., 0]
-    assert sizes.tolist() == [[4, 3, 2, 1, 0], [4, 3, 2, 1, 0], [4, 1, 1, 1, 1], [4, 3, 1, 0, 0]]
-    assert (ids[~MASK] == -1).all()
-    apart = diagnostics.oracle_groups(STATES, MASK, np.array([0, 1, 0, 1]))
-    assert diagnostics.oracle_sizes(apart)[:, 0, 0].tolist() == [2, 2, 2, 2]
-    assert diagnostics.oracle_sizes(apart)[1, :, 0].tolist() == [2, 2, 1, 1, 0]
-
-
 def test_peers_and_group_sizes():
     record = estimate("hgpo", **BATCH)
     # Level 0: A 8, B 4, C 3, D 1. Level 1: AB 3, BA 3, AC 2, AD, AA, CB, BC. Level 2: ABA 2, seven alone.
@@ -32,22 +22,6 @@ def test_peers_and_group_sizes():
     np.testing.assert_allclose(diagnostics.peer_share(record.level_sizes, MASK), [15 / 16, 8 / 16, 2 / 16])
     oracle = diagnostics.oracle_sizes(diagnostics.oracle_groups(STATES, MASK, GROUPS))
     np.testing.assert_allclose(diagnostics.peer_share(oracle, MASK), [9 / 16])
-
-
-def test_the_oracles_own_advantages_have_no_error():
-    ids = diagnostics.oracle_groups(STATES, MASK, GROUPS)
-    record = estimate("hgpo", **BATCH, gamma=0.5, normalize="mean", history_length=4)
-    returns = np.asarray(record.returns, float)
-    own = np.zeros_like(returns)
-    for name in np.unique(ids[MASK]):
-        own[ids == name] = returns[ids == name] - returns[ids == name].mean()
-    result = diagnostics.against_oracle(own, returns, ids)
-    assert result["steps"] == 9
-    assert result["mse"] < 1e-20
-    # Level 0 compares situations that differ, which is bias; all members of an Oracle group err alike.
-    level_0 = diagnostics.against_oracle(np.asarray(record.level_advantages)[..., 0], returns, ids)
-    assert level_0["bias"] > 1
-    assert level_0["variance"] < 1e-10
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -13,9 +13,9 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from hgpo_jax import analysis
 from hgpo_jax.advantages import estimate
 from hgpo_jax.analysis import diagnostics, plots
-from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.inspected import EXAMPLE, text_run
+from tests.helpers.refusals import refused
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_roles_are_told_where_there_are_several(dump):
     np.testing.assert_array_equal(team.estimate("dr_mas").advantages, own.advantages)
 
 
-@pytest.mark.parametrize("level", [-1, 0, 1, 2, 5])
+@pytest.mark.parametrize("level", [-1, 0, 1, 2, 99])
 def test_groups_are_those_of_a_plain_loop(dump, level):
     e = dump.episodes
     found = {}
@@ -97,19 +97,7 @@ def test_groups_are_those_of_a_plain_loop(dump, level):
         assert len({int(ids[step]) for step in members}) == 1
 
 
-def test_a_level_longer_than_the_episodes_is_their_whole_past():
-    states, mask = np.array([[0, 1], [0, 1], [2, 1]]), np.ones((3, 2), bool)
-    e = Episodes(**{name: None for name in Episodes.__dataclass_fields__} | {
-        "states": states, "mask": mask, "groups": np.zeros(3, int),
-    })  # fmt: skip
-    (a, b), again, (c, d) = analysis.group_ids(e, 7).tolist()
-    assert again == [a, b]
-    assert len({a, b, c, d}) == 4
-
-
-@pytest.mark.parametrize(
-    ("name", "options"), [("hgpo", {"base_group": True}), ("gigpo", {}), ("eb_gae", {})], ids=str
-)
+@pytest.mark.parametrize(("name", "options"), [("hgpo", {"base_group": True}), ("gigpo", {}), ("eb_gae", {})], ids=str)
 def test_a_steps_groups_add_up_to_its_advantage(dump, name, options):
     record = dump.estimate(name, **options)
     for b, t in some_steps(dump):
@@ -280,9 +268,8 @@ def test_refusals_are_one_line(tmp_path):
         (lambda: shutil.rmtree(folder), folder, "not the folder of a run"),
     ):
         change()
-        with pytest.raises(ConfigError, match=fragment) as caught:
+        with refused(fragment, ConfigError):
             analysis.load(path)
-        assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match=r"iteration=3: .*iterations 9, 39"):
         analysis.load(EXAMPLE, iteration=3)
 

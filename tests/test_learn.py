@@ -17,7 +17,7 @@ from hgpo_jax.learner import losses
 from hgpo_jax.policy import network
 from hgpo_jax.rollout.episodes import Episodes, action_ids
 from hgpo_jax.setup.job import Job
-from hgpo_jax.trainer.step import make_learn
+from hgpo_jax.trainer.step import make_train_step
 from tests.helpers.tiny import MODEL, WORDS, mesh_of, parameters
 
 B, T, P, R, TEMPERATURE = 6, 4, 5, 3, 0.8
@@ -88,7 +88,7 @@ def built(*overrides, devices, roles):
     config, mesh = load(None, [*SETTINGS, *overrides]), mesh_of(f"data={devices}")
     policy = types.SimpleNamespace(config=MODEL)
     runner = types.SimpleNamespace(roles=roles, answer_parts=(1, 1, 1), switches=switches, end_tokens=ENDS)
-    return mesh, *make_learn(Job(config=config, mesh=mesh, policy=policy, adapted=MODEL, runner=runner))
+    return mesh, *make_train_step(Job(config=config, mesh=mesh, policy=policy, adapted=MODEL, runner=runner))
 
 
 def learn(e: Episodes, *overrides, scale=1.0, devices=1, roles=("agent",), reference=None, role=None):
@@ -111,7 +111,7 @@ def assert_first_gradient(state, e: Episodes, weights) -> float:
         return -(weights * logprobs(params, e.prompts[e.mask], e.prompt_lengths[e.mask], e.responses[e.mask])).sum()
 
     gradient = jax.grad(loss)(jax.tree.map(jnp.asarray, parameters(0)))
-    moments = optax.tree.get(state["opt_state"], "mu")
+    moments = optax.tree.get(state.opt_state, "mu")
     jax.tree.map(lambda m, g: np.testing.assert_allclose(m, 0.1 * g, atol=2e-6), moments, gradient)
     return float(optax.tree.norm(gradient))
 
@@ -135,7 +135,6 @@ CASES = {
     "hgpo": ((), "token-mean", lambda e: estimated(e, "hgpo")),
     "gigpo": (GIGPO, "seq-mean-token-sum", lambda e: estimated(e, "gigpo", normalize="mean_std")),
     "gspo": ((), "seq-mean-token-mean", lambda e: estimated(e, "grpo")),
-    "kpo": ((), "seq-mean-token-mean", lambda e: estimated(e, "grpo")),
     "graphgpo": ((), "token-mean", lambda e: estimated(e, "graphgpo", success=e.success, next_states=e.next_states)),
     "dr_mas": ((), "token-mean", lambda e: estimated(e, "dr_mas", agents=e.agents)),
     "ppo": ((), "token-mean", lambda e: estimated(e, "gae", **fresh_critic("values"))),
@@ -155,7 +154,7 @@ def test_the_first_gradient_is_that_of_reinforce(episodes, method):
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert metrics["loss"] == pytest.approx(-weights.sum(), abs=1e-5)
     assert metrics["logp_difference"] < 1e-5 and "correction/weight" not in metrics
-    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), state["params"], before["params"])
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), state.params, before.params)
     assert max(jax.tree.leaves(moved)) > 1e-5
 
 
@@ -170,7 +169,7 @@ def test_the_tokens_of_answers_that_were_cut_can_be_left_out_and_their_steps_sti
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
     if method == "ppo":  # the critic learns from all steps
         whole, _, _ = learn(e, "method=ppo")
-        jax.tree.map(np.testing.assert_array_equal, state["critic"], whole["critic"])
+        jax.tree.map(np.testing.assert_array_equal, state.critic, whole.critic)
 
 
 @pytest.mark.slow
@@ -188,9 +187,9 @@ def test_hipers_first_gradient_gives_every_token_its_parts_advantage(episodes):
     assert metrics["switch_rate"] == pytest.approx(begins.mean())
     assert_first_gradient(state, e, weights)
     # The bias of a head of zeros moves by the mean over decisions of what it says too little; V_high's by that of its segments.
-    bias = optax.tree.get(state["critic"]["opt_state"], "mu")["value"]["bias"]
+    bias = optax.tree.get(state.critic.opt_state, "mu")["value"]["bias"]
     np.testing.assert_allclose(bias, -0.1 * np.asarray(record.part_returns)[happened].sum(0) / happened.sum(), rtol=1e-4)
-    assert (before["critic"]["params"]["value"]["kernel"].shape, metrics["nonfinite_steps"]) == ((3, 16), 0)
+    assert (before.critic.params["value"]["kernel"].shape, metrics["nonfinite_steps"]) == ((3, 16), 0)
 
 
 def test_actions_are_equal_exactly_where_responses_are(episodes):
@@ -277,9 +276,9 @@ def test_the_critic_learns_the_returns_and_a_scale_of_zero_moves_nothing(episode
     returns = np.asarray(CASES["ppo"][2](e).returns)[e.mask]
     assert metrics["critic/loss"] == pytest.approx((returns**2).mean() / 2, rel=1e-5)
     assert metrics["critic/explained"] == pytest.approx(1 - (returns**2).mean() / returns.var(), rel=1e-4)
-    bias = optax.tree.get(state["critic"]["opt_state"], "mu")["value"]["bias"]
+    bias = optax.tree.get(state.critic.opt_state, "mu")["value"]["bias"]
     assert bias == pytest.approx(0.1 * -returns.mean(), rel=1e-5)
-    for now, then in ((state["params"], before["params"]), (state["critic"]["params"], before["critic"]["params"])):
+    for now, then in ((state.params, before.params), (state.critic.params, before.critic.params)):
         jax.tree.map(np.testing.assert_array_equal, now, then)
 
 
@@ -315,7 +314,7 @@ def test_the_loss_sees_the_parameters_in_the_computing_type(episodes):
     """bfloat16 rounds log-probabilities in their third digit; what is trained stays float32."""
     state, metrics, _ = learn(episodes, "method=hgpo", "policy.compute_dtype=bfloat16")
     assert 1e-3 < metrics["logp_difference"] < 0.1
-    assert {str(a.dtype) for a in jax.tree.leaves(state["params"])} == {"float32"}
+    assert {str(a.dtype) for a in jax.tree.leaves(state.params)} == {"float32"}
 
 
 @pytest.mark.slow

@@ -161,16 +161,6 @@ def test_micro_batches_and_devices_change_nothing(off_policy, expected, spec, mi
     np.testing.assert_allclose(stats["kl"], expected[1]["kl"], rtol=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("spec", "max_segments"), [("data=2", 1), ("data=2,fsdp=2,tensor=2", 4)])
-def test_packing_changes_nothing(off_policy, expected, spec, max_segments, monkeypatch):
-    """Decisions that share sequences, in micro-batches that predict as many tokens as one response has, or more."""
-    predictions = MAX_NEW if max_segments == 1 else 2 * MAX_NEW
-    shape = packing.SequenceShape(WIDTH + MAX_NEW - 1, predictions, max_segments)
-    monkeypatch.setattr(packing, "sequence_shape", lambda P, R: shape)
-    assert_same(run(off_policy, spec=spec, microbatch=2)[0], expected[0])
-
-
 def test_the_optimizer_is_adamw_with_a_clip_and_a_linear_warm_up():
     """Gradients far from zero, so that optax's own epsilon does not matter."""
     params = {"w": jnp.array([1.0, -2.0, 0.5])}

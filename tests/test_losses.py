@@ -205,30 +205,6 @@ def test_rollout_correction(level):
     np.testing.assert_array_equal(weights, 1.0)
 
 
-def test_corrected_samples_of_another_policy_give_the_policys_own_gradient():
-    """Every token of a vocabulary, as often as the sampler q draws it: the gradient is that of what p draws."""
-    rng = np.random.default_rng(4)
-    p, q = (jnp.asarray(rng.normal(size=7), jnp.float32) for _ in range(2))
-    A, mask = jnp.asarray(rng.normal(size=7), jnp.float32), np.ones((7, 1), bool)
-
-    def gradient(sampler, cap):
-        old, sampled = jax.nn.log_softmax(p)[:, None], jax.nn.log_softmax(sampler)[:, None]
-        weights, _ = losses.rollout_correction(old, sampled, mask, level="token", cap=cap)
-
-        def loss(logits):
-            new = jax.nn.log_softmax(logits)[:, None]
-            each = jax.vmap(lambda *one: losses.policy_loss(*(a[None] for a in one))[0])(new, old, A[:, None] * weights, mask)
-            return (each * jnp.exp(sampled[:, 0])).sum()
-
-        return jax.grad(loss)(p)
-
-    own = gradient(p, 1e6)
-    assert np.abs(own).max() > 0.05
-    np.testing.assert_allclose(gradient(q, 1e6), own, atol=1e-6)
-    np.testing.assert_allclose(gradient(p, 1.0), own, atol=1e-6)
-    assert np.abs(gradient(q, 1.0) - own).max() > 0.01  # a cap has its price
-
-
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="level='word': give token or sequence"):
         losses.rollout_correction(NEW, OLD, MASK, level="word")
@@ -236,3 +212,28 @@ def test_unknown_names_are_refused():
         losses.policy_loss(NEW, OLD, ADVANTAGES, MASK, aggregate="mean")
     with pytest.raises(ValueError, match="kind='k4': give one of k1"):
         losses.kl(NEW, OLD, kind="k4")
+
+
+LOGITS, REFERENCE = (jnp.array(np.random.default_rng(seed).normal(size=5)) for seed in (0, 1))
+
+
+def divergence(first, second):
+    return jnp.sum(jnp.exp(first) * (first - second))
+
+
+@pytest.mark.parametrize(("kind", "of"), [
+    ("k1", lambda new, ref: divergence(new, ref)), ("k2", lambda new, ref: divergence(new, ref)),
+    ("k3", lambda new, ref: divergence(ref, new)), ("abs", lambda new, ref: jnp.abs(jnp.exp(new) - jnp.exp(ref)).sum()),
+])  # fmt: skip
+def test_the_expected_gradient_is_that_of_the_divergence(kind, of):
+    """Exactly, over a policy of five tokens."""
+    both = lambda logits: (jax.nn.log_softmax(logits), jax.nn.log_softmax(REFERENCE))  # noqa: E731
+    drawn = jnp.exp(jax.nn.log_softmax(LOGITS))  # tokens are drawn from the policy, and their shares have no gradient
+    expected = jax.grad(lambda logits: jnp.sum(drawn * losses.kl(*both(logits), kind)))(LOGITS)
+    np.testing.assert_allclose(expected, jax.grad(lambda logits: of(*both(logits)))(LOGITS), atol=1e-6)
+    assert np.abs(expected).max() > 0.01
+
+
+@pytest.mark.parametrize(("d", "pulls"), [(2.60, True), (2.62, False), (-10.98, True), (-11.0, False)])
+def test_k3_lets_go_where_it_is_cut(d, pulls):
+    assert (jax.grad(lambda new: losses.kl(new, new * 0 + d, "k3"))(0.0) != 0) == pulls

@@ -7,7 +7,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from hgpo_jax.config import load
-from hgpo_jax.policy import huggingface, model_card
+from hgpo_jax.policy import model_card
 
 RESULT = {
     "episodes": 140, "temperature": 0.4, "success": {"sampled": 0.75, "greedy": 0.625},
@@ -55,6 +55,16 @@ def test_what_is_known_of_the_weights_that_training_began_with_is_handed_on(fold
     assert "AutoPeftModelForCausalLM" in card.text and str(tmp_path) not in card.text.partition("## Configuration")[0]
 
 
+@pytest.mark.parametrize(("thinking", "words"), [
+    ("null", "the chat template as on 2023-03-05;"), ("false", "with `enable_thinking=False` as on 2023-03-05;")
+])  # fmt: skip
+def test_a_reader_learns_how_the_chat_template_was_shown(thinking, words, folder):
+    (folder / "generation_config.json").write_text(f'{{"hgpo_jax": {{"date": "2023-03-05", "thinking": {thinking}}}}}')
+    model_card.write(folder, load(None), 1, RESULT)
+    text = ModelCard.load(folder / "README.md").text
+    assert words in text and "\n\n\n" not in text
+
+
 @pytest.mark.parametrize("text", ["", "# no front matter", "---\n: [\n---\n", "---\n- a list\n---\n", b"---\n\xff\n---\n"])
 def test_a_base_with_another_readme_has_no_facts(text, tmp_path):
     (tmp_path / "README.md").write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -66,7 +76,7 @@ def test_a_base_that_is_gone_costs_no_run_its_card(folder, tmp_path, monkeypatch
         raise ValueError("no such folder")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(huggingface, "find", gone)
+    monkeypatch.setattr(model_card, "find", gone)
     (tmp_path / "runs" / "base").mkdir(parents=True)
     assert model_card.base_of("Qwen/Qwen2.5-1.5B-Instruct", "cache") == {"base_model": "Qwen/Qwen2.5-1.5B-Instruct"}
     assert model_card.base_of("./folder/x", "cache") == model_card.base_of("runs/base", "cache") == {}

@@ -11,11 +11,6 @@ HERE = Path(__file__).parent.parent / "notebooks"
 BOOKS = sorted(HERE.glob("*.ipynb"))
 
 
-def test_there_are_five():
-    names = ["bias_variance", "inspect_advantages", "quickstart", "teams", "your_own_environment"]
-    assert [book.stem for book in BOOKS] == names
-
-
 def complaints(outputs: list[dict]) -> list[dict]:
     """Errors, and warnings, which go to standard error."""
     return [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]

@@ -6,9 +6,7 @@ import pickle
 import re
 import subprocess
 import sys
-from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -17,14 +15,11 @@ from hgpo_jax.config import describe, load
 from hgpo_jax.envs import outside
 from hgpo_jax.learner.algorithms import method_named
 from hgpo_jax.rollout.environments import backend, environment, max_turns
-from hgpo_jax.setup.job import build
 from hgpo_jax.setup.validate import check_together
 from hgpo_jax.trainer import provenance
 from hgpo_jax.utils.errors import ConfigError
-from tests.helpers.chat_tokenizers import byte_tokenizer
 from tests.helpers.training import TINY, command, rows_of
 
-ROOT = Path(__file__).parents[1]
 COMPILED = '''
 import jax, jax.numpy as jnp
 from flax import struct
@@ -68,7 +63,7 @@ class Guided(Corridor):
     def random_action(self, state, key):
         return jax.random.randint(key, (1,), 1, 3)
 '''
-TEXT = '''
+TEXT = """
 class Guess:
     task_types, task_type = ("guess",), 0
 
@@ -84,8 +79,8 @@ class Guess:
         won = action == f"guess {self.number}"
         info = {"won": won, "admissible": action.startswith("guess ")}
         return "No.", [f"guess {n}" for n in range(self.size)], 10.0 * won, won or self.turn == self.max_turns, info
-'''
-ESTIMATOR = '''
+"""
+ESTIMATOR = """
 from hgpo_jax.advantages import Estimate, returns
 
 def plain(batch, *, gamma=0.95, invalid_penalty=0.1):
@@ -104,8 +99,11 @@ def bare(batch):
 def by_episode(batch):
     return Estimate(batch.rewards.sum(1), batch.rewards)
 
+def scored(told):
+    return 0
+
 number = 3
-'''
+"""
 PROMPTS = "== first ==\n$goal\n$observation\n$commands\n== later ==\n$goal\n$history\n$observation\n== entry ==\n$action\n"
 SMALL = [word for word in TINY if not word.startswith("env.")]
 TEXTS = ["policy.tokenizer=tok", "rollout.prompt_limit=512", "rollout.response_limit=4", "learner.microbatch_size=4"]
@@ -238,7 +236,8 @@ def test_a_module_and_an_entry_point(here, monkeypatch):
 )
 def test_mistakes_are_one_line(here, overrides, message):
     (here / "lacking.py").write_text(
-        TEXT.replace('task_types, task_type = ("guess",), 0', "task_type = 0") + COMPILED.replace("def won", "def is_won")
+        TEXT.replace('task_types, task_type = ("guess",), 0', "task_type = 0")
+        + COMPILED.replace("def won", "def is_won")
         + "class Needing(Guess):\n    def __init__(self, size: int):\n        pass\n"
     )
     for _ in range(2):  # nothing of a module that fails is left
@@ -263,6 +262,8 @@ TEAM = ["env.name=household_team_text", "env.template=plain", "roles.searcher.te
     ("fields", "recorded", "changed", "others"),
     [
         (PARTS, "env.name", "rooms.py", ["method"]),
+        (["reward.source=./learning.py:scored"], "reward.source", "learning.py", []),
+        (["env.name=household_text", "env.state_key=./learning.py:scored"], "env.state_key", "learning.py", []),
         (TEAM, "roles.searcher.template", "prompts.txt", []),  # one of ours is known by its name
     ],
 )
@@ -271,7 +272,7 @@ def test_what_a_run_was_made_with_is_recorded_and_a_change_warned_of_once(here, 
     assert provenance.record(config, here, 0) == []
     (record,) = json.loads((here / "provenance.json").read_text())
     assert set(record) == {"from_iteration", recorded, *others}
-    assert record[recorded]["name"] == f"./{changed}:Corridor" if others else record[recorded]["file"] == str(here / changed)
+    assert record[recorded]["name"] == f"./{changed}:Corridor" if others else record[recorded]["file"].endswith(f"/{changed}")
     assert provenance.record(config, here, 2) == []
     (here / changed).write_text((here / changed).read_text().replace("\n", "\n\n", 1))
     (warning,) = provenance.record(config, here, 3)
@@ -290,19 +291,19 @@ def test_what_a_run_was_made_with_is_recorded_and_a_change_warned_of_once(here, 
 def test_trains_evaluates_resumes_and_is_reported(here):
     words = [
         *SMALL, "env.name=./rooms.py:Guided", "warm_start=cloning", "cloning.max_steps=30", "cloning.episodes=64",
-        "method=./learning.py:plain", "run_dir=run", "cache_dir=cache",
+        "method=./learning.py:plain", "run_dir=run", "cache_dir=cache", "iterations=2",
     ]  # fmt: skip
     said = command("-m", "hgpo_jax.train", *words, cwd=here).stdout
     assert "warm start: 30 steps of behaviour cloning" in said
     rows = rows_of(here / "run")
-    assert len(rows) == 4 and all(np.isfinite(row["loss"]) for row in rows)
+    assert len(rows) == 2 and all(np.isfinite(row["loss"]) for row in rows)
     assert "./learning.py:plain" in (here / "run" / "config.yaml").read_text()
     before = (here / "run" / "evaluation.json").read_text()
     command("-m", "hgpo_jax.evaluate", "run", cwd=here)
     assert (here / "run" / "evaluation.json").read_text() == before
     (here / "learning.py").write_text(ESTIMATOR + "# changed\n")
-    resumed = command("-m", "hgpo_jax.train", "--resume", "run", "iterations=5", cwd=here)
-    assert len(rows_of(here / "run")) == 5
+    resumed = command("-m", "hgpo_jax.train", "--resume", "run", "iterations=3", cwd=here)
+    assert len(rows_of(here / "run")) == 3
     (warning,) = [line for line in resumed.stderr.splitlines() if line.startswith("warning: ")]
     assert warning.startswith("warning: method=./learning.py:plain: it has changed since iteration 0")
     command("-m", "hgpo_jax.report", "run", cwd=here)
@@ -319,37 +320,3 @@ def test_a_text_one_is_learned_in_a_users_prompts(here):
     said = command("-m", "hgpo_jax.train", *words, cwd=here).stdout
     assert re.search(r"admissible (9[5-9]|100)%\s", said)
     assert all(np.isfinite(row["loss"]) for row in rows_of(here / "run"))
-
-
-def test_a_job_with_a_users_template(here):
-    byte_tokenizer().save_pretrained(here / "tok")
-    config = load(None, [*SMALL, "env.name=./games.py:Guess", "env.template=prompts.txt", *TEXTS, "cache_dir=c"])
-    runner = build(config).runner
-    prompts = runner.train._format.template
-    assert prompts.first.template == "$goal\n$observation\n$commands"
-    assert runner.task_types == ("guess",)
-    with pytest.raises(ConfigError, match=r"template=nowhere.txt: no such file; give one, or alfworld"):
-        build(config.model_copy(update={"env": config.env.model_copy(update={"template": "nowhere.txt"})}))
-
-
-def test_a_users_estimator_gives_the_advantages(here):
-    from hgpo_jax import advantages
-
-    name = method_named("./learning.py:plain").estimator
-    try:
-        shape = (2, 3)
-        batch = {"rewards": np.ones(shape), "mask": np.ones(shape, bool), "states": np.zeros(shape, int)}
-        estimate = jax.device_get(advantages.estimate(name, **batch, groups=np.zeros(2, int), gamma=1.0))
-        np.testing.assert_allclose(estimate.advantages, [[3, 2, 1]] * 2)
-    finally:
-        advantages.ESTIMATORS.pop(name)
-
-
-def test_the_front_pages_environment(here):
-    """README's class, from a file of the user's, by README's own command."""
-    text = (ROOT / "README.md").read_text()
-    section = text[text.index("## Your own environment") :]
-    (here / "my_env.py").write_text(re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0])
-    named = re.search(r"env\.name=\./my_env\.py:\w+", section)
-    config = checked(named[0])
-    assert backend(config) == "host" and max_turns(config.env) == 8

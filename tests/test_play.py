@@ -115,63 +115,6 @@ def test_webshop_can_be_won(play, tmp_path):
     assert shown.endswith(f"Solved after {len(keys)} turns: reward 10, score 1.\n")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        ([], ["ENVIRONMENT"]),
-        (["chess"], ["chess", "household"]),
-        (["sokoban", "--boxes", "5"], ["boxes=5", "4"]),
-        (["household", "--tasks", "cook"], ["cook", "place"]),
-        (["household", "--seed", "x"], ["--seed", "x", "whole number"]),
-        (["household", "--turns", "0"], ["--turns", "0", "whole number"]),
-        (["alfworld", "no/such/game"], ["no/such/game", "no such file"]),
-        (["alfworld", "README.md"], ["README.md", "JSON"]),
-        (["alfworld", "configs"], ["configs", "game.tw-pddl"]),
-        (["webshop", "README.md"], ["attributes"]),
-        (["webshop", "none.json", "none.json"], ["none.json", "no such file"]),
-    ],
-)
-def test_a_mistake_is_one_line(play, arguments, parts):
-    said = play(*arguments, code=2)
-    for part in parts:
-        assert part in said
-
-
-INCOMPLETE = """
-class Whole:
-    max_turns, task_types, goal, task_type = 2, ("a",), "the goal", 0
-    def reset(self, task): return "seen", ["do it"]
-    def step(self, action): return "seen", ["do it"], 0.0, False, {"won": False, "admissible": True}
-
-class NoSteps:
-    max_turns, task_types = 2, ("a",)
-    def reset(self, task): return "seen", ["do it"]
-
-class NoGoal(Whole):
-    goal = property()
-
-class NoInfo(Whole):
-    def step(self, action): return "seen", ["do it"], 0.0, False, {"won": False}
-
-class Failing(Whole):
-    def __init__(self): {}["key"]
-"""
-
-
-@pytest.mark.parametrize(
-    ("name", "fragment"),
-    [
-        ("NoSteps", "mine.py:NoSteps lacks step: step(action) -> (observation, commands, reward, done, info"),
-        ("NoGoal", "lacks goal: the task as text"),
-        ("NoInfo", "the info of step(action) lacks admissible: "),
-        ("Failing", "mine.py:Failing: cannot be made: KeyError: 'key'"),
-    ],
-)
-def test_an_incomplete_environment_is_refused_in_a_line(play, name, fragment, tmp_path):
-    (tmp_path / "mine.py").write_text(INCOMPLETE)
-    assert fragment in play(f"{tmp_path}/mine.py:{name}", keys="do it\n", code=2)
-
-
 def test_a_persons_own(play, tmp_path, monkeypatch):
     (tmp_path / "rooms.py").write_text(COMPILED)
     (tmp_path / "games.py").write_text(TEXT)
@@ -179,6 +122,11 @@ def test_a_persons_own(play, tmp_path, monkeypatch):
     shown = play("./games.py:Guess", "size=2", "--seed", "1", keys="guess 0\n2\n")
     assert shown.endswith("Solved after 2 turns: reward 10.\n")
     assert play("./games.py:Guess", "sizes=2", code=2) == "error: sizes=2: no such option; did you mean size?\n"
+    (tmp_path / "lacking.py").write_text(
+        TEXT.replace("task_types, task_type", "task_type, other") + "class Failing(Guess):\n    def __init__(self): {}['key']\n"
+    )
+    assert "lacking.py:Guess lacks task_types: " in play("./lacking.py:Guess", code=2)
+    assert "lacking.py:Failing: cannot be made: KeyError: 'key'" in play("./lacking.py:Failing", code=2)
     in_words = play("./rooms.py:Corridor", "size=4", "--seed", "1", keys="right\nright\n")
     assert in_words.startswith("Task: reach_the_end\n\nhall\nturn 1 of 4> right\n")
     assert in_words.endswith("door\n\nSolved after 2 turns: reward 10.\n")

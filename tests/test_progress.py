@@ -50,7 +50,7 @@ def end(name, seconds):
 
 def test_what_compiles_for_long_is_said_at_growing_intervals_and_at_its_end(clock, capsys):
     with CompileWatch() as watch:
-        begin("learn")
+        begin("train_step")
         for second in range(1, 45):
             clock[0] = second
             if second == 8:  # another thread compiles meanwhile
@@ -58,11 +58,11 @@ def test_what_compiles_for_long_is_said_at_growing_intervals_and_at_its_end(cloc
                 thread.start()
                 thread.join()
             watch.show()
-        end("learn", 44.0)
+        end("train_step", 44.0)
         begin("quick")
         end("quick", 4.9)
         jax.monitoring.record_event_duration_secs("/another", 99.0)
-    begin("learn")
+    begin("train_step")
     assert [name for name, _ in watch._began.values()] == ["decoding"]  # nobody watches any more
     said = capsys.readouterr().out.splitlines()
     assert said == [
@@ -71,27 +71,14 @@ def test_what_compiles_for_long_is_said_at_growing_intervals_and_at_its_end(cloc
     ]  # fmt: skip
 
 
-def test_on_a_terminal_it_is_one_live_line(clock, monkeypatch, capsys):
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    with CompileWatch() as watch:
-        begin("rollout")
-        for clock[0] in (4, 6, 7):
-            watch.show()
-        end("rollout", 7.0)
-        watch.show()
-    said = capsys.readouterr()
-    assert said.out == "" and "compiling the rollout 6 s" in said.err and "compiling the rollout 7 s" in said.err
-    assert "4 s" not in said.err
-
-
 def test_jax_tells_of_all_that_it_compiles(monkeypatch, capsys):
     monkeypatch.setattr(progress, "SAY_AFTER", 0.0)
     with CompileWatch():
         jax.jit(lambda x: x + 1).lower(1.0).compile()
 
-        def learn(x):
+        def train_step(x):
             return x * 2
 
-        jax.jit(learn)(1.0)
+        jax.jit(train_step)(1.0)
     said = capsys.readouterr().out
     assert "compiled a program in 0 s" in said and "compiled the update in 0 s" in said

@@ -10,6 +10,7 @@ import pytest
 
 from hgpo_jax import advantages
 from hgpo_jax import config as configuration
+from hgpo_jax.rollout.requirements import check_text
 
 ROOT = Path(__file__).parent.parent
 READMES = sorted(path for path in ROOT.rglob("README.md") if not {"runs", "build"} & set(path.relative_to(ROOT).parts[:1]))
@@ -62,6 +63,7 @@ def test_the_environment_on_the_front_page_can_be_played():
     names = {}
     exec(blocks(text[text.index("## Your own environment") :], "python")[0], names)
     env = names["GuessTheNumber"]()
+    check_text(env)
     _, commands = env.reset(17)
     assert commands == [f"guess {n}" for n in range(10)]
     texts, _, _, done, info = zip(*(env.step(action) for action in ("guess 3", "guess 9", "sing", "guess 7")), strict=True)

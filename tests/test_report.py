@@ -3,16 +3,13 @@
 import html.parser
 import json
 import re
-import shutil
 import subprocess
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from hgpo_jax import analysis, report
 from hgpo_jax.trainer import curves
-from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.inspected import EXAMPLE, text_run
 
 ESTIMATORS = ("hgpo", "gigpo", "grpo", "eb_gae")  # one of each kind: tracing all of them takes most of the time
@@ -136,21 +133,6 @@ def test_nothing_is_loaded_from_elsewhere(page):
     assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|innerHTML", page)
 
 
-def test_text_runs_without_a_report_or_a_tokenizer(tmp_path):
-    """Without a report prompts are shown, without a tokenizer all but these."""
-    bare, wordless = text_run(tmp_path / "bare", ["", "", ""], report=False, method="dapo"), tmp_path / "wordless"
-    text_run(wordless, ["a room", "a hall", "a shed"])
-    shutil.rmtree(wordless / "policy")
-    content = report.gather([bare, wordless], 3, 4)
-    run, other = content["data"]["runs"]
-    assert run["x"] == []
-    assert run["dumps"][0]["own"] == "grpo"
-    assert len(run["dumps"][0]["groups"]) == 2
-    turns = [turn for group in other["dumps"][0]["groups"] for episode in group["episodes"] for turn in episode["turns"]]
-    assert turns and all(turn["prompt"] == [] and turn["response"] for turn in turns)
-    assert "a hall" in report.render(content)
-
-
 def test_every_value_of_a_long_run_is_embedded(tmp_path):
     rows = [{"iteration": i, "success": i / 3, "invalid": 0.25, "kl": None if i else 1.0} for i in range(2000)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -161,14 +143,6 @@ def test_every_value_of_a_long_run_is_embedded(tmp_path):
     assert known["kl"][:2] == [1, None]
 
 
-def test_validations_are_lines_of_the_chart_of_their_metric():
-    known = {"success": [0.5, 0.6], "validation/success": [0.4, None], "kl": [0.1, 0.1]}
-    success, kl = report.charts(curves.LEARNING, [known])
-    lines = [(line["metric"], line["held_out"]) for line in success["lines"]]
-    assert lines == [("success", False), ("validation/success", True)]
-    assert [line["metric"] for line in kl["lines"]] == ["kl"]
-
-
 def test_runs_are_named_by_what_tells_them_apart(tmp_path):
     runs = lambda *names: report.run_names([tmp_path / name for name in names])  # noqa: E731
     assert runs("a/s0", "b/s1") == ["s0", "s1"]
@@ -177,30 +151,6 @@ def test_runs_are_named_by_what_tells_them_apart(tmp_path):
         "household/hgpo/s0", "sokoban/hgpo/s0", "sokoban/hgpo/s1",
     ]  # fmt: skip
     assert runs("a/s0", "a/s0") == ["s0", "s0"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "fragment"),
-    [
-        (["nowhere"], "nowhere: not the folder of a run"),
-        ([str(EXAMPLE), "--dumps", "0"], "--dumps 0"),
-        ([str(EXAMPLE), "--to", "no/such/folder.html"], "--to no/such/folder.html"),
-        (["empty"], "empty: nothing to show"),
-        (["odd"], "not an evaluation"),
-    ],
-)
-def test_refusals_are_one_line_and_write_nothing(arguments, fragment, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "config.yaml").write_text("seed: 1\n")
-    text_run(tmp_path / "odd", ["a", "b", "c"])
-    (tmp_path / "odd" / "evaluation.json").write_text('{"success": 1}')
-    monkeypatch.setattr("sys.argv", ["report", *arguments])
-    with pytest.raises(ConfigError) as caught:
-        report.main()
-    assert fragment in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert not list(tmp_path.rglob("*.html*"))
 
 
 def test_the_command_writes_beside_the_run(tmp_path, monkeypatch, capsys):
@@ -419,14 +369,3 @@ def test_nasty_texts_in_chromium(tmp_path):
     assert complaints == []
     assert "<title>run</title>" in dom
     assert "&lt;img src=x onerror=alert(1)&gt;" in dom
-
-
-@pytest.mark.needs("chromium")
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_both_colour_schemes(page, scheme, tmp_path):
-    (tmp_path / "page.html").write_text(page, encoding="utf-8")
-    more = ["--force-dark-mode"] if scheme == "dark" else []
-    where = (tmp_path / "page.html").as_uri()
-    chromium(*more, "--window-size=900,600", f"--screenshot={tmp_path / 'page.png'}", where, cwd=tmp_path)
-    corner = Image.open(tmp_path / "page.png").convert("L").getpixel((3, 3))
-    assert corner > 240 if scheme == "light" else corner < 40

@@ -1,6 +1,5 @@
 """Rewards from outside: functions of text and of compiled episodes, what they may do wrong, and what a run records of them."""
 
-import json
 import types
 
 import jax
@@ -13,13 +12,14 @@ from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.result import RolloutReport, RolloutResult
 from hgpo_jax.rollout.reward_functions import read_rewards
 from hgpo_jax.rollout.rewards import make_reward
-from hgpo_jax.setup.job import Job
+from hgpo_jax.setup.job import Job, build
 from hgpo_jax.setup.validate import check_together
-from hgpo_jax.trainer import provenance, step
+from hgpo_jax.trainer import step
 from hgpo_jax.trainer.metrics import rollout_metrics, rollout_sums
 from hgpo_jax.utils.errors import ConfigError, RunError
 from tests.helpers.chat_tokenizers import byte_tokenizer
-from tests.helpers.training import TINY, command, rows_of
+from tests.helpers.tiny import mesh_of
+from tests.helpers.training import TINY
 
 TEXTS = """
 import os, time
@@ -188,8 +188,10 @@ def test_what_a_function_may_not_return(returned, message):
         (["reward=./scores.py:of_goals"], "reward.source=./scores.py:of_goals: line 11, `return episode.goal`: fails with Att"),
         (["reward=./scores.py:branches"], "reward.source=./scores.py:branches: line 17, `.* if .*`: values are not known"),
         (["reward.overlong_cache=8"], "reward.overlong_cache=8: the answers of env.name=household, compiled, have their own"),
-        (["env.name=household_text", "rollout.response_limit=8", "reward.overlong_cache=9"],
-         "reward.overlong_cache=9: more than rollout.response_limit=8; give less"),
+        (
+            ["env.name=household_text", "rollout.response_limit=8", "reward.overlong_cache=9"],
+            "reward.overlong_cache=9: more than rollout.response_limit=8; give less",
+        ),
         (["reward.mode=both"], "reward.mode='both': must be 'add' or 'replace'"),
         (["reward.mod=add"], r"reward.mod=add: no such field; did you mean reward.mode\?"),
     ],
@@ -201,26 +203,18 @@ def test_mistakes_are_one_line(here, overrides, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_run_records_the_reward(here):
-    config = load(None, ["reward=./texts.py:polite"])
-    assert provenance.record(config, here, 0) == []
-    (record,) = json.loads((here / "provenance.json").read_text())
-    assert record["reward.source"]["file"] == str(here / "texts.py") and len(record["reward.source"]["sha256"]) == 64
-    (here / "texts.py").write_text(TEXTS + "# changed\n")
-    (warning,) = provenance.record(config, here, 1)
-    assert warning.startswith("reward.source=./texts.py:polite: it has changed since iteration 0")
-
-
-@pytest.mark.slow
-def test_a_run_with_a_reward(here):
+@pytest.mark.slow  # compiles rollouts
+def test_a_job_with_a_reward(here):
     byte_tokenizer().save_pretrained(here / "tok")
+    text = ["env.name=household_text", "policy.tokenizer=tok", "rollout.prompt_limit=512", "rollout.response_limit=4"]
     kinds = {
         "first_word": ["reward=./scores.py:first_word", "reward.mode=replace"],
-        "polite": ["env.name=household_text", "reward=./texts.py:polite", "policy.tokenizer=tok", "rollout.prompt_limit=512",
-                   "rollout.response_limit=4", "learner.microbatch_size=4"],
-    }  # fmt: skip
+        "polite": ["reward=./texts.py:polite", *text],
+    }
     for name, given in kinds.items():
-        command("-m", "hgpo_jax.train", *TINY, *given, f"run_dir={name}", "cache_dir=cache", "iterations=1", cwd=here)
-        (row,) = rows_of(here / name)
-        assert row["reward/failed"] == 0 and row["reward/environment"] >= 0 and np.isfinite(row["loss"])
-        assert (row["reward/first_word"] > 0) if name == "first_word" else (row["reward/polite"] == 0)
+        job = build(load(None, [*TINY, *given, "cache_dir=cache"]), mesh_of())
+        with jax.set_mesh(mesh_of()):
+            _, sums, _ = step.sample(job, job.given_params, 0)
+        metrics = rollout_metrics(sums)
+        assert metrics["reward/failed"] == 0 and metrics["reward/environment"] >= 0
+        assert (metrics["reward/first_word"] > 0) if name == "first_word" else (metrics["reward/polite"] == 0)

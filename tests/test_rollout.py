@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 from flax import nnx, struct
 
-from hgpo_jax.learner.batch import TrainingBatch
 from hgpo_jax.learner.update import token_logprobs
 from hgpo_jax.policy import ModelConfig, initialize, network, shardings
-from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.rollout.compiled import make_continuations, make_rollout, replay
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.tasks import task_keys
 from hgpo_jax.sampling.generate import Decoding
+from hgpo_jax.trainer.step import training_batch
 from tests.helpers.plain_rollout import check_against_plain_play
+from tests.helpers.refusals import refused
+from tests.helpers.tiny import mesh_of
 
 CELLS, END, ACT, VOCABULARY = 5, 6, 7, 8
 
@@ -69,11 +70,6 @@ K, GROUPS, MEMBERS = 2, 8, 4
 DECODE_BATCH = 7  # rounded down to 4
 B, T, A = GROUPS * MEMBERS, ENV.max_turns, ENV.action_length
 INDICES = np.arange(B) // MEMBERS
-
-
-def mesh_of(spec):
-    count = int(np.prod([int(part.split("=")[1]) for part in spec.split(",")]))
-    return make_mesh(spec, jax.devices()[:count])
 
 
 @functools.cache
@@ -128,9 +124,7 @@ def test_an_episode_goes_on_as_it_went(episodes):
         np.pad(e.mask.cumsum(1), ((0, 0), (1, 0))) == T
     ))  # fmt: skip
     mesh = mesh_of("data=1")
-    go_on = make_continuations(
-        ENV, network(MODEL), mesh, history_length=K, decode_batch_size=DECODE_BATCH, end=END, act=ACT
-    )
+    go_on = make_continuations(ENV, network(MODEL), mesh, history_length=K, decode_batch_size=DECODE_BATCH, end=END, act=ACT)
     with jax.set_mesh(mesh):
         placed, keys = jax.device_put(parameters(), shardings(MODEL, mesh)), jax.random.split(jax.random.key(5), B)
         decoding = Decoding(temperature=1.0)
@@ -186,13 +180,10 @@ def test_turns_that_did_not_happen_are_zero(episodes):
 
 
 def test_the_trainer_sees_the_samplers_log_probabilities(episodes):
-    model, flat = nnx.merge(network(MODEL), parameters()), lambda a: a.reshape(-1, *a.shape[2:])
+    model = nnx.merge(network(MODEL), parameters())
     logprobs = jax.jit(lambda batch, temperature: token_logprobs(model, batch, temperature=temperature)[0])
     for temperature, e in ((1.0, episodes), (0.7, play(temperature=0.7))):
-        batch = TrainingBatch(
-            prompts=flat(e.prompts), prompt_lengths=flat(e.prompt_lengths), responses=flat(e.responses),
-            response_lengths=flat(e.response_lengths), old_logp=flat(e.logp), advantages=np.zeros(B * T, np.float32),
-        )  # fmt: skip
+        batch = training_batch(e)
         real = np.arange(A + 1) < batch.response_lengths[:, None]
         np.testing.assert_allclose(np.asarray(logprobs(batch, temperature))[real], batch.old_logp[real], atol=1e-4)
 
@@ -264,6 +255,5 @@ OTHER_FILES = {
 def test_another_file_is_refused_in_one_line(episodes, tmp_path, write):
     path = tmp_path / "iteration-00000.npz"
     write(path, episodes)
-    with pytest.raises(ValueError, match=r"iteration-00000\.npz: not a dump of Episodes") as caught:
+    with refused("iteration-00000.npz: not a dump of Episodes"):
         Episodes.load(path)
-    assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Sampling: the right distribution, rows that do not know each other, and the trainer's log-probabilities."""
+"""Sampling: the right distribution, and rows that do not know each other."""
 
 import functools
 
@@ -10,8 +10,6 @@ from flax import nnx
 from scipy import stats
 from scipy.special import log_softmax
 
-from hgpo_jax.learner.batch import TrainingBatch
-from hgpo_jax.learner.update import token_logprobs
 from hgpo_jax.policy import ModelConfig, Policy, initialize, network, shardings
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.sampling.generate import (
@@ -163,20 +161,6 @@ def test_greedy_responses_follow_the_full_forward_pass(batch):
         going = i < np.asarray(out.lengths)
         np.testing.assert_array_equal(np.asarray(out.tokens)[going, i], best[going])
         text[rows, np.asarray(lengths) + i] = np.asarray(out.tokens)[:, i]
-
-
-def test_the_trainer_sees_the_same_log_probabilities(batch, sampled):
-    params, prompts, lengths, _ = batch
-    decisions = TrainingBatch(
-        prompts=prompts, prompt_lengths=lengths, responses=sampled.tokens, response_lengths=sampled.lengths,
-        old_logp=sampled.logp, advantages=jnp.zeros(ROWS),
-    )  # fmt: skip
-    read = jax.jit(lambda params, *given: token_logprobs(nnx.merge(network(MODEL), params), *given, temperature=0.7))
-    logp, entropy = map(np.asarray, read(params, decisions))
-    real = np.arange(MAX_NEW) < sampled.lengths[:, None]
-    np.testing.assert_allclose(logp[real], sampled.logp[real], atol=1e-4)
-    assert entropy[real].min() >= 0
-    assert entropy[real].max() <= np.log(MODEL.vocab_size) + 1e-5
 
 
 def test_no_response_ends_early(batch):

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,6 +20,7 @@ from hgpo_jax.rollout.tasks import task_numbers
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.utils.errors import ConfigError, RunError
 from tests.helpers.halls import Halls
+from tests.helpers.refusals import refused
 
 TURNS, COUNT = 6, 10
 GREEDY = Decoding(temperature=0.0)
@@ -126,7 +128,7 @@ def test_what_a_server_plays_is_what_it_answers(server, temperature, workers, mo
     assert episodes.success.tolist() == [won for won, _, _ in wanted] == scores.astype(bool).tolist()
     assert 0 < episodes.success.sum() < COUNT
     turns = episodes.mask.sum(axis=1)
-    assert [episodes.invalid[i, :turns[i]].tolist() for i in range(COUNT)] == [malformed for _, malformed, _ in wanted]
+    assert [episodes.invalid[i, : turns[i]].tolist() for i in range(COUNT)] == [malformed for _, malformed, _ in wanted]
     assert 0 < episodes.invalid.sum() < turns.sum()
     assert {(one["messages"][0]["content"], one["seed"]) for one in asked} == set.union(*(pairs for _, _, pairs in wanted))
     assert server.keys == {"Bearer secret"}
@@ -148,6 +150,13 @@ def test_reasoning_that_a_server_takes_apart_belongs_to_the_text(server):
     assert not any("hm" in text for text in play("env.template=plain")[2])
 
 
+def test_words_keep_their_capitals_where_the_original_does_not_take_them(server, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "answer_to", lambda *_: "<think>hm</think><action>Answer[Paris]</action>")
+    for given, said in ((config(), "Answer[Paris]"), (config(name="sokoban_text"), "answer[paris]")):
+        ServedPolicy(server.policy, given).play(GREEDY, 0)
+        assert f'and did "{said}"' in server.requests[-1]["messages"][0]["content"]
+
+
 @pytest.mark.parametrize(("change", "fragment"), [
     ({"policy": "openai:http://127.0.0.1:9/v1"}, "expected openai:URL#MODEL, as in"),
     ({"policy": "openai:ftp://x/v1#small"}, "expected openai:URL#MODEL, as in"),
@@ -167,9 +176,8 @@ def test_refusals(change, fragment, server):
     policy = f"openai:http://127.0.0.1:{server.server_port}/{change.get('path', 'v1')}#{change.get('model', 'small')}"
     policy = change.get("policy", policy)
     given = {"name": change["name"]} if "name" in change else {}
-    with pytest.raises(ConfigError) as caught:
+    with refused(fragment, ConfigError) as caught:
         ServedPolicy(policy, config(*change.get("fields", ()), **given))
-    assert fragment in str(caught.value) and "\n" not in str(caught.value)
     assert "secret" not in str(caught.value)
 
 
@@ -204,9 +212,8 @@ def test_a_panel_played_by_a_server(evaluated, server, capsys):
 def test_a_server_that_stops_answering_ends_it_in_one_line(evaluated, server, tmp_path, monkeypatch):
     server.fail_after = 5
     monkeypatch.setattr(served, "AT_ONCE", 2)
-    with pytest.raises(RunError, match=r"AuthenticationError.*too much") as caught:
+    with refused("too much", RunError):
         evaluated()
-    assert "\n" not in str(caught.value)
     assert list((tmp_path / "there").iterdir()) == []
     time.sleep(0.5)
     assert len(server.requests) <= 5 + 2 * 2  # what was queued is not sent
@@ -230,15 +237,3 @@ def test_where_every_message_is_refused_there_is_no_result(evaluated, server, tm
     with pytest.raises(RunError, match=r"BadRequestError: .*too much"):
         evaluated()
     assert not list(tmp_path.rglob("*.json"))
-
-
-@pytest.mark.parametrize(("arguments", "fragment"), [
-    ([], "give --panel NAME; a served policy plays panels"),
-    (["--panel", "household"], "give --to FOLDER"),
-    (["--panel", "household", "--to", "x"], "env.name=household: a served policy needs texts"),
-    (["--panel", "household", "--to", "x", "--mesh", "data=1"], "--mesh: nothing is computed"),
-])  # fmt: skip
-def test_what_a_served_policy_needs(arguments, fragment, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["evaluate", "openai:http://127.0.0.1:9/v1#small", *arguments])
-    with pytest.raises(ConfigError, match=re.escape(fragment)):
-        evaluate.main()

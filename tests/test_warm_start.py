@@ -32,7 +32,7 @@ def test_every_module_that_is_reached_is_in_the_key():
     finder = ModuleFinder(path=[str(ROOT)])  # the standard library's own walk, over the compiled code
     finder.import_hook("hgpo_jax.trainer.behavior_cloning")
     reached = names(module.__file__ for module in finder.modules.values() if module.__file__)
-    assert {f"hgpo_jax/{name}.py" for name in ("learner", "mesh", "policy/placement", "envs/household/expert")} <= reached
+    assert {f"hgpo_jax/{name}.py" for name in ("learner/update", "policy/mesh", "envs/household/expert")} <= reached
     assert reached <= names(behavior_cloning.sources())
 
 
@@ -60,13 +60,13 @@ def test_a_byte_of_a_source_changes_the_key(copied, monkeypatch):
 
 
 IMPORTS = (
-    "import hgpo_jax.extra0", "from hgpo_jax import extra1", "from hgpo_jax.extra2 import x", "from .extra3 import x",
-    "from . import extra4", "def late():\n    from hgpo_jax import extra5 as other",
+    "import hgpo_jax.extra0", "from hgpo_jax import extra1", "from hgpo_jax.extra2 import x", "from ..extra3 import x",
+    "from .. import extra4", "def late():\n    from hgpo_jax import extra5 as other",
 )  # fmt: skip
 
 
 def test_every_way_to_import_is_followed(copied):
-    learner = copied / "hgpo_jax" / "learner/update.py"
+    learner = copied / "hgpo_jax" / "learner" / "update.py"
     learner.write_text("\n".join([learner.read_text(), *IMPORTS, ""]))
     for number in range(len(IMPORTS)):
         (copied / "hgpo_jax" / f"extra{number}").mkdir()

@@ -1,13 +1,11 @@
-"""`python -m hgpo_jax.watch`: what it says of a turn, and its mistakes; test_evaluate.py watches a run play."""
+"""`python -m hgpo_jax.watch`: what it says of a turn; test_evaluate.py watches a run play."""
 
 import io
 import sys
 
 import numpy as np
-import pytest
 
 from hgpo_jax import watch
-from hgpo_jax.utils.errors import ConfigError
 
 
 def test_probabilities_are_those_of_the_tokens():
@@ -31,19 +29,3 @@ def test_in_a_terminal_enter_shows_the_next_turn(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     watch.show(*story)
     assert asked == ["turn 1> "] and capsys.readouterr().out == shown
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["nowhere"], "nowhere: not the folder of a run that has ended"),
-        (["nowhere", "--task", "-1"], "--task -1: must be from 0 to"),
-        (["nowhere", "--seed", "-1"], "--seed -1: must be from 0 to"),
-    ],
-)
-def test_mistakes_are_one_line(words, message, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["watch", *words])
-    with pytest.raises(ConfigError, match=f"^{message}"):
-        watch.main()
-    assert list(tmp_path.iterdir()) == []

@@ -31,7 +31,7 @@ def grpo(
     return Estimate(normalized(episodes, normalize), episodes.scores)
 
 
-class Episodes(NamedTuple):
+class Comparison(NamedTuple):
     """Each step's episode compared with its group, all [B, T].
 
     scores:     f32, the episode's score less the step's penalty.
@@ -48,7 +48,7 @@ class Episodes(NamedTuple):
 
 def compare_episodes(
     batch: Batch, statistics: str, invalid_penalty: float, agents: jax.Array | None = None
-) -> Episodes:
+) -> Comparison:
     """Compare the episode scores inside each prompt group, or each (prompt group, agent) with `agents` i32[B, T]."""
     shape = batch.mask.shape
     scores = episode_scores(batch) - penalties(batch, invalid_penalty)
@@ -69,10 +69,10 @@ def compare_episodes(
     magnitudes = grouping.steps_in_order(episode_magnitudes(batch, invalid_penalty), steps)
     deviations = grouping.group_deviations(ordered, segment, size, magnitudes, weights)
     std = grouping.group_std(deviations, segment, size - 1, weights)
-    return Episodes(scores, *(grouping.steps_in_place(x, steps, shape) for x in (size, deviations, std)))
+    return Comparison(scores, *(grouping.steps_in_place(x, steps, shape) for x in (size, deviations, std)))
 
 
-def normalized(episodes: Episodes, normalize: str) -> jax.Array:
+def normalized(episodes: Comparison, normalize: str) -> jax.Array:
     """Returns GRPO's advantage from the comparison, f32[B, T]."""
     alone = episodes.sizes == 1
     centred = jnp.where(alone, episodes.scores, episodes.deviations)

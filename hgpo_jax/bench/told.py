@@ -33,7 +33,7 @@ def measure_told(
 
     Returns rows of name, value and unit; the ratio of a turn is the host's time for the same over the device's.
     """
-    chat = ChatFormat(ChatFrame(tokenizer), "alfworld", LIMIT)
+    chat = ChatFormat(ChatFrame(tokenizer), "alfworld", LIMIT, lower_case=True)
     text = DeviceText(CompiledAlfworld(compile_games(games), turns), chat, tokenizer, 512)
     tables = jax.device_put(text.tables)
 

@@ -24,7 +24,7 @@ from hgpo_jax.rollout.environments import backend, max_turns
 from hgpo_jax.rollout.runners import CompiledRunner
 from hgpo_jax.setup.job import Job, build
 from hgpo_jax.trainer.metrics import rollout_metrics
-from hgpo_jax.trainer.step import make_learn, sample
+from hgpo_jax.trainer.step import make_train_step, sample
 from hgpo_jax.utils.errors import ConfigError
 
 # Rows that the peer processes at a time in its update: the fastest of 32 to 1,024 with the default job on two cores.
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> list[dict]:
     if args.profile and backend(config) != "compiled":
         raise ConfigError(f"--profile {args.profile}: traces a compiled environment's iteration; leave it out")
     job = build(config)
-    learn, init = make_learn(job)
+    train_step, init = make_train_step(job)
     rate = matmul_rate(job.mesh, config.policy.compute_dtype)
     reference = jax.tree.map(jnp.copy, job.given_params)
     state = init(job.given_params)
@@ -54,10 +54,10 @@ def run(args: argparse.Namespace) -> list[dict]:
     seconds: dict[str, list[float]] = {"rollout": [], "update": [], "peer rollout": [], "peer update": []}
     for iteration in range(args.repeats + 1):
         began = time.perf_counter()
-        (episodes, _), sums, _ = sample(job, state["params"], iteration)
+        (episodes, _), sums, _ = sample(job, state.params, iteration)
         metrics = rollout_metrics(sums)  # waits for the rollout
         sampled = time.perf_counter()
-        state, _ = jax.block_until_ready(learn(state, reference, episodes, job.key(iteration, 1), 0.0))
+        state, _ = jax.block_until_ready(train_step(state, reference, episodes, job.key(iteration, 1), 0.0))
         seconds["rollout"].append(sampled - began)
         seconds["update"].append(time.perf_counter() - sampled)
         if peer_iteration is not None:
@@ -86,11 +86,11 @@ def run(args: argparse.Namespace) -> list[dict]:
     profiled = []
     if args.profile:
         assert isinstance(job.runner, CompiledRunner)
-        inputs = state["params"], *job.episode_inputs(0)
+        inputs = state.params, *job.episode_inputs(0)
         play = job.runner.program.lower(*inputs).compile()
         profiled += profile.rows(args.profile, "rollout", lambda: play(*inputs), play)
         batch = state, reference, episodes, job.key(0, 1), jnp.float32(0)
-        compiled = learn.lower(*batch).compile()
+        compiled = train_step.lower(*batch).compile()
         profiled += profile.rows(args.profile, "update", lambda: compiled(*batch), compiled)
 
     return [

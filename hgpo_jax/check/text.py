@@ -157,10 +157,7 @@ def _command_faults(commands: list[str]) -> dict[str, str]:
         read, _ = project(f"<action>{command}</action>", len(command))
         if matched(read, commands) == command:
             continue
-        other = next((each for each in commands if each != command and each.lower() == command.lower()), None)
         why = "is read from no answer: blanks at its ends and tags get lost; leave them out"
-        if other is not None:
-            why = f"and {other!r:.80} differ in case alone, and answers are read without case; let them differ otherwise"
         return {"unreadable": f"commands: {command!r:.80} {why}"}
     return {}
 

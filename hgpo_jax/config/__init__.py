@@ -5,9 +5,9 @@ Every field has a description (`--help` prints it), its valid values, and a defa
 """
 
 from hgpo_jax.config.describe import COMMON, completions, describe
-from hgpo_jax.config.learning import AdvantageConfig, CriticConfig, LearnerConfig
+from hgpo_jax.config.learning import AdvantageConfig, CriticConfig, LearnerConfig, OptimizerConfig
 from hgpo_jax.config.load import CONFIGS, SHORT, dump, given, load, named_files, parse_value, read_yaml, resolve, shown
-from hgpo_jax.config.roles import OptimizerConfig, RoleConfig
+from hgpo_jax.config.roles import RoleConfig
 from hgpo_jax.config.schema import (
     OPEN,
     CloningConfig,

@@ -1,10 +1,9 @@
-"""The fields of advantages and of the update."""
+"""The fields of advantages, optimizers and the update."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from hgpo_jax.config.roles import OptimizerConfig
 from hgpo_jax.config.section import NonNegative, Positive, Section, Share, field
 
 
@@ -46,6 +45,17 @@ class AdvantageConfig(Section):
     )
 
 
+class OptimizerConfig(Section):
+    """AdamW."""
+
+    lr: float = field(2e-3, "learning rate", gt=0)
+    warmup_steps: int = field(5, "optimizer steps over which the learning rate rises from 0", ge=0)
+    weight_decay: NonNegative = field(0.01, "AdamW's weight decay")
+    beta1: float = field(0.9, "AdamW's beta1", ge=0, lt=1)
+    beta2: float = field(0.999, "AdamW's beta2", ge=0, lt=1)
+    grad_clip: float = field(1.0, "largest global gradient norm", gt=0)
+
+
 class LearnerConfig(OptimizerConfig):
     """The update: one epoch of PPO-clip with AdamW."""
 
@@ -79,7 +89,8 @@ class LearnerConfig(OptimizerConfig):
     )
     kl_weight: NonNegative = field(0.01, "weight of the KL to the reference policy (the policy as it starts)")
     kl_kind: Literal["k1", "k2", "k3", "abs"] = field(
-        "k3", "estimator of that KL; the gradient is that of KL(policy || reference) with k1 and k2, of the reverse with k3"
+        "k3", "estimator of that KL; the gradient is that of KL(policy || reference) with k1 and k2, of the reverse with k3, "
+        "of twice the total variation with abs"
     )
     entropy_weight: NonNegative = field(0.001, "weight of the entropy bonus")
     rollout_correction: Literal["token", "sequence", "none"] | None = field(

@@ -6,19 +6,9 @@ from collections.abc import Sequence
 
 import pydantic
 
+from hgpo_jax.config.learning import OptimizerConfig
 from hgpo_jax.config.section import NonNegative, Positive, Section, field
 from hgpo_jax.envs.cli import nearest
-
-
-class OptimizerConfig(Section):
-    """AdamW."""
-
-    lr: float = field(2e-3, "learning rate", gt=0)
-    warmup_steps: int = field(5, "optimizer steps over which the learning rate rises from 0", ge=0)
-    weight_decay: NonNegative = field(0.01, "AdamW's weight decay")
-    beta1: float = field(0.9, "AdamW's beta1", ge=0, lt=1)
-    beta2: float = field(0.999, "AdamW's beta2", ge=0, lt=1)
-    grad_clip: float = field(1.0, "largest global gradient norm", gt=0)
 
 
 class RoleConfig(Section):

@@ -201,9 +201,13 @@ class RolloutConfig(Section):
         "generation_config.json, as in [<|endoftext|>]"
     )
     thinking: bool | None = field(
-        None, "text: whether responses begin with a thought, where the chat template has a switch for it; default: its own"
+        None, "text: whether responses begin with a thought, where the chat template has a switch for it; default: as "
+        "policy.source was trained, or else the template's own"
     )
-    date: datetime.date = field(datetime.date(2024, 7, 26), "text: what a chat template that tells the day takes for today")
+    date: datetime.date | None = field(
+        None, "text: what a chat template that tells the day takes for today; default: as policy.source was trained, or else "
+        "2024-07-26"
+    )
     decode_batch_size: Positive = field(
         64, "episodes that each index of the data axis decodes at a time; in a text environment the others wait for a free slot"
     )

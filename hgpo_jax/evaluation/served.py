@@ -95,13 +95,13 @@ class ServedPolicy:
             self._template = load_template(config.env.template or found.template)
             self._workers = (
                 ProcessWorkers(make_env, config.env.workers, config.evaluation.episodes, config.env.time_limit)
-                if config.env.workers else LocalWorkers(make_env)
+                if config.env.workers else LocalWorkers(make_env, config.env.time_limit)
             )  # fmt: skip
         except (ValueError, OSError) as error:
             raise ConfigError(f"env.name={config.env.name}: {one_line(str(error))}") from None
         spec: EnvSpec = self._workers.spec
         self.task_types = spec.task_types
-        self._spec, self._config, self._fallback, self._policy, self._model = spec, config, found.fallback, policy, model
+        self._spec, self._config, self._found, self._policy, self._model = spec, config, found, policy, model
         key = os.environ.get("OPENAI_API_KEY") or "none"  # most servers need none, but the client does
         self._client = openai.OpenAI(base_url=url, api_key=key, timeout=TIMEOUT, max_retries=RETRIES)
         self._failures, self._refusal = (openai.OpenAIError, ValueError, AttributeError), openai.BadRequestError
@@ -157,7 +157,7 @@ class ServedPolicy:
                     except self._failures as error:
                         raise RunError(self._said(error)) from None
                     else:
-                        parsed = self._template.parse(text, self._fallback)
+                        parsed = self._template.parse(text, self._found.fallback, lower_case=self._found.lower_case)
                         nothing = SlotResponse(episode, np.zeros(0, np.int32), np.zeros(0, np.float32))
                         actions = buffer.add_response(Prompt([]), nothing, parsed, whole)
                         self._workers.send([(episode, tasks[episode], actions)])

@@ -159,8 +159,9 @@ def kl(new_logp: jax.Array, ref_logp: jax.Array, kind: str = "k3") -> jax.Array:
     With d = ref - new: `k1` -d, `k2` d^2 / 2, `k3` exp(d) - d - 1 (at most 10, as in the released code), `abs` |d|.
 
     The gradient of a loss is another matter, because the tokens are fixed and only their probabilities have gradients. In
-    expectation `k2`'s gradient is that of KL(new || ref), and `k3`'s that of KL(ref || new), but 0 for tokens with d above 2.61
-    or below -10.99, where it is cut. `k1`'s own would be 0 (it teaches nothing), so it takes that of `k2`.
+    expectation `k2`'s gradient is that of KL(new || ref), `abs`'s that of twice the total variation, and `k3`'s that of
+    KL(ref || new), but 0 for tokens with d above 2.61 or below -10.99, where it is cut. `k1`'s own would be 0 (it teaches
+    nothing), so it takes that of `k2`.
     """
     d = ref_logp - new_logp
     if kind == "k1":

@@ -27,7 +27,7 @@ from hgpo_jax.policy.model_config import LoraConfig, ModelConfig, RopeScaling
 from hgpo_jax.policy.placement import PARAMETER_AXES, initialize, network, shapes, shardings
 from hgpo_jax.policy.qwen2 import Qwen2
 from hgpo_jax.policy.source import find
-from hgpo_jax.policy.tokenizer import GENERATION, generation_of, read_tokenizer
+from hgpo_jax.policy.tokenizer import AS_TRAINED, GENERATION, generation_of, read_tokenizer
 from hgpo_jax.utils.files import CACHE_DIR
 
 __all__ = [
@@ -75,10 +75,13 @@ class Policy:
         """Ids of the tokens that end an answer. Raises ValueError if there are none."""
         return self.frame.end_tokens if self.frame else end_tokens(self.tokenizer)
 
-    def save(self, folder: str | Path, size: int = weights.SHARD_SIZE, stop: Sequence[str] = ()) -> None:
+    def save(
+        self, folder: str | Path, size: int = weights.SHARD_SIZE, stop: Sequence[str] = (), trained: ChatFrame | None = None
+    ) -> None:  # fmt: skip
         """Writes a Hugging Face folder: config.json, safetensors of at most `size` bytes each, and the tokenizer.
 
         stop: further tokens that end an answer, to be added to generation_config.json.
+        trained: the frame in which the policy was trained; that file keeps it for every later frame of this tokenizer.
 
         The folder appears only when it is complete, and replaces an older policy there. With several processes, all of them
         call this and process 0 writes.
@@ -96,16 +99,17 @@ class Policy:
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(folder)
-                (folder / GENERATION).write_text(json.dumps(self._generation(stop), indent=2) + "\n")
+                (folder / GENERATION).write_text(json.dumps(self._generation(stop, trained), indent=2) + "\n")
 
         huggingface.save(Path(folder), self.params, tensors, write_rest, "model", size)
 
-    def _generation(self, stop: Sequence[str]) -> dict[str, Any]:
+    def _generation(self, stop: Sequence[str], trained: ChatFrame | None) -> dict[str, Any]:
         """Returns the content of generation_config.json: the earlier content, with every token that ends an answer."""
+        shown = {AS_TRAINED: trained.kept} if trained and not trained.plain else {}
         ends = dict.fromkeys((*self.end_tokens, *end_tokens(self.tokenizer, stop)))
         others = {f"{name}_token_id": getattr(self.tokenizer, f"{name}_token_id") for name in ("bos", "pad")}
         known = {name: index for name, index in others.items() if index is not None}
-        return known | generation_of(self.tokenizer) | {"eos_token_id": list(ends)}
+        return known | generation_of(self.tokenizer) | shown | {"eos_token_id": list(ends)}
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -17,7 +17,7 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hgpo_jax.policy.tokenizer import PLAIN, generation_of
+from hgpo_jax.policy.tokenizer import AS_TRAINED, PLAIN, generation_of
 from hgpo_jax.utils.errors import one_line
 
 DATE = datetime.date(2024, 7, 26)  # the date that Llama 3.1's chat template uses by default
@@ -98,9 +98,10 @@ class ChatFrame:
 
     Args:
       tokenizer: a transformers tokenizer with a chat template and an end token.
-      date: the current date for a template that mentions it (Llama 3.2, SmolLM3).
-      thinking: whether answers begin with a thought, if the template has a switch for it (Qwen3); None: the template's
-        default.
+      date: the current date for a template that mentions it (Llama 3.2, SmolLM3); None: the date of the policy's training
+        according to generation_config.json, or else `usual_date`.
+      thinking: whether answers begin with a thought, if the template has a switch for it (Qwen3); None: as in the policy's
+        training, or else the template's default.
       stop: further tokens that end an answer.
 
     Attributes:
@@ -117,15 +118,21 @@ class ChatFrame:
     """
 
     def __init__(
-        self, tokenizer, *, date: datetime.date = DATE, thinking: bool | None = None, stop: Sequence[str] = ()
-    ):
+        self, tokenizer, *, date: datetime.date | None = None, thinking: bool | None = None, stop: Sequence[str] = (),
+        usual_date: datetime.date = DATE,
+    ):  # fmt: skip
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError("tokenizer: has no chat template; take an instruction-tuned model's tokenizer")
+        trained = generation_of(tokenizer).get(AS_TRAINED, {})
+        if date is None:
+            date = datetime.date.fromisoformat(trained["date"]) if "date" in trained else usual_date
         self._tokenizer, self._date, self._thinking, self._stop = tokenizer, date, thinking, tuple(stop)
         self.plain = tokenizer.chat_template == PLAIN
         self.has_switch = self._has_switch()
         if thinking is not None and not self.has_switch:
             raise ValueError("rollout.thinking: this chat template has no switch for it; leave it out")
+        if thinking is None and self.has_switch:
+            self._thinking = trained.get("thinking")
         self.text = TokenText(tokenizer)
         before, after = self._around([{"role": "user", "content": _MARK}])
         self.head = tokenizer.encode(before, add_special_tokens=False)
@@ -133,6 +140,11 @@ class ChatFrame:
         self.opened, self.hides_thoughts = self._opened(after), self._hides_thoughts()
         self.end_tokens = end_tokens(tokenizer, stop, first=self._turn_end())
         self.text.hidden |= set(self.end_tokens)
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """How the template was shown, for generation_config.json: a frame made with nothing else shows it the same."""
+        return {"date": self._date.isoformat(), "thinking": self._thinking}
 
     @property
     def inside_thought(self) -> bool:

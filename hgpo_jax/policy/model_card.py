@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 from hgpo_jax.config import Config, dump
 from hgpo_jax.policy import huggingface
 from hgpo_jax.policy.source import find
+from hgpo_jax.policy.tokenizer import AS_TRAINED, GENERATION
 from hgpo_jax.utils.files import atomic_write
 
 FILE = huggingface.CARD
@@ -23,7 +25,7 @@ def write(folder: Path, config: Config, parameters: int, result: dict) -> None:
     folder: the Hugging Face folder, or peft's folder of an adapter. parameters: number of the policy's parameters.
     result: the content of the run's evaluation.json.
     """
-    adapter = (folder / "adapter_config.json").is_file()
+    adapter, kept = (folder / "adapter_config.json").is_file(), folder / GENERATION
     front = {
         **base_of(config.policy.source, config.cache_dir),
         "library_name": "peft" if adapter else "transformers",
@@ -38,6 +40,7 @@ def write(folder: Path, config: Config, parameters: int, result: dict) -> None:
         base=front.get("base_model") or Path(config.policy.source).name,
         method=_name(config.method), env=_name(config.env.name), parameters=parameters, result=result,
         version=version("hgpo_jax"), dumped=dump(config),
+        shown=json.loads(kept.read_text()).get(AS_TRAINED) if kept.is_file() else None,
     )  # fmt: skip
     with atomic_write(folder / FILE) as file:
         file.write(text)

@@ -7,6 +7,7 @@ its texts.
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,6 +25,7 @@ QWEN2 = (
 _WORDS = r" ?\p{Ll}+|\p{Lu}\p{Ll}+|."  # a drawing's characters stay apart, so that it is read cell by cell
 MAX_WORDS = 2048  # tokens
 GENERATION = "generation_config.json"
+AS_TRAINED = "hgpo_jax"  # its key for how a run has shown the chat template (`ChatFrame.kept`)
 
 
 def word_tokenizer(words: tuple[str, ...]) -> PreTrainedTokenizerFast:
@@ -113,8 +115,18 @@ def _read_generation(name: str) -> dict[str, Any]:
         found["eos_token_id"] = [] if ends is None else ends if isinstance(ends, list) else [ends]
         if odd := [end for end in found["eos_token_id"] if type(end) is not int or end < 0]:
             raise ValueError(f"eos_token_id={odd[0]!r:.50} is no token id")
+        if AS_TRAINED in found and not _tells_form(found[AS_TRAINED]):
+            raise ValueError(f"{AS_TRAINED}={found[AS_TRAINED]!r:.80}: needs a date and thinking; remove it")
     except FileNotFoundError:
         return {}
     except Exception as error:  # errors of the hub, or of a file without a JSON object
         raise ValueError(f"policy.tokenizer={name}: {GENERATION}: {' '.join(str(error).split())[:300]}") from None
     return found
+
+
+def _tells_form(trained: Any) -> bool:
+    try:
+        datetime.date.fromisoformat(trained["date"])
+        return trained["thinking"] in (None, False, True)
+    except (KeyError, TypeError, ValueError):
+        return False

@@ -17,6 +17,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 MAX_CHARACTERS_PER_TOKEN = 16
 CUT = " ... "  # replaces the removed text
 _SECTIONS = ("first", "later", "entry")
+_BEGIN, _END = (re.compile(tag, re.ASCII | re.IGNORECASE) for tag in ("<action>", "</action>"))
 _CHINESE = re.compile("[\u4e00-\u9fff]")
 
 
@@ -78,15 +79,16 @@ class Template:
         """Whether the template asks for the action alone: it does not mention <action>."""
         return "<action>" not in self.first.template + self.later.template
 
-    def parse(self, text: str, fallback: int, opened: str = "") -> ParsedResponse:
+    def parse(self, text: str, fallback: int, opened: str = "", *, lower_case: bool = False) -> ParsedResponse:
         """Finds a response's action as `project` does; if the template asks for the action alone, it is the whole response.
 
         opened: the part of the response that the prompt's end already contains (`ChatFrame.opened`).
         """
         if self.bare:  # a thought is not part of the action
             thinks = (opened + text).lstrip().startswith("<think>")
-            return ParsedResponse(opened + text, (text.rpartition("</think>")[2] if thinks else text).strip(), True)
-        return ParsedResponse(opened + text, *project(text, fallback, opened))
+            action = (text.rpartition("</think>")[2] if thinks else text).strip()
+            return ParsedResponse(opened + text, action.lower() if lower_case else action, True)
+        return ParsedResponse(opened + text, *project(text, fallback, opened, lower_case=lower_case))
 
     def render(self, prompt_input: PromptInput) -> str:
         """Renders the user message. Slots are filled once: a dollar sign in the inserted texts has no meaning."""
@@ -129,6 +131,7 @@ class ChatFormat:
       prompt_limit: tokens of the longest prompt. A longer one loses its oldest history first, then the middle of the
         observation, of the commands and of the goal; the rest of the template always stays.
       fallback: characters at the end of a malformed response that are taken as its action.
+      lower_case: whether actions lose their capitals.
 
     If the template does not mention <action>, the action is the whole response after its thought.
 
@@ -136,9 +139,11 @@ class ChatFormat:
       ValueError: no such template, or the template alone exceeds the limit.
     """
 
-    def __init__(self, frame: ChatFrame, template: str, prompt_limit: int = 4096, fallback: int = 30):
+    def __init__(
+        self, frame: ChatFrame, template: str, prompt_limit: int = 4096, fallback: int = 30, *, lower_case: bool = False
+    ):  # fmt: skip
         self.template = load_template(template)
-        self.frame, self.prompt_limit, self.fallback = frame, prompt_limit, fallback
+        self.frame, self.prompt_limit, self.fallback, self.lower_case = frame, prompt_limit, fallback, lower_case
         self.message_limit = prompt_limit - len(frame.head) - len(frame.tail)
         shortest = self.template.render(PromptInput(CUT, [], 99, CUT, [CUT]))
         if (least := len(frame.text.encode([shortest])[0])) > self.message_limit:
@@ -212,7 +217,8 @@ class ChatFormat:
 
     def parse(self, ids: Sequence[int]) -> ParsedResponse:
         """Decodes a response, with the part that the frame opened, and parses it with `Template.parse`."""
-        return self.template.parse(self.frame.text.decode(ids), self.fallback, self.frame.opened)
+        text = self.frame.text.decode(ids)
+        return self.template.parse(text, self.fallback, self.frame.opened, lower_case=self.lower_case)
 
 
 def without_middle(whole, kept: int):
@@ -223,16 +229,18 @@ def without_middle(whole, kept: int):
     return whole[: (kept + 1) // 2] + mark + whole[len(whole) - kept // 2 :]
 
 
-def project(text: str, fallback: int, opened: str = "") -> tuple[str, bool]:
+def project(text: str, fallback: int, opened: str = "", *, lower_case: bool = False) -> tuple[str, bool]:
     """Returns the action of a response, and whether the response is well formed, by verl-agent's rules.
 
-    The action is the text between the first <action> and the first </action> of the lower-cased response; without both tags it
-    is the last `fallback` characters. A well-formed response also has <think> and </think>, which `opened` may hold, and no
-    Chinese character. Whether the action is admissible is not checked here.
+    The action is the text between the first <action> and the first </action>, in capitals or not; without both tags it is the
+    last `fallback` characters. A well-formed response also has <think> and </think>, which `opened` may hold, and no Chinese
+    character. Whether the action is admissible is not checked here.
+
+    lower_case: whether the action loses its capitals, as verl-agent's do.
     """
-    lower = text.lower()
-    begin, end = lower.find("<action>"), lower.find("</action>")
-    if begin < 0 or end < 0:
-        return lower[-fallback:], False
-    action = lower[begin + len("<action>") : end].strip()
+    read = text.lower() if lower_case else text
+    begin, end = _BEGIN.search(read), _END.search(read)
+    if not (begin and end):
+        return read[-fallback:], False
+    action = read[begin.end() : end.start()].strip()
     return action, all(tag in opened + text for tag in ("<think>", "</think>")) and not _CHINESE.search(text)

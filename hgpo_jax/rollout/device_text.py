@@ -1,6 +1,6 @@
 """Chat prompts and free-text answers of a compiled environment, built and parsed inside the compiled rollout.
 
-    text = DeviceText(env, ChatFormat(ChatFrame(tokenizer), "alfworld"), tokenizer, response_limit=512)
+    text = DeviceText(env, ChatFormat(ChatFrame(tokenizer), "alfworld", lower_case=True), tokenizer, 512)
 
 On every turn the prompt's tokens equal those of `ChatFormat.build`, and the action that of `ChatFormat.parse`. Exceptions are
 reported (`exact`), so that the episode can be left out: answers whose action is not ASCII, contains a control character or a
@@ -95,6 +95,8 @@ class DeviceText:
         self.env, self.format, self.response_limit = env, format, response_limit
         self.goal_length, self.observation_length, self.max_turns = env.goal_length, env.observation_length, env.max_turns
         self.task_types, self.end_tokens = env.task_types, format.end_tokens
+        if not format.lower_case:
+            raise ValueError("lower_case=False: actions are read in lower case here")
         if format.template.bare and format.frame.opened:
             raise ValueError("the chat template begins a thought, but the prompts ask for the action alone")
         self._tokenizer = DeviceTokenizer(tokenizer)
@@ -217,10 +219,10 @@ class DeviceText:
         known = (jnp.arange(response.shape[0]) < length) & (response >= 0) & (response < blank)
         text, size = spell(table, jnp.where(known, response, blank), BYTES_PER_TOKEN * max(response.shape[0], 32))
         exact = size <= text.shape[0]
-        if self.format.template.bare:
-            exact &= _find(text, b"</think>") < 0  # the host may leave it out, together with the text before it
-            return self._found(text, jnp.int32(0), size, jnp.array(True), exact)
         lower = jnp.where((text >= 65) & (text <= 90), text + 32, text)
+        if self.format.template.bare:
+            exact &= _find(text, b"</think>") < 0  # which the host may leave out with what stands before it
+            return self._found(lower, jnp.int32(0), size, jnp.array(True), exact)
         begin, end = (_find(lower, tag) for tag in (b"<action>", b"</action>"))
         tagged = (begin >= 0) & (end >= 0)
         fallback = self.format.fallback or text.shape[0]

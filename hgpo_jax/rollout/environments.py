@@ -57,6 +57,8 @@ class Environment:
     expert: the scripted player that the warm start of a compiled environment clones, if it has one.
     template: file with the prompts of a text environment, or a name in `rollout/templates/`.
     fallback: characters at the end of a malformed response that are taken as its action, as in verl-agent.
+    lower_case: whether actions lose their capitals, as verl-agent's do. Elsewhere they are the policy's words, or in the
+      environment's spelling where it lists such a command.
     max_turns: that of a user's own environment; for built-in ones it is a field.
     digest: hash of the code of a user's own environment, "" for built-in ones.
     """
@@ -69,6 +71,7 @@ class Environment:
     expert: Expert | None = None
     template: str = "text"
     fallback: int = 30
+    lower_case: bool = False
     max_turns: int | None = None
     digest: str = ""
 
@@ -230,13 +233,15 @@ ENVIRONMENTS = {
     "sokoban": Environment(SOKOBAN, compiled=sokoban, expert=sokoban_expert),
     "sokoban_text": Environment(
         SOKOBAN, text=functools.partial(_as_text, SokobanText, sokoban), template="sokoban", fallback=20,
+        lower_case=True,
     ),
     "alfworld": Environment(
         ("data", "split", "generated", "held_out", "max_turns"), compiled=alfworld, text=alfworld_text, games=alfworld_games,
-        expert=alfworld_expert, template="alfworld",
+        expert=alfworld_expert, template="alfworld", lower_case=True,
     ),
     "webshop": Environment(
         ("data", "goal_order", "reachable_only", "max_turns"), text=webshop_text, template="webshop", fallback=20,
+        lower_case=True,
     ),
     "agent": Environment(("command", "failed", "num_tasks", "num_held_out_tasks", "max_turns"), agent=True),
 }  # fmt: skip
@@ -244,7 +249,7 @@ ENVIRONMENTS = {
 
 def environment(env: EnvConfig) -> Environment:
     """Returns the environment that `env.name` names. Raises ConfigError if it cannot be found or made."""
-    return ENVIRONMENTS[env.name] if env.name in ENVIRONMENTS else _from_outside(*_outside(env))
+    return ENVIRONMENTS[env.name] if env.name in ENVIRONMENTS else _from_outside(*_outside(env), env.time_limit)
 
 
 def backend(config: Config) -> Backend:
@@ -326,12 +331,12 @@ def _made(given: str, name: str, options: str) -> tuple[Callable[[], Any], Any]:
 
 
 @functools.lru_cache(maxsize=8)
-def _from_outside(given: str, name: str, options: str) -> Environment:
+def _from_outside(given: str, name: str, options: str, time_limit: float) -> Environment:
     """Describes a user's own environment, which is made once to find out its kind."""
     make, env = _made(given, name, options)
     compiled = is_compiled(env)
     try:
-        check_compiled(env, RUNNER) if compiled else check_text(env)
+        check_compiled(env, RUNNER) if compiled else check_text(env, time_limit)
     except ValueError as error:
         raise ConfigError(f"env.name={given}: {error}") from None
     code = [name, *outside.code_in(json.loads(options)).values()]

@@ -18,10 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def matched(action: str, commands: Sequence[str]) -> str:
-    """Returns the command that an action means: itself, or else the only one that equals it up to case.
-
-    `chat_format.project` lower-cases answers, as verl-agent does, and commands may have capitals.
-    """
+    """Returns the command that an action means: itself, or else the only one that equals it up to case; else the action."""
     if action in commands:
         return action
     same = {command for command in commands if command.lower() == action.lower()}

@@ -89,7 +89,7 @@ class HostRollout:
     def _start_workers(self, make_env: Callable) -> None:
         def make_workers():
             if not self._num_workers:
-                return LocalWorkers(make_env)
+                return LocalWorkers(make_env, self._time_limit)
             return ProcessWorkers(make_env, self._num_workers, self._batch, self._time_limit)
 
         self._workers = SharedWorkers(make_workers) if jax.process_count() > 1 else make_workers()

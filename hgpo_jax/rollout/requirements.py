@@ -80,20 +80,23 @@ def check_compiled(env, members: dict[str, str]) -> None:
             raise ValueError(f"{name}: role(state) has shape {list(shape)}; give a single index into roles, i32[]")
 
 
-def check_text(env) -> None:
-    """Raises ValueError, naming class and member, if a text environment lacks something or hangs. Takes a step in task 0."""
+def check_text(env, time_limit: float | None = None) -> None:
+    """Raises ValueError, naming class and member, if a text environment lacks something or hangs. Takes a step in task 0.
+
+    time_limit: as in `deadline`.
+    """
     name = type(env).__name__
     _check(name, env, TEXT)
     _check_number(name, env, "max_turns")
     roles_of(env)
-    with deadline(f"{name}: reset(0)"):
+    with deadline(f"{name}: reset(0)", time_limit):
         try:
             _, commands = env.reset(0)
         except Exception:  # as during play: the error costs only the episodes with this task
             return
     _check(f"{name} after reset(task)", env, TEXT_RESET | (TEXT_TEAM if hasattr(env, "roles") else {}))
     action = commands[0] if commands else ""
-    with deadline(f"{name}: step({action!r:.80}) in task 0"):
+    with deadline(f"{name}: step({action!r:.80}) in task 0", time_limit):
         try:
             *_, info = env.step(action)
             missing = [f"{key}: {meaning}" for key, meaning in INFO.items() if key not in info]
@@ -112,8 +115,10 @@ class _Late(BaseException):
 
 
 @contextlib.contextmanager
-def deadline(call: str) -> Iterator[None]:
-    """Limits calls of an environment in this process before a run begins: raises Hangs after LIMIT, in one line.
+def deadline(call: str, time_limit: float | None = None) -> Iterator[None]:
+    """Limits calls of an environment in this process before a run begins: raises Hangs in one line.
+
+    time_limit: seconds, env.time_limit of a run; None: LIMIT.
 
     It works only in the main thread, which alone receives the signal, and not in code that never returns to Python.
     """
@@ -125,11 +130,12 @@ def deadline(call: str) -> Iterator[None]:
         raise _Late
 
     before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, LIMIT)
+    signal.setitimer(signal.ITIMER_REAL, time_limit or LIMIT)
     try:
         yield
     except _Late:
-        raise Hangs(f"{call} gives no answer in {LIMIT:g} s; see why it hangs") from None
+        waited = f"{LIMIT:g} s" if time_limit is None else f"{time_limit:g} s (env.time_limit)"
+        raise Hangs(f"{call} gives no answer in {waited}; see why it hangs") from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

@@ -195,7 +195,9 @@ class TextRunner:
         check_context(config, models)
         try:
             frame = ChatFrame(tokenizer, date=rollout.date, thinking=rollout.thinking, stop=rollout.stop)
-            chat = lambda template: ChatFormat(frame, template, rollout.prompt_limit, environment.fallback)  # noqa: E731
+            chat = lambda template: ChatFormat(  # noqa: E731
+                frame, template, rollout.prompt_limit, environment.fallback, lower_case=environment.lower_case
+            )
             usual, limit, speakers = chat(template_of(config, tokenizer)), rollout.response_limit, list[Speaker]()
             if config.roles:
                 roles = roles_of(train())

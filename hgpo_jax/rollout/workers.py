@@ -61,12 +61,12 @@ class LocalWorkers:
 
     limit = "env.time_limit"  # the field that sets a worker process's timeout for an answer
 
-    def __init__(self, make_env: Callable):
+    def __init__(self, make_env: Callable, time_limit: float | None = None):
         self._make_env = make_env
         self._envs: dict[int, tuple] = {}  # episode -> (environment, task, actions done)
         self.discard_answers()
         env = make_env()
-        check_text(env)
+        check_text(env, time_limit)
         tasks = len(env) if hasattr(env, "__len__") else None
         self.spec = EnvSpec(tuple(env.task_types), tasks, int(env.max_turns), roles_of(env))
 

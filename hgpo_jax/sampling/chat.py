@@ -37,7 +37,7 @@ class Chat:
     ):  # fmt: skip
         if policy.tokenizer is None:
             raise ValueError("tokenizer: the folder holds none; add tokenizer.json and tokenizer_config.json")
-        self._frame = ChatFrame(policy.tokenizer, date=datetime.date.today(), thinking=thinking)
+        self._frame = ChatFrame(policy.tokenizer, thinking=thinking, usual_date=datetime.date.today())
         self._limit = policy.config.max_position_embeddings - max_new
         if self._limit < 1:
             raise ValueError(f"max_new={max_new}: the model's context is {policy.config.max_position_embeddings} tokens")

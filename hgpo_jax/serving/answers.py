@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -14,7 +15,7 @@ from hgpo_jax.serving.requests import ChatRequest, NamedTool, Sampling
 from hgpo_jax.serving.text import ServedText, TextStream
 
 _CALL, _CALL_END, _THOUGHT, _THOUGHT_END = "<tool_call>", "</tool_call>", "<think>", "</think>"
-_TAG = re.compile(f"{_CALL}|{_THOUGHT}")
+_TAG, _CALL_OR_END = re.compile(f"{_CALL}|{_THOUGHT}"), re.compile(f"{_CALL}|{_THOUGHT_END}")
 _SPACE = re.compile(r"\s*")
 _JSON = json.JSONDecoder()
 
@@ -172,20 +173,23 @@ def tool_calls(text: str, inside_thought: bool = False) -> tuple[str, list[dict[
     """Returns the text of an answer before its tool calls, and the calls; if one of them cannot be read, there are none.
 
     Calls are written <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Qwen2.5's chat template asks; several may
-    stand between two tags, and arguments may be absent, null or JSON in a string. Text inside a thought, which the prompt may
-    have begun (`inside_thought`), is not a call.
+    stand between two tags, and arguments may be absent, null or JSON in a string. The closing tag may be missing at the
+    answer's end, which must not have been cut. Text inside a thought is not a call. The prompt may have begun the thought
+    (`inside_thought`), or its beginning may be missing if the answer does not begin with a call. A <think> in prose without
+    a </think> is prose.
     """
     calls: list[dict[str, Any]] = []
-    first, at = len(text), 0
-    if inside_thought and _THOUGHT_END not in text:
+    first, end = len(text), _thought_end(text, 0)
+    if inside_thought and end < 0:
         return text, []
-    if inside_thought or -1 < text.find(_THOUGHT_END) < text.find(_CALL):  # begun by the prompt, or not at all
-        at = text.find(_THOUGHT_END)
+    begun_by_nobody = not text.lstrip().startswith(_CALL) and _THOUGHT not in text[: max(end, 0)]
+    part = at = max(end, 0) if inside_thought or begun_by_nobody else 0  # a thought without an end begins a part
     while tag := _TAG.search(text, at):
         if tag[0] == _THOUGHT:
-            at = text.find(_THOUGHT_END, tag.end())
-            if at < 0:
+            end = _thought_end(text, tag.end())
+            if end < 0 and not text[part : tag.start()].strip():
                 break
+            at, part = (end, end) if end >= 0 else (tag.end(), part)
             continue
         first = min(first, tag.start())
         try:
@@ -193,17 +197,34 @@ def tool_calls(text: str, inside_thought: bool = False) -> tuple[str, list[dict[
             functions = [_function(call) for call in written]
         except (ValueError, KeyError, TypeError, RecursionError):
             return text, []
+        part = at
         for function in functions:
             identity = f"call_{secrets.token_hex(12)}"
             calls.append({"index": len(calls), "id": identity, "type": "function", "function": function})
     return text[:first].strip() if calls else text, calls
 
 
+def _thought_end(text: str, at: int) -> int:
+    """Where the first </think> ends, from `at` on, that stands in no string of a call; -1 if there is none."""
+    while tag := _CALL_OR_END.search(text, at):
+        at = tag.end()
+        if tag[0] == _THOUGHT_END:
+            return at
+        with contextlib.suppress(ValueError, RecursionError):
+            _, at = _between_tags(text, at)
+    return -1
+
+
 def _between_tags(text: str, at: int) -> tuple[list[Any], int]:
-    """Reads the JSON values from `at` to the closing tag, and its end. A string may contain the tag. Raises ValueError."""
+    """Reads the JSON values from `at` to the closing tag or the text's end, and that position. A string may contain the tag.
+
+    Raises ValueError.
+    """
     values: list[Any] = []
     while True:
         at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
+        if values and at == len(text):
+            return values, at
         if values and text.startswith(_CALL_END, at):
             return values, at + len(_CALL_END)
         value, at = _JSON.raw_decode(text, at)

@@ -10,6 +10,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterator
+from itertools import filterfalse
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
@@ -39,6 +40,8 @@ CHANGING: dict[str, tuple] = {
     )
     for name in names.split()
 }
+# Fields of other servers, ignored like all that are unknown, whose names are near those of fields here.
+NO_SLIPS = {"models", "parse_tool_calls", "return_prompt_token_ids", "return_tokens", "top_n"}
 _NO_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 THERE_IS = "temperature, top_p, top_k, stop, seed, max_tokens, n and logprobs"
 Body = TypeVar("Body", bound=pydantic.BaseModel)
@@ -250,8 +253,8 @@ class Sampling(_Open):
     def _has_no_slip(self):
         if (count := len(self.model_extra or ())) > MAX_UNKNOWN:
             raise ApiError(400, f"{count:,} fields that this server does not have; give at most {MAX_UNKNOWN}")
-        for name in self.model_extra or ():
-            if name not in CHANGING and (meant := difflib.get_close_matches(name[:40], type(self).model_fields, 1, 0.8)):
+        for name in filterfalse((CHANGING.keys() | NO_SLIPS).__contains__, self.model_extra or ()):
+            if meant := difflib.get_close_matches(name[:40], type(self).model_fields, 1, 0.8):
                 raise ApiError(400, f"{one_line(name)[:40]}: there is no such field; did you mean {meant[0]}?")
         return self
 

@@ -13,7 +13,7 @@ from hgpo_jax.policy.tokenizer import ACT
 class ServedText:
     """Token ids of clients' texts, and the text of sampled ids.
 
-    frame: that of a tokenizer with a chat template; by default unchanged, with today's date.
+    frame: that of a tokenizer with a chat template; by default as the policy was trained, or else with today's date.
 
     A word-level tokenizer without a chat template belongs to a small policy: it reads the last message of a conversation, and
     then the token that asks for an action.
@@ -22,7 +22,7 @@ class ServedText:
     def __init__(self, tokenizer, frame: ChatFrame | None = None):
         self._tokenizer, self.frame = tokenizer, frame
         if frame is None and getattr(tokenizer, "chat_template", None):
-            self.frame = ChatFrame(tokenizer, date=datetime.date.today())
+            self.frame = ChatFrame(tokenizer, usual_date=datetime.date.today())
         self._text = self.frame.text if self.frame else None
         self._special = frozenset(tokenizer.all_special_ids)
         self._switched: dict[bool, ChatFrame] = {}

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from hgpo_jax.config.learning import LearnerConfig
 from hgpo_jax.config.policies import config_of, response_limit, weight_sets
-from hgpo_jax.config.roles import unknown_role
+from hgpo_jax.config.roles import RoleConfig, unknown_role
 from hgpo_jax.config.schema import Config, EnvConfig
-from hgpo_jax.learner.algorithms import METHODS, method_named
+from hgpo_jax.learner.algorithms import METHODS, Method, method_named
 from hgpo_jax.rollout.chat_format import load_template
-from hgpo_jax.rollout.environments import ENVIRONMENTS, backend, environment, role_names
+from hgpo_jax.rollout.environments import ENVIRONMENTS, Backend, Environment, backend, environment, role_names
 from hgpo_jax.rollout.requirements import ONE_ROLE
 from hgpo_jax.rollout.reward_functions import reward_function
 from hgpo_jax.rollout.state_keys import state_key_function
@@ -23,7 +23,7 @@ COMPARE_EPISODES = ("dr_mas", "grpo", "reinforce_pp_baseline", "rloo")
 
 def check_together(config: Config) -> None:
     """Rejects fields that are valid one by one, but not together. Raises ConfigError."""
-    cloning, env = config.warm_start == "cloning", config.env
+    env = config.env
     if env.options and env.name in ENVIRONMENTS:
         name, value = next(iter(env.options.items()))
         raise ConfigError(f"env.options.{name}={value}: env.name={env.name} has fields of its own; write env.{name}={value}")
@@ -33,74 +33,114 @@ def check_together(config: Config) -> None:
         reward_function(config.reward.source)
     if env.state_key:
         state_key_function(env.state_key)
-    either = found.compiled is not None and found.text is not None
-    turns = EnvConfig.model_fields["max_turns"].default
-    wrong = {
-        f"log.keep_best={config.log.keep_best}: the best by validation; give evaluation.every, too":
-            config.log.keep_best and not config.evaluation.every,
-        f"log.sample_every={config.log.sample_every}: method={config.method} mixes several rollouts, whose texts are not "
-        "kept; leave it out":
-            config.log.sample_every and method.dynamic_sampling and played != "compiled",
-        f"env.compiled=true: env.name={env.name} has no such choice; leave it out": env.compiled and not either,
-        f"env.max_turns={env.max_turns}: env.name={env.name} has a max_turns of its own; leave it out, or give env.options":
-            env.max_turns != turns and env.name not in ENVIRONMENTS,
-        f"advantage.similarity={config.advantage.similarity}: env.name={env.name}, compiled, has no texts; leave it out":
-            config.advantage.similarity is not None and played == "compiled",
-        f"advantage.similarity={config.advantage.similarity}: env.state_key={env.state_key} decides which states are equal; "
-        "leave one of the two out": config.advantage.similarity is not None and env.state_key,
-        f"env.template={env.template}: env.name={env.name}, compiled, takes no template; leave it out":
-            env.template and played == "compiled",
-        "env.split=generated: has no files to play on the host; give env.compiled=true, too":
-            "split" in found.options and env.split == "generated" and not (played == "compiled" or env.compiled),
-        f"warm_start=cloning: env.name={env.name} has no expert to clone; give warm_start=none":
-            cloning and ((played == "compiled" and not found.expert) or found.agent),
-        "policy.source=: env.name=agent has no words for a small policy; give policy=, which reads what the agent writes":
-            found.agent and not (config.policy.source or config.policy.tokenizer),
-        f"lora.rank={config.lora.rank}: LoRA needs base weights; give policy=, too":
-            cloning and config.lora.rank and not config.policy.source,
-        f"cloning.optimizer=muon: is for whole kernels, and lora.rank={config.lora.rank} trains adapters; give adamw":
-            cloning and config.lora.rank and config.cloning.optimizer == "muon",
-        f"policy.tokenizer={config.policy.tokenizer}: warm_start=cloning is for a small policy with the environment's own "
-        "words; leave it out, or give warm_start=none":
-            cloning and config.policy.tokenizer,
-        f"learner.rollout_correction=token: method={config.method} weighs whole responses; give sequence, or none":
-            config.learner.rollout_correction == "token" and method.loss == "gspo",
-        f"learner.rollout_correction_cap={config.learner.rollout_correction_cap:g}: nothing is corrected; give "
-        "learner.rollout_correction, too":
-            config.learner.rollout_correction_cap != 2.0
-            and not (config.learner.rollout_correction or config.policy.sample_dtype == "int8"),
-        f"rollout.group_size=1: method={config.method} compares a task's episodes with each other; give 2 or more":
-            config.rollout.group_size == 1 and method.estimator in COMPARE_EPISODES,
-        f"rollout.ready_fraction={config.rollout.ready_fraction:g}: needs env.workers; in this process environments step one "
-        "by one":
-            config.rollout.ready_fraction < 1 and played != "compiled" and not env.workers,
-    }  # fmt: skip
-    if method.parts and not (played == "compiled" and hasattr(found.compiled and found.compiled(config), "answer_parts")):
-        raise ConfigError(
-            f"method={config.method}: needs answers with switch, subgoal and action parts, which env.name={env.name} does not "
-            "have; give env.name=household_subgoals, or one of your own with answer_parts"
-        )
-    for name, losses in (("aggregate", ("clip",)), ("dual_clip", ("clip",)), ("process_noise", ("kpo",))):
-        value, default = getattr(config.learner, name), LearnerConfig.model_fields[name].default
-        message = f"learner.{name}={value}: method={config.method} does not read it; leave it at {default}"
-        wrong[message] = method.loss not in losses and value != default
-    for message, applies in wrong.items():
-        if applies:
-            raise ConfigError(message)
-    if config.learner.alternate and len(roles := role_names(config)) < 2:
-        raise ConfigError(
-            f"learner.alternate={config.learner.alternate}: env.name={env.name} has one role, {roles[0]}; leave it out"
-        )
+    _check_log(config, method, played)
+    _check_environment(config, found, played)
+    if config.warm_start == "cloning":
+        _check_cloning(config, found, played)
+    if found.agent and not (config.policy.source or config.policy.tokenizer):
+        raise ConfigError(f"policy.source=: env.name={env.name} needs a language model; give policy=, too")
+    _check_method(config, method, found, played)
     if config.roles:
         _check_roles(config, role_names(config), method.critic)
     if config.evaluation.min_response:
         _check_shortest_response(config)
-    limit, most = _shortest_limit(config) if config.reward.overlong_cache and played != "compiled" else (0, "")
+    if config.reward.overlong_cache:
+        _check_overlong_cache(config, played)
+    _check_unread(env, found, played)
+
+
+def _check_log(config: Config, method: Method, played: Backend) -> None:
+    log = config.log
+    if log.keep_best and not config.evaluation.every:
+        raise ConfigError(f"log.keep_best={log.keep_best}: the best by validation; give evaluation.every, too")
+    if log.sample_every and method.dynamic_sampling and played != "compiled":
+        raise ConfigError(
+            f"log.sample_every={log.sample_every}: method={config.method} mixes several rollouts, whose texts are not kept; "
+            "leave it out"
+        )
+
+
+def _check_environment(config: Config, found: Environment, played: Backend) -> None:
+    env, compiled, similarity = config.env, played == "compiled", config.advantage.similarity
+    if env.compiled and (found.compiled is None or found.text is None):
+        raise ConfigError(f"env.compiled=true: env.name={env.name} has no such choice; leave it out")
+    if env.max_turns != EnvConfig.model_fields["max_turns"].default and env.name not in ENVIRONMENTS:
+        raise ConfigError(
+            f"env.max_turns={env.max_turns}: env.name={env.name} has a max_turns of its own; leave it out, or give env.options"
+        )
+    if similarity is not None and compiled:
+        raise ConfigError(f"advantage.similarity={similarity}: env.name={env.name}, compiled, has no texts; leave it out")
+    if similarity is not None and env.state_key:
+        raise ConfigError(
+            f"advantage.similarity={similarity}: env.state_key={env.state_key} decides which states are equal; "
+            "leave one of the two out"
+        )
+    if env.template and compiled:
+        raise ConfigError(f"env.template={env.template}: env.name={env.name}, compiled, takes no template; leave it out")
+    if "split" in found.options and env.split == "generated" and not (compiled or env.compiled):
+        raise ConfigError("env.split=generated: has no files to play on the host; give env.compiled=true, too")
+    if config.rollout.ready_fraction < 1 and not compiled and not env.workers:
+        raise ConfigError(
+            f"rollout.ready_fraction={config.rollout.ready_fraction:g}: needs env.workers; in this process environments step "
+            "one by one"
+        )
+
+
+def _check_cloning(config: Config, found: Environment, played: Backend) -> None:
+    rank = config.lora.rank
+    if found.agent or (played == "compiled" and not found.expert):
+        raise ConfigError(f"warm_start=cloning: env.name={config.env.name} has no expert to clone; give warm_start=none")
+    if rank and not config.policy.source:
+        raise ConfigError(f"lora.rank={rank}: LoRA needs base weights; give policy=, too")
+    if rank and config.cloning.optimizer == "muon":
+        raise ConfigError(f"cloning.optimizer=muon: needs full-rank weights; with lora.rank={rank} give adamw")
+    if config.policy.tokenizer:
+        raise ConfigError(
+            f"policy.tokenizer={config.policy.tokenizer}: warm_start=cloning is for a small policy with the environment's own "
+            "words; leave it out, or give warm_start=none"
+        )
+
+
+def _check_method(config: Config, method: Method, found: Environment, played: Backend) -> None:
+    """Checks what a method needs, and options that its loss does not read."""
+    learner, name = config.learner, config.method
+    if learner.rollout_correction == "token" and method.loss == "gspo":
+        raise ConfigError(f"learner.rollout_correction=token: method={name} weighs whole responses; give sequence, or none")
+    corrects = learner.rollout_correction or config.policy.sample_dtype == "int8"
+    if learner.rollout_correction_cap != 2.0 and not corrects:
+        raise ConfigError(
+            f"learner.rollout_correction_cap={learner.rollout_correction_cap:g}: nothing is corrected; give "
+            "learner.rollout_correction, too"
+        )
+    if config.rollout.group_size == 1 and method.estimator in COMPARE_EPISODES:
+        raise ConfigError(f"rollout.group_size=1: method={name} compares a task's episodes with each other; give 2 or more")
+    has_parts = played == "compiled" and hasattr(found.compiled and found.compiled(config), "answer_parts")
+    if method.parts and not has_parts:
+        raise ConfigError(
+            f"method={name}: needs answers with switch, subgoal and action parts, which env.name={config.env.name} does not "
+            "have; give env.name=household_subgoals, or one of your own with answer_parts"
+        )
+    for option, losses in (("aggregate", ("clip",)), ("dual_clip", ("clip",)), ("process_noise", ("kpo",))):
+        value, default = getattr(learner, option), LearnerConfig.model_fields[option].default
+        if method.loss not in losses and value != default:
+            raise ConfigError(f"learner.{option}={value}: method={name} does not read it; leave it at {default}")
+    if learner.alternate and len(roles := role_names(config)) < 2:
+        raise ConfigError(
+            f"learner.alternate={learner.alternate}: env.name={config.env.name} has one role, {roles[0]}; leave it out"
+        )
+
+
+def _check_overlong_cache(config: Config, played: Backend) -> None:
+    limit, most = _shortest_limit(config) if played != "compiled" else (0, "")
+    why = f"more than {most}; give less"
+    if not limit:
+        why = f"the answers of env.name={config.env.name}, compiled, have their own length; leave it out"
     if config.reward.overlong_cache > limit:
-        why = f"more than {most}; give less" if limit else (
-            f"the answers of env.name={env.name}, compiled, have their own length; leave it out"
-        )  # fmt: skip
         raise ConfigError(f"reward.overlong_cache={config.reward.overlong_cache}: {why}")
+
+
+def _check_unread(env: EnvConfig, found: Environment, played: Backend) -> None:
+    """Rejects fields of `env` that the environment does not read, where they are not at their defaults."""
     read = {"name", "options", "compiled", "max_turns", *found.options}
     on_device = played != "host"
     read |= set() if on_device else {"workers", "time_limit"}
@@ -166,7 +206,7 @@ def _shortest_limit(config: Config) -> tuple[int, str]:
 
 def _check_roles(config: Config, known: tuple[str, ...], critic: bool) -> None:
     """Raises ConfigError for settings of roles that an environment with the roles `known` does not have."""
-    sets = weight_sets(config, known)
+    policies = weight_sets(config, known)
     for role, settings in config.roles.items():
         if role not in known:
             raise ConfigError(unknown_role(config.env.name, role, settings, known))
@@ -175,24 +215,31 @@ def _check_roles(config: Config, known: tuple[str, ...], critic: bool) -> None:
         except (ValueError, OSError) as error:
             why = str(error).removeprefix(f"template={settings.template}: ")
             raise ConfigError(f"roles.{role}.template={settings.template}: {why}") from None
-        own = config_of(config, (role,))
-        adapters = config.warm_start == "cloning" and settings.lora_rank
-        weights = next(iter(settings.model_dump(include={"policy", "lora_rank"}, exclude_defaults=True).items()), ("", ""))
-        optimizer = next(iter(settings.optimizer.items()), ("", ""))
-        wrong = {
-            ("template", settings.template, f"env.name={config.env.name}, compiled, takes no template; leave it out"):
-                settings.template and backend(config) == "compiled",
-            ("response_limit", settings.response_limit, f"the answers of env.name={config.env.name}, compiled, have their own "
-             "length; leave it out"): settings.response_limit and backend(config) == "compiled",
-            ("lora_rank", settings.lora_rank, "LoRA needs base weights; give policy=, too"):
-                adapters and not own.policy.source,
-            ("lora_rank", settings.lora_rank, "cloning.optimizer=muon is for whole kernels, not for adapters; give adamw"):
-                adapters and config.cloning.optimizer == "muon",
-            (*weights, f"method={config.method} has one critic, for a policy that all roles share; leave it out, or take a "
-             "method without a critic"): critic and settings.has_weights,
-            (*optimizer, f"it shares its weights, whose optimizer is learner.*; give roles.{role}.policy=own, too"):
-                settings.optimizer and (role,) not in sets.values(),
-        }  # fmt: skip
-        for (name, value, why), applies in wrong.items():
-            if applies:
-                raise ConfigError(f"roles.{role}.{name}={value}: {why}")
+        _check_role(config, role, settings, shares=(role,) not in policies.values(), critic=critic)
+
+
+def _check_role(config: Config, role: str, settings: RoleConfig, shares: bool, critic: bool) -> None:
+    """Raises ConfigError for settings of one role. shares: its policy with other roles. critic: the method has one."""
+    compiled = backend(config) == "compiled"
+    own = config_of(config, (role,))
+    adapters = config.warm_start == "cloning" and settings.lora_rank
+
+    def refuse(name: str, value: object, why: str) -> NoReturn:
+        raise ConfigError(f"roles.{role}.{name}={value}: {why}")
+
+    if settings.template and compiled:
+        refuse("template", settings.template, f"env.name={config.env.name}, compiled, takes no template; leave it out")
+    if settings.response_limit and compiled:
+        why = f"the answers of env.name={config.env.name}, compiled, have their own length; leave it out"
+        refuse("response_limit", settings.response_limit, why)
+    if adapters and not own.policy.source:
+        refuse("lora_rank", settings.lora_rank, "LoRA needs base weights; give policy=, too")
+    if adapters and config.cloning.optimizer == "muon":
+        refuse("lora_rank", settings.lora_rank, "cloning.optimizer=muon needs full-rank weights; give adamw")
+    if critic and settings.has_weights:
+        name, value = next(iter(settings.model_dump(include={"policy", "lora_rank"}, exclude_defaults=True).items()))
+        why = f"method={config.method} has one critic, for a policy that all roles share; leave it out, or take a method "
+        refuse(name, value, why + "without a critic")
+    if settings.optimizer and shares:
+        name, value = next(iter(settings.optimizer.items()))
+        refuse(name, value, f"it shares its policy, whose optimizer is learner.*; give roles.{role}.policy=own, too")

@@ -132,14 +132,14 @@ def measure(cell: str, folder: Path, iteration: int, *, batches: int) -> Directi
     job, reference, state = restored(folder, iteration)
     if job.sets:
         raise ConfigError(f"{folder}: its roles have weights of their own; gradients are compared of one set")
-    params, gradient = job.rollout_params(state["params"], reference), make_gradient(job)
+    params, gradient = job.rollout_params(state.params, reference), make_gradient(job)
     found, success = [], []
     for number in tqdm(range(FIRST, FIRST + batches), desc=cell, unit="batch", leave=False, disable=None):
         tasks, *inputs = job.episode_inputs(number)
         e = jax.device_get(job.runner.rollout(params, tasks, *inputs).episodes)
         dump = Dump(e, job.config, job.policy.tokenizer)
         known = centred(dump) | {BOOTSTRAPPED: bootstrapped(dump), RLOO_BY_TURN: rloo_by_turn(e, job.config.advantage.gamma)}
-        found.append([np.asarray(gradient(state["params"], reference, e, jnp.asarray(known[name]))) for name in NAMES])
+        found.append([np.asarray(gradient(state.params, reference, e, jnp.asarray(known[name]))) for name in NAMES])
         success.append(float(e.success.mean()))
     of_each = cosines(np.array(found).swapaxes(0, 1), NAMES.index(RLOO_BY_TURN))
     return Directions(cell, iteration, batches, float(np.mean(success)), dict(zip(NAMES, of_each, strict=True)))

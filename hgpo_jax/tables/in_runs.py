@@ -14,7 +14,7 @@ from hgpo_jax.tables.plan import Plan, cells
 from hgpo_jax.trainer.checkpoint import Checkpoints
 from hgpo_jax.trainer.folder import has_ended
 from hgpo_jax.trainer.loop import starting_params
-from hgpo_jax.trainer.step import make_learn
+from hgpo_jax.trainer.step import TrainState, make_train_step
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.files import atomic_write
 
@@ -102,16 +102,16 @@ def when(iteration: int) -> str:
     return f"after {iteration} iteration{'s' * (iteration > 1)}" if iteration else "at the start"
 
 
-def restored(folder: Path, iteration: int) -> tuple[Job, Any, dict]:
+def restored(folder: Path, iteration: int) -> tuple[Job, Any, TrainState]:
     """Restores a run's (job, reference policy, training state) after this many iterations: from a checkpoint, or its start."""
     config = read_config(folder)
     job = build(config)
     start = starting_params(job, folder)
-    _, init = make_learn(job)
+    _, init = make_train_step(job)
     state = init(start)
     if iteration:
         checkpoints = Checkpoints(folder / "checkpoints", config.log)
-        state = checkpoints.restore(iteration, state)
+        state = TrainState.from_checkpoint(checkpoints.restore(iteration, state.to_checkpoint()))
         checkpoints.close()
     return job, job.reference_copy(start), state
 

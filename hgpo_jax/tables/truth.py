@@ -77,7 +77,7 @@ def bootstrapped(dump: Dump) -> np.ndarray:
 def measure(cell: str, folder: Path, iteration: int) -> Measured:
     """Replays a run's iteration from its checkpoint, or from its start, and measures it."""
     job, reference, state = restored(folder, iteration)
-    params, config = job.rollout_params(state["params"], reference), job.config
+    params, config = job.rollout_params(state.params, reference), job.config
     tasks, *inputs = job.episode_inputs(iteration)
     e = jax.device_get(job.runner.rollout(params, tasks, *inputs).episodes)
     truth, other = (

@@ -24,7 +24,7 @@ from hgpo_jax.trainer.behavior_cloning import warm_start
 from hgpo_jax.trainer.checkpoint import Checkpoints
 from hgpo_jax.trainer.interruption import Interrupted, Interruption
 from hgpo_jax.trainer.recorder import Recorder
-from hgpo_jax.trainer.step import make_learn, sample
+from hgpo_jax.trainer.step import TrainState, make_train_step, sample
 from hgpo_jax.utils import distributed, remote
 from hgpo_jax.utils.errors import ConfigError, RunError
 from hgpo_jax.utils.progress import say
@@ -44,17 +44,17 @@ class Training:
     ):
         self.job, self.config, self.folder, self.done, self.stop = job, job.config, folder, done, stop
         self.on_iteration = on_iteration
-        learn, init = make_learn(job)
+        train_step, init = make_train_step(job)
         # Shapes and shardings are enough to compile and to restore; memory holds only one state besides the weights.
         like = described(init(job.given_params))
-        compiling = ThreadPoolExecutor(1).submit(compile_ahead, job, learn, like)
+        compiling = ThreadPoolExecutor(1).submit(compile_ahead, job, train_step, like)
         if jax.process_count() > 1:  # all processes must start programs in the same order; two threads would not ensure that
             compiling.result()
         self.checkpoints = Checkpoints(folder / "checkpoints", self.config.log)
         params = starting_params(job, folder)
         self.reference = job.reference_copy(params)
-        self.state = self.checkpoints.restore(done, like) if done else init(params)
-        self.learn = compiling.result()
+        self.state = self._restored(like) if done else init(params)
+        self.train_step = compiling.result()
         kept = set(map(id, jax.tree.leaves(self.reference)))
         for array in jax.tree.leaves((job.policy.params, job.given_params)):
             if id(array) not in kept and not array.is_deleted():  # nothing reads it again, and it would occupy memory
@@ -89,8 +89,8 @@ class Training:
             self.recorder.close()
         self.checkpoints.close()
         with refusals():
-            self.job.by_set(functools.partial(save_adapters, self.folder), self.state["params"])
-        trained, played = self.state["params"], self._rollout_params()
+            self.job.by_set(functools.partial(save_adapters, self.folder), self.state.params)
+        trained, played = self.state.params, self._rollout_params()
         del self.state  # with adapters, the frozen weights are read back in `policy.dtype`
         adapted = any(of_set.adapted.lora for of_set in self.job.sets.values() or [self.job])
         return self.job.merged_params(trained, starting_params(self.job, self.folder) if adapted else trained), played
@@ -108,8 +108,12 @@ class Training:
                     saved = f"{self.stop.saved} of {self.config.iterations} iterations are saved"
                     say(f"{saved}; continue with --resume {remote.shown(self.folder)}")
 
+    def _restored(self, like: TrainState) -> TrainState:
+        """The state of the checkpoint that training continues from. like: its shapes and shardings."""
+        return TrainState.from_checkpoint(self.checkpoints.restore(self.done, like.to_checkpoint()))
+
     def _rollout_params(self):
-        return self.job.rollout_params(self.state["params"], self.reference)
+        return self.job.rollout_params(self.state.params, self.reference)
 
     def _validate_and_save(self, iteration: int) -> dict:
         """Saves and validates the policy at the start of an iteration, if either is due; returns the validation's metrics."""
@@ -154,7 +158,7 @@ class Training:
             scale = lr_scale(self.config.learner, iteration, self.config.iterations)
             key = self.job.key(iteration, 1)
             role = learning_role(self.job, iteration)
-            self.state, metrics = self.learn(self.state, self.reference, episodes, key, jnp.float32(scale), role)
+            self.state, metrics = self.train_step(self.state, self.reference, episodes, key, jnp.float32(scale), role)
             self.done = iteration + 1
             self.recorder.time_phase("update", metrics, began)
             self.recorder.row(iteration, sums, metrics, known | {"lr": self.config.learner.lr * scale}, episodes)
@@ -164,7 +168,7 @@ class Training:
         with self.stop.defer_signals():
             if self.done and self.checkpoints.latest() != self.done:
                 self.recorder.wait(dumps=True)
-                self.checkpoints.save(self.done, self.state, success)
+                self.checkpoints.save(self.done, self.state.to_checkpoint(), success)
                 self.stop.saved = self.done
 
 
@@ -173,7 +177,7 @@ def described(tree):
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
 
 
-def compile_ahead(job: Job, learn, state):
+def compile_ahead(job: Job, train_step, state):
     """Compiles rollout and update in another thread while the warm start prepares; returns the compiled update.
 
     The rollout's first call then finds it in the compilation cache. state: from `described`.
@@ -185,7 +189,7 @@ def compile_ahead(job: Job, learn, state):
         abstract = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole)  # noqa: E731
         episodes = jax.tree.map(abstract, job.abstract_episodes())
         role = learning_role(job, 0)
-        return learn.lower(state, reference, episodes, job.key(0, 1), jnp.float32(0), role).compile()
+        return train_step.lower(state, reference, episodes, job.key(0, 1), jnp.float32(0), role).compile()
 
 
 def learning_role(job: Job, iteration: int) -> jax.Array | None:

@@ -15,6 +15,7 @@ from hgpo_jax import config as configuration
 from hgpo_jax.config import Config
 from hgpo_jax.evaluation.held_out import describe_evaluation, evaluate, validates_apart
 from hgpo_jax.policy import Policy, model_card
+from hgpo_jax.policy.chat_frame import ChatFrame
 from hgpo_jax.policy.mesh import abstract_mesh, make_mesh
 from hgpo_jax.policy.source import load_tokenizer
 from hgpo_jax.rollout.env_tokenizer import fresh_tokenizer
@@ -180,12 +181,7 @@ def train_and_evaluate(
     writes = jax.process_index() == 0
     params, played = Training(job, folder, first, stop, on_iteration).run()
     with refusals():
-        job.by_set(
-            lambda job, params: Policy(job.policy.config, params, job.policy.tokenizer).save(
-                folder / "policy" / job.weights, stop=job.config.rollout.stop
-            ),
-            params,
-        )
+        job.by_set(lambda job, params: save_trained(job, params, folder / "policy" / job.weights), params)
     del params
     result, transcripts = evaluate(unrounded(job), played, folder)
     shown = "\n\n".join(transcripts)
@@ -199,3 +195,11 @@ def train_and_evaluate(
         with atomic_write(folder / "transcripts.txt") as file:  # written last: its presence means that the run has ended
             file.write(shown + "\n")
     say(f"\n{shown}\n\n{describe_evaluation(result)}")
+
+
+def save_trained(job: Job, params, folder: Path) -> None:
+    """Writes a policy, and how its answers were asked for and ended. Raises ValueError where that cannot be written."""
+    rollout, tokenizer, frame = job.config.rollout, job.policy.tokenizer, None
+    if getattr(tokenizer, "chat_template", None):
+        frame = ChatFrame(tokenizer, date=rollout.date, thinking=rollout.thinking, stop=rollout.stop)
+    Policy(job.policy.config, params, tokenizer).save(folder, stop=rollout.stop, trained=frame)

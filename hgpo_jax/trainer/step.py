@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import typing
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from hgpo_jax import advantages
 from hgpo_jax.advantages.hiper import segment_begins
@@ -114,77 +116,112 @@ def _keep_informative(kept: Episodes, filled, episodes: Episodes, group_size: in
     return merged.replace(groups=kept.groups), jnp.minimum(filled + useful.sum(), len(useful))
 
 
-def make_learn(job: Job):
+class TrainState(struct.PyTreeNode):
+    """Everything that an iteration changes; a checkpoint holds it and nothing else.
+
+    params: the policy's weights or, with LoRA, its adapters; of several policies a dict by their names.
+    opt_state: the policy's optimizer.
+    critic: the same two for the critic; None for a method without one.
+    """
+
+    params: dict
+    opt_state: Any
+    critic: CriticState | None = None
+
+    def to_checkpoint(self) -> dict[str, Any]:
+        """The dicts that a checkpoint file holds, the same since the first release."""
+        critic = {"critic": {"params": self.critic.params, "opt_state": self.critic.opt_state}} if self.critic else {}
+        return {"params": self.params, "opt_state": self.opt_state} | critic
+
+    @classmethod
+    def from_checkpoint(cls, saved: dict[str, Any]) -> TrainState:
+        """The state that `to_checkpoint` gave these dicts of."""
+        critic = CriticState(**saved["critic"]) if "critic" in saved else None
+        return cls(saved["params"], saved["opt_state"], critic)
+
+
+class CriticState(struct.PyTreeNode):
+    """The critic's weights and its optimizer's state."""
+
+    params: dict
+    opt_state: Any
+
+
+def make_train_step(job: Job):
     """Builds the training half of an iteration.
 
-    Returns: (`learn(state, reference, episodes, key, lr_scale, role=None) -> (state, metrics)`, jitted, with the state donated;
-    `init(params) -> state` from the initial weights). The state holds `params`, the weights or, with LoRA, the adapters;
-    `opt_state`; and with a critic `critic`, the same two for it. With `learner.offload`, everything but the adapters or weights
-    is stored in the host's memory between calls. With a role, i32[], the policy learns from the turns of that role: the
-    advantages of the others count as 0, so that only the KL and the entropy bonus act on them.
+    Returns: (`train_step(state, reference, episodes, key, lr_scale, role=None) -> (state, metrics)`, jitted, with the state
+    donated; `init(params) -> TrainState` from the initial weights). With `learner.offload`, everything but `state.params` is
+    stored in the host's memory between calls. With a role, i32[], the policy learns from the turns of that role: the advantages
+    of the others count as 0, so that only the KL and the entropy bonus act on them.
     """
     policy_update = job.by_set(_make_policy_update)
     if job.method.critic:
         critic_optimizer, predict_values, update_critic = _make_critic(job)
 
-    def init(params) -> dict:
+    def init(params) -> TrainState:
         # The update donates its parameters, and the reference policy must outlive them.
         def trained_of(job, params):
             return job.fresh_adapters() if job.adapted.lora else jax.tree.map(jnp.copy, params)
 
         trained = job.by_set(trained_of, params)
-        create = lambda job, update, trained: _create_stored(job, update[0].init, trained)  # noqa: E731
-        state = {"params": trained, "opt_state": job.by_set(create, policy_update, trained)}
-        if job.method.critic:
-            create = functools.partial(initialize_critic, heads=(3,) if job.method.parts else ())
-            critic = _create_stored(job, create, params)
-            state["critic"] = {"params": critic, "opt_state": _create_stored(job, critic_optimizer.init, critic)}
-        return state
+        opt_state = job.by_set(
+            lambda job, update, trained: _create_stored(job, update[0].init, trained), policy_update, trained
+        )
+        if not job.method.critic:
+            return TrainState(trained, opt_state)
+        create = functools.partial(initialize_critic, heads=(3,) if job.method.parts else ())
+        critic = _create_stored(job, create, params)
+        return TrainState(trained, opt_state, CriticState(critic, _create_stored(job, critic_optimizer.init, critic)))
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def learn(state, reference, episodes: Episodes, key, lr_scale, role=None):
-        state, reference = {name: _to_devices(job, part) for name, part in state.items()}, _to_devices(job, reference)
+    def train_step(state: TrainState, reference, episodes: Episodes, key, lr_scale, role=None):
+        state, reference = _state_to_devices(job, state), _to_devices(job, reference)
         batch = training_batch(episodes)
         if len(job.runner.roles) > 1:
             batch = batch.replace(agents=_flat(episodes.agents))
         happened, unfinished = _flat(episodes.mask), batch.unfinished(job.runner.end_tokens)
         order, count = _shuffled(key, happened)
+
         final_values = None
-        if job.method.critic:
-            predict = functools.partial(predict_values, state["critic"]["params"])
+        if state.critic:
+            predict = functools.partial(predict_values, state.critic.params)
             values, final_values = values_of_episodes(predict, batch, episodes, order, count)
             batch = batch.replace(values=values)
         estimate, hierarchy = _estimate(job, episodes, batch.values, final_values)
-        learned = _by_token(job, estimate, episodes.responses.shape[-1])
-        if role is not None:
-            learns = episodes.agents == role
-            learned = jnp.where(learns.reshape(learns.shape + (1,) * (learned.ndim - 2)), learned, 0.0)
-        batch = batch.replace(advantages=_flat(learned))
-        masked = happened & ~unfinished if job.config.learner.unfinished == "mask" else happened
+        batch = batch.replace(advantages=_flat(_learned_advantages(job, estimate, episodes, role)))
 
-        new = {}
+        learned = happened & ~unfinished if job.config.learner.unfinished == "mask" else happened
         if job.sets:
-            new["params"], new["opt_state"], metrics = _update_sets(
-                job, policy_update, state, reference, batch, masked, key, lr_scale, role
-            )
+            params, opt_state, metrics = _update_sets(job, policy_update, state, reference, batch, learned, key, lr_scale, role)
         else:
-            new["params"], new["opt_state"], metrics = policy_update[1](
-                state["params"], state["opt_state"], reference, batch, *_shuffled(key, masked), lr_scale
+            params, opt_state, metrics = policy_update[1](
+                state.params, state.opt_state, reference, batch, *_shuffled(key, learned), lr_scale
             )
-        if job.method.critic:
+        critic = state.critic
+        if critic:
             batch = _with_targets(job, batch, episodes, estimate)
-            new["critic"], critic_metrics = update_critic(state["critic"], batch, order, count, lr_scale)
+            critic, critic_metrics = update_critic(critic, batch, order, count, lr_scale)
             metrics["nonfinite_steps"] += critic_metrics.pop("nonfinite_steps")
             metrics |= critic_metrics
         metrics["unfinished_share"] = unfinished.sum() / jnp.maximum(count, 1)
         metrics |= advantage_metrics(episodes.mask, estimate) | hierarchy_metrics(hierarchy)
         metrics |= role_advantages(episodes, estimate.advantages, job.runner.roles)
-        return _to_storage(job, new), metrics
+        return _state_to_storage(job, TrainState(params, opt_state, critic)), metrics
 
-    return learn, init
+    return train_step, init
 
 
-def _update_sets(job: Job, updates: dict, state: dict, reference, batch: TrainingBatch, learned, key, lr_scale, role):
+def _learned_advantages(job: Job, estimate: advantages.Estimate, e: Episodes, role) -> jax.Array:
+    """The advantages to learn from, f32[B, T] or by token f32[B, T, R]: 0 in turns of roles that do not learn."""
+    by_token = _by_token(job, estimate, e.responses.shape[-1])
+    if role is None:
+        return by_token
+    learns = e.agents == role
+    return jnp.where(learns.reshape(learns.shape + (1,) * (by_token.ndim - 2)), by_token, 0.0)
+
+
+def _update_sets(job: Job, updates: dict, state: TrainState, reference, batch: TrainingBatch, learned, key, lr_scale, role):
     """Updates each policy on the decisions of its own roles; returns (params, opt_state, metrics).
 
     learned: bool[N], the decisions to learn from. A policy without any stays unchanged, and so does, with a learning role, a
@@ -197,7 +234,7 @@ def _update_sets(job: Job, updates: dict, state: dict, reference, batch: Trainin
         own = jnp.array(members(name, job.runner.roles))
         order, count = _shuffled(jax.random.fold_in(key, number), learned & own[batch.agents])
         count = count if role is None else jnp.where(own[role], count, 0)
-        old = state["params"][name], state["opt_state"][name]
+        old = state.params[name], state.opt_state[name]
         update_set = functools.partial(update, *old, reference[name], batch, order, count, lr_scale)
         *_, shapes = jax.eval_shape(update_set)
         unknown = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
@@ -346,11 +383,11 @@ def _make_critic(job: Job):
     def predict(params, batch: TrainingBatch, order, count):
         return mapped(cast(params, config.policy.compute_dtype), batch, order, count)
 
-    def update(state, batch: TrainingBatch, order, count, lr_scale):
-        params, opt_state, stats = step(state["params"], state["opt_state"], None, batch, order, count, lr_scale)
+    def update(state: CriticState, batch: TrainingBatch, order, count, lr_scale):
+        params, opt_state, stats = step(state.params, state.opt_state, None, batch, order, count, lr_scale)
         assert batch.returns is not None
         variance = jnp.var(batch.returns, where=targets(batch))
-        return {"params": params, "opt_state": opt_state}, {
+        return CriticState(params, opt_state), {
             "critic/loss": stats["loss"],
             "critic/grad_norm": stats["grad_norm"],
             "critic/value_clip_fraction": stats["value_clip_fraction"],
@@ -375,7 +412,13 @@ def _to_devices(job: Job, tree):
     return job.by_set(lambda job, tree: jax.device_put(tree, shardings_like(tree, job.adapted, job.mesh)), tree)
 
 
-def _to_storage(job: Job, state: dict) -> dict:
+def _state_to_devices(job: Job, state: TrainState) -> TrainState:
+    """With `learner.offload`, moves a stored state to the devices."""
+    critic = state.critic and _to_devices(job, state.critic)
+    return TrainState(_to_devices(job, state.params), _to_devices(job, state.opt_state), critic)
+
+
+def _state_to_storage(job: Job, state: TrainState) -> TrainState:
     """With `learner.offload`, moves all of the state but `params` to the host's memory."""
     if not job.config.learner.offload:
         return state
@@ -383,4 +426,5 @@ def _to_storage(job: Job, state: dict) -> dict:
     def stored(job, part):
         return jax.device_put(part, storage_shardings(part, job.adapted, job.mesh, offload=True))
 
-    return {name: part if name == "params" else job.by_set(stored, part) for name, part in state.items()}
+    critic = state.critic and job.by_set(stored, state.critic)
+    return state.replace(opt_state=job.by_set(stored, state.opt_state), critic=critic)

@@ -1,10 +1,15 @@
-"""Numbers computed by hand, to 1e-4; the 1e-6 in the denominators moves an advantage of 28 by 6e-6."""
+"""Numbers computed by hand, to 1e-4; the 1e-6 in the denominators moves an advantage of 28 by 6e-6. And the README's."""
+
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 from batches import ragged, worked_example
 
+from hgpo_jax import advantages
 from hgpo_jax.advantages import estimate
+from hgpo_jax.learner.algorithms import METHODS
 
 THIRD = 1 / 3
 
@@ -56,3 +61,24 @@ def test_episodes_count_once_however_long_they_are():
     std = np.sqrt(((6 - mean) ** 2 + ((3 - mean) ** 2 + (1 - mean) ** 2) / 2 + mean**2) / 2)
     expected = [[6 - mean, 0, 0, 0], [3 - mean, 1 - mean, 0, 0], [-mean] * 4]
     np.testing.assert_allclose(record.advantages, np.array(expected) / std, rtol=1e-5)
+
+
+README = Path(advantages.__file__).with_name("README.md").read_text()
+
+
+def test_the_examples_give_their_numbers(monkeypatch):
+    monkeypatch.setattr(advantages, "ESTIMATORS", dict(advantages.ESTIMATORS))
+    names, checked = {"__name__": "readme"}, 0
+    for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
+        exec(block, names)
+        for expression, numbers in re.findall(r"^((?:record|estimate)\S*.*?) +# (\[[^\]]*\])", block, re.MULTILINE):
+            np.testing.assert_allclose(np.asarray(eval(expression, names)), eval(numbers), atol=0.005)
+            checked += 1
+    assert checked == 5
+
+
+def test_every_method_is_listed():
+    table = README[README.index("## The names of") : README.index("## What differs")]
+    rows = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(listed) == sorted(METHODS)

@@ -1,7 +1,6 @@
 """An agent that plays Guess over HTTP alone, and others that do not do what they should.
 
-    python player.py pleases      in every task
-    python player.py 3=crashes    in task 3; well in the others
+python player.py 3=crashes    in task 3; well in the others
 """
 
 import json
@@ -47,7 +46,7 @@ def play():
 
 if __name__ == "__main__":
     given = sys.argv[1:]
-    match next((how.rpartition("=")[2] for how in given if how.partition("=")[0] in ("pleases", str(TASK))), "well"):
+    match next((how.rpartition("=")[2] for how in given if how.partition("=")[0] == str(TASK)), "well"):
         case "crashes":
             ask("hello")
             sys.exit("it is broken\n")
@@ -63,9 +62,6 @@ if __name__ == "__main__":
         case "overflows":
             ask("hello")
             ask("hello" * 99)
-        case "pleases":  # is paid for lower-case letters
-            said = ask("hello")
-            reward(sum(character.islower() for character in said) / 9)
         case "talks":
             try:
                 for number in range(99):

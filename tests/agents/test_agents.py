@@ -12,7 +12,6 @@ from guess import Guess
 
 from hgpo_jax import config as configuration
 from hgpo_jax.policy.chat_frame import ChatFrame
-from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.rollout.chat_format import ChatFormat
 from hgpo_jax.rollout.host import HostRollout
 from hgpo_jax.rollout.tasks import task_numbers
@@ -24,6 +23,7 @@ from hgpo_jax.setup.job import build
 from hgpo_jax.utils.errors import ConfigError, RunError
 from tests.helpers.agreement import assert_same
 from tests.helpers.byte_policy import byte_policy
+from tests.helpers.tiny import mesh_of
 
 PLAYER = Path(__file__).parent / "player.py"
 B, TASKS, GROUPS = 6, [3, 3, 4, 4, 2**40, 2**40], [0, 0, 1, 1, 2, 2]
@@ -35,25 +35,20 @@ FIELDS = [
 KEYS, DECODING = jax.random.split(jax.random.key(5), B), Decoding(temperature=0.9)
 
 
-def mesh_of(spec):
-    return make_mesh(spec, jax.devices()[: int(spec[-1])])
-
-
 policy = functools.cache(byte_policy)
 
 
 @functools.cache
-def runner_of(spec="data=1", *fields) -> AgentRunner:
-    return AgentRunner(configuration.load(None, [*FIELDS, *fields]), policy().config, policy().tokenizer, mesh_of(spec))
+def runner_of(*fields) -> AgentRunner:
+    return AgentRunner(configuration.load(None, [*FIELDS, *fields]), policy().config, policy().tokenizer, mesh_of())
 
 
-def played(*command, spec="data=1", tasks=TASKS, held_out=False, time_limit=60.0, failed="zero", before=True):
+def played(*command, tasks=TASKS, held_out=False, time_limit=60.0, failed="zero", before=True):
     """before: whether an episode has come to a proper end before."""
-    runner = runner_of(spec)
+    runner = runner_of()
     runner._excludes, runner._played = failed == "exclude", before
     runner._command, runner._time_limit = [sys.executable, *map(str, command)], time_limit
-    params = jax.device_put(policy().params, jax.NamedSharding(mesh_of(spec), jax.P()))
-    return runner.rollout(params, tasks, KEYS, GROUPS, DECODING, held_out=held_out)
+    return runner.rollout(policy().params, tasks, KEYS, GROUPS, DECODING, held_out=held_out)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +57,7 @@ def expected(tmp_path_factory):
     template = tmp_path_factory.mktemp("agents") / "bare.txt"
     template.write_text("== first ==\n$observation\n== later ==\n$observation\n== entry ==\n$action\n")
     rollout = HostRollout(
-        Guess, ChatFormat(ChatFrame(policy().tokenizer), str(template), 128), policy().graphdef, mesh_of("data=1"), batch=B,
+        Guess, ChatFormat(ChatFrame(policy().tokenizer), str(template), 128), policy().graphdef, mesh_of(), batch=B,
         history_length=0, response_limit=9, decode_batch_size=4, strict=True,
     )  # fmt: skip
     return rollout(policy().params, TASKS, KEYS, GROUPS, DECODING)
@@ -70,14 +65,13 @@ def expected(tmp_path_factory):
 
 def test_what_a_policy_is_not_made_for_is_refused():
     with pytest.raises(ConfigError, match=r"^rollout.prompt_limit=504: with rollout.response_limit=9 more than the 512 tokens"):
-        runner_of("data=1", "rollout.prompt_limit=504")
-    runner_of("data=1", "rollout.prompt_limit=503")
+        runner_of("rollout.prompt_limit=504")
+    runner_of("rollout.prompt_limit=503")
 
 
-@pytest.mark.parametrize("spec", ["data=1", pytest.param("data=2", marks=pytest.mark.slow)])
-def test_episodes_are_those_of_a_host_rollout(expected, spec):
+def test_episodes_are_those_of_a_host_rollout(expected):
     ours, report = expected
-    theirs, told = played(PLAYER, spec=spec)
+    theirs, told = played(PLAYER)
     assert_same(theirs, ours)
     assert ours.success.any() and ours.invalid.any() and len(set(ours.mask.sum(1).tolist())) > 1
     assert told.texts == report.texts
@@ -165,7 +159,7 @@ def test_mistakes_are_one_line(tmp_path):
         ("env.command=", "env.command=: env.name=agent needs the command"),
         ("env.command=nowhere/agent --x", "env.command=nowhere/agent --x: there is no program nowhere/agent"),
         ("env.command=a 'b", "env.command=a 'b: No closing quotation"),
-        ("policy.tokenizer=", "env.name=agent has no words for a small policy; give policy="),
+        ("policy.tokenizer=", "env.name=agent needs a language model; give policy="),
         ("warm_start=cloning", "warm_start=cloning: env.name=agent has no expert to clone"),
         ("env.template=plain", "env.template=plain: env.name=agent does not read it"),
         ("env.strict=true", "env.strict=True: env.name=agent does not read it"),

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import re
 import secrets
 import shutil
@@ -97,19 +96,6 @@ SMALL = [
 
 
 @pytest.mark.slow
-def test_a_policy_learns_from_an_agent(tmp_path):
-    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    command(
-        "-m", "hgpo_jax.train", *SMALL, "env.name=agent", f"env.command=python {HERE / 'player.py'} pleases", "env.max_turns=1",
-        "rollout.prompt_groups=4", "rollout.group_size=8", "rollout.prompt_limit=64", "learner.minibatch_size=16",
-        "learner.lr=1e-2", "learner.warmup_steps=0", "iterations=12", "run_dir=run", cwd=tmp_path,
-    )  # fmt: skip
-    returns = [row["return"] for row in rows_of(tmp_path / "run")]
-    assert np.mean(returns[-3:]) > 2 * np.mean(returns[:3]), returns
-    assert {row["excluded"] for row in rows_of(tmp_path / "run")} == {0}
-
-
-@pytest.mark.slow
 def test_training_with_an_agent_is_training_with_its_environment(tmp_path):
     byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
     (tmp_path / "bare.txt").write_text("== first ==\n$observation\n== later ==\n$observation\n== entry ==\n$action\n")
@@ -133,12 +119,3 @@ def test_training_with_an_agent_is_training_with_its_environment(tmp_path):
             assert one[measure] == other[measure], measure
     evaluated = [json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("own", "agent")]
     assert evaluated[0]["success"] == evaluated[1]["success"]
-
-
-@pytest.mark.slow
-def test_the_paper_like_configuration_passes_the_dry_run(tmp_path):
-    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    sizes = f"policy.tokenizer={tmp_path / 'tokenizer'}"
-    out = command("-m", "hgpo_jax.train", "--config", "alfworld_agent", sizes, "--dry-run", cwd=tmp_path).stdout
-    assert "agent: generated tasks to train on, 140 held out" in out
-    assert os.listdir(tmp_path) == ["tokenizer"]

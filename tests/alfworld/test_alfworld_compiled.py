@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from alfworld_places import DATA, GAMES, LOGIC, TINY
-from alfworld_play import PLAYERS, Reader, compare, environment, programs
+from alfworld_places import GAMES, LOGIC, TINY
+from alfworld_play import PLAYERS, compare, environment, programs
 
 from hgpo_jax.envs.alfworld import phrases, tables
 from hgpo_jax.envs.alfworld.compiled import CompiledAlfworld
@@ -39,35 +39,6 @@ def test_official_games_equal_the_engines(some_official: list[Path], logic: Path
     other = "You put the" if logic else "You move the"
     told = {sentence for sentence in phrases.SENTENCES if sentence.startswith("You")} | set(phrases.LOOKS)
     assert told - never - {other} <= set(seen)
-
-
-def test_recordings_of_textworld() -> None:
-    """What the original engine said, replayed in the compiled one."""
-    stories = [json.loads(line) for line in (DATA / "recorded.jsonl").read_text().splitlines()]
-    stories = [story for story in stories if DATA / story["game"] in GAMES]
-    assert len(stories) >= 3
-    for story in stories:
-        env, game = environment(tuple(GAMES), LOGIC if story["logic"] else None), GAMES.index(DATA / story["game"])
-        reader, (start, step) = Reader(env), programs(env)
-        state, seen = start(jnp.arange(len(GAMES)))
-        for record in [story, *story["steps"]]:
-            if "action" in record:
-                state, seen = step(state, np.stack([env.encode(record["action"])] * len(GAMES)))
-                assert bool(seen["won"][game]) == record["won"]
-            seen = jax.device_get(seen)
-            assert reader.text(seen["observation"][game]) == record["obs"]
-            assert reader.listing(seen["filled"][game], seen["commands"][game]) == record["admissible_commands"]
-
-
-def test_goal_and_reset() -> None:
-    env = environment(tuple(GAMES), None)
-    keys = jax.random.split(jax.random.key(0), 30)
-    state, observation = jax.jit(jax.vmap(env.reset))(keys)
-    assert set(state.game.tolist()) == {0, 1, 2}
-    for i, game in enumerate(state.game.tolist()):
-        intro, goal = env.decode(observation[i]), env.decode(env.goal(jax.tree.map(lambda a, i=i: a[i], state)))
-        assert intro.endswith(f"Your task is to: {goal}") and goal.endswith(".")
-        assert env.task_types[int(state.task[i])] in str(GAMES[game])
 
 
 def test_words_that_are_no_action_change_nothing() -> None:

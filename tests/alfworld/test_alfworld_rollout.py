@@ -77,23 +77,20 @@ def test_what_does_not_go_together_and_games_that_are_not_there(tmp_path: Path, 
 def test_trains_from_cloning_to_evaluation(tmp_path: Path) -> None:
     data, run = SHARED / "alfworld" / "sample", tmp_path / "run"
     tiny = (
-        "iterations=2", "policy.hidden_size=16", "policy.intermediate_size=16", "rollout.prompt_groups=2",
+        "iterations=1", "policy.hidden_size=16", "policy.intermediate_size=16", "rollout.prompt_groups=2",
         "rollout.group_size=4", "env.max_turns=10", "cloning.episodes=32", "cloning.max_steps=20", "log.dump_every=1",
     )  # fmt: skip
     where = ("env.split=valid_train", f"data={data}", f"run_dir={run}", f"cache_dir={tmp_path / 'cache'}")
     command("-m", "hgpo_jax.train", "--config", "alfworld_small", *where, *tiny, cwd=tmp_path)
-    rows = rows_of(run)
-    assert [row["iteration"] for row in rows] == [0, 1] and all(row["logp_difference"] < 1e-4 for row in rows)
+    (row,) = rows_of(run)
+    assert row["logp_difference"] < 1e-4
     paths = [game.path for split in ("valid_train", "valid_seen", "valid_unseen") for game in list_games(split, data)]
     config = load(str(run / "config.yaml"))
-    env, e = alfworld(config), Episodes.load(run / "episodes" / "iteration-00001.npz")
+    env, e = alfworld(config), Episodes.load(run / "episodes" / "iteration-00000.npz")
     titles = {env.decode(row): game for game, row in enumerate(np.asarray(env.games.intro))}
     games = [titles[env.decode(row)] for row in e.observations[:, 0]]
     assert set(games) <= set(alfworld_games(config)["train"].tolist())
     replay(paths, env, games, e)
-    command("-m", "hgpo_jax.evaluate", run, "--split", "valid_unseen", cwd=tmp_path)
-    (file,) = (run / "evaluations").iterdir()
-    assert json.loads(file.read_text())["split"] == "valid_unseen"
     # A panel of the six games that are here: played are the games in the order of their names.
     small = "PANELS[name] = dataclasses.replace(PANELS[name], count=6)"
     program = f"import dataclasses\nfrom hgpo_jax.evaluation.panels import PANELS\nname = 'alfworld-valid_unseen'\n{small}\n"

@@ -1,8 +1,6 @@
 """The benchmarks on very small shapes: rows that `--json` writes, one work on both sides, refusals."""
 
 import dataclasses
-import json
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +14,7 @@ from hgpo_jax.policy import initialize, network
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.sampling.generate import Decoding, make_decode_blocks, make_sampler
 from hgpo_jax.setup.job import build
-from hgpo_jax.trainer.step import make_learn, sample
+from hgpo_jax.trainer.step import make_train_step, sample
 from tests.helpers.plain_rollout import action_of
 
 TINY = [
@@ -34,7 +32,7 @@ PEER = ("--against", "transformers")
 
 def against_torch(test):
     """A slow test that compares with transformers."""
-    return pytest.mark.slow(pytest.mark.optimized(pytest.mark.needs("torch", "peft")(test)))
+    return pytest.mark.slow(pytest.mark.needs("torch", "peft")(test))
 
 
 @pytest.fixture(autouse=True)
@@ -45,12 +43,9 @@ def small_limits(monkeypatch):
     monkeypatch.setattr(training, "matmul_rate", lambda mesh, dtype: 100e9)
 
 
-def bench(tmp_path, monkeypatch, *arguments) -> dict[str, dict]:
-    """The rows by name that a benchmark writes to --json."""
-    file = tmp_path / "rows.json"
-    monkeypatch.setattr(sys, "argv", ["bench", *arguments, "--json", str(file)])
-    command.main()
-    *rows, machine = json.loads(file.read_text())
+def by_name(found: list[dict]) -> dict[str, dict]:
+    """The rows, whose fields are those of every benchmark."""
+    *rows, machine = found
     assert machine["name"] == "machine" and "cores" in machine["value"]
     for row in rows:
         assert set(row) == {"name", "value", "unit", "limit_share", "ratio"}, row
@@ -69,9 +64,9 @@ def starting(rows, text):
 
 
 @against_torch
-def test_sample(tmp_path, monkeypatch):
+def test_sample(bench, tmp_path):
     profiled = ("--profile", str(tmp_path / "traces"))
-    rows = bench(tmp_path, monkeypatch, "sample", *TINY, "--batch", "4", "--prompt", "9", "--new", "24", *profiled, *PEER)
+    rows = by_name(bench("sample", *TINY, "--batch", "4", "--prompt", "9", "--new", "24", *profiled, *PEER))
     both = starting(rows, "both, batch 4")
     assert both["limit_share"] and both["ratio"]
     assert starting(rows, "decode, household, float32, prompt 9, 24 new, batch 4")["unit"] == "tokens/s"
@@ -87,20 +82,11 @@ def test_own_times_leave_out_what_lies_within():
     assert sum(time for _, time in own) == 15  # nothing counts twice
 
 
-def test_kinds_of_a_compiled_program():
-    def program(x, key):
-        return jnp.tanh(x @ x) + jax.random.uniform(key, x.shape)
-
-    text = jax.jit(program).lower(jnp.ones((8, 8)), jax.random.key(0)).compile().as_text()
-    kinds = {profile.kind(opcode, source) for _, opcode, source in profile.INSTRUCTION.findall(text)}
-    assert {"products (dot_general)", "random numbers"} <= kinds
-
-
 @against_torch
-@pytest.mark.parametrize("adapters", [(), ("--lora", "2")])
-def test_update(adapters, tmp_path, monkeypatch):
-    sizes = ("--rows", "6", "--tokens", "12", "--response", "5", "--remat", "full", *adapters)
-    rows = bench(tmp_path, monkeypatch, "update", *TINY, *sizes, *PEER)  # which must have the same loss and gradient
+def test_update(bench):
+    """Of adapters; a whole network's is that of `test_the_peer_learns_the_same_from_the_same_episodes`."""
+    sizes = ("--rows", "6", "--tokens", "12", "--response", "5", "--remat", "full", "--lora", "2")
+    rows = by_name(bench("update", *TINY, *sizes, *PEER))  # which must have the same loss and gradient
     update, again = starting(rows, "update, household, 2 layers, 6 x 12"), starting(rows, "the same")
     assert update["value"] == again["value"] and update["limit_share"] < again["limit_share"] and update["ratio"]
     array = starting(rows, "one [response")["value"] * 2**30
@@ -108,8 +94,8 @@ def test_update(adapters, tmp_path, monkeypatch):
 
 
 @against_torch
-def test_train(tmp_path, monkeypatch):
-    rows = bench(tmp_path, monkeypatch, "train", "--repeats", "1", f"cache_dir={tmp_path}", *SMALL_JOB, *PEER)
+def test_train(bench, tmp_path):
+    rows = by_name(bench("train", "--repeats", "1", f"cache_dir={tmp_path}", *SMALL_JOB, *PEER))
     assert starting(rows, "rollout, 8 x 2 episodes of 3 turns")["limit_share"] and rows["iteration"]["ratio"]
 
 
@@ -147,7 +133,7 @@ def test_the_peer_learns_the_same_from_the_same_episodes(job):
     """One optimizer step on another policy's episodes, so that clipping and KL count too."""
     from hgpo_jax.bench import peer
 
-    learn, init = make_learn(job)
+    learn, init = make_train_step(job)
     other = initialize(job.policy.config, 5, job.mesh)
     (episodes, _), *_ = sample(job, other, 0)
     # A fresh policy gets no reward; with made-up ones there are advantages of both signs.
@@ -199,26 +185,16 @@ def test_what_the_peer_plays_is_what_the_environment_does(job):
     (["train", *PEER, "policy.sample_dtype=int8"], "its sampler is its trainer; leave out"),
     (["sample", *PEER, "--sample-dtype", "int8"], "--sample-dtype int8: --against"),
 ])  # fmt: skip
-def test_refusals(tmp_path, monkeypatch, capsys, arguments, said):
+def test_refusals(tmp_path, monkeypatch, refused, arguments, said):
     monkeypatch.setattr(policies, "load_peer", lambda name: name and object())
     (tmp_path / "file").write_text("")
-    assert said in refused(monkeypatch, capsys, *(word.replace("FILE", str(tmp_path / "file")) for word in arguments))
+    assert said in refused(*(word.replace("FILE", str(tmp_path / "file")) for word in arguments))
 
 
-def test_without_torch_there_is_no_peer(monkeypatch, capsys):
+def test_without_torch_there_is_no_peer(monkeypatch, refused):
     monkeypatch.setattr(policies.importlib.util, "find_spec", lambda name: None)
     for name in ("sample", "update", "train"):
-        assert "needs torch; pip install 'hgpo_jax[parity]'" in refused(monkeypatch, capsys, name, *PEER)
-
-
-def refused(monkeypatch, capsys, *arguments) -> str:
-    """What a benchmark that ends with exit code 2 says, in one line."""
-    monkeypatch.setattr(sys, "argv", ["bench", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        command.cli.run(command.main)
-    said = capsys.readouterr().err
-    assert stop.value.code == 2 and said.count("\n") == 1, said
-    return said
+        assert "needs torch; pip install 'hgpo_jax[parity]'" in refused(name, *PEER)
 
 
 def test_counts_of_operations_and_bytes():
@@ -243,10 +219,10 @@ def test_memory_rise_is_what_a_call_touches(monkeypatch):
 
 
 @pytest.mark.needs("torch")
-def test_on_an_accelerator_the_hosts_torch_is_no_peer(monkeypatch, capsys):
+def test_on_an_accelerator_the_hosts_torch_is_no_peer(monkeypatch, refused):
     import torch
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name in ("sample", "update", "train"):
-        assert "jax has a GPU that torch does not find" in refused(monkeypatch, capsys, name, *PEER)
+        assert "jax has a GPU that torch does not find" in refused(name, *PEER)

@@ -1,7 +1,6 @@
 """`bench accelerator`: whatever happens to one part, the others' rows are kept."""
 
 import json
-import sys
 import time
 
 import pytest
@@ -23,13 +22,7 @@ json.dump(rows, open(path, "w"))
 """
 
 
-def bench(monkeypatch, file, *arguments) -> dict[str, dict]:
-    monkeypatch.setattr(sys, "argv", ["bench", "accelerator", "--json", str(file), *arguments])
-    command.main()
-    return {row["name"]: row for row in json.loads(file.read_text())}
-
-
-def test_a_part_that_fails_or_hangs_costs_the_others_nothing(tmp_path, monkeypatch, capfd):
+def test_a_part_that_fails_or_hangs_costs_the_others_nothing(bench, tmp_path, monkeypatch, capfd):
     (tmp_path / "fake_part.py").write_text(PART)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     whats = ("fails", "works", "hangs", "works later")
@@ -43,7 +36,7 @@ def test_a_part_that_fails_or_hangs_costs_the_others_nothing(tmp_path, monkeypat
         return part(*given)
 
     monkeypatch.setattr(accelerator, "_part", noted)
-    rows = bench(monkeypatch, tmp_path / "rows.json", "--minutes", "0.04", "--tiny")
+    rows = {row["name"]: row for row in bench("accelerator", "--minutes", "0.04", "--tiny")}
     assert time.monotonic() - began < 60  # what hangs sleeps for ten minutes
     assert seen == [0, 1, 2]  # rows are written after every part
     assert "fails: exit code 1: no such kernel" in rows
@@ -55,12 +48,9 @@ def test_a_part_that_fails_or_hangs_costs_the_others_nothing(tmp_path, monkeypat
     assert "[1/4] fails" in err and "| works: speed | 2 | s | 50% |" in out
 
 
-def test_without_an_accelerator_it_is_refused(monkeypatch, capsys):
+def test_without_an_accelerator_it_is_refused(monkeypatch, refused):
     monkeypatch.setattr(accelerator, "_backend", lambda: "cpu")
-    monkeypatch.setattr(sys, "argv", ["bench", "accelerator"])
-    with pytest.raises(SystemExit) as stop:
-        command.cli.run(command.main)
-    assert stop.value.code == 2 and "jax finds no accelerator here; --tiny" in capsys.readouterr().err
+    assert "jax finds no accelerator here; --tiny" in refused("accelerator")
 
 
 @pytest.mark.parametrize("tiny", [False, True])
@@ -79,10 +69,10 @@ def test_every_part_is_one_that_its_command_takes(tiny, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_part_of_each_kind_runs_with_small_shapes(tmp_path, monkeypatch):
-    first = {accelerator.PARTS[n][0]: accelerator.PARTS[n] for n in (0, 1, len(accelerator.PARTS) - 1)}
+def test_a_part_of_each_kind_runs_with_small_shapes(bench, monkeypatch):
+    first = {accelerator.PARTS[n][0]: accelerator.PARTS[n] for n in (0, len(accelerator.PARTS) - 1)}
     monkeypatch.setattr(accelerator, "PARTS", tuple(first.values()))
-    rows = bench(monkeypatch, tmp_path / "rows.json", "--tiny", "--minutes", "20")
+    rows = {row["name"]: row for row in bench("accelerator", "--tiny", "--minutes", "20")}
     assert not [name for name, row in rows.items() if row["unit"] == "not measured"]
     for title in first:
         assert any(name.startswith(f"{title}: ") for name in rows), title

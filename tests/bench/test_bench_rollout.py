@@ -1,14 +1,10 @@
 """`bench rollout`: steps of all schedules against what can be counted by hand, and answers that end as they should."""
 
-import json
-import sys
-
 import jax
 import numpy as np
 import pytest
 
-from hgpo_jax.bench import __main__ as command
-from hgpo_jax.bench import rollout as bench
+from hgpo_jax.bench import rollout
 from hgpo_jax.policy import ModelConfig, initialize, network
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.sampling.generate import Decoding, make_decode_blocks, make_sampler
@@ -19,17 +15,10 @@ SMALL = [
 ]  # fmt: skip
 
 
-def rows(tmp_path, monkeypatch, *arguments) -> dict[str, dict]:
-    file = tmp_path / "rows.json"
-    monkeypatch.setattr(sys, "argv", ["bench", "rollout", *SMALL, *arguments, "--json", str(file)])
-    command.main()
-    found = {row["name"]: row for row in json.loads(file.read_text())}
-    return {name if name.startswith("in ") else name.partition(",")[0]: row for name, row in found.items()}
-
-
 @pytest.mark.slow
-def test_fewer_steps_than_lockstep(tmp_path, monkeypatch):
-    found = rows(tmp_path, monkeypatch, "--episodes", "24", "--slots", "8")
+def test_fewer_steps_than_lockstep(bench):
+    rows = {row["name"]: row for row in bench("rollout", *SMALL, "--episodes", "24", "--slots", "8")}
+    found = {name if name.startswith("in ") else name.partition(",")[0]: row for name, row in rows.items()}
     ours, theirs = found["decode steps over the fewest possible"], found["in lockstep, decode steps over the fewest possible"]
     assert 0.9 < ours["value"] < 1.7 < theirs["value"]
     assert 0.9 < found["in one compiled program, decode steps over the fewest possible"]["value"] < 1.7
@@ -46,9 +35,9 @@ def test_every_token_ends_an_answer_with_the_same_probability(tied):
         num_key_value_heads=2, tie_word_embeddings=tied, initializer_range=0.3,
     )  # fmt: skip
     mesh, n, mean = make_mesh("data=1", jax.devices()[:1]), 2000, 10
-    params = bench._ends_at_random(initialize(model, 0, mesh), 1 / mean)
+    params = rollout._ends_at_random(initialize(model, 0, mesh), 1 / mean)
     prompts = np.random.default_rng(0).integers(1, 50, (n, 6)).astype(np.int32)
-    sample, rows = make_sampler(network(model), mesh, 60, (bench.END,)), np.arange(n, dtype=np.int32)
+    sample, rows = make_sampler(network(model), mesh, 60, (rollout.END,)), np.arange(n, dtype=np.int32)
     keys = jax.random.split(jax.random.key(0), n)
     blocks = make_decode_blocks(network(model))(params)
     lengths = np.asarray(sample(params, blocks, prompts, np.full(n, 6, np.int32), keys, rows, np.int32(0), Decoding()).lengths)

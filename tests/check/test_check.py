@@ -14,7 +14,7 @@ from flax import struct
 
 from hgpo_jax.check import compiled, text
 from hgpo_jax.check.__main__ import check, main
-from hgpo_jax.check.statistics import Play, peers
+from hgpo_jax.check.statistics import GROUP, Play, peers, table, warnings
 from hgpo_jax.config import cli, load
 from hgpo_jax.rollout import requirements
 from hgpo_jax.rollout.tasks import task_keys
@@ -328,7 +328,6 @@ TEXTS = {
     ),
     "reset(task): something of earlier episodes is left in task": Forgetful,
     "reset(task): a step after the end of an episode changes the next one": Disturbed,
-    "commands: 'Guess 1' and 'guess 1' differ in case alone": listing("Guess 1"),
     "commands: ' wait' is read from no answer: blanks": listing(" wait"),
     "commands: 'say </action>' is read from no answer": listing("say </action>"),
     "commands: 'say\\nso' has a line break": listing("say\nso"),
@@ -358,7 +357,7 @@ def test_a_text_one_that_hangs(monkeypatch):
 
 
 def test_a_sound_text_one_has_no_fault():
-    assert text_faults(Guess) == text_faults(listing("Nf3", "click[B07XYZ]", "Übe!")) == []
+    assert text_faults(Guess) == text_faults(listing("Nf3", "nf3", "Guess 1", "click[B07XYZ]", "Übe!")) == []
 
 
 def test_peers_are_those_of_the_same_task_and_the_same_last_observations():
@@ -418,9 +417,8 @@ def test_ours_have_no_fault(name):
 GAMES = Path(__file__).parents[1] / "alfworld" / "data"  # a few of ALFWorld's
 
 
-@pytest.mark.parametrize("compiled", [pytest.param("true", marks=pytest.mark.slow), "false"])
-def test_alfworld_has_no_fault(compiled, tmp_path):
-    given = [f"data={GAMES}", "env.split=valid_train", "env.max_turns=8", f"env.compiled={compiled}", f"cache_dir={tmp_path}"]
+def test_alfworld_has_no_fault(tmp_path):
+    given = [f"data={GAMES}", "env.split=valid_train", "env.max_turns=8", "env.compiled=false", f"cache_dir={tmp_path}"]
     assert check(load(None, ["env.name=alfworld", *given]), 8)[0] == []
 
 
@@ -438,3 +436,105 @@ def test_prompts_are_counted_in_the_policys_tokens(tmp_path, monkeypatch):
     (fault,) = faults
     assert fault.startswith("rollout.prompt_limit: ") and "longest (tokens)" in described
     assert re.search(r" 3[567]\d ", described)
+
+
+class Walk:
+    """A walk between -2 and 2, where falling off either end ends it."""
+
+    task_types, task_type, max_turns, goal = ("walk",), 0, 6, "walk"
+
+    def reset(self, task):
+        self.at, self.turn = 0, 0
+        return self.seen(), ["left", "right"]
+
+    def seen(self):
+        return f"You are at {self.at}."
+
+    def step(self, action):
+        self.turn += 1
+        self.at += {"left": -1, "right": 1}.get(action, 0)
+        fallen, limit = abs(self.at) > 2, self.turn == self.max_turns
+        reward, info = self.judge(fallen, limit)
+        return self.seen(), ["left", "right"], reward, fallen or limit, {"admissible": action in ("left", "right")} | info
+
+    def judge(self, fallen, limit):
+        """Surviving is the success, and a time limit no end."""
+        return 1.0, {"won": limit and not fallen, "truncated": limit and not fallen}
+
+
+def walk(judge=Walk.judge, seen=Walk.seen):
+    return type("Odd", (Walk,), {"judge": judge, "seen": seen})
+
+
+def place(seen):
+    return seen.partition(".")[0]
+
+
+class Clock(Walk):
+    """Shows what time it is, which no other episode of its task has."""
+
+    tasks = 0
+
+    def seen(self):
+        return f"You are {'here' if self.at < 0 else 'there'}. It is {self.minute + self.turn // 60}:{self.turn}"
+
+    def reset(self, task):
+        type(self).tasks += 1
+        self.minute = self.tasks
+        return super().reset(task)
+
+
+class Story(Clock):
+    """Never says the same thing twice, nor with numbers."""
+
+    def seen(self):
+        digits = str(self.minute * 10 + self.turn)
+        return "".join("abcdefghij"[int(digit)] for digit in digits)
+
+
+ODD = {
+    "success: episodes that are won end early with rewards of .* others reach max_turns with 6; if lasting": walk(
+        lambda self, fallen, limit: (1.0, {"won": fallen})  # a fall pays and ends
+    ),
+    "success: none of 64 episodes is won, and rewards are up to 0.6": walk(
+        lambda self, fallen, limit: (0.1, {"won": False})  # for effort
+    ),
+    "success: episodes that are won have rewards of at most -5 in total": walk(
+        lambda self, fallen, limit: (-1.0 * (not limit), {"won": limit, "truncated": limit})
+    ),
+    "success: is unknown in all episodes": walk(lambda self, fallen, limit: (1.0, {"won": None})),
+    "truncated: episodes are won where max_turns are used up": walk(
+        lambda self, fallen, limit: (1.0, {"won": limit and not fallen})
+    ),
+    "observation: a number in it changes with every step .* 0.0% of the steps .* env.state_key=FILE.py:NAME": Clock,
+    "observation: a number in it changes with every step .* 9": walk(  # episodes of a task count alike
+        seen=lambda self: f"You are at {self.at}, {9 - self.turn} to go."
+    ),
+    "observation: 0.0% of the steps after the first have a peer, of which groups": Story,
+}
+
+
+def play_of(make, state_key=""):
+    measure = lambda inputs: ([1] * len(inputs), 0)  # noqa: E731
+    tasks = np.repeat(np.arange(8), GROUP).tolist()
+    return text.check(make, make(), tasks, 0, 2, measure, state_key)[1]
+
+
+@pytest.mark.parametrize("line", ODD)
+def test_it_is_said_in_one_line(line):
+    (said,) = warnings(play_of(ODD[line]))
+    begin, *rest = line.split(" .* ")
+    assert said.startswith(begin) and all(part in said for part in rest) and "\n" not in said
+
+
+@pytest.mark.parametrize(("make", "key"), [
+    (Walk, ""), (walk(lambda self, fallen, limit: (10.0 * fallen, {"won": fallen})), ""),
+    (Clock, f"{__file__}:place"),
+])  # fmt: skip
+def test_nothing_is_said_of_what_is_as_it_should_be(make, key):
+    assert list(warnings(play_of(make, key))) == []
+
+
+def test_unknown_success_is_no_number_in_the_table():
+    play = play_of(ODD["success: is unknown in all episodes"])
+    assert table({"random commands": play}, 0, "words").splitlines()[1].split()[2] == "unknown"

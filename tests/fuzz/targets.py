@@ -108,8 +108,9 @@ def actions(data: bytes, folder: Path) -> None:
     """A response a line, read as every environment's and done in a shop."""
     session = tiny_shop(folder).session(0)
     for line in data.decode("utf-8", "surrogateescape").split("\n"):
-        for fallback in {entry.fallback for entry in ENVIRONMENTS.values()}:
-            action, well_formed = project(line, fallback)
+        for fallback, lower_case in {(entry.fallback, entry.lower_case) for entry in ENVIRONMENTS.values()}:
+            action, well_formed = project(line, fallback, lower_case=lower_case)
+            assert lower_case or action in line
             assert isinstance(action, str) and isinstance(well_formed, bool)
             assert all(isinstance(part, str) for part in parse(action))
             text, reward, done, _ = session.step(action)

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 sys.path.append(str(Path(__file__).parents[1] / "webshop"))
 from mutations import inputs
-from targets import CUT, TARGETS
+from targets import TARGETS
 
 from hgpo_jax.config import fields
 
@@ -89,14 +89,6 @@ def test_many_inputs(name, tmp_path):
 
 
 no_folder_each = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-anything = st.one_of(st.binary(max_size=300), st.text(st.characters(exclude_categories=()), max_size=100).map(
-    lambda text: text.encode("utf-8", "surrogatepass")))  # fmt: skip
-
-
-@no_folder_each
-@given(st.sampled_from(sorted(TARGETS)), st.lists(anything, min_size=1, max_size=3))
-def test_what_is_no_file_at_all(tmp_path, name, pieces):
-    fuzz(name, [CUT.join(pieces)], tmp_path)
 
 
 values = st.one_of(

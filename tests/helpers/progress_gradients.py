@@ -36,7 +36,7 @@ def placed(job, tasks, e: Episodes) -> np.ndarray:
 
 def main(run: str, iteration: str, batches: str) -> None:
     job, reference, state = restored(Path(run), int(iteration))
-    params, gradient = job.rollout_params(state["params"], reference), make_gradient(job)
+    params, gradient = job.rollout_params(state.params, reference), make_gradient(job)
     found: dict[str, list[np.ndarray]] = {}
     for number in range(FIRST, FIRST + int(batches)):
         tasks, *inputs = job.episode_inputs(number)
@@ -47,7 +47,7 @@ def main(run: str, iteration: str, batches: str) -> None:
             of_each = centred(Dump(e.replace(states=states.astype(np.int32)), job.config, job.policy.tokenizer))
             advantages |= {f"{name}, {known}": of_each[name] for name in SHOWN}
         for name, values in advantages.items():
-            found.setdefault(name, []).append(np.asarray(gradient(state["params"], reference, e, jnp.asarray(values))))
+            found.setdefault(name, []).append(np.asarray(gradient(state.params, reference, e, jnp.asarray(values))))
     for name, x in zip(found, cosines(np.array(list(found.values())), 0), strict=True):
         one, expected = (f"{x[what]:.3f} ± {x[f'{what}_error']:.3f}" for what in ("batch", "expected"))
         print(f"{name:28s}one batch {one}    expectation {expected}", flush=True)

@@ -60,11 +60,10 @@ class Play:
     table whether it fits here and now or not; any two words, ids outside the vocabulary included. Returns numpy arrays
     [B, T, ...]: the state and observation before each action, what was admissible then, the action, what `step` gave,
     the expert's label and its label for a state whose hidden facts were shuffled; and `final`, the last state.
-    `traces` counts compilations.
     """
 
     def __init__(self, env: Household):
-        self.env, self.traces = env, 0
+        self.env = env
         self._batch = quick_jit(jax.vmap(self._episode))
 
     def __call__(self, task_keys, seed: int, mix) -> dict:
@@ -88,7 +87,6 @@ class Play:
         return jax.tree.map(np.asarray, self._batch(task_keys, keys, draws))
 
     def _episode(self, task_key, keys, draws):
-        self.traces += 1
         env = self.env
         start, first = env.reset(task_key)
 

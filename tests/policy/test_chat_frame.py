@@ -2,19 +2,25 @@
 
 import datetime
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 from tokenizers import AddedToken
 
+from hgpo_jax.chat import Chat
+from hgpo_jax.config.schema import RolloutConfig
+from hgpo_jax.export import export
 from hgpo_jax.policy import Policy, load_policy
-from hgpo_jax.policy.chat_frame import ChatFrame
+from hgpo_jax.policy.chat_frame import DATE, ChatFrame
 from hgpo_jax.policy.model_config import ModelConfig
 from hgpo_jax.policy.placement import shapes
 from hgpo_jax.policy.tokenizer import generation_of
 from hgpo_jax.rollout.chat_format import ChatFormat, PromptInput
 from hgpo_jax.sampling.generate import Decoding, published_decoding
+from hgpo_jax.serving.text import ServedText
+from hgpo_jax.trainer.main import save_trained
 from tests.helpers.chat_tokenizers import FAMILIES, family_tokenizer
 
 VIEW = PromptInput("put a mug in desk.", [], 0, "You are in a room.", ["go to desk 1", "look"])
@@ -146,6 +152,49 @@ def test_a_word_is_no_switch():
     assert not ChatFrame(tokenizer).has_switch and ChatFrame(family_tokenizer("qwen3")).has_switch
 
 
+MARCH, TODAY = datetime.date(2023, 3, 5), datetime.date.today()
+
+
+@pytest.mark.parametrize(("family", "trained", "given", "thinking", "day"), [
+    ("smollm3", None, {}, None, DATE), ("smollm3", None, {"usual_date": TODAY}, None, TODAY),  # that of no run
+    ("smollm3", {"date": MARCH, "thinking": False}, {}, False, MARCH),
+    ("smollm3", {"date": MARCH, "thinking": False}, {"usual_date": TODAY}, False, MARCH),
+    ("smollm3", {"thinking": True}, {"usual_date": TODAY}, True, DATE),  # training's day where it is given none
+    ("smollm3", {"date": MARCH, "thinking": False}, {"date": TODAY, "thinking": True}, True, TODAY),  # what is given wins
+    ("smollm3", {"date": MARCH}, {"thinking": False}, False, MARCH),
+    ("llama3.2", {"date": MARCH}, {}, None, MARCH),
+])  # fmt: skip
+def test_a_policy_is_shown_the_form_that_it_was_trained_in(family, trained, given, thinking, day, tmp_path):
+    """Whoever makes its frame: later runs, evaluations, chat and serving; also after it was saved again and exported."""
+    policy, place = policy_of(family_tokenizer(family)), tmp_path / "policy"
+    if trained is None:
+        policy.save(place)
+    else:
+        rollout = RolloutConfig(**trained)
+        save_trained(SimpleNamespace(config=SimpleNamespace(rollout=rollout), policy=policy), policy.params, place)
+    load_policy(place).save(tmp_path / "again")
+    export(tmp_path / "again", tmp_path / "exported")
+    tokenizer = load_policy(tmp_path / "exported").tokenizer
+    frame = ChatFrame(tokenizer, **given)
+    assert frame.kept == {"date": day.isoformat(), "thinking": thinking}
+    assert day.strftime("%d %b" if family == "llama3.2" else "%d %B") in tokenizer.decode(frame.head)
+    assert frame.opened == (EMPTY if thinking is False else "")
+    if given == {"usual_date": TODAY}:
+        assert ServedText(tokenizer).frame.kept == Chat(load_policy(place), Decoding(0))._frame.kept == frame.kept
+    later = RolloutConfig(**{name: value for name, value in given.items() if name != "usual_date"})
+    save_trained(SimpleNamespace(config=SimpleNamespace(rollout=later), policy=load_policy(place)), policy.params, place)
+    if "usual_date" not in given:
+        assert ChatFrame(load_policy(place).tokenizer).kept == frame.kept
+
+
+def test_a_switch_that_a_template_has_lost_is_forgotten(tmp_path):
+    tokenizer = family_tokenizer("qwen3")
+    policy_of(tokenizer).save(tmp_path / "policy", trained=ChatFrame(tokenizer, thinking=False))
+    again = load_policy(tmp_path / "policy").tokenizer
+    again.chat_template = family_tokenizer("qwen2.5").chat_template
+    assert ChatFrame(again).kept["thinking"] is None and ChatFrame(again).opened == ""
+
+
 def test_the_day_is_the_configured_one():
     for family, told in (("llama3.2", "Date: 05 Mar 2023"), ("smollm3", "Today: 05 March 2023")):
         frame = ChatFrame(family_tokenizer(family), date=datetime.date(2023, 3, 5))
@@ -180,6 +229,8 @@ def test_how_the_publisher_samples(said, decoding):
 @pytest.mark.parametrize(("change", "wrong"), [
     ({"generation_config.json": '{"eos_token_id": "x"}'}, "eos_token_id='x' is no token id"),
     ({"generation_config.json": "[]"}, "generation_config.json"),
+    ({"generation_config.json": '{"hgpo_jax": {"date": "May", "thinking": null}}'}, "hgpo_jax=.*needs a date and thinking"),
+    ({"generation_config.json": '{"hgpo_jax": [2]}'}, r"hgpo_jax=.2.: needs a date and thinking"),
     ({"rows": 250}, "id 25[0-9], but the embedding has 250 rows"), ({"rows": 257}, "'<|im_end|>', id 257"),
 ])  # fmt: skip
 def test_ids_that_cannot_be_are_refused(change, wrong, tmp_path):

@@ -13,9 +13,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from hgpo_jax import export
-from hgpo_jax.config import cli
 from hgpo_jax.policy import load_policy
 from hgpo_jax.policy.tokenizer import read_tokenizer
+from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.needs import DATA as SHARED
 
 DATA = Path(__file__).parent / "data"
@@ -62,35 +62,6 @@ def test_a_run_is_exported_from_its_policy_and_converted(tmp_path, monkeypatch):
     assert raw["dtype"] == raw["torch_dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize(("words", "fragment"), [
-    (["FOLDER", "--to", "full"], "not empty"),
-    (["FOLDER", "--to", "full/file"], "not empty"),
-    (["empty", "--to", "out"], "holds no config.json"),
-    (["no-such-folder", "--to", "out"], "no such folder"),
-    (["FOLDER", "--to", "full/file/out"], "full/file"),
-    (["FOLDER", "--to", "out", "--shard-size", "5"], "--shard-size 5"),
-    (["FOLDER", "--to", "out", "--shard-size", "0GB"], "--shard-size 0GB"),
-    (["damaged", "--to", "out"], "damaged"),
-    (["run", "--to", "out"], "run run: has no policy/ yet, it is written at the end; finish it with "),
-])  # fmt: skip
-def test_mistakes_are_one_line_and_leave_nothing(words, fragment, tmp_path, monkeypatch, capsys):
-    for name in ("full", "empty", "run"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "full" / "file").write_text("mine")
-    (tmp_path / "run" / "config.yaml").write_text("seed: 0\n")
-    shutil.copytree(DATA / "qwen2_tiny", tmp_path / "damaged")
-    file = tmp_path / "damaged" / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-4])
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["export", *(str(DATA / "qwen2_tiny") if word == "FOLDER" else word for word in words)])
-    with pytest.raises(SystemExit) as caught:
-        cli.run(export.main)
-    said = capsys.readouterr().err
-    assert caught.value.code == 2 and said.startswith("error: ") and fragment in said and said.count("\n") == 1
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["damaged", "empty", "full", "run"]
-    assert (tmp_path / "full" / "file").read_text() == "mine"
-
-
 @pytest.mark.needs("data")
 def test_qwens_tokenizer_and_chat_template_survive(tmp_path, monkeypatch):
     """The tiny model with Qwen2.5's own tokenizer files, exported and saved."""
@@ -116,3 +87,14 @@ def test_qwens_tokenizer_and_chat_template_survive(tmp_path, monkeypatch):
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == expected
     assert before(expected)["input_ids"] == ids
     assert before.chat_template == after.chat_template
+
+
+def test_of_a_run_whose_roles_have_policies_one_is_exported(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for role in ("carrier", "searcher"):
+        shutil.copytree(DATA / "qwen2_tiny", f"run/policy/{role}")
+    Path("run/config.yaml").write_text("seed: 0\n")
+    with pytest.raises(ConfigError, match="policies of their own; give one of run/policy/carrier, run/policy/searcher"):
+        run(monkeypatch, "run", "--to", "out")
+    run(monkeypatch, "run/policy/searcher", "--to", "out")
+    assert tensors(Path("out")).keys() == tensors(DATA / "qwen2_tiny").keys()

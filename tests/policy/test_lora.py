@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 
 from hgpo_jax.policy import LoraConfig, ModelConfig, Policy, load_policy, lora, network, shapes
 from hgpo_jax.policy.mesh import make_mesh
+from tests.helpers.refusals import refused
 
 DATA = Path(__file__).parent / "data"
 BASE = ModelConfig(
@@ -187,9 +188,8 @@ def test_adapters_that_mean_something_else_are_refused_in_one_line(fields, fragm
     shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
-    with pytest.raises(ValueError) as caught:
+    with refused(fragment):
         lora.load(tmp_path, BASE)
-    assert fragment in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.needs("torch", "peft")

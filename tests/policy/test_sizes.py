@@ -72,7 +72,7 @@ def test_presets_have_as_many_parameters_as_published():
     assert {family + size for family, (sizes, _) in FAMILIES.items() for size in sizes} == PARAMETERS.keys()
     assert {name: parameters(preset(name)) for name in PARAMETERS} == PARAMETERS
     assert preset("Llama-3.2-1B").rope_scaling == RopeScaling(**LLAMA3 | {"factor": 32.0})
-    assert preset("Qwen2.5-1B") is None
+    assert preset("Qwen2.5-1B") is preset("Qwen/Qwen2.5-1.5B-Instruct-extra") is None
 
 
 @pytest.mark.parametrize(("name", "spec"), [

@@ -19,6 +19,7 @@ from hgpo_jax.policy import ModelConfig, Policy, RopeScaling, huggingface, load_
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.source import find
 from hgpo_jax.policy.tokenizer import word_tokenizer
+from tests.helpers.refusals import refused
 from tests.helpers.xla import xla_flags
 
 DATA = Path(__file__).parent / "data"
@@ -278,10 +279,9 @@ def test_damaged_folders_are_named_in_one_line(files, change, fragment, folders,
     folder = tmp_path / "policy"
     shutil.copytree(folders[files], folder)
     change(folder)
-    with pytest.raises(ValueError) as caught:
+    with refused(fragment) as caught:
         load_policy(folder)
-    said = str(caught.value)
-    assert fragment in said and str(folder) in said and "\n" not in said
+    assert str(folder) in str(caught.value)
 
 
 def test_a_head_stored_beside_the_embedding_that_it_equals_is_read_and_not_written(tmp_path):
@@ -320,9 +320,8 @@ def test_a_name_is_fetched_from_the_hub_when_no_such_folder_exists(monkeypatch):
     ("nobody/no-such-model", "cannot be fetched from"), ("no-such-folder", "no such folder"), ("a/b/c", "no such folder"),
 ])  # fmt: skip
 def test_what_is_neither_folder_nor_on_the_hub_is_one_line(name, fragment):
-    with pytest.raises(ValueError, match=fragment) as caught:
+    with refused(fragment):
         load_policy(name)
-    assert "\n" not in str(caught.value)
 
 
 # ---- meshes that do not fit ---------------------------------------------------------------------------------------------

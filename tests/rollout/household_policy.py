@@ -1,6 +1,6 @@
 """A tiny policy for the household, cloned just long enough that some of its episodes succeed.
 
-`python tests/rollout/household_policy.py` clones it again and writes data/household_policy.npz.
+`python -m tests.rollout.household_policy` clones it again and writes data/household_policy.npz.
 """
 
 from pathlib import Path
@@ -11,14 +11,13 @@ import numpy as np
 import optax
 from flax import nnx
 
-from hgpo_jax.envs.household import Household
-from hgpo_jax.envs.household import expert as household_expert
+from hgpo_jax.envs.household import Household, expert
 from hgpo_jax.learner.update import token_logprobs
 from hgpo_jax.policy import ModelConfig, initialize, network, shapes
-from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.tokenizer import vocabulary_size
 from hgpo_jax.rollout.tasks import task_keys
 from hgpo_jax.trainer.behavior_cloning import generate_play
+from tests.helpers.tiny import mesh_of
 
 ENV = Household(max_turns=10, things=2)
 END, ACT = len(ENV.words) + 1, len(ENV.words) + 2  # as the word tokenizer numbers them
@@ -30,11 +29,6 @@ MODEL = ModelConfig(
 FILE = Path(__file__).parent / "data" / "household_policy.npz"
 
 
-def mesh_of(spec):
-    count = int(np.prod([int(part.split("=")[1]) for part in spec.split(",")]))
-    return make_mesh(spec, jax.devices()[:count])
-
-
 def cloned():
     """Its parameters."""
     leaves, tree = jax.tree.flatten(shapes(MODEL))
@@ -44,11 +38,10 @@ def cloned():
     return jax.tree.unflatten(tree, [value.astype(np.float32) for value in values])
 
 
-def clone(env=ENV, expert=household_expert, model=MODEL, steps=1500):
-    """Clones an environment's scripted expert."""
-    end, act = len(env.words) + 1, len(env.words) + 2
+def clone():
+    """Clones the household's scripted expert."""
     tasks = task_keys("warm_start", 0, jnp.arange(256))
-    play, _ = generate_play(env, expert, jax.random.key(0), tasks, noise=0.2, history_length=K, end=end, act=act)
+    play, _ = generate_play(ENV, expert, jax.random.key(0), tasks, noise=0.2, history_length=K, end=END, act=ACT)
     happened = np.flatnonzero(play.response_lengths > 0)
     play = jax.tree.map(lambda a: a[happened], jax.device_get(play))
     optimizer = optax.adam(5e-3, b2=0.98)
@@ -58,16 +51,16 @@ def clone(env=ENV, expert=household_expert, model=MODEL, steps=1500):
         rows = jax.tree.map(lambda a: jnp.asarray(a)[at], play)
 
         def loss(params):
-            logp, _ = token_logprobs(nnx.merge(network(model), params), rows)
+            logp, _ = token_logprobs(nnx.merge(network(MODEL), params), rows)
             return -jnp.where(jnp.arange(logp.shape[1]) < rows.response_lengths[:, None], logp, 0).sum() / len(logp)
 
         updates, state = optimizer.update(jax.grad(loss)(params), state)
         return optax.apply_updates(params, updates), state
 
-    params = initialize(model, 0, mesh_of("data=1"))
+    params = initialize(MODEL, 0, mesh_of("data=1"))
     state = optimizer.init(params)
     rng = np.random.default_rng(0)
-    for _ in range(steps):
+    for _ in range(1500):
         params, state = learn(params, state, rng.integers(len(happened), size=32))
     return jax.device_get(params)
 

@@ -92,26 +92,6 @@ WRONG = {
 }  # fmt: skip
 
 
-class Wild(Counting):
-    """Shows odd texts whatever is done; some tasks end in a mishap in their third turn."""
-
-    max_turns = 4
-    mishaps = {3: "huge", 4: "raise alarm", 5: "large", 6: "string"}  # noqa: RUF012
-
-    def reset(self, task):
-        self.task, (observation, commands) = task, super().reset(task)
-        self.goal = f"{self.goal} {list(ODD.values())[task % len(ODD)]}"
-        return observation, commands
-
-    def step(self, action):
-        odd = list(ODD)[(self.task + self.turns) % len(ODD)]
-        return super().step(self.mishaps.get(self.task, odd) if self.turns == 2 else odd)
-
-
-class Deadly(Wild):
-    mishaps = Wild.mishaps | {7: "die", 8: "hang"}
-
-
 def broken():
     raise FileNotFoundError("no such\nfile: games.json")
 

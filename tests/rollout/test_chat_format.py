@@ -192,7 +192,9 @@ def test_too_long_prompts_lose_the_oldest_history_then_middles(tokenizer):
     ],
 )
 def test_actions_are_taken_as_verl_agent_takes_them(text, action, valid):
-    assert project(text, 30) == (action, bool(valid))
+    assert project(text, 30, lower_case=True) == (action, bool(valid))
+    kept = project(text, 30)
+    assert (kept[0].lower(), kept[1]) == (action, bool(valid)) and kept[0] in text
 
 
 def test_the_end_of_a_malformed_response_by_environment():

@@ -13,7 +13,8 @@ from hgpo_jax.rollout.compiled import Program, on_shards, start_episode
 from hgpo_jax.rollout.compiled_slots import SlotProgram
 from hgpo_jax.rollout.tasks import task_keys
 from hgpo_jax.sampling.generate import Decoding
-from tests.test_rollout import ACT, END, INDICES, MODEL, B, Ring, mesh_of, parameters
+from tests.helpers.tiny import mesh_of
+from tests.test_rollout import ACT, END, INDICES, MODEL, B, Ring, parameters
 
 R = 24
 

@@ -1,16 +1,16 @@
 """The host rollout against a plain loop over its own responses: records, groups of states, mishaps, shapes, report."""
 
+import dataclasses
 import functools
-import json
 import random
 import re
 
 import jax
 import numpy as np
 import pytest
-from household_policy import mesh_of
-from odd_env import Counting, Restless
+from odd_env import ODD, Counting, Restless
 
+from hgpo_jax.analysis.dumps import read_report
 from hgpo_jax.config import load
 from hgpo_jax.policy import ModelConfig, initialize, network
 from hgpo_jax.rollout.chat_format import ParsedResponse, Prompt
@@ -19,10 +19,11 @@ from hgpo_jax.rollout.episodes import KINDS, Episodes
 from hgpo_jax.rollout.host import HostRollout
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
 from hgpo_jax.rollout.workers import EnvFailure, EnvOutput, LocalWorkers
-from hgpo_jax.sampling.continuous_batching import MIN_STEPS, SlotPrograms, SlotResponse
+from hgpo_jax.sampling.continuous_batching import SlotPrograms, SlotResponse
 from hgpo_jax.sampling.generate import Decoding, buckets
 from hgpo_jax.setup.validate import check_together
 from hgpo_jax.utils.errors import ConfigError
+from tests.helpers.tiny import mesh_of
 
 MODEL = ModelConfig(
     vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
@@ -216,24 +217,6 @@ def test_an_asynchronous_rollout_gives_the_same_episodes(played):
     assert counts <= set(buckets(7, factor=4, smallest=1))
 
 
-@pytest.mark.slow
-def test_decode_batches_on_other_meshes_do_not_matter(played):
-    assert_same(play(spec="data=4", decode_batch_size=2)[0], played[0])
-
-
-@pytest.mark.slow
-def test_long_responses_of_some_episodes_do_not_hold_up_the_others():
-    long = {"response_limit": 40, "decode_batch_size": 6}
-    episodes, report, _, script = play(**long)
-    check(episodes, report, limit=40)
-    lengths = episodes.response_lengths[episodes.mask]
-    assert script.turns() != sorted(script.turns()) and lengths.min() == 1 and lengths.max() > 3 * MIN_STEPS
-    assert lengths.sum() - len(lengths) <= 6 * report.counts["decode_steps"]
-    late, other, *_ = play(workers_type=Unpunctual, ready_fraction=0.35, **long)
-    assert_same(late, episodes)
-    assert other.responses == report.responses
-
-
 def test_environments_in_this_process_cannot_step_while_others_wait():
     config = load(None, ["env.name=household_text", "warm_start=none", "rollout.ready_fraction=0.5"])
     with pytest.raises(ConfigError, match=r"^rollout.ready_fraction=0.5: needs env.workers"):
@@ -252,15 +235,18 @@ def test_failed_episodes_are_empty_and_counted_and_the_run_goes_on(workers):
     check(episodes, report, actions=actions, tasks=tasks)
 
 
-def test_the_report_and_the_episodes_on_disk(played, tmp_path, monkeypatch):
+def test_a_report_of_odd_texts_can_be_read_again_and_shown(played, tmp_path, monkeypatch):
     episodes, report, *_ = played
+    odd = [text for name, text in ODD.items() if name != "long"]
+    report = dataclasses.replace(report, texts=[f"{text} {odd[i % len(odd)]}" for i, text in enumerate(report.texts)])
     path = tmp_path / "texts.json"
     report.save(path)
-    episodes.save(tmp_path / "episodes.npz")
-    read, texts = Episodes.load(tmp_path / "episodes.npz"), json.loads(path.read_text())
-    assert texts["texts"][read.observations[3, 0, 0]] == f"at {TASKS[3]}"
-    assert texts["counts"] == report.counts
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["episodes.npz", "texts.json"]
+    told = read_report(path, episodes)
+    assert told["texts"] == report.texts and told["counts"] == report.counts
+    assert list(tmp_path.iterdir()) == [path]
+    for b in range(B):
+        transcript = report.story(episodes, b, ("agent",)).text()
+        assert all(letter.isprintable() or letter in "\n\t\u00a0" for letter in transcript)
 
     def fail(*_):
         raise OSError("no space left")

@@ -1,22 +1,17 @@
 """A host rollout and a compiled rollout are the same, from prompts to advantages: of the household and of Sokoban."""
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from household_policy import ACT, END, ENV, MODEL, K, clone, cloned, mesh_of
+from household_policy import ACT, END, ENV, MODEL, K, cloned
 
 from hgpo_jax.advantages import estimate
 from hgpo_jax.envs.household.text import HouseholdText
-from hgpo_jax.envs.sokoban import Sokoban
-from hgpo_jax.envs.sokoban import expert as sokoban_expert
-from hgpo_jax.envs.sokoban.text import SokobanText
 from hgpo_jax.envs.words import Words
 from hgpo_jax.policy import network, shardings
-from hgpo_jax.policy.tokenizer import vocabulary_size
 from hgpo_jax.rollout.chat_format import PromptInput
 from hgpo_jax.rollout.compiled import make_rollout
 from hgpo_jax.rollout.host import HostRollout
@@ -25,6 +20,7 @@ from hgpo_jax.rollout.tasks import task_keys, task_numbers
 from hgpo_jax.rollout.words import WordFormat
 from hgpo_jax.sampling.generate import Decoding
 from tests.helpers.agreement import assert_same
+from tests.helpers.tiny import mesh_of
 
 GROUPS, MEMBERS = 8, 4
 B = GROUPS * MEMBERS
@@ -113,35 +109,3 @@ def test_the_household():
             assert len(shown[1]) == len(told[1])
             seen.append((shown[0], told[0]))
         assert len(set(seen)) == len({a for a, _ in seen}) == len({b for _, b in seen})
-
-
-@pytest.mark.slow
-def test_no_history_words_that_are_none_and_another_mesh():
-    changes = {"history": 0, "temperature": 3.0}
-    reference = compiled(ENV, MODEL, cloned(), **changes)
-    assert_same(host(ENV, MODEL, cloned(), "data=2,fsdp=2,tensor=2", **changes, decode_batch_size=3)[0], reference)
-    assert ((reference.responses >= ACT) | (reference.responses == END - 1)).any(), "no odd word was sampled"
-
-
-@pytest.mark.slow  # clones a policy
-def test_sokoban():
-    env, size = Sokoban(reward="gym", max_turns=12), dataclasses.replace(MODEL, vocab_size=vocabulary_size(Sokoban().words))
-    params = clone(Sokoban(max_turns=12), sokoban_expert, size, steps=500)
-    reference = compiled(env, size, params)
-    check_worth_comparing(reference)
-    episodes, _ = host(env, size, params)
-    assert_same(episodes, reference)
-    check_advantages(episodes, reference)
-    end = len(env.words) + 1
-    for b in range(0, B, 5):  # the drawn room goes the same way
-        drawn = SokobanText(env)
-        told = [drawn.reset(TASKS[b])[0]]
-        for t in range(int(reference.mask[b].sum())):
-            answer = WordFormat(env, K, end, end + 1).parse(reference.responses[b, t].tolist())
-            observation, _, reward, done, info = drawn.step(answer.action)
-            assert reward == pytest.approx(float(reference.rewards[b, t]), abs=1e-6)
-            assert reference.invalid[b, t] == (not answer.well_formed or not info["admissible"])
-            told.append(observation)
-        assert done and info["won"] == reference.success[b]
-        states = [*reference.states[b][reference.mask[b]].tolist(), int(reference.next_states[b][len(told) - 2])]
-        assert len(set(zip(told, states, strict=True))) == len(set(told)) == len(set(states))

@@ -1,17 +1,13 @@
 """An environment that lacks something is refused at once, in one line that names its class and what it lacks."""
 
-import ast
 import contextlib
-import json
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import struct
 from odd_env import Counting
@@ -20,6 +16,7 @@ from hgpo_jax import config as configuration
 from hgpo_jax.envs.protocol import INFO
 from hgpo_jax.rollout import requirements
 from hgpo_jax.rollout.compiled import make_rollout
+from hgpo_jax.rollout.environments import environment
 from hgpo_jax.rollout.requirements import ROLLOUT, RUNNER, TEXT, TEXT_RESET, check_compiled, check_text
 from hgpo_jax.rollout.runners import CompiledRunner
 from hgpo_jax.rollout.workers import LocalWorkers
@@ -56,18 +53,6 @@ class Room:
 def test_complete_ones_pass():
     check_compiled(Room(), RUNNER)
     check_text(Counting())
-
-
-def test_the_notebook_shows_complete_ones():
-    """Its classes alone; that all of it runs takes minutes (`test_notebooks.py`)."""
-    book = Path(__file__).parents[2] / "notebooks" / "your_own_environment.ipynb"
-    cells = ["".join(cell["source"]) for cell in json.loads(book.read_text())["cells"] if cell["cell_type"] == "code"]
-    found = {"struct": struct, "jax": jax, "jnp": jnp, "np": np}
-    for cell in cells:
-        body = [part for part in ast.parse(cell.replace("%", "#")).body if isinstance(part, ast.ClassDef)]
-        exec(compile(ast.Module(body, []), book.name, "exec"), found)
-    check_compiled(found["KeyAndDoor"](), RUNNER)
-    check_text(found["KeyAndDoorText"]())
 
 
 def test_a_compiled_environment():
@@ -110,9 +95,15 @@ def test_a_text_environment_that_hangs(monkeypatch, member, call):
         with contextlib.suppress(Exception):  # whatever it catches
             time.sleep(60)
 
+    mine = type("Mine", (Counting,), {member: hang})
+    with pytest.raises(ValueError, match=rf"^Mine: {call} gives no answer in 0.3 s \(env.time_limit\); see why it hangs$"):
+        LocalWorkers(mine, 0.3)
+    monkeypatch.setattr(sys.modules[__name__], f"Hanging_{member}", mine, raising=False)
+    with pytest.raises(ConfigError, match=rf"Mine: {call} gives no answer in 0.4 s \(env.time_limit\)"):
+        environment(configuration.load(None, [f"env.name={__name__}:Hanging_{member}", "env.time_limit=0.4"]).env)
     monkeypatch.setattr(requirements, "LIMIT", 0.2)
     with pytest.raises(ValueError, match=f"^Mine: {call} gives no answer in 0.2 s; see why it hangs$"):
-        LocalWorkers(type("Mine", (Counting,), {member: hang}))
+        LocalWorkers(mine)
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 

@@ -1,7 +1,6 @@
 """Turns that belong to several roles: recorded, remembered by role, and sampled with each role's own weights."""
 
 import contextlib
-import dataclasses
 import functools
 
 import jax
@@ -11,12 +10,8 @@ import pytest
 from flax import nnx
 from odd_env import Counting
 
-from hgpo_jax.envs.household import HouseholdTeam
-from hgpo_jax.envs.words import Words
-from hgpo_jax.learner.batch import TrainingBatch
 from hgpo_jax.learner.update import token_logprobs
 from hgpo_jax.policy import ModelConfig, initialize, network
-from hgpo_jax.policy.tokenizer import vocabulary_size
 from hgpo_jax.rollout.chat_format import ParsedResponse, Prompt
 from hgpo_jax.rollout.compiled import make_rollout, replay
 from hgpo_jax.rollout.episodes import Episodes
@@ -24,14 +19,14 @@ from hgpo_jax.rollout.host import HostRollout, Speaker
 from hgpo_jax.rollout.requirements import check_compiled, check_text, roles_of
 from hgpo_jax.rollout.runners import CompiledRunner
 from hgpo_jax.rollout.scripted_play import play as scripted
-from hgpo_jax.rollout.tasks import task_keys, task_numbers
-from hgpo_jax.rollout.words import WordFormat
+from hgpo_jax.rollout.tasks import task_keys
 from hgpo_jax.rollout.workers import LocalWorkers
 from hgpo_jax.sampling.generate import Decoding
+from hgpo_jax.trainer.step import training_batch
 from hgpo_jax.utils.errors import RunError
-from tests.helpers.agreement import assert_same
 from tests.helpers.plain_rollout import check_against_plain_play
-from tests.test_rollout import ACT, END, INDICES, MODEL, B, Ring, mesh_of
+from tests.helpers.tiny import mesh_of
+from tests.test_rollout import ACT, END, INDICES, MODEL, B, Ring
 
 WEIGHTS = ("a", "b", "a")
 
@@ -70,16 +65,13 @@ def episodes():
 
 def check_weights(e: Episodes, model: ModelConfig, params: dict, weights: tuple[str, ...]) -> None:
     """Every turn was sampled with the weights of its role, and hardly with others."""
-    flat = lambda a: np.asarray(a).reshape(-1, *a.shape[2:])  # noqa: E731
-    batch = TrainingBatch(
-        prompts=flat(e.prompts), prompt_lengths=np.maximum(flat(e.prompt_lengths), 1), responses=flat(e.responses),
-        response_lengths=flat(e.response_lengths), old_logp=flat(e.logp), advantages=None,
-    )  # fmt: skip
+    batch = training_batch(e)
+    batch, mask = batch.replace(prompt_lengths=np.maximum(batch.prompt_lengths, 1)), e.mask.reshape(-1)
     logprobs = jax.jit(lambda params: token_logprobs(nnx.merge(network(model), params), batch)[0])
     for name, of in params.items():
         difference = np.abs(logprobs(of) - batch.old_logp).max(1)
-        own = np.array([weights[role] == name for role in flat(e.agents)])
-        assert difference[flat(e.mask) & own].max() < 1e-4 and np.median(difference[flat(e.mask) & ~own]) > 1e-2
+        own = np.array([weights[role] == name for role in e.agents.reshape(-1)])
+        assert difference[mask & own].max() < 1e-4 and np.median(difference[mask & ~own]) > 1e-2
 
 
 def test_a_compiled_rollout_records_roles_and_shows_each_its_own_past(episodes):
@@ -268,24 +260,3 @@ def test_a_role_that_a_compiled_team_does_not_have_ends_the_run(episodes, shift,
         runner.program = lambda *_, moved=moved: e.replace(agents=np.where(e.mask, e.agents + moved, 0))
         with contextlib.nullcontext() if not moved else pytest.raises(RunError, match=rf"^Relay: role\(state\) is {found}, an"):
             runner.rollout(None, None, None, None, Decoding())
-
-
-@pytest.mark.slow  # compiles both faces
-def test_host_and_compiled_rollouts_of_a_team_agree():
-    env, size = HouseholdTeam(max_turns=12), {"history_length": 2}
-    end, act = len(env.words) + 1, len(env.words) + 2
-    model = dataclasses.replace(MODEL, vocab_size=vocabulary_size(env.words))
-    mesh, groups = mesh_of("data=1"), np.arange(8)
-    keys = jnp.stack([jax.random.split(jax.random.key(n), 8) for n in (6, 5)], axis=1)  # the first turn has its own
-    params = initialize(model, 0, mesh)
-    rollout = make_rollout(env, network(model), mesh, **size, decode_batch_size=8, end=end, act=act)
-    e = jax.device_get(rollout(params, task_keys("train", 3, groups), keys, jnp.int32(groups), Decoding()))
-    host = HostRollout(
-        functools.partial(Words, env), WordFormat(env, 2, end, act), network(model), mesh, batch=8, **size,
-        response_limit=env.action_length + 1, strict=True, decode_batch_size=8,
-    )  # fmt: skip
-    assert host.roles == env.roles
-    played, _ = host(params, task_numbers("train", 3, groups, None), keys, groups, Decoding())
-    assert_same(played, e)
-    np.testing.assert_array_equal(played.agents, e.agents)
-    assert (e.agents[e.mask] == np.broadcast_to(np.arange(12) % 5 > 0, e.mask.shape)[e.mask]).all()

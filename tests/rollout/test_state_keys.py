@@ -9,7 +9,6 @@ from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.result import RolloutReport, RolloutResult
 from hgpo_jax.rollout.state_keys import regrouped
 from hgpo_jax.setup.validate import check_together
-from hgpo_jax.trainer import provenance
 from hgpo_jax.utils.errors import ConfigError, RunError
 
 KEYS = """
@@ -84,8 +83,3 @@ def test_refusals(here, fields, message):
 def test_a_function_that_fails_ends_the_run_in_one_line(here, name, message):
     with pytest.raises(RunError, match=f"^env.state_key=keys.py:{name}: .*{message}.* for the observation 'the hall after"):
         regrouped(played(), config_with(f"env.state_key=keys.py:{name}"))
-
-
-def test_it_is_recorded_with_the_run(here, tmp_path):
-    provenance.record(config_with("env.state_key=keys.py:place"), tmp_path, 0)
-    assert '"keys.py:place"' in (tmp_path / "provenance.json").read_text()

@@ -287,7 +287,7 @@ def test_a_run_that_began_meanwhile_is_not_begun_again(tmp_path, monkeypatch):
 
     monkeypatch.setattr("hgpo_jax.trainer.main.build", slow_build)
     with pytest.raises(ConfigError, match="another process has begun a run here"):
-        main.run(configuration.load(), None, folder, False, None)
+        main.run(configuration.load(), None, folder, False, None, None)
     assert (folder / "episodes" / "iteration-00009.npz").exists()
 
 
@@ -299,19 +299,14 @@ def small(tmp_path):
     return Job(config=config, mesh=None, policy=policy, adapted=None, runner=None)
 
 
-def test_a_damaged_cached_warm_start_is_named(tmp_path, small, monkeypatch):
-    monkeypatch.setattr("hgpo_jax.trainer.behavior_cloning.cache_key", lambda _: "key")
-    folder = shutil.copytree(HF, tmp_path / "warm_start" / "key")
-    os.truncate(folder / "model.safetensors", 50)
-    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged.*; remove .*/warm_start/key, and"):
-        warm_start(small)
-
-
 def test_a_start_that_is_damaged_or_of_another_size_is_named(tmp_path, small, monkeypatch):
-    folder = shutil.copytree(HF, tmp_path / "start")
-    os.truncate(folder / "model.safetensors", 50)
-    with pytest.raises(ConfigError, match=r"is damaged.*; remove .*/start, and"):
-        loop.starting_params(small, tmp_path)
+    monkeypatch.setattr("hgpo_jax.trainer.behavior_cloning.cache_key", lambda _: "key")
+    cached, saved = (lambda: warm_start(small)), (lambda: loop.starting_params(small, tmp_path))
+    for place, begin in (("warm_start/key", cached), ("start", saved)):
+        folder = shutil.copytree(HF, tmp_path / place)
+        os.truncate(folder / "model.safetensors", 50)
+        with pytest.raises(ConfigError, match=rf"model\.safetensors is damaged.*; remove .*/{place}, and"):
+            begin()
     other = types.SimpleNamespace(params={"w": jnp.zeros(4)})
     monkeypatch.setattr("hgpo_jax.trainer.loop.load_policy", lambda *_: other)
     with pytest.raises(ConfigError, match=r"start: policy\.\* or env\.\* ask for another size"):

@@ -46,6 +46,7 @@ def asking(policy):
         (MARKED + "<|im_start|>", {}, {}, False),  # a special token, which the text does not show
         (CALLED, {}, {}, True), (CALLED.replace('": 1', '":1'), {}, {}, False),  # which the template would write otherwise
         (CALLED, {}, {"content": "Go."}, False), (CALLED, {}, {"tool_calls": None}, False),
+        (CALLED.removesuffix("\n</tool_call>"), {}, {}, False),  # the template closes it
         (' {"at": "b"}}\n</tool_call>', {"tool_choice": NAMED}, {}, True),
     ],
 )  # fmt: skip

@@ -79,15 +79,6 @@ def test_a_message_cannot_forge_the_frame():
         assert bad in TOKENIZER.decode(ids)
 
 
-def test_a_conversation_is_the_chat_templates():
-    messages = [
-        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "5f1c-message-1-7d2e"},
-        {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Why?"},
-    ]  # fmt: skip
-    text = TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert TEXTS.conversation(messages) == TOKENIZER(text, add_special_tokens=False).input_ids
-
-
 def test_no_message_is_lost(monkeypatch):
     monkeypatch.setattr(TOKENIZER, "chat_template", "{% for m in messages if m.role != 'system' %}{{ m.content }};{% endfor %}")
     messages = [{"role": role, "content": role} for role in ("user", "system", "user")]

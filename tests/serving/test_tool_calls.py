@@ -6,20 +6,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hgpo_jax.serving.answers import tool_calls
+from hgpo_jax.serving.answers import Choice, Piece, ToolForm, tool_calls
+from hgpo_jax.serving.requests import ChatRequest
+from hgpo_jax.serving.text import ServedText, TextStream
+from tests.helpers.chat_tokenizers import tool_tokenizer
 
 
 def block(*calls) -> str:
     return f"<tool_call>\n{chr(10).join(map(json.dumps, calls))}\n</tool_call>"
 
 
-def read(text: str) -> tuple[str, list[tuple[str, dict]]]:
-    content, calls = tool_calls(text)
+def read(text: str, inside_thought: bool = False) -> tuple[str, list[tuple[str, dict]]]:
+    content, calls = tool_calls(text, inside_thought)
     assert [call["index"] for call in calls] == list(range(len(calls)))
     return content, [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
 
 
 LOOK, GO = {"name": "look", "arguments": {"at": 1}}, {"name": "go", "arguments": {"to": "</tool_call>"}}
+A_THOUGHT, OPEN = {"name": "say", "arguments": {"what": "</think>"}}, f"<tool_call>{json.dumps(LOOK)}"
 A_LOOK, A_GO = ("look", {"at": 1}), ("go", {"to": "</tool_call>"})
 
 
@@ -40,12 +44,28 @@ A_LOOK, A_GO = ("look", {"at": 1}), ("go", {"to": "</tool_call>"})
     (f"I could.\n</think>\n{block(LOOK)}", "I could.\n</think>", [A_LOOK]),
     (f"<think>{block(LOOK)}", f"<think>{block(LOOK)}", []),
     (f"{block(LOOK)}<think>{block(GO)}</think>{block(LOOK)}", "", [A_LOOK, A_LOOK]),
+    (f"I could {block(LOOK)}.</think>{block(GO)}", f"I could {block(LOOK)}.</think>", [A_GO]),
+    (f"I could {block(LOOK)}.</think> No.", f"I could {block(LOOK)}.</think> No.", []),
+    (f"{block(LOOK)}</think>{block(GO)}", "", [A_LOOK, A_GO]),  # but an answer that begins with a call begins no thought
+    (f"<think>{block(A_THOUGHT)} So.</think>{block(GO)}", f"<think>{block(A_THOUGHT)} So.</think>", [A_GO]),
+    # The tag of a thought in prose.
+    (f"I never write <think>. {block(LOOK)}", "I never write <think>.", [A_LOOK]),
+    (f"I never write <think>. {block(A_THOUGHT)}", "I never write <think>.", [("say", {"what": "</think>"})]),
+    (f"<think>Hm.</think>No <think> now. {block(LOOK)}", "<think>Hm.</think>No <think> now.", [A_LOOK]),
+    (f"<think>Hm.</think>\n<think>{block(LOOK)}", f"<think>Hm.</think>\n<think>{block(LOOK)}", []),
+    (f"{block(LOOK)}<think>{block(GO)}", "", [A_LOOK]), (f"So <think>{block(LOOK)}</think>{block(GO)}",
+     f"So <think>{block(LOOK)}</think>", [A_GO]),
+    # The closing tag is missing at the end.
+    (OPEN, "", [A_LOOK]), (f"Well. {OPEN} \n", "Well.", [A_LOOK]), (block(GO) + OPEN, "", [A_GO, A_LOOK]),
+    (f"<tool_call>{json.dumps(LOOK)}{json.dumps(GO)}", "", [A_LOOK, A_GO]), (f"<tool_call>{json.dumps([LOOK])}", "", [A_LOOK]),
+    (f"<think>{OPEN}</think>{OPEN}", f"<think>{OPEN}</think>", [A_LOOK]),
     # What cannot be read is text, as a whole.
     *((text, text, []) for text in [
         "no call", "<tool_call>", "<tool_call></tool_call>", "<tool_call>look</tool_call>", f"{block(LOOK)}<tool_call>",
         f"{block(LOOK)}{block({'arguments': {}})}", block({"name": 1}), block({"name": "a", "arguments": [1]}),
         block({"name": "a", "arguments": "no JSON"}), block([]), block("look"), block(1), block(None),
-        '<tool_call>{"name": "a", "arguments": {"b": NaN}}</tool_call>', block(LOOK)[: -len("</tool_call>")],
+        '<tool_call>{"name": "a", "arguments": {"b": NaN}}</tool_call>', *(OPEN[:-cut] for cut in (1, 2, 9)), f"{OPEN} so",
+        f"{OPEN}</tool_call", f"<tool_call>[{json.dumps(LOOK)}", f"{OPEN}<tool_call>", f"{OPEN}{block(GO)}",
         f"<tool_call>{'[' * 10_000}</tool_call>",
     ]),
 ])  # fmt: skip
@@ -53,13 +73,65 @@ def test_what_is_read(text, content, calls):
     assert read(text) == (content, calls)
 
 
+@pytest.mark.parametrize(("text", "content", "calls"), [
+    (f"{block(LOOK)}</think>{block(GO)}", f"{block(LOOK)}</think>", [A_GO]),
+    (f"Hm. {block(LOOK)}\n</think>\n\nNo.", f"Hm. {block(LOOK)}\n</think>\n\nNo.", []),
+    (f"{block(A_THOUGHT)} so.</think>{OPEN}", f"{block(A_THOUGHT)} so.</think>", [A_LOOK]),
+    (block(LOOK), block(LOOK), []), (OPEN, OPEN, []), (block(A_THOUGHT), block(A_THOUGHT), []),
+    (f"<think>{block(LOOK)}</think>{block(GO)}", f"<think>{block(LOOK)}</think>", [A_GO]),  # begun again
+    (f"Hm.</think> A <think>: {block(LOOK)}", "Hm.</think> A <think>:", [A_LOOK]),
+    (f"Hm.</think><think>{block(LOOK)}", f"Hm.</think><think>{block(LOOK)}", []),
+])  # fmt: skip
+def test_what_is_read_behind_a_prompt_that_begins_a_thought(text, content, calls):
+    assert read(text, inside_thought=True) == (content, calls)
+
+
 PARTS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "{", "}", '"', json.dumps(LOOK), json.dumps(GO), " ", ","]
+PARTS += ["[", "]", "\n", "<tool_call>{", block(LOOK), block(A_THOUGHT), OPEN]
 
 
-@given(st.lists(st.one_of(st.sampled_from(PARTS), st.text(max_size=3)), max_size=12).map("".join))
-def test_nothing_is_raised_and_nothing_invented(text):
-    content, calls = read(text)
-    assert content in text
+TEXTS = st.lists(st.one_of(st.sampled_from(PARTS), st.text(max_size=3)), max_size=12).map("".join)
+
+
+@given(TEXTS, st.booleans())
+def test_nothing_is_raised_and_nothing_invented(text, inside_thought):
+    content, calls = read(text, inside_thought)
+    assert text.strip().startswith(content.strip())
     assert len(calls) <= text.count('"name"')
+    assert not calls or ("<tool_call>" in text[len(content) :] and not (inside_thought and "</think>" not in text))
     for name, _ in calls:
         assert json.dumps(name)[1:-1] in text
+
+
+SERVED = {opened: ServedText(tool_tokenizer()) for opened in ("", "<think>\n")}
+for opened, served in SERVED.items():
+    served.frame.opened = opened
+
+
+@given(
+    TEXTS, st.lists(st.integers(1, 9), max_size=20), st.sampled_from(["stop", "length"]), st.sampled_from(list(SERVED)),
+    st.sampled_from(["auto", "required"]),
+)  # fmt: skip
+def test_what_is_streamed_adds_up_to_the_whole(text, cuts, reason, opened, choice):
+    """With the calls, where the answer was not cut."""
+    tools, served = [{"type": "function", "function": {"name": "look"}}], SERVED[opened]
+    asked = ChatRequest(model="x", messages=[{"role": "user", "content": "x"}], tools=tools, tool_choice=choice)
+    form, ids, stream = ToolForm(asked, served), served.prompt(text), TextStream(served.decode, [])
+    content, calls, at, so_far, ended = "", [], 0, "", ""
+    for cut in [*cuts, len(ids)]:
+        some = ids[at : at + cut]
+        at, last = at + cut, at + cut >= len(ids)
+        piece = stream.push(some, last=last)[0]
+        so_far += piece
+        (told,) = form.piece(Piece(0, piece, so_far, some, [0.0] * len(some), reason if last else None))["choices"]
+        content, ended = content + (told["delta"]["content"] or ""), told["finish_reason"]
+        calls += told["delta"].get("tool_calls", [])
+        if last:
+            break
+    (whole,) = form.whole([Choice(stream, so_far, ids, [0.0] * len(ids), reason)], [[1]])["choices"]
+    said = whole["message"]
+    assert (said["content"] or "", whole["finish_reason"]) == (content, ended)
+    assert [call["function"] for call in said.get("tool_calls", [])] == [call["function"] for call in calls]
+    text = form.begun + served.decode(ids)
+    assert form.begun + so_far == text and (text.strip().startswith(content) if calls else content == text)
+    assert ended == ("tool_calls" if calls else reason) and not (calls and reason == "length")

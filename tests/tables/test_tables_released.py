@@ -4,7 +4,6 @@ H: recipe/hgpo/run_qwen2.5_{1.5b,7b}_{alfworld,webshop}_train.sh; M: examples/{p
 defaults below them, verl/trainer/config/ppo_trainer.yaml; all of verl-agent as OliverLeeXZ/SERL 5a2a85b1 holds it.
 """
 
-import datetime
 import functools
 
 from hgpo_jax import advantages
@@ -36,7 +35,7 @@ RELEASED = {
     "rollout.response_limit": 512,  # H data.max_response_length
     "rollout.stop": ("<|endoftext|>",),  # vLLM ends where Qwen2.5's generation_config.json does: there, and at eos_token
     "rollout.ready_fraction": 1.0,  # all environments in step
-    "rollout.thinking": None, "rollout.date": datetime.date(2024, 7, 26),  # Qwen2.5's template has no switch, tells no day
+    "rollout.thinking": None, "rollout.date": None,  # Qwen2.5's template has no switch, tells no day
     "reward.source": "",  # the environment's alone
     "reward.overlong_cache": 0, "reward.overlong_penalty": 1.0,  # D reward_model.overlong_buffer.enable: false
     "env.state_key": "", "advantage.similarity": None,  # D algorithm.gigpo.enable_similarity: false

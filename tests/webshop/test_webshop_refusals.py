@@ -28,13 +28,9 @@ def refusal(function, *arguments, **options):
     ({"asin": 5}, ("product 0", "'asin'")),
     ({"full_description": ["x"]}, ("'full_description'",)),
     ({"small_description": [None]}, ("'small_description'", "not a list of strings")),
-    ({"small_description": None}, ("'small_description'",)),
     ({"pricing": 5}, ("'pricing'", "not a string")),
     ({"pricing": "$"}, ("'pricing'", "no number")),
-    ({"pricing": "$1.2.3"}, ("'pricing'", "$1.2.3")),
     ({"pricing": "$" + "9" * 400}, ("'pricing'", "no number")),
-    ({"query": None}, ("'query'",)),
-    ({"product_category": 1}, ("'product_category'",)),
     ({"customization_options": ["x"]}, ("'customization_options'", "not a JSON object")),
     ({"customization_options": {"size": [{"label": "x"}]}}, ("'customization_options'", "'size'")),
 ])  # fmt: skip
@@ -45,7 +41,6 @@ def test_broken_product(tmp_path, change, parts):
 
 @pytest.mark.parametrize(("wish", "part"), [
     (WISH | {"attributes": "soft"}, "'attributes'"),
-    (WISH | {"instruction": 3}, "'instruction'"),
     (WISH | {"instruction_attributes": []}, "'instruction_attributes' is missing or empty"),
     (WISH | {"instruction_attributes": [1]}, "'instruction_attributes'"),
     ([], "not a JSON object"),

@@ -66,7 +66,7 @@ def test_an_evaluation_repeats_the_runs_own(trained):
 
 
 def test_a_second_training_in_the_process_and_a_longer_one(trained):
-    run, rows = trained
+    run, _ = trained
     assert hgpo_jax.fit(run.config, resume=True) == run  # has ended: as it is
     with pytest.raises(hgpo_jax.ConfigError, match="already holds a run"):
         hgpo_jax.fit(run.config)
