@@ -47,7 +47,7 @@ def starts(count: int, width: int) -> list[int]:
 
 
 def pack_fields(fields, width: int):
-    """u32[W] of equally wide fields u32[n] one after the other."""
+    """Packs equally wide fields u32[n] one after the other, u32[W]."""
     per_word = BITS // width
     fields = jnp.pad(fields, (0, -fields.shape[0] % per_word)).reshape(-1, per_word)
     return (fields << (width * jnp.arange(per_word, dtype=jnp.uint32))).sum(1, dtype=jnp.uint32)

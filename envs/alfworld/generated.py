@@ -262,11 +262,11 @@ class _Draw:
 
 
 def _flags(sets: jax.Array | np.ndarray, count: int | None = None) -> np.ndarray:
-    """bool[..., count] of bits u32[..., W]."""
+    """Unpacks bits u32[..., W] to flags bool[..., count]."""
     return np.unpackbits(np.ascontiguousarray(sets).view(np.uint8), axis=-1, bitorder="little", count=count).astype(bool)
 
 
 def _bits(flags: np.ndarray) -> np.ndarray:
-    """u32[..., W] of bool[..., O]."""
+    """Packs flags bool[..., O] into bits u32[..., W]."""
     padded = np.pad(flags, [(0, 0)] * (flags.ndim - 1) + [(0, -flags.shape[-1] % 32)])
     return np.packbits(padded, axis=-1, bitorder="little").view(np.uint32)

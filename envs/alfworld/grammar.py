@@ -202,7 +202,7 @@ _PLACEHOLDER = re.compile(r"\s*([\w']+)\s*:\s*([\w/-]+)\s*")
 
 @lru_cache(maxsize=1024)
 def parse_condition(text: str) -> Formula:
-    """`p(a:t, b:u) & q(b:u)` -> a conjunction; its variables are written `a:t`.
+    """Parses `p(a:t, b:u) & q(b:u)` -> a conjunction; its variables are written `a:t`.
 
     Raises:
         ValueError: anything else.

@@ -64,7 +64,7 @@ class HouseholdPlan:
         return " ".join(self.words[i] for i in np.asarray(ids).ravel() if i)
 
     def goal(self, state: PlanState) -> jax.Array:
-        """i32[4], the same for both: room, task, kind of thing, kind of receptacle."""
+        """Returns room, task, kind of thing and kind of receptacle, i32[4], the same for both roles."""
         return self.house.goal(state.house)
 
     # -- facts about a state ------------------------------------------------------------------------------------

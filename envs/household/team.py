@@ -59,7 +59,7 @@ class HouseholdTeam:
         return " ".join(self.words[i] for i in np.asarray(ids).ravel() if i)
 
     def goal(self, state: TeamState) -> jax.Array:
-        """i32[4], the same for both: room, task, kind of thing, kind of receptacle."""
+        """Returns room, task, kind of thing and kind of receptacle, i32[4], the same for both roles."""
         return self.house.goal(state.house)
 
     # -- facts about a state ------------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ class ChatFrame:
 
     @property
     def kept(self) -> dict[str, Any]:
-        """How the template was shown, for generation_config.json: a frame made with nothing else shows it the same."""
+        """The settings of the frame for generation_config.json: a frame made from them alone renders messages the same."""
         return {"date": self._date.isoformat(), "thinking": self._thinking}
 
     @property

@@ -205,7 +205,7 @@ def tool_calls(text: str, inside_thought: bool = False) -> tuple[str, list[dict[
 
 
 def _thought_end(text: str, at: int) -> int:
-    """Where the first </think> ends, from `at` on, that stands in no string of a call; -1 if there is none."""
+    """Returns the end of the first </think> from `at` on that is not in a string of a call; -1 if there is none."""
     while tag := _CALL_OR_END.search(text, at):
         at = tag.end()
         if tag[0] == _THOUGHT_END:

@@ -109,7 +109,7 @@ class Training:
                     say(f"{saved}; continue with --resume {remote.shown(self.folder)}")
 
     def _restored(self, like: TrainState) -> TrainState:
-        """The state of the checkpoint that training continues from. like: its shapes and shardings."""
+        """Restores the state of the checkpoint that training continues from. like: its shapes and shardings."""
         return TrainState.from_checkpoint(self.checkpoints.restore(self.done, like.to_checkpoint()))
 
     def _rollout_params(self):
