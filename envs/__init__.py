@@ -1,4 +1,4 @@
-"""Environments, one folder each. They know nothing of hgpo_jax.
+"""Environments, one folder each. They do not depend on hgpo_jax.
 
-The names that `env.name=` takes stand in the table of `hgpo_jax/rollout/environments.py`.
+The table of `hgpo_jax/rollout/environments.py` holds the names for `env.name=`.
 """

@@ -1,4 +1,4 @@
-"""What commands share: a parser, and a way to run them that reports a user's mistake in one line, with exit code 2."""
+"""Shared parts of commands: a parser, and a way to run them that reports a user's mistake in one line, with exit code 2."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage text; answers a shell that asks for completions (argcomplete)."""
+    """A parser that reports errors in one line, without the usage text, and answers a shell's requests for completions."""
 
     def parse_args(self, *args, **kwargs):
         complete(self)
@@ -27,27 +27,27 @@ class Parser(argparse.ArgumentParser):
 
 
 def complete(parser: argparse.ArgumentParser) -> None:
-    """Does nothing, unless a shell asks what could be typed next: then it answers, and ends the process."""
+    """Does nothing unless a shell asks for completions; then it answers, and ends the process."""
     if "_ARGCOMPLETE" in os.environ:
-        import argcomplete  # whose registration in the shell sets that variable
+        import argcomplete  # its registration in the shell sets that variable
 
         argcomplete.autocomplete(parser)
 
 
 def printable(text: str) -> str:
-    """Text that cannot steer a terminal: control characters, directional marks and lone surrogates become question marks."""
+    """Makes text harmless for a terminal: control characters, directional marks and lone surrogates become question marks."""
     return "".join(c if c.isprintable() or c in "\n\t" or unicodedata.category(c) == "Zs" else "?" for c in text)
 
 
 def one_line(message: object) -> str:
-    """A message without line breaks, whatever it contains."""
+    """Returns a message without line breaks, whatever it contains."""
     return printable(" ".join(str(message).split()))
 
 
 def nearest(name: str, names: list[str], otherwise: str = "--help lists them all") -> str:
-    """What a mistyped name was meant to be, as the end of a message."""
+    """Suggests the intended name for a mistyped one, as the end of a message."""
     name = name[:100]
-    # A field's last part alone is what people remember: `lr` should find `learner.lr`.
+    # People remember only the last part of a field: `lr` should find `learner.lr`.
     close = [n for n in names if n.rpartition(".")[2] == name]
     if not close:
         close = difflib.get_close_matches(name, names, 3, 0.5)
@@ -57,7 +57,7 @@ def nearest(name: str, names: list[str], otherwise: str = "--help lists them all
 
 
 def whole_number(text: str, low: int = 1) -> int:
-    """The type of an argument that is a whole number. Raises ArgumentTypeError, which argparse reports in one line."""
+    """Reads a whole number (an argparse type). Raises ArgumentTypeError, which argparse reports in one line."""
     if not (text.isdecimal() and len(text) <= 10 and low <= int(text) < 2**31):
         raise argparse.ArgumentTypeError(f"{text:.50}: must be a whole number from {low} to {2**31 - 1}")
     return int(text)
@@ -81,7 +81,7 @@ def run(main: Callable[[], None], mistakes: tuple[type[Exception], ...]) -> None
     except caught as error:
         message = one_line(error)
         if isinstance(error, OSError) and error.filename is not None and error.errno in PATHS:
-            assert error.strerror is not None  # as the system gives it with the file's name
+            assert error.strerror is not None  # the system sets it together with the file's name
             message = one_line(f"{error.filename}: {error.strerror.lower()}; check the path")
         elif not isinstance(error, mistakes):
             raise

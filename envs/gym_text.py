@@ -4,7 +4,7 @@
     observation, commands = env.reset(0)
     observation, commands, reward, done, info = env.step("right")
 
-The levels of MiniGrid and BabyAI (`pip install 'hgpo_jax[minigrid]'`) are told by `minigrid_text.py`.
+The levels of MiniGrid and BabyAI (`pip install 'hgpo_jax[minigrid]'`) are described by `minigrid_text.py`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any, NamedTuple
 from hgpo_jax.envs import outside
 from hgpo_jax.envs.cli import one_line
 
-MINIGRID = ("BabyAI-", "MiniGrid-")  # how the ids of its levels begin
+MINIGRID = ("BabyAI-", "MiniGrid-")  # prefixes of the ids of its levels
 
 
 class Known(NamedTuple):
-    """What an environment's documentation says and its program does not.
+    """Facts from an environment's documentation that its program does not provide.
 
     actions: their names, in the order of their numbers.
-    goal: what to do.
-    shown: how to read its own observation.
-    won_above: the last reward of a solved episode is above it; None: its rewards do not say which episodes are solved.
+    goal: the task.
+    shown: how to read the environment's own observation.
+    won_above: the last reward of a solved episode is above it; None: the rewards do not show which episodes are solved.
     """
 
     actions: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class Known(NamedTuple):
     won_above: float | None = None
 
 
-# By the beginning of the id; from the pages of https://gymnasium.farama.org/environments/toy_text/.
+# By prefix of the id; from the pages of https://gymnasium.farama.org/environments/toy_text/.
 KNOWN = {
     "Blackjack": Known(
         ("stick", "hit"),
@@ -61,27 +61,27 @@ class GymnasiumText:
     """One of Gymnasium's environments with discrete actions. A task is the seed of its reset.
 
     Args:
-      id: its registered name, as in FrozenLake-v1, or module:name or file.py:name for what a module or a file registers.
-      describe: `package.module:NAME` or `FILE.py:NAME` of a function of (observation, the environment, unwrapped) that
-        tells the observation. By default MiniGrid's is told in words, a text rendering is shown, and whole numbers are
-        written.
+      id: its registered name, such as FrozenLake-v1, or module:name or file.py:name if a module or a file registers it.
+      describe: `package.module:NAME` or `FILE.py:NAME` of a function of (observation, the unwrapped environment) that
+        describes the observation. By default MiniGrid's is described in words, a text rendering is shown, and whole numbers
+        are written.
       actions: their names, which are the commands, in the order of their numbers. By default MiniGrid's own, those of
         `KNOWN`, or else `action 0` and so on.
       goal: the task in words. By default MiniGrid's mission, that of `KNOWN`, or else `solve ID`.
-      max_turns: actions after which an episode ends, by default the environment's own limit. A level whose program has a
-        limit of its own, as MiniGrid's have (option max_steps), ends there at the latest.
-      won_above: an episode that terminates with a last reward above it is won. By default `is_success` or `success` of the
-        environment's own info decides, or the reward where that is known to: in the environments of `KNOWN`, and above 0 in
-        MiniGrid's levels. Of others success is unknown.
+      max_turns: actions after which an episode ends, by default the environment's own limit. A level with a limit of its own,
+        such as MiniGrid's (option max_steps), ends there at the latest.
+      won_above: an episode that terminates with a last reward above it is won. By default `is_success` or `success` in the
+        environment's own info decides, or the reward if it is known to: in the environments of `KNOWN`, and above 0 in
+        MiniGrid's levels. For others success is unknown.
       survival: whether an episode is won by lasting until its time limit, as in CartPole, where the end is a fall.
       options: further arguments of `gymnasium.make`.
 
     Attributes:
       task_types: (id,); `task_type` is 0.
       goal: the task of the running episode.
-      expert: only where there is a scripted player, that is for BabyAI's levels (`protocol.TextExpert`).
+      expert: only if there is a scripted player, that is for BabyAI's levels (`protocol.TextExpert`).
 
-    Raises ValueError, in one line, where it cannot be made or played in text.
+    Raises ValueError, in one line, if it cannot be made or played in text.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class GymnasiumText:
         if max_turns < 0:
             raise ValueError(f"max_turns={max_turns}: must be a whole number above 0, or 0 for the environment's own limit")
         limit = {"max_episode_steps": max_turns} if max_turns else {}
-        # The checker is for those who write environments; its warnings would stand among a run's lines.
+        # The checker is for authors of environments; its warnings would appear among a run's output.
         place, _, name = id.rpartition(":")
         if place.endswith(".py"):
             try:
@@ -109,9 +109,9 @@ class GymnasiumText:
         self._id, self._options = id, {"disable_env_checker": True, **limit, **options}
         self._env = self._make()
         self._levels = _minigrid_text(self._env)
-        # `expert` is set only where it works: that it is there says that there is a scripted player.
+        # `expert` is set only where it works: its presence signals that there is a scripted player.
         if self._levels and self._levels.has_bot(self._env):
-            self._bot: Any = None  # made when it is asked first
+            self._bot: Any = None  # made on first use
             self.expert = self._bot_command
         spec = self._env.spec
         of_gymnasium = str(spec.entry_point).startswith("gymnasium.")  # others may have similar names
@@ -139,10 +139,10 @@ class GymnasiumText:
         return self._see(observation, info)
 
     def step(self, action: str) -> tuple[str, list[str], float, bool, dict]:
-        """Does one action; one that is not among the commands takes a turn and changes nothing.
+        """Performs one action; one that is not among the commands takes a turn and changes nothing.
 
-        Returns: (observation, commands, the environment's reward, done, info with `won`, None where it ends and nobody can
-        tell, `admissible` and `truncated`).
+        Returns: (observation, commands, the environment's reward, done, info with `won`, None at an end with unknown success,
+        `admissible` and `truncated`).
         """
         self._turns += 1
         number = self._commands.get(action.strip())
@@ -157,7 +157,7 @@ class GymnasiumText:
         return self._seen, list(self._commands), float(reward), done, info
 
     def _is_won(self, terminated: bool, reward: float) -> bool | None:
-        """Whether an episode that has ended is won; None where nothing says so."""
+        """Whether an episode that has ended is won; None if that is unknown."""
         if self._survival:
             return not terminated
         for name in ("is_success", "success") if self._won_above is None else ():
@@ -168,7 +168,7 @@ class GymnasiumText:
 
     def _see(self, observation, info) -> tuple[str, list[str]]:
         self._info = info
-        allowed = info.get("action_mask")  # which actions can do anything, as Taxi says it
+        allowed = info.get("action_mask")  # actions that have an effect, in Taxi's format
         self._commands = {
             name: number for index, (name, number) in enumerate(self._numbers.items()) if allowed is None or allowed[index]
         }
@@ -176,7 +176,7 @@ class GymnasiumText:
         return self._seen, list(self._commands)
 
     def _bot_command(self, history_length: int) -> str:
-        """What the level's bot does now. It remembers the whole episode, whatever a prompt shows of it."""
+        """Returns the command of the level's bot, which remembers the whole episode, whatever a prompt shows of it."""
         if self._bot is None:
             self._bot = self._levels.Bot(self._make())
         return list(self._numbers)[self._bot.action(self._task, self._taken)]
@@ -195,7 +195,7 @@ class GymnasiumText:
             raise ValueError(f"id={self._id}: {error}; pip install 'hgpo_jax[{extra}]'") from None
         try:
             env = gymnasium.make(self._id, **self._options, **more)
-        except Exception as error:  # whatever an environment does with its options
+        except Exception as error:  # any error of an environment with its options
             raise ValueError(one_line(f"id={self._id}: cannot be made: {error!s:.300}")) from None
         if not isinstance(env.action_space, gymnasium.spaces.Discrete):
             kind = f"{env.action_space!s:.80}"
@@ -203,7 +203,7 @@ class GymnasiumText:
         return env
 
     def _named_actions(self, given: tuple[str, ...], known: Known) -> dict[str, int]:
-        """Name -> number of every action."""
+        """Returns name -> number of every action."""
         space = self._env.action_space
         count = int(space.n)
         names = given or (self._levels.action_names(self._env) if self._levels else known.actions)[:count]
@@ -218,7 +218,7 @@ class GymnasiumText:
         return goal if described or not known.shown else f"{goal}; {known.shown}"
 
     def _chosen_view(self, describe: str) -> Callable[[Any], str]:
-        """What tells an observation."""
+        """Returns a function that describes an observation."""
         if describe:
             try:
                 _, function = outside.load(outside.located(describe, outside.ENVIRONMENTS))
@@ -246,8 +246,8 @@ def _reset(env, task: int):
 
 
 def _minigrid_text(env):
-    """The module that tells MiniGrid's levels, if this is one."""
-    if "minigrid" not in sys.modules:  # what registers its own levels has imported it
+    """Returns the module that describes MiniGrid's levels, if this is one."""
+    if "minigrid" not in sys.modules:  # code that registers its own levels has imported it
         return None
     from hgpo_jax.envs import minigrid_text
 
@@ -261,15 +261,15 @@ _LAST_ACTION = re.compile(r"\A *\(\w+\)\n|\n *\(\w+\)\n*\Z")
 
 
 def plain(drawing: str) -> str:
-    """A drawing for terminals as a text of the state alone.
+    """Converts a drawing for terminals to a text of the state alone.
 
-    Colours become brackets: [what has a background], *what is bold*, (what else is coloured). The line that names the last
-    action goes. Cells that touch are told apart by blanks, for a tokenizer would read several letters as one word.
+    Colours become brackets: [background colour], *bold*, (other colours). The line that names the last action is removed.
+    Blanks separate adjacent cells, because a tokenizer would read several letters as one word.
     """
     text = _LAST_ACTION.sub("", drawing).strip("\n")
     if "\n" in text and not re.search(r"[^\S\n]", text):
         text = "\n".join(" ".join(_CELL.findall(line)) for line in text.split("\n"))
-    while (inner := _COLOURED.sub(_bracketed, text)) != text:  # colours may be inside others
+    while (inner := _COLOURED.sub(_bracketed, text)) != text:  # colours may be nested
         text = inner
     return _CODE.sub("", text)
 

@@ -1,4 +1,4 @@
-"""Measurements in a process of their own, so that the memory they report is theirs alone.
+"""Measurements in a separate process, so that the memory they report is only theirs.
 
     in_own_process("hgpo_jax.envs.webshop.bench", "build_folder", items, attributes, folder)["mb"]
 """
@@ -19,7 +19,7 @@ def in_own_process(module: str, function: str, *arguments: object) -> dict[str, 
     Returns: that dict, and under `mb` the peak memory of the process, in MB.
 
     Raises:
-        RuntimeError: it failed; gives the last line of its standard error.
+        RuntimeError: it failed; contains the last line of its standard error.
     """
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
@@ -31,10 +31,10 @@ def in_own_process(module: str, function: str, *arguments: object) -> dict[str, 
 
 
 def _peak_mb() -> float:
-    """The peak memory of this process, in MB."""
+    """Returns the peak memory of this process, in MB."""
     status = Path("/proc/self/status")
     if status.is_file():
-        # Not getrusage: there Linux counts the parent's memory at the time of the fork as the child's own.
+        # Not getrusage: on Linux it counts the parent's memory at the time of the fork as the child's own.
         peak_line = re.search(r"VmHWM:\s*(\d+) kB", status.read_text())
         assert peak_line is not None  # every process has one
         return int(peak_line[1]) / 1e3

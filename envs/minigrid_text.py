@@ -1,7 +1,7 @@
-"""MiniGrid's levels in words: what the agent sees of the grid, its actions, and BabyAI's bot as a scripted player.
+"""MiniGrid's levels in words: the agent's view of the grid, its actions, and BabyAI's bot as a scripted player.
 
 The idea, a list of things with their distances in steps, is that of BabyAI-Text (Carta et al. 2023, arXiv 2302.02662); the
-wording differs. As there, the agent's compass is not told.
+wording differs. As there, the agent's compass direction is not included.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ __all__ = ["Bot", "MiniGridEnv", "action_names", "describe", "has_bot", "longest
 
 _NAMES = {"left": "turn left", "right": "turn right", "forward": "go forward", "pickup": "pick up"}
 _STATES = {number: name for name, number in STATE_TO_IDX.items()}
-_SQUARES = ("floor", "goal", "lava")  # what one can stand on
-_SUBGOALS = 100  # that the bot adds to its plan in one turn at most; 8 were the most in any that ended
+_SQUARES = ("floor", "goal", "lava")  # squares that one can stand on
+_SUBGOALS = 100  # maximum that the bot adds to its plan in one turn; plans that ended needed at most 8
 _NO_BOT = ("Carrying", "KeyInBox")  # levels that the bot cannot solve, by its own documentation
 
 
 def reset(env, task: int):
-    """`env.reset(seed=task)` without what it prints where a level has to be drawn again."""
+    """Calls `env.reset(seed=task)` without its output when a level has to be drawn again."""
     with contextlib.redirect_stdout(None):
         return env.reset(seed=task)
 
 
 def action_names(env) -> tuple[str, ...]:
-    """The names of a level's actions, in the order of their numbers."""
+    """Returns the names of a level's actions, in the order of their numbers."""
     return tuple(_NAMES.get(action.name, action.name) for action in env.unwrapped.actions)
 
 
 def longest(env) -> int:
-    """Actions after which a level's episodes end at the latest. Resets it."""
+    """Returns the maximum number of actions in a level's episodes. Resets it."""
     level = env.unwrapped
     reset(env, 0)
     if not isinstance(level, LevelGen) or level.fixed_max_steps:
@@ -49,10 +49,10 @@ def longest(env) -> int:
 
 
 def describe(observation: dict) -> str:
-    """What the agent sees, nearest first, the first wall ahead and on either side, and what it carries.
+    """Describes the agent's view, nearest first, the first wall ahead and on either side, and the carried thing.
 
-    observation: `image` is u8[W, W, 3], kind, colour and state of the cells of its view; it stands in the middle of the last
-      row, looks towards the first, and what it carries is in its own cell.
+    observation: `image` is u8[W, W, 3], kind, colour and state of the cells of its view. The agent stands in the middle of the
+    last row and looks towards the first; the thing that it carries is in its own cell.
     """
     image = observation["image"].tolist()
     middle, last = len(image) // 2, len(image[0]) - 1
@@ -106,8 +106,8 @@ def has_bot(env) -> bool:
 class Bot:
     """BabyAI's bot, which follows an episode in a copy of the level.
 
-    It follows when it is asked, so it may be asked at any turn, and episodes without it cost nothing. It knows no more of the
-    level than the agent has seen since the episode's start.
+    It follows on demand, so it may be asked at any turn, and episodes without it cost nothing. It uses only the parts of the
+    level that the agent has seen since the episode's start.
     """
 
     def __init__(self, level):
@@ -115,7 +115,7 @@ class Bot:
         self._followed: list[int] = []
 
     def action(self, task: int, taken: Sequence[int]) -> int:
-        """What it does in a task in which these actions have been taken."""
+        """Returns its action in a task after these actions."""
         if task != self._task or list(taken[: len(self._followed)]) != self._followed:
             reset(self._level, task)
             self._task, self._followed = task, []
@@ -129,8 +129,8 @@ class Bot:
 
 
 class _Plan(list):
-    """The bot's stack of subgoals, which refuses to grow for ever: with two locked doors the bot can go round in circles, each
-    waiting for what is behind the other."""
+    """The bot's stack of subgoals, which rejects endless growth: with two locked doors the bot can go round in circles, each
+    waiting for the other."""
 
     added = 0  # since the turn began
 
@@ -152,10 +152,10 @@ class _Player(BabyAIBot):
 
 
 def _planned(bot: _Player, last: int | None) -> int:
-    """What it does after the last action: nothing for a turn where it gives up, as after a box was opened."""
+    """Returns its action after the last one: nothing for a turn if it gives up, for example after a box was opened."""
     bot.stack.added = 0
     try:
         return bot.replan(last)
-    except Exception:  # of many kinds, an AssertionError as often as any
+    except Exception:  # many kinds, often an AssertionError
         del bot.stack[_SUBGOALS:]  # it tries again from there
         return Actions.done

@@ -1,9 +1,9 @@
 """Environments and functions from outside this project, named on a command line.
 
-A name is `package.module:NAME`, found as `import` finds it, or `folder/file.py:NAME`, or what an installed package calls one of
-its entry points, or `gymnasium:ID` for an environment that Gymnasium registers (`gym_text.py`), with `module:ID` or
-`file.py:ID` as ID where code of one's own registers it. A file is executed once in a
-process, as a module of its own that worker processes find again.
+A name is one of these: `package.module:NAME`, found as `import` finds it; `folder/file.py:NAME`; the name of an installed
+package's entry point; or `gymnasium:ID` for an environment that Gymnasium registers (`gym_text.py`), with `module:ID` or
+`file.py:ID` as ID if user code registers it. A file is executed once in a process, as a module of its own that worker
+processes find again.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ GYMNASIUM = "gymnasium:"
 
 @functools.cache
 def installed(group: str) -> dict[str, str]:
-    """Name -> where it is (`package.module:NAME`) of the entry points that installed packages have in a group."""
+    """Returns name -> place (`package.module:NAME`) of the entry points that installed packages have in a group."""
     return {entry.name: entry.value for entry in importlib.metadata.entry_points(group=group)}
 
 
 def located(name: str, group: str) -> str:
-    """The name in full: an entry point as what it stands for, a file with its absolute path."""
+    """Returns the full name: an entry point's target, a file with its absolute path."""
     if name.startswith(GYMNASIUM):
         return "hgpo_jax.envs.gym_text:GymnasiumText"
     name = installed(group).get(name, name)
@@ -51,7 +51,7 @@ def located(name: str, group: str) -> str:
 
 
 def implied(name: str) -> dict[str, str]:
-    """The options that a name itself gives, a file with its absolute path."""
+    """Returns the options that a name itself implies, a file with its absolute path."""
     if not name.startswith(GYMNASIUM):
         return {}
     place, colon, id = name.removeprefix(GYMNASIUM).rpartition(":")
@@ -59,7 +59,7 @@ def implied(name: str) -> dict[str, str]:
 
 
 def code_in(options: Mapping[str, Any]) -> dict[str, str]:
-    """The options whose value is the place of code in a file, as gymnasium:ID's `describe`: option -> place in full."""
+    """Returns the options whose value is the place of code in a file, like gymnasium:ID's `describe`: option -> full place."""
     places = {name: value.rpartition(":") for name, value in options.items() if isinstance(value, str)}
     return {
         name: f"{Path(file).resolve()}:{attribute}"
@@ -69,7 +69,7 @@ def code_in(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def load(name: str) -> tuple[ModuleType, Any]:
-    """The module and the object of a `located` name. Raises ValueError, in one line, where there is none."""
+    """Loads the module and the object of a `located` name. Raises ValueError, in one line, if there is none."""
     place, _, attribute = name.rpartition(":")
     module = module_of(place)
     found: Any = module
@@ -84,7 +84,7 @@ def load(name: str) -> tuple[ModuleType, Any]:
 
 
 def module_of(place: str) -> ModuleType:
-    """The module with this name or in this file. Raises ValueError, in one line, where there is none."""
+    """Imports the module with this name or in this file. Raises ValueError, in one line, if there is none."""
     if place.endswith(".py"):
         return _executed(Path(place))
     try:
@@ -109,7 +109,7 @@ def _executed(file: Path) -> ModuleType:
     sys.modules[name] = module  # dataclasses look themselves up there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever a module does
+    except Exception as error:  # any error of a module
         del sys.modules[name]
         raise ValueError(f"its import fails: {_described(error)}") from None
     return module
@@ -121,9 +121,9 @@ def _described(error: Exception) -> str:
 
 
 def options(make: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments for a class or function, of the types that its annotations or else its defaults say.
+    """Converts keyword arguments for a class or function to the types of its annotations, or else of its defaults.
 
-    Raises ValueError, which begins with `name=value: `, for one that it does not take, of a wrong type, or that it lacks.
+    Raises ValueError, which begins with `name=value: `, for an unknown, wrongly typed or missing argument.
     """
     signature = inspect.signature(make)
     taken = {
@@ -134,7 +134,7 @@ def options(make: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     anything = any(parameter.kind == parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     try:
         hints = get_type_hints(make.__init__ if inspect.isclass(make) else make)
-    except Exception:  # they name what is imported for a type checker only: the defaults must do
+    except Exception:  # annotations name imports for type checkers only, so the defaults are used
         hints = {}
     typed = {}
     for name, value in given.items():
@@ -154,7 +154,7 @@ def _listed(taken) -> str:
 
 
 def _typed(name: str, value: Any, annotation: Any) -> Any:
-    if annotation is Any and isinstance(value, str):  # as a configuration reads it
+    if annotation is Any and isinstance(value, str):  # as in a configuration
         with contextlib.suppress(yaml.YAMLError):
             return yaml.safe_load(value)
     kinds = {annotation, *get_args(annotation)}
@@ -177,12 +177,12 @@ def _single(value: Any) -> bool:
 
 
 def make(name: str, given: Mapping[str, Any]) -> Any:
-    """Makes what a `located` name says with options that were checked before; worker processes call it, too."""
+    """Makes the object of a `located` name with checked options; worker processes call it, too."""
     return load(name)[1](**given)
 
 
 def version(name: str) -> dict[str, str | None]:
-    """What a `located` name was when it was loaded: its file, the file's SHA-256, and the version of module or distribution."""
+    """Describes a `located` name at load time: its file, the file's SHA-256, and the version of module or distribution."""
     module = module_of(name.rpartition(":")[0])
     file = getattr(module, "__file__", None)
     number = getattr(module, "__version__", None)

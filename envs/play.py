@@ -91,7 +91,7 @@ def own(args):
     arguments = outside.options(found, given | ({"max_turns": args.turns} if args.turns else {}))
     try:
         env = found(**arguments)
-    except Exception as error:  # whatever it does
+    except Exception as error:  # any error of the user's environment
         raise ValueError(f"{args.name}: cannot be made: {type(error).__name__}: {error}") from None
     compiled = hasattr(env, "observation_length")
     _refuse_incomplete(args.name, functools.partial(hasattr, env), members(CompiledEnv if compiled else TextEnv))
@@ -153,14 +153,14 @@ def _installed() -> str:
 
 
 def _refuse_incomplete(name: str, has: Callable[[str], bool], needed: dict[str, str]) -> None:
-    """Raises ValueError where what `name` calls lacks something that is needed."""
+    """Raises ValueError if the object that `name` refers to lacks a required member."""
     for member, meaning in needed.items():
         if not has(member):
             raise ValueError(f"{name} lacks {member}: {meaning}")
 
 
 def play(env, task: int) -> None:
-    """One episode, from the first observation to its end or the player's."""
+    """Plays one episode, until it ends or the player quits."""
     observation, commands = env.reset(task)
     begun = members(BegunTextEnv, beyond=TextEnv)
     _refuse_incomplete("the environment after reset(task)", functools.partial(hasattr, env), begun)
@@ -188,7 +188,7 @@ def play(env, task: int) -> None:
 
 
 def _ask(prompt: str) -> str:
-    """The next line; empty at the end of the input. Without a terminal the line is shown, as typing would."""
+    """Reads the next line; empty at the end of the input. Without a terminal the line is echoed."""
     if sys.stdin.isatty():
         with contextlib.suppress(EOFError):
             return input(prompt).strip()

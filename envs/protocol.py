@@ -1,7 +1,7 @@
-"""What an environment is: the members that a rollout relies on, and the optional ones that give it more.
+"""The interface of environments: the members that a rollout relies on, and optional ones.
 
-A class needs these members and no base class. `members` lists them with their meanings, which is how one that lacks something
-is refused in a line. Letters are those of `hgpo_jax`: O words of an observation, A of an action, K past turns.
+A class needs these members and no base class. `members` lists them with their meanings, so that an incomplete class is
+rejected in one line. Letters are those of `hgpo_jax`: O words of an observation, A of an action, K past turns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _Roles = Annotated[Sequence[str], "the names of its roles"]
 
 
 class Playable(Protocol):
-    """A compiled environment as far as a rollout plays it: pure JAX functions of one episode, which are mapped over a batch.
+    """A compiled environment as a rollout plays it: pure JAX functions of one episode, which are mapped over a batch.
 
     A state is any pytree of arrays with a field `task`, i32[], the index of the episode's task type. Words are token ids, i32,
     and 0 is an empty slot. Everything random comes from the key of `reset`; `step` must also take states of ended episodes.
@@ -48,7 +48,7 @@ class Playable(Protocol):
 
 
 class CompiledEnv(Playable, Protocol):
-    """A compiled environment that can also be read, as a training run needs it."""
+    """A compiled environment that can also be read, as a training run needs."""
 
     words: Annotated[Sequence[str], "its vocabulary, the empty word first; a word's index is its token id"]
     task_types: _TaskTypes
@@ -133,8 +133,8 @@ class Team(Protocol):
 
 @runtime_checkable
 class TimeLimited(Protocol):
-    """Optional for a compiled environment: which ends are a time limit's, after which a critic's value goes on. Without it they
-    are those after `max_turns` actions where the task is not won."""
+    """Optional for a compiled environment: which ends are due to a time limit, after which a critic's value goes on. By default
+    they are those after `max_turns` actions if the task is not won."""
 
     def truncated(self, state: Any) -> jax.Array:
         """truncated(state) -> whether a time limit, and not the task itself, ended the episode, bool[]"""
@@ -143,9 +143,9 @@ class TimeLimited(Protocol):
 
 @runtime_checkable
 class Plans(Protocol):
-    """Optional for a compiled environment: answers that say what they are about before what they do, as `method=hiper` needs.
+    """Optional for a compiled environment: answers that state a subgoal before the action, as `method=hiper` needs.
 
-    The parts stand one after the other, each in its own words of the A of an action.
+    The parts follow one another, each in its own words of the A of an action.
     """
 
     answer_parts: Annotated[Sequence[int], "how many words the switch, subgoal and action parts of an answer have, A together"]
@@ -158,7 +158,7 @@ class Plans(Protocol):
 class TextEnv(Protocol):
     """A program on the host that is read and answered in text, one episode at a time, with tasks numbered from 0.
 
-    It must be deterministic, because a worker that takes over an episode plays its actions again. An environment with a fixed
+    It must be deterministic, because a worker that takes over an episode replays its actions. An environment with a fixed
     number of tasks has it as its `len`; tasks of others are numbers below 2**64.
     """
 
@@ -197,8 +197,8 @@ class TextTeam(Protocol):
     role: Annotated[int, "whose turn the next one is, an index into roles"]
 
 
-# What the info of a text environment's step says. Optional are `score`, a float, by default 1 for a task that is solved, and
-# `truncated`, whether it was a time limit that ended the episode, by default where `max_turns` actions did not solve the task.
+# The info of a text environment's step. Optional are `score`, a float, by default 1 for a solved task, and `truncated`,
+# whether a time limit ended the episode, by default true if `max_turns` actions did not solve the task.
 INFO = {
     "won": "whether the task is solved, None where nobody can tell",
     "admissible": "whether the last action was one of the commands",
@@ -206,7 +206,7 @@ INFO = {
 
 
 def members(protocol: type, beyond: type | None = None) -> dict[str, str]:
-    """Name -> meaning of a protocol's members, attributes first; only of those that the protocol `beyond` lacks."""
+    """Returns name -> meaning of a protocol's members, attributes first; only of those that the protocol `beyond` lacks."""
     found = {name: hint.__metadata__[0] for name, hint in get_type_hints(protocol, include_extras=True).items()}
     for each in reversed(protocol.__mro__):
         found |= {

@@ -1,4 +1,4 @@
-"""An artificial environment that does nothing but take time, as one behind a network or with a slow engine does."""
+"""An artificial environment that only takes time, as one behind a network or with a slow engine does."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 
 
 class Waiting:
-    """Any action counts; a step takes as long as was drawn for it, the same whenever its task is played.
+    """An environment in which any action counts; a step takes the time drawn for it, the same whenever its task is played.
 
     Args:
       mean: seconds of a step on average.
-      spread: whether steps are drawn from the exponential distribution; else each takes the mean.
+      spread: whether steps are drawn from the exponential distribution; otherwise each takes the mean.
       max_turns: actions of every episode.
     """
 
@@ -23,7 +23,7 @@ class Waiting:
         self.mean, self.spread, self.max_turns = mean, spread, max_turns
 
     def times(self, task: int) -> list[float]:
-        """Seconds of an episode's steps."""
+        """Returns the seconds of an episode's steps."""
         draw = random.Random(task)
         return [draw.expovariate(1 / self.mean) if self.spread else self.mean for _ in range(self.max_turns)]
 

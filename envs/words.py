@@ -1,7 +1,7 @@
 """A compiled environment as text tasks: `reset(task)` and `step(action)` in its own words.
 
-`Words(env)` is for comparing the compiled and the text version; environments derive from it what people and language models
-read (`envs/*/text.py`).
+`Words(env)` is for comparing the compiled and the text version; the environments for people and language models derive from it
+(`envs/*/text.py`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Words:
     """Generated tasks played one at a time. A task is the random key that it is generated from, as a 64-bit number.
 
     Args:
-      env: the compiled environment; instances over the same one share its compiled functions. One that does not list what
-        can be done (`protocol.ListsActions`) has no commands to choose from.
+      env: the compiled environment; instances over the same one share its compiled functions. One that does not list its
+        possible actions (`protocol.ListsActions`) offers no commands.
 
     Attributes:
       task_types: their names; `task_type` is an index into it.
       goal: the task of the running episode.
-      roles: of a team, names; `role` is the index of the one whose turn it is.
+      roles: names in a team; `role` is the index of the one that acts next.
     """
 
     def __init__(self, env):
@@ -49,7 +49,7 @@ class Words:
         return self._see(seen)
 
     def step(self, action: str) -> tuple[str, list[str], float, bool, dict]:
-        """Does one action; an inadmissible one changes nothing.
+        """Performs one action; an inadmissible one changes nothing.
 
         Returns: (observation, commands, the environment's reward, done, info with `won` and `admissible`).
         """
@@ -61,7 +61,7 @@ class Words:
         return *self._see(seen), float(seen["reward"]), bool(seen["done"]), info
 
     def _expert(self, player, history_length: int) -> str:
-        """What a player (`protocol.Expert`) of the compiled environment does after the K past turns that its prompt shows."""
+        """Returns the action of a compiled environment's player (`protocol.Expert`) after the K past turns of its prompt."""
         length = max(history_length, 1)
         blank = [np.zeros(self._env.action_length, np.int32)] * length
         recent = np.array([*blank, *self._past[self.role]][-length:])
@@ -82,7 +82,7 @@ class Words:
     # -- the wording --------------------------------------------------------------------------------------------
 
     def _ids(self, action: str) -> np.ndarray:
-        """An action's words, i32[action_length]; a word that the environment does not know is -1."""
+        """Converts an action to word ids, i32[action_length]; an unknown word is -1."""
         known = {word: index for index, word in enumerate(self._env.words)} | {BLANK: 0}
         ids = [known.get(word, -1) for word in action.split()][: self._env.action_length]
         return np.array(ids + [0] * (self._env.action_length - len(ids)), np.int32)
@@ -103,14 +103,14 @@ def _join(words) -> str:
 
 @functools.cache
 def one_cpu() -> jax.sharding.Mesh:
-    """One processor of the host: the caller's mesh may hold many devices, and a small environment needs none of them."""
+    """Returns a mesh of one CPU: the caller's mesh may hold many devices, and a small environment needs none of them."""
     axis = (jax.sharding.AxisType.Auto,)
     return jax.make_mesh((1,), ("environment",), axis_types=axis, devices=jax.local_devices(backend="cpu")[:1])
 
 
 @functools.lru_cache(maxsize=8)
 def _programs(env):
-    """Jitted `reset(key data)` and `step(state, action)`, both -> (state, what the text is made of)."""
+    """Builds jitted `reset(key data)` and `step(state, action)`, both -> (state, the ingredients of the text)."""
 
     def admissible(state):
         return [env.admissible(state)] if isinstance(env, ListsActions) else []
@@ -142,7 +142,7 @@ def _programs(env):
 
 @functools.lru_cache(maxsize=8)
 def _expert_action(env, player: Expert):
-    """Jitted `(state, recent, key data, turn) -> action`; ties are broken by the task and the turn."""
+    """Builds jitted `(state, recent, key data, turn) -> action`; the task and the turn break ties."""
 
     @jax.jit
     def action(state, recent, key, turn):

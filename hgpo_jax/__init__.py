@@ -1,8 +1,7 @@
 """hgpo_jax: group-based reinforcement learning for LLM agents, native to JAX.
 
 `hgpo_jax.load_config`, `fit`, `evaluate_policy`, `generate` and the other names of `hgpo_jax.api` are the Python API; they are
-imported when they are first asked for. Sub-packages are imported by name (`from hgpo_jax import advantages`), so that one of
-them can be used alone.
+imported on first use. Sub-packages are imported by name (`from hgpo_jax import advantages`), so that each can be used alone.
 
 Shapes are written in these letters everywhere, in docstrings, comments and names (`q_BSHE` is a [B, S, H, E] array):
 
@@ -64,12 +63,12 @@ __all__ = [
     "load_run",
 ]
 
-# Only tokenizers and configs of transformers are used: PyTorch is absent on purpose, so its warning is silenced.
+# Only tokenizers and configs of transformers are used. PyTorch is deliberately absent, so its warning is silenced.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 def __getattr__(name: str) -> Any:
-    """A name of the API, imported when it is first asked for: it takes seconds."""
+    """Imports a name of the API on first use, which takes seconds."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("hgpo_jax.api"), name)

@@ -45,12 +45,12 @@ def main() -> None:
 
 
 def _completed() -> list[str]:
-    """The command whose arguments a shell wants to complete; nothing where none does. Completes the command itself, too."""
+    """Returns the command whose arguments a shell wants to complete, if any. Completes the command itself, too."""
     if "_ARGCOMPLETE" not in os.environ:
         return []
     typed = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split(" ")
     if len(typed) > 2 and typed[1] in COMMANDS:
-        os.environ["_ARGCOMPLETE"] = "2"  # so many words are the program's
+        os.environ["_ARGCOMPLETE"] = "2"  # the number of words that belong to the program
         return [typed[1]]
     p = argparse.ArgumentParser()
     p.add_argument("command", choices=list(COMMANDS))
@@ -59,7 +59,7 @@ def _completed() -> list[str]:
 
 
 def command() -> None:
-    """The console script."""
+    """Runs the console script."""
     run(main, (ConfigError,))
 
 

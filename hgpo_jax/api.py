@@ -1,10 +1,10 @@
-"""The Python API, whose names `import hgpo_jax` gives.
+"""The Python API, whose names `import hgpo_jax` provides.
 
     config = hgpo_jax.load_config("household", method="gigpo", iterations=20)
     run = hgpo_jax.fit(config, "runs/first", on_iteration=lambda row: print(row["success"]))
     run.metrics()["success"].plot()                    # a pandas.DataFrame, a row an iteration
 
-    run = hgpo_jax.load_run("runs/first")              # also one that still trains
+    run = hgpo_jax.load_run("runs/first")              # also one that is still training
     hgpo_jax.evaluate_policy(run, **{"evaluation.episodes": 1024})["success"]["greedy"]
     print(run.episodes().transcript(0))                # and every step's groups: `hgpo_jax.analysis`
 
@@ -13,7 +13,7 @@
 
     hgpo_jax.estimate("hgpo", rewards=rewards, mask=mask, states=states, groups=groups).advantages
 
-Nothing is printed unless `verbose` asks for it, and nothing exits: what a user can mend is a ConfigError of one line.
+Nothing is printed unless `verbose` is set, and nothing exits: a mistake that a user can fix is a ConfigError of one line.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run's folder. What it reads may raise ConfigError, in one line.
+    """A run's folder. Its methods may raise ConfigError, in one line.
 
-    folder: where `fit` or `python -m hgpo_jax.train` wrote it.
+    folder: the run_dir of `fit` or `python -m hgpo_jax.train`.
     """
 
     folder: Path
 
     @property
     def config(self) -> Config:
-        """The configuration, every field resolved."""
+        """The configuration, with every field resolved."""
         return read_config(self.folder)
 
     @property
@@ -83,7 +83,7 @@ class Run:
         return json.loads(file.read_text()) if file.is_file() else None
 
     def metrics(self) -> pd.DataFrame:
-        """A row for every iteration, indexed by its number from 0; the README of `hgpo_jax/trainer` explains the columns.
+        """Returns a row per iteration, indexed by its number from 0; the README of `hgpo_jax/trainer` explains the columns.
 
         Raises ImportError without pandas.
         """
@@ -94,21 +94,21 @@ class Run:
         return pd.json_normalize(read_metrics(self.folder)).set_index("iteration")
 
     def episodes(self, iteration: int | None = None) -> Dump:
-        """The episodes that were saved of an iteration, by default the last such (`log.dump_every`)."""
+        """Returns the saved episodes of an iteration, by default the last one saved (`log.dump_every`)."""
         return load(self.folder, iteration)
 
     def policy(self) -> Policy:
-        """The trained policy, adapters merged; of several policies the one that the most roles share."""
+        """Loads the trained policy, adapters merged; of several policies the one that most roles share."""
         source = next(name for name in cli.saved_policy(str(self.folder)) if name.startswith("policy="))
         return load_policy(source.removeprefix("policy="))
 
 
 def load_config(source: str | Path | None = None, /, **fields: Any) -> Config:
-    """The configuration of a YAML file, or of a name in `configs/` such as "household", with fields changed.
+    """Loads the configuration of a YAML file, or of a name in `configs/` such as "household", with fields changed.
 
     fields: values by name; those of a section as a dict, `learner={"lr": 1e-3}`, or by dotted name, `**{"learner.lr": 1e-3}`.
 
-    Raises ConfigError for a field that does not exist or a value that it does not take.
+    Raises ConfigError for an unknown field or an invalid value.
     """
     tree = configuration.given(None if source is None else str(source), [])
     return configuration.resolve(_tree(fields), tree)
@@ -122,18 +122,18 @@ def fit(
     on_iteration: Callable[[dict[str, Any]], None] | None = None,
     verbose: bool = False,
 ) -> Run:
-    """Trains, evaluates, and returns the run; as `python -m hgpo_jax.train`, with the same files.
+    """Trains, evaluates, and returns the run, like `python -m hgpo_jax.train`, with the same files.
 
     Args:
       run_dir: the run's folder; by default that of `config.run_dir`, or a new one under runs/.
-      resume: continue the run in this folder, if it holds one; a run that has ended is returned as it is.
+      resume: continue the run in this folder, if it holds one; a run that has ended is returned unchanged.
       on_iteration: called with the metrics of every iteration as a dict, in another thread, while the next one is sampled.
-        What it raises ends the training.
-      verbose: print what the command prints.
+        An exception in it ends the training.
+      verbose: print the output of the command.
 
     Raises:
-      ConfigError: for what cannot work, before anything is computed.
-      RunError: for what ended the run.
+      ConfigError: for a configuration that cannot work, before anything is computed.
+      RunError: for an error that ended the run.
       KeyboardInterrupt: after saving; `resume=True` continues.
     """
     fields = config.model_dump(mode="json") | ({} if run_dir is None else {"run_dir": str(run_dir)})
@@ -142,7 +142,7 @@ def fit(
 
 
 def load_run(folder: str | Path) -> Run:
-    """The run in a folder. Raises ConfigError where there is none."""
+    """Opens the run in a folder. Raises ConfigError if there is none."""
     read_config(folder)
     return Run(Path(folder))
 
@@ -153,8 +153,8 @@ def evaluate_policy(
     """Plays held-out tasks with a run's policy, or one in a Hugging Face folder, sampled and greedily; writes nothing.
 
     Args:
-      config: what to play; by default the run's own configuration.
-      fields: changed in it, as `load_config` takes them.
+      config: the configuration to play with; by default the run's own.
+      fields: changes to it, as in `load_config`.
 
     Returns a dict whose values, as `success`, `interval` (95 %), `turns` and `by_task`, are dicts by `sampled` and `greedy`.
 
@@ -184,10 +184,10 @@ def generate(
     thinking: bool | None = None,
     seed: int = 0,
 ) -> str:
-    """The answer of a language model to one message, in the model's chat template.
+    """Returns the answer of a language model to one message, in the model's chat template.
 
-    temperature, top_k, top_p: by default what the model's publisher recommends (generation_config.json), else 0.7 and all
-      tokens; a temperature of 0 takes the likeliest tokens. thinking: where the template has a switch for it.
+    temperature, top_k, top_p: by default the publisher's recommendation (generation_config.json), else 0.7 and all tokens; a
+    temperature of 0 takes the likeliest tokens. thinking: for a template that has a switch for it.
 
     Raises ValueError for a policy without a chat template, and for a prompt that does not fit its context.
     """
@@ -197,7 +197,7 @@ def generate(
 
 
 def _tree(fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields by section; `policy`, `reward` and `data` are short names as on the command line."""
+    """Groups fields by section; `policy`, `reward` and `data` are short names as on the command line."""
     tree: dict[str, Any] = {}
     for name, value in fields.items():
         if not isinstance(value, dict):
@@ -212,7 +212,7 @@ def _tree(fields: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _alone(verbose: bool) -> Iterator[None]:
-    """Leaves jax's mesh as it was, and prints only what is asked for."""
+    """Restores jax's mesh afterwards, and prints only on request."""
     before = jax.sharding.get_mesh()
     try:
         with contextlib.nullcontext() if verbose else progress.quiet():

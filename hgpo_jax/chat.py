@@ -27,7 +27,7 @@ from hgpo_jax.utils.files import CACHE_DIR
 
 
 def questions() -> Iterator[str]:
-    """Lines that are typed, or that standard input holds."""
+    """Yields lines from the terminal or from standard input."""
     if not sys.stdin.isatty():
         yield from map(str.strip, sys.stdin)
         return

@@ -50,7 +50,7 @@ from hgpo_jax.utils.progress import CompileWatch
 
 
 def split_of(config: Config, split: str | None) -> tuple[str, list[str]]:
-    """The name of the tasks to evaluate on, and the overrides that choose them. Raises ConfigError."""
+    """Returns the name of the tasks to evaluate on, and the overrides that select them. Raises ConfigError."""
     if "held_out" in ENVIRONMENTS.get(config.env.name, Environment()).options:
         return split or config.env.held_out, [f"env.held_out={split}"] if split else []
     if split not in (None, "held_out"):
@@ -67,7 +67,7 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def _served_configuration(args) -> tuple[str | None, list[str]]:
-    """As `cli.trained_policy`, of a policy that a server plays. Raises ConfigError for what does not go with one."""
+    """Does `cli.trained_policy` for a policy on a server. Raises ConfigError for options that do not apply to one."""
     for option, value, why in (
         ("--panel NAME", args.panel or None, "a served policy plays panels"),
         ("--to FOLDER", args.to, "it has no folder for the result"),
@@ -83,7 +83,7 @@ def _served_configuration(args) -> tuple[str | None, list[str]]:
 def _prepared(
     args, config: Config, mesh: Mesh | None, tasks: list[str], seeds: list[int]
 ) -> Callable[[], tuple[dict, list[dict], str]]:
-    """The evaluation, ready to run: it gives the result, all episodes if they are kept, and what to print."""
+    """Prepares the evaluation; running it returns the result, all episodes if they are kept, and the text to print."""
     if args.run.startswith(PREFIX):
         served = ServedPolicy(args.run, config)
         play: panels.Play = served.play
@@ -145,7 +145,7 @@ def main() -> None:
     if not is_run and args.to is None and folder.is_file():
         raise ConfigError(f"{args.run}: is a file, which has no folder for its evaluations; give one with --to")
     if not is_run and args.to is None and not folder.is_dir():
-        # A folder named like the policy would from then on be taken for the policy itself.
+        # A folder named like the policy would from then on be mistaken for the policy itself.
         raise ConfigError(f"{args.run}: no such folder; for a policy from the hub give --to, the folder for its evaluations")
     seeds = [] if args.seeds is None else parse_seeds(args.seeds)
     if args.panel is not None:
@@ -176,7 +176,7 @@ def main() -> None:
     if jax.process_index() == 0:
         write(file, result if own else about | result, episodes)
         if own:
-            plot_curves(folder)  # which show the evaluation
+            plot_curves(folder)  # the curves include the evaluation
         print(said)
         remote.send(target)
         if not own:

@@ -4,8 +4,8 @@
     python -m hgpo_jax.export Qwen/Qwen2.5-1.5B-Instruct --to qwen --dtype bfloat16 --shard-size 2GB
     python -m hgpo_jax.export FILE.gguf --to folder
 
-Weights pass through memory one tensor at a time; config.json (but for its dtype), tokenizer, chat template and model card stay
-as they are. The folder appears only when it is complete.
+Weights pass through memory one tensor at a time; config.json (except for its dtype), tokenizer, chat template and model card
+stay unchanged. The folder appears only when it is complete.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def export(source: str | Path, target: str | Path, dtype: str | None = None, sha
     Args:
       source: a folder, a GGUF file or package, or a name on the hub.
       target: a folder that does not exist, or is empty.
-      dtype: `float32` or `bfloat16`; as stored if None.
-      shard_size: bytes of a safetensors file at most; a larger tensor gets a file of its own.
+      dtype: `float32` or `bfloat16`; the stored dtype if None.
+      shard_size: maximum bytes of a safetensors file; a larger tensor gets a separate file.
 
     Raises:
       ValueError: one line that names the folder, file or tensor at fault.
@@ -57,7 +57,7 @@ def export(source: str | Path, target: str | Path, dtype: str | None = None, sha
 
 
 def policy_folder(source: str | Path) -> Path:
-    """The Hugging Face folder of a run's policy, or of what `find` finds. Raises ValueError where there is none."""
+    """Returns the Hugging Face folder of a run's policy, or the one that `find` finds. Raises ValueError if there is none."""
     folder = find(remote.local(str(source)))
     if not (folder / "config.yaml").is_file():
         return folder
@@ -72,7 +72,7 @@ def policy_folder(source: str | Path) -> Path:
 
 
 def shard_size(text: str) -> int:
-    """Bytes from 5GB, 500MB or 64KB. Raises ValueError for anything else."""
+    """Parses bytes such as 5GB, 500MB or 64KB. Raises ValueError for anything else."""
     match = re.fullmatch(r"([0-9]{1,6})(KB|MB|GB)", text)
     if not match or not int(match[1]):
         raise ValueError(f"--shard-size {text:.50}: expected a size such as 5GB, 500MB or 64KB")

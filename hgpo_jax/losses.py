@@ -1,4 +1,4 @@
-"""The losses under a short name, for programs of one's own: `from hgpo_jax.losses import policy_loss, kl`."""
+"""The losses under a short name, for user programs: `from hgpo_jax.losses import policy_loss, kl`."""
 
 from hgpo_jax.learner.losses import kl, policy_loss
 

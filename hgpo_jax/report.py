@@ -26,13 +26,13 @@ from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.files import atomic_write
 
 LAST = 10  # iterations that the table of runs averages over
-LONE = re.compile("[\ud800-\udfff]")  # lone surrogates, which an environment's text may hold and a page may not
-# Fields about where a run's files are rather than what it did.
+LONE = re.compile("[\ud800-\udfff]")  # lone surrogates, which an environment's text may contain and a page may not
+# Fields about the places of a run's files, not its behaviour.
 PLACES = ("name", "run_dir", "cache_dir", "method", "seed", "iterations", "env.data", "policy.tokenizer", "log.", "evaluation.")
 
 
 class Lines:
-    """Each distinct line of text once: prompts repeat most of theirs."""
+    """A list of distinct lines of text: prompts repeat most of theirs."""
 
     def __init__(self):
         self._ids: dict[str, int] = {}
@@ -46,7 +46,7 @@ class Lines:
 
 
 def number(value, digits: int = 5) -> float | int | None:
-    """A number rounded to significant digits; None for NaN and infinities."""
+    """Rounds a number to significant digits; None for NaN and infinities."""
     value = float(value)
     if not math.isfinite(value):
         return None
@@ -59,7 +59,7 @@ def numbers(values) -> list:
 
 
 def series(folder: Path) -> tuple[list[int], dict[str, list]]:
-    """(iterations, metric -> values, None where missing) of a run, to float32's seven digits. Raises ConfigError."""
+    """Returns (iterations, metric -> values, None where missing) of a run, to float32's seven digits. Raises ConfigError."""
     rows = read_rows(folder)
     names = dict.fromkeys(name for row in rows for name in row if name != "iteration")
     value = lambda row, name: None if row.get(name) is None else number(row[name], 7)  # noqa: E731
@@ -67,7 +67,7 @@ def series(folder: Path) -> tuple[list[int], dict[str, list]]:
 
 
 def charts(panels: tuple[Panel, ...], curves: list[dict[str, list]]) -> list[dict]:
-    """The charts of all runs: which metrics of which run each one draws; one without any is left out."""
+    """Returns the charts of all runs: which metrics of which run each one draws; a chart without any is left out."""
     drawn = []
     for panel in panels:
         lines = []
@@ -83,7 +83,7 @@ def charts(panels: tuple[Panel, ...], curves: list[dict[str, list]]) -> list[dic
 
 
 def choose(dump: Dump, wanted: int) -> list[int]:
-    """The prompt groups to show: those whose episodes differ most in success, of these the ones with the most steps."""
+    """Chooses the prompt groups to show: those whose episodes differ most in success, of these the ones with the most steps."""
     e = dump.episodes
     found = []
     for group in np.unique(e.groups).tolist():
@@ -95,13 +95,13 @@ def choose(dump: Dump, wanted: int) -> list[int]:
 
 
 def group_data(dump: Dump, group: int, records: dict[str, Estimate], lines: Lines) -> dict:
-    """A prompt group as the page reads it. Episodes without turns are left out."""
+    """Returns a prompt group in the page's format. Episodes without turns are left out."""
     e = dump.episodes
     rows = [b for b in np.flatnonzero(e.groups == group).tolist() if e.mask[b].any()]
     happened = {b: dump.turns(b) for b in rows}
     cut = lambda values: [numbers(values[b, : happened[b]]) for b in rows]  # noqa: E731
     scores = (dump.report or {}).get("scores")
-    readable = dump.compiled or dump.tokenizer is not None  # else the page leaves out the prompts
+    readable = dump.compiled or dump.tokenizer is not None  # otherwise the page leaves out the prompts
     episodes = []
     for b in rows:
         turns = [
@@ -121,7 +121,7 @@ def group_data(dump: Dump, group: int, records: dict[str, Estimate], lines: Line
     for name, record in records.items():
         estimators[name] = {"advantages": cut(record.advantages), "levels": list(record.levels)}
         if record.levels:
-            # None where a step has no such level.
+            # None if a step has no such level.
             advantages, sizes, weights = record.by_level()
             absent = np.where(sizes > 0, 0.0, np.nan)
             total = (weights * advantages).sum(-1)
@@ -130,7 +130,7 @@ def group_data(dump: Dump, group: int, records: dict[str, Estimate], lines: Line
                 "level_weights": cut(weights + absent),
                 "returns": cut(record.returns),
                 "compared": cut(step_value(dump, record, 0)),
-                # What level -1 compares, where that is not the same.
+                # The quantity that level -1 compares, if it differs.
                 "scores": cut(step_value(dump, record, -1)) if -1 in record.levels and "rho" not in record.stats else None,
                 "summed": bool(np.allclose(total, record.advantages, atol=1e-3)),
             }
@@ -143,7 +143,7 @@ def group_data(dump: Dump, group: int, records: dict[str, Estimate], lines: Line
 
 
 def dump_data(dump: Dump, groups: int, lines: Lines) -> dict:
-    """A dump as the page reads it: group sizes of all its episodes, and some prompt groups whole."""
+    """Returns a dump in the page's format: group sizes of all its episodes, and some whole prompt groups."""
     records = {name: dump.estimate(name) for name in dump.estimators}
     hierarchy = records["hgpo"]
     sizes = diagnostics.group_sizes(hierarchy.by_level()[1], dump.episodes.mask)
@@ -160,7 +160,7 @@ def dump_data(dump: Dump, groups: int, lines: Lines) -> dict:
 
 
 def changed_fields(config: Config) -> list[str]:
-    """The settings that differ from the defaults, as overrides."""
+    """Returns the settings that differ from the defaults, as overrides."""
     found, default = [], Config()
     for name in configuration.fields():
         value, usual = config, default
@@ -175,7 +175,7 @@ def changed_fields(config: Config) -> list[str]:
 
 
 def run_row(name: str, config: Config, done: int, curves: dict[str, list], held_out: dict | None) -> dict:
-    """A run's row in the table."""
+    """Returns a run's row in the table."""
     recent = lambda metric: [v for v in curves.get(metric, [])[-LAST:] if v is not None]  # noqa: E731
     mean = lambda metric: float(np.mean(recent(metric))) if recent(metric) else None  # noqa: E731
     seconds = [mean(metric) for metric in curves if metric.startswith("seconds.")]
@@ -197,7 +197,7 @@ def run_row(name: str, config: Config, done: int, curves: dict[str, list], held_
 
 
 def run_names(folders: list[Path]) -> list[str]:
-    """The end of each folder's path, with as many folders above it as tell the runs apart: household/gigpo/s0."""
+    """Returns the end of each folder's path, long enough to distinguish the runs: household/gigpo/s0."""
     parts = [folder.resolve().parts[1:] for folder in folders]
     depth = 1
     while depth < max(map(len, parts)) and len({part[-depth:] for part in parts}) < len(set(parts)):
@@ -206,7 +206,7 @@ def run_names(folders: list[Path]) -> list[str]:
 
 
 def gather(folders: list[Path], dumps: int, groups: int) -> dict:
-    """Everything the template takes. Raises ConfigError."""
+    """Collects the input of the template. Raises ConfigError."""
     rows, curves, lines = [], [], Lines()
     runs: list[dict[str, Any]] = []
     configs = [read_config(folder) for folder in folders]
@@ -241,7 +241,7 @@ def gather(folders: list[Path], dumps: int, groups: int) -> dict:
 
 
 def render(content: dict) -> str:
-    """The page. Whatever stands in the runs is text: escaped in HTML, and in the embedded JSON free of <, > and &."""
+    """Renders the page. All content of the runs is text: escaped in HTML, and in the embedded JSON free of <, > and &."""
     templates = jinja2.Environment(
         loader=jinja2.PackageLoader("hgpo_jax"), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
@@ -264,7 +264,7 @@ def main() -> None:
             raise ConfigError(f"--{name} {getattr(args, name)}: must be 1 or more")
     folders = [Path(remote.local(run)) for run in args.runs]
     target = Path(args.to) if args.to else folders[0] / "report.html"
-    if target.is_dir() or (args.to and not target.parent.is_dir()):  # without --to `gather` says what is wrong with the folder
+    if target.is_dir() or (args.to and not target.parent.is_dir()):  # without --to, `gather` reports a bad folder
         raise ConfigError(f"--to {target}: cannot be written; give a file in a folder that exists")
     page = render(gather(folders, args.dumps, args.groups))
     with atomic_write(target, errors="replace") as file:

@@ -30,8 +30,8 @@ from hgpo_jax.utils.files import CACHE_DIR
 from hgpo_jax.utils.progress import Progress
 
 KEY = "HGPO_API_KEY"
-SESSIONS = 4096  # that are recorded at a time
-CONNECTIONS = 1024  # at a time; further requests are answered 503
+SESSIONS = 4096  # maximum sessions that are recorded at a time
+CONNECTIONS = 1024  # maximum at a time; further requests are answered 503
 
 
 def main() -> None:
@@ -96,8 +96,8 @@ def main() -> None:
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig, frame) -> None:
-            engine.close()  # whoever waits is told, before the connections are closed
-            # Uvicorn's own would raise the signal again at its end, before what is recorded is written.
+            engine.close()  # waiting clients are notified before the connections are closed
+            # Uvicorn's own handler would raise the signal again at its end, before the recording is written.
             self.force_exit = self.should_exit
             self.should_exit = True
 
@@ -126,7 +126,7 @@ def main() -> None:
 
 
 def _prompt_limit(args: argparse.Namespace, policy: Policy) -> int:
-    """Tokens of the longest prompt. Raises ValueError for a policy or limits that cannot be served."""
+    """Returns the tokens of the longest prompt. Raises ValueError for a policy or limits that cannot be served."""
     if policy.tokenizer is None or policy.tokenizer.eos_token_id is None:
         raise ValueError(f"{args.policy}: has no tokenizer with an end token; add tokenizer.json and tokenizer_config.json")
     most = policy.config.max_position_embeddings - args.response_limit

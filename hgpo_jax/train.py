@@ -35,10 +35,10 @@ def main() -> None:
         help="a field that a resumed run may change; iterations, log.*, evaluation.* and fields that only change the speed "
         "always may",
     )  # fmt: skip
-    args = p.parse_intermixed_args()  # options may stand between fields
+    args = p.parse_intermixed_args()  # options may be between fields
     given = cli.given_fields(args)
     config = configuration.resolve(given) if args.resume == "never" else None
-    # Only here: these take seconds to import, and a mistake in a field has been refused by now.
+    # Only here: these take seconds to import, and mistakes in fields have been rejected by now.
     from hgpo_jax.setup.validate import check_given
     from hgpo_jax.trainer.main import Interrupted, dry_run, train
 

@@ -23,11 +23,11 @@ from hgpo_jax.setup.job import build, prepare_devices
 from hgpo_jax.utils import remote
 from hgpo_jax.utils.errors import ConfigError, printable
 
-EACH = 8  # tokens of a response whose probabilities are shown one by one; of a longer one the mean and the least
+EACH = 8  # a response of up to this many tokens shows each probability; a longer one the mean and the least
 
 
 def probabilities(tokens: list[str], logp: np.ndarray) -> str:
-    """What a response's tokens and their log-probabilities f32[R] say, in a line."""
+    """Describes a response's tokens and their log-probabilities f32[R] in a line."""
     chances = np.exp(logp)
     if len(tokens) <= EACH:
         parts = ", ".join(f"{token.strip() or repr(token)} {chance:.0%}" for token, chance in zip(tokens, chances, strict=True))
@@ -38,7 +38,7 @@ def probabilities(tokens: list[str], logp: np.ndarray) -> str:
 
 
 def show(turns: list[str], notes: list[str], outcome: str) -> None:
-    """Prints the turns, in a terminal each after Enter."""
+    """Prints the turns; in a terminal each one after Enter."""
     for number, (turn, note) in enumerate(zip(turns, notes, strict=True), 1):
         print(f"{turn}\n      {printable(note)}", flush=True)
         if sys.stdin.isatty() and number < len(turns):
@@ -60,7 +60,7 @@ def main() -> None:
     args.run = remote.local(args.run)
     source, overrides = cli.trained_policy(args)
     mesh = prepare_devices(configuration.load(source, overrides))
-    episodes = max(2, mesh.shape["data"] * mesh.shape["fsdp"])  # the fewest that devices share and a group has
+    episodes = max(2, mesh.shape["data"] * mesh.shape["fsdp"])  # the minimum that the devices can share and that a group has
     small = ["rollout.prompt_groups=1", f"rollout.group_size={episodes}"]
     job = build(configuration.load(source, [*overrides, *small]), mesh)
     if job.runner.num_held_out_tasks and args.task >= job.runner.num_held_out_tasks:

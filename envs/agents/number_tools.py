@@ -23,7 +23,7 @@ TOOL: Any = {
 
 
 def guess(wanted: int, name: str, arguments: str) -> tuple[str, bool]:
-    """The answer to a call, and whether it was a guess."""
+    """Returns the answer to a call, and whether it was a guess."""
     if name != "guess":
         return "there is no such tool", False
     number = json.loads(arguments).get("number")

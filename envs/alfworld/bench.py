@@ -9,16 +9,16 @@ from itertools import cycle, islice
 from hgpo_jax.envs.alfworld.game import Game, load_game
 from hgpo_jax.envs.measure import in_own_process
 
-EPISODE = 50  # steps, the limit the benchmark uses
-LIVE = 1000  # environments alive while memory is measured
+EPISODE = 50  # steps, the benchmark's limit
+LIVE = 1000  # environments that are alive during the measurement of memory
 
 
 def measure(paths: Sequence[str | os.PathLike], live: int = LIVE) -> list[dict]:
-    """Times loading, resetting and stepping (admissible commands included), and weighs live environments.
+    """Times loading, resetting and stepping (admissible commands included), and measures the memory of live environments.
 
     Args:
         paths: game files; each is loaded and played for `EPISODE` random steps.
-        live: how many environments are alive while memory is measured, in a process of its own.
+        live: number of environments alive while memory is measured, in a separate process.
 
     Returns:
         Rows `{"name": str, "value": float, "unit": str}`; times are means over the games and the slowest game.
@@ -68,7 +68,7 @@ def _live(games: list[Game]) -> dict:
 
 
 def _play(game: Game, steps: int = EPISODE) -> float:
-    """Seconds per step of a random episode."""
+    """Returns the seconds per step of a random episode."""
     chance = random.Random(0)
     commands = game.commands
     chosen = 0.0

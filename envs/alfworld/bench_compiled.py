@@ -1,6 +1,6 @@
 """Speed of the compiled games: `measure_compiled(paths)` plays random episodes (`python -m hgpo_jax.bench envs`).
 
-Not in `bench.py`, because what that weighs must not hold JAX.
+It is not in `bench.py`, because the memory measured there must not include JAX.
 """
 
 import os
@@ -17,9 +17,9 @@ from hgpo_jax.envs.alfworld.tables import compile_games
 
 
 def measure_compiled(paths: Sequence[str | os.PathLike], batch: int = 256, repeats: int = 5) -> list[dict]:
-    """Times the compiled games, a batch of different ones at once: at every step all that is told and all commands.
+    """Times the compiled games, a batch of different ones at once: at every step the whole observation and all commands.
 
-    Returns: rows as `bench.measure`; seconds to compile the tables, and steps a second of the median of `repeats` runs.
+    Returns: rows as in `bench.measure`; seconds to compile the tables, and the median steps per second of `repeats` runs.
 
     Raises:
         ValueError: no path, or a file that is not a game or cannot be compiled.
@@ -30,7 +30,7 @@ def measure_compiled(paths: Sequence[str | os.PathLike], batch: int = 256, repea
 
     @jax.jit
     def play(games, key):
-        """A checksum of all that is seen, so that XLA leaves nothing out."""
+        """Computes a checksum of all observations, so that XLA cannot omit any."""
 
         def turn(carry, key):
             states, total = carry

@@ -11,15 +11,15 @@ from hgpo_jax.envs.alfworld.phrases import VERBS
 from hgpo_jax.envs.alfworld.sheets import CAN
 from hgpo_jax.envs.alfworld.tables import Games
 
-_ALONE = ("go to", "slice", "take", "use")  # verbs whose commands have words of bits to themselves
+_ALONE = ("go to", "slice", "take", "use")  # verbs whose commands do not share words of bits
 
 
 class Layout:
-    """All commands that a game could have as bits, sorted as their texts.
+    """All possible commands of a game as bits, sorted by their texts.
 
     Attributes:
-      slots: i32[bits, 3], for each bit its verb and its arguments as places in the list of names that `admissible` makes.
-      words: which verbs share words of bits.
+      slots: i32[bits, 3], for each bit its verb and its arguments as positions in the list of names that `admissible` makes.
+      words: the verbs that share each word of bits.
       by_name: the fields place_word, location i16[G, R] and thing_word i16[G, O] of `Games` sorted by name.
     """
 
@@ -61,7 +61,7 @@ class Layout:
 
 
 def admissible(env, state) -> tuple[jax.Array, jax.Array]:
-    """See `CompiledAlfworld.admissible`."""
+    """Implements `CompiledAlfworld.admissible`."""
     games, layout = env.games, env.layout
     game, at, held = state.game, state.at, state.held
     held_one = jnp.maximum(held, 0)

@@ -5,10 +5,10 @@
     state, observation, reward, done, invalid = env.step(state, env.encode("take pen 2 from desk 1"))
     env.decode(observation)  # "You pick up the pen 2 from the desk 1."
 
-One episode at a time; use `jax.vmap` for batches, whose episodes may play different games. What is told, what is
-admissible and when a game is won equals `game.py` to the letter. Some of the domain's quirks that follow from its rules:
-only a held thing can be examined; one cannot go to a place at one's own location; a thing can be in several places at
-once; beside a place one sees what was once taken out of it and lies at the same location since.
+One episode at a time; use `jax.vmap` for batches, whose episodes may play different games. Observations, admissible commands
+and wins equal those of `game.py` exactly. Some quirks of the domain follow from its rules: only a held thing can be examined;
+one cannot go to a place at one's own location; a thing can be in several places at once; beside a place one sees things that
+were once taken out of it and have been at the same location since.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hgpo_jax.envs.alfworld.sheets import CAN, MARKS, PLACE_CAN
 from hgpo_jax.envs.alfworld.tables import Games, Tables
 from hgpo_jax.envs.alfworld.telling import Deed, tell
 
-NOTHING = -1  # what empty hands hold
+NOTHING = -1  # value for empty hands
 
 
 class State(struct.PyTreeNode):
@@ -43,7 +43,7 @@ class State(struct.PyTreeNode):
     game: jax.Array  # i32[], number of the game
     task: jax.Array  # i32[], index into CompiledAlfworld.task_types
     at: jax.Array  # i32[], the agent's location
-    held: jax.Array  # i32[], the thing in its hands, or -1
+    held: jax.Array  # i32[], the thing in the agent's hands, or -1
     opened: jax.Array  # bool[R]
     inside: jax.Array  # u32[R, W], things in each place
     taken: jax.Array  # u32[R, W], things that were taken out of a place and not put back into it
@@ -56,13 +56,13 @@ class CompiledAlfworld:
     """A list of games.
 
     Args:
-      tables: of `compile_games`.
-      max_turns: actions after which an episode ends; observations are told in full up to there.
+      tables: from `compile_games`.
+      max_turns: actions after which an episode ends; observations are complete up to there.
 
     Attributes:
       words: text of each word id; 0 is the empty slot.
       observation_length, goal_length, action_length: words of an observation, a task and an action.
-      commands: most admissible commands.
+      commands: maximum number of admissible commands.
     """
 
     task_types = (*TASK_TYPES, "unknown")
@@ -75,8 +75,8 @@ class CompiledAlfworld:
         games = tables.games
         self.things, self.places, self.nearby = games.thing_word.shape[1], games.place_word.shape[1], games.here.shape[2]
         self.goal_length, self.commands = games.goal.shape[1], int(games.commands.max())
-        # The longest list: what lay in a place and what was brought there, or what was taken and put down beside it; each
-        # takes two turns.
+        # The longest list: things that lay in a place and things brought there, or things that were taken and put down beside
+        # it; each takes two turns.
         brought = max_turns // 2
         self.listed = max(min(int(games.contents.max()) + brought, self.things), min(int(games.pairs.max()), brought))
         self.sentence = max(5, 2 * self.nearby + 1)  # words before a list
@@ -88,17 +88,17 @@ class CompiledAlfworld:
 
     @property
     def games(self) -> Games:
-        """The tables as arrays of the device, shared by all episodes."""
+        """The tables as arrays on the device, shared by all episodes."""
         return self._on_device("games")
 
     @property
     def by_name(self) -> dict[str, jax.Array]:
-        """See `Layout.by_name`."""
+        """The fields of `Layout.by_name`."""
         return self._on_device("by_name")
 
     @property
     def search_order(self) -> jax.Array:
-        """See `habits.search_order`, of these games. May be set to that of other games with the same words."""
+        """`habits.search_order` of these games. It may be replaced by that of other games with the same words."""
         return self._on_device("search_order")
 
     @search_order.setter
@@ -112,24 +112,24 @@ class CompiledAlfworld:
 
     @cached_property
     def tables(self) -> dict[str, Any]:
-        """All arrays about the games, of NumPy: what programs take as an argument that shall hold no game (`bound`)."""
+        """All arrays about the games, in NumPy: the argument of programs that should not contain any game (`bound`)."""
         order, kinds = search_order(self.words, self._games), kinds_of(self.words)[1]
         return {"games": self._games, "by_name": self.layout.by_name, "search_order": order, "kind_of_word": kinds}
 
     def bound(self, tables: dict[str, Any]) -> CompiledAlfworld:
-        """This environment with other arrays, such as the traced ones of `tables` in a program that has them as an argument."""
+        """Returns a copy with other arrays, such as the traced ones of `tables` in a program that takes them as an argument."""
         other = copy.copy(self)
         other._bound = tables
         return other
 
     @cached_property
     def digest(self) -> str:
-        """Of all words and games, in hexadecimal digits."""
+        """A digest of all words and games, in hexadecimal digits."""
         parts = ["\0".join(self.words).encode(), *(array.tobytes() for _, array in sorted(vars(self._games).items()))]
         return hashlib.sha256(b"".join(parts)).hexdigest()
 
     def _on_device(self, name: str):
-        """One of `tables`; where none were bound, as constants, which one mesh cannot have from another."""
+        """Returns one of `tables`; constants if none were bound, which different meshes cannot share."""
         if self._bound is not None:
             return self._bound[name]
         key = name, jax.sharding.get_abstract_mesh()
@@ -149,7 +149,7 @@ class CompiledAlfworld:
         return {word: index for index, word in enumerate(self.words)}
 
     def encode(self, text: str) -> np.ndarray:
-        """A command's words as i32[3]; text that is not a verb with names is -1, which no action has."""
+        """Encodes a command's words as i32[3]; text that is not a verb with names becomes -1, which no action has."""
         text, unknown = text.strip(), np.full(self.action_length, -1, np.int32)
         verb = next((verb for verb in VERBS if text == verb or text.startswith(f"{verb} ")), None)
         if verb is None:
@@ -162,29 +162,29 @@ class CompiledAlfworld:
         return np.array(ids + [0] * (self.action_length - len(ids)), np.int32)
 
     def decode(self, ids) -> str:
-        """Text of an observation or a task."""
+        """Decodes the text of an observation or a task."""
         return join(self.words, np.asarray(ids).ravel())
 
     def command(self, ids) -> str:
-        """Text of an action."""
+        """Returns the text of an action."""
         return command(self.words, np.asarray(ids).tolist())
 
     def goal(self, state: State) -> jax.Array:
-        """i32[goal_length]: the task, as the first observation states it."""
+        """Returns the task, as the first observation states it, i32[goal_length]."""
         return self.games.goal[state.game].astype(jnp.int32)
 
     def goal_of(self, game: int) -> str:
-        """Text of the task of a game."""
+        """Returns the text of a game's task."""
         return self.decode(self._games.goal[game])
 
     # -- the game -----------------------------------------------------------------------------------------------
 
     def reset(self, key: jax.Array) -> tuple[State, jax.Array]:
-        """An episode of a game drawn from a key: (State, observation i32[observation_length])."""
+        """Starts an episode of a game drawn from a key: (State, observation i32[observation_length])."""
         return self.start(jax.random.randint(key, (), 0, len(self)))
 
     def start(self, game) -> tuple[State, jax.Array]:
-        """An episode of this game, i32[]: (State, observation i32[observation_length])."""
+        """Starts an episode of this game, i32[]: (State, observation i32[observation_length])."""
         games, game = self.games, jnp.asarray(game, jnp.int32)
         state = State(
             game=game,
@@ -202,7 +202,7 @@ class CompiledAlfworld:
         return state, jnp.pad(intro, (0, self.observation_length - intro.shape[0]))
 
     def step(self, state: State, action: jax.Array):
-        """Does one action.
+        """Performs one action.
 
         Args:
           state: the episode.
@@ -210,7 +210,7 @@ class CompiledAlfworld:
 
         Returns:
           (State, observation i32[observation_length], reward f32[] 10 when the task is fulfilled else 0, done bool[],
-          invalid bool[]). An action that is not admissible changes nothing, shows "Nothing happens." and is invalid.
+          invalid bool[]). An inadmissible action changes nothing, shows "Nothing happens." and is invalid.
         """
         deed = self._deed(state, action)
         does, thing, place, W = deed.does, deed.thing, deed.place, state.inside.shape[1]
@@ -242,7 +242,7 @@ class CompiledAlfworld:
         return after, tell(self, after, deed), WON_REWARD * won, done, deed.invalid
 
     def won(self, state: State) -> jax.Array:
-        """bool[]: whether the task is fulfilled."""
+        """Whether the task is fulfilled, bool[]."""
         games, game = self.games, state.game
         wanted, mark = games.wanted[game], games.mark[game]
         fit = wanted & jnp.where(mark < 0, ~jnp.uint32(0), state.marks[mark])
@@ -255,11 +255,11 @@ class CompiledAlfworld:
         return placed | (by_lamp.any() & holds)
 
     def open_here(self, state: State, place) -> jax.Array:
-        """bool[...]: whether one can reach into these places i32[...], if one is there."""
+        """Whether one can reach into these places i32[...], if one is there, bool[...]."""
         return state.opened[place] | ~self.games.place_can[state.game, PLACE_CAN.index("openable"), place]
 
     def _deed(self, state: State, action) -> Deed:
-        """What an action does in this state."""
+        """Describes the effect of an action in this state."""
         games, game, held = self.games, state.game, state.held
         verb, first, second = action
         known = (action >= 0) & (action < len(self.words))
@@ -307,12 +307,12 @@ class CompiledAlfworld:
     # -- commands -----------------------------------------------------------------------------------------------
 
     def admissible(self, state: State) -> tuple[jax.Array, jax.Array]:
-        """The admissible commands in the engine's order: (bool[commands] which rows hold one, i32[commands, 3] words)."""
+        """Lists the admissible commands in the engine's order: (bool[commands] which rows hold one, i32[commands, 3] words)."""
         return admissible(self, state)
 
     def choices(self, state: State) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The same as texts and as actions: (i32[commands, 4] words whose texts written together are the command,
-        i32[commands, 3], which of them agents are shown, all but `help`, bool[commands]); 0 where there are fewer."""
+        """Lists these as texts and as actions: (i32[commands, 4] words that spell the command, i32[commands, 3], bool[commands]
+        whether agents see it, as they do all but `help`); 0 if there are fewer."""
         filled, rows = self.admissible(state)
         verb, first, second = rows.T
         link = jnp.where(second > 0, jnp.asarray(self._links)[verb], 0)
@@ -320,5 +320,5 @@ class CompiledAlfworld:
 
     @cached_property
     def _links(self) -> np.ndarray:
-        """i32[1 + verbs]: the word between a verb's arguments, 0 if it has none."""
+        """Returns the word between a verb's arguments, 0 if it has none, i32[1 + verbs]."""
         return np.array([0, *(self.word_id[LINKS[verb]] if verb in LINKS else 0 for verb in VERBS)], np.int32)

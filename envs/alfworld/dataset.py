@@ -1,9 +1,9 @@
 """Finds the games of a data folder: `list_games("valid_seen")`.
 
 The folder is the argument `data` or the environment variable `ALFWORLD_DATA`; in it the splits lie directly or below
-`json_<release>/`, as the official download unpacks them. Kept are the games ALFWorld's own environment keeps: a trial
+`json_<release>/`, as the official download unpacks them. The list has the games that ALFWorld's own environment keeps: a trial
 with `traj_data.json` of one of the six task types, a path without "movable" and "Sliced", and a `game.tw-pddl` marked
-solvable. The order is that of the sorted paths (ALFWorld's depends on the file system).
+solvable. The paths are sorted (ALFWorld's order depends on the file system).
 """
 
 import json
@@ -36,7 +36,7 @@ class GameFile(NamedTuple):
 
 
 def data_folder(data: str | os.PathLike | None = None) -> Path:
-    """The data folder: `data`, or else `ALFWORLD_DATA`.
+    """Returns the data folder: `data`, or else `ALFWORLD_DATA`.
 
     Raises:
         ValueError: neither is given, or it is not a folder.
@@ -57,7 +57,7 @@ def _release(path: Path) -> list[int]:
 
 
 def split_folder(split: str, data: str | os.PathLike | None = None) -> Path:
-    """Where the trials of `split` lie; of several releases, the newest that has the split.
+    """Returns the folder with the trials of `split`; of several releases, the newest that has the split.
 
     Raises:
         ValueError: an unknown split, or one that is not there.
@@ -75,7 +75,7 @@ def split_folder(split: str, data: str | os.PathLike | None = None) -> Path:
 def list_games(
     split: str, data: str | os.PathLike | None = None, task_types: Collection[str] = TASK_TYPES
 ) -> list[GameFile]:
-    """The solvable games of a split, sorted by path.
+    """Lists the solvable games of a split, sorted by path.
 
     Args:
         split: one of `SPLITS`.

@@ -1,11 +1,10 @@
 """Two scripted players: a local expert that can be imitated, and random admissible play.
 
-The expert goes by what the agent can read: the task, the admissible commands, what it holds and what was done to that, and
-its last actions. It does not know where things are, so it searches place after place, in an order that depends on nothing
-but the kind of thing sought and the names of the places (`CompiledAlfworld.search_order`). How far it has come it knows
-from where it last went or what it last opened: that is what the current observation tells or its last few actions named.
-If none of them did, it goes on behind the first in order of the places where it stands. With new needs, after it took or
-put something, it starts over.
+The expert uses only what the agent can read: the task, the admissible commands, the held thing and its treatment, and its last
+actions. It does not know where things are, so it searches place after place. The order depends only on the kind of the
+wanted thing and the names of the places (`CompiledAlfworld.search_order`). The place where it last went, or that it last
+opened, shows its progress; the current observation or its last few actions name that place. If none of them does, it goes on
+after the first in order of the places where it stands. When its needs change, after it took or put something, it starts over.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ from hgpo_jax.envs.alfworld import bits
 from hgpo_jax.envs.alfworld.compiled import CompiledAlfworld, State
 from hgpo_jax.envs.alfworld.sheets import MARKS, PLACE_CAN
 
-TREATMENTS = {"isclean": "clean", "ishot": "heat", "iscool": "cool"}  # both a verb and what a place can do
+TREATMENTS = {"isclean": "clean", "ishot": "heat", "iscool": "cool"}  # each is both a verb and an ability of a place
 
 
 def random_action(env: CompiledAlfworld, state: State, key: jax.Array) -> jax.Array:
-    """i32[3]: one of the admissible commands, all equally likely."""
+    """Returns one of the admissible commands, all equally likely, i32[3]."""
     filled, commands = env.admissible(state)
     return commands[jax.random.randint(key, (), 0, filled.sum())]
 
 
 def expert_action(env: CompiledAlfworld, state: State, recent: jax.Array, key: jax.Array | None) -> jax.Array:
-    """The local expert's command, always an admissible one.
+    """Returns the local expert's command, always an admissible one.
 
     Args:
       env, state: the game.
       recent: i32[K, 3], the last K actions, oldest first, 0 where there was none.
-      key: not needed; the expert leaves nothing to chance.
+      key: unused; the expert is deterministic.
 
     Returns: i32[3].
     """
@@ -41,7 +40,7 @@ def expert_action(env: CompiledAlfworld, state: State, recent: jax.Array, key: j
     filled, commands = env.admissible(state)
     is_verb = {verb: filled & (commands[:, 0] == env.word_id[verb]) for verb in
                ("go to", "open", "take", "put", "move", "use", *TREATMENTS.values())}  # fmt: skip
-    named = games.entity[game, commands[:, 1:]].astype(jnp.int32)  # things, and behind them places
+    named = games.entity[game, commands[:, 1:]].astype(jnp.int32)  # things, followed by places
     thing = jnp.clip(named[:, 0], 0, env.things - 1)
     place = jnp.clip(named.max(1) - env.things, 0, env.places - 1)
     goes, puts = is_verb["go to"], is_verb["put"] | is_verb["move"]
@@ -52,18 +51,18 @@ def expert_action(env: CompiledAlfworld, state: State, recent: jax.Array, key: j
     treatment = jnp.clip(mark, 0, len(TREATMENTS) - 1)
     treats = jnp.stack([is_verb[TREATMENTS[mark]] for mark in MARKS[: len(TREATMENTS)]])[treatment]
     tools = games.place_can[game, PLACE_CAN.index("clean") :][treatment]
-    # Two things have to meet: always at the first of the places where they belong.
+    # Two things have to meet, so the expert always uses the first of the target places.
     first = jnp.argmin(jnp.where(target, games.place_word[game], len(env.words)))
     goal = jnp.arange(env.places) == first
-    # Where nothing has to be looked for: no other place holds what is wanted as it is wanted, or the game were won.
+    # Nothing has to be looked for here: no other place holds a finished thing, or the game would be won.
     settled = jnp.where(two, goal, target & (mark < 0))
 
-    a_wanted, a_lamp = bits.select(wanted, 1)[0][0], bits.select(lamps, 1)[0][0]  # of which only the kind matters
+    a_wanted, a_lamp = bits.select(wanted, 1)[0][0], bits.select(lamps, 1)[0][0]  # only the kind matters
     sought = jnp.where(held < 0, a_wanted, jnp.where(holds & looks, a_lamp, held))
     rank = env.search_order[env.kind_of_word[games.thing_word[game, sought]], games.place_word[game]]
     ahead = ((rank - _searched(env, state, recent, rank)) % len(env.words))[place]
 
-    rules = [  # the first one that some command fits
+    rules = [  # the first one that fits some command wins
         (holds & looks, is_verb["use"] & bits.test(lamps, thing)),
         (holds & looks, goes),
         (holds & ~ready, treats),
@@ -83,7 +82,7 @@ def expert_action(env: CompiledAlfworld, state: State, recent: jax.Array, key: j
 
 
 def _searched(env: CompiledAlfworld, state: State, recent, rank):
-    """i32[]: the place up to which the search has come, as its rank i32[R]; 0 at the beginning."""
+    """Returns the place up to which the search has come, as its rank, i32[]; 0 at the beginning."""
     games, game = env.games, state.game
     here = games.location[game] == state.at
     done = jnp.where(here.any(), jnp.where(here, rank, len(env.words)).min(), 0)

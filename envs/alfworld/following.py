@@ -1,4 +1,4 @@
-"""The local expert for games on the host: it follows an episode in the compiled version, which is equal to the letter."""
+"""The local expert for games on the host: it follows an episode in the compiled version, whose observations are identical."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hgpo_jax.envs.words import one_cpu
 
 
 class Following:
-    """Games as the expert sees them. It searches in an order learned from these games.
+    """A list of games with the expert's state. It searches in an order learned from these games.
 
-    Args: as for `AlfworldText`.
+    Args: as in `AlfworldText`.
     """
 
     def __init__(self, games: Sequence[str], logic: str | None, max_turns: int, cache: str | None):
@@ -27,17 +27,17 @@ class Following:
         self._action = jax.jit(lambda state, recent: expert_action(self.env, state, recent, None))
 
     def start(self, game: int):
-        """The state at the beginning of a game."""
+        """Returns the state at the beginning of a game."""
         with jax.set_mesh(one_cpu()):
             return self._start(jnp.int32(game))
 
     def step(self, state, action: str):
-        """The state after an action."""
+        """Returns the state after an action."""
         with jax.set_mesh(one_cpu()):
             return self._step(state, self.env.encode(action))
 
     def command(self, state, past: Sequence[str]) -> str:
-        """What the expert does in a state, after these actions."""
+        """Returns the expert's command in a state, after these actions."""
         recent = np.array([self.env.encode(action) if action else np.zeros(3, np.int32) for action in past])
         with jax.set_mesh(one_cpu()):
             return self.env.command(self._action(state, recent))
@@ -45,5 +45,5 @@ class Following:
 
 @functools.lru_cache(maxsize=2)
 def following(games: tuple[str, ...], logic: str | None, max_turns: int, cache: str | None) -> Following:
-    """`Following`, shared by all environments over the same games."""
+    """Returns the `Following` shared by all environments over the same games."""
     return Following(games, logic, max_turns, cache)

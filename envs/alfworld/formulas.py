@@ -8,7 +8,7 @@ MAX_CONJUNCTIONS = 64
 
 
 def free_variables(node: Formula) -> frozenset[str]:
-    """Variables of a formula that no `exists` inside it binds. A variable starts with '?' or holds a ':' (grammar)."""
+    """Returns variables of a formula that no `exists` inside it binds. A variable starts with '?' or holds a ':' (grammar)."""
     if node[0] == "atom":
         return frozenset(term for term in node[2] if is_variable(term))
     if node[0] == "exists":
@@ -18,7 +18,7 @@ def free_variables(node: Formula) -> frozenset[str]:
 
 
 def predicates(node: Formula) -> frozenset[str]:
-    """Predicates a formula mentions."""
+    """Returns the predicates that a formula mentions."""
     if node[0] == "atom":
         return frozenset((node[1],))
     parts = node[1] if node[0] in ("and", "or") else node[2:] if node[0] == "exists" else node[1:]
@@ -26,7 +26,7 @@ def predicates(node: Formula) -> frozenset[str]:
 
 
 def is_variable(term: str) -> bool:
-    """PDDL variables start with '?'; variables of a text grammar are written `name:type`."""
+    """Whether a term is a variable: those of PDDL start with '?', those of a text grammar are written `name:type`."""
     return term.startswith("?") or ":" in term
 
 
@@ -57,7 +57,8 @@ class Splitter:
             if part[0] == "or" and len(part[1]) == 1:
                 choices = self.conjunctions(part[1][0])
             elif part[0] == "or" and not free_variables(part) <= known:
-                # It may be what finds a variable's values (else all objects would be tried): one conjunction each.
+                # It may provide a variable's values (otherwise all objects would be tried), so each option becomes a
+                # conjunction.
                 choices = [choice for option in part[1] for choice in self.conjunctions(option)]
             else:
                 choices = [(part,)]

@@ -4,8 +4,8 @@
     observation, commands = game.reset()
     observation, commands, won = game.step("go to desk 1")
 
-A `GameData` holds what never changes and is shared by any number of live episodes (`game.fresh()`, `game.copy()`); a
-`Game` holds one episode. There is no step limit here: that belongs to whoever counts the steps.
+A `GameData` holds the constant part and is shared by any number of live episodes (`game.fresh()`, `game.copy()`); a `Game`
+holds one episode. There is no step limit here: the caller counts the steps.
 """
 
 import json
@@ -26,7 +26,7 @@ WON_REWARD = 10.0  # as verl-agent pays
 MEMO_LIMIT = 256  # remembered command lists per action and game; a house has about 40 places
 INTRO = parse_text("#intro#")
 _GOAL = re.compile(r'Your task is to: ([^"]*?)\.?"')
-_PLACE_HOLDER = "UNKNOWN GOAL"  # what the official grammar file has where a game's file has its goal
+_PLACE_HOLDER = "UNKNOWN GOAL"  # placeholder in the official grammar file for the goal in a game's file
 
 
 class GameData:
@@ -76,7 +76,7 @@ class GameData:
         self._texts = [self._text_cache(rule) for rule in self.rules.actions]
 
     def _text_cache(self, rule: ActionRule) -> tuple[Callable[[Row], object] | None, dict]:
-        """Commands are written again and again: (which arguments a command depends on, texts by those arguments)."""
+        """Caches texts: (the arguments that a command depends on, texts by those arguments)."""
         template = self.commands[rule.number].template
         if not self.narrator.fixed(template):
             return None, {}
@@ -85,11 +85,11 @@ class GameData:
         return (itemgetter(*places) if places else lambda values: None), {}
 
     def view(self, state: State) -> View:
-        """The facts of `state` as queries see them."""
+        """Returns the facts of `state` as queries see them."""
         return View(self.fixed, self.index, state)
 
     def choices(self, view: View) -> dict[str, tuple[ActionRule, Row]]:
-        """Admissible commands with the action each stands for."""
+        """Returns the admissible commands with the action of each."""
         found: dict[str, tuple[ActionRule, Row]] = {}
         for rule in reversed(self.rules.actions):  # of two actions with the same wording, the domain's first one counts
             if len(rule.reads) > 1 or self._texts[rule.number][0] is None:
@@ -134,23 +134,23 @@ class Game:
         self._choices: dict[str, tuple[ActionRule, Row]] | None = None
 
     def fresh(self) -> "Game":
-        """Another episode of the same game, from the start."""
+        """Returns another episode of the same game, from the start."""
         return Game(self.data)
 
     def copy(self) -> "Game":
-        """An independent episode that goes on from here."""
+        """Returns an independent episode that goes on from here."""
         other = Game(self.data)
         other._state, other._choices = self._state, self._choices  # both are replaced, never changed
         return other
 
     @property
     def state(self) -> State:
-        """The changing facts: predicate -> set of argument tuples. Not to be changed."""
+        """The changing facts: predicate -> set of argument tuples. Must not be modified."""
         return self._state
 
     @property
     def choices(self) -> dict[str, tuple[ActionRule, Row]]:
-        """Admissible commands, unsorted, each with its action and arguments. Not to be changed."""
+        """Admissible commands, unsorted, each with its action and arguments. Must not be modified."""
         if self._choices is None:
             self._choices = self.data.choices(self.data.view(self._state))
         return self._choices
@@ -167,12 +167,12 @@ class Game:
 
     @property
     def task(self) -> str:
-        """The task as the first observation states it, with its full stop."""
+        """The task in the wording of the first observation, with its full stop."""
         intro = self.data.narrator.text(INTRO, self.data.view(self.data.initial), {})
         return intro.partition("Your task is to: ")[2].strip()
 
     def reset(self) -> tuple[str, list[str]]:
-        """Back to the start; returns the first observation and the admissible commands."""
+        """Goes back to the start; returns the first observation and the admissible commands."""
         self._state, self._choices = self.data.initial, None
         view = self.data.view(self._state)
         return self.data.narrator.text(INTRO, view, {}), self.commands
@@ -209,7 +209,7 @@ def _type_facts(domain: Domain, problem: Problem) -> dict[str, frozenset[Row]]:
 
 
 def _entities(problem: Problem) -> dict[str, Entity]:
-    """Names of everything that occurs in an initial fact, as AlfredDemangler gives them.
+    """Names everything that occurs in an initial fact, as AlfredDemangler does.
 
     An id is `name_bar_<position>`. Equal names are numbered by the sorted ids, the first id getting the highest number.
     """
@@ -260,7 +260,7 @@ def load_game(path: str | os.PathLike, logic: str | os.PathLike | None = None) -
     try:
         grammar = parse_grammar(texts["grammar"])
         game = Game(GameData(str(path), texts["pddl_domain"], grammar, texts["pddl_problem"]))
-        game.reset()  # what the first texts need must be there: better said now than in the middle of a run
+        game.reset()  # the first texts must be complete: better to fail now than in the middle of a run
         return game
     except (ValueError, RecursionError) as error:
         where = f"{path} with the logic in {logic}" if logic is not None else str(path)

@@ -1,9 +1,9 @@
-"""More games in the rooms of given ones: `generate_games(paths, held_out, number, seed)`.
+"""More games in the rooms of existing ones: `generate_games(paths, held_out, number, seed)`.
 
-A new game takes over a game's room: its places, its things and what can be done with them. Drawn anew are the task, the kind
-of thing that it is about, where that belongs, and where all loose things lie (as likely as in the given games, and where
-the rules let them). Kept are games that are not won from the start, that the local expert wins, and whose task, kind of thing,
-target and room together are those of no held-out game.
+A new game takes over a game's room: its places, its things and their abilities. The task, the kind of its thing, the target of
+that kind, and the positions of all loose things are drawn anew (as likely as in the existing games, and within the rules).
+Games are kept if they are not won from the start, the local expert wins them, and no held-out game has the same task, kind of
+thing, target and room together.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from hgpo_jax.envs.alfworld.expert import expert_action
 from hgpo_jax.envs.alfworld.sheets import CAN, MARKS, PLACE_CAN
 from hgpo_jax.envs.alfworld.tables import Games, Tables, compile_games
 
-# What a new game depends on besides the game files and the code that reads them.
+# The modules that a new game depends on, besides the game files and the code that reads them.
 CODE = ("bits", "commands", "compiled", "expert", "generated", "habits", "telling")
 BATCH = 1024  # games played at once
-TURNS = 50  # in which the expert must win
-# By task type: the sentences of the official games; and how a thing must be treated, rows of MARKS, CAN and PLACE_CAN.
+TURNS = 50  # limit for the expert to win
+# By task type: the sentences of the official games; and the treatment of the thing, rows of MARKS, CAN and PLACE_CAN.
 _SENTENCES = {
     "pick_and_place_simple": ("put a {} in {}.", "put some {} on {}."),
     "look_at_obj_in_light": ("look at {} under the {}.", "examine the {} with the {}."),
@@ -50,7 +50,7 @@ LOOK, TWO = "look_at_obj_in_light", "pick_two_obj_and_place"
 
 
 class Task(NamedTuple):
-    """What makes a game a different one: none of the held-out games' may occur. A room is the names of its places."""
+    """The identity of a game, which must differ from those of held-out games. A room is the names of its places."""
 
     task: str
     kind: str
@@ -69,14 +69,14 @@ def generate_games(
     """Makes games.
 
     Args:
-      paths: the games whose rooms are taken, as for `compile_games`.
-      held_out: games none of which may be made. Their words are among those of the result.
-      number: of games to make.
-      seed: another one gives other games.
+      paths: the games that provide the rooms, as for `compile_games`.
+      held_out: games that must not be made. Their words are among those of the result.
+      number: number of games to make.
+      seed: another one makes other games.
       logic, cache: as for `compile_games`.
 
-    Returns: only the new games, with shapes that also hold the given ones. Locations keep the numbers that they have in the
-      game whose room is taken.
+    Returns: only the new games, with shapes that also hold the existing ones. Locations keep the numbers that they have in the
+    game that provides the room.
 
     Raises:
       OSError, ValueError: as `compile_games`, or no game can be made in these rooms.
@@ -102,7 +102,7 @@ def generate_games(
 
 
 def tasks_of(tables: Tables) -> list[Task]:
-    """The task of each game."""
+    """Returns the task of each game."""
     names, kind = habits.kinds_of(tables.words)
     games, words = tables.games, tables.words
     found = []
@@ -120,7 +120,7 @@ def _room(words: Sequence[str], games: Games, g: int) -> tuple[str, ...]:
 
 
 def _made(words: tuple[str, ...], given: Games, refused: set[Task], number: int, rng: np.random.Generator) -> Games:
-    """`number` games that the expert wins."""
+    """Makes `number` games that the expert wins."""
     tasks = _possible_tasks(Tables(words, given), refused)
     if not tasks:
         raise ValueError("held_out: leaves no task for the rooms of the given games; give more games")
@@ -140,7 +140,7 @@ def _made(words: tuple[str, ...], given: Games, refused: set[Task], number: int,
 
 
 def _won(env: CompiledAlfworld) -> np.ndarray:
-    """bool[G]: which games are not won from the start, but by the expert."""
+    """Marks the games that are not won from the start, but that the expert wins, bool[G]."""
 
     def turn(carry, _):
         state, recent, won = carry
@@ -162,7 +162,7 @@ def _won(env: CompiledAlfworld) -> np.ndarray:
 
 
 def _possible_tasks(tables: Tables, refused: set[Task]) -> dict[str, dict[int, list[Task]]]:
-    """By task type and number of the game whose room is taken: what can be asked for there."""
+    """Lists the possible tasks by task type and number of the game that provides the room."""
     names, kind = habits.kinds_of(tables.words)
     words, games = tables.words, tables.games
     lamps = {names[k] for k in kind[games.thing_word[_flags(games.lamp, games.thing_word.shape[1])]]}
@@ -190,7 +190,7 @@ def _possible_tasks(tables: Tables, refused: set[Task]) -> dict[str, dict[int, l
 
 
 def _loose(games: Games, g: int) -> np.ndarray:
-    """bool[O]: a game's things that are dealt anew: those that can be carried, lie in a place and have to do with no other."""
+    """Marks a game's things to be placed anew, bool[O]: those that can be carried, lie in a place and relate to no other."""
     count = games.thing_word.shape[1]
     within = _flags(games.within[g], count)
     movable = _flags(games.can[g, CAN.index("pickupable")], count) & _flags(games.inside[g], count).any(0)
@@ -198,7 +198,7 @@ def _loose(games: Games, g: int) -> np.ndarray:
 
 
 class _Draw:
-    """`draw(number)` -> so many games, which need not be solvable."""
+    """Draws games: `draw(number)` returns that many, which need not be solvable."""
 
     def __init__(self, words: Sequence[str], given: Games, tasks: dict[str, dict[int, list[Task]]], rng: np.random.Generator):
         self.words, self.given, self.tasks, self.rng = words, given, tasks, rng
@@ -213,7 +213,7 @@ class _Draw:
         with tqdm(total=number, desc="drawing games", delay=3, leave=False, disable=None) as progress:
             while len(rows) < number:
                 row = self._row()
-                if row["contents"] <= self.given.contents.max():  # no longer observations than the given games have
+                if row["contents"] <= self.given.contents.max():  # no longer observations than in the existing games
                     rows.append(row)
                     progress.update()
         base = np.array([row.pop("game") for row in rows])
@@ -221,7 +221,7 @@ class _Draw:
         return games.replace(**{name: tables._pad([np.asarray(row[name]) for row in rows], 0) for name in rows[0]})
 
     def _row(self) -> dict[str, np.ndarray | np.integer]:
-        """A game's new fields, and the `game` whose room it takes."""
+        """Returns a game's new fields, and the `game` that provides its room."""
         rng, given, kind = self.rng, self.given, self.kind
         name = TASK_TYPES[rng.choice([TASK_TYPES.index(task) for task in self.tasks])]
         g = rng.choice(list(self.tasks[name]))
@@ -250,7 +250,7 @@ class _Draw:
         }
 
     def _places(self, g: int, thing_kind, place_kind):
-        """Things dealt anew: in places bool[R, O], at locations bool[L + 1, O]; and which ones are, bool[O]."""
+        """Places things anew: in places bool[R, O], at locations bool[L + 1, O]; and which ones are placed, bool[O]."""
         given, count = self.given, thing_kind.size
         loose = _loose(given, g)
         inside, lying = _flags(given.inside[g], count), _flags(given.lying[g], count)
@@ -262,11 +262,11 @@ class _Draw:
 
 
 def _flags(sets: jax.Array | np.ndarray, count: int | None = None) -> np.ndarray:
-    """bool[..., count] of bits u32[..., W]."""
+    """Unpacks bits u32[..., W] to flags bool[..., count]."""
     return np.unpackbits(np.ascontiguousarray(sets).view(np.uint8), axis=-1, bitorder="little", count=count).astype(bool)
 
 
 def _bits(flags: np.ndarray) -> np.ndarray:
-    """u32[..., W] of bool[..., O]."""
+    """Packs flags bool[..., O] into bits u32[..., W]."""
     padded = np.pad(flags, [(0, 0)] * (flags.ndim - 1) + [(0, -flags.shape[-1] % 32)])
     return np.packbits(padded, axis=-1, bitorder="little").view(np.uint32)

@@ -1,4 +1,4 @@
-"""Reads a game's text grammar (`.twl2`): commands, feedback, and the sentences they are made of.
+"""Reads a game's text grammar (`.twl2`): commands, feedback, and the sentences that they consist of.
 
 A file is a list of items: `grammar :: ` with a block of JSON in triple quotes, and `action NAME { template :: "..";
 feedback :: ".."; }`, which may hold such a block too. The JSON maps a symbol to alternatives
@@ -9,9 +9,9 @@ feedback :: ".."; }`, which may hold such a block too. The JSON maps a symbol to
     {expression | condition}    the same once for every way to fulfil the condition
     [{expression | condition}]  the same as an enumeration
 
-The reader has the habits of TextWorld's parser, because what the player sees depends on them: white space at the start
-of a text is dropped (so `help` does not begin with an empty line), tabs between parts are dropped, and a text ends
-silently at the first character that fits nowhere.
+The reader imitates TextWorld's parser, because the player's texts depend on it: white space at the start of a text is dropped
+(so `help` does not begin with an empty line), tabs between parts are dropped, and a text ends silently at the first
+character that fits nowhere.
 """
 
 import ast
@@ -40,7 +40,7 @@ class Entity:
         return self.name
 
 
-Evaluate = Callable[[Mapping[str, Entity]], Any]  # of any type that the grammar's language has
+Evaluate = Callable[[Mapping[str, Entity]], Any]  # of any type in the grammar's language
 
 
 class Expression(NamedTuple):
@@ -72,7 +72,7 @@ class Alternative(NamedTuple):
 
 
 class Command(NamedTuple):
-    """How an action is typed and answered."""
+    """The wording of an action and of its feedback."""
 
     template: tuple[Part, ...]
     feedback: tuple[Part, ...]
@@ -90,7 +90,7 @@ _TABS = re.compile(r"\t*")
 
 
 def _after(pattern: re.Pattern[str], text: str, at: int = 0) -> int:
-    """Where a pattern that matches everywhere, if only nothing, ends."""
+    """Returns the end of the match of a pattern that always matches, possibly the empty text."""
     match = pattern.match(text, at)
     assert match is not None
     return match.end()
@@ -159,7 +159,7 @@ def parse_expression(text: str) -> Expression:
         ValueError: any other kind of expression.
     """
     try:
-        with warnings.catch_warnings(action="ignore"):  # odd escapes in a broken file: nobody's code, no warning
+        with warnings.catch_warnings(action="ignore"):  # odd escapes in a broken file are not a warning about anyone's code
             tree = ast.parse(text, mode="eval").body
     except (SyntaxError, RecursionError, MemoryError):  # the last two: hundreds of nested brackets
         raise ValueError(f"cannot read the expression {text[:60]!r} in the grammar") from None
@@ -202,7 +202,7 @@ _PLACEHOLDER = re.compile(r"\s*([\w']+)\s*:\s*([\w/-]+)\s*")
 
 @lru_cache(maxsize=1024)
 def parse_condition(text: str) -> Formula:
-    """`p(a:t, b:u) & q(b:u)` -> a conjunction; its variables are written `a:t`.
+    """Parses `p(a:t, b:u) & q(b:u)` -> a conjunction; its variables are written `a:t`.
 
     Raises:
         ValueError: anything else.

@@ -1,4 +1,4 @@
-"""Where things of a kind usually lie: counted over the starts of compiled games."""
+"""Usual places of things by kind, counted over the starts of compiled games."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hgpo_jax.envs.alfworld.tables import Games
 
 
 def kinds_of(words: Sequence[str]) -> tuple[list[str], np.ndarray]:
-    """(The kinds in the words' names, sorted; for each word the index of its name's kind, i32[V], -1 for other words)."""
+    """Returns (the kinds in the words' names, sorted; for each word the index of its name's kind, i32[V], else -1)."""
     kinds = [word.split()[0] if word.startswith(" ") and word[-1].isdigit() else "" for word in words]
     names = sorted(set(kinds) - {""})
     number = {kind: n for n, kind in enumerate(names)}
@@ -19,9 +19,9 @@ def kinds_of(words: Sequence[str]) -> tuple[list[str], np.ndarray]:
 
 
 def chances(words: Sequence[str], games: Games) -> np.ndarray:
-    """f64[kinds, kinds]: how many things of a kind lie on average in one place of a kind at the start, by kinds of things and
-    of places. Counted over the games that have such a thing, plus half a thing and one place (Jeffreys) where the rules let
-    it lie in such places; 0 where they do not and none was found.
+    """Returns the average number of things of a kind in one place of a kind at the start, f64[kinds, kinds], by kinds of things
+    and of places. It is counted over the games that have such a thing, plus half a thing and one place (Jeffreys) if the rules
+    allow it in such places; 0 if they do not and none was there.
     """
     names, kind = kinds_of(words)
     size = (len(names),) * 2
@@ -42,7 +42,7 @@ def chances(words: Sequence[str], games: Games) -> np.ndarray:
 
 
 def search_order(words: Sequence[str], games: Games) -> np.ndarray:
-    """i32[kinds, V]: for things of each kind, the turns in which to look in places of these names, all different.
+    """Returns, for things of each kind, the turns in which to look in places of these names, all different, i32[kinds, V].
 
     Likely kinds of places come first, a place that must be opened counting half because it takes two actions; places of a
     kind go by number.

@@ -1,4 +1,4 @@
-"""Writes what the player reads: follows a grammar over the facts of a state."""
+"""Writes the player's texts: follows a grammar over the facts of a state."""
 
 from collections.abc import Iterable, Mapping
 
@@ -23,7 +23,7 @@ class Narrator:
         self.entities = entities
 
     def check(self, roots: Iterable[tuple[Part, ...]]) -> None:
-        """Raises ValueError if a text that can be reached from `roots` uses a symbol nobody defines."""
+        """Raises ValueError if a text that can be reached from `roots` uses an undefined symbol."""
         todo = list(roots)
         seen: set[str] = set()
         while todo:
@@ -39,7 +39,7 @@ class Narrator:
                         todo += [alternative.parts for alternative in self.grammar.symbols[name]]
 
     def text(self, parts: tuple[Part, ...], view: View, values: Values) -> str:
-        """The text of `parts` when the variables in `values` are known.
+        """Writes the text of `parts` with these values of variables.
 
         Raises:
             ValueError: no alternative of a symbol fits, an unknown name, or a grammar without end.
@@ -57,7 +57,7 @@ class Narrator:
 
 
 def names_in(parts: tuple[Part, ...]) -> set[str]:
-    """Names of the variables that `parts` (without following symbols) reads."""
+    """Returns names of the variables that `parts` (without following symbols) reads."""
     names: set[str] = set()
     for part in (inner for outer in parts for inner in _inner(outer)):
         if part.kind == "value":
@@ -72,7 +72,7 @@ def _inner(part: Part) -> tuple[Part, ...]:
 
 
 class _Writer:
-    """One run through the grammar, with a count of pieces so that a grammar that never ends is refused."""
+    """One run through the grammar, with a count of pieces so that an endless grammar is rejected."""
 
     __slots__ = ("narrator", "pieces", "view")
 
@@ -105,7 +105,7 @@ class _Writer:
         return "".join(texts)
 
     def items(self, part: Part, values: Values, depth: int) -> list[str]:
-        """A symbol or expression, once for each way to fulfil its condition (once if it has none)."""
+        """Writes a symbol or expression once for each way to fulfil its condition (once if it has none)."""
         if part.given is None:
             return [self.item(part, values, depth)]
         query, new = self.narrator.rules.condition(part.given, tuple(values))
@@ -115,7 +115,7 @@ class _Writer:
         ]
 
     def solutions(self, query, new: tuple[str, ...], values: Values) -> list[tuple[str, ...]]:
-        """Rows of a condition; as in TextWorld, two variables never stand for the same object."""
+        """Finds the rows of a condition; as in TextWorld, two variables never stand for the same object."""
         known = tuple(values.values())
         rows = query.rows(self.view, known)
         if not new:

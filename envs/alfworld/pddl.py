@@ -100,7 +100,7 @@ def _words(items: list, what: str) -> list[str]:
 
 
 def typed_list(items: list, what: str) -> tuple[tuple[str, str], ...]:
-    """`[a, b, -, t, c]` -> `((a, t), (b, t), (c, object))`.
+    """Parses `[a, b, -, t, c]` -> `((a, t), (b, t), (c, object))`.
 
     Raises:
         ValueError: a nested list, or a '-' without a type behind it.
@@ -190,7 +190,7 @@ def _effects(node: list, domain: Domain, what: str, variables: tuple = (), condi
 
 
 def _sections(text: str, kind: str) -> list[list]:
-    """The parts of `(define (kind name) ...)`; raises ValueError when the text is not of that form."""
+    """Returns the parts of `(define (kind name) ...)`; raises ValueError if the text is not of that form."""
     tree = parse_lists(text)
     head = tree[1] if len(tree) > 1 else None
     if tree[:1] != ["define"] or not isinstance(head, list) or head[:1] != [kind]:

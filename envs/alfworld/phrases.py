@@ -1,9 +1,9 @@
 """Words of the compiled game: phrases, kinds of things and names such that every text is its words written together.
 
-A word carries the blank before it, so that `"".join` of an observation's words is the engine's observation to the letter:
+A word includes the blank before it, so that `"".join` of an observation's words is exactly the engine's observation:
 "You arrive at", " desk 1", ". On the", " desk 1", ", you see a", " pen 2", ".". Cutting a text into words is as simple: always
-the longest word that fits. An action is a verb and its arguments without "from", "with" and the like ("take", " pen 2",
-" desk 1"), which `command` puts back.
+take the longest word that fits. An action is a verb and its arguments without "from", "with" and the like ("take", " pen 2",
+" desk 1"), which `command` adds again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TASK = ".\n\nYour task is to: "
 MIDDLE = "You are in the middle of a room. Looking quickly around you, you see nothing."
 NOTHING_HAPPENS, NOT_CARRYING = "Nothing happens.", "You are not carrying anything."
 ITEM, COMMA, AND, STOP = " a", ",", ", and", "."
-# Where a list follows: (word before a list, word that says there is nothing).
+# Beginnings of lists: (word before a list, word for an empty list).
 ON = (", you see a", ", you see nothing.")
 IN = (" is open. In it, you see a", " is open. In it, you see nothing.")
 INSIDE = (". In it, you see a", ". In it, you see nothing.")
@@ -35,7 +35,7 @@ SENTENCES = (
     "You heat the", "You cool the", "You sliced the", "You turn on the", "You are facing the", "You are carrying: a",
     " from the", " in/on the", " to the", " using the", " with the", "On the", "The", ". On the", ". The", " is closed.",
 )  # fmt: skip
-# How an examined object looks, by what was done to it; the rest of the cases stand in `examined`.
+# The appearance of an examined object, by its treatment; the other cases are in `examined`.
 LOOKS = (
     "This is a hot and clean sliced", "This is a cool and clean sliced", "This is a clean sliced", "This is a hot sliced",
     "This is a cool sliced", "This is a hot and clean", "This is a cool and clean", "This is a hot", "This is a clean",
@@ -67,16 +67,16 @@ PHRASES = (
 )  # fmt: skip
 FIXED = ("", *PHRASES)  # word 0 is the empty slot
 ID = {phrase: number for number, phrase in enumerate(FIXED)}
-# A word of prompts alone (`short_prompts.py`): there are more commands than a prompt holds. What LINKS holds are words, too, so
+# A word only for prompts (`short_prompts.py`), when there are more commands than a prompt holds. The LINKS are words, too, so
 # that commands are texts of words.
 MORE = " ..."
-# No name may run on from a phrase into a longer one, as " armchair 1" would with the word ", and a".
+# A name must not extend a phrase to a longer one, as " armchair 1" would with the word ", and a".
 _NAME = re.compile(r"[a-z]+ [0-9]+")
 _KIND = re.compile(r"[a-z]+")
 
 
 def vocabulary(kinds: Collection[str], names: Collection[str]) -> tuple[str, ...]:
-    """All words: the fixed ones, then " apple" for each kind, " apple 1" for each name, and the words of prompts and commands.
+    """Lists all words: the fixed ones, " apple" for each kind, " apple 1" for each name, and words of prompts and commands.
 
     A word's id is its index.
 
@@ -93,14 +93,14 @@ def vocabulary(kinds: Collection[str], names: Collection[str]) -> tuple[str, ...
 
 
 class Splitter:
-    """Cuts texts into words: `split("You arrive at desk 1")` -> ids."""
+    """Splits texts into words: `split("You arrive at desk 1")` -> ids."""
 
     def __init__(self, words: Sequence[str]):
         self._id = {word: number for number, word in enumerate(words) if word}
         self._lengths = sorted({len(word) for word in self._id}, reverse=True)
 
     def __call__(self, text: str) -> list[int]:
-        """Raises ValueError where no word fits."""
+        """Splits a text. Raises ValueError if no word fits."""
         ids, at = [], 0
         while at < len(text):
             fitting = (text[at : at + length] for length in self._lengths)
@@ -113,11 +113,11 @@ class Splitter:
 
 
 def join(words: Sequence[str], ids: Iterable[int]) -> str:
-    """The text of an observation or a task."""
+    """Returns the text of an observation or a task."""
     return "".join([words[i] for i in ids])
 
 
 def command(words: Sequence[str], ids: Sequence[int]) -> str:
-    """The command of an action, ids of (verb, first argument or 0, second argument or 0)."""
+    """Returns the command of an action, ids of (verb, first argument or 0, second argument or 0)."""
     verb, *arguments = (words[i] for i in ids)
     return verb + LINKS.get(verb, "").join(filter(None, arguments))

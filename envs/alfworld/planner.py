@@ -1,7 +1,7 @@
 """Solves games from the engine's own state: `plan(game)` returns commands that lead to the goal.
 
-It sees everything (what is inside closed receptacles, too), so its plans are an upper bound for agents and warm-start
-data, not a policy. It knows ALFWorld's actions by their PDDL names; the wording of commands comes from the game. Every
+It sees everything (including the contents of closed receptacles), so its plans are an upper bound for agents and warm-start
+data, not a policy. It identifies ALFWorld's actions by their PDDL names; the wording of commands comes from the game. Every
 plan is played on a copy of the game before it is returned.
 """
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from hgpo_jax.envs.alfworld.game import Game
 from hgpo_jax.envs.alfworld.pddl import Formula
 
-TREATMENTS = {  # state the goal asks for -> (PDDL action that brings it about, receptacle types where it is possible)
+TREATMENTS = {  # state in the goal -> (PDDL action that achieves it, receptacle types where it is possible)
     "ishot": ("heatobject", ("microwavetype",)),
     "iscool": ("coolobject", ("fridgetype",)),
     "isclean": ("cleanobject", ("sinkbasintype", "sinktype")),
@@ -23,12 +23,12 @@ class Unsolvable(ValueError):
 
 
 class Goal(NamedTuple):
-    """What a game asks for.
+    """The goal of a game.
 
     Attributes:
         kind: object type to bring.
         target: receptacle type to bring it to, or None (the goal is to hold it under a lamp).
-        number: how many objects.
+        number: number of objects.
         states: states they must have (keys of `TREATMENTS`).
         lamp: type of the lamp to switch on, or None.
     """
@@ -71,7 +71,7 @@ def read_goal(formula: Formula) -> Goal:
 
 
 def plan(game: Game, max_steps: int = 50) -> list[str]:
-    """Commands from the game's present state to its goal; the shortest of the plans tried. `game` stays as it is.
+    """Returns commands from the game's present state to its goal, the shortest of the plans tried. `game` is not changed.
 
     Raises:
         Unsolvable: no plan of at most `max_steps` commands was found; says why.
@@ -113,7 +113,7 @@ def plan(game: Game, max_steps: int = 50) -> list[str]:
 
 
 def _until_won(game: Game, commands: list[str]) -> list[str]:
-    """Plays `commands` on a copy and drops what comes after the goal is reached.
+    """Plays `commands` on a copy and drops those after the goal is reached.
 
     In a few games an object lies in two receptacles at once; taken from one, it is still in the other, and the goal is
     reached before the object is put back.
@@ -172,7 +172,7 @@ class _Attempt:
         return next((row[1] for row in self.game.data.fixed.get("receptacleatlocation", ()) if row[0] == place), None)
 
     def find(self, action: str, *arguments: str) -> str | None:
-        """The admissible command for an action with all of `arguments` among its own; shortest, then first by name."""
+        """Returns the admissible command of an action that has all `arguments` among its own; shortest, then first by name."""
         wanted = set(arguments)
         choices = self.game.choices.items()
         fitting = [text for text, (rule, values) in choices if rule.name == action and wanted <= set(values)]
@@ -186,7 +186,7 @@ class _Attempt:
         self.done.append(command)
 
     def first(self, options: list[str], attempt: Callable[[str], object], failure: str) -> None:
-        """Does `attempt` with the first of `options` that works."""
+        """Applies `attempt` to the first of `options` that works."""
         for option in options:
             saved, done = self.game.copy(), list(self.done)
             try:

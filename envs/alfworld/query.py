@@ -1,11 +1,11 @@
 """Compiles formulas into queries over the facts of a game.
 
-Everything a game asks of its facts goes through here: which actions are applicable, whether an effect's condition
-holds, whether the goal is reached, what a sentence of the grammar lists. A formula is split into conjunctions, each
-conjunction is ordered (tests as soon as their variables are known, otherwise the fact with the fewest expected rows)
-and becomes a chain of closures that walk the facts.
+All questions about a game's facts are answered here: which actions are applicable, whether an effect's condition holds,
+whether the goal is reached, what a sentence of the grammar lists. A formula is split into conjunctions. Each conjunction is
+ordered (tests as soon as their variables have values, otherwise the fact with the fewest expected rows) and becomes a chain of
+closures that walk the facts.
 
-Facts come in two kinds. Those no action changes are stored once per game and indexed; those that change are frozen
+There are two kinds of facts. Those that no action changes are stored once per game and indexed; those that change are frozen
 sets in a state, which makes states immutable and cheap to share.
 """
 
@@ -15,14 +15,14 @@ from operator import itemgetter
 from hgpo_jax.envs.alfworld.formulas import Splitter, free_variables, is_variable
 from hgpo_jax.envs.alfworld.pddl import Formula
 
-WORK_LIMIT = 300_000  # facts looked at by one request; the largest real game needs about 3,000
+WORK_LIMIT = 300_000  # maximum number of facts per request; the largest real game needs about 3,000
 MAX_PARTS = 200  # of one conjunction; each is one level of calls when it is walked
 
 Row = tuple[str, ...]
 
 
 class View:
-    """What a query sees: the unchanging facts, the state's facts, and how much work is still allowed.
+    """The view of a query: the unchanging facts, the state's facts, and the remaining work budget.
 
     Attributes:
         fixed: predicate -> set of argument tuples.
@@ -40,7 +40,7 @@ class View:
         self.budget = WORK_LIMIT
 
     def rows_with(self, predicate: str, position: int, value: str) -> Collection[Row]:
-        """The unchanging facts of `predicate` that have `value` at `position`."""
+        """Returns the unchanging facts of `predicate` that have `value` at `position`."""
         key = (predicate, position)
         table = self.index.get(key)
         if table is None:
@@ -81,7 +81,7 @@ class Query:
         ]
 
     def rows(self, view: View, values: Row = ()) -> set[Row]:
-        """All distinct values of the `out` variables, in no particular order."""
+        """Returns all distinct values of the `out` variables, in no particular order."""
         found: set[Row] = set()
         for start, template in self._chains:
             env = template.copy()
@@ -90,7 +90,7 @@ class Query:
         return found
 
     def any(self, view: View, values: Row = ()) -> bool:
-        """Whether the formula holds for some values of the variables that are not given."""
+        """Whether the formula holds for some values of the unbound variables."""
         for start, template in self._chains:
             env = template.copy()
             env[: self._bound] = values
@@ -100,7 +100,7 @@ class Query:
 
 
 def _compile(parts, bound, out, changing, sizes) -> tuple[Step, list]:
-    """One conjunction -> (first step, list of slots with the constants filled in)."""
+    """Compiles one conjunction to (first step, list of slots with the constants filled in)."""
     slots = {name: i for i, name in enumerate(bound)}
     env: list = [None] * len(bound)
     parts = list(dict.fromkeys(parts))
@@ -151,7 +151,7 @@ def _is_filter(part: Formula, before: list, changing: Collection[str]) -> bool:
 
 
 def _cost(part: Formula, known: set[str], sizes: Mapping[str, int]) -> float:
-    """Expected rows: 0 for a test that can be made now, infinity for one that cannot."""
+    """Returns the expected rows: 0 for a test that is possible now, infinity for one that is not."""
     if part[0] != "atom" or part[1] == "=":
         return 0.0 if free_variables(part) <= known else float("inf")
     missing = sum(term not in known for term in part[2])
@@ -162,7 +162,7 @@ def _cost(part: Formula, known: set[str], sizes: Mapping[str, int]) -> float:
 
 
 def _getter(places: list[int]) -> Callable[[list], Row]:
-    """Reads several slots as a tuple."""
+    """Returns a function that reads several slots as a tuple."""
     if len(places) > 1:
         return itemgetter(*places)
     return (lambda env: (env[places[0]],)) if places else (lambda env: ())
@@ -185,7 +185,7 @@ def _refuse() -> None:
 
 
 def _scan(part: Formula, known: set[str], slots: dict[str, int], changing, filters: list[Formula], then: Step) -> Step:
-    """A step that walks the facts of `part` and gives each new variable its values in turn.
+    """Builds a step that walks the facts of `part` and assigns each new variable its values in turn.
 
     `filters` are unary facts about the new variables: they are looked up once per walk rather than once per row.
     """
@@ -230,7 +230,7 @@ def _scan(part: Formula, known: set[str], slots: dict[str, int], changing, filte
 
 
 def _test(part: Formula, slots: dict[str, int], changing, sizes, then: Step) -> Step:
-    """A step that goes on only if `part`, whose variables are all known, holds."""
+    """Builds a step that continues only if `part`, whose variables all have values, holds."""
     wanted = part[0] != "not"
     inner = part if wanted else part[1]
     if inner[0] == "atom":

@@ -1,4 +1,4 @@
-"""A domain made runnable: its actions as queries and effects. One `Rules` serves every game with the same domain."""
+"""An executable domain: its actions as queries and effects. One `Rules` serves every game with the same domain."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -66,7 +66,7 @@ class Rules:
         return Query(node, bound, out, self.changing, self.sizes)
 
     def condition(self, text: str, bound: tuple[str, ...]) -> tuple[Query, tuple[str, ...]]:
-        """A condition of the grammar, given which variables already have values -> (query, its new variables).
+        """Compiles a condition of the grammar in which `bound` variables have values: (query, its new variables).
 
         The new variables come in the order of their first appearance, which is the order rows are sorted in.
         """
@@ -93,7 +93,7 @@ class Rules:
             keys=tuple(f"{name.lstrip('?')}:{kind}" for name, kind in action.parameters),
             query=self.query(condition, (), names),
             reads=tuple(sorted(predicates(action.precondition) & self.changing)),
-            # Deletions first, so that an addition of the same fact wins.
+            # Deletions come first, so that an addition of the same fact wins.
             effects=tuple(
                 self._effect(action, effect, names) for effect in sorted(action.effects, key=lambda e: e.positive)
             ),
@@ -113,7 +113,7 @@ class Rules:
         return CompiledEffect(query, fact, opposite, places)
 
     def apply(self, rule: ActionRule, values: Row, view: View) -> State:
-        """The state after an action; the old one stays as it is.
+        """Returns the state after an action; the old one is not changed.
 
         A deleted fact is remembered as `not_<fact>` until it is added again: this is how TextWorld keeps track, and the
         grammar's `not_inreceptacle(o, r)` is true only for objects that were taken out of `r`, never for the others.
@@ -140,7 +140,7 @@ class Rules:
 
 
 def _without_effect(action: Action) -> Formula:
-    """When an action would change nothing by its very form: such an instance does not exist for Fast Downward.
+    """Returns a condition under which an action would change nothing: such an instance does not exist for Fast Downward.
 
     An effect vanishes if the precondition already demands it; a deletion vanishes if the same fact is also added. This
     is why one cannot go to a receptacle at one's own location, while looking twice is fine.
@@ -177,7 +177,7 @@ _CACHE: dict[str, Rules] = {}
 
 
 def rules_for(domain_text: str, sizes_of) -> Rules:
-    """The rules of a domain; compiled once per domain text.
+    """Returns the rules of a domain, compiled once per domain text.
 
     Args:
         domain_text: PDDL.

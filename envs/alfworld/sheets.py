@@ -1,6 +1,6 @@
-"""One game file as the numbers, names and texts that `tables.py` makes arrays of: `sheet(path, logic)`.
+"""One game file as numbers, names and texts, which `tables.py` converts to arrays: `sheet(path, logic)`.
 
-The arrays know one set of rules, that of the official releases; a file with other rules is refused.
+The arrays implement one set of rules, that of the official releases; a file with other rules is rejected.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from hgpo_jax.envs.alfworld.game import Game, load_game
 from hgpo_jax.envs.alfworld.pddl import parse_lists
 from hgpo_jax.envs.alfworld.planner import read_goal
 
-# Digests of the rules that the arrays follow. Domains: the kinds of places where things are cleaned.
+# Digests of the rules that the arrays implement. Domains: the kinds of places where things are cleaned.
 DOMAINS = {"9eae8f285bf65a92": ("sinktype", "sinkbasintype"), "6d2f322ee043e011": ("sinkbasintype",)}
 # Grammars: whether one moves things to places (the others put them in/on places, and arrive at locations).
 GRAMMARS = {"49b373425005f369": False, "9f506a0ed041c9d6": True}
 _TASK = re.compile(r'Your task is to: [^"]*')
 
-# What a thing can be, rows of `can`, and what may have been done to it, rows of `marks`: names of predicates.
+# Abilities of a thing, rows of `can`, and possible treatments, rows of `marks`: names of predicates.
 CAN = ("pickupable", "cleanable", "heatable", "coolable", "toggleable", "sliceable", "isreceptacleobject", "knife")
 MARKS = ("isclean", "ishot", "iscool", "issliced", "istoggled")
-# What a place can be, rows of `place_can`.
+# Abilities of a place, rows of `place_can`.
 PLACE_CAN = ("openable", "clean", "heat", "cool")
 
 
 def sheet(path: Path, logic: str | os.PathLike | None) -> dict:
-    """A game's fields as in `tables.Games`, without G and padding and with names for words; besides `path`, `kinds`, `names`.
+    """Returns a game's fields as in `tables.Games`, without G and padding, with names for words; also `path`, `kinds`, `names`.
 
     Raises:
       OSError, ValueError: as `compile_games`.
@@ -107,7 +107,7 @@ def _arrays(game: Game, cleaners: tuple[str, ...], moves: bool) -> dict:
     thing_order = sorted(range(len(things)), key=thing_names.__getitem__)
 
     def sets(rows: Sequence, pairs) -> np.ndarray:
-        """u32[rows, W] of (thing, row) pairs."""
+        """Returns u32[rows, W] for (thing, row) pairs."""
         found = np.zeros((len(rows), -(-len(things) // 32)), np.uint32)
         row = {id: n for n, id in enumerate(rows)}
         for o, r in pairs:
@@ -162,7 +162,7 @@ def _arrays(game: Game, cleaners: tuple[str, ...], moves: bool) -> dict:
 
 
 def _most(facts, here, places, inside, accepts, place_has) -> dict[str, int]:
-    """Bounds over all states: see the last fields of `tables.Games`."""
+    """Computes bounds over all states: see the last fields of `tables.Games`."""
     memberships = Counter(o for o, _ in inside)
     carried = {o for (o,) in facts["pickupable"]}
     fits = {(o, r) for o, r in accepts | inside if o in carried}

@@ -1,4 +1,4 @@
-"""The compiled games as a small policy plays them: short prompts that list the commands, of which it says one.
+"""The compiled games for a small policy: short prompts that list the commands, of which the policy says one.
 
     put some alarmclock on desk                                                the task
     You arrive at loc 4. The drawer 1 is closed.>open drawer 1                 the last turns
@@ -7,12 +7,12 @@
 
 (in one piece, without the line breaks).
 
-The same is left out on every turn. Of the commands: those that change nothing (`SILENT`); the verb where the command before
-has the same, and then also the thing in the agent's hands, or else a second argument that did not change. Of observations:
-the commas and articles of lists; what comes after `PAST` words of earlier ones and `NOW` words of the current one (what can
-be taken is among the commands); all but the first word of an episode's first one (the room's places are among the commands).
-If a prompt does not fit its slots, past turns are left out, the oldest first; if it then still does not, so are the last
-commands, and the word `MORE` says so.
+Every turn leaves out the same parts. Of the commands: those that change nothing (`SILENT`); the verb if the command before
+has the same, and then also the thing in the agent's hands, or else an unchanged second argument. Of observations: the commas
+and articles of lists; the words after the first `PAST` of earlier ones and the first `NOW` of the current one (things that can
+be taken are among the commands); all but the first word of an episode's first one (the room's places are among the commands).
+If a prompt does not fit its slots, past turns are left out, the oldest first; if it then still does not fit, so are the last
+commands, and the word `MORE` marks that.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ShortPromptAlfworld(CompiledAlfworld):
 
     Args:
       tables, max_turns: as there.
-      slots: P, of a prompt.
+      slots: P, slots of a prompt.
     """
 
     def __init__(self, tables, max_turns: int = 50, slots: int = 128):
@@ -46,11 +46,11 @@ class ShortPromptAlfworld(CompiledAlfworld):
         self._more = self.word_id[MORE]
 
     def prompt_slots(self, history_length: int) -> int:
-        """P, whatever the history's length is."""
+        """Returns P, whatever the history's length is."""
         return self.slots
 
     def prompt(self, state: State, goal, observations, actions, observation, act: int) -> tuple[jax.Array, jax.Array]:
-        """What the policy reads before its next action.
+        """Builds the policy's prompt for its next action.
 
         Args:
           state: the episode.
@@ -59,7 +59,7 @@ class ShortPromptAlfworld(CompiledAlfworld):
           observation: i32[observation_length], the current one.
           act: the token that asks for an action.
 
-        Returns: (i32[P] with 0 behind the prompt, its length i32[]).
+        Returns: (the prompt i32[P], followed by 0, its length i32[]).
         """
         rows = self._listed(state)
         before = jnp.pad(rows, ((1, 0), (0, 0)))[:-1]
@@ -88,11 +88,11 @@ class ShortPromptAlfworld(CompiledAlfworld):
         return jnp.where(jnp.arange(self.slots) < length, words[jnp.minimum(at, words.shape[0] - 1)], 0), length
 
     def goal_text(self, observation) -> str:
-        """The task, from an episode's first observation."""
+        """Returns the task, from an episode's first observation."""
         return self.decode(observation).rpartition(TASK)[2]
 
     def _listed(self, state: State) -> jax.Array:
-        """i32[commands, 3]: the listed commands, 0 elsewhere."""
+        """Returns the listed commands, 0 elsewhere, i32[commands, 3]."""
         filled, rows = self.admissible(state)
         listed = filled & (rows[:, :1] != jnp.array(_ids(SILENT))).all(1)
         return jnp.where(listed[:, None], rows, 0)
@@ -103,7 +103,7 @@ def _ids(words) -> list[int]:
 
 
 def _shortened(observation, length: int):
-    """The first words of an observation without what only strings a list together, i32[length]."""
+    """Returns the first words of an observation without those that only link a list, i32[length]."""
     tells = (observation[:, None] != jnp.array([0, *_ids((ITEM, COMMA, AND, STOP))])).all(1)
     at, count = bits.select(bits.pack(tells), length)
     count = jnp.where(observation[0] == ID[WELCOME], 1, count)

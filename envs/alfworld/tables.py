@@ -1,4 +1,4 @@
-"""Game files as arrays for `compiled.py`: `compile_games(paths)` -> `Tables`, kept on disk where a folder is given.
+"""Game files as arrays for `compiled.py`: `compile_games(paths)` -> `Tables`, cached on disk if a folder is given.
 
 Things (objects) and places (receptacles) of a game are numbered by their sorted PDDL ids, the order in which texts list
 them; commands are sorted by names instead, hence a second order of each. Sets of things are bits: thing o is bit o % 32 of
@@ -23,7 +23,7 @@ from tqdm import tqdm
 from hgpo_jax.envs.alfworld import phrases
 from hgpo_jax.envs.alfworld.sheets import sheet
 
-# What reads a game: a change in these modules makes kept arrays worthless.
+# The modules that read a game: a change in them invalidates cached arrays.
 CODE = (
     "dataset", "formulas", "game", "grammar", "narrator", "pddl", "phrases", "planner", "query", "rules", "sheets",
     "tables",
@@ -41,14 +41,14 @@ class Games(struct.PyTreeNode):
     goal: jax.Array  # i16[G, .], words of the task, 0 after them
     intro: jax.Array  # i16[G, .], words of the first observation
     wanted: jax.Array  # u32[G, W], things the task is about
-    target: jax.Array  # bool[G, R], places where they belong
-    lamp: jax.Array  # u32[G, W], lamps one of which must be on; none but where things are looked at
+    target: jax.Array  # bool[G, R], target places of these things
+    lamp: jax.Array  # u32[G, W], lamps one of which must be on; none unless the task is to look at a thing
     mark: jax.Array  # i16[G], row of sheets.MARKS that a wanted thing must have, or -1
     count: jax.Array  # i16[G], how many wanted things in one place
-    thing_word: jax.Array  # i16[G, O], its name; 0 where the game has fewer things
+    thing_word: jax.Array  # i16[G, O], its name; 0 if the game has fewer things
     thing_order: jax.Array  # i16[G, O], things sorted by name
-    thing_rank: jax.Array  # i16[G, O], where in that order a thing stands
-    can: jax.Array  # u32[G, 8, W], things by what can be done with them, rows as sheets.CAN
+    thing_rank: jax.Array  # i16[G, O], a thing's position in that order
+    can: jax.Array  # u32[G, 8, W], things by ability, rows as sheets.CAN
     within: jax.Array  # u32[G, O, W], things that lie in a thing from the start
     marks: jax.Array  # u32[G, 5, W], things with a mark at the start, rows as sheets.MARKS
     place_word: jax.Array  # i16[G, R], its name
@@ -58,10 +58,10 @@ class Games(struct.PyTreeNode):
     opened: jax.Array  # bool[G, R], open at the start
     accepts: jax.Array  # u32[G, R, W], things that can be put into a place
     inside: jax.Array  # u32[G, R, W], things in a place at the start
-    location: jax.Array  # i16[G, R], a place's location, -1 where the game has fewer places
+    location: jax.Array  # i16[G, R], a place's location, -1 if the game has fewer places
     here: jax.Array  # i16[G, L + 1, K], places at a location in order, then -1
     here_by_name: jax.Array  # i16[G, L + 1, K], the same sorted by name
-    location_word: jax.Array  # i16[G, L + 1], its name where arrivals tell it, else 0
+    location_word: jax.Array  # i16[G, L + 1], its name if arrivals mention it, else 0
     lying: jax.Array  # u32[G, L + 1, W], things at a location at the start
     entity: jax.Array  # i16[G, V], the thing a word names, or O + the place, or -1
     contents: jax.Array  # i16[G], most things in one place at the start
@@ -70,7 +70,7 @@ class Games(struct.PyTreeNode):
 
 
 class Tables(NamedTuple):
-    """All words, of which an id is the index, and the games."""
+    """All words, indexed by id, and the games."""
 
     words: tuple[str, ...]
     games: Games
@@ -85,14 +85,14 @@ def compile_games(
     """Reads game files into arrays.
 
     Args:
-      paths: of `game.tw-pddl` files.
-      logic: as for `load_game`.
-      words: the words of other tables, which these games then have to do with (a trained policy knows no others).
-      cache: folder where the arrays are kept; they are made anew when a file or the code that reads it changed.
+      paths: those of `game.tw-pddl` files.
+      logic: as in `load_game`.
+      words: the words of other tables, to which these games are then limited (a trained policy has no others).
+      cache: folder for the arrays; they are made anew when a file or the code that reads it has changed.
 
     Raises:
       OSError: a file cannot be opened.
-      ValueError: one line: no game, or one that `load_game` or the arrays refuse, and what to do.
+      ValueError: one line: no game, or one that `load_game` or the arrays reject, and what to do.
     """
     if not paths:
         raise ValueError("games: is empty; name at least one game.tw-pddl file")
@@ -128,7 +128,7 @@ def _stack(sheets: list[dict], words: Sequence[str]) -> Games:
         game["entity"] = entity
         for name in ("here", "here_by_name"):
             game[name] = [*game[name], *[[]] * (L - len(game[name]))]
-    # Behind the places and things of a game in the order of names stands one that it does not have.
+    # In the order of names, an entry that the game does not have follows its places and things.
     fill = {"location": NOWHERE, "here": NOWHERE, "here_by_name": NOWHERE}
     fill |= {"thing_order": O - 1, "place_order": bound("place_word") - 1}
     fields: dict[str, Any] = {}
@@ -145,12 +145,12 @@ def _stack(sheets: list[dict], words: Sequence[str]) -> Games:
 
 
 def joined(first: Games, second: Games) -> Games:
-    """All games of two tables with the same bounds but for the lengths of texts."""
+    """Joins the games of two tables that have the same bounds except for the lengths of texts."""
     return jax.tree.map(lambda *fields: _pad([row for field in fields for row in field], 0), first, second)
 
 
 def _pad(values: list[np.ndarray], fill: int) -> np.ndarray:
-    """Arrays of one rank stacked, each padded at the ends of its axes."""
+    """Stacks arrays of one rank, each padded at the ends of its axes."""
     shape = np.max([value.shape for value in values], axis=0)
     dtype = values[0].dtype if values[0].dtype in (np.bool_, np.uint32) else np.int16
     stacked = np.full((len(values), *map(int, shape)), fill, dtype)

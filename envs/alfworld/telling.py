@@ -1,4 +1,4 @@
-"""What the player of a compiled game reads after an action, as words of `phrases.py`."""
+"""Observations of a compiled game after an action, as words of `phrases.py`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hgpo_jax.envs.alfworld.sheets import CAN, PLACE_CAN
 
 
 class Deed(struct.PyTreeNode):
-    """An action and what comes of it.
+    """An action and its result.
 
-    Its thing and place mean something only for verbs that have them.
+    Its thing and place have a meaning only for verbs that have them.
     """
 
     does: dict[str, jax.Array]  # verb -> bool[], at most one is set
-    invalid: jax.Array  # bool[], none is
+    invalid: jax.Array  # bool[], no verb is set
     thing: jax.Array  # i32[]
     place: jax.Array  # i32[]
     first: jax.Array  # i32[], word of the first argument
@@ -28,7 +28,7 @@ class Deed(struct.PyTreeNode):
     container: jax.Array  # bool[], whether things can lie in the thing
 
 
-# By verb: what is said before its first argument, before its second, and at the end; "" where more decides.
+# By verb: the text before its first argument, before its second, and at the end; "" if that depends on more.
 _CONFIRM = {
     "clean": ("You clean the", " using the", p.STOP),
     "close": ("You close the", p.STOP, ""),
@@ -45,7 +45,7 @@ _CONFIRM_WORDS = np.array([[ID[word] for word in _CONFIRM.get(verb, ("", "", "")
 
 
 def tell(env, state, deed: Deed) -> jax.Array:
-    """i32[observation_length]: what is told after `deed` has led to `state`."""
+    """Returns the observation, i32[observation_length], after `deed` has led to `state`."""
     games, game, does, first = env.games, state.game, deed.does, deed.first
     here = games.here[game, state.at]
     there = here >= 0
@@ -56,7 +56,7 @@ def tell(env, state, deed: Deed) -> jax.Array:
     examines_thing = does["examine"] & ~examines_place
     sees = does["go to"] | does["open"] | examines_place
 
-    # What is listed: pairs of a thing and a place beside which it lies, or else the contents of one place or thing.
+    # The list: pairs of a thing and a place beside which it lies, or else the contents of one place or thing.
     beside = state.lying[state.at] & jnp.where(there[:, None], state.taken[here], jnp.uint32(0))
     contents = jnp.where(sees & shown, state.inside[deed.place], jnp.uint32(0))
     contents = jnp.where(examines_thing, games.within[game, deed.thing], contents)
@@ -95,17 +95,17 @@ def _words(*words: str) -> jax.Array:
 
 
 def _word(choice: tuple[str, str], empty):
-    """The word before a list or the one that says that it is empty."""
+    """Returns the word before a list, or the word for an empty one."""
     return jnp.where(empty, ID[choice[1]], ID[choice[0]])
 
 
 def _examined(env, state, deed: Deed, empty):
-    """i32[3], how the held thing looks."""
+    """Describes the held thing, i32[3]."""
     clean, hot, cool, sliced, toggled = bits.tests(state.marks, deed.thing)
     can_slice, can_toggle = (
         bits.test(env.games.can[state.game, CAN.index(what)], deed.thing) for what in ("sliceable", "toggleable")
     )
-    cases = [  # the first that fits, as in the grammar
+    cases = [  # the first case that fits wins, as in the grammar
         (deed.container, "This is a normal"),
         (clean & hot & sliced, "This is a hot and clean sliced"),
         (clean & cool & sliced, "This is a cool and clean sliced"),
@@ -126,7 +126,7 @@ def _examined(env, state, deed: Deed, empty):
 
 
 def _facing(env, game, here, empty):
-    """i32[sentence]: the places at the agent's location."""
+    """Lists the places at the agent's location, i32[sentence]."""
     K, count = env.nearby, (here >= 0).sum()
     k = jnp.arange(K)
     after = jnp.where(k == count - 2, ID[p.AND], ID[p.COMMA])
@@ -138,7 +138,7 @@ def _facing(env, game, here, empty):
 
 
 def _listed(names, count):
-    """i32[3 * listed]: "a pen 2, and a cd 1." after its first article."""
+    """Lists names, i32[3 * listed]: "a pen 2, and a cd 1." after its first article."""
     k = jnp.arange(names.shape[0])
     link = jnp.where(k == count - 2, ID[p.AND], ID[p.COMMA])
     link = jnp.where(k == count - 1, ID[p.STOP], link)
@@ -148,7 +148,7 @@ def _listed(names, count):
 
 
 def _joined(env, sentence, listing):
-    """i32[observation_length]: a sentence of any length and the list behind it, without a gap."""
+    """Joins a sentence of any length and the list after it, without a gap, i32[observation_length]."""
     at = jnp.arange(env.observation_length)
     length = (sentence != 0).sum()
     words = jnp.concatenate([sentence, listing, jnp.zeros(1, jnp.int32)])

@@ -13,7 +13,7 @@ from typing import Any
 from hgpo_jax.envs.alfworld.dataset import TASK_TYPES
 from hgpo_jax.envs.alfworld.game import WON_REWARD, Game, load_game
 
-HELP = "help"  # admissible in newer releases, but no command to show an agent
+HELP = "help"  # admissible in newer releases, but not shown to agents
 
 
 class AlfworldText:
@@ -21,9 +21,9 @@ class AlfworldText:
 
     Args:
       games: paths of `game.tw-pddl` files.
-      logic: as for `load_game`.
+      logic: as in `load_game`.
       max_turns: actions after which an episode ends (50 in ALFWorld).
-      cache: folder where the games are kept that the expert has compiled.
+      cache: folder for the games that the expert has compiled.
 
     Attributes:
       task_types: their names; `task_type` is an index into it, read from the game's path.
@@ -57,7 +57,7 @@ class AlfworldText:
         self._game = _load(path, self._logic).fresh()
         self._task = task
         self._past: list[str] = []  # actions since the reset
-        self._followed: tuple[int, Any] | None = None  # how many of them the expert knows, and its state after them
+        self._followed: tuple[int, Any] | None = None  # number of actions the expert has followed, its state then
         self.goal = self._game.task
         found = [number for number, name in enumerate(TASK_TYPES) if name in path]
         self.task_type = found[0] if found else len(TASK_TYPES)
@@ -65,7 +65,7 @@ class AlfworldText:
         return observation, self._commands()
 
     def step(self, action: str) -> tuple[str, list[str], float, bool, dict]:
-        """Does one action; an inadmissible one shows "Nothing happens.".
+        """Performs one action; an inadmissible one shows "Nothing happens.".
 
         Returns: (observation, commands, reward 10 on success else 0, done, info with `won` and `admissible`).
         """
@@ -76,7 +76,7 @@ class AlfworldText:
         return observation, self._commands(), WON_REWARD * won, won or len(self._past) >= self.max_turns, info
 
     def expert(self, history_length: int) -> str:
-        """The command of the local expert (`expert.py`); it remembers as many actions as a prompt shows."""
+        """Returns the command of the local expert (`expert.py`); it remembers as many actions as a prompt shows."""
         from hgpo_jax.envs.alfworld.following import following  # processes that only step need no jax
 
         games = following(tuple(self._games), self._logic, self.max_turns, self._cache)

@@ -4,9 +4,9 @@
     state, observation = env.reset(jax.random.key(0))
     state, observation, reward, done, invalid = env.step(state, env.encode("go_to fridge_1"))
 
-One episode at a time; use `jax.vmap` for batches. Rooms, receptacles (some closed), things and task types stand in
-`world.py`. What the agent sees is local: the contents of the receptacle where it stands, when that is open, and the
-confirmation of its last action. Nothing tells it where it has been or, after a while, what it carries.
+One episode at a time; use `jax.vmap` for batches. `world.py` defines rooms, receptacles (some closed), things and task types.
+The agent's view is local: the contents of the receptacle where it stands, if that is open, and the confirmation of its last
+action. It is not reminded where it has been or, after a while, what it carries.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flax import struct
 from hgpo_jax.envs.household import world
 
 CAPACITY = 3  # things in one receptacle, so that an observation has a fixed width
-NORMAL, HOT, COLD, CLEAN = range(4)  # what was last done to a thing
+NORMAL, HOT, COLD, CLEAN = range(4)  # the last treatment of a thing
 WON_REWARD = 10.0  # as verl-agent pays for ALFWorld
 
 
@@ -30,8 +30,8 @@ class State(struct.PyTreeNode):
 
     room: jax.Array  # i32[], index into Household.rooms
     task: jax.Array  # i32[], index into world.TASKS
-    goal_kind: jax.Array  # i32[], kind of thing asked for, index into the room's kinds
-    goal_place: jax.Array  # i32[], word of the kind of receptacle asked for (0 for `look`)
+    goal_kind: jax.Array  # i32[], kind of the requested thing, index into the room's kinds
+    goal_place: jax.Array  # i32[], word of the kind of the requested receptacle (0 for `look`)
     kind: jax.Array  # i32[things], kind of each thing
     copy: jax.Array  # i32[things], 0 or 1: mug_1 or mug_2
     where: jax.Array  # i32[things], receptacle of each thing, `places` when carried
@@ -90,7 +90,7 @@ class Household:
         return {word: index for index, word in enumerate(self.words)}
 
     def _tabulate(self):
-        """Everything that `step` looks up, as arrays indexed by room."""
+        """Makes the lookup tables of `step`, as arrays indexed by room."""
         w = self.word_id
         names = [world.ROOMS[room][: self.places] for room in self.rooms]
         kind_of = lambda name: name.rsplit("_", 1)[0]  # noqa: E731
@@ -115,36 +115,36 @@ class Household:
     # -- words --------------------------------------------------------------------------------------------------
 
     def encode(self, text: str) -> np.ndarray:
-        """An action's words as i32[2]; words that the household does not know become 0."""
+        """Encodes an action's words as i32[2]; words that the household does not know become 0."""
         ids = [self.word_id.get(word, 0) for word in text.split()][: self.action_length]
         return np.array(ids + [0] * (self.action_length - len(ids)), np.int32)
 
     def decode(self, ids) -> str:
-        """Word ids of any length as text, empty slots left out."""
+        """Decodes word ids of any length to text, without empty slots."""
         return " ".join(self.words[i] for i in np.asarray(ids).ravel() if i)
 
     def goal(self, state: State) -> jax.Array:
-        """i32[4]: room, task, kind of thing, kind of receptacle."""
+        """Returns the room, the task, the kind of thing and the kind of receptacle, i32[4]."""
         room_words = jnp.array([self.word_id[room] for room in self.rooms])
         kind = jnp.asarray(self._kind_word)[state.room, state.goal_kind]
         return jnp.stack([room_words[state.room], jnp.asarray(self._task_word)[state.task], kind, state.goal_place])
 
     def thing_words(self, state: State) -> jax.Array:
-        """i32[things]: the name of each thing."""
+        """Returns the name of each thing, i32[things]."""
         return jnp.asarray(self._thing_word)[state.room, state.kind, state.copy]
 
     def place_words(self, state: State) -> jax.Array:
-        """i32[places]: the name of each receptacle."""
+        """Returns the name of each receptacle, i32[places]."""
         return jnp.asarray(self._place_word)[state.room]
 
     # -- facts about a state ------------------------------------------------------------------------------------
 
     def accessible(self, state: State) -> jax.Array:
-        """bool[places]: receptacles that are open or cannot be closed."""
+        """Marks the receptacles that are open or cannot be closed, bool[places]."""
         return state.opened | ~jnp.asarray(self._openable)[state.room]
 
     def won(self, state: State) -> jax.Array:
-        """bool[]: whether the task is fulfilled."""
+        """Whether the task is fulfilled, bool[]."""
         wanted = state.kind == state.goal_kind
         needed = jnp.array([-1, -1, -1, CLEAN, HOT, COLD])[state.task]  # by task id
         wanted &= (needed < 0) | (state.condition == needed)
@@ -158,7 +158,7 @@ class Household:
         return jnp.asarray(self._lamp_at)[state.room]
 
     def admissible(self, state: State) -> tuple[jax.Array, jax.Array]:
-        """Which actions do something: (bool[actions], i32[actions, 2] their words); illegal rows may repeat or be partial."""
+        """Returns the effective actions: (bool[actions], i32[actions, 2] words); illegal rows may repeat or be partial."""
         places, things = self.places, self.things
         here = jnp.arange(places) == state.at
         openable = jnp.asarray(self._openable)[state.room]
@@ -192,7 +192,7 @@ class Household:
     # -- the two functions --------------------------------------------------------------------------------------
 
     def reset(self, key: jax.Array) -> tuple[State, jax.Array]:
-        """A new episode from a key: (State, observation i32[6]). Equal keys give equal episodes."""
+        """Starts a new episode from a key: (State, observation i32[6]). Equal keys give equal episodes."""
         places, things = self.places, self.things
         keys = jax.random.split(key, 4)
         task, room = jnp.asarray(self._settings)[jax.random.categorical(keys[0], jnp.asarray(self._settings_logp))]
@@ -230,15 +230,15 @@ class Household:
         return state, self._middle(state)
 
     def step(self, state: State, action: jax.Array):
-        """Does one action.
+        """Performs one action.
 
         Args:
           state: the episode.
           action: i32[2], a verb and its argument (0 where there is none).
 
         Returns:
-          (State, observation i32[6], reward f32[] 10 on success else 0, done bool[], invalid bool[]). An action that
-          is not admissible only takes a turn, shows "nothing_happens" and is invalid. Done: solved, or out of turns.
+          (State, observation i32[6], reward f32[] 10 on success else 0, done bool[], invalid bool[]). An inadmissible action
+          only takes a turn, shows "nothing_happens" and is invalid. Done: solved, or out of turns.
         """
         places = self.places
         legal, words = self.admissible(state)
@@ -268,7 +268,7 @@ class Household:
     # -- what the agent sees ------------------------------------------------------------------------------------
 
     def _row(self, *words):
-        """Words (names, ids or arrays of ids) in the slots of an observation, the rest empty."""
+        """Puts words (names, ids or arrays of ids) into the slots of an observation; the rest is empty."""
         ids = [jnp.atleast_1d(jnp.int32(self.word_id[w]) if isinstance(w, str) else w) for w in words]
         row = jnp.concatenate(ids).astype(jnp.int32)
         return jnp.pad(row, (0, self.observation_length - row.shape[0]))
@@ -292,7 +292,7 @@ class Household:
         arrive = jnp.where(does["look"], word["you_are_facing"], arrive)
         view = self._row(arrive, here, status, contents)
         view = jnp.where(does["look"] & (state.at == self.places), self._middle(state), view)
-        # Confirmations name the thing, then where it happened.
+        # Confirmations name the thing, then the place.
         phrase = jnp.select(
             [does[v] for v in ("take", "put", "heat", "cool", "clean")],
             [word[f"you_{v}"] for v in ("pick_up", "put", "heat", "cool", "clean")],

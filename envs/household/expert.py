@@ -1,7 +1,7 @@
 """Two scripted players: a local expert that can be imitated, and random admissible play.
 
-The expert decides from what an agent with a short memory could know: the task, what it sees where it stands, what it
-carries and where its last few actions led. It does not know where things are, so it searches, avoiding the receptacles
+The expert uses only information of an agent with a short memory: the task, its view from where it stands, the things that it
+carries and the results of its last few actions. It does not know where things are, so it searches, avoiding the receptacles
 of its recent `go_to`s. A player that knows the whole state solves more tasks but cannot be imitated from observations.
 """
 
@@ -15,13 +15,13 @@ from hgpo_jax.envs.household.env import CAPACITY, CLEAN, COLD, HOT, Household, S
 
 
 def random_action(env: Household, state: State, key: jax.Array) -> jax.Array:
-    """i32[2]: one of the admissible actions, all equally likely."""
+    """Returns one of the admissible actions, all equally likely, i32[2]."""
     legal, words = env.admissible(state)
     return words[jax.random.categorical(key, jnp.where(legal, 0.0, -jnp.inf))]
 
 
 def expert_action(env: Household, state: State, recent: jax.Array, key: jax.Array, told: jax.Array | int = 0) -> jax.Array:
-    """The local expert's action.
+    """Returns the local expert's action.
 
     Args:
       env, state: the household.
@@ -50,7 +50,7 @@ def expert_action(env: Household, state: State, recent: jax.Array, key: jax.Arra
     holds_ready = (carried & wanted & ready).any()
     carried_word = (thing_words * carried).sum()
 
-    # A wanted thing within reach, unless it already lies where it should.
+    # Take a wanted thing within reach, unless it already lies in the right place.
     settled = at_goal & ready & places_it
     takeable = wanted & (state.where == at) & open_here & ~settled
     take = thing_words[jnp.argmax(takeable)]
@@ -61,7 +61,7 @@ def expert_action(env: Household, state: State, recent: jax.Array, key: jax.Arra
     def act(verb, argument=0):
         return jnp.stack([jnp.int32(word[verb]), jnp.int32(argument)])
 
-    # Somewhere to search: not here, not where the last few go_to actions led.
+    # Search somewhere else: not here, and not where the last few go_to actions led.
     went = ((recent[:, :1] == word["go_to"]) & (recent[:, 1:] == place_words)).any(0)
     noise = jax.random.uniform(key, (places,))
     search = go(jnp.argmax(noise - 2.0 * went - 4.0 * here + (place_words == told)))
@@ -72,7 +72,7 @@ def expert_action(env: Household, state: State, recent: jax.Array, key: jax.Arra
     treat = jnp.where(at == at_tool, jnp.stack([verbs[state.task], carried_word]), go(at_tool))
     lamp = jnp.asarray(env._lamp_at)[state.room]
     examine = jnp.where(at == lamp, act("use", word[world.LAMP]), go(lamp))
-    # The first receptacle of the goal's kind, so that two things meet; the next one when that was just found full.
+    # The first receptacle of the goal's kind, so that two things meet; the next one if that was just found full.
     goal_place = jnp.argmax(is_goal * (4.0 - went - 2.0 * here))
     here_word = jnp.append(place_words, 0)[at]
     open_it = act("open", here_word)

@@ -5,10 +5,10 @@
     state, observation, *_ = env.step(state, env.encode("fridge_1 countertop_1"))  # the blueprint; the executor's observation
     state, observation, *_ = env.step(state, env.encode("go_to fridge_1"))         # what is left of it: countertop_1
 
-A blueprint is a short list of subgoals: the places to go to, in order. The planner writes it in the first turn of an episode
-and never acts again. In every turn the executor sees what the household's agent sees, and the subgoals that are left: the first
-one is struck off where the executor stands at its place after a turn. Both share the reward. It is made for HiMAC (Jin et al.,
-2026, arXiv 2603.00977), whose executor says itself that a subgoal is done.
+A blueprint is a short list of subgoals: the places to visit, in order. The planner writes it in the first turn of an episode
+and never acts again. In every turn the executor sees the observation of the household's agent, and the remaining subgoals: the
+first one is removed when the executor stands at its place after a turn. Both share the reward. It is made for HiMAC (Jin et
+al., 2026, arXiv 2603.00977), whose executor itself declares a subgoal done.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hgpo_jax.envs.household import expert, world
 from hgpo_jax.envs.household.env import WON_REWARD, Household, State
 
 PLANNER, EXECUTOR = range(2)
-SUBGOALS = {"place": 2, "two": 4, "look": 2, "clean": 3, "heat": 3, "cool": 3}  # that a task takes
+SUBGOALS = {"place": 2, "two": 4, "look": 2, "clean": 3, "heat": 3, "cool": 3}  # number that a task takes
 
 
 class PlanState(struct.PyTreeNode):
@@ -30,16 +30,16 @@ class PlanState(struct.PyTreeNode):
 
     house: State
     task: jax.Array  # i32[], the house's
-    plan: jax.Array  # i32[A], words of the places that are left of the blueprint, then 0
-    seen: jax.Array  # i32[6], what the house showed the executor last
+    plan: jax.Array  # i32[A], words of the remaining places of the blueprint, then 0
+    seen: jax.Array  # i32[6], the executor's last observation of the house
     turn: jax.Array  # i32[], turns of both
 
 
 class HouseholdPlan:
-    """A family of households with a planner; its arguments and refusals are `Household`'s, `max_turns` counts both roles'.
+    """A family of households with a planner; arguments and errors are `Household`'s, `max_turns` counts both roles' turns.
 
-    Words are the household's and the names of the roles. An observation begins with the role that it is for. A blueprint has as
-    many words as the longest of the task types needs, and so has an action.
+    Words are the household's and the names of the roles. An observation begins with the role that it is for. A blueprint, and
+    an action, has as many words as the longest of the task types needs.
     """
 
     roles = ("planner", "executor")
@@ -55,32 +55,32 @@ class HouseholdPlan:
     # -- words --------------------------------------------------------------------------------------------------
 
     def encode(self, text: str) -> np.ndarray:
-        """The words of an action or a blueprint as i32[A]; words that the household does not know become 0."""
+        """Encodes the words of an action or a blueprint as i32[A]; words that the household does not know become 0."""
         ids = [self.house.word_id.get(word, 0) for word in text.split()][: self.action_length]
         return np.array(ids + [0] * (self.action_length - len(ids)), np.int32)
 
     def decode(self, ids) -> str:
-        """Word ids of any length as text, empty slots left out."""
+        """Decodes word ids of any length to text, without empty slots."""
         return " ".join(self.words[i] for i in np.asarray(ids).ravel() if i)
 
     def goal(self, state: PlanState) -> jax.Array:
-        """i32[4], the same for both: room, task, kind of thing, kind of receptacle."""
+        """Returns room, task, kind of thing and kind of receptacle, i32[4], the same for both roles."""
         return self.house.goal(state.house)
 
     # -- facts about a state ------------------------------------------------------------------------------------
 
     def role(self, state: PlanState) -> jax.Array:
-        """i32[]: whose turn it is, PLANNER or EXECUTOR."""
+        """Returns the role that acts next, i32[], PLANNER or EXECUTOR."""
         return jnp.where(state.turn == 0, PLANNER, EXECUTOR)
 
     def won(self, state: PlanState) -> jax.Array:
-        """bool[]: whether the task is fulfilled."""
+        """Whether the task is fulfilled, bool[]."""
         return self.house.won(state.house)
 
     # -- the two functions --------------------------------------------------------------------------------------
 
     def reset(self, key: jax.Array) -> tuple[PlanState, jax.Array]:
-        """A new episode from a key: (PlanState, the planner's observation i32[O])."""
+        """Starts a new episode from a key: (PlanState, the planner's observation i32[O])."""
         house, seen = self.house.reset(key)
         plan = jnp.zeros(self.action_length, jnp.int32)
         state = PlanState(house=house, task=house.task, plan=plan, seen=seen, turn=jnp.int32(0))
@@ -115,11 +115,11 @@ class HouseholdPlan:
     # -- what is seen -------------------------------------------------------------------------------------------
 
     def _observe(self, state: PlanState) -> jax.Array:
-        """i32[O] for the role whose turn it is: its name; then each thing and where it lies, or the plan and the house."""
+        """Returns the acting role's view, i32[O]: its name; then each thing and its place, or the plan and the house."""
         house, role = state.house, self.role(state)
         things = self.house.thing_words(house)
         spots = jnp.append(self.house.place_words(house), 0)[house.where]
-        listed = jnp.stack([things, spots], axis=1)[jnp.argsort(things)].ravel()  # the wanted one would come first
+        listed = jnp.stack([things, spots], axis=1)[jnp.argsort(things)].ravel()  # otherwise the wanted one would come first
         local = jnp.concatenate([state.plan, state.seen])
         width = self.observation_length - 1
         padded = lambda words: jnp.pad(words, (0, width - words.shape[0]))  # noqa: E731
@@ -129,8 +129,8 @@ class HouseholdPlan:
     # -- two scripted players -----------------------------------------------------------------------------------
 
     def expert_action(self, state: PlanState, recent: jax.Array, key: jax.Array) -> jax.Array:
-        """i32[A]: the planner names the places that the task leads to; the executor is the local expert, which looks for things
-        at the next of them first.
+        """Returns an action, i32[A]: the planner names the solution's places; the executor is the local expert, which
+        first looks for things at the next of them.
 
         recent: i32[K, A], the last K actions of the same role.
         """
@@ -139,13 +139,13 @@ class HouseholdPlan:
         return jnp.where(self.role(state) == PLANNER, self._blueprint(state.house), acted)
 
     def random_action(self, state: PlanState, key: jax.Array) -> jax.Array:
-        """i32[A]: a blueprint of any places of the room, or one of the executor's admissible actions, all equally likely."""
+        """Draws a blueprint of any places of the room, or one of the executor's admissible actions, uniformly; i32[A]."""
         blueprint = jax.random.choice(key, self.house.place_words(state.house), (self.action_length,))
         acted = jnp.pad(expert.random_action(self.house, state.house, key), (0, self.action_length - 2))
         return jnp.where(self.role(state) == PLANNER, blueprint, acted)
 
     def _blueprint(self, house: State) -> jax.Array:
-        """i32[A]: where the wanted thing lies, what it is treated with, where it is to go; two things one after the other."""
+        """Lists the places of the wanted thing, its treatment and its destination; two things one after the other; i32[A]."""
         rooms, wanted = self.house, house.kind == house.goal_kind
         first, last = jnp.argmax(wanted), wanted.shape[0] - 1 - jnp.argmax(wanted[::-1])
         goal = jnp.argmax(jnp.asarray(rooms._place_kind)[house.room] == house.goal_place)

@@ -1,12 +1,11 @@
-"""The household whose agent says what it is about: every answer has a switch, a subgoal and an action part.
+"""The household whose agent states its subgoal: every answer has a switch, a subgoal and an action part.
 
     env = HouseholdSubgoals()
     state, observation = env.reset(jax.random.key(0))
     state, observation, *_ = env.step(state, env.encode("switch fridge_1 go_to fridge_1"))
     state, observation, *_ = env.step(state, env.encode("keep fridge_1 open fridge_1"))
 
-The subgoal is a place to work at. It does nothing but stand in front of the next observation, so that an agent knows what it
-was about.
+The subgoal is a place to work at. It only precedes the next observation, so that an agent remembers its own intention.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ class SubgoalState(struct.PyTreeNode):
 
     house: State
     task: jax.Array  # i32[], the house's
-    subgoal: jax.Array  # i32[], word of the place taken up last, 0 before
+    subgoal: jax.Array  # i32[], word of the most recent subgoal's place, 0 before
 
 
 class HouseholdSubgoals:
-    """A family of households; its arguments and what it refuses are `Household`'s.
+    """A family of households; its arguments and errors are those of `Household`.
 
-    An answer is `switch` and a place of the room, or `keep` and the place taken up before; then an action of the household.
+    An answer is `switch` and a place of the room, or `keep` and the current subgoal's place; then an action of the household.
     """
 
     task_types, goal_length = Household.task_types, Household.goal_length
@@ -47,31 +46,31 @@ class HouseholdSubgoals:
     # -- words --------------------------------------------------------------------------------------------------
 
     def encode(self, text: str) -> np.ndarray:
-        """An answer's words as i32[4]; words that it does not know become 0."""
+        """Encodes an answer's words as i32[4]; unknown words become 0."""
         known = {word: index for index, word in enumerate(self.words)}
         ids = [known.get(word, 0) for word in text.split()][: self.action_length]
         return np.array(ids + [0] * (self.action_length - len(ids)), np.int32)
 
     def decode(self, ids) -> str:
-        """Word ids of any length as text, empty slots left out."""
+        """Decodes word ids of any length to text, without empty slots."""
         return " ".join(self.words[i] for i in np.asarray(ids).ravel() if i)
 
     def goal(self, state: SubgoalState) -> jax.Array:
-        """i32[4]: room, task, kind of thing, kind of receptacle."""
+        """Returns the room, the task, the kind of thing and the kind of receptacle, i32[4]."""
         return self.house.goal(state.house)
 
     def switches(self, answer: jax.Array) -> jax.Array:
-        """bool[]: whether an answer i32[4] takes up a new subgoal."""
+        """Whether an answer i32[4] takes up a new subgoal, bool[]."""
         return answer[0] == self._switch
 
     # -- facts about a state ------------------------------------------------------------------------------------
 
     def won(self, state: SubgoalState) -> jax.Array:
-        """bool[]: whether the task is fulfilled."""
+        """Whether the task is fulfilled, bool[]."""
         return self.house.won(state.house)
 
     def admissible(self, state: SubgoalState) -> tuple[jax.Array, jax.Array]:
-        """What can be said now: (bool[answers], i32[answers, 4] their words), every plan with every action."""
+        """Returns the possible answers: (bool[answers], i32[answers, 4] their words), every plan with every action."""
         legal, actions = self.house.admissible(state.house)
         places = self.house.place_words(state.house)
         plans = jnp.stack([jnp.full_like(places, self._switch), places], axis=1)
@@ -83,17 +82,17 @@ class HouseholdSubgoals:
     # -- the two functions --------------------------------------------------------------------------------------
 
     def reset(self, key: jax.Array) -> tuple[SubgoalState, jax.Array]:
-        """A new episode from a key: (SubgoalState, observation i32[7])."""
+        """Starts a new episode from a key: (SubgoalState, observation i32[7])."""
         house, seen = self.house.reset(key)
         return SubgoalState(house=house, task=house.task, subgoal=jnp.int32(0)), jnp.append(0, seen).astype(jnp.int32)
 
     def step(self, state: SubgoalState, action: jax.Array):
-        """Does one answer i32[4].
+        """Performs one answer i32[4].
 
         Returns:
-          (SubgoalState, observation i32[7], the subgoal and what the household shows, reward f32[] 10 on success else 0,
-          done bool[], invalid bool[]). Where the plan does not fit, the subgoal stays and the action is not done: it
-          is as an inadmissible one in `Household.step`.
+          (SubgoalState, observation i32[7], the subgoal and the household's observation, reward f32[] 10 on success else 0,
+          done bool[], invalid bool[]). If the plan does not fit, the subgoal stays and the action is not performed, like an
+          inadmissible one in `Household.step`.
         """
         switches = self.switches(action)
         named = (self.house.place_words(state.house) == action[1]).any()
@@ -106,7 +105,7 @@ class HouseholdSubgoals:
     # -- two scripted players -----------------------------------------------------------------------------------
 
     def expert_action(self, state: SubgoalState, recent: jax.Array, key: jax.Array) -> jax.Array:
-        """i32[4]: the local expert, whose subgoal is the place where it acts or goes to.
+        """Returns an answer i32[4] of the local expert, whose subgoal is the place where it acts or goes to.
 
         recent: i32[K, 4], the last K answers.
         """
@@ -119,6 +118,6 @@ class HouseholdSubgoals:
         return jnp.concatenate([jnp.stack([plan, subgoal]), action])
 
     def random_action(self, state: SubgoalState, key: jax.Array) -> jax.Array:
-        """i32[4]: one of the admissible answers, all equally likely."""
+        """Returns one of the admissible answers, all equally likely, i32[4]."""
         legal, words = self.admissible(state)
         return words[jax.random.categorical(key, jnp.where(legal, 0.0, -jnp.inf))]

@@ -5,8 +5,8 @@
     state, observation, *_ = env.step(state, env.encode("fridge_1"))         # it says so; the carrier's observation
     state, observation, *_ = env.step(state, env.encode("go_to fridge_1"))
 
-The searcher cannot move, and the carrier sees only what the household's agent sees and the last place that the searcher has
-named. The searcher speaks before every `CARRIER_TURNS` turns of the carrier. Both share the reward.
+The searcher cannot move, and the carrier sees only the observation of the household's agent and the last place that the
+searcher named. The searcher speaks before every `CARRIER_TURNS` turns of the carrier. Both share the reward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hgpo_jax.envs.household import expert, world
 from hgpo_jax.envs.household.env import WON_REWARD, Household, State
 
 SEARCHER, CARRIER = range(2)
-CARRIER_TURNS = 4  # between two of the searcher's
+CARRIER_TURNS = 4  # between two of the searcher's turns
 
 
 class TeamState(struct.PyTreeNode):
@@ -29,12 +29,12 @@ class TeamState(struct.PyTreeNode):
     house: State
     task: jax.Array  # i32[], the house's
     told: jax.Array  # i32[], word of the place that the searcher named last, 0 before
-    seen: jax.Array  # i32[6], what the house showed the carrier last
+    seen: jax.Array  # i32[6], the carrier's last observation of the house
     turn: jax.Array  # i32[], turns of both
 
 
 class HouseholdTeam:
-    """A family of households for two; its arguments and what it refuses are `Household`'s, `max_turns` counts both roles'.
+    """A family of households for two; arguments and errors are those of `Household`, `max_turns` counts both roles' turns.
 
     Words are the household's and the names of the roles. An observation begins with the role that it is for.
     """
@@ -51,29 +51,29 @@ class HouseholdTeam:
     # -- words --------------------------------------------------------------------------------------------------
 
     def encode(self, text: str) -> np.ndarray:
-        """An action's words as i32[2], as `Household.encode`."""
+        """Encodes an action's words as i32[2], as `Household.encode` does."""
         return self.house.encode(text)
 
     def decode(self, ids) -> str:
-        """Word ids of any length as text, empty slots left out."""
+        """Decodes word ids of any length to text, without empty slots."""
         return " ".join(self.words[i] for i in np.asarray(ids).ravel() if i)
 
     def goal(self, state: TeamState) -> jax.Array:
-        """i32[4], the same for both: room, task, kind of thing, kind of receptacle."""
+        """Returns room, task, kind of thing and kind of receptacle, i32[4], the same for both roles."""
         return self.house.goal(state.house)
 
     # -- facts about a state ------------------------------------------------------------------------------------
 
     def role(self, state: TeamState) -> jax.Array:
-        """i32[]: whose turn it is, SEARCHER or CARRIER."""
+        """Returns the role that acts next, i32[], SEARCHER or CARRIER."""
         return jnp.where(state.turn % (1 + CARRIER_TURNS) == 0, SEARCHER, CARRIER)
 
     def won(self, state: TeamState) -> jax.Array:
-        """bool[]: whether the task is fulfilled."""
+        """Whether the task is fulfilled, bool[]."""
         return self.house.won(state.house)
 
     def admissible(self, state: TeamState) -> tuple[jax.Array, jax.Array]:
-        """What can be done now: (bool[actions], i32[actions, 2] their words). The searcher names any of the room's places."""
+        """Returns the possible actions: (bool[actions], i32[actions, 2] words). The searcher names any place of the room."""
         searches = self.role(state) == SEARCHER
         names = jnp.pad(self.house.place_words(state.house)[:, None], ((0, 0), (0, 1)))
         legal, words = self.house.admissible(state.house)
@@ -83,13 +83,13 @@ class HouseholdTeam:
     # -- the two functions --------------------------------------------------------------------------------------
 
     def reset(self, key: jax.Array) -> tuple[TeamState, jax.Array]:
-        """A new episode from a key: (TeamState, the searcher's observation i32[O])."""
+        """Starts a new episode from a key: (TeamState, the searcher's observation i32[O])."""
         house, seen = self.house.reset(key)
         state = TeamState(house=house, task=house.task, told=jnp.int32(0), seen=seen, turn=jnp.int32(0))
         return state, self._observe(state)
 
     def step(self, state: TeamState, action: jax.Array):
-        """Does one action i32[2] of the role whose turn it is.
+        """Performs one action i32[2] of the role that acts next.
 
         Returns:
           (TeamState, the next role's observation i32[O], reward f32[] 10 on success else 0, done bool[], invalid bool[]). A
@@ -112,9 +112,9 @@ class HouseholdTeam:
     # -- what is seen -------------------------------------------------------------------------------------------
 
     def _observe(self, state: TeamState) -> jax.Array:
-        """i32[O] for the role whose turn it is: its name; then each thing and where it lies, or what was told and the house."""
+        """Returns the acting role's view, i32[O]: its name; then each thing and its place, or the hint and the house."""
         house, role = state.house, self.role(state)
-        places = jnp.append(self.house.place_words(house), self._role_word[CARRIER])  # what is carried is with the carrier
+        places = jnp.append(self.house.place_words(house), self._role_word[CARRIER])  # carried things are at the carrier
         things = self.house.thing_words(house)
         order = jnp.argsort(things)  # the wanted one would come first
         listed = jnp.stack([things, places[house.where]], axis=1)[order].ravel()
@@ -126,7 +126,7 @@ class HouseholdTeam:
     # -- two scripted players -----------------------------------------------------------------------------------
 
     def expert_action(self, state: TeamState, recent: jax.Array, key: jax.Array) -> jax.Array:
-        """i32[2]: the searcher names the place that matters next; the carrier is the local expert, and searches there first.
+        """Returns an action, i32[2]: the searcher names the next important place; the carrier, a local expert, searches there.
 
         recent: i32[K, 2], the last K actions of the same role.
         """
@@ -135,12 +135,12 @@ class HouseholdTeam:
         return jnp.where(self.role(state) == SEARCHER, named, acted)
 
     def random_action(self, state: TeamState, key: jax.Array) -> jax.Array:
-        """i32[2]: one of the admissible actions, all equally likely."""
+        """Returns one of the admissible actions, all equally likely, i32[2]."""
         legal, words = self.admissible(state)
         return words[jax.random.categorical(key, jnp.where(legal, 0.0, -jnp.inf))]
 
     def _next_place(self, house: State) -> jax.Array:
-        """i32[]: where a wanted thing lies that is still to be fetched; while one is carried, where it is to go."""
+        """Returns the place, i32[], of a wanted thing still to be fetched or, while one is carried, its destination."""
         rooms, wanted = self.house, house.kind == house.goal_kind
         looks = house.task == world.TASK_ID["look"]
         is_goal = jnp.asarray(rooms._place_kind)[house.room] == house.goal_place

@@ -1,10 +1,10 @@
-"""The household as text tasks: `reset(task)` and `step(action)` over the same rules, told in ALFWorld's wording.
+"""The household as text tasks: `reset(task)` and `step(action)` over the same rules, in ALFWorld's wording.
 
     env = HouseholdText(Household())
     observation, commands = env.reset(0)
     observation, commands, reward, done, info = env.step("go to fridge 1")
 
-Two observations of a room are equal exactly where the compiled ones are.
+Two observations of a room are equal exactly if the compiled ones are.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from hgpo_jax.envs.words import Words
 
 
 class HouseholdText(Words):
-    """The household in ALFWorld's wording; see `Words` for what it takes and has."""
+    """The household in ALFWorld's wording; see `Words` for arguments and attributes."""
 
     def expert(self, history_length: int) -> str:
-        """The command of the local expert (`expert.py`)."""
+        """Returns the command of the local expert (`expert.py`)."""
         return self._expert(expert, history_length)
 
     def _ids(self, action):
@@ -57,7 +57,7 @@ class HouseholdText(Words):
         return self._places()[at] if at < env.places else ""
 
     def _places(self) -> list[str]:
-        """The names of the room's receptacles."""
+        """Lists the names of the room's receptacles."""
         env, state = self._house()
         return list(world.ROOMS[env.rooms[int(state.room)]][: env.places])
 
@@ -87,7 +87,7 @@ class HouseholdText(Words):
         }[first]
 
     def _view(self, place, status, *things) -> str:
-        """What a receptacle shows."""
+        """Describes the contents of a receptacle."""
         if status == "it_is_closed":
             return f"The {_name(place)} is closed."
         listed = _list([_name(thing) for thing in things if thing])
@@ -100,7 +100,7 @@ class HouseholdTeamText(HouseholdText):
     """The household for two (`HouseholdTeam`) in the same wording; the searcher's commands are "say fridge 1" and the like."""
 
     def expert(self, history_length: int) -> str:
-        """The command of the role's scripted player."""
+        """Returns the command of the role's scripted player."""
         return self._expert(HouseholdTeam, history_length)
 
     def _house(self):
@@ -113,7 +113,7 @@ class HouseholdTeamText(HouseholdText):
         _, *rest = self._words(ids)
         if self.role == SEARCHER:
             pairs = zip(rest[::2], rest[1::2], strict=False)
-            held = {"carrier": "with the carrier"}  # else at a place
+            held = {"carrier": "with the carrier"}  # others are at a place
             spots = [f"The {_name(thing)} is {held.get(place, f'at the {_name(place)}')}." for thing, place in pairs if thing]
             return f"You are the searcher and tell the carrier a place. {' '.join(spots)}"
         said = f"The searcher says: {_name(rest[0])}." if rest[0] else "The searcher has said nothing."

@@ -1,7 +1,7 @@
 """The household's fixed facts: rooms, receptacles, kinds of things, tasks and the words that name them.
 
-Everything an observation, an action or a task can say is one word of `vocabulary`; a word's index is its token id and 0 is
-the empty slot. Multi-word phrases are joined by underscores so that a word-level tokenizer needs no rules.
+Everything in an observation, an action or a task is one word of `vocabulary`; a word's index is its token id and 0 is the empty
+slot. Multi-word phrases are joined by underscores so that a word-level tokenizer needs no rules.
 
 The six task types are ALFWorld's (Shridhar et al., 2021); the rooms are a small version of its floor plans.
 """
@@ -30,9 +30,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 OPENABLE = frozenset({"cabinet", "drawer", "fridge", "microwave", "safe"})
-LAMP_AT = {"bedroom": "desk_1", "livingroom": "sidetable_1"}  # where the room's desk lamp stands
+LAMP_AT = {"bedroom": "desk_1", "livingroom": "sidetable_1"}  # place of the room's desk lamp
 
-# The eight kinds of things of a room. Of each kind there are at most two, "mug_1" and "mug_2".
+# The eight kinds of things of a room. There are at most two of each kind, "mug_1" and "mug_2".
 KINDS: dict[str, tuple[str, ...]] = {
     "kitchen": ("apple", "potato", "tomato", "egg", "mug", "plate", "cup", "bread"),
     "bathroom": ("soapbar", "cloth", "towel", "candle", "spraybottle", "toiletpaper", "plunger", "soapbottle"),
@@ -70,7 +70,7 @@ PHRASES = (
 
 
 def vocabulary(rooms: tuple[str, ...], places: int) -> tuple[str, ...]:
-    """The words that can occur in these rooms with this many receptacles each; a word's id is its index.
+    """Lists the words that can occur in these rooms with this many receptacles each; a word's id is its index.
 
     Index 0 is the empty slot (the tokenizer's padding). A household of fewer rooms has fewer words, which keeps the
     embedding of a small policy small.
@@ -85,6 +85,6 @@ def vocabulary(rooms: tuple[str, ...], places: int) -> tuple[str, ...]:
 
 
 def affordances(kinds: tuple[str, ...]) -> np.ndarray:
-    """bool[tasks, kinds]: whether a thing of this kind can be the object of this task type."""
+    """Returns bool[tasks, kinds]: whether a thing of this kind can be the object of this task type."""
     allowed = {"clean": CLEANABLE, "heat": HEATABLE, "cool": COOLABLE}
     return np.array([[task not in allowed or kind in allowed[task] for kind in kinds] for task in TASKS])

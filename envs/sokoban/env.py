@@ -4,9 +4,9 @@
     state, observation = env.reset(jax.random.key(0))
     state, observation, reward, done, invalid = env.step(state, env.encode("left"))
 
-One episode at a time; use `jax.vmap` for batches. The agent walks one cell per turn and pushes the one box ahead of it where
-there is room behind that; all boxes on targets ends the episode. It sees the whole room, one word per inner cell: what is
-there and where that is, as in "box_2_3". Rooms come from `rooms.py`.
+One episode at a time; use `jax.vmap` for batches. The agent walks one cell per turn and pushes the one box ahead of it if there
+is room behind the box; all boxes on targets ends the episode. It sees the whole room, one word per inner cell with its content
+and position, as in "box_2_3". Rooms come from `rooms.py`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from flax import struct
 from hgpo_jax.envs.sokoban.rooms import make_room
 
 MOVES = ("up", "down", "left", "right")
-FLOOR, WALL, TARGET, BOX, BOX_ON_TARGET, AGENT, AGENT_ON_TARGET = range(7)  # what a cell shows
+FLOOR, WALL, TARGET, BOX, BOX_ON_TARGET, AGENT, AGENT_ON_TARGET = range(7)  # content of a cell
 CELL_WORDS = ("floor", "wall", "target", "box", "box_on_target", "you", "you_on_target")
 GOAL = "push_every_box_onto_a_target"
 WON_REWARD = 10.0
-# As in gym-sokoban; all boxes on targets pay WON_REWARD besides.
+# As in gym-sokoban; all boxes on targets also pay WON_REWARD.
 STEP_REWARD, ON_TARGET_REWARD, OFF_TARGET_REWARD = -0.1, 1.0, -1.0
 
 
@@ -79,38 +79,38 @@ class Sokoban:
         return {word: index for index, word in enumerate(self.words)}
 
     def encode(self, text: str) -> np.ndarray:
-        """An action's word as i32[1]; a word that the room does not know becomes 0."""
+        """Encodes an action's word as i32[1]; a word that the room does not know becomes 0."""
         return np.array([self.word_id.get(text.strip(), 0)], np.int32)
 
     def decode(self, ids) -> str:
-        """Word ids of any length as text, empty slots left out."""
+        """Decodes word ids of any length to text, without empty slots."""
         return " ".join(self.words[i] for i in np.asarray(ids).ravel() if i)
 
     def goal(self, state: State) -> jax.Array:
-        """i32[1]: the same in every room."""
+        """Returns the goal, the same in every room, i32[1]."""
         return jnp.full(self.goal_length, self.word_id[GOAL], jnp.int32)
 
     def won(self, state: State) -> jax.Array:
-        """bool[]: whether every box stands on a target."""
+        """Whether every box stands on a target, bool[]."""
         return ~(state.boxes & ~state.targets).any()
 
     def admissible(self, state: State) -> tuple[jax.Array, jax.Array]:
-        """Which moves change something: (bool[4], i32[4, 1] their words)."""
+        """Returns the moves that change something: (bool[4], i32[4, 1] their words)."""
         ahead = state.agent + jnp.asarray(self.offsets)
-        # Behind an outer wall there is nothing; what is read there does not matter.
+        # There is nothing behind an outer wall; the value read there does not matter.
         behind = jnp.clip(ahead + jnp.asarray(self.offsets), 0, self.size**2 - 1)
         blocked = state.walls | state.boxes
         legal = ~state.walls[ahead] & ~(state.boxes[ahead] & blocked[behind])
         return legal, jnp.array([[self.word_id[move]] for move in MOVES], jnp.int32)
 
     def reset(self, key: jax.Array) -> tuple[State, jax.Array]:
-        """A new episode from a key: (State, observation i32[(size - 2)^2]). Equal keys give equal episodes."""
+        """Starts a new episode from a key: (State, observation i32[(size - 2)^2]). Equal keys give equal episodes."""
         walls, targets, boxes, agent = make_room(key, self.size, self.boxes)
         state = State(walls=walls, targets=targets, boxes=boxes, agent=agent, task=jnp.int32(0), turn=jnp.int32(0))
         return state, self._observe(state)
 
     def step(self, state: State, action: jax.Array):
-        """Does one action.
+        """Performs one action.
 
         Args:
           state: the episode.
@@ -138,7 +138,7 @@ class Sokoban:
         return after, self._observe(after), reward, won | (after.turn >= self.max_turns), invalid
 
     def _observe(self, state: State) -> jax.Array:
-        """i32[(size - 2)^2]: a word for each inner cell. In `words` cells follow the empty word, the moves and the goal."""
+        """Returns a word per inner cell, i32[(size - 2)^2]. In `words` cells follow the empty word, the moves and the goal."""
         agent = jnp.arange(self.size**2) == state.agent
         shown = jnp.where(state.targets, TARGET, FLOOR)
         shown = jnp.where(state.boxes, jnp.where(state.targets, BOX_ON_TARGET, BOX), shown)
@@ -148,6 +148,6 @@ class Sokoban:
         return (1 + len(MOVES) + 1 + shown * count + jnp.arange(count)).astype(jnp.int32)
 
     def shown(self, ids) -> np.ndarray:
-        """What the whole room shows, int[size, size] of FLOOR, WALL, ..., from an observation."""
+        """Decodes an observation to the content of the whole room, int[size, size] of FLOOR, WALL, ..."""
         kinds = (np.asarray(ids) - 2 - len(MOVES)) // len(self._inner)
         return np.pad(kinds.reshape(self.size - 2, self.size - 2), 1, constant_values=WALL)

@@ -1,7 +1,7 @@
 """Two scripted players: a solver of one box at a time that can be imitated, and random admissible play.
 
-The whole room is in view, so that the solver knows no more than an agent. It takes the other boxes for walls, finds for each
-box the fewest moves onto a free target, and begins with the box that needs the fewest. With one box that is the shortest
+The whole room is visible, so the solver has the same information as an agent. It treats the other boxes as walls, finds for
+each box the fewest moves onto a free target, and begins with the box that needs the fewest. With one box that is the shortest
 solution; with several it can get stuck, and then moves at random.
 """
 
@@ -17,18 +17,18 @@ NEVER = 10_000  # moves
 
 
 def random_action(env: Sokoban, state: State, key: jax.Array) -> jax.Array:
-    """i32[1]: one of the admissible moves, all equally likely; up where there is none."""
+    """Returns i32[1]: one of the admissible moves, all equally likely; up where there is none."""
     legal, words = env.admissible(state)
     return words[jax.random.categorical(key, jnp.where(legal | ~legal.any(), 0.0, -jnp.inf))]
 
 
 def expert_action(env: Sokoban, state: State, recent: jax.Array, key: jax.Array) -> jax.Array:
-    """The solver's move.
+    """Returns the solver's move.
 
     Args:
       env, state: the room.
       recent: the last actions, which the solver does not need.
-      key: picks the move where no box can be brought to a target.
+      key: picks the move if no box can be brought to a target.
 
     Returns: i32[1].
     """
@@ -38,7 +38,7 @@ def expert_action(env: Sokoban, state: State, recent: jax.Array, key: jax.Array)
     targets = state.targets[inner]
 
     def plan(box):
-        """Moves to bring one box to a target after each first move, i32[4]; NEVER for a blocked one."""
+        """Counts moves to bring one box to a target after each first move, i32[4]; NEVER for a blocked one."""
         others = state.boxes.at[inner[box]].set(False)[inner]
         distance, following, legal = _moves_left(env, ~state.walls[inner] & ~others, targets & ~others)
         settled = targets[box]
@@ -51,7 +51,7 @@ def expert_action(env: Sokoban, state: State, recent: jax.Array, key: jax.Array)
 
 
 def _inner(env: Sokoban) -> tuple[np.ndarray, np.ndarray]:
-    """(the cells that are not outer walls, [I]; for every cell its number among them, -1 for the outer ones)."""
+    """Returns (the cells that are not outer walls, [I]; for every cell its number among them, -1 for the outer ones)."""
     cells = np.arange(env.size**2)
     rows, columns = np.divmod(cells, env.size)
     inside = (rows % (env.size - 1) > 0) & (columns % (env.size - 1) > 0)
@@ -59,8 +59,8 @@ def _inner(env: Sokoban) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _moves_left(env: Sokoban, free, targets):
-    """For a lone box: (moves left i32[I, I] by box and agent; where each move leads, i32[I, I, 4] as box * I + agent; whether
-    it is possible, bool[I, I, 4])."""
+    """Solves for a lone box: (moves left i32[I, I] by box and agent; the result of each move, i32[I, I, 4] as box * I + agent;
+    whether it is possible, bool[I, I, 4])."""
     inner, into = _inner(env)
     count = len(inner)
     ahead = into[inner[:, None] + env.offsets]  # [I, 4], -1 for an outer wall

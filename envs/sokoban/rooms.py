@@ -1,9 +1,9 @@
-"""Rooms that can be solved: carved by a walk, then played backwards from the solved state.
+"""Solvable rooms: carved by a walk, then played backwards from the solved state.
 
 A pull is a push backwards: the agent stands beside a box, steps away from it and takes it along. Boxes start on the
-targets and are pulled many times; whoever pushes them back the same way solves the room. Of everything that a room goes
-through, the moment is kept when its boxes are farthest from the targets. Rooms in which a box never leaves its target, or
-all stay near, are thrown away.
+targets and are pulled many times; pushing them back the same way solves the room. Of all states that a room goes through,
+the one with its boxes farthest from the targets is kept. Rooms in which a box never leaves its target, or all stay near, are
+discarded.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import jax.numpy as jnp
 
 STEPS = 8  # of the walk, for each inner cell along a side
 PULLS = 12  # for each box
-LEAVE = 2.0  # how much likelier, as a logit, a pull is that takes its box off a target
+LEAVE = 2.0  # logit bonus of a pull that takes its box off a target
 
 
 def make_room(key: jax.Array, size: int, boxes: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """(walls, targets, boxes, each bool[size * size], and the agent's cell i32[])."""
+    """Makes a room: (walls, targets, boxes, each bool[size * size], and the agent's cell i32[])."""
 
     def draw(attempt):
         return attempt, *_draw(jax.random.fold_in(key, attempt), size, boxes)
@@ -26,7 +26,7 @@ def make_room(key: jax.Array, size: int, boxes: int) -> tuple[jax.Array, jax.Arr
 
 
 def _draw(key, size: int, boxes: int):
-    """(a room, whether it is hard enough)."""
+    """Draws (a room, whether it is hard enough)."""
     cells = jnp.arange(size**2)
     offsets = jnp.array([-size, size, -1, 1])
     keys = jax.random.split(key, 4)
@@ -62,7 +62,7 @@ def _draw(key, size: int, boxes: int):
 
 
 def _carve(key, size: int):
-    """bool[size * size], walls: everywhere but where a walk went, two cells wide."""
+    """Carves the floor along a walk, two cells wide; returns the walls, bool[size * size]."""
     steps = STEPS * (size - 2)
     keys = jax.random.split(key, 3)
     start = jax.random.randint(keys[0], (2,), 1, size - 1)
@@ -79,7 +79,7 @@ def _carve(key, size: int):
 
 
 def reach(free, agent, size: int):
-    """bool[size * size]: the cells that the agent can walk to over free ones, its own included."""
+    """Marks the cells that the agent can walk to over free ones, including its own, bool[size * size]."""
     bit = jnp.arange(size)
     allowed = (free.reshape(size, size) << bit).sum(1)  # a row is a number; the outer cells are never free
 

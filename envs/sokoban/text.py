@@ -17,7 +17,7 @@ class SokobanText(Words):
     """Rooms as drawings, one line per row, with a space between cells so that each is a token; see `Words` for the rest."""
 
     def expert(self, history_length: int) -> str:
-        """The command of the solver (`expert.py`)."""
+        """Returns the command of the solver (`expert.py`)."""
         return self._expert(expert, history_length)
 
     def _goal(self, ids):

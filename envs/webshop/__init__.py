@@ -1,4 +1,4 @@
-"""WebShop without Java, server or HTML: same pages, search, goals and rewards as the original's text mode.
+"""WebShop without Java, server or HTML: the same pages, search, goals and rewards as the original's text mode.
 
     shop = load_shop("items_shuffle_1000.json.gz", "items_ins_v2_1000.json.gz", seed=0)
     session = shop.session(0)
@@ -16,7 +16,7 @@ __all__ = ["Session", "Shop", "load_shop"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when first asked for: `python -m hgpo_jax.envs.webshop.catalogue` runs a module that these need."""
+    """Imports a name on first use, because `python -m hgpo_jax.envs.webshop.catalogue` runs a module that these need."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from hgpo_jax.envs.webshop import session, shop

@@ -1,4 +1,4 @@
-"""Text to search terms, exactly as Lucene's English analyzer does it for the original WebShop index.
+"""Conversion of text to search terms, exactly as in Lucene's English analyzer for the original WebShop index.
 
 Words by Unicode's word-break rules (UAX #29) as Lucene's StandardTokenizer reads them, then: possessive 's stripped,
 lower case, stop words dropped, Porter stem. Checked term for term against Lucene 9.9.
@@ -7,7 +7,7 @@ lower case, stop words dropped, Porter stem. Checked term for term against Lucen
 import re
 
 try:
-    import regex  # the standard `re` knows no Word_Break property
+    import regex  # the standard `re` has no Word_Break property
 except ImportError:
     raise ImportError("the package regex is missing; pip install 'hgpo_jax[webshop]'") from None
 
@@ -35,8 +35,8 @@ _PICTOGRAPHS = (
 
 
 def _unicode_pattern() -> regex.Pattern:
-    """Compile the word rules for any text; names follow the Word_Break classes of UAX #29."""
-    # Leading characters are counted only to keep endless rows of them from taking quadratic time.
+    """Compiles the word rules for any text; names follow the Word_Break classes of UAX #29."""
+    # Leading characters are counted only so that endless rows of them do not take quadratic time.
     x = r"[\p{WB=Format}\p{WB=Extend}\p{WB=ZWJ}]*+"  # marks stay with the character before them
     letter = rf"[\p{{WB=ALetter}}\p{{WB=Hebrew_Letter}}]{x}"
     digit = rf"[\p{{WB=Numeric}}\uFF10-\uFF19]{x}"
@@ -68,7 +68,7 @@ _UNICODE = _unicode_pattern()
 
 
 def tokens(text: str) -> list[str]:
-    """Return the words of a lower-case `text`, before stop words and stemming."""
+    """Returns the words of a lower-case `text`, before stop words and stemming."""
     found: list[str] = []
     for piece in [text] if text.isascii() else text.split(" "):  # no word spans a space
         pattern = _ASCII if piece.isascii() else _UNICODE
@@ -81,7 +81,7 @@ def tokens(text: str) -> list[str]:
 
 
 def _cut(word: str, pattern) -> list[str]:
-    """Return the words Lucene's scanner, which sees MAX_TOKEN_LENGTH UTF-16 units at a time, makes of one long word."""
+    """Returns the words that Lucene's scanner, which sees MAX_TOKEN_LENGTH UTF-16 units at a time, makes of one long word."""
     found = []
     while word:
         units, end = 0, 0
@@ -95,14 +95,14 @@ def _cut(word: str, pattern) -> list[str]:
 
 
 def term(token: str) -> str:
-    """Return the search term of one token, or "" for a stop word."""
+    """Returns the search term of one token, or "" for a stop word."""
     if len(token) > 1 and token[-1] == "s" and token[-2] in "'\u2019\uff07":
         token = token[:-2]
     return "" if token in STOP_WORDS else stem(token)
 
 
 def analyze(text: str) -> list[str]:
-    """Return the search terms of `text`, in order, repeats kept.
+    """Returns the search terms of `text`, in order, repeats kept.
 
     >>> analyze("The women's T-Shirts, 3.5 oz")
     ['women', 't', 'shirt', '3.5', 'oz']

@@ -23,7 +23,7 @@ TURNS = 15
 
 
 class Row(TypedDict):
-    """A number that was measured."""
+    """A measured number."""
 
     name: str
     value: float
@@ -31,7 +31,7 @@ class Row(TypedDict):
 
 
 def measure(items: Path | str, attributes: Path | str) -> list[Row]:
-    """Return rows (name, value, unit): loading, session, reset, click, search, purchase, and memory of 256."""
+    """Returns rows (name, value, unit): loading, session, reset, click, search, purchase, and memory of 256."""
     start = time.perf_counter()
     shop = load_shop(items, attributes)
     rows = [_row("load", time.perf_counter() - start, "s")]
@@ -47,7 +47,7 @@ def measure(items: Path | str, attributes: Path | str) -> list[Row]:
 
 
 def _walk(shop: Shop, episodes: int) -> list[Row]:
-    """Time random clicks, and the purchases of the oracle."""
+    """Times random clicks, and the purchases of the oracle."""
     rng, spent, clicks = random.Random(0), 0.0, 0
     for index in range(episodes):
         session = shop.session(index)
@@ -73,7 +73,7 @@ def _walk(shop: Shop, episodes: int) -> list[Row]:
 
 
 def measure_large(products: int) -> list[Row]:
-    """Return rows for a synthetic catalogue of `products`: building, and opening and searching the mapped files."""
+    """Returns rows for a synthetic catalogue of `products`: building, and opening and searching the mapped files."""
     with tempfile.TemporaryDirectory() as folder:
         items, attributes = write_catalogue(folder, products)
         rows = [_row("products", products, ""), _row("input", items.stat().st_size / 1e6, "MB")]
@@ -109,7 +109,7 @@ def build_folder(items: str, attributes: str, folder: str) -> dict[str, float]:
 
 
 def use_folder(folder: str) -> dict[str, float]:
-    """Opens, searches and plays the catalogue that was built."""
+    """Opens, searches and plays the built catalogue."""
     start = time.perf_counter()
     catalogue = Catalogue.open(Path(folder) / "built")
     opened = time.perf_counter() - start

@@ -46,7 +46,7 @@ class Catalogue:
         self.goal_weight = arrays["goal_weight"]
         self.ranged = np.flatnonzero(~np.isnan(self.high))  # positions whose price is drawn
         self.index = Index(arrays, meta["documents"])
-        # Pure functions of the files: decoded products, their pages, search results.
+        # Results that depend only on the files: decoded products, their pages, search results.
         self.product = functools.lru_cache(maxsize=1 << 14)(self._product)
         self.item_page = functools.lru_cache(maxsize=1 << 12)(lambda position: item_page(self.product(position)))
         self.search = functools.lru_cache(maxsize=1 << 10)(self._search)
@@ -56,7 +56,7 @@ class Catalogue:
 
     @classmethod
     def open(cls, folder: Path | str) -> "Catalogue":
-        """Map a folder that `build` made.
+        """Maps a folder that `build` made.
 
         Raises:
             ValueError: the folder is not such a folder, or of another version.
@@ -74,7 +74,7 @@ class Catalogue:
             raise ValueError(f"{folder.name}: no built catalogue ({error}); build it again") from None
 
     def position(self, asin: str) -> int | None:
-        """Return the position of an asin, None if the catalogue lacks it."""
+        """Returns the position of an asin, None if the catalogue lacks it."""
         key = asin.encode("utf-8", "surrogatepass")
         i = int(np.searchsorted(self.asins, key))
         return int(self.asin_order[i]) if i < len(self.asins) and self.asins[i] == key else None
@@ -87,19 +87,19 @@ class Catalogue:
             raise ValueError(f"record {position} of the built catalogue is damaged; build it again") from None
 
     def _search(self, query: str) -> tuple[tuple[int, float], ...]:
-        """Return (position, score) of the best 50 products, best first."""
+        """Returns (position, score) of the best 50 products, best first."""
         positions, scores = self.index.search(query)
         return tuple(zip(positions.tolist(), scores.tolist(), strict=True))
 
     def with_label(self, label: str, value: str) -> tuple[int, ...]:
-        """Return the positions of all products whose `label` ("category" or "query") is `value`."""
+        """Returns the positions of all products whose `label` ("category" or "query") is `value`."""
         codes = self._meta[label]
         code = codes.index(value) if value in codes else -1
         return tuple(np.flatnonzero(self._arrays[label] == code).tolist())
 
 
 def build(products: Iterable[Product], folder: Path | str | None = None) -> Catalogue:
-    """Build a catalogue from products in file order.
+    """Builds a catalogue from products in file order.
 
     Args:
         products: from `read_products`.
@@ -161,7 +161,7 @@ def build(products: Iterable[Product], folder: Path | str | None = None) -> Cata
 
 
 def _check(arrays: dict[str, np.ndarray], meta: dict) -> None:
-    """Raises ValueError, or KeyError for what is missing, unless a folder's arrays have the dtypes and sizes of one build."""
+    """Raises ValueError, or KeyError for missing arrays, unless a folder's arrays have the dtypes and sizes of one build."""
     products, goals = len(arrays["asins"]), len(arrays["goal_position"])
     terms, postings = len(arrays["term_start"]) - 1, len(arrays["post_doc"])
     expected = {
@@ -185,7 +185,7 @@ def _check(arrays: dict[str, np.ndarray], meta: dict) -> None:
 
 
 def _goal_weights(goals: list[tuple[int, int, list[str]]]) -> np.ndarray:
-    """Return per product the weight of each of its goals: the mean over attributes of 1 / goals with the attribute."""
+    """Returns per product the weight of each of its goals: the mean over attributes of 1 / goals with the attribute."""
     goals_with: dict[str, int] = {}
     for _, count, attributes in goals:
         for attribute in attributes:
@@ -200,7 +200,7 @@ def _goal_weights(goals: list[tuple[int, int, list[str]]]) -> np.ndarray:
 
 
 def main() -> None:
-    """Build a folder from the two files."""
+    """Builds a folder from the two files."""
     p = cli.Parser(
         prog="python -m hgpo_jax.envs.webshop.catalogue", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -8,16 +8,16 @@ _COMMAND = re.compile(r"(.+)\[(.+)\]")
 
 
 def parse(command: str) -> tuple[str, str]:
-    """Return verb and lower-case argument; ("", "") for text that is not a command."""
+    """Returns verb and lower-case argument; ("", "") for text that is not a command."""
     match = _COMMAND.match(command)
     return (match[1], match[2].lower()) if match else ("", "")
 
 
 def click(label: str) -> str:
-    """Return the command that clicks `label`."""
+    """Returns the command that clicks `label`."""
     return f"click[{label}]"
 
 
 def search(words: str) -> str:
-    """Return the command that searches `words`, brackets and line breaks replaced by spaces."""
+    """Returns the command that searches `words`, brackets and line breaks replaced by spaces."""
     return f"search[{' '.join(re.sub(r'[][]', ' ', words).split())}]"

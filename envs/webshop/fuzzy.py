@@ -15,7 +15,7 @@ _NO_WORD = re.compile(r"\W")
 
 @lru_cache(maxsize=1 << 16)
 def similar(first: str, second: str) -> bool:
-    """Tell whether the sets of words of two texts are alike.
+    """Whether the sets of words of two texts are alike.
 
     >>> similar("machine wash", "machine washable"), similar("red", "('color', 'dark red')"), similar("red", "blue")
     (True, True, False)

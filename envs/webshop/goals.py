@@ -38,7 +38,7 @@ class GoalBook:
         return int(self.start[-1])
 
     def goal(self, number: int) -> tuple[int, dict]:
-        """Return the group of goal `number` and the goal, without price."""
+        """Returns the group of goal `number` and the goal, without price."""
         group = int(np.searchsorted(self.start, number, "right")) - 1
         product = self.catalogue.product(int(self.position[group]))
         shared = {
@@ -54,7 +54,7 @@ class GoalBook:
         raise NotImplementedError
 
     def _unreachable(self, number: int) -> str | None:
-        """Tell why goal `number` cannot reach a reward of 1.0, None if it can."""
+        """Tells why goal `number` cannot reach a reward of 1.0, None if it can."""
         group, goal = self.goal(number)
         goal["price_upper"] = NO_LIMIT
         return why_unreachable(self.catalogue.product(int(self.position[group])), goal, self._nouns)
@@ -104,7 +104,7 @@ class HumanGoals(GoalBook):
 
 
 def _human_wish(entry, asin: str, path: Path | str) -> dict | None:
-    """Return the goal fields of one human instruction, None if it names no attribute (the original skips those)."""
+    """Returns the goal fields of one human instruction, None if it names no attribute (the original skips those)."""
     for field, kind in (("instruction", str), ("instruction_attributes", list), ("instruction_options", list)):
         value = entry.get(field) if isinstance(entry, dict) else None
         if not isinstance(value, kind) or not all(isinstance(item, str) for item in value):
@@ -162,7 +162,7 @@ class GoalList:
         return goal
 
     def price(self, position: int) -> float:
-        """Return the price of the product at `position` under this seed."""
+        """Returns the price of the product at `position` under this seed."""
         catalogue = self._book.catalogue
         i = int(np.searchsorted(catalogue.ranged, position))
         drawn = i < len(catalogue.ranged) and catalogue.ranged[i] == position
@@ -170,7 +170,7 @@ class GoalList:
 
 
 def _price_limit(price: float, draw: random.Random) -> float:
-    """Draw a limit among the next four multiples of ten above `price`, at most 990; NO_LIMIT if there are not two."""
+    """Draws a limit among the next four multiples of ten above `price`, at most 990; NO_LIMIT if there are not two."""
     first = int(price // 10) + 1 if price < 990 else 100
     candidates = [10.0 * tens for tens in range(first, min(first + 4, 100))]
     return max(draw.sample(candidates, 2)) if len(candidates) > 1 else NO_LIMIT

@@ -21,7 +21,7 @@ _TOKEN_CACHE = 1 << 20
 
 
 def lossy_length(length: int) -> int:
-    """Return a document length as Lucene's one-byte norm keeps it: exact below 40, then four significant bits."""
+    """Returns a document length as Lucene's one-byte norm keeps it: exact below 40, then four significant bits."""
     if length < 40:
         return length
     shift = (length - 24).bit_length() - 4
@@ -50,7 +50,7 @@ class IndexBuilder:
         self._distinct, self._lengths = array("i"), array("i")
 
     def add(self, text: str) -> None:
-        """Add the next document."""
+        """Adds the next document."""
         if len(self._token_ids) > _TOKEN_CACHE:
             self._token_ids.clear()
         counts = Counter(map(self._token_ids.__getitem__, tokens(text)))
@@ -66,7 +66,7 @@ class IndexBuilder:
         return sum(length > 0 for length in self._lengths)
 
     def finish(self) -> dict[str, np.ndarray]:
-        """Return the arrays of the index."""
+        """Returns the arrays of the index."""
         vocabulary = sorted((word.encode("utf-8", "surrogatepass"), i) for word, i in self._term_ids.items())
         rank = np.empty(len(vocabulary), np.int32)
         rank[[i for _, i in vocabulary]] = np.arange(len(vocabulary), dtype=np.int32)
@@ -110,7 +110,7 @@ class Index:
         self._term_text, self._term_start = arrays["term_text"].data, arrays["term_start"].data
 
     def search(self, query: str, k: int = TOP_K) -> tuple[np.ndarray, np.ndarray]:
-        """Return the positions (int64) and scores (float32) of the best `k` documents, best first."""
+        """Returns the positions (int64) and scores (float32) of the best `k` documents, best first."""
         scores = np.zeros(len(self._arrays["asin_rank"]))
         for word, count in Counter(analyze(query)).items():
             docs, damp = self._postings(word)

@@ -1,4 +1,4 @@
-"""Which words of a product title count as nouns: needed by the type part of the reward only.
+"""Finders of nouns in product titles, which only the type part of the reward needs.
 
 The original asks spaCy's English model. The engine takes any callable `title -> list of lower-case nouns` instead
 (`load_shop(..., nouns=...)`); `spacy_nouns` wraps a spaCy model for those who have one, `title_nouns` is the default
@@ -23,7 +23,7 @@ _NO_NOUNS = frozenset((
 
 
 def title_nouns(title: str) -> list[str]:
-    """Return the words of `title` that are probably nouns: all but function words and numbers.
+    """Returns the words of `title` that are probably nouns: all but function words and numbers.
 
     >>> title_nouns("Women's Shoes for Running, Size 42")
     ["women's", 'shoes', 'running', 'size']
@@ -33,7 +33,7 @@ def title_nouns(title: str) -> list[str]:
 
 
 def spacy_nouns(model: str = "en_core_web_sm") -> Callable[[str], list[str]]:
-    """Return the original's noun finder on a spaCy model.
+    """Returns the original's noun finder on a spaCy model.
 
     Raises:
         ImportError: spaCy is not installed.

@@ -20,10 +20,10 @@ _PRICE = re.compile(r", and price lower than [\d.]+ dollars$")
 
 
 def shortest_purchase(shop: Shop, goal: Mapping) -> list[str] | None:
-    """Return the commands that buy what `goal` asks for; None if no tried search finds the product.
+    """Returns the commands that buy what `goal` asks for; None if no tried search finds the product.
 
-    Tried are the words of the instruction, as an agent would, then the product's name. The first search that shows the
-    product on its first page is taken, else the one that shows it earliest.
+    The words of the instruction are tried first, as an agent would, then the product's name. The first search that shows the
+    product on its first page wins, or else the one that shows it earliest.
     """
     wanted = shop.catalogue.position(goal["asin"])
     product = shop.catalogue.product(wanted)
@@ -45,7 +45,7 @@ def shortest_purchase(shop: Shop, goal: Mapping) -> list[str] | None:
 
 
 def purchase_plan(shop: Shop, goal: Mapping) -> list[str]:
-    """`shortest_purchase`; where no search finds the product, the first one that the instruction's words find is bought."""
+    """Returns `shortest_purchase`; if no search finds the product, buys the first result for the instruction's words."""
     if plan := shortest_purchase(shop, goal):
         return plan
     command = search(goal["instruction_text"])
@@ -55,14 +55,14 @@ def purchase_plan(shop: Shop, goal: Mapping) -> list[str]:
 
 
 def next_command(session: Session, plan: list[str]) -> str:
-    """What a shopper with this plan does on the current page, wherever others' commands have led to."""
+    """Returns the next command of a shopper with this plan on the current page, wherever earlier commands have led."""
     pages = plan.count(click("next >"))
     product, *choices = plan[1 + pages :]
     actions = session.actions
     if actions["has_search_bar"]:
         return plan[0]
     if "buy now" in actions["clickables"]:
-        assert session.asin is not None  # of the page's product
+        assert session.asin is not None  # the page's product
         if click(session.asin.lower()) != product:
             return click("back to search")
         chosen = {click(value.lower()) for value in session.options.values()}
@@ -76,7 +76,7 @@ def next_command(session: Session, plan: list[str]) -> str:
 
 
 def success(shop: Shop) -> dict[str, float]:
-    """Play the oracle on every goal of `shop`.
+    """Plays the oracle on every goal of `shop`.
 
     Returns:
         `goals`, `won` (reward exactly 1.0) and `reachable` (goals not marked unreachable) as counts, `success` and

@@ -1,4 +1,4 @@
-"""The text of WebShop's pages and what can be clicked on them, as the original's "text" mode prints its HTML.
+"""The text of WebShop's pages and their clickable labels, as the original's "text" mode prints its HTML.
 
 Pages are tuples (text, clickables). The text of every page but the first and the last starts with the instruction,
 which the session puts in front.
@@ -23,17 +23,17 @@ Page = tuple[str, tuple[str, ...]]
 
 
 def search_page(instruction: str) -> Page:
-    """Return the first page, complete."""
+    """Returns the first page, complete."""
     return SEP.join(("WebShop", "Instruction:", *_part(instruction), "Search")), ("search",)
 
 
 def head(instruction: str) -> str:
-    """Return what stands before the text of every page that follows."""
+    """Returns the beginning of the text of every page that follows."""
     return SEP.join(("Instruction:", *_part(instruction), ""))
 
 
 def results_page(products: Sequence[Product], page: int, total: int) -> Page:
-    """Return page number `page` of a search, which may lie past the end."""
+    """Returns page number `page` of a search, which may lie past the end."""
     buttons = ["Back to Search", "< Prev", "Next >"] if page > 1 else ["Back to Search", "Next >"]
     parts = [buttons[0], f"Page {page} (Total results: {total})", *buttons[1:]]
     for product in products:
@@ -42,7 +42,7 @@ def results_page(products: Sequence[Product], page: int, total: int) -> Page:
 
 
 def item_page(product: Product) -> Page:
-    """Return the page of a product; it does not show which options are chosen."""
+    """Returns the page of a product; it does not show which options are chosen."""
     parts = ["Back to Search", "< Prev"]
     for name, values in product.options.items():
         parts += [text for label in (name, *values) for text in _part(label)]
@@ -53,7 +53,7 @@ def item_page(product: Product) -> Page:
 
 
 def sub_page(product: Product, name: str) -> Page:
-    """Return the "description", "features", "reviews" or "attributes" page of a product.
+    """Returns the "description", "features", "reviews" or "attributes" page of a product.
 
     The last has no button of its own here; an option value of that name leads to it.
     """
@@ -68,16 +68,16 @@ def sub_page(product: Product, name: str) -> Page:
 
 
 def done_page(asin: str, options: Mapping[str, str], reward: float) -> Page:
-    """Return the page after a purchase, complete."""
+    """Returns the page after a purchase, complete."""
     shown = json.dumps(options, sort_keys=True)
-    for character in "<>&'":  # what Flask's tojson escapes
+    for character in "<>&'":  # the characters that Flask's tojson escapes
         shown = shown.replace(character, f"\\u{ord(character):04x}")
     values = {"{asin}": asin, "{options}": shown, "{reward}": str(reward)}
     return SEP.join(values.get(part, part) for part in _DONE), ()
 
 
 def _part(text: str) -> list[str]:
-    """Return the one part an element's text makes; an element without text makes none."""
+    """Returns the one part an element's text makes; an element without text makes none."""
     return [] if text in ("", "\n") else [text.strip()]
 
 

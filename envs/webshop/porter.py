@@ -23,7 +23,7 @@ _ENDS = frozenset(key[-2:] for table in (_STEP2, _STEP3, _STEP4) for key in tabl
 
 
 def _longest(word: str, table: dict[str, str]) -> str:
-    """Return the longest key of `table` that ends `word`, or ""."""
+    """Returns the longest key of `table` that ends `word`, or ""."""
     if word[-2:] in _ENDS:  # most words end in none: not worth seven look-ups
         for length in range(7, 1, -1):
             if word[-length:] in table:
@@ -32,7 +32,7 @@ def _longest(word: str, table: dict[str, str]) -> str:
 
 
 def _consonants(word: str) -> str:
-    """Return `word` as a string of "c" and "v"; y is a vowel after a consonant, every non-letter is a consonant."""
+    """Returns `word` as a string of "c" and "v"; y is a vowel after a consonant, every non-letter is a consonant."""
     kinds = ""
     for i, letter in enumerate(word):
         vowel = letter in "aeiou" or (letter == "y" and i > 0 and kinds[-1] == "c")
@@ -41,17 +41,17 @@ def _consonants(word: str) -> str:
 
 
 def _measure(stem: str) -> int:
-    """Return Porter's m, the number of vowel-consonant changes in `stem`."""
+    """Returns Porter's m, the number of vowel-consonant changes in `stem`."""
     return _consonants(stem).count("vc")
 
 
 def _ends_cvc(stem: str) -> bool:
-    """Tell whether `stem` ends consonant-vowel-consonant, the last one none of w, x, y."""
+    """Whether `stem` ends consonant-vowel-consonant, the last one none of w, x, y."""
     return _consonants(stem).endswith("cvc") and stem[-1] not in "wxy"
 
 
 def _step1(word: str) -> str:
-    """Plurals, -ed, -ing, and y -> i."""
+    """Handles plurals, -ed, -ing, and y -> i."""
     if word.endswith("sses") or word.endswith("ies"):
         word = word[:-2]
     elif word.endswith("s") and not word.endswith("ss"):
@@ -76,7 +76,7 @@ def _step1(word: str) -> str:
 
 @lru_cache(maxsize=1 << 16)
 def stem(word: str) -> str:
-    """Return the stem of a lower-case `word`.
+    """Returns the stem of a lower-case `word`.
 
     >>> stem("relational"), stem("hopping"), stem("tops")
     ('relat', 'hop', 'top')

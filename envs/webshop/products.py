@@ -35,7 +35,7 @@ class Product(NamedTuple):
 
 
 def read_json(path: Path | str):
-    """Return the content of a JSON file, gzipped or not.
+    """Returns the content of a JSON file, gzipped or not.
 
     Raises:
         ValueError: the file is not JSON.
@@ -49,7 +49,7 @@ def read_json(path: Path | str):
 
 
 def read_products(items: Path | str, attributes: Path | str) -> Iterator[Product]:
-    """Yield the products of a catalogue in file order, as the original loads them.
+    """Yields the products of a catalogue in file order, as the original loads them.
 
     Left out, as in the original: asins that are "nan", longer than ten characters or seen before.
 
@@ -73,7 +73,7 @@ def read_products(items: Path | str, attributes: Path | str) -> Iterator[Product
 
 
 def search_text(product: Product) -> str:
-    """Return the text of `product` that the search index holds."""
+    """Returns the text of `product` that the search index holds."""
     options = ", and ".join(f"{name}: {', '.join(values)}" for name, values in product.options.items())
     first_bullet = product.bullets[0] if product.bullets else ""
     return " ".join((product.name, product.description, first_bullet, options)).lower()
@@ -114,7 +114,7 @@ def _product(raw: dict, extra: dict, items: Path | str, attributes: Path | str) 
 
 
 def _prices(pricing, items: Path | str, where: str) -> tuple[list[float], str]:
-    """Return the prices and the price tag of a `pricing` text such as "$19.99$27.99"."""
+    """Returns the prices and the price tag of a `pricing` text such as "$19.99$27.99"."""
     field = f"{where}, field 'pricing'"
     _need(pricing is None or isinstance(pricing, str), items, field, "is not a string", "write it like '$19.99'")
     parts = [re.sub(r"[^\d.]", "", part) for part in (pricing or "").split("$")[1:]]
@@ -128,7 +128,7 @@ def _prices(pricing, items: Path | str, where: str) -> tuple[list[float], str]:
 
 
 def _options(raw, items: Path | str, where: str) -> dict[str, list[str]]:
-    """Return the cleaned options; names that differ in case only keep the last list, as in the original."""
+    """Returns the cleaned options; names that differ in case only keep the last list, as in the original."""
     field = f"{where}, field 'customization_options'"
     if not raw:
         return {}
@@ -169,7 +169,7 @@ def _open(path: Path | str):
 
 
 def _iter_json_list(path: Path | str) -> Iterator:
-    """Yield the elements of a JSON list without holding the whole file in memory."""
+    """Yields the elements of a JSON list without holding the whole file in memory."""
     decode = json.JSONDecoder().raw_decode
     try:
         with _open(path) as file:

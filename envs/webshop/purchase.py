@@ -1,4 +1,4 @@
-"""What can be bought: which options the item page lets one choose, and whether a goal can be met at all."""
+"""The possible purchases: the options that can be chosen on the item page, and whether a goal can be met at all."""
 
 from collections.abc import Iterable, Mapping
 
@@ -14,19 +14,19 @@ BUTTONS = frozenset(
 
 
 def option_owner(product: Product) -> dict[str, str]:
-    """Return for each choosable value the option it sets: the last one that has the value, as in the original."""
+    """Returns for each choosable value the option it sets: the last one that has the value, as in the original."""
     owner = {value: name for name, values in product.options.items() for value in values}
     return {v: name for v, name in owner.items() if v not in BUTTONS and parse(click(v)) == ("click", v)}
 
 
 def choose(product: Product, values: Iterable[str]) -> dict[str, str]:
-    """Return the options set after clicking `values` in turn; values that cannot be chosen change nothing."""
+    """Returns the options set after clicking `values` in turn; values that cannot be chosen change nothing."""
     owner = option_owner(product)
     return {owner[value]: value for value in values if value in owner}
 
 
 def asked_values(product: Product, goal: Mapping) -> list[str]:
-    """Return the option values to click for `goal`.
+    """Returns the option values to click for `goal`.
 
     A synthetic goal names them. A human goal lists wishes, which need not be worded as on the page: for each, the
     first value that satisfies it, one per option, such that most wishes are met.
@@ -50,7 +50,7 @@ def asked_values(product: Product, goal: Mapping) -> list[str]:
 
 
 def why_unreachable(product: Product, goal: Mapping, nouns: Nouns) -> str | None:
-    """Tell why buying just what `goal` asks for does not earn the full reward; None if it does.
+    """Tells why buying just what `goal` asks for does not earn the full reward; None if it does.
 
     Args:
         product: the wanted product.

@@ -30,10 +30,10 @@ Nouns = Callable[[str], list[str]]  # title -> its nouns, lower case, repeats ke
 def purchase_reward(
     product: Product, goal: Mapping, options: Mapping[str, str], price: float, nouns: Nouns
 ) -> dict[str, float | bool | None]:
-    """Return the reward and its parts for buying `product` with `options` at `price`.
+    """Returns the reward and its parts for buying `product` with `options` at `price`.
 
     Args:
-        product: what was bought.
+        product: the bought product.
         goal: needs `name`, `query`, `product_category`, `attributes`, `goal_options` (name -> value for synthetic
             goals, a list of values for human ones) and `price_upper`.
         options: chosen option values by option name.
@@ -63,13 +63,13 @@ def purchase_reward(
 
 
 def goal_options(goal: Mapping) -> list:
-    """Return the wanted options: (name, value) tuples of a synthetic goal, plain values of a human one."""
+    """Returns the wanted options: (name, value) tuples of a synthetic goal, plain values of a human one."""
     wanted = goal["goal_options"]
     return list(wanted.items()) if isinstance(wanted, Mapping) else list(wanted)
 
 
 def has_attribute(product: Product, attribute: str) -> bool:
-    """Tell whether `product` has `attribute`, in its attribute list or anywhere in its texts."""
+    """Whether `product` has `attribute`, in its attribute list or anywhere in its texts."""
     return any(similar(own, attribute) for own in product.attributes) or any(
         attribute in text.lower() for text in (product.name, " ".join(product.bullets), product.description)
     )
@@ -77,7 +77,7 @@ def has_attribute(product: Product, attribute: str) -> bool:
 
 @lru_cache(maxsize=1 << 16)
 def option_hit(value: str, wanted: str | tuple[str, str]) -> bool:
-    """Tell whether the chosen `value` satisfies the `wanted` option.
+    """Whether the chosen `value` satisfies the `wanted` option.
 
     A wanted (name, value) tuple is compared in its printed form, so the words of the name never hurt; and its colour is
     only cut down to the bare colour word where an element equals that word, while the chosen value always is.
@@ -86,7 +86,7 @@ def option_hit(value: str, wanted: str | tuple[str, str]) -> bool:
 
 
 def first_colour(option: str | tuple[str, str]) -> str | tuple[str, str]:
-    """Return the first colour contained in `option`, or `option` itself."""
+    """Returns the first colour contained in `option`, or `option` itself."""
     return next((colour for colour in COLOURS if colour in option), option)
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hgpo_jax.envs.webshop.shop import Shop
 
 class Actions(TypedDict):
-    """What can be done on a page."""
+    """The possible actions on a page."""
 
     has_search_bar: bool
     clickables: list[str]
@@ -49,19 +49,19 @@ class Session:
 
     @property
     def actions(self) -> Actions:
-        """What can be done on the current page; `search[...]` works without a search bar, too."""
+        """The possible actions on the current page; `search[...]` works without a search bar, too."""
         return {"has_search_bar": self._kind == "search", "clickables": list(self._clickables)}
 
     def reset(self) -> tuple[str, Actions]:
-        """Start over; return the observation and the available actions."""
-        self._random = random.Random(f"{self._shop.seed}/{self._goal_index}")  # of `search[<r>]` only
+        """Starts over; returns the observation and the available actions."""
+        self._random = random.Random(f"{self._shop.seed}/{self._goal_index}")  # only for `search[<r>]`
         self.purchase = None
         self.done = False
         self._open_search()
         return self._text, self.actions
 
     def step(self, action: str) -> tuple[str, float, bool, Actions]:
-        """Carry out a command and return observation, reward, done and available actions.
+        """Carries out a command and returns observation, reward, done and available actions.
 
         `search[words]` works on every page, `click[label]` for the labels in `clickables`. Anything else, commands that
         crash the original included, gives the same page again. After the purchase nothing has an effect any more.
@@ -78,7 +78,7 @@ class Session:
         return self._text, 0.0, self.done, self.actions
 
     def _click(self, label: str) -> None:
-        # The order of the questions is the original's: a button's name wins over an option of the same name.
+        # The order of these cases is the original's: a button's name wins over an option of the same name.
         if label == "buy now":
             self._buy()
         elif label == "back to search":
@@ -117,7 +117,7 @@ class Session:
         self._show("results", pages.results_page(products, page, len(found)))
 
     def _find(self, keywords: list[str]) -> tuple[int, ...] | list[int] | None:
-        """Return the positions a search finds; None where the original crashes.
+        """Returns the positions a search finds; None where the original crashes.
 
         The first word may ask for something other than a search: "<r>" random products (drawn again for each page),
         "<c> name" a category, "<q> text" a query label; "<a>" always crashes.

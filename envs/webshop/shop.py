@@ -21,7 +21,7 @@ class Shop:
     Attributes:
         goals: sequence of goals, see `GoalList`.
         catalogue: the products and the index.
-        seed, order: as given to `load_shop`.
+        seed, order: the arguments of `load_shop`.
     """
 
     def __init__(self, book: GoalBook, seed: int, order: str, nouns: Nouns, reachable_only: bool):
@@ -33,11 +33,11 @@ class Shop:
         self.goals = GoalList(book, seed, order, reachable_only)
 
     def with_seed(self, seed: int, order: str | None = None) -> "Shop":
-        """Return the shop of another seed (and order); it shares catalogue, index and caches with this one."""
+        """Returns the shop of another seed (and order); it shares catalogue, index and caches with this one."""
         return Shop(self._book, seed, order or self.order, self._nouns, self._reachable_only)
 
     def session(self, goal_index: int) -> Session:
-        """Return an episode towards `goals[goal_index]`.
+        """Returns an episode towards `goals[goal_index]`.
 
         Raises:
             IndexError: there is no such goal.
@@ -47,14 +47,14 @@ class Shop:
         return Session(self, goal_index)
 
     def search(self, query: str) -> list[tuple[str, float]]:
-        """Return (asin, score) of the 50 best products for `query`, best first, scores to four decimals."""
+        """Returns (asin, score) of the 50 best products for `query`, best first, scores to four decimals."""
         found = self.catalogue.search(query.lower())
         return [(self.catalogue.product(position).asin, round(score, 4)) for position, score in found]
 
     def reward(
         self, goal: Mapping, asin: str, options: Mapping[str, str], price: float
     ) -> dict[str, float | bool | None]:
-        """Return `reward`, `r_type`, `r_att`, `r_option`, `r_price` and more for a purchase; see `purchase_reward`.
+        """Returns `reward`, `r_type`, `r_att`, `r_option`, `r_price` and more for a purchase; see `purchase_reward`.
 
         Raises:
             KeyError: the catalogue has no such asin.
@@ -62,7 +62,7 @@ class Shop:
         return purchase_reward(self.catalogue.product(self._position(asin)), goal, options, price, self._nouns)
 
     def price(self, asin: str) -> float:
-        """Return the price of a product under this seed.
+        """Returns the price of a product under this seed.
 
         Raises:
             KeyError: the catalogue has no such asin.
@@ -87,7 +87,7 @@ def load_shop(
     reachable_only: bool = False,
     nouns: Nouns = title_nouns,
 ) -> Shop:
-    """Load WebShop's data files.
+    """Loads WebShop's data files.
 
     Args:
         items: the catalogue, `.json` or `.json.gz`, or a folder built with `python -m hgpo_jax.envs.webshop.catalogue`.
@@ -112,7 +112,7 @@ def load_shop(
 
 
 def _catalogue(items: Path, attributes: Path | None) -> Catalogue:
-    """Return the catalogue of the files, the same object for as long as a shop uses it and the files stay the same."""
+    """Returns the catalogue of the files, the same object for as long as a shop uses it and the files stay the same."""
     read: Callable[[], Catalogue]
     if items.is_dir():
         files, read = [items / "meta.json"], functools.partial(Catalogue.open, items)

@@ -16,7 +16,7 @@ _ASIN_DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def write_catalogue(folder: Path | str, products: int, seed: int = 0, vocabulary: int = 300_000) -> tuple[Path, Path]:
-    """Write `items.json` and `attributes.json` into `folder`; return both paths."""
+    """Writes `items.json` and `attributes.json` into `folder`; returns both paths."""
     rng = np.random.default_rng(seed)
     words = np.array([_word(rank) for rank in range(vocabulary)])
     items, attributes = Path(folder) / "items.json", Path(folder) / "attributes.json"
@@ -62,7 +62,7 @@ def _pick(rng: np.random.Generator, words: np.ndarray, commonest: int, size: int
 
 
 def _word(rank: int) -> str:
-    """Return a made-up word, another one for each rank."""
+    """Returns a made-up word, another one for each rank."""
     ending = _ENDINGS[rank % len(_ENDINGS)]
     text = ""
     while True:

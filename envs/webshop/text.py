@@ -52,7 +52,7 @@ class WebshopText:
 
     @classmethod
     def open(cls, *files: str | os.PathLike, first=0, last=None, max_turns=15, seeds=(), **options) -> WebshopText:
-        """From data files; `files` and `options` as for `load_shop`. Equal calls in one process share the shop."""
+        """Opens data files; `files` and `options` as in `load_shop`. Equal calls in one process share the shop."""
         shop = _open(tuple(os.fspath(file) for file in files), tuple(sorted(options.items())))
         return cls(shop, first, last, max_turns, seeds)
 
@@ -73,7 +73,7 @@ class WebshopText:
         return self._shorten(observation), self._commands()
 
     def step(self, action: str) -> tuple[str, list[str], float, bool, dict]:
-        """Does one action; an inadmissible one shows the same page again.
+        """Performs one action; an inadmissible one shows the same page again.
 
         Returns: (observation, commands, reward, done, info). The reward is 10 for a purchase that scores exactly 1, else
         0. `info` holds `won`, `admissible`, `truncated` and `score`, the purchase's score in [0, 1].
@@ -88,7 +88,7 @@ class WebshopText:
         return self._shorten(observation), self._commands(), WON_REWARD * won, done, info
 
     def expert(self, history_length: int) -> str:
-        """The command of the oracle (`oracle.py`), who knows which product is meant."""
+        """Returns the command of the oracle (`oracle.py`), which knows the intended product."""
         self._plan = self._plan or purchase_plan(self._chosen, self._session.goal)
         return next_command(self._session, self._plan)
 
@@ -98,7 +98,7 @@ class WebshopText:
         return [SEARCH, *clicks] if actions["has_search_bar"] else clicks
 
     def _shorten(self, page: str) -> str:
-        """What follows the instruction, each part in quotes; a page without the instruction as it is."""
+        """Returns the text after the instruction, each part in quotes; a page without the instruction is returned unchanged."""
         parts = page.split(SEP)
         if self.goal not in parts:
             return page

@@ -123,7 +123,7 @@ def estimate(
 
 
 def parameters(name: str) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """The further arrays that an estimator needs, and its options with their defaults."""
+    """Returns the further arrays that an estimator needs, and its options with their defaults."""
     if name not in ESTIMATORS:
         raise ValueError(checks.nearest("estimator", name, ESTIMATORS))
     keywords = list(inspect.signature(ESTIMATORS[name]).parameters.values())[1:]

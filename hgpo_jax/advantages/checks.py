@@ -66,7 +66,7 @@ OPTIONS: dict[str, tuple[Callable[[object], bool], str]] = {
 
 
 def nearest(kind: str, name: str, known: Iterable[str]) -> str:
-    """The text of an error about an unknown name."""
+    """Returns the text of an error about an unknown name."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
     return f"unknown {kind} '{name}': did you mean '{close[0]}'? Known: {', '.join(known)}"
@@ -80,13 +80,13 @@ def check_option(name: str, value: object) -> None:
 
 
 def describe(name: str) -> str:
-    """The dtype and axes of an array argument, such as `int32[B, T]`."""
+    """Returns the dtype and axes of an array argument, such as `int32[B, T]`."""
     dtype, axes = ARRAYS[name]
     return f"{jnp.dtype(dtype).name}[{', '.join('BT'[:axes])}]"
 
 
 def mask_shape(mask: jax.Array | np.ndarray) -> tuple[int, int]:
-    """The shape [B, T] that every other argument follows."""
+    """Returns the shape [B, T] that every other argument follows."""
     shape = np.shape(mask)
     if len(shape) != 2 or 0 in shape:
         raise ValueError(f"mask has shape {shape}: give [trajectories, steps] with at least one of each")
@@ -94,7 +94,7 @@ def mask_shape(mask: jax.Array | np.ndarray) -> tuple[int, int]:
 
 
 def check_array(name: str, value: object, shape: tuple[int, int]) -> jax.Array | np.ndarray:
-    """The argument as an array, after checking its kind of dtype and its shape [B, T] or [B]."""
+    """Returns the argument as an array, after checking its kind of dtype and its shape [B, T] or [B]."""
     dtype, axes = ARRAYS[name]
     if not isinstance(value, jax.Array):
         value = np.asarray(value)

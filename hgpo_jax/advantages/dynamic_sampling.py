@@ -9,7 +9,7 @@ from hgpo_jax.advantages import grouping
 
 
 def informative(rewards: jax.Array, mask: jax.Array, groups: jax.Array) -> jax.Array:
-    """bool[B]: trajectories whose prompt group holds two different episode rewards; the others are to be dropped.
+    """Marks the trajectories whose prompt group holds two different episode rewards, bool[B]; the others are to be dropped.
 
     Sums that differ by no more than their rounding are equal (`grouping.significant`).
     rewards: f32[B, T], mask: bool[B, T], groups: i32[B]. Trajectories without a step are never informative.

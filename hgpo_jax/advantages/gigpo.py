@@ -58,7 +58,7 @@ def with_episode(
     normalize: str,
     invalid_penalty: float,
 ) -> Estimate:
-    """The record of GRPO's advantage plus `step_weight` times the advantage `step` f32[B, T]."""
+    """Returns the record of GRPO's advantage plus `step_weight` times the advantage `step` f32[B, T]."""
     episodes = compare_episodes(batch, statistics, invalid_penalty)
     episode = normalized(episodes, normalize)
     return Estimate(

@@ -41,7 +41,7 @@ def graphgpo(
 
 
 def goal_distances(batch: Batch, next_states: jax.Array, success: jax.Array) -> jax.Array:
-    """i32[B, T]: transitions from each step's next state to `success`, -1 in a prompt group without success."""
+    """Counts transitions from each step's next state to `success`, -1 in a prompt group without success, i32[B, T]."""
     shape = batch.mask.shape
     succeeded = last_steps(batch.mask) & success[:, None]
     next_states = jnp.where(succeeded, grouping.NO_STATE, next_states)  # no observation has this id

@@ -117,12 +117,12 @@ def group_min(values: jax.Array, segment: jax.Array) -> jax.Array:
 
 
 def group_size(segment: jax.Array) -> jax.Array:
-    """i32[N]: members of each row's group."""
+    """Counts members of each row's group, i32[N]."""
     return group_sum(jnp.ones_like(segment), segment)
 
 
 def group_mean(values: jax.Array, segment: jax.Array, size: jax.Array, weights: jax.Array | float = 1.0) -> jax.Array:
-    """f32[N]: each row's group mean; `size` is the sum of the group's weights.
+    """Returns f32[N]: each row's group mean; `size` is the sum of the group's weights.
 
     Summed as distances to the group's smallest value, so that the mean of equal values is that value to the bit. A plain
     float32 mean of equal returns such as 10 * 0.95^n can miss them, and with them a later test of deviations against 0.
@@ -134,7 +134,7 @@ def group_mean(values: jax.Array, segment: jax.Array, size: jax.Array, weights: 
 def group_deviations(
     values: jax.Array, segment: jax.Array, size: jax.Array, magnitudes: jax.Array, weights: jax.Array | float = 1.0
 ) -> jax.Array:
-    """f32[N]: each row's distance to its group's mean, exactly 0 where it is within the rounding of what was summed.
+    """Returns f32[N]: each row's distance to its group's mean, exactly 0 where it is within the rounding of what was summed.
 
     magnitudes: f32[N], the sum of the absolute terms of each value. Rewards of the same total in another order give sums
         that differ in float32, and dividing these differences by their spread would make them as large as real ones.
@@ -143,7 +143,7 @@ def group_deviations(
 
 
 def significant(differences: jax.Array, segment: jax.Array, magnitudes: jax.Array) -> jax.Array:
-    """f32[N]: the differences, 0 in place of those at most `ROUNDING` times the largest of the group's magnitudes."""
+    """Returns the differences, 0 in place of those at most `ROUNDING` times the largest of the group's magnitudes, f32[N]."""
     largest = jax.ops.segment_max(magnitudes, segment, magnitudes.size, indices_are_sorted=True)[segment]
     return jnp.where(jnp.abs(differences) <= ROUNDING * largest, 0.0, differences)  # what is not a number stays to be seen
 
@@ -151,7 +151,7 @@ def significant(differences: jax.Array, segment: jax.Array, magnitudes: jax.Arra
 def group_std(
     deviations: jax.Array, segment: jax.Array, degrees: jax.Array, weights: jax.Array | float = 1.0
 ) -> jax.Array:
-    """f32[N]: each row's group's standard deviation, from the deviations f32[N] off its mean; `degrees` of freedom."""
+    """Returns f32[N]: each row's group's standard deviation, from the deviations f32[N] off its mean; `degrees` of freedom."""
     return jnp.sqrt(group_sum(deviations**2 * weights, segment) / jnp.maximum(degrees, 1))
 
 

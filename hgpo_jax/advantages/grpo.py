@@ -73,7 +73,7 @@ def compare_episodes(
 
 
 def normalized(episodes: Comparison, normalize: str) -> jax.Array:
-    """f32[B, T]: GRPO's advantage from the comparison."""
+    """Returns GRPO's advantage from the comparison, f32[B, T]."""
     alone = episodes.sizes == 1
     centred = jnp.where(alone, episodes.scores, episodes.deviations)
     if normalize == "mean":

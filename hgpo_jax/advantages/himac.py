@@ -20,7 +20,7 @@ def himac(
     normalize: str = "mean_std",
     invalid_penalty: float = 0.1,
 ) -> Estimate:
-    """The macro advantage for a planner's steps, the micro advantage for all others.
+    """Returns the macro advantage for a planner's steps, the micro advantage for all others.
 
     agents: i32[B, T], the role that acted. The one that acts first in a trajectory is its planner; each of its actions is a
         blueprint, and the steps from it to the planner's next one are its execution. A sole role plans in every step.
@@ -48,7 +48,7 @@ def himac(
     begin = jax.lax.cummax(jnp.where(plans, jnp.arange(shape[1]), 0), axis=1)
 
     def at_begin(values):
-        """Of each step the value [B, T] of the blueprint that it executes."""
+        """Returns each step's value [B, T] at the blueprint that it executes."""
         return jnp.where(batch.mask, jnp.take_along_axis(values, begin, axis=1), 0)
 
     returns = at_begin(discounted_sum(batch.rewards, gamma))
@@ -73,7 +73,7 @@ def _means(values: jax.Array, keys: list[jax.Array], counted: jax.Array) -> jax.
 def _compare(
     values: jax.Array, magnitudes: jax.Array, keys: list[jax.Array], counted: jax.Array, normalize: str
 ) -> jax.Array:
-    """f32[B, T]: a counted step's value less that mean, with `mean_std` over (sample std + 1e-6).
+    """Returns f32[B, T]: a counted step's value less that mean, with `mean_std` over (sample std + 1e-6).
 
     magnitudes: f32[B, T], the sums of the values' absolute terms.
     """

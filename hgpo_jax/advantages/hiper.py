@@ -95,5 +95,5 @@ def hiper(
 
 
 def segment_begins(switches: jax.Array, mask: jax.Array) -> jax.Array:
-    """bool[B, T]: steps that begin a segment, those that switch and every trajectory's first."""
+    """Marks the steps that begin a segment, those that switch and every trajectory's first, bool[B, T]."""
     return mask & switches.at[:, 0].set(True)

@@ -49,7 +49,7 @@ def pgpo(
 
 
 def success_rates(batch: Batch, success: jax.Array) -> jax.Array:
-    """f32[B]: share of successes among the prompt group's trajectories; those without a step are not counted."""
+    """Returns f32[B]: share of successes among the prompt group's trajectories; those without a step are not counted."""
     happened = batch.mask[:, :1]
     trajectories = grouping.sort_steps([batch.groups[:, None]], happened)
     ordered = grouping.steps_in_order(success[:, None].astype(jnp.float32), trajectories)

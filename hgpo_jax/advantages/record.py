@@ -1,4 +1,4 @@
-"""What goes into an estimator and what comes out of it."""
+"""The input and the output of an estimator."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def discounted_sum(values: jax.Array, discount: float) -> jax.Array:
 
 
 def step_returns(batch: Batch, gamma: float, invalid_penalty: float) -> jax.Array:
-    """f32[B, T]: `sum_{j>=t} gamma^(j-t) r_j`, less the penalty on the invalid step itself.
+    """Returns f32[B, T]: `sum_{j>=t} gamma^(j-t) r_j`, less the penalty on the invalid step itself.
 
     The penalty is subtracted after discounting, so an invalid action never lowers the return of the steps before it.
     """
@@ -29,33 +29,33 @@ def step_returns(batch: Batch, gamma: float, invalid_penalty: float) -> jax.Arra
 
 
 def penalties(batch: Batch, invalid_penalty: float) -> jax.Array:
-    """f32[B, T]: the penalty on the steps whose action was invalid, else 0."""
+    """Returns the penalty on the steps whose action was invalid, else 0, f32[B, T]."""
     return invalid_penalty * batch.invalid.astype(jnp.float32)
 
 
 def return_magnitudes(batch: Batch, gamma: float, invalid_penalty: float) -> jax.Array:
-    """f32[B, T]: the sum of the absolute terms of each step's return, by which its rounding is measured."""
+    """Returns the sum of the absolute terms of each step's return, by which its rounding is measured, f32[B, T]."""
     return discounted_sum(jnp.abs(batch.rewards), gamma) + penalties(batch, invalid_penalty)
 
 
 def episode_magnitudes(batch: Batch, invalid_penalty: float) -> jax.Array:
-    """f32[B, T]: the sum of the absolute rewards of each step's trajectory, and the step's penalty."""
+    """Returns the sum of the absolute rewards of each step's trajectory, and the step's penalty, f32[B, T]."""
     return jnp.sum(jnp.abs(batch.rewards), axis=1, keepdims=True) + penalties(batch, invalid_penalty)
 
 
 def episode_scores(batch: Batch) -> jax.Array:
-    """f32[B, T]: the sum of the trajectory's rewards on each of its steps, before penalties."""
+    """Returns the sum of the trajectory's rewards on each of its steps, before penalties, f32[B, T]."""
     return jnp.where(batch.mask, jnp.sum(batch.rewards, axis=1, keepdims=True), 0.0)
 
 
 def following(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """f32[B, T]: each step's successor value in its trajectory, 0 after the last step."""
+    """Returns each step's successor value in its trajectory, 0 after the last step, f32[B, T]."""
     values = jnp.where(mask, values, 0.0)
     return jnp.pad(values[:, 1:], ((0, 0), (0, 1)))
 
 
 def last_steps(mask: jax.Array) -> jax.Array:
-    """bool[B, T]: the last step of each trajectory."""
+    """Marks the last step of each trajectory, bool[B, T]."""
     return mask & ~jnp.pad(mask[:, 1:], ((0, 0), (0, 1)))
 
 

@@ -11,7 +11,7 @@ from hgpo_jax.advantages import grouping
 
 
 class Shrunken(NamedTuple):
-    """What `shrink` finds of N values; levels j = -1 (the prompt group), 0..K."""
+    """The result of `shrink` for N values; levels j = -1 (the prompt group), 0..K."""
 
     value: jax.Array  # f32[N], b_K
     means: jax.Array  # f32[K + 2, N], mean_j

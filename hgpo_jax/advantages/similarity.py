@@ -14,10 +14,10 @@ import numpy as np
 
 
 def canonical_key(observation: Any) -> Hashable:
-    """What is equal exactly for equal observations: texts, numbers, None, bytes, arrays, and dicts, lists and tuples of these.
+    """Returns a key, equal exactly for equal observations: texts, numbers, None, bytes, arrays; dicts, lists, tuples of these.
 
     Dicts are equal in any order of their keys; arrays, NumPy's numbers among them, by dtype, shape and bytes; True, 1 and 1.0
-    differ. Raises TypeError, in one line, for what has no such key.
+    differ. Raises TypeError, in one line, for an observation without such a key.
     """
     if observation is None or type(observation) in (str, bytes, bool, int, float):
         return type(observation).__name__, repr(observation) if isinstance(observation, float) else observation

@@ -1,9 +1,9 @@
-"""Look into what a run did: its episodes as text, the groups of every step, and the advantages of any estimator.
+"""Tools to inspect a run: its episodes as text, the groups of every step, and the advantages of any estimator.
 
     from hgpo_jax.analysis import load, step_text
     dump = load("runs/NAME")                          # its last dump; iteration=24 for another
     hgpo, grpo = dump.estimate(), dump.estimate("grpo")
-    print(step_text(dump, hgpo, episode=3, turn=5))   # its groups at every level, and how its advantage comes about
+    print(step_text(dump, hgpo, episode=3, turn=5))   # its groups at every level, and how its advantage arises
 
 Everything is NumPy on the host; a table is a dict of equally long columns. The report and the notebooks are built on this.
 """

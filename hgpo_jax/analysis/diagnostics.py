@@ -1,4 +1,4 @@
-"""What the argument for a hierarchy of groups rests on, measured on a batch: peers, group sizes, bias and variance.
+"""The premises of hierarchical groups, measured on a batch: peers, group sizes, bias and variance.
 
 Plain NumPy functions on the host, for notebooks and metrics: arrays in, numbers out. B trajectories of at most T steps,
 `mask` bool[B, T] a prefix of every row. The Oracle group of a step holds the steps with the same full history: the same
@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 
 
 def peer_share(level_sizes: ArrayLike, mask: ArrayLike) -> np.ndarray:
-    """f64[L]: share of steps that have a peer, that is a group of two or more, at each level.
+    """Returns f64[L], the share of steps at each level that have a peer, that is a group of two or more.
 
     level_sizes: i32[B, T, L] as in the record of `hgpo_jax.advantages.estimate`, or [B, T, 1] from `oracle_sizes`.
     A step without that level (t < k) has no peer there. All zeros for a batch without steps.
@@ -23,21 +23,21 @@ def peer_share(level_sizes: ArrayLike, mask: ArrayLike) -> np.ndarray:
 
 
 def group_sizes(level_sizes: ArrayLike, mask: ArrayLike) -> list[dict[int, int]]:
-    """For each level the number of groups by group size, sizes ascending."""
+    """Returns, for each level, the number of groups by group size, sizes ascending."""
     sizes = np.asarray(level_sizes)[np.asarray(mask)]
     distribution = []
     for column in sizes.T:
         numbers, steps = np.unique(column[column > 0], return_counts=True)
-        # A group of n members is met once by each of them.
+        # Each member of a group of n counts it once.
         distribution.append({int(n): int(count // n) for n, count in zip(numbers, steps, strict=True)})
     return distribution
 
 
 def oracle_groups(states: ArrayLike, mask: ArrayLike, groups: ArrayLike) -> np.ndarray:
-    """i64[B, T]: dense ids of the Oracle groups, -1 where no step happened.
+    """Returns dense ids of the Oracle groups, i64[B, T]; -1 where no step happened.
 
-    states i32[B, T], groups i32[B]. Two trajectories share a history as long as they have not parted, so one pass over
-    time refines the prompt groups observation by observation.
+    states i32[B, T], groups i32[B]. Two trajectories share a history until they diverge, so one pass over time refines the
+    prompt groups observation by observation.
     """
     states, mask = np.asarray(states), np.asarray(mask)
     history, ids, found = np.asarray(groups, np.int64), np.full(mask.shape, -1, np.int64), 0
@@ -54,7 +54,7 @@ def oracle_groups(states: ArrayLike, mask: ArrayLike, groups: ArrayLike) -> np.n
 
 
 def oracle_sizes(ids: np.ndarray) -> np.ndarray:
-    """i64[B, T, 1]: members of each step's Oracle group, 0 where no step happened."""
+    """Returns the members of each step's Oracle group, i64[B, T, 1]; 0 where no step happened."""
     happened = ids >= 0
     sizes = np.zeros(ids.shape, np.int64)
     sizes[happened] = np.bincount(ids[happened])[ids[happened]]
@@ -62,15 +62,15 @@ def oracle_sizes(ids: np.ndarray) -> np.ndarray:
 
 
 def against_oracle(advantages: ArrayLike, returns: ArrayLike, ids: np.ndarray) -> dict[str, float]:
-    """Error of an estimator's advantages against those of the Oracle groups, over the steps with an Oracle peer.
+    """Computes the error of an estimator's advantages against the Oracle groups', over the steps with an Oracle peer.
 
-    advantages: f32[B, T], with `normalize="mean"`, or the scales do not compare. returns: f32[B, T] as in the record of
+    advantages: f32[B, T], with `normalize="mean"`, because the scales must agree. returns: f32[B, T] as in the record of
     `hgpo`. ids: from `oracle_groups`. The Oracle's advantage is the return minus the mean of its group.
-    The error e = A - A_oracle is split by Oracle group: what a group's members share is bias, what is left is variance.
-        steps: steps with an Oracle peer, the ones counted.
-        bias: root of the mean square of the group means of e. variance: mean square of e about its group's mean.
-        mse: mean square of e, which is bias^2 + variance.
-    All but `steps` are nan when no step has an Oracle peer.
+    The error e = A - A_oracle is split by Oracle group: the part that a group's members share is bias, the rest is variance.
+      steps: steps with an Oracle peer, the ones counted.
+      bias: root of the mean square of the group means of e. variance: mean square of e about its group's mean.
+      mse: mean square of e, which is bias^2 + variance.
+    All but `steps` are nan if no step has an Oracle peer.
     """
     advantages, returns = np.asarray(advantages, np.float64), np.asarray(returns, np.float64)
     counted = oracle_sizes(ids)[..., 0] > 1
@@ -93,12 +93,12 @@ def against_oracle(advantages: ArrayLike, returns: ArrayLike, ids: np.ndarray) -
 
 
 def against_truth(advantages: ArrayLike, truth: ArrayLike, standard_error: ArrayLike, mask: ArrayLike) -> dict[str, float]:
-    """Error of an estimator's advantages against true ones that are known up to their noise, over all steps.
+    """Computes the error of an estimator's advantages against true ones with known noise, over all steps.
 
-    advantages: f32[B, T], with `normalize="mean"` and no penalty, or the scales do not compare. truth, standard_error:
+    advantages: f32[B, T], with `normalize="mean"` and no penalty, because the scales must agree. truth, standard_error:
     f64[B, T] of `true_advantages`, from samples that the estimator has not seen.
-        mse: mean square of A - A_true. cosine: of both as vectors. spread: mean square of A_true.
-    What the noise of the truth adds to each is taken off, in expectation; with too few continuations the rest may be negative,
+      mse: mean square of A - A_true. cosine: of both as vectors. spread: mean square of A_true.
+    The expected contribution of the truth's noise is subtracted from each; with too few continuations the rest may be negative,
     and the cosine is nan.
     """
     mask = np.asarray(mask)

@@ -1,4 +1,4 @@
-"""A dump of Episodes with what is needed to read it: its run's settings, tokenizer and, for text, the report beside it."""
+"""Dumps of Episodes with everything needed to read them: settings, tokenizer and, for text, the report."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from hgpo_jax.utils.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Dump:
-    """Episodes and what makes them readable; made by `load`, or by hand from Episodes that were never on disk.
+    """Episodes and the objects that make them readable; made by `load`, or by hand from Episodes that were never on disk.
 
-    episodes: of NumPy arrays.
-    config: the run's; decides what the estimators do unless they are told otherwise.
-    tokenizer: the policy's; None where the folder holds none but there is a report, which lacks only the prompts.
-    report: of a host rollout (`rollout/result.py`), as a dict; None where there is none, as with dynamic sampling.
+    episodes: with NumPy arrays.
+    config: the run's; it sets the estimators' options unless they are overridden.
+    tokenizer: the policy's; None if the folder holds none but there is a report, which lacks only the prompts.
+    report: that of a host rollout (`rollout/result.py`), as a dict; None if there is none, as with dynamic sampling.
     iteration: the training iteration; -1 if there is none.
     """
 
@@ -53,18 +53,19 @@ class Dump:
 
     @property
     def estimators(self) -> tuple[str, ...]:
-        """The estimators that need nothing but a dump; the run's own first, if it is one of them (`gae` needs values)."""
-        # With one role, what compares roles is what compares all.
+        """The estimators that need only a dump; the run's own first, if it is one of them (`gae` needs values)."""
+        # With one role, comparing roles is comparing everything.
         held = algorithms.AVAILABLE_ARRAYS - (set() if len(self.roles) > 1 else {"agents"})
         needed = {name: set(advantages.parameters(name)[0]) for name in ESTIMATORS}
         able = [name for name in needed if held | ({"agents"} if name == self.estimator else set()) >= needed[name]]
         return tuple(sorted(able, key=lambda name: name != self.estimator))
 
     def estimate(self, name: str = "", **options: Any) -> Estimate:
-        """The record of `hgpo_jax.advantages.estimate` on these episodes, as NumPy arrays.
+        """Returns the record of `hgpo_jax.advantages.estimate` on these episodes, as NumPy arrays.
 
-        name: an estimator, by default the run's own. options: in place of the run's settings, or arrays that a dump
-        does not hold. Raises ValueError as `estimate` does.
+        name: an estimator, by default the run's own. options: overrides of the run's settings, or arrays that a dump does not
+          hold.
+        Raises ValueError as `estimate` does.
         """
         name, e = name or self.estimator, self.episodes
         arrays, _ = advantages.parameters(name)
@@ -79,22 +80,22 @@ class Dump:
 
     @functools.cached_property
     def roles(self) -> tuple[str, ...]:
-        """The names of the environment's roles, which it is asked for; where it cannot be made, `role_0` and so on."""
+        """The names of the environment's roles; `role_0` and so on if the environment cannot be made."""
         last = int(self.episodes.agents.max(initial=0))
         if not last:
             return ONE_ROLE
         try:
             names = role_names(self.config)
-        except Exception:  # a user's own may need what this machine lacks
+        except Exception:  # a user's environment may need packages that this machine lacks
             names = ()
         return names if last < len(names) else tuple(f"role_{index}" for index in range(last + 1))
 
     def role(self, episode: int, turn: int) -> str:
-        """Whose turn it was; empty where there is one role."""
+        """Returns the role that acted in a turn; empty if there is only one role."""
         return self.roles[self.episodes.agents[episode, turn]] if len(self.roles) > 1 else ""
 
     def said(self, episode: int, turn: int) -> str:
-        """What the policy wrote, behind a mark that says whose turn it was."""
+        """Returns the policy's response, after a mark with the role that acted."""
         return f"{self.role(episode, turn)} > {self.response(episode, turn)}".lstrip()
 
     # -- texts --------------------------------------------------------------------------------------------------
@@ -105,17 +106,17 @@ class Dump:
         return self.episodes.observations.shape[-1] > 1
 
     def turns(self, episode: int) -> int:
-        """How many turns happened."""
+        """Returns the number of turns that happened."""
         return int(self.episodes.mask[episode].sum())
 
     def goal(self, episode: int) -> str:
-        """The task; empty where it cannot be told apart from the prompt."""
+        """Returns the task; empty if it is not stored apart from the prompt."""
         if self.compiled:
             return self._words(self._slots(episode, 0)[0]) if self.turns(episode) else ""
         return self.report["goals"][episode] if self.report else ""
 
     def observation(self, episode: int, turn: int) -> str:
-        """What the environment showed before this turn; without a report the whole prompt, which holds it."""
+        """Returns the observation before this turn; without a report the whole prompt, which contains it."""
         if self.compiled:
             return self._words(self.episodes.observations[episode, turn])
         if self.report:
@@ -123,7 +124,7 @@ class Dump:
         return self.prompt(episode, turn)
 
     def prompt(self, episode: int, turn: int) -> str:
-        """What the policy read; that of a compiled rollout with one observation or action per line."""
+        """Returns the policy's prompt; for a compiled rollout with one observation or action per line."""
         e = self.episodes
         if self.compiled:
             goal, *history, observation = self._slots(episode, turn)
@@ -135,7 +136,7 @@ class Dump:
         return self.tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
 
     def response(self, episode: int, turn: int) -> str:
-        """What the policy wrote."""
+        """Returns the policy's response."""
         ids = self.episodes.responses[episode, turn, : self.episodes.response_lengths[episode, turn]]
         if self.compiled:
             return self._words(ids)
@@ -144,24 +145,24 @@ class Dump:
         return self.tokenizer.decode(ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def action(self, episode: int, turn: int) -> str:
-        """What the environment was given: of a text run what was found in the response, else the response itself."""
+        """Returns the action passed to the environment: for text the one parsed from the response, else the response itself."""
         return self.report["actions"][episode][turn] if self.report else self.response(episode, turn)
 
     def admissible(self, episode: int, turn: int) -> bool:
-        """Whether the action was one that the environment offers; a text run calls others invalid only with `env.strict`."""
+        """Whether the environment offers the action; a text run counts others as invalid only with `env.strict`."""
         if self.report:
             return self.report["admissible"][episode][turn]
         return not self.episodes.invalid[episode, turn]
 
     def state_name(self, state: int) -> str:
-        """The observation that a state id stands for, where one of the turns or the report shows it."""
+        """Returns the observation that a state id stands for, if one of the turns or the report shows it."""
         if self.report:
             return self.report["texts"][state]
         seen = self._seen.get(state)
         return self.observation(*seen) if seen and self.compiled else f"state {state}"
 
     def transcript(self, episode: int) -> str:
-        """One episode as a person would read it."""
+        """Renders one episode for a person."""
         e = self.episodes
         lines = [f"task: {self.goal(episode)} ({outcome_of(e, episode)})"]
         for turn in range(self.turns(episode)):
@@ -171,13 +172,13 @@ class Dump:
 
     @functools.cached_property
     def _seen(self) -> dict[int, tuple[int, int]]:
-        """State id -> a step that saw it."""
+        """Maps each state id to a step that saw it."""
         steps = np.argwhere(self.episodes.mask)
         states, first = np.unique(self.episodes.states[self.episodes.mask], return_index=True)
         return {int(state): tuple(steps[at].tolist()) for state, at in zip(states, first, strict=True)}
 
     def _slots(self, episode: int, turn: int) -> list[np.ndarray]:
-        """A compiled prompt in its parts (`rollout/prompts.py`): goal, K observations and actions in turn, observation."""
+        """Splits a compiled prompt (`rollout/prompts.py`): goal, K observations and actions in turn, observation."""
         e, pairs = self.episodes, self.config.rollout.history_length
         width, action = e.observations.shape[-1], e.responses.shape[-1] - 1
         sizes = [*[width, action] * pairs, width, 1]
@@ -195,10 +196,10 @@ def load(path: str | Path, iteration: int | None = None) -> Dump:
     """Reads a dump of a run.
 
     path: the run's folder, also one in a bucket, or one dump (`episodes/iteration-*.npz`) in it.
-    iteration: which dump of a folder; the last one by default.
+    iteration: the iteration of the dump in a folder; the last one by default.
 
     Raises:
-      ConfigError: one line; no run, no dump of that iteration, or files that are damaged.
+      ConfigError: one line; no run, no dump of that iteration, or damaged files.
     """
     path = Path(remote.local(str(path)))
     folder = path.parent.parent if path.suffix == ".npz" else path
@@ -219,7 +220,7 @@ def load(path: str | Path, iteration: int | None = None) -> Dump:
         episodes = Episodes.load(file)
         beside = file.with_suffix(".json")
         report = read_report(beside, episodes) if beside.is_file() else None
-        files = (sorted((folder / part).rglob("tokenizer_config.json")) for part in ("policy", "start"))  # equal of all roles
+        files = (sorted((folder / part).rglob("tokenizer_config.json")) for part in ("policy", "start"))  # equal for all roles
         names = [file.parent for some in files for file in some]
         if report and not names:
             return Dump(episodes, config, None, report, iteration)
@@ -232,7 +233,7 @@ def load(path: str | Path, iteration: int | None = None) -> Dump:
 
 
 def read_report(file: Path, e: Episodes) -> dict:
-    """The report beside a dump. Raises ValueError where it does not fit the Episodes."""
+    """Reads the report beside a dump. Raises ValueError if it does not match the Episodes."""
     try:
         report = json.loads(file.read_text(encoding="utf-8"))
         texts, goals, scores = (report[name] for name in ("texts", "goals", "scores"))
@@ -252,7 +253,7 @@ def read_report(file: Path, e: Episodes) -> dict:
 
 
 def read_config(folder: str | Path) -> Config:
-    """The settings of a run. Raises ConfigError for a folder without a run."""
+    """Reads the settings of a run. Raises ConfigError for a folder without a run."""
     file = Path(folder) / "config.yaml"
     if not file.is_file():
         raise ConfigError(f"{folder}: not the folder of a run, it holds no config.yaml")

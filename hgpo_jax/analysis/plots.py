@@ -28,7 +28,7 @@ def _tidy(axis, title: str) -> None:
 
 
 def plot_learning(runs: dict[str, str | Path | list[dict]], metrics=("success", "turns", "entropy")) -> Figure:
-    """Curves of some metrics, one line per run. runs: name -> the run's folder, or its rows of metrics."""
+    """Plots curves of some metrics, one line per run. runs: name -> the run's folder, or its rows of metrics."""
     figure = Figure(figsize=(3.6 * len(metrics), 2.5), layout="constrained")
     axes = figure.subplots(1, len(metrics), squeeze=False)[0]
     for name, run in runs.items():
@@ -47,10 +47,10 @@ def plot_learning(runs: dict[str, str | Path | list[dict]], metrics=("success", 
 
 
 def plot_group(dump: Dump, records: dict[str, Estimate], group: int) -> Figure:
-    """Heat maps of a prompt group, one per estimator: a row is an episode (* if it succeeds), a column a turn.
+    """Draws heat maps of a prompt group, one per estimator: a row is an episode (* if it succeeds), a column a turn.
 
-    Each map has its own scale, because those of estimators differ. A cross marks an invalid action; where there are several
-    roles, a number says whose turn it was.
+    Each map has its own scale, because estimators' scales differ. A cross marks an invalid action; if there are several roles,
+    a number shows which one acts.
     """
     e = dump.episodes
     rows = [b for b in np.flatnonzero(e.groups == group) if e.mask[b].any()]
@@ -80,25 +80,25 @@ def plot_group(dump: Dump, records: dict[str, Estimate], group: int) -> Figure:
     return figure
 
 
-BOX, GAP = (1.46, 0.56), (0.85, 0.3)  # of the graph: a state's width and height, and the room between two; inches
+BOX, GAP = (1.46, 0.56), (0.85, 0.3)  # in the graph: a state's width and height, and the gaps between two; inches
 
 
 def plot_transitions(dump: Dump, record: Estimate, group: int, states: int = 12) -> Figure:
-    """The graph that a prompt group walked: an arrow from state to next state, its width the steps that took it, its colour
-    their mean advantage. Columns go by the distance from the start, success is the last.
+    """Draws the graph that a prompt group walked: arrows from state to next state, their width the number of steps, their
+    colour the mean advantage. Columns are ordered by the distance from the start; success is the last.
 
-    Only the `states` visited most are drawn, the start and success always; the title says how much that leaves out.
+    Only the `states` visited most are drawn, always with the start and success; the title says how much is left out.
     """
     edges = transitions(dump, record, group)
     played = np.flatnonzero((dump.episodes.groups == group) & dump.episodes.mask[:, 0])
     if not len(played):
         raise ValueError(f"group {group}: no step of it happened")
     arrows = list(zip(*(edges[name].tolist() for name in ("state", "next_state", "count", "advantage")), strict=True))
-    # All episodes of a group begin in one state; made by hand, they may not.
+    # All episodes of a group begin in one state; hand-made ones may not.
     starts = dict.fromkeys(dump.episodes.states[played, 0].tolist())
     goals = {int(b) for b in edges["next_state"][edges["ends"] > 0]}
     depth = _depths(starts, arrows)
-    depth |= dict.fromkeys(goals, max(depth.values()) + 1)  # a column of its own at the end
+    depth |= dict.fromkeys(goals, max(depth.values()) + 1)  # a separate column at the end
     visits = {s: sum(c for a, b, c, _ in arrows if s in (a, b)) for s in depth}
     first = sorted(visits, key=lambda s: (s not in starts and s not in goals, -visits[s]))
     drawn = set(first[: max(states, len(starts) + len(goals))])
@@ -107,7 +107,7 @@ def plot_transitions(dump: Dump, record: Estimate, group: int, states: int = 12)
 
     wide, high = (1 + max(place[s][axis] for s in drawn) for axis in (0, 1))
     size = wide * (BOX[0] + GAP[0]), high * (BOX[1] + GAP[1])
-    # The axes are as large as the graph, so that a unit is an inch and a name fills its box at any size of the graph.
+    # The axes are as large as the graph, so that a unit is an inch and a name fits its box at any size of the graph.
     margin, head, bar = 0.15, 0.6, 1.0
     figure = Figure(figsize=(size[0] + 2 * margin + bar, size[1] + head + margin), dpi=90)
     total = figure.get_size_inches()
@@ -115,7 +115,7 @@ def plot_transitions(dump: Dump, record: Estimate, group: int, states: int = 12)
     axis.set(xlim=(0, size[0]), ylim=(size[1], 0))
     axis.set_axis_off()
     norm = CenteredNorm(halfrange=max(float(np.abs(edges["advantage"]).max()), 1e-9))
-    color = ScalarMappable(norm, "coolwarm_r")  # grey in the middle: an advantage of 0 is seen on white, too
+    color = ScalarMappable(norm, "coolwarm_r")  # grey in the middle, so that an advantage of 0 is visible on white, too
     middle = {s: ((place[s][0] + 0.5) * (BOX[0] + GAP[0]), (place[s][1] + 0.5) * (BOX[1] + GAP[1])) for s in drawn}
     boxes = {}
     for s in drawn:
@@ -128,7 +128,7 @@ def plot_transitions(dump: Dump, record: Estimate, group: int, states: int = 12)
         name = "success" if s in goals else textwrap.fill(name, 18, max_lines=3, placeholder=" …")
         stays = sum(c for a, b, c, _ in kept if a == b == s)
         axis.text(x, y, name, fontsize=8.5, ha="center", va="center", parse_math=False, zorder=4)
-        if stays:  # an arrow back to its own start would not be seen
+        if stays:  # an arrow back to its own start would be invisible
             axis.text(x + BOX[0] / 2, y - BOX[1] / 2, f"↻ {stays}", fontsize=8, ha="right", va="bottom", zorder=4)
     most = max((c for a, b, c, _ in kept if a != b), default=1)
     for a, b, count, advantage in sorted(kept, key=lambda arrow: arrow[2]):
@@ -150,7 +150,7 @@ def plot_transitions(dump: Dump, record: Estimate, group: int, states: int = 12)
 
 
 def _depths(starts, arrows: list[tuple]) -> dict[int, int]:
-    """State -> the least number of steps to it, breadth first from `starts`."""
+    """Returns state -> the least number of steps to it, breadth first from `starts`."""
     frontier, depth = list(starts), dict.fromkeys(starts, 0)
     while frontier:
         reached = dict.fromkeys(b for a, b, *_ in arrows if a in frontier and b not in depth)
@@ -172,7 +172,7 @@ def _places(drawn: set[int], depth: dict[int, int], arrows: list[tuple]) -> dict
 
 
 def plot_sizes(sizes: dict[str, dict[int, int]]) -> Figure:
-    """Share of the steps by the size of their group, one panel per level. sizes: name -> (group size -> number of groups)."""
+    """Plots the share of steps by group size, one panel per level. sizes: name -> (group size -> number of groups)."""
     figure = Figure(figsize=(2.9 * len(sizes), 2.3), layout="constrained")
     for axis, (name, counts) in zip(figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0], sizes.items(), strict=True):
         steps = np.array([[n, n * c] for n, c in counts.items()])
@@ -187,7 +187,7 @@ def plot_sizes(sizes: dict[str, dict[int, int]]) -> Figure:
 
 
 def plot_errors(errors: dict[str, dict[str, float]]) -> Figure:
-    """Squared bias and variance against the Oracle groups, one bar per estimator. errors: name -> `against_oracle`'s result."""
+    """Plots squared bias and variance against the Oracle groups, one bar per estimator. errors: name -> `against_oracle`."""
     figure = Figure(figsize=(7.5, 0.8 + 0.3 * len(errors)), layout="constrained")
     axis, names = figure.subplots(), list(errors)
     bias = np.array([errors[name]["bias"] ** 2 for name in names])

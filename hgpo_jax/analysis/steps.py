@@ -1,4 +1,4 @@
-"""Why a step has its advantage: its groups at every level, its peers there, and tables over all steps."""
+"""Explanations of a step's advantage: its groups at every level, its peers there, and tables over all steps."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hgpo_jax.rollout.episodes import Episodes
 
 
 def group_ids(episodes: Episodes, level: int) -> np.ndarray:
-    """i64[B, T]: dense ids of the groups of a level, -1 where no step happened; -1 for `level` gives the prompt groups.
+    """Returns dense ids of the groups of a level, i64[B, T]; -1 where no step happened; `level` -1 is the prompt groups.
 
     Steps with t < level are in groups of their own, with steps of the same short past; estimators may leave them out
-    (`level_sizes` 0). Compares whole contexts, one column at a time.
+    (`level_sizes` 0). Whole contexts are compared, one column at a time.
     """
     states, mask = np.asarray(episodes.states), np.asarray(episodes.mask)
     columns = [np.broadcast_to(np.asarray(episodes.groups)[:, None], mask.shape)]
@@ -33,7 +33,7 @@ def group_ids(episodes: Episodes, level: int) -> np.ndarray:
 
 
 def step_value(dump: Dump, record: Estimate, level: int) -> jax.Array | np.ndarray:
-    """f32[B, T]: what a level compares: returns; in the prompt group episode scores less the step's penalty.
+    """Returns f32[B, T], the quantity that a level compares: returns; in the prompt group episode scores less step penalties.
 
     `eb_gae` compares returns in the prompt group too, and subtracts penalties only after it has compared.
     """
@@ -47,11 +47,11 @@ def step_value(dump: Dump, record: Estimate, level: int) -> jax.Array | np.ndarr
 
 
 def step_groups(dump: Dump, record: Estimate, episode: int, turn: int) -> list[dict]:
-    """The groups of one step, one dict per level that the step has in `record`.
+    """Returns the groups of one step, one dict per level that the step has in `record`.
 
-    level; history: the observations that its members share, oldest first; advantage and weight of the level; mean of what
-    is compared; members: episode and turn, return, value (what the level compares), and the advantage the level gives to
-    that member. The step itself is one of them. A record without levels gives [].
+    level; history: the observations that its members share, oldest first; advantage and weight of the level; mean of the
+    compared values; members: episode and turn, return, value (which the level compares), and the advantage that the level
+    gives to that member. The step itself is one of them. A record without levels gives [].
     """
     e = dump.episodes
     if not e.mask[episode, turn]:
@@ -84,7 +84,7 @@ def step_groups(dump: Dump, record: Estimate, episode: int, turn: int) -> list[d
 
 
 def step_text(dump: Dump, record: Estimate, episode: int, turn: int, shown: int = 8) -> str:
-    """`step_groups` to read; of a level the `shown` members with the highest and lowest values, and the step itself."""
+    """Formats `step_groups`; for each level the `shown` members with the highest and lowest values, and the step itself."""
     lines = [
         f"episode {episode}, turn {turn}: {dump.observation(episode, turn)}",
         f"    {dump.said(episode, turn)}",
@@ -97,7 +97,7 @@ def step_text(dump: Dump, record: Estimate, episode: int, turn: int, shown: int 
         lines.append(f"\n{name}: {len(members)} steps, mean {group['mean']:.3g}, advantage {group['advantage']:+.3g}, {used}")
         if group["level"] > 0:
             lines.append("  after " + "  |  ".join(group["history"][:-1]))
-        # The most different ones tell the most.
+        # The members that differ most are the most informative.
         order = sorted(members, key=lambda m: -m["value"])
         ends = {*range(shown - shown // 2), *range(len(order) - shown // 2, len(order))}
         last = -1
@@ -115,7 +115,7 @@ def step_text(dump: Dump, record: Estimate, episode: int, turn: int, shown: int 
 
 
 def steps_table(dump: Dump, record: Estimate) -> dict[str, np.ndarray]:
-    """One row per step that happened: where it is, what it got, and for each level its group's size, advantage and weight."""
+    """Returns one row per step that happened: its place, its numbers, and for each level group size, advantage and weight."""
     e = dump.episodes
     rows, turns = np.nonzero(e.mask)
     places = {"episode": rows, "turn": turns, "group": e.groups[rows], "task": e.task[rows], "success": e.success[rows]}
@@ -130,9 +130,9 @@ def steps_table(dump: Dump, record: Estimate) -> dict[str, np.ndarray]:
 
 
 def transitions(dump: Dump, record: Estimate, group: int) -> dict[str, np.ndarray]:
-    """The graph that a prompt group walked: one row per edge between states that some step took.
+    """Returns the graph that a prompt group walked: one row per edge between states that some step took.
 
-    state, next_state: ids; count: steps; advantage: their mean; ends: how many of them ended their episode with success.
+    state, next_state: ids; count: steps; advantage: their mean; ends: number of them that ended their episode with success.
     """
     e = dump.episodes
     steps = e.mask & (e.groups == group)[:, None]
@@ -152,7 +152,7 @@ def transitions(dump: Dump, record: Estimate, group: int) -> dict[str, np.ndarra
 
 
 def compare(dump: Dump, names: tuple[str, ...] = ("grpo", "gigpo", "hgpo"), **options) -> dict[str, jax.Array | np.ndarray]:
-    """The advantages of several estimators, one row per step: episode, turn and, for each name, its advantage.
+    """Returns the advantages of several estimators, one row per step: episode, turn and, for each name, its advantage.
 
     Advantages are divided by their root mean square over the batch, because the scales of estimators differ.
     """
@@ -166,12 +166,12 @@ def compare(dump: Dump, names: tuple[str, ...] = ("grpo", "gigpo", "hgpo"), **op
 
 
 def oracle_errors(dump: Dump, estimators: dict[str, dict], group_size: int = 0) -> dict[str, dict[str, float]]:
-    """Error of each estimator against the Oracle groups of the same episodes (`diagnostics.against_oracle`).
+    """Computes each estimator's error against the Oracle groups of the same episodes (`diagnostics.against_oracle`).
 
-    estimators: shown name -> options, with the estimator's own name as `name`. Where they can, they only centre
-    (`normalize="mean"`), or their scales would not compare.
-    group_size: what the estimators see: each prompt group is dealt into groups of this many episodes, while the Oracle
-    compares all of them. The whole prompt groups by default.
+    estimators: displayed name -> options, with the estimator's own name as `name`. If possible, they only centre
+    (`normalize="mean"`), because the scales must agree.
+    group_size: prompt groups are split into groups of this many episodes for the estimators, while the Oracle compares all of
+    them. By default they are not split.
     """
     e = dump.episodes
     ids = diagnostics.oracle_groups(e.states, e.mask, e.groups)

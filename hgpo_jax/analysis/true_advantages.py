@@ -1,10 +1,10 @@
-"""True advantages of a rollout's steps, by playing on from before and after each of them many times.
+"""True advantages of a rollout's steps, from many continuations before and after each of them.
 
     truth = true_advantages(job, params, tasks, episodes, continuations=64)
     diagnostics.against_truth(estimate("hgpo", **batch).advantages, truth.advantages, truth.standard_error, episodes.mask)
 
-A compiled environment can go on from any state, so the policy itself tells what a step was worth: no group, no bootstrap, no
-bias, and a standard error for each step.
+A compiled environment can go on from any state, so the policy itself measures a step's value: without groups, bootstrapping or
+bias, and with a standard error for each step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROWS = 4096  # continuations in one program
 
 
 class Truth(NamedTuple):
-    """All f64[B, T] and 0 where no step happened. Returns are discounted and hold no penalty for invalid actions.
+    """All are f64[B, T], 0 where no step happened. Returns are discounted and contain no penalty for invalid actions.
 
     advantages: Q - V. standard_error: of each of them. values: V of the state before the step.
     """
@@ -36,18 +36,18 @@ class Truth(NamedTuple):
 
 
 def true_advantages(job: Job, params, tasks, episodes: Episodes, *, continuations: int = 64, seed: int = 0) -> Truth:
-    """Q - V of every step, each from `continuations` episodes that the policy plays on from the state before and the one after.
+    """Computes Q - V of every step from `continuations` episodes that the policy plays on from the states before and after it.
 
     The advantage is r_t + gamma mean(returns after the step) - mean(returns from before it); the two means share no sample.
 
     Args:
-      job: of a compiled environment.
+      job: one with a compiled environment.
       params: the weights that sampled the episodes, as `runner.rollout` takes them.
-      tasks: [B], as they were given to that rollout.
+      tasks: [B], those of that rollout.
       episodes: its record.
 
     Raises:
-      ConfigError: the environment cannot go on from a state, or fewer than two continuations are asked for.
+      ConfigError: the environment cannot go on from a state, or fewer than two continuations are requested.
     """
     runner, config = job.runner, job.config
     if not isinstance(runner, CompiledRunner):
@@ -57,12 +57,12 @@ def true_advantages(job: Job, params, tasks, episodes: Episodes, *, continuation
     mask = np.asarray(episodes.mask)
     B, T = mask.shape
     states = runner.replay(tasks, episodes)
-    before = np.flatnonzero(np.pad(mask, ((0, 0), (0, 1))))  # what is left after the last turn is worth nothing
+    before = np.flatnonzero(np.pad(mask, ((0, 0), (0, 1))))  # the state after the last turn is worth nothing
     rows = np.repeat(before, continuations)
     decoding, gamma = Decoding(temperature=config.rollout.temperature), config.advantage.gamma
     returns, key = np.zeros(len(rows)), jax.random.key(seed)
     for begin in tqdm(range(0, len(rows), ROWS), desc="continuations", unit_scale=ROWS, leave=False, disable=None):
-        chosen = np.resize(rows[begin : begin + ROWS], ROWS)  # some again where there are fewer: one shape, one program
+        chosen = np.resize(rows[begin : begin + ROWS], ROWS)  # repeats fill up: one shape, one program
         keys = jax.random.split(jax.random.fold_in(key, begin), ROWS)
         rewards = runner.play_on(params, jax.tree.map(lambda a, chosen=chosen: a[chosen], states), keys, decoding)
         returns[begin : begin + ROWS] = (np.asarray(rewards) @ gamma ** np.arange(T))[: len(rows) - begin]

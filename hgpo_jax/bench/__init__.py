@@ -1,1 +1,1 @@
-"""Measurements, each a ratio to a limit or a peer of the same run: `python -m hgpo_jax.bench NAME`."""
+"""Benchmarks, each a ratio to a limit or a peer in the same run: `python -m hgpo_jax.bench NAME`."""

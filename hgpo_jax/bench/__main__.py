@@ -24,7 +24,7 @@ BENCHES = {
 
 
 def table(rows: list[dict]) -> str:
-    """Rows as a Markdown table; what a row does not have stays empty."""
+    """Formats rows as a Markdown table; missing values stay empty."""
     shown = lambda value: "" if value is None else (value if isinstance(value, str) else f"{value:,.3g}")  # noqa: E731
     lines = ["| what | value | unit | share of limit | ratio to peer |", "|---|---|---|---|---|"]
     for row in rows:

@@ -1,4 +1,4 @@
-"""What no CPU can show, in one command for a lent accelerator: the most valuable first, and whatever is done is kept.
+"""All measurements that need an accelerator, in one command: the most valuable first, and every result is kept.
 
     python -m hgpo_jax.bench accelerator --minutes 9 --json accelerator.json
 
@@ -33,7 +33,7 @@ BF16 = ["--dtype", "bfloat16", "--mesh", "data=1"]
 SAMPLE = ["sample", *BF16, "--prompt", "512", "--new", "128"]
 UPDATE = ["update", *BF16, "--remat", "full"]
 HALF, ONE_AND_A_HALF = ["--policy", "Qwen2.5-0.5B"], ["--policy", "Qwen2.5-1.5B"]
-# (title, module, arguments, whether transformers does the same), the most valuable first.
+# (title, module, arguments, whether transformers can do the same), the most valuable first.
 PARTS = (
     ("default run", TRAIN, ["log.tensorboard=false"], False),
     ("sampling, 0.5B", BENCH, [*SAMPLE, *HALF, "--batch", "1", "8", "64"], True),
@@ -46,7 +46,7 @@ PARTS = (
     ("update, long", BENCH, [*UPDATE, *ONE_AND_A_HALF, "--rows", "8", "--tokens", "8192", "--microbatch", "2"], False),
     ("update, offload", BENCH, [*UPDATE, *ONE_AND_A_HALF, "--rows", "16", "--tokens", "1024", "--offload"], False),
 )  # fmt: skip
-# What --tiny adds; the last value of an option counts.
+# Arguments that --tiny adds; the last value of an option counts.
 TINY = {
     "sample": ["--policy", "household", "--prompt", "8", "--new", "4", "--batch", "2", "--repeats", "1"],
     "rollout": [
@@ -65,14 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def minutes(text: str) -> float:
-    """The option's value. Raises ValueError or ArgumentTypeError, which argparse reports in one line."""
+    """Reads the option's value. Raises ValueError or ArgumentTypeError, which argparse reports in one line."""
     if not 0 < float(text) <= 1e4:
         raise argparse.ArgumentTypeError(f"{text:.50}: must be a number above 0, at most 10000")
     return float(text)
 
 
 def run(args: argparse.Namespace) -> list[dict]:
-    """Rows of name ("part: what"), value, unit, limit_share and ratio as the parts give them; a failed part is one row."""
+    """Returns rows of name ("part: what"), value, unit, limit_share and ratio from the parts; a failed part is one row."""
     if not args.tiny and _backend() == "cpu":
         raise ConfigError("bench accelerator: jax finds no accelerator here; --tiny tries the command on a CPU")
     deadline, rows = time.monotonic() + 60 * args.minutes, list[dict]()
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> list[dict]:
 
 
 def _backend() -> str:
-    """jax's platform, asked in a process of its own: this one must not hold the accelerator's memory."""
+    """Asks for jax's platform in a separate process: this one must not hold the accelerator's memory."""
     command = [sys.executable, "-c", "import jax; print(jax.default_backend())"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "cpu"
 
@@ -103,13 +103,13 @@ def _arguments(module: str, arguments: list[str], has_peer: bool, *, tiny: bool)
 
 @functools.cache
 def _peer_works() -> bool:
-    """Whether torch is installed and finds the accelerator, asked in a process of its own, too."""
+    """Whether torch is installed and finds the accelerator, checked in a separate process, too."""
     command = [sys.executable, "-c", "from hgpo_jax.bench.policies import load_peer; load_peer('transformers')"]
     return importlib.util.find_spec("torch") is not None and not subprocess.run(command, capture_output=True).returncode
 
 
 def _part(title: str, module: str, arguments: list[str], seconds: float) -> list[dict]:
-    """The rows of one part, which is killed with all that it started when its time is over."""
+    """Runs one part and returns its rows; after `seconds` the part and all its children are killed."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "rows.json")
         cold = [f"run_dir={folder}/run", f"cache_dir={folder}/cache"]
@@ -118,7 +118,7 @@ def _part(title: str, module: str, arguments: list[str], seconds: float) -> list
         began = time.monotonic()
         with open(log, "w") as out:
             child = subprocess.Popen(
-                # -u: unbuffered, so that what it said last stands last.
+                # -u: unbuffered, so that its last output comes last.
                 [sys.executable, "-u", "-m", module, *arguments, *where], stdout=out, stderr=out, start_new_session=True
             )
             try:
@@ -139,7 +139,7 @@ def _part(title: str, module: str, arguments: list[str], seconds: float) -> list
 
 
 def _main_job(run: Path, seconds: float) -> list[dict]:
-    """What a run's folder says of it."""
+    """Returns rows with the figures of a run's folder."""
     iterations = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     held_out = json.loads((run / "evaluation.json").read_text())["success"]
     median = lambda phase: float(np.median([line["seconds"][phase] for line in iterations]))  # noqa: E731

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> list[dict]:
-    """Rows of name, value, unit, limit_share (of the limit, less is better), ratio (peer's time over ours), or None."""
+    """Returns rows of name, value, unit, limit_share (of the limit, less is better), ratio (peer's time over ours), or None."""
     rows, medians = [], {}
     for trajectories in (128, 1280, 20_000):
         batch = make_batch(trajectories)
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> list[dict]:
 
 
 def median_time(call: Callable[[], object], repeats: int) -> float:
-    """Seconds of the median call, its result awaited."""
+    """Returns the seconds of the median call, including the wait for its result."""
     times = []
     for _ in range(repeats):
         started = time.perf_counter()
@@ -82,7 +82,7 @@ def median_time(call: Callable[[], object], repeats: int) -> float:
 
 
 def make_batch(trajectories: int) -> dict[str, Any]:
-    """Trajectories of 10 to 50 steps, half of them successful; few states are common and many rare, as in a house."""
+    """Makes trajectories of 10 to 50 steps, half of them successful; few states are common and many rare, as in a house."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(STEPS // 5, STEPS + 1, trajectories)
     rewards = np.zeros((trajectories, STEPS), np.float32)
@@ -98,7 +98,7 @@ def make_batch(trajectories: int) -> dict[str, Any]:
 def dictionaries(
     rewards: np.ndarray, mask: np.ndarray, states: np.ndarray, groups: np.ndarray, history: int = 2, gamma: float = 0.95
 ) -> np.ndarray:
-    """HGPO with the defaults of `hgpo` and no invalid actions: one dictionary per level, one NumPy call per group."""
+    """Computes HGPO with the defaults of `hgpo` and no invalid actions: one dictionary per level, one NumPy call per group."""
     returns = np.zeros(rewards.shape)
     later = np.zeros(len(rewards))
     for t in reversed(range(rewards.shape[1])):

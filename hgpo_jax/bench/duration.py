@@ -1,9 +1,9 @@
-"""How long an iteration takes on devices of a kind, by arithmetic: operations and bytes over their rates.
+"""Estimated duration of an iteration on devices of a kind: operations and bytes over their rates.
 
-Counted are prompts, decoding, the reference policy, the rollouts' correction, the critic and the update. Compiled environments
-decode in lockstep: every turn lasts as long as its longest answer, which is taken for the longest possible. Text environments
-decode by continuous batching: all tokens over the slots, but not less than an episode of all turns takes alone. Not counted:
-environments, communication between devices, compiling, and padding.
+The estimate counts prompts, decoding, the reference policy, the rollouts' correction, the critic and the update. Compiled
+environments decode in lockstep: every turn lasts as long as its longest answer, which is assumed to be the longest possible.
+Text environments decode by continuous batching: all tokens over the slots, but at least the time of an episode with all turns
+alone. It does not count environments, communication between devices, compiling, and padding.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from hgpo_jax.learner.update import correction_level
 from hgpo_jax.rollout.environments import backend, max_turns
 from hgpo_jax.setup.memory import Workload
 
-# Of one device: operations per second of dense bfloat16 products, bytes per second of its memory (vendors' data sheets).
+# Rates of one device: operations per second of dense bfloat16 products, bytes per second of its memory (vendors' data sheets).
 RATES = {
     "a100-40g": (312e12, 1.555e12), "a100-80g": (312e12, 2.039e12), "h100-80g": (989e12, 3.35e12),
     "h200-141g": (989e12, 4.8e12), "l40s-48g": (362e12, 0.864e12), "tpu-v4": (275e12, 1.2e12), "tpu-v5e": (197e12, 0.819e12),
     "tpu-v5p": (459e12, 2.765e12), "tpu-v6e": (918e12, 1.64e12),
 }  # fmt: skip
 TF32 = ("a100", "h100", "h200", "l40s")  # multiply float32 as TensorFloat-32, at half of that rate; TPUs as bfloat16
-# Of these rates, the share that whole iterations reach: measured on CPUs (README.md), assumed of accelerators.
+# The share of these rates that whole iterations reach: measured on CPUs (README.md), assumed for accelerators.
 REACHED = 0.5
 
 
 def rates_of(chip: str, dtype: str) -> tuple[float, float]:
-    """A chip's `RATES` for products of this type."""
+    """Returns a chip's `RATES` for products of this type."""
     operations, reading = RATES[chip]
     return operations / (2 if dtype == "float32" and chip.startswith(TF32) else 1), reading
 
@@ -40,9 +40,9 @@ def rates_of(chip: str, dtype: str) -> tuple[float, float]:
 def seconds_at_limits(
     config: Config, mesh, workload: Workload, rates: tuple[float, float], turns: float, prompt: float, response: float
 ) -> dict[str, float]:
-    """Seconds of each part of an iteration on a mesh of devices with these rates, as of `rates_of`.
+    """Returns the seconds of each part of an iteration on a mesh of devices with the rates of `rates_of`.
 
-    turns: of an episode, in the mean. prompt, response: tokens of a turn, in the mean.
+    turns: mean turns of an episode. prompt, response: mean tokens of a turn.
     """
     model = dataclasses.replace(workload.model, sample_dtype=config.policy.sample_dtype)
     (operations, reading), rollout = rates, config.rollout
@@ -50,11 +50,11 @@ def seconds_at_limits(
     steps, devices = episodes * turns, mesh.size
     each = devices / mesh.shape["data"]
     if backend(config) == "compiled":
-        # Rows that an index of the data axis decodes in a turn, in the mean.
+        # Mean rows that an index of the data axis decodes in a turn.
         rows = steps / max_turns(config.env) / mesh.shape["data"]
         batches = max(1, math.ceil(rows / rollout.decode_batch_size))
         rows, longest = rows / batches, float(workload.response)
-        decoded = max_turns(config.env) * batches * longest  # tokens, one after the other
+        decoded = max_turns(config.env) * batches * longest  # decoding steps
     else:
         tokens, longest = steps * response / mesh.shape["data"], response
         decoded = max(tokens / workload.decode_batch, max_turns(config.env) * response)
@@ -65,7 +65,7 @@ def seconds_at_limits(
         read_bytes(model, math.ceil(rows), slots, itemsize) / reading, rows * decode_flops(model, slots) / operations
     )
     forward = steps * forward_flops(model, math.ceil(prompt + response), math.ceil(response)) / devices / operations
-    # A backward pass costs two forward passes, one where the weights are not trained; what is not kept is computed again.
+    # A backward pass costs two forward passes, or one if the weights are not trained; unsaved values are recomputed.
     again = config.learner.remat == "full"
     passes = 1 + (1 if config.lora.rank else 2) + again
     parts = {
@@ -74,7 +74,7 @@ def seconds_at_limits(
         "reference policy": forward if config.learner.kl_weight else 0.0,
         "rollout correction": forward if correction_level(config) != "none" else 0.0,
         "update": passes * forward,
-        # It predicts and learns, all of it, adapters or not.
+        # It predicts, and all of it learns, with adapters or without.
         "critic": (1 + 3 + again) * forward if method_named(config.method).critic else 0.0,
     }
     return {name: seconds for name, seconds in parts.items() if seconds}

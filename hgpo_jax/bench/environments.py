@@ -35,8 +35,8 @@ from hgpo_jax.rollout.host import HostRollout
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.utils.errors import ConfigError
 
-GAMES = 20  # of a split, evenly spread
-# What a row's value must stay below, in its unit.
+GAMES = 20  # games of a split, evenly spread
+# Upper limits of the rows' values, in their units.
 LIMITS = {
     "alfworld load and reset": 10.0,
     "alfworld step": 0.3,
@@ -69,8 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> list[dict]:
-    """Rows of name, value, unit, limit_share (of the limit, less is better) and ratio (recorded time of the original engine
-    over ours), or None. Raises ConfigError for a folder without the data."""
+    """Returns rows of name, value, unit, limit_share (of the limit, less is better) and ratio (recorded time of the original
+    engine over ours), or None. Raises ConfigError for a folder without the data."""
     if not 0 < args.ready_fraction < 1:
         raise ConfigError(f"--ready-fraction {args.ready_fraction:g}: expected a fraction above 0 and below 1")
     tokenizer = None
@@ -106,7 +106,7 @@ def row(name: str, value: float, unit: str) -> dict:
 
 
 def household(batch: int, repeats: int) -> list[dict]:
-    """The compiled household."""
+    """Measures the compiled household."""
     env = Household(tasks=tuple(TASKS), rooms=tuple(ROOMS))
     keys = jax.random.split(jax.random.key(0), batch)
     reset, step = jax.jit(jax.vmap(env.reset)), jax.jit(jax.vmap(env.step))
@@ -125,7 +125,7 @@ def household(batch: int, repeats: int) -> list[dict]:
 
 
 def alfworld(folder: str, tokenizer) -> list[dict]:
-    """ALFWorld's engine and the compiled games on some games of valid_seen; with a tokenizer also told in chat."""
+    """Measures ALFWorld's engine and the compiled games on some games of valid_seen; with a tokenizer also as chat."""
     from hgpo_jax.envs.alfworld.bench import measure
     from hgpo_jax.envs.alfworld.bench_compiled import measure_compiled
     from hgpo_jax.envs.alfworld.dataset import list_games
@@ -141,7 +141,7 @@ def alfworld(folder: str, tokenizer) -> list[dict]:
 
 
 def webshop(folder: str) -> list[dict]:
-    """WebShop's engine on a catalogue."""
+    """Measures WebShop's engine on a catalogue."""
     try:
         from hgpo_jax.envs.webshop.bench import measure
 
@@ -152,7 +152,7 @@ def webshop(folder: str) -> list[dict]:
 
 
 class Counted:
-    """Prompts of 128 equal tokens, one kind a turn; any response is the one action."""
+    """Prompts of 128 equal tokens, a different one each turn; any response is the one action."""
 
     end_tokens, prompt_limit = (-1,), 128
 
@@ -164,7 +164,7 @@ class Counted:
 
 
 def waiting(mean: float, episodes: int, workers: int, ready_fraction: float, repeats: int = 3) -> list[dict]:
-    """Rollouts of `Waiting` with a tiny policy and responses of 8 tokens: medians of `repeats` rounds after a first one."""
+    """Measures rollouts of `Waiting` with a tiny policy and responses of 8 tokens: medians of `repeats` rounds."""
     mesh = make_mesh("data=1", jax.devices()[:1])
     model = ModelConfig(vocab_size=256, **PolicyConfig().sizes)
     params, keys, groups = initialize(model, 0, mesh), jax.random.split(jax.random.key(0), episodes), np.arange(episodes)

@@ -1,4 +1,4 @@
-"""What limits a benchmark: the machine's rates, measured in the same run, and the operations and bytes that the work needs."""
+"""Limits of benchmarks: the machine's rates, measured in the same run, and the operations and bytes of the work."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ import numpy as np
 from hgpo_jax.policy import ModelConfig, shapes
 
 GiB = 2**30
-# What Linux calls the instructions on vectors and matrices that decide a processor's rate of products.
+# Linux's names of the vector and matrix instructions that decide a processor's rate of products.
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
 
 
 def row(name: str, value: float | str, unit: str, limit_share: float | None = None, ratio: float | None = None) -> dict:
-    """A line of a benchmark's table. limit_share: of the machine's limit. ratio: ours to the peer's."""
+    """Returns a line of a benchmark's table. limit_share: of the machine's limit. ratio: ours to the peer's."""
     return {"name": name, "value": value, "unit": unit, "limit_share": limit_share, "ratio": ratio}
 
 
 def machine() -> dict:
-    """The row that says what was measured on: jax's devices, the processor and what it multiplies matrices with."""
+    """Returns a row that describes the machine: jax's devices, the processor and its instructions for matrix products."""
     devices = jax.devices()
-    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""  # of Linux
+    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""  # only on Linux
     model = re.search(r"model name\s*: (.*)", cpuinfo)
     flags = re.search(r"(?:flags|Features)\s*: (.*)", cpuinfo)
     found = [name for name in INSTRUCTIONS if flags and name in flags[1].split()]
@@ -43,7 +43,7 @@ def machine() -> dict:
 
 
 def forward_flops(c: ModelConfig, tokens: int, predictions: int) -> float:
-    """Operations of `Qwen2.hidden` and the head for one row of `tokens` slots, `predictions` of them asked for."""
+    """Counts operations of `Qwen2.hidden` and the head for one row of `tokens` slots with `predictions` predictions."""
     D, F, E = c.hidden_size, c.intermediate_size, c.head_size
     H, G = c.num_attention_heads, c.num_key_value_heads
 
@@ -55,7 +55,7 @@ def forward_flops(c: ModelConfig, tokens: int, predictions: int) -> float:
 
 
 def decode_flops(c: ModelConfig, slots: int) -> float:
-    """Operations of `Qwen2.decode` and the head for one token that sees `slots` slots."""
+    """Counts operations of `Qwen2.decode` and the head for one token that sees `slots` slots."""
     D, F, E = c.hidden_size, c.intermediate_size, c.head_size
     H, G = c.num_attention_heads, c.num_key_value_heads
     block = 2 * D * (2 * G + 2 * H) * E + 6 * D * F + 4 * slots * H * E
@@ -63,9 +63,9 @@ def decode_flops(c: ModelConfig, slots: int) -> float:
 
 
 def read_bytes(c: ModelConfig, rows: int, slots: int, itemsize: int) -> int:
-    """Bytes that one pass must read: every weight that multiplies, and the keys and values of `slots` slots of each row.
+    """Counts bytes that one pass must read: every weight that multiplies, and the keys and values of `slots` slots per row.
 
-    itemsize: of the head, and unless `c.sample_dtype` says otherwise of the rest.
+    itemsize: that of the head and, unless `c.sample_dtype` overrides it, of the rest.
     """
     head = c.vocab_size * c.hidden_size
     blocks = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes(c))) - head * (1 if c.tie_word_embeddings else 2)
@@ -76,7 +76,7 @@ def read_bytes(c: ModelConfig, rows: int, slots: int, itemsize: int) -> int:
 
 
 def fastest(call: Callable[[], object], repeats: int = 5) -> float:
-    """Seconds of the fastest call after a first one."""
+    """Returns the seconds of the fastest call after a first one."""
     call()
     times = []
     for _ in range(repeats):
@@ -87,7 +87,7 @@ def fastest(call: Callable[[], object], repeats: int = 5) -> float:
 
 
 def matmul_rate(mesh, dtype: str = "float32") -> float:
-    """Operations per second of products [size, size] x [size, size], one on each device at once."""
+    """Measures operations per second of products [size, size] x [size, size], one on each device at once."""
     size = 1536 if mesh.devices.flat[0].platform == "cpu" else 8192
     spec = jax.sharding.PartitionSpec(mesh.axis_names)
     a = jnp.ones((mesh.size, size, size), dtype)
@@ -97,10 +97,10 @@ def matmul_rate(mesh, dtype: str = "float32") -> float:
 
 
 def read_rate(mesh) -> float:
-    """Bytes per second of reading 1 GiB a device once, by the fastest of a few simple kernels.
+    """Measures bytes per second of reading 1 GiB per device once, by the fastest of a few simple kernels.
 
-    XLA's sum and maximum of each row, its product with a vector from the right and, on a CPU, NumPy's maximum in one thread
-    a core: which of them streams best depends on the machine.
+    These are XLA's sum and maximum of each row, its product with a vector from the right and, on a CPU, NumPy's maximum with
+    one thread per core. The fastest of them depends on the machine.
     """
     spec = jax.sharding.PartitionSpec(mesh.axis_names)
     place = jax.sharding.NamedSharding(mesh, spec)
@@ -137,7 +137,7 @@ class Rates:
             self.multiplying = max(self.multiplying, matmul_rate(mesh, self._dtype))
 
     def seconds(self, bytes_read: float, operations: float) -> float:
-        """The least time that work can take."""
+        """Returns the least time that the work can take."""
         return max(bytes_read / self.reading, operations / self.multiplying)
 
     def rows(self) -> list[dict]:
@@ -151,7 +151,7 @@ Name = TypeVar("Name")
 
 
 def alternate(calls: Mapping[Name, Callable[[], object]], repeats: int) -> dict[Name, list[float]]:
-    """Seconds of each call in `repeats` rounds through all of them, so that a slow minute affects all of them alike."""
+    """Times each call in `repeats` rounds through all of them, so that a slow minute affects all of them alike."""
     seconds: dict[Name, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
@@ -162,11 +162,11 @@ def alternate(calls: Mapping[Name, Callable[[], object]], repeats: int) -> dict[
 
 
 def memory_rise(call: Callable[[], object]) -> int | None:
-    """The largest rise of this process's resident memory during a call, in bytes; None where Linux does not report it, or
-    where the work is done in the memory of an accelerator.
+    """Measures the largest rise of this process's resident memory during a call, in bytes; None if Linux does not report it, or
+    if the work uses the memory of an accelerator.
 
     Freed memory is returned to the system first and, from now on, blocks above 1 MiB as soon as they are freed, so that
-    all that the call allocates counts, even where it could reuse memory. This is slow: time nothing afterwards.
+    everything that the call allocates counts, even if it could reuse memory. This is slow: time nothing afterwards.
     """
     status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
     if not sys.platform.startswith("linux") or not status.exists() or jax.default_backend() != "cpu":
@@ -191,7 +191,7 @@ def memory_rise(call: Callable[[], object]) -> int | None:
 
 
 def memory_rows(name: str, rise: dict[str, int | None], ours: str) -> list[dict]:
-    """The row of a memory_rise of ours and, if there is one, of the peer; the ratio is ours to the peer's."""
+    """Returns the row of our memory_rise and, if there is one, the peer's; the ratio is ours to the peer's."""
     mine, theirs = rise[ours], rise.get("peer")
     if mine is None:
         return []

@@ -1,9 +1,10 @@
 """The same work in PyTorch with transformers' models, for `--against transformers`. Nothing else imports torch.
 
-The peer runs with its best standard settings: SDPA attention, weights in the type at work, every core (or the GPU), the head
-at the response's positions only (`logits_to_keep`), fused cross-entropy and fused AdamW; eager, because `torch.compile` of
-`generate` and of checkpointed layers needs a C++ compiler and minutes. The loop of `play` and `learn` is what one writes by
-hand with transformers: it uses the embedded household's own compiled, batched reset and step, and our estimators.
+The peer runs with its best standard settings: SDPA attention, weights in the dtype at work, every core (or the GPU), the head
+only at the response's positions (`logits_to_keep`), fused cross-entropy and fused AdamW. It runs eagerly, because
+`torch.compile` of `generate` and of checkpointed layers needs a C++ compiler and minutes. The loop of `play` and `learn` is
+written by hand, as users of transformers do: it uses the embedded household's own compiled, batched reset and step, and our
+estimators.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from hgpo_jax.utils.errors import ConfigError
 
 
 def device() -> torch.device:
-    """The GPU or CPU that jax uses. Raises ConfigError where torch does not know it."""
+    """Returns the GPU or CPU that jax uses. Raises ConfigError if torch does not know it."""
     kind = jax.default_backend()
     if kind != "cpu" and not (kind == "gpu" and torch.cuda.is_available()):
         raise ConfigError(f"--against transformers: jax has a {kind.upper()} that torch does not find; install one that does")
@@ -41,7 +42,7 @@ def device() -> torch.device:
 
 
 def make_model(c: ModelConfig, params: dict, dtype: str):
-    """transformers' model with the same weights."""
+    """Makes transformers' model with the same weights."""
     torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     if device().type == "cuda":
         torch.set_float32_matmul_precision("high")  # TensorFloat-32, as jax multiplies float32 there
@@ -59,7 +60,7 @@ def make_model(c: ModelConfig, params: dict, dtype: str):
 
 
 def with_adapters(model, c: ModelConfig, adapters: dict):
-    """transformers' model with peft's adapters of the same values, which alone are trained."""
+    """Adds peft's adapters with the same values to transformers' model; only they are trained."""
     from peft import PeftModel
 
     with tempfile.TemporaryDirectory() as folder:
@@ -76,9 +77,9 @@ def finish() -> None:
 def sampler(
     model, prompts: np.ndarray, max_new: int, temperature: float, end: int | None = None
 ) -> Callable[[], np.ndarray]:
-    """`generate` as a call: prompts i32[B, P] -> i64[B, max_new], sampled from the full distribution, or greedily at 0.
+    """Builds `generate` as a call: prompts i32[B, P] -> i64[B, max_new], sampled from the full distribution, or greedy at 0.
 
-    end: the token after which all answers may end; then as many tokens as the longest has.
+    end: the token after which all answers may end; there are then as many tokens as in the longest answer.
     """
     tokens = torch.from_numpy(prompts.astype(np.int64)).to(device())
     how: dict[str, Any] = {"do_sample": False}
@@ -98,8 +99,8 @@ def sampler(
 
 
 def updater(model, batch: TrainingBatch, config: LearnerConfig, dtype: str) -> Callable[[], dict[str, float]]:
-    """One PPO-clip step of AdamW on all rows as a call: {"loss", "grad_norm"} before it. The prompts are of one length."""
-    model.train()  # gradient checkpointing asks for it; there is no dropout
+    """Builds a call of one PPO-clip step of AdamW on all rows: {"loss", "grad_norm"} before it. Prompts have one length."""
+    model.train()  # gradient checkpointing requires it; there is no dropout
     if config.remat != "none":  # the only kind that it has
         model.gradient_checkpointing_enable({"use_reentrant": False})
     parts = {
@@ -136,7 +137,7 @@ def make_optimizer(model, config: LearnerConfig, lr: float | None = None):
 
 
 def clipped(logp, old_logp, advantages, config: LearnerConfig):
-    """PPO's clipped surrogate of each token with the dual clip, negated."""
+    """Computes PPO's clipped surrogate of each token with the dual clip, negated."""
     ratio = torch.exp(logp - old_logp)
     low, high = 1 - (config.clip_low or 0.2), 1 + (config.clip_high or 0.2)
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high))
@@ -145,12 +146,12 @@ def clipped(logp, old_logp, advantages, config: LearnerConfig):
 
 @functools.cache
 def _batched(runner: CompiledRunner):
-    """The environment's reset, goal and step for a whole batch, compiled once."""
+    """Compiles the environment's reset, goal and step for a whole batch, once."""
     return tuple(jax.jit(jax.vmap(f)) for f in (runner.env.reset, runner.env.goal, runner.env.step))
 
 
 def play(model, job: Job, iteration: int) -> dict[str, np.ndarray]:
-    """The episodes of one iteration of the embedded household, turn by turn; keys and shapes as in `Episodes`."""
+    """Plays the episodes of one iteration of the embedded household, turn by turn; keys and shapes as in `Episodes`."""
     assert isinstance(job.runner, CompiledRunner)  # `household`
     env, rollout, tokenizer = job.runner.env, job.config.rollout, job.policy.tokenizer
     end, act = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(ACT)
@@ -198,7 +199,7 @@ def play(model, job: Job, iteration: int) -> dict[str, np.ndarray]:
 
 
 def learn(model, reference, optimizer, job: Job, episodes: dict, microbatch: int, seed: int) -> dict[str, float]:
-    """Advantages and one epoch of PPO-clip with KL to the reference and entropy bonus: means of the token statistics."""
+    """Computes advantages, and one epoch of PPO-clip with KL to the reference and entropy bonus; returns token means."""
     config, e = job.config.learner, episodes
     batch = {name: e[name] for name in ("rewards", "mask", "states", "groups", "invalid")}
     estimate = advantages.estimate(job.method.estimator, **batch, **estimator_options(job.config, job.method.estimator))

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> list[dict]:
-    """Rows of name, value (GiB) and limit_share (of the chip's memory)."""
+    """Returns rows of name, value (GiB) and limit_share (of the chip's memory)."""
     config = cli.load_config(args)
     if args.compile and args.chip:
         raise ConfigError(f"--chip {args.chip}: --compile {args.compile} says for which; leave out one")
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> list[dict]:
         always = sum(phases["always"].values())
         for name, lower, beside in programs(config, mesh, workload):
             compiled = lower().compile()
-            # What the program itself is given counts as its arguments; what else lives meanwhile comes on top.
+            # The program's own inputs count as its arguments; everything else that lives at the same time is added.
             size = compiled_bytes(compiled) + beside(always)
             largest = max(largest, size)
             rows.append(row(f"{name}, compiled for {args.compile}", size, shared=True))
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> list[dict]:
 
 
 def _hours(args: argparse.Namespace, config: Config, mesh, workload: memory.Workload, chip: str) -> list[dict]:
-    """Rows of an iteration's parts at the chip's limits, and of the run at the share of these that is reached."""
+    """Returns rows of an iteration's parts at the chip's limits, and of the run at the fraction of these that is reached."""
     expected = args.turns or max_turns(config.env), args.prompt or workload.prompt, args.response or workload.response
     rates = duration.rates_of(chip, config.policy.compute_dtype)
     parts = duration.seconds_at_limits(config, mesh, workload, rates, *expected)
@@ -108,17 +108,17 @@ def _hours(args: argparse.Namespace, config: Config, mesh, workload: memory.Work
 
 
 def compiled_bytes(compiled) -> int:
-    """Bytes on each device that a compiled program needs at its peak, by the compiler's own analysis."""
+    """Returns the peak bytes on each device of a compiled program, by the compiler's own analysis."""
     m = compiled.memory_analysis()
     return m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
 
 
 def collectives(text: str) -> dict[str, int]:
-    """Bytes that a compiled program's collectives give to each device, by kind; those in loops are counted once."""
+    """Returns the bytes that a compiled program's collectives produce on each device, by kind; those in loops count once."""
     totals: Counter = Counter()
     seen = set()
     for shape, kind, rest in re.findall(rf"= (.*?) ({COLLECTIVES})(?:-start)?\((.*)", text):
-        # The TPU compiler writes a collective that runs beside other work several times, under one channel.
+        # The TPU compiler writes a collective that overlaps other work several times, with one channel.
         channel = re.search(r"channel_id=(\d+)", rest)
         if channel and channel[1] in seen:
             continue
@@ -129,7 +129,7 @@ def collectives(text: str) -> dict[str, int]:
 
 
 def _tpu_mesh(topology: str, spec: str):
-    """(mesh over the devices of a TPU topology, the chip's name)."""
+    """Returns (mesh over the devices of a TPU topology, the chip's name)."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     jax.config.update("jax_platforms", "cpu")
     from jax.experimental import topologies
@@ -145,7 +145,7 @@ def _tpu_mesh(topology: str, spec: str):
 
 
 def programs(config: Config, mesh, workload: memory.Workload):
-    """(name, function that lowers it, bytes that live beside it given those that live always) of sampling and update."""
+    """Yields (name, function that lowers it, bytes beside it as a function of the permanent ones) for sampling and update."""
     learner, policy = config.learner, config.policy
     model = dataclasses.replace(workload.model, sample_dtype=policy.sample_dtype)
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -165,7 +165,7 @@ def programs(config: Config, mesh, workload: memory.Workload):
     scalar, row, prompts = array(()), array((rows,)), array((rows, workload.prompt))
 
     def outputs(lowered):
-        """What a program gives, with the places that the compiler gives it."""
+        """Returns a program's outputs, with the shardings that the compiler chooses."""
         return jax.tree.map(
             lambda a, where: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where),
             lowered.out_info, lowered.compile().output_shardings,
@@ -178,7 +178,7 @@ def programs(config: Config, mesh, workload: memory.Workload):
             return sample.lower(compute, blocks, prompts, row, key, row, scalar, Decoding())
 
     def rollout():
-        """The whole of a language model's, games included."""
+        """Lowers a language model's whole rollout, including the games."""
         found, source = environment(config.env), policy.tokenizer or policy.source
         assert found.text is not None
         runner = TextRunner(config, found, *found.text(config), model, load_tokenizer(source, config.cache_dir), mesh)
@@ -225,7 +225,7 @@ def programs(config: Config, mesh, workload: memory.Workload):
                 params, opt_state, compute, batch, array((N,)), array(()), array((), jnp.float32)
             )
 
-    # A sampler sees one copy of the weights; parameters, optimizer and reference wait beside it.
+    # A sampler needs one copy of the weights; parameters, optimizer and reference are held beside it.
     size = sum(
         math.prod(where.shard_shape(a.shape)) * a.dtype.itemsize
         for a, where in zip(jax.tree.leaves(params), jax.tree.leaves(placements), strict=True)
@@ -236,6 +236,6 @@ def programs(config: Config, mesh, workload: memory.Workload):
     elif config.env.compiled:
         samplers = [("rollout", rollout, waiting)]
     else:
-        blocks = memory.bytes_by_phase(config, mesh, workload)["sampling"]["weights by layer"]  # `prefill` does not see them
+        blocks = memory.bytes_by_phase(config, mesh, workload)["sampling"]["weights by layer"]  # `prefill` does not use them
         samplers = [("prefill", prefill, lambda always: waiting(always) + blocks), ("decode", decode, waiting)]
     return [*samplers, ("update", update, lambda always: 0)]

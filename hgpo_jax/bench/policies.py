@@ -1,4 +1,4 @@
-"""What `bench sample` and `bench update` share: a policy of any shape with random weights, meshes to try, the peer."""
+"""Shared parts of `bench sample` and `bench update`: a policy of any shape with random weights, meshes to try, the peer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def add_against(p: argparse.ArgumentParser) -> None:
 
 
 def workload(args: argparse.Namespace) -> memory.Workload:
-    """The policy's sizes and, for the household, those of its prompts and responses. Raises ConfigError."""
+    """Returns the policy's sizes and, for the household, those of its prompts and responses. Raises ConfigError."""
     if args.policy == HOUSEHOLD:
         found = memory.workload_of(Config(), abstract_mesh("data=1"))
     elif model := preset(args.policy):
@@ -62,8 +62,8 @@ def workload(args: argparse.Namespace) -> memory.Workload:
 
 
 def refuse(args: argparse.Namespace, model: ModelConfig, rows: Sequence[int], tokens: int) -> None:
-    """Raises ConfigError, before anything is measured, for a mesh that divides neither rows nor weights, or for sizes of
-    weights or of `tokens` in a row that the devices cannot hold."""
+    """Raises ConfigError, before any measurement, for a mesh that divides neither rows nor weights, or for sizes of weights or
+    of `tokens` in a row that the devices cannot hold."""
     for count in rows:
         for name, mesh in meshes(args.mesh, count).items():
             try:
@@ -81,7 +81,7 @@ def refuse(args: argparse.Namespace, model: ModelConfig, rows: Sequence[int], to
 
 
 def meshes(spec: str | None, rows: int) -> dict:
-    """Meshes to try by name: the given one, or one device and, where they share the rows equally, all of them."""
+    """Returns meshes to try by name: the given one, or one device and, if they can share the rows equally, all of them."""
     prepare_devices(Config())
     devices = jax.devices()
     names = [spec] if spec else ["data=1", *([f"data={len(devices)}"] if len(devices) > 1 and not rows % len(devices) else [])]
@@ -99,7 +99,7 @@ def meshes(spec: str | None, rows: int) -> dict:
 
 
 def load_peer(name: str | None):
-    """The module with the peer's side, None if none is asked for. Raises ConfigError where it cannot do the same work."""
+    """Loads the module of the peer, None if none is requested. Raises ConfigError if it cannot do the same work."""
     if name is None:
         return None
     if importlib.util.find_spec("torch") is None:

@@ -1,6 +1,6 @@
-"""Where a program's time goes: one call under jax's profiler, the self times of its operations added up by kind.
+"""Profile of a program: one call under jax's profiler, with the self times of its operations added up by kind.
 
-The profiler costs time itself, most where operations are small, so that shares are evidence and not a measurement.
+The profiler itself costs time, most for small operations, so the shares are evidence and not a measurement.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hgpo_jax.bench.limits import row
 
 KINDS = 8  # shown; the rest is one row
 
-# An instruction of a compiled program: name, shape (or several in brackets), opcode, and what in the source it comes from.
+# An instruction of a compiled program: name, shape (or several in brackets), opcode, and its origin in the source.
 INSTRUCTION = re.compile(r'^\s*(?:ROOT )?%?([\w.-]+) = (?:\(.*?\)|\S+) ([\w-]+)\((?:.*?op_name="([^"]*)")?', re.MULTILINE)
 
 
@@ -30,7 +30,7 @@ def add_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def folder(text: str) -> Path:
-    """The option's value, a folder, created if missing. Raises ArgumentTypeError, which argparse reports in one line."""
+    """Reads the option's value, a folder, created if missing. Raises ArgumentTypeError, which argparse reports in one line."""
     try:
         Path(text).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -39,7 +39,7 @@ def folder(text: str) -> Path:
 
 
 def rows(into: Path, title: str, call: Callable[[], object], compiled) -> list[dict]:
-    """Rows of the kinds of operations of a compiled program by their share of its time during a call."""
+    """Returns rows of the kinds of operations of a compiled program by their share of its time during a call."""
     with jax.profiler.trace(str(into / title)):
         jax.block_until_ready(call())
     newest = max((into / title).rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
@@ -47,7 +47,7 @@ def rows(into: Path, title: str, call: Callable[[], object], compiled) -> list[d
     spent: dict[str, float] = collections.defaultdict(float)
     for plane in jax.profiler.ProfileData.from_file(str(newest)).planes:
         for line in plane.lines:
-            # Where an event is a kernel's, it says which instruction the kernel is part of.
+            # If an event is a kernel's, it names the instruction that the kernel is part of.
             events = ((dict(e.stats).get("hlo_op", e.name), e.start_ns, e.duration_ns) for e in line.events)
             for name, own in own_times(events):
                 if name in kinds:
@@ -62,7 +62,7 @@ def rows(into: Path, title: str, call: Callable[[], object], compiled) -> list[d
 
 
 def kind(opcode: str, source: str) -> str:
-    """What an instruction is for, by its opcode and the path of jax's operation."""
+    """Classifies an instruction by its opcode and the path of jax's operation."""
     if opcode.startswith(("all-", "reduce-scatter", "collective-")):
         return "exchange between devices, waiting included"
     if opcode in ("dot", "convolution") or source.endswith("dot_general"):
@@ -73,9 +73,9 @@ def kind(opcode: str, source: str) -> str:
 
 
 def own_times(events: Iterable[tuple[str, float, float]]) -> list[tuple[str, float]]:
-    """Events (name, start, duration) of one thread -> (name, self time: its duration less that of events within it)."""
+    """Maps events (name, start, duration) of one thread to (name, self time: its duration less that of events within it)."""
     out: list[tuple[str, float]] = []
-    open_: list[list] = []  # of each open event: name, end, what is left of its duration
+    open_: list[list] = []  # for each open event: name, end, remaining duration
     for name, start, duration in sorted(events, key=lambda e: (e[1], -e[2])):
         while open_ and open_[-1][1] <= start:
             done = open_.pop()

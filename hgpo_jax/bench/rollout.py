@@ -2,10 +2,10 @@
 
     python -m hgpo_jax.bench rollout --policy Qwen2.5-0.5B --layers 4 --episodes 32 --turns 6
 
-The environment is made up and answers at once. Prompts grow from 300 to 1,200 tokens over an episode. Every token ends an
-answer with probability 1 / --mean, by weights made for it, whatever came before; so lengths are geometric, cut at --longest.
-Lockstep samples a turn of all unfinished episodes, one decode batch after the other, and begins the next turn when the last
-has ended. The compiled rollout has the same slots, and the environment, inside one program.
+The environment is artificial and answers at once. Prompts grow from 300 to 1,200 tokens over an episode. Every token ends an
+answer with probability 1 / --mean, because of specially made weights, whatever came before; so lengths are geometric, cut at
+--longest. Lockstep samples a turn of all unfinished episodes, one decode batch after the other, and begins the next turn when
+the last has ended. The compiled rollout has the same slots, and the environment, inside one program.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ END = 0
 
 
 class MadeUp:
-    """An environment whose episodes last as long as they may."""
+    """An environment whose episodes always have the maximum length."""
 
     task_types, goal, task_type = ("made up",), "", 0
 
@@ -45,12 +45,12 @@ class MadeUp:
         self.max_turns = turns
 
     def reset(self, task):
-        """The first observation."""
+        """Returns the first observation."""
         self._task = task
         return str(task), []
 
     def step(self, action):
-        """The next observation."""
+        """Returns the next observation."""
         return str(self._task), [], 0.0, False, {"won": False, "admissible": True}
 
 
@@ -70,25 +70,25 @@ class MadeUpCompiled:
         self.widths = buckets(args.longest_prompt, factor=2, smallest=128)
 
     def start(self, task):
-        """The state and observation in which an episode begins."""
+        """Returns the initial state and observation of an episode."""
         return MadeUpState(task=task, turn=jnp.int32(0)), task[None]
 
     def goal(self, state):
-        """The task."""
+        """Returns the task."""
         return state.task[None]
 
     def won(self, state):
-        """Nothing can be."""
+        """Returns False: nothing can be won."""
         return jnp.array(False)
 
     def step(self, state, action):
-        """(state, observation, reward, done, invalid)."""
+        """Returns (state, observation, reward, done, invalid)."""
         after = state.replace(turn=state.turn + 1)
         return after, state.task[None], jnp.float32(0), after.turn >= self.max_turns, jnp.array(False)
 
 
 class MadeUpProgram(SlotProgram):
-    """Its rollout: lengths of all responses, i32[B, T], and tokens decoded one after the other, i32[1]."""
+    """The rollout of `MadeUpCompiled`, which returns lengths of all responses, i32[B, T], and decoding steps, i32[1]."""
 
     @property
     def response_slots(self) -> int:
@@ -103,7 +103,7 @@ class MadeUpProgram(SlotProgram):
         return (END,)
 
     def prompt(self, state):
-        """Random tokens."""
+        """Returns random tokens."""
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), state.env.task), state.env.turn)
         ids = jax.random.randint(key, self.widths[-1:], 1, self.env.vocabulary)
         return ids, jnp.asarray(self.env.lengths)[jnp.minimum(state.env.turn, self.env.max_turns - 1)], {}
@@ -125,16 +125,16 @@ class MadeUpFormat:
         self._lengths = np.linspace(shortest, longest, turns).astype(int)
 
     def build(self, inputs) -> list[Prompt]:
-        """The prompts of some turns: a task has the same ones whenever it is played."""
+        """Builds the prompts of some turns: a task always has the same ones."""
         return [Prompt(self.ids(int(each.observation), each.turn), pairs_dropped=0, tokens_cut=0) for each in inputs]
 
     def ids(self, task: int, turn: int) -> list[int]:
-        """Token ids of a task's prompt at a turn; after the last turn a critic would ask for one more."""
+        """Returns token ids of a task's prompt at a turn; after the last turn a critic would ask for one more."""
         length = self._lengths[min(turn, len(self._lengths) - 1)]
         return np.random.default_rng((task, turn)).integers(1, self._vocabulary, length).tolist()
 
     def parse(self, ids) -> ParsedResponse:
-        """Every response is an action."""
+        """Treats every response as an action."""
         return ParsedResponse("", "", True)
 
 
@@ -151,7 +151,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> list[dict]:
-    """Rows of name, value, unit, limit_share (of the fewest steps possible) and ratio (speed over that of lockstep)."""
+    """Returns rows of name, value, unit, limit_share (of the fewest possible steps) and ratio (speed over lockstep's)."""
     if args.mean < 2 and not args.equal:
         raise ConfigError(f"--mean {args.mean}: must be 2 or more; for answers of one token give --longest 1 --equal")
     if args.shortest_prompt > args.longest_prompt:
@@ -174,7 +174,7 @@ def run(args: argparse.Namespace) -> list[dict]:
         program = functools.partial(MadeUpProgram, graphdef=network(model), **slots)
         compiled = jax.jit(on_shards(MadeUpProgram.lengths, program, MadeUpCompiled(args, model.vocab_size), mesh))
         times: dict[str, list[float]] = {"continuous": [], "compiled": [], "lockstep": []}
-        for repeat in range(args.repeats + 1):  # the first compiles
+        for repeat in range(args.repeats + 1):  # the first round compiles
             began = time.perf_counter()
             episodes, report = rollout(params, tasks, keys, groups, Decoding())
             on_host = time.perf_counter()
@@ -187,7 +187,7 @@ def run(args: argparse.Namespace) -> list[dict]:
                 times["lockstep"].append(time.perf_counter() - half)
         rollout.close()
     assert report is not None
-    # Their lengths may differ where another shape rounds otherwise.
+    # Their lengths may differ if another shape rounds differently.
     found: dict[str, tuple[np.ndarray, float]] = {
         "continuous": (np.asarray(episodes.response_lengths), report.counts["decode_steps"]),
         "compiled": (in_program[0], float(in_program[1].max())),
@@ -217,15 +217,16 @@ def run(args: argparse.Namespace) -> list[dict]:
 
 
 def _ends_at_random(params, probability: float):
-    """Weights under which every token is END with this probability and else any other one.
+    """Makes weights for which every token is END with this probability and otherwise any other one.
 
-    A large equal component of all embeddings outweighs in every hidden state what the layers add; END's is a little larger.
+    A large equal component of all embeddings outweighs the layers' contributions in every hidden state; END's is a little
+    larger.
     """
     table = params["embed_tokens"]["embedding"]
     V, D = table.shape
-    size = 1e3  # beside what random layers add
+    size = 1e3  # large beside the output of random layers
     odds = math.log(probability * (V - 1) / (1 - probability)) if probability else -50.0
-    hidden = math.sqrt(D)  # of that component after the final norm
+    hidden = math.sqrt(D)  # size of that component after the final norm
     head = jnp.zeros((V, D), table.dtype).at[:, 0].set(1.0)
     if "lm_head" in params:
         kernel = head.T.at[0, END].add(odds / hidden)
@@ -235,10 +236,10 @@ def _ends_at_random(params, probability: float):
 
 
 class Lockstep:
-    """`lockstep(params, tasks, keys)`: plays the episodes turn by turn; lengths of all responses, i32[B, T].
+    """Lockstep rollouts: `lockstep(params, tasks, keys)` plays turn by turn; lengths of all responses, i32[B, T].
 
     Attributes:
-      steps: tokens that the latest call decoded one after the other.
+      steps: decoding steps of the latest call.
     """
 
     def __init__(self, graphdef, mesh, text: MadeUpFormat, args: argparse.Namespace):

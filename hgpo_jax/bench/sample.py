@@ -3,7 +3,7 @@
     python -m hgpo_jax.bench sample --policy Qwen2.5-0.5B --batch 1 8 --against transformers
 
 The time of decoding is that of N tokens minus that of one. Its limit is the larger of two times: the bytes of all weights and
-of the cache over the rate of reading memory, and the operations over the rate of matrix products, rates of the same run.
+of the cache over the rate of reading memory, and the operations over the rate of matrix products, both measured in this run.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def temperature(text: str) -> float:
-    """The option's value. Raises ValueError or ArgumentTypeError, which argparse reports in one line."""
+    """Reads the option's value. Raises ValueError or ArgumentTypeError, which argparse reports in one line."""
     if not 0 <= float(text) <= 10:
         raise argparse.ArgumentTypeError(f"{text:.50}: must be a number from 0 to 10")
     return float(text)
 
 
 def run(args: argparse.Namespace) -> list[dict]:
-    """Rows of name, value, unit, limit_share (of the machine's limit, more is better), ratio (our speed over the peer's)."""
+    """Returns rows of name, value, unit, limit_share (of the machine's, more is better), ratio (our speed to the peer's)."""
     if args.against and args.sample_dtype == "int8":
         raise ConfigError(f"--sample-dtype {args.sample_dtype}: --against {args.against} decodes in --dtype; leave out one")
     workload, peer = policies.workload(args), policies.load_peer(args.against)
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> list[dict]:
 
 
 def _measure(args, model, peer, batch: int, prompt: int, new: int) -> dict:
-    """Seconds of one token and of `new` of them on every mesh and by the peer, seconds of compiling, bytes."""
+    """Measures seconds of one token and of `new` tokens on every mesh and by the peer, seconds of compiling, and bytes."""
     prompts = np.random.default_rng(0).integers(0, model.vocab_size, (batch, prompt)).astype(np.int32)
     inputs = (
         prompts, np.full(batch, prompt, np.int32), jax.random.split(jax.random.key(0), batch),
@@ -74,7 +74,7 @@ def _measure(args, model, peer, batch: int, prompt: int, new: int) -> dict:
             params = cast(initialize(model, 0, mesh), args.dtype)
             blocks = make_decode_blocks(network(model))(params)
             for count in (1, new):
-                # No token is -1: every response has its full length.
+                # No token is -1, so every response has its full length.
                 lowered = make_sampler(network(model), mesh, count, (-1,)).lower(params, blocks, *inputs)
                 began = time.perf_counter()
                 compiled[name] = lowered.compile()
@@ -104,9 +104,9 @@ def _measure(args, model, peer, batch: int, prompt: int, new: int) -> dict:
 
 
 def _rows(args, model, one: dict, prompt: int, new: int, rates: limits.Rates) -> list[dict]:
-    """The rows of one batch size."""
+    """Returns the rows of one batch size."""
     batch, best, itemsize = one["batch"], one["best"], jnp.dtype(args.dtype).itemsize
-    whole = dataclasses.replace(model, sample_dtype="compute_dtype")  # which prompts are read with
+    whole = dataclasses.replace(model, sample_dtype="compute_dtype")  # for prefill
     prefill = rates.seconds(limits.read_bytes(whole, 0, 0, itemsize), batch * limits.forward_flops(model, prompt, 1))
     decode = sum(
         rates.seconds(limits.read_bytes(model, batch, slots, itemsize), batch * limits.decode_flops(model, slots))

@@ -2,12 +2,12 @@
 
     python -m hgpo_jax.bench serve --policy smollm2 --clients 1,8,32 --against transformers
 
-Every client streams one answer after the other to a prompt of its own random tokens; all are one process beside the server's.
-Directly, as many requests are under way as there are clients, and steps are as long as the sampler likes. All answers end with
-the tokenizer's end token, which random weights (--policy household) draw as often as any other. The peer is what one writes
-by hand: one request after the other goes through transformers' `generate`, answered when it is whole, so that the first token
-comes with the last. Nothing is compiled while it is timed. With --hostile N the clients ask once more, beside a process that
-sends N bad requests a second.
+Every client streams one answer after the other to a prompt of its own random tokens; all are in one process beside the
+server's. Directly, as many requests are under way as there are clients, and steps are as long as the sampler likes. All answers
+end with the tokenizer's end token, which random weights (--policy household) draw as often as any other. The peer is a simple
+hand-written server: one request after the other goes through transformers' `generate` and is answered as a whole, so that the
+first token comes with the last. Nothing is compiled during the timing. With --hostile N the clients ask once more, beside a
+process that sends N bad requests a second.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from hgpo_jax.utils.errors import ConfigError, RunError
 
 
 class Load(NamedTuple):
-    """What clients ask for: `rounds` answers each, of up to `response` tokens, to `prompt` random tokens below `vocabulary`."""
+    """Clients' requests: `rounds` answers each, of up to `response` tokens, to `prompt` random tokens below `vocabulary`."""
 
     clients: int
     rounds: int
@@ -54,12 +54,12 @@ class Load(NamedTuple):
     vocabulary: int
 
     def ids(self, client: int, round: int) -> list[int]:
-        """Token ids of a prompt."""
+        """Returns token ids of a prompt."""
         return np.random.default_rng((client, round)).integers(1, self.vocabulary, self.prompt).tolist()
 
 
 class Measured(NamedTuple):
-    """What became of a load: its tokens, seconds in all, and seconds of each request to its first token."""
+    """The result of a load: its tokens, total seconds, and seconds of each request to its first token."""
 
     tokens: int
     seconds: float
@@ -82,14 +82,14 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def _numbers(text: str) -> list[int]:
-    """The type of an argument that is a list of whole numbers."""
+    """Reads an argument that is a list of whole numbers (an argparse type)."""
     return [whole_number(part) for part in text.split(",")]
 
 
 def run(args: argparse.Namespace) -> list[dict]:
-    """Rows of name, value, unit and ratio: of the speed to the sampler's own, and to the peer's."""
+    """Returns rows of name, value, unit and ratio: of the speed to the sampler's own, and to the peer's."""
     try:
-        import openai  # noqa: F401  # the clients' process asks with it
+        import openai  # noqa: F401  # the clients' process uses it
 
         from hgpo_jax.serving.api import Api
         from hgpo_jax.serving.background import served
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> list[dict]:
         api = Api(engine, policy.tokenizer, "served", key="", body_limit=2**24, time_limit=3600.0)
         with served(api) as url:
             for load in loads:
-                direct(load)  # compiles whatever comes together
+                direct(load)  # compiles every combination
                 alone = direct(load)
                 clients.submit(ask, url, load._replace(rounds=1)).result()  # starts the process
                 ours = clients.submit(ask, url, load).result()
@@ -134,7 +134,7 @@ def run(args: argparse.Namespace) -> list[dict]:
                     speed = beside.tokens / beside.seconds
                     rows.append(row(f"served beside {bad:.0f} bad requests/s", speed, "tokens/s", None, speed / speeds[0]))
     if peer:
-        each = len(rows) // len(loads) + 1  # rows of a load, with the peer's
+        each = len(rows) // len(loads) + 1  # rows of a load, including the peer's
         with served(_peer_app(peer, policy, args.response)) as url, ProcessPoolExecutor(1, mp_context=spawn) as others:
             for number, load in enumerate(loads):
                 others.submit(ask, url, load._replace(rounds=1), False).result()
@@ -160,14 +160,14 @@ def _policy(name: str, mesh) -> Policy:
 
 
 class Direct:
-    """`direct(load) -> Measured`: the sampler without a server, for loads of up to `requests` answers.
+    """A sampler without a server, `direct(load) -> Measured`, for loads of up to `requests` answers.
 
     The second call with a load compiles nothing.
     """
 
     def __init__(self, policy: Policy, mesh, slots: int, prompt: int, response: int, requests: int):
         self._policy, self._mesh, self._slots, self._prompt = policy, mesh, slots, prompt
-        self._keys = jax.random.split(jax.random.key(0), requests)  # as many for every load: another number compiles anew
+        self._keys = jax.random.split(jax.random.key(0), requests)  # one number for all loads: another recompiles
         self._programs = SlotPrograms(
             policy.graphdef, mesh, max_new=response, end_tokens=policy.end_tokens
         )  # fmt: skip
@@ -192,7 +192,7 @@ class Direct:
 
 
 def ask(url: str, load: Load, stream: bool = True) -> Measured:
-    """The clients' side, in a process of its own."""
+    """Runs the clients' side, in a separate process."""
     import openai
 
     async def all_clients() -> Measured:
@@ -230,7 +230,7 @@ def ask(url: str, load: Load, stream: bool = True) -> Measured:
     return asyncio.run(all_clients())
 
 
-# Bodies that are refused: no JSON, endless nesting, a field that changes answers, wrong types, a prompt longer than any.
+# Bodies that are rejected: no JSON, endless nesting, a field that changes answers, wrong types, a prompt that is too long.
 BAD = [
     b"{", b"[" * 100_000, b'{"model": "served", "prompt": "x", "min_p": 0.5}', b'{"model": "served", "prompt": {}}',
     b'{"model": "served", "prompt": "' + b"x" * 1_000_000 + b'"}',
@@ -239,7 +239,7 @@ BAD = [
 
 @contextlib.contextmanager
 def _crowd(context, url: str, rate: int) -> Iterator[Any]:
-    """A process that sends `rate` bad requests a second, or as many as it can; gives its count. Raises RunError if it fails."""
+    """Runs a process that sends `rate` bad requests a second, or as many as it can; yields its count. Raises RunError."""
     over, sent = context.Event(), context.Value("i", 0)
     process = context.Process(target=bother, args=(url, rate, over, sent), daemon=True)
     process.start()
@@ -264,7 +264,7 @@ def bother(url: str, rate: int, over, sent) -> None:
         connection = socket.create_connection((place.hostname, place.port), timeout=60)
         body = BAD[number // 2 % len(BAD)]
         head = f"POST {place.path}/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-        with contextlib.suppress(OSError):  # cut off, as it should be
+        with contextlib.suppress(OSError):  # cut off, as expected
             connection.sendall((head + body)[: len(head) + len(body) // 2] if number % 2 else head + body)
         held.append(connection)
         sent.value += 1
@@ -273,7 +273,7 @@ def bother(url: str, rate: int, over, sent) -> None:
 
 
 def _peer_app(peer, policy: Policy, response: int) -> Any:
-    """A server that one writes by hand around `generate`."""
+    """Makes a simple server around `generate`."""
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import JSONResponse

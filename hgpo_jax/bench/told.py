@@ -1,4 +1,4 @@
-"""ALFWorld's games told in chat on the device (`rollout/device_text.py`): prompts a second, and how much of them is padding."""
+"""ALFWorld's games as chat on the device (`rollout/device_text.py`): prompts per second, and the share of padding."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ HISTORY, LIMIT = 2, 4096
 def measure_told(
     games: Sequence[Path], tokenizer, batch: int = 64, turns: int = 30, slots: int = 64, repeats: int = 3
 ) -> list[dict]:
-    """Episodes of random commands.
+    """Measures episodes of random commands.
 
-    batch: episodes at once. slots: of a compiled rollout, which say how many prompts are read together.
+    batch: episodes at once. slots: of a compiled rollout; they decide how many prompts are prefilled together.
 
     Returns rows of name, value and unit; the ratio of a turn is the host's time for the same over the device's.
     """
@@ -45,7 +45,7 @@ def measure_told(
         return made.ids, made.length
 
     def act(tables, state: EpisodeState, key):
-        """One of the commands that are shown, as text."""
+        """Chooses one of the visible commands, as text."""
         told = text.bound(tables)
         texts, _, shown = told.env.choices(state.env.env)
         chosen = texts[jax.random.categorical(key, jnp.where(shown, 0.0, -jnp.inf))]
@@ -80,7 +80,7 @@ def measure_told(
 
 
 def _known(text: DeviceText, state: EpisodeState) -> PromptInput:
-    """What the host would know in this state."""
+    """Returns the host's view of this state."""
     env = text.env
     texts, _, shown = env.choices(state.env.env)
     commands = ["".join(env.words[i] for i in words) for words in np.asarray(texts)[np.asarray(shown)]]
@@ -91,8 +91,8 @@ def _known(text: DeviceText, state: EpisodeState) -> PromptInput:
 
 
 def padded(lengths: np.ndarray, slots: int) -> int:
-    """Tokens that are read for prompts of i32[T, B] tokens in a compiled rollout, where those of one stop of its slots are
-    sorted and some of them read together (`compiled_slots.py`)."""
+    """Returns the tokens processed for prompts of i32[T, B] tokens in a compiled rollout, which sorts the prompts of one stop
+    of its slots and processes some of them together (`compiled_slots.py`)."""
     steps, read = np.array(widths(LIMIT)), max(1, slots // READ)
     waiting = np.sort(lengths.reshape(-1, max(1, slots // ENDED)), axis=1)
     longest = waiting.reshape(len(waiting), -1, read).max(-1)

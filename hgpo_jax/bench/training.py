@@ -1,7 +1,7 @@
 """One iteration of the default run by phase: seconds, tokens/s, compile seconds and the share of the matmul rate.
 
-The policy is freshly initialized, so every episode runs to its last turn: the most work that an iteration can hold. The
-limit is the rate of large matrix products of the type at work, on the same devices in the same run.
+The policy is freshly initialized, so every episode runs to its last turn: the most work that an iteration can have. The limit
+is the rate of large matrix products in the dtype at work, on the same devices in the same run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hgpo_jax.trainer.metrics import rollout_metrics
 from hgpo_jax.trainer.step import make_train_step, sample
 from hgpo_jax.utils.errors import ConfigError
 
-# Rows that the peer works on at a time in its update: the fastest of 32 to 1,024 with the default job on two cores.
+# Rows that the peer processes at a time in its update: the fastest of 32 to 1,024 with the default job on two cores.
 PEER_MICROBATCH = 256
 
 
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> list[dict]:
-    """Rows of name, value, unit, limit_share (of the matmul rate, more is better) and ratio (our speed over the peer's)."""
+    """Returns rows of name, value, unit, limit_share (of the matmul rate, more is better), ratio (our speed to the peer's)."""
     config, peer = cli.load_config(args), policies.load_peer(args.against)
     if peer:
         refuse_unlike(config)
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> list[dict]:
     answer = episodes.responses.shape[-1]
     decode = forward_flops(model, width + answer, width + answer) / (width + answer) * (answer - 1)
     rollout_flops = steps * (forward_flops(model, width, 1) + decode)
-    # Backward counts twice, once beside frozen weights; the reference policy and the correction once. A critic, which is never
+    # Backward counts twice, once with frozen weights; the reference policy and the correction once. A critic, which is never
     # frozen, predicts and learns.
     passes = (2 if config.lora.rank else 3) + bool(config.learner.kl_weight) + (correction_level(config) != "none")
     passes += 4 * bool(job.method.critic)
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> list[dict]:
 
 
 def refuse_unlike(config: Config) -> None:
-    """Raises ConfigError where the peer's loop does not do what the configuration says."""
+    """Raises ConfigError if the peer's loop does not implement the configuration."""
     method = method_named(config.method)
     if config.env.name != "household":
         raise ConfigError(f"env.name={config.env.name}: --against transformers plays the embedded household only")
@@ -123,9 +123,9 @@ def refuse_unlike(config: Config) -> None:
 
 
 def make_peer(peer, job: Job):
-    """The peer's iteration as a call: its number -> seconds of rollout and update."""
+    """Builds the peer's iteration as a call: its number -> seconds of rollout and update."""
     model, frozen = (peer.make_model(job.policy.config, job.policy.params, "float32") for _ in range(2))
-    optimizer = peer.make_optimizer(model, job.config.learner, lr=0.0)  # as above: the policy stays as it is
+    optimizer = peer.make_optimizer(model, job.config.learner, lr=0.0)  # as above, the policy does not change
 
     def iteration(number: int) -> tuple[float, float]:
         began = time.perf_counter()

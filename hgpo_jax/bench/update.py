@@ -3,8 +3,8 @@
     python -m hgpo_jax.bench update --policy Qwen2.5-0.5B --layers 4 --rows 16 --tokens 512 --remat full --against transformers
 
 PPO-clip of the response tokens, exact token mean over micro-batches, AdamW; no KL and no entropy bonus, which the
-peer does not compute. Operations are those of one forward and one backward pass; recomputation by remat has a row of its own.
-With --lora adapters are trained beside frozen weights, which need no gradient of their own: two passes' operations, not three.
+peer does not compute. Operations are those of one forward and one backward pass; recomputation by remat has a separate row.
+With --lora adapters are trained beside frozen weights, which need no gradient: operations of two passes, not three.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> list[dict]:
-    """Rows of name, value, unit, limit_share (of the machine's limit, more is better), ratio (our speed over the peer's)."""
+    """Returns rows of name, value, unit, limit_share (of the machine's, more is better), ratio (our speed to the peer's)."""
     model, peer = policies.workload(args).model, policies.load_peer(args.against)
     response = args.response or max(args.tokens // 8, 1)
     if response >= args.tokens:
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> list[dict]:
 
 
 def random_batch(vocabulary: int, rows: int, prompt: int, response: int) -> TrainingBatch:
-    """Decisions with random tokens, all of the same lengths, that a uniform policy has sampled."""
+    """Makes decisions with random tokens, all of the same lengths, as if sampled by a uniform policy."""
     rng = np.random.default_rng(0)
     arrays: dict[str, Any] = dict(
         prompts=rng.integers(0, vocabulary, (rows, prompt)).astype(np.int32),
@@ -126,7 +126,7 @@ def random_batch(vocabulary: int, rows: int, prompt: int, response: int) -> Trai
 class OurUpdate:
     """The compiled update of `learner.make_update` on a mesh, its weights and optimizer; each call is one step.
 
-    params: what is trained, the weights or with `model.lora` the adapters; `frozen`: then the weights, else None.
+    params: the trained weights or, with `model.lora`, the adapters; `frozen`: then the weights, else None.
     """
 
     def __init__(self, model, config: LearnerConfig, mesh, batch: TrainingBatch, dtype: str, *, offload: bool = False):
@@ -156,7 +156,7 @@ class OurUpdate:
             self.compile_seconds = time.perf_counter() - began
 
     def __call__(self) -> dict[str, float]:
-        """One step: {"loss", "grad_norm"} before it."""
+        """Takes one step; returns {"loss", "grad_norm"} before it."""
         with jax.set_mesh(self._mesh):
             self.params, self._moments, stats = self.compiled(self.params, self._moments, *self._inputs)
         stats = jax.device_get(stats)

@@ -1,1 +1,1 @@
-"""What is wrong with an environment, found by looking at it and by playing it."""
+"""Checks of an environment, by inspecting it and by playing it."""

@@ -33,7 +33,7 @@ from hgpo_jax.utils.errors import ConfigError
 
 
 def check(config: Config, episodes: int) -> tuple[list[str], str]:
-    """The faults of the configured environment, and what its episodes are like, with what is odd. Raises ConfigError."""
+    """Returns the faults of the configured environment, and a description of its episodes and oddities. Raises ConfigError."""
     name = config.env.name
     if name in ENVIRONMENTS:
         found = ENVIRONMENTS[name]
@@ -74,7 +74,7 @@ def check(config: Config, episodes: int) -> tuple[list[str], str]:
 
 
 def prompt_measure(config: Config, found: Environment) -> tuple[text.Measure, str]:
-    """What measures prompts, and the unit: tokens where a tokenizer is configured. Raises ConfigError."""
+    """Returns a function that measures prompts, and the unit: tokens if a tokenizer is configured. Raises ConfigError."""
     limit, template = config.rollout.prompt_limit, config.env.template or found.template
     source = config.policy.tokenizer or config.policy.source
     try:

@@ -1,4 +1,4 @@
-"""What is wrong with a compiled environment: first its members, then what its functions return, then how it plays."""
+"""Checks of a compiled environment: first its members, then the results of its functions, then its behaviour in play."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Player = Callable[[Any, Any, jax.Array, jax.Array], jax.Array]  # (env, state, r
 
 
 def member_faults(env, expert) -> list[str]:
-    """What it lacks, and attributes that are not what they should be."""
+    """Lists missing members, and attributes of a wrong kind."""
     needed = RUNNER | (OWN if hasattr(env, "prompt") else {}) | (TEAM if hasattr(env, "roles") else {})
     faults = [f"{name}: is missing; add it: {meaning}" for name, meaning in needed.items() if not hasattr(env, name)]
     for name in COUNTS:
@@ -50,14 +50,14 @@ def member_faults(env, expert) -> list[str]:
 
 
 def shape_faults(env, expert, task, history_length: int) -> list[str]:
-    """Shapes and dtypes that its functions return, nothing computed. task: what an episode is begun with."""
+    """Lists wrong shapes and dtypes in the functions' results, without computing anything. task: begins an episode."""
     faults: list[str] = []
 
     def returned(call: str, function: Callable, *arguments, **expected) -> Any:
-        """What a call returns, checked against name -> (dtype, shape), None for anything; None where it fails."""
+        """Returns a call's result, checked against name -> (dtype, shape), None for anything; None if the call fails."""
         try:
             result = jax.eval_shape(function, *arguments)
-        except Exception as error:  # whatever it does
+        except Exception as error:  # any error of the environment
             concrete = isinstance(error, jax.errors.ConcretizationTypeError)
             hint = " (use jnp.where and jax.lax instead of if and while)" if concrete else ""
             faults.append(one_line(f"{call}: cannot be compiled: {type(error).__name__}: {error!s:.300}{hint}"))
@@ -115,12 +115,12 @@ def shape_faults(env, expert, task, history_length: int) -> list[str]:
 
 
 def _drawn(task) -> bool:
-    """Whether a task is a random key, and not the number of a game."""
+    """Whether a task is a random key, not the number of a game."""
     return jnp.issubdtype(task.dtype, jax.dtypes.prng_key)
 
 
 def _changed_fields(before, after) -> Iterator[str]:
-    """Where a state after a step is not of the kind that it was before."""
+    """Yields the parts of a state that change their kind in a step."""
     kinds = [str(jax.tree.structure(state)) for state in (before, after)]
     if kinds[0] != kinds[1]:
         yield "its state has other fields than that of reset; return the same"
@@ -140,7 +140,7 @@ def _named(dtype: str, shape: tuple[int, ...]) -> str:
 
 
 def players(env, expert) -> dict[str, Player]:
-    """By the member that says what they do."""
+    """Returns the players, by the member that decides their actions."""
     found: dict[str, Player] = {}
     if expert is not None:
         found["random_action"] = lambda env, state, recent, key: expert.random_action(env, state, key)
@@ -156,9 +156,9 @@ def _admissible(env, state, recent, key):
 
 
 def make_play(env, acting: Sequence[Player], history_length: int):
-    """Jitted `play(tables, tasks [B], keys [B], which i32[B]) -> record` of max_turns + 1 turns, also those after the end.
+    """Builds jitted `play(tables, tasks [B], keys [B], which i32[B]) -> record` of max_turns + 1 turns, also after the end.
 
-    which: an index into `acting` for each episode, the player.
+    which: for each episode, the player's index in `acting`.
     """
 
     def episode(env, task, key, which):
@@ -213,13 +213,13 @@ def check(env, expert, tasks, key, history_length: int) -> tuple[list[str], dict
         records = [jax.device_get(program(*inputs))]
         attributes.append(dict(getattr(env, "__dict__", {})))
         began = time.perf_counter()
-        records.append(jax.device_get(program(*inputs)))  # differs where something random is on the host
+        records.append(jax.device_get(program(*inputs)))  # differs if something random is on the host
         speed = records[0]["mask"].size / (time.perf_counter() - began)
         again = trace()
         attributes.append(dict(getattr(env, "__dict__", {})))
         if again.as_text() != traced.as_text():  # something random, or a variable, became a constant of the program
             records.append(jax.device_get(again.compile()(*inputs)))
-    except Exception as error:  # whatever it does
+    except Exception as error:  # any error of the environment
         return [one_line(f"reset, step: cannot be played: {type(error).__name__}: {error!s:.300}")], {}, 0.0
     found, plays = _leaks(*attributes), {}
     for index, name in enumerate(acting):
@@ -233,7 +233,7 @@ def check(env, expert, tasks, key, history_length: int) -> tuple[list[str], dict
 
 
 def _leaks(*snapshots: dict) -> dict[str, str]:
-    """Attributes that playing changed; one that is only added, such as a cached property, stays what it is."""
+    """Finds attributes that playing changed; one that is only added, such as a cached property, is allowed."""
     changed = sorted({n for a, b in itertools.pairwise(snapshots) for n in a.keys() & b.keys() if a[n] is not b[n]})
     if not changed:
         return {}
@@ -241,7 +241,7 @@ def _leaks(*snapshots: dict) -> dict[str, str]:
 
 
 def _differences(first: dict, second: dict, player: str) -> dict[str, str]:
-    """What differs first between two plays of equal keys."""
+    """Describes the first difference between two plays of equal keys."""
     unequal = {}
     for name, array in first.items():
         axes = tuple(range(2 if name not in ("goal", "task") else 1, array.ndim))
@@ -258,7 +258,7 @@ def _differences(first: dict, second: dict, player: str) -> dict[str, str]:
 
 
 def _value_faults(env, record: dict, player: str, slots: int) -> dict[str, str]:
-    """What no rollout should meet, by kind."""
+    """Lists values that no rollout should meet, by kind."""
     mask, words, found = record["mask"], len(env.words), {}
     texts = {"goal(state): the goal": record["goal"], "step(state, action): an observation": record["seen"]}
     for told, ids in (texts | {"reset(key): an observation": record["observation"][:, 0]}).items():
@@ -293,7 +293,7 @@ def _value_faults(env, record: dict, player: str, slots: int) -> dict[str, str]:
         found[f"{player} gap"] = f"{player}: gives an action with an empty word before others; fill its slots from the first on"
     try:
         text = env.decode(record["observation"][0, 0])
-    except Exception as error:  # whatever it does
+    except Exception as error:  # any error of the environment
         found["decode"] = one_line(f"decode(ids): fails with {type(error).__name__}: {error!s:.200}; give text for any words")
     else:
         if not isinstance(text, str):

@@ -1,4 +1,4 @@
-"""What episodes were like: how long, how long their prompts, and how many peers HGPO finds in groups of equal tasks."""
+"""Statistics of episodes: their length, the length of their prompts, and HGPO's peers in groups of equal tasks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Play:
 
     mask bool[B, T], states i32[B, T], invalid bool[B, T], prompts i32[B, T] (their lengths), success bool[B], groups i32[B].
     rewards f32[B], in total; judged bool[B].
-    says_truncated: whether the environment itself says which ends are a time limit's.
-    counts: whether a number in the observations, where these are texts, rises or falls with every step.
+    says_truncated: whether the environment itself reports which ends are due to a time limit.
+    counts: whether a number in the observations, if these are texts, rises or falls with every step.
     """
 
     mask: np.ndarray
@@ -40,7 +40,7 @@ KEY = "give env.state_key=FILE.py:NAME, a function of the observation that leave
 
 
 def warnings(play: Play) -> Iterator[str]:
-    """What is odd about episodes, and may be meant so."""
+    """Yields oddities of episodes that may be intended."""
     won, known, total, length = play.success, play.judged, play.rewards, play.mask.sum(1)
     lost, limit = known & ~won, play.mask.shape[1]
     if not known.any():
@@ -77,7 +77,7 @@ def warnings(play: Play) -> Iterator[str]:
 
 
 def later_peers(play: Play) -> float:
-    """The share of steps after the first with another of the same task and state; 1 where there are none."""
+    """Returns the share of steps after the first with another step of the same task and state; 1 if there are none."""
     later = play.mask.copy()
     later[:, 0] = False
     sizes = advantages.estimate(
@@ -88,7 +88,7 @@ def later_peers(play: Play) -> float:
 
 
 def table(plays: dict[str, Play], history_length: int, unit: str) -> str:
-    """A line for each player. unit: of the prompts' lengths. Shares of steps with a peer are those of levels 0 to K."""
+    """Formats a line for each player. unit: of the prompts' lengths. Shares of steps with a peer are those of levels 0 to K."""
     header = ("player", "success", "invalid", "turns: least, median, most", f"prompt: median, longest ({unit})")
     levels = "".join(f"{f'level {level}':>9s}" for level in range(history_length + 1))
     lines = [f"{header[0]:16s}{header[1]:>8s}{header[2]:>9s}{header[3]:>28s}{header[4]:>38s}   peers:{levels}"]
@@ -105,7 +105,7 @@ def table(plays: dict[str, Play], history_length: int, unit: str) -> str:
 
 
 def peers(play: Play, history_length: int) -> np.ndarray:
-    """f64[K + 1]: share of steps with another of the same task and the same last k + 1 observations, k = 0..K."""
+    """Returns the share of steps with another of the same task and the same last k + 1 observations, f64[K + 1], k = 0..K."""
     estimate = advantages.estimate(
         "hgpo", rewards=np.zeros(play.mask.shape, np.float32), mask=play.mask, states=play.states, groups=play.groups,
         history_length=history_length,

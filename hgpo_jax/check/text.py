@@ -1,4 +1,4 @@
-"""What is wrong with a text environment: its members, what it answers, and whether equal tasks are equal."""
+"""Checks of a text environment: its members, its answers, and the equality of equal tasks."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from hgpo_jax.rollout.state_keys import key_numbers
 from hgpo_jax.rollout.workers import EnvOutput, read_output
 from hgpo_jax.utils.errors import one_line
 
-REPLAYED = 8  # tasks of which an episode is played again
+REPLAYED = 8  # tasks with an episode that is replayed
 NONSENSE = "no such command"
 _NUMBER = re.compile(r"\d{1,15}")
-Measure = Callable[[list[PromptInput]], tuple[list[int], int]]  # inputs -> (lengths of their prompts, how many do not fit)
+Measure = Callable[[list[PromptInput]], tuple[list[int], int]]  # inputs -> (prompt lengths, number that do not fit)
 
 
 class _Fault(Exception):
-    """Why an episode cannot continue; the text is the fault's line."""
+    """The reason why an episode cannot continue; the text is the fault's line."""
 
 
 class _Hung(_Fault):
-    """One that other episodes would have, too, after as long a wait."""
+    """A timeout, which other episodes would meet, too, after as long a wait."""
 
 
 class _Checked:
@@ -77,11 +77,11 @@ def check(make: Callable, env, tasks: Sequence[int], seed: int, history_length: 
     Args:
       make: makes a further environment.
       env: an environment.
-      tasks: [B], the members of a group side by side.
-      measure: of prompts.
+      tasks: [B], with the members of a group side by side.
+      measure: measures prompts.
       state_key: `env.state_key`.
 
-    Returns: the faults, the play (None where no episode could be played), and steps per second.
+    Returns: the faults, the play (None if no episode could be played), and steps per second.
     """
     faults = [f"{name}: is missing; add it: {meaning}" for name, meaning in TEXT.items() if not hasattr(env, name)]
     if not faults and (not isinstance(env.max_turns, int | np.integer) or env.max_turns < 1):
@@ -122,7 +122,7 @@ def check(make: Callable, env, tasks: Sequence[int], seed: int, history_length: 
 
 
 def _play(env: _Checked, task: int, choose: Callable[[list[str]], str]) -> tuple[list[EnvOutput], list[str]]:
-    """The outputs, that of the reset first, and the actions."""
+    """Plays an episode; returns the outputs, that of the reset first, and the actions."""
     outputs = [env.reset(task)]
     actions: list[str] = []
     while not outputs[-1].done and len(actions) < env.max_turns:
@@ -150,7 +150,7 @@ def _episode_faults(outputs: list[EnvOutput], actions: list[str], max_turns: int
 
 
 def _command_faults(commands: list[str]) -> dict[str, str]:
-    """A command that no answer can give, or that a prompt cannot list."""
+    """Finds a command that no answer can contain, or that a prompt cannot list."""
     for command in commands:
         if "\n" in command:
             return {"unreadable": f"commands: {command!r:.80} has a line break, and prompts list one a line; leave it out"}
@@ -163,13 +163,13 @@ def _command_faults(commands: list[str]) -> dict[str, str]:
 
 
 def _replay_faults(make: Callable, used: _Checked, task: int, outputs, actions) -> dict[str, str]:
-    """Whether an episode repeats itself in a new environment, and in one that has played others before."""
+    """Checks that an episode repeats itself in a new environment, and in one that has played other episodes before."""
     again = _play(_Checked(make()), task, _script(actions))[0]
     if again != outputs:
         call = "reset(task)" if again[0] != outputs[0] else "step(action)"
         seen = _difference(outputs, again)
         return {"differs": f"{call}: a second play of task {task} differs ({seen}); draw everything random from the task"}
-    _play(used, task, _script(actions[::-1]))  # leaves behind what it leaves behind
+    _play(used, task, _script(actions[::-1]))  # to leave some state behind
     after = _play(used, task, _script(actions))[0]
     if after != outputs:
         seen = _difference(outputs, after)
@@ -186,13 +186,13 @@ def _replay_faults(make: Callable, used: _Checked, task: int, outputs, actions) 
 
 
 def _script(actions: list[str]) -> Callable[[list[str]], str]:
-    """A player that does these actions, then the last one again."""
+    """Returns a player that performs these actions, then repeats the last one."""
     left = iter(actions)
     return lambda commands: next(left, actions[-1] if actions else "")
 
 
 def _difference(first: list[EnvOutput], second: list[EnvOutput]) -> str:
-    """Where two plays part."""
+    """Describes the first difference between two plays."""
     for turn, (a, b) in enumerate(zip(first, second, strict=False)):
         for name, one, other in zip(EnvOutput._fields, a, b, strict=True):
             if one != other:
@@ -221,7 +221,7 @@ def _as_play(episodes: list[tuple], lengths: list[int], max_turns: int, state_ke
 
 
 def _counts(episodes: list[list[str]]) -> bool:
-    """Whether a number, the same one from the beginning or the end of every observation, rises, or falls, with every step."""
+    """Whether a number in the same place, counted from either end of every observation, rises, or falls, with every step."""
     long = [[list(map(int, _NUMBER.findall(text))) for text in texts] for texts in episodes if len(texts) > 3]
     fewest = min((len(numbers) for texts in long for numbers in texts), default=0)
     for place in range(-fewest, fewest) if len(long) >= GROUP else ():

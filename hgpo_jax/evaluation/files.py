@@ -1,4 +1,4 @@
-"""Files of evaluations: names that tell them apart, and a check that none overwrites another evaluation."""
+"""Files of evaluations: distinct names for them, and a check that none overwrites another evaluation."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from hgpo_jax.config import Config
 from hgpo_jax.utils.errors import ConfigError, one_line
 from hgpo_jax.utils.files import atomic_write
 
-OWN = "evaluation.json"  # of a run, with its own settings
-# Fields that change the result of an evaluation: not those of paths, speed or training.
+OWN = "evaluation.json"  # a run's, with its own settings
+# Fields that affect the result of an evaluation, unlike those of paths, speed or training.
 MATTER = ("env.", "evaluation.", "policy.dtype", "policy.compute_dtype", "policy.sample_dtype", "rollout.history_length",
           "rollout.prompt_limit", "rollout.response_limit", "rollout.stop")  # fmt: skip
 DO_NOT = ("env.data", "env.split", "env.workers", "env.time_limit", "evaluation.every")
 
 
 def write(path: Path, result: dict, episodes: Sequence[dict] = ()) -> None:
-    """Writes an evaluation as JSON, and before it its episodes, where it has any, one per line in the file .jsonl beside it.
+    """Writes an evaluation as JSON. Its episodes, if any, are written first, one per line in the file .jsonl beside it.
 
-    What is unknown, NaN, is null there."""
+    Unknown values (NaN) become null."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if episodes:
         with atomic_write(path.with_name(path.name + "l")) as lines:
@@ -40,7 +40,7 @@ def _as_json(value):
 
 
 def settings_of(config: Config) -> dict[str, object]:
-    """Name -> value, as JSON has it, of every field that changes the result of an evaluation."""
+    """Returns name -> value, as in JSON, for every field that affects the result of an evaluation."""
     tree, found = config.model_dump(mode="json"), {}
     for name in configuration.fields():
         if name.startswith(MATTER) and name not in DO_NOT:
@@ -52,15 +52,15 @@ def settings_of(config: Config) -> dict[str, object]:
 
 
 def file_name(split: str, temperature: float, episodes: int, seeds: list[int] | tuple[int, ...] = ()) -> str:
-    """Of an evaluation, under seeds or not; another number of episodes is another evaluation."""
+    """Names the file of an evaluation, with or without seeds; another number of episodes is another evaluation."""
     under = f"-s{'-'.join(map(str, seeds))}" if seeds else ""
     return f"{split}-t{temperature:g}-n{episodes}{under}.json"
 
 
 def refuse_another(file: Path, settings: dict[str, object], policy: str | None = None) -> None:
-    """Raises ConfigError where `file` holds an intact evaluation with other settings or of another policy.
+    """Raises ConfigError if `file` holds an intact evaluation with other settings or of another policy.
 
-    policy: None where the folder holds those of one policy only.
+    policy: None if the folder holds evaluations of one policy only.
     """
     try:
         old = json.loads(file.read_text())

@@ -1,4 +1,4 @@
-"""Evaluation on held-out tasks, with 95 % intervals: the one that ends a run, and evaluations under several seeds."""
+"""Evaluation on held-out tasks, with 95 % intervals: the final one of a run, and evaluations with several seeds."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.setup.job import Job
 from hgpo_jax.utils.errors import RunError
 
-SHOWN = 3  # episodes written out as transcripts; more where there are more task types, one of each
+SHOWN = 3  # episodes written as transcripts; more, one of each, if there are more task types
 
 
 def sampled_decoding(settings: EvaluationConfig) -> Decoding:
-    """How a sampled evaluation draws tokens."""
+    """Returns the decoding of a sampled evaluation."""
     return Decoding(
         temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p, min_new=settings.min_response
     )
 
 
 def num_evaluated(job: Job) -> int:
-    """Episodes of the final evaluation: `evaluation.episodes`, or as many as there are held-out tasks."""
+    """Returns the episodes of the final evaluation: `evaluation.episodes`, or as many as there are held-out tasks."""
     return min(job.config.evaluation.episodes, job.runner.num_held_out_tasks or job.config.evaluation.episodes)
 
 
 def validates_apart(job: Job) -> bool:
-    """Whether there are held-out tasks for validations that the final evaluation does not play: as many again."""
+    """Whether there are enough held-out tasks for validations on others than those of the final evaluation."""
     return (job.runner.num_held_out_tasks or math.inf) >= 2 * num_evaluated(job)
 
 
 def validation_tasks(job: Job, indices):
-    """Held-out tasks with these numbers to validate on, so that what is chosen by them is not chosen by the final evaluation.
+    """Returns the validation tasks with these numbers, apart from the final evaluation's, so that selection by them is fair.
 
-    Of generated tasks a stream of their own; of listed ones the last in the evaluation's order, or, where there are too few
+    Generated tasks come from a separate stream; listed ones are the last in the evaluation's order or, if there are too few
     (`validates_apart`), those of the evaluation itself.
     """
     if job.runner.num_held_out_tasks is None:
@@ -55,14 +55,14 @@ def validation_tasks(job: Job, indices):
 def play_held_out(
     job: Job, params, decoding: Decoding, seed: int | None = None, in_order: bool = False, validation: bool = False
 ) -> tuple[Episodes, np.ndarray | None, list[str]]:
-    """One episode on each of the first `evaluation.episodes` held-out tasks, or on all where there are fewer.
+    """Plays one episode on each of the first `evaluation.episodes` held-out tasks, or on all if there are fewer.
 
-    params: what a rollout takes.
-    seed: draws other tasks and other samples; then tasks are repeated where there are fewer than `evaluation.episodes`.
+    params: those of a rollout.
+    seed: draws other tasks and other samples; tasks are then repeated if there are fewer than `evaluation.episodes`.
     in_order: the environment's tasks in their own order; a seed only draws the samples.
-    validation: `validation_tasks`, and samples of their own.
+    validation: `validation_tasks`, with samples of their own.
     Returns: (Episodes of NumPy arrays, the environment's own scores f32[B] if it has any, transcripts: with a seed all of
-    them, else the first of each task type and, of few types, the next ones).
+      them, else the first of each task type and, if there are few types, the next ones).
     """
     runner = job.runner
     wanted = num_evaluated(job) if seed is None else job.config.evaluation.episodes
@@ -76,7 +76,7 @@ def play_held_out(
         of_seed = None if in_order else seed or 0
         tasks = validation_tasks(job, index) if validation else runner.select_tasks("held_out", of_seed, index)
         result = jax.device_get(runner.rollout(params, tasks, keys, index, decoding, held_out=True))
-        # The largest arrays are not read again; those of a whole evaluation could fill the memory.
+        # The largest arrays are not needed again; those of a whole evaluation could fill the memory.
         parts.append(result.episodes.replace(prompts=None, logp=None))
         scores.append(result.report and result.report.scores)
         for i in range(min(wanted - first, job.batch)):
@@ -92,8 +92,8 @@ def play_held_out(
 
 
 def summarize(episodes: Episodes, task_types: Sequence[str], scores: np.ndarray | None = None) -> dict:
-    """The result of one evaluation, as plain numbers. Episodes that their environment failed have no turns and do not count,
-    but for `success_at_least`, where they count as lost. Success is NaN where the environment does not say it.
+    """Summarizes one evaluation as plain numbers. Episodes whose environment failed have no turns and do not count, except that
+    they count as lost in `success_at_least`. Success is NaN if the environment does not report it.
     """
     played, judged = episodes.mask[:, 0], episodes.judged
     n, known, wins, steps = (int(a.sum()) for a in (played, judged, episodes.success, episodes.mask))
@@ -115,7 +115,7 @@ def summarize(episodes: Episodes, task_types: Sequence[str], scores: np.ndarray 
 
 
 def evaluate(job: Job, params, folder: Path) -> tuple[dict, list[str]]:
-    """`play_both`, written to folder/evaluation.json."""
+    """Runs `play_both` and writes the result to folder/evaluation.json."""
     result, shown = play_both(job, params)
     if jax.process_index() == 0:
         write(folder / OWN, result)
@@ -123,7 +123,7 @@ def evaluate(job: Job, params, folder: Path) -> tuple[dict, list[str]]:
 
 
 def play_both(job: Job, params) -> tuple[dict, list[str]]:
-    """The sampled and the greedy evaluation of what a rollout takes: (their result, some sampled transcripts)."""
+    """Runs the sampled and the greedy evaluation of rollout parameters: (the result, some sampled transcripts)."""
     settings, modes = job.config.evaluation, {}
     shown: list[str] = []
     sampled = sampled_decoding(settings)
@@ -140,7 +140,7 @@ def play_both(job: Job, params) -> tuple[dict, list[str]]:
 
 
 def describe_evaluation(result: dict) -> str:
-    """An evaluation in two lines for the terminal."""
+    """Describes an evaluation in two lines for the terminal."""
     lines = []
     for mode in ("sampled", "greedy"):
         low, high = result["interval"][mode]
@@ -161,7 +161,7 @@ def describe_evaluation(result: dict) -> str:
 
 
 def measures(episodes: Episodes, task_types: Sequence[str], scores: np.ndarray | None) -> dict[str, float]:
-    """The numbers of one seed's evaluation, by name; `success/TYPE` for each task type that occurs."""
+    """Returns the numbers of one seed's evaluation, by name; `success/TYPE` for each task type that occurs."""
     summary = summarize(episodes, task_types, scores)
     steps = episodes.mask.sum()
     numbers = {
@@ -176,9 +176,9 @@ def measures(episodes: Episodes, task_types: Sequence[str], scores: np.ndarray |
 
 
 def share_sizes(episodes: Episodes, task_types: Sequence[str], scores: np.ndarray | None) -> dict[str, int]:
-    """How many episodes or steps each of the `measures` that lie in [0, 1] is a mean of; the others are left out.
+    """Returns the number of episodes or steps behind each of the `measures` that is a mean of values in [0, 1].
 
-    A score is whatever number the environment says; it is among them where all of the episodes' are.
+    A score can be any number; it is included if the scores of all episodes are in [0, 1].
     """
     played, judged = episodes.mask[:, 0], episodes.judged
     types, counts = np.unique(episodes.task[judged], return_counts=True)
@@ -193,9 +193,9 @@ def share_sizes(episodes: Episodes, task_types: Sequence[str], scores: np.ndarra
 
 
 def pooled(plays: list[Episodes], task_types: Sequence[str]) -> dict[str, dict]:
-    """Success over the episodes of all seeds, together and by task type: episodes, successes, share, 95 % interval.
+    """Pools success over the episodes of all seeds, in total and by task type: episodes, successes, share, 95 % interval.
 
-    Episodes count as independent, also those that repeat a task: the interval says nothing about tasks that were not played.
+    Episodes count as independent, even if they repeat a task: the interval says nothing about tasks that were not played.
     """
     judged = np.concatenate([e.judged for e in plays])
     success = np.concatenate([e.success for e in plays])
@@ -210,7 +210,7 @@ def pooled(plays: list[Episodes], task_types: Sequence[str]) -> dict[str, dict]:
 
 
 def evaluate_seeds(job: Job, params, seeds: list[int]) -> tuple[dict, list[dict]]:
-    """The evaluation of what a rollout takes, under several seeds: (its result, every episode with its transcript)."""
+    """Evaluates rollout parameters with several seeds: (the result, every episode with its transcript)."""
     settings, by_seed, sizes, plays, episodes = job.config.evaluation, {}, {}, [], []
     for seed in seeds:
         e, scores, transcripts = play_held_out(job, params, sampled_decoding(settings), seed)
@@ -218,7 +218,7 @@ def evaluate_seeds(job: Job, params, seeds: list[int]) -> tuple[dict, list[dict]
         by_seed[seed] = measures(e, job.runner.task_types, scores)
         sizes[seed] = share_sizes(e, job.runner.task_types, scores)
         for i, transcript in enumerate(transcripts):
-            played = bool(e.mask[i, 0])  # only then is the type known
+            played = bool(e.mask[i, 0])  # otherwise the type is unknown
             outcome = {
                 "task": job.runner.task_types[int(e.task[i])] if played else None,
                 "success": bool(e.success[i]) if e.judged[i] else None,
@@ -227,7 +227,7 @@ def evaluate_seeds(job: Job, params, seeds: list[int]) -> tuple[dict, list[dict]
             episodes.append({"seed": seed, "episode": i} | outcome | {"turns": turns, "transcript": transcript})
 
     def number(name: str) -> dict:
-        have = [seed for seed in seeds if name in by_seed[seed]]  # a task type may be missing under a seed
+        have = [seed for seed in seeds if name in by_seed[seed]]  # a task type may be missing for a seed
         shares = all(name in sizes[seed] for seed in have)
         return over_seeds([by_seed[seed][name] for seed in have], [sizes[seed][name] for seed in have] if shares else None)
 
@@ -244,7 +244,7 @@ def evaluate_seeds(job: Job, params, seeds: list[int]) -> tuple[dict, list[dict]
 
 
 def describe_seeds(result: dict) -> str:
-    """One line per number, for the terminal."""
+    """Describes the result with one line per number, for the terminal."""
 
     def shown(name, value):
         share = name.startswith(("success", "valid"))

@@ -1,10 +1,10 @@
-"""Panels: fixed, ordered lists of tasks on which policies are compared, wherever and by whomever they were trained.
+"""Panels: fixed, ordered lists of tasks for comparing policies, wherever and by whomever they were trained.
 
     python -m hgpo_jax.evaluate RUN --panel alfworld-valid_seen         every task, sampled and greedy
     python -m hgpo_jax.evaluate --compare A.json B.json                 paired by task, with intervals
 
-A panel is the same on every machine, under every seed and with any number of workers. Its digest covers the content of each
-task, in order: of ALFWorld the game's file, of WebShop the goal and the catalogue, of generated tasks the whole first state. It
+A panel is the same on every machine, for every seed and with any number of workers. Its digest covers the content of each task,
+in order: for ALFWorld the game's file, for WebShop the goal and the catalogue, for generated tasks the whole first state. It
 does not cover the code that plays them, which is this version's.
 """
 
@@ -39,10 +39,10 @@ from hgpo_jax.utils.errors import ConfigError, one_line
 class Panel:
     """A list of tasks.
 
-    environments: names of those that have these tasks, told differently.
-    fields: of the configuration, which decide the tasks and how long they may take.
-    count: how many tasks.
-    contents: what the tasks are under a configuration with these fields, each in a line that differs if the task does.
+    environments: names of those that have these tasks, in different representations.
+    fields: fields of the configuration that decide the tasks and their length.
+    count: number of tasks.
+    contents: describes each task under a configuration with these fields in a line that differs if the task does.
     """
 
     environments: tuple[str, ...]
@@ -56,7 +56,7 @@ def _short(content: bytes) -> str:
 
 
 def _games(config: Config, count: int) -> list[str]:
-    """ALFWorld: the trial, and its game's file."""
+    """Describes ALFWorld's games: the trial and the game's file."""
     try:
         games = list_games(config.env.held_out, environments.alfworld_data(config))
     except (ValueError, OSError) as error:
@@ -65,7 +65,7 @@ def _games(config: Config, count: int) -> list[str]:
 
 
 def _goals(config: Config, count: int) -> list[str]:
-    """WebShop: the instruction; the first also names the catalogue's files."""
+    """Describes WebShop's goals: the instruction; the first line also names the catalogue's files."""
     try:
         env, lines = environments.webshop_text(config)[1](), []
     except (ValueError, OSError) as error:
@@ -78,7 +78,7 @@ def _goals(config: Config, count: int) -> list[str]:
 
 
 def _first_states(make: Callable[[Config], CompiledEnv], config: Config, count: int) -> list[str]:
-    """A compiled environment whose tasks are generated: every array of the state after reset."""
+    """Describes the generated tasks of a compiled environment: every array of the state after reset."""
     states, _ = jax.jit(jax.vmap(make(config).reset))(task_keys("held_out", 0, jnp.arange(count)))
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(states)]
     return [f"{i:03d} {_short(b''.join(leaf[i].tobytes() for leaf in leaves))}" for i in range(count)]
@@ -93,7 +93,7 @@ def _household(**fields: str) -> Panel:
 PANELS = {
     "alfworld-valid_seen": Panel(("alfworld",), {"env.held_out": "valid_seen", "env.max_turns": "50"}, 140, _games),
     "alfworld-valid_unseen": Panel(("alfworld",), {"env.held_out": "valid_unseen", "env.max_turns": "50"}, 134, _games),
-    # In this order the first 500 goals are held out of training.
+    # In this order the first 500 goals are held out from training.
     "webshop": Panel(
         ("webshop",), {"env.goal_order": "original", "env.reachable_only": "false", "env.max_turns": "30"}, 500, _goals
     ),
@@ -111,7 +111,7 @@ PANELS = {
 
 
 def panel_fields(name: str, given: list[str]) -> list[str]:
-    """The overrides that a panel stands for. Raises ConfigError for an unknown panel, or one that `given` overrides change."""
+    """Returns a panel's overrides. Raises ConfigError for an unknown panel, or one that the `given` overrides change."""
     if name not in PANELS:
         raise ConfigError(f"--panel {name:.100}: there is none of this name; give one of {', '.join(PANELS)}")
     fields = PANELS[name].fields | {"evaluation.episodes": str(PANELS[name].count)}
@@ -122,9 +122,9 @@ def panel_fields(name: str, given: list[str]) -> list[str]:
 
 
 def refuse_trained_on(name: str, trained: Config) -> None:
-    """Raises ConfigError where a run with this configuration was trained on tasks of a panel."""
+    """Raises ConfigError if a run with this configuration was trained on tasks of a panel."""
     env = trained.env
-    # Which shuffles the goals before 500 of them are held out.
+    # That order shuffles the goals before 500 of them are held out.
     if env.name in PANELS[name].environments and env.name == "webshop" and env.goal_order != "original":
         raise ConfigError(
             f"--panel {name}: this run was trained on some of its tasks, by env.goal_order={env.goal_order}; train with "
@@ -133,7 +133,7 @@ def refuse_trained_on(name: str, trained: Config) -> None:
 
 
 def panel_tasks(name: str, config: Config) -> list[str]:
-    """What the tasks of a panel are, in order, under a configuration with its fields. Raises ConfigError."""
+    """Describes the tasks of a panel, in order, under a configuration with its fields. Raises ConfigError."""
     panel = PANELS[name]
     if config.env.name not in panel.environments:
         raise ConfigError(f"env.name={config.env.name}: --panel {name} is played in {' or '.join(panel.environments)}")
@@ -144,7 +144,7 @@ def panel_tasks(name: str, config: Config) -> list[str]:
 
 
 def digest(name: str, tasks: list[str]) -> str:
-    """Of a panel: SHA-256 of its name, its fields and its tasks in order."""
+    """Returns a panel's digest: SHA-256 of its name, its fields and its tasks in order."""
     return hashlib.sha256(json.dumps([name, PANELS[name].fields, tasks]).encode()).hexdigest()
 
 
@@ -152,7 +152,7 @@ Play = Callable[[Decoding, int], tuple[Episodes, np.ndarray | None, list[str]]]
 
 
 def player(job: Job, params) -> Play:
-    """What plays the held-out tasks of a job in their own order: with a decoding, and a seed of its samples."""
+    """Returns a function that plays a job's held-out tasks in their own order, with a decoding and a seed for the samples."""
     params = job.base_rollout_params(params)
     return lambda decoding, seed: play_held_out(job, params, decoding, seed, in_order=True)
 
@@ -160,14 +160,14 @@ def player(job: Job, params) -> Play:
 def evaluate_panel(
     play: Play, types: Sequence[str], settings: EvaluationConfig, name: str, tasks: list[str], seeds: list[int]
 ) -> tuple[dict, list[dict]]:
-    """Every task once greedily, and once sampled under each seed: (the result, every episode with its transcript).
+    """Plays every task once greedily, and once sampled for each seed: (the result, every episode with its transcript).
 
-    Seeds decide samples only. An episode that its environment failed counts nowhere; its outcome is None.
+    Seeds decide samples only. An episode whose environment failed counts nowhere; its outcome is None.
 
     Args:
-      play: gives the episodes of all tasks in order, their scores if they have any, and their transcripts.
-      types: of tasks; `Episodes.task` is an index into it.
-      name, tasks: of the panel, and its `panel_tasks`.
+      play: returns the episodes of all tasks in order, their scores if they have any, and their transcripts.
+      types: types of tasks; `Episodes.task` is an index into them.
+      name, tasks: the panel's name, and its `panel_tasks`.
     """
     records: list[dict] = []
     outcomes: list[dict] = [{"task": task} for task in tasks]
@@ -199,7 +199,7 @@ def evaluate_panel(
 
 
 def describe(result: dict) -> str:
-    """A panel's result in a few lines for the terminal."""
+    """Describes a panel's result in a few lines for the terminal."""
     panel, count = result["panel"], len(result["tasks"])
     played = {
         mode: sum(any(outcome is not None for outcome in task["success"][mode]) for task in result["tasks"])
@@ -212,7 +212,7 @@ def describe(result: dict) -> str:
     ]
     shares = [one["success"] for one in result["sampled"].values()]
     spread = f" mean of {len(shares)} seeds, standard deviation {np.std(shares, ddof=1):.1%}" if len(shares) > 1 else ""
-    # The tasks are the same under every seed: at most as uncertain as one play of each, whatever the seeds add.
+    # All seeds play the same tasks, so the interval is at most that of one play of each task.
     low, high = wilson(float(np.mean(shares)) * played["sampled"], played["sampled"])
     lines.append(f"sampled  {np.mean(shares):6.1%}{spread} (95 % interval {low:.1%} to {high:.1%})")
     lines += [f"{mode}: only {n} of {count} tasks were played, the others failed" for mode, n in played.items() if n < count]
@@ -220,7 +220,7 @@ def describe(result: dict) -> str:
 
 
 def read(path: str) -> dict:
-    """The result of a panel, from its file. Raises ConfigError."""
+    """Reads the result of a panel from its file. Raises ConfigError."""
     try:
         result = json.loads(Path(path).read_text())
         whole = [result["panel"][what] for what in ("name", "digest")] + [result["policy"], result["settings"].items()]
@@ -241,7 +241,7 @@ DECODING = {  # settings that make plays of two policies incomparable
 
 
 def _different(a: dict, b: dict) -> dict[str, tuple]:
-    """Settings of two results that are not equal, the seeds of their samples, and the versions that made them."""
+    """Returns the settings of two results that differ, including the seeds of their samples and the versions of the code."""
     names = a["settings"].keys() | b["settings"].keys()
     both = {name: (a["settings"].get(name), b["settings"].get(name)) for name in sorted(names)}
     both |= {name: (a.get(name), b.get(name)) for name in ("seeds", "hgpo_jax")}
@@ -249,12 +249,12 @@ def _different(a: dict, b: dict) -> dict[str, tuple]:
 
 
 def compare(a: dict, b: dict) -> dict[str, dict[str, dict]]:
-    """B - A, paired by task: measure, as in "success, greedy" -> type of task, "all" first -> numbers.
+    """Computes B - A, paired by task: measure, as in "success, greedy" -> type of task, "all" first -> numbers.
 
-    Plays that were decoded differently are left out (`DECODING`).
+    Plays with different decoding are left out (`DECODING`).
 
-    Numbers: `tasks` (how many both finished), `a` and `b` (means), `difference`, `interval` (95 %), and of single plays
-    `only_a`, `only_b` (tasks that one of them alone solved) and `p` (McNemar's exact test).
+    Numbers: `tasks` (number that both finished), `a` and `b` (means), `difference`, `interval` (95 %), and for single plays
+    `only_a`, `only_b` (tasks that only one of them solved) and `p` (McNemar's exact test).
 
     Raises:
       ConfigError: the results are of different panels.
@@ -294,14 +294,14 @@ def _paired(pairs: list[tuple[list, list]], of_outcomes: bool) -> dict:
 
 
 def describe_comparison(a: dict, b: dict, found: dict[str, dict[str, dict]]) -> str:
-    """A comparison as a table for the terminal."""
+    """Formats a comparison as a table for the terminal."""
     panel = a["panel"]
     lines = [f"panel {panel['name']}, digest {panel['digest'][:16]}", f"A: {a['policy']}", f"B: {b['policy']}"]
     for name, parts in found.items():
         lines += ["", f"{name:32s}{'tasks':>6s}{'A':>9s}{'B':>9s}{'B - A':>9s}   {'95 %':18s}  only A  only B  p (McNemar)"]
         for part, x in parts.items():
             if len(parts) == 2 and part != "all":
-                continue  # the only type of task
+                continue  # there is only one type of task
             interval = "{:+.1%} to {:+.1%}".format(*x["interval"])
             line = f"{part:32s}{x['tasks']:6d}{x['a']:9.1%}{x['b']:9.1%}{x['difference']:+9.1%}   {interval:18s}"
             lines.append(line + (f"  {x['only_a']:6d}  {x['only_b']:6d}  {x['p']:.2g}" if "p" in x else ""))

@@ -1,14 +1,14 @@
-"""A policy served by another program, any that speaks OpenAI's chat API, on the tasks of a panel.
+"""Evaluation of a policy behind any server with OpenAI's chat API, on the tasks of a panel.
 
     vllm serve MODEL        # or SGLang, llama.cpp, Ollama, ...
     python -m hgpo_jax.evaluate openai:http://localhost:8000/v1#MODEL env.name=household_text --panel household --to FOLDER
 
-It gets the user messages that a policy of ours gets, in the chat template of its server; actions are found in its answers by
-the same rules. Because the server tokenizes, three things differ: rollout.prompt_limit shortens nothing, special tokens that an
-observation spells out are not made harmless, and rollout.stop are strings. The server is told a seed for every sampled answer;
-what it makes of it is its own. A message that it refuses, most often because the context is full, ends that episode alone: as
-not solved, for these would otherwise be the long episodes that no outcome is kept of. One whose first message is refused was
-not played. The key of a server that wants one is read from OPENAI_API_KEY.
+The server gets the same user messages as our policies, in its own chat template; the same rules find the actions in its
+answers. Because the server tokenizes, three things differ: rollout.prompt_limit shortens nothing, special tokens in an
+observation are not neutralized, and rollout.stop are strings. The server receives a seed for every sampled answer; its
+effect is up to the server. A rejected message, most often because the context is full, ends only that episode, as not
+solved: dropping it would exclude the long episodes. An episode whose first message is rejected was not played. The key for a
+server that needs one is read from OPENAI_API_KEY.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from hgpo_jax.utils.progress import Progress
 log = logging.getLogger(__name__)
 
 PREFIX = "openai:"
-AT_ONCE = 32  # requests
-TIMEOUT, RETRIES = 300.0, 4  # seconds of one, and how often it is sent again where it did not arrive or the server is busy
-# What is decided here, and only by our own sampler.
+AT_ONCE = 32  # requests at a time
+TIMEOUT, RETRIES = 300.0, 4  # seconds for one request, and the number of retries if it did not arrive or the server is busy
+# Settings of our own sampler that a server does not take.
 OURS_ALONE = {"top_k": 0, "min_response": 0}
 
 
@@ -52,17 +52,17 @@ class _Answer(NamedTuple):
 
 
 class ServedPolicy:
-    """Plays held-out tasks of a text environment, asking a server for every action.
+    """A player of held-out tasks of a text environment that asks a server for every action.
 
     Args:
       policy: openai:URL#MODEL.
 
     Attributes:
-      task_types: of the environment.
+      task_types: those of the environment.
 
     Raises:
-      ConfigError: a policy that is not written so or does not answer, an environment without texts, or a field that no
-        server is told.
+      ConfigError: a policy that is not written like this or does not answer, an environment without texts, or a field that
+        the server would not receive.
     """
 
     def __init__(self, policy: str, config: Config):
@@ -70,7 +70,7 @@ class ServedPolicy:
         try:
             parts = urlsplit(url)
             right = parts.scheme in ("http", "https") and parts.hostname and model and parts.port != 0
-        except ValueError:  # of a host in brackets, or a port
+        except ValueError:  # a host in brackets, or a port
             right = False
         if right and (parts.username or parts.password or parts.query):
             raise ConfigError("openai:URL#MODEL: the URL holds more than a place, and is written down; set OPENAI_API_KEY")
@@ -102,7 +102,7 @@ class ServedPolicy:
         spec: EnvSpec = self._workers.spec
         self.task_types = spec.task_types
         self._spec, self._config, self._found, self._policy, self._model = spec, config, found, policy, model
-        key = os.environ.get("OPENAI_API_KEY") or "none"  # most servers want none, the client wants one
+        key = os.environ.get("OPENAI_API_KEY") or "none"  # most servers need none, but the client does
         self._client = openai.OpenAI(base_url=url, api_key=key, timeout=TIMEOUT, max_retries=RETRIES)
         self._failures, self._refusal = (openai.OpenAIError, ValueError, AttributeError), openai.BadRequestError
         try:  # the address, the key and the model's name, before hundreds of requests
@@ -111,10 +111,10 @@ class ServedPolicy:
             raise ConfigError(self._said(error)) from None
 
     def play(self, decoding: Decoding, seed: int) -> tuple[Episodes, np.ndarray | None, list[str]]:
-        """One episode on each of the first evaluation.episodes held-out tasks, in their own order.
+        """Plays one episode on each of the first evaluation.episodes held-out tasks, in their own order.
 
-        seed: of samples.
-        Returns: as `evaluation.play_held_out`; the Episodes hold no tokens.
+        seed: for the samples.
+        Returns: as in `evaluation.play_held_out`; the Episodes hold no tokens.
         """
         count, limit = self._config.evaluation.episodes, self._config.rollout.response_limit
         tasks = task_numbers("held_out", None, range(count), self._spec.num_tasks)
@@ -128,7 +128,7 @@ class ServedPolicy:
         name, pending, ended, won = "greedy" if decoding.temperature == 0 else f"sampled, seed {seed}", count, 0, 0
         pool = ThreadPoolExecutor(AT_ONCE)
         with contextlib.ExitStack() as ended_with, Progress(name, count, "episode") as progress:
-            ended_with.callback(pool.shutdown, wait=False, cancel_futures=True)  # what is queued is not sent, whatever happens
+            ended_with.callback(pool.shutdown, wait=False, cancel_futures=True)  # queued requests are never sent
             while asked or pending:
                 for episode, output in [*unplayed, *self._workers.receive(0 if asked or unplayed else 1)]:
                     pending -= 1
@@ -165,7 +165,7 @@ class ServedPolicy:
         if len(buffer.excluded) == count and refused:
             raise RunError(next(iter(refused.values())))
         episodes, report = buffer.result()
-        assert report is not None  # a host rollout's
+        assert report is not None  # a host rollout has one
         stories = [report.story(episodes, i, self._spec.roles).text() for i in range(count)]
         for episode in refused.keys() - report.failures.keys():
             stories[episode] += f"\nended by a refusal: {refused[episode]}\n"
@@ -175,7 +175,7 @@ class ServedPolicy:
         return f"{self._policy}: {one_line(f'{type(error).__name__}: {error}')[:300]}"
 
     def _ask(self, client, message: str, decoding: Decoding, seed: int, limit: int) -> _Answer:
-        """The server's answer of at most `limit` tokens to one user message. Raises ValueError for a reply without one."""
+        """Asks the server for an answer of at most `limit` tokens to one user message. Raises ValueError if there is none."""
         request: dict[str, Any] = {
             "model": self._model, "messages": [{"role": "user", "content": message}], "max_tokens": limit,
             "temperature": float(np.asarray(decoding.temperature)), "top_p": float(np.asarray(decoding.top_p)), "seed": seed,
@@ -183,7 +183,7 @@ class ServedPolicy:
         if self._config.rollout.stop:
             request["stop"] = list(self._config.rollout.stop)
         completion = client.chat.completions.create(**request)
-        if not getattr(completion, "choices", None):  # of a page that is not an API's, the client makes a string
+        if not getattr(completion, "choices", None):  # the client turns a page that is not an API's into a string
             raise ValueError("what it sent has no choices; such a URL usually ends in /v1")
         choice = completion.choices[0]
         text = choice.message.content or ""

@@ -1,4 +1,4 @@
-"""95 % intervals: of a share, of the mean of one number per seed, of a difference paired by task."""
+"""95 % intervals: for a share, for the mean of one number per seed, for a difference paired by task."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LEVEL = 0.975  # the upper quantile of a two-sided 95 %
 
 
 def wilson(successes: float, n: int) -> tuple[float, float]:
-    """95 % interval of a success probability (Wilson, 1927), which holds the share itself."""
+    """Computes the 95 % interval of a success probability (Wilson, 1927), which contains the share itself."""
     z = 1.959964
     p, spread = successes / n, z * z / n
     middle = (p + spread / 2) / (1 + spread)
@@ -20,11 +20,11 @@ def wilson(successes: float, n: int) -> tuple[float, float]:
 
 
 def over_seeds(values: list[float], sizes: list[int] | None = None) -> dict:
-    """Mean, sample standard deviation and 95 % interval of one number per seed; one seed has no spread.
+    """Computes mean, sample standard deviation and 95 % interval of one number per seed; one seed has no spread.
 
     values: one per seed.
-    sizes: for shares, what each is a share of (episodes, steps); also for means of numbers in [0, 1]. Without, the interval
-      is Student's t; with, `korn_graubard`, which stays in [0, 1].
+    sizes: for shares, the number of episodes or steps behind each; also for means of numbers in [0, 1]. Without sizes, the
+    interval is Student's t; with sizes, it is `korn_graubard`, which stays in [0, 1].
     """
     mean = float(np.mean(values))
     if len(values) < 2:
@@ -37,14 +37,15 @@ def over_seeds(values: list[float], sizes: list[int] | None = None) -> dict:
 
 
 def korn_graubard(shares: list[float], sizes: list[int]) -> tuple[float, float]:
-    """95 % interval of the mean of shares that differ by more than chance, as those of several seeds may.
+    """Computes the 95 % interval of the mean of shares that differ by more than chance, as those of several seeds may.
 
-    Clopper and Pearson's binomial interval for as many independent episodes as would make the mean vary as much as the shares
-    do among each other, fewer for the few degrees of freedom of that spread, and never more than there were (Korn and
-    Graubard, Survey Methodology 24, 1998; the bound as in the NCHS's data presentation standards, Vital and Health Statistics
-    2(175), 2017). A number in [0, 1] varies at most as a share of the same mean does, so for such the interval is wide enough.
+    It is Clopper and Pearson's binomial interval for an effective number of independent episodes: the number for which the mean
+    would vary as much as the shares do among each other, fewer for the few degrees of freedom of that spread, and never more
+    than there were (Korn and Graubard, Survey Methodology 24, 1998; the bound as in the NCHS's data presentation standards,
+    Vital and Health Statistics 2(175), 2017). A number in [0, 1] varies at most as much as a share with the same mean, so the
+    interval is wide enough for such numbers.
 
-    shares, sizes: at least two of each, and what each is a share of.
+    shares, sizes: at least two of each, and the number of episodes or steps behind each share.
     """
     mean, seeds = float(np.mean(shares)), len(shares)
     most = seeds**2 / sum(1 / size for size in sizes)
@@ -60,11 +61,11 @@ def korn_graubard(shares: list[float], sizes: list[int]) -> tuple[float, float]:
 
 
 def paired_difference(differences: np.ndarray) -> tuple[float, list[float]]:
-    """Mean and 95 % interval of f64[n] differences in [-1, 1], one per task that two policies played.
+    """Computes mean and 95 % interval of f64[n] differences in [-1, 1], one per task that two policies played.
 
-    Agresti and Min's interval for matched proportions (Statistics in Medicine 24, 2005), Wald's after half a task is added to
-    each of the four outcomes: it has a width even where all differences are 0. Differences between 0 and 1, as of scores or of
-    means of several plays, enter it by their squares, as outcomes do.
+    This is Agresti and Min's interval for matched proportions (Statistics in Medicine 24, 2005): Wald's, after half a task is
+    added to each of the four outcomes. It has a width even if all differences are 0. Differences between 0 and 1, as of scores
+    or of means of several plays, enter it by their squares, as outcomes do.
     """
     n = len(differences) + 2
     mean = float(np.sum(differences)) / n
@@ -74,6 +75,6 @@ def paired_difference(differences: np.ndarray) -> tuple[float, list[float]]:
 
 
 def mcnemar(only_a: int, only_b: int) -> float:
-    """P value of McNemar's exact test: of tasks that one policy alone solved, each is as likely to be the one's."""
+    """Returns the p value of McNemar's exact test: a task that only one policy solved is equally likely to be either's."""
     n, fewer = only_a + only_b, min(only_a, only_b)
     return min(1.0, 2 * float(special.bdtr(fewer, n, 0.5))) if n else 1.0

@@ -1,4 +1,4 @@
-"""What `method=` stands for: an advantage estimator, the loss that it feeds, and how its episodes are chosen."""
+"""The methods behind `method=`: an advantage estimator, the loss that it feeds, and the selection of episodes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from hgpo_jax.utils.untraceable import untraceable
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """One way to train.
+    """A training method.
 
     estimator: a name of `hgpo_jax.advantages.ESTIMATORS`.
     loss: `clip`, PPO's clipped surrogate with a ratio for each token; `gspo`, with one for each response; or `kpo`, with token
       ratios that are smoothed along the response.
-    normalize: `mean` or `mean_std`, what the estimator does to a group's returns; None: its own default.
+    normalize: `mean` or `mean_std`, the estimator's normalization of a group's returns; None: its own default.
     clip_low, clip_high: where the loss clips the ratio.
     dynamic_sampling: drop prompt groups whose episode rewards are all equal and sample further tasks in their place.
-    critic: train a critic beside the policy and give its values to the estimator.
+    critic: train a critic beside the policy and pass its values to the estimator.
     alternate: iterations for which one role of a team learns before the next one does; 0: all learn in each.
     parts: the switch, subgoal and action parts of an answer have a value head and an advantage each (`envs.protocol.Plans`).
 
-    A configuration may say otherwise than normalize, clip_low, clip_high and alternate.
+    A configuration may override normalize, clip_low, clip_high and alternate.
     """
 
     estimator: str
@@ -44,7 +44,7 @@ class Method:
     parts: bool = False
 
 
-# Attributes of Episodes for estimators that need more than a Batch; `gae` and `hiper` need a critic besides.
+# Attributes of Episodes for estimators that need more than a Batch; `gae` and `hiper` also need a critic.
 AVAILABLE_ARRAYS = {"actions", "agents", "next_states", "success"}
 
 METHODS = {name: Method(name) for name in ESTIMATORS if AVAILABLE_ARRAYS.issuperset(parameters(name)[0])} | {
@@ -54,7 +54,7 @@ METHODS = {name: Method(name) for name in ESTIMATORS if AVAILABLE_ARRAYS.issuper
     # One length-normalised ratio for each action, clipped like PPO's.
     "gagpo": Method("gagpo", normalize="mean_std", loss="gspo"),
     "gspo": Method("grpo", loss="gspo", clip_low=3e-4, clip_high=4e-4),  # Zheng et al., 2025, arXiv 2507.18071
-    "himac": Method("himac", alternate=1),  # planner and executor in turns
+    "himac": Method("himac", alternate=1),  # planner and executor learn in turns
     "hiper": Method("hiper", critic=True, parts=True),
     "kpo": Method("grpo", loss="kpo", clip_low=3e-4, clip_high=4e-4),  # He et al., 2026, arXiv 2602.10609
     "ppo": Method("gae", critic=True),  # Schulman et al., 2017, arXiv 1707.06347
@@ -62,9 +62,9 @@ METHODS = {name: Method(name) for name in ESTIMATORS if AVAILABLE_ARRAYS.issuper
 
 
 def method_named(name: str) -> Method:
-    """What `method=name` stands for; a user's own estimator is loaded and listed in ESTIMATORS under this name.
+    """Returns the method that `method=name` stands for; a user's estimator is loaded and listed in ESTIMATORS under this name.
 
-    Raises ConfigError where there is none, or it asks for what an iteration does not have.
+    Raises ConfigError if there is none, or if it needs arrays that an iteration does not have.
     """
     if name in METHODS:
         return METHODS[name]
@@ -86,7 +86,7 @@ def method_named(name: str) -> Method:
 
 
 def estimator_options(config: Config, estimator: str) -> dict[str, Any]:
-    """An estimator's options as configured; those that are not, but for a method's normalization, are its own defaults."""
+    """Returns an estimator's configured options; others, except for a method's normalization, have the estimator's defaults."""
     values = config.advantage.model_dump()
     if values["history_length"] is None:
         values["history_length"] = config.rollout.history_length
@@ -97,7 +97,7 @@ def estimator_options(config: Config, estimator: str) -> dict[str, Any]:
 
 
 def _check_estimator(name: str) -> None:
-    """Raises ConfigError where a user's estimator cannot be used; it is traced once with two trajectories of three steps."""
+    """Raises ConfigError if a user's estimator cannot be used; it is traced once with two trajectories of three steps."""
     needed = set(parameters(name)[0])
     if lacking := needed - AVAILABLE_ARRAYS:
         raise ConfigError(
@@ -111,7 +111,7 @@ def _check_estimator(name: str) -> None:
     }
     try:
         result = jax.eval_shape(lambda given: estimate(name, **given), arrays)
-    except Exception as error:  # whatever it does
+    except Exception as error:  # any error of the user's code
         raise ConfigError(one_line(f"method={name}: {untraceable(ESTIMATORS[name], error)}")) from None
     shape = getattr(getattr(result, "advantages", None), "shape", None)
     if not isinstance(result, Estimate) or shape != (2, 3):
@@ -120,9 +120,9 @@ def _check_estimator(name: str) -> None:
 
 
 def check_numbers(name: str) -> None:
-    """Raises ConfigError where a user's estimator gives no usable numbers for four short trajectories, one of which wins.
+    """Raises ConfigError if a user's estimator returns unusable numbers for four short trajectories, one of which wins.
 
-    It is computed, which opens jax's devices.
+    This runs the estimator, which opens jax's devices.
     """
     if name in METHODS:
         return
@@ -139,7 +139,7 @@ def check_numbers(name: str) -> None:
 
 
 def unusable(advantages, mask) -> str:
-    """What is wrong with advantages f32[B, T] where mask bool[B, T] is set, as in `NaN for 2 of 9 steps`; "" if nothing is."""
+    """Describes bad advantages f32[B, T] where mask bool[B, T] is set, as in `NaN for 2 of 9 steps`; "" if there are none."""
     advantages, mask = np.asarray(advantages), np.asarray(mask)
     for what, wrong in (
         ("NaN", np.isnan(advantages)),

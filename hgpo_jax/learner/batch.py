@@ -15,7 +15,7 @@ from hgpo_jax.sampling.generate import is_end
 class TrainingBatch(struct.PyTreeNode):
     """N decisions to learn from: one prompt and one response each.
 
-    The policy loss alone reads old_logp, advantages and agents, the critic's alone values, returns and has_target.
+    Only the policy loss reads old_logp, advantages and agents; only the critic's loss reads values, returns and has_target.
     """
 
     prompts: jax.Array  # i32[N, P], right-padded
@@ -23,27 +23,27 @@ class TrainingBatch(struct.PyTreeNode):
     responses: jax.Array  # i32[N, R], right-padded
     response_lengths: jax.Array  # i32[N]; 0 for a decision that does not count
     old_logp: jax.Array  # f32[N, R], under the sampler; with `learner.rollout_correction` under the policy before the update
-    advantages: jax.Array  # f32[N], or f32[N, R] where the tokens of a response have their own
-    agents: jax.Array | None = None  # i32[N], the role of each decision; None where there is one
-    values: jax.Array | None = None  # f32[N], the critic's before the update; of three heads f32[N, 3]
-    returns: jax.Array | None = None  # its targets, likewise
-    has_target: jax.Array | None = None  # bool[N, 3], heads that learn from a decision; None: all
+    advantages: jax.Array  # f32[N], or f32[N, R] if each token has its own
+    agents: jax.Array | None = None  # i32[N], the role of each decision; None if there is one role
+    values: jax.Array | None = None  # f32[N], the critic's before the update; with three heads f32[N, 3]
+    returns: jax.Array | None = None  # the critic's targets, of the same shape
+    has_target: jax.Array | None = None  # bool[N, 3], the heads that learn from a decision; None: all
     layout: packing.PackedLayout | None = None  # None: each decision is a sequence of its own
 
     def tokens(self) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """(prompts, prompt_lengths, responses, response_lengths), as the functions of `packing` take them."""
+        """Returns (prompts, prompt_lengths, responses, response_lengths), as the functions of `packing` take them."""
         return self.prompts, self.prompt_lengths, self.responses, self.response_lengths
 
     def sequences(self) -> packing.PackedLayout:
-        """The sequences that the network reads."""
+        """Returns the sequences that the network reads."""
         return self.layout or packing.unpacked(*self.tokens())
 
     def response_mask(self):
-        """bool[N, R], true on response tokens."""
+        """Returns bool[N, R], true on response tokens."""
         return jnp.arange(self.responses.shape[1]) < self.response_lengths[:, None]
 
     def unfinished(self, end_tokens: tuple[int, ...]):
-        """bool[N], responses that were cut before one of these tokens; false where there is no response."""
+        """Marks responses that were cut before one of these tokens, bool[N]; false if there is no response."""
         last = jnp.maximum(self.response_lengths - 1, 0)[:, None]
         token = jnp.take_along_axis(self.responses, last, axis=1)[:, 0]
         return (self.response_lengths > 0) & ~is_end(token, end_tokens)
@@ -81,9 +81,9 @@ def assign_to_sequences(batch: TrainingBatch, order, begin, stop, size: int) -> 
 def gather_microbatch(
     batch: TrainingBatch, assignment: Assignment, first_sequence, sequences: int
 ) -> tuple[jax.Array, TrainingBatch]:
-    """The decisions in M = `sequences` sequences from number `first_sequence` (i32[]) on.
+    """Gathers the decisions in M = `sequences` sequences from number `first_sequence` (i32[]) on.
 
-    Returns: (their indices in `batch`, the micro-batch). Its size is static; entries that are not needed have no response.
+    Returns: (their indices in `batch`, the micro-batch). Its size is static; unused entries have no response.
     """
     shape = packing.sequence_shape(batch.prompts.shape[1], batch.responses.shape[1])
     size = assignment.sequence.shape[0]

@@ -1,9 +1,9 @@
 """The critic of PPO and HiPER: a Qwen2.5 of the policy's size whose output is the value of the coming turn.
 
-It reads the prompt as the policy does, up to the last token before the response; its body starts as a copy of the policy
-and its head at zero. PPO has one value per turn: a response is one action here (Schulman et al., 2016, arXiv 1506.02438).
-HiPER has three, of the switch, subgoal and action parts of an answer; the last is read once the subgoal stands there, at
-the token before the action, the others where the prompt ends (as in github.com/JonP07/HiPER-agent).
+It reads the prompt as the policy does, up to the last token before the response. Its body starts as a copy of the policy and
+its head at zero. PPO has one value per turn: a response is one action here (Schulman et al., 2016, arXiv 1506.02438). HiPER
+has three, for the switch, subgoal and action parts of an answer. The last one is read after the subgoal, at the token before
+the action, the others at the end of the prompt (as in github.com/JonP07/HiPER-agent).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from hgpo_jax.rollout.episodes import Episodes
 
 
 def initialize_critic(params: dict, heads: tuple[int, ...] = ()) -> dict:
-    """The critic's parameters from the policy's: {"body": its blocks without the language-model head, "value": the head}.
+    """Makes the critic's parameters from the policy's: {"body": its blocks without the language-model head, "value": the head}.
 
-    heads: (3,) for three in one array. In float32, because all of it is trained; with adapters the policy may not be.
+    heads: (3,) for three in one array. All of it is trained, so its dtype is float32; with adapters the policy's may differ.
     """
     body = {name: part for name, part in params.items() if name != "lm_head"}
     width = params["embed_tokens"]["embedding"].shape[1]
@@ -34,7 +34,7 @@ def initialize_critic(params: dict, heads: tuple[int, ...] = ()) -> dict:
 def make_values(config: ModelConfig, remat: str = "none", plan_words: int = 0):
     """Builds `values(params, batch) -> f32[N]`, the discounted return that the critic expects from each decision on.
 
-    plan_words: of three heads, words of the switch and subgoal parts together; `values` are then f32[N, 3].
+    plan_words: for three heads, the number of words of the switch and subgoal parts; `values` are then f32[N, 3].
     """
     graphdef = network(dataclasses.replace(config, tie_word_embeddings=True))  # tied: a body without a head of its own
 
@@ -42,7 +42,7 @@ def make_values(config: ModelConfig, remat: str = "none", plan_words: int = 0):
         model = nnx.merge(graphdef, params["body"])
         layout = batch.sequences()
         hidden = model.hidden(layout.tokens, layout.predict_slots, segment_start=layout.segment_start, remat=remat)
-        # A response's first token is predicted where the prompt ends, and one that ends too early has no token after its plan.
+        # A response's first token is predicted at the end of the prompt; one that ends too early has no token after its plan.
         where = layout.sequence, layout.offset
         if plan_words:
             last = jnp.maximum(batch.response_lengths - 1, 0)[:, None]
@@ -54,9 +54,9 @@ def make_values(config: ModelConfig, remat: str = "none", plan_words: int = 0):
 
 
 def values_of_episodes(predict, batch: TrainingBatch, e: Episodes, order, count) -> tuple[jax.Array, jax.Array]:
-    """The critic's values f32[N, ...] of the decisions, and f32[B, ...] after the last of each truncated episode, else 0.
+    """Returns the values of the decisions f32[N, ...], and after the last one of each truncated episode f32[B, ...], else 0.
 
-    Where that has no final prompt, as one of an agent, its last prompt stands for it.
+    If such an episode has no final prompt, like an agent's, its last prompt replaces it.
     order, count: as for `predict`, of the decisions.
     """
     B, T = e.mask.shape
@@ -66,7 +66,7 @@ def values_of_episodes(predict, batch: TrainingBatch, e: Episodes, order, count)
         responses=jnp.zeros((B, *e.responses.shape[2:]), e.responses.dtype), old_logp=jnp.zeros((B, *e.logp.shape[2:])),
         advantages=jnp.zeros(B),
     )  # fmt: skip
-    # In front, because what counts comes first.
+    # In front, because entries that count come first.
     order = jnp.concatenate([B * T + jnp.arange(B), order])
     values = predict(jax.tree.map(lambda a, b: jnp.concatenate([a, b]), batch.replace(agents=None), finals), order, B + count)
     values, after = values[: B * T], values[B * T :]
@@ -78,13 +78,13 @@ def values_of_episodes(predict, batch: TrainingBatch, e: Episodes, order, count)
 
 
 def targets(batch: TrainingBatch) -> jax.Array:
-    """Which values learn, bool[N] or of three heads bool[N, 3]."""
+    """Marks the values that learn, bool[N], or with three heads bool[N, 3]."""
     happened = batch.response_lengths > 0
     return happened if batch.has_target is None else happened[:, None] & batch.has_target
 
 
 def make_value_loss(values, clip: float):
-    """PPO's clipped value loss as numerators: `loss(params, None, batch)`; the batch holds `values` and `returns`."""
+    """Builds PPO's clipped value loss as numerators: `loss(params, None, batch)`; the batch holds `values` and `returns`."""
 
     def loss(params, _, batch: TrainingBatch):
         counts = targets(batch)

@@ -5,8 +5,8 @@ Rows are steps (one response each) and columns its tokens: N rows of R tokens. E
 micro-batches of both parts, divided once, give the statistic of the whole batch exactly. A learner that accumulates
 gradients therefore differentiates `stats["loss"][0]`.
 
-Policy losses report, with A the advantage and r the importance ratio of a token, smoothed in KPO, of a response in
-GSPO:
+Policy losses report the following, with A the advantage and r the importance ratio: of a token, smoothed in KPO, or of a
+response in GSPO:
     ratio, approx_kl      means of r and of r - 1 - log r, an estimate of KL(old || new)
     clip_fraction_low     share with A < 0 and r < 1 - clip_low
     clip_fraction_high    share with A > 0 and r > 1 + clip_high
@@ -26,12 +26,12 @@ KL_KINDS = ("k1", "k2", "k3", "abs")
 
 # exp() of a larger log-ratio carries no information for a clipped loss and overflows float32 past 88.
 MAX_LOG_RATIO = 20.0
-# Bound of a token's low-variance KL, as in the released code.
+# Upper bound of a token's low-variance KL, as in the released code.
 MAX_KL = 10.0
 
 
 def reduce_tokens(values: jax.Array, mask: jax.Array, aggregate: str) -> tuple[jax.Array, jax.Array]:
-    """Token values f32[N, R] to the numerator and denominator of their aggregate, two scalars.
+    """Reduces token values f32[N, R] to the numerator and denominator of their aggregate, two scalars.
 
     aggregate: `token-mean`: sum over tokens / tokens. `seq-mean-token-sum`: mean over rows of the row's sum.
         `seq-mean-token-mean`: mean over rows of the row's mean. `seq-mean-token-sum-norm`: mean over rows of the row's
@@ -54,7 +54,7 @@ def reduce_tokens(values: jax.Array, mask: jax.Array, aggregate: str) -> tuple[j
 
 
 def divide(part: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Numerator over denominator; 0 when nothing was counted."""
+    """Divides numerator by denominator; 0 if nothing was counted."""
     numerator, denominator = part
     return numerator / jnp.where(denominator > 0, denominator, 1)
 
@@ -70,7 +70,7 @@ def policy_loss(
     dual_clip: float | None = 3.0,
     aggregate: str = "token-mean",
 ) -> tuple[jax.Array, Stats]:
-    """PPO's clipped surrogate, negated (Schulman et al., 2017, eq. 7); DAPO's clip-higher is `clip_high=0.28`.
+    """Computes PPO's clipped surrogate, negated (Schulman et al., 2017, eq. 7); DAPO's clip-higher is `clip_high=0.28`.
 
     new_logp, old_logp: f32[N, R], log-probabilities of the sampled tokens.
     advantages: f32[N], shared by the tokens of a response, or f32[N, R].
@@ -93,7 +93,7 @@ def gspo_loss(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> tuple[jax.Array, Stats]:
-    """GSPO (Zheng et al., 2025, arXiv 2507.18071): whole responses are clipped, and every response counts once.
+    """Computes the GSPO loss (Zheng et al., 2025, arXiv 2507.18071): whole responses are clipped, and each counts once.
 
     The ratio of a response is the geometric mean of its tokens' ratios. advantages: f32[N]; the rest as in
     `policy_loss`. The statistics count responses.
@@ -115,18 +115,18 @@ def kpo_loss(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> tuple[jax.Array, Stats]:
-    """KPO (He et al., 2026, arXiv 2602.10609): token ratios smoothed along each response; every response counts once.
+    """Computes the KPO loss (He et al., 2026, arXiv 2602.10609): token ratios smoothed along each response, which counts once.
 
     A causal Kalman filter treats the log-ratios z_t as observations, with noise of variance V, of a random walk with steps of
     variance Q from a known start: rho_0 = 0, P_0 = 0. With q = Q / V, which is `process_noise`, a gain is P_t / V, too:
         gain_t = (gain_{t-1} + q) / (gain_{t-1} + q + 1),  rho_t = rho_{t-1} + gain_t (z_t - rho_{t-1}),  gain_0 = 0.
     Gains depend on the token's place alone: about t q at first, towards sqrt(q) over some 1 / sqrt(q) tokens.
-    exp(rho_t) is clipped like a ratio in place of exp(z_t) and weighs the gradient of its own token's log-probability alone:
-    none flows through the filter. That, P_0 and the mean over responses are those of the authors' code
+    exp(rho_t) is clipped like a ratio in place of exp(z_t) and weighs only the gradient of its own token's log-probability:
+    no gradient flows through the filter. That, P_0 and the mean over responses are those of the authors' code
     (github.com/shuohe1995/verl-kpo).
 
     Arguments as in `policy_loss`; the tokens of a response are a prefix. The statistics count tokens; `approx_kl` is that of
-    the ratios before they are smoothed.
+    the ratios before smoothing.
     """
     mask = mask.astype(bool)
     log_ratio = _log_ratio(new_logp, old_logp, mask)
@@ -134,7 +134,7 @@ def kpo_loss(
 
     gains = jnp.broadcast_to(_kalman_gains(observed.shape[-1], process_noise).astype(observed.dtype), observed.shape)
 
-    def after(first, then):  # of two affine maps of rho: factors and summands
+    def after(first, then):  # composes two affine maps of rho: factors and summands
         return first[0] * then[0], then[0] * first[1] + then[1]
 
     _, filtered = jax.lax.associative_scan(after, (1 - gains, gains * observed), axis=-1)  # R tokens in log R steps
@@ -145,7 +145,7 @@ def kpo_loss(
 
 
 def _kalman_gains(tokens: int, process_noise: float) -> np.ndarray:
-    """f64[R], the gains of `kpo_loss`."""
+    """Computes the gains of `kpo_loss`, f64[R]."""
     gains, gain = np.empty(tokens), 0.0
     for t in range(tokens):
         gain = (gain + process_noise) / (gain + process_noise + 1)
@@ -154,13 +154,13 @@ def _kalman_gains(tokens: int, process_noise: float) -> np.ndarray:
 
 
 def kl(new_logp: jax.Array, ref_logp: jax.Array, kind: str = "k3") -> jax.Array:
-    """Estimates of KL(new || ref) on tokens sampled from the new policy, elementwise f32 (Schulman, 2020).
+    """Estimates KL(new || ref) on tokens sampled from the new policy, elementwise f32 (Schulman, 2020).
 
     With d = ref - new: `k1` -d, `k2` d^2 / 2, `k3` exp(d) - d - 1 (at most 10, as in the released code), `abs` |d|.
 
-    What a loss pulls on is another matter, because tokens are given and only their probabilities have gradients. In
+    The gradient of a loss is another matter, because the tokens are fixed and only their probabilities have gradients. In
     expectation `k2`'s gradient is that of KL(new || ref), `abs`'s that of twice the total variation, and `k3`'s that of
-    KL(ref || new), and none for tokens with d above 2.61 or below -10.99, where it is cut; `k1`'s own would be 0 (it teaches
+    KL(ref || new), but 0 for tokens with d above 2.61 or below -10.99, where it is cut. `k1`'s own would be 0 (it teaches
     nothing), so it takes that of `k2`.
     """
     d = ref_logp - new_logp
@@ -184,7 +184,7 @@ def kl_loss(
     kind: str = "k3",
     aggregate: str = "token-mean",
 ) -> tuple[jax.Array, Stats]:
-    """`kl` aggregated over tokens; f32[N, R] each."""
+    """Aggregates `kl` over tokens; f32[N, R] each."""
     mask = mask.astype(bool)
     values = kl(jnp.where(mask, new_logp, 0.0), jnp.where(mask, ref_logp, 0.0), kind)
     stats = {"kl": reduce_tokens(values, mask, "token-mean")}
@@ -194,9 +194,9 @@ def kl_loss(
 def value_loss(
     values: jax.Array, old_values: jax.Array, returns: jax.Array, mask: jax.Array, *, clip: float = 0.5
 ) -> tuple[jax.Array, Stats]:
-    """PPO's clipped value loss: the mean of `max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2) / 2`.
+    """Computes PPO's clipped value loss: the mean of `max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2) / 2`.
 
-    All of one shape, f32[N, R] for values by token or f32[N] for values by step.
+    All arrays have one shape, f32[N, R] for values by token or f32[N] for values by step.
     """
     mask = mask.astype(bool)
     values, old_values, returns = (jnp.where(mask, x, 0.0) for x in (values, old_values, returns))
@@ -210,13 +210,13 @@ def value_loss(
 def rollout_correction(
     logp: jax.Array, sampled_logp: jax.Array, mask: jax.Array, *, level: str, cap: float = 2.0
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Truncated importance weights for tokens that another policy drew than the one that learns, such as its int8 copy.
+    """Computes truncated importance weights for tokens drawn by another policy than the learning one, such as its int8 copy.
 
     The weight is min(p / q, cap) with p the policy's probability before the update and q the sampler's, of a token or of its
-    whole response. A policy loss with p's log-probabilities as the old ones, and with advantages that are multiplied by the
-    weights, is what Yao et al. propose ("Your efficient RL framework secretly brings you off-policy RL training", 2025); verl
-    calls it rollout correction. Truncation goes back to Ionides ("Truncated importance sampling", 2008). What stays uncorrected
-    is how often the tokens before a token were drawn (`token`), or the turns before a response (`sequence`).
+    whole response. A policy loss with p's log-probabilities as the old ones, and with advantages multiplied by the weights, is
+    the proposal of Yao et al. ("Your efficient RL framework secretly brings you off-policy RL training", 2025); verl calls it
+    rollout correction. Truncation goes back to Ionides ("Truncated importance sampling", 2008). The weight does not correct the
+    frequency of the tokens before a token (`token`), or of the turns before a response (`sequence`).
 
     Args:
       logp, sampled_logp: f32[N, R], log p and log q of the tokens.
@@ -249,7 +249,7 @@ def rollout_correction(
 
 
 def _log_ratio(new_logp: jax.Array, old_logp: jax.Array, mask: jax.Array) -> jax.Array:
-    """new - old, 0 outside the mask; masked before subtracting, because a gradient through inf times 0 is nan."""
+    """Computes new - old, 0 outside the mask; masks before subtracting, because a gradient through inf times 0 is nan."""
     return jnp.where(mask, new_logp, 0.0) - jnp.where(mask, old_logp, 0.0)
 
 
@@ -261,7 +261,7 @@ def _surrogate(
     clip_high: float,
     dual_clip: float | None,
 ) -> tuple[jax.Array, Stats]:
-    """The clipped loss f32[N, R] of each token and its statistics; `log_ratio` is 0 outside the mask."""
+    """Computes the clipped loss f32[N, R] of each token and its statistics; `log_ratio` is 0 outside the mask."""
     if advantages.ndim == log_ratio.ndim - 1:
         advantages = advantages[:, None]
     advantages = jnp.where(mask, advantages, 0.0)
@@ -282,7 +282,7 @@ def _surrogate(
 
 
 def _approx_kl(log_ratio: jax.Array) -> jax.Array:
-    """r - 1 - log r of each token, without losing digits near 0."""
+    """Computes r - 1 - log r of each token, without losing digits near 0."""
     return jnp.expm1(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)) - log_ratio
 
 

@@ -1,7 +1,7 @@
-"""Segments packed into sequences: several one after another where they fit, each of them once and uncut.
+"""Segments packed into sequences: several one after another if they fit, each of them once and uncut.
 
 A segment is a prompt and its response, whose last token is only a target and needs no slot. Attention never crosses
-segments, and positions restart with each, so that packing changes nothing but how many slots are padding.
+segments, and positions restart with each, so packing affects only the number of padding slots.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-MAX_SEGMENTS = 16  # of one sequence
-# Shorter prompts fill their slots well enough unpacked: of the environments that have them all are about equally long.
+MAX_SEGMENTS = 16  # per sequence
+# Shorter prompts fill their slots well enough unpacked: in environments with such prompts, all have about the same length.
 PACK_FROM = 128  # prompt slots
 
 
 class SequenceShape(NamedTuple):
-    """What one sequence holds: S token slots, Q slots that predict a token, at most `max_segments` segments."""
+    """The capacity of one sequence: S token slots, Q slots that predict a token, at most `max_segments` segments."""
 
     slots: int
     predictions: int
@@ -28,24 +28,24 @@ class SequenceShape(NamedTuple):
 class PackedLayout(struct.PyTreeNode):
     """N segments in M sequences of S slots, as the network reads them.
 
-    Every response token is predicted at a slot of its own; those of a sequence are numbered through, 0..Q - 1.
+    Every response token is predicted at a slot of its own; the predictions of a sequence are numbered 0..Q - 1.
     """
 
     tokens: jax.Array  # i32[M, S]
     predict_slots: jax.Array  # i32[M, Q]; slot t predicts token t + 1
     segment_start: jax.Array | None  # i32[M, S], first slot of the segment that each slot belongs to; None: all are 0
-    sequence: jax.Array  # i32[N]; M for a segment that is in no sequence
+    sequence: jax.Array  # i32[N]; M for a segment outside all sequences
     offset: jax.Array  # i32[N], number of the segment's first prediction in its sequence
 
     def response_index(self, response_slots: int, response_lengths):
-        """Index (i32[N, 1], i32[N, R]) of each response token in [M, Q]; out of bounds past a response's end."""
+        """Returns the index (i32[N, 1], i32[N, R]) of each response token in [M, Q]; out of bounds past a response's end."""
         slot = jnp.arange(response_slots)
         inside = slot < response_lengths[:, None]
         return self.sequence[:, None], jnp.where(inside, self.offset[:, None] + slot, self.predict_slots.shape[1])
 
 
 def sequence_shape(prompt_slots: int, response_slots: int) -> SequenceShape:
-    """The shape of sequences for prompts of P and responses of R slots."""
+    """Returns the shape of sequences for prompts of P and responses of R slots."""
     slots = prompt_slots + response_slots - 1
     if prompt_slots < PACK_FROM:
         return SequenceShape(slots, response_slots, 1)
@@ -59,8 +59,8 @@ def first_fit(lengths, predictions, shape: SequenceShape):
       lengths: i32[N], slots of each segment, at most `shape.slots`; 0 for a segment to leave out.
       predictions: i32[N], at most `shape.predictions`.
 
-    Returns: (sequence, slot, offset), i32[N] each: sequence and offset as in `PackedLayout`, with sequence N for what is
-      left out, and the segment's first slot.
+    Returns: (sequence, slot, offset), i32[N] each: sequence and offset as in `PackedLayout`, with sequence N for omitted
+    segments, and the segment's first slot.
     """
     N = lengths.shape[0]
     if shape.max_segments == 1:
@@ -68,7 +68,7 @@ def first_fit(lengths, predictions, shape: SequenceShape):
         return jnp.where(lengths > 0, sequence, N), jnp.zeros_like(sequence), jnp.zeros_like(sequence)
 
     def place(used, segment):
-        slots, predicted, segments = used  # of each sequence
+        slots, predicted, segments = used  # per sequence
         fits = (
             (slots + lengths[segment] <= shape.slots)
             & (predicted + predictions[segment] <= shape.predictions)
@@ -86,7 +86,7 @@ def first_fit(lengths, predictions, shape: SequenceShape):
 
 
 def unpacked(prompts, prompt_lengths, responses, response_lengths) -> PackedLayout:
-    """N segments in N sequences: prompts i32[N, P], responses i32[N, R], their lengths i32[N]."""
+    """Lays out N segments in N sequences: prompts i32[N, P], responses i32[N, R], their lengths i32[N]."""
     N, R = responses.shape
     slots = prompt_lengths[:, None] + jnp.arange(R)
     tokens = jnp.pad(prompts, ((0, 0), (0, R - 1)))
@@ -103,7 +103,7 @@ def unpacked(prompts, prompt_lengths, responses, response_lengths) -> PackedLayo
 def packed(
     assignment, prompts, prompt_lengths, responses, response_lengths, *, sequences: int, shape: SequenceShape
 ) -> PackedLayout:
-    """N segments in M = `sequences` sequences, where `assignment`, the result of `first_fit`, puts them.
+    """Lays out N segments in M = `sequences` sequences, where `assignment`, the result of `first_fit`, puts them.
 
     prompts i32[N, P], responses i32[N, R], their lengths i32[N]; a segment without a response is left out.
     """
@@ -111,7 +111,7 @@ def packed(
     sequence = jnp.where(response_lengths > 0, sequence, sequences)
 
     def write(out, values, begin, lengths):
-        """Puts the first `lengths` of each segment's values into its row of `out`, from `begin` on."""
+        """Writes the first `lengths` of each segment's values into its row of `out`, from `begin` on."""
         at = jnp.arange(values.shape[1])
         to = jnp.where(at < lengths[:, None], begin[:, None] + at, out.shape[1])
         return out.at[sequence[:, None], to].set(values, mode="drop")

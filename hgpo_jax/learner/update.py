@@ -1,10 +1,10 @@
 """The update: one compiled program from a batch of decisions to new parameters, whatever the loss.
 
-A mini-batch is a run of decisions in a given order, processed in micro-batches of fixed size; gradients and statistics
-are summed as numerators and divided once, so that micro-batch size, padding and the number of devices change nothing but the
-speed. Trip counts are dynamic, shapes are static: one compilation serves every number of decisions. The decisions of a
-mini-batch are packed into sequences as long as the longest decision may be (`packing.py`), and a micro-batch is some of
-these sequences.
+A mini-batch is a run of decisions in a given order, processed in micro-batches of fixed size. Gradients and statistics are
+summed as numerators and divided once, so that micro-batch size, padding and the number of devices affect only the speed. Trip
+counts are dynamic, shapes are static: one compilation serves every number of decisions. The decisions of a mini-batch are
+packed into sequences as long as the longest possible decision (`packing.py`), and a micro-batch is some of these
+sequences.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ MAX_LOGITS = 2**26  # 256 MB in float32, over the devices of fsdp and tensor tog
 
 
 def token_logprobs(model, batch: TrainingBatch, *, temperature=1.0, remat="none", max_logits: int = MAX_LOGITS):
-    """Log-probability and entropy of each response token: (f32[N, R], f32[N, R]), 0 beyond a response's end.
+    """Computes log-probability and entropy of each response token: (f32[N, R], f32[N, R]), 0 beyond a response's end.
 
     temperature: of the distribution, as in sampling.
-    max_logits: logits to hold at a time, over the devices of fsdp and tensor together; where those of all predictions are
-      more, they are computed in chunks, and again in the backward pass. Together they are the largest array of an update by
-      far (4,096 tokens of a vocabulary of 151,936 are 2.5 GB), and are never needed at once.
+    max_logits: logits to hold at a time, over the devices of fsdp and tensor together; if the predictions need more, they are
+    computed in chunks, and again in the backward pass. All logits together would be by far the largest array of an update
+    (4,096 tokens of a vocabulary of 151,936 are 2.5 GB), and are never needed at once.
     """
     layout = batch.sequences()
     index = layout.response_index(batch.responses.shape[1], batch.response_lengths)
@@ -68,21 +68,21 @@ def token_logprobs(model, batch: TrainingBatch, *, temperature=1.0, remat="none"
 
 
 def aggregation(config: LearnerConfig, method: Method) -> str:
-    """How token losses become one number; the losses of GSPO and KPO count every response once."""
+    """Returns how token losses become one number; the losses of GSPO and KPO count every response once."""
     return config.aggregate if method.loss == "clip" else "seq-mean-token-mean"
 
 
 def correction_level(config: Config) -> str:
-    """`learner.rollout_correction` as it applies; GSPO's ratio is one for a whole response, so its weight is, too."""
+    """Returns the effective `learner.rollout_correction`; GSPO has one ratio for a whole response, and therefore one weight."""
     if config.learner.rollout_correction or config.policy.sample_dtype != "int8":
         return config.learner.rollout_correction or "none"
     return "sequence" if method_named(config.method).loss == "gspo" else "token"
 
 
 def make_logprobs(model: ModelConfig, temperature: float = 1.0, remat: str = "none"):
-    """`token_logprobs` of parameters: `logprobs(params, reference, batch)`.
+    """Builds `logprobs(params, reference, batch)`, `token_logprobs` of parameters.
 
-    With `model.lora`, params are adapters, and reference the weights that they are bound to; else reference is not read.
+    With `model.lora`, params are adapters and reference the weights that they are bound to; otherwise reference is not read.
     """
     graphdef = network(model)
 
@@ -97,10 +97,10 @@ def make_logprobs(model: ModelConfig, temperature: float = 1.0, remat: str = "no
 def make_policy_loss(
     model: ModelConfig, config: LearnerConfig, method: Method, temperature: float, roles: Sequence[str] = ()
 ):
-    """The method's loss + KL to the reference policy - entropy bonus, as numerators: `loss(params, reference, batch)`.
+    """Builds the method's loss + KL to the reference policy - entropy bonus, as numerators: `loss(params, reference, batch)`.
 
-    Params and reference as for `make_logprobs`; with a KL, reference is read in any case. Of several roles, names that
-    `batch.agents` are indices into, each one's statistics are told apart.
+    Params and reference as for `make_logprobs`; with a KL, reference is always read. With several roles, which
+    `batch.agents` index, there are statistics for each.
     """
     logprobs, plain = make_logprobs(model, temperature, config.remat), network(dataclasses.replace(model, lora=None))
     aggregate = aggregation(config, method)
@@ -136,7 +136,7 @@ def make_policy_loss(
             tokens["kl"] = losses.kl(logp, reference_logp, config.kl_kind)
         stats["entropy"] = losses.reduce_tokens(entropy, mask, "token-mean")
         total -= config.entropy_weight * losses.reduce_tokens(entropy, mask, aggregate)[0]
-        # How far the sampler's log-probabilities are from the trainer's; exact only before the first step.
+        # Distance between the sampler's and the trainer's log-probabilities; exact only before the first step.
         difference = jnp.where(mask, jnp.abs(logp - batch.old_logp), 0.0)
         if len(roles) > 1:
             slope = jax.grad(lambda logp: surrogate(logp, batch, mask)[1]["loss"][0])(jax.lax.stop_gradient(logp))
@@ -147,11 +147,11 @@ def make_policy_loss(
 
 
 def role_stats(roles: Sequence[str], agents, mask, tokens: dict[str, jax.Array], slope) -> losses.Stats:
-    """Statistics by role of N decisions: the mean of each array of `tokens`, f32[N, R], and the role's `logp_gradient_share`.
+    """Computes statistics of N decisions by role: the mean of each array of `tokens`, f32[N, R], and `logp_gradient_share`.
 
     agents: i32[N], indices into `roles`; mask: bool[N, R]. slope: f32[N, R], the derivative of the policy loss with respect to
-    each token's log-probability; a role's share is of the sum of its squares. It says which role's tokens the loss pulls on
-    hardest, and needs no second backward pass through the network.
+    each token's log-probability; a role's share is its part of the sum of squares. It shows which role's tokens the loss
+    affects most, and needs no second backward pass through the network.
     """
     stats: losses.Stats = {}
     squares = jnp.where(mask, slope**2, 0.0)
@@ -163,7 +163,7 @@ def role_stats(roles: Sequence[str], agents, mask, tokens: dict[str, jax.Array],
 
 
 def make_cloning_loss(model: ModelConfig, remat: str = "none"):
-    """Cross-entropy of the responses: `loss(params, reference, batch)`, parameters as for `make_logprobs`."""
+    """Builds the cross-entropy of the responses: `loss(params, reference, batch)`, parameters as for `make_logprobs`."""
     logprobs = make_logprobs(model, remat=remat)
 
     def loss(params, reference, batch: TrainingBatch):
@@ -175,7 +175,7 @@ def make_cloning_loss(model: ModelConfig, remat: str = "none"):
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """AdamW behind a global-norm clip, with a linear warm-up."""
+    """Builds AdamW, preceded by a global-norm clip, with a linear warm-up."""
     schedule = optax.linear_schedule(
         config.lr / max(config.warmup_steps, 1), config.lr, max(config.warmup_steps - 1, 1)
     )
@@ -186,7 +186,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def lr_scale(settings: LearnerConfig, iteration: int, iterations: int) -> float:
-    """The share of the learning rate for one iteration: linear from 1 in the first to `final_lr` in the last.
+    """Returns the fraction of the learning rate for one iteration: linear from 1 in the first to `final_lr` in the last.
 
     iteration: from 0. A run of one iteration has the full rate.
     """
@@ -194,14 +194,14 @@ def lr_scale(settings: LearnerConfig, iteration: int, iterations: int) -> float:
 
 
 class EpochState(NamedTuple):
-    """What an epoch hands from one optimizer step to the next."""
+    """The state that an epoch carries from one optimizer step to the next."""
 
     params: Any
     opt_state: Any
     stats: losses.Stats  # sums over the steps so far
-    grad_norm: jax.Array  # f32[], likewise
+    grad_norm: jax.Array  # f32[], also a sum
     nonfinite_steps: jax.Array  # i32[], steps that were skipped and count in neither
-    logp_difference: jax.Array  # f32[], the largest of the first mini-batch
+    logp_difference: jax.Array  # f32[], the largest in the first mini-batch
 
 
 def make_update(
@@ -215,16 +215,15 @@ def make_update(
         (`per_token`) or over decisions, stats are (numerator, denominator) pairs, max_difference is the largest difference
         between the log-probabilities of sampler and trainer, of interest in the first mini-batch.
       mesh: each device of its `data` axis takes its part of every mini-batch.
-      minibatch_size: decisions per optimizer step at most; an epoch is cut into equal steps.
-      microbatch_size: sequences per index of the `data` axis and gradient computation, rounded up to what `fsdp` divides.
-      compute_dtype: of the copy of the parameters that the loss sees; the parameters themselves, the sum of gradients and
-        the optimizer stay as they are.
-
+      minibatch_size: maximum decisions per optimizer step; an epoch is cut into equal steps.
+      microbatch_size: sequences per index of the `data` axis and gradient computation, rounded up to a multiple of `fsdp`.
+      compute_dtype: dtype of the copy of the parameters that the loss uses; the parameters themselves, the sum of gradients
+        and the optimizer keep theirs.
     `batch` is a TrainingBatch of N decisions. `order` i32[N] lists those to learn from in its first `count` (i32[]) entries;
     `lr_scale` f32[] scales the optimizer's step. Returns (params, opt_state, stats), with every stat a scalar mean over its
     denominator, plus `grad_norm` (mean), `optimizer_steps` and `logp_difference`, the largest of the first mini-batch. A
     mini-batch whose statistics or gradient are not finite changes nothing and is left out of the means; `nonfinite_steps`
-    counts these. With a count of 0 nothing changes, and every stat is 0.
+    counts such mini-batches. With a count of 0 nothing changes, and every stat is 0.
     """
     sum_gradients = _make_sum_gradients(loss, mesh, minibatch_size, microbatch_size, compute_dtype)
 
@@ -271,8 +270,8 @@ def make_update(
 def _make_sum_gradients(loss: Callable, mesh: Mesh, minibatch_size: int, microbatch_size: int, compute_dtype: str):
     """Builds `sum_gradients(params, reference, batch, order, begin, stop) -> (gradient, stats, max_difference)`.
 
-    Sums, and the maximum, over the decisions `order[begin:stop]`, micro-batch by micro-batch on all devices of the `data`
-    axis; to be called in a shard_map over it.
+    It sums, and takes the maximum, over the decisions `order[begin:stop]`, micro-batch by micro-batch on all devices of the
+    `data` axis; to be called in a shard_map over that axis.
     """
     devices, M = mesh.shape["data"], _round_up(microbatch_size, mesh.shape["fsdp"])
     data = _data_axis(mesh)
@@ -306,7 +305,7 @@ def _make_sum_gradients(loss: Callable, mesh: Mesh, minibatch_size: int, microba
 def make_map(function: Callable, mesh: Mesh, *, microbatch_size: int):
     """Builds `mapped(params, batch, order, count) -> f32[N, ...]`, to be called under `jax.jit`.
 
-    `function(params, microbatch) -> f32[decisions in it, ...]` is applied to the decisions `order[:count]` in micro-batches,
+    It applies `function(params, microbatch) -> f32[decisions in it, ...]` to the decisions `order[:count]` in micro-batches,
     split over the mesh's `data` axis; other decisions get 0. Arguments as in `make_update`.
     """
     devices, M = mesh.shape["data"], _round_up(microbatch_size, mesh.shape["fsdp"])
@@ -321,7 +320,7 @@ def make_map(function: Callable, mesh: Mesh, *, microbatch_size: int):
 
         def one_microbatch(i, out):
             index, microbatch = some(i)
-            # Entries that are not needed must not write.
+            # Unused entries must not write.
             index = jnp.where(microbatch.response_lengths > 0, index, out.shape[0])
             return out.at[index].set(trimmed(params, microbatch), mode="drop")
 
@@ -332,9 +331,9 @@ def make_map(function: Callable, mesh: Mesh, *, microbatch_size: int):
 
 
 def _trim_predictions(function: Callable, width: int) -> Callable:
-    """`function(params, microbatch)`, computed for only `width` predictions of each sequence where none has more.
+    """Builds `function(params, microbatch)`, with only `width` predictions of each sequence if none needs more.
 
-    All devices run the same of the two programs, as collectives require.
+    All devices run the same one of the two programs, as collectives require.
     """
 
     def trimmed(params, microbatch: TrainingBatch):
@@ -351,12 +350,12 @@ def _trim_predictions(function: Callable, width: int) -> Callable:
 
 
 def _zeros(shapes):
-    """Zeros of these shapes and dtypes."""
+    """Makes zeros of these shapes and dtypes."""
     return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
 
 def _data_axis(mesh: Mesh) -> tuple[str, ...]:
-    """The axes to sum over. XLA refuses an all-reduce over a manual axis of size 1 beside axes that it splits itself."""
+    """Lists the axes to sum over. XLA rejects an all-reduce over a manual axis of size 1 beside axes that it splits itself."""
     return ("data",) if mesh.shape["data"] > 1 else ()
 
 

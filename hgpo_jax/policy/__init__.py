@@ -47,7 +47,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """Weights and what it takes to use them.
+    """The weights of a language model, and everything needed to use them.
 
     params: nested dict of f32 or bf16 arrays, the state of `Qwen2`. tokenizer: a transformers tokenizer, or None.
     """
@@ -61,18 +61,18 @@ class Policy:
         return network(self.config)
 
     def logits(self, input_ids, lengths):
-        """Next-token logits f32[B, S, V] for right-padded i32[B, S]; what is past a row's length (i32[B]) is meaningless."""
+        """Returns next-token logits f32[B, S, V] for right-padded i32[B, S], meaningless past a row's length (i32[B])."""
         tokens = jnp.where(jnp.arange(input_ids.shape[1]) < jnp.asarray(lengths)[:, None], jnp.asarray(input_ids), 0)
         return _logits(self.graphdef, self.params, tokens)
 
     @functools.cached_property
     def frame(self) -> ChatFrame | None:
-        """The tokenizer's chat template; None where it has none. Raises ValueError for one that cannot be used."""
+        """The tokenizer's chat template; None if it has none. Raises ValueError for an unusable one."""
         return ChatFrame(self.tokenizer) if getattr(self.tokenizer, "chat_template", None) else None
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
-        """Ids of the tokens that end an answer. Raises ValueError where there are none."""
+        """Ids of the tokens that end an answer. Raises ValueError if there are none."""
         return self.frame.end_tokens if self.frame else end_tokens(self.tokenizer)
 
     def save(
@@ -80,14 +80,14 @@ class Policy:
     ) -> None:  # fmt: skip
         """Writes a Hugging Face folder: config.json, safetensors of at most `size` bytes each, and the tokenizer.
 
-        stop: further tokens that end an answer, for generation_config.json, which has the others too.
+        stop: further tokens that end an answer, to be added to generation_config.json.
         trained: the frame in which the policy was trained; that file keeps it for every later frame of this tokenizer.
 
-        The folder appears only when it is complete; an older policy in it is replaced. With several processes, all of them
+        The folder appears only when it is complete, and replaces an older policy there. With several processes, all of them
         call this and process 0 writes.
 
         Raises:
-          ValueError: the folder holds something that is not a policy's, or the policy has adapters.
+          ValueError: the folder holds files that do not belong to a policy, or the policy has adapters.
         """
         if self.config.lora:
             raise ValueError(f"policy {folder}: has adapters; save them with lora.save, or lora.merge first")
@@ -104,7 +104,7 @@ class Policy:
         huggingface.save(Path(folder), self.params, tensors, write_rest, "model", size)
 
     def _generation(self, stop: Sequence[str], trained: ChatFrame | None) -> dict[str, Any]:
-        """The content of generation_config.json: what it said before, with every token that ends an answer."""
+        """Returns the content of generation_config.json: the earlier content, with every token that ends an answer."""
         shown = {AS_TRAINED: trained.kept} if trained and not trained.plain else {}
         ends = dict.fromkeys((*self.end_tokens, *end_tokens(self.tokenizer, stop)))
         others = {f"{name}_token_id": getattr(self.tokenizer, f"{name}_token_id") for name in ("bos", "pad")}
@@ -121,15 +121,15 @@ def _logits(graphdef, params, tokens):
 def load_policy(
     folder: str | Path, mesh: Mesh | None = None, dtype: str = "float32", cache_dir: str | Path = CACHE_DIR
 ) -> Policy:
-    """Reads a Hugging Face folder, each process the parts of the weights that its devices hold.
+    """Reads a Hugging Face folder; each process reads the parts of the weights that its devices hold.
 
     Args:
-      folder: holds config.json, model.safetensors (or an index and what it names) and, if the policy is to read text, a
-        tokenizer. A name such as Qwen/Qwen2.5-1.5B-Instruct is fetched from the hub. Or a GGUF file, or `smollm2`, the
-        package that carries one (`gguf_folder.py`).
-      mesh: where to put the weights; one device if None.
+      folder: holds config.json, model.safetensors (or an index and the files that it lists) and, if the policy should read
+        text, a tokenizer. A name such as Qwen/Qwen2.5-1.5B-Instruct is fetched from the hub. It may also be a GGUF file, or
+        `smollm2`, the package that contains one (`gguf_folder.py`).
+      mesh: the devices for the weights; one device if None.
       dtype: `float32` or `bfloat16`.
-      cache_dir: where the folder is kept that a GGUF file becomes.
+      cache_dir: keeps the folders converted from GGUF files.
 
     Raises:
       ValueError: one line that names the file or tensor at fault.
@@ -148,10 +148,10 @@ def load_policy(
 
 
 def _check_rows(folder: Path, policy: Policy) -> None:
-    """Raises ValueError where prompts or answers would hold ids that no row of the embedding stands for.
+    """Raises ValueError if prompts or answers could hold ids without a row of the embedding.
 
     More rows than tokens are usual: sampling draws from all of them, as the loss does. Tokens that were added without rows, as
-    padding often is, are never written.
+    is often the case for padding, are never written.
     """
     tokenizer, rows = policy.tokenizer, policy.config.vocab_size
     if tokenizer is None:

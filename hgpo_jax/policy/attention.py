@@ -1,5 +1,5 @@
-"""Causal attention: of queries at given slots (`attend`), of all slots (`attend_all`, on TPUs by splash, on GPUs by cuDNN),
-and of one token to a cache (`decode_attention`).
+"""Causal attention: from queries at given slots (`attend`), from all slots (`attend_all`, on TPUs by splash, on GPUs by
+cuDNN), and from one token to a cache (`decode_attention`).
 
 Shape suffixes: the dimension letters of `hgpo_jax`, and r = H / G query heads that share a key-value head.
 """
@@ -19,10 +19,10 @@ MAX_SCORES = 2**28  # 1 GB in float32, over the devices of fsdp and tensor toget
 
 
 def attend(q_BQHE, k_BSGE, v_BSGE, slots_BQ, start_BQ=None, *, max_scores: int = MAX_SCORES):
-    """Attention of queries at `slots` to the slots not after them, from `start` (0 if None) on: [B, Q, H, E].
+    """Computes attention from queries at `slots` to the slots not after them, from `start` (0 if None) on: [B, Q, H, E].
 
-    max_scores: scores to hold at a time; where B x H x Q x S is more, they are computed in chunks of queries, and recomputed in
-      the backward pass, so that memory grows with the length and not with its square.
+    max_scores: scores to hold at a time; if B x H x Q x S is more, they are computed in chunks of queries, and recomputed in
+    the backward pass, so that memory grows with the length and not with its square.
     """
     B, Q, H, E = q_BQHE.shape
     S, G = k_BSGE.shape[1:3]
@@ -30,7 +30,7 @@ def attend(q_BQHE, k_BSGE, v_BSGE, slots_BQ, start_BQ=None, *, max_scores: int =
 
     def attend_chunk(q_BQHE, slots_BQ, start_BQ):
         Q = q_BQHE.shape[1]
-        # All queries that share a key-value head are rows of one product: [B, G, r x Q, E].
+        # All queries that share a key-value head are the rows of one product: [B, G, r x Q, E].
         queries = q_BQHE.reshape(B, Q, G, H // G, E).transpose(0, 2, 3, 1, 4).reshape(B, G, -1, E)
         scores = jnp.matmul(queries, k_BGES, preferred_element_type=jnp.float32)
         scores_BGrQS = scores.reshape(B, G, H // G, Q, S) * E**-0.5
@@ -56,9 +56,9 @@ def attend(q_BQHE, k_BSGE, v_BSGE, slots_BQ, start_BQ=None, *, max_scores: int =
 
 
 def decode_attention(q_BHE, cache: KVCache, position_B):
-    """Attention of one query per row, at `position`, to the slots of a cache not after it: [B, H, E].
+    """Computes attention from one query per row, at `position`, to the slots of a cache not after it: [B, H, E].
 
-    Keys and values are laid out as the products read them fastest: the slots, which are many, come last in scores and keys.
+    Keys and values have the layout that the products read fastest: the slots, which are many, come last in scores and keys.
     """
     B, H, E = q_BHE.shape
     k_BGEC, v_BGCE = cache.keys.astype(q_BHE.dtype), cache.values.astype(q_BHE.dtype)
@@ -74,9 +74,9 @@ def decode_attention(q_BHE, cache: KVCache, position_B):
 
 
 def attend_all(q_BSHE, k_BSGE, v_BSGE, start_BS=None):
-    """Attention of every slot to those not after it, from `start` (0 if None) on: [B, S, H, E].
+    """Computes attention from every slot to those not after it, from `start` (0 if None) on: [B, S, H, E].
 
-    `start` is the same for the slots of one segment, and all slots of a sequence before a segment belong to others.
+    `start` is the same for the slots of one segment, and all earlier slots of the sequence belong to other segments.
     """
     E = q_BSHE.shape[-1]
     device = jax.sharding.get_abstract_mesh().abstract_device
@@ -89,12 +89,12 @@ def attend_all(q_BSHE, k_BSGE, v_BSGE, start_BS=None):
 
 
 def query_block_size(S: int) -> int:
-    """Queries in a block of `attend_in_blocks`: 64 or more, so that there are 16 blocks at most."""
+    """Returns the queries in a block of `attend_in_blocks`: 64 or more, so that there are at most 16 blocks."""
     return max(64, -(-S // 16))
 
 
 def attend_in_blocks(q_BSHE, k_BSGE, v_BSGE, start_BS=None, size: int | None = None):
-    """`attend_all` by blocks of `size` queries, each to the keys up to its end: half of the scores are never computed."""
+    """Computes `attend_all` by blocks of `size` queries, each with the keys up to its end, which skips half of the scores."""
     B, S = q_BSHE.shape[:2]
     size = size or query_block_size(S)
     slots_BS = jnp.broadcast_to(jnp.arange(S), (B, S))
@@ -102,31 +102,31 @@ def attend_in_blocks(q_BSHE, k_BSGE, v_BSGE, start_BS=None, size: int | None = N
     for begin in range(0, S, size):
         end = min(begin + size, S)
         queries = (a if a is None else a[:, begin:end] for a in (slots_BS, start_BS))
-        limit = MAX_SCORES * size // S  # of all blocks together, as the backward pass holds them
+        limit = MAX_SCORES * size // S  # for all blocks together, as the backward pass holds them
         out.append(attend(q_BSHE[:, begin:end], k_BSGE[:, :end], v_BSGE[:, :end], *queries, max_scores=limit))
     return jnp.concatenate(out, axis=1)
 
 
 def cudnn(q_BSHE, k_BSGE, v_BSGE, start_BS=None):
-    """`attend_all` by cuDNN's fused attention, bfloat16 only.
+    """Computes `attend_all` by cuDNN's fused attention, bfloat16 only.
 
-    It holds no scores, but of `start` JAX makes a bias, [B, 1, S, S] in bfloat16.
+    It holds no scores, but JAX turns `start` into a bias, [B, 1, S, S] in bfloat16.
     """
     S = q_BSHE.shape[1]
-    # With a mask it refuses odd lengths.
+    # With a mask it rejects odd lengths.
     even = lambda a: jnp.pad(a, ((0, 0), (0, S % 2), *((0, 0),) * (a.ndim - 2)))  # noqa: E731
     q, k, v, start = jax.tree.map(even, (q_BSHE, k_BSGE, v_BSGE, start_BS))
     mask = None if start is None else (start[:, :, None] == start[:, None])[:, None]
     return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")[:, :S]
 
 
-LANES = 128  # of a TPU's vector registers, which a head and a block of slots must fill
+LANES = 128  # lanes of a TPU's vector registers, which a head and a block of slots must fill
 
 
 def splash(q_BSHE, k_BSGE, v_BSGE, start_BS=None, interpret: bool = False):
-    """`attend_all` by JAX's splash attention kernel for TPUs, whose memory grows with S and not with its square.
+    """Computes `attend_all` by JAX's splash attention kernel for TPUs; memory grows with S and not with its square.
 
-    interpret: run the kernel on another back end, slowly.
+    interpret: run the kernel on another backend, slowly.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -142,7 +142,7 @@ def splash(q_BSHE, k_BSGE, v_BSGE, start_BS=None, interpret: bool = False):
             block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block,
         )  # fmt: skip
         attention = kernel.make_splash_mha_single_device(mask, block_sizes=blocks, interpret=interpret)
-        # Slots beyond S come after all others, so that no other attends to them.
+        # Slots beyond S come after all others, so no other slot attends to them.
         heads_first = lambda a: jnp.pad(jnp.swapaxes(a, 1, 2), ((0, 0), (0, 0), (0, length - S), (0, 0)))  # noqa: E731
         start = None if start is None else jnp.pad(start, ((0, 0), (0, length - S)))
         segments = None if start is None else kernel.SegmentIds(start, start)
@@ -150,7 +150,7 @@ def splash(q_BSHE, k_BSGE, v_BSGE, start_BS=None, interpret: bool = False):
         return jnp.swapaxes(out, 1, 2)[:, :S]
 
     mesh = jax.sharding.get_abstract_mesh()
-    axes = set(mesh.axis_names) - set(mesh.manual_axes)  # all of them: the compiler may not split a kernel
+    axes = set(mesh.axis_names) - set(mesh.manual_axes)  # all axes: the compiler may not split a kernel
     if not axes:
         return attend_shard(q_BSHE, k_BSGE, v_BSGE, start_BS)
     split = P(auto_axes("batch") or None, None, auto_axes("heads") or None)

@@ -1,10 +1,10 @@
-"""What a tokenizer's chat template puts around messages, read off the template itself, once.
+"""The text that a tokenizer's chat template puts around messages, extracted once from the template itself.
 
     frame = ChatFrame(tokenizer)
     ids = frame.conversation([{"role": "user", "content": "Hello"}])
 
-The frame alone may hold special tokens: what environments, users and models wrote is data, and is encoded so that no marker in
-it can end the message or begin another.
+Only the frame may contain special tokens. Texts of environments, users and models are data, and are encoded so that no marker
+in them can end the message or begin another.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from typing import Any
 from hgpo_jax.policy.tokenizer import AS_TRAINED, PLAIN, generation_of
 from hgpo_jax.utils.errors import one_line
 
-DATE = datetime.date(2024, 7, 26)  # the day that Llama 3.1's chat template tells where it is given none
-TAGS = ("<think>", "</think>", "<action>", "</action>", "<tool_call>", "</tool_call>")  # of an answer
+DATE = datetime.date(2024, 7, 26)  # the date that Llama 3.1's chat template uses by default
+TAGS = ("<think>", "</think>", "<action>", "</action>", "<tool_call>", "</tool_call>")  # tags in an answer
 _NOT_TEXT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")  # controls and lone surrogates
 _TELLS_TIME = re.compile(r"strftime_now\s*\(\s*(['\"])([^'\"]*)\1\s*\)")
-_MARK = "5f1c-the-message-7d2e"  # a message that no template writes
+_MARK = "5f1c-the-message-7d2e"  # a message that no template contains
 
 
 class TokenText:
-    """What environments, models and people write, as token ids and back.
+    """Texts of environments, models and people, as token ids and back.
 
     tokenizer: a transformers tokenizer whose special and added tokens are not words of the text (not a word-level one).
     """
 
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer
-        # A marker becomes harmless when it is encoded in two pieces; of overlapping ones each is cut.
+        # A marker becomes harmless when it is encoded in two pieces; if markers overlap, each is cut.
         # Some models have added letters or blanks, which are text.
         plain = (token for token in tokenizer.added_tokens_decoder.values() if not token.special)
         letters = {token.content for token in plain if len(token.content.strip()) < 2}
@@ -45,13 +45,13 @@ class TokenText:
         self._marker = re.compile(f"({'|'.join(map(re.escape, markers))})") if markers else None
         self._cuts = re.compile(f"(?={self._marker.pattern})") if self._marker else None
         self._added = frozenset(added.values())
-        # Some reasoning models' tags are special tokens; they belong to the text nevertheless.
+        # Some reasoning models' tags are special tokens; they still belong to the text.
         special = ((index, token) for index, token in tokenizer.added_tokens_decoder.items() if token.special)
         self._special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self.hidden = frozenset(index for index, token in special if token.content not in TAGS)
 
     def encode(self, texts: Iterable[str]) -> list[list[int]]:
-        """Token ids of texts as data: no special or added token comes out, whatever is in them."""
+        """Encodes texts as data: the ids contain no special or added token, whatever the texts contain."""
         pieces, owner = [], []
         texts = list(map(sanitized, texts))
         for index, text in enumerate(texts):
@@ -62,34 +62,34 @@ class TokenText:
         ids: list[list[int]] = [[] for _ in texts]
         if pieces:
             for index, part in zip(owner, self._tokenizer(pieces, add_special_tokens=False).input_ids, strict=True):
-                # A normalizer may make a marker out of other characters, and a marker of one character has no pieces.
+                # A normalizer may form a marker from other characters, and a marker of one character has no pieces.
                 ids[index] += part if self._added.isdisjoint(part) else [i for i in part if i not in self._added]
         return ids
 
     def tags(self, text: str) -> list[int]:
-        """Token ids of what we write ourselves, such as a tag."""
+        """Encodes text of our own, such as a tag, with special tokens."""
         return self._tokenizer(text, add_special_tokens=False).input_ids
 
     def split(self, text: str) -> list[str]:
-        """What is between the special and added tokens that a text spells, and these, in turn."""
+        """Splits a text at the special and added tokens that it spells; returns the parts and these tokens, alternating."""
         return self._marker.split(text) if self._marker else [text]
 
     def marker_in(self, text: str) -> str:
-        """A special or added token that a text spells, also with other characters of the same meaning; "" if none."""
+        """Finds a special or added token that a text spells, also with equivalent other characters; "" if there is none."""
         texts = [text, unicodedata.normalize("NFKC", text), unicodedata.normalize("NFKC", text).lower()]
         found = next(filter(None, map(self._cuts.search, texts)), None) if self._cuts else None
-        # A template may put the brackets around a name itself.
+        # A template may add the brackets around a name itself.
         inner = (token for token in self._special if len(token) > 5 and any(token[1:-1] in text for text in texts))
         return found.group(1) if found else next(inner, "")
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of a response, without special tokens other than the tags."""
+        """Decodes the text of a response, without special tokens other than the tags."""
         shown = [index for index in ids if index not in self.hidden]
         return self._tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def sanitized(text: str) -> str:
-    """A text whose control characters and lone surrogates are replaced."""
+    """Replaces the control characters and lone surrogates of a text."""
     return _NOT_TEXT.sub("\ufffd", text)
 
 
@@ -98,22 +98,23 @@ class ChatFrame:
 
     Args:
       tokenizer: a transformers tokenizer with a chat template and an end token.
-      date: what a template that tells the day (Llama 3.2, SmolLM3) takes for today; None: as the policy was trained, which
-        generation_config.json says, or else `usual_date`.
-      thinking: whether answers begin with a thought, where the template has a switch for it (Qwen3); None: as the policy was
-        trained, or else as the template has it.
+      date: the current date for a template that mentions it (Llama 3.2, SmolLM3); None: the date of the policy's training
+        according to generation_config.json, or else `usual_date`.
+      thinking: whether answers begin with a thought, if the template has a switch for it (Qwen3); None: as in the policy's
+        training, or else the template's default.
       stop: further tokens that end an answer.
 
     Attributes:
       text: texts as token ids and back.
       head, tail: token ids before and after the only user message.
-      opened: what the tail has written of the answer already: "", "<think>" or a whole thought, which is empty.
-      has_switch: whether the template has one for `thinking`. hides_thoughts: whether it leaves them out of earlier answers.
-      end_tokens: ids, each of which ends an answer. The first one is written by the template (else, is the tokenizer's); the
-        others are the tokenizer's, those of generation_config.json and `stop`.
+      opened: the part of the answer that the tail already contains: "", "<think>" or a whole, empty thought.
+      has_switch: whether the template has a switch for `thinking`. hides_thoughts: whether it drops them from earlier
+        answers.
+      end_tokens: ids of the tokens that end an answer. The first one is the template's (or else the tokenizer's); the others
+        are the tokenizer's, those of generation_config.json and `stop`.
 
-    Raises ValueError for a tokenizer without a template or an end token, a template that does not show a message once, tells
-    the time in a way that cannot be kept or has no switch for `thinking`, and a stop that is no token.
+    Raises ValueError for a tokenizer without a template or an end token, a template that does not show a message exactly
+    once, uses the time in a way that cannot be fixed or has no switch for `thinking`, and a stop that is not a token.
     """
 
     def __init__(
@@ -142,16 +143,16 @@ class ChatFrame:
 
     @property
     def kept(self) -> dict[str, Any]:
-        """How the template was shown, for generation_config.json: a frame made with nothing else shows it the same."""
+        """The settings of the frame for generation_config.json: a frame made from them alone renders messages the same."""
         return {"date": self._date.isoformat(), "thinking": self._thinking}
 
     @property
     def inside_thought(self) -> bool:
-        """Whether an answer begins inside of a thought that it has to end."""
+        """Whether an answer begins inside a thought, which it has to end."""
         return bool(self.opened) and "</think>" not in self.opened
 
     def switched(self, thinking: bool | None) -> ChatFrame:
-        """This frame with another `thinking`."""
+        """Returns this frame with another `thinking`."""
         if thinking == self._thinking:
             return self
         return ChatFrame(self._tokenizer, date=self._date, thinking=thinking, stop=self._stop)
@@ -160,14 +161,15 @@ class ChatFrame:
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = (),
         sampled: Mapping[int, list[int]] | None = None,
     ) -> list[int]:  # fmt: skip
-        """Token ids of a conversation, which ask for the assistant's next message.
+        """Encodes a conversation that asks for the assistant's next message.
 
-        messages: each with `role` and `content`. What they say is data, but that a thought in an assistant's is one. A policy
-        that is shown a message and nothing else (`tokenizer.PLAIN`) is shown the last one. tools, and `tool_calls` of messages:
-        as the template takes them; these become a part of the frame, and must not spell a special or added token.
-        sampled: number of a message -> the ids of its content, in the place of its encoding.
+        messages: each with `role` and `content`. Contents are data, except that a thought in an assistant's message counts as
+          one. A policy that sees only one message (`tokenizer.PLAIN`) receives the last one.
+        tools, and `tool_calls` of messages: as the template takes them. They become part of the frame, and must not spell a
+          special or added token.
+        sampled: number of a message -> the ids of its content, used instead of encoding it.
 
-        Raises ValueError where the template refuses or leaves out some, or where tools spell a token.
+        Raises ValueError if the template rejects or leaves out a message, or if tools spell a token.
         """
         messages = messages[-1:] if self.plain else messages
         sampled = {} if self.plain else sampled or {}
@@ -180,7 +182,7 @@ class ChatFrame:
         for field, given in (("tools", list(tools)), ("tool_calls", calls)):
             if spelled := self.text.marker_in(json.dumps(given, ensure_ascii=False)):
                 raise ValueError(f"{field}: {spelled!r} is a token of its own in this policy's vocabulary; write it otherwise")
-        mark = f"message-{secrets.token_hex(8)}-"  # nobody can write it
+        mark = f"message-{secrets.token_hex(8)}-"  # unpredictable, so no message can contain it
         said, thoughts, marked = dict[int, str](), dict[int, str](), list[dict[str, Any]]()
         for number, message in enumerate(messages):
             content = message["content"]
@@ -196,8 +198,8 @@ class ChatFrame:
         pieces = re.split(rf"{mark}(thought-)?(\d+)-", self._shown(marked, tools))
         if lost := sorted(said.keys() - {int(at) for of, at in zip(pieces[1::3], pieces[2::3], strict=True) if not of}):
             raise ValueError(f"tokenizer: its chat template does not show message {lost[0] + 1} of {len(messages)}")
-        # Between two tokens of the frame, what it says and what messages say is one text: a word may begin in one and end in
-        # the other, as with a full stop before a line's end.
+        # Between two tokens of the frame, its text and the messages are one text: a word may begin in one and end in the other,
+        # as with a full stop before a line's end.
         runs, tokens = [""], list[list[int]]()
         for at, piece in enumerate(pieces):
             if at % 3 == 0:
@@ -216,7 +218,7 @@ class ChatFrame:
         return ids
 
     def _template(self, tools: Sequence[dict[str, Any]] = ()) -> str:
-        """The template, in which the day is written."""
+        """Returns the template with the date filled in."""
         template = self._tokenizer.get_chat_template(tools=list(tools) or None)
         template = _TELLS_TIME.sub(lambda match: json.dumps(self._date.strftime(match[2])), template)
         if re.search(r"strftime_now\s*\(", template):
@@ -224,18 +226,18 @@ class ChatFrame:
         return template
 
     def _shown(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = (), *, asks: bool = True) -> str:
-        """What the template makes of messages. asks: for the assistant's next. Raises ValueError where it fails."""
+        """Renders messages with the template. asks: whether to ask for the assistant's next one. Raises ValueError."""
         switch = {} if self._thinking is None else {"enable_thinking": self._thinking, "thinking": self._thinking}
         try:
             return self._tokenizer.apply_chat_template(
                 list(messages), tools=list(tools) or None, chat_template=self._template(tools), tokenize=False,
                 add_generation_prompt=asks, date_string=self._date.strftime("%d %b %Y"), **switch,
             )  # fmt: skip
-        except Exception as error:  # whatever a template does, for example with a system message
+        except Exception as error:  # any error of a template, for example about a system message
             raise ValueError(one_line(f"tokenizer: its chat template fails: {error}; fix chat_template.jinja")) from None
 
     def _around(self, messages: list[dict[str, Any]], *, asks: bool = True) -> tuple[str, str]:
-        """What is shown before and after the message that says _MARK."""
+        """Returns the text before and after the message with content _MARK."""
         shown = self._shown(messages, asks=asks)
         if shown.count(_MARK) != 1:
             raise ValueError(f"tokenizer: its chat template shows a message {shown.count(_MARK)} times instead of once")
@@ -243,7 +245,7 @@ class ChatFrame:
         return before, after
 
     def _opened(self, tail: str) -> str:
-        """What the end of the tail, after the frame's last token, says of a thought."""
+        """Returns the part of a thought at the end of the tail, after the frame's last token."""
         parts = self.text.split(tail)
         # A special token may follow the tag, and blanks may be tokens.
         turns = (at for at in range(1, len(parts), 2) if parts[at].strip() and parts[at] not in TAGS)
@@ -252,7 +254,7 @@ class ChatFrame:
         thought = re.search(r"</?think>.*", "".join(parts[last + 1 :]), re.DOTALL)
         if not thought:
             return ""
-        return thought[0] if thought[0].startswith("<think>") else f"<think>{thought[0]}"  # some only end it
+        return thought[0] if thought[0].startswith("<think>") else f"<think>{thought[0]}"  # some templates only end it
 
     def _has_switch(self) -> bool:
         if "thinking" not in self._template():
@@ -267,17 +269,17 @@ class ChatFrame:
         said = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": f"<think>{_MARK}</think>Hello"}]
         try:
             return _MARK not in self._shown([*said, said[0]])
-        except ValueError:  # a template of nothing but a question
+        except ValueError:  # the template consists only of a question
             return False
 
     def _turn_end(self) -> str:
-        """The token that the template writes after the assistant's message, "" if none."""
+        """Returns the token that the template writes after the assistant's message, "" if there is none."""
         asked, answered = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": _MARK}
-        # Some write it only where another message follows.
+        # Some templates write it only if another message follows.
         for conversation in ([asked, answered], [asked, answered, asked]):
             try:
                 _, after = self._around(conversation, asks=False)
-            except ValueError:  # a template of nothing but a question
+            except ValueError:  # the template consists only of a question
                 return ""
             parts = self.text.split(after)
             at = next((at for at, part in enumerate(parts) if part.strip()), 0)  # blanks may be tokens
@@ -287,7 +289,7 @@ class ChatFrame:
 
 
 def _parts_of(content: str) -> tuple[str, str, str, str]:
-    """An answer with a thought: the tag and blanks before the thought, the thought, those after it, and what is said."""
+    """Splits an answer with a thought: tag and blanks before the thought, the thought, tag and blanks after it, the rest."""
     before, end, after = content.rpartition("</think>")
     begin = "<think>" if before.lstrip().startswith("<think>") else ""
     thought = before.lstrip().removeprefix(begin)
@@ -298,9 +300,9 @@ def _parts_of(content: str) -> tuple[str, str, str, str]:
 
 
 def end_tokens(tokenizer, stop: Sequence[str] = (), first: str = "") -> tuple[int, ...]:
-    """Ids of the tokens that end an answer: `first`, the tokenizer's, those of generation_config.json, and `stop`.
+    """Returns ids of the tokens that end an answer: `first`, the tokenizer's, those of generation_config.json, and `stop`.
 
-    Raises ValueError where there are none, or where `stop` is no token.
+    Raises ValueError if there are none, or if `stop` is not a token.
     """
     vocabulary = tokenizer.get_vocab()
     if unknown := [token for token in stop if token not in vocabulary]:

@@ -3,10 +3,10 @@
     device = DeviceTokenizer(tokenizer)                       # a transformers tokenizer such as Qwen2.5's
     ids, count, exact = device.encode(device.tables, text, length, slots=512)
 
-What it encodes equals the tokenizer's own ids: text is cut into pieces as the tokenizer's pattern cuts it, and in every piece
-the pair of neighbouring tokens that was learned first is merged until none is left (Sennrich et al., arXiv 1508.07909). For
-ASCII the patterns need no search: where a piece begins follows from the kinds of a few characters around it. Text that is
-not ASCII, a piece of more than MAX_PIECE bytes and too many tokens are reported instead of encoded wrongly.
+Its ids equal the tokenizer's own. The tokenizer's pattern cuts text into pieces, and in every piece the neighbouring tokens
+with the earliest learned merge are merged until none is left (Sennrich et al., arXiv 1508.07909). For ASCII the patterns need
+no search: the kinds of a few characters around a position decide whether a piece begins there. Text that is not ASCII, a
+piece of more than MAX_PIECE bytes and too many tokens are reported instead of encoded wrongly.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Merges(NamedTuple):
     """All merges as a cuckoo hash table: a pair is in one of two entries."""
 
     entries: Any  # i32[2^n, 4]: left token, right token, rank, merged token
-    factors: Any  # u32[2, 2], of the two hash functions
+    factors: Any  # u32[2, 2], parameters of the two hash functions
 
 
 class Tables(NamedTuple):
-    """What programs take as an argument."""
+    """The tables that programs take as an argument."""
 
     byte_token: Any  # i32[256], the token of each byte
     first_rank: Any  # i32[256, 256], rank of the merge of two bytes
@@ -46,17 +46,17 @@ class Spelling(NamedTuple):
     """The bytes of V words, one after the other."""
 
     text: Any  # u8[.]
-    begin: Any  # i32[V + 1], where each word begins
+    begin: Any  # i32[V + 1], the beginning of each word
 
 
 def spelling(words: list[bytes]) -> Spelling:
-    """The bytes of words as arrays of NumPy."""
+    """Returns the bytes of words as NumPy arrays."""
     begin = np.cumsum([0, *map(len, words)]).astype(np.int32)
     return Spelling(np.frombuffer(b"".join(words) or b"\0", np.uint8), begin)
 
 
 def spell(table: Spelling, words, slots: int) -> tuple[jax.Array, jax.Array]:
-    """The bytes of words i32[W], written together: (u8[slots], their number i32[], which may be larger than `slots`)."""
+    """Writes words i32[W] one after another: (their bytes u8[slots], the number of bytes i32[], maybe more than `slots`)."""
     begin = jnp.asarray(table.begin)
     lengths = begin[words + 1] - begin[words]
     ends = jnp.cumsum(lengths)
@@ -70,9 +70,9 @@ def spell(table: Spelling, words, slots: int) -> tuple[jax.Array, jax.Array]:
 class DeviceTokenizer:
     """The tokenizer as tables and functions of one text; `jax.vmap` maps them over a batch.
 
-    tokenizer: a transformers tokenizer. tables: arrays of NumPy for `encode`. words: the bytes of each token.
+    tokenizer: a transformers tokenizer. tables: NumPy arrays for `encode`. words: the bytes of each token.
 
-    Raises ValueError for a tokenizer that it cannot reproduce.
+    Raises ValueError for a tokenizer that cannot be reproduced.
     """
 
     def __init__(self, tokenizer):
@@ -108,7 +108,7 @@ class DeviceTokenizer:
     # -- text to tokens -------------------------------------------------------------------------------------------
 
     def begins(self, text, length):
-        """bool[L]: where the pieces of the ASCII text u8[L], of which i32[] are read, begin."""
+        """Marks the beginnings of the pieces, bool[L], in the first i32[] bytes of the ASCII text u8[L]."""
         at = jnp.arange(text.shape[0])
         inside = at < length
         text = jnp.where(inside, text, 0)
@@ -124,7 +124,7 @@ class DeviceTokenizer:
         lower = text if self._like_gpt2 else jnp.where(upper, text + 32, text)
 
         first = lambda flags: flags & ~before(flags)  # noqa: E731
-        contracts = quote & ~before(mark) & ~before(space)  # only where it begins a piece
+        contracts = quote & ~before(mark) & ~before(space)  # only at the beginning of a piece
         one = contracts & jnp.isin(after(lower), jnp.frombuffer(b"stmd", np.uint8)) & after(letter)
         two = contracts & ~one & after(letter) & after(letter, 2) & functools.reduce(
             jnp.logical_or, [(after(lower) == a) & (after(lower, 2) == b) for a, b in (b"re", b"ve", b"ll")]
@@ -133,14 +133,14 @@ class DeviceTokenizer:
         digits = digit if self._single_digits else first(digit)
 
         if self._like_gpt2:
-            # A space belongs to what follows it; of other blanks the last is a piece if it is followed, which it is not where
-            # the text is cut at digits first.
+            # A space belongs to the text after it. The last of several other blanks is a piece if it is followed; digits do
+            # not count where the text is cut at digits first.
             followed = (at + 1 < length) & ~(after(digit) & self._single_digits)
             joined = space & ~after(blank) & followed
             last = blank & ~after(blank) & followed
             runs = (first(letter) & ~before(one | two) | first(mark) | digits) & ~before(joined)
             return inside & (runs | contracted | first(blank) | last)
-        # Newlines right behind marks belong to these.
+        # Newlines right after marks belong to these.
         other = jax.lax.cummax(jnp.where(newline, -1, at))
         behind = newline & (other >= 0) & mark[jnp.maximum(other, 0)]
         gap = blank & ~behind
@@ -159,15 +159,15 @@ class DeviceTokenizer:
         )
 
     def encode(self, tables: Tables, text, length, slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Tokens of a text.
+        """Encodes a text.
 
         Args:
-          tables: `self.tables`, in a program traced ones.
+          tables: `self.tables`, traced inside a program.
           text: u8[L].
-          length: i32[], how much of it to read; more than L is not exact.
+          length: i32[], the number of bytes to read; more than L is not exact.
           slots: S.
 
-        Returns: (i32[S], how many there are i32[], exact bool[]: whether they are all of the tokenizer's own).
+        Returns: (i32[S], the number of tokens i32[], exact bool[]: whether these are exactly the tokenizer's own).
         """
         L = text.shape[0]
         begins = self.begins(text, length)
@@ -193,7 +193,7 @@ class DeviceTokenizer:
             slot = jnp.arange(width)
             row = jnp.minimum(jnp.searchsorted(ends, slot, side="right", method="scan_unrolled"), CHUNK - 1)
             flat = ids[row, jnp.minimum(slot - (ends[row] - sizes_now[row]), MAX_PIECE - 1)]
-            # What is left out goes into a margin.
+            # Omitted tokens go into a margin.
             tokens = jax.lax.dynamic_update_slice(tokens, flat, (jnp.clip(width + filled, 0, width + slots),))
             return number + 1, tokens, filled + ends[-1]
 
@@ -203,12 +203,12 @@ class DeviceTokenizer:
 
 
 def plain(text):
-    """bool[...]: which bytes are characters of ASCII that text consists of."""
+    """Marks the bytes that are ASCII characters which text consists of, bool[...]."""
     return (text >= 32) & (text < 127) | (text == 9) | (text == 10) | (text == 13)
 
 
 def _merge(tables: Tables, letters, size):
-    """The tokens of pieces: u8[N, MAX_PIECE] bytes of i32[N] -> (i32[N, MAX_PIECE], how many i32[N])."""
+    """Tokenizes pieces: u8[N, MAX_PIECE] bytes of lengths i32[N] -> (i32[N, MAX_PIECE], number of tokens i32[N])."""
     column = jnp.arange(MAX_PIECE)
     ids = jnp.asarray(tables.byte_token)[letters]
     following = jnp.pad(letters, ((0, 0), (0, 1)))[:, 1:]
@@ -242,7 +242,7 @@ def _merge(tables: Tables, letters, size):
 
 
 def lookup(merges: Merges, left, right):
-    """(rank, merged token) of pairs of tokens i32[N], _NEVER where they are not merged."""
+    """Looks up pairs of tokens i32[N]: (rank, merged token), with rank _NEVER if they are not merged."""
     entries = jnp.asarray(merges.entries)
     rank, merged = jnp.full(left.shape, _NEVER), jnp.zeros(left.shape, jnp.int32)
     for slot in _slots(jnp.asarray(merges.factors), left, right, entries.shape[0]):
@@ -253,7 +253,7 @@ def lookup(merges: Merges, left, right):
 
 
 def _slots(factors, left, right, size: int):
-    """Both places of pairs i32[N] in a table; of NumPy or jax."""
+    """Returns both places of pairs i32[N] in a table, in NumPy or jax."""
     shift = 32 - (size.bit_length() - 1)
     for factor in factors:
         mixed = left.astype(np.uint32) * factor[0] + right.astype(np.uint32) * factor[1]
@@ -262,7 +262,7 @@ def _slots(factors, left, right, size: int):
 
 
 def _hashed(rows: np.ndarray) -> Merges:
-    """The table of merges i32[M, 4]; a pair that occurs twice has its first rank."""
+    """Builds the table of merges i32[M, 4]; a pair that occurs twice has its first rank."""
     _, first = np.unique(rows[:, :2], axis=0, return_index=True)
     rows, rng = rows[np.sort(first)], np.random.default_rng(0)
     size = 1 << max(4, (3 * len(rows)).bit_length())
@@ -278,7 +278,7 @@ def _hashed(rows: np.ndarray) -> Merges:
 
 
 def _place(owner: dict[int, int], places: list[list[int]], number: int) -> bool:
-    """Puts a pair into one of its places, whose owner moves to its other one; whether that ended."""
+    """Puts a pair into one of its places, whose owner moves to its other one; returns whether this terminated."""
     slot = places[number][0]
     for _ in range(100):
         other = owner.get(slot)
@@ -291,15 +291,15 @@ def _place(owner: dict[int, int], places: list[list[int]], number: int) -> bool:
 
 
 def _byte_of() -> dict[str, int]:
-    """Which byte a character of a byte-level vocabulary stands for (GPT-2's `bytes_to_unicode`)."""
+    """Maps the characters of a byte-level vocabulary to bytes (the inverse of GPT-2's `bytes_to_unicode`)."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + n): byte for n, byte in enumerate(hidden)}
 
 
 def _cuts(normalizer, pre_tokenizer) -> tuple[bool, bool]:
-    """(Whether text is cut as GPT-2 does rather than as Qwen2, whether every digit is a piece). Raises ValueError."""
-    if normalizer not in (None, {"type": "NFC"}):  # NFC leaves ASCII alone
+    """Returns (whether text is cut as in GPT-2, not Qwen2; whether every digit is a piece). Raises ValueError."""
+    if normalizer not in (None, {"type": "NFC"}):  # NFC does not change ASCII
         raise ValueError(f"tokenizer: normalizes by {normalizer.get('type')}")
     steps = pre_tokenizer["pretokenizers"] if (pre_tokenizer or {}).get("type") == "Sequence" else [pre_tokenizer or {}]
     kinds = [step.get("type") for step in steps]

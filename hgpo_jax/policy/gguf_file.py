@@ -1,7 +1,7 @@
 """The metadata and tensors of a GGUF file, llama.cpp's format.
 
-Dequantized by the `gguf` package. Its reader is not used: it takes seconds for a vocabulary, and a damaged length in the header
-fills the memory.
+The `gguf` package dequantizes the tensors. Its reader is not used: it takes seconds for a vocabulary, and a damaged length in
+the header makes it fill the memory.
 
 Source: the specification, docs/gguf.md of ggml-org/ggml.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-# Number of a value's type: its dtype. Two more types are composed of these.
+# Type number of a value -> its dtype. Two more types are composed of these.
 SCALARS = {
     0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"
 }  # fmt: skip
@@ -23,14 +23,14 @@ STRING, ARRAY = 8, 9
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A tensor as it lies in the file. shape: outermost dimension first, as in numpy. data: u8[*shape[:-1], bytes of a row]."""
+    """A tensor as stored in the file. shape: outermost dimension first, as in numpy. data: u8[*shape[:-1], bytes of a row]."""
 
     shape: tuple[int, ...]
     type: int
     data: np.ndarray
 
     def dequantized(self) -> np.ndarray:
-        """f32[shape]. Raises ValueError for a type that the `gguf` package cannot read."""
+        """Returns the tensor as f32[shape]. Raises ValueError for a type that the `gguf` package cannot read."""
         import gguf
 
         kind = gguf.GGMLQuantizationType(self.type)
@@ -41,11 +41,13 @@ class Entry:
 
 
 class GgufFile:
-    """metadata: values by key; numbers, text, or a list of one of them. tensors: `Entry` by name, not read until used.
+    """The content of a GGUF file.
+
+    metadata: values by key; numbers, text, or a list of either. tensors: `Entry` by name, not read until used.
 
     Raises:
       ValueError: not a GGUF file of version 2 or 3, or damaged; says how, without the file's name.
-      OSError: cannot be opened.
+      OSError: the file cannot be opened.
     """
 
     def __init__(self, path: Path):

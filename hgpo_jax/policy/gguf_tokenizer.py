@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file's metadata, as a transformers one."""
+"""Conversion of the tokenizer in a GGUF file's metadata to a transformers tokenizer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-CONTROL, USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type: special tokens, and others that text is not split within
+CONTROL, USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type: special tokens, and others that are never split
 
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
@@ -19,7 +19,7 @@ def _split(pattern: str):
     return [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
 
 
-# tokenizer.ggml.pre: how text is cut into the parts within which tokens are merged, as in the models' own tokenizer.json.
+# tokenizer.ggml.pre: the rules that cut text into parts for merging tokens, as in the models' own tokenizer.json.
 GPT2 = [pre_tokenizers.ByteLevel(False)]
 LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
 SPLITS = {
@@ -32,10 +32,10 @@ SPLITS = {
 
 
 def make_tokenizer(metadata: dict) -> PreTrainedTokenizerFast:
-    """The tokenizer, with its chat template and special tokens.
+    """Makes the tokenizer, with its chat template and special tokens.
 
     Raises:
-      ValueError: a tokenizer that is not byte-level BPE, or one that splits text in a way that is not known here.
+      ValueError: the tokenizer is not byte-level BPE, or splits text by an unknown rule.
     """
 
     def get(name: str, default: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Hugging Face folders: config.json, what belongs to the tokenizer, and writing whole folders atomically."""
+"""Hugging Face folders: config.json, the tokenizer's files, and writing whole folders atomically."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from hgpo_jax.policy import weights
 from hgpo_jax.policy.model_config import ModelConfig, RopeScaling
 
-ARCHITECTURES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}  # what names of classes of transformers begin with
+ARCHITECTURES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}  # prefixes of transformers' class names
 REQUIRED_FIELDS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
 )  # fmt: skip
@@ -31,7 +31,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 CARD = "README.md"  # with front matter for model hubs (hgpo_jax/policy/model_card.py)
-# What a folder may hold besides STEM*.safetensors, by that stem.
+# Files that a folder may hold besides STEM*.safetensors, by that stem.
 FILES = {
     "model": {CARD, "config.json", "generation_config.json", "model.safetensors.index.json", *TOKENIZER_FILES},
     "adapter_model": {CARD, "adapter_config.json", "adapter_model.safetensors.index.json"},
@@ -39,7 +39,7 @@ FILES = {
 
 
 def digest(folder: Path) -> str:
-    """SHA-256 over the files of a policy's folder that make it; what else was fetched or written there does not count."""
+    """Returns the SHA-256 over the files of a folder that define its policy; other files there do not count."""
     found = hashlib.sha256()
     for file in sorted(filter(Path.is_file, folder.iterdir())):
         if file.name in FILES["model"] - {CARD} or fnmatch(file.name, "model*.safetensors"):
@@ -49,7 +49,7 @@ def digest(folder: Path) -> str:
 
 
 def read_json(folder: Path, name: str) -> dict:
-    """A JSON file of a policy's folder. Raises ValueError where it is missing or broken."""
+    """Reads a JSON file of a policy's folder. Raises ValueError if it is missing or broken."""
     try:
         raw = json.loads((folder / name).read_text())
     except FileNotFoundError:
@@ -64,10 +64,10 @@ def read_json(folder: Path, name: str) -> dict:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The ModelConfig of a Hugging Face folder.
+    """Reads the ModelConfig of a Hugging Face folder.
 
     Raises:
-      ValueError: no or broken config.json, or one that asks for what `Qwen2` does not compute.
+      ValueError: config.json is missing or broken, or needs features that `Qwen2` does not implement.
     """
     raw = read_json(folder, "config.json")
     if raw.get("model_type") not in list(ARCHITECTURES):
@@ -116,8 +116,8 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def _defaults(model_type: str, names: list[str]) -> dict:
-    """What transformers takes for fields that a config.json leaves out, as it does with some that equal the defaults."""
-    import transformers  # here: its configurations take seconds to import, and few files need them
+    """Returns transformers' defaults for fields that a config.json omits, which it may do if they equal the defaults."""
+    import transformers  # here, because its configurations take seconds to import, and few files need them
 
     defaults = getattr(transformers, f"{ARCHITECTURES[model_type]}Config")()
     return {name: getattr(defaults, name) for name in names}
@@ -126,7 +126,7 @@ def _defaults(model_type: str, names: list[str]) -> dict:
 def config_json(
     config: ModelConfig, dtype: str, bos: int | None = None, eos: int | None = None, pad: int | None = None
 ) -> dict:
-    """The content of config.json, readable by transformers 4 and 5."""
+    """Returns the content of config.json, readable by transformers 4 and 5."""
     scaling = config.rope_scaling
     rope: dict[str, object] = {"rope_type": "default"}
     more: dict[str, object] = {}
@@ -155,10 +155,10 @@ def config_json(
 
 @contextlib.contextmanager
 def atomic_folder(folder: Path, stem: str = "model") -> Iterator[Path]:
-    """A folder beside `folder` to write into; it takes that place at the end, or is removed if there was an error.
+    """Yields a new folder beside `folder` to write into; it replaces `folder` at the end, or is removed after an error.
 
     Raises:
-      ValueError: `folder` holds something that would not have been written there.
+      ValueError: `folder` holds a file that this code would not have written there.
     """
     present = [p.name for p in folder.iterdir()] if folder.exists() else []
     weight_files = {name for name in present if name.startswith(stem) and name.endswith(".safetensors")}
@@ -183,7 +183,7 @@ def atomic_folder(folder: Path, stem: str = "model") -> Iterator[Path]:
 
 
 def save(folder: Path, params: dict, tensors: list[weights.Tensor], write_rest, stem: str, size: int) -> None:
-    """Writes tensors of the parameters, and what `write_rest(folder)` adds, into an `atomic_folder`.
+    """Writes tensors of the parameters, and the files of `write_rest(folder)`, into an `atomic_folder`.
 
     With several processes, all of them call this and process 0 writes.
     """

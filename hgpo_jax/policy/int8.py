@@ -1,6 +1,6 @@
-"""Arrays in 8 bits for sampling: whole numbers of -127 to 127, and a scale for each channel (absmax, symmetric).
+"""Arrays in 8 bits for sampling: integers from -127 to 127, and a scale for each channel (absmax, symmetric).
 
-A value is off by half a scale at most, 1/254 of the largest value of its channel. Products multiply by the scale afterwards.
+The error of a value is at most half a scale, 1/254 of the largest value of its channel. Products apply the scale afterwards.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 
 def quantize(values, axis: int):
-    """(i8 of the same shape, scales f32 without `axis`): `values`, of any float type, are about i8 x scale.
+    """Quantizes `values` of any float type to about i8 x scale: (i8 of the same shape, scales f32 without `axis`).
 
-    Those along `axis` share a scale; where all of them are 0, it is 0, too.
+    Values along `axis` share a scale; if all of them are 0, it is 0, too.
     """
     values = values.astype(jnp.float32)
     scale = jnp.abs(values).max(axis, keepdims=True) / 127

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, Hu et al., arXiv 2106.09685) as a tree of their own beside frozen weights; peft's files in and out.
+"""Low-rank adapters (LoRA, Hu et al., arXiv 2106.09685) as a separate tree beside frozen weights; peft's files in and out.
 
     config = dataclasses.replace(policy.config, lora=LoraConfig(rank=16, alpha=32))
     adapters = lora.initialize(config, seed, mesh)
@@ -24,16 +24,16 @@ from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.model_config import LoraConfig, ModelConfig
 from hgpo_jax.policy.placement import shapes, shardings
 
-PREFIX = "base_model.model."  # peft's, before the name of a layer of the model that it wraps
+PREFIX = "base_model.model."  # peft's prefix of the name of a layer of the wrapped model
 
 
 def _only(tree: dict) -> dict:
-    """The adapters' part of a tree."""
+    """Selects the adapters' part of a tree."""
     return unflatten_dict({path: leaf for path, leaf in flatten_dict(tree).items() if path[-1] in ("lora_a", "lora_b")})
 
 
 def initialize(config: ModelConfig, seed: int, mesh: Mesh) -> dict:
-    """Fresh adapters of `config.lora`, in place on the mesh: A uniform in +-1/sqrt(inputs), B zero, so that nothing changes.
+    """Creates adapters of `config.lora`, in place on the mesh: A uniform in +-1/sqrt(inputs), B zero, so that nothing changes.
 
     Returns a nested dict of f32 arrays, stacked as the parameters are: lora_a [(layers - 1,) in, rank] and lora_b
     [(layers - 1,) rank, out].
@@ -54,16 +54,16 @@ def initialize(config: ModelConfig, seed: int, mesh: Mesh) -> dict:
 
 
 def bind(params: dict, adapters: dict) -> dict:
-    """Parameters of the adapted network; copies nothing."""
+    """Returns the parameters of the adapted network; copies nothing."""
     return unflatten_dict(flatten_dict(params) | flatten_dict(adapters))
 
 
 def merge(config: ModelConfig, params: dict, adapters: dict) -> dict:
-    """Parameters of the network without adapters that computes the same: W + (alpha / rank) A B, in W's dtype and place.
+    """Returns parameters of the equivalent network without adapters: W + (alpha / rank) A B, in W's dtype and place.
 
     Weights without an adapter are shared with `params`, not copied.
     """
-    assert config.lora is not None  # of the adapters
+    assert config.lora is not None  # its adapters
     flat, low = flatten_dict(params), flatten_dict(adapters)
     for path in [path for path in low if path[-1] == "lora_a"]:
         kernel, a, b = flat[*path[:-1], "kernel"], low[path], low[*path[:-1], "lora_b"]
@@ -81,9 +81,9 @@ def save(folder: str | Path, config: ModelConfig, adapters: dict, base: str = ""
     base: the folder or hub name of the frozen policy, for the record.
 
     Raises:
-      ValueError: the folder holds something that is not a policy's.
+      ValueError: the folder holds files that do not belong to a policy.
     """
-    assert config.lora is not None  # of the adapters
+    assert config.lora is not None  # its adapters
     content = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -106,7 +106,7 @@ def save(folder: str | Path, config: ModelConfig, adapters: dict, base: str = ""
     )
 
 
-# Fields of peft's adapter_config.json with which it computes something else, and the values with which it does not.
+# Fields of peft's adapter_config.json that change the computation, and the values that do not.
 PLAIN = {
     "peft_type": ("LORA",),
     "bias": ("none",),

@@ -1,8 +1,9 @@
-"""The device mesh, and the one table that says which mesh axis splits which dimension.
+"""The device mesh, and the one table that maps dimensions to the mesh axes that split them.
 
-Three axes: `data` splits the batch, `fsdp` splits the batch and the parameters, `tensor` splits heads and feed-forward, and the
-last two together the vocabulary. A spec is written `data=2,fsdp=4,tensor=1`; one axis may be -1 (what is left), and `auto` puts
-every device on `data`. Sizes that need fewer devices than there are take the first ones, unless several processes share them.
+There are three axes: `data` splits the batch, `fsdp` the batch and the parameters, `tensor` heads and feed-forward; `fsdp` and
+`tensor` together split the vocabulary. A spec is written `data=2,fsdp=4,tensor=1`; one axis may be -1 (the remaining devices),
+and `auto` puts every device on `data`. A mesh smaller than the number of devices uses the first ones, unless several processes
+share them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 AXES = ("data", "fsdp", "tensor")
-MAX_DEVICES = 2**20  # of a mesh to plan for
+MAX_DEVICES = 2**20  # limit of a mesh to plan for
 
 # Logical axis of an array's dimension -> mesh axes that split it.
 RULES: dict[str | None, tuple[str, ...]] = {
@@ -29,10 +30,10 @@ RULES: dict[str | None, tuple[str, ...]] = {
 
 
 def parse_mesh(spec: str, devices: int) -> dict[str, int]:
-    """Axis sizes from a spec; axes that are left out have size 1.
+    """Parses axis sizes from a spec; omitted axes have size 1.
 
     Raises:
-      ValueError: a malformed or unknown axis, sizes that need more than `devices`, or beside -1 do not divide them.
+      ValueError: a malformed or unknown axis, sizes that exceed `devices`, or that do not divide them if one is -1.
     """
     if spec.strip() == "auto":
         return {"data": devices, "fsdp": 1, "tensor": 1}
@@ -65,9 +66,9 @@ def parse_mesh(spec: str, devices: int) -> dict[str, int]:
 
 
 def make_mesh(spec: str, devices: list | None = None) -> Mesh:
-    """A mesh over the first devices there are (or are given) from a spec. Axis types are Auto: the compiler places collectives.
+    """Makes a mesh over the first of `devices` (all by default) from a spec. Axes are Auto: the compiler places collectives.
 
-    Raises ValueError as `parse_mesh`, and for several processes of which some would have devices that are not used.
+    Raises ValueError as in `parse_mesh`, and if some of several processes would have unused devices.
     """
     devices = jax.devices() if devices is None else devices
     sizes = parse_mesh(spec, len(devices))
@@ -82,7 +83,7 @@ def make_mesh(spec: str, devices: list | None = None) -> Mesh:
 
 
 def abstract_mesh(spec: str) -> AbstractMesh:
-    """The mesh of a spec without devices, to plan for. Raises ValueError; the spec must name its sizes."""
+    """Makes the mesh of a spec without devices, to plan for. Raises ValueError; the spec must state its sizes."""
     counts = re.findall(r"=\s*([0-9]{1,9})\b", spec)
     if not counts or "-1" in spec:
         raise ValueError(f"mesh={spec[:100]!r}: give all sizes, as in data=1,fsdp=8; there are no devices to count here")
@@ -96,7 +97,7 @@ def abstract_mesh(spec: str) -> AbstractMesh:
 def partition(
     axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh | AbstractMesh, name: str = "array", mesh_axes=AXES
 ) -> PartitionSpec:
-    """The PartitionSpec of an array whose dimensions have these logical axes, over some `mesh_axes`.
+    """Returns the PartitionSpec of an array whose dimensions have these logical axes, over some `mesh_axes`.
 
     Key-value heads that the tensor axis does not divide are replicated, the usual layout of grouped-query attention; any
     other dimension that does not divide is an error.
@@ -117,15 +118,15 @@ def partition(
 
 
 def sharding(axes, shape, mesh: Mesh, name: str = "array") -> NamedSharding:
-    """`partition` bound to the mesh."""
+    """Binds `partition` to the mesh."""
     return NamedSharding(mesh, partition(axes, shape, mesh, name))
 
 
 def max_across_devices(count: jax.Array) -> jax.Array:
-    """The largest `count` i32[] over the manual axes of a shard_map, where the compiler splits the other axes.
+    """Returns the largest `count` i32[] over the manual axes of a shard_map whose other axes the compiler splits.
 
-    A loop with this number of iterations has equally many on all devices, as it must where its body holds collectives of
-    those other axes: a collective-permute waits for every device of the mesh.
+    A loop with this number of iterations has the same number on all devices. It must, if its body holds collectives of those
+    other axes: a collective-permute waits for every device of the mesh.
     """
     mesh = jax.sharding.get_abstract_mesh()
     others = any(mesh.shape[n] > 1 for n in mesh.axis_names if n not in mesh.manual_axes)
@@ -134,7 +135,7 @@ def max_across_devices(count: jax.Array) -> jax.Array:
 
 
 def auto_axes(axis: str) -> tuple[str, ...]:
-    """Axes of the mesh in context that split a logical axis and are left to the compiler (axis type Auto)."""
+    """Lists the axes of the mesh in context that split a logical axis and are left to the compiler (axis type Auto)."""
     mesh = jax.sharding.get_abstract_mesh()
     return tuple(n for n in RULES[axis] if mesh.shape.get(n, 1) > 1 and n not in mesh.manual_axes)
 
@@ -147,7 +148,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def partition_in_context(axes: tuple[str | None, ...], shape: tuple[int, ...]) -> PartitionSpec:
-    """`partition` over the axes of the mesh in context that are left to the compiler."""
+    """Computes `partition` over the axes of the mesh in context that are left to the compiler."""
     mesh = jax.sharding.get_abstract_mesh()
     automatic = tuple(n for n in mesh.axis_names if mesh.shape[n] > 1 and n not in mesh.manual_axes)
     return partition(axes, shape, mesh, mesh_axes=automatic)

@@ -22,7 +22,7 @@ FILE = huggingface.CARD
 def write(folder: Path, config: Config, parameters: int, result: dict) -> None:
     """Writes the card of a policy that `config` trained.
 
-    folder: the Hugging Face folder, or peft's folder of an adapter. parameters: of the policy, how many numbers.
+    folder: the Hugging Face folder, or peft's folder of an adapter. parameters: number of the policy's parameters.
     result: the content of the run's evaluation.json.
     """
     adapter, kept = (folder / "adapter_config.json").is_file(), folder / GENERATION
@@ -47,12 +47,12 @@ def write(folder: Path, config: Config, parameters: int, result: dict) -> None:
 
 
 def base_of(source: str, cache_dir: str) -> dict[str, str]:
-    """`base_model` (its name on the hub) and `license` of the weights that training began with, as far as they are known."""
+    """Returns `base_model` (name on the hub) and `license` of the weights that training began with, if known."""
     if not source:
         return {}
     try:
         known = front_matter(find(source, cache_dir))
-    except ValueError:  # gone since the run began, which is no reason to lose its card
+    except ValueError:  # deleted since the run began, which is no reason to lose its card
         known = {}
     if re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not Path(source).exists():
         known["base_model"] = source
@@ -60,7 +60,7 @@ def base_of(source: str, cache_dir: str) -> dict[str, str]:
 
 
 def front_matter(folder: Path) -> dict:
-    """Parses the YAML front matter of a folder's README.md; nothing where that cannot be read."""
+    """Parses the YAML front matter of a folder's README.md; returns an empty dict if it cannot be read."""
     try:
         match = re.match(r"---\n(.*?\n)---\n", (folder / FILE).read_text(encoding="utf-8"), re.DOTALL)
         found = yaml.safe_load(match[1]) if match else None
@@ -70,5 +70,5 @@ def front_matter(folder: Path) -> dict:
 
 
 def _name(place: str) -> str:
-    """Of `./my_env.py:MyEnv` the last part; other names as they are."""
+    """Returns the last part of `./my_env.py:MyEnv`; other names unchanged."""
     return place.rpartition(":")[2]

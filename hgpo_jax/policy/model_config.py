@@ -68,8 +68,8 @@ class RopeScaling:
 class ModelConfig:
     """The sizes of a Qwen2.5, Qwen3 or Llama, named as in its Hugging Face config.json.
 
-    model_type: `qwen2` (Qwen2.5 too), `qwen3` or `llama` (SmolLM2 too). head_dim: hidden_size // num_attention_heads if None.
-    rope_scaling: of Llama 3, see there. lora: adapters beside the weights, see `lora.py`. sample_dtype: `int8`: decoding reads
+    model_type: `qwen2` (also Qwen2.5), `qwen3` or `llama` (also SmolLM2). head_dim: hidden_size // num_attention_heads if None.
+    rope_scaling: that of Llama 3. lora: adapters beside the weights, see `lora.py`. sample_dtype: `int8`: decoding reads
     matrices and cache in 8 bits (`int8.py`); `compute_dtype`: in the type of the weights.
     """
 
@@ -92,7 +92,7 @@ class ModelConfig:
 
     @property
     def head_size(self) -> int:
-        """`head_dim`, which is known once the config is made."""
+        """`head_dim`, which is set once the config is made."""
         assert self.head_dim is not None
         return self.head_dim
 

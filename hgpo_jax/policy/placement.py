@@ -14,7 +14,7 @@ from hgpo_jax.policy.mesh import sharding
 from hgpo_jax.policy.model_config import ModelConfig
 from hgpo_jax.policy.qwen2 import Qwen2
 
-# Logical axes of each parameter by its last two names; a leading "layers" axis is never split, other parameters neither.
+# Logical axes of each parameter by its last two names; a leading "layers" axis is never split, nor are other parameters.
 PARAMETER_AXES = {
     "embed_tokens.embedding": ("vocab", None),
     "q_proj.kernel": ("embed", "heads"),
@@ -36,17 +36,17 @@ for _name in LINEARS:
 
 
 def network(config: ModelConfig):
-    """The network's graph definition: `nnx.merge(network(config), params)` is a `Qwen2`."""
+    """Returns the network's graph definition: `nnx.merge(network(config), params)` is a `Qwen2`."""
     return nnx.split(nnx.eval_shape(lambda: Qwen2(config, nnx.Rngs(0))))[0]
 
 
 def shapes(config: ModelConfig) -> dict:
-    """The parameters as ShapeDtypeStructs, nothing allocated."""
+    """Returns the parameters as ShapeDtypeStructs, without allocating anything."""
     return nnx.to_pure_dict(nnx.split(nnx.eval_shape(lambda: Qwen2(config, nnx.Rngs(0))))[1])
 
 
 def shardings(config: ModelConfig, mesh: Mesh) -> dict:
-    """A NamedSharding for every parameter. Raises ValueError where a dimension does not divide."""
+    """Returns a NamedSharding for every parameter. Raises ValueError if a dimension does not divide."""
     if config.num_key_value_heads % mesh.shape["tensor"]:
         _log_replication(config.num_key_value_heads, mesh.shape["tensor"])
 
@@ -63,9 +63,9 @@ def shardings(config: ModelConfig, mesh: Mesh) -> dict:
 
 
 def shardings_like(tree, config: ModelConfig, mesh: Mesh):
-    """A NamedSharding for every array of a tree that holds copies of the parameters, such as an optimizer's moments.
+    """Returns a NamedSharding for every array of a tree that holds copies of the parameters, such as an optimizer's moments.
 
-    An array whose path ends with a parameter's is sharded like it, any other replicated.
+    An array whose path ends with a parameter's is sharded like it; any other is replicated.
     """
     parameters = {
         jax.tree_util.keystr(path): placed
@@ -81,16 +81,16 @@ def shardings_like(tree, config: ModelConfig, mesh: Mesh):
 
 
 def storage_shardings(tree, config: ModelConfig, mesh: Mesh, *, offload: bool):
-    """`shardings_like` for what is stored between updates; with `offload`, arrays but scalars are in the host's memory."""
+    """Returns `shardings_like` for stored arrays between updates; with `offload`, all but scalars are in the host's memory."""
     on_devices = shardings_like(tree, config, mesh)
     if not offload:
         return on_devices
-    # XLA's host offloading does not take scalars on all back ends, and they are not worth it.
+    # XLA's host offloading does not accept scalars on all backends, and they would save little.
     return jax.tree.map(lambda a, placed: placed.with_memory_kind("pinned_host") if a.ndim else placed, tree, on_devices)
 
 
 def cast(params, dtype: str):
-    """The parameters in another floating-point type."""
+    """Casts the parameters to another floating-point type."""
     return jax.tree.map(lambda a: a.astype(dtype), params)
 
 
@@ -102,7 +102,7 @@ def _log_replication(kv_heads: int, tensor: int) -> None:
 
 
 def initialize(config: ModelConfig, seed: int, mesh: Mesh) -> dict:
-    """Random parameters, each created in its shards on the mesh; the same values on every mesh."""
+    """Makes random parameters, each created in its shards on the mesh; the values are the same on every mesh."""
     create = lambda key: nnx.to_pure_dict(nnx.split(Qwen2(config, nnx.Rngs(key)))[1])  # noqa: E731
     # The key is an argument, not a constant, so that one compilation serves every seed.
     return jax.jit(create, out_shardings=shardings(config, mesh))(jax.random.key(seed))

@@ -48,7 +48,7 @@ def _llama3(factor: float) -> dict:
     }  # fmt: skip
 
 
-# The beginning of a hub name: sizes, and what else a model of the family has.
+# Prefix of a hub name -> sizes, and further fields of the family's models.
 FAMILIES = {
     "Qwen2.5-": (QWEN2_5, {}),
     "Qwen3-": (QWEN3, {"model_type": "qwen3", "head_dim": 128}),
@@ -58,11 +58,11 @@ FAMILIES = {
         SMOLLM2, {"model_type": "llama", "rope_theta": 1e5, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192}
     ),
 }  # fmt: skip
-ROPE_THETA = {"SmolLM2-1.7B": 1.3e5}  # where it is not the family's
+ROPE_THETA = {"SmolLM2-1.7B": 1.3e5}  # if it differs from the family's
 
 
 def preset(name: str) -> ModelConfig | None:
-    """The sizes of a model by its hub name, such as Qwen/Qwen2.5-1.5B-Instruct; None for a name that is not known."""
+    """Returns the sizes of a model by its hub name, such as Qwen/Qwen2.5-1.5B-Instruct; None for an unknown name."""
     for owner in ("Qwen/", "meta-llama/", "HuggingFaceTB/"):
         name = name.removeprefix(owner)
     name = name.removesuffix("-Instruct").removesuffix("-Base")

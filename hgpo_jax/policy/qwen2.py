@@ -4,12 +4,12 @@ untied head.
 They differ in attention: Qwen2.5 adds biases to queries, keys and values, Qwen3 normalizes each head's query and key, and
 Llama 3 scales rotary frequencies.
 
-Sequences are right-padded, so that causal masking alone is enough: a query at slot t sees slots 0..t, and what a padded
-slot computes is never used. Where a sequence holds several segments (`learner/packing.py`), it sees its segment's slots up
-to t. Three entry points, one set of weights:
+Sequences are right-padded, so causal masking alone is enough: a query at slot t sees slots 0..t, and the output of a padded
+slot is never used. If a sequence holds several segments (`learner/packing.py`), a query sees its segment's slots up to t.
+There are three entry points with one set of weights:
 
 * `hidden(tokens, predict_slots, segment_start)`: training. The last block computes its queries and feed-forward only at
-  `predict_slots`, those whose logits are needed; for short responses to long prompts that saves nearly the whole block.
+  `predict_slots`, where the logits are needed; for short responses to long prompts that saves nearly the whole block.
 * `prefill(tokens, last, cache_length)` and `decode(token, position, cache, blocks)`: sampling, one KVCache per layer.
 
 Shapes are written in the dimension letters of `hgpo_jax`.
@@ -30,26 +30,26 @@ from hgpo_jax.policy.mesh import constrain
 from hgpo_jax.policy.model_config import ModelConfig, RopeScaling
 from hgpo_jax.policy.vocabulary import embedding_lookup
 
-# What of a block is saved for the backward pass, by the value of learner.remat; the rest is computed again.
+# Parts of a block that are saved for the backward pass, by the value of learner.remat; the rest is recomputed.
 REMAT = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
 
 
 def scaled_frequency(frequency, scaling: RopeScaling):
-    """Rotary frequencies, f32[E / 2], as `scaling` says."""
+    """Scales rotary frequencies, f32[E / 2]."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    waves = scaling.original_max_position_embeddings * frequency / (2 * jnp.pi)  # that fit into the original context
+    waves = scaling.original_max_position_embeddings * frequency / (2 * jnp.pi)  # waves that fit into the original context
     kept = jnp.clip((waves - low) / (high - low), 0, 1)
     return frequency * (kept + (1 - kept) / scaling.factor)
 
 
 def rope_tables(positions, c: ModelConfig):
-    """Cosines and sines, f32[B, S, 1, E / 2] each, for positions i32[B, S] (rotary embedding, Su et al., arXiv 2104.09864)."""
+    """Computes cosines and sines, f32[B, S, 1, E / 2] each, for positions i32[B, S] (Su et al., arXiv 2104.09864)."""
     half = c.head_size // 2
     frequency = c.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     if c.rope_scaling:
         frequency = scaled_frequency(frequency, c.rope_scaling)
     angle = positions[..., None, None].astype(jnp.float32) * frequency
-    # Made once: the compiler would make them again for every element of every layer's queries and keys.
+    # Computed once: the compiler would otherwise compute them for every element of every layer's queries and keys.
     return jax.lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle)))
 
 
@@ -73,13 +73,13 @@ class RMSNorm(nnx.Module):
 
 
 def product_transposed(x, w):
-    """x [..., in] with W [out, in] -> [..., out]. Not as x W.T, for which XLA's CPU compiler writes a transposed W first."""
+    """Computes x [..., in] with W [out, in] -> [..., out]. Not as x W.T, for which XLA's CPU compiler copies a transposed W."""
     return jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())))
 
 
 @jax.custom_vjp
 def product(x, w):
-    """x [..., in] W [in, out] -> [..., out]."""
+    """Computes x [..., in] W [in, out] -> [..., out]."""
     return x @ w
 
 
@@ -88,7 +88,7 @@ def _product_forward(x, w):
 
 
 def _product_backward(residuals, g):
-    """The usual gradients. jax would form W's as (g^T x)^T, for which XLA's CPU compiler computes g again, transposed."""
+    """Returns the usual gradients. jax would form W's as (g^T x)^T, for which XLA's CPU compiler recomputes g transposed."""
     x, w = residuals
     leading = tuple(range(x.ndim - 1))
     return product_transposed(g, w), jax.lax.dot_general(x, g, ((leading, leading), ((), ())))
@@ -100,7 +100,7 @@ product.defvjp(_product_forward, _product_backward)
 class Linear(nnx.Linear):
     """x W + bias, plus the adapter if the config names this layer (Hu et al., arXiv 2106.09685)."""
 
-    scale: nnx.Param | None = None  # of each output, f32[out], once W is in 8 bits
+    scale: nnx.Param | None = None  # scale of each output, f32[out], once W is in 8 bits
 
     def __init__(self, c: ModelConfig, name: str, inputs: int, outputs: int, rngs, bias=False):
         init = nnx.initializers.normal(c.initializer_range)
@@ -112,11 +112,11 @@ class Linear(nnx.Linear):
         self.transposed = False
 
     def transpose(self):
-        """Stores W as [out, in] from now on: on CPUs products of few rows read it a quarter faster."""
+        """Stores W as [out, in] from now on: products of few rows read it a quarter faster on CPUs."""
         self.kernel, self.transposed = nnx.Param(self.kernel[...].T), True
 
     def quantize(self):
-        """Stores W, which has been transposed, in 8 bits from now on, with a scale for each output."""
+        """Stores the transposed W in 8 bits from now on, with a scale for each output."""
         assert self.transposed
         kernel, scale = quantize(self.kernel[...], 1)
         self.kernel, self.scale = nnx.Param(kernel), nnx.Param(scale)
@@ -125,7 +125,7 @@ class Linear(nnx.Linear):
         if self.scale is None:
             y = (product_transposed if self.transposed else product)(x, self.kernel[...])
         else:
-            # Through the barrier W depends on the token; else the compiler would convert all matrices once, before the loop.
+            # The barrier makes W depend on the token; otherwise the compiler would convert all matrices once, before the loop.
             x, kernel = jax.lax.optimization_barrier((x, self.kernel[...]))
             y = (product_transposed(x, kernel.astype(x.dtype)) * self.scale[...]).astype(x.dtype)
         if self.bias is not None:
@@ -150,14 +150,14 @@ class Attention(nnx.Module):
         return x.reshape(*x.shape[:2], -1, self.c.head_size)
 
     def keys_values(self, x, rope):
-        """x [B, S, D] -> keys and values, [B, S, G, E] each."""
+        """Projects x [B, S, D] to keys and values, [B, S, G, E] each."""
         k = self._heads(self.k_proj(x))
         k = self.k_norm(k) if self.c.model_type == "qwen3" else k
         k, v = apply_rope(k, rope), self._heads(self.v_proj(x))
         return tuple(constrain(a, "batch", None, "kv_heads", None) for a in (k, v))
 
     def queries(self, x, rope):
-        """x [B, S, D] -> [B, S, H, E]."""
+        """Projects x [B, S, D] to queries [B, S, H, E]."""
         q = self._heads(self.q_proj(x))
         q = self.q_norm(q) if self.c.model_type == "qwen3" else q
         return constrain(apply_rope(q, rope), "batch", None, "heads", None)
@@ -183,20 +183,20 @@ class Block(nnx.Module):
         self.mlp = MLP(c, rngs)
 
     def __call__(self, x, rope, cache: KVCache | None = None, position=None, predict_slots=None, segment_start=None):
-        """x [B, S, D] with the `rope_tables` of its positions -> (y [B, S, D], (keys, values) [B, S, G, E] each).
+        """Maps x [B, S, D] with the `rope_tables` of its positions to (y [B, S, D], (keys, values) [B, S, G, E] each).
 
         predict_slots: i32[B, Q]; computes y only there, [B, Q, D].
         segment_start: i32[B, S], the slot where each slot's segment begins, 0 if None.
-        cache: then x is one token a row, whose key and value are first written into it at slot `position` i32[B]; returned
-          in place of keys and values.
+        cache: x is then one token per row, whose key and value are first written into it at slot `position` i32[B]; the cache
+          is returned in place of keys and values.
         """
         y = self.input_layernorm(x)
         kv = keys, values = self.self_attn.keys_values(y, rope)
         if predict_slots is not None:
             at = lambda a: jnp.take_along_axis(a, jnp.expand_dims(predict_slots, range(2, a.ndim)), axis=1)  # noqa: E731
             x, y, rope, segment_start = jax.tree.map(at, (x, y, rope, segment_start))
-        # Decoding reads all weights for a few tokens: the tokens' hidden dimension is split like the weights', whose parts
-        # then stay where they are. Elsewhere the weights of one layer at a time come to the split rows.
+        # Decoding reads all weights for a few tokens: the tokens' hidden dimension is split like the weights', which then stay
+        # in place. Elsewhere the weights of one layer at a time are gathered for the split rows.
         rows, hidden = ("batch", None) if cache is None else (None, "embed")
         q = self.self_attn.queries(y, rope)
         if cache is not None:
@@ -228,17 +228,17 @@ class Qwen2(nnx.Module):
         self.lm_head = None if c.tie_word_embeddings else Linear(c, "lm_head", c.hidden_size, c.vocab_size, rngs)
 
     def _embed(self, tokens):
-        """Rows of the embedding, i32[B, S] -> [B, S, D]."""
+        """Looks up rows of the embedding, i32[B, S] -> [B, S, D]."""
         return constrain(embedding_lookup(self.embed_tokens.embedding[...], tokens), "batch", None, None)
 
     def logits(self, hidden):
-        """hidden [..., D] -> logits f32[..., V], split over the vocabulary alone, as the weights are."""
+        """Maps hidden [..., D] to logits f32[..., V], split over the vocabulary alone, as the weights are."""
         hidden = constrain(hidden, *(None,) * hidden.ndim)
         x = self.embed_tokens.attend(hidden) if self.lm_head is None else self.lm_head(hidden)
         return constrain(x.astype(jnp.float32), *(None,) * (x.ndim - 1), "vocab")
 
     def _stack(self, x, rope, segment_start=None, remat="none", return_kv=False):
-        """All blocks but the last; with `return_kv`, also their keys and values stacked, [layers - 1, B, S, G, E]."""
+        """Runs all blocks but the last; with `return_kv`, also returns their keys and values, [layers - 1, B, S, G, E]."""
         if self.layers is None:
             return x, None
         graphdef, weights = nnx.split(self.layers)
@@ -251,14 +251,14 @@ class Qwen2(nnx.Module):
         return jax.lax.scan(body, x, weights)
 
     def hidden(self, tokens, predict_slots, segment_start=None, remat="none"):
-        """Final hidden states at some slots.
+        """Computes final hidden states at some slots.
 
         Args:
           tokens: i32[B, S], right-padded.
           predict_slots: i32[B, Q], the slots to compute; slot t predicts token t + 1.
-          segment_start: i32[B, S], the slot where each slot's segment begins, where a sequence holds several; 0 if None.
-          remat: what of each block the backward pass computes again instead of saving it: "none"; "dots", all but the products
-            with weights; "full".
+          segment_start: i32[B, S], the slot where each slot's segment begins, if a sequence holds several; 0 if None.
+          remat: the parts of each block that the backward pass recomputes instead of saving them: "none"; "dots", all but the
+            products with weights; "full".
 
         Returns: [B, Q, D], to be passed to `logits`.
         """
@@ -268,12 +268,12 @@ class Qwen2(nnx.Module):
         return self.norm(x)
 
     def prefill(self, tokens, last, cache_length):
-        """Reads prompts and fills the cache.
+        """Processes prompts and fills the cache.
 
         Args:
           tokens: i32[B, S], right-padded prompts.
           last: i32[B], the last slot of each prompt.
-          cache_length: C, slots of the cache: S plus what will be decoded.
+          cache_length: C, slots of the cache: S plus the tokens to decode.
 
         Returns: (hidden [B, D] at `last`, cache: a KVCache per layer).
         """
@@ -286,7 +286,7 @@ class Qwen2(nnx.Module):
         return self.norm(x)[:, 0], [cache(*kv) for kv in (*per_layer, kv)]
 
     def decode_blocks(self):
-        """All blocks for `decode`, each with weights of its own, transposed.
+        """Returns all blocks for `decode`, each with its own transposed weights.
 
         A loop that slices them from the stack would copy them in every iteration. With `sample_dtype` their matrices, but not
         their adapters, are in 8 bits.
@@ -306,7 +306,7 @@ class Qwen2(nnx.Module):
         return blocks
 
     def decode(self, token, position, cache, blocks):
-        """One token i32[B] at slot `position` i32[B] of each row, by the `decode_blocks()`: (hidden [B, D], cache)."""
+        """Decodes one token i32[B] at slot `position` i32[B] of each row with the `decode_blocks()`: (hidden [B, D], cache)."""
         x, rope = constrain(self._embed(token[:, None]), None, None, "embed"), rope_tables(position[:, None], self.c)
         new_cache = []
         for block, layer in zip(blocks, cache, strict=True):

@@ -1,4 +1,4 @@
-"""Where a policy comes from: a Hugging Face folder, a GGUF file or package, or the hub."""
+"""The origin of a policy: a Hugging Face folder, a GGUF file or package, or the hub."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hgpo_jax.utils.files import CACHE_DIR
 
 
 def find(folder: str | Path, cache_dir: str | Path = CACHE_DIR) -> Path:
-    """The local folder of a policy; a name like Qwen/Qwen2.5-1.5B-Instruct is fetched from the hub.
+    """Returns the local folder of a policy; a name like Qwen/Qwen2.5-1.5B-Instruct is fetched from the hub.
 
     A GGUF file or package (`gguf_folder.py`) becomes a folder in `cache_dir`.
 
@@ -30,12 +30,12 @@ def find(folder: str | Path, cache_dir: str | Path = CACHE_DIR) -> Path:
     wanted = ["model*.safetensors", "*.json", huggingface.CARD, *huggingface.TOKENIZER_FILES]
     try:
         return Path(snapshot_download(str(folder), allow_patterns=wanted))
-    except Exception as error:  # its errors come from several libraries: none of them is worth a traceback
+    except Exception as error:  # errors come from several libraries, and none is worth a traceback
         reason = " ".join(str(error).split())
         raise ValueError(f"policy {folder}: no such folder, and it cannot be fetched from the hub: {reason}") from None
 
 
 @functools.cache
 def load_tokenizer(name: str, cache_dir: str):
-    """`read_tokenizer`, once, also of a GGUF file or package (`gguf_folder.py`)."""
+    """Calls `read_tokenizer`, cached, also for a GGUF file or package (`gguf_folder.py`)."""
     return read_tokenizer(unpacked(name, cache_dir))

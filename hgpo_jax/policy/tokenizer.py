@@ -1,8 +1,8 @@
 """Word-level tokenizers of small policies: one token per word of the environment.
 
 A compiled environment's word indices are the token ids, so a compiled rollout writes ids straight into prompts. Three tokens
-follow them: padding, the end of a response and the mark after which the agent acts. For a text environment the words are
-found in its texts.
+follow them: padding, the end of a response and the mark after which the agent acts. For a text environment the words come from
+its texts.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 BLANK, PAD, END, ACT = "_", "<|endoftext|>", "<|im_end|>", ">"
-PLAIN = "{{ messages[0]['content'] }}"  # the chat template of a policy that is shown a message and nothing else
-# How Qwen2 cuts text before it merges bytes (its tokenizer.json); transformers 5 puts it into every folder of this model type.
+PLAIN = "{{ messages[0]['content'] }}"  # the chat template of a policy that sees only one message
+# Qwen2's pattern for cutting text before bytes are merged (its tokenizer.json); transformers 5 puts it into all such folders.
 QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -29,9 +29,9 @@ AS_TRAINED = "hgpo_jax"  # its key for how a run has shown the chat template (`C
 
 
 def word_tokenizer(words: tuple[str, ...]) -> PreTrainedTokenizerFast:
-    """A transformers tokenizer whose id of words[i] is i; words[0], the empty slot, reads "_".
+    """Makes a transformers tokenizer in which the id of words[i] is i; words[0], the empty slot, reads "_".
 
-    Text is words separated by spaces; an unknown word becomes the padding token. Where words contain spaces themselves
+    Text is words separated by spaces; an unknown word becomes the padding token. If words contain spaces themselves
     (`envs/alfworld/phrases.py`), text is words written together and is cut into the longest that fit.
     """
     names, phrases = (BLANK, *words[1:], PAD, END, ACT), any(" " in word for word in words)
@@ -40,8 +40,8 @@ def word_tokenizer(words: tuple[str, ...]) -> PreTrainedTokenizerFast:
         tokenizer.decoder = decoders.Fuse()
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    # Words are added tokens besides: transformers 5 gives every folder of model type qwen2 its own splitting rules and
-    # byte-level model, and added tokens are what survives that.
+    # Words are also added tokens: transformers 5 gives every folder of model type qwen2 its own splitting rules and
+    # byte-level model, and only added tokens survive that.
     splits = {} if phrases else {"lstrip": True, "single_word": True}
     tokenizer.add_tokens([AddedToken(name, **splits, normalized=False) for name in names])
     return PreTrainedTokenizerFast(
@@ -50,16 +50,16 @@ def word_tokenizer(words: tuple[str, ...]) -> PreTrainedTokenizerFast:
 
 
 def text_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """A transformers tokenizer in which every word of some texts is a token; whatever else it is given, it spells.
+    """Makes a transformers tokenizer in which every word of some texts is a token; it spells out any other text.
 
-    Words are lower-case but for their first letter; digits and other characters are tokens of their own. Of very many words
-    the most frequent are tokens. It is byte-level BPE in Qwen2's manner, so decoding gives every text back.
+    Words are lower-case except for their first letter; digits and other characters are separate tokens. If there are very many
+    words, the most frequent are tokens. It is byte-level BPE in Qwen2's manner, so decoding restores every text.
     """
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_WORDS), "isolated"), byte_level])
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    # Every merge is inside a word, so the tokens are the same however the text is cut around words.
+    # Every merge is inside a word, so the tokens do not depend on how the text is cut around words.
     trainer = trainers.BpeTrainer(vocab_size=MAX_WORDS - 2, min_frequency=1, show_progress=False, initial_alphabet=alphabet)
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(QWEN2), "isolated"), byte_level])
@@ -72,34 +72,34 @@ def text_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def vocabulary_size(words: tuple[str, ...]) -> int:
-    """Embedding rows for these words: the tokenizer's size rounded up to a multiple of 8, which meshes divide."""
+    """Returns the embedding rows for these words: the tokenizer's size rounded up to a multiple of 8, which meshes divide."""
     return embedding_rows(len(words) + 3)
 
 
 def embedding_rows(tokens: int) -> int:
-    """A vocabulary's size rounded up to a multiple of 8, which meshes divide."""
+    """Rounds a vocabulary's size up to a multiple of 8, which meshes divide."""
     return -(-tokens // 8) * 8
 
 
 def read_tokenizer(name: str):
-    """The tokenizer of a folder or hub id, and what `generation_of` gives. Raises ValueError, in one line."""
+    """Reads the tokenizer of a folder or hub id, with the data of `generation_of`. Raises ValueError, in one line."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # transformers and the hub raise many kinds
+    except Exception as error:  # transformers and the hub raise many kinds of errors
         raise ValueError(f"policy.tokenizer={name}: cannot be read: {' '.join(str(error).split())[:300]}") from None
     tokenizer.generation = _read_generation(name)
     return tokenizer
 
 
 def generation_of(tokenizer) -> dict[str, Any]:
-    """What generation_config.json says beside a tokenizer, `eos_token_id` as a list; {} where there is none."""
+    """Returns the generation_config.json beside a tokenizer, `eos_token_id` as a list; {} if there is none."""
     return getattr(tokenizer, "generation", {})
 
 
 def _read_generation(name: str) -> dict[str, Any]:
-    """Raises ValueError."""
+    """Reads the generation_config.json of a folder or hub id. Raises ValueError."""
     file = Path(name, GENERATION)
     try:
         if not Path(name).is_dir():
@@ -119,7 +119,7 @@ def _read_generation(name: str) -> dict[str, Any]:
             raise ValueError(f"{AS_TRAINED}={found[AS_TRAINED]!r:.80}: needs a date and thinking; remove it")
     except FileNotFoundError:
         return {}
-    except Exception as error:  # of the hub, or of a file that is no JSON object
+    except Exception as error:  # errors of the hub, or of a file without a JSON object
         raise ValueError(f"policy.tokenizer={name}: {GENERATION}: {' '.join(str(error).split())[:300]}") from None
     return found
 

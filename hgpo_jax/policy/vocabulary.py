@@ -1,4 +1,4 @@
-"""Look-ups along the vocabulary where it is split over mesh axes, which XLA's partitioner cannot do by itself."""
+"""Look-ups along a vocabulary that is split over mesh axes, which XLA's partitioner cannot do by itself."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hgpo_jax.policy.mesh import auto_axes
 
 
 def embedding_lookup(table, tokens):
-    """Rows of a table [V, D] that is split over the vocabulary, i32[B, S] -> [B, S, D].
+    """Looks up rows of a table [V, D] that is split over the vocabulary, i32[B, S] -> [B, S, D].
 
-    Every device looks up all tokens in its own part, and the parts are added: the table stays where it is. Left to the
-    compiler, a table may be gathered, and one that two mesh axes split inside a shard_map over a third aborts it.
+    Every device looks up all tokens in its own part, and the parts are added: the table stays in place. The compiler alone may
+    gather a table, and aborts for one that two mesh axes split inside a shard_map over a third.
     """
     axes = auto_axes("vocab")
     if not axes:
@@ -33,9 +33,9 @@ def embedding_lookup(table, tokens):
 
 
 def gather_logprobs(logps, tokens):
-    """The entries of f32[..., V] at tokens i32[...], f32[...].
+    """Selects the entries of f32[..., V] at tokens i32[...], f32[...].
 
-    A sum under a mask, because XLA's partitioner aborts on a gather from an array whose rows and vocabulary are both
+    It is a sum under a mask, because XLA's partitioner aborts on a gather from an array whose rows and vocabulary are both
     split inside a shard_map over a third mesh axis.
     """
     return jnp.where(jnp.arange(logps.shape[-1]) == tokens[..., None], logps, 0.0).sum(-1)

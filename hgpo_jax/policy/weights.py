@@ -1,7 +1,7 @@
 """Weights as safetensors files: read from a folder straight into a mesh, written in files of bounded size.
 
-The files hold transformers' names and shapes: one tensor per layer where our parameters are stacked, linear weights [out, in]
-where ours are [in, out]. A process reads only the byte ranges that its devices hold.
+The files hold transformers' names and shapes: one tensor per layer for our stacked parameters, and linear weights [out, in] for
+our [in, out]. A process reads only the byte ranges that its devices hold.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from hgpo_jax.utils.errors import one_line
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 SHARD_SIZE = 5_000_000_000
 LEAF_NAMES = {"kernel": "weight", "embedding": "weight", "lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
-TRANSPOSED = ("kernel", "lora_a", "lora_b")  # the file holds their transpose
+TRANSPOSED = ("kernel", "lora_a", "lora_b")  # stored transposed in the file
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One tensor of a file and the parameter that it is: the whole of it, or one layer of a stacked one."""
+    """One tensor of a file and its parameter: a whole parameter, or one layer of a stacked one."""
 
     name: str
     path: tuple[str, ...]
@@ -50,7 +50,7 @@ class Tensor:
 
 
 def layout(params: dict, layers: int, prefix: str = "") -> list[Tensor]:
-    """The tensors that hold these parameters (arrays or ShapeDtypeStructs); layers come last, in order."""
+    """Lists the tensors that hold these parameters (arrays or ShapeDtypeStructs); layers come last, in order."""
     tensors = []
     for path, leaf in flatten_dict(params).items():
         stacked = path[0] == "layers"
@@ -69,7 +69,7 @@ def layout(params: dict, layers: int, prefix: str = "") -> list[Tensor]:
 class Weights:
     """The tensors of a folder's safetensors files, headers only: shapes and dtypes (`F32`, ...) by name.
 
-    Raises ValueError, one line, where a file is missing or damaged.
+    Raises ValueError, one line, if a file is missing or damaged.
     """
 
     def __init__(self, folder: Path, stem: str = "model"):
@@ -94,7 +94,7 @@ class Weights:
     def check(self, tensors: list[Tensor], tied: bool = False) -> None:
         """Raises ValueError unless the files hold exactly these tensors.
 
-        tied: a head may be stored beside the embedding, as long as it equals it.
+        tied: a head may be stored beside the embedding if it equals it.
         """
         where, expected = f"policy {self.folder}", {t.name: t.shape for t in tensors}
         missing = [name for name in expected if name not in self.shapes]
@@ -124,15 +124,15 @@ class Weights:
             )
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
-        """A tensor, or the part of it at `index`, in the file's dtype."""
-        # Opened for each read: an open file keeps in memory what was ever read of it.
+        """Reads a tensor, or the part of it at `index`, in the file's dtype."""
+        # Opened for each read: an open file keeps everything read from it in memory.
         with self._open(self._files[name]) as handle:
             return handle.get_slice(name)[index or (slice(None),) * len(self.shapes[name])]
 
     def load(self, tensors: list[Tensor], shardings: dict, dtype: str) -> dict:
-        """The parameters of these tensors, placed as `shardings` (NamedSharding) and converted to `dtype`.
+        """Loads the parameters of these tensors, placed by `shardings` (NamedSharding) and converted to `dtype`.
 
-        Besides the process's shards the host holds parts of one tensor at a time: stacked parameters are filled in place,
+        Besides the process's shards, the host holds only parts of one tensor at a time: stacked parameters are filled in place,
         layer by layer, after embedding and head, which are the largest tensors.
         """
         shardings, params = flatten_dict(shardings), {}
@@ -150,13 +150,13 @@ class Weights:
         return unflatten_dict(params)
 
     def _array(self, tensor: Tensor, sharding: NamedSharding, dtype: str) -> jax.Array:
-        """One tensor on the mesh, in our orientation; one part of it at a time passes through the host."""
+        """Puts one tensor on the mesh, in our orientation; one part of it at a time passes through the host."""
         shards: list[jax.Array] = []
         by_index: dict[tuple, jax.Array] = {}
         for device, index in sharding.addressable_devices_indices_map(tensor.param_shape).items():
             assert index is not None  # as for every device of this process
             key = tuple((s.start, s.stop) for s in index)
-            if key in by_index:  # a replica: from device to device
+            if key in by_index:  # a replica, copied from device to device
                 shards.append(jax.device_put(by_index[key], device))
                 continue
             value = self.read(tensor.name, index[::-1] if tensor.transposed else index).astype(jnp.dtype(dtype), copy=False)
@@ -167,13 +167,13 @@ class Weights:
 
 @functools.cache
 def _layer_writer(sharding: NamedSharding):
-    """The compiled write of one layer into a stack with this sharding."""
+    """Compiles the write of one layer into a stack with this sharding."""
     write = lambda stack, layer, index: jax.lax.dynamic_update_index_in_dim(stack, layer, index, 0)  # noqa: E731
     return jax.jit(write, donate_argnums=0, out_shardings=sharding)
 
 
 def _find(folder: Path, stem: str) -> tuple[list[Path], dict[str, Path]]:
-    """A folder's safetensors files, and where its index, if it has one, says that each tensor is."""
+    """Finds a folder's safetensors files, and the file of each tensor according to its index, if it has one."""
     single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
     if single.is_file():
         return [single], {}
@@ -193,13 +193,13 @@ def _find(folder: Path, stem: str) -> tuple[list[Path], dict[str, Path]]:
         if Path(file).name != file or not file.endswith(".safetensors"):
             text = f"policy {folder}: {index.name} puts {tensor} into {file!r}; expected a .safetensors file's name"
             raise ValueError(one_line(text))
-        if not os.path.isfile(where[tensor]):  # False, too, for what cannot be a file's name
+        if not os.path.isfile(where[tensor]):  # also False for an impossible file name
             raise ValueError(one_line(f"policy {folder}: file {file} is missing, in which {index.name} has {tensor}"))
     return sorted(set(where.values())), where
 
 
 def to_host(params: dict) -> Callable[[Tensor], np.ndarray]:
-    """A function that gathers one tensor of the parameters, in the file's orientation; all processes call it in one order."""
+    """Returns a function that gathers one tensor, in the file's orientation; all processes call it in the same order."""
     flat = flatten_dict(params)
 
     def gather(tensor: Tensor) -> np.ndarray:
@@ -220,7 +220,7 @@ def write(
 ) -> None:
     """Writes tensors one after the other into files of at most `size` bytes, with an index if there are several.
 
-    read: the value of a tensor in its file's shape, converted to the tensor's dtype here.
+    read: returns the value of a tensor in its file's shape, converted here to the tensor's dtype.
     Source of the format: github.com/huggingface/safetensors, "Format".
     """
     shards: list[list[Tensor]] = []
@@ -253,7 +253,7 @@ def _write_file(file: Path, tensors: list[Tensor], read: Callable[[Tensor], np.n
         begin, end = end, end + _bytes(t)
         header[t.name] = {"dtype": codes[t.dtype], "shape": list(t.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the format wants the data aligned
+    text += b" " * (-len(text) % 8)  # the format requires aligned data
     with open(file, "wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
         for t in tensors:

@@ -127,17 +127,17 @@ class ChatFormat:
     """Builds prompts in a chat frame, and parses actions from the answers.
 
     Args:
-        template: as in `load_template`.
-        prompt_limit: tokens of the longest prompt. A longer one loses its oldest history first, then the middle of the
-          observation, of the commands and of the goal; the rest of the template always stays.
-        fallback: characters at the end of a malformed response that are taken as its action.
-        lower_case: whether actions lose their capitals.
+      template: as in `load_template`.
+      prompt_limit: tokens of the longest prompt. A longer one loses its oldest history first, then the middle of the
+        observation, of the commands and of the goal; the rest of the template always stays.
+      fallback: characters at the end of a malformed response that are taken as its action.
+      lower_case: whether actions lose their capitals.
 
-      If the template does not mention <action>, the action is the whole response after its thought.
+    If the template does not mention <action>, the action is the whole response after its thought.
 
     Raises:
-        ValueError: no such template, or the template alone exceeds the limit.
-      """
+      ValueError: no such template, or the template alone exceeds the limit.
+    """
 
     def __init__(
         self, frame: ChatFrame, template: str, prompt_limit: int = 4096, fallback: int = 30, *, lower_case: bool = False

@@ -78,13 +78,13 @@ def make_rollout(
 
     Args:
       env: a compiled environment such as `hgpo_jax.envs.household.Household` or `hgpo_jax.envs.sokoban.Sokoban`.
-        graphdef: that of the `Qwen2` whose parameters are passed. If roles have weights of their own, params and graphdef are
-          dicts by the weights' name.
-        mesh: episodes are split over its `data` axis; data x fsdp must divide their number.
+      graphdef: that of the `Qwen2` whose parameters are passed. If roles have weights of their own, params and graphdef are
+        dicts by the weights' name.
+      mesh: episodes are split over its `data` axis; data x fsdp must divide their number.
       history_length: K, observation-action pairs in a prompt.
       decode_batch_size: episodes that each device decodes at a time; rounded down to a divisor of its number of episodes.
-        end, act: token ids of the end of a response and of the mark that asks for one.
-        weights: names of each role's weights; () if all roles share them.
+      end, act: token ids of the end of a response and of the mark that asks for one.
+      weights: names of each role's weights; () if all roles share them.
 
     Raises:
       ValueError: the environment lacks something (`requirements.py`).

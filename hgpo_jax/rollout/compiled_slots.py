@@ -3,7 +3,7 @@
 Every episode has its own turn number. Each round of the program's loop steps the environments of ended responses, prefills
 waiting prompts into free slots, and decodes until the next few responses have ended. No episode waits for the longest
 response of a turn, and no data goes to the host. Tokens depend on an episode's key, turn and prompt alone. They equal those
-of the rollouts in lockstep (`compiled.py`) and on the host (`host.py`), whose slots are the same (`slot_state.py`).
+of the rollouts in lockstep (`compiled.py`) and on the host (`host.py`), whose slots are the same (`sampling/slots.py`).
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Play(struct.PyTreeNode):
 
     @property
     def taken(self) -> jax.Array:
-        """bool[S]: slots that hold an episode."""
+        """Slots that hold an episode, bool[S]."""
         return self.episode < self.turn.shape[0]
 
     @property
     def over(self) -> jax.Array:
-        """bool[S]: slots whose response has ended."""
+        """Slots whose response has ended, bool[S]."""
         return self.taken & self.slots.ended
 
 

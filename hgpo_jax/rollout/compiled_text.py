@@ -91,10 +91,10 @@ class CompiledTextRollout:
     """`rollout(params, tasks, keys, groups, decoding) -> RolloutResult`.
 
     Args:
-        env: a compiled environment that satisfies `device_text.Tells`.
-        games: i32[.], the number in `env` of each task.
-        host: plays the episodes that the device cannot; None: nothing does.
-        format, tokenizer, graphdef, mesh, batch, history_length, response_limit, decode_batch_size, strict: see `HostRollout`.
+      env: a compiled environment that satisfies `device_text.Tells`.
+      games: i32[.], the number in `env` of each task.
+      host: plays the episodes that the device cannot; None: nothing does.
+      format, tokenizer, graphdef, mesh, batch, history_length, response_limit, decode_batch_size, strict: see `HostRollout`.
 
     Attributes: those of `HostRollout`; `program`, the jitted rollout.
 

@@ -80,13 +80,13 @@ class DeviceText:
     Args:
       env: see `Tells`.
       format: the template, the frame and the limit of prompts.
-        tokenizer: that of the format.
+      tokenizer: that of the format.
       response_limit: R, tokens of the longest response.
 
     Attributes:
-        tables: NumPy arrays, an argument of the program; see `bound`.
+      tables: NumPy arrays, an argument of the program; see `bound`.
 
-      Raises ValueError for a tokenizer or template that cannot be reproduced.
+    Raises ValueError for a tokenizer or template that cannot be reproduced.
     """
 
     action_length = MAX_ACTION

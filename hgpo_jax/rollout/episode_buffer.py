@@ -35,7 +35,7 @@ class EpisodeBuffer:
       strict: whether an inadmissible action is invalid, like a malformed response.
 
     Attributes:
-        excluded: episode -> the reason why the result leaves it out.
+      excluded: episode -> the reason why the result leaves it out.
     """
 
     def __init__(self, episodes: Episodes, groups, history_length: int, strict: bool):

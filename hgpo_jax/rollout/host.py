@@ -4,7 +4,7 @@
     episodes, report = rollout(params, tasks, keys, groups, Decoding())
 
 A response that has ended becomes an action, its environment steps, and the episode's next prompt takes a slot of the sampler
-while responses of other episodes go on (`slots.py`): no episode waits for the longest response of a turn. Decoding waits for
+while responses of other episodes go on (`sampling/`): no episode waits for the longest response of a turn. Decoding waits for
 environments only while less than a fraction of the unfinished episodes is ready. A fraction of 1 waits for all, which makes a
 rollout bit-identical however fast environments are. Token ids are kept as sampled. The samples of an episode depend on its
 own key and turn alone, as in compiled rollouts.
@@ -47,22 +47,22 @@ class HostRollout:
     Args:
       make_env: makes one environment (see `workers.py`); must be picklable if there are worker processes.
       format: prompts and actions, such as `chat_format.ChatFormat` or `words.WordFormat`.
-        graphdef: that of the `Qwen2` whose parameters are passed. If roles have weights of their own, params and graphdef are
-          dicts by the weights' name, and each of them has as many slots as a single one would have.
+      graphdef: that of the `Qwen2` whose parameters are passed. If roles have weights of their own, params and graphdef are
+        dicts by the weights' name, and each of them has as many slots as a single one would have.
       mesh: episodes are split over its `data` and `fsdp` axes.
       batch: B, episodes per call.
       history_length: K, observation-action pairs in a prompt.
       response_limit: R, tokens of the longest response.
       decode_batch_size: episodes that each index of the `data` axis decodes at a time.
       strict: whether an inadmissible action is invalid, like a malformed response.
-        workers: processes that step the environments; 0 steps them in this process, where one that hangs hangs the run.
-        time_limit: timeout in seconds, after which a worker's episode counts as hung.
-        ready_fraction: fraction of the unfinished episodes whose environments must have answered before decoding goes on.
-        speakers: one for each role, if roles differ; all with the end tokens and prompt limit of `format`.
+      workers: processes that step the environments; 0 steps them in this process, where one that hangs hangs the run.
+      time_limit: timeout in seconds, after which a worker's episode counts as hung.
+      ready_fraction: fraction of the unfinished episodes whose environments must have answered before decoding goes on.
+      speakers: one for each role, if roles differ; all with the end tokens and prompt limit of `format`.
 
     Attributes:
-        task_types: names; `Episodes.task` is an index into them.
-        num_tasks: number of tasks of the environment, None if it generates them.
+      task_types: names; `Episodes.task` is an index into them.
+      num_tasks: number of tasks of the environment, None if it generates them.
       max_turns: T, turns of the longest episode.
       roles: names; `Episodes.agents` is an index into them.
 
@@ -113,7 +113,7 @@ class HostRollout:
         """Plays B episodes.
 
         Args:
-            params: those of the policy.
+          params: those of the policy.
           tasks: [B], number of each episode's task (`tasks.task_numbers`); the members of a prompt group share one.
           keys: [B], a random key for each episode, or [B, 2] as for `sampling.turn_keys`.
           groups: i32[B], prompt groups.

@@ -129,9 +129,9 @@ class ProcessWorkers:
       make_env: makes one environment; must be picklable.
       workers: processes. Each has a block of the episodes, so that a prompt group's episodes share what they load.
       episodes: of a batch.
-        time_limit: timeout in seconds for one answer.
-        start_limit: timeout in seconds for a process to make its first environment.
-        local: the workers inside each process; with `reward_functions.LocalReward`, `make_env` loads a reward function.
+      time_limit: timeout in seconds for one answer.
+      start_limit: timeout in seconds for a process to make its first environment.
+      local: the workers inside each process; with `reward_functions.LocalReward`, `make_env` loads a reward function.
 
     Raises:
       ValueError: the first environment cannot be made.

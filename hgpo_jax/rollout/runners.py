@@ -57,15 +57,15 @@ class CompiledRunner:
     """Runs a compiled environment: a rollout is one compiled program.
 
     Args:
-        games: for an environment with a list of games, the numbers (i32[.]) of those of each stream of tasks.
+      games: for an environment with a list of games, the numbers (i32[.]) of those of each stream of tasks.
 
     Attributes:
       env: the environment.
       program: the jitted rollout (`rollout.compiled.make_rollout`).
       task_types: names; `Episodes.task` is an index into them.
       roles: names; `Episodes.agents` is an index into them.
-        end_tokens: the tokens that end a response.
-        answer_parts: words of the switch, subgoal and action parts of an answer, if it has them (`envs.protocol.Plans`).
+      end_tokens: the tokens that end a response.
+      answer_parts: words of the switch, subgoal and action parts of an answer, if it has them (`envs.protocol.Plans`).
       num_tasks, num_held_out_tasks: games to train on and held-out ones; None where tasks are generated.
 
     Raises:
@@ -96,7 +96,7 @@ class CompiledRunner:
         """Plays B episodes; does not wait until they are computed, unless there are several roles.
 
         Args:
-            params: those of the network that plays.
+          params: those of the network that plays.
           tasks: [B], from `select_tasks`.
           keys: [B], a random key for each episode, or [B, 2] as for `sampling.turn_keys`.
           groups: i32[B], prompt groups.
@@ -176,13 +176,13 @@ class TextRunner:
     user's own. ALFWorld's games run on the device where possible (`environments.backend`), with the same Episodes.
 
     Args:
-        environment: provides the prompts and the rule for malformed answers.
-        train, held_out: make one environment each (`Environment.text`).
+      environment: provides the prompts and the rule for malformed answers.
+      train, held_out: make one environment each (`Environment.text`).
 
     Attributes:
       make_env: makes an environment for training.
-        speakers: the prompt format and weights of each role.
-        train: the rollout for training.
+      speakers: the prompt format and weights of each role.
+      train: the rollout for training.
 
     Others, and methods, as in `CompiledRunner`.
     """

@@ -15,9 +15,9 @@ class WordFormat:
     """Builds prompts like `prompts.build_prompt`, from texts of words separated by spaces.
 
     Args:
-        env: a compiled environment, which defines the words and the slots of goal, observation and action.
-        history_length: K; every prompt has slots for K pairs.
-        end, act: token ids as in `make_rollout`.
+      env: a compiled environment, which defines the words and the slots of goal, observation and action.
+      history_length: K; every prompt has slots for K pairs.
+      end, act: token ids as in `make_rollout`.
 
     A token that is not a word of the environment is written "#id", so that every response has a text.
     """

@@ -14,18 +14,18 @@ from hgpo_jax.policy import Policy
 from hgpo_jax.policy.chat_frame import ChatFrame
 from hgpo_jax.sampling.generate import Decoding, make_decode_blocks, sample_token
 
-SHORTEST = 128  # tokens that a prompt is padded to; longer ones to twice that, four times, ...
+SHORTEST = 128  # tokens that a short prompt is padded to; longer ones to twice that, four times, ...
 
 
 class Chat:
     """A conversation.
 
     Args:
-      policy: with a tokenizer that has a chat template.
+      policy: one with a tokenizer that has a chat template.
       max_new: tokens of the longest answer.
-      seed: of the answers; the same conversation with the same seed gets the same ones.
-      system: the system message, if the conversation is to begin with one.
-      thinking: as `ChatFrame` takes it.
+      seed: decides the answers; the same conversation with the same seed gets the same ones.
+      system: the system message, if the conversation should begin with one.
+      thinking: as in `ChatFrame`.
 
     Raises:
       ValueError: no tokenizer, chat template or end token, or a max_new that leaves no room for a prompt.
@@ -52,9 +52,9 @@ class Chat:
         self._answers = 0
 
     def prompt(self, question: str) -> list[int]:
-        """Token ids of the conversation with another question; what does not fit is forgotten, oldest exchange first.
+        """Returns the token ids of the conversation with another question; drops the oldest exchanges that do not fit.
 
-        Raises ValueError where the question alone does not fit.
+        Raises ValueError if the question alone does not fit.
         """
         self.messages.append({"role": "user", "content": question})
         while len(ids := self._frame.conversation(self._system + self.messages)) > self._limit:
@@ -65,9 +65,9 @@ class Chat:
         return ids
 
     def answer(self, question: str) -> Iterator[str]:
-        """The answer in pieces, as they are sampled; what was sampled before the caller stops belongs to the conversation.
+        """Yields the answer in pieces, as they are sampled; pieces sampled before the caller stops belong to the conversation.
 
-        Raises ValueError where the question does not fit.
+        Raises ValueError if the question does not fit.
         """
         ids = self.prompt(question)
         key, told = jax.random.fold_in(self._key, self._answers), ""
@@ -83,7 +83,7 @@ class Chat:
             self.messages.append({"role": "assistant", "content": told})
 
     def _pieces(self, ids: list[int], key) -> Iterator[str]:
-        """What each token adds to the text."""
+        """Yields the text that each token adds."""
         graphdef, params = self._policy.graphdef, self._policy.params
         width = SHORTEST
         while width < len(ids):
@@ -100,7 +100,7 @@ class Chat:
                 break
             sampled.append(int(token[0]))
             text = self._frame.text.decode(sampled)
-            if not text.endswith("\ufffd"):  # else the rest of a character is still to come
+            if not text.endswith("\ufffd"):  # otherwise the rest of a character is still to come
                 yield text[len(told) :]
                 told = text
         yield self._frame.text.decode(sampled)[len(told) :]
@@ -108,7 +108,7 @@ class Chat:
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
 def _read(graphdef, params, prompt, length, capacity: int):
-    """Of a prompt i32[1, P], right-padded: (logits f32[1, V] of what comes next, a cache of `capacity` slots)."""
+    """Prefills a prompt i32[1, P], right-padded: (next-token logits f32[1, V], a cache of `capacity` slots)."""
     model = nnx.merge(graphdef, params)
     hidden, cache = model.prefill(prompt, length - 1, capacity)
     return model.logits(hidden), cache
@@ -116,7 +116,7 @@ def _read(graphdef, params, prompt, length, capacity: int):
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(3, 4))
 def _advance(graphdef, params, blocks, logits, cache, position, key, i, decoding: Decoding):
-    """Samples token number i of a response and reads it: (token i32[1], logits f32[1, V] of the next one, the cache)."""
+    """Samples token number i of a response and decodes it: (token i32[1], logits f32[1, V] of the next one, the cache)."""
     model = nnx.merge(graphdef, params)
     token, _ = sample_token(logits, jax.random.fold_in(key, i)[None], decoding)
     hidden, cache = model.decode(token, position, cache, blocks)

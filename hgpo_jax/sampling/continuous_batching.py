@@ -5,9 +5,9 @@
     sampler.add([SlotRequest(episode, turn, ids), ...])  # at most sampler.free of them
     for response in sampler.step(): ...  # those that have ended
 
-The state of all slots stays on the devices; the host learns after every step which responses have ended. What is sampled for
-a request depends on its key, its turn and its prompt alone: they are the tokens of `sampling.generate`. Where prompts
-that are added together are mostly equal, such as the first ones of prompt groups, equal ones are read once.
+The state of all slots stays on the devices; after every step the host receives the responses that have ended. The tokens of
+a request depend on its key, its turn and its prompt alone, and equal those of `sampling.generate`. If most of the prompts
+that are added together are equal, such as the first ones of prompt groups, equal ones are prefilled once.
 
 Source: iteration-level scheduling, Orca (Yu et al., OSDI 2022).
 """
@@ -29,26 +29,26 @@ from hgpo_jax.policy.mesh import partition
 from hgpo_jax.sampling.generate import Decoding, buckets, make_decode_blocks, turn_keys
 from hgpo_jax.sampling.slots import MAX_STEPS, Sampled, SlotState, begin, free_slots, go_on
 
-# A step decodes so many tokens, and on, at most to MAX_STEPS, until a sixteenth of the responses has ended: an ended slot waits
-# for few tokens, and long responses are not interrupted for nothing.
+# A step decodes at least MIN_STEPS tokens, and at most MAX_STEPS, until a sixteenth of the responses has ended. So an ended
+# slot waits for few tokens, and long responses are not interrupted for nothing.
 MIN_STEPS, SHARE = 8, 16
 
 
 class SlotRequest(NamedTuple):
     """A prompt that waits for a response."""
 
-    episode: int  # whose random key it is
+    episode: int  # the index of its random key
     turn: int  # folded into the key
     ids: Sequence[int]  # token ids of the prompt, at least one
-    limit: int | None = None  # tokens of the longest response; None: the most that there is room for
-    decoding: Decoding | None = None  # of numbers, for a sampler that has none for all
+    limit: int | None = None  # tokens of the longest response; None: as many as there is room for
+    decoding: Decoding | None = None  # scalars, for a sampler without a common one
 
 
 class SlotResponse(NamedTuple):
-    """What was sampled for a request."""
+    """A sampled response to a request."""
 
     episode: int
-    tokens: np.ndarray  # i32[n], the end token included
+    tokens: np.ndarray  # i32[n], including the end token
     logp: np.ndarray  # f32[n]
 
 
@@ -56,15 +56,15 @@ class SlotPrograms:
     """The compiled programs of a SlotSampler, which all samplers of a policy share.
 
     Args:
-      graphdef: of the `Qwen2` whose parameters will be given.
+      graphdef: that of the `Qwen2` whose parameters are passed.
       mesh: slots are split over its `data` and `fsdp` axes.
       max_new: R, the longest response.
-      end_tokens: each of them ends a response.
+      end_tokens: the tokens that end a response.
 
     Attributes:
-      max_new, end_tokens: as given.
+      max_new, end_tokens: the arguments.
       shards: parts that the slots are split into.
-      called: each program and shape, as one would say it, that has been called.
+      called: each program and shape, in words, that has been called.
     """
 
     def __init__(self, graphdef, mesh: Mesh | AbstractMesh, *, max_new: int, end_tokens: tuple[int, ...]):
@@ -81,7 +81,7 @@ class SlotPrograms:
         }
 
     def lower(self, name: str, *args):
-        """A program, lowered for these arguments."""
+        """Lowers a program for these arguments."""
         return self._programs[name].lower(*args)
 
     def __call__(self, name: str, shape: str, *args):
@@ -90,29 +90,29 @@ class SlotPrograms:
         return self._programs[name](*args)
 
     def _empty(self, params, slots: int, length: int) -> SlotState:
-        """`slots` free slots, a multiple of the shards, whose caches hold `length` tokens."""
+        """Makes `slots` free slots, a multiple of the shards, whose caches hold `length` tokens."""
         return self._placed(free_slots(nnx.merge(self._graphdef, params), slots, length))
 
     def _sharding(self, axes, a) -> NamedSharding:
         return NamedSharding(self._mesh, partition(axes, a.shape, self._mesh))
 
     def _cache_shardings(self, cache):
-        """Of every array of one or more KVCaches."""
+        """Returns the sharding of every array of one or more KVCaches."""
         return jax.tree.map(lambda a: self._sharding(AXES[: a.ndim], a), cache)
 
     def _placed(self, state: SlotState) -> SlotState:
-        """The state as every program takes and gives it."""
+        """Constrains the state to the sharding that every program takes and returns."""
         rows = lambda name: self._sharding(("batch",), getattr(state, name))  # noqa: E731
         return jax.lax.with_sharding_constraint(state, SlotState.of(rows, self._cache_shardings(state.cache)))
 
     def _on_data(self, call, in_specs):
-        """`call` on each index of the data axis; the other axes are left to the compiler."""
+        """Maps `call` over the indices of the data axis; the compiler handles the other axes."""
         return jax.shard_map(
             call, mesh=self._mesh, in_specs=in_specs, out_specs=P("data"), axis_names={"data"}, check_vma=False
         )
 
     def _take(self, state: SlotState, rows) -> SlotState:
-        """The slots `rows` i32[S'] without their caches; row numbers count within a shard."""
+        """Selects the slots `rows` i32[S'] without their caches; row numbers count within a shard."""
 
         def take(arrays, rows):
             return {name: value[rows] for name, value in arrays.items()}
@@ -121,7 +121,7 @@ class SlotPrograms:
         return self._placed(SlotState.of(taken.get, []))
 
     def _resize(self, layer: KVCache, rows, length: int) -> KVCache:
-        """One layer's cache of the slots `rows`, for `length` tokens."""
+        """Returns one layer's cache of the slots `rows`, resized to `length` tokens."""
 
         def resize(layer, rows):
             return layer.take(rows).lengthen(length - layer.values.shape[2])
@@ -132,11 +132,11 @@ class SlotPrograms:
     def _prefill(
         self, params, state: SlotState, prompts, lengths, source, slots, keys, episodes, turns, limits, decoding: Decoding
     ):
-        """Reads prompts i32[n, W] of `lengths` i32[n] and samples the first token of responses to them.
+        """Prefills prompts i32[n, W] of `lengths` i32[n] and samples the first token of their responses.
 
-        Response number j of m is to prompt source[j], of episode episodes[j] at turns[j], has at most limits[j] tokens and goes
-        into slot slots[j]; source and slots count within a shard, and a slot beyond the last drops the response. keys are the
-        episodes' (`sampling.turn_keys`). decoding: of scalars, or of [m].
+        Response number j of m answers prompt source[j], belongs to episode episodes[j] at turn turns[j], has at most limits[j]
+        tokens and goes into slot slots[j]. source and slots count within a shard, and a slot beyond the last drops the
+        response. keys are those of the episodes (`sampling.turn_keys`). decoding: of scalars, or of [m].
 
         Returns: (the state, tokens i32[m], their log-probabilities f32[m]).
         """
@@ -153,9 +153,9 @@ class SlotPrograms:
     def _decode(
         self, params, blocks, state: SlotState, free, limits, most, decoding: Decoding
     ) -> tuple[SlotState, Sampled]:
-        """Decodes MIN_STEPS to `most` (i32[], at most MAX_STEPS) tokens in every slot that has not ended; fewer once all have.
+        """Decodes MIN_STEPS to `most` (i32[], at most MAX_STEPS) tokens in every active slot; stops early when all have ended.
 
-        free: bool[S], slots whose responses nobody waits for. limits: i32[S], tokens of each longest response. decoding: of
+        free: bool[S], slots whose responses are no longer wanted. limits: i32[S], tokens of each longest response. decoding: of
         scalars, or of [S].
         """
         data, everywhere = P("data"), P()
@@ -170,7 +170,7 @@ class SlotPrograms:
 
 
 def _by_row(decoding: Decoding):
-    """Of each of its arrays, how a `shard_map` over data splits it."""
+    """Returns, for each of its arrays, how a `shard_map` over data splits it."""
     return jax.tree.map(lambda a: P("data") if jnp.ndim(a) else P(), decoding)
 
 
@@ -179,60 +179,60 @@ class SlotSampler:
 
     Args:
       programs: compiled for the policy.
-      params: the policy's.
+      params: those of the policy.
       keys: [B], the episodes' random keys, or [B, 2] as for `sampling.turn_keys`.
-      decoding: None where every request has its own.
-      slots: responses at a time, rounded up to a multiple of `programs.shards`.
+      decoding: None if every request has its own.
+      slots: maximum number of simultaneous responses, rounded up to a multiple of `programs.shards`.
       prompt_limit: P, tokens of the longest prompt.
 
     Attributes:
-      keys: as given; may be others of the same shape for the requests to come.
-      steps: tokens decoded so far, one after the other.
-      busy: the sum over these steps of the share of slots, as many as there were by then, that had not ended.
-      prompt_widths: slots with which prompts are read, ascending.
-      prompt_counts: how many prompts are read at a time, ascending.
+      keys: the argument; it may be replaced by others of the same shape for later requests.
+      steps: decoding steps so far.
+      busy: the sum over these steps of the fraction of active slots, among the slots at that time.
+      prompt_widths: prompt widths in slots, ascending.
+      prompt_counts: numbers of prompts that are prefilled at a time, ascending.
     """
 
     def __init__(self, programs: SlotPrograms, params, keys, decoding: Decoding | None, *, slots: int, prompt_limit: int):
         self._programs, self._params, self.keys, self._decoding = programs, params, keys, decoding
         self._blocks = programs("decode_blocks", "all layers", params)
         shards = programs.shards
-        # Every combination of these that occurs is compiled, all layers of it.
-        self._sizes = buckets(-(-slots // shards), factor=4, smallest=1)[-3:]  # prompts that a shard reads at a time
+        # Every combination of these that occurs is compiled, with all its layers.
+        self._sizes = buckets(-(-slots // shards), factor=4, smallest=1)[-3:]  # prompts that a shard prefills at a time
         self.prompt_counts = [size * shards for size in self._sizes]
         self.prompt_widths = buckets(prompt_limit, factor=2, smallest=128)
-        self._room = buckets(prompt_limit, factor=4, smallest=128)  # of a cache, for prompts
+        self._room = buckets(prompt_limit, factor=4, smallest=128)  # cache slots for prompts
         self._length = 0  # tokens that a cache holds
         self._state: Any = None
         self._requests: list[list[SlotRequest | None]] = [[None] * self._sizes[-1] for _ in range(shards)]
         self._sampled: dict[int, tuple[list, list]] = {}  # episode -> (tokens, log-probabilities) so far
-        self._first: list[tuple[list[int], Any, Any]] = []  # of responses that have begun: episodes, tokens, log-probabilities
+        self._first: list[tuple[list[int], Any, Any]] = []  # for responses that have begun: episodes, tokens, log-probabilities
         self.steps, self.busy = 0, 0.0
 
     @property
     def active(self) -> int:
-        """Responses that have not ended."""
+        """Number of responses that have not ended."""
         return len(self._sampled)
 
     @property
     def free(self) -> int:
-        """Slots for further requests."""
+        """Number of slots for further requests."""
         return len(self._requests) * len(self._requests[0]) - self.active
 
     @property
     def counts(self) -> dict[str, float]:
-        """Figures of a rollout's report (`result.py`)."""
+        """Returns figures for a rollout's report (`result.py`)."""
         return {"decode_steps": self.steps, "slot_use": self.busy / max(1, self.steps)}
 
     def add(self, requests: Sequence[SlotRequest]) -> None:
-        """Begins responses to some prompts, at most `free`; an episode has one at a time."""
+        """Begins responses to some prompts, at most `free`; an episode has only one at a time."""
         if not requests:
             return
         self._make_room(max(len(request.ids) for request in requests))
         some: list[SlotRequest] = []
         for width in self.prompt_widths:
             some += [request for request in requests if self._width(len(request.ids)) == width]
-            # Fewer than there are shards would leave some of these nothing but padding: they go with longer ones.
+            # With fewer prompts than shards, some shards would process only padding: these prompts go with longer ones.
             if not some or (len(some) < len(self._requests) and any(len(request.ids) > width for request in requests)):
                 continue
             waiting, some = self._assign(some), []
@@ -242,17 +242,17 @@ class SlotSampler:
                 waiting = [prompts[count:] for prompts in waiting]
 
     def so_far(self, episode: int) -> tuple[list[int], list[float]]:
-        """Of a response that has not ended: the tokens sampled before the last `step` ended, and their log-probabilities."""
+        """Returns the tokens of an unfinished response from before the end of the last `step`, and their log-probabilities."""
         return self._sampled[episode]
 
     def cancel(self, episode: int) -> None:
-        """Ends a response that nobody waits for any more; its slot is free."""
+        """Ends a response that is no longer wanted and frees its slot."""
         del self._sampled[episode]
         for requests in self._requests:
             requests[:] = [None if request and request.episode == episode else request for request in requests]
 
     def step(self, most: int = MAX_STEPS) -> list[SlotResponse]:
-        """Decodes up to `most` tokens, MAX_STEPS or fewer; the responses that have ended."""
+        """Decodes up to `most` tokens, MAX_STEPS or fewer; returns the responses that have ended."""
         slots = [request for requests in self._requests for request in requests]
         self._state, out = self._programs(
             "decode", self._shape(), self._params, self._blocks, self._state, np.array([slot is None for slot in slots]),
@@ -262,7 +262,7 @@ class SlotSampler:
         self._first = []
         for episodes, tokens, logp in first:
             for i, episode in enumerate(episodes):
-                if episode in self._sampled:  # else it was cancelled, or is padding
+                if episode in self._sampled:  # otherwise it was cancelled, or is padding
                     self._sampled[episode] = [int(tokens[i])], [float(logp[i])]
         self.steps += int(out.counts.max())
         self.busy += float(out.counts.sum()) / len(out.counts)
@@ -282,7 +282,7 @@ class SlotSampler:
         return responses
 
     def shrink(self, wanted: int) -> None:
-        """Leaves out free slots that are not wanted any more, once the rest is a quarter or less."""
+        """Drops free slots that are no longer wanted, once the rest is a quarter or less."""
         busiest = max(sum(request is not None for request in requests) for requests in self._requests)
         needed = max(busiest, -(-wanted // len(self._requests)))
         size = next((size for size in self._sizes[-2:] if size >= needed), self._sizes[-1])
@@ -312,7 +312,7 @@ class SlotSampler:
         shape = f"{self._shape()} to {len(rows)} of {length}"
         rows, state = rows.astype(np.int32), self._state
         self._state = self._programs("take", shape, state, rows)
-        while state.cache:  # one layer at a time: never are all there twice
+        while state.cache:  # one layer at a time, so that the caches never exist twice
             self._state.cache.append(self._programs("resize", shape, state.cache.pop(0), rows, length))
         self._length = length
 
@@ -320,15 +320,15 @@ class SlotSampler:
         return f"{len(self._requests) * len(self._requests[0])} slots of {self._length} tokens"
 
     def _assign(self, requests: list[SlotRequest]) -> list[list[list[tuple[int, SlotRequest]]]]:
-        """Gives each request a slot. Returns, of each shard, lists of (slot in it, request) with the same prompt.
+        """Assigns each request to a slot. Returns, for each shard, lists of (slot in it, request) with the same prompt.
 
-        A prompt is shared where sharing leaves half of them or fewer: the program for it takes as many responses as slots.
+        Prompts are shared only if that leaves half of them or fewer: its program takes as many responses as slots.
         """
         distinct = {tuple(request.ids) for request in requests}
         share = 2 * len(distinct) <= len(requests)
         free = [[slot for slot, other in enumerate(some) if other is None] for some in self._requests]
         prompts: list[dict] = [{} for _ in free]
-        home: dict[tuple, int] = {}  # where equal prompts went
+        home: dict[tuple, int] = {}  # the shard of each distinct prompt
         for request in requests:
             prompt = tuple(request.ids)
             shard = home.get(prompt, 0) if share else 0
@@ -342,12 +342,12 @@ class SlotSampler:
         return [list(some.values()) for some in prompts]
 
     def _prompts_at_a_time(self, count: int) -> int:
-        """How many of `count` prompts a shard reads next: a size that is filled to more than half."""
+        """Returns how many of `count` prompts a shard prefills next: a size that is filled to more than half."""
         above = next((size for size in self._sizes if size >= count), self._sizes[-1])
         return above if above < 2 * count else max((size for size in self._sizes if size <= count), default=above)
 
     def _prefill(self, width: int, count: int, prompts: list[list[list[tuple[int, SlotRequest]]]]) -> None:
-        """Reads up to `count` prompts of every shard."""
+        """Prefills up to `count` prompts of every shard."""
         slots = len(self._requests[0])
         shared = any(len(same) > 1 for some in prompts for same in some)
         m = slots if shared else count
@@ -355,7 +355,7 @@ class SlotSampler:
         source, slot, turn = np.zeros((3, len(prompts), m), np.int32)
         episode = np.full((len(prompts), m), -1, np.int32)
         begun: list[list[SlotRequest | None]] = [[None] * m for _ in prompts]
-        slot[:] = slots  # none
+        slot[:] = slots  # no slot
         for shard, some in enumerate(prompts):
             row = 0
             for i, same in enumerate(some):
@@ -375,12 +375,12 @@ class SlotSampler:
         self._first.append((flat(episode).tolist(), *first))
 
     def _limits(self, requests: list[SlotRequest | None]) -> np.ndarray:
-        """i32[n], of each request's response."""
+        """Returns the limit of each request's response, i32[n]."""
         most = self._programs.max_new
         return np.array([request.limit if request and request.limit else most for request in requests], np.int32)
 
     def _decodings(self, requests: list[SlotRequest | None]) -> Decoding:
-        """The distribution for all requests, or arrays [n] of each one's."""
+        """Returns the distribution for all requests, or arrays [n] with each one's."""
         if self._decoding is not None:
             return self._decoding
         each = [request.decoding if request and request.decoding else Decoding() for request in requests]

@@ -1,7 +1,7 @@
 """Sampling: one prefill, then a compiled decode loop that continues with fewer rows once most have ended.
 
-Each row has its own random key, folded with the position of the token, so that what a row samples depends neither on its
-batch mates nor on the mesh. Log-probabilities are those of the distribution that was sampled from.
+Each row has its own random key, folded with the position of the token, so the samples of a row depend neither on its batch
+mates nor on the mesh. Log-probabilities are those of the sampling distribution.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from hgpo_jax.policy.vocabulary import gather_logprobs
 
 
 class Responses(struct.PyTreeNode):
-    """What was sampled for B prompts."""
+    """Sampled responses to B prompts."""
 
     tokens: jax.Array  # i32[B, R], 0 after the end
     logp: jax.Array  # f32[B, R], 0 after the end
-    lengths: jax.Array  # i32[B], the end token included
+    lengths: jax.Array  # i32[B], including the end token
 
 
 def buckets(largest: int, *, factor: int, smallest: int) -> list[int]:
-    """`largest` divided by powers of `factor` down to `smallest`: four sizes at most, ascending."""
+    """Returns `largest` divided by powers of `factor` down to `smallest`: four sizes at most, ascending."""
     sizes = {largest}
     for power in range(1, 4):
         size = -(-largest // factor**power)
@@ -41,11 +41,11 @@ def buckets(largest: int, *, factor: int, smallest: int) -> list[int]:
 
 
 class Decoding(struct.PyTreeNode):
-    """The distribution that tokens are drawn from: scalars, so that changing them compiles nothing, or [B], one of each row.
+    """The distribution that tokens are drawn from: scalars, so that changing them compiles nothing, or [B], one for each row.
 
     temperature: 0 takes the most likely token.
     top_k: only the k most likely tokens; 0: all.
-    top_p: of these, only the most likely ones that together reach this probability (Holtzman et al., arXiv 1904.09751).
+    top_p: among these, only the most likely ones that together reach this probability (Holtzman et al., arXiv 1904.09751).
     min_new: no response ends before this many tokens.
     """
 
@@ -58,15 +58,15 @@ class Decoding(struct.PyTreeNode):
 def published_decoding(
     generation: Mapping[str, Any], usual: float = 1.0, *, min_new: int = 0, **given: float | None
 ) -> Decoding:
-    """How a model's publisher samples, as generation_config.json says, but for what is given.
+    """Returns the decoding that a model's publisher recommends in generation_config.json, except for the arguments set here.
 
-    usual: the temperature where the file says nothing. given: `temperature`, `top_k` and `top_p`, None: as published. Raises
-    ValueError for numbers that cannot be.
+    usual: the temperature if the file has none. given: `temperature`, `top_k` and `top_p`, None: as published. Raises
+    ValueError for invalid numbers.
     """
     samples = generation.get("do_sample", True)
     found = {"temperature": usual if samples else 0.0, "top_k": 0, "top_p": 1.0}
     found |= {name: generation[name] for name in found if samples and generation.get(name) is not None}
-    found["top_k"] = 0 if found["top_k"] == -1 else found["top_k"]  # vLLM's word for all
+    found["top_k"] = 0 if found["top_k"] == -1 else found["top_k"]  # vLLM's value for all
     for name, low, high in (("temperature", 0, 10), ("top_k", 0, 10**9), ("top_p", 1e-9, 1)):
         if not (isinstance(found[name], int | float) and low <= found[name] <= high):
             raise ValueError(f"generation_config.json: {name}={found[name]!r:.50}: must be from {low} to {high}")
@@ -74,19 +74,19 @@ def published_decoding(
 
 
 def sample_token(logits, keys, decoding: Decoding):
-    """One token per row.
+    """Samples one token per row.
 
     Args:
       logits: f32[B, V].
       keys: a random key per row.
 
-    Returns: (tokens i32[B], their log-probabilities f32[B] in the distribution drawn from; at temperature 0 in the whole
+    Returns: (tokens i32[B], their log-probabilities f32[B] in the distribution drawn from, or, at temperature 0, in the whole
     softmax at temperature 1).
     """
     temperature, top_k, top_p = (jnp.asarray(a)[..., None] for a in (decoding.temperature, decoding.top_k, decoding.top_p))
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
     restricted = ((temperature > 0) & ((top_k > 0) | (top_p < 1))).any()
-    # Sorting a vocabulary costs more than the rest of this: only where it is asked for.
+    # Sorting a vocabulary costs more than everything else here, so it happens only on demand.
     scaled = jax.lax.cond(restricted, lambda x: top_k_top_p(x, top_k, top_p), lambda x: x, scaled)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], logits.dtype))(keys)
     token = argmax(jnp.where(temperature > 0, scaled + noise, logits))
@@ -94,17 +94,17 @@ def sample_token(logits, keys, decoding: Decoding):
 
 
 def argmax(values):
-    """`jnp.argmax` of f32[B, V] over the last axis, i32[B].
+    """Computes `jnp.argmax` of f32[B, V] over the last axis, i32[B].
 
-    In two steps: XLA's CPU compiler fuses what argmax reads into its loop over single values, which made the noise the slowest
-    part of decoding with a small policy.
+    It takes two steps: XLA's CPU compiler fuses the input of argmax into its loop over single values, which made the noise the
+    slowest part of decoding with a small policy.
     """
-    last = values.shape[-1] - 1  # of a row with NaN, where no value equals the maximum
+    last = values.shape[-1] - 1  # for a row with NaN, where no value equals the maximum
     return jnp.where(values == values.max(-1, keepdims=True), jnp.arange(last + 1), last).min(-1)
 
 
 def top_k_top_p(logits, top_k, top_p):
-    """f32[B, V] with -inf outside the top k, and of those outside the fewest that reach probability top_p; ties stay.
+    """Masks logits f32[B, V] to -inf outside the top k, and outside the fewest of these that reach top_p; ties stay.
 
     top_k, top_p: of a shape that broadcasts to [B, V].
     """
@@ -117,13 +117,13 @@ def top_k_top_p(logits, top_k, top_p):
 
 
 def is_end(tokens, end_tokens: tuple[int, ...]):
-    """bool[...], which of the tokens i32[...] end a response."""
+    """Marks the tokens i32[...] that end a response, bool[...]."""
     return (tokens[..., None] == jnp.asarray(end_tokens)).any(-1)
 
 
 def turn_keys(keys, turns):
-    """The random key of one turn of each of M episodes, at turns i32[] or i32[M]; keys: [M], or [M, 2], the first of which
-    serves an episode's first turn and the second all others."""
+    """Returns the random key of one turn of each of M episodes, at turns i32[] or i32[M]. keys: [M], or [M, 2], the first of
+    which serves an episode's first turn and the second all others."""
     turns = jnp.broadcast_to(turns, keys.shape[:1])
     if keys.ndim == 2:
         keys = keys[jnp.arange(keys.shape[0]), jnp.minimum(turns, 1)]
@@ -131,7 +131,7 @@ def turn_keys(keys, turns):
 
 
 def sample_next(model, hidden, keys, i, *, end_tokens: tuple[int, ...], decoding: Decoding):
-    """Token number `i`, i32[] or i32[B], of each response: (i32[B], log-probabilities f32[B]); hidden [B, D] predicts it."""
+    """Samples token number `i`, i32[] or i32[B], of each response from hidden [B, D]: (i32[B], log-probabilities f32[B])."""
     logits = constrain(model.logits(hidden), "batch", "vocab_of_rows")
     i = jnp.broadcast_to(i, keys.shape)
     too_early = is_end(jnp.arange(logits.shape[-1]), end_tokens) & (i < decoding.min_new)[:, None]
@@ -140,39 +140,39 @@ def sample_next(model, hidden, keys, i, *, end_tokens: tuple[int, ...], decoding
 
 
 class DecodeState(struct.PyTreeNode):
-    """B rows that are being decoded; fewer than the whole batch once some of it has ended."""
+    """B rows that are being decoded; fewer than the whole batch once some have ended."""
 
-    index: jax.Array  # i32[B], which row of the whole batch
+    index: jax.Array  # i32[B], the row in the whole batch
     key: jax.Array  # [B]
     prompt_length: jax.Array  # i32[B]
     token: jax.Array  # i32[B], the last one sampled
     ended: jax.Array  # bool[B]
-    cache: list[KVCache]  # of each layer
+    cache: list[KVCache]  # one for each layer
 
     def partition(self) -> DecodeState:
-        """The PartitionSpec of every array on the mesh in context."""
+        """Returns the PartitionSpec of every array on the mesh in context."""
         rows: Any = partition_in_context(("batch",), self.token.shape)
         cache = [layer.partition() for layer in self.cache]
         return DecodeState(index=rows, key=rows, prompt_length=rows, token=rows, ended=rows, cache=cache)
 
     def take(self, rows) -> DecodeState:
-        """Some rows, i32[n], of those that a device has."""
+        """Selects rows i32[n] among those that a device has."""
         taken = jax.tree.map(lambda a: a[rows], self.replace(cache=[]))
         return taken.replace(cache=[layer.take(rows) for layer in self.cache])
 
 
 def row_shards() -> int:
-    """Over how many devices of the mesh in context the compiler splits rows."""
+    """Returns the number of devices of the mesh in context over which the compiler splits rows."""
     return math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in auto_axes("batch"))
 
 
 def smallest_batch(ended):
-    """The smallest batch, i32[], in which the unfinished rows, ended bool[B], fit if each device keeps its own."""
+    """Returns the smallest batch, i32[], in which the unfinished rows, ended bool[B], fit if each device keeps its own."""
     return max_across_devices((~ended).reshape(row_shards(), -1).sum(1).max() * row_shards())
 
 
 def compact_unfinished(state: DecodeState, size: int) -> DecodeState:
-    """`size` rows, all unfinished ones among them: the same number on each device that has a part of them."""
+    """Selects `size` rows, including all unfinished ones, with the same number on each device that has a part of them."""
     rows_per_shard = size // row_shards()
 
     def compact_shard(state: DecodeState) -> DecodeState:
@@ -185,7 +185,7 @@ def compact_unfinished(state: DecodeState, size: int) -> DecodeState:
     return compact(state)
 
 
-COMPACT_FROM = 64  # new tokens: shorter responses end too soon for fewer rows to pay for moving them
+COMPACT_FROM = 64  # new tokens: shorter responses end too soon for fewer rows to repay the cost of moving them
 
 
 def generate(
@@ -195,12 +195,12 @@ def generate(
 
     Args:
       model: a bound `Qwen2`.
-      blocks: its `decode_blocks()`, computed outside of every loop.
+      blocks: the result of its `decode_blocks()`, computed outside of every loop.
       prompts: i32[B, P], right-padded.
       lengths: i32[B], tokens of each prompt, at least 1.
       keys: a random key per row.
       max_new: R, the longest response.
-      end_tokens: each of them ends a response.
+      end_tokens: the tokens that end a response.
     """
     B, P = prompts.shape
     hidden, cache = model.prefill(prompts, lengths - 1, P + max_new - 1)
@@ -228,8 +228,8 @@ def generate(
         state = state.replace(token=token, cache=cache, ended=state.ended | is_end(token, end_tokens))
         return i + 1, state, out, smallest_batch(state.ended)
 
-    # The whole batch until a quarter of it can hold all unfinished rows, then that quarter. No further sizes: each is one more
-    # copy of all layers to compile.
+    # The whole batch until a quarter of it can hold all unfinished rows, then that quarter. There are no further sizes, because
+    # each would compile another copy of all layers.
     sizes = [B, B // 4] if B % (4 * row_shards()) == 0 and max_new >= COMPACT_FROM else [B]
     i = jnp.int32(1)
     for size, next_size in zip(sizes, [*sizes[1:], 0], strict=True):
@@ -246,16 +246,16 @@ def generate(
 
 
 def make_decode_blocks(graphdef):
-    """Jitted `decode_blocks(params) -> blocks`: the copy of the weights that decoding reads, one set of arrays per layer."""
+    """Builds jitted `decode_blocks(params) -> blocks`: the copy of the weights for decoding, one set of arrays per layer."""
     return jax.jit(lambda params: nnx.merge(graphdef, params).decode_blocks())
 
 
 def make_sampler(graphdef, mesh: Mesh | AbstractMesh, max_new: int, end_tokens: tuple[int, ...]):
-    """Jitted `sample(params, blocks, prompts, lengths, keys, episodes, turns, decoding) -> Responses`.
+    """Builds jitted `sample(params, blocks, prompts, lengths, keys, episodes, turns, decoding) -> Responses`.
 
-    blocks are those of `make_decode_blocks` for the params. prompts i32[M, P] and lengths i32[M] belong to the episodes
-    i32[M], whose random keys are keys[episodes] (`turn_keys`), at their turns, i32[M] or one for all. M is split over the
-    mesh's `data` axis, and each shard ends when its own rows have ended.
+    blocks come from `make_decode_blocks` for the params. prompts i32[M, P] and lengths i32[M] belong to the episodes i32[M],
+    whose random keys are keys[episodes] (`turn_keys`), at their turns, i32[M] or one for all. M is split over the mesh's `data`
+    axis, and each shard ends when its own rows have ended.
     """
 
     def sample_shard(params, blocks, prompts, lengths, keys, decoding):

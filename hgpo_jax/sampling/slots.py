@@ -1,6 +1,7 @@
-"""Slots on the devices: their state, and what is computed for them on one index of the data axis, inside any program.
+"""Slots on the devices: their state, and the computation on one index of the data axis, inside any program.
 
-The sampler of the host (`slots.py`) calls it step by step, a compiled rollout (`compiled_slots.py`) inside its loop.
+The sampler of the host (`continuous_batching.py`) calls it step by step, a compiled rollout (`compiled_slots.py`) inside its
+loop.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ MAX_STEPS = 64  # tokens that are decoded at a time
 class SlotState(struct.PyTreeNode):
     """S slots on the devices, some of them free."""
 
-    key: jax.Array  # [S], of the request's turn
+    key: jax.Array  # [S], the key of the request's turn
     prompt_length: jax.Array  # i32[S]
     sampled: jax.Array  # i32[S], tokens sampled so far
-    token: jax.Array  # i32[S], the last one
-    ended: jax.Array  # bool[S]; true of a free slot, too
-    cache: list[KVCache]  # of each layer
+    token: jax.Array  # i32[S], the last token
+    ended: jax.Array  # bool[S], also true for a free slot
+    cache: list[KVCache]  # one for each layer
 
     @staticmethod
     def of(rows: Callable[[str], Any], cache: list) -> Any:
-        """A state of `rows(name)` for each of the arrays [S]."""
+        """Makes a state from `rows(name)` for each of the arrays [S], and the cache."""
         names = [field.name for field in dataclasses.fields(SlotState) if field.name != "cache"]
         return SlotState(**{name: rows(name) for name in names}, cache=cache)
 
@@ -43,16 +44,16 @@ class SlotState(struct.PyTreeNode):
 
 
 class Sampled(struct.PyTreeNode):
-    """What a step has sampled in S slots."""
+    """The tokens that a step has sampled in S slots."""
 
     tokens: jax.Array  # i32[S, MAX_STEPS]
     logp: jax.Array  # f32[S, MAX_STEPS]
-    counts: jax.Array  # i32[S], how many of them
+    counts: jax.Array  # i32[S], the number of these tokens
     ended: jax.Array  # bool[S], whether the slot's response has ended
 
 
 def free_slots(model, slots: int, length: int) -> SlotState:
-    """`slots` free slots whose caches hold `length` tokens, for a bound `Qwen2`."""
+    """Makes `slots` free slots whose caches hold `length` tokens, for a bound `Qwen2`."""
     one = jnp.zeros((slots, 1), jnp.int32)
     like = jax.eval_shape(lambda: model.prefill(one, one[:, 0], length)[1])
     cache = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
@@ -64,10 +65,10 @@ def free_slots(model, slots: int, length: int) -> SlotState:
 def begin(
     model, state: SlotState, prompts, lengths, source, slots, keys, limits, widths: Sequence[int], end_tokens, decoding
 ):
-    """Reads prompts i32[n, W] and samples the first token of responses: (the state, i32[m], their log-probabilities f32[m]).
+    """Prefills prompts i32[n, W] and samples first tokens of responses: (the state, i32[m], their log-probabilities f32[m]).
 
-    As `SlotPrograms._prefill`, with keys [m] of the turns, on one index of the data axis; source and slots count within what a
-    device has of it. widths: slots with which prompts can be read, ascending to W: the fewest that hold all of them are.
+    Like `SlotPrograms._prefill`, with the keys [m] of the turns, on one index of the data axis; source and slots count within a
+    device's part of it. widths: possible prompt widths in slots, ascending to W; the smallest that holds all prompts is used.
     """
 
     def read(width: int):
@@ -94,16 +95,17 @@ def begin(
 def go_on(
     model, blocks, state: SlotState, limits, least: int, most, share: int, end_tokens, decoding
 ) -> tuple[SlotState, Sampled]:
-    """Decodes `least` to `most` (i32[], at most MAX_STEPS) tokens in every slot, until one in `share` of those that had not
-    ended has; fewer once all have.
+    """Decodes `least` to `most` (i32[], at most MAX_STEPS) tokens in every slot, until one in `share` of the active ones has
+    ended; stops early when all have ended.
 
-    On one index of the data axis, which goes on as long as any other. limits: i32[S], tokens of each longest response.
+    It runs on one index of the data axis and continues as long as any other index does. limits: i32[S], tokens of each longest
+    response.
     """
     S = state.token.shape[0]
 
     def step(carry):
         i, state, out, _ = carry
-        # A slot that has ended writes behind its response.
+        # A slot that has ended writes past its response.
         hidden, cache = model.decode(state.token, state.prompt_length + state.sampled - 1, state.cache, blocks)
         token, logp = sample_next(model, hidden, state.key, state.sampled, end_tokens=end_tokens, decoding=decoding)
         live = ~state.ended

@@ -1,19 +1,19 @@
-"""Programs of your own as players: a command that talks to the policy through OpenAI's API is started for every episode.
+"""User programs as players: every episode starts a command that talks to the policy through OpenAI's API.
 
     python -m hgpo_jax.train policy=smollm2 warm_start=none env.name=agent env.command="python my_agent.py"
 
-The policy is served while a rollout lasts (`serving/`), and every request of an episode is one of its turns. A command finds
-in its environment
+The policy is served during a rollout (`serving/`), and every request of an episode is one of its turns. A command finds these
+variables in its environment:
 
-    OPENAI_BASE_URL, OPENAI_API_KEY    where the policy is; the key is the episode's own, by which its requests are known
-    HGPO_TASK, HGPO_SPLIT              the number of the task it should play, and whether of `train` or `held_out`
+    OPENAI_BASE_URL, OPENAI_API_KEY    address of the policy; the key belongs to the episode and identifies its requests
+    HGPO_TASK, HGPO_SPLIT              the number of the task to play, and its split, `train` or `held_out`
     HGPO_TURNS                         how many requests it may make
     HGPO_SESSION                       the episode's name: the program ends by posting its reward to /sessions/NAME/reward
 
-What a turn samples depends on the episode's key, the turn and the prompt alone, in the rollout's distribution, whatever
-temperature a program asks for. A command that fails costs its own episode, which is left out where it never asked. After an
-answer a crash, a conversation longer than a prompt may be, silence or no reward at the end is the policy's failure: the episode
-is lost and keeps the rewards that were posted; with `env.failed=exclude` it is left out, too.
+The samples of a turn depend on the episode's key, the turn and the prompt alone, in the rollout's distribution, whatever
+temperature a program asks for. A command that fails costs only its own episode, which is left out if it never made a request.
+After an answer, a crash, a conversation that exceeds a prompt, silence or a missing final reward is the policy's failure: the
+episode is lost and keeps the rewards that were posted; with `env.failed=exclude` it is left out, too.
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ from hgpo_jax.utils.errors import ConfigError, RunError, one_line
 
 log = logging.getLogger(__name__)
 
-ANSWER_LIMIT = 3600.0  # seconds of a request, most of which it may wait for a slot
+ANSWER_LIMIT = 3600.0  # timeout of a request in seconds, most of which it may wait for a slot
 BODY_LIMIT = 2**24  # bytes of a request
 MAX_OUTPUT = 2**26  # bytes that a command may write to its terminal
-# How an episode fails. The first is nobody's answer's fault; the metrics have the share of each as `failed/KIND`.
+# Kinds of failures. No answer is to blame for the first; the metrics have the share of each as `failed/KIND`.
 KINDS = INFRASTRUCTURE, CRASH, CONTEXT, SILENCE, NO_REWARD = "infrastructure", "crash", "context", "silence", "no_reward"
 
 
 class Failure(NamedTuple):
-    """Why an episode came to no proper end: one of KINDS, and what happened, in a line."""
+    """The reason why an episode failed: one of KINDS, and a description in a line."""
 
     kind: str
     reason: str
 
 
 class AgentRunner:
-    """Runs `env.command` for each episode; a `runners.TextRunner` in all else.
+    """Runs `env.command` for each episode; otherwise like a `runners.TextRunner`.
 
-    Raises ConfigError for a command that cannot be started, several processes, or what is not installed.
+    Raises ConfigError for a command that cannot be started, for several processes, or for a missing package.
     """
 
     task_types, roles = ("agent",), ONE_ROLE
@@ -94,9 +94,9 @@ class AgentRunner:
         except ValueError as error:
             raise ConfigError(f"policy.source={config.policy.source}: {error}") from None
         self._programs = SlotPrograms(network(model), mesh, max_new=rollout.response_limit, end_tokens=self.end_tokens)
-        self._model, self._tokenizer, self._mesh = model, tokenizer, cast(Mesh, mesh)  # a rollout needs one of real devices
+        self._model, self._tokenizer, self._mesh = model, tokenizer, cast(Mesh, mesh)  # a rollout needs real devices
         self._prompt_limit, self._turns, self._time_limit = rollout.prompt_limit, env.max_turns, env.time_limit
-        self._excludes, self._played = env.failed == "exclude", False  # whether an episode has ever come to a proper end
+        self._excludes, self._played = env.failed == "exclude", False  # whether an episode has ever ended properly
         self._batch = rollout.prompt_groups * rollout.group_size
         self._slots = min(self._batch, rollout.decode_batch_size * mesh.shape["data"])
         self._at_a_time = env.workers or self._slots
@@ -105,7 +105,7 @@ class AgentRunner:
     def rollout(self, params, tasks, keys, groups, decoding: Decoding, *, held_out: bool = False) -> RolloutResult:
         """Plays B episodes.
 
-        Raises RunError where all are left out, or where all have failed, whatever the reason, before any came to a proper end.
+        Raises RunError if all are left out, or if all have failed, for any reason, before one ever ended properly.
         """
         from hgpo_jax.serving.api import Api
         from hgpo_jax.serving.background import served
@@ -129,7 +129,7 @@ class AgentRunner:
             with ThreadPoolExecutor(self._at_a_time, "agents") as threads:
                 try:
                     found = list(threads.map(play, sessions, tasks))
-                except BaseException:  # a signal, perhaps
+                except BaseException:  # possibly a signal
                     commands.stop()
                     threads.shutdown(cancel_futures=True)
                     raise
@@ -164,7 +164,7 @@ class AgentRunner:
         return False
 
     def compile(self, params, inputs: tuple) -> None:
-        """Its shapes depend on the prompts: each compiles when it first occurs."""
+        """Does nothing: shapes depend on the prompts, and each compiles when it first occurs."""
 
     def story(self, result: RolloutResult, index: int) -> Story:
         assert result.report is not None
@@ -172,7 +172,7 @@ class AgentRunner:
 
 
 def command_of(text: str) -> list[str]:
-    """A command's words. Raises ConfigError for one that cannot be started."""
+    """Splits a command into words. Raises ConfigError for one that cannot be started."""
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -185,12 +185,12 @@ def command_of(text: str) -> list[str]:
 
 
 def _path() -> str:
-    """Where programs are looked for: `python` is the one that this runs in."""
+    """Returns the search path for programs, in which `python` is the interpreter that runs this."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 def _play(commands: Commands, url: str, split: str, engine, session, task: int) -> Failure | None:
-    """Plays one episode; returns how it failed, if it did."""
+    """Plays one episode; returns its failure, if any."""
     failure = commands.run(session, {
         "OPENAI_BASE_URL": url, "OPENAI_API_KEY": session.name, "HGPO_SESSION": session.name, "HGPO_TASK": str(task),
         "HGPO_SPLIT": split, "HGPO_TURNS": str(session.max_turns),
@@ -206,9 +206,9 @@ def _play(commands: Commands, url: str, split: str, engine, session, task: int) 
 
 
 class Commands:
-    """Starts a command again and again, several at a time; use as a context, with which all end.
+    """Runs a command repeatedly, several at a time; a context manager that ends all of them.
 
-    time_limit: seconds after which one that neither asks the policy nor ends is killed.
+    time_limit: timeout in seconds after which a command that neither asks the policy nor ends is killed.
     """
 
     def __init__(self, command: list[str], time_limit: float):
@@ -222,15 +222,15 @@ class Commands:
         self.stop()
 
     def stop(self) -> None:
-        """Ends those that run, and starts no others."""
+        """Ends the running commands, and starts no others."""
         self._stopping.set()
 
     def run(self, session, variables: dict[str, str]) -> Failure | None:
-        """Runs the command for one session; returns what went wrong, if anything did."""
+        """Runs the command for one session; returns its failure, if any."""
         stopped = Failure(INFRASTRUCTURE, "stopped")
         if self._stopping.is_set():
             return stopped
-        # An agent needs no accelerator, and does not ask a proxy for what is on this machine.
+        # An agent needs no accelerator, and must not use a proxy for this machine.
         local = ",".join(filter(None, [os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), "127.0.0.1"]))
         variables = {"JAX_PLATFORMS": "cpu", "NO_PROXY": local, "no_proxy": local, "PATH": _path()} | variables
         with tempfile.TemporaryFile() as said:
@@ -251,7 +251,7 @@ class Commands:
                     if session.silent > self._time_limit:
                         return Failure(SILENCE, f"its command neither asked nor ended in {self._time_limit:g} s")
             finally:
-                with contextlib.suppress(ProcessLookupError, PermissionError):  # it and what it started
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # the command and its children
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             if code < 0:
@@ -260,7 +260,7 @@ class Commands:
 
 
 def _wait(process: subprocess.Popen) -> int | None:
-    """The exit code; None if it does not end in a moment."""
+    """Returns the exit code; None if the process does not end within a moment."""
     try:
         return process.wait(timeout=0.5)
     except subprocess.TimeoutExpired:
@@ -268,7 +268,7 @@ def _wait(process: subprocess.Popen) -> int | None:
 
 
 def _last_line(file) -> str:
-    """The last line that a command has written, for a message."""
+    """Returns the last line that a command has written, for a message."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - 4000))
     lines = file.read().decode(errors="replace").split("\n")

@@ -1,4 +1,4 @@
-"""Answers as OpenAI's API writes them."""
+"""Answers in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _JSON = json.JSONDecoder()
 
 @dataclasses.dataclass
 class Choice:
-    """A response to a request while it is sampled."""
+    """A response to a request during sampling."""
 
     stream: TextStream
     text: str = ""
     tokens: list[int] = dataclasses.field(default_factory=list)
     logp: list[float] = dataclasses.field(default_factory=list)
-    finish_reason: str | None = None  # stop or length, once it has ended
+    finish_reason: str | None = None  # stop or length, once the response has ended
 
 
 @dataclasses.dataclass
 class Piece:
-    """What a step adds to a choice. so_far: its text with this piece."""
+    """The addition of one step to a choice. so_far: its text including this piece."""
 
     index: int
     text: str
@@ -49,26 +49,26 @@ def usage(choices: Sequence[Choice], prompts: Sequence[list[int]]) -> dict[str, 
 
 
 class Form:
-    """How the answers to one request are written: whole, or as a stream of an opening, pieces and perhaps a closing.
+    """The format of the answers to one request: whole, or as a stream of an opening, pieces and perhaps a closing.
 
-    begun: what each answer begins with that stands at the end of its prompt and is not sampled.
+    begun: the beginning of each answer that is the end of its prompt and is not sampled.
     """
 
     begun = ""
-    prefix = whole_name = streamed_name = ""  # of ids; the names of the two kinds of objects
+    prefix = whole_name = streamed_name = ""  # prefix of ids; the names of the two kinds of objects
 
     def __init__(self, asked: Sampling, texts: ServedText):
         self._asked, self._texts = asked, texts
 
     def whole(self, choices: Sequence[Choice], prompts: Sequence[list[int]]) -> dict[str, Any]:
-        """Of the prompts' ids and all choices."""
+        """Builds the non-streaming response body."""
         written = [
             self._choice(Piece(i, c.text, c.text, c.tokens, c.logp, c.finish_reason), "message") for i, c in enumerate(choices)
         ]
         return {"object": self.whole_name, "choices": written} | self._prompt_ids(prompts)
 
     def opening(self, prompts: Sequence[list[int]]) -> list[dict[str, Any]]:
-        """What comes before the first piece."""
+        """Builds the chunks before the first piece."""
         return [self._streamed([], self._prompt_ids(prompts))] if self._asked.return_token_ids else []
 
     def piece(self, piece: Piece) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Form:
         return {"object": self.streamed_name, "choices": choices} | (more or {})
 
     def _prompt_ids(self, prompts: Sequence[list[int]]) -> dict[str, Any]:
-        """A list for each prompt where there are several."""
+        """Returns one list for each prompt, if there are several."""
         return {"prompt_token_ids": prompts[0] if len(prompts) == 1 else prompts} if self._asked.return_token_ids else {}
 
     def _choice(self, piece: Piece, where: str) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class Form:
 
 
 class ChatForm(Form):
-    """Of /v1/chat/completions."""
+    """The format of /v1/chat/completions."""
 
     prefix, whole_name, streamed_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
     _asked: ChatRequest
@@ -124,14 +124,14 @@ class ChatForm(Form):
             return None
         content = []
         for token, logp in zip(map(self._texts.token, piece.tokens), piece.logp, strict=True):
-            # A part of a character has no text, and what its bytes are only the tokenizer's own model knows.
+            # A part of a character has no text, and only the tokenizer's own model knows its bytes.
             coded = None if "\ufffd" in token else list(token.encode())
             content.append({"token": token, "logprob": logp, "bytes": coded, "top_logprobs": []})
         return {"content": content, "refusal": None}
 
 
 class ToolForm(ChatForm):
-    """Of /v1/chat/completions with tools. What is called is known at the end, so a stream's text comes then, as a whole."""
+    """The format of /v1/chat/completions with tools. Calls are recognized at the end, so a stream's text comes then, whole."""
 
     def __init__(self, asked: ChatRequest, texts: ServedText):
         super().__init__(asked, texts)
@@ -141,20 +141,20 @@ class ToolForm(ChatForm):
     def _choice(self, piece: Piece, where: str) -> dict[str, Any]:
         text = self.begun + piece.so_far if piece.finish_reason else ""
         choice = super()._choice(dataclasses.replace(piece, text=text, so_far=text), where)
-        # An answer that was cut is no call: the one that it broke off may be what the others were for.
+        # An answer that was cut makes no calls: the call that is cut off may be the one that the others depend on.
         content, calls = tool_calls(text, self._inside) if piece.finish_reason == "stop" else ("", [])
         calls = calls if self._asked.parallel_tool_calls else calls[:1]
         if calls and not self._texts.spells_token(json.dumps(calls, ensure_ascii=False)):
             choice["finish_reason"] = "tool_calls"
             choice[where] |= {"content": content or None, "tool_calls": calls}
-            choice.pop("warning", None)  # of a text
+            choice.pop("warning", None)  # text has none
         elif self.begun and piece.finish_reason:
             choice["warning"] = "tool_choice: the answer is no call that can be read"
         return choice
 
 
 def call_begun(asked: ChatRequest) -> str:
-    """What an answer that must call a tool begins with, as `tool_calls` reads it; "" for one that need not."""
+    """Returns the beginning of an answer that must call a tool, as `tool_calls` reads it; "" if it need not."""
     if isinstance(asked.tool_choice, NamedTool):
         name = json.dumps(asked.tool_choice.function.name, ensure_ascii=False)
         return f'{_CALL}\n{{"name": {name}, "arguments":'  # the blank belongs to the next token
@@ -170,12 +170,13 @@ def _is_object(text: str) -> bool:
 
 
 def tool_calls(text: str, inside_thought: bool = False) -> tuple[str, list[dict[str, Any]]]:
-    """What an answer says before it calls tools, and the calls; where one of them cannot be read there are none.
+    """Returns the text of an answer before its tool calls, and the calls; if one of them cannot be read, there are none.
 
     Calls are written <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Qwen2.5's chat template asks; several may
     stand between two tags, and arguments may be absent, null or JSON in a string. The closing tag may be missing at the
-    answer's end, which must not be one that was cut. What stands in a thought is no call; the prompt may have begun it
-    (`inside_thought`), or nobody, where the answer does not begin with a call. A <think> in prose without a </think> is prose.
+    answer's end, which must not have been cut. Text inside a thought is not a call. The prompt may have begun the thought
+    (`inside_thought`), or its beginning may be missing if the answer does not begin with a call. A <think> in prose without
+    a </think> is prose.
     """
     calls: list[dict[str, Any]] = []
     first, end = len(text), _thought_end(text, 0)
@@ -204,7 +205,7 @@ def tool_calls(text: str, inside_thought: bool = False) -> tuple[str, list[dict[
 
 
 def _thought_end(text: str, at: int) -> int:
-    """Where the first </think> ends, from `at` on, that stands in no string of a call; -1 if there is none."""
+    """Returns the end of the first </think> from `at` on that is not in a string of a call; -1 if there is none."""
     while tag := _CALL_OR_END.search(text, at):
         at = tag.end()
         if tag[0] == _THOUGHT_END:
@@ -215,7 +216,7 @@ def _thought_end(text: str, at: int) -> int:
 
 
 def _between_tags(text: str, at: int) -> tuple[list[Any], int]:
-    """The JSON values from `at` to the closing tag or the text's end, and where that is. A string may hold the tag.
+    """Reads the JSON values from `at` to the closing tag or the text's end, and that position. A string may contain the tag.
 
     Raises ValueError.
     """
@@ -231,8 +232,8 @@ def _between_tags(text: str, at: int) -> tuple[list[Any], int]:
 
 
 def _function(call: Any) -> dict[str, str]:
-    """A call as the API writes it. Raises ValueError, KeyError or TypeError for what is none."""
-    name, arguments = call["name"], call.get("arguments", call.get("parameters"))  # the second in Llama 3's form
+    """Returns a call in the API's format. Raises ValueError, KeyError or TypeError if it is not a call."""
+    name, arguments = call["name"], call.get("arguments", call.get("parameters"))  # the second name is Llama 3's
     if isinstance(arguments, str):
         arguments = json.loads(arguments or "{}")
     if arguments is None:
@@ -243,7 +244,7 @@ def _function(call: Any) -> dict[str, str]:
 
 
 class TextForm(Form):
-    """Of /v1/completions."""
+    """The format of /v1/completions."""
 
     prefix = "cmpl"
     whole_name = streamed_name = "text_completion"

@@ -1,11 +1,11 @@
 """The web application: OpenAI's chat and text completions over an `Engine`.
 
     POST /v1/chat/completions, POST /v1/completions    whole or streamed
-    POST /v1/sessions/NAME/reward                      of an episode that is recorded (`sessions.py`)
+    POST /v1/sessions/NAME/reward                      for a recorded episode (`sessions.py`)
     GET /v1/models, /health, /metrics
 
-Errors have OpenAI's form. A request that finds no room is answered 429 with Retry-After; one whose client leaves gives its
-slots back. The header X-Ignored names fields of the request that do not count.
+Errors have OpenAI's form. A request without room is answered 429 with Retry-After; if its client leaves, its slots are
+released. The header X-Ignored names fields of the request that were ignored.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ from hgpo_jax.serving.text import ServedText
 
 log = logging.getLogger(__name__)
 
-LEFT = 499  # the status, for the metrics alone, where the client did not wait
+LEFT = 499  # the status, only for metrics, of a client that did not wait
 TOO_LONG = "context_length_exceeded"
-MAX_SAID = 100  # names of ignored fields that the log holds
-_said: set[str] = set()  # these, of all servers of a process: a trainer starts one for every rollout
+MAX_SAID = 100  # names of ignored fields that are logged
+_said: set[str] = set()  # those names, for all servers of a process: a trainer starts one for every rollout
 
 
 class Api:
     """The application of one served policy.
 
     Args:
-      model: the name that clients give; where it is empty, any name will do.
+      model: the name that clients use; if it is empty, any name is accepted.
       tokenizer: the policy's.
       key: clients must send it; none if empty.
-      sessions: that are recorded; `Sessions` have keys of their own, in the place of `key`. None: none.
+      sessions: those to record; `Sessions` have keys of their own, instead of `key`. None: none.
       body_limit: bytes of a request.
-      frame: of the tokenizer's chat template; by default as that stands, with today's date.
-      time_limit: seconds until a request's last token, after which it is given up.
+      frame: the frame of the tokenizer's chat template; by default unchanged, with today's date.
+      time_limit: timeout in seconds until a request's last token.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class Api:
         sessions: Sessions | OpenSessions | None = None, frame: ChatFrame | None = None,
     ):  # fmt: skip
         self._engine, self._model, self._key, self._sessions = engine, model, key, sessions
-        # What is longer than any prompt need not be parsed, which others would wait for; a character takes 6 bytes at most.
+        # A body longer than any prompt is not parsed, since other requests would wait; a character takes at most 6 bytes.
         self._body_limit = min(body_limit, 6 * MAX_CHARACTERS_PER_TOKEN * engine.prompt_limit + 2**18)
         self._time_limit = time_limit
         self._texts, self._began = ServedText(tokenizer, frame), int(time.time())
-        # In training a session's own decoding counts.
+        # In training a session's own decoding applies.
         self._usual = Decoding() if isinstance(sessions, Sessions) else published_decoding(generation_of(tokenizer))
         self._metrics = ServerMetrics(engine)
         routes = {
@@ -90,7 +90,7 @@ class Api:
         )
 
     async def __call__(self, scope, receive, send) -> None:
-        """The ASGI application: checks the key, counts answers."""
+        """Runs the ASGI application: checks the key, counts answers."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -109,7 +109,7 @@ class Api:
                 await _refusal(error)(scope, receive, counted)
                 return
         elif not all(connections.is_local(headers[name]) for name in (b"host", b"origin") if name in headers):
-            # A page in this machine's browser can reach what listens here, also under a name of its own.
+            # A page in this machine's browser can reach local servers, also under a host name of its own.
             error = ApiError(403, "without a key only this machine's own programs are answered", "permission_error")
             await _refusal(error)(scope, receive, counted)
             return
@@ -143,7 +143,7 @@ class Api:
             raise ApiError(404, f"model: {name[:100]!r} is not served here, {self._model!r} is", code="model_not_found")
 
     def _check_length(self, characters: int) -> None:
-        """Before anything is tokenized."""
+        """Checks a text's length before it is tokenized."""
         if characters > self._engine.prompt_limit * MAX_CHARACTERS_PER_TOKEN:
             raise self._too_long(f"{characters:,} characters")
 
@@ -194,7 +194,7 @@ class Api:
         return await self._answer(request, asked, TextForm(asked, self._texts), str(asked.prompts[0]), read)
 
     async def _ids(self, prompt: str | list[int]) -> list[int]:
-        """Of a text, or as given. Raises ApiError."""
+        """Returns the ids of a text, or the given ids. Raises ApiError."""
         if isinstance(prompt, str):
             self._check_length(len(prompt))
             return await asyncio.to_thread(self._texts.prompt, prompt)
@@ -217,7 +217,7 @@ class Api:
         return JSONResponse(session.described())
 
     def _session_of(self, request: Request, asked: Sampling) -> Session | None:
-        """Whose turn a request is. Raises ApiError."""
+        """Returns the session of a request. Raises ApiError."""
         if self._sessions is None:
             return None
         session = self._sessions.of(_key_of(request), request.headers, asked.metadata or {})
@@ -227,7 +227,7 @@ class Api:
         return session
 
     async def _begin(self, session: Session) -> None:
-        """Waits for a session's requests that came before. Raises ApiError; else the session's `end` must follow."""
+        """Waits for a session's earlier requests. Raises ApiError; otherwise the session's `end` must follow."""
         try:
             async with asyncio.timeout(self._time_limit):
                 await session.begin()
@@ -239,7 +239,7 @@ class Api:
         self, request: Request, asked: Sampling, form: Form, seen: str,
         read: Callable[[Sequence[Turn]], Awaitable[list[list[int]]]],
     ) -> Response:  # fmt: skip
-        """read: gives the prompts' ids, in a session with the turns that it has had."""
+        """Answers a request. read: returns the prompts' ids, in a session based on its earlier turns."""
         self._check_model(asked.model)
         if asked.answers > self._engine.room:
             raise ApiError(400, f"n: {asked.answers} answers are more than this server's {self._engine.room} places", param="n")
@@ -261,7 +261,7 @@ class Api:
                 self._check_prompts(prompts)
             except ApiError as error:
                 if session and error.code == TOO_LONG:
-                    session.check_turns()  # of one more than it has, its length does not matter
+                    session.check_turns()  # the length of a surplus turn does not matter
                     session.overflowed = True
                 raise
             if session and (turn := session.repeated(prompts[0], key, again)):
@@ -273,7 +273,7 @@ class Api:
                     self._engine, self._texts, asked, prompts, min(asked.limit or most, most),
                     NextTurn(session, state, form.begun, key) if session else None, self._usual, seconds=self._time_limit,
                 )  # fmt: skip
-            stack.enter_context(exchange)  # refused before a stream begins
+            stack.enter_context(exchange)  # rejections come before a stream begins
             answer = {"id": f"{form.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": asked.model}
             headers = self._saying(ignored)
             if asked.stream:
@@ -285,7 +285,7 @@ class Api:
             return _Whole(answer, headers, stack.pop_all(), request, exchange)
 
     def _check_prompts(self, prompts: Sequence[list[int]]) -> None:
-        """Raises ApiError."""
+        """Checks the lengths of prompts. Raises ApiError."""
         for ids in prompts:
             if not ids:
                 raise ApiError(400, "the prompt is empty")
@@ -293,7 +293,7 @@ class Api:
                 raise self._too_long(f"{len(ids):,} tokens")
 
     def _saying(self, ignored: Sequence[str]) -> dict[str, str]:
-        """An answer's headers, where some fields of the request do not count; what is new of them goes to the log, too."""
+        """Returns an answer's headers if some fields of the request are ignored; new ones are also logged."""
         for name in ignored:
             if name not in _said and len(_said) < MAX_SAID:
                 _said.add(name)
@@ -302,7 +302,7 @@ class Api:
         return {"X-Ignored": ", ".join(ignored)} if ignored else {}
 
     async def _observed(self, exchange: Exchange | Replay, prompts: Sequence[list[int]]) -> AsyncIterator[Piece]:
-        """The exchange's pieces, for the metrics."""
+        """Passes on the exchange's pieces, and counts them in the metrics."""
         began, first, done = time.perf_counter(), True, False
         try:
             async for piece in exchange.pieces():
@@ -319,7 +319,7 @@ class Api:
                 self._metrics.cancelled.inc()
 
     async def _whole(self, request: Request, pieces: AsyncIterator[Piece]) -> bool:
-        """Waits for all pieces, or until the client leaves; whether it stayed."""
+        """Waits for all pieces, or until the client leaves; returns whether it stayed."""
 
         async def wait() -> None:
             async for _ in pieces:
@@ -342,7 +342,7 @@ class Api:
     async def _events(
         self, exchange: Exchange | Replay, answer: dict[str, Any], form: Form, asked: Sampling, prompts: Sequence[list[int]]
     ) -> AsyncIterator[str]:
-        """A streamed answer's events."""
+        """Yields a streamed answer's events."""
         try:
             for opening in form.opening(prompts):
                 yield _event(answer | opening)
@@ -358,7 +358,7 @@ class Api:
 
 
 class _Stream(StreamingResponse):
-    """Server-sent events; however the answer ends, what it holds is given back. A client that reads too slowly is left, too."""
+    """Server-sent events; however the answer ends, its resources are released. A client that reads too slowly is dropped."""
 
     def __init__(self, events: AsyncIterator[str], headers: dict[str, str], held: contextlib.ExitStack, seconds: float):
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"} | headers)
@@ -371,7 +371,7 @@ class _Stream(StreamingResponse):
 
 
 class _Whole(JSONResponse):
-    """An answer in one piece, after which what it holds is given back."""
+    """An answer in one piece; afterwards its resources are released."""
 
     def __init__(
         self, content: dict[str, Any], headers: dict[str, str], held: contextlib.ExitStack, request: Request,
@@ -389,13 +389,13 @@ class _Whole(JSONResponse):
 
 
 def _refusal(error: ApiError) -> Response:
-    # What is left of the request is not read: no other can follow it.
+    # The rest of the request is not read, so no other can follow it.
     close = {"Connection": "close"} if error.status in (401, 403, 408, 413) else {}
     return JSONResponse(error.body, error.status, close | (error.headers or {}))
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    """What no handler catches: our own refusals, unknown paths and methods, and defects, which are also logged."""
+    """Answers uncaught errors: our own rejections, unknown paths and methods, and defects, which are also logged."""
     if isinstance(error, ApiError):
         return _refusal(error)
     if isinstance(error, HTTPException):
@@ -408,9 +408,9 @@ def _event(content: dict[str, Any]) -> str:
 
 
 def _key_in(header: bytes) -> str:
-    """The API key in an Authorization."""
+    """Returns the API key in an Authorization header."""
     return header.removeprefix(b"Bearer ").decode("latin-1")
 
 
 def _key_of(request: Request) -> str:
-    return _key_in(dict(request.scope["headers"]).get(b"authorization", b""))  # the last one, as where it is checked
+    return _key_in(dict(request.scope["headers"]).get(b"authorization", b""))  # the last one, as in the check

@@ -1,4 +1,4 @@
-"""A web application on a thread of its own."""
+"""A web application on a separate thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hgpo_jax.serving.connections import Connection
 
 @contextlib.contextmanager
 def served(app: Any) -> Iterator[str]:
-    """Serves an ASGI application on this machine; gives the URL of its API."""
+    """Serves an ASGI application on this machine; yields the URL of its API."""
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listening:
         server = uvicorn.Server(uvicorn.Config(
             app, http=Connection, log_level="error", lifespan="off", timeout_graceful_shutdown=1

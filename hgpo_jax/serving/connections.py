@@ -1,4 +1,4 @@
-"""Connections of clients: who may have one, and for how long."""
+"""Limits on clients' connections: who may connect, and for how long."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from urllib.parse import urlsplit
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-GRACE = 30.0  # seconds that a body may take to arrive, and the rest of an answer to be read
+GRACE = 30.0  # timeout in seconds for a body to arrive, and for the rest of an answer to be read
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine's own programs reach it."""
+    """Whether only this machine's own programs can reach the address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -30,19 +30,19 @@ def is_local(header: bytes) -> bool:
 
 
 class Connection(H11Protocol):
-    """Uvicorn's, closed if no request came within GRACE seconds to twice that: its own timer begins after the first one.
+    """Uvicorn's connection, closed without a request within one to two times GRACE seconds: its own timer starts after one.
 
-    Of an answer that is not read nothing is kept for longer, either.
+    An answer that is not read is not kept for longer, either.
     """
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
-        # asyncio does it for sockets of its own making only; without it a piece waits up to 40 ms for the one before it.
+        # asyncio does this only for sockets that it creates; without it a piece waits up to 40 ms for the one before it.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._look(object(), 0)
 
     def _look(self, cycle: Any, unread: int) -> None:
-        """What a look GRACE seconds ago saw: the latest request, and bytes of answers that the client had not read."""
+        """Compares with the state GRACE seconds ago: the latest request, and bytes of answers that the client had not read."""
         now = self.transport.get_write_buffer_size()
         if self.cycle is cycle and not self.transport.is_closing():
             busy = self.cycle is not None and not self.cycle.response_complete

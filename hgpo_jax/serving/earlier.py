@@ -1,7 +1,7 @@
-"""Earlier answers in a conversation, in the ids that were sampled.
+"""Earlier answers in a conversation, as the ids that were sampled.
 
-What a policy wrote may be encoded in other ids than it wrote it in. Where a client sends an answer back unchanged, the next
-prompt of the session shows the policy its own ids.
+A policy's response may be encoded in ids other than the sampled ones. If a client sends an answer back unchanged, the session's
+next prompt therefore contains the policy's own ids.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def prompt_ids(
     texts: ServedText, messages: Sequence[Message], tools: Sequence[dict[str, Any]], begun: str, turns: Sequence[Turn],
     thinking: bool | None = None,
 ) -> list[int]:  # fmt: skip
-    """As `ServedText.conversation`; messages that are answers of these turns, in their order, keep their ids.
+    """Builds a prompt as `ServedText.conversation` does; messages that are answers of these turns, in order, keep their ids.
 
-    An answer that called tools becomes a text again, if the template would show just this text for it.
+    An answer that called tools becomes a text again, if the template would show exactly this text for it.
     """
     given, sampled, at = list(messages), dict[int, list[int]](), 0
     for number, message in enumerate(messages):
@@ -42,7 +42,7 @@ def prompt_ids(
 
 
 def _is_answer(message: Message, text: str, inside_thought: bool) -> bool:
-    """Whether a message is what a client was told of an answer with this text (`tool_calls`)."""
+    """Whether a message equals the client's view of an answer with this text (`tool_calls`)."""
     if not message.get("tool_calls"):
         return message["content"] == text
     content, calls = tool_calls(text, inside_thought)

@@ -1,4 +1,4 @@
-"""Samples responses to prompts that come from other threads: one thread alone uses the devices, and drives a SlotSampler."""
+"""Sampling of responses to prompts from other threads: one thread alone uses the devices, and drives a SlotSampler."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from hgpo_jax.utils.errors import RunError
 
 log = logging.getLogger(__name__)
 
-# Tokens that a step decodes: what is streamed comes in pieces of as many, and a new prompt waits for no more than these.
+# Tokens per step: streams come in pieces of this many, and a new prompt waits for no more than these.
 STEPS = 8
-# How long the slots that a step has freed wait for further requests: a share of the step's time, and at most so many seconds. A
-# program that has its answer often asks again at once; if the next step has begun, it waits while its slot is idle.
+# Freed slots wait this long for further requests: a share of the step's time, but at most MAX_GATHER seconds. A program that
+# has its answer often asks again at once; if the next step has begun by then, it waits while its slot is idle.
 GATHER, MAX_GATHER = 0.1, 0.05
 
 
 class Progress(NamedTuple):
-    """What has been sampled for a response since it was last told."""
+    """The part of a response sampled since the last report."""
 
     tokens: list[int]
     logp: list[float]
     ended: bool
-    error: str = ""  # why nothing more will come, in a line
+    error: str = ""  # a one-line reason why the response cannot continue
 
 
 @dataclasses.dataclass(eq=False)
 class Generation:
-    """A response that is wanted.
+    """A requested response.
 
     ids: token ids of the prompt, at least one and at most the engine's prompt_limit.
     limit: tokens of the longest response, at least one and at most the engine's response_limit.
-    seed, number: the same two with the same prompt, decoding and weights give the same response; the number tells several
-      responses to one prompt, or the turns of an episode, apart. seed: a number below 2**32, or a random key's data, u32[2].
-    tell: is called in the engine's thread after every step that sampled something, the last time with `ended`.
+    seed, number: the same two with the same prompt, decoding and weights give the same response; the number distinguishes
+      several responses to one prompt, or the turns of an episode. seed: a number below 2**32, or a random key's data, u32[2].
+    tell: called in the engine's thread after every step that sampled something, the last time with `ended`.
     """
 
     ids: Sequence[int]
@@ -55,11 +55,11 @@ class Generation:
     seed: int | np.ndarray
     number: int
     tell: Callable[[Progress], None]
-    told: int = 0  # tokens
+    told: int = 0  # tokens reported
 
 
 class Busy(Exception):
-    """As many requests wait as may."""
+    """Raised if the maximum number of requests is waiting."""
 
 
 def _key_data(seed: int | np.ndarray) -> np.ndarray:
@@ -68,25 +68,25 @@ def _key_data(seed: int | np.ndarray) -> np.ndarray:
 
 @jax.jit
 def _as_keys(data) -> jax.Array:
-    """Random keys [N] of their data u32[N, 2]."""
+    """Makes random keys [N] from their data u32[N, 2]."""
     return jax.random.wrap_key_data(data)
 
 
 class Engine:
-    """Use as a context: the thread ends with it, and whatever waits is told so.
+    """A sampling thread; a context manager that ends the thread and notifies everything that waits.
 
     Args:
       policy: its parameters are on the mesh's devices.
       slots: responses at a time, rounded up to a multiple of the mesh's parts.
       prompt_limit, response_limit: tokens.
-      waiting_limit: responses that wait for a slot, at most.
-      programs: of the policy's network, with this response_limit, where they have been compiled before.
-      failed: called in the engine's thread, after whose end, should it fail, nothing is sampled any more.
+      waiting_limit: maximum responses that wait for a slot.
+      programs: compiled programs of the policy's network with this response_limit, to be reused.
+      failed: called in the engine's thread if it fails; nothing is sampled after that.
 
     Attributes:
-      vocabulary: token ids are below it.
-      end_tokens: each of them ends a response.
-      failure: what clients are told once the thread has failed; "" until then. The log says why.
+      vocabulary: upper bound of token ids.
+      end_tokens: the tokens that end a response.
+      failure: the message for clients once the thread has failed; "" until then. The log says why.
     """
 
     def __init__(
@@ -107,12 +107,12 @@ class Engine:
             self._sampler = SlotSampler(
                 programs, policy.params, _as_keys(self._keys.copy()), None, slots=slots, prompt_limit=prompt_limit
             )
-        self._change = threading.Condition()  # guards what follows
+        self._change = threading.Condition()  # guards the fields below
         self._waiting: deque[Generation] = deque()
         self._cancelled: set[Generation] = set()
         self._closing = False
-        self._seated: dict[int, Generation] = {}  # seat, the sampler's episode -> who has it; the engine's thread's own
-        self._freed, self._gather_until = 0, 0.0  # slots that the last step freed; when to wait for requests no longer
+        self._seated: dict[int, Generation] = {}  # seat, the sampler's episode -> generation; the engine's thread only
+        self._freed, self._gather_until = 0, 0.0  # slots that the last step freed; when to stop waiting for requests
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def __enter__(self) -> Engine:
@@ -124,19 +124,19 @@ class Engine:
         self._thread.join()
 
     def close(self) -> None:
-        """Ends the thread, soon; what is under way is told so. May be called by a signal's handler."""
+        """Ends the thread soon and notifies pending requests. May be called by a signal's handler."""
         with self._change:
             self._closing = True
             self._change.notify()
 
     def shapes(self) -> list[tuple[int, int, int]]:
-        """(tokens of a prompt, prompts, responses to each) for `warm_up`: all that are compiled apart."""
-        # The longest prompts first: then there is room for all, and no cache ever grows.
+        """Lists (tokens of a prompt, prompts, responses to each) for `warm_up`: all that are compiled separately."""
+        # The longest prompts come first, so that the caches have room for all and never grow.
         counts = [(prompts, 1) for prompts in self._sampler.prompt_counts] + [(1, 2)][: self.slots - 1]
         return [(length, *count) for length in self._sampler.prompt_widths[::-1] for count in counts]
 
     def warm_up(self, length: int, prompts: int, responses: int) -> None:
-        """Compiles what such requests take, so that no client waits for it later. Raises RunError where that fails."""
+        """Compiles the programs for such requests, so that no client waits for it later. Raises RunError if that fails."""
         told: queue.Queue[Progress] = queue.Queue()
         limit = min(2, self.response_limit)
         self.submit([
@@ -151,31 +151,31 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Responses that wait for a slot."""
+        """Number of responses that wait for a slot."""
         return len(self._waiting)
 
     @property
     def active(self) -> int:
-        """Responses that have a slot."""
+        """Number of responses that have a slot."""
         return len(self._seated)
 
     @property
     def slots(self) -> int:
-        """Responses that can have one."""
+        """Maximum number of responses with a slot."""
         return len(self._keys)
 
     @property
     def room(self) -> int:
-        """Responses that can have a slot or wait for one."""
+        """Maximum number of responses that have a slot or wait for one."""
         return self.slots + self._waiting_limit
 
     @property
     def counts(self) -> dict[str, float]:
-        """The sampler's."""
+        """The figures of the sampler."""
         return self._sampler.counts
 
     def submit(self, generations: Sequence[Generation]) -> None:
-        """Queues all of them or none. Raises Busy, or RuntimeError if the engine has ended."""
+        """Queues all of the generations or none. Raises Busy, or RuntimeError if the engine has ended."""
         with self._change:
             if self.failure or self._closing:
                 raise RuntimeError(self.failure or "the server is shutting down")
@@ -186,17 +186,17 @@ class Engine:
             self._change.notify()
 
     def cancel(self, generations: Sequence[Generation]) -> None:
-        """Nothing more is sampled or told for these, soon; those that have ended are ignored."""
+        """Stops sampling and reports for these generations soon; those that have ended are ignored."""
         with self._change:
             self._cancelled.update(generations)
             self._change.notify()
 
     def _run(self) -> None:
         try:
-            with jax.set_mesh(self._mesh):  # of a thread
+            with jax.set_mesh(self._mesh):  # applies to this thread
                 while self._admit():
                     self._step()
-        except Exception:  # whatever it is, those that wait must hear of it
+        except Exception:  # after any error, waiting requests must be notified
             log.exception("the sampler has failed")
             self.failure = "the sampler has failed; the server's log says why"
         with self._change:
@@ -210,7 +210,7 @@ class Engine:
             self._failed()
 
     def _admit(self) -> bool:
-        """Waits until there is something to decode, and gives free slots to those that wait; False once the engine closes."""
+        """Waits until there is something to decode, and gives waiting requests free slots; False once the engine closes."""
         with self._change:
             self._change.wait_for(lambda: self._closing or self._waiting or self._seated)
             left = max(0.0, self._gather_until - time.monotonic())
@@ -230,7 +230,7 @@ class Engine:
             for seat, generation in new.items():
                 self._keys[seat] = _key_data(generation.seed)
             self._sampler.keys = _as_keys(self._keys.copy())
-            # Equal prompts are shared by an `add` of their own, so that few shapes are compiled.
+            # Equal prompts are shared by separate calls of `add`, so that few shapes are compiled.
             by_prompt: dict[tuple[int, ...], list[SlotRequest]] = {}
             for seat, g in new.items():
                 request = SlotRequest(seat, g.number, g.ids, g.limit, g.decoding)

@@ -1,4 +1,4 @@
-"""A request and its answer while it is sampled, or told once more."""
+"""A request and its answer, during sampling or repeated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hgpo_jax.serving.text import ServedText, TextStream
 
 
 class NextTurn(NamedTuple):
-    """What a request will be in its session. state, begun, key: as in `Turn`."""
+    """The turn that a request will become in its session. state, begun, key: as in `Turn`."""
 
     session: Session
     state: str
@@ -29,13 +29,13 @@ class NextTurn(NamedTuple):
 
 
 class Exchange:
-    """A request's responses as they come; use as a context, so that what nobody waits for is cancelled.
+    """A request's responses as they arrive; a context manager, so that abandoned ones are cancelled.
 
-    prompts: choice number p * n + i is the i-th of n to prompt p. limit: tokens of the longest response. turn: of a session,
-    for one prompt and one response; it is the session's once all has been sampled. usual: how is sampled what is not asked for.
-    seconds: until the last token, after which it is given up.
+    prompts: choice number p * n + i is the i-th of n to prompt p. limit: tokens of the longest response. turn: a session's, for
+    one prompt and one response; it joins the session once all of it is sampled. usual: the decoding for fields not in the
+    request. seconds: timeout until the last token.
 
-    Raises ApiError where there is no room.
+    Raises ApiError if there is no room.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class Exchange:
         turn: NextTurn | None, usual: Decoding, *, seconds: float,
     ):  # fmt: skip
         self._engine, self._next, self._seconds = engine, turn, seconds
-        self.turn: Turn | None = None  # once it is the session's
+        self.turn: Turn | None = None  # once it has joined the session
         self.choices = [Choice(TextStream(texts.decode, asked.stops)) for _ in range(len(prompts) * asked.n)]
         self._news: asyncio.Queue[tuple[int, Progress]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
         def tell(index: int):
             def told(progress: Progress) -> None:
-                with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
+                with contextlib.suppress(RuntimeError):  # the loop has ended, and no one waits
                     loop.call_soon_threadsafe(self._news.put_nowait, (index, progress))
 
             return told
@@ -90,7 +90,7 @@ class Exchange:
             self._engine.cancel(left)
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Until all choices have ended. Raises ApiError."""
+        """Yields pieces until all choices have ended. Raises ApiError."""
         until = time.monotonic() + self._seconds
         while any(choice.finish_reason is None for choice in self.choices):
             try:
@@ -101,7 +101,7 @@ class Exchange:
             if progress.error:
                 raise ApiError(503, progress.error, "server_error")
             if choice.finish_reason is not None:
-                continue  # told before the engine heard of the stop string
+                continue  # reported before the engine knew of the stop string
             text, count = choice.stream.push(progress.tokens, last=progress.ended)
             tokens, logp = progress.tokens[:count], progress.logp[:count]
             if choice.stream.stopped and not progress.ended:
@@ -126,7 +126,7 @@ class Exchange:
 
 
 class Replay:
-    """In the place of an Exchange: the answer of a turn once more."""
+    """The repeated answer of a turn, in place of an Exchange."""
 
     def __init__(self, turn: Turn, texts: ServedText):
         self.turn = turn
@@ -136,7 +136,7 @@ class Replay:
         return self
 
     def __exit__(self, *_) -> None:
-        """Nothing is sampled."""
+        """Does nothing, because nothing is sampled."""
 
     async def pieces(self) -> AsyncIterator[Piece]:
         turn = self.turn

@@ -1,4 +1,4 @@
-"""What a server counts, as Prometheus reads it."""
+"""A server's counters, in Prometheus's format."""
 
 from __future__ import annotations
 

@@ -20,17 +20,17 @@ from hgpo_jax.utils.files import atomic_write
 
 log = logging.getLogger(__name__)
 
-EVERY = 64  # sessions of a dump
+EVERY = 64  # sessions per dump
 GROUPS = "groups.json"
-WRITTEN = ("config.yaml", GROUPS, "report.html")  # the last by the report; killed meanwhile, each leaves a .partial
+WRITTEN = ("config.yaml", GROUPS, "report.html")  # the report writes the last; each may leave a .partial if killed
 OWN = {"episodes", "lock", "policy", *WRITTEN, *(f"{name}.partial" for name in WRITTEN)}
 
 
 class Recording:
-    """A folder that `inspect.load` and the report read; use as a context, with which what is left is written.
+    """A folder that `inspect.load` and the report read; a context manager that writes the remaining sessions.
 
-    Sessions of an equal task, or without one with equal first prompts, are a prompt group, whose number is the same in all
-    dumps of the folder. Those without a turn are left out.
+    Sessions of an equal task, or without one with equal first prompts, are a prompt group, with the same number in all dumps of
+    the folder. Sessions without a turn are left out.
 
     Raises ConfigError for a folder that holds something else.
     """
@@ -57,7 +57,7 @@ class Recording:
             raise ConfigError(f"--record {folder}: {error.strerror or error}") from None
         self._folder, self._end = folder, end_tokens
         self._kept: list[Session] = []
-        self._number = 1 + max(dumped(folder), default=-1)  # of the next dump
+        self._number = 1 + max(dumped(folder), default=-1)  # number of the next dump
         self._writer = ThreadPoolExecutor(1, "recording")
         self._failure = ""
 
@@ -65,7 +65,7 @@ class Recording:
         return self
 
     def __exit__(self, *_) -> None:
-        """Raises RunError where a dump could not be written."""
+        """Raises RunError if a dump could not be written."""
         self._dump()
         self._writer.shutdown()
         self._lock.release()
@@ -87,7 +87,7 @@ class Recording:
     def _write(self, sessions: list[Session], number: int) -> None:
         try:
             self._save(sessions, self._folder / "episodes" / f"iteration-{number:05d}.npz")
-        except Exception as error:  # whatever it is, the server goes on
+        except Exception as error:  # after any error the server goes on
             self._failure = one_line(str(error))
             log.exception("%d sessions are lost", len(sessions))
 
@@ -106,6 +106,6 @@ class Recording:
         episodes.save(file)
 
     def _group(self, session: Session) -> int:
-        """The number of its prompt group in this folder."""
+        """Returns the number of a session's prompt group in this folder."""
         key = json.dumps(session.turns[0].ids if session.task is None else session.task)
         return self._groups.setdefault(hashlib.sha256(key.encode()).hexdigest(), len(self._groups))

@@ -1,8 +1,7 @@
-"""What clients may ask: the fields of OpenAI's chat and text completions, and what happens to those that are not honoured.
+"""Requests of clients: the fields of OpenAI's chat and text completions, and the handling of unsupported ones.
 
-Frameworks send fields that their users cannot leave out. A field that this server does not have is ignored, which the header
-X-Ignored of the answer and, once, the log say. It is refused where the answer would be a wrong one (`CHANGING`), and where its
-name is a field's with a slip of the pen.
+Frameworks send fields that their users cannot leave out. An unknown field is ignored; the header X-Ignored of the answer and,
+once, the log name it. It is rejected if the answer would be wrong (`CHANGING`), or if its name looks like a misspelled field.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from hgpo_jax.utils.errors import one_line
 
 MAX_STOPS, MAX_CHOICES, MAX_MESSAGES, MAX_PARTS, MAX_CALLS = 16, 128, 4096, 256, 128
 MAX_STATE = 10_000  # characters
-MAX_UNKNOWN, MAX_IGNORED = 64, 16  # fields that are ignored, and names of them that an answer's header holds
-_MEMBER = re.compile(r"str|list\[.*|constrained-.*|fail-fast.*|literal\[.*|NamedTool")  # of a union, in the place of an error
-# Fields of OpenAI and of other servers that would change the answer and that this one does not have, and the values with which
-# they change nothing.
+MAX_UNKNOWN, MAX_IGNORED = 64, 16  # fields that are ignored, and their names that an answer's header holds
+_MEMBER = re.compile(r"str|list\[.*|constrained-.*|fail-fast.*|literal\[.*|NamedTool")  # union members in error locations
+# Fields of OpenAI and of other servers that would change the answer and that this server lacks, with the values that change
+# nothing.
 CHANGING: dict[str, tuple] = {
     name: harmless
     for harmless, names in (
@@ -51,7 +50,7 @@ Body = TypeVar("Body", bound=pydantic.BaseModel)
 class ApiError(Exception):
     """An answer with an error, in OpenAI's form.
 
-    kind: OpenAI's `type`. param: the field at fault. headers: of the answer.
+    kind: OpenAI's `type`. param: the field at fault. headers: those of the answer.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class ApiError(Exception):
 
 
 class _Body(pydantic.BaseModel):
-    """Unknown fields are refused; null says the same as nothing, as some clients write it."""
+    """A body without unknown fields; null means the same as a missing field, as some clients write it."""
 
     model_config = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -75,7 +74,7 @@ class _Body(pydantic.BaseModel):
 
 
 class _Open(_Body):
-    """Of OpenAI's API, which grows: unknown fields are ignored, unless the answer would be a wrong one."""
+    """A part of OpenAI's API, which grows: unknown fields are ignored, unless the answer would be wrong."""
 
     model_config = pydantic.ConfigDict(extra="allow", allow_inf_nan=False)
 
@@ -87,7 +86,7 @@ class _Open(_Body):
         return self
 
     def unknown(self) -> Iterator[str]:
-        """The names of the fields that are ignored, with those of where they stand; a name may come again."""
+        """Yields the names of the ignored fields, with their locations; a name may be repeated."""
         yield from (name for name in self.model_extra or () if name not in CHANGING)
         for name in self.model_fields_set & type(self).model_fields.keys():
             value = getattr(self, name)
@@ -97,7 +96,7 @@ class _Open(_Body):
 
 
 class _FirstErrorOnly(pydantic.FailFast):
-    """Of a long list; pydantic's own cannot be a part of a union."""
+    """Reports only the first error of a long list; pydantic's own class cannot be part of a union."""
 
     __hash__ = object.__hash__
 
@@ -107,7 +106,7 @@ def _at_most(kind: Any, length: int, least: int = 0) -> Any:
 
 
 class Part(_Open):
-    """Of a message's content."""
+    """A part of a message's content."""
 
     type: str
     text: str = ""
@@ -121,12 +120,12 @@ class Part(_Open):
 
 
 class Function(_Open):
-    """What a tool does, as the chat template shows it."""
+    """A tool's function, as the chat template shows it."""
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None  # an answer's arguments may be others than the parameters ask for
+    strict: bool | None = None  # the arguments of an answer may violate the parameters
 
     def unknown(self) -> Iterator[str]:
         yield from super().unknown()
@@ -150,13 +149,13 @@ class NamedTool(_Open):
 
 
 class ResponseFormat(_Open):
-    """json_object is not enforced: an answer that is none has a `warning` beside it."""
+    """The response format. json_object is not enforced: an answer that is not an object has a `warning` beside it."""
 
     type: Literal["text", "json_object"]
 
 
 class TemplateOptions(_Open):
-    """What a chat template with a switch for thoughts reads, by either name."""
+    """The switch for thoughts of a chat template, by either name."""
 
     enable_thinking: bool | None = None
     thinking: bool | None = None
@@ -168,12 +167,12 @@ class CalledFunction(_Open):
 
 
 class ToolCall(_Open):
-    """Of an assistant's message."""
+    """A tool call in an assistant's message."""
 
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None  # of a streamed one
+    index: int | None = None  # only in a streamed call
 
     @pydantic.model_validator(mode="after")
     def _has_arguments(self):
@@ -181,7 +180,7 @@ class ToolCall(_Open):
         return self
 
     def arguments(self) -> dict[str, Any]:
-        """Raises ValueError."""
+        """Parses the arguments. Raises ValueError."""
         try:
             found = json.loads(self.function.arguments or "{}")
         except (ValueError, RecursionError):
@@ -192,7 +191,7 @@ class ToolCall(_Open):
 
 
 class Message(_Open):
-    """One of a conversation; a developer's is a system message, a tool's is what a call of it gave."""
+    """A message of a conversation; a developer's is a system message, a tool's is the result of a call."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | _at_most(Part, MAX_PARTS) | None = None  # type: ignore[valid-type]
@@ -210,7 +209,7 @@ class Message(_Open):
         return self
 
     def plain(self) -> dict[str, Any]:
-        """As a chat template takes it."""
+        """Returns the message as a chat template takes it."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
         if self.tool_calls:
@@ -227,17 +226,17 @@ class StreamOptions(_Open):
 
 
 class Sampling(_Open):
-    """What chat and text completions have in common.
+    """The common fields of chat and text completions.
 
-    temperature, top_p, top_k: default: as generation_config.json says, or else 1, 1 and 0, from all.
-    max_tokens: an answer has no more than these, nor than the server's own limit.
-    top_k, return_token_ids: as other servers have them; the ids are of the prompt and of what was sampled.
+    temperature, top_p, top_k: by default from generation_config.json, or else 1, 1 and 0 (all tokens).
+    max_tokens: limits an answer, together with the server's own limit.
+    top_k, return_token_ids: as in other servers; the ids are those of the prompt and of the sampled tokens.
     """
 
     model: str
     temperature: float | None = Field(None, ge=0, le=10)
     top_p: float | None = Field(None, ge=1e-9, le=1)
-    top_k: int | None = Field(None, ge=-1, lt=2**31)  # -1, as other servers have it: from all, as 0
+    top_k: int | None = Field(None, ge=-1, lt=2**31)  # -1, as in other servers: all tokens, like 0
     max_tokens: int | None = Field(None, ge=1)
     stop: str | _at_most(str, MAX_STOPS) | None = None  # type: ignore[valid-type]
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
@@ -245,7 +244,7 @@ class Sampling(_Open):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
-    # What changes nothing here, and need not.
+    # Fields that need not have an effect here.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -260,7 +259,7 @@ class Sampling(_Open):
         return self
 
     def ignored(self) -> list[str]:
-        """The names of what does not count in this request, as a header may hold them."""
+        """The names of the ignored fields of this request, in a form that a header can hold."""
         return sorted({_NO_NAME.sub("?", name)[:60] for name in self.unknown()})[:MAX_IGNORED]
 
     @property
@@ -269,7 +268,7 @@ class Sampling(_Open):
 
     @property
     def limit(self) -> int | None:
-        """Tokens of the longest response."""
+        """Maximum number of tokens of a response."""
         return self.max_tokens
 
     @property
@@ -284,8 +283,8 @@ class Sampling(_Open):
 class ChatRequest(Sampling):
     """The body of POST /v1/chat/completions.
 
-    tool_choice: an answer that must call a tool is begun with the call, in the prompt; one that cannot be read as a call
-      nevertheless has a `warning` beside it. With parallel_tool_calls=false the first call alone is given.
+    tool_choice: if an answer must call a tool, the prompt begins the call; an answer that still cannot be read as a call has a
+    `warning` beside it. With parallel_tool_calls=false only the first call is returned.
     """
 
     messages: _at_most(Message, MAX_MESSAGES, 1)  # type: ignore[valid-type]
@@ -308,13 +307,13 @@ class ChatRequest(Sampling):
 
     @property
     def thinking(self) -> bool | None:
-        """Whether answers begin with a thought, where the chat template has a switch for it; None: as it stands there."""
+        """Whether answers begin with a thought, if the chat template has a switch for it; None: the template's default."""
         given = self.chat_template_kwargs or TemplateOptions()
         return given.thinking if given.enable_thinking is None else given.enable_thinking
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
-        """As a chat template takes them."""
+        """Returns the tools as a chat template takes them."""
         if not self.tools or self.tool_choice == "none":
             return []
         shown = {"type": True, "function": {"name", "description", "parameters"}}
@@ -336,7 +335,7 @@ class TextRequest(Sampling):
     """The body of POST /v1/completions; a prompt is a text or token ids, and there may be a list of several."""
 
     prompt: str | _Ids | _at_most(str, MAX_CHOICES, 1) | _at_most(_Ids, MAX_CHOICES, 1)  # type: ignore[valid-type]
-    logprobs: int | None = Field(None, ge=0, le=1)  # of what was sampled alone, which either asks for
+    logprobs: int | None = Field(None, ge=0, le=1)  # only for sampled tokens, for either value
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -354,10 +353,10 @@ class TextRequest(Sampling):
 class RewardRequest(_Body):
     """The body of POST /v1/sessions/NAME/reward.
 
-    reward: is added to that of the turn; of the last one, and the session ends, where no turn is given.
+    reward: added to that of the turn; if no turn is given, to that of the last turn, and the session ends.
     turn: its number, from 0; -1 is the last one so far.
-    admissible: whether the turn's answer could be used; if not, it is penalized (`advantage.invalid_penalty`).
-    success, state: with the session's end: whether it succeeded, by default unknown; what was seen.
+    admissible: whether the turn's answer was usable; if not, it is penalized (`advantage.invalid_penalty`).
+    success, state: with the session's end: whether it succeeded, by default unknown; the final observation.
     """
 
     reward: float
@@ -374,12 +373,12 @@ class RewardRequest(_Body):
 
 
 def parse(model: type[Body], body: bytes | bytearray) -> Body:
-    """Raises ApiError, in a line that names the field."""
+    """Parses a request's body. Raises ApiError, in a line that names the field."""
     try:
         return model.model_validate_json(body)
     except pydantic.ValidationError as error:
         errors = error.errors(include_url=False, include_context=False, include_input=False)
-        # Of a union the member that the value comes closest to, which a text is only where all are.
+        # For a union, the member that the value comes closest to, which is a text only if all members are.
         first = min(errors, key=lambda one: (one["type"] == "string_type", -len(one["loc"])))
         where = ".".join(part for part in map(str, first["loc"]) if not _MEMBER.fullmatch(part))
         what = {"extra_forbidden": "this server has no such field; leave it out"}.get(first["type"], first["msg"])

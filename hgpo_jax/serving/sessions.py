@@ -1,7 +1,7 @@
-"""Sessions: the requests of one episode of a program that plays with the policy, kept as a rollout would keep them.
+"""Sessions: the requests of one episode of a program that plays with the policy, stored like a rollout's.
 
-A session's requests are answered one after the other, in the order in which they came; each is a turn. The program posts
-rewards, with a turn's number while it plays, without one at the end.
+A session's requests are answered one after the other, in order of arrival; each is a turn. The program posts rewards: with a
+turn's number while it plays, without one at the end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hgpo_jax.sampling.continuous_batching import SlotResponse
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.serving.requests import MAX_STATE, ApiError, RewardRequest
 
-SILENT = 3600.0  # seconds after which a session may be forgotten, where there is no room for others
+SILENT = 3600.0  # seconds after which a session may be dropped if there is no room for others
 _NAME = re.compile(r"[\w.-]{1,100}")
 
 
@@ -31,10 +31,10 @@ _NAME = re.compile(r"[\w.-]{1,100}")
 class Turn:
     """A request and its answer.
 
-    ids: of the prompt. state: what tells apart the states that the agent can be in. tokens, logp: as sampled, up to a stop
-    string. admissible: whether the program could use the answer.
-    begun: what the answer begins with that stands in the prompt. key: the request's Idempotency-Key. delivered: whether all of
-    the answer has been sent to a client that was still there.
+    ids: those of the prompt. state: identifies the agent's state. tokens, logp: as sampled, up to a stop string. admissible:
+      whether the program could use the answer.
+    begun: the beginning of the answer that is part of the prompt. key: the request's Idempotency-Key. delivered: whether the
+      whole answer has been sent to a client that was still connected.
     """
 
     ids: list[int]
@@ -54,16 +54,16 @@ class Session:
     """One episode.
 
     Args:
-      name: that clients give.
-      max_turns: T; a further request is refused, and the episode counts as it is then.
-      task: what it plays, by which it is compared with others; None: its first prompt says.
-      decoding, seed: how all its turns are sampled (`engine.Generation`), whatever is asked; None: as each request asks.
+      name: the name that clients use.
+      max_turns: T; a further request is rejected, and the episode counts as it is then.
+      task: the task, by which it is compared with others; None: the first prompt decides.
+      decoding, seed: the sampling of all its turns (`engine.Generation`), whatever is requested; None: as each request asks.
 
     Attributes:
-      success: what was posted at its end, None if nothing was; False before, and of a session that is lost.
-      state: what the program saw after its last turn, where it says so.
-      ended: whether its last reward has been posted. spent: whether it asked for more turns than it has.
-      overflowed: whether its last request was longer than a prompt may be. lost: whether its program failed.
+      success: the value posted at its end, None if there was none; False before, and for a lost session.
+      state: the program's state after its last turn, if it reported one.
+      ended: whether its last reward has been posted. spent: whether it has asked for more than its maximum turns.
+      overflowed: whether its last request exceeded the longest prompt. lost: whether its program failed.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class Session:
         self.turns: list[Turn] = []
         self.state, self.ended, self.spent, self.overflowed, self.lost = "", False, False, False, False
         self._success: bool | None = None
-        self._line, self._in_line = asyncio.Lock(), 0  # requests, of which one is answered
-        self._moved_on = False  # whether something new has been asked for since the last turn
+        self._line, self._in_line = asyncio.Lock(), 0  # requests, one of which is being answered
+        self._moved_on = False  # whether there has been a new request since the last turn
         self._heard = time.monotonic()
 
     @property
     def reward(self) -> float:
-        """The sum so far."""
+        """The sum of the rewards so far."""
         return sum(turn.reward for turn in self.turns)
 
     @property
@@ -93,11 +93,11 @@ class Session:
         return 0.0 if self._in_line else time.monotonic() - self._heard
 
     def started(self) -> None:
-        """Its program has begun."""
+        """Notes that its program has begun."""
         self._heard = time.monotonic()
 
     async def begin(self) -> None:
-        """A request's turn to be answered, after those before it. Raises ApiError; else `end` must follow."""
+        """Waits until earlier requests have been answered. Raises ApiError; otherwise `end` must follow."""
         self._in_line += 1
         try:
             await self._line.acquire()
@@ -109,15 +109,15 @@ class Session:
             raise ApiError(400, f"session {self.name} has ended: its last reward has been posted", code="session_ended")
 
     def end(self) -> None:
-        """The request has been answered, or given up."""
+        """Notes that the request has been answered, or given up."""
         self._in_line -= 1
         self._line.release()
 
     def repeated(self, ids: list[int], key: str | None, again: bool) -> Turn | None:
-        """The last turn, where a request with this prompt asks for its answer once more; None for a new turn's.
+        """Returns the last turn if a request with this prompt asks for its answer again; None if it is a new turn.
 
         A program may ask the same twice. So it is the same turn only if the answer has not been delivered, if both requests
-        have this Idempotency-Key, or if the client says that it asks `again` and has asked for nothing new since.
+        have this Idempotency-Key, or if the client says that it asks `again` and has made no new request since.
         """
         last = self.turns[-1] if self.turns else None
         if last and last.ids == ids and (not last.delivered or (key and key == last.key) or (again and not self._moved_on)):
@@ -126,21 +126,21 @@ class Session:
         return None
 
     def check_turns(self) -> None:
-        """Raises ApiError where it has had as many as it may."""
+        """Raises ApiError if the session already has its maximum number of turns."""
         if len(self.turns) >= self.max_turns:
             self.spent = True
             raise ApiError(400, f"session {self.name} has had its {self.max_turns} turns", code="no_turns_left")
 
     def add(self, turn: Turn) -> None:
-        """A turn that was sampled to its end."""
+        """Adds a turn that was sampled to its end."""
         self.turns.append(turn)
         self._moved_on, self.overflowed, self._heard = False, False, time.monotonic()
 
     def post(self, posted: RewardRequest) -> None:
-        """Takes a reward. Raises ApiError."""
+        """Accepts a reward. Raises ApiError."""
         count = len(self.turns)
         if not count and posted.turn is None:
-            self.ended = True  # without anything that could be learned
+            self.ended = True  # without anything to learn from
             return
         number = count - 1 if posted.turn is None else posted.turn
         if not -count <= number < count:
@@ -154,12 +154,12 @@ class Session:
             self.ended, self._success, self.state = True, posted.success, posted.state
 
     def described(self) -> dict:
-        """What clients are told of it."""
+        """Describes the session for clients."""
         return {"id": self.name, "object": "session", "turns": len(self.turns), "reward": self.reward, "ended": self.ended}
 
 
 class Sessions:
-    """The sessions of a server, each of them known by the API key that it has: its name is secret."""
+    """The sessions of a server, each identified by its API key: its name is secret."""
 
     def __init__(self, sessions: Sequence[Session]):
         self._named = {session.name: session for session in sessions}
@@ -169,24 +169,24 @@ class Sessions:
         return key in self._named
 
     def of(self, key: str, headers: Mapping[str, str], metadata: Mapping) -> Session | None:
-        """Whose turn a request is. Raises ApiError."""
+        """Returns the session of a request. Raises ApiError."""
         return self._named[key]
 
     def named(self, key: str, name: str) -> Session:
-        """The session that a reward is posted to. Raises ApiError."""
+        """Returns the session that a reward is posted to. Raises ApiError."""
         if name != key:
             raise ApiError(404, "there is no such session")
         return self._named[name]
 
 
 class OpenSessions:
-    """Sessions that a header (X-Session-Id) or the request's metadata (session_id) names, and that begin with their first turn.
+    """Sessions named by a header (X-Session-Id) or the request's metadata (session_id), which begin with their first turn.
 
-    Their first turn may name their task, too (X-Task-Id, task_id).
+    Their first turn may also name their task (X-Task-Id, task_id).
 
     Args:
-      max_turns: of a session.
-      most: sessions that have not ended, at most; then those that have been silent for an hour make room.
+      max_turns: maximum turns of a session.
+      most: maximum number of open sessions; beyond it, those that have been silent for an hour make room.
       done: called with each session that ends.
     """
 
@@ -219,18 +219,18 @@ class OpenSessions:
         return self._named[name]
 
     def _forget_silent(self) -> None:
-        """Those that have nothing to keep, and those that seem to have been left."""
+        """Drops sessions with nothing to keep, and those that seem to be abandoned."""
         for name, session in list(self._named.items()):
             if session.silent > (SILENT if session.turns else 0):
                 del self._named[name]
 
     def ended(self, session: Session) -> None:
-        """Forgets a session whose last reward has come."""
+        """Drops a session whose last reward has arrived."""
         self._done(self._named.pop(session.name))
 
 
 def state_of(headers: Mapping[str, str], metadata: Mapping, seen: str) -> str:
-    """What a request's step groups go by: a header (X-State-Key), the metadata's state_key, or what was seen.
+    """Returns the state for a request's step groups: a header (X-State-Key), the metadata's state_key, or the observation.
 
     Raises ApiError.
     """
@@ -239,7 +239,7 @@ def state_of(headers: Mapping[str, str], metadata: Mapping, seen: str) -> str:
 
 
 def _text(headers: Mapping[str, str], metadata: Mapping, field: str) -> str | None:
-    """What a header (X-STATE-KEY) or the metadata (state_key) says; None: neither. Raises ApiError."""
+    """Reads a header (X-STATE-KEY) or the metadata (state_key); None if neither exists. Raises ApiError."""
     text = headers.get(f"x-{field.replace('_', '-')}") or metadata.get(field)
     if text is not None and not (isinstance(text, str) and len(text) <= MAX_STATE):
         raise ApiError(400, f"{field}: must be a text of up to {MAX_STATE:,} characters", param=field)
@@ -250,15 +250,15 @@ def episodes_of(
     sessions: Sequence[Session], goals: Sequence[str], groups, empty: Episodes, end_tokens: tuple[int, ...],
     failures: Mapping[int, str], counts: dict[str, float],
 ) -> RolloutResult:  # fmt: skip
-    """What a rollout returns, of sessions.
+    """Builds a rollout's result from sessions.
 
     Args:
-      goals: of each.
+      goals: one for each session.
       groups: i32[B], prompt groups.
       empty: `Episodes.zeros` with room for them, written in place.
-      end_tokens: a response without one of them at its end is unfinished.
-      failures: the numbers of sessions that are left out -> why.
-      counts: further ones for the report.
+      end_tokens: a response that does not end with one of them is unfinished.
+      failures: the numbers of omitted sessions -> why.
+      counts: further counts for the report.
     """
     buffer = EpisodeBuffer(empty, groups, history_length=0, strict=True)
     for number, (session, goal) in enumerate(zip(sessions, goals, strict=True)):

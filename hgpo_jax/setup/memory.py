@@ -156,7 +156,7 @@ def _critic(config: Config, sizes: _Sizes) -> int:
 
 
 def _learning_state(config: Config, sizes: _Sizes) -> dict[str, int]:
-    """Bytes that only the update reads, so that `learner.offload` can move them away."""
+    """Counts the bytes that only the update reads, so that `learner.offload` can move them away."""
     critic = _critic(config, sizes)
     state = {"optimizer": 2 * (sizes.trained * sizes.param_bytes + 4 * critic)}
     if critic:
@@ -167,7 +167,7 @@ def _learning_state(config: Config, sizes: _Sizes) -> dict[str, int]:
 
 
 def _sampling(sizes: _Sizes, workload: Workload) -> dict[str, int]:
-    """Bytes that a sampler holds for the rows of one decode batch."""
+    """Counts the bytes that a sampler holds for the rows of one decode batch."""
     model, compute, P = workload.model, sizes.compute_bytes, workload.prompt
     D, E, H, layers = model.hidden_size, model.head_size, model.num_attention_heads, model.num_hidden_layers
     rows = -(-workload.decode_batch // sizes.fsdp)
@@ -191,7 +191,7 @@ def _sampling(sizes: _Sizes, workload: Workload) -> dict[str, int]:
 
 
 def _update(config: Config, sizes: _Sizes, workload: Workload) -> dict[str, int]:
-    """Bytes that `learner.make_update` holds for one micro-batch, and those of its gradients."""
+    """Counts the bytes that `learner.make_update` holds for one micro-batch, and those of its gradients."""
     rows, model, critic = -(-config.learner.microbatch_size // sizes.fsdp), workload.model, _critic(config, sizes)
     # The vocabulary is not gathered: every device looks up the whole group's tokens in its part.
     looked_up = model.hidden_size * sizes.compute_bytes * (sizes.fsdp * sizes.tensor > 1)
@@ -213,7 +213,7 @@ def _update(config: Config, sizes: _Sizes, workload: Workload) -> dict[str, int]
 
 
 def _training_activations(remat: str, sizes: _Sizes, workload: Workload, rows: int) -> float:
-    """Bytes that the forward pass saves for the backward pass, for rows of S slots."""
+    """Counts the bytes that the forward pass saves for the backward pass, for rows of S slots."""
     model, compute, S = workload.model, sizes.compute_bytes, workload.prompt + workload.response
     D, E, H = model.hidden_size, model.head_size, model.num_attention_heads
     # The arrays of one block: attention scores in float32, projections, the feed-forward.
@@ -253,7 +253,7 @@ def workload_of(config: Config, mesh) -> Workload:
 
 
 def device_limit(devices: Sequence) -> int | None:
-    """Bytes that each of a process's devices in use can hold, or None if unknown; the cores of a CPU share the memory."""
+    """Returns the bytes that each device of a process can hold, or None if unknown; the cores of a CPU share the memory."""
     stats = devices[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]

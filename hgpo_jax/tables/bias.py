@@ -1,8 +1,8 @@
-"""How good estimators are in a setting, measured once: against the Oracle groups, and against true advantages.
+"""Quality of estimators in a setting, measured once: against the Oracle groups, and against true advantages.
 
 The policy is the setting's warm start, where training begins. For the Oracle groups it plays TASKS tasks EPISODES times each;
 these groups see all of a task's episodes, the estimators see them eight at a time as in training. Oracle groups compare Monte
-Carlo returns, and so favour estimators that do, too; true advantages, of the episodes of one iteration, favour none
+Carlo returns, and so favour estimators that do so, too; true advantages, of the episodes of one iteration, favour none
 (`hgpo_jax/analysis/diagnostics.py`, `hgpo_jax/analysis/true_advantages.py`).
 """
 
@@ -34,8 +34,8 @@ FILE = "bias.json"
 TASKS, EPISODES = 16, 64
 LEVELS = (0, 1, 2, 4)
 PARTS = ("bias2", "variance")
-CONTINUATIONS = 64  # of a true advantage, from each state
-AS_RELEASED = {"alpha": 1.0, "weight_offset": 2.0, "base_group": False}  # of HGPO, whatever the run's are
+CONTINUATIONS = 64  # for each true advantage, from each state
+AS_RELEASED = {"alpha": 1.0, "weight_offset": 2.0, "base_group": False}  # HGPO's options, whatever the run's are
 # Estimators compared with Monte Carlo advantages, in runs too: shown name -> options of `Dump.estimate`.
 ESTIMATORS: dict[str, dict[str, Any]] = {
     "GRPO": {"name": "grpo"},
@@ -48,7 +48,7 @@ AT_START = ESTIMATORS | {"ECPO": {"name": "ecpo"}}
 
 
 def measure(config: Config) -> dict:
-    """Bias and variance of HGPO with K = 0, 1, 2, 4 against Oracle groups, as shares of the variance of the returns.
+    """Measures bias and variance of HGPO with K = 0, 1, 2, 4 against Oracle groups, as shares of the returns' variance.
 
     Returns: success of the policy; turns; return_variance over the steps that have an Oracle peer, and their number; peers,
     the share of steps with a peer at each level among all EPISODES of a task, more than training has; bias2, variance, mse:
@@ -85,7 +85,7 @@ def measure(config: Config) -> dict:
 
 
 def against_truth(job: Job, params) -> dict[str, dict[str, float]]:
-    """`errors` of the first iteration's steps by each of AT_START."""
+    """Returns the `errors` of each of AT_START in the steps of the first iteration."""
     tasks, *inputs = job.episode_inputs(0)
     params = job.compute_copy(params)
     e = jax.device_get(job.runner.rollout(params, tasks, *inputs).episodes)
@@ -94,7 +94,7 @@ def against_truth(job: Job, params) -> dict[str, dict[str, float]]:
 
 
 def centred(dump: Dump, estimators: dict[str, dict[str, Any]] = ESTIMATORS) -> dict[str, np.ndarray]:
-    """Advantages f32[B, T] by each of them, in the unit of the rewards and without penalties, as true ones are."""
+    """Computes advantages f32[B, T] by each estimator, in the unit of the rewards and without penalties, like true ones."""
     found = {}
     for shown, options in estimators.items():
         unit = {"normalize": "mean"} if "normalize" in parameters(options["name"])[1] else {}
@@ -103,7 +103,7 @@ def centred(dump: Dump, estimators: dict[str, dict[str, Any]] = ESTIMATORS) -> d
 
 
 def errors(advantages: dict[str, np.ndarray], truth: Truth, mask) -> dict[str, dict[str, float]]:
-    """Shown name -> mse, as a share of the true advantages' mean square, and cosine to them; nan where these are all 0."""
+    """Returns shown name -> mse, as a share of the true advantages' mean square, and cosine to them; nan if these are all 0."""
     found = {}
     for shown, estimated in advantages.items():
         error = diagnostics.against_truth(estimated, truth.advantages, truth.standard_error, mask)
@@ -113,7 +113,7 @@ def errors(advantages: dict[str, np.ndarray], truth: Truth, mask) -> dict[str, d
 
 
 def read_bias(runs: Path) -> dict[str, list[dict]]:
-    """RUNS/bias.json: setting -> a `measure` with its seed and fields for each that was made. Raises ConfigError."""
+    """Reads RUNS/bias.json: setting -> a `measure` with its seed and fields for each measurement. Raises ConfigError."""
     file = runs / FILE
     try:
         return checked(json.loads(file.read_text())) if file.is_file() else {}
@@ -122,7 +122,7 @@ def read_bias(runs: Path) -> dict[str, list[dict]]:
 
 
 def checked(found: Any) -> dict[str, list[dict]]:
-    """The same, if it holds all that tables show. Raises ValueError."""
+    """Returns the argument if it holds everything that tables show. Raises ValueError."""
     try:
         for measured in found.values():
             for m in measured:
@@ -138,7 +138,7 @@ def checked(found: Any) -> dict[str, list[dict]]:
 
 
 def measure_all(plan: Plan, runs: Path, more: list[str]) -> None:
-    """Measures each setting under plan.bias_seeds and writes RUNS/bias.json, setting -> a list of `measure`, and prints it."""
+    """Measures each setting with plan.bias_seeds, writes RUNS/bias.json, setting -> a list of `measure`, and prints it."""
     found = read_bias(runs)
     if not plan.bias_seeds:
         raise ConfigError("bias_seeds: the plan has none; give the seeds to measure under, as in bias_seeds: [100]")
@@ -160,13 +160,13 @@ def measure_all(plan: Plan, runs: Path, more: list[str]) -> None:
 
 
 def of_plan(plan: Plan, setting: str, bias: dict) -> list[dict]:
-    """What was measured of a setting as the plan has it now, under plan.bias_seeds."""
+    """Returns the measurements of a setting with the plan's current fields and its bias_seeds."""
     fields = [*plan.fields, *plan.settings[setting].fields]
     return [m for m in bias.get(setting, []) if m["seed"] in plan.bias_seeds and not changed_fields(m["fields"], fields)]
 
 
 def bias_table(plan: Plan, bias: dict, gain: str = "", gains: dict[str, str] | None = None) -> list[str]:
-    """Squared bias and variance of each K, as shares of the variance of the returns; means over those of plan.bias_seeds.
+    """Formats squared bias and variance of each K, as shares of the returns' variance; means over plan.bias_seeds.
 
     gain, gains: the title of one more column, and its text by setting.
     """
@@ -192,13 +192,13 @@ def bias_table(plan: Plan, bias: dict, gain: str = "", gains: dict[str, str] | N
 
 
 def truth_table(plan: Plan, bias: dict) -> list[str]:
-    """Two lines for each setting: cosine of each estimator's advantages to true ones and the mean square of the difference
-    (`against_truth`), then the mean square of the difference to Oracle groups."""
+    """Formats two lines for each setting: cosine of each estimator's advantages to true ones and the mean square of the
+    difference (`against_truth`), then the mean square of the difference to Oracle groups."""
     lines = ["| " + " | ".join(["setting", "held to", *AT_START]) + " |", "|---" * (2 + len(AT_START)) + "|"]
     for setting in plan.settings:
         if measured := of_plan(plan, setting, bias):
             true, oracle = [], []
-            for name in AT_START:  # some of which may have been added after others were measured
+            for name in AT_START:  # some may have been added after others were measured
                 held = [m["truth"][name] for m in measured if name in m["truth"]]
                 true.append(", ".join(_mean([one[what] for one in held]) for what in ("cosine", "mse")) if held else "-")
                 oracle.append(_mean([m["oracle"][name] for m in measured if name in m["oracle"]]))

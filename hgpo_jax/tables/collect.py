@@ -1,4 +1,4 @@
-"""Fills a plan's tables with what has been run, beside published numbers: Markdown, CSV, LaTeX, JSON and curves."""
+"""Fills a plan's tables with the results of runs, beside published numbers: Markdown, CSV, LaTeX, JSON and curves."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class Row:
 
 
 def by_run(cells: list[Cell], number: str, found: Results) -> dict[tuple[str, int], tuple]:
-    """(setting, seed) -> (mean, std) of a number, of the cells that have ended."""
+    """Returns (setting, seed) -> (mean, std) of a number, for the cells that have ended."""
     ended = {(cell.setting, cell.seed): found.get(cell) for cell in cells}
     return {at: r.numbers[number] for at, r in ended.items() if r and r.done and number in r.numbers}
 
 
 def rows(plan: Plan, found: Results) -> list[Row]:
-    """Every number of every table, in the order in which they are shown."""
+    """Returns every number of every table, in order of appearance."""
     made, apart = [], set(unlike(plan, found))
     for table in plan.tables:
         for setting in table.settings:
@@ -90,7 +90,7 @@ def _pair(mean: float | None, std: float | None) -> str:
 
 
 def _published(numbers: tuple[float, float | None] | None) -> str:
-    """All the digits that were published."""
+    """Formats published numbers with all their digits."""
     return " ± ".join(f"{x:g}" for x in numbers or () if x is not None)
 
 
@@ -108,7 +108,7 @@ def _versus(versus: dict | None) -> str:
 
 
 def layout(plan: Plan, made: list[Row]) -> list[tuple[str, str, list[list[str]]]]:
-    """(title of the table, title of the setting, lines of cells with the heading first), for Markdown and LaTeX alike."""
+    """Returns (title of the table, title of the setting, lines of cells with the heading first), for Markdown and LaTeX."""
     parts = []
     for table in plan.tables:
         for setting in table.settings:
@@ -135,7 +135,7 @@ def layout(plan: Plan, made: list[Row]) -> list[tuple[str, str, list[list[str]]]
 
 
 def outside(plan: Plan, made: list[Row]) -> list[str]:
-    """The paired differences that are outside the noise, and how many would be expected without any effect."""
+    """Lists the paired differences outside the noise, and the number expected without any effect."""
     compared = distinct(plan, made)
     if not compared:
         return []
@@ -157,8 +157,8 @@ def outside(plan: Plan, made: list[Row]) -> list[str]:
 
 
 def unlike(plan: Plan, found: Results) -> list[tuple[Cell, Cell]]:
-    """Pairs of cells that a table would compare, but whose runs began with different weights, or of which one differs from the
-    plan in another way than the other."""
+    """Returns pairs of cells that a table would compare, but whose runs began with different weights or differ from the plan in
+    different ways."""
     pairs: dict[tuple[Cell, Cell], None] = {}
     for table in plan.tables:
         for setting, method in itertools.product(table.settings, table.methods if table.baseline else ()):
@@ -176,7 +176,7 @@ FEW = 6  # pairs
 
 
 def power(plan: Plan, made: list[Row]) -> list[str]:
-    """What the paired differences of each setting's first number can show, and how many pairs would show `POINTS`."""
+    """Estimates the differences that each setting's first number can show, and the number of pairs that would show `POINTS`."""
     lines, baselines = [], {table.title: table.baseline for table in plan.tables if table.baseline}
     for row in made:
         if row.versus and row.versus["n"] >= FEW and row.column == next(iter(plan.settings[row.setting].columns)):
@@ -194,7 +194,7 @@ def power(plan: Plan, made: list[Row]) -> list[str]:
 
 
 def gains(plan: Plan, made: list[Row]) -> tuple[str, dict[str, str]]:
-    """A column for the table of Oracle bias: title, and by setting the first paired difference of the first table with any."""
+    """Returns a column for the table of Oracle bias: title, and by setting the first paired difference."""
     for table in plan.tables:
         rows = [row for row in made if row.table == table.title and row.versus]
         if rows and table.baseline:
@@ -206,7 +206,7 @@ def gains(plan: Plan, made: list[Row]) -> tuple[str, dict[str, str]]:
 
 
 def markdown(plan: Plan, known: Known, made: list[Row]) -> str:
-    """All tables, the differences outside the noise, then what else was measured."""
+    """Formats all tables, the differences outside the noise, then the other measurements."""
     found, bias, measured = known
     note = "Percent; mean ± standard deviation over the runs that have ended, for a single one over its evaluation seeds."
     if any(table.baseline for table in plan.tables):
@@ -248,7 +248,7 @@ SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasc
 
 
 def latex(plan: Plan, made: list[Row]) -> str:
-    """The tables as `tabular`s that need no package."""
+    """Formats the tables as `tabular`s that need no package."""
     escape = lambda text: "".join(SPECIAL.get(letter, letter) for letter in text)  # noqa: E731
     source = f"; published: {' '.join(plan.published.source.split())}" if plan.published else ""
     text = [f"% {plan.title}{source}"]
@@ -261,7 +261,7 @@ def latex(plan: Plan, made: list[Row]) -> str:
 
 
 def table_csv(made: list[Row]) -> str:
-    """One line per number."""
+    """Formats one line per number."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     versus = ("mean", "error", "low", "high", "n", "positive", "negative", "p")
@@ -279,9 +279,9 @@ def table_csv(made: list[Row]) -> str:
 
 
 def record(plan: Plan, known: Known, made: list[Row]) -> str:
-    """Everything that was found, to be kept: one line per cell, with its curve, and one line per paired difference.
+    """Writes all results as JSON, to be kept: one line per cell, with its curve, and one line per paired difference.
 
-    fields: of each setting and method, by which a later plan is told from this one. `known.read_record` reads it again.
+    fields: those of each setting and method, to distinguish a later plan from this one. `known.read_record` reads it.
     """
     cells, (found, bias, measured) = [], known
     for cell, result in found.items():
@@ -309,10 +309,10 @@ def record(plan: Plan, known: Known, made: list[Row]) -> str:
 def collect(plan: Plan, name: str, runs: Path, to: Path, records: Sequence[Path] = ()) -> str:
     """Reads RUNS and writes NAME.md, .csv, .tex, .json and the pictures; returns the Markdown.
 
-    records: a NAME.json each of runs that may be gone, as those of another machine; what RUNS has not comes from there.
+    records: a NAME.json each of runs that may be gone, such as those of another machine; it fills gaps in RUNS.
 
     Raises:
-      ConfigError: damaged files; a NAME.json that would be written over holds what would be lost with it.
+      ConfigError: damaged files; or overwriting a NAME.json would lose results.
     """
     known = functools.reduce(merged, (read_record(plan, file) for file in records), read_runs(plan, runs))
     made = rows(plan, known.cells)

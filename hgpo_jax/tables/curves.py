@@ -20,32 +20,32 @@ from hgpo_jax.tables.plan import Plan, Table, cells_of
 from hgpo_jax.tables.truth import PARTS, Measured
 from hgpo_jax.trainer.curves import smooth, smoothing_window
 
-FEW = 3  # methods; a table of more names some of them and leaves out the bands, which would hide each other
+FEW = 3  # methods; a table of more names some of them and omits the bands, which would hide each other
 BASELINE, CONTEXT = "#333333", "#c4c4c4"
 COLORS = ("#1f6fd1", "#d9660f", "#17936a", "#b0429d", "#8b6b00")
-CHANCE = 0.05  # of a 95 % interval to leave out 0 without any effect
+CHANCE = 0.05  # probability that a 95 % interval excludes 0 without any effect
 FEWEST = 3  # pairs of a difference that is drawn and counted: the interval of two would hide the others
 
 
 def band(curves: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and half the 95 % interval (Student's t), [iterations] each, of curves [seeds, iterations] of two or more seeds."""
+    """Returns mean and half the 95 % interval (Student's t), [iterations] each, of curves [seeds >= 2, iterations]."""
     n = len(curves)
     return curves.mean(0), special.stdtrit(n - 1, 0.975) * curves.std(0, ddof=1) / np.sqrt(n)
 
 
 def highlighted(table: Table) -> list[str]:
-    """The methods that a picture names, the baseline first: all of a small table, else those of its field `highlight`."""
+    """Lists the methods that a picture names, the baseline first: all of a small table, else those in its field `highlight`."""
     chosen = table.highlight or (table.methods if len(table.methods) <= FEW else table.methods[:FEW])
     first = [table.baseline] if table.baseline else []
     return [*first, *(method for method in chosen if method != table.baseline)]
 
 
 def draw_curves(plan: Plan, found: dict) -> Figure | None:
-    """Success by iteration, a panel for each setting of each table with a baseline; None where nothing can be compared.
+    """Draws success by iteration, a panel for each setting of each table with a baseline; None if nothing can be compared.
 
     found: cell -> `results.Result` or None. Each line is the mean over a method's runs, averaged over neighbouring iterations
-    and drawn where it has all of these. A method is shown from two runs on, a panel from two methods on. Pools are not: their
-    runs may come from settings in different shares, which their pairs do not.
+    and drawn where it has all of these. A method needs two runs, and a panel two methods. Pools are not shown: their runs may
+    come from settings in different shares, which their pairs do not.
     """
     panels = {
         (table.title, setting): {
@@ -120,7 +120,7 @@ def _name_ends(axis: Axes, ends: list[tuple[float, int, str, str]]) -> None:
 
 
 def draw_differences(plan: Plan, made: list) -> Figure | None:
-    """A forest plot of the paired differences to each table's baseline, in points; None where there are none.
+    """Draws a forest plot of the paired differences to each table's baseline, in points; None if there are none.
 
     made: `collect.Row`s. A row of panels for each setting, a panel for each of its numbers; methods of a table are sorted by
     their first number, so that one place is one method in all panels. A filled mark is an interval that leaves out 0.
@@ -162,8 +162,8 @@ def draw_differences(plan: Plan, made: list) -> Figure | None:
 
 
 def distinct(plan: Plan, made: list) -> list:
-    """The `collect.Row`s whose paired differences count: from FEWEST pairs on, of no pool, whose pairs its settings have, and
-    what several tables compare once, with the most pairs."""
+    """Selects the `collect.Row`s whose paired differences count: with at least FEWEST pairs, of no pool, whose pairs its
+    settings already have, and of comparisons in several tables the one with the most pairs."""
     baselines = {table.title: table.baseline for table in plan.tables}
     widest: dict = {}
     for row in made:
@@ -174,7 +174,7 @@ def distinct(plan: Plan, made: list) -> list:
 
 
 def leaves_out_zero(row) -> bool:
-    """Whether the interval of a row's paired difference does."""
+    """Whether the interval of a row's paired difference excludes 0."""
     low, high = row.versus["interval"]
     return low > 0 or high < 0
 
@@ -210,7 +210,7 @@ def _forest(axis: Axes, plan: Plan, blocks: list, mine: dict, named: bool) -> No
 
 
 def draw_truth(plan: Plan, measured: list[Measured]) -> Figure | None:
-    """Cosine to true advantages and mean square error, a line for each estimator and each part of HGPO; None without any."""
+    """Draws cosine to true advantages and mean square error, a line per estimator and part of HGPO; None without data."""
     figure = _draw_marks(
         plan, measured, (*ESTIMATORS, *PARTS), PARTS, "advantages against true ones", lambda one, name: one.errors[name],
         {"cosine": "cosine", "mse": "mean square error, as a share of theirs"},
@@ -221,7 +221,7 @@ def draw_truth(plan: Plan, measured: list[Measured]) -> Figure | None:
 
 
 def draw_gradients(plan: Plan, measured: list[Directions]) -> Figure | None:
-    """Cosines to the true gradient, of one batch's and of the expected one, a line for each estimator; None without any."""
+    """Draws cosines to the true gradient, of one batch's and of the expected one, a line per estimator; None without data."""
     labels = {"batch": "cosine of one batch's: noise and bias", "expected": "cosine of the expectation: bias alone"}
     return _draw_marks(
         plan, measured, NAMES, NAMES[len(ESTIMATORS) :], "gradients against the true one",
@@ -232,11 +232,11 @@ def draw_gradients(plan: Plan, measured: list[Directions]) -> Figure | None:
 def _draw_marks(
     plan: Plan, measured: list, names: Sequence[str], apart: Sequence[str], what: str, numbers: Callable, labels: dict[str, str]
 ) -> Figure | None:
-    """A row of two panels, one for each of `labels`, for each setting and iteration. Faint marks are runs, coloured by the
-    method that trained them, with standard errors if these are known; a bar is their mean. A line in the second panel marks 1:
-    the error of advantages of 0, or no bias.
+    """Draws two panels, one for each of `labels`, for each setting and iteration. Faint marks are runs, coloured by the method
+    that trained them, with standard errors if known; a bar is their mean. A line in the second panel marks 1: the error of
+    advantages of 0, or no bias.
 
-    apart: the names below a gap. numbers: (what was measured, a name) -> the values of both labels.
+    apart: the names below a gap. numbers: (a measurement, a name) -> the values of both labels.
     """
     if not measured:
         return None
@@ -275,7 +275,7 @@ def _draw_marks(
 
 
 def draw(plan: Plan, found: dict, made: list, measured: dict[Kind, list], name: str, to: Path) -> list[Path]:
-    """Writes NAME.png, NAME-differences.png and those of what was measured, as far as there is any; returns what it wrote."""
+    """Writes NAME.png, NAME-differences.png and those of the measurements that exist; returns the files."""
     written, figures = [], {"": draw_curves(plan, found), "-differences": draw_differences(plan, made)}
     calls: dict[str, Callable] = {"truth": draw_truth, "gradients": draw_gradients}
     figures |= {f"-{kind.name}": calls[kind.name](plan, some) for kind, some in measured.items()}

@@ -1,16 +1,17 @@
-"""Where estimators' policy gradients point in runs of a plan: noise and bias, told apart.
+"""Directions of estimators' policy gradients in runs of a plan: noise and bias, separated.
 
 A gradient's error is noise, which differs from batch to batch and averages out over a run, or bias, which does not. The errors
-of advantages (`truth.py`) have both. Here one policy of a run samples many batches as large as an iteration's, and two cosines
-to the true policy gradient are reported for each estimator: of its gradient in one batch, which noise and bias lower, and of
-the expectation of its gradient, as from endlessly many batches, which bias alone lowers.
+of advantages (`truth.py`) have both. Here one policy of a run samples many batches as large as an iteration's. Two cosines to
+the true policy gradient are reported for each estimator: that of its gradient in one batch, which noise and bias lower, and
+that of the expectation of its gradient, as from infinitely many batches, which only bias lowers.
 
-True is the sum of E[return-to-go x gradient of the log-probability] over an episode's steps, with discounted returns, and not
-discounted once more by the step. GRPO and half of GiGPO use undiscounted scores: some of what is called their bias is that
-difference. `RLOO_BY_TURN` estimates it without bias, because its baseline does not depend on the episode (Williams, 1992; of
-the other episodes of a task: Kool et al., 2019), but for the batch's number of tokens, which gradients are divided by.
+The true gradient is the sum of E[return-to-go x gradient of the log-probability] over an episode's steps, with discounted
+returns, and not discounted once more by the step. GRPO and half of GiGPO use undiscounted scores: part of their apparent bias
+is that difference. `RLOO_BY_TURN` estimates it without bias, because its baseline does not depend on the episode (Williams,
+1992; from the other episodes of a task: Kool et al., 2019), except for the batch's number of tokens, which gradients are
+divided by.
 
-Measured are raw gradients of the surrogate loss, without penalties for inadmissible actions, KL or entropy, before Adam.
+The gradients are raw ones of the surrogate loss, without penalties for inadmissible actions, KL or entropy, before Adam.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ from hgpo_jax.utils.errors import ConfigError
 RLOO_BY_TURN = "RLOO by turn"
 NAMES = (*ESTIMATORS, BOOTSTRAPPED, RLOO_BY_TURN)
 COSINES = ("batch", "expected")
-FIRST = 1_000_000  # the batches' numbers, far from those of a run's iterations, which choose tasks and random keys
+FIRST = 1_000_000  # numbers of the batches, which choose tasks and random keys; far from those of a run's iterations
 
 
 class Directions(NamedTuple):
-    """Of one cell: iterations done before; batches; success, a share of their episodes; `cosines` by estimator."""
+    """The result of one cell: earlier iterations; batches; success, a share of their episodes; `cosines` by estimator."""
 
     cell: str
     iteration: int
@@ -56,21 +57,21 @@ class Directions(NamedTuple):
 
 
 def rloo_by_turn(e: Episodes, gamma: float) -> jax.Array:
-    """f32[B, T]: the return, less the mean of the returns of the prompt group's other episodes at this turn, 0 after an end."""
+    """Computes the return less the mean return of the prompt group's other episodes at this turn, 0 after an end; f32[B, T]."""
     returns = discounted_sum(jnp.where(e.mask, e.rewards, 0.0), gamma)
     same = (e.groups[:, None] == e.groups[None]) & ~np.eye(len(e.groups), dtype=bool)
     return jnp.where(e.mask, returns - same @ returns / same.sum(1, keepdims=True), 0.0)
 
 
 def make_gradient(job: Job) -> Callable:
-    """`gradient(params, reference, episodes, advantages f32[B, T]) -> f32[D]`, of a batch as one mini-batch; nan if not finite.
+    """Builds `gradient(params, reference, episodes, advantages f32[B, T]) -> f32[D]` of a batch as one mini-batch.
 
-    Of the surrogate loss alone, a mean over tokens: no penalty on the KL, no entropy bonus.
+    It is nan if it is not finite. The loss is the surrogate alone, a mean over tokens: no KL penalty, no entropy bonus.
     """
     config = job.config
     learner = config.learner.model_copy(update={"kl_weight": 0.0, "entropy_weight": 0.0, "aggregate": "token-mean"})
     loss = make_policy_loss(job.adapted, learner, method_named("hgpo"), config.rollout.temperature, job.runner.roles)
-    keeps = optax.GradientTransformation(  # the gradient, as its state, and moves nothing
+    keeps = optax.GradientTransformation(  # stores the gradient as its state, and changes no weights
         lambda params: jax.tree.map(jnp.zeros_like, params),
         lambda gradient, state, params=None: (jax.tree.map(jnp.zeros_like, gradient), gradient),
     )
@@ -92,16 +93,16 @@ def make_gradient(job: Job) -> Callable:
 
 
 def cosines(gradients: np.ndarray, true: int) -> list[dict[str, float]]:
-    """Of each estimator's gradients to the expectation of number `true`'s: of one batch (`batch`), and of the `expected` one.
+    """Computes each estimator's cosines to the expectation of number `true`'s: of one `batch`, and of the `expected` one.
 
-    gradients: f32[E, M, D], of M batches. A batch's cosine is to the root of its mean square length. What expectations are is
-    estimated from products of different batches, whose noise is independent (U-statistics): a cosine may then come out above 1,
-    and is nan where the square of a length comes out below 0. `batch_error` and `expected_error` are standard errors, by
-    leaving out one batch after another (jackknife).
+    gradients: f32[E, M, D], of M batches. A batch's cosine is to the root of its mean square length. Expectations are estimated
+    from products of different batches, whose noise is independent (U-statistics): a cosine may then exceed 1, and is nan if the
+    square of a length is below 0. `batch_error` and `expected_error` are standard errors, by leaving out one batch after
+    another (jackknife).
     """
     E, M, D = gradients.shape
     with_true, own = np.zeros((2, E, M, M))
-    for begin in range(0, D, 65_536):  # in parts, for the memory's sake
+    for begin in range(0, D, 65_536):  # in parts, to save memory
         part = gradients[..., begin : begin + 65_536].astype(np.float64)
         with_true += part @ part[true].T
         own += part @ part.swapaxes(1, 2)
@@ -127,7 +128,7 @@ def cosines(gradients: np.ndarray, true: int) -> list[dict[str, float]]:
 
 
 def measure(cell: str, folder: Path, iteration: int, *, batches: int) -> Directions:
-    """A run's policy after so many iterations. Raises ConfigError where roles have weights of their own."""
+    """Measures a run's policy after this many iterations. Raises ConfigError if roles have weights of their own."""
     job, reference, state = restored(folder, iteration)
     if job.sets:
         raise ConfigError(f"{folder}: its roles have weights of their own; gradients are compared of one set")
@@ -145,7 +146,7 @@ def measure(cell: str, folder: Path, iteration: int, *, batches: int) -> Directi
 
 
 def measure_all(plan: Plan, runs: Path, names: list[str], iteration: int, batches: int) -> None:
-    """Measures each cell that is not kept yet; prints the table. Raises ConfigError."""
+    """Measures each cell without a stored result; prints the table. Raises ConfigError."""
     if batches < 8:
         raise ConfigError(f"--batches {batches}: give 8 or more, for a standard error")
     for one in KIND.read(runs):
@@ -166,7 +167,7 @@ def parse(kept: dict) -> Directions:
 
 
 def lines(found: list[Directions]) -> list[str]:
-    """Both cosines by estimator, for each setting and iteration: the mean over its runs and the standard error from batches."""
+    """Formats both cosines by estimator, for each setting and iteration: the mean over its runs and the standard error."""
     lines: list[str] = []
     for (setting, iteration), ours in by_setting(found).items():
         batches = ", ".join(map(str, sorted({one.batches for one in ours})))

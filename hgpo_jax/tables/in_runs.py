@@ -1,4 +1,4 @@
-"""What is measured in single runs of a plan (`truth.py`, `gradients.py`), kept beside them and, by `collect`, in NAME.json."""
+"""Measurements in single runs of a plan (`truth.py`, `gradients.py`), kept beside them and, by `collect`, in NAME.json."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ class Kind(NamedTuple):
     """A kind of measurement.
 
     name: of the command, of RUNS/NAME.json, in the record that `collect` keeps, and of its picture.
-    title, note: what stands above its tables.
-    parse: a JSON object -> a NamedTuple with `cell`, a name, and `iteration`; KeyError, TypeError or ValueError if it is not.
-    lines: of Markdown, for a list of them.
+    title, note: text above its tables.
+    parse: a JSON object -> a NamedTuple with `cell`, a name, and `iteration`; KeyError, TypeError or ValueError if it is not
+      one.
+    lines: formats a list of them as lines of Markdown.
     """
 
     name: str
@@ -38,14 +39,14 @@ class Kind(NamedTuple):
         return runs / f"{self.name}.json"
 
     def parse_all(self, kept: Any) -> list:
-        """Raises ValueError where something is missing."""
+        """Parses stored measurements. Raises ValueError if something is missing."""
         try:
             return [self.parse(one) for one in kept]
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not measured: {error}") from None
 
     def read(self, runs: Path) -> list:
-        """What was measured in these runs. Raises ConfigError."""
+        """Reads the measurements in these runs. Raises ConfigError."""
         file = self.file(runs)
         try:
             return self.parse_all(json.loads(file.read_text())) if file.is_file() else []
@@ -53,7 +54,7 @@ class Kind(NamedTuple):
             raise ConfigError(f"{file}: is damaged; delete it and measure again with `tables {self.name}`") from None
 
     def read_record(self, plan: Plan, file: Path) -> list:
-        """What `collect` kept of it in NAME.json. Raises ConfigError."""
+        """Reads the measurements that `collect` kept in NAME.json. Raises ConfigError."""
         try:
             return of_plan(plan, self.parse_all(json.loads(file.read_text()).get(self.name, [])))
         except ValueError:
@@ -62,7 +63,7 @@ class Kind(NamedTuple):
     def measure_all(
         self, plan: Plan, runs: Path, names: list[str], iteration: int, measure: Callable[[str, Path, int], Any]
     ) -> None:
-        """Adds `measure(cell, folder, iteration)` of each cell that is not kept yet; prints the table. Raises ConfigError."""
+        """Adds `measure(cell, folder, iteration)` of each cell without a result; prints the table. Raises ConfigError."""
         known, found = {cell.name for cell in cells(plan)}, self.read(runs)
         for name in names:
             if name not in known:
@@ -71,7 +72,7 @@ class Kind(NamedTuple):
         for name in names:
             if (name, iteration) not in [(one.cell, one.iteration) for one in found]:
                 one = measure(name, runs / name, iteration)
-                others = self.read(runs)  # another process may have added some, this one too
+                others = self.read(runs)  # another process may have added some, as may this one
                 found = [*(o for o in others if (o.cell, o.iteration) != (name, iteration)), one]
                 with atomic_write(self.file(runs)) as file:
                     file.write(json.dumps([one._asdict() for one in found], indent=1) + "\n")
@@ -79,13 +80,13 @@ class Kind(NamedTuple):
 
 
 def of_plan(plan: Plan, found: list) -> list:
-    """What was measured of cells that the plan has; it may have lost some since."""
+    """Selects the measurements of cells that the plan has; it may have lost some since."""
     names = {cell.name for cell in cells(plan)}
     return [one for one in found if one.cell in names]
 
 
 def by_setting(found: list) -> dict[tuple[str, int], list]:
-    """(setting, iteration) -> what was measured there, one of each cell; settings as they come, iterations ascending."""
+    """Groups by (setting, iteration), one measurement per cell; settings in order of appearance, iterations ascending."""
     settings = list(dict.fromkeys(one.cell.partition("/")[0] for one in found))
     groups: dict[tuple[str, int], list] = {}
     for one in sorted(found, key=lambda one: (settings.index(one.cell.partition("/")[0]), one.iteration)):
@@ -102,7 +103,7 @@ def when(iteration: int) -> str:
 
 
 def restored(folder: Path, iteration: int) -> tuple[Job, Any, TrainState]:
-    """A run's (job, reference policy, training state) after so many iterations: from its checkpoint, or from its start."""
+    """Restores a run's (job, reference policy, training state) after this many iterations: from a checkpoint, or its start."""
     config = read_config(folder)
     job = build(config)
     start = starting_params(job, folder)
@@ -116,7 +117,7 @@ def restored(folder: Path, iteration: int) -> tuple[Job, Any, TrainState]:
 
 
 def _refuse(folder: Path, iteration: int) -> None:
-    """Raises ConfigError where an iteration of a run cannot be measured."""
+    """Raises ConfigError if an iteration of a run cannot be measured."""
     if not (folder / "config.yaml").is_file() or not has_ended(folder, (config := read_config(folder)).iterations):
         raise ConfigError(f"{folder}: the run has not ended; `tables run` ends it")
     if backend(config) != "compiled":

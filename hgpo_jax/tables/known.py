@@ -1,4 +1,4 @@
-"""Everything that is known of a plan's runs: from their folders, and from what `collect` kept of runs that may be gone."""
+"""All results of a plan's runs: from their folders, and from records that `collect` kept of runs that may be gone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MEASURED = (truth.KIND, gradients.KIND)
 
 
 class Known(NamedTuple):
-    """cells: each with its result, None where its run has not begun. bias: see `bias.read_bias`. measured: in single runs."""
+    """cells: each with its result, None if its run has not begun. bias: see `bias.read_bias`. measured: in single runs."""
 
     cells: dict[Cell, Result | None]
     bias: dict[str, list[dict]]
@@ -25,13 +25,13 @@ class Known(NamedTuple):
 
 
 def read_runs(plan: Plan, runs: Path) -> Known:
-    """What the run folders hold. Raises ConfigError for a damaged file."""
+    """Reads the run folders. Raises ConfigError for a damaged file."""
     measured = {kind: of_plan(plan, kind.read(runs)) for kind in MEASURED}
     return Known(results.read_all(plan, runs), bias.read_bias(runs), measured)
 
 
 def read_record(plan: Plan, file: Path) -> Known:
-    """What `collect` kept of a plan's cells in NAME.json. Raises ConfigError."""
+    """Reads a plan's cells from NAME.json, as `collect` kept them. Raises ConfigError."""
     if not file.is_file():
         raise ConfigError(f"{file}: no such file; give the .json that `collect` wrote")
     cells = results.read_record(plan, file)
@@ -43,7 +43,7 @@ def read_record(plan: Plan, file: Path) -> Known:
 
 
 def merged(here: Known, there: Known) -> Known:
-    """Both; where both have something, `here` counts, unless `there` is of a run that ended and was no shorter."""
+    """Merges both; of equal entries `here` counts, unless `there` is of a run that ended and was not shorter."""
 
     def of_cell(cell: Cell) -> Result | None:
         ours, theirs = here.cells[cell], there.cells[cell]
@@ -67,9 +67,9 @@ def merged(here: Known, there: Known) -> Known:
 
 
 def lost(old: str, new: str) -> list[str]:
-    """What the text of one record has and that of another has not, or not as far: ended runs and what was measured.
+    """Lists results in the text of one record that are missing from, or shorter in, another: ended runs and measurements.
 
-    Nothing is lost with a text that is no record.
+    A text that is not a record has no results to lose.
     """
     try:
         before, after = _extent(json.loads(old), ended=True), _extent(json.loads(new), ended=False)
@@ -79,7 +79,7 @@ def lost(old: str, new: str) -> list[str]:
 
 
 def _extent(record: dict, ended: bool) -> dict[str, int]:
-    """Name -> iterations, of all that a record holds, whatever its plan has become. ended: only of runs that have."""
+    """Returns name -> iterations of everything in a record, whatever its plan has become. ended: only runs that have ended."""
     extent = {cell["cell"]: cell["iterations"] for cell in record["cells"] if cell["done"] or not ended}
     extent |= {f"bias of {name} under seed {m['seed']}": 0 for name, some in record.get("bias", {}).items() for m in some}
     return extent | {

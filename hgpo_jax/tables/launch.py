@@ -22,7 +22,7 @@ PER_NODE = 8  # GPUs of a machine
 
 
 class _Text(yaml.SafeDumper):
-    """Scripts stay readable: text of several lines is written as a block."""
+    """A YAML writer for readable scripts: text of several lines is written as a block."""
 
 
 _Text.add_representer(
@@ -31,12 +31,12 @@ _Text.add_representer(
 
 
 def label(cell: Cell) -> str:
-    """A cell's name as clusters allow it."""
+    """Returns a cell's name in a form that clusters allow."""
     return re.sub(r"[^a-z0-9]+", "-", cell.name)
 
 
 def nodes(plan: Plan, cell: Cell) -> tuple[int, int]:
-    """(machines, GPUs of each) for a cell's mesh. Raises ConfigError."""
+    """Returns (machines, GPUs of each) for a cell's mesh. Raises ConfigError."""
     mesh = config_of(plan, cell).mesh
     try:
         devices = abstract_mesh(mesh).size
@@ -48,7 +48,7 @@ def nodes(plan: Plan, cell: Cell) -> tuple[int, int]:
 
 
 def arguments(step: Step) -> list[str]:
-    """What the launch files' own command takes: they name `--distributed` and `--resume auto` themselves."""
+    """Returns the arguments without those that the launch files' own command adds, such as `--resume auto`."""
     words = list(step.arguments)
     if step.module == "train":
         at = words.index("--resume")
@@ -57,12 +57,12 @@ def arguments(step: Step) -> list[str]:
 
 
 def everywhere(words: list[str]) -> list[str]:
-    """`$ALFWORLD_DATA` as /hgpo/alfworld, because the machines do not have the variable."""
+    """Replaces `$ALFWORLD_DATA` by /hgpo/alfworld, because the machines do not have the variable."""
     return [re.sub(r"\$([A-Z]+)_DATA", lambda m: f"{ROOT}/{m[1].lower()}", word) for word in words]
 
 
 def commands(plan: Plan, cell: Cell) -> list[str]:
-    """A cell's commands for several processes, a line each."""
+    """Returns a cell's commands for several processes, one per line."""
     lines = []
     for step in steps(plan, cell, f"{ROOT}/runs", (f"cache_dir={ROOT}/cache",)):
         resume = ["--resume", "auto"] if step.module == "train" else []
@@ -73,7 +73,7 @@ def commands(plan: Plan, cell: Cell) -> list[str]:
 
 
 def slurm(plan: Plan, cell: Cell, runs: str) -> tuple[str, str]:
-    """Submits training, and evaluations that wait for it. From the project's folder."""
+    """Builds a script that submits training, and evaluations that wait for it. Run it from the project's folder."""
     machines, gpus = nodes(plan, cell)
     sizes = f"--nodes={machines} --ntasks-per-node={gpus} --gpus-per-node={gpus}"
     lines = ["#!/usr/bin/env bash", f"# {cell.name}, from the project's folder with its virtual environment active.",
@@ -88,7 +88,7 @@ def slurm(plan: Plan, cell: Cell, runs: str) -> tuple[str, str]:
 
 
 def tpu(plan: Plan, cell: Cell, runs: str) -> tuple[str, str]:
-    """Makes the slice, trains, evaluates, and deletes the slice. From the project's folder."""
+    """Builds a script that makes the slice, trains, evaluates, and deletes the slice. Run it from the project's folder."""
     slice_ = plan.settings[cell.setting].tpu
     if plan.variables:
         raise ConfigError("variables: launch files for TPUs set none; take them out of the plan")
@@ -109,7 +109,7 @@ def tpu(plan: Plan, cell: Cell, runs: str) -> tuple[str, str]:
 
 
 def kubernetes(plan: Plan, cell: Cell, runs: str) -> tuple[str, str]:
-    """A service and a job; the volume is the claim `hgpo`, as in configs/launch/kubernetes.yaml."""
+    """Builds a service and a job; the volume is the claim `hgpo`, as in configs/launch/kubernetes.yaml."""
     service, job = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
     (machines, gpus), name = nodes(plan, cell), label(cell)
     service["metadata"]["name"] = job["metadata"]["name"] = name
@@ -132,7 +132,7 @@ def kubernetes(plan: Plan, cell: Cell, runs: str) -> tuple[str, str]:
 
 
 def skypilot(plan: Plan, cell: Cell, runs: str) -> tuple[str, str]:
-    """A task for `sky launch`; the bucket is BUCKET, as in configs/launch/skypilot.yaml."""
+    """Builds a task for `sky launch`; the bucket is BUCKET, as in configs/launch/skypilot.yaml."""
     task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
     machines, gpus = nodes(plan, cell)
     task |= {"name": label(cell), "num_nodes": machines}

@@ -29,7 +29,7 @@ Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_.-]*$")]  # p
 
 
 class Expected(Section):
-    """Means over a whole run, for the expected tokens; what is not given is the limit of the configuration."""
+    """Means over a whole run, for the expected tokens; the configuration's limits are the defaults."""
 
     turns: float | None = Field(None, gt=0)
     prompt: float | None = Field(None, gt=0)
@@ -46,8 +46,8 @@ class Tpu(Section):
 class Setting(Section):
     """An environment and a model, or `pools` of others: runs and pairs of several settings, counted together.
 
-    config: a name in configs/ or a path. fields: overrides `field=value`. seeds: of the evaluations after training
-    (`evaluate --seeds`), on each of the splits; none where training's own evaluation is all. columns: what a table shows,
+    config: a name in configs/ or a path. fields: overrides `field=value`. seeds: those of the evaluations after training
+    (`evaluate --seeds`), on each of the splits; none if training's own evaluation is enough. columns: the columns of a table,
     shown name -> number (`results.numbers`).
     """
 
@@ -63,7 +63,7 @@ class Setting(Section):
 
 
 class Method(Section):
-    """A row: how it is shown, and its overrides."""
+    """A row: its title, and its overrides."""
 
     title: str
     fields: tuple[str, ...]
@@ -91,7 +91,7 @@ class Table(Section):
 
 
 class Published(Section):
-    """Published numbers in percent, where they stand, and setting -> method -> column -> (mean, std or nothing)."""
+    """Published numbers in percent, their source, and setting -> method -> column -> (mean, std or nothing)."""
 
     source: str
     numbers: dict[Name, dict[Name, dict[str, tuple[float, float | None]]]]
@@ -100,8 +100,8 @@ class Published(Section):
 class Plan(Section):
     """A file in configs/tables.
 
-    fields: overrides of all cells. variables: of the environment of every command. window: last iterations of `train/last`.
-    bias_seeds: seeds under which `bias` measures the settings.
+    fields: overrides of all cells. variables: environment variables of every command. window: last iterations of `train/last`.
+    bias_seeds: seeds with which `bias` measures the settings.
     """
 
     title: str
@@ -141,19 +141,19 @@ class Step:
         return all(file.is_file() for file in self.proofs)
 
     def shell(self, variables: dict[str, str]) -> str:
-        """The command as a shell takes it. `$NAME` in an argument stays a variable."""
+        """Returns the command for a shell. `$NAME` in an argument stays a variable."""
         words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
         words += ["python", "-m", f"hgpo_jax.{self.module}", *map(quote, self.arguments)]
         return " ".join(words)
 
 
 def quote(word: str) -> str:
-    """A word for a shell that expands `$NAME` in it."""
+    """Quotes a word for a shell that expands `$NAME` in it."""
     return f'"{word}"' if "$" in word else shlex.quote(word)
 
 
 def find(path: str) -> Path:
-    """A plan's file, given its path or its name in configs/tables. Raises ConfigError."""
+    """Finds a plan's file, by its path or its name in configs/tables. Raises ConfigError."""
     for file in (Path(path), CONFIGS / "tables" / f"{path}.yaml"):
         if file.is_file():
             return file
@@ -162,7 +162,7 @@ def find(path: str) -> Path:
 
 
 def read(file: Path) -> Plan:
-    """The plan of a file. Raises ConfigError."""
+    """Reads the plan of a file. Raises ConfigError."""
     try:
         plan = Plan.model_validate(configuration.read_yaml(file.read_text()))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -213,7 +213,7 @@ def read(file: Path) -> Plan:
 
 
 def _numbers(setting: Setting) -> list[str]:
-    """What the runs of a setting with a config can show."""
+    """Lists the numbers that the runs of a setting with a config can have."""
     of_splits = [f"{split}/{number}" for split in setting.splits for number in ("success", "score")] if setting.seeds else []
     return ["train/auc", "train/last", "final/sampled", "final/greedy", *of_splits]
 
@@ -225,7 +225,7 @@ def _check_names(where: str, kind: str, names: Iterable[str], known: Collection[
 
 
 def cells(plan: Plan) -> list[Cell]:
-    """Every cell once, in the order to run them: table by table, seed by seed, the methods of a seed side by side.
+    """Lists every cell once, in the order to run them: table by table, seed by seed, the methods of a seed side by side.
 
     Settings alternate, so that two cells that run at once seldom make the same warm start.
     """
@@ -240,13 +240,13 @@ def cells(plan: Plan) -> list[Cell]:
 
 
 def cells_of(plan: Plan, table: Table, setting: str, method: str) -> list[Cell]:
-    """The cells of a table's row: every seed, of each pooled setting."""
+    """Lists the cells of a table's row: every seed, of each pooled setting."""
     members = plan.settings[setting].pools or (setting,)
     return [Cell(member, method, seed) for member in members for seed in table.seeds_of(member)]
 
 
 def chosen(plan: Plan, patterns: Iterable[str]) -> list[Cell]:
-    """The cells whose names match a pattern, in which `*` stands for anything; all without patterns. Raises ConfigError."""
+    """Lists the cells whose names match a pattern with `*`, or all if there are no patterns. Raises ConfigError."""
     known, patterns = cells(plan), list(patterns)
     if not known:
         raise ConfigError(f"{plan.title}: the plan has no cells; give its tables settings, methods and seeds")
@@ -257,13 +257,13 @@ def chosen(plan: Plan, patterns: Iterable[str]) -> list[Cell]:
 
 
 def overrides(plan: Plan, cell: Cell) -> list[str]:
-    """What a cell changes in its configuration."""
+    """Lists the overrides of a cell."""
     setting = plan.settings[cell.setting]
     return [*plan.fields, *setting.fields, *plan.methods[cell.method].fields, f"seed={cell.seed}"]
 
 
 def config_of(plan: Plan, cell: Cell, more: tuple[str, ...] = ()) -> Config:
-    """A cell's configuration. `more`: further overrides. Raises ConfigError."""
+    """Returns a cell's configuration. `more`: further overrides. Raises ConfigError."""
     try:
         return configuration.load(plan.settings[cell.setting].config, [*overrides(plan, cell), *more])
     except ConfigError as error:
@@ -271,7 +271,7 @@ def config_of(plan: Plan, cell: Cell, more: tuple[str, ...] = ()) -> Config:
 
 
 def steps(plan: Plan, cell: Cell, runs: str | Path, more: tuple[str, ...] = ()) -> list[Step]:
-    """The commands of a cell in their order: training, then an evaluation for each split. `more`: further overrides."""
+    """Lists the commands of a cell in order: training, then an evaluation for each split. `more`: further overrides."""
     setting, folder = plan.settings[cell.setting], Path(runs) / cell.name
     arguments = ["--config", setting.config, "--resume", "auto", *overrides(plan, cell), *more, f"run_dir={folder}"]
     found = [Step("train", tuple(arguments), tuple(folder / name for name in PROOFS))]
@@ -291,9 +291,9 @@ SLICES = {"v4": "tpu-v4", "v5litepod": "tpu-v5e", "v5p": "tpu-v5p", "v6e": "tpu-
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """devices: of the mesh. bytes: the most that each holds. tokens: expected, limit: the most there can be, in all.
+    """devices: number in the mesh. bytes: the most that each holds. tokens: expected total, limit: maximum total.
 
-    hours: of the training on `slice_`, the setting's TPUs (bench/duration.py); None where it has none.
+    hours: of the training on `slice_`, the setting's TPUs (bench/duration.py); None if it has none.
     """
 
     devices: int
@@ -305,7 +305,7 @@ class Cost:
 
 
 def cost(plan: Plan, cell: Cell) -> Cost:
-    """What a cell takes, without its weights or devices. Raises ConfigError."""
+    """Estimates the cost of a cell, without its weights or devices. Raises ConfigError."""
     config, setting = config_of(plan, cell), plan.settings[cell.setting]
     try:
         mesh = abstract_mesh(config.mesh)
@@ -346,10 +346,10 @@ def cost(plan: Plan, cell: Cell) -> Cost:
 
 
 def listing(plan: Plan, runs: str | Path) -> str:
-    """Every cell with its cost and its commands, and the sums."""
+    """Lists every cell with its cost and its commands, and the sums."""
     lines, total, costs = [], 0.0, {}
     for cell in cells(plan):
-        key = cell.setting, cell.method  # a seed changes no size
+        key = cell.setting, cell.method  # seeds do not change sizes
         if key not in costs:
             costs[key] = cost(plan, cell)
         spent = costs[key]

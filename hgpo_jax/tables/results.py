@@ -1,4 +1,4 @@
-"""What a cell's run folder says: its numbers, its curve, and whether it has ended."""
+"""The results in a cell's run folder: its numbers, its curve, and whether it has ended."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from hgpo_jax.trainer.folder import FREE_TO_CHANGE, differing
 from hgpo_jax.trainer.metrics import read_metrics
 from hgpo_jax.utils.errors import ConfigError
 
-# Fields of paths and of sizes, which change no result.
+# Fields of paths and of sizes, which do not affect results.
 PLACES = ("env.data", *(name for name in FREE_TO_CHANGE if name not in ("iterations", "evaluation.")))
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A cell as far as it exists.
+    """The current state of a cell.
 
     done: all its commands have ended. iterations: made so far. numbers: name -> (mean, std over evaluation seeds or None),
     shares in percent: `SPLIT/success` and `SPLIT/score` of evaluations under seeds; `final/sampled` and `final/greedy`
     of the one that ends training; `train/auc`, the mean success over all iterations, and `train/last`, over the last ones.
-    curve: success by iteration. seconds: of rollouts and updates. changed: `field=value` of what differs from the
-    plan, because the plan was changed since or the run was given overrides. start: a digest of the weights that training
-    began with, "" if there are none.
+    curve: success by iteration. seconds: of rollouts and updates. changed: `field=value` of differences from the plan, because
+      the plan was changed since or the run had overrides. start: a digest of the weights that training began with, "" if there
+      are none.
     """
 
     done: bool
@@ -50,7 +50,7 @@ def _json(path: Path) -> dict:
 
 
 def read_cell(plan: Plan, cell: Cell, runs: Path) -> Result | None:
-    """A cell's result; None where its run has not begun. Raises ConfigError for a damaged file."""
+    """Reads a cell's result; None if its run has not begun. Raises ConfigError for a damaged file."""
     folder, parts, config = runs / cell.name, steps(plan, cell, runs), config_of(plan, cell)
     rows = read_metrics(folder)
     if not rows and not any(step.proofs[0].is_file() for step in parts):
@@ -93,21 +93,21 @@ def read_cell(plan: Plan, cell: Cell, runs: Path) -> Result | None:
 
 
 def _digest(policy: Path) -> str:
-    """The beginning of a policy's digest, or of each of its sets of weights."""
+    """Returns the beginning of a policy's digest, or of each of its sets of weights."""
     folders = sorted({file.parent for file in policy.rglob("*.safetensors")})
     return " ".join(huggingface.digest(folder)[:16] for folder in folders)
 
 
 def read_all(plan: Plan, runs: Path) -> dict[Cell, Result | None]:
-    """Every cell of a plan with its result."""
+    """Reads every cell of a plan with its result."""
     return {cell: read_cell(plan, cell, runs) for cell in cells(plan)}
 
 
 def read_record(plan: Plan, file: Path) -> dict[Cell, Result | None]:
-    """The cells of a plan as `collect` kept them in NAME.json.
+    """Reads the cells of a plan from NAME.json, as `collect` kept them.
 
     Raises:
-      ConfigError: it is no record, or one of another plan.
+      ConfigError: it is not a record, or one of another plan.
     """
     try:
         found = json.loads(file.read_text())
@@ -137,9 +137,9 @@ def read_record(plan: Plan, file: Path) -> dict[Cell, Result | None]:
 
 
 def changed_fields(before: list[str], now: list[str]) -> list[str]:
-    """Of two lists of `field=value`, in which a later one counts: what the first had else, paths and sizes left out.
+    """Compares two lists of `field=value`, in which later entries count; paths and sizes are left out.
 
-    Returns: `field=value` of the first, and `without field=value` for what only the second has.
+    Returns: the first list's `field=value` where they differ, and `without field=value` for fields that only the second has.
     """
     old, new = (dict(field.split("=", 1) for field in fields) for fields in (before, now))
     names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name) and not name.startswith(PLACES))
@@ -147,15 +147,15 @@ def changed_fields(before: list[str], now: list[str]) -> list[str]:
 
 
 def spread(values: list[float]) -> float | None:
-    """Sample standard deviation; None for one value."""
+    """Computes the sample standard deviation; None for one value."""
     return float(np.std(values, ddof=1)) if len(values) > 1 else None
 
 
 def paired(ours: dict[Any, float], theirs: dict[Any, float]) -> dict | None:
-    """The difference ours - theirs over the seeds, or other keys, that both have: None without two of them.
+    """Computes the difference ours - theirs over the seeds, or other keys, that both have; None with fewer than two of them.
 
-    Returns: n; mean; error, the standard error; interval, 95 % by Student's t; positive and negative, how many seeds favour
-    either side; p, the two-sided t-test.
+    Returns: n; mean; error, the standard error; interval, 95 % by Student's t; positive and negative, the numbers of seeds that
+    favour either side; p, the two-sided t-test.
     """
     d = np.array([ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())])
     if len(d) < 2:
@@ -170,7 +170,7 @@ def paired(ours: dict[Any, float], theirs: dict[Any, float]) -> dict | None:
 
 
 def detectable(pairs: int, std: float) -> float:
-    """The smallest true mean difference of so many pairs that a two-sided t-test at 5 % finds in four of five repetitions.
+    """Returns the smallest mean difference that a two-sided t-test at 5 % with these pairs finds in four of five repetitions.
 
     std: of the differences. From the noncentral t distribution; the chance of an answer of the wrong sign is left out.
     """
@@ -179,7 +179,7 @@ def detectable(pairs: int, std: float) -> float:
 
 
 def pairs_for(difference: float, std: float) -> int:
-    """How many pairs make a difference `detectable`."""
+    """Returns the number of pairs that make a difference `detectable`."""
     pairs = 2
     while detectable(pairs, std) > difference:
         pairs += 1

@@ -20,7 +20,7 @@ VARIABLE = re.compile(r"\$(\w+)")
 
 
 def expanded(step: Step, environment=os.environ) -> list[str]:
-    """The command as a process takes it, with `$NAME` replaced. Raises ConfigError where a variable is not set."""
+    """Returns the command for a process, with `$NAME` replaced. Raises ConfigError if a variable is not set."""
     words = []
     for word in step.arguments:
         for name in VARIABLE.findall(word):
@@ -33,7 +33,7 @@ def expanded(step: Step, environment=os.environ) -> list[str]:
 def run_cells(plan: Plan, wanted: list[Cell], runs: Path, source: Path, *, jobs: int, more: tuple[str, ...]) -> list[Cell]:
     """Runs the wanted cells that are unfinished to their ends; returns those that failed.
 
-    Each writes what it prints into its folder's name with .log. `source`, the plan's file, is kept as RUNS/plan.yaml.
+    The output of each goes into its folder's name with .log. `source`, the plan's file, is kept as RUNS/plan.yaml.
     The cells' processes inherit the lock: one that outlives a killed parent keeps a second run out.
 
     Raises:
@@ -72,7 +72,7 @@ def run_cells(plan: Plan, wanted: list[Cell], runs: Path, source: Path, *, jobs:
             if code:
                 print(f"{cell.name}: {step.module} ended with code {code}; {log} says why", flush=True)
                 return cell
-            if not step.done:  # other fields than the plan's, in an earlier call
+            if not step.done:  # fields other than the plan's, in an earlier call
                 missing = next(file for file in step.proofs if not file.is_file())
                 print(f"{cell.name}: {step.module} left no {missing}; remove {runs / cell.name} to begin again", flush=True)
                 return cell

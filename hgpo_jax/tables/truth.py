@@ -1,6 +1,6 @@
-"""Why runs of a plan went as they did: estimators, and parts of HGPO, against true advantages of the runs' own iterations.
+"""Explanations of a plan's runs: estimators, and parts of HGPO, against true advantages of the runs' own iterations.
 
-What a run did next after so many iterations is played again from its checkpoint, with the true advantage of every step
+The iteration of a run after a given number of iterations is replayed from its checkpoint, with the true advantage of every step
 (`hgpo_jax/analysis/true_advantages.py`). `PARTS` change one thing in HGPO each; the last is the best that a baseline can
 do for returns.
 """
@@ -20,7 +20,7 @@ from hgpo_jax.analysis.true_advantages import true_advantages
 from hgpo_jax.tables.bias import AS_RELEASED, CONTINUATIONS, ESTIMATORS, centred, errors
 from hgpo_jax.tables.in_runs import Kind, by_setting, heading, restored
 
-K, LAMBDA = 2, 0.35  # of HGPO, and of what is bootstrapped, as EB-TD does
+K, LAMBDA = 2, 0.35  # for HGPO, and for bootstrapping, as in EB-TD
 OPTIONS = AS_RELEASED | {"history_length": K, "normalize": "mean", "invalid_penalty": 0.0}
 BOOTSTRAPPED = "HGPO, bootstrapped"
 PARTS = (
@@ -33,7 +33,7 @@ PARTS = (
 
 
 class Measured(NamedTuple):
-    """Of one cell: iterations done before; success and invalid, shares of the episodes and of the steps; `bias.errors`."""
+    """The result of one cell: earlier iterations; success and invalid, shares of episodes and of steps; `bias.errors`."""
 
     cell: str
     iteration: int
@@ -43,10 +43,10 @@ class Measured(NamedTuple):
 
 
 def parts(dump: Dump, values: np.ndarray) -> dict[str, np.ndarray]:
-    """Advantages f32[B, T] of PARTS, centred as `bias.centred`.
+    """Computes advantages f32[B, T] of PARTS, centred as in `bias.centred`.
 
-    values: f64[B, T], the true value of each step's state. With noise of their own, apart from that of the truth that the
-    advantages are held to, they make `return - true value` look a little worse than it is.
+    values: f64[B, T], the true value of each step's state. Their noise is independent of that of the true advantages, and makes
+    `return - true value` look a little worse than it is.
     """
     e, record = dump.episodes, dump.estimate("hgpo", **OPTIONS)
     apart, sizes, _ = map(np.asarray, record.by_level())
@@ -68,14 +68,14 @@ def parts(dump: Dump, values: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def bootstrapped(dump: Dump) -> np.ndarray:
-    """GAE with HGPO's own baseline, a step's return less its advantage, as the value: f32[B, T]."""
+    """Computes GAE f32[B, T] with HGPO's own baseline, a step's return less its advantage, as the value."""
     e, record = dump.episodes, dump.estimate("hgpo", **OPTIONS)
     values = jnp.where(e.mask, record.returns - record.advantages, 0)
     return np.asarray(generalized_advantages(e.rewards, values, e.mask, dump.config.advantage.gamma, LAMBDA))
 
 
 def measure(cell: str, folder: Path, iteration: int) -> Measured:
-    """A run's iteration, played again from its checkpoint, or from its start."""
+    """Replays a run's iteration from its checkpoint, or from its start, and measures it."""
     job, reference, state = restored(folder, iteration)
     params, config = job.rollout_params(state.params, reference), job.config
     tasks, *inputs = job.episode_inputs(iteration)
@@ -98,7 +98,7 @@ def parse(kept: dict) -> Measured:
 
 
 def lines(found: list[Measured]) -> list[str]:
-    """Cosine and mean square error by estimator, for each setting and iteration: the mean over its runs and standard error."""
+    """Formats cosine and mean square error by estimator, for each setting and iteration: mean and standard error."""
     lines: list[str] = []
     for (setting, iteration), ours in by_setting(found).items():
         lines += ["", heading(setting, iteration, ours), "", "| | cosine | mean square error |", "|---|---|---|"]

@@ -34,9 +34,9 @@ class Training:
     """Trains a job in its run folder.
 
     Args:
-        done: iterations in the folder's checkpoint; 0 if training begins.
-        stop: receives the signals.
-        on_iteration: called with every row of metrics once it is written, in another thread.
+      done: iterations in the folder's checkpoint; 0 if training begins.
+      stop: receives the signals.
+      on_iteration: called with every row of metrics once it is written, in another thread.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Training:
                     say(f"{saved}; continue with --resume {remote.shown(self.folder)}")
 
     def _restored(self, like: TrainState) -> TrainState:
-        """The state of the checkpoint that training continues from. like: its shapes and shardings."""
+        """Restores the state of the checkpoint that training continues from. like: its shapes and shardings."""
         return TrainState.from_checkpoint(self.checkpoints.restore(self.done, like.to_checkpoint()))
 
     def _rollout_params(self):

@@ -45,9 +45,9 @@ def train(
     """Trains the run that the fields describe to its end, and returns its folder.
 
     Args:
-        given, resume, allowed: as in `find_run`.
-        multiprocess: whether this is one of several processes.
-        on_iteration: called with every row of metrics once it is written, in another thread.
+      given, resume, allowed: as in `find_run`.
+      multiprocess: whether this is one of several processes.
+      on_iteration: called with every row of metrics once it is written, in another thread.
 
     Raises ConfigError, RunError, or, after saving, Interrupted if a signal ended it.
     """

@@ -55,9 +55,9 @@ class MetricsWriter:
     """Appends one JSON object per iteration to metrics.jsonl, and passes the same row to other loggers.
 
     Args:
-        folder: the run's folder.
-        keep: iterations to keep; later lines of an interrupted run are dropped.
-        loggers: name -> a function that makes a logger such as `TensorBoard`. A logger that fails is dropped with a warning.
+      folder: the run's folder.
+      keep: iterations to keep; later lines of an interrupted run are dropped.
+      loggers: name -> a function that makes a logger such as `TensorBoard`. A logger that fails is dropped with a warning.
     """
 
     def __init__(self, folder: Path, keep: int = 0, loggers: dict[str, Callable[[], Logger]] | None = None):

@@ -129,13 +129,13 @@ class TrainState(struct.PyTreeNode):
     critic: CriticState | None = None
 
     def to_checkpoint(self) -> dict[str, Any]:
-        """The dicts that a checkpoint file holds, the same since the first release."""
+        """Returns the dicts that a checkpoint file holds, the same since the first release."""
         critic = {"critic": {"params": self.critic.params, "opt_state": self.critic.opt_state}} if self.critic else {}
         return {"params": self.params, "opt_state": self.opt_state} | critic
 
     @classmethod
     def from_checkpoint(cls, saved: dict[str, Any]) -> TrainState:
-        """The state that `to_checkpoint` gave these dicts of."""
+        """Restores the state from the dicts of `to_checkpoint`."""
         critic = CriticState(**saved["critic"]) if "critic" in saved else None
         return cls(saved["params"], saved["opt_state"], critic)
 
@@ -213,7 +213,7 @@ def make_train_step(job: Job):
 
 
 def _learned_advantages(job: Job, estimate: advantages.Estimate, e: Episodes, role) -> jax.Array:
-    """The advantages to learn from, f32[B, T] or by token f32[B, T, R]: 0 in turns of roles that do not learn."""
+    """Returns the advantages to learn from, f32[B, T] or by token f32[B, T, R]: 0 in turns of roles that do not learn."""
     by_token = _by_token(job, estimate, e.responses.shape[-1])
     if role is None:
         return by_token

@@ -1,1 +1,1 @@
-"""Helpers that know nothing of the method: errors, files, progress, processes."""
+"""Helpers that are independent of the method: errors, files, progress, processes."""

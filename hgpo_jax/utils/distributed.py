@@ -1,11 +1,11 @@
-"""Several processes, usually one a machine, as one program: JAX's own multi-process runtime (`--distributed`).
+"""Several processes, usually one per machine, as one program: JAX's own multi-process runtime (`--distributed`).
 
-On TPU pods, under Slurm and Open MPI jax finds out which process is which. Elsewhere three variables tell it, in every
+On TPU pods, under Slurm and Open MPI jax finds out which process is which. Elsewhere three variables must be set in every
 process:
 
     JAX_COORDINATOR_ADDRESS=host-of-process-0:1234  JAX_NUM_PROCESSES=2  JAX_PROCESS_ID=0
 
-All processes run the same command. Process 0 writes and prints; run_dir and cache_dir are folders that all of them see.
+All processes run the same command. Process 0 writes and prints; all of them see the folders run_dir and cache_dir.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 
 from hgpo_jax.utils.errors import ConfigError, RunError
 
-KINDS = (ConfigError, RunError, OSError, ValueError)  # of errors that processes tell each other; a ConfigError is a ValueError
+KINDS = (ConfigError, RunError, OSError, ValueError)  # errors that processes send to each other; a ConfigError is a ValueError
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
@@ -29,7 +29,7 @@ def join(environment=os.environ) -> None:
     """Joins the other processes, before anything else uses jax.
 
     Raises:
-      ConfigError: variables that are missing or do not fit, or no word from the other processes.
+      ConfigError: variables are missing or inconsistent, or the other processes do not answer.
     """
     given = _given(environment)
     try:
@@ -39,13 +39,13 @@ def join(environment=os.environ) -> None:
 
 
 def mute_other_processes() -> None:
-    """Drops what all processes but process 0 print; their standard error stays."""
+    """Discards the standard output of all processes but process 0; their standard error stays."""
     if jax.process_index() > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open as long as the process
 
 
 def _given(environment) -> dict:
-    """The variables as arguments of `jax.distributed.initialize`; none where the cluster provides them."""
+    """Returns the variables as arguments of `jax.distributed.initialize`; none if the cluster provides them."""
     given = [name for name in VARIABLES if environment.get(name)]
     if not given:
         return {}
@@ -59,19 +59,19 @@ def _given(environment) -> dict:
     count, index = map(int, numbers)
     if index >= count:
         raise ConfigError(f"{VARIABLES[2]}={index}: processes are numbered 0 to {VARIABLES[1]} - 1 = {count - 1}")
-    # Without the last argument jax still asks the cluster which devices to use, which may need more packages.
+    # Without the last argument jax still asks the cluster for the devices to use, which may need more packages.
     return {"coordinator_address": address, "num_processes": count, "process_id": index,
             "cluster_detection_method": "deactivate"}  # fmt: skip
 
 
 def broadcast_from_process_0(call: Callable):
-    """The result of `call()` in process 0, in all processes, so that what they read from a file cannot differ.
+    """Returns the result of `call()` in process 0 to all processes, so that they cannot read different content from a file.
 
     Args:
-      call: returns what JSON can hold.
+      call: returns a value that JSON can hold.
 
-    Raises in all processes what `call` raises in process 0, so that none waits for another: in the others a ConfigError,
-    RunError, OSError or ValueError like that, or a RunError that names what it was.
+    If `call` raises in process 0, all processes raise, so that none waits for another: the others a similar ConfigError,
+    RunError, OSError or ValueError, or a RunError that names the original error.
     """
     if jax.process_count() == 1:
         return call()
@@ -79,7 +79,7 @@ def broadcast_from_process_0(call: Callable):
     if jax.process_index() == 0:
         try:
             encoded = json.dumps([call(), None]).encode()
-        except Exception as error:  # whatever it is, the others wait for a word
+        except Exception as error:  # after any error, since the others wait for a message
             raised = error
             encoded = json.dumps([None, _told(error)]).encode()
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(encoded))))
@@ -95,7 +95,7 @@ def broadcast_from_process_0(call: Callable):
 
 
 def _told(error: Exception) -> tuple[str, list]:
-    """The name of one of KINDS and the arguments that make an error like this one."""
+    """Returns the name of one of KINDS and the arguments that recreate the error."""
     kind = next((kind for kind in KINDS if isinstance(error, kind)), None)
     if isinstance(error, OSError) and error.errno is not None:
         return "OSError", [error.errno, error.strerror, error.filename and str(error.filename)]

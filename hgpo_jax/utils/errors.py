@@ -1,8 +1,8 @@
-"""What ends a command: a user's mistake or a run that cannot continue; and messages in one line."""
+"""Errors that end a command: a user's mistake or a run that cannot continue; and messages in one line."""
 
 from __future__ import annotations
 
-# The environments are used without hgpo_jax, too, so the texts of messages are made there.
+# The environments are also used without hgpo_jax, so these functions are defined there.
 from hgpo_jax.envs.cli import one_line, printable
 
 __all__ = ["ConfigError", "RunError", "one_line", "printable"]
@@ -13,4 +13,4 @@ class ConfigError(ValueError):
 
 
 class RunError(RuntimeError):
-    """What ends a run although its configuration is right, in one line. Commands end with exit code 1."""
+    """An error that ends a run despite a valid configuration, in one line. Commands end with exit code 1."""

@@ -1,4 +1,4 @@
-"""Files that appear complete or not at all, and places that are not of this machine."""
+"""Files that appear complete or not at all, and places outside this machine."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-CACHE_DIR = "runs/cache"  # where no other is given
+CACHE_DIR = "runs/cache"  # the default
 
 
 def is_remote(place: str | Path) -> bool:
-    """Whether it is a URL, and not a path of this machine."""
+    """Whether the place is a URL, not a path on this machine."""
     return "://" in str(place)
 
 
 def check_scheme(url: str) -> None:
-    """Raises ValueError, in a few words, where no installed package reaches such a place."""
+    """Raises ValueError, in a few words, if no installed package can access such a place."""
     import fsspec
 
     scheme = url.partition("://")[0]
@@ -33,9 +33,9 @@ def check_scheme(url: str) -> None:
 
 @contextlib.contextmanager
 def atomic_write(path: str | Path, mode: str = "w", **options) -> Iterator[IO]:
-    """An open file that replaces `path` when the block ends; if the block raises, `path` stays as it was.
+    """Opens a file that replaces `path` when the block ends; if the block raises, `path` is unchanged.
 
-    mode, options: as of `open`; text is UTF-8 unless `encoding` says otherwise. Raises OSError where it cannot be written.
+    mode, options: as in `open`; text is UTF-8 unless `encoding` is set. Raises OSError if the file cannot be written.
     """
     path = Path(path)
     partial = path.with_name(path.name + ".partial")

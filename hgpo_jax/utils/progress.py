@@ -1,6 +1,6 @@
-"""What a long job says: lines, warnings, and progress; a live line on a terminal, plain lines elsewhere, as in a log file.
+"""The output of a long job: lines, warnings, and progress; a live line on a terminal, plain lines elsewhere, as in a log file.
 
-Nothing is printed inside `with quiet():`, as when a program of one's own trains; warnings are then Python's.
+Nothing is printed inside `with quiet():`, for programs that train through the API; warnings are then Python's.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import jax
 from tqdm import tqdm
 
 PLAIN_EVERY = 5.0  # seconds between plain lines
-SAY_AFTER = 5.0  # seconds of compiling that pass without a word
-COMPILE = "/jax/core/compile/backend_compile_duration"  # of `jax.monitoring`: a scalar at the begin, a duration at the end
-# What jax calls programs, by the names of their functions: as one would say it.
+SAY_AFTER = 5.0  # seconds of compiling before the first message
+COMPILE = "/jax/core/compile/backend_compile_duration"  # of `jax.monitoring`: a scalar at the start, a duration at the end
+# Readable names for jax's programs, by the names of their functions.
 PROGRAMS = {
     "train_step": "the update", "rollout": "the rollout", "episodes": "the warm start's play",
     "some_steps": "the warm start's update", "mapped": "the warm start's held-out loss", "_prefill": "the reading of prompts",
@@ -26,12 +26,12 @@ PROGRAMS = {
 }  # fmt: skip
 
 
-_quiet = False  # of the process: threads print, too
+_quiet = False  # for the whole process, because threads print, too
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps `say` and progress from printing in the whole process, and turns `warn` into Python's warnings."""
+    """Stops `say` and progress from printing in the whole process, and turns `warn` into Python's warnings."""
     global _quiet
     before, _quiet = _quiet, True
     try:
@@ -57,11 +57,11 @@ def warn(text: str) -> None:
 
 
 class Progress:
-    """Counts to `total`, from `done`.
+    """A counter to `total`, from `done`.
 
     Args:
-      name: of the live line, and what the plain ones begin with unless `plain` says otherwise.
-      unit: of the live line's rate, as in `it`.
+      name: name in the live line; plain lines begin with it unless `plain` is given.
+      unit: unit of the live line's rate, as in `it`.
     """
 
     def __init__(self, name: str, total: int, unit: str, done: int = 0, plain: str | None = None):
@@ -92,15 +92,15 @@ class Progress:
 
 
 class CompileWatch:
-    """While it is entered, says what is being compiled, in any thread, and for how long: on a terminal in a live line, else in
-    lines after 5, 10, 20, 40 s and so on, and one at the end. What takes less is not mentioned."""
+    """Reports, while entered, what is being compiled in any thread and for how long: on a terminal in a live line, elsewhere in
+    lines after 5, 10, 20, 40 s and so on, and one at the end. Shorter compilations are not mentioned."""
 
     def __init__(self) -> None:
-        self._began: dict[int, tuple[str, float]] = {}  # of each thread that compiles
+        self._began: dict[int, tuple[str, float]] = {}  # for each thread that compiles
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._bar: tqdm | None = None
-        self._due = SAY_AFTER  # seconds of the longest for the next plain line
+        self._due = SAY_AFTER  # compile time in seconds at which the next plain line is due
 
     def _begin(self, event: str, value: float | int, **kwargs: str | int) -> None:
         if event == COMPILE:
@@ -116,7 +116,7 @@ class CompileWatch:
                 say(f"compiled {name} in {duration_secs:.0f} s")
 
     def show(self) -> None:
-        """Says what has been compiling for long, where that is due."""
+        """Reports compilations that have been running for long, if a report is due."""
         now = time.perf_counter()
         with self._lock:
             since = [(now - began, name) for name, began in self._began.values() if now - began >= SAY_AFTER]

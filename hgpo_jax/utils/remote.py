@@ -1,11 +1,11 @@
-"""Runs in buckets: `gs://bucket/run`, `s3://bucket/run` and whatever else fsspec reaches.
+"""Runs in buckets: `gs://bucket/run`, `s3://bucket/run` and any other place that fsspec can access.
 
 A run is written and read in a working copy on this machine, `CACHE_DIR/remote/SCHEME/PLACE`, so that the lock, files that
 appear complete or not at all, and checkpoints with digests are those of a local run. `fetch` makes the copy equal to the
 bucket, `Upload` keeps the bucket equal to the copy while a run trains, and `send` does so once.
 
-A checkpoint is uploaded after the rows and dumps that it relies on, and its digests after its other files, so that an upload
-that breaks off leaves a run that can be resumed.
+A checkpoint is uploaded after the rows and dumps that it relies on, and its digests after its other files, so an interrupted
+upload leaves a run that can be resumed.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from hgpo_jax.utils.progress import Progress, warn
 
 STATE, WRITER = ".remote.json", "writer.json"
 LOCK = ".lock"
-DIGESTS = "/state/digests.json"  # what a complete checkpoint holds (`checkpoint.py`)
+DIGESTS = "/state/digests.json"  # a complete checkpoint has this file (`checkpoint.py`)
 EVERY = 30.0  # seconds between uploads
-BLOCK = 2**22  # bytes at once
+BLOCK = 2**22  # bytes per read
 
 
 def working_copy(url: str, cache_dir: str = CACHE_DIR) -> Path:
-    """Where the run in a bucket lives on this machine."""
+    """Returns the place on this machine of a run in a bucket."""
     scheme, _, place = url.partition("://")
     return Path(cache_dir, "remote", scheme, *(part for part in place.split("/") if part not in ("", ".", "..")))
 
 
 def url_of(folder: Path) -> str:
-    """Of which bucket it is the working copy; empty for another folder."""
+    """Returns the URL of the bucket whose working copy this is; empty for any other folder."""
     return _State.read(folder).url
 
 
 def shown(folder: Path) -> str:
-    """The run's place as its user knows it."""
+    """Returns the run's place as its user knows it."""
     return url_of(folder) or str(folder)
 
 
 def fetch(url: str, cache_dir: str = CACHE_DIR, checkpoints: bool = True, begins: bool = False) -> Path:
-    """The working copy, equal to the bucket; a copy that has only more than what was uploaded last stays as it is.
+    """Makes the working copy equal to the bucket and returns it; a copy that only has more than the last upload is not changed.
 
-    checkpoints: whether they are needed; a command that only reads has no use for them.
+    checkpoints: whether to fetch them; a command that only reads does not need them.
     begins: whether a run may begin there.
 
     Raises ConfigError: the place cannot be read, or is not a run's.
@@ -68,7 +68,7 @@ def fetch(url: str, cache_dir: str = CACHE_DIR, checkpoints: bool = True, begins
     try:
         lock.acquire(blocking=False)
     except Timeout:
-        return folder  # a process of this machine is writing the run: nothing is newer
+        return folder  # a process on this machine is writing the run, so nothing is newer
     try:
         with _refusals(url):
             _download(url, folder, checkpoints)
@@ -78,29 +78,29 @@ def fetch(url: str, cache_dir: str = CACHE_DIR, checkpoints: bool = True, begins
 
 
 def local(place: str) -> str:
-    """A path of this machine for a run that a command reads: itself, or the working copy without checkpoints.
+    """Returns a path on this machine for a run that a command reads: itself, or the working copy without checkpoints.
 
-    Raises ConfigError: it is in a bucket and cannot be read, or is no run.
+    Raises ConfigError: it is in a bucket and cannot be read, or is not a run.
     """
     return str(fetch(place, checkpoints=False)) if is_remote(place) else place
 
 
 def send(path: Path) -> None:
-    """Uploads what is new in the working copy that holds `path`; does nothing elsewhere. Raises RunError."""
+    """Uploads the changes in the working copy that holds `path`; does nothing elsewhere. Raises RunError."""
     folder = next((folder for folder in (path, *path.parents) if (folder / STATE).is_file()), None)
     if folder is not None:
         state = _State.read(folder)
         try:
             _upload(folder, state)
-        except Exception as error:  # whatever a file system raises
+        except Exception as error:  # any error of a file system
             raise RunError(f"{state.url}: cannot be written: {_reason(error)}; it is in {path}") from None
 
 
 @dataclasses.dataclass(frozen=True)
 class _State:
-    """What the bucket held when it was last equal to the working copy.
+    """The content of the bucket when it last equalled the working copy.
 
-    writer: the name under which this machine wrote the run last, or empty where it only read it.
+    writer: the name under which this machine last wrote the run, or empty if it only read it.
     files: relative path -> size and time of the local file, and a token of the remote one, which changes with that file.
     """
 
@@ -122,12 +122,12 @@ class _State:
 
 
 class _Bucket:
-    """A folder that fsspec reaches."""
+    """A folder that fsspec can access."""
 
     def __init__(self, url: str):
         import fsspec
 
-        folders = {"auto_mkdir": True} if url.startswith(("file://", "local://")) else {}  # stores of objects have none
+        folders = {"auto_mkdir": True} if url.startswith(("file://", "local://")) else {}  # object stores have no folders
         self.fs, root = fsspec.core.url_to_fs(url, **folders)
         self.root = root.rstrip("/")
 
@@ -139,7 +139,7 @@ class _Bucket:
         return self.fs.exists(self.place(name))
 
     def files(self) -> dict[str, str]:
-        """Relative path -> token of every file that counts."""
+        """Returns relative path -> token of every file that counts."""
         from fsspec.utils import tokenize
 
         self.fs.invalidate_cache()
@@ -152,7 +152,7 @@ class _Bucket:
         return _complete(files)
 
     def writer(self) -> str:
-        """Under which name the run was written last."""
+        """Returns the name under which the run was last written."""
         self.fs.invalidate_cache()
         try:
             return json.loads(self.fs.cat_file(self.place(WRITER)))["writer"]
@@ -164,25 +164,25 @@ class _Bucket:
 
 
 def _complete(files: dict) -> dict:
-    """Without checkpoints whose digests are not there (yet)."""
+    """Leaves out checkpoints without digests, which are not complete (yet)."""
     done = {name.removesuffix(DIGESTS) for name in files if name.endswith(DIGESTS)}
     return {name: known for name, known in files.items() if not _checkpoint(name) or _checkpoint(name) in done}
 
 
 def _checkpoint(name: str) -> str:
-    """checkpoints/N for a file of it, else empty."""
+    """Returns checkpoints/N for a file of it, otherwise an empty string."""
     parts = name.split("/")
     return "/".join(parts[:2]) if parts[0] == "checkpoints" and len(parts) > 2 else ""
 
 
 def _local_files(folder: Path) -> dict[str, tuple[int, int]]:
-    """Relative path -> size and time, without what is being written and what belongs to this machine."""
+    """Returns relative path -> size and time, without unfinished files and those that belong to this machine."""
     found = {}
     for path in folder.rglob("*"):
         parts = path.relative_to(folder).parts
         if any(part.startswith(".") or ".partial" in part or ".orbax-checkpoint-tmp" in part for part in parts):
             continue
-        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+        with contextlib.suppress(FileNotFoundError):  # removed in the meantime
             if path.is_file():
                 found["/".join(parts)] = _stamp(path)
     return _complete(found)
@@ -198,7 +198,7 @@ def _download(url: str, folder: Path, checkpoints: bool) -> None:
     if state.url != url:
         state = _State()
     if state.writer and state.writer == bucket.writer():
-        return  # nobody else wrote since
+        return  # nobody else has written since
     there = bucket.files()
     if there and "config.yaml" not in there:
         raise ConfigError(f"{url}: is not empty and not a run; choose another folder, or remove this one")
@@ -220,7 +220,7 @@ def _download(url: str, folder: Path, checkpoints: bool) -> None:
 
 
 def _upload(folder: Path, state: _State, shows: bool = True) -> _State:
-    """The state after what is new was uploaded. shows: its progress."""
+    """Uploads the changes and returns the new state. shows: whether to show progress."""
     bucket, here = _Bucket(state.url), _local_files(folder)
     new = [name for name, stamp in here.items() if state.files.get(name, (0, 0, ""))[:2] != stamp]
     old = [name for name in state.files if name not in here]
@@ -229,7 +229,7 @@ def _upload(folder: Path, state: _State, shows: bool = True) -> _State:
     last = lambda name: (bool(_checkpoint(name)), name.endswith(DIGESTS), name)  # noqa: E731
     with Progress(f"upload {state.url}", len(new), "file") if shows else contextlib.nullcontext() as progress:
         for name in sorted(new, key=last):
-            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            with contextlib.suppress(FileNotFoundError):  # removed in the meantime
                 bucket.fs.put_file(str(folder / name), bucket.place(name))
             if progress:
                 progress.update(1, {})
@@ -249,7 +249,7 @@ def _refusals(url: str) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except Exception as error:  # whatever a file system raises
+    except Exception as error:  # any error of a file system
         raise ConfigError(f"{url}: {_reason(error)}") from None
 
 
@@ -260,12 +260,12 @@ def _reason(error: Exception) -> str:
 class Upload:
     """`with Upload(folder, url):` keeps a bucket equal to the working copy of a run, every `EVERY` seconds and at the end.
 
-    An upload that fails is tried again; only the last one has to succeed. Where another process begins to write the run, this
-    one gets a SIGTERM, so that it saves what it has and ends.
+    An upload that fails is tried again; only the last one has to succeed. If another process begins to write the run, this one
+    receives a SIGTERM, so that it saves its state and ends.
 
     Raises:
-      ConfigError: the bucket cannot be written, at the start.
-      RunError: the same at the end, or another process writes the run by now.
+      ConfigError: at the start, if the bucket cannot be written.
+      RunError: at the end, for the same reason, or if another process has written the run.
     """
 
     def __init__(self, folder: Path, url: str):

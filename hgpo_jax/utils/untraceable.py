@@ -1,6 +1,6 @@
-"""Why jax could not trace a user's function, in a line that names one of the function's own.
+"""Explains why jax could not trace a user's function, in one line that names a line of the function.
 
-jax's descriptions of what cannot be traced are pages long.
+jax's own explanations of untraceable code are pages long.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ REASONS: tuple[tuple[type[Exception], str], ...] = (
 
 
 def untraceable(function: Callable, error: Exception) -> str:
-    """What to change, of a function that raised `error` while it was traced."""
+    """Tells what to change in a function that raised `error` while it was traced."""
     module = sys.modules.get(getattr(function, "__module__", ""))
     file = getattr(module, "__file__", None)
     lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
