@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from hgpo_jax.envs import outside
+from hgpo_jax.envs import user_code
 from hgpo_jax.envs.cli import one_line
 
 MINIGRID = ("BabyAI-", "MiniGrid-")  # prefixes of the ids of its levels
@@ -102,7 +102,7 @@ class GymnasiumText:
         place, _, name = id.rpartition(":")
         if place.endswith(".py"):
             try:
-                outside.module_of(place)
+                user_code.module_of(place)
             except ValueError as error:
                 raise ValueError(f"id={id}: {error}") from None
             id = name
@@ -221,7 +221,7 @@ class GymnasiumText:
         """Returns a function that describes an observation."""
         if describe:
             try:
-                _, function = outside.load(outside.located(describe, outside.ENVIRONMENTS))
+                _, function = user_code.load(user_code.located(describe, user_code.ENVIRONMENTS))
             except ValueError as error:
                 raise ValueError(f"describe={describe}: {error}") from None
             return lambda observation: function(observation, self._env.unwrapped)

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from hgpo_jax.envs import cli, outside
+from hgpo_jax.envs import cli, user_code
 from hgpo_jax.envs.cli import Parser, printable
 from hgpo_jax.envs.protocol import INFO, BegunTextEnv, CompiledEnv, TextEnv, members
 
@@ -86,9 +86,9 @@ def webshop(args):
 
 def own(args):
     """Your own, by its place or an entry point's name: FILE.py:CLASS or package.module:CLASS; or gymnasium:ID."""
-    _, found = outside.load(outside.located(args.name, outside.ENVIRONMENTS))
-    given = dict(option.partition("=")[::2] for option in args.options) | outside.implied(args.name)
-    arguments = outside.options(found, given | ({"max_turns": args.turns} if args.turns else {}))
+    _, found = user_code.load(user_code.located(args.name, user_code.ENVIRONMENTS))
+    given = dict(option.partition("=")[::2] for option in args.options) | user_code.implied(args.name)
+    arguments = user_code.options(found, given | ({"max_turns": args.turns} if args.turns else {}))
     try:
         env = found(**arguments)
     except Exception as error:  # any error of the user's environment
@@ -148,7 +148,7 @@ def parser() -> Parser:
 
 
 def _installed() -> str:
-    names = ", ".join(outside.installed(outside.ENVIRONMENTS))
+    names = ", ".join(user_code.installed(user_code.ENVIRONMENTS))
     return f", or one of {names}" if names else ""
 
 
@@ -200,7 +200,7 @@ def _ask(prompt: str) -> str:
 
 def main() -> None:
     given = sys.argv[1:]
-    named = given and (":" in given[0] or given[0] in outside.installed(outside.ENVIRONMENTS))
+    named = given and (":" in given[0] or given[0] in user_code.installed(user_code.ENVIRONMENTS))
     args = parser().parse_args(["own", *given] if named else given)
     for stream in (sys.stdin, sys.stdout):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # typeshed says TextIO

@@ -39,7 +39,7 @@ from hgpo_jax.evaluation import panels
 from hgpo_jax.evaluation.files import OWN, file_name, refuse_another, settings_of, write
 from hgpo_jax.evaluation.held_out import describe_evaluation, describe_seeds, evaluate_seeds, play_both
 from hgpo_jax.evaluation.served import PREFIX, ServedPolicy
-from hgpo_jax.policy import huggingface
+from hgpo_jax.policy import huggingface_folder
 from hgpo_jax.policy.source import find
 from hgpo_jax.rollout.environments import ENVIRONMENTS, Environment
 from hgpo_jax.setup.job import Job, build, prepare_devices
@@ -94,7 +94,7 @@ def _prepared(
         if not args.panel:
             return functools.partial(_evaluated, job, seeds)
         play, types = panels.player(job, job.given_params), job.runner.task_types
-        digest = huggingface.digest(find(config.policy.source, config.cache_dir))
+        digest = huggingface_folder.digest(find(config.policy.source, config.cache_dir))
 
     def evaluated() -> tuple[dict, list[dict], str]:
         result, episodes = panels.evaluate_panel(play, types, config.evaluation, args.panel, tasks, seeds)

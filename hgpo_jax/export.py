@@ -17,7 +17,7 @@ import shutil
 from pathlib import Path
 
 from hgpo_jax.config import cli
-from hgpo_jax.policy import huggingface, shapes, weights
+from hgpo_jax.policy import huggingface_folder, safetensors_files, shapes
 from hgpo_jax.policy.source import find
 from hgpo_jax.utils import remote
 from hgpo_jax.utils.errors import ConfigError
@@ -25,7 +25,7 @@ from hgpo_jax.utils.errors import ConfigError
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-def export(source: str | Path, target: str | Path, dtype: str | None = None, shard_size: int = weights.SHARD_SIZE) -> None:
+def export(source: str | Path, target: str | Path, dtype: str | None = None, shard_size: int = safetensors_files.SHARD_SIZE) -> None:
     """Copies the policy in a run's folder or a Hugging Face folder.
 
     Args:
@@ -41,19 +41,19 @@ def export(source: str | Path, target: str | Path, dtype: str | None = None, sha
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"--to {target}: already exists and is not empty; choose another folder")
     folder = policy_folder(source)
-    config = huggingface.read_config(folder)
-    source_weights = weights.Weights(folder)
-    tensors = weights.layout(shapes(config), config.num_hidden_layers)
+    config = huggingface_folder.read_config(folder)
+    source_weights = safetensors_files.Weights(folder)
+    tensors = safetensors_files.layout(shapes(config), config.num_hidden_layers)
     source_weights.check(tensors, tied=config.tie_word_embeddings)
-    tensors = [dataclasses.replace(t, dtype=dtype or weights.DTYPES[source_weights.dtypes[t.name]]) for t in tensors]
-    raw = huggingface.read_json(folder, "config.json")
+    tensors = [dataclasses.replace(t, dtype=dtype or safetensors_files.DTYPES[source_weights.dtypes[t.name]]) for t in tensors]
+    raw = huggingface_folder.read_json(folder, "config.json")
     raw |= {name: tensors[0].dtype for name in ("dtype", "torch_dtype") if name in raw or name == "torch_dtype"}
-    with huggingface.atomic_folder(target) as partial:
+    with huggingface_folder.atomic_folder(target) as partial:
         (partial / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-        for name in (huggingface.CARD, "generation_config.json", *huggingface.TOKENIZER_FILES):
+        for name in (huggingface_folder.CARD, "generation_config.json", *huggingface_folder.TOKENIZER_FILES):
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, partial / name)
-        weights.write(partial, tensors, lambda t: source_weights.read(t.name), size=shard_size)
+        safetensors_files.write(partial, tensors, lambda t: source_weights.read(t.name), size=shard_size)
 
 
 def policy_folder(source: str | Path) -> Path:

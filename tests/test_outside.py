@@ -12,7 +12,7 @@ import pytest
 
 from hgpo_jax.advantages import ESTIMATORS
 from hgpo_jax.config import describe, load
-from hgpo_jax.envs import outside
+from hgpo_jax.envs import user_code
 from hgpo_jax.learner.algorithms import method_named
 from hgpo_jax.rollout.environments import backend, environment, max_turns
 from hgpo_jax.setup.validate import check_together
@@ -167,7 +167,7 @@ def test_a_value_without_a_type_is_read_as_in_a_configuration():
     def make(size: int = 1, **others):
         return size, others
 
-    assert outside.options(make, {"size": "2", "slippery": "false", "text": "a: b: c"}) == {
+    assert user_code.options(make, {"size": "2", "slippery": "false", "text": "a: b: c"}) == {
         "size": 2, "slippery": False, "text": "a: b: c",
     }  # fmt: skip
 
@@ -176,8 +176,8 @@ def test_a_module_and_an_entry_point(here, monkeypatch):
     monkeypatch.syspath_prepend(here)
     (here / "my_rooms.py").write_text(COMPILED + "\n__version__ = '1.2'\n")
     assert environment(checked("env.name=my_rooms:Corridor").env).compiled
-    assert outside.version("my_rooms:Corridor")["version"] == "1.2"
-    assert outside.version("hypothesis.strategies:integers")["version"] == importlib.metadata.version("hypothesis")
+    assert user_code.version("my_rooms:Corridor")["version"] == "1.2"
+    assert user_code.version("hypothesis.strategies:integers")["version"] == importlib.metadata.version("hypothesis")
     (here / "needing.py").write_text("import no_such_thing\n")
     with pytest.raises(ConfigError, match="its import fails: ModuleNotFoundError: "):
         checked("env.name=needing:Any")
@@ -187,7 +187,7 @@ def test_a_module_and_an_entry_point(here, monkeypatch):
     (package / "entry_points.txt").write_text(
         "[hgpo_jax.rollout.environments]\nlong_corridor = my_rooms:Corridor\n[hgpo_jax.estimators]\nmine = learning:plain\n"
     )
-    outside.installed.cache_clear()
+    user_code.installed.cache_clear()
     try:
         assert environment(checked("env.name=long_corridor").env).compiled
         assert method_named("mine").estimator == "mine"
@@ -196,7 +196,7 @@ def test_a_module_and_an_entry_point(here, monkeypatch):
         with pytest.raises(ConfigError, match=r"env.name='long_corrido'.*did you mean long_corridor\?"):
             load(None, ["env.name=long_corrido"])
     finally:
-        outside.installed.cache_clear()
+        user_code.installed.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 
 from hgpo_jax.config import load
 from hgpo_jax.policy.chat_frame import ChatFrame
-from hgpo_jax.rollout.chat_format import ChatFormat, PromptInput
+from hgpo_jax.rollout.chat_prompts import ChatFormat, PromptInput
 from hgpo_jax.rollout.env_tokenizer import fresh_tokenizer, template_of
 from hgpo_jax.rollout.environments import environment
 from hgpo_jax.rollout.runners import TextRunner

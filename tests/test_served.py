@@ -15,7 +15,7 @@ from hgpo_jax import config as configuration
 from hgpo_jax import evaluate
 from hgpo_jax.evaluation import panels, served
 from hgpo_jax.evaluation.served import ServedPolicy
-from hgpo_jax.rollout.chat_format import PromptInput, load_template, project
+from hgpo_jax.rollout.chat_prompts import PromptInput, load_template, project
 from hgpo_jax.rollout.tasks import task_numbers
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.utils.errors import ConfigError, RunError

@@ -178,7 +178,7 @@ class Dump:
         return {int(state): tuple(steps[at].tolist()) for state, at in zip(states, first, strict=True)}
 
     def _slots(self, episode: int, turn: int) -> list[np.ndarray]:
-        """Splits a compiled prompt (`rollout/prompts.py`): goal, K observations and actions in turn, observation."""
+        """Splits a compiled prompt (`rollout/compiled_prompts.py`): goal, K observations and actions in turn, observation."""
         e, pairs = self.episodes, self.config.rollout.history_length
         width, action = e.observations.shape[-1], e.responses.shape[-1] - 1
         sizes = [*[width, action] * pairs, width, 1]

@@ -18,8 +18,8 @@ import time
 import jax
 import numpy as np
 
+from hgpo_jax.bench.device_text import measure_told
 from hgpo_jax.bench.limits import alternate
-from hgpo_jax.bench.told import measure_told
 from hgpo_jax.config import PolicyConfig
 from hgpo_jax.envs.cli import whole_number
 from hgpo_jax.envs.household import TASKS, Household
@@ -29,7 +29,7 @@ from hgpo_jax.envs.waiting import Waiting
 from hgpo_jax.policy import ModelConfig, initialize, network
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.tokenizer import read_tokenizer
-from hgpo_jax.rollout.chat_format import ParsedResponse, Prompt
+from hgpo_jax.rollout.chat_prompts import ParsedResponse, Prompt
 from hgpo_jax.rollout.environments import webshop_files
 from hgpo_jax.rollout.host import HostRollout
 from hgpo_jax.sampling.generate import Decoding

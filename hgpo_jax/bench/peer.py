@@ -26,7 +26,7 @@ from hgpo_jax import advantages
 from hgpo_jax.config import LearnerConfig
 from hgpo_jax.learner.algorithms import estimator_options
 from hgpo_jax.learner.batch import TrainingBatch
-from hgpo_jax.policy import ModelConfig, huggingface, lora, weights
+from hgpo_jax.policy import ModelConfig, huggingface_folder, lora, safetensors_files
 from hgpo_jax.policy.tokenizer import ACT
 from hgpo_jax.rollout.runners import CompiledRunner
 from hgpo_jax.setup.job import Job
@@ -46,13 +46,13 @@ def make_model(c: ModelConfig, params: dict, dtype: str):
     torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     if device().type == "cuda":
         torch.set_float32_matmul_precision("high")  # TensorFloat-32, as jax multiplies float32 there
-    fields = huggingface.config_json(c, dtype)
+    fields = huggingface_folder.config_json(c, dtype)
     config = AutoConfig.for_model(**fields)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=getattr(torch, dtype))
     flat = flatten_dict(jax.device_get(params))
     with torch.no_grad():
         state = dict(model.named_parameters())
-        for tensor in weights.layout(params, c.num_hidden_layers):
+        for tensor in safetensors_files.layout(params, c.num_hidden_layers):
             value = flat[tensor.path] if tensor.layer is None else flat[tensor.path][tensor.layer]
             state.pop(tensor.name).copy_(torch.from_numpy(np.array(value.T if tensor.transposed else value, np.float32)))
     assert not state, f"no weights for {list(state)}"

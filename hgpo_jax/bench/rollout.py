@@ -26,7 +26,7 @@ from hgpo_jax.bench.limits import row
 from hgpo_jax.envs.cli import whole_number
 from hgpo_jax.policy import initialize, network
 from hgpo_jax.policy.placement import cast
-from hgpo_jax.rollout.chat_format import ParsedResponse, Prompt
+from hgpo_jax.rollout.chat_prompts import ParsedResponse, Prompt
 from hgpo_jax.rollout.compiled import on_shards, start_episode
 from hgpo_jax.rollout.compiled_slots import SlotProgram
 from hgpo_jax.rollout.host import HostRollout

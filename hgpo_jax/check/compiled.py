@@ -16,7 +16,7 @@ from hgpo_jax.advantages import state_ids
 from hgpo_jax.check.statistics import GROUP, Play
 from hgpo_jax.envs.protocol import Expert, ListsActions, ListsGames, OwnPrompts, Team, TimeLimited, members
 from hgpo_jax.rollout.compiled import start_episode
-from hgpo_jax.rollout.prompts import make_prompt, prompt_length, role_of
+from hgpo_jax.rollout.compiled_prompts import make_prompt, prompt_length, role_of
 from hgpo_jax.rollout.requirements import OWN, RUNNER, TEAM, roles_of
 from hgpo_jax.utils.errors import one_line
 

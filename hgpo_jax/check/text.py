@@ -12,7 +12,7 @@ import numpy as np
 
 from hgpo_jax.check.statistics import GROUP, Play
 from hgpo_jax.envs.protocol import INFO
-from hgpo_jax.rollout.chat_format import PromptInput, project
+from hgpo_jax.rollout.chat_prompts import PromptInput, project
 from hgpo_jax.rollout.episode_buffer import matched
 from hgpo_jax.rollout.requirements import TEXT, TEXT_RESET, TEXT_TEAM, Hangs, deadline, roles_of
 from hgpo_jax.rollout.scripted_play import prompt_inputs

@@ -15,30 +15,30 @@ from hgpo_jax.config.choices import ENVIRONMENTS, LINEARS, METHODS, ROLES, HeldO
 from hgpo_jax.config.learning import AdvantageConfig, CriticConfig, LearnerConfig
 from hgpo_jax.config.roles import RoleConfig, unknown_role
 from hgpo_jax.config.section import CONTROL, Positive, Section, Share, field
-from hgpo_jax.envs import outside
+from hgpo_jax.envs import user_code
 from hgpo_jax.envs.cli import nearest
 from hgpo_jax.utils.files import CACHE_DIR, check_scheme, is_remote
 
 _SURROGATE = re.compile(r"[\ud800-\udfff]")  # not allowed in the text of an option
 
-# Fields that take one of these names, a name from an installed package, or a place outside (`envs/outside.py`).
+# Fields that take one of these names, a name from an installed package, or a place outside (`envs/user_code.py`).
 OPEN: dict[str, tuple[Collection[str], str]] = {
-    "env.name": (ENVIRONMENTS, outside.ENVIRONMENTS),
-    "method": (METHODS, outside.ESTIMATORS),
-    "reward.source": ((), outside.REWARDS),
+    "env.name": (ENVIRONMENTS, user_code.ENVIRONMENTS),
+    "method": (METHODS, user_code.ESTIMATORS),
+    "reward.source": ((), user_code.REWARDS),
 }
 
 
 def choices(name: str) -> tuple[str, ...]:
-    """Lists the names that an open field takes; it also takes whatever `envs/outside.py` finds."""
+    """Lists the names that an open field takes; it also takes whatever `envs/user_code.py` finds."""
     ours, group = OPEN[name]
-    return *ours, *outside.installed(group)
+    return *ours, *user_code.installed(group)
 
 
 def _is_choice(name: str, value: str) -> str:
     place, colon, attribute = value.rpartition(":")
     if value not in choices(name) and not (colon and place and attribute):
-        also = [f"{outside.GYMNASIUM}ID"] if name == "env.name" else []
+        also = [f"{user_code.GYMNASIUM}ID"] if name == "env.name" else []
         wanted = ", ".join((*choices(name), *also, "package.module:NAME or path/to/file.py:NAME"))
         raise ValueError(f"must be one of {wanted}; {nearest(value, list(choices(name)))}")
     return value

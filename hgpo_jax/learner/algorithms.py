@@ -11,7 +11,7 @@ import numpy as np
 
 from hgpo_jax.advantages import ESTIMATORS, Estimate, checks, estimate, parameters
 from hgpo_jax.config import Config
-from hgpo_jax.envs import outside
+from hgpo_jax.envs import user_code
 from hgpo_jax.utils.errors import ConfigError, one_line
 from hgpo_jax.utils.untraceable import untraceable
 
@@ -69,7 +69,7 @@ def method_named(name: str) -> Method:
     if name in METHODS:
         return METHODS[name]
     try:
-        _, estimator = outside.load(outside.located(name, outside.ESTIMATORS))
+        _, estimator = user_code.load(user_code.located(name, user_code.ESTIMATORS))
     except ValueError as error:
         raise ConfigError(f"method={name}: {error}") from None
     kinds = [parameter.kind for parameter in inspect.signature(estimator).parameters.values()]

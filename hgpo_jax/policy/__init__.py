@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from hgpo_jax.policy import huggingface, weights
+from hgpo_jax.policy import huggingface_folder, safetensors_files
 from hgpo_jax.policy.chat_frame import ChatFrame, end_tokens
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.model_config import LoraConfig, ModelConfig, RopeScaling
@@ -76,7 +76,7 @@ class Policy:
         return self.frame.end_tokens if self.frame else end_tokens(self.tokenizer)
 
     def save(
-        self, folder: str | Path, size: int = weights.SHARD_SIZE, stop: Sequence[str] = (), trained: ChatFrame | None = None
+        self, folder: str | Path, size: int = safetensors_files.SHARD_SIZE, stop: Sequence[str] = (), trained: ChatFrame | None = None
     ) -> None:  # fmt: skip
         """Writes a Hugging Face folder: config.json, safetensors of at most `size` bytes each, and the tokenizer.
 
@@ -91,17 +91,17 @@ class Policy:
         """
         if self.config.lora:
             raise ValueError(f"policy {folder}: has adapters; save them with lora.save, or lora.merge first")
-        tensors = weights.layout(self.params, self.config.num_hidden_layers)
+        tensors = safetensors_files.layout(self.params, self.config.num_hidden_layers)
 
         def write_rest(folder: Path) -> None:
             special = [getattr(self.tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")]
-            config = huggingface.config_json(self.config, tensors[0].dtype, *special)
+            config = huggingface_folder.config_json(self.config, tensors[0].dtype, *special)
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(folder)
                 (folder / GENERATION).write_text(json.dumps(self._generation(stop, trained), indent=2) + "\n")
 
-        huggingface.save(Path(folder), self.params, tensors, write_rest, "model", size)
+        huggingface_folder.save(Path(folder), self.params, tensors, write_rest, "model", size)
 
     def _generation(self, stop: Sequence[str], trained: ChatFrame | None) -> dict[str, Any]:
         """Returns the content of generation_config.json: the earlier content, with every token that ends an answer."""
@@ -136,9 +136,9 @@ def load_policy(
     """
     folder = find(folder, cache_dir)
     mesh = mesh or make_mesh("data=1", jax.local_devices()[:1])
-    config = huggingface.read_config(folder)
-    tensors = weights.layout(shapes(config), config.num_hidden_layers)
-    source = weights.Weights(folder)
+    config = huggingface_folder.read_config(folder)
+    tensors = safetensors_files.layout(shapes(config), config.num_hidden_layers)
+    source = safetensors_files.Weights(folder)
     source.check(tensors, tied=config.tie_word_embeddings)
     params = source.load(tensors, shardings(config, mesh), dtype)
     has_tokenizer = (folder / "tokenizer_config.json").is_file()

@@ -18,7 +18,7 @@ import numpy as np
 import yaml
 from filelock import FileLock
 
-from hgpo_jax.policy import huggingface, weights
+from hgpo_jax.policy import huggingface_folder, safetensors_files
 from hgpo_jax.policy.gguf_file import GgufFile
 from hgpo_jax.policy.gguf_tokenizer import make_tokenizer
 from hgpo_jax.policy.model_config import MODEL_TYPES, ModelConfig, RopeScaling
@@ -112,7 +112,7 @@ def _convert(path: Path, folder: Path, base: str | None, sampling: dict) -> None
     if len(tokenizer) > config.vocab_size:
         raise ValueError(f"has {len(tokenizer)} tokens, but embeddings for {config.vocab_size}")
     names = {_transformers_name(name): name for name in file.tensors if name != ROPE_FACTORS}
-    tensors = weights.layout(shapes(config), config.num_hidden_layers)
+    tensors = safetensors_files.layout(shapes(config), config.num_hidden_layers)
     for tensor in tensors:
         if tensor.name not in names:
             raise ValueError(f"lacks the tensor that transformers calls {tensor.name}")
@@ -121,22 +121,22 @@ def _convert(path: Path, folder: Path, base: str | None, sampling: dict) -> None
     if unexpected := names.keys() - {tensor.name for tensor in tensors}:
         raise ValueError(f"holds {names[min(unexpected)]:.100}, which a {config.model_type} does not have")
 
-    def value(tensor: weights.Tensor) -> np.ndarray:
+    def value(tensor: safetensors_files.Tensor) -> np.ndarray:
         array = file.tensors[names[tensor.name]].dequantized()
         heads = {"q_proj.weight": config.num_attention_heads, "k_proj.weight": config.num_key_value_heads}
         end = ".".join(tensor.name.split(".")[-2:])
         return unpermuted(array, heads[end]) if config.model_type == "llama" and end in heads else array
 
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    with huggingface.atomic_folder(folder) as partial:
-        content = huggingface.config_json(config, "float32", *special.values())
+    with huggingface_folder.atomic_folder(folder) as partial:
+        content = huggingface_folder.config_json(config, "float32", *special.values())
         (partial / "config.json").write_text(json.dumps(content, indent=2) + "\n")
         (partial / GENERATION).write_text(json.dumps(special | sampling, indent=2) + "\n")
         tokenizer.save_pretrained(partial)
         front = {"base_model": base, "license": file.metadata.get("general.license"), "library_name": "transformers"}
         front = yaml.safe_dump({name: text for name, text in front.items() if isinstance(text, str)}, sort_keys=False)
-        (partial / huggingface.CARD).write_text(f"---\n{front}---\n\nConverted from {path.name} by hgpo_jax.\n")
-        weights.write(partial, tensors, value)
+        (partial / huggingface_folder.CARD).write_text(f"---\n{front}---\n\nConverted from {path.name} by hgpo_jax.\n")
+        safetensors_files.write(partial, tensors, value)
 
 
 def unpermuted(array: np.ndarray, heads: int) -> np.ndarray:

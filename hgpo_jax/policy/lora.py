@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
-from hgpo_jax.policy import huggingface, weights
+from hgpo_jax.policy import huggingface_folder, safetensors_files
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.model_config import LoraConfig, ModelConfig
 from hgpo_jax.policy.placement import shapes, shardings
@@ -96,13 +96,13 @@ def save(folder: str | Path, config: ModelConfig, adapters: dict, base: str = ""
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    huggingface.save(
+    huggingface_folder.save(
         Path(folder),
         adapters,
-        weights.layout(adapters, config.num_hidden_layers, PREFIX),
+        safetensors_files.layout(adapters, config.num_hidden_layers, PREFIX),
         lambda partial: (partial / "adapter_config.json").write_text(json.dumps(content, indent=2) + "\n"),
         "adapter_model",
-        weights.SHARD_SIZE,
+        safetensors_files.SHARD_SIZE,
     )
 
 
@@ -132,7 +132,7 @@ def load(folder: str | Path, config: ModelConfig, mesh: Mesh | None = None) -> t
       ValueError: one line that names the field, file or tensor at fault.
     """
     folder = Path(folder)
-    raw = huggingface.read_json(folder, "adapter_config.json")
+    raw = huggingface_folder.read_json(folder, "adapter_config.json")
     for name, plain in PLAIN.items():
         if name in raw and raw[name] not in plain:
             raise ValueError(f"policy {folder}: {name}={json.dumps(raw[name])} in adapter_config.json is not supported")
@@ -145,8 +145,8 @@ def load(folder: str | Path, config: ModelConfig, mesh: Mesh | None = None) -> t
     except (ValueError, TypeError) as error:
         raise ValueError(f"policy {folder}: adapter_config.json: {error}") from None
     config = dataclasses.replace(config, lora=settings)
-    tensors = weights.layout(_only(shapes(config)), config.num_hidden_layers, PREFIX)
-    source = weights.Weights(folder, "adapter_model")
+    tensors = safetensors_files.layout(_only(shapes(config)), config.num_hidden_layers, PREFIX)
+    source = safetensors_files.Weights(folder, "adapter_model")
     source.check(tensors)
     mesh = mesh or make_mesh("data=1", jax.local_devices()[:1])
     return config, source.load(tensors, _only(shardings(config, mesh)), "float32")

@@ -11,12 +11,12 @@ import jinja2
 import yaml
 
 from hgpo_jax.config import Config, dump
-from hgpo_jax.policy import huggingface
+from hgpo_jax.policy import huggingface_folder
 from hgpo_jax.policy.source import find
 from hgpo_jax.policy.tokenizer import AS_TRAINED, GENERATION
 from hgpo_jax.utils.files import atomic_write
 
-FILE = huggingface.CARD
+FILE = huggingface_folder.CARD
 
 
 def write(folder: Path, config: Config, parameters: int, result: dict) -> None:

@@ -6,7 +6,7 @@ import functools
 import re
 from pathlib import Path
 
-from hgpo_jax.policy import huggingface
+from hgpo_jax.policy import huggingface_folder
 from hgpo_jax.policy.gguf_folder import unpacked
 from hgpo_jax.policy.tokenizer import read_tokenizer
 from hgpo_jax.utils.files import CACHE_DIR
@@ -27,7 +27,7 @@ def find(folder: str | Path, cache_dir: str | Path = CACHE_DIR) -> Path:
         raise ValueError(f"policy {folder}: no such folder")
     from huggingface_hub import snapshot_download
 
-    wanted = ["model*.safetensors", "*.json", huggingface.CARD, *huggingface.TOKENIZER_FILES]
+    wanted = ["model*.safetensors", "*.json", huggingface_folder.CARD, *huggingface_folder.TOKENIZER_FILES]
     try:
         return Path(snapshot_download(str(folder), allow_patterns=wanted))
     except Exception as error:  # errors come from several libraries, and none is worth a traceback

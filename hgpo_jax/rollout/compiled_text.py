@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from hgpo_jax.rollout.chat_format import ChatFormat, Prompt
+from hgpo_jax.rollout.chat_prompts import ChatFormat, Prompt
 from hgpo_jax.rollout.compiled import EpisodeState, on_shards, start_episode
 from hgpo_jax.rollout.compiled_slots import SlotProgram
 from hgpo_jax.rollout.device_text import DeviceText

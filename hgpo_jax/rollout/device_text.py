@@ -20,7 +20,7 @@ from flax import struct
 
 from hgpo_jax.envs.protocol import ListsGames, Playable
 from hgpo_jax.policy.device_tokenizer import DeviceTokenizer, plain, spell, spelling
-from hgpo_jax.rollout.chat_format import MAX_CHARACTERS_PER_TOKEN, ChatFormat
+from hgpo_jax.rollout.chat_prompts import MAX_CHARACTERS_PER_TOKEN, ChatFormat
 
 MAX_TEXT = 12_288  # bytes of a message
 MAX_ACTION = 128  # bytes

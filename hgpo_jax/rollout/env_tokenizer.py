@@ -9,7 +9,7 @@ from hgpo_jax.config import Config
 from hgpo_jax.config.policies import response_limit
 from hgpo_jax.policy.source import load_tokenizer
 from hgpo_jax.policy.tokenizer import PLAIN, text_tokenizer
-from hgpo_jax.rollout.chat_format import load_template
+from hgpo_jax.rollout.chat_prompts import load_template
 from hgpo_jax.rollout.environments import environment
 from hgpo_jax.rollout.requirements import roles_of
 from hgpo_jax.rollout.scripted_play import play

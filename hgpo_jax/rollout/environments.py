@@ -19,7 +19,7 @@ import numpy as np
 
 from hgpo_jax.config import Config, EnvConfig
 from hgpo_jax.config.choices import HeldOut
-from hgpo_jax.envs import outside
+from hgpo_jax.envs import user_code
 from hgpo_jax.envs.alfworld import expert as alfworld_expert
 from hgpo_jax.envs.alfworld.dataset import ENVIRONMENT_VARIABLE, SPLITS, list_games, split_folder
 from hgpo_jax.envs.alfworld.generated import generate_games
@@ -310,20 +310,20 @@ def expert_of(env) -> Expert | None:
 
 def _outside(env: EnvConfig) -> tuple[str, str, str]:
     """Returns the environment's name as the user wrote it, its place, and its options as JSON."""
-    return env.name, outside.located(env.name, outside.ENVIRONMENTS), json.dumps(env.options | outside.implied(env.name))
+    return env.name, user_code.located(env.name, user_code.ENVIRONMENTS), json.dumps(env.options | user_code.implied(env.name))
 
 
 @functools.lru_cache(maxsize=8)
 def _made(given: str, name: str, options: str) -> tuple[Callable[[], Any], Any]:
     try:
-        _, found = outside.load(name)
+        _, found = user_code.load(name)
     except ValueError as error:
         raise ConfigError(f"env.name={given}: {error}") from None
     try:
-        arguments = outside.options(found, json.loads(options))
+        arguments = user_code.options(found, json.loads(options))
     except ValueError as error:
         raise ConfigError(f"env.options.{error}") from None
-    make = functools.partial(outside.make, name, arguments)
+    make = functools.partial(user_code.make, name, arguments)
     try:
         return make, make()
     except Exception as error:  # any error of the user's code
@@ -339,8 +339,8 @@ def _from_outside(given: str, name: str, options: str, time_limit: float) -> Env
         check_compiled(env, RUNNER) if compiled else check_text(env, time_limit)
     except ValueError as error:
         raise ConfigError(f"env.name={given}: {error}") from None
-    code = [name, *outside.code_in(json.loads(options)).values()]
-    digest = " ".join(outside.version(place)["sha256"] or "" for place in code)
+    code = [name, *user_code.code_in(json.loads(options)).values()]
+    digest = " ".join(user_code.version(place)["sha256"] or "" for place in code)
     about: dict[str, Any] = {"max_turns": int(env.max_turns), "digest": digest}
     if compiled:
         return Environment(compiled=lambda _: env, expert=expert_of(env), **about)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hgpo_jax.rollout.chat_format import ParsedResponse, Prompt, PromptInput
+from hgpo_jax.rollout.chat_prompts import ParsedResponse, Prompt, PromptInput
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.result import RolloutReport, RolloutResult
 from hgpo_jax.rollout.workers import EnvFailure, EnvOutput

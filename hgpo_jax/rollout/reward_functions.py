@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from hgpo_jax.envs import outside
+from hgpo_jax.envs import user_code
 from hgpo_jax.rollout.workers import MAX_REWARD, EnvFailure
 from hgpo_jax.utils.errors import ConfigError, one_line
 
@@ -66,7 +66,7 @@ class LocalReward:
 def reward_function(given: str) -> Callable:
     """Returns the function of `reward=given`. Raises ConfigError if there is none."""
     try:
-        _, function = outside.load(outside.located(given, outside.REWARDS))
+        _, function = user_code.load(user_code.located(given, user_code.REWARDS))
         inspect.signature(function).bind(None)
     except ValueError as error:
         raise ConfigError(f"reward.source={given}: {error}") from None

@@ -23,7 +23,7 @@ import numpy as np
 
 from hgpo_jax.config import Config
 from hgpo_jax.config.policies import response_limit
-from hgpo_jax.envs import outside
+from hgpo_jax.envs import user_code
 from hgpo_jax.rollout.environments import backend
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.process_workers import ProcessWorkers
@@ -54,7 +54,7 @@ def make_reward(config: Config, episodes: Episodes) -> Reward:
     if backend(config) == "compiled":
         _check_compiled(given, function, episodes)
         return functools.partial(_add_compiled, jax.jit(functools.partial(_with_compiled, function, name, replaces)))
-    return _TextReward(outside.located(given, outside.REWARDS), name, replaces, config.reward.workers, config.reward.time_limit)
+    return _TextReward(user_code.located(given, user_code.REWARDS), name, replaces, config.reward.workers, config.reward.time_limit)
 
 
 def _check_compiled(given: str, function: Callable, episodes: Episodes) -> None:
@@ -109,7 +109,7 @@ class _TextReward:
     """The reward function of text episodes, whose processes start with the first of these."""
 
     def __init__(self, place: str, name: str, replaces: bool, workers: int, time_limit: float):
-        self._load, self._name, self._replaces = functools.partial(outside.load, place), name, replaces
+        self._load, self._name, self._replaces = functools.partial(user_code.load, place), name, replaces
         self._number, self._time_limit = workers, time_limit
         self._workers: ProcessWorkers | None = None
 

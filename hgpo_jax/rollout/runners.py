@@ -18,7 +18,7 @@ from hgpo_jax.envs.protocol import CompiledEnv, ListsGames, OwnPrompts, Plans, T
 from hgpo_jax.policy import ModelConfig, network
 from hgpo_jax.policy.chat_frame import ChatFrame
 from hgpo_jax.policy.tokenizer import ACT
-from hgpo_jax.rollout.chat_format import ChatFormat
+from hgpo_jax.rollout.chat_prompts import ChatFormat
 from hgpo_jax.rollout.compiled import EpisodeState, make_continuations, make_rollout, parse_answer, replay
 from hgpo_jax.rollout.compiled_text import CompiledTextRollout
 from hgpo_jax.rollout.env_tokenizer import template_of

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hgpo_jax.envs.protocol import TextExpert
-from hgpo_jax.rollout.chat_format import PromptInput
+from hgpo_jax.rollout.chat_prompts import PromptInput
 from hgpo_jax.rollout.requirements import deadline
 from hgpo_jax.rollout.workers import EnvOutput, read_output
 from hgpo_jax.utils.errors import one_line

@@ -15,7 +15,7 @@ import numpy as np
 
 from hgpo_jax.advantages.similarity import canonical_key, similar_states
 from hgpo_jax.config import Config
-from hgpo_jax.envs import outside
+from hgpo_jax.envs import user_code
 from hgpo_jax.rollout.result import RolloutResult
 from hgpo_jax.utils.errors import ConfigError, RunError, one_line
 
@@ -23,7 +23,7 @@ from hgpo_jax.utils.errors import ConfigError, RunError, one_line
 def state_key_function(given: str) -> Callable:
     """Returns the function of `env.state_key=given`. Raises ConfigError if there is none."""
     try:
-        _, function = outside.load(outside.located(given, outside.STATE_KEYS))
+        _, function = user_code.load(user_code.located(given, user_code.STATE_KEYS))
         inspect.signature(function).bind(None)
     except ValueError as error:
         raise ConfigError(f"env.state_key={given}: {error}") from None

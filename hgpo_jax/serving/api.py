@@ -29,14 +29,14 @@ from starlette.routing import Route
 
 from hgpo_jax.policy.chat_frame import ChatFrame
 from hgpo_jax.policy.tokenizer import generation_of
-from hgpo_jax.rollout.chat_format import MAX_CHARACTERS_PER_TOKEN
+from hgpo_jax.rollout.chat_prompts import MAX_CHARACTERS_PER_TOKEN
 from hgpo_jax.sampling.generate import Decoding, published_decoding
 from hgpo_jax.serving import connections
 from hgpo_jax.serving.answers import ChatForm, Form, Piece, TextForm, ToolForm, usage
-from hgpo_jax.serving.earlier import prompt_ids
+from hgpo_jax.serving.earlier_answers import prompt_ids
 from hgpo_jax.serving.engine import Engine
-from hgpo_jax.serving.exchange import Exchange, NextTurn, Replay
 from hgpo_jax.serving.metrics import ServerMetrics
+from hgpo_jax.serving.pending_request import Exchange, NextTurn, Replay
 from hgpo_jax.serving.requests import ApiError, ChatRequest, RewardRequest, Sampling, TextRequest, parse
 from hgpo_jax.serving.sessions import OpenSessions, Session, Sessions, Turn, state_of
 from hgpo_jax.serving.text import ServedText

@@ -19,14 +19,14 @@ from hgpo_jax.config.policies import config_of, weight_sets
 from hgpo_jax.learner.algorithms import method_named
 from hgpo_jax.learner.packing import sequence_shape
 from hgpo_jax.learner.update import MAX_LOGITS
-from hgpo_jax.policy import LoraConfig, ModelConfig, huggingface, shapes, shardings
+from hgpo_jax.policy import LoraConfig, ModelConfig, huggingface_folder, shapes, shardings
 from hgpo_jax.policy.attention import MAX_SCORES, query_block_size
 from hgpo_jax.policy.presets import preset
 from hgpo_jax.policy.source import find
 from hgpo_jax.policy.tokenizer import embedding_rows, vocabulary_size
+from hgpo_jax.rollout.compiled_prompts import prompt_length
 from hgpo_jax.rollout.env_tokenizer import fresh_tokenizer
 from hgpo_jax.rollout.environments import backend, environment, max_turns, role_names
-from hgpo_jax.rollout.prompts import prompt_length
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.progress import say
 
@@ -238,7 +238,7 @@ def workload_of(config: Config, mesh) -> Workload:
         prompt, response = prompt_length(env, settings.history_length), env.action_length + 1
         vocabulary = vocabulary_size(env.words)
     if policy.source:
-        model = published or huggingface.read_config(find(policy.source, config.cache_dir))
+        model = published or huggingface_folder.read_config(find(policy.source, config.cache_dir))
     else:
         if vocabulary is None:
             vocabulary = embedding_rows(len(fresh_tokenizer(config)))

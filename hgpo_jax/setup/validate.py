@@ -10,7 +10,7 @@ from hgpo_jax.config.policies import config_of, response_limit, weight_sets
 from hgpo_jax.config.roles import RoleConfig, unknown_role
 from hgpo_jax.config.schema import Config, EnvConfig
 from hgpo_jax.learner.algorithms import METHODS, Method, method_named
-from hgpo_jax.rollout.chat_format import load_template
+from hgpo_jax.rollout.chat_prompts import load_template
 from hgpo_jax.rollout.environments import ENVIRONMENTS, Backend, Environment, backend, environment, role_names
 from hgpo_jax.rollout.requirements import ONE_ROLE
 from hgpo_jax.rollout.reward_functions import reward_function

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from hgpo_jax import config as configuration
 from hgpo_jax.config import cli
-from hgpo_jax.tables import bias, collect, curves, gradients, known, launch, plan, run, truth
+from hgpo_jax.tables import bias, collect, curves, gradients, launch, plan, records, run, truth
 from hgpo_jax.utils.errors import ConfigError
 
 COMMANDS = ("plan", "run", "bias", "truth", "gradients", "collect", "draw")
@@ -107,7 +107,7 @@ def main(arguments: list[str] | None = None) -> None:
         to = Path(args.to) if args.to else record.parent
         if not to.is_dir():
             raise ConfigError(f"--to {to}: no such folder")
-        cells, _, measured = known.read_record(planned, record)
+        cells, _, measured = records.read_record(planned, record)
         print(*curves.draw(planned, cells, collect.rows(planned, cells), measured, record.stem, to), sep="\n")
         return
     source = plan.find(args.plan)

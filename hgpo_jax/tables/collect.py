@@ -16,8 +16,8 @@ import numpy as np
 
 from hgpo_jax.tables.bias import bias_table, of_plan, truth_table
 from hgpo_jax.tables.curves import CHANCE, FEWEST, distinct, draw, leaves_out_zero
-from hgpo_jax.tables.known import Known, lost, merged, read_record, read_runs
 from hgpo_jax.tables.plan import Cell, Plan, cells_of, overrides
+from hgpo_jax.tables.records import Known, lost, merged, read_record, read_runs
 from hgpo_jax.tables.results import Result, detectable, paired, pairs_for, spread
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.files import atomic_write

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from scipy import special
 
-from hgpo_jax.policy import huggingface
+from hgpo_jax.policy import huggingface_folder
 from hgpo_jax.tables.plan import Cell, Plan, cells, config_of, overrides, steps
 from hgpo_jax.trainer.folder import FREE_TO_CHANGE, differing
 from hgpo_jax.trainer.metrics import read_metrics
@@ -95,7 +95,7 @@ def read_cell(plan: Plan, cell: Cell, runs: Path) -> Result | None:
 def _digest(policy: Path) -> str:
     """Returns the beginning of a policy's digest, or of each of its sets of weights."""
     folders = sorted({file.parent for file in policy.rglob("*.safetensors")})
-    return " ".join(huggingface.digest(folder)[:16] for folder in folders)
+    return " ".join(huggingface_folder.digest(folder)[:16] for folder in folders)
 
 
 def read_all(plan: Plan, runs: Path) -> dict[Cell, Result | None]:

@@ -34,13 +34,13 @@ from hgpo_jax.config.schema import CloningConfig
 from hgpo_jax.envs.protocol import CompiledEnv, Expert, ListsGames
 from hgpo_jax.learner.batch import TrainingBatch
 from hgpo_jax.learner.update import make_cloning_loss, make_logprobs, make_map, make_update
-from hgpo_jax.policy import Policy, huggingface, load_policy
+from hgpo_jax.policy import Policy, huggingface_folder, load_policy
 from hgpo_jax.policy.placement import shardings_like
 from hgpo_jax.policy.source import find
 from hgpo_jax.policy.tokenizer import ACT
 from hgpo_jax.rollout.compiled import start_episode
+from hgpo_jax.rollout.compiled_prompts import make_prompt, role_of
 from hgpo_jax.rollout.environments import environment
-from hgpo_jax.rollout.prompts import make_prompt, role_of
 from hgpo_jax.rollout.runners import CompiledRunner, TextRunner
 from hgpo_jax.rollout.scripted_play import play
 from hgpo_jax.rollout.tasks import stream_key
@@ -389,7 +389,7 @@ def cache_key(config: Config) -> str:
             digest.update(Path(template).read_bytes())
     given = [role.policy for role in config.roles.values() if role.policy not in ("shared", "own")]
     for source in filter(None, [config.policy.source, *given]):
-        digest.update(huggingface.digest(find(source, config.cache_dir)).encode())
+        digest.update(huggingface_folder.digest(find(source, config.cache_dir)).encode())
     return digest.hexdigest()[:16]
 
 

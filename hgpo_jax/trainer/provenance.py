@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 from hgpo_jax.config import OPEN, Config
-from hgpo_jax.envs import outside
-from hgpo_jax.rollout.chat_format import TEMPLATES, template_file
+from hgpo_jax.envs import user_code
+from hgpo_jax.rollout.chat_prompts import TEMPLATES, template_file
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.files import atomic_write
 
@@ -25,14 +25,14 @@ def record(config: Config, folder: Path, done: int) -> list[str]:
     Returns: a line for each of these that changed. Raises ConfigError for a damaged file.
     """
     given = {"env.name": config.env.name, "method": config.method, "reward.source": config.reward.source}
-    places = {f: outside.located(name, OPEN[f][1]) for f, name in given.items() if name and name not in OPEN[f][0]}
+    places = {f: user_code.located(name, OPEN[f][1]) for f, name in given.items() if name and name not in OPEN[f][0]}
     if config.env.state_key:
         given["env.state_key"] = config.env.state_key
-        places["env.state_key"] = outside.located(config.env.state_key, outside.STATE_KEYS)
-    options = config.env.options | outside.implied(config.env.name)
-    for option, place in outside.code_in(options).items():
+        places["env.state_key"] = user_code.located(config.env.state_key, user_code.STATE_KEYS)
+    options = config.env.options | user_code.implied(config.env.name)
+    for option, place in user_code.code_in(options).items():
         given[f"env.options.{option}"], places[f"env.options.{option}"] = options[option], place
-    now = {field: {"name": given[field], **outside.version(place)} for field, place in places.items()}
+    now = {field: {"name": given[field], **user_code.version(place)} for field, place in places.items()}
     templates = {"env.template": config.env.template}
     templates |= {f"roles.{role}.template": settings.template for role, settings in config.roles.items()}
     for field, name in templates.items():

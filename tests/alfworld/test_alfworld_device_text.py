@@ -18,7 +18,7 @@ from hgpo_jax.policy.kv_cache import KVCache
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.tokenizer import embedding_rows, text_tokenizer
 from hgpo_jax.rollout import compiled_slots, compiled_text
-from hgpo_jax.rollout.chat_format import ChatFormat, PromptInput
+from hgpo_jax.rollout.chat_prompts import ChatFormat, PromptInput
 from hgpo_jax.rollout.compiled_text import CompiledTextRollout
 from hgpo_jax.rollout.device_text import MAX_ACTION, DeviceText
 from hgpo_jax.rollout.host import HostRollout

@@ -17,9 +17,9 @@ from hgpo_jax.envs.alfworld import load_game
 from hgpo_jax.envs.alfworld.pddl import parse_domain, parse_problem
 from hgpo_jax.envs.webshop import load_shop
 from hgpo_jax.envs.webshop.commands import click, parse
-from hgpo_jax.policy import huggingface, shapes, weights
+from hgpo_jax.policy import huggingface_folder, safetensors_files, shapes
 from hgpo_jax.policy.mesh import abstract_mesh, parse_mesh
-from hgpo_jax.rollout.chat_format import project
+from hgpo_jax.rollout.chat_prompts import project
 from hgpo_jax.rollout.environments import ENVIRONMENTS
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.utils.errors import ConfigError
@@ -130,26 +130,26 @@ def policy_folder(data: bytes, folder: Path) -> None:
     try:
         read_policy(folder)
     finally:
-        weights.Weights(folder)
+        safetensors_files.Weights(folder)
 
 
 def safetensors(data: bytes, folder: Path) -> None:
     """A file of weights."""
-    held = weights.Weights(written(folder, "model.safetensors", data).parent)
+    held = safetensors_files.Weights(written(folder, "model.safetensors", data).parent)
     for name in list(held.shapes)[:3]:
-        if held.dtypes[name] in weights.DTYPES and 0 not in held.shapes[name]:
+        if held.dtypes[name] in safetensors_files.DTYPES and 0 not in held.shapes[name]:
             held.read(name)
 
 
 @functools.cache
-def tensors(config) -> list[weights.Tensor]:
-    return weights.layout(shapes(config), config.num_hidden_layers)
+def tensors(config) -> list[safetensors_files.Tensor]:
+    return safetensors_files.layout(shapes(config), config.num_hidden_layers)
 
 
 def read_policy(folder: Path) -> None:
-    config = huggingface.read_config(folder)
+    config = huggingface_folder.read_config(folder)
     if max(config.num_hidden_layers, config.hidden_size) < 100:
-        weights.Weights(folder).check(tensors(config), config.tie_word_embeddings)
+        safetensors_files.Weights(folder).check(tensors(config), config.tie_word_embeddings)
 
 
 def dump(data: bytes, folder: Path) -> None:

@@ -15,7 +15,7 @@ from minigrid.core.constants import COLOR_TO_IDX, OBJECT_TO_IDX, STATE_TO_IDX
 from minigrid.core.grid import Grid
 
 from hgpo_jax.config import load
-from hgpo_jax.envs import minigrid_text, outside
+from hgpo_jax.envs import minigrid_text, user_code
 from hgpo_jax.envs.gym_text import GymnasiumText, plain
 from hgpo_jax.envs.protocol import TextExpert
 from hgpo_jax.rollout.environments import environment
@@ -71,7 +71,7 @@ def test_tasks_are_seeds_of_everything_random():
 
 def test_options_have_the_types_of_its_arguments_and_others_are_gymnasiums():
     given = {"id": "FrozenLake-v1", "actions": "w,s,e,n", "won_above": "0.5", "max_turns": "7", "map_name": "8x8"}
-    env = GymnasiumText(**outside.options(GymnasiumText, given))
+    env = GymnasiumText(**user_code.options(GymnasiumText, given))
     seen, commands = env.reset(0)
     assert (len(seen.split("\n")), commands, env.max_turns) == (8, ["w", "s", "e", "n"], 7)
 
@@ -149,7 +149,7 @@ def test_blackjack_as_numbers_and_by_a_describing_function(tmp_path, monkeypatch
     about = json.loads((tmp_path / "provenance.json").read_text())[0]["env.options.describe"]
     assert (about["name"], about["file"]) == ("cards.py:told", str(tmp_path / "cards.py"))
     assert about["sha256"] in environment(config.env).digest
-    assert outside.code_in({"describe": "none.py:told", "goal": "a:b", "size": 3, "file": "cards.py:not a name"}) == {}
+    assert user_code.code_in({"describe": "none.py:told", "goal": "a:b", "size": 3, "file": "cards.py:not a name"}) == {}
     won = Counter(env.step("stick")[4]["won"] for task in range(40) for env in (numbers, told) if env.reset(task))
     draws = sum(numbers.step("stick")[2] == 0 for task in range(40) if numbers.reset(task))
     assert draws and won[True] == 2 * sum(numbers.step("stick")[2] > 0 for task in range(40) if numbers.reset(task)) + draws

@@ -17,7 +17,7 @@ from hgpo_jax.policy.chat_frame import DATE, ChatFrame
 from hgpo_jax.policy.model_config import ModelConfig
 from hgpo_jax.policy.placement import shapes
 from hgpo_jax.policy.tokenizer import generation_of
-from hgpo_jax.rollout.chat_format import ChatFormat, PromptInput
+from hgpo_jax.rollout.chat_prompts import ChatFormat, PromptInput
 from hgpo_jax.sampling.generate import Decoding, published_decoding
 from hgpo_jax.serving.text import ServedText
 from hgpo_jax.trainer.main import save_trained

@@ -15,7 +15,16 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer, pre_tokenizers
 
 from hgpo_jax.config import load
-from hgpo_jax.policy import ModelConfig, RopeScaling, gguf_folder, huggingface, load_policy, model_card, shapes, weights
+from hgpo_jax.policy import (
+    ModelConfig,
+    RopeScaling,
+    gguf_folder,
+    huggingface_folder,
+    load_policy,
+    model_card,
+    safetensors_files,
+    shapes,
+)
 from hgpo_jax.policy.gguf_tokenizer import make_tokenizer
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.source import load_tokenizer
@@ -67,7 +76,7 @@ def write(path, config=LLAMA, kind=F32, metadata=(), tensors=()):
     arch, rng, expected = config.model_type, np.random.default_rng(3), {}
     metadata, stored = dict(metadata), {}
     writer = gguf.GGUFWriter(path, metadata.pop("general.architecture", arch))
-    for tensor in weights.layout(shapes(config), config.num_hidden_layers):
+    for tensor in safetensors_files.layout(shapes(config), config.num_hidden_layers):
         value = rng.normal(0, 0.3, tensor.shape).astype(np.float32) + (len(tensor.shape) == 1)
         stored_as = kind if value.ndim == 2 else F32
         raw = quantized(turned(value, tensor.name, config, permuted), stored_as)
@@ -138,7 +147,7 @@ def test_every_type_is_what_the_package_makes_of_it(kind, fields, tmp_path):
     config = ModelConfig(**SIZES | {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1} | fields)
     expected = write(tmp_path / "m.gguf", config, gguf.GGMLQuantizationType[kind])
     folder = Path(gguf_folder.unpacked(tmp_path / "m.gguf", tmp_path))
-    assert huggingface.read_config(folder) == config
+    assert huggingface_folder.read_config(folder) == config
     found = load_file(folder / "model.safetensors")
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -179,7 +188,7 @@ def factors(theta, half, factor):
 
 
 def config_of(path, cache):
-    return huggingface.read_config(Path(gguf_folder.unpacked(path, cache)))
+    return huggingface_folder.read_config(Path(gguf_folder.unpacked(path, cache)))
 
 
 def test_rotary_frequencies(tmp_path):
@@ -282,7 +291,8 @@ def test_the_folder_is_made_once_for_a_content(tmp_path, monkeypatch):
 def test_a_conversion_that_fails_leaves_no_folder(tmp_path, monkeypatch):
     write(tmp_path / "m.gguf")
     with monkeypatch.context() as patch:
-        patch.setattr(weights, "_write_file", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        full = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))  # noqa: E731
+        patch.setattr(safetensors_files, "_write_file", full)
         assert "No space left" in refusal(tmp_path / "m.gguf", tmp_path / "c")
     assert not [path for path in (tmp_path / "c" / "gguf").iterdir() if path.is_dir()]
     config_of(tmp_path / "m.gguf", tmp_path / "c")
@@ -361,7 +371,7 @@ def test_no_damage_of_a_header_is_more_than_one_line(tmp_path, monkeypatch):
     write(tmp_path / "whole.gguf")
     whole, rng, refused = (tmp_path / "whole.gguf").read_bytes(), np.random.default_rng(0), 0
     header = whole.rindex(b"blk.1.")
-    monkeypatch.setattr(weights, "write", lambda *_: None)  # only the header is looked at
+    monkeypatch.setattr(safetensors_files, "write", lambda *_: None)  # only the header is looked at
     for number in range(40):
         damaged = bytearray(whole)
         for at in rng.integers(4, header, rng.integers(1, 4)):

@@ -16,7 +16,7 @@ PROGRAM = """
     from hgpo_jax.utils import distributed
     distributed.join()
     from hgpo_jax.policy.mesh import make_mesh
-    from hgpo_jax.policy import load_policy, weights
+    from hgpo_jax.policy import load_policy, safetensors_files as weights
 
     read, bytes_read = weights.Weights.read, []
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from hgpo_jax.policy import ModelConfig, Policy, RopeScaling, initialize, load_policy, network, shardings, weights
+from hgpo_jax.policy import ModelConfig, Policy, RopeScaling, initialize, load_policy, network, safetensors_files, shardings
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.qwen2 import product
 
@@ -47,8 +47,8 @@ def compute(policy, ids):
         return -jnp.take_along_axis(logp, ids[:, 1:, None], -1).mean(), logits
 
     (_, logits), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(policy.params)
-    gather = weights.to_host(gradients)
-    return logits, {t.name: gather(t) for t in weights.layout(gradients, policy.config.num_hidden_layers)}
+    gather = safetensors_files.to_host(gradients)
+    return logits, {t.name: gather(t) for t in safetensors_files.layout(gradients, policy.config.num_hidden_layers)}
 
 
 def assert_same(policy, ids, logits, gradients):

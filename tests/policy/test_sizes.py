@@ -7,7 +7,7 @@ import math
 import jax
 import pytest
 
-from hgpo_jax.policy import RopeScaling, huggingface, shapes, shardings
+from hgpo_jax.policy import RopeScaling, huggingface_folder, shapes, shardings
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.presets import FAMILIES, preset
 from tests.helpers.needs import DATA
@@ -48,7 +48,7 @@ def write(name, folder):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_is_read_as_the_preset_of_its_name_says(name, tmp_path):
     write(name, tmp_path)
-    config = huggingface.read_config(tmp_path)
+    config = huggingface_folder.read_config(tmp_path)
     assert config == preset(name) == preset(f"Qwen/{name}-Instruct")
     assert dataclasses.asdict(config).items() >= dict(zip(NAMES, CONFIGS[name][1], strict=True)).items()
 
@@ -57,7 +57,7 @@ def test_the_base_of_rotary_frequencies_is_ten_thousand_where_it_is_left_out(tmp
     write("SmolLM2-135M", tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({name: value for name, value in raw.items() if name != "rope_theta"}))
-    assert huggingface.read_config(tmp_path).rope_theta == 1e4
+    assert huggingface_folder.read_config(tmp_path).rope_theta == 1e4
 
 
 def parameters(c):
@@ -92,4 +92,4 @@ def test_the_networks_parameters_are_as_many_and_a_mesh_cuts_every_matrix(name, 
 def test_the_published_config_reads_as_the_model_card_says(name, tmp_path):
     file = DATA / "qwen2.5" / "configs" / f"{name}-Instruct.config.json"
     (tmp_path / "config.json").write_bytes(file.read_bytes())
-    assert huggingface.read_config(tmp_path) == preset(name)
+    assert huggingface_folder.read_config(tmp_path) == preset(name)

@@ -15,7 +15,16 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from hgpo_jax import export
-from hgpo_jax.policy import ModelConfig, Policy, RopeScaling, huggingface, load_policy, shapes, shardings, weights
+from hgpo_jax.policy import (
+    ModelConfig,
+    Policy,
+    RopeScaling,
+    huggingface_folder,
+    load_policy,
+    safetensors_files,
+    shapes,
+    shardings,
+)
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.source import find
 from hgpo_jax.policy.tokenizer import word_tokenizer
@@ -113,14 +122,14 @@ def test_transformers_writes_we_read_and_write_transformers_reads(model_type, dt
 def test_a_mesh_gets_the_same_parameters_and_only_the_bytes_of_a_shard_are_read(tmp_path, monkeypatch):
     first, mesh = policy(tie_word_embeddings=False), make_mesh("fsdp=4,tensor=2")
     first.save(tmp_path, size=20_000)
-    asked, read = {}, weights.Weights.read
+    asked, read = {}, safetensors_files.Weights.read
 
     def counted(self, name, index=None):
         value = read(self, name, index)
         asked[name] = [*asked.get(name, []), value.shape]
         return value
 
-    monkeypatch.setattr(weights.Weights, "read", counted)
+    monkeypatch.setattr(safetensors_files.Weights, "read", counted)
     spread = load_policy(tmp_path, mesh).params
     jax.tree.map(np.testing.assert_array_equal, first.params, jax.device_get(spread))
     placed = jax.tree.map(lambda a, s: a.sharding.is_equivalent_to(s, a.ndim), spread, shardings(first.config, mesh))
@@ -144,7 +153,7 @@ def test_an_older_policy_is_replaced_and_nothing_else(tmp_path, monkeypatch):
     old, new = policy(), policy(num_hidden_layers=2)
     old.save(tmp_path / "p", size=20_000)
     new.save(tmp_path / "p")
-    assert huggingface.read_config(tmp_path / "p") == new.config
+    assert huggingface_folder.read_config(tmp_path / "p") == new.config
     assert [p.name for p in tmp_path.iterdir()] == ["p"]
     assert not list((tmp_path / "p").glob("model-*"))
     before = (tmp_path / "p" / "model.safetensors").read_bytes()
@@ -153,7 +162,7 @@ def test_an_older_policy_is_replaced_and_nothing_else(tmp_path, monkeypatch):
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(weights, "_write_file", full)
+        patch.setattr(safetensors_files, "_write_file", full)
         for name in ("p", "q"):
             with pytest.raises(OSError, match="no space"):
                 old.save(tmp_path / name)
@@ -297,7 +306,7 @@ def test_a_head_stored_beside_the_embedding_that_it_equals_is_read_and_not_writt
 def test_a_sliding_window_that_is_not_used_is_ignored(tmp_path):
     shutil.copytree(DATA / "qwen2_tiny", tmp_path / "p")
     edit(use_sliding_window=False, sliding_window=16, max_window_layers=1, layer_types=None)(tmp_path / "p")
-    assert huggingface.read_config(tmp_path / "p") == huggingface.read_config(DATA / "qwen2_tiny")
+    assert huggingface_folder.read_config(tmp_path / "p") == huggingface_folder.read_config(DATA / "qwen2_tiny")
 
 
 # ---- the hub ------------------------------------------------------------------------------------------------------------
@@ -312,7 +321,7 @@ def test_a_name_is_fetched_from_the_hub_when_no_such_folder_exists(monkeypatch):
         return str(DATA / "qwen2_tiny")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert huggingface.read_config(find("Qwen/Qwen2.5-0.5B")).vocab_size == 67
+    assert huggingface_folder.read_config(find("Qwen/Qwen2.5-0.5B")).vocab_size == 67
     assert asked == ["Qwen/Qwen2.5-0.5B"]
 
 
@@ -373,7 +382,7 @@ MEASURE = """
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_loading_takes_the_shards_and_one_tensor(tmp_path):
-    listed = weights.layout(shapes(BIG), BIG.num_hidden_layers)
+    listed = safetensors_files.layout(shapes(BIG), BIG.num_hidden_layers)
     rng = np.random.default_rng(0)
     kept = {}
 
@@ -383,8 +392,8 @@ def test_loading_takes_the_shards_and_one_tensor(tmp_path):
             kept["one"] = float(drawn[9, 5])
         return drawn
 
-    weights.write(tmp_path, listed, value, size=300_000_000)
-    (tmp_path / "config.json").write_text(json.dumps(huggingface.config_json(BIG, "float32")))
+    safetensors_files.write(tmp_path, listed, value, size=300_000_000)
+    (tmp_path / "config.json").write_text(json.dumps(huggingface_folder.config_json(BIG, "float32")))
     size = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
     assert 0.95e9 < size < 1.05e9
     run = subprocess.run(

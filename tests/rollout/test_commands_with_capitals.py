@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hgpo_jax.rollout.chat_format import Prompt, load_template
+from hgpo_jax.rollout.chat_prompts import Prompt, load_template
 from hgpo_jax.rollout.environments import ENVIRONMENTS, Environment
 from hgpo_jax.rollout.episode_buffer import EpisodeBuffer
 from hgpo_jax.rollout.episodes import Episodes

@@ -13,7 +13,7 @@ from odd_env import ODD, Counting, Restless
 from hgpo_jax.analysis.dumps import read_report
 from hgpo_jax.config import load
 from hgpo_jax.policy import ModelConfig, initialize, network
-from hgpo_jax.rollout.chat_format import ParsedResponse, Prompt
+from hgpo_jax.rollout.chat_prompts import ParsedResponse, Prompt
 from hgpo_jax.rollout.episode_buffer import EpisodeBuffer
 from hgpo_jax.rollout.episodes import KINDS, Episodes
 from hgpo_jax.rollout.host import HostRollout

@@ -12,12 +12,12 @@ from hgpo_jax.advantages import estimate
 from hgpo_jax.envs.household.text import HouseholdText
 from hgpo_jax.envs.words import Words
 from hgpo_jax.policy import network, shardings
-from hgpo_jax.rollout.chat_format import PromptInput
+from hgpo_jax.rollout.chat_prompts import PromptInput
 from hgpo_jax.rollout.compiled import make_rollout
+from hgpo_jax.rollout.compiled_prompts import build_prompt
 from hgpo_jax.rollout.host import HostRollout
-from hgpo_jax.rollout.prompts import build_prompt
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
-from hgpo_jax.rollout.words import WordFormat
+from hgpo_jax.rollout.word_format import WordFormat
 from hgpo_jax.sampling.generate import Decoding
 from tests.helpers.agreement import assert_same
 from tests.helpers.tiny import mesh_of

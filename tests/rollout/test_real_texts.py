@@ -9,7 +9,7 @@ from hgpo_jax.envs.household import Household
 from hgpo_jax.envs.household.text import HouseholdText
 from hgpo_jax.envs.webshop.text import WebshopText
 from hgpo_jax.policy.chat_frame import ChatFrame
-from hgpo_jax.rollout.chat_format import ChatFormat, PromptInput
+from hgpo_jax.rollout.chat_prompts import ChatFormat, PromptInput
 from tests.helpers.chat_tokenizers import qwen_tokenizer
 from tests.helpers.needs import DATA
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from odd_env import Counting
 
-from hgpo_jax.rollout.chat_format import ParsedResponse, Prompt
+from hgpo_jax.rollout.chat_prompts import ParsedResponse, Prompt
 from hgpo_jax.rollout.compiled import is_truncated
 from hgpo_jax.rollout.episode_buffer import EpisodeBuffer
 from hgpo_jax.rollout.episodes import Episodes

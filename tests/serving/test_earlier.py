@@ -2,7 +2,7 @@
 
 import pytest
 
-from hgpo_jax.serving.earlier import prompt_ids
+from hgpo_jax.serving.earlier_answers import prompt_ids
 from hgpo_jax.serving.sessions import OpenSessions, Turn
 from hgpo_jax.serving.text import ServedText
 from tests.helpers.chat_tokenizers import tool_tokenizer

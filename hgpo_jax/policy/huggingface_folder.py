@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 from jax.experimental import multihost_utils
 
-from hgpo_jax.policy import weights
+from hgpo_jax.policy import safetensors_files
 from hgpo_jax.policy.model_config import ModelConfig, RopeScaling
 
 ARCHITECTURES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}  # prefixes of transformers' class names
@@ -182,16 +182,16 @@ def atomic_folder(folder: Path, stem: str = "model") -> Iterator[Path]:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def save(folder: Path, params: dict, tensors: list[weights.Tensor], write_rest, stem: str, size: int) -> None:
+def save(folder: Path, params: dict, tensors: list[safetensors_files.Tensor], write_rest, stem: str, size: int) -> None:
     """Writes tensors of the parameters, and the files of `write_rest(folder)`, into an `atomic_folder`.
 
     With several processes, all of them call this and process 0 writes.
     """
-    gather = weights.to_host(params)
+    gather = safetensors_files.to_host(params)
     if jax.process_index() == 0:
         with atomic_folder(folder, stem) as partial:
             write_rest(partial)
-            weights.write(partial, tensors, gather, stem, size)
+            safetensors_files.write(partial, tensors, gather, stem, size)
     else:
         for tensor in tensors:
             gather(tensor)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hgpo_jax.policy.tokenizer import BLANK
-from hgpo_jax.rollout.chat_format import ParsedResponse, Prompt, PromptInput
+from hgpo_jax.rollout.chat_prompts import ParsedResponse, Prompt, PromptInput
 
 
 class WordFormat:

@@ -15,7 +15,7 @@ from hgpo_jax.envs.alfworld.compiled import CompiledAlfworld
 from hgpo_jax.envs.alfworld.tables import compile_games
 from hgpo_jax.policy.chat_frame import ChatFrame
 from hgpo_jax.policy.device_tokenizer import spell
-from hgpo_jax.rollout.chat_format import ChatFormat, PromptInput
+from hgpo_jax.rollout.chat_prompts import ChatFormat, PromptInput
 from hgpo_jax.rollout.compiled import EpisodeState, start_episode
 from hgpo_jax.rollout.compiled_slots import ENDED, READ
 from hgpo_jax.rollout.compiled_text import widths
