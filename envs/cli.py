@@ -65,9 +65,16 @@ def whole_number(text: str, low: int = 1) -> int:
 
 # Errors that a wrong path causes; others, such as a full disk, are not the user's mistake.
 PATHS = (
-    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENAMETOOLONG,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EINVAL,
+    errno.ENAMETOOLONG,
     errno.ELOOP,
-)  # fmt: skip
+)
 
 
 def run(main: Callable[[], None], mistakes: tuple[type[Exception], ...]) -> None:

@@ -40,21 +40,25 @@ KNOWN = {
     "Blackjack": Known(
         ("stick", "hit"),
         "get closer to 21 than the dealer, but not above it",
-        "the numbers are your sum, the dealer's open card (1 is an ace), and 1 if an ace of yours counts 11", won_above=0,
+        "the numbers are your sum, the dealer's open card (1 is an ace), and 1 if an ace of yours counts 11",
+        won_above=0,
     ),
     "CliffWalking": Known(
         ("up", "right", "down", "left"), "reach T without stepping on the cliff C", "you are at x", won_above=-100
     ),
     "FrozenLake": Known(
-        ("left", "down", "right", "up"), "walk from S over the ice F to the goal G without falling into a hole H",
-        "you are at the letter in []", won_above=0,
+        ("left", "down", "right", "up"),
+        "walk from S over the ice F to the goal G without falling into a hole H",
+        "you are at the letter in []",
+        won_above=0,
     ),
     "Taxi": Known(
-        ("south", "north", "east", "west", "pick up", "drop off"), "bring the passenger to the destination",
+        ("south", "north", "east", "west", "pick up", "drop off"),
+        "bring the passenger to the destination",
         "the taxi is at [], the passenger waits at **, or else is in the taxi, the destination is at (); | is a wall",
         won_above=0,
     ),
-}  # fmt: skip
+}
 
 
 class GymnasiumText:

@@ -1,6 +1,6 @@
 """Measurements in a separate process, so that the memory they report is only theirs.
 
-    in_own_process("hgpo_jax.envs.webshop.bench", "build_folder", items, attributes, folder)["mb"]
+in_own_process("hgpo_jax.envs.webshop.bench", "build_folder", items, attributes, folder)["mb"]
 """
 
 import importlib

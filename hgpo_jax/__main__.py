@@ -1,7 +1,7 @@
 """`python -m hgpo_jax`, installed as `hgpo`: lists the commands and runs one of them.
 
-    hgpo train learner.lr=1e-3                  as python -m hgpo_jax.train learner.lr=1e-3
-    eval "$(register-python-argcomplete hgpo)"  what is typed can be completed, in bash and zsh (extra completion)
+hgpo train learner.lr=1e-3                  as python -m hgpo_jax.train learner.lr=1e-3
+eval "$(register-python-argcomplete hgpo)"  what is typed can be completed, in bash and zsh (extra completion)
 """
 
 from __future__ import annotations

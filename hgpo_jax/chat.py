@@ -61,9 +61,12 @@ def converse(chat: Chat) -> None:
 def check_ranges(args) -> None:
     """Raises ConfigError for numbers out of range."""
     for name, value, low, high in (
-        ("temperature", args.temperature, 0, 10), ("top-k", args.top_k, 0, 10**6), ("top-p", args.top_p, 1e-9, 1),
-        ("max-tokens", args.max_tokens, 1, 10**6), ("seed", args.seed, 0, 2**32 - 1),
-    ):  # fmt: skip
+        ("temperature", args.temperature, 0, 10),
+        ("top-k", args.top_k, 0, 10**6),
+        ("top-p", args.top_p, 1e-9, 1),
+        ("max-tokens", args.max_tokens, 1, 10**6),
+        ("seed", args.seed, 0, 2**32 - 1),
+    ):
         if value is not None and not low <= value <= high:
             raise ConfigError(f"--{name} {value}: must be from {low} to {high}")
 

@@ -120,9 +120,11 @@ def main() -> None:
     p.add_argument("--seeds", metavar="N,N,...", help="seeds of tasks and sampling, as in 123,456,789; of a panel, of sampling")
     p.add_argument("--split", help="tasks to evaluate on: valid_seen or valid_unseen of ALFWorld, else held_out")
     p.add_argument(
-        "--to", metavar="FOLDER", type=cli.local_path,
+        "--to",
+        metavar="FOLDER",
+        type=cli.local_path,
         help="where to write; default: evaluations/ in the first folder",
-    )  # fmt: skip
+    )
     p.add_argument("--panel", metavar="NAME", help=f"every task of a list that is the same for all: {', '.join(panels.PANELS)}")
     p.add_argument(
         "--compare", nargs=2, metavar=("A.json", "B.json"), help="plays nothing: two results of a panel, paired by task"

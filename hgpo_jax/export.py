@@ -25,7 +25,9 @@ from hgpo_jax.utils.errors import ConfigError
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-def export(source: str | Path, target: str | Path, dtype: str | None = None, shard_size: int = safetensors_files.SHARD_SIZE) -> None:
+def export(
+    source: str | Path, target: str | Path, dtype: str | None = None, shard_size: int = safetensors_files.SHARD_SIZE
+) -> None:
     """Copies the policy in a run's folder or a Hugging Face folder.
 
     Args:

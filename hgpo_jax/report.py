@@ -188,9 +188,11 @@ def run_row(name: str, config: Config, done: int, curves: dict[str, list], held_
         "success": written(mean("success"), ".1%"),
         "turns": written(mean("turns"), ".1f"),
         "seconds": written(sum(seconds) if seconds and None not in seconds else None, ".2f"),
-        "held_out": held_out and {
+        "held_out": held_out
+        and {
             mode: {"success": f"{x['success']:.1%}", "interval": "{:.1%} to {:.1%}".format(*x["interval"])}
-            for mode, x in held_out.items() if "success" in x
+            for mode, x in held_out.items()
+            if "success" in x
         },
         "changed": changed_fields(config),
     }
@@ -253,9 +255,11 @@ def main() -> None:
     p = cli.parser("report", __doc__)
     p.add_argument("runs", metavar="RUN", nargs="+", help="the folder of a run, also of one that has not ended")
     p.add_argument(
-        "--to", metavar="FILE", type=cli.local_path,
+        "--to",
+        metavar="FILE",
+        type=cli.local_path,
         help="where to write; default: report.html in the first run's folder",
-    )  # fmt: skip
+    )
     p.add_argument("--dumps", type=int, default=3, metavar="N", help="dumped iterations of each run to browse; default 3")
     p.add_argument("--groups", type=int, default=4, metavar="N", help="prompt groups of each of them; default 4")
     args = p.parse_args()

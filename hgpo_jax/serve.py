@@ -90,9 +90,14 @@ def main() -> None:
         sessions = OpenSessions(args.max_turns, SESSIONS, kept.add)
     name = args.name or (Path(args.policy).resolve().name if Path(args.policy).exists() else args.policy)
     engine = Engine(
-        policy, mesh, slots=args.slots, prompt_limit=prompt_limit, response_limit=args.response_limit,
-        waiting_limit=args.waiting, failed=lambda: setattr(server, "should_exit", True),
-    )  # fmt: skip
+        policy,
+        mesh,
+        slots=args.slots,
+        prompt_limit=prompt_limit,
+        response_limit=args.response_limit,
+        waiting_limit=args.waiting,
+        failed=lambda: setattr(server, "should_exit", True),
+    )
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig, frame) -> None:
@@ -107,9 +112,16 @@ def main() -> None:
         )
     except ValueError as error:
         raise ConfigError(f"{args.policy}: {error}") from None
-    server = Server(uvicorn.Config(
-        api, http=Connection, log_level="warning", lifespan="off", limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=5
-    ))  # fmt: skip
+    server = Server(
+        uvicorn.Config(
+            api,
+            http=Connection,
+            log_level="warning",
+            lifespan="off",
+            limit_concurrency=CONNECTIONS,
+            timeout_graceful_shutdown=5,
+        )
+    )
     with recording, listening, engine:
         with Progress("compiling", len(engine.shapes()), "program") as progress:
             for length, prompts, responses in engine.shapes():

@@ -25,16 +25,21 @@ def main() -> None:
     cli.add_distributed(p)
     p.add_argument("--dry-run", action="store_true", help="check everything but the weights, print the memory plan, and stop")
     p.add_argument(
-        "--resume", metavar="auto|never|RUN", default="never",
+        "--resume",
+        metavar="auto|never|RUN",
+        default="never",
         help="continue the interrupted run in a folder; fields that are not given come from its config.yaml. auto: the run in "
         "run_dir, or without run_dir the newest unfinished one under runs/ of this name, method and seed; if there is none, a "
         "new run begins. A finished run is left alone unless iterations= asks for more",
-    )  # fmt: skip
+    )
     p.add_argument(
-        "--allow-change", metavar="FIELD", action="append", default=[],
+        "--allow-change",
+        metavar="FIELD",
+        action="append",
+        default=[],
         help="a field that a resumed run may change; iterations, log.*, evaluation.* and fields that only change the speed "
         "always may",
-    )  # fmt: skip
+    )
     args = p.parse_intermixed_args()  # options may be between fields
     given = cli.given_fields(args)
     config = configuration.resolve(given) if args.resume == "never" else None

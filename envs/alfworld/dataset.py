@@ -72,9 +72,7 @@ def split_folder(split: str, data: str | os.PathLike | None = None) -> Path:
     raise ValueError(f"{folder}: no {split}/ or json_*/{split}/ in it; unpack the ALFWorld games there")
 
 
-def list_games(
-    split: str, data: str | os.PathLike | None = None, task_types: Collection[str] = TASK_TYPES
-) -> list[GameFile]:
+def list_games(split: str, data: str | os.PathLike | None = None, task_types: Collection[str] = TASK_TYPES) -> list[GameFile]:
     """Lists the solvable games of a split, sorted by path.
 
     Args:
@@ -111,4 +109,3 @@ def _load(path: Path) -> dict:
     if not isinstance(data, dict):
         raise ValueError(f"{path}: expected a JSON object; unpack the released file again")
     return data
-

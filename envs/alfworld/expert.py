@@ -38,8 +38,10 @@ def expert_action(env: CompiledAlfworld, state: State, recent: jax.Array, key: j
     games, game, held = env.games, state.game, state.held
     wanted, mark, lamps, target = games.wanted[game], games.mark[game], games.lamp[game], games.target[game]
     filled, commands = env.admissible(state)
-    is_verb = {verb: filled & (commands[:, 0] == env.word_id[verb]) for verb in
-               ("go to", "open", "take", "put", "move", "use", *TREATMENTS.values())}  # fmt: skip
+    is_verb = {
+        verb: filled & (commands[:, 0] == env.word_id[verb])
+        for verb in ("go to", "open", "take", "put", "move", "use", *TREATMENTS.values())
+    }
     named = games.entity[game, commands[:, 1:]].astype(jnp.int32)  # things, followed by places
     thing = jnp.clip(named[:, 0], 0, env.things - 1)
     place = jnp.clip(named.max(1) - env.things, 0, env.places - 1)

@@ -42,7 +42,17 @@ class GameData:
     """
 
     __slots__ = (
-        "_memo", "_texts", "commands", "fixed", "goal", "goal_formula", "index", "initial", "narrator", "path", "rules"
+        "_memo",
+        "_texts",
+        "commands",
+        "fixed",
+        "goal",
+        "goal_formula",
+        "index",
+        "initial",
+        "narrator",
+        "path",
+        "rules",
     )
 
     def __init__(self, path: str, domain_text: str, grammar: Grammar, problem_text: str) -> None:

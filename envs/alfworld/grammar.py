@@ -94,12 +94,12 @@ def _after(pattern: re.Pattern[str], text: str, at: int = 0) -> int:
     match = pattern.match(text, at)
     assert match is not None
     return match.end()
+
+
 _SYMBOL = re.compile(r"#\t*([\w()/!<>\-\s,.]+)#")
 _LITERAL = re.compile(r'[^;|"<>\[\]#{}]*')
 _QUOTED = re.compile(r'"\t*([^;|"<>\[\]#{}]*)"')
-_CONDITIONAL = re.compile(
-    r"\{\t*(?:#([\w()/!<>\-\s,.]+)#|([^|\[\]{}\n<>]+))(?:\s*\|\s*([^;|{}\n\[\]#]+))?\}"
-)
+_CONDITIONAL = re.compile(r"\{\t*(?:#([\w()/!<>\-\s,.]+)#|([^|\[\]{}\n<>]+))(?:\s*\|\s*([^;|{}\n\[\]#]+))?\}")
 
 
 @lru_cache(maxsize=4096)  # games share nearly all their sentences
@@ -274,8 +274,7 @@ def _parse_symbols(text: str, what: str) -> dict[str, tuple[Alternative, ...]]:
         raise ValueError(f"the JSON of {what} in the grammar is broken: {error}") from None
     try:
         return {
-            name: tuple(_alternative(rule["rhs"], rule.get("condition", "")) for rule in rules)
-            for name, rules in data.items()
+            name: tuple(_alternative(rule["rhs"], rule.get("condition", "")) for rule in rules) for name, rules in data.items()
         }
     except (AttributeError, KeyError, TypeError):
         raise ValueError(f"the JSON of {what} in the grammar is not {{symbol: [{{'rhs': text}}, ..]}}") from None

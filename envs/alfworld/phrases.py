@@ -13,12 +13,31 @@ from collections.abc import Collection, Iterable, Sequence
 
 # Sorted, because the engine sorts its commands. "put" is the verb of release 2.1.1 where later ones say "move".
 VERBS = (
-    "clean", "close", "cool", "examine", "go to", "heat", "help", "inventory", "look", "move", "open", "put", "slice",
-    "take", "use",
-)  # fmt: skip
+    "clean",
+    "close",
+    "cool",
+    "examine",
+    "go to",
+    "heat",
+    "help",
+    "inventory",
+    "look",
+    "move",
+    "open",
+    "put",
+    "slice",
+    "take",
+    "use",
+)
 LINKS = {
-    "clean": " with", "cool": " with", "heat": " with", "slice": " with", "take": " from", "move": " to", "put": " in/on",
-}  # fmt: skip
+    "clean": " with",
+    "cool": " with",
+    "heat": " with",
+    "slice": " with",
+    "take": " from",
+    "move": " to",
+    "put": " in/on",
+}
 
 WELCOME = "-= Welcome to TextWorld, ALFRED! =-\n\nYou are in the middle of a room. Looking quickly around you, you see a"
 TASK = ".\n\nYour task is to: "
@@ -31,16 +50,48 @@ IN = (" is open. In it, you see a", " is open. In it, you see nothing.")
 INSIDE = (". In it, you see a", ". In it, you see nothing.")
 BESIDE = (". Next to it, you see a", ". Next to it, you see nothing.")
 SENTENCES = (
-    "You arrive at", "You open the", "You close the", "You pick up the", "You put the", "You move the", "You clean the",
-    "You heat the", "You cool the", "You sliced the", "You turn on the", "You are facing the", "You are carrying: a",
-    " from the", " in/on the", " to the", " using the", " with the", "On the", "The", ". On the", ". The", " is closed.",
-)  # fmt: skip
+    "You arrive at",
+    "You open the",
+    "You close the",
+    "You pick up the",
+    "You put the",
+    "You move the",
+    "You clean the",
+    "You heat the",
+    "You cool the",
+    "You sliced the",
+    "You turn on the",
+    "You are facing the",
+    "You are carrying: a",
+    " from the",
+    " in/on the",
+    " to the",
+    " using the",
+    " with the",
+    "On the",
+    "The",
+    ". On the",
+    ". The",
+    " is closed.",
+)
 # The appearance of an examined object, by its treatment; the other cases are in `examined`.
 LOOKS = (
-    "This is a hot and clean sliced", "This is a cool and clean sliced", "This is a clean sliced", "This is a hot sliced",
-    "This is a cool sliced", "This is a hot and clean", "This is a cool and clean", "This is a hot", "This is a clean",
-    "This is a cold", "This is a normal", "This", " is on.", "This is a sliced", "There's nothing special about",
-)  # fmt: skip
+    "This is a hot and clean sliced",
+    "This is a cool and clean sliced",
+    "This is a clean sliced",
+    "This is a hot sliced",
+    "This is a cool sliced",
+    "This is a hot and clean",
+    "This is a cool and clean",
+    "This is a hot",
+    "This is a clean",
+    "This is a cold",
+    "This is a normal",
+    "This",
+    " is on.",
+    "This is a sliced",
+    "There's nothing special about",
+)
 HELP = """\
 Available commands:
   look:                             look around your current location
@@ -58,13 +109,43 @@ Available commands:
   slice (object) with (object):     slice an object using a sharp object
 """
 GOALS = (
-    "put some", "put two", "put a clean", "put a hot", "put a cool", "clean some", "heat some", "cool some", "find two",
-    "look at", "examine the", " in", " on", " under the", " and put it in", " and put them in",
-)  # fmt: skip
+    "put some",
+    "put two",
+    "put a clean",
+    "put a hot",
+    "put a cool",
+    "clean some",
+    "heat some",
+    "cool some",
+    "find two",
+    "look at",
+    "examine the",
+    " in",
+    " on",
+    " under the",
+    " and put it in",
+    " and put them in",
+)
 PHRASES = (
-    *VERBS, WELCOME, TASK, MIDDLE, NOTHING_HAPPENS, NOT_CARRYING, ITEM, COMMA, AND, STOP, *ON, *IN, *INSIDE, *BESIDE,
-    *SENTENCES, *LOOKS, HELP, *GOALS,
-)  # fmt: skip
+    *VERBS,
+    WELCOME,
+    TASK,
+    MIDDLE,
+    NOTHING_HAPPENS,
+    NOT_CARRYING,
+    ITEM,
+    COMMA,
+    AND,
+    STOP,
+    *ON,
+    *IN,
+    *INSIDE,
+    *BESIDE,
+    *SENTENCES,
+    *LOOKS,
+    HELP,
+    *GOALS,
+)
 FIXED = ("", *PHRASES)  # word 0 is the empty slot
 ID = {phrase: number for number, phrase in enumerate(FIXED)}
 # A word only for prompts (`short_prompts.py`), when there are more commands than a prompt holds. The LINKS are words, too, so

@@ -76,9 +76,7 @@ class Query:
         sizes: Mapping[str, int],
     ) -> None:
         self._bound = len(bound)
-        self._chains = [
-            _compile(parts, bound, out, changing, sizes) for parts in Splitter(bound).conjunctions(node)
-        ]
+        self._chains = [_compile(parts, bound, out, changing, sizes) for parts in Splitter(bound).conjunctions(node)]
 
     def rows(self, view: View, values: Row = ()) -> set[Row]:
         """Returns all distinct values of the `out` variables, in no particular order."""

@@ -94,9 +94,7 @@ class Rules:
             query=self.query(condition, (), names),
             reads=tuple(sorted(predicates(action.precondition) & self.changing)),
             # Deletions come first, so that an addition of the same fact wins.
-            effects=tuple(
-                self._effect(action, effect, names) for effect in sorted(action.effects, key=lambda e: e.positive)
-            ),
+            effects=tuple(self._effect(action, effect, names) for effect in sorted(action.effects, key=lambda e: e.positive)),
         )
 
     def _effect(self, action: Action, effect: Effect, names: tuple[str, ...]) -> CompiledEffect:

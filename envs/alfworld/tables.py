@@ -25,9 +25,19 @@ from hgpo_jax.envs.alfworld.sheets import sheet
 
 # The modules that read a game: a change in them invalidates cached arrays.
 CODE = (
-    "dataset", "formulas", "game", "grammar", "narrator", "pddl", "phrases", "planner", "query", "rules", "sheets",
+    "dataset",
+    "formulas",
+    "game",
+    "grammar",
+    "narrator",
+    "pddl",
+    "phrases",
+    "planner",
+    "query",
+    "rules",
+    "sheets",
     "tables",
-)  # fmt: skip
+)
 NOWHERE = -1
 
 

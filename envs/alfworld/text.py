@@ -1,8 +1,8 @@
 """ALFWorld as text tasks: `reset(task)` and `step(action)`, with reward, turn limit and a choice of games.
 
-    env = AlfworldText([game.path for game in list_games("valid_seen")])
-    observation, commands = env.reset(3)
-    observation, commands, reward, done, info = env.step("go to desk 1")
+env = AlfworldText([game.path for game in list_games("valid_seen")])
+observation, commands = env.reset(3)
+observation, commands, reward, done, info = env.step("go to desk 1")
 """
 
 import functools
@@ -36,9 +36,12 @@ class AlfworldText:
     task_types = (*TASK_TYPES, "unknown")
 
     def __init__(
-        self, games: Sequence[str | os.PathLike], logic: str | os.PathLike | None = None, max_turns: int = 50,
+        self,
+        games: Sequence[str | os.PathLike],
+        logic: str | os.PathLike | None = None,
+        max_turns: int = 50,
         cache: str | os.PathLike | None = None,
-    ):  # fmt: skip
+    ):
         if not games:
             raise ValueError("games: is empty; name at least one game.tw-pddl file")
         if max_turns < 1:

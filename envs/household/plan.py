@@ -153,9 +153,13 @@ class HouseholdPlan:
         lamp = jnp.asarray(rooms._lamp_at)[house.room]
         start, nothing = house.where[first], jnp.int32(-1)
         routes = {
-            "place": (start, goal), "two": (start, goal, house.where[last], goal), "look": (start, lamp),
-            "clean": (start, clean, goal), "heat": (start, heat, goal), "cool": (start, cool, goal),
-        }  # fmt: skip
+            "place": (start, goal),
+            "two": (start, goal, house.where[last], goal),
+            "look": (start, lamp),
+            "clean": (start, clean, goal),
+            "heat": (start, heat, goal),
+            "cool": (start, cool, goal),
+        }
         rows = [jnp.stack([*routes[task], *[nothing] * (4 - len(routes[task]))]) for task in world.TASKS]
         route = jnp.stack(rows)[house.task, : self.action_length]
         return jnp.where(route < 0, 0, rooms.place_words(house)[route])

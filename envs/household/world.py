@@ -13,22 +13,62 @@ import numpy as np
 # A room's receptacles in order of importance: `Household(places=n)` uses the first n of each room.
 ROOMS: dict[str, tuple[str, ...]] = {
     "kitchen": (
-        "countertop_1", "cabinet_1", "fridge_1", "microwave_1", "sinkbasin_1", "drawer_1",
-        "cabinet_2", "diningtable_1", "drawer_2", "shelf_1", "cabinet_3", "garbagecan_1",
+        "countertop_1",
+        "cabinet_1",
+        "fridge_1",
+        "microwave_1",
+        "sinkbasin_1",
+        "drawer_1",
+        "cabinet_2",
+        "diningtable_1",
+        "drawer_2",
+        "shelf_1",
+        "cabinet_3",
+        "garbagecan_1",
     ),
     "bathroom": (
-        "sinkbasin_1", "cabinet_1", "countertop_1", "drawer_1", "shelf_1", "toilet_1",
-        "cabinet_2", "bathtub_1", "drawer_2", "garbagecan_1", "cabinet_3", "shelf_2",
+        "sinkbasin_1",
+        "cabinet_1",
+        "countertop_1",
+        "drawer_1",
+        "shelf_1",
+        "toilet_1",
+        "cabinet_2",
+        "bathtub_1",
+        "drawer_2",
+        "garbagecan_1",
+        "cabinet_3",
+        "shelf_2",
     ),
     "bedroom": (
-        "desk_1", "bed_1", "drawer_1", "shelf_1", "safe_1", "cabinet_1",
-        "drawer_2", "sidetable_1", "shelf_2", "dresser_1", "drawer_3", "garbagecan_1",
+        "desk_1",
+        "bed_1",
+        "drawer_1",
+        "shelf_1",
+        "safe_1",
+        "cabinet_1",
+        "drawer_2",
+        "sidetable_1",
+        "shelf_2",
+        "dresser_1",
+        "drawer_3",
+        "garbagecan_1",
     ),
     "livingroom": (
-        "sidetable_1", "sofa_1", "drawer_1", "coffeetable_1", "cabinet_1", "safe_1",
-        "armchair_1", "shelf_1", "drawer_2", "cabinet_2", "diningtable_1", "garbagecan_1",
+        "sidetable_1",
+        "sofa_1",
+        "drawer_1",
+        "coffeetable_1",
+        "cabinet_1",
+        "safe_1",
+        "armchair_1",
+        "shelf_1",
+        "drawer_2",
+        "cabinet_2",
+        "diningtable_1",
+        "garbagecan_1",
     ),
-}  # fmt: skip
+}
 OPENABLE = frozenset({"cabinet", "drawer", "fridge", "microwave", "safe"})
 LAMP_AT = {"bedroom": "desk_1", "livingroom": "sidetable_1"}  # place of the room's desk lamp
 
@@ -63,10 +103,30 @@ TOOL = {"heat": "microwave_1", "cool": "fridge_1", "clean": "sinkbasin_1"}  # wh
 LAMP = "desklamp_1"
 
 PHRASES = (
-    "you_are_in_the_middle_of_the", "you_arrive_at", "you_open", "you_close", "you_are_facing", "it_is_closed",
-    "you_see", "you_see_nothing", "you_pick_up", "from", "you_put", "in", "you_heat", "you_cool", "you_clean", "using",
-    "you_turn_on", "you_carry", "you_carry_nothing", "hot", "cold", "clean_now", "nothing_happens",
-)  # fmt: skip
+    "you_are_in_the_middle_of_the",
+    "you_arrive_at",
+    "you_open",
+    "you_close",
+    "you_are_facing",
+    "it_is_closed",
+    "you_see",
+    "you_see_nothing",
+    "you_pick_up",
+    "from",
+    "you_put",
+    "in",
+    "you_heat",
+    "you_cool",
+    "you_clean",
+    "using",
+    "you_turn_on",
+    "you_carry",
+    "you_carry_nothing",
+    "hot",
+    "cold",
+    "clean_now",
+    "nothing_happens",
+)
 
 
 def vocabulary(rooms: tuple[str, ...], places: int) -> tuple[str, ...]:

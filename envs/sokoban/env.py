@@ -127,9 +127,7 @@ class Sokoban:
         agent = state.agent + offset
         pushed = state.boxes[agent] & ~invalid
         moved = state.boxes.at[agent].set(False).at[agent + offset].set(True)
-        after = state.replace(
-            boxes=jnp.where(pushed, moved, state.boxes), agent=agent.astype(jnp.int32), turn=state.turn + 1
-        )
+        after = state.replace(boxes=jnp.where(pushed, moved, state.boxes), agent=agent.astype(jnp.int32), turn=state.turn + 1)
         won = self.won(after)
         reward = WON_REWARD * won
         if self.reward == "gym":

@@ -1,8 +1,8 @@
 """Sokoban as text tasks: `reset(task)` and `step(action)`, the room drawn with the letters of Sokoban level files.
 
-    env = SokobanText(Sokoban())
-    observation, commands = env.reset(0)
-    observation, commands, reward, done, info = env.step("left")
+env = SokobanText(Sokoban())
+observation, commands = env.reset(0)
+observation, commands, reward, done, info = env.step("left")
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """WebShop without Java, server or HTML: the same pages, search, goals and rewards as the original's text mode.
 
-    shop = load_shop("items_shuffle_1000.json.gz", "items_ins_v2_1000.json.gz", seed=0)
-    session = shop.session(0)
-    observation, actions = session.reset()
-    observation, reward, done, actions = session.step("search[blue cotton shirt]")
+shop = load_shop("items_shuffle_1000.json.gz", "items_ins_v2_1000.json.gz", seed=0)
+session = shop.session(0)
+observation, actions = session.reset()
+observation, reward, done, actions = session.step("search[blue cotton shirt]")
 """
 
 from typing import TYPE_CHECKING, Any

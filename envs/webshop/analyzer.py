@@ -13,10 +13,43 @@ except ImportError:
 
 from hgpo_jax.envs.webshop.porter import stem
 
-STOP_WORDS = frozenset((
-    "a", "an", "and", "are", "as", "at", "be", "but", "by", "for", "if", "in", "into", "is", "it", "no", "not", "of",
-    "on", "or", "such", "that", "the", "their", "then", "there", "these", "they", "this", "to", "was", "will", "with",
-))  # fmt: skip
+STOP_WORDS = frozenset(
+    (
+        "a",
+        "an",
+        "and",
+        "are",
+        "as",
+        "at",
+        "be",
+        "but",
+        "by",
+        "for",
+        "if",
+        "in",
+        "into",
+        "is",
+        "it",
+        "no",
+        "not",
+        "of",
+        "on",
+        "or",
+        "such",
+        "that",
+        "the",
+        "their",
+        "then",
+        "there",
+        "these",
+        "they",
+        "this",
+        "to",
+        "was",
+        "will",
+        "with",
+    )
+)
 MAX_TOKEN_LENGTH = 255  # a longer run of letters is cut into pieces of this length
 
 # Unicode 12's Extended_Pictographic, the set Lucene knows. Later Unicode versions dropped stars, hearts and arrows that

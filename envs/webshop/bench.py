@@ -82,9 +82,11 @@ def measure_large(products: int) -> list[Row]:
         used = in_own_process(__name__, "use_folder", folder)
         rows.append(_row("built files", sum(f.stat().st_size for f in Path(folder, "built").iterdir()) / 1e6, "MB"))
         units = {"open": "ms", "shop": "s", "search": "ms", "slowest search": "ms", "click": "ms", "buy": "ms"}
-        return rows + [_row(name, used[name], unit) for name, unit in units.items()] + [
-            _row("after use, peak memory", used["mb"], "MB")
-        ]
+        return (
+            rows
+            + [_row(name, used[name], unit) for name, unit in units.items()]
+            + [_row("after use, peak memory", used["mb"], "MB")]
+        )
 
 
 def live(items: str, attributes: str) -> dict[str, float]:
@@ -124,8 +126,11 @@ def use_folder(folder: str) -> dict[str, float]:
         times.append(1e3 * (time.perf_counter() - start))
     walked = {row["name"]: row["value"] for row in _walk(shop, min(100, len(shop.goals)))}
     return walked | {
-        "open": 1e3 * opened, "shop": shop_seconds, "search": sum(times) / len(times), "slowest search": max(times),
-    }  # fmt: skip
+        "open": 1e3 * opened,
+        "shop": shop_seconds,
+        "search": sum(times) / len(times),
+        "slowest search": max(times),
+    }
 
 
 def _mean_ms(function: Callable, arguments) -> float:

@@ -168,11 +168,18 @@ def _check(arrays: dict[str, np.ndarray], meta: dict) -> None:
         "S": {"asins": products},
         "f": {"low": products, "high": products, "goal_weight": goals, "post_damp": postings},
         "i": {
-            "asin_order": products, "asin_rank": products, "category": products, "query": products,
-            "record_start": products + 1, "goal_position": goals, "goal_count": goals, "term_start": terms + 1,
-            "post_start": terms + 1, "post_doc": postings,
+            "asin_order": products,
+            "asin_rank": products,
+            "category": products,
+            "query": products,
+            "record_start": products + 1,
+            "goal_position": goals,
+            "goal_count": goals,
+            "term_start": terms + 1,
+            "post_start": terms + 1,
+            "post_doc": postings,
         },
-    }  # fmt: skip
+    }
     for kind, sizes in expected.items():
         for name, size in sizes.items():
             if arrays[name].dtype.kind != kind or arrays[name].shape != (size,):
@@ -202,7 +209,8 @@ def _goal_weights(goals: list[tuple[int, int, list[str]]]) -> np.ndarray:
 def main() -> None:
     """Builds a folder from the two files."""
     p = cli.Parser(
-        prog="python -m hgpo_jax.envs.webshop.catalogue", description=__doc__,
+        prog="python -m hgpo_jax.envs.webshop.catalogue",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument("items", type=Path, metavar="ITEMS", help="the catalogue, .json or .json.gz")

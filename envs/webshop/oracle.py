@@ -98,10 +98,14 @@ def success(shop: Shop) -> dict[str, float]:
             steps += len(commands)
     goals = len(shop.goals)
     return {
-        "goals": goals, "won": won, "reachable": reachable,
-        "success": won / max(goals, 1), "success_reachable": won_reachable / max(reachable, 1),
-        "score": scores / max(goals, 1), "steps": steps / max(won, 1),
-    }  # fmt: skip
+        "goals": goals,
+        "won": won,
+        "reachable": reachable,
+        "success": won / max(goals, 1),
+        "success_reachable": won_reachable / max(reachable, 1),
+        "score": scores / max(goals, 1),
+        "steps": steps / max(won, 1),
+    }
 
 
 def main() -> None:

@@ -13,11 +13,40 @@ SEP = " [SEP] "
 PAGE_SIZE = 10
 _SUB_PAGES = ("Description", "Features", "Reviews")
 _DONE = (
-    "Thank you for shopping with us!", "Your code:", "None", "(Paste it in your MTurk interface.)", "Purchased",
-    "asin", "{asin}", "options", "{options}", "attrs", "None", "category", "None", "query", "None", "product category",
-    "None", "Target", "asin", "options", "attrs", "price upper", "instuction text", "category", "product category",
-    "query", "Goal", "None", "Reward", "Your score (min 0.0, max 1.0)", "{reward}", "Reward Details", "None",
-)  # fmt: skip
+    "Thank you for shopping with us!",
+    "Your code:",
+    "None",
+    "(Paste it in your MTurk interface.)",
+    "Purchased",
+    "asin",
+    "{asin}",
+    "options",
+    "{options}",
+    "attrs",
+    "None",
+    "category",
+    "None",
+    "query",
+    "None",
+    "product category",
+    "None",
+    "Target",
+    "asin",
+    "options",
+    "attrs",
+    "price upper",
+    "instuction text",
+    "category",
+    "product category",
+    "query",
+    "Goal",
+    "None",
+    "Reward",
+    "Your score (min 0.0, max 1.0)",
+    "{reward}",
+    "Reward Details",
+    "None",
+)
 
 Page = tuple[str, tuple[str, ...]]
 

@@ -93,9 +93,12 @@ def _product(raw: dict, extra: dict, items: Path | str, attributes: Path | str) 
     if instruction is not None:
         _need(isinstance(instruction, str), attributes, f"{where}, field 'instruction'", "is not a string", "write a string")
         _need(
-            instruction_attributes, attributes, f"{where}, field 'instruction_attributes'",
-            "is missing or empty although there is an instruction", "name at least one attribute",
-        )  # fmt: skip
+            instruction_attributes,
+            attributes,
+            f"{where}, field 'instruction_attributes'",
+            "is missing or empty although there is an instruction",
+            "name at least one attribute",
+        )
     return Product(
         asin,
         _text(raw, "name", items, where),

@@ -8,9 +8,7 @@ from hgpo_jax.envs.webshop.reward import Nouns, goal_options, has_attribute, opt
 
 # On an item page these names are the page's own buttons, whatever option carries the same name; a click on "search"
 # never does anything.
-BUTTONS = frozenset(
-    ("back to search", "< prev", "description", "features", "reviews", "attributes", "buy now", "search")
-)
+BUTTONS = frozenset(("back to search", "< prev", "description", "features", "reviews", "attributes", "buy now", "search"))
 
 
 def option_owner(product: Product) -> dict[str, str]:

@@ -11,12 +11,12 @@ from hgpo_jax.envs.webshop.purchase import option_owner
 if TYPE_CHECKING:
     from hgpo_jax.envs.webshop.shop import Shop
 
+
 class Actions(TypedDict):
     """The possible actions on a page."""
 
     has_search_bar: bool
     clickables: list[str]
-
 
 
 class Session:

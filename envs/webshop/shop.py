@@ -51,9 +51,7 @@ class Shop:
         found = self.catalogue.search(query.lower())
         return [(self.catalogue.product(position).asin, round(score, 4)) for position, score in found]
 
-    def reward(
-        self, goal: Mapping, asin: str, options: Mapping[str, str], price: float
-    ) -> dict[str, float | bool | None]:
+    def reward(self, goal: Mapping, asin: str, options: Mapping[str, str], price: float) -> dict[str, float | bool | None]:
         """Returns `reward`, `r_type`, `r_att`, `r_option`, `r_price` and more for a purchase; see `purchase_reward`.
 
         Raises:

@@ -1,8 +1,8 @@
 """WebShop as text tasks: `reset(task)` and `step(action)`, with reward and turn limit.
 
-    env = WebshopText.open("items.json.gz", "attributes.json.gz", first=500)
-    observation, commands = env.reset(0)
-    observation, commands, reward, done, info = env.step("search[blue cotton shirt]")
+env = WebshopText.open("items.json.gz", "attributes.json.gz", first=500)
+observation, commands = env.reset(0)
+observation, commands, reward, done, info = env.step("search[blue cotton shirt]")
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ class WebshopText:
     task_types = ("shopping",)
     task_type = 0
 
-    def __init__(
-        self, shop: Shop, first: int = 0, last: int | None = None, max_turns: int = 15, seeds: Sequence[int] = ()
-    ):
+    def __init__(self, shop: Shop, first: int = 0, last: int | None = None, max_turns: int = 15, seeds: Sequence[int] = ()):
         self._shop, self.max_turns, self._seeds = shop, max_turns, seeds or (shop.seed,)
         self._goals = range(len(shop.goals))[first:last]
         if first < 0 or not self._goals:

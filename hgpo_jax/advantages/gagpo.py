@@ -34,9 +34,7 @@ def gagpo(
     centred = grouping.group_deviations(ordered, segment, size, magnitudes)
     if normalize == "mean_std":
         centred = centred / (grouping.group_std(centred, segment, size - 1) + grouping.EPSILON)
-    return Estimate(
-        grouping.steps_in_place(centred, steps, batch.mask.shape), step_returns(batch, gamma, invalid_penalty)
-    )
+    return Estimate(grouping.steps_in_place(centred, steps, batch.mask.shape), step_returns(batch, gamma, invalid_penalty))
 
 
 def state_values(batch: Batch, gamma: float) -> tuple[jax.Array, jax.Array]:

@@ -29,9 +29,7 @@ def gigpo(
     return with_episode(batch, returns, step, step_sizes, step_weight, statistics, normalize, invalid_penalty)
 
 
-def step_advantages(
-    batch: Batch, returns: jax.Array, magnitudes: jax.Array, normalize: str
-) -> tuple[jax.Array, jax.Array]:
+def step_advantages(batch: Batch, returns: jax.Array, magnitudes: jax.Array, normalize: str) -> tuple[jax.Array, jax.Array]:
     """Returns f32[B, T] against the other visits of the state in the prompt group: (f32[B, T], group sizes i32[B, T]).
 
     magnitudes: f32[B, T], the sums of the returns' absolute terms.

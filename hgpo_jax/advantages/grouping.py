@@ -148,9 +148,7 @@ def significant(differences: jax.Array, segment: jax.Array, magnitudes: jax.Arra
     return jnp.where(jnp.abs(differences) <= ROUNDING * largest, 0.0, differences)  # what is not a number stays to be seen
 
 
-def group_std(
-    deviations: jax.Array, segment: jax.Array, degrees: jax.Array, weights: jax.Array | float = 1.0
-) -> jax.Array:
+def group_std(deviations: jax.Array, segment: jax.Array, degrees: jax.Array, weights: jax.Array | float = 1.0) -> jax.Array:
     """Returns f32[N]: each row's group's standard deviation, from the deviations f32[N] off its mean; `degrees` of freedom."""
     return jnp.sqrt(group_sum(deviations**2 * weights, segment) / jnp.maximum(degrees, 1))
 

@@ -12,9 +12,7 @@ from hgpo_jax.advantages.record import Batch, Estimate
 from hgpo_jax.advantages.returns import episode_magnitudes, episode_scores, penalties
 
 
-def grpo(
-    batch: Batch, *, statistics: str = "per_step", normalize: str = "mean_std", invalid_penalty: float = 0.1
-) -> Estimate:
+def grpo(batch: Batch, *, statistics: str = "per_step", normalize: str = "mean_std", invalid_penalty: float = 0.1) -> Estimate:
     """Episode score minus the prompt group's mean, over (sample std + 1e-6) with `mean_std`.
 
     statistics: what mean and std are taken over. `per_step`: every step counts once, so that long trajectories weigh more
@@ -46,9 +44,7 @@ class Comparison(NamedTuple):
     stds: jax.Array
 
 
-def compare_episodes(
-    batch: Batch, statistics: str, invalid_penalty: float, agents: jax.Array | None = None
-) -> Comparison:
+def compare_episodes(batch: Batch, statistics: str, invalid_penalty: float, agents: jax.Array | None = None) -> Comparison:
     """Compare the episode scores inside each prompt group, or each (prompt group, agent) with `agents` i32[B, T]."""
     shape = batch.mask.shape
     scores = episode_scores(batch) - penalties(batch, invalid_penalty)

@@ -70,9 +70,7 @@ def _means(values: jax.Array, keys: list[jax.Array], counted: jax.Array) -> jax.
     return grouping.steps_in_place(means, steps, counted.shape)
 
 
-def _compare(
-    values: jax.Array, magnitudes: jax.Array, keys: list[jax.Array], counted: jax.Array, normalize: str
-) -> jax.Array:
+def _compare(values: jax.Array, magnitudes: jax.Array, keys: list[jax.Array], counted: jax.Array, normalize: str) -> jax.Array:
     """Returns f32[B, T]: a counted step's value less that mean, with `mean_std` over (sample std + 1e-6).
 
     magnitudes: f32[B, T], the sums of the values' absolute terms.

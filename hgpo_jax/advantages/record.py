@@ -29,7 +29,14 @@ class Batch(NamedTuple):
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=[
-        "advantages", "returns", "level_advantages", "level_sizes", "level_weights", "part_advantages", "part_returns", "stats",
+        "advantages",
+        "returns",
+        "level_advantages",
+        "level_sizes",
+        "level_weights",
+        "part_advantages",
+        "part_returns",
+        "stats",
     ],
     meta_fields=["levels"],
 )

@@ -79,8 +79,4 @@ def _similar(first: str, second: str, threshold: float) -> bool:
     # Without autojunk=False, texts of 200 characters and more lose their common letters and never look alike.
     matcher = SequenceMatcher(None, first, second, autojunk=False)
     # Two cheap upper bounds before the quadratic comparison.
-    return (
-        matcher.real_quick_ratio() >= threshold
-        and matcher.quick_ratio() >= threshold
-        and matcher.ratio() >= threshold
-    )
+    return matcher.real_quick_ratio() >= threshold and matcher.quick_ratio() >= threshold and matcher.ratio() >= threshold

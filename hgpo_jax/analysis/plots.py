@@ -133,11 +133,20 @@ def plot_transitions(dump: Dump, record: Estimate, group: int, states: int = 12)
     most = max((c for a, b, c, _ in kept if a != b), default=1)
     for a, b, count, advantage in sorted(kept, key=lambda arrow: arrow[2]):
         if a != b:
-            axis.add_patch(FancyArrowPatch(
-                middle[a], middle[b], patchA=boxes[a], patchB=boxes[b], arrowstyle="-|>", mutation_scale=11, zorder=2,
-                color=color.to_rgba(advantage), linewidth=1 + 4 * count / most,
-                connectionstyle=f"arc3,rad={0.12 if place[b][0] > place[a][0] else 0.3}",
-            ))  # fmt: skip
+            axis.add_patch(
+                FancyArrowPatch(
+                    middle[a],
+                    middle[b],
+                    patchA=boxes[a],
+                    patchB=boxes[b],
+                    arrowstyle="-|>",
+                    mutation_scale=11,
+                    zorder=2,
+                    color=color.to_rgba(advantage),
+                    linewidth=1 + 4 * count / most,
+                    connectionstyle=f"arc3,rad={0.12 if place[b][0] > place[a][0] else 0.3}",
+                )
+            )
     side = figure.add_axes(((margin + size[0] + 0.15) / total[0], margin / total[1], 0.14 / total[0], 0.9 * size[1] / total[1]))
     figure.colorbar(color, cax=side, label="mean advantage")
     share = sum(c for *_, c, _ in kept) / sum(c for *_, c, _ in arrows)

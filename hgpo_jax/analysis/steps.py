@@ -63,23 +63,25 @@ def step_groups(dump: Dump, record: Estimate, episode: int, turn: int) -> list[d
             continue
         ids, value = group_ids(e, level), step_value(dump, record, level)
         members = np.argwhere(ids == ids[episode, turn]).tolist()
-        groups.append({
-            "level": level,
-            "history": [dump.observation(episode, t) for t in range(max(turn - level, 0), turn + 1) if level >= 0],
-            "advantage": float(advantages[episode, turn, column]),
-            "weight": float(weights[episode, turn, column]),
-            "mean": float(np.mean([value[b, t] for b, t in members])),
-            "members": [
-                {
-                    "episode": b,
-                    "turn": t,
-                    "return": float(record.returns[b, t]),
-                    "value": float(value[b, t]),
-                    "advantage": float(advantages[b, t, column]),
-                }
-                for b, t in members
-            ],
-        })  # fmt: skip
+        groups.append(
+            {
+                "level": level,
+                "history": [dump.observation(episode, t) for t in range(max(turn - level, 0), turn + 1) if level >= 0],
+                "advantage": float(advantages[episode, turn, column]),
+                "weight": float(weights[episode, turn, column]),
+                "mean": float(np.mean([value[b, t] for b, t in members])),
+                "members": [
+                    {
+                        "episode": b,
+                        "turn": t,
+                        "return": float(record.returns[b, t]),
+                        "value": float(value[b, t]),
+                        "advantage": float(advantages[b, t, column]),
+                    }
+                    for b, t in members
+                ],
+            }
+        )
     return groups
 
 

@@ -45,17 +45,33 @@ PARTS = (
     ("rollout, 0.5B", BENCH, ["rollout", *BF16, *HALF, "--episodes", "64", "--slots", "64", "--turns", "4"], False),
     ("update, long", BENCH, [*UPDATE, *ONE_AND_A_HALF, "--rows", "8", "--tokens", "8192", "--microbatch", "2"], False),
     ("update, offload", BENCH, [*UPDATE, *ONE_AND_A_HALF, "--rows", "16", "--tokens", "1024", "--offload"], False),
-)  # fmt: skip
+)
 # Arguments that --tiny adds; the last value of an option counts.
 TINY = {
     "sample": ["--policy", "household", "--prompt", "8", "--new", "4", "--batch", "2", "--repeats", "1"],
     "rollout": [
-        "--policy", "household", "--episodes", "4", "--slots", "2", "--turns", "2", "--mean", "4", "--longest", "8",
-        "--shortest-prompt", "10", "--longest-prompt", "20", "--repeats", "1",
+        "--policy",
+        "household",
+        "--episodes",
+        "4",
+        "--slots",
+        "2",
+        "--turns",
+        "2",
+        "--mean",
+        "4",
+        "--longest",
+        "8",
+        "--shortest-prompt",
+        "10",
+        "--longest-prompt",
+        "20",
+        "--repeats",
+        "1",
     ],
     "update": ["--policy", "household", "--rows", "4", "--tokens", "16", "--microbatch", "2", "--repeats", "1"],
     "train": ["--repeats", "1", "rollout.prompt_groups=8", "rollout.group_size=2", "env.max_turns=3"],
-}  # fmt: skip
+}
 TINY_JOB = ["iterations=2", "cloning.max_steps=2", "cloning.episodes=64", "evaluation.episodes=16", *TINY["train"][2:]]
 
 
@@ -119,7 +135,10 @@ def _part(title: str, module: str, arguments: list[str], seconds: float) -> list
         with open(log, "w") as out:
             child = subprocess.Popen(
                 # -u: unbuffered, so that its last output comes last.
-                [sys.executable, "-u", "-m", module, *arguments, *where], stdout=out, stderr=out, start_new_session=True
+                [sys.executable, "-u", "-m", module, *arguments, *where],
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
             )
             try:
                 code = child.wait(seconds)

@@ -22,10 +22,16 @@ from hgpo_jax.setup.memory import Workload
 
 # Rates of one device: operations per second of dense bfloat16 products, bytes per second of its memory (vendors' data sheets).
 RATES = {
-    "a100-40g": (312e12, 1.555e12), "a100-80g": (312e12, 2.039e12), "h100-80g": (989e12, 3.35e12),
-    "h200-141g": (989e12, 4.8e12), "l40s-48g": (362e12, 0.864e12), "tpu-v4": (275e12, 1.2e12), "tpu-v5e": (197e12, 0.819e12),
-    "tpu-v5p": (459e12, 2.765e12), "tpu-v6e": (918e12, 1.64e12),
-}  # fmt: skip
+    "a100-40g": (312e12, 1.555e12),
+    "a100-80g": (312e12, 2.039e12),
+    "h100-80g": (989e12, 3.35e12),
+    "h200-141g": (989e12, 4.8e12),
+    "l40s-48g": (362e12, 0.864e12),
+    "tpu-v4": (275e12, 1.2e12),
+    "tpu-v5e": (197e12, 0.819e12),
+    "tpu-v5p": (459e12, 2.765e12),
+    "tpu-v6e": (918e12, 1.64e12),
+}
 TF32 = ("a100", "h100", "h200", "l40s")  # multiply float32 as TensorFloat-32, at half of that rate; TPUs as bfloat16
 # The share of these rates that whole iterations reach: measured on CPUs (README.md), assumed for accelerators.
 REACHED = 0.5
@@ -61,9 +67,7 @@ def seconds_at_limits(
         rows = tokens / decoded
     slots = math.ceil(prompt + longest / 2)
     itemsize = jnp.dtype(config.policy.compute_dtype).itemsize
-    token = max(
-        read_bytes(model, math.ceil(rows), slots, itemsize) / reading, rows * decode_flops(model, slots) / operations
-    )
+    token = max(read_bytes(model, math.ceil(rows), slots, itemsize) / reading, rows * decode_flops(model, slots) / operations)
     forward = steps * forward_flops(model, math.ceil(prompt + response), math.ceil(response)) / devices / operations
     # A backward pass costs two forward passes, or one if the weights are not trained; unsaved values are recomputed.
     again = config.learner.remat == "full"

@@ -60,9 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     several = functools.partial(whole_number, low=2)  # the first one has no goal
     parser.add_argument("--products", type=several, metavar="N", help="also a synthetic WebShop of N products")
     parser.add_argument(
-        "--waiting", type=whole_number, metavar="MS",
+        "--waiting",
+        type=whole_number,
+        metavar="MS",
         help="also rollouts of an artificial environment whose steps take so long on average, synchronous and asynchronous",
-    )  # fmt: skip
+    )
     parser.add_argument("--episodes", type=whole_number, default=16, help="its episodes")
     parser.add_argument("--workers", type=whole_number, default=16, help="processes that play it")
     parser.add_argument("--ready-fraction", type=float, default=0.25, help="rollout.ready_fraction of asynchronous rollouts")
@@ -173,10 +175,21 @@ def waiting(mean: float, episodes: int, workers: int, ready_fraction: float, rep
     for kind in ("exponential", "constant"):
         make_env = functools.partial(Waiting, mean, kind == "exponential")
         for fraction in (1.0, ready_fraction):
-            rollouts[fraction] = rollouts[fraction].with_environment(make_env) if fraction in rollouts else HostRollout(
-                make_env, Counted(), network(model), mesh, batch=episodes, history_length=0, response_limit=8,
-                workers=workers, ready_fraction=fraction,
-            )  # fmt: skip
+            rollouts[fraction] = (
+                rollouts[fraction].with_environment(make_env)
+                if fraction in rollouts
+                else HostRollout(
+                    make_env,
+                    Counted(),
+                    network(model),
+                    mesh,
+                    batch=episodes,
+                    history_length=0,
+                    response_limit=8,
+                    workers=workers,
+                    ready_fraction=fraction,
+                )
+            )
         inputs = params, groups, keys, groups, Decoding()
         calls = {fraction: functools.partial(play, *inputs) for fraction, play in rollouts.items()}
         alternate(calls, 1)

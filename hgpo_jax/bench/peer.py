@@ -74,9 +74,7 @@ def finish() -> None:
         torch.cuda.synchronize()
 
 
-def sampler(
-    model, prompts: np.ndarray, max_new: int, temperature: float, end: int | None = None
-) -> Callable[[], np.ndarray]:
+def sampler(model, prompts: np.ndarray, max_new: int, temperature: float, end: int | None = None) -> Callable[[], np.ndarray]:
     """Builds `generate` as a call: prompts i32[B, P] -> i64[B, max_new], sampled from the full distribution, or greedy at 0.
 
     end: the token after which all answers may end; there are then as many tokens as in the longest answer.
@@ -173,10 +171,19 @@ def play(model, job: Job, iteration: int) -> dict[str, np.ndarray]:
             tokens = torch.from_numpy(prompts[live]).to(device())
             with torch.inference_mode():
                 out = model.generate(
-                    tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=R, use_cache=True, pad_token_id=0,
-                    eos_token_id=end, do_sample=True, temperature=decoding.temperature, top_k=0, top_p=1.0, output_scores=True,
+                    tokens,
+                    attention_mask=torch.ones_like(tokens),
+                    max_new_tokens=R,
+                    use_cache=True,
+                    pad_token_id=0,
+                    eos_token_id=end,
+                    do_sample=True,
+                    temperature=decoding.temperature,
+                    top_k=0,
+                    top_p=1.0,
+                    output_scores=True,
                     return_dict_in_generate=True,
-                )  # fmt: skip
+                )
                 scores = model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
             new, scores = out.sequences[:, tokens.shape[1] :].cpu().numpy(), scores.float().cpu().numpy()
             for row, answer, values in zip(live, new, scores, strict=True):
@@ -189,11 +196,18 @@ def play(model, job: Job, iteration: int) -> dict[str, np.ndarray]:
         states = [names.setdefault(words.tobytes(), len(names)) for words in observation]
         past = np.concatenate([past, np.concatenate([observation, actions], 1)[:, None]], 1)[:, 1:]
         state, after, reward, ended, invalid = step(state, actions)
-        record.append({
-            "prompts": prompts, "responses": responses, "response_lengths": lengths, "logp": logp, "mask": ~done,
-            "rewards": np.where(done, 0, reward), "invalid": (np.asarray(invalid) | malformed) & ~done,
-            "states": np.array(states, np.int32),
-        })  # fmt: skip
+        record.append(
+            {
+                "prompts": prompts,
+                "responses": responses,
+                "response_lengths": lengths,
+                "logp": logp,
+                "mask": ~done,
+                "rewards": np.where(done, 0, reward),
+                "invalid": (np.asarray(invalid) | malformed) & ~done,
+                "states": np.array(states, np.int32),
+            }
+        )
         observation, done = np.asarray(after), done | np.asarray(ended)
     return {name: np.stack([turn[name] for turn in record], 1) for name in record[0]} | {"groups": np.asarray(groups)}
 

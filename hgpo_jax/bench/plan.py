@@ -168,8 +168,9 @@ def programs(config: Config, mesh, workload: memory.Workload):
         """Returns a program's outputs, with the shardings that the compiler chooses."""
         return jax.tree.map(
             lambda a, where: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where),
-            lowered.out_info, lowered.compile().output_shardings,
-        )  # fmt: skip
+            lowered.out_info,
+            lowered.compile().output_shardings,
+        )
 
     def sampler():
         sample = make_sampler(network(model), mesh, workload.response, (0,))
@@ -207,19 +208,29 @@ def programs(config: Config, mesh, workload: memory.Workload):
         optimizer, method = make_optimizer(learner), method_named(config.method)
         loss = make_policy_loss(model, learner, method, config.rollout.temperature)
         step = make_update(
-            loss, optimizer, mesh, minibatch_size=learner.minibatch_size, microbatch_size=learner.microbatch_size,
-            per_token=aggregation(learner, method) == "token-mean", compute_dtype=policy.compute_dtype,
-        )  # fmt: skip
+            loss,
+            optimizer,
+            mesh,
+            minibatch_size=learner.minibatch_size,
+            microbatch_size=learner.microbatch_size,
+            per_token=aggregation(learner, method) == "token-mean",
+            compute_dtype=policy.compute_dtype,
+        )
         N, P, R = workload.steps, workload.prompt, workload.response
         batch = TrainingBatch(
-            prompts=array((N, P)), prompt_lengths=array((N,)), responses=array((N, R)), response_lengths=array((N,)),
-            old_logp=array((N, R), jnp.float32), advantages=array((N,), jnp.float32),
-        )  # fmt: skip
+            prompts=array((N, P)),
+            prompt_lengths=array((N,)),
+            responses=array((N, R)),
+            response_lengths=array((N,)),
+            old_logp=array((N, R), jnp.float32),
+            advantages=array((N,), jnp.float32),
+        )
         moments = jax.eval_shape(optimizer.init, params)
         opt_state = jax.tree.map(
             lambda a, where: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where),
-            moments, shardings_like(moments, model, mesh),
-        )  # fmt: skip
+            moments,
+            shardings_like(moments, model, mesh),
+        )
         with jax.set_mesh(mesh):
             return jax.jit(step, donate_argnums=(0, 1)).lower(
                 params, opt_state, compute, batch, array((N,)), array(()), array((), jnp.float32)

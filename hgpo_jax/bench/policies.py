@@ -20,17 +20,23 @@ from hgpo_jax.setup.job import open_devices, prepare_devices
 from hgpo_jax.utils.errors import ConfigError
 
 SIZES = {
-    "layers": "num_hidden_layers", "width": "hidden_size", "inner": "intermediate_size", "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads", "vocabulary": "vocab_size",
-}  # fmt: skip
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "inner": "intermediate_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "vocabulary": "vocab_size",
+}
 HOUSEHOLD = "household"
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument(
-        "--policy", metavar="PRESET", default=HOUSEHOLD,
+        "--policy",
+        metavar="PRESET",
+        default=HOUSEHOLD,
         help="shape of the policy: Qwen2.5-0.5B and the like, or household, the default run's (default)",
-    )  # fmt: skip
+    )
     for option, name in SIZES.items():
         p.add_argument(f"--{option.replace('_', '-')}", type=whole_number, help=f"{name} in place of the preset's")
     p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="type of the weights at work")

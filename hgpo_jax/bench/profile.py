@@ -24,9 +24,11 @@ INSTRUCTION = re.compile(r'^\s*(?:ROOT )?%?([\w.-]+) = (?:\(.*?\)|\S+) ([\w-]+)\
 
 def add_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--profile", metavar="FOLDER", type=folder,
+        "--profile",
+        metavar="FOLDER",
+        type=folder,
         help="also trace a call into this folder, for Perfetto or TensorBoard, and list what kinds of operations took longest",
-    )  # fmt: skip
+    )
 
 
 def folder(text: str) -> Path:

@@ -141,11 +141,14 @@ class MadeUpFormat:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     policies.add_arguments(parser)
     for name, default, meaning in (
-        ("episodes", 32, "episodes, each of another task"), ("slots", 32, "of them that are decoded at a time"),
-        ("turns", 8, "of an episode"), ("mean", 150, "tokens of an answer, before it is cut"),
-        ("longest", 512, "tokens of the longest answer"), ("shortest-prompt", 300, "tokens of the first prompt"),
+        ("episodes", 32, "episodes, each of another task"),
+        ("slots", 32, "of them that are decoded at a time"),
+        ("turns", 8, "of an episode"),
+        ("mean", 150, "tokens of an answer, before it is cut"),
+        ("longest", 512, "tokens of the longest answer"),
+        ("shortest-prompt", 300, "tokens of the first prompt"),
         ("longest-prompt", 1200, "tokens of the last prompt"),
-    ):  # fmt: skip
+    ):
         parser.add_argument(f"--{name}", type=whole_number, default=default, help=f"{meaning}; default {default}")
     parser.add_argument("--equal", action="store_true", help="all answers have --longest tokens")
 
@@ -166,9 +169,15 @@ def run(args: argparse.Namespace) -> list[dict]:
         params = cast(initialize(model, 0, mesh), args.dtype)
         params = jax.jit(lambda params: _ends_at_random(params, 0.0 if args.equal else 1 / args.mean))(params)
         rollout = HostRollout(
-            lambda: MadeUp(args.turns), text, network(model), mesh, batch=B, history_length=0, response_limit=args.longest,
+            lambda: MadeUp(args.turns),
+            text,
+            network(model),
+            mesh,
+            batch=B,
+            history_length=0,
+            response_limit=args.longest,
             decode_batch_size=max(1, args.slots // mesh.shape["data"]),
-        )  # fmt: skip
+        )
         lockstep = Lockstep(network(model), mesh, text, args)
         slots = {"history_length": 0, "decode_batch_size": max(1, args.slots // mesh.shape["data"])}
         program = functools.partial(MadeUpProgram, graphdef=network(model), **slots)

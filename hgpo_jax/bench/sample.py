@@ -65,9 +65,13 @@ def _measure(args, model, peer, batch: int, prompt: int, new: int) -> dict:
     """Measures seconds of one token and of `new` tokens on every mesh and by the peer, seconds of compiling, and bytes."""
     prompts = np.random.default_rng(0).integers(0, model.vocab_size, (batch, prompt)).astype(np.int32)
     inputs = (
-        prompts, np.full(batch, prompt, np.int32), jax.random.split(jax.random.key(0), batch),
-        np.arange(batch, dtype=np.int32), np.int32(0), Decoding(temperature=args.temperature),
-    )  # fmt: skip
+        prompts,
+        np.full(batch, prompt, np.int32),
+        jax.random.split(jax.random.key(0), batch),
+        np.arange(batch, dtype=np.int32),
+        np.int32(0),
+        Decoding(temperature=args.temperature),
+    )
     calls, compiled, compiling = {}, {}, {}
     for name, mesh in policies.meshes(args.mesh, batch).items():
         with jax.set_mesh(mesh):

@@ -68,14 +68,18 @@ class Measured(NamedTuple):
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument(
-        "--policy", default=policies.HOUSEHOLD, metavar="POLICY",
+        "--policy",
+        default=policies.HOUSEHOLD,
+        metavar="POLICY",
         help="household: random weights of the household's shape (default); or smollm2, a GGUF file, a folder",
-    )  # fmt: skip
+    )
     p.add_argument("--clients", type=_numbers, default="1,8,32", metavar="N,N", help="numbers of clients; default: 1,8,32")
     for name, default, meaning in (
-        ("slots", 8, "responses sampled at a time"), ("rounds", 4, "answers to each client"),
-        ("prompt", 128, "tokens of a prompt"), ("response", 64, "tokens of an answer"),
-    ):  # fmt: skip
+        ("slots", 8, "responses sampled at a time"),
+        ("rounds", 4, "answers to each client"),
+        ("prompt", 128, "tokens of a prompt"),
+        ("response", 64, "tokens of an answer"),
+    ):
         p.add_argument(f"--{name}", type=whole_number, default=default, help=f"{meaning}; default {default}")
     p.add_argument("--hostile", type=whole_number, metavar="N", help="bad requests a second beside the clients")
     policies.add_against(p)
@@ -168,15 +172,14 @@ class Direct:
     def __init__(self, policy: Policy, mesh, slots: int, prompt: int, response: int, requests: int):
         self._policy, self._mesh, self._slots, self._prompt = policy, mesh, slots, prompt
         self._keys = jax.random.split(jax.random.key(0), requests)  # one number for all loads: another recompiles
-        self._programs = SlotPrograms(
-            policy.graphdef, mesh, max_new=response, end_tokens=policy.end_tokens
-        )  # fmt: skip
+        self._programs = SlotPrograms(policy.graphdef, mesh, max_new=response, end_tokens=policy.end_tokens)
 
     def __call__(self, load: Load) -> Measured:
         requests = [
             SlotRequest(load.clients * round + client, 0, load.ids(client, round))
-            for round in range(load.rounds) for client in range(load.clients)
-        ]  # fmt: skip
+            for round in range(load.rounds)
+            for client in range(load.clients)
+        ]
         tokens = 0
         with jax.set_mesh(self._mesh):
             sampler = SlotSampler(
@@ -205,9 +208,11 @@ def ask(url: str, load: Load, stream: bool = True) -> Measured:
                 create: Any = api.completions.create
                 for round in range(load.rounds):
                     asked = {
-                        "model": "served", "prompt": load.ids(number, round), "max_tokens": load.response,
+                        "model": "served",
+                        "prompt": load.ids(number, round),
+                        "max_tokens": load.response,
                         "seed": load.clients * round + number,
-                    }  # fmt: skip
+                    }
                     began = time.perf_counter()
                     if not stream:
                         answer = await create(**asked)
@@ -232,9 +237,12 @@ def ask(url: str, load: Load, stream: bool = True) -> Measured:
 
 # Bodies that are rejected: no JSON, endless nesting, a field that changes answers, wrong types, a prompt that is too long.
 BAD = [
-    b"{", b"[" * 100_000, b'{"model": "served", "prompt": "x", "min_p": 0.5}', b'{"model": "served", "prompt": {}}',
+    b"{",
+    b"[" * 100_000,
+    b'{"model": "served", "prompt": "x", "min_p": 0.5}',
+    b'{"model": "served", "prompt": {}}',
     b'{"model": "served", "prompt": "' + b"x" * 1_000_000 + b'"}',
-]  # fmt: skip
+]
 
 
 @contextlib.contextmanager

@@ -96,9 +96,7 @@ def run(args: argparse.Namespace) -> list[dict]:
     return [
         row(f"rollout, {shape}", rollout, "s", rollout_flops / rollout / rate, ratios[0]),
         row("update, the same steps", update, "s", update_flops / update / rate, ratios[1]),
-        row(
-            "iteration", rollout + update, "s", (rollout_flops + update_flops) / (rollout + update) / rate, ratios[2]
-        ),
+        row("iteration", rollout + update, "s", (rollout_flops + update_flops) / (rollout + update) / rate, ratios[2]),
         row("prompt and response tokens", tokens / (rollout + update), "tokens/s"),
         row(f"matmul rate, {config.policy.compute_dtype} (limit)", rate / 1e9, "GFLOP/s"),
         row("compile rollout", first["rollout"] - rollout, "s"),

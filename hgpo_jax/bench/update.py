@@ -55,9 +55,13 @@ def run(args: argparse.Namespace) -> list[dict]:
         raise ConfigError("--lora: --against transformers needs peft; pip install 'hgpo_jax[parity]'")
     policies.refuse(args, model, [args.rows], args.tokens)
     config = LearnerConfig(
-        remat=args.remat, minibatch_size=args.rows, microbatch_size=args.microbatch, kl_weight=0, entropy_weight=0,
+        remat=args.remat,
+        minibatch_size=args.rows,
+        microbatch_size=args.microbatch,
+        kl_weight=0,
+        entropy_weight=0,
         warmup_steps=0,
-    )  # fmt: skip
+    )
     batch = random_batch(model.vocab_size, args.rows, args.tokens - response, response)
     rates = limits.Rates(policies.meshes(args.mesh, 0).values(), args.dtype)
     meshes = policies.meshes(args.mesh, args.rows)
@@ -133,9 +137,13 @@ class OurUpdate:
         self._mesh, optimizer = mesh, make_optimizer(config)
         loss = make_policy_loss(model, config, METHODS["hgpo"], 1.0)
         step = make_update(
-            loss, optimizer, mesh, minibatch_size=config.minibatch_size, microbatch_size=config.microbatch_size,
+            loss,
+            optimizer,
+            mesh,
+            minibatch_size=config.minibatch_size,
+            microbatch_size=config.microbatch_size,
             compute_dtype=dtype,
-        )  # fmt: skip
+        )
         count = len(batch.advantages)
         with jax.set_mesh(mesh):
             self.params, self.frozen = initialize(dataclasses.replace(model, lora=None), 0, mesh), None

@@ -86,9 +86,16 @@ def shape_faults(env, expert, task, history_length: int) -> list[str]:
     action, key = jax.ShapeDtypeStruct((A,), jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
     recent = jax.ShapeDtypeStruct((max(history_length, 1), A), jnp.int32)
     result = returned(
-        "step(state, action)", env.step, state, action,
-        state=None, observation=ids(O), reward=("float32", ()), done=flag, invalid=flag,
-    )  # fmt: skip
+        "step(state, action)",
+        env.step,
+        state,
+        action,
+        state=None,
+        observation=ids(O),
+        reward=("float32", ()),
+        done=flag,
+        invalid=flag,
+    )
     if result is not None:
         faults += [f"step(state, action): {difference}" for difference in _changed_fields(state, result[0])]
     goal = returned("goal(state)", env.goal, state, goal=ids(env.goal_length))
@@ -174,14 +181,23 @@ def make_play(env, acting: Sequence[Player], history_length: int):
             can_act = env.admissible(row.env)[0].any() if isinstance(env, ListsActions) else jnp.array(True)
             state, observation, reward, done, invalid = env.step(row.env, action)
             after = row.replace(
-                env=state, observation=observation, history=row.history.push(role, row.observation, action),
+                env=state,
+                observation=observation,
+                history=row.history.push(role, row.observation, action),
                 done=row.done | done,
-            )  # fmt: skip
+            )
             record = {
-                "observation": row.observation, "action": action, "reward": reward, "done": done, "invalid": invalid & can_act,
-                "won": env.won(state), "prompt": length, "mask": ~row.done, "seen": observation,
+                "observation": row.observation,
+                "action": action,
+                "reward": reward,
+                "done": done,
+                "invalid": invalid & can_act,
+                "won": env.won(state),
+                "prompt": length,
+                "mask": ~row.done,
+                "seen": observation,
                 "role": role,
-            }  # fmt: skip
+            }
             return after, record
 
         _, record = jax.lax.scan(turn, start, jnp.arange(env.max_turns + 1))

@@ -81,9 +81,13 @@ def later_peers(play: Play) -> float:
     later = play.mask.copy()
     later[:, 0] = False
     sizes = advantages.estimate(
-        "hgpo", rewards=np.zeros(play.mask.shape, np.float32), mask=play.mask, states=play.states, groups=play.groups,
+        "hgpo",
+        rewards=np.zeros(play.mask.shape, np.float32),
+        mask=play.mask,
+        states=play.states,
+        groups=play.groups,
         history_length=0,
-    ).level_sizes  # fmt: skip
+    ).level_sizes
     return float((np.asarray(sizes)[later, 0] > 1).mean()) if later.any() else 1.0
 
 
@@ -98,17 +102,19 @@ def table(plays: dict[str, Play], history_length: int, unit: str) -> str:
         shown = f"{np.median(prompts):.0f}, {prompts.max()}"
         shares = "".join(f"{share:>9.1%}" for share in peers(play, history_length))
         success = f"{play.success[play.judged].mean():.1%}" if play.judged.any() else "unknown"
-        lines.append(
-            f"{name:16s}{success:>8s}{play.invalid[play.mask].mean():>9.1%}{lengths:>28s}{shown:>38s}{'':10s}{shares}"
-        )
+        lines.append(f"{name:16s}{success:>8s}{play.invalid[play.mask].mean():>9.1%}{lengths:>28s}{shown:>38s}{'':10s}{shares}")
     return "\n".join(lines)
 
 
 def peers(play: Play, history_length: int) -> np.ndarray:
     """Returns the share of steps with another of the same task and the same last k + 1 observations, f64[K + 1], k = 0..K."""
     estimate = advantages.estimate(
-        "hgpo", rewards=np.zeros(play.mask.shape, np.float32), mask=play.mask, states=play.states, groups=play.groups,
+        "hgpo",
+        rewards=np.zeros(play.mask.shape, np.float32),
+        mask=play.mask,
+        states=play.states,
+        groups=play.groups,
         history_length=history_length,
-    )  # fmt: skip
+    )
     assert estimate.level_sizes is not None  # HGPO's has levels
     return peer_share(estimate.level_sizes, play.mask)

@@ -212,12 +212,17 @@ def _as_play(episodes: list[tuple], lengths: list[int], max_turns: int, state_ke
             prompts[row, turn] = next(measured)
     seen = [[output.observation for output in outputs] for _, outputs, _ in episodes]
     return Play(
-        mask, key_numbers(list(texts), state_key)[states] if state_key else states, invalid, prompts,
-        success=np.array([bool(end.won) for end in ends]), groups=np.array([number // GROUP for number, *_ in episodes]),
+        mask,
+        key_numbers(list(texts), state_key)[states] if state_key else states,
+        invalid,
+        prompts,
+        success=np.array([bool(end.won) for end in ends]),
+        groups=np.array([number // GROUP for number, *_ in episodes]),
         rewards=np.array([sum(output.reward for output in outputs) for _, outputs, _ in episodes]),
         judged=np.array([end.won is not None for end in ends]),
-        says_truncated=any(end.truncated is not None for end in ends), counts=not state_key and _counts(seen),
-    )  # fmt: skip
+        says_truncated=any(end.truncated is not None for end in ends),
+        counts=not state_key and _counts(seen),
+    )
 
 
 def _counts(episodes: list[list[str]]) -> bool:

@@ -7,17 +7,44 @@ of `rollout/environments.py` and `learner/algorithms.py` have these names (tests
 from typing import Literal
 
 ENVIRONMENTS = (
-    "household", "household_text", "household_team", "household_team_text", "household_plan", "household_subgoals", "sokoban",
-    "sokoban_text", "alfworld", "webshop", "agent",
-)  # fmt: skip
+    "household",
+    "household_text",
+    "household_team",
+    "household_team_text",
+    "household_plan",
+    "household_subgoals",
+    "sokoban",
+    "sokoban_text",
+    "alfworld",
+    "webshop",
+    "agent",
+)
 METHODS = (
-    "dr_mas", "eb_gae", "eb_td", "ecpo", "gagpo", "gigpo", "graphgpo", "grpo", "hgpo", "himac", "pgpo", "reinforce_pp",
-    "reinforce_pp_baseline", "rloo", "dapo", "gspo", "hiper", "kpo", "ppo",
-)  # fmt: skip
+    "dr_mas",
+    "eb_gae",
+    "eb_td",
+    "ecpo",
+    "gagpo",
+    "gigpo",
+    "graphgpo",
+    "grpo",
+    "hgpo",
+    "himac",
+    "pgpo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "rloo",
+    "dapo",
+    "gspo",
+    "hiper",
+    "kpo",
+    "ppo",
+)
 # The built-in environments with several roles, and those roles.
 ROLES = {
-    "household_team": ("searcher", "carrier"), "household_team_text": ("searcher", "carrier"),
+    "household_team": ("searcher", "carrier"),
+    "household_team_text": ("searcher", "carrier"),
     "household_plan": ("planner", "executor"),
-}  # fmt: skip
+}
 HeldOut = Literal["valid_seen", "valid_unseen"]  # splits of ALFWorld to evaluate on
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # layers with adapters

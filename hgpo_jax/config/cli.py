@@ -51,9 +51,7 @@ def add_config_arguments(p: argparse.ArgumentParser) -> None:
     common = configuration.describe(configuration.COMMON)
     p.epilog = f"fields that are often changed (--help-all shows every field):\n\n{common}"
     p.add_argument("--help-all", action=_HelpAll, nargs=0, help="show this help with every field, and exit")
-    file = p.add_argument(
-        "--config", metavar="FILE", help="a YAML file, or the name of one in configs/; default: household"
-    )
+    file = p.add_argument("--config", metavar="FILE", help="a YAML file, or the name of one in configs/; default: household")
     p.add_argument(
         "--mesh", metavar="SPEC", help="device mesh: auto, or sizes as in data=2,fsdp=4,tensor=1; -1: the remaining devices"
     )
@@ -120,9 +118,10 @@ def saved_policy(folder: str) -> list[str]:
 def add_distributed(p: argparse.ArgumentParser) -> None:
     """Adds --distributed."""
     p.add_argument(
-        "--distributed", action="store_true",
+        "--distributed",
+        action="store_true",
         help="run as one of several processes, all started with the same command (configs/launch)",
-    )  # fmt: skip
+    )
 
 
 def given_fields(args) -> dict:

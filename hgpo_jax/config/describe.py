@@ -10,11 +10,30 @@ from hgpo_jax.config.schema import OPEN, Config, choices, fields, literals, role
 
 # The fields that `--help` shows; the others are behind `--help-all`.
 COMMON = (
-    "run_dir", "seed", "iterations", "method", "warm_start", "mesh", "env.name", "env.max_turns", "env.data", "policy.source",
-    "lora.rank", "rollout.prompt_groups", "rollout.group_size", "rollout.history_length", "advantage.gamma",
-    "advantage.normalize", "learner.lr", "learner.minibatch_size", "learner.microbatch_size", "learner.kl_weight",
-    "log.checkpoint_every", "evaluation.episodes", "evaluation.every",
-)  # fmt: skip
+    "run_dir",
+    "seed",
+    "iterations",
+    "method",
+    "warm_start",
+    "mesh",
+    "env.name",
+    "env.max_turns",
+    "env.data",
+    "policy.source",
+    "lora.rank",
+    "rollout.prompt_groups",
+    "rollout.group_size",
+    "rollout.history_length",
+    "advantage.gamma",
+    "advantage.normalize",
+    "learner.lr",
+    "learner.minibatch_size",
+    "learner.microbatch_size",
+    "learner.kl_weight",
+    "log.checkpoint_every",
+    "evaluation.episodes",
+    "evaluation.every",
+)
 
 
 def describe(names: Iterable[str] | None = None) -> str:

@@ -12,13 +12,12 @@ class AdvantageConfig(Section):
 
     gamma: Share = field(0.95, "discount per turn")
     normalize: Literal["mean", "mean_std"] | None = field(
-        None, "centre a group's returns, or also divide by their std; default: the method's own, mean_std for dr_mas, ecpo, "
-        "gagpo, graphgpo and pgpo, as in their papers, else mean"
+        None,
+        "centre a group's returns, or also divide by their std; default: the method's own, mean_std for dr_mas, ecpo, "
+        "gagpo, graphgpo and pgpo, as in their papers, else mean",
     )
     alpha: float = field(1.0, "exponent of a level's weight (k + weight_offset)^alpha in hgpo", ge=0, le=10)
-    weight_offset: float = field(
-        2.0, "offset of a level's weight: 2 in the released code, 1 in the paper", ge=1, le=1000
-    )
+    weight_offset: float = field(2.0, "offset of a level's weight: 2 in the released code, 1 in the paper", ge=1, le=1000)
     base_group: bool = field(False, "whether hgpo also compares whole episodes")
     statistics: Literal["per_step", "per_trajectory"] = field(
         "per_step", "what the episode-level advantage's mean and std run over"
@@ -31,8 +30,11 @@ class AdvantageConfig(Section):
         None, "lambda of ppo, hiper, gagpo, eb_gae and eb_td; default: 0.95 (ppo, hiper, gagpo), 0.65 (eb_gae), 0.35 (eb_td)"
     )
     similarity: float | None = field(
-        None, "text: observations of a prompt group count as one state from this difflib ratio to the first of them on, as in "
-        "0.95; takes time where they are long; default: only equal ones (or env.state_key)", gt=0, lt=1
+        None,
+        "text: observations of a prompt group count as one state from this difflib ratio to the first of them on, as in "
+        "0.95; takes time where they are long; default: only equal ones (or env.state_key)",
+        gt=0,
+        lt=1,
     )
     invalid_penalty: float = field(
         0.5, "subtracted from the return of a step whose action is invalid, in the units of the rewards", ge=0, le=1e6
@@ -63,9 +65,7 @@ class LearnerConfig(OptimizerConfig):
     # of 59 runs were more than ten points below the start after a few iterations, one of them for good; with 30, none of 194
     # (configs/tables/results/README.md).
     warmup_steps: int = field(30, "optimizer steps over which the learning rate rises from 0", ge=0)
-    final_lr: Share = field(
-        0.1, "share of the learning rate left at the last iteration, the critic's too; it falls linearly"
-    )
+    final_lr: Share = field(0.1, "share of the learning rate left at the last iteration, the critic's too; it falls linearly")
     minibatch_size: Positive = field(1024, "environment steps per optimizer step, over all devices")
     microbatch_size: Positive = field(
         32, "sequences (one step each, or several packed) on each device at a time; changes speed and memory, not results"
@@ -77,9 +77,7 @@ class LearnerConfig(OptimizerConfig):
     offload: bool = field(
         False, "keep optimizer, critic and reference policy in host memory while episodes are sampled; costs their transfer"
     )
-    clip_low: float | None = field(
-        None, "PPO clip below; default: the method's own, 0.2, for gspo and kpo 0.0003", gt=0, lt=1
-    )
+    clip_low: float | None = field(None, "PPO clip below; default: the method's own, 0.2, for gspo and kpo 0.0003", gt=0, lt=1)
     clip_high: float | None = field(
         None, "PPO clip above; default: the method's own, 0.2, for dapo 0.28, for gspo and kpo 0.0004", gt=0
     )
@@ -89,23 +87,28 @@ class LearnerConfig(OptimizerConfig):
     )
     kl_weight: NonNegative = field(0.01, "weight of the KL to the reference policy (the policy as it starts)")
     kl_kind: Literal["k1", "k2", "k3", "abs"] = field(
-        "k3", "estimator of that KL; the gradient is that of KL(policy || reference) with k1 and k2, of the reverse with k3, "
-        "of twice the total variation with abs"
+        "k3",
+        "estimator of that KL; the gradient is that of KL(policy || reference) with k1 and k2, of the reverse with k3, "
+        "of twice the total variation with abs",
     )
     entropy_weight: NonNegative = field(0.001, "weight of the entropy bonus")
     rollout_correction: Literal["token", "sequence", "none"] | None = field(
-        None, "truncated importance weights for a sampler that differs from the trainer, by token or response; default: none, "
+        None,
+        "truncated importance weights for a sampler that differs from the trainer, by token or response; default: none, "
         "with policy.sample_dtype=int8 token, for gspo and gagpo sequence",
-    )  # fmt: skip
+    )
     rollout_correction_cap: float = field(2.0, "the largest of these weights", ge=1, le=1e6)
     alternate: int | None = field(
-        None, "teams: iterations for which one role learns before the next one does; 0: all learn in each; default: the "
-        "method's own, 1 for himac, else 0; the other roles' policies stay frozen", ge=0,
-    )  # fmt: skip
+        None,
+        "teams: iterations for which one role learns before the next one does; 0: all learn in each; default: the "
+        "method's own, 1 for himac, else 0; the other roles' policies stay frozen",
+        ge=0,
+    )
     unfinished: Literal["train", "mask"] = field(
-        "train", "answers cut at their limit; mask: their tokens are left out of the policy's loss, while their steps still "
+        "train",
+        "answers cut at their limit; mask: their tokens are left out of the policy's loss, while their steps still "
         "count for the advantages of others",
-    )  # fmt: skip
+    )
     max_nonfinite: Positive = field(
         3, "iterations in a row with a non-finite loss or gradient (such updates are skipped) after which the run stops"
     )

@@ -16,21 +16,22 @@ class RoleConfig(Section):
     and have an optimizer of their own; all other roles share theirs."""
 
     policy: str = field(
-        "shared", "shared: the weights of policy=; own: what they begin as, trained apart; or whatever policy.source takes, of "
-        "the same tokenizer, trained apart"
+        "shared",
+        "shared: the weights of policy=; own: what they begin as, trained apart; or whatever policy.source takes, of "
+        "the same tokenizer, trained apart",
     )
     lora_rank: int | None = field(
-        None, "rank of adapters of its own beside pretrained weights; 0: trains the weights themselves; default: lora.rank",
+        None,
+        "rank of adapters of its own beside pretrained weights; 0: trains the weights themselves; default: lora.rank",
         ge=0,
-    )  # fmt: skip
-    template: str = field("", "text: file with its prompts; default: env.template")
-    response_limit: Positive | None = field(
-        None, "text: tokens of its longest response; default: rollout.response_limit"
     )
+    template: str = field("", "text: file with its prompts; default: env.template")
+    response_limit: Positive | None = field(None, "text: tokens of its longest response; default: rollout.response_limit")
     lr: float | None = field(
-        None, "learning rate; this and the fields below: only for a role with weights of its own; default: the learner's",
+        None,
+        "learning rate; this and the fields below: only for a role with weights of its own; default: the learner's",
         gt=0,
-    )  # fmt: skip
+    )
     warmup_steps: int | None = field(None, "optimizer steps over which the learning rate rises from 0", ge=0)
     weight_decay: NonNegative | None = field(None, "AdamW's weight decay")
     beta1: float | None = field(None, "AdamW's beta1", ge=0, lt=1)

@@ -61,12 +61,11 @@ class EnvConfig(Section):
     The class of your own environment decides which kind it is (`envs/protocol.py`)."""
 
     name: str = field(
-        "household", "which environment; your own by the place of its class, Gymnasium's as gymnasium:ID or, where your own "
-        "code registers it, gymnasium:FILE.py:ID"
+        "household",
+        "which environment; your own by the place of its class, Gymnasium's as gymnasium:ID or, where your own "
+        "code registers it, gymnasium:FILE.py:ID",
     )
-    options: dict[str, Any] = field(
-        {}, "your own: keyword arguments of its class, each written as env.options.NAME=VALUE"
-    )
+    options: dict[str, Any] = field({}, "your own: keyword arguments of its class, each written as env.options.NAME=VALUE")
     template: str = field(
         "", "text: file with the prompts; default: the environment's own, text.txt for yours, plain.txt for a small policy"
     )
@@ -84,7 +83,8 @@ class EnvConfig(Section):
         "success", "sokoban: 10 for all boxes on targets and nothing else; or as gym-sokoban for every step"
     )
     compiled: bool | None = field(
-        None, "alfworld: play the games inside the compiled rollout; default: with a small policy, and with pretrained weights "
+        None,
+        "alfworld: play the games inside the compiled rollout; default: with a small policy, and with pretrained weights "
         "(policy=) unless env.workers is set",
     )
     max_turns: int = field(20, "actions after which an episode ends", ge=1, le=1000)
@@ -95,26 +95,31 @@ class EnvConfig(Section):
     generated: int = field(4000, "alfworld: games made for env.split=generated", ge=1)
     held_out: HeldOut = field("valid_seen", "alfworld: games to evaluate on")
     goal_order: Literal["original", "verl-agent"] = field(
-        "original", "webshop: one shuffle of the goals for all, the first 500 held out; or as verl-agent a shuffle for each "
+        "original",
+        "webshop: one shuffle of the goals for all, the first 500 held out; or as verl-agent a shuffle for each "
         "prompt group and each evaluation episode, so that held-out goals are also trained on",
-    )  # fmt: skip
+    )
     reachable_only: bool = field(False, "webshop: leave out goals that no purchase of just what is asked can fulfil")
     command: str = field("", "agent: what plays an episode, started anew for each one (hgpo_jax/serving/agent_rollout.py)")
     failed: Literal["zero", "exclude"] = field(
-        "zero", "agent: an episode whose command fails after an answer, or posts no reward, is lost and keeps the rewards it "
+        "zero",
+        "agent: an episode whose command fails after an answer, or posts no reward, is lost and keeps the rewards it "
         "posted by then (zero), or is left out, so that nothing is learned from it; one that never asked is always left out",
-    )  # fmt: skip
+    )
     num_tasks: int = field(0, "agent: tasks to train on, numbered from 0; 0: any number, of 64 bits", ge=0)
     num_held_out_tasks: int = field(0, "agent: the same of tasks to evaluate on", ge=0)
     state_key: str = field(
-        "", "text: function of an observation (FILE.py:NAME); states are equal where its values are, for instance the text "
-        "without a step counter or a clock; default: equal texts"
+        "",
+        "text: function of an observation (FILE.py:NAME); states are equal where its values are, for instance the text "
+        "without a step counter or a clock; default: equal texts",
     )
     strict: bool = field(False, "text: an inadmissible action is invalid, as a malformed response always is")
     workers: int = field(
-        0, "text: processes that play the environments; 0 plays them in this one. agent: commands at a time; 0: one a slot",
-        ge=0, le=256,
-    )  # fmt: skip
+        0,
+        "text: processes that play the environments; 0 plays them in this one. agent: commands at a time; 0: one a slot",
+        ge=0,
+        le=256,
+    )
     time_limit: float = field(
         60.0, "seconds after which an environment in a worker counts as hung, and an agent that asks for nothing", gt=0
     )
@@ -137,11 +142,13 @@ class PolicyConfig(Section):
     """The policy: pretrained weights (`policy=...` is short for `policy.source=...`), or a random Qwen2.5 of these sizes."""
 
     source: str = field(
-        "", "Hugging Face folder, FILE.gguf, smollm2 (a package's), or hub id such as Qwen/Qwen2.5-1.5B-Instruct; empty: "
+        "",
+        "Hugging Face folder, FILE.gguf, smollm2 (a package's), or hub id such as Qwen/Qwen2.5-1.5B-Instruct; empty: "
         "random weights of the sizes below",
     )
     tokenizer: str = field(
-        "", "text: the tokenizer for random weights, where source would look for it; default: the source's own, for random "
+        "",
+        "text: the tokenizer for random weights, where source would look for it; default: the source's own, for random "
         "weights one of the words that the environment's texts have",
     )
     dtype: Literal["float32", "bfloat16"] = field("float32", "dtype of the trained (master) weights")
@@ -149,9 +156,10 @@ class PolicyConfig(Section):
         "float32", "dtype of the copy of the weights in rollouts and in the loss"
     )
     sample_dtype: Literal["compute_dtype", "int8"] = field(
-        "compute_dtype", "int8: training episodes are decoded with layer weights and KV cache in int8; the update is corrected "
+        "compute_dtype",
+        "int8: training episodes are decoded with layer weights and KV cache in int8; the update is corrected "
         "for it (learner.rollout_correction)",
-    )  # fmt: skip
+    )
     hidden_size: Positive = field(64, "width")
     intermediate_size: Positive = field(176, "width of the feed-forward layer")
     num_hidden_layers: Positive = field(2, "layers")
@@ -177,9 +185,9 @@ class LoraFields(Section):
 
     rank: int = field(0, "rank of the adapters; 0: train the weights themselves", ge=0)
     alpha: float = field(32.0, "the adapters' product is scaled by alpha / rank", gt=0)
-    targets: tuple[
-        Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], ...
-    ] = field(LINEARS, "which matrices of every block get an adapter")
+    targets: tuple[Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], ...] = field(
+        LINEARS, "which matrices of every block get an adapter"
+    )
 
 
 class RolloutConfig(Section):
@@ -187,9 +195,7 @@ class RolloutConfig(Section):
 
     prompt_groups: Positive = field(32, "tasks per iteration; the episodes of one task form a prompt group")
     group_size: Positive = field(8, "episodes per task, all from the same initial state")
-    history_length: int = field(
-        2, "K: past observations and actions in the prompt, and the deepest HGPO level", ge=0, le=64
-    )
+    history_length: int = field(2, "K: past observations and actions in the prompt, and the deepest HGPO level", ge=0, le=64)
     temperature: float = field(1.0, "sampling temperature in training", gt=0, le=10)
     max_tries: Positive = field(
         4, "rollouts per iteration at most where a method drops prompt groups with equal rewards (dapo)"
@@ -197,25 +203,31 @@ class RolloutConfig(Section):
     prompt_limit: int = field(4096, "tokens of the longest prompt of a text environment", ge=16)
     response_limit: Positive = field(512, "tokens of the longest response in a text environment")
     stop: tuple[str, ...] = field(
-        (), "tokens that end a response in a text environment besides those of the chat template, the tokenizer and "
-        "generation_config.json, as in [<|endoftext|>]"
+        (),
+        "tokens that end a response in a text environment besides those of the chat template, the tokenizer and "
+        "generation_config.json, as in [<|endoftext|>]",
     )
     thinking: bool | None = field(
-        None, "text: whether responses begin with a thought, where the chat template has a switch for it; default: as "
-        "policy.source was trained, or else the template's own"
+        None,
+        "text: whether responses begin with a thought, where the chat template has a switch for it; default: as "
+        "policy.source was trained, or else the template's own",
     )
     date: datetime.date | None = field(
-        None, "text: what a chat template that tells the day takes for today; default: as policy.source was trained, or else "
-        "2024-07-26"
+        None,
+        "text: what a chat template that tells the day takes for today; default: as policy.source was trained, or else "
+        "2024-07-26",
     )
     decode_batch_size: Positive = field(
         64, "episodes that each index of the data axis decodes at a time; in a text environment the others wait for a free slot"
     )
     ready_fraction: float = field(
-        1.0, "text: go on decoding as soon as this fraction of the unfinished episodes can take part, while the environments "
+        1.0,
+        "text: go on decoding as soon as this fraction of the unfinished episodes can take part, while the environments "
         "of the others step in env.workers; 1: wait for all, which makes a run the same to the bit; give less where "
-        "environments are slow", gt=0, le=1,
-    )  # fmt: skip
+        "environments are slow",
+        gt=0,
+        le=1,
+    )
 
 
 class RewardConfig(Section):
@@ -227,9 +239,10 @@ class RewardConfig(Section):
     workers: Positive = field(1, "text: processes that compute it", le=256)
     time_limit: float = field(60.0, "text: seconds after which an episode is left out, because its reward takes too long", gt=0)
     overlong_cache: int = field(
-        0, "text: last tokens before an answer's limit, in which its reward falls as in DAPO, by up to overlong_penalty; "
-        "0: none", ge=0,
-    )  # fmt: skip
+        0,
+        "text: last tokens before an answer's limit, in which its reward falls as in DAPO, by up to overlong_penalty; 0: none",
+        ge=0,
+    )
     overlong_penalty: float = field(1.0, "taken from the reward of an answer that reaches its limit", gt=0, le=1e6)
 
     @pydantic.model_validator(mode="before")
@@ -246,21 +259,19 @@ class RewardConfig(Section):
 class CloningConfig(Section):
     """The warm start: behaviour cloning on generated play (see README for what it does and what success it gives)."""
 
-    stop_at: Share = field(
-        0.4, "sampled success on practice tasks at which cloning ends, so that every run starts alike"
-    )
+    stop_at: Share = field(0.4, "sampled success on practice tasks at which cloning ends, so that every run starts alike")
     max_steps: Positive = field(1000, "optimizer steps at most")
     check_every: Positive = field(50, "optimizer steps between evaluations of the practice success")
     batch_size: Positive = field(64, "environment steps per optimizer step")
     episodes: Positive = field(4096, "generated episodes to learn from")
-    noise: Share = field(
-        0.3, "share of random admissible actions in the generated play; the expert's choice stays the label"
-    )
+    noise: Share = field(0.3, "share of random admissible actions in the generated play; the expert's choice stays the label")
     lr: float = field(2e-3, "peak learning rate; rises over 100 steps, then falls to a tenth along a cosine", gt=0)
     optimizer: Literal["adamw", "muon"] = field("adamw", "muon: Muon for the layers' matrices, with the RMS of Adam's updates")
     seed: int | None = field(
-        None, "seed of the first weights and of cloning; default: seed; runs that share it start from the same policy",
-        ge=0, lt=2**31,
+        None,
+        "seed of the first weights and of cloning; default: seed; runs that share it start from the same policy",
+        ge=0,
+        lt=2**31,
     )
     thought: str = field(
         "", "what cloned answers say between <think> and </think>, where a template has them; $goal and $command are filled in"
@@ -291,9 +302,11 @@ class LogConfig(Section):
     max_ratio: float = field(1.2, "warn where an iteration's mean importance ratio is above this or below its inverse", gt=1)
     max_approx_kl: float = field(0.1, "warn where an update moves the policy further than this (mean KL, nats per token)", gt=0)
     max_logp_difference: float | None = field(
-        None, "warn where a token's log-probability differs by more between sampler and trainer; default: 0.001, and 0.5 for "
-        "policy.compute_dtype=bfloat16 or policy.sample_dtype=int8", gt=0,
-    )  # fmt: skip
+        None,
+        "warn where a token's log-probability differs by more between sampler and trainer; default: 0.001, and 0.5 for "
+        "policy.compute_dtype=bfloat16 or policy.sample_dtype=int8",
+        gt=0,
+    )
 
 
 class EvaluationConfig(Section):
@@ -302,9 +315,7 @@ class EvaluationConfig(Section):
 
     episodes: Positive = field(512, "held-out tasks", le=1_000_000)
     every: int = field(0, "iterations between validations (sampled) of the policy that an iteration begins with; 0: none", ge=0)
-    temperature: float = field(
-        1.0, "temperature of the sampled evaluation; a greedy one is always made too", gt=0, le=10
-    )
+    temperature: float = field(1.0, "temperature of the sampled evaluation; a greedy one is always made too", gt=0, le=10)
     # Training samples from the full softmax, whose log-probabilities the loss uses.
     top_k: int = field(0, "the sampled evaluation draws from the k most likely tokens; 0: from all", ge=0)
     top_p: float = field(1.0, "nucleus sampling among these: the most likely tokens that reach this probability", gt=0, le=1)
@@ -326,7 +337,8 @@ class Config(Section):
         "auto", "device mesh: auto, or sizes as in data=2,fsdp=4,tensor=1 with at most one -1; fewer than all devices will do"
     )
     cache_dir: str = field(
-        CACHE_DIR, "folder of warm starts, unpacked GGUF files and, unless JAX_COMPILATION_CACHE_DIR is set, compiled "
+        CACHE_DIR,
+        "folder of warm starts, unpacked GGUF files and, unless JAX_COMPILATION_CACHE_DIR is set, compiled "
         "programs; shared by runs",
     )
     env: EnvConfig = EnvConfig()

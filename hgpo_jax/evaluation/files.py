@@ -14,8 +14,17 @@ from hgpo_jax.utils.files import atomic_write
 
 OWN = "evaluation.json"  # a run's, with its own settings
 # Fields that affect the result of an evaluation, unlike those of paths, speed or training.
-MATTER = ("env.", "evaluation.", "policy.dtype", "policy.compute_dtype", "policy.sample_dtype", "rollout.history_length",
-          "rollout.prompt_limit", "rollout.response_limit", "rollout.stop")  # fmt: skip
+MATTER = (
+    "env.",
+    "evaluation.",
+    "policy.dtype",
+    "policy.compute_dtype",
+    "policy.sample_dtype",
+    "rollout.history_length",
+    "rollout.prompt_limit",
+    "rollout.response_limit",
+    "rollout.stop",
+)
 DO_NOT = ("env.data", "env.split", "env.workers", "env.time_limit", "evaluation.every")
 
 

@@ -25,9 +25,7 @@ SHOWN = 3  # episodes written as transcripts; more, one of each, if there are mo
 
 def sampled_decoding(settings: EvaluationConfig) -> Decoding:
     """Returns the decoding of a sampled evaluation."""
-    return Decoding(
-        temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p, min_new=settings.min_response
-    )
+    return Decoding(temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p, min_new=settings.min_response)
 
 
 def num_evaluated(job: Job) -> int:
@@ -184,9 +182,11 @@ def share_sizes(episodes: Episodes, task_types: Sequence[str], scores: np.ndarra
     types, counts = np.unique(episodes.task[judged], return_counts=True)
     by_type = {f"success/{task_types[t]}": int(n) for t, n in zip(types, counts, strict=True)}
     sizes = {
-        "success": int(judged.sum()), "success_at_least": int(judged.sum() + (~played).sum()), **by_type,
+        "success": int(judged.sum()),
+        "success_at_least": int(judged.sum() + (~played).sum()),
+        **by_type,
         "valid_actions": int(episodes.mask.sum()),
-    }  # fmt: skip
+    }
     if scores is not None and scores[played].min() >= 0 and scores[played].max() <= 1:
         sizes["score"] = int(played.sum())
     return sizes

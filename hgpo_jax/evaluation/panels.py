@@ -99,15 +99,20 @@ PANELS = {
     ),
     "household": _household(),
     "household-two": _household(**{"env.tasks": "two"}),
-    "household-six": _household(**{
-        "env.tasks": "[place, two, look, clean, heat, cool]", "env.rooms": "[kitchen, bathroom, bedroom, livingroom]",
-        "env.max_turns": "30",
-    }),
+    "household-six": _household(
+        **{
+            "env.tasks": "[place, two, look, clean, heat, cool]",
+            "env.rooms": "[kitchen, bathroom, bedroom, livingroom]",
+            "env.max_turns": "30",
+        }
+    ),
     "sokoban": Panel(
-        ("sokoban", "sokoban_text"), {"env.size": "6", "env.boxes": "1", "env.reward": "success", "env.max_turns": "20"}, 512,
+        ("sokoban", "sokoban_text"),
+        {"env.size": "6", "env.boxes": "1", "env.reward": "success", "env.max_turns": "20"},
+        512,
         functools.partial(_first_states, environments.sokoban),
     ),
-}  # fmt: skip
+}
 
 
 def panel_fields(name: str, given: list[str]) -> list[str]:
@@ -285,8 +290,12 @@ def _paired(pairs: list[tuple[list, list]], of_outcomes: bool) -> dict:
     one, other = (np.array([np.mean(pair[i]) for pair in pairs]) for i in (0, 1))
     difference, interval = paired_difference(other - one)
     numbers = {
-        "tasks": len(pairs), "a": float(one.mean()), "b": float(other.mean()), "difference": difference, "interval": interval
-    }  # fmt: skip
+        "tasks": len(pairs),
+        "a": float(one.mean()),
+        "b": float(other.mean()),
+        "difference": difference,
+        "interval": interval,
+    }
     if of_outcomes and all(len(a) == len(b) == 1 for a, b in pairs):
         only_a, only_b = int((one > other).sum()), int((other > one).sum())
         numbers |= {"only_a": only_a, "only_b": only_b, "p": mcnemar(only_a, only_b)}

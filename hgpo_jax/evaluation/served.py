@@ -95,8 +95,9 @@ class ServedPolicy:
             self._template = load_template(config.env.template or found.template)
             self._workers = (
                 ProcessWorkers(make_env, config.env.workers, config.evaluation.episodes, config.env.time_limit)
-                if config.env.workers else LocalWorkers(make_env, config.env.time_limit)
-            )  # fmt: skip
+                if config.env.workers
+                else LocalWorkers(make_env, config.env.time_limit)
+            )
         except (ValueError, OSError) as error:
             raise ConfigError(f"env.name={config.env.name}: {one_line(str(error))}") from None
         spec: EnvSpec = self._workers.spec
@@ -177,9 +178,13 @@ class ServedPolicy:
     def _ask(self, client, message: str, decoding: Decoding, seed: int, limit: int) -> _Answer:
         """Asks the server for an answer of at most `limit` tokens to one user message. Raises ValueError if there is none."""
         request: dict[str, Any] = {
-            "model": self._model, "messages": [{"role": "user", "content": message}], "max_tokens": limit,
-            "temperature": float(np.asarray(decoding.temperature)), "top_p": float(np.asarray(decoding.top_p)), "seed": seed,
-        }  # fmt: skip
+            "model": self._model,
+            "messages": [{"role": "user", "content": message}],
+            "max_tokens": limit,
+            "temperature": float(np.asarray(decoding.temperature)),
+            "top_p": float(np.asarray(decoding.top_p)),
+            "seed": seed,
+        }
         if self._config.rollout.stop:
             request["stop"] = list(self._config.rollout.stop)
         completion = client.chat.completions.create(**request)

@@ -62,10 +62,13 @@ def values_of_episodes(predict, batch: TrainingBatch, e: Episodes, order, count)
     B, T = e.mask.shape
     has_prompt = e.final_prompt_lengths > 0
     finals = TrainingBatch(
-        prompts=e.final_prompts, prompt_lengths=e.final_prompt_lengths, response_lengths=has_prompt.astype(jnp.int32),
-        responses=jnp.zeros((B, *e.responses.shape[2:]), e.responses.dtype), old_logp=jnp.zeros((B, *e.logp.shape[2:])),
+        prompts=e.final_prompts,
+        prompt_lengths=e.final_prompt_lengths,
+        response_lengths=has_prompt.astype(jnp.int32),
+        responses=jnp.zeros((B, *e.responses.shape[2:]), e.responses.dtype),
+        old_logp=jnp.zeros((B, *e.logp.shape[2:])),
         advantages=jnp.zeros(B),
-    )  # fmt: skip
+    )
     # In front, because entries that count come first.
     order = jnp.concatenate([B * T + jnp.arange(B), order])
     values = predict(jax.tree.map(lambda a, b: jnp.concatenate([a, b]), batch.replace(agents=None), finals), order, B + count)

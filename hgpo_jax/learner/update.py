@@ -94,9 +94,7 @@ def make_logprobs(model: ModelConfig, temperature: float = 1.0, remat: str = "no
     return logprobs
 
 
-def make_policy_loss(
-    model: ModelConfig, config: LearnerConfig, method: Method, temperature: float, roles: Sequence[str] = ()
-):
+def make_policy_loss(model: ModelConfig, config: LearnerConfig, method: Method, temperature: float, roles: Sequence[str] = ()):
     """Builds the method's loss + KL to the reference policy - entropy bonus, as numerators: `loss(params, reference, batch)`.
 
     Params and reference as for `make_logprobs`; with a KL, reference is always read. With several roles, which
@@ -113,9 +111,7 @@ def make_policy_loss(
         if method.loss == "gspo":
             return losses.gspo_loss(logp, batch.old_logp, batch.advantages, mask, **clips)
         if method.loss == "kpo":
-            return losses.kpo_loss(
-                logp, batch.old_logp, batch.advantages, mask, **clips, process_noise=config.process_noise
-            )
+            return losses.kpo_loss(logp, batch.old_logp, batch.advantages, mask, **clips, process_noise=config.process_noise)
         return losses.policy_loss(
             logp, batch.old_logp, batch.advantages, mask, **clips, dual_clip=config.dual_clip, aggregate=aggregate
         )
@@ -128,9 +124,7 @@ def make_policy_loss(
         tokens = {"entropy": entropy}
         if config.kl_weight:
             reference_logp, _ = token_logprobs(nnx.merge(plain, reference), batch, temperature=temperature)
-            _, kl = losses.kl_loss(
-                logp, jax.lax.stop_gradient(reference_logp), mask, kind=config.kl_kind, aggregate=aggregate
-            )
+            _, kl = losses.kl_loss(logp, jax.lax.stop_gradient(reference_logp), mask, kind=config.kl_kind, aggregate=aggregate)
             total += config.kl_weight * kl["loss"][0]
             stats["kl"] = kl["kl"]
             tokens["kl"] = losses.kl(logp, reference_logp, config.kl_kind)
@@ -176,9 +170,7 @@ def make_cloning_loss(model: ModelConfig, remat: str = "none"):
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     """Builds AdamW, preceded by a global-norm clip, with a linear warm-up."""
-    schedule = optax.linear_schedule(
-        config.lr / max(config.warmup_steps, 1), config.lr, max(config.warmup_steps - 1, 1)
-    )
+    schedule = optax.linear_schedule(config.lr / max(config.warmup_steps, 1), config.lr, max(config.warmup_steps - 1, 1))
     return optax.chain(
         optax.clip_by_global_norm(config.grad_clip),
         optax.adamw(schedule, b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay),
@@ -205,9 +197,15 @@ class EpochState(NamedTuple):
 
 
 def make_update(
-    loss: Callable, optimizer, mesh: Mesh, *, minibatch_size: int, microbatch_size: int, per_token: bool = True,
+    loss: Callable,
+    optimizer,
+    mesh: Mesh,
+    *,
+    minibatch_size: int,
+    microbatch_size: int,
+    per_token: bool = True,
     compute_dtype: str = "float32",
-):  # fmt: skip
+):
     """Builds `update(params, opt_state, reference, batch, order, count, lr_scale)`, to be called under `jax.jit`.
 
     Args:
@@ -341,9 +339,10 @@ def _trim_predictions(function: Callable, width: int) -> Callable:
         if layout is None or layout.predict_slots.shape[1] == width:
             return function(params, microbatch)
         needed = max_across_devices((layout.offset + microbatch.response_lengths).max())
-        few = lambda params, microbatch: function(  # noqa: E731
-            params, microbatch.replace(layout=layout.replace(predict_slots=layout.predict_slots[:, :width]))
-        )
+
+        def few(params, microbatch):
+            return function(params, microbatch.replace(layout=layout.replace(predict_slots=layout.predict_slots[:, :width])))
+
         return jax.lax.cond(needed > width, function, few, params, microbatch)
 
     return trimmed

@@ -76,8 +76,12 @@ class Policy:
         return self.frame.end_tokens if self.frame else end_tokens(self.tokenizer)
 
     def save(
-        self, folder: str | Path, size: int = safetensors_files.SHARD_SIZE, stop: Sequence[str] = (), trained: ChatFrame | None = None
-    ) -> None:  # fmt: skip
+        self,
+        folder: str | Path,
+        size: int = safetensors_files.SHARD_SIZE,
+        stop: Sequence[str] = (),
+        trained: ChatFrame | None = None,
+    ) -> None:
         """Writes a Hugging Face folder: config.json, safetensors of at most `size` bytes each, and the tokenizer.
 
         stop: further tokens that end an answer, to be added to generation_config.json.

@@ -138,9 +138,15 @@ def splash(q_BSHE, k_BSGE, v_BSGE, start_BS=None, interpret: bool = False):
     def attend_shard(q, k, v, start):
         mask = masks.MultiHeadMask([masks.CausalMask((length, length))] * q.shape[2])
         blocks = kernel.BlockSizes(
-            block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block, block_kv_dkv=block,
-            block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block,
-        )  # fmt: skip
+            block_q=block,
+            block_kv=block,
+            block_kv_compute=block,
+            block_q_dkv=block,
+            block_kv_dkv=block,
+            block_kv_dkv_compute=block,
+            block_q_dq=block,
+            block_kv_dq=block,
+        )
         attention = kernel.make_splash_mha_single_device(mask, block_sizes=blocks, interpret=interpret)
         # Slots beyond S come after all others, so no other slot attends to them.
         heads_first = lambda a: jnp.pad(jnp.swapaxes(a, 1, 2), ((0, 0), (0, 0), (0, length - S), (0, 0)))  # noqa: E731

@@ -118,9 +118,14 @@ class ChatFrame:
     """
 
     def __init__(
-        self, tokenizer, *, date: datetime.date | None = None, thinking: bool | None = None, stop: Sequence[str] = (),
+        self,
+        tokenizer,
+        *,
+        date: datetime.date | None = None,
+        thinking: bool | None = None,
+        stop: Sequence[str] = (),
         usual_date: datetime.date = DATE,
-    ):  # fmt: skip
+    ):
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError("tokenizer: has no chat template; take an instruction-tuned model's tokenizer")
         trained = generation_of(tokenizer).get(AS_TRAINED, {})
@@ -158,9 +163,11 @@ class ChatFrame:
         return ChatFrame(self._tokenizer, date=self._date, thinking=thinking, stop=self._stop)
 
     def conversation(
-        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = (),
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] = (),
         sampled: Mapping[int, list[int]] | None = None,
-    ) -> list[int]:  # fmt: skip
+    ) -> list[int]:
         """Encodes a conversation that asks for the assistant's next message.
 
         messages: each with `role` and `content`. Contents are data, except that a thought in an assistant's message counts as
@@ -230,9 +237,14 @@ class ChatFrame:
         switch = {} if self._thinking is None else {"enable_thinking": self._thinking, "thinking": self._thinking}
         try:
             return self._tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, chat_template=self._template(tools), tokenize=False,
-                add_generation_prompt=asks, date_string=self._date.strftime("%d %b %Y"), **switch,
-            )  # fmt: skip
+                list(messages),
+                tools=list(tools) or None,
+                chat_template=self._template(tools),
+                tokenize=False,
+                add_generation_prompt=asks,
+                date_string=self._date.strftime("%d %b %Y"),
+                **switch,
+            )
         except Exception as error:  # any error of a template, for example about a system message
             raise ValueError(one_line(f"tokenizer: its chat template fails: {error}; fix chat_template.jinja")) from None
 

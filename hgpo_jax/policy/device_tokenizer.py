@@ -79,8 +79,11 @@ class DeviceTokenizer:
         given = json.loads(tokenizer.backend_tokenizer.to_str())
         self._like_gpt2, self._single_digits = _cuts(given.get("normalizer"), given.get("pre_tokenizer"))
         model = given["model"]
-        odd = [name for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
-               if model.get(name)]  # fmt: skip
+        odd = [
+            name
+            for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
+            if model.get(name)
+        ]
         if model["type"] != "BPE" or odd:
             raise ValueError(f"tokenizer: {', '.join(odd) or model['type']} is not byte-level BPE as Qwen2.5's")
         vocabulary, byte_of = model["vocab"], _byte_of()
@@ -126,9 +129,13 @@ class DeviceTokenizer:
         first = lambda flags: flags & ~before(flags)  # noqa: E731
         contracts = quote & ~before(mark) & ~before(space)  # only at the beginning of a piece
         one = contracts & jnp.isin(after(lower), jnp.frombuffer(b"stmd", np.uint8)) & after(letter)
-        two = contracts & ~one & after(letter) & after(letter, 2) & functools.reduce(
-            jnp.logical_or, [(after(lower) == a) & (after(lower, 2) == b) for a, b in (b"re", b"ve", b"ll")]
-        )  # fmt: skip
+        two = (
+            contracts
+            & ~one
+            & after(letter)
+            & after(letter, 2)
+            & functools.reduce(jnp.logical_or, [(after(lower) == a) & (after(lower, 2) == b) for a, b in (b"re", b"ve", b"ll")])
+        )
         contracted = before(one, 2) | before(two, 3)  # the character behind a contraction
         digits = digit if self._single_digits else first(digit)
 
@@ -154,9 +161,7 @@ class DeviceTokenizer:
         to_letter, to_mark = last & after(letter), last & space & after(mark)
         alone = first(mark) & ~after(mark) & after(letter) & ~before(to_mark)  # a mark that belongs to a word
         starts = first(letter) & ~before(to_letter) & ~before(alone)
-        return inside & (
-            starts | contracted | digits | first(mark) & ~before(to_mark) | first(lines) | first(rest) | last
-        )
+        return inside & (starts | contracted | digits | first(mark) & ~before(to_mark) | first(lines) | first(rest) | last)
 
     def encode(self, tables: Tables, text, length, slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Encodes a text.
@@ -174,9 +179,11 @@ class DeviceTokenizer:
         rank = jnp.cumsum(begins)
         count = rank[-1]
         pieces = -(-L // CHUNK) * CHUNK
-        begin = jnp.full(pieces + 1, length, jnp.int32).at[jnp.where(begins, rank - 1, pieces + 1)].set(
-            jnp.arange(L, dtype=jnp.int32), mode="drop"
-        )  # fmt: skip
+        begin = (
+            jnp.full(pieces + 1, length, jnp.int32)
+            .at[jnp.where(begins, rank - 1, pieces + 1)]
+            .set(jnp.arange(L, dtype=jnp.int32), mode="drop")
+        )
         sizes = begin[1:] - begin[:-1]
         exact = (length <= L) & (sizes.max(initial=0) <= MAX_PIECE) & (plain(text) | (jnp.arange(L) >= length)).all()
         padded = jnp.pad(text, (0, MAX_PIECE))

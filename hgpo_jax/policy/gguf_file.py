@@ -15,9 +15,7 @@ from pathlib import Path
 import numpy as np
 
 # Type number of a value -> its dtype. Two more types are composed of these.
-SCALARS = {
-    0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"
-}  # fmt: skip
+SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 STRING, ARRAY = 8, 9
 
 

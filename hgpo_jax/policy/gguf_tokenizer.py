@@ -76,12 +76,14 @@ def make_tokenizer(metadata: dict) -> PreTrainedTokenizerFast:
         raise ValueError("has no tokenizer.ggml.eos_token_id; give the model's Hugging Face folder instead")
     special.setdefault("pad_token", special["eos_token"])
     if get("add_bos_token", split in LLAMA3) and (bos := special.get("bos_token")):
-        tokenizer.post_processor = processors.Sequence([
-            processors.ByteLevel(trim_offsets=False),
-            processors.TemplateProcessing(
-                single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, vocabulary[bos])]
-            ),
-        ])  # fmt: skip
+        tokenizer.post_processor = processors.Sequence(
+            [
+                processors.ByteLevel(trim_offsets=False),
+                processors.TemplateProcessing(
+                    single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, vocabulary[bos])]
+                ),
+            ]
+        )
     template = metadata.get("tokenizer.chat_template")
     if not isinstance(template, str | None):
         raise ValueError("is damaged: tokenizer.chat_template is not a text")

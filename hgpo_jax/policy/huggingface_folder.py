@@ -20,16 +20,31 @@ from hgpo_jax.policy.model_config import ModelConfig, RopeScaling
 
 ARCHITECTURES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}  # prefixes of transformers' class names
 REQUIRED_FIELDS = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-)  # fmt: skip
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
 CONFIG_FIELDS = (
-    *REQUIRED_FIELDS, "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "initializer_range",
-)  # fmt: skip
+    *REQUIRED_FIELDS,
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "initializer_range",
+)
 ROPE_FIELDS = tuple(field.name for field in dataclasses.fields(RopeScaling))
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 CARD = "README.md"  # with front matter for model hubs (hgpo_jax/policy/model_card.py)
 # Files that a folder may hold besides STEM*.safetensors, by that stem.
 FILES = {

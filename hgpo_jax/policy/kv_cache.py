@@ -116,7 +116,5 @@ def on_each_device(call, *args):
         return jax.tree.map(spec, tree, is_leaf=is_cache)
 
     shapes = jax.eval_shape(call, *args)
-    mapped = jax.shard_map(
-        call, in_specs=specs(args), out_specs=specs(shapes), axis_names=manual_axes(), check_vma=False
-    )
+    mapped = jax.shard_map(call, in_specs=specs(args), out_specs=specs(shapes), axis_names=manual_axes(), check_vma=False)
     return mapped(*args)

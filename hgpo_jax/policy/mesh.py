@@ -43,9 +43,7 @@ def parse_mesh(spec: str, devices: int) -> dict[str, int]:
     for part in spec.split(","):
         name, equals, number = (piece.strip() for piece in part.partition("="))
         if name not in AXES or not equals or name in given:
-            raise ValueError(
-                f"mesh={shown}: expected auto or each of {', '.join(AXES)} at most once, as in data=2,fsdp=4"
-            )
+            raise ValueError(f"mesh={shown}: expected auto or each of {', '.join(AXES)} at most once, as in data=2,fsdp=4")
         if not re.fullmatch(r"-?[0-9]{1,9}", number):
             raise ValueError(f"mesh={shown}: the size of {name} must be a whole number, not {number[:50]!r}")
         sizes[name] = int(number)

@@ -36,12 +36,18 @@ def write(folder: Path, config: Config, parameters: int, result: dict) -> None:
         loader=jinja2.PackageLoader("hgpo_jax"), undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     text = templates.get_template("model_card.md").render(
-        front=yaml.safe_dump(front, sort_keys=False), adapter=adapter, config=config,
+        front=yaml.safe_dump(front, sort_keys=False),
+        adapter=adapter,
+        config=config,
         base=front.get("base_model") or Path(config.policy.source).name,
-        method=_name(config.method), env=_name(config.env.name), parameters=parameters, result=result,
-        version=version("hgpo_jax"), dumped=dump(config),
+        method=_name(config.method),
+        env=_name(config.env.name),
+        parameters=parameters,
+        result=result,
+        version=version("hgpo_jax"),
+        dumped=dump(config),
         shown=json.loads(kept.read_text()).get(AS_TRAINED) if kept.is_file() else None,
-    )  # fmt: skip
+    )
     with atomic_write(folder / FILE) as file:
         file.write(text)
 

@@ -30,12 +30,20 @@ class LoraConfig:
 
 
 NUMBERS = [
-    *((name, int, "a positive whole number") for name in (
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-        "max_position_embeddings",
-    )),
+    *(
+        (name, int, "a positive whole number")
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "max_position_embeddings",
+        )
+    ),
     *((name, int | float, "a positive number") for name in ("rope_theta", "rms_norm_eps", "initializer_range")),
-]  # fmt: skip
+]
 
 
 MODEL_TYPES = ("qwen2", "qwen3", "llama")

@@ -68,8 +68,7 @@ def shardings_like(tree, config: ModelConfig, mesh: Mesh):
     An array whose path ends with a parameter's is sharded like it; any other is replicated.
     """
     parameters = {
-        jax.tree_util.keystr(path): placed
-        for path, placed in jax.tree_util.tree_leaves_with_path(shardings(config, mesh))
+        jax.tree_util.keystr(path): placed for path, placed in jax.tree_util.tree_leaves_with_path(shardings(config, mesh))
     }
     replicated = NamedSharding(mesh, PartitionSpec())
 

@@ -43,9 +43,12 @@ SMOLLM2 = {
 def _llama3(factor: float) -> dict:
     scaling = RopeScaling(factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
     return {
-        "model_type": "llama", "rope_theta": 5e5, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
+        "model_type": "llama",
+        "rope_theta": 5e5,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
         "rope_scaling": scaling,
-    }  # fmt: skip
+    }
 
 
 # Prefix of a hub name -> sizes, and further fields of the family's models.
@@ -54,10 +57,8 @@ FAMILIES = {
     "Qwen3-": (QWEN3, {"model_type": "qwen3", "head_dim": 128}),
     "Llama-3.1-": (LLAMA3_1, _llama3(8.0)),
     "Llama-3.2-": (LLAMA3_2, _llama3(32.0)),
-    "SmolLM2-": (
-        SMOLLM2, {"model_type": "llama", "rope_theta": 1e5, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192}
-    ),
-}  # fmt: skip
+    "SmolLM2-": (SMOLLM2, {"model_type": "llama", "rope_theta": 1e5, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192}),
+}
 ROPE_THETA = {"SmolLM2-1.7B": 1.3e5}  # if it differs from the family's
 
 
@@ -70,8 +71,13 @@ def preset(name: str) -> ModelConfig | None:
         if name.startswith(family) and name.removeprefix(family) in sizes:
             vocabulary, width, inner, layers, heads, kv_heads, tied = sizes[name.removeprefix(family)]
             return ModelConfig(
-                vocab_size=vocabulary, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers,
-                num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=tied,
+                vocab_size=vocabulary,
+                hidden_size=width,
+                intermediate_size=inner,
+                num_hidden_layers=layers,
+                num_attention_heads=heads,
+                num_key_value_heads=kv_heads,
+                tie_word_embeddings=tied,
                 **more | ({"rope_theta": ROPE_THETA[name]} if name in ROPE_THETA else {}),
-            )  # fmt: skip
+            )
     return None

@@ -19,9 +19,7 @@ from transformers import PreTrainedTokenizerFast
 BLANK, PAD, END, ACT = "_", "<|endoftext|>", "<|im_end|>", ">"
 PLAIN = "{{ messages[0]['content'] }}"  # the chat template of a policy that sees only one message
 # Qwen2's pattern for cutting text before bytes are merged (its tokenizer.json); transformers 5 puts it into all such folders.
-QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = r" ?\p{Ll}+|\p{Lu}\p{Ll}+|."  # a drawing's characters stay apart, so that it is read cell by cell
 MAX_WORDS = 2048  # tokens
 GENERATION = "generation_config.json"
@@ -66,9 +64,13 @@ def text_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     tokenizer.normalizer, tokenizer.decoder = normalizers.NFC(), decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in (PAD, END)])
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, unk_token=PAD, chat_template=PLAIN,
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=PAD,
+        chat_template=PLAIN,
         clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+    )
 
 
 def vocabulary_size(words: tuple[str, ...]) -> int:

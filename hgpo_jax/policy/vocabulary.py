@@ -26,9 +26,12 @@ def embedding_lookup(table, tokens):
         return jax.lax.psum(jnp.where(inside[..., None], found, 0), axes)
 
     lookup = jax.shard_map(
-        lookup_in_shard, in_specs=(PartitionSpec(axes), PartitionSpec()), out_specs=PartitionSpec(), axis_names=set(axes),
+        lookup_in_shard,
+        in_specs=(PartitionSpec(axes), PartitionSpec()),
+        out_specs=PartitionSpec(),
+        axis_names=set(axes),
         check_vma=False,
-    )  # fmt: skip
+    )
     return lookup(table, tokens)
 
 

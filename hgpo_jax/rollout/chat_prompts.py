@@ -141,7 +141,7 @@ class ChatFormat:
 
     def __init__(
         self, frame: ChatFrame, template: str, prompt_limit: int = 4096, fallback: int = 30, *, lower_case: bool = False
-    ):  # fmt: skip
+    ):
         self.template = load_template(template)
         self.frame, self.prompt_limit, self.fallback, self.lower_case = frame, prompt_limit, fallback, lower_case
         self.message_limit = prompt_limit - len(frame.head) - len(frame.tail)

@@ -67,9 +67,16 @@ def parse_answer(response, length, end: int, answer_length: int):
 
 
 def make_rollout(
-    env, graphdef, mesh: Mesh, *, history_length: int, decode_batch_size: int, end: int, act: int,
+    env,
+    graphdef,
+    mesh: Mesh,
+    *,
+    history_length: int,
+    decode_batch_size: int,
+    end: int,
+    act: int,
     weights: tuple[str, ...] = (),
-):  # fmt: skip
+):
     """Builds `rollout(params, tasks, keys, groups, decoding, tables=None) -> Episodes`, jitted.
 
     It takes tasks [B] (random keys or, if the environment has a list of games, game numbers), keys [B] or [B, 2], random keys
@@ -91,9 +98,14 @@ def make_rollout(
     """
     check_compiled(env, ROLLOUT)
     program = functools.partial(
-        Program, graphdef=graphdef, decode_batch_size=decode_batch_size, history_length=history_length, end=end, act=act,
+        Program,
+        graphdef=graphdef,
+        decode_batch_size=decode_batch_size,
+        history_length=history_length,
+        end=end,
+        act=act,
         weights=weights,
-    )  # fmt: skip
+    )
     play_shards = on_shards(Program.play, program, env, mesh)
 
     def rollout(params, tasks, keys, groups, decoding, tables=None) -> Episodes:
@@ -108,18 +120,30 @@ def make_rollout(
 
 
 def make_continuations(
-    env, graphdef, mesh: Mesh, *, history_length: int, decode_batch_size: int, end: int, act: int,
+    env,
+    graphdef,
+    mesh: Mesh,
+    *,
+    history_length: int,
+    decode_batch_size: int,
+    end: int,
+    act: int,
     weights: tuple[str, ...] = (),
-):  # fmt: skip
+):
     """Builds `go_on(params, states, keys, decoding, tables=None) -> f32[B, T]`, jitted: the rewards of episodes that begin in
     the middle, in `states`, an `EpisodeState` [B], for example from `replay`; an episode that has ended has no rewards.
 
     Arguments as in `make_rollout`.
     """
     program = functools.partial(
-        Program, graphdef=graphdef, decode_batch_size=decode_batch_size, history_length=history_length, end=end, act=act,
+        Program,
+        graphdef=graphdef,
+        decode_batch_size=decode_batch_size,
+        history_length=history_length,
+        end=end,
+        act=act,
         weights=weights,
-    )  # fmt: skip
+    )
     play_on = on_shards(Program.play_on, program, env, mesh)
     return jax.jit(lambda params, states, keys, decoding, tables=None: play_on(tables, params, states, keys, decoding))
 
@@ -220,11 +244,13 @@ class Program:
         """
         truncated = jax.vmap(functools.partial(is_truncated, self.env))(states.env, turns)
         return {
-            "success": jax.vmap(self.env.won)(states.env), "judged": jnp.ones_like(truncated), "task": states.env.task,
+            "success": jax.vmap(self.env.won)(states.env),
+            "judged": jnp.ones_like(truncated),
+            "task": states.env.task,
             "truncated": truncated,
             "final_prompts": jnp.where(_like(truncated, prompts), prompts, 0),
             "final_prompt_lengths": jnp.where(truncated, lengths, 0),
-        }  # fmt: skip
+        }
 
     def play_on(self, params, states: EpisodeState, keys, decoding):
         """Plays on from these states; returns the rewards f32[B, T] of the turns after them."""
@@ -253,10 +279,7 @@ class Program:
                 states = jax.tree.map(
                     lambda a, old, new: a.at[index].set(_unless_done(before.done, old, new)), states, before, after
                 )
-                new = {
-                    name: jnp.where(_like(before.done, value), jnp.zeros_like(value), value)
-                    for name, value in new.items()
-                }
+                new = {name: jnp.where(_like(before.done, value), jnp.zeros_like(value), value) for name, value in new.items()}
                 record = {name: record[name].at[index, turn].set(new[name]) for name in record}
                 return states, record
 
@@ -285,9 +308,15 @@ class Program:
         def responses(model, blocks):
             def respond(width, prompts, lengths, keys):
                 return generate(
-                    model, blocks, prompts[:, :width], lengths, keys, max_new=self.response_slots,
-                    end_tokens=self.end_tokens, decoding=decoding,
-                )  # fmt: skip
+                    model,
+                    blocks,
+                    prompts[:, :width],
+                    lengths,
+                    keys,
+                    max_new=self.response_slots,
+                    end_tokens=self.end_tokens,
+                    decoding=decoding,
+                )
 
             choices = [functools.partial(respond, width) for width in self.widths]
             return jax.lax.switch(jnp.searchsorted(jnp.array(self.widths), longest), choices, prompts, lengths, keys)
@@ -342,16 +371,25 @@ class Program:
             response = jnp.zeros(self.response_slots, jnp.int32)
             action, well_formed, notes = self.read(response, jnp.int32(0))
             _, _, reward, _, invalid = self.env.step(state.env, action)
-            return noted | notes | self.faults(well_formed, invalid) | {
-                "prompts": prompt, "prompt_lengths": length, "responses": response, "response_lengths": length,
-                "logp": response.astype(jnp.float32), "observations": state.observation, "rewards": reward,
-                "mask": state.done, "agents": jnp.int32(0),
-            }  # fmt: skip
+            return (
+                noted
+                | notes
+                | self.faults(well_formed, invalid)
+                | {
+                    "prompts": prompt,
+                    "prompt_lengths": length,
+                    "responses": response,
+                    "response_lengths": length,
+                    "logp": response.astype(jnp.float32),
+                    "observations": state.observation,
+                    "rewards": reward,
+                    "mask": state.done,
+                    "agents": jnp.int32(0),
+                }
+            )
 
         shapes = jax.eval_shape(jax.vmap(turn), states)
-        return {
-            name: jnp.zeros((a.shape[0], self.env.max_turns, *a.shape[1:]), a.dtype) for name, a in shapes.items()
-        }
+        return {name: jnp.zeros((a.shape[0], self.env.max_turns, *a.shape[1:]), a.dtype) for name, a in shapes.items()}
 
 
 def _state_ids(observations, final, mask):

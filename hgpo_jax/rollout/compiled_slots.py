@@ -71,12 +71,22 @@ class SlotProgram(Program):
         shapes = jax.eval_shape(jax.vmap(self.prompt), states)
         prompts, lengths, notes = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
         play = Play(
-            states=states, turn=jnp.zeros(B, jnp.int32), untold=~states.done, ended=states.done, waiting=jnp.zeros(B, bool),
-            prompts=prompts, lengths=lengths, notes=notes, record=self.empty_record(states),
-            slots=free_slots(model, S, prompts.shape[1] + R), episode=jnp.full(S, B),
-            tokens=jnp.zeros((S, R), jnp.int32), logp=jnp.zeros((S, R)), steps=jnp.int32(0),
+            states=states,
+            turn=jnp.zeros(B, jnp.int32),
+            untold=~states.done,
+            ended=states.done,
+            waiting=jnp.zeros(B, bool),
+            prompts=prompts,
+            lengths=lengths,
+            notes=notes,
+            record=self.empty_record(states),
+            slots=free_slots(model, S, prompts.shape[1] + R),
+            episode=jnp.full(S, B),
+            tokens=jnp.zeros((S, R), jnp.int32),
+            logp=jnp.zeros((S, R)),
+            steps=jnp.int32(0),
             busy=jnp.float32(0),
-        )  # fmt: skip
+        )
         # The number of slots is constant: a smaller one would compile another copy of all layers and of the environment.
         goes_on = lambda play: _any(play.untold) | _any(play.waiting) | _any(play.taken)  # noqa: E731
         return jax.lax.while_loop(goes_on, functools.partial(self._round, model, blocks, decoding), play)
@@ -116,10 +126,12 @@ class SlotProgram(Program):
         episode = jnp.where(play.untold[some], some, B)
         prompts, lengths, notes = jax.vmap(self.prompt)(jax.tree.map(lambda a: a[some], play.states))
         return play.replace(
-            prompts=_put(play.prompts, episode, prompts), lengths=_put(play.lengths, episode, lengths),
+            prompts=_put(play.prompts, episode, prompts),
+            lengths=_put(play.lengths, episode, lengths),
             notes=_put(play.notes, episode, notes),
-            untold=_put(play.untold, episode, False), waiting=_put(play.waiting, episode, ~play.ended[some]),
-        )  # fmt: skip
+            untold=_put(play.untold, episode, False),
+            waiting=_put(play.waiting, episode, ~play.ended[some]),
+        )
 
     def _admit(self, model, decoding, play: Play) -> Play:
         """Prefills queued prompts into free slots: fewest turns first, then shortest."""
@@ -137,10 +149,18 @@ class SlotProgram(Program):
         at = jnp.minimum(episode, B - 1)
         lengths = jnp.where(given, play.lengths[at], 1)
         slots, token, logp = begin(
-            model, play.slots, play.prompts[at], lengths, jnp.tile(jnp.arange(m // F), F),
-            jnp.where(given, local.ravel(), S // F), turn_keys(play.states.key[at], play.turn[at]),
-            jnp.full(m, self.response_slots), self.widths, self.end_tokens, decoding,
-        )  # fmt: skip
+            model,
+            play.slots,
+            play.prompts[at],
+            lengths,
+            jnp.tile(jnp.arange(m // F), F),
+            jnp.where(given, local.ravel(), S // F),
+            turn_keys(play.states.key[at], play.turn[at]),
+            jnp.full(m, self.response_slots),
+            self.widths,
+            self.end_tokens,
+            decoding,
+        )
         slot = jnp.where(given, local.ravel() + jnp.repeat(jnp.arange(F) * (S // F), m // F), S)
         first = lambda value: jnp.zeros((m, self.response_slots), value.dtype).at[:, 0].set(value)  # noqa: E731
         return play.replace(
@@ -154,9 +174,7 @@ class SlotProgram(Program):
     def _decode(self, model, blocks, decoding, play: Play) -> Play:
         S, R = play.tokens.shape
         before = play.slots.sampled
-        slots, out = go_on(
-            model, blocks, play.slots, jnp.full(S, R), 1, MAX_STEPS, ENDED, self.end_tokens, decoding
-        )
+        slots, out = go_on(model, blocks, play.slots, jnp.full(S, R), 1, MAX_STEPS, ENDED, self.end_tokens, decoding)
         step = jnp.arange(MAX_STEPS)
         at = jnp.arange(S)[:, None], jnp.where(step < out.counts[:, None], before[:, None] + step, R)
         return play.replace(

@@ -102,10 +102,21 @@ class CompiledTextRollout:
     """
 
     def __init__(
-        self, env, games: np.ndarray, format: ChatFormat, tokenizer, graphdef, mesh: Mesh | AbstractMesh, *, batch: int,
-        history_length: int, response_limit: int = 512, decode_batch_size: int = 64, strict: bool = False,
+        self,
+        env,
+        games: np.ndarray,
+        format: ChatFormat,
+        tokenizer,
+        graphdef,
+        mesh: Mesh | AbstractMesh,
+        *,
+        batch: int,
+        history_length: int,
+        response_limit: int = 512,
+        decode_batch_size: int = 64,
+        strict: bool = False,
         host: HostRollout | None = None,
-    ):  # fmt: skip
+    ):
         self._env, self._games, self._format, self._batch = env, np.asarray(games), format, batch
         self._history_length, self._response_limit, self._strict, self._host = history_length, response_limit, strict, host
         self.task_types, self.num_tasks = tuple(env.task_types), len(games)
@@ -180,10 +191,21 @@ class CompiledTextRollout:
             parsed, ended = self._format.parse(tokens.tolist()), tokens[-1] in self._format.end_tokens
             buffer.add_response(prompt, response, parsed, ended)
             done = t + 1 == turns
-            buffer.add_output(episode, EnvOutput(
-                env.decode(seen[t + 1]), [], goal, task, float(turn["rewards"][t]), done, done and won,
-                not turn["inadmissible"][t], float(done and won), truncated=bool(done and end["truncated"]),
-            ))  # fmt: skip
+            buffer.add_output(
+                episode,
+                EnvOutput(
+                    env.decode(seen[t + 1]),
+                    [],
+                    goal,
+                    task,
+                    float(turn["rewards"][t]),
+                    done,
+                    done and won,
+                    not turn["inadmissible"][t],
+                    float(done and won),
+                    truncated=bool(done and end["truncated"]),
+                ),
+            )
         if end["truncated"]:
             buffer.add_final_prompt(episode, end["final_prompts"][: end["final_prompt_lengths"]])
 

@@ -114,8 +114,11 @@ class DeviceText:
         words = [word.encode() for word in own] + [bytes([byte]) for byte in range(256)]
         shown = [b"" if number in format.frame.text.hidden else word for number, word in enumerate(self._tokenizer.words)]
         self.tables: dict[str, Any] = {
-            "env": env.tables, "words": spelling(words), "tokens": spelling([*shown, b""]), "bpe": self._tokenizer.tables,
-        }  # fmt: skip
+            "env": env.tables,
+            "words": spelling(words),
+            "tokens": spelling([*shown, b""]),
+            "bpe": self._tokenizer.tables,
+        }
         self._text_slots = min(MAX_TEXT, self._limit * MAX_CHARACTERS_PER_TOKEN)
         self._markers = [marker.encode() for marker in format.frame.text.markers]
 
@@ -200,9 +203,14 @@ class DeviceText:
             words = jnp.concatenate([line, *self._filled("entry", slots)])
             entries.append(jnp.where(k >= K - shown, words, 0))
         slots = {
-            "goal": goal, "observation": observation, "commands": commands, "turn": number(turn), "now": number(turn + 1),
-            "shown": number(shown), "history": jnp.concatenate([*entries, jnp.zeros(1, jnp.int32)]),
-        }  # fmt: skip
+            "goal": goal,
+            "observation": observation,
+            "commands": commands,
+            "turn": number(turn),
+            "now": number(turn + 1),
+            "shown": number(shown),
+            "history": jnp.concatenate([*entries, jnp.zeros(1, jnp.int32)]),
+        }
         first, later = (jnp.concatenate(self._filled(name, slots)) for name in ("first", "later"))
         width = max(first.shape[0], later.shape[0])
         return jnp.where(shown > 0, *(jnp.pad(words, (0, width - words.shape[0])) for words in (later, first)))

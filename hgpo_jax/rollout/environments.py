@@ -222,29 +222,44 @@ sokoban = functools.partial(_from_fields, Sokoban, SOKOBAN)
 ENVIRONMENTS = {
     "household": Environment(HOUSEHOLD, compiled=household, expert=household_expert),
     "household_text": Environment(
-        HOUSEHOLD, text=functools.partial(_as_text, HouseholdText, household), template="household",
+        HOUSEHOLD,
+        text=functools.partial(_as_text, HouseholdText, household),
+        template="household",
     ),
     "household_team": Environment(HOUSEHOLD, compiled=household_team, expert=cast(Expert, HouseholdTeam)),
     "household_team_text": Environment(
-        HOUSEHOLD, text=functools.partial(_as_text, HouseholdTeamText, household_team), template="household",
+        HOUSEHOLD,
+        text=functools.partial(_as_text, HouseholdTeamText, household_team),
+        template="household",
     ),
     "household_plan": Environment(HOUSEHOLD, compiled=household_plan, expert=cast(Expert, HouseholdPlan)),
     "household_subgoals": Environment(HOUSEHOLD, compiled=household_subgoals, expert=cast(Expert, HouseholdSubgoals)),
     "sokoban": Environment(SOKOBAN, compiled=sokoban, expert=sokoban_expert),
     "sokoban_text": Environment(
-        SOKOBAN, text=functools.partial(_as_text, SokobanText, sokoban), template="sokoban", fallback=20,
+        SOKOBAN,
+        text=functools.partial(_as_text, SokobanText, sokoban),
+        template="sokoban",
+        fallback=20,
         lower_case=True,
     ),
     "alfworld": Environment(
-        ("data", "split", "generated", "held_out", "max_turns"), compiled=alfworld, text=alfworld_text, games=alfworld_games,
-        expert=alfworld_expert, template="alfworld", lower_case=True,
+        ("data", "split", "generated", "held_out", "max_turns"),
+        compiled=alfworld,
+        text=alfworld_text,
+        games=alfworld_games,
+        expert=alfworld_expert,
+        template="alfworld",
+        lower_case=True,
     ),
     "webshop": Environment(
-        ("data", "goal_order", "reachable_only", "max_turns"), text=webshop_text, template="webshop", fallback=20,
+        ("data", "goal_order", "reachable_only", "max_turns"),
+        text=webshop_text,
+        template="webshop",
+        fallback=20,
         lower_case=True,
     ),
     "agent": Environment(("command", "failed", "num_tasks", "num_held_out_tasks", "max_turns"), agent=True),
-}  # fmt: skip
+}
 
 
 def environment(env: EnvConfig) -> Environment:

@@ -102,9 +102,7 @@ class EpisodeBuffer:
         history = own[max(0, len(own) - self._history_length) :]
         return PromptInput(output.goal, history, len(own), output.observation, output.commands)
 
-    def add_response(
-        self, prompt: Prompt, response: SlotResponse, parsed: ParsedResponse, ended: bool
-    ) -> tuple[str, ...]:
+    def add_response(self, prompt: Prompt, response: SlotResponse, parsed: ParsedResponse, ended: bool) -> tuple[str, ...]:
         """Adds a response to its episode's prompt; returns all the episode's actions including the new one (`matched`).
 
         ended: whether the response ended with an end token.
@@ -146,13 +144,17 @@ class EpisodeBuffer:
         for episode in sorted(self._latest):
             done = self._actions[episode]
             e.actions[episode, : len(done)] = [numbers.setdefault(action, len(numbers)) for action in done]
-        counts: dict[str, float] = dict(self._counts) | (sampling or {}) | {
-            "excluded": len(self.excluded),
-            "inadmissible": self._inadmissible,
-            "prompt_tokens": int(e.prompt_lengths.sum()),
-            "response_tokens": int(e.response_lengths.sum()),
-            "longest_prompt": int(e.prompt_lengths.max()),
-        }
+        counts: dict[str, float] = (
+            dict(self._counts)
+            | (sampling or {})
+            | {
+                "excluded": len(self.excluded),
+                "inadmissible": self._inadmissible,
+                "prompt_tokens": int(e.prompt_lengths.sum()),
+                "response_tokens": int(e.response_lengths.sum()),
+                "longest_prompt": int(e.prompt_lengths.max()),
+            }
+        )
         report = RolloutReport(
             texts=texts,
             goals=[self._latest[episode].goal if episode in self._latest else "" for episode in range(batch)],

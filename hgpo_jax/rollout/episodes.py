@@ -16,12 +16,27 @@ from hgpo_jax.utils.files import atomic_write
 
 # Field: kind of dtype, dimensions.
 KINDS = {
-    "prompts": ("i", "BTP"), "prompt_lengths": ("i", "BT"), "responses": ("i", "BTR"), "response_lengths": ("i", "BT"),
-    "logp": ("f", "BTR"), "observations": ("i", "BTO"), "rewards": ("f", "BT"), "mask": ("b", "BT"), "invalid": ("b", "BT"),
-    "states": ("i", "BT"), "next_states": ("i", "BT"), "actions": ("i", "BT"), "agents": ("i", "BT"), "groups": ("i", "B"),
-    "success": ("b", "B"), "judged": ("b", "B"), "task": ("i", "B"), "truncated": ("b", "B"), "final_prompts": ("i", "BP"),
+    "prompts": ("i", "BTP"),
+    "prompt_lengths": ("i", "BT"),
+    "responses": ("i", "BTR"),
+    "response_lengths": ("i", "BT"),
+    "logp": ("f", "BTR"),
+    "observations": ("i", "BTO"),
+    "rewards": ("f", "BT"),
+    "mask": ("b", "BT"),
+    "invalid": ("b", "BT"),
+    "states": ("i", "BT"),
+    "next_states": ("i", "BT"),
+    "actions": ("i", "BT"),
+    "agents": ("i", "BT"),
+    "groups": ("i", "B"),
+    "success": ("b", "B"),
+    "judged": ("b", "B"),
+    "task": ("i", "B"),
+    "truncated": ("b", "B"),
+    "final_prompts": ("i", "BP"),
     "final_prompt_lengths": ("i", "B"),
-}  # fmt: skip
+}
 
 
 class Episodes(struct.PyTreeNode):

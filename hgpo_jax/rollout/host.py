@@ -71,10 +71,22 @@ class HostRollout:
     """
 
     def __init__(
-        self, make_env: Callable, format, graphdef, mesh: Mesh | AbstractMesh, *, batch: int, history_length: int,
-        response_limit: int = 512, decode_batch_size: int = 64, strict: bool = False, workers: int = 0,
-        time_limit: float = 60.0, ready_fraction: float = 1.0, speakers: Sequence[Speaker] = (),
-    ):  # fmt: skip
+        self,
+        make_env: Callable,
+        format,
+        graphdef,
+        mesh: Mesh | AbstractMesh,
+        *,
+        batch: int,
+        history_length: int,
+        response_limit: int = 512,
+        decode_batch_size: int = 64,
+        strict: bool = False,
+        workers: int = 0,
+        time_limit: float = 60.0,
+        ready_fraction: float = 1.0,
+        speakers: Sequence[Speaker] = (),
+    ):
         self._batch, self._num_workers, self._time_limit = batch, workers, time_limit
         self._start_workers(make_env)
         self._format, self._strict, self._ready_fraction = format, strict, ready_fraction
@@ -128,9 +140,14 @@ class HostRollout:
         return buffer.result(counts)
 
     def play(
-        self, buffer: EpisodeBuffer, episodes: Sequence[int], params, tasks: Sequence[int] | np.ndarray, keys,
+        self,
+        buffer: EpisodeBuffer,
+        episodes: Sequence[int],
+        params,
+        tasks: Sequence[int] | np.ndarray,
+        keys,
         decoding: Decoding,
-    ) -> dict[str, float]:  # fmt: skip
+    ) -> dict[str, float]:
         """Plays some of a call's episodes, from their beginning, into its buffer; returns the sampler's figures."""
         tasks = [int(task) for task in tasks]
         programs = self._programs
@@ -167,10 +184,12 @@ class HostRollout:
                 begin = [episode for episode in ready if speaker(episode).weights == name][: sampler.free]
                 prompts |= self._prompts(buffer, begin)
                 ready = [episode for episode in ready if episode not in prompts]
-                sampler.add([
-                    SlotRequest(episode, buffer.turn(episode), prompts[episode].ids, speaker(episode).response_limit)
-                    for episode in begin
-                ])  # fmt: skip
+                sampler.add(
+                    [
+                        SlotRequest(episode, buffer.turn(episode), prompts[episode].ids, speaker(episode).response_limit)
+                        for episode in begin
+                    ]
+                )
                 for response in sampler.step() if sampler.active else ():
                     ids, episode = response.tokens.tolist(), response.episode
                     ended = ids[-1] in self._format.end_tokens

@@ -138,9 +138,14 @@ class ProcessWorkers:
     """
 
     def __init__(
-        self, make_env: Callable, workers: int, episodes: int, time_limit: float = 60.0, start_limit: float = 600.0,
+        self,
+        make_env: Callable,
+        workers: int,
+        episodes: int,
+        time_limit: float = 60.0,
+        start_limit: float = 600.0,
         local: Any = LocalWorkers,
-    ):  # fmt: skip
+    ):
         self._episodes, self._limit, self._hung_in_a_row = episodes, f"{local.limit}={time_limit:g}", 0
         self.discard_answers()
         self._workers = []

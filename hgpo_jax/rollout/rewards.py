@@ -54,7 +54,9 @@ def make_reward(config: Config, episodes: Episodes) -> Reward:
     if backend(config) == "compiled":
         _check_compiled(given, function, episodes)
         return functools.partial(_add_compiled, jax.jit(functools.partial(_with_compiled, function, name, replaces)))
-    return _TextReward(user_code.located(given, user_code.REWARDS), name, replaces, config.reward.workers, config.reward.time_limit)
+    return _TextReward(
+        user_code.located(given, user_code.REWARDS), name, replaces, config.reward.workers, config.reward.time_limit
+    )
 
 
 def _check_compiled(given: str, function: Callable, episodes: Episodes) -> None:

@@ -85,9 +85,12 @@ class CompiledRunner:
         self.num_tasks, self.num_held_out_tasks = (len(games[stream]) if games else None for stream in ("train", "held_out"))
         self._history_length, self._end = config.rollout.history_length, tokenizer.eos_token_id
         settings = {
-            "history_length": self._history_length, "decode_batch_size": config.rollout.decode_batch_size, "end": self._end,
-            "act": tokenizer.convert_tokens_to_ids(ACT), "weights": set_of_each(config, self.roles),
-        }  # fmt: skip
+            "history_length": self._history_length,
+            "decode_batch_size": config.rollout.decode_batch_size,
+            "end": self._end,
+            "act": tokenizer.convert_tokens_to_ids(ACT),
+            "weights": set_of_each(config, self.roles),
+        }
         self.program = make_rollout(env, networks(models), mesh, **settings)
         self._play_on = make_continuations(env, networks(models), mesh, **settings)
         self.end_tokens = (self._end,)
@@ -188,9 +191,15 @@ class TextRunner:
     """
 
     def __init__(
-        self, config: Config, environment: Environment, train: Callable, held_out: Callable, models: Models, tokenizer,
+        self,
+        config: Config,
+        environment: Environment,
+        train: Callable,
+        held_out: Callable,
+        models: Models,
+        tokenizer,
         mesh: Mesh | AbstractMesh,
-    ):  # fmt: skip
+    ):
         env, rollout = config.env, config.rollout
         check_context(config, models)
         try:
@@ -208,24 +217,40 @@ class TextRunner:
                 limit = longest_response(config, roles)
             self.make_env = train
             settings: dict[str, Any] = {
-                "batch": rollout.prompt_groups * rollout.group_size, "history_length": rollout.history_length,
-                "response_limit": limit, "decode_batch_size": rollout.decode_batch_size, "strict": env.strict,
-            }  # fmt: skip
+                "batch": rollout.prompt_groups * rollout.group_size,
+                "history_length": rollout.history_length,
+                "response_limit": limit,
+                "decode_batch_size": rollout.decode_batch_size,
+                "strict": env.strict,
+            }
             self.train: HostRollout | CompiledTextRollout
             self._held_out: HostRollout | CompiledTextRollout
             host = HostRollout(
-                train, usual, networks(models), mesh, workers=env.workers, time_limit=env.time_limit,
-                ready_fraction=rollout.ready_fraction, speakers=speakers, **settings,
-            )  # fmt: skip
+                train,
+                usual,
+                networks(models),
+                mesh,
+                workers=env.workers,
+                time_limit=env.time_limit,
+                ready_fraction=rollout.ready_fraction,
+                speakers=speakers,
+                **settings,
+            )
             self.train, self._held_out = host, host.with_environment(held_out)
             if backend(config) == "compiled_text":
                 assert environment.compiled and environment.games  # environments with text on the device have both
                 try:
                     games, played = environment.games(config), environment.compiled(config)
                     device = CompiledTextRollout(
-                        played, games["train"], usual, tokenizer, networks(models), mesh,
-                        host=None if env.split == "generated" else host, **settings,
-                    )  # fmt: skip
+                        played,
+                        games["train"],
+                        usual,
+                        tokenizer,
+                        networks(models),
+                        mesh,
+                        host=None if env.split == "generated" else host,
+                        **settings,
+                    )
                     self.train, self._held_out = device, device.of_games(games["held_out"], self._held_out)
                 except ValueError as error:
                     if env.compiled:

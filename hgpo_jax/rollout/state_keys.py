@@ -63,8 +63,10 @@ def regrouped(result: RolloutResult, config: Config) -> RolloutResult:
         states = key_numbers(report.texts, config.env.state_key)[seen] if report.texts else seen
     else:
         assert config.advantage.similarity is not None
-        texts = [[report.texts[number] for number in row] if any(row_happened) else []
-                 for row, row_happened in zip(seen.tolist(), happened, strict=True)]  # fmt: skip
+        texts = [
+            [report.texts[number] for number in row] if any(row_happened) else []
+            for row, row_happened in zip(seen.tolist(), happened, strict=True)
+        ]
         clusters = similar_states(texts, happened, np.asarray(e.groups), config.advantage.similarity)
         first: dict[int, int] = {}
         for cluster, number in zip(clusters[happened].tolist(), seen[happened].tolist(), strict=True):

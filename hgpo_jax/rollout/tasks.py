@@ -7,9 +7,15 @@ import jax
 import numpy as np
 
 STREAMS = {
-    "train": 0, "held_out": 1, "warm_start": 2, "validation": 3,  # tasks
-    "validation_samples": 4, "play": 5, "practice": 6, "cloning": 7,  # of the warm start: its play, its samples, its batches
-}  # fmt: skip
+    "train": 0,
+    "held_out": 1,
+    "warm_start": 2,
+    "validation": 3,  # tasks
+    "validation_samples": 4,
+    "play": 5,
+    "practice": 6,
+    "cloning": 7,  # of the warm start: its play, its samples, its batches
+}
 _ROOT = 20260222  # any constant: it names the family of streams
 
 

@@ -32,9 +32,15 @@ class Chat:
     """
 
     def __init__(
-        self, policy: Policy, decoding: Decoding, *, max_new: int = 512, seed: int = 0, system: str = "",
+        self,
+        policy: Policy,
+        decoding: Decoding,
+        *,
+        max_new: int = 512,
+        seed: int = 0,
+        system: str = "",
         thinking: bool | None = None,
-    ):  # fmt: skip
+    ):
         if policy.tokenizer is None:
             raise ValueError("tokenizer: the folder holds none; add tokenizer.json and tokenizer_config.json")
         self._frame = ChatFrame(policy.tokenizer, thinking=thinking, usual_date=datetime.date.today())

@@ -150,9 +150,7 @@ class SlotPrograms:
         model, widths = nnx.merge(self._graphdef, params), (prompts.shape[1],)
         return begin(model, state, prompts, lengths, source, slots, keys, limits, widths, self.end_tokens, decoding)
 
-    def _decode(
-        self, params, blocks, state: SlotState, free, limits, most, decoding: Decoding
-    ) -> tuple[SlotState, Sampled]:
+    def _decode(self, params, blocks, state: SlotState, free, limits, most, decoding: Decoding) -> tuple[SlotState, Sampled]:
         """Decodes MIN_STEPS to `most` (i32[], at most MAX_STEPS) tokens in every active slot; stops early when all have ended.
 
         free: bool[S], slots whose responses are no longer wanted. limits: i32[S], tokens of each longest response. decoding: of
@@ -255,9 +253,16 @@ class SlotSampler:
         """Decodes up to `most` tokens, MAX_STEPS or fewer; returns the responses that have ended."""
         slots = [request for requests in self._requests for request in requests]
         self._state, out = self._programs(
-            "decode", self._shape(), self._params, self._blocks, self._state, np.array([slot is None for slot in slots]),
-            self._limits(slots), np.int32(most), self._decodings(slots),
-        )  # fmt: skip
+            "decode",
+            self._shape(),
+            self._params,
+            self._blocks,
+            self._state,
+            np.array([slot is None for slot in slots]),
+            self._limits(slots),
+            np.int32(most),
+            self._decodings(slots),
+        )
         first, out = jax.device_get((self._first, out))
         self._first = []
         for episodes, tokens, logp in first:
@@ -288,10 +293,7 @@ class SlotSampler:
         size = next((size for size in self._sizes[-2:] if size >= needed), self._sizes[-1])
         if size >= len(self._requests[0]) or self._state is None:
             return
-        rows = [
-            sorted(range(len(requests)), key=lambda slot: requests[slot] is None)[:size]
-            for requests in self._requests
-        ]
+        rows = [sorted(range(len(requests)), key=lambda slot: requests[slot] is None)[:size] for requests in self._requests]
         self._resize(np.concatenate(rows), self._length)
         self._requests = [[requests[slot] for slot in some] for requests, some in zip(self._requests, rows, strict=True)]
 
@@ -369,9 +371,20 @@ class SlotSampler:
         shape = f"{tokens.size // width} prompts of {width} tokens, {episode.size} responses in {self._shape()}"
         rows = [request for some in begun for request in some]
         self._state, *first = self._programs(
-            "prefill", shape, self._params, self._state, flat(tokens), flat(lengths), flat(source), flat(slot), self.keys,
-            flat(np.maximum(episode, 0)), flat(turn), self._limits(rows), self._decodings(rows),
-        )  # fmt: skip
+            "prefill",
+            shape,
+            self._params,
+            self._state,
+            flat(tokens),
+            flat(lengths),
+            flat(source),
+            flat(slot),
+            self.keys,
+            flat(np.maximum(episode, 0)),
+            flat(turn),
+            self._limits(rows),
+            self._decodings(rows),
+        )
         self._first.append((flat(episode).tolist(), *first))
 
     def _limits(self, requests: list[SlotRequest | None]) -> np.ndarray:

@@ -62,9 +62,7 @@ def free_slots(model, slots: int, length: int) -> SlotState:
     return SlotState.of(lambda name: rows.get(name, ones), cache)
 
 
-def begin(
-    model, state: SlotState, prompts, lengths, source, slots, keys, limits, widths: Sequence[int], end_tokens, decoding
-):
+def begin(model, state: SlotState, prompts, lengths, source, slots, keys, limits, widths: Sequence[int], end_tokens, decoding):
     """Prefills prompts i32[n, W] and samples first tokens of responses: (the state, i32[m], their log-probabilities f32[m]).
 
     Like `SlotPrograms._prefill`, with the keys [m] of the turns, on one index of the data axis; source and slots count within a
@@ -109,9 +107,7 @@ def go_on(
         hidden, cache = model.decode(state.token, state.prompt_length + state.sampled - 1, state.cache, blocks)
         token, logp = sample_next(model, hidden, state.key, state.sampled, end_tokens=end_tokens, decoding=decoding)
         live = ~state.ended
-        out = out.replace(
-            tokens=out.tokens.at[:, i].set(token), logp=out.logp.at[:, i].set(logp), counts=out.counts + live
-        )
+        out = out.replace(tokens=out.tokens.at[:, i].set(token), logp=out.logp.at[:, i].set(logp), counts=out.counts + live)
         sampled = state.sampled + live
         ended = state.ended | is_end(token, end_tokens) | (sampled >= limits)
         state = state.replace(sampled=sampled, token=token, ended=ended, cache=cache)
@@ -122,9 +118,11 @@ def go_on(
         return max_across_devices(((i < most) & ~ended.all() & ~enough).astype(jnp.int32))
 
     out = Sampled(
-        tokens=jnp.zeros((S, MAX_STEPS), jnp.int32), logp=jnp.zeros((S, MAX_STEPS)), counts=jnp.zeros(S, jnp.int32),
+        tokens=jnp.zeros((S, MAX_STEPS), jnp.int32),
+        logp=jnp.zeros((S, MAX_STEPS)),
+        counts=jnp.zeros(S, jnp.int32),
         ended=state.ended,
-    )  # fmt: skip
+    )
     carry = (jnp.int32(0), state, out, goes_on(0, state.ended))
     _, state, out, _ = jax.lax.while_loop(lambda carry: carry[-1] > 0, step, carry)
     return state, out.replace(ended=state.ended)

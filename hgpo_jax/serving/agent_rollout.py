@@ -117,11 +117,22 @@ class AgentRunner:
         sessions = [Session(secrets.token_hex(16), self._turns, decoding, seed) for seed in seeds]
         policy, empty = Policy(self._model, params, self._tokenizer), self._no_episodes()
         engine = Engine(
-            policy, self._mesh, slots=self._slots, prompt_limit=self._prompt_limit, response_limit=self._programs.max_new,
-            waiting_limit=self._batch, programs=self._programs,
-        )  # fmt: skip
+            policy,
+            self._mesh,
+            slots=self._slots,
+            prompt_limit=self._prompt_limit,
+            response_limit=self._programs.max_new,
+            waiting_limit=self._batch,
+            programs=self._programs,
+        )
         api = Api(
-            engine, self._tokenizer, "", key="", body_limit=BODY_LIMIT, time_limit=ANSWER_LIMIT, sessions=Sessions(sessions),
+            engine,
+            self._tokenizer,
+            "",
+            key="",
+            body_limit=BODY_LIMIT,
+            time_limit=ANSWER_LIMIT,
+            sessions=Sessions(sessions),
             frame=self._frame,
         )
         with engine, served(api) as url, Commands(self._command, self._time_limit) as commands:
@@ -191,10 +202,17 @@ def _path() -> str:
 
 def _play(commands: Commands, url: str, split: str, engine, session, task: int) -> Failure | None:
     """Plays one episode; returns its failure, if any."""
-    failure = commands.run(session, {
-        "OPENAI_BASE_URL": url, "OPENAI_API_KEY": session.name, "HGPO_SESSION": session.name, "HGPO_TASK": str(task),
-        "HGPO_SPLIT": split, "HGPO_TURNS": str(session.max_turns),
-    })  # fmt: skip
+    failure = commands.run(
+        session,
+        {
+            "OPENAI_BASE_URL": url,
+            "OPENAI_API_KEY": session.name,
+            "HGPO_SESSION": session.name,
+            "HGPO_TASK": str(task),
+            "HGPO_SPLIT": split,
+            "HGPO_TURNS": str(session.max_turns),
+        },
+    )
     if engine.failure:
         raise RunError("the sampler has failed; what it said is above")
     if not session.turns:
@@ -236,9 +254,13 @@ class Commands:
         with tempfile.TemporaryFile() as said:
             try:
                 process = subprocess.Popen(
-                    self._command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT,
-                    env=os.environ | variables, start_new_session=True,
-                )  # fmt: skip
+                    self._command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=said,
+                    stderr=subprocess.STDOUT,
+                    env=os.environ | variables,
+                    start_new_session=True,
+                )
             except OSError as error:
                 return Failure(INFRASTRUCTURE, f"its command could not be started: {error.strerror}")
             session.started()

@@ -63,9 +63,17 @@ class Api:
     """
 
     def __init__(
-        self, engine: Engine, tokenizer, model: str, *, key: str, body_limit: int, time_limit: float,
-        sessions: Sessions | OpenSessions | None = None, frame: ChatFrame | None = None,
-    ):  # fmt: skip
+        self,
+        engine: Engine,
+        tokenizer,
+        model: str,
+        *,
+        key: str,
+        body_limit: int,
+        time_limit: float,
+        sessions: Sessions | OpenSessions | None = None,
+        frame: ChatFrame | None = None,
+    ):
         self._engine, self._model, self._key, self._sessions = engine, model, key, sessions
         # A body longer than any prompt is not parsed, since other requests would wait; a character takes at most 6 bytes.
         self._body_limit = min(body_limit, 6 * MAX_CHARACTERS_PER_TOKEN * engine.prompt_limit + 2**18)
@@ -149,9 +157,7 @@ class Api:
 
     def _too_long(self, size: str) -> ApiError:
         limit = self._engine.prompt_limit
-        return ApiError(
-            400, f"the prompt has {size}, this server reads {limit:,} tokens", code=TOO_LONG
-        )  # fmt: skip
+        return ApiError(400, f"the prompt has {size}, this server reads {limit:,} tokens", code=TOO_LONG)
 
     async def _body(self, request: Request) -> bytearray:
         body = bytearray()
@@ -236,9 +242,13 @@ class Api:
             raise ApiError(504, message, "server_error", code="timeout") from None
 
     async def _answer(
-        self, request: Request, asked: Sampling, form: Form, seen: str,
+        self,
+        request: Request,
+        asked: Sampling,
+        form: Form,
+        seen: str,
         read: Callable[[Sequence[Turn]], Awaitable[list[list[int]]]],
-    ) -> Response:  # fmt: skip
+    ) -> Response:
         """Answers a request. read: returns the prompts' ids, in a session based on its earlier turns."""
         self._check_model(asked.model)
         if asked.answers > self._engine.room:
@@ -270,9 +280,15 @@ class Api:
                 if session:
                     session.check_turns()
                 exchange = Exchange(
-                    self._engine, self._texts, asked, prompts, min(asked.limit or most, most),
-                    NextTurn(session, state, form.begun, key) if session else None, self._usual, seconds=self._time_limit,
-                )  # fmt: skip
+                    self._engine,
+                    self._texts,
+                    asked,
+                    prompts,
+                    min(asked.limit or most, most),
+                    NextTurn(session, state, form.begun, key) if session else None,
+                    self._usual,
+                    seconds=self._time_limit,
+                )
             stack.enter_context(exchange)  # rejections come before a stream begins
             answer = {"id": f"{form.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": asked.model}
             headers = self._saying(ignored)
@@ -374,9 +390,13 @@ class _Whole(JSONResponse):
     """An answer in one piece; afterwards its resources are released."""
 
     def __init__(
-        self, content: dict[str, Any], headers: dict[str, str], held: contextlib.ExitStack, request: Request,
+        self,
+        content: dict[str, Any],
+        headers: dict[str, str],
+        held: contextlib.ExitStack,
+        request: Request,
         exchange: Exchange | Replay,
-    ):  # fmt: skip
+    ):
         super().__init__(content, headers=headers)
         self._held, self._request, self._exchange = held, request, exchange
 

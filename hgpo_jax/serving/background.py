@@ -18,9 +18,9 @@ from hgpo_jax.serving.connections import Connection
 def served(app: Any) -> Iterator[str]:
     """Serves an ASGI application on this machine; yields the URL of its API."""
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listening:
-        server = uvicorn.Server(uvicorn.Config(
-            app, http=Connection, log_level="error", lifespan="off", timeout_graceful_shutdown=1
-        ))  # fmt: skip
+        server = uvicorn.Server(
+            uvicorn.Config(app, http=Connection, log_level="error", lifespan="off", timeout_graceful_shutdown=1)
+        )
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
         thread.start()
         try:

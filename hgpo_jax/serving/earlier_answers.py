@@ -18,9 +18,13 @@ Message = dict[str, Any]
 
 
 def prompt_ids(
-    texts: ServedText, messages: Sequence[Message], tools: Sequence[dict[str, Any]], begun: str, turns: Sequence[Turn],
+    texts: ServedText,
+    messages: Sequence[Message],
+    tools: Sequence[dict[str, Any]],
+    begun: str,
+    turns: Sequence[Turn],
     thinking: bool | None = None,
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """Builds a prompt as `ServedText.conversation` does; messages that are answers of these turns, in order, keep their ids.
 
     An answer that called tools becomes a text again, if the template would show exactly this text for it.

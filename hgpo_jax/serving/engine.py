@@ -90,16 +90,22 @@ class Engine:
     """
 
     def __init__(
-        self, policy: Policy, mesh: Mesh, *, slots: int, prompt_limit: int, response_limit: int, waiting_limit: int,
-        programs: SlotPrograms | None = None, failed: Callable[[], None] = lambda: None,
-    ):  # fmt: skip
+        self,
+        policy: Policy,
+        mesh: Mesh,
+        *,
+        slots: int,
+        prompt_limit: int,
+        response_limit: int,
+        waiting_limit: int,
+        programs: SlotPrograms | None = None,
+        failed: Callable[[], None] = lambda: None,
+    ):
         self.prompt_limit, self.response_limit, self._waiting_limit = prompt_limit, response_limit, waiting_limit
         self.vocabulary = policy.config.vocab_size
         self.failure = ""
         self._mesh, self._failed = mesh, failed
-        programs = programs or SlotPrograms(
-            policy.graphdef, mesh, max_new=response_limit, end_tokens=policy.end_tokens
-        )
+        programs = programs or SlotPrograms(policy.graphdef, mesh, max_new=response_limit, end_tokens=policy.end_tokens)
         self.end_tokens = programs.end_tokens
         with jax.set_mesh(mesh):
             seats = -(-slots // programs.shards) * programs.shards
@@ -139,10 +145,13 @@ class Engine:
         """Compiles the programs for such requests, so that no client waits for it later. Raises RunError if that fails."""
         told: queue.Queue[Progress] = queue.Queue()
         limit = min(2, self.response_limit)
-        self.submit([
-            Generation([prompt] * length, limit, Decoding(), 0, number, told.put)
-            for prompt in range(prompts) for number in range(responses)
-        ])  # fmt: skip
+        self.submit(
+            [
+                Generation([prompt] * length, limit, Decoding(), 0, number, told.put)
+                for prompt in range(prompts)
+                for number in range(responses)
+            ]
+        )
         for _ in range(prompts * responses):
             while not (progress := told.get()).ended:
                 pass

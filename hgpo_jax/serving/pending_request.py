@@ -39,9 +39,17 @@ class Exchange:
     """
 
     def __init__(
-        self, engine: Engine, texts: ServedText, asked: Sampling, prompts: Sequence[list[int]], limit: int,
-        turn: NextTurn | None, usual: Decoding, *, seconds: float,
-    ):  # fmt: skip
+        self,
+        engine: Engine,
+        texts: ServedText,
+        asked: Sampling,
+        prompts: Sequence[list[int]],
+        limit: int,
+        turn: NextTurn | None,
+        usual: Decoding,
+        *,
+        seconds: float,
+    ):
         self._engine, self._next, self._seconds = engine, turn, seconds
         self.turn: Turn | None = None  # once it has joined the session
         self.choices = [Choice(TextStream(texts.decode, asked.stops)) for _ in range(len(prompts) * asked.n)]
@@ -76,9 +84,12 @@ class Exchange:
             raise ApiError(503, str(error), "server_error") from None
         except Busy:
             raise ApiError(
-                429, "every slot is taken and as many requests wait as may; try again", "rate_limit_error",
-                code="rate_limit_exceeded", headers={"Retry-After": "1"},
-            ) from None  # fmt: skip
+                429,
+                "every slot is taken and as many requests wait as may; try again",
+                "rate_limit_error",
+                code="rate_limit_exceeded",
+                headers={"Retry-After": "1"},
+            ) from None
         return self
 
     def __exit__(self, *_) -> None:
@@ -119,9 +130,15 @@ class Exchange:
     def _be_a_turn(self, choice: Choice, turn: NextTurn) -> None:
         assert choice.finish_reason
         self.turn = Turn(
-            list(self._generations[0].ids), turn.state, choice.tokens, choice.logp, choice.text, choice.finish_reason,
-            turn.begun, turn.key,
-        )  # fmt: skip
+            list(self._generations[0].ids),
+            turn.state,
+            choice.tokens,
+            choice.logp,
+            choice.text,
+            choice.finish_reason,
+            turn.begun,
+            turn.key,
+        )
         turn.session.add(self.turn)
 
 

@@ -94,9 +94,11 @@ class Recording:
     def _save(self, sessions: list[Session], file: Path) -> None:
         turns = [turn for session in sessions for turn in session.turns]
         empty = Episodes.zeros(
-            len(sessions), max(len(session.turns) for session in sessions), max(len(turn.ids) for turn in turns),
+            len(sessions),
+            max(len(session.turns) for session in sessions),
+            max(len(turn.ids) for turn in turns),
             max(len(turn.tokens) for turn in turns),
-        )  # fmt: skip
+        )
         names, groups = [session.name for session in sessions], np.array(list(map(self._group, sessions)), np.int32)
         with atomic_write(self._folder / GROUPS) as written:  # before their numbers are used
             json.dump(self._groups, written)

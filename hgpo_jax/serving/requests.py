@@ -54,9 +54,15 @@ class ApiError(Exception):
     """
 
     def __init__(
-        self, status: int, message: str, kind: str = "invalid_request_error", *, param: str | None = None,
-        code: str | None = None, headers: dict[str, str] | None = None,
-    ):  # fmt: skip
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ):
         super().__init__(message)
         self.status, self.code, self.headers = status, code, headers
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -67,9 +67,13 @@ class Session:
     """
 
     def __init__(
-        self, name: str, max_turns: int, decoding: Decoding | None = None, seed: np.ndarray | None = None,
+        self,
+        name: str,
+        max_turns: int,
+        decoding: Decoding | None = None,
+        seed: np.ndarray | None = None,
         task: str | None = None,
-    ):  # fmt: skip
+    ):
         self.name, self.task, self.decoding, self.seed, self.max_turns = name, task, decoding, seed, max_turns
         self.turns: list[Turn] = []
         self.state, self.ended, self.spent, self.overflowed, self.lost = "", False, False, False, False
@@ -247,9 +251,14 @@ def _text(headers: Mapping[str, str], metadata: Mapping, field: str) -> str | No
 
 
 def episodes_of(
-    sessions: Sequence[Session], goals: Sequence[str], groups, empty: Episodes, end_tokens: tuple[int, ...],
-    failures: Mapping[int, str], counts: dict[str, float],
-) -> RolloutResult:  # fmt: skip
+    sessions: Sequence[Session],
+    goals: Sequence[str],
+    groups,
+    empty: Episodes,
+    end_tokens: tuple[int, ...],
+    failures: Mapping[int, str],
+    counts: dict[str, float],
+) -> RolloutResult:
     """Builds a rollout's result from sessions.
 
     Args:
@@ -273,8 +282,19 @@ def episodes_of(
             said = ParsedResponse(text, text, True)
             buffer.add_response(Prompt(turn.ids), response, said, turn.tokens[-1] in end_tokens)
             last = turn is session.turns[-1]
-            buffer.add_output(number, EnvOutput(
-                after, [], goal, 0, turn.reward, done=last, won=session.success if last else False,
-                admissible=turn.admissible, score=session.reward, truncated=last and session.spent and not session.ended,
-            ))  # fmt: skip
+            buffer.add_output(
+                number,
+                EnvOutput(
+                    after,
+                    [],
+                    goal,
+                    0,
+                    turn.reward,
+                    done=last,
+                    won=session.success if last else False,
+                    admissible=turn.admissible,
+                    score=session.reward,
+                    truncated=last and session.spent and not session.ended,
+                ),
+            )
     return buffer.result(counts)

@@ -48,9 +48,13 @@ class ServedText:
         return self._text.tags(text) if self._text and text else []
 
     def conversation(
-        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = (), begun: str = "",
-        sampled: Mapping[int, list[int]] | None = None, thinking: bool | None = None,
-    ) -> list[int]:  # fmt: skip
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] = (),
+        begun: str = "",
+        sampled: Mapping[int, list[int]] | None = None,
+        thinking: bool | None = None,
+    ) -> list[int]:
         """Builds the prompt that asks for the assistant's next message, or for the rest of one with this beginning.
 
         The beginning follows a thought that the template has opened, and is not part of it. sampled: number of a message -> the

@@ -349,8 +349,11 @@ def build(config: Config, mesh: Mesh | None = None) -> Job:
             "weights could learn; give warm_start=none"
         )
     job = Job(config=config, mesh=mesh, policy=policy, adapted=adapted, runner=runner)
-    job = dataclasses.replace(job, sets={
-        name: dataclasses.replace(job, config=own, policy=of_set, adapted=models[name], weights=name)
-        for name, (own, of_set) in sets.items()
-    })  # fmt: skip
+    job = dataclasses.replace(
+        job,
+        sets={
+            name: dataclasses.replace(job, config=own, policy=of_set, adapted=models[name], weights=name)
+            for name, (own, of_set) in sets.items()
+        },
+    )
     return dataclasses.replace(job, reward=make_reward(config, job.abstract_episodes())) if config.reward.source else job

@@ -33,9 +33,16 @@ from hgpo_jax.utils.progress import say
 GiB = 2**30
 # Memory of one device in bytes (vendors' data sheets).
 CHIPS = {
-    "a100-40g": 40 * GiB, "a100-80g": 80 * GiB, "h100-80g": 80 * GiB, "h200-141g": 141 * GiB, "l40s-48g": 48 * GiB,
-    "tpu-v4": 32 * GiB, "tpu-v5e": 16 * GiB, "tpu-v5p": 95 * GiB, "tpu-v6e": 32 * GiB,
-}  # fmt: skip
+    "a100-40g": 40 * GiB,
+    "a100-80g": 80 * GiB,
+    "h100-80g": 80 * GiB,
+    "h200-141g": 141 * GiB,
+    "l40s-48g": 48 * GiB,
+    "tpu-v4": 32 * GiB,
+    "tpu-v5e": 16 * GiB,
+    "tpu-v5p": 95 * GiB,
+    "tpu-v6e": 32 * GiB,
+}
 USABLE = 0.92  # the rest is for the runtime, collectives and fragmentation
 
 
@@ -143,11 +150,21 @@ class _Sizes:
         D, F, E = model.hidden_size, model.intermediate_size, model.head_size
         H, G = model.num_attention_heads, model.num_key_value_heads
         return cls(
-            fsdp=fsdp, tensor=tensor, policy=policy, trained=trained, param_bytes=param_bytes, compute_bytes=compute_bytes,
-            sample_bytes=sample_bytes, scale_bytes=scale_bytes, compute_copy=compute_copy, heads=H / tensor,
-            kv_heads=G / (tensor if G % tensor == 0 else 1), feed_forward=F / tensor, vocabulary=model.vocab_size / tensor,
+            fsdp=fsdp,
+            tensor=tensor,
+            policy=policy,
+            trained=trained,
+            param_bytes=param_bytes,
+            compute_bytes=compute_bytes,
+            sample_bytes=sample_bytes,
+            scale_bytes=scale_bytes,
+            compute_copy=compute_copy,
+            heads=H / tensor,
+            kv_heads=G / (tensor if G % tensor == 0 else 1),
+            feed_forward=F / tensor,
+            vocabulary=model.vocab_size / tensor,
             gathered_layer=(2 * D * (H + G) * E + 3 * D * F) / tensor * compute_bytes * (fsdp > 1),
-        )  # fmt: skip
+        )
 
 
 def _critic(config: Config, sizes: _Sizes) -> int:
@@ -174,9 +191,7 @@ def _sampling(sizes: _Sizes, workload: Workload) -> dict[str, int]:
     tokens = rows * P
     token_kv, cached_kv = (2 * sizes.kv_heads * each for each in (E * compute, E * sizes.sample_bytes + sizes.scale_bytes))
     scores = min(tokens * H * query_block_size(P) * sizes.fsdp, max(MAX_SCORES, H * tokens * sizes.fsdp))
-    prefill = tokens * 2 * D * compute + max(
-        2 * 4 * scores / sizes.fsdp / sizes.tensor, tokens * sizes.feed_forward * compute
-    )
+    prefill = tokens * 2 * D * compute + max(2 * 4 * scores / sizes.fsdp / sizes.tensor, tokens * sizes.feed_forward * compute)
     tables = model.vocab_size * D * (1 if model.tie_word_embeddings else 2)
     blocks = 1 - tables / sum(a.size for a in jax.tree.leaves(shapes(model)))
     return {
@@ -203,9 +218,7 @@ def _update(config: Config, sizes: _Sizes, workload: Workload) -> dict[str, int]
         # Policy and critic learn one after the other.
         "compute copy": max(sizes.compute_copy, critic * sizes.compute_bytes * (sizes.compute_bytes != 4)),
         # The gradients of a micro-batch, their sum, and the optimizer's updates.
-        "gradients": max(
-            sizes.trained * (2 * sizes.param_bytes + sizes.compute_bytes), critic * (2 * 4 + sizes.compute_bytes)
-        ),
+        "gradients": max(sizes.trained * (2 * sizes.param_bytes + sizes.compute_bytes), critic * (2 * 4 + sizes.compute_bytes)),
         "activations": int(_training_activations(config.learner.remat, sizes, workload, rows) + tokens * looked_up),
         "logits": int(logits / sizes.fsdp / sizes.tensor),
         "gathered weights": int(2 * sizes.gathered_layer),
@@ -247,9 +260,12 @@ def workload_of(config: Config, mesh) -> Workload:
         except ValueError as error:
             raise ValueError(f"policy.{error}") from None
     return Workload(
-        model=model, prompt=prompt, response=response, steps=batch * max_turns(config.env),
+        model=model,
+        prompt=prompt,
+        response=response,
+        steps=batch * max_turns(config.env),
         decode_batch=min(settings.decode_batch_size, -(-batch // mesh.shape["data"])),
-    )  # fmt: skip
+    )
 
 
 def device_limit(devices: Sequence) -> int | None:

@@ -40,13 +40,20 @@ def parse(arguments: list[str]):
         p.add_argument("runs", metavar="RUNS", type=cli.local_path, help="folder of the run folders")
         p.add_argument("--plan", metavar="PLAN", help="default: RUNS/plan.yaml, which `run` leaves there")
         p.add_argument(
-            "--to", metavar="DIR", type=cli.local_path,
+            "--to",
+            metavar="DIR",
+            type=cli.local_path,
             help="where NAME.md, .csv, .tex, .json and the pictures go; default RUNS",
-        )  # fmt: skip
+        )
         p.add_argument(
-            "--record", metavar="NAME.json", type=cli.local_path, action="append", default=[], dest="records",
+            "--record",
+            metavar="NAME.json",
+            type=cli.local_path,
+            action="append",
+            default=[],
+            dest="records",
             help="what an earlier `collect` wrote, of runs that are not in RUNS: they are shown too; may be repeated",
-        )  # fmt: skip
+        )
     elif command == "draw":
         p.add_argument("record", metavar="NAME.json", help="what `collect` wrote")
         p.add_argument("--plan", metavar="PLAN", help="default: the plan of that name in configs/tables")
@@ -54,27 +61,34 @@ def parse(arguments: list[str]):
     else:
         p.add_argument("plan", metavar="PLAN", help="a plan's file, or its name in configs/tables")
         p.add_argument(
-            "--runs", metavar="RUNS", type=cli.local_path,
+            "--runs",
+            metavar="RUNS",
+            type=cli.local_path,
             help="folder of the run folders; default runs/tables/PLAN",
-        )  # fmt: skip
+        )
     if command == "plan":
         p.add_argument("--launch", choices=launch.WRITERS, help="write launch files for this instead")
         p.add_argument("--to", metavar="DIR", type=cli.local_path, help="where --launch writes")
     if command in ("truth", "gradients"):
         p.add_argument("cells", nargs="+", metavar="CELL", help="runs that have ended, SETTING/METHOD/sSEED")
         p.add_argument(
-            "--at", type=int, required=True, metavar="N",
+            "--at",
+            type=int,
+            required=True,
+            metavar="N",
             help="after N iterations, of which there is a checkpoint; 0 is the start",
-        )  # fmt: skip
+        )
     if command == "gradients":
         p.add_argument("--batches", type=int, default=48, metavar="M", help="batches that are sampled; default 48")
     if command == "run":
         p.add_argument("--jobs", type=int, default=1, help="cells at once; default 1")
     if command == "run":
         p.add_argument(
-            "words", nargs="*", metavar="CELL|field=value",
+            "words",
+            nargs="*",
+            metavar="CELL|field=value",
             help="run these cells only, as in 'household/*/s1?'; fields are for all cells, as in cache_dir=FOLDER",
-        )  # fmt: skip
+        )
     if command == "bias":
         p.add_argument("overrides", nargs="*", metavar="field=value", help="for all cells, as in cache_dir=FOLDER")
     args = p.parse_intermixed_args(arguments[1:])

@@ -76,12 +76,22 @@ def rows(plan: Plan, found: Results) -> list[Row]:
                     pairs = means.keys() & others.keys()
                     few = any(sum(at[0] == member for at in pairs) < 2 for member in plan.settings[setting].pools)
                     published = plan.published.numbers.get(setting, {}).get(method, {}) if plan.published else {}
-                    made.append(Row(
-                        table=table.title, setting=setting, method=method, column=column, wanted=len(results), done=done,
-                        begun=sum(r is not None and not r.done for r in results), n=len(means),
-                        mean=float(np.mean(list(means.values()))) if means else None, std=std,
-                        published=published.get(column), versus=None if few else paired(means, others),
-                    ))  # fmt: skip
+                    made.append(
+                        Row(
+                            table=table.title,
+                            setting=setting,
+                            method=method,
+                            column=column,
+                            wanted=len(results),
+                            done=done,
+                            begun=sum(r is not None and not r.done for r in results),
+                            n=len(means),
+                            mean=float(np.mean(list(means.values()))) if means else None,
+                            std=std,
+                            published=published.get(column),
+                            versus=None if few else paired(means, others),
+                        )
+                    )
     return made
 
 
@@ -141,11 +151,13 @@ def outside(plan: Plan, made: list[Row]) -> list[str]:
         return []
     found = list(filter(leaves_out_zero, compared))
     text = [
-        "", "## Outside the noise", "",
+        "",
+        "## Outside the noise",
+        "",
         f"The 95 % interval leaves out 0 in {len(found)} of {len(compared)} different comparisons of {FEWEST} pairs or more. "
         f"Without any effect about {CHANCE * len(compared):.1f} would be expected, in clusters, because a run's numbers are "
         "correlated.",
-    ]  # fmt: skip
+    ]
     text += [""] if found else []
     baselines = {table.title: table.baseline for table in plan.tables if table.baseline}
     for row in found:
@@ -243,8 +255,21 @@ def markdown(plan: Plan, known: Known, made: list[Row]) -> str:
     return "\n".join(text) + "\n"
 
 
-SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "$": r"\$", "{": r"\{", "}": r"\}",
-           "&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "±": r"$\pm$", "²": "$^2$", "α": r"$\alpha$"}  # fmt: skip
+SPECIAL = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "$": r"\$",
+    "{": r"\{",
+    "}": r"\}",
+    "&": r"\&",
+    "%": r"\%",
+    "_": r"\_",
+    "#": r"\#",
+    "±": r"$\pm$",
+    "²": "$^2$",
+    "α": r"$\alpha$",
+}
 
 
 def latex(plan: Plan, made: list[Row]) -> str:
@@ -265,16 +290,48 @@ def table_csv(made: list[Row]) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     versus = ("mean", "error", "low", "high", "n", "positive", "negative", "p")
-    writer.writerow(["table", "setting", "method", "column", "wanted", "done", "begun", "n", "mean", "std", "published",
-                     "published_std", "difference", *(f"paired_{name}" for name in versus)])  # fmt: skip
+    writer.writerow(
+        [
+            "table",
+            "setting",
+            "method",
+            "column",
+            "wanted",
+            "done",
+            "begun",
+            "n",
+            "mean",
+            "std",
+            "published",
+            "published_std",
+            "difference",
+            *(f"paired_{name}" for name in versus),
+        ]
+    )
     shown = lambda value: "" if value is None else f"{value:.4f}" if isinstance(value, float) else value  # noqa: E731
     exact = lambda name, value: f"{value:.4g}" if name == "p" else value  # noqa: E731
     for row in made:
         v = row.versus and row.versus | dict(zip(("low", "high"), row.versus["interval"], strict=True))
-        writer.writerow(map(shown, [
-            row.table, row.setting, row.method, row.column, row.wanted, row.done, row.begun, row.n, row.mean, row.std,
-            *(row.published or (None, None)), row.difference, *(exact(name, v[name]) if v else None for name in versus),
-        ]))  # fmt: skip
+        writer.writerow(
+            map(
+                shown,
+                [
+                    row.table,
+                    row.setting,
+                    row.method,
+                    row.column,
+                    row.wanted,
+                    row.done,
+                    row.begun,
+                    row.n,
+                    row.mean,
+                    row.std,
+                    *(row.published or (None, None)),
+                    row.difference,
+                    *(exact(name, v[name]) if v else None for name in versus),
+                ],
+            )
+        )
     return out.getvalue()
 
 
@@ -288,10 +345,17 @@ def record(plan: Plan, known: Known, made: list[Row]) -> str:
         if result:
             numbers = {name: [round(m, 3), s if s is None else round(s, 3)] for name, (m, s) in result.numbers.items()}
             curve = [round(value, 4) for value in result.curve]
-            cells.append({
-                "cell": cell.name, "done": result.done, "iterations": result.iterations, "seconds": round(result.seconds, 1),
-                "numbers": numbers, "curve": curve,
-            } | {name: value for name, value in (("changed", result.changed), ("start", result.start)) if value})  # fmt: skip
+            cells.append(
+                {
+                    "cell": cell.name,
+                    "done": result.done,
+                    "iterations": result.iterations,
+                    "seconds": round(result.seconds, 1),
+                    "numbers": numbers,
+                    "curve": curve,
+                }
+                | {name: value for name, value in (("changed", result.changed), ("start", result.start)) if value}
+            )
     differences = [
         {"table": r.table, "setting": r.setting, "method": r.method, "column": r.column} | r.versus for r in made if r.versus
     ]

@@ -51,13 +51,20 @@ def draw_curves(plan: Plan, found: dict) -> Figure | None:
         (table.title, setting): {
             method: np.array(curves)
             for method in table.methods
-            if len(curves := [
-                r.curve for cell in cells_of(plan, table, setting, method)
-                if (r := found.get(cell)) and r.done and "train/auc" in r.numbers
-            ]) > 1
+            if len(
+                curves := [
+                    r.curve
+                    for cell in cells_of(plan, table, setting, method)
+                    if (r := found.get(cell)) and r.done and "train/auc" in r.numbers
+                ]
+            )
+            > 1
         }
-        for table in plan.tables if table.baseline for setting in table.settings if plan.settings[setting].config
-    }  # fmt: skip
+        for table in plan.tables
+        if table.baseline
+        for setting in table.settings
+        if plan.settings[setting].config
+    }
     shown = {t.title: [s for s in t.settings if len(panels.get((t.title, s), ())) > 1] for t in plan.tables}
     tables = [table for table in plan.tables if shown[table.title]]
     if not tables:
@@ -114,9 +121,16 @@ def _name_ends(axis: Axes, ends: list[tuple[float, int, str, str]]) -> None:
     for y, x, name, color in sorted(ends):
         at = max(y, at + least)
         axis.annotate(
-            name, (x, y), xytext=(1.02, at), textcoords=("axes fraction", "data"), fontsize=8.5, color=color, va="center",
-            annotation_clip=False, arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.6, "shrinkB": 0},
-        )  # fmt: skip
+            name,
+            (x, y),
+            xytext=(1.02, at),
+            textcoords=("axes fraction", "data"),
+            fontsize=8.5,
+            color=color,
+            va="center",
+            annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.6, "shrinkB": 0},
+        )
 
 
 def draw_differences(plan: Plan, made: list) -> Figure | None:
@@ -156,8 +170,9 @@ def draw_differences(plan: Plan, made: list) -> Figure | None:
     outside = sum(map(leaves_out_zero, different))
     figure.suptitle(
         f"Paired differences with their 95 % intervals; filled where the interval leaves out 0: {outside} of {len(different)} "
-        f"different ones, about {CHANCE * len(different):.1f} expected by chance", fontsize=10,
-    )  # fmt: skip
+        f"different ones, about {CHANCE * len(different):.1f} expected by chance",
+        fontsize=10,
+    )
     return figure
 
 
@@ -193,9 +208,16 @@ def _forest(axis: Axes, plan: Plan, blocks: list, mine: dict, named: bool) -> No
                 low, high = row.versus["interval"]
                 mean, sure = row.versus["mean"], leaves_out_zero(row)
                 axis.errorbar(
-                    mean, place, xerr=[[mean - low], [high - mean]], fmt="o", color=COLORS[0], markersize=5, capsize=2,
-                    linewidth=1.3, markerfacecolor=COLORS[0] if sure else "white",
-                )  # fmt: skip
+                    mean,
+                    place,
+                    xerr=[[mean - low], [high - mean]],
+                    fmt="o",
+                    color=COLORS[0],
+                    markersize=5,
+                    capsize=2,
+                    linewidth=1.3,
+                    markerfacecolor=COLORS[0] if sure else "white",
+                )
         place += 1
     axis.axvline(0, color="#333333", linewidth=0.9)
     axis.set_ylim(place - 0.4, -0.6)  # the first on top
@@ -212,9 +234,14 @@ def _forest(axis: Axes, plan: Plan, blocks: list, mine: dict, named: bool) -> No
 def draw_truth(plan: Plan, measured: list[Measured]) -> Figure | None:
     """Draws cosine to true advantages and mean square error, a line per estimator and part of HGPO; None without data."""
     figure = _draw_marks(
-        plan, measured, (*ESTIMATORS, *PARTS), PARTS, "advantages against true ones", lambda one, name: one.errors[name],
+        plan,
+        measured,
+        (*ESTIMATORS, *PARTS),
+        PARTS,
+        "advantages against true ones",
+        lambda one, name: one.errors[name],
         {"cosine": "cosine", "mse": "mean square error, as a share of theirs"},
-    )  # fmt: skip
+    )
     for axis in figure.axes[1::2] if figure else ():
         axis.set_xscale("log")
     return figure
@@ -224,9 +251,14 @@ def draw_gradients(plan: Plan, measured: list[Directions]) -> Figure | None:
     """Draws cosines to the true gradient, of one batch's and of the expected one, a line per estimator; None without data."""
     labels = {"batch": "cosine of one batch's: noise and bias", "expected": "cosine of the expectation: bias alone"}
     return _draw_marks(
-        plan, measured, NAMES, NAMES[len(ESTIMATORS) :], "gradients against the true one",
-        lambda one, name: one.cosines[name], labels,
-    )  # fmt: skip
+        plan,
+        measured,
+        NAMES,
+        NAMES[len(ESTIMATORS) :],
+        "gradients against the true one",
+        lambda one, name: one.cosines[name],
+        labels,
+    )
 
 
 def _draw_marks(

@@ -81,9 +81,13 @@ def make_gradient(job: Job) -> Callable:
         batch = training_batch(e).replace(advantages=advantages.reshape(-1), agents=e.agents.reshape(-1))
         happened = e.mask.reshape(-1)
         update = make_update(
-            loss, keeps, job.mesh, minibatch_size=len(happened), microbatch_size=learner.microbatch_size,
+            loss,
+            keeps,
+            job.mesh,
+            minibatch_size=len(happened),
+            microbatch_size=learner.microbatch_size,
             compute_dtype=config.policy.compute_dtype,
-        )  # fmt: skip
+        )
         order = jnp.argsort(~happened)
         _, found, stats = update(params, keeps.init(params), reference, batch, order, happened.sum(), 1.0)
         flat = jnp.concatenate([g.ravel() for g in jax.tree.leaves(found)])

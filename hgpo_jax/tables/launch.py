@@ -66,9 +66,9 @@ def commands(plan: Plan, cell: Cell) -> list[str]:
     lines = []
     for step in steps(plan, cell, f"{ROOT}/runs", (f"cache_dir={ROOT}/cache",)):
         resume = ["--resume", "auto"] if step.module == "train" else []
-        lines.append(shlex.join(
-            ["python", "-m", f"hgpo_jax.{step.module}", "--distributed", *resume, *everywhere(arguments(step))]
-        ))  # fmt: skip
+        lines.append(
+            shlex.join(["python", "-m", f"hgpo_jax.{step.module}", "--distributed", *resume, *everywhere(arguments(step))])
+        )
     return lines
 
 
@@ -76,8 +76,11 @@ def slurm(plan: Plan, cell: Cell, runs: str) -> tuple[str, str]:
     """Builds a script that submits training, and evaluations that wait for it. Run it from the project's folder."""
     machines, gpus = nodes(plan, cell)
     sizes = f"--nodes={machines} --ntasks-per-node={gpus} --gpus-per-node={gpus}"
-    lines = ["#!/usr/bin/env bash", f"# {cell.name}, from the project's folder with its virtual environment active.",
-             "set -euo pipefail"]  # fmt: skip
+    lines = [
+        "#!/usr/bin/env bash",
+        f"# {cell.name}, from the project's folder with its virtual environment active.",
+        "set -euo pipefail",
+    ]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in plan.variables.items()]
     for step in steps(plan, cell, runs):
         after = "" if step.module == "train" else f'--dependency=afterok:"$train" --export=ALL,COMMAND={step.module} '

@@ -320,9 +320,10 @@ def cost(plan: Plan, cell: Cell) -> Cost:
         given or limit
         for given, limit in zip(
             (setting.expected.turns, setting.expected.prompt, setting.expected.response),
-            (max_turns(config.env), workload.prompt, workload.response), strict=True,
+            (max_turns(config.env), workload.prompt, workload.response),
+            strict=True,
         )
-    )  # fmt: skip
+    )
     episodes = trained + evaluated
     hours = None
     if setting.tpu:

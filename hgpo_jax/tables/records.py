@@ -63,7 +63,7 @@ def merged(here: Known, there: Known) -> Known:
             kind: united(ours, there.measured[kind], lambda one: (one.cell, one.iteration))
             for kind, ours in here.measured.items()
         },
-    )  # fmt: skip
+    )
 
 
 def lost(old: str, new: str) -> list[str]:

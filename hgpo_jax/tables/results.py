@@ -86,10 +86,14 @@ def read_cell(plan: Plan, cell: Cell, runs: Path) -> Result | None:
         numbers["train/auc"] = 100 * float(np.mean(curve)), None
         numbers["train/last"] = 100 * float(np.mean(curve[-plan.window :])), None
     return Result(
-        done=all(step.done for step in parts), iterations=len(rows), numbers=numbers, curve=curve,
-        seconds=seconds, changed=tuple(f"{name}={value}" for name, value in changed.items()),
+        done=all(step.done for step in parts),
+        iterations=len(rows),
+        numbers=numbers,
+        curve=curve,
+        seconds=seconds,
+        changed=tuple(f"{name}={value}" for name, value in changed.items()),
         start=_digest(folder / "start"),
-    )  # fmt: skip
+    )
 
 
 def _digest(policy: Path) -> str:
@@ -114,12 +118,16 @@ def read_record(plan: Plan, file: Path) -> dict[Cell, Result | None]:
         fields = {name: list(before) for name, before in found["fields"].items()}
         kept = {
             cell["cell"]: Result(
-                done=cell["done"], iterations=cell["iterations"], curve=[float(value) for value in cell["curve"]],
+                done=cell["done"],
+                iterations=cell["iterations"],
+                curve=[float(value) for value in cell["curve"]],
                 numbers={name: (float(mean), std) for name, (mean, std) in cell["numbers"].items()},
-                seconds=cell["seconds"], changed=tuple(cell.get("changed", ())), start=str(cell.get("start", "")),
+                seconds=cell["seconds"],
+                changed=tuple(cell.get("changed", ())),
+                start=str(cell.get("start", "")),
             )
             for cell in found["cells"]
-        }  # fmt: skip
+        }
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
         raise ConfigError(f"{file}: is not a record of runs; give the .json that `collect` wrote") from None
     known = cells(plan)
@@ -164,9 +172,14 @@ def paired(ours: dict[Any, float], theirs: dict[Any, float]) -> dict | None:
     half = float(special.stdtrit(len(d) - 1, 0.975)) * error
     p = float(2 * special.stdtr(len(d) - 1, -abs(mean) / error)) if error else float(mean == 0)
     return {
-        "n": len(d), "mean": mean, "error": error, "interval": [mean - half, mean + half],
-        "positive": int((d > 0).sum()), "negative": int((d < 0).sum()), "p": p,
-    }  # fmt: skip
+        "n": len(d),
+        "mean": mean,
+        "error": error,
+        "interval": [mean - half, mean + half],
+        "positive": int((d > 0).sum()),
+        "negative": int((d < 0).sum()),
+        "p": p,
+    }
 
 
 def detectable(pairs: int, std: float) -> float:

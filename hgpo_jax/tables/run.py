@@ -66,9 +66,13 @@ def run_cells(plan: Plan, wanted: list[Cell], runs: Path, source: Path, *, jobs:
                 continue
             with open(log, "a") as file:
                 code = subprocess.run(
-                    expanded(step), stdin=subprocess.DEVNULL, stdout=file, stderr=file, pass_fds=(lock,),
+                    expanded(step),
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=file,
+                    pass_fds=(lock,),
                     env=os.environ | plan.variables,
-                ).returncode  # fmt: skip
+                ).returncode
             if code:
                 print(f"{cell.name}: {step.module} ended with code {code}; {log} says why", flush=True)
                 return cell

@@ -174,9 +174,15 @@ def demonstrations(job: Job, numbers: jax.Array) -> tuple[TrainingBatch, jax.Arr
     expert = environment(config.env).expert
     assert expert is not None  # `check_together` rejects environments without one
     return generate_play(
-        runner.env, expert, stream_key("play", config.start_seed), tasks, noise=settings.noise,
-        history_length=config.rollout.history_length, end=tokenizer.eos_token_id, act=tokenizer.convert_tokens_to_ids(ACT),
-    )  # fmt: skip
+        runner.env,
+        expert,
+        stream_key("play", config.start_seed),
+        tasks,
+        noise=settings.noise,
+        history_length=config.rollout.history_length,
+        end=tokenizer.eos_token_id,
+        act=tokenizer.convert_tokens_to_ids(ACT),
+    )
 
 
 def clone(job: Job) -> dict:
@@ -260,9 +266,13 @@ class Student:
         schedule = optax.warmup_cosine_decay_schedule(0.0, settings.lr, 100, max(settings.max_steps, 101), settings.lr / 10)
         optimizer = make_optimizer(settings.optimizer, schedule)
         update = make_update(
-            make_cloning_loss(job.adapted, config.learner.remat), optimizer, job.mesh, minibatch_size=settings.batch_size,
-            microbatch_size=config.learner.microbatch_size, compute_dtype=config.policy.compute_dtype,
-        )  # fmt: skip
+            make_cloning_loss(job.adapted, config.learner.remat),
+            optimizer,
+            job.mesh,
+            minibatch_size=settings.batch_size,
+            microbatch_size=config.learner.microbatch_size,
+            compute_dtype=config.policy.compute_dtype,
+        )
 
         @functools.partial(jax.jit, donate_argnums=(0, 1))
         def some_steps(trained, opt_state, reference, decisions, happened, key, steps):
@@ -319,10 +329,13 @@ def _held_out_loss(job: Job, numbers: jax.Array, reference) -> Callable[[dict], 
 
     def make_of_set(job):
         logprobs, own = make_logprobs(job.adapted), decisions_of(job, decisions)
-        mapped = jax.jit(make_map(
-            lambda params, batch: logprobs(*params, batch)[0].sum(-1), job.mesh,
-            microbatch_size=job.config.learner.microbatch_size,
-        ))  # fmt: skip
+        mapped = jax.jit(
+            make_map(
+                lambda params, batch: logprobs(*params, batch)[0].sum(-1),
+                job.mesh,
+                microbatch_size=job.config.learner.microbatch_size,
+            )
+        )
         order, count = jnp.argsort(~own), own.sum()
         return lambda params, reference: mapped((job.compute_copy(params), reference), decisions, order, count)
 

@@ -106,9 +106,11 @@ class Checkpoints:
         if settings.keep_every:
             keep.append(EveryNSteps(settings.keep_every))
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=AnyPreservationPolicy(keep), best_fn=_success if settings.keep_best else None,
-            cleanup_tmp_directories=True, enable_async_checkpointing=True,
-        )  # fmt: skip
+            preservation_policy=AnyPreservationPolicy(keep),
+            best_fn=_success if settings.keep_best else None,
+            cleanup_tmp_directories=True,
+            enable_async_checkpointing=True,
+        )
         registry, handler = ocp.handlers.DefaultCheckpointHandlerRegistry(), _Digesting()
         for args in (ocp.args.StandardSave, ocp.args.StandardRestore):
             registry.add(ITEM, args, handler)
@@ -130,9 +132,11 @@ class Checkpoints:
         """
         try:
             self._manager.save(
-                iterations, args=ocp.args.Composite(**{ITEM: ocp.args.StandardSave(state)}), force=True,
+                iterations,
+                args=ocp.args.Composite(**{ITEM: ocp.args.StandardSave(state)}),
+                force=True,
                 metrics={"success": -1.0 if success is None else success},  # worse than any success
-            )  # fmt: skip
+            )
         except Exception as error:
             raise self._failed(error) from None
 
@@ -143,9 +147,7 @@ class Checkpoints:
         try:
             return self._manager.restore(iterations, args=args)[ITEM]
         except Exception as error:
-            raise RunError(
-                f"checkpoint {self._folder / str(iterations)} does not fit this run: {_one_line(error)}"
-            ) from None
+            raise RunError(f"checkpoint {self._folder / str(iterations)} does not fit this run: {_one_line(error)}") from None
 
     def close(self) -> None:
         """Waits for pending writes. Raises RunError if one fails."""

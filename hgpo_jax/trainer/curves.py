@@ -79,9 +79,18 @@ ROLES = (
     Panel("Whose tokens the loss pulls on", "by_role/logp_gradient_share/", "share of squared slopes", "share"),
 )
 DRAWN = (
-    "success", "turns", "valid", "return", "kl", "entropy", "grad_norm", "peers/", "by_role/entropy/",
-    "by_role/logp_gradient_share/", "seconds.",
-)  # in curves.png; fmt: skip
+    "success",
+    "turns",
+    "valid",
+    "return",
+    "kl",
+    "entropy",
+    "grad_norm",
+    "peers/",
+    "by_role/entropy/",
+    "by_role/logp_gradient_share/",
+    "seconds.",
+)  # in curves.png
 MODES = ("sampled", "greedy")
 RAW = 0.3  # opacity of the raw line
 FIRST, HELD_OUT = "#8a5a00", "#a3262a"  # colours of the end of the warm start and of held-out tasks
@@ -213,9 +222,18 @@ def _held_out(axis: Axes, panel: Panel, rows: list[dict], final: dict | None) ->
             low, high = final[mode]["interval"]
             spread, label = [[max(y - low, 0.0)], [max(high - y, 0.0)]], f"held-out, {mode}: {y:.1%} ({low:.1%} to {high:.1%})"
         axis.errorbar(
-            end + aside, y, yerr=spread, fmt="o", color=HELD_OUT, markerfacecolor=face, markersize=5, capsize=2.5,
-            linewidth=1.2, label=label, zorder=3,
-        )  # fmt: skip
+            end + aside,
+            y,
+            yerr=spread,
+            fmt="o",
+            color=HELD_OUT,
+            markerfacecolor=face,
+            markersize=5,
+            capsize=2.5,
+            linewidth=1.2,
+            label=label,
+            zorder=3,
+        )
 
 
 def _range(axis: Axes, panel: Panel) -> None:

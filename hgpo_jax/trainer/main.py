@@ -106,9 +106,10 @@ def dry_run(given: dict, resume: str, allowed: tuple[str, ...]) -> None:
             source = config.policy.tokenizer or config.policy.source
             tokenizer = load_tokenizer(source, config.cache_dir) if source else fresh_tokenizer(config)
             runner: Runner = (
-                TextRunner(config, found, *makers, models.get("", models), tokenizer, mesh) if makers
+                TextRunner(config, found, *makers, models.get("", models), tokenizer, mesh)
+                if makers
                 else AgentRunner(config, models[""], tokenizer, mesh)
-            )  # fmt: skip
+            )
             counts = (runner.num_tasks or "generated", runner.num_held_out_tasks or "generated")
             say(f"{config.env.name}: {counts[0]} tasks to train on, {counts[1]} held out")
     except ValueError as error:

@@ -32,9 +32,14 @@ class WeightsAndBiases:
 
         name = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]
         self._run = wandb.init(
-            project=project, dir=str(folder), id=name, name=folder.name, resume="allow", config=config,
+            project=project,
+            dir=str(folder),
+            id=name,
+            name=folder.name,
+            resume="allow",
+            config=config,
             settings=wandb.Settings(silent=True),
-        )  # fmt: skip
+        )
 
     def write(self, row: dict) -> None:
         self._run.log({name.replace(".", "/"): value for name, value in flatten(row).items()}, step=row["iteration"])
@@ -72,9 +77,7 @@ class MetricsWriter:
 
     def write(self, row: dict) -> None:
         """Writes `row`, a dict of numbers or nested dicts of numbers that has `iteration`. NaN is written as null."""
-        clean = {
-            k: {n: _finite(v) for n, v in x.items()} if isinstance(x, dict) else _finite(x) for k, x in row.items()
-        }
+        clean = {k: {n: _finite(v) for n, v in x.items()} if isinstance(x, dict) else _finite(x) for k, x in row.items()}
         self._file.write(json.dumps(clean) + "\n")
         self._file.flush()
         for name, logger in list(self._loggers.items()):

@@ -60,8 +60,12 @@ def _given(environment) -> dict:
     if index >= count:
         raise ConfigError(f"{VARIABLES[2]}={index}: processes are numbered 0 to {VARIABLES[1]} - 1 = {count - 1}")
     # Without the last argument jax still asks the cluster for the devices to use, which may need more packages.
-    return {"coordinator_address": address, "num_processes": count, "process_id": index,
-            "cluster_detection_method": "deactivate"}  # fmt: skip
+    return {
+        "coordinator_address": address,
+        "num_processes": count,
+        "process_id": index,
+        "cluster_detection_method": "deactivate",
+    }
 
 
 def broadcast_from_process_0(call: Callable):

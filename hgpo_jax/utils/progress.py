@@ -20,10 +20,15 @@ SAY_AFTER = 5.0  # seconds of compiling before the first message
 COMPILE = "/jax/core/compile/backend_compile_duration"  # of `jax.monitoring`: a scalar at the start, a duration at the end
 # Readable names for jax's programs, by the names of their functions.
 PROGRAMS = {
-    "train_step": "the update", "rollout": "the rollout", "episodes": "the warm start's play",
-    "some_steps": "the warm start's update", "mapped": "the warm start's held-out loss", "_prefill": "the reading of prompts",
-    "_decode": "decoding", "<lambda>": "a program",
-}  # fmt: skip
+    "train_step": "the update",
+    "rollout": "the rollout",
+    "episodes": "the warm start's play",
+    "some_steps": "the warm start's update",
+    "mapped": "the warm start's held-out loss",
+    "_prefill": "the reading of prompts",
+    "_decode": "decoding",
+    "<lambda>": "a program",
+}
 
 
 _quiet = False  # for the whole process, because threads print, too
