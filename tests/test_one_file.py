@@ -14,6 +14,7 @@ import pytest
 from hgpo_jax import advantages
 from hgpo_jax.config import Config
 from hgpo_jax.evaluation.held_out import play_held_out, sampled_decoding
+from hgpo_jax.learner.algorithms import estimator_options
 from hgpo_jax.learner.update import lr_scale
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.setup.job import build
@@ -74,21 +75,21 @@ def test_both_compute_the_same(monkeypatch, tmp_path):
     job = build(Config.model_validate(SETTING | {"cache_dir": str(tmp_path)}), make_mesh("data=1", jax.devices()[:1]))
     params = clone(job)
     assert_equal(cloned[0], params)
-    learn, init = library.make_learn(job)
+    train_step, init = library.make_train_step(job)
     state, reference = init(params), job.reference_copy(params)
     for iteration in range(job.config.iterations):
-        (e, _), *_ = library.sample(job, job.rollout_params(state["params"], reference), iteration)
+        (e, _), *_ = library.sample(job, job.rollout_params(state.params, reference), iteration)
         assert_equal_episodes(sampled[iteration], e, {"advantages"})
         arrays = {name: getattr(e, name) for name in ("rewards", "mask", "states", "groups", "invalid")}
-        estimate = advantages.estimate("hgpo", **arrays, **library.estimator_options(job.config, "hgpo"))
+        estimate = advantages.estimate("hgpo", **arrays, **estimator_options(job.config, "hgpo"))
         assert_equal(estimated[iteration], estimate.advantages)
         scale = jnp.float32(lr_scale(job.config.learner, iteration, job.config.iterations))
-        state, metrics = learn(state, reference, e, job.key(iteration, 1), scale, None)
+        state, metrics = train_step(state, reference, e, job.key(iteration, 1), scale, None)
         our_params, our_optimizer, our_metrics = learned[iteration]
-        assert_equal((our_params, our_optimizer), (state["params"], state["opt_state"]))
+        assert_equal((our_params, our_optimizer), (state.params, state.opt_state))
         assert_equal([our_metrics[name] for name in ("loss", "kl", "entropy")], [metrics[n] for n in ("loss", "kl", "entropy")])
     decoding = sampled_decoding(job.config.evaluation).replace(temperature=0.0)
-    e, *_ = play_held_out(job, job.rollout_params(state["params"], reference), decoding)
+    e, *_ = play_held_out(job, job.rollout_params(state.params, reference), decoding)
     assert_equal_episodes(greedy, e, {"prompts", "logp"})
     # Else an episode's end, and most of what advantages depend on, would not have been compared.
     assert any(episodes["rewards"].any() for episodes in sampled)
