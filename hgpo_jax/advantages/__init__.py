@@ -119,7 +119,8 @@ def estimate(
             if checks.is_concrete(value):
                 checks.check_values(field, np.asarray(value), host_mask)
     arrays = {field: _replicated(value) for field, value in arrays.items()}
-    return _estimate(ESTIMATORS[name], tuple(sorted(options.items())), arrays)
+    result: Estimate = _estimate(ESTIMATORS[name], tuple(sorted(options.items())), arrays)
+    return result
 
 
 def parameters(name: str) -> tuple[tuple[str, ...], dict[str, Any]]:

@@ -7,6 +7,7 @@ that are won in the end, later steps have larger discounted returns.
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 
 from hgpo_jax.advantages import grouping
@@ -45,10 +46,10 @@ def eb_td(
     return Estimate(advantages - penalty, returns - penalty)
 
 
-def _trend(returns, turns, steps: grouping.Sorted):
+def _trend(returns: jax.Array, turns: jax.Array, steps: grouping.Sorted) -> jax.Array:
     """o f32[N] of returns f32[N] at turns i32[N], in the steps' order."""
 
-    def mean(values, segment):
+    def mean(values: jax.Array, segment: jax.Array) -> jax.Array:
         return grouping.group_mean(values, segment, grouping.group_size(segment))
 
     prompt_group, state = steps.segments[:2]

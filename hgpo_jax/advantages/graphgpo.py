@@ -55,7 +55,7 @@ def goal_distances(batch: Batch, next_states: jax.Array, success: jax.Array) -> 
     unreachable = both.size  # longer than any path
     start = jnp.full(both.size, unreachable, jnp.int32).at[target].min(jnp.where(succeeded.ravel(), 0, unreachable))
 
-    def relax(carry):
+    def relax(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         distance, _ = carry
         shorter = distance.at[source].min(distance[target] + 1)
         return shorter, jnp.any(shorter != distance)

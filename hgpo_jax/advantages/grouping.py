@@ -7,6 +7,7 @@ The ids themselves are compared, never hashes of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -46,14 +47,14 @@ def sort_steps(columns: list[jax.Array], mask: jax.Array) -> Sorted:
     mask = mask.ravel()
     columns = [column.ravel() for column in columns]
 
-    def sort(keys):
+    def sort(keys: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         rows = jnp.arange(mask.size, dtype=jnp.int32)
         return jax.lax.sort((*keys, rows), num_keys=len(keys), is_stable=True)
 
-    def full_keys():
+    def full_keys() -> tuple[jax.Array, ...]:
         return sort([jnp.where(mask, column, PADDING_KEY) for column in columns])
 
-    def paired_keys():
+    def paired_keys() -> tuple[jax.Array, ...]:
         halves = [jnp.where(mask, jnp.where(column == NO_STATE, 0, column + 1), SHORT_IDS) for column in columns]
         halves += [jnp.zeros_like(halves[0])] * (len(halves) % 2)
         *keys, order = sort([high << 15 | low for high, low in zip(halves[::2], halves[1::2], strict=True)])
@@ -166,7 +167,7 @@ def state_ids(rows: jax.Array, mask: jax.Array) -> jax.Array:
     flat = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % per_sort)))
     chunks = flat.reshape(flat_mask.size, -1, per_sort).transpose(1, 2, 0)
 
-    def refine(ids, chunk):
+    def refine(ids: jax.Array, chunk: jax.Array) -> tuple[jax.Array, None]:
         steps = sort_steps([ids, *chunk], flat_mask)
         return jnp.zeros_like(ids).at[steps.order].set(steps.segments[-1], unique_indices=True), None
 

@@ -47,7 +47,7 @@ def himac(
     plans = batch.mask & (agents == agents[:, :1])
     begin = jax.lax.cummax(jnp.where(plans, jnp.arange(shape[1]), 0), axis=1)
 
-    def at_begin(values):
+    def at_begin(values: jax.Array) -> jax.Array:
         """Returns each step's value [B, T] at the blueprint that it executes."""
         return jnp.where(batch.mask, jnp.take_along_axis(values, begin, axis=1), 0)
 

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from hgpo_jax.advantages.record import Batch, Estimate
 from hgpo_jax.advantages.returns import following, last_steps, penalties, whitened
 
+Three = tuple[jax.Array, jax.Array, jax.Array]
+
 
 def hiper(
     batch: Batch,
@@ -58,7 +60,7 @@ def hiper(
     high_after = jnp.where(last, final_values[:, None], following(high_values, mask))
     low_values = jnp.where(mask, low_values, 0.0)
 
-    def step(later, now):
+    def step(later: Three, now: tuple[jax.Array, ...]) -> tuple[Three, tuple[jax.Array, ...]]:
         """From the step after to this one: V_high's lambda-return, the discounted rewards to the segment's end, A_low."""
         reward, last, begins_after, high_after, low_after, low = now
         high_return, reached, low_advantage = later

@@ -12,10 +12,11 @@ from hgpo_jax.advantages.record import Batch
 def discounted_sum(values: jax.Array, discount: float) -> jax.Array:
     """f32[B, T] -> f32[B, T]: `y_t = values_t + discount * y_{t+1}`, zero after the last column."""
 
-    def step(later, value):
+    def step(later: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
         now = value + discount * later
         return now, now
 
+    sums: jax.Array
     _, sums = jax.lax.scan(step, jnp.zeros_like(values[:, 0]), values.T, reverse=True)
     return sums.T
 

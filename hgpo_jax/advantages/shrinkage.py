@@ -31,7 +31,7 @@ def shrink(values: jax.Array, steps: grouping.Sorted) -> Shrunken:
     """
     happened = steps.mask
 
-    def total(x):
+    def total(x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(happened, x, 0.0))
 
     sizes = [grouping.group_size(segment) for segment in steps.segments]
