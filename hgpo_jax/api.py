@@ -91,7 +91,8 @@ class Run:
             import pandas as pd
         except ImportError:
             raise ImportError("metrics() needs pandas; pip install pandas") from None
-        return pd.json_normalize(read_metrics(self.folder)).set_index("iteration")
+        rows = read_metrics(self.folder)
+        return pd.json_normalize(rows).set_index("iteration") if rows else pd.DataFrame().rename_axis("iteration")
 
     def episodes(self, iteration: int | None = None) -> Dump:
         """Returns the saved episodes of an iteration, by default the last one saved (`log.dump_every`)."""
@@ -99,6 +100,8 @@ class Run:
 
     def policy(self) -> Policy:
         """Loads the trained policy, adapters merged; of several policies the one that most roles share."""
+        if not cli.is_run(str(self.folder)):
+            raise ConfigError(f"{self.folder}: the run has not ended; its policy is written at the end")
         source = next(name for name in cli.saved_policy(str(self.folder)) if name.startswith("policy="))
         return load_policy(source.removeprefix("policy="))
 
@@ -134,17 +137,23 @@ def fit(
     Raises:
       ConfigError: for a configuration that cannot work, before anything is computed.
       RunError: for an error that ended the run.
-      KeyboardInterrupt: after saving; `resume=True` continues.
+      KeyboardInterrupt: after saving; `resume=True` continues. A second one does not wait for that.
+
+    On a CPU, jax gets a device for every core if nothing has used it before. A script that sets `env.workers` needs
+    `if __name__ == "__main__":`, because worker processes import it.
     """
-    fields = config.model_dump(mode="json") | ({} if run_dir is None else {"run_dir": str(run_dir)})
+    if not isinstance(config, Config):
+        raise ConfigError(f"config={config!r:.100}: must be a Config; load_config makes one")
+    # Fields at their defaults are not given: a run that is resumed keeps its own.
+    fields = config.model_dump(mode="json", exclude_unset=True) | ({} if run_dir is None else {"run_dir": str(run_dir)})
     with _alone(verbose):
-        return Run(main.train(fields, "auto" if resume else "never", on_iteration=on_iteration))
+        return Run(main.train(fields, "auto" if resume else "never", on_iteration=on_iteration).absolute())
 
 
 def load_run(folder: str | Path) -> Run:
     """Opens the run in a folder. Raises ConfigError if there is none."""
     read_config(folder)
-    return Run(Path(folder))
+    return Run(Path(folder).absolute())
 
 
 def evaluate_policy(
@@ -165,10 +174,15 @@ def evaluate_policy(
         if not cli.is_run(folder):
             raise ConfigError(f"{folder}: not the folder of a run that has ended; give a configuration, too")
         config = read_config(folder)
-    tree = configuration.resolve(_tree(fields), config.model_dump(mode="json")).model_dump(mode="json")
-    chosen = configuration.resolve(configuration.given(None, [cli.UNROUNDED, *cli.saved_policy(folder)]), tree)
-    with _alone(verbose):
-        job = build(chosen, prepare_devices(chosen))
+    given = _tree(fields)
+    for name in ("warm_start", "policy.source", "lora.rank"):
+        section, _, leaf = name.rpartition(".")
+        if leaf in (given.get(section, {}) if section else given):
+            raise ConfigError(f"{name}: the policy is that of {folder}; leave it out")
+    tree = configuration.resolve(configuration.given(None, [cli.UNROUNDED]), config.model_dump(mode="json"))
+    tree = configuration.resolve(given, tree.model_dump(mode="json"))
+    chosen = configuration.resolve(configuration.given(None, cli.saved_policy(folder)), tree.model_dump(mode="json"))
+    with _alone(verbose), contextlib.closing(build(chosen, prepare_devices(chosen))) as job:
         return play_both(job, job.base_rollout_params(job.given_params))[0]
 
 
@@ -192,12 +206,15 @@ def generate(
     Raises ValueError for a policy without a chat template, and for a prompt that does not fit its context.
     """
     decoding = published_decoding(generation_of(policy.tokenizer), 0.7, temperature=temperature, top_k=top_k, top_p=top_p)
+    context = policy.config.max_position_embeddings
+    if not 1 <= max_tokens < context:
+        raise ValueError(f"max_tokens={max_tokens}: must be from 1 to {context - 1}, less than the model's context")
     chat = Chat(policy, decoding, max_new=max_tokens, seed=seed, system=system, thinking=thinking)
     return "".join(chat.answer(prompt))
 
 
 def _tree(fields: dict[str, Any]) -> dict[str, Any]:
-    """Groups fields by section; `policy`, `reward` and `data` are short names as on the command line."""
+    """Fields by section; `policy`, `reward` and `data` are short names as on the command line, and paths are text."""
     tree: dict[str, Any] = {}
     for name, value in fields.items():
         if not isinstance(value, dict):
@@ -206,16 +223,29 @@ def _tree(fields: dict[str, Any]) -> dict[str, Any]:
         node = tree
         for section in sections:
             node = node.setdefault(section, {})
-        node[leaf] = node[leaf] | value if isinstance(value, dict) and isinstance(node.get(leaf), dict) else value
+            if not isinstance(node, dict):
+                raise ConfigError(f"{section}={configuration.shown(node)}: is a section; give its fields as a dict")
+        if isinstance(value, dict):
+            before = node.get(leaf, {})
+            if not isinstance(before, dict):
+                raise ConfigError(f"{name}: is given twice, as {configuration.shown(before)} and as a section")
+            node[leaf] = before | {key: _plain(one) for key, one in value.items()}
+        else:
+            node[leaf] = _plain(value)
     return tree
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
 
 
 @contextlib.contextmanager
 def _alone(verbose: bool) -> Iterator[None]:
-    """Restores jax's mesh afterwards, and prints only on request."""
-    before = jax.sharding.get_mesh()
+    """Leaves jax's mesh and its folder of compiled programs as they were, and prints only what is asked for."""
+    before, compiled = jax.sharding.get_mesh(), jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     try:
         with contextlib.nullcontext() if verbose else progress.quiet():
             yield
     finally:
         jax.set_mesh(before)
+        jax.config.update("jax_compilation_cache_dir", compiled)

@@ -53,7 +53,7 @@ def main() -> None:
     if args.dry_run:
         return dry_run(given, args.resume, allowed)
     try:
-        train(given, args.resume, allowed, args.distributed)
+        train(given, args.resume, allowed, args.distributed, exits=True)
     except Interrupted as signal:
         sys.exit(128 + signal.number)
 

@@ -288,7 +288,7 @@ def test_a_panel_is_played_under_one_seed_once_devices_are_open(evaluated, monke
     monkeypatch.setattr(panels, "panel_tasks", lambda name, config: called.append("tasks") or ["a task"] * 512)
     monkeypatch.setattr(evaluate, "build", lambda config, mesh: called.append("policy") or build(config, mesh))
     monkeypatch.setattr(evaluate, "find", lambda source, cache: source)
-    monkeypatch.setattr(evaluate.huggingface, "digest", lambda source: "1234")
+    monkeypatch.setattr(evaluate.huggingface_folder, "digest", lambda source: "1234")
     name = "run/evaluations/panel-household-t1-n512-s0.json"
     assert evaluated("run", "--panel", "household") == {name, f"{name}l"}
     assert called == ["devices", "tasks", "policy"]

@@ -77,6 +77,55 @@ def test_a_second_training_in_the_process_and_a_longer_one(trained):
     assert run.policy().params.keys() == hgpo_jax.load_policy(run.folder / "policy").params.keys()
 
 
+def test_what_a_callback_raises_ends_the_training_after_saving(tmp_path):
+    config = hgpo_jax.load_config("household", **FIELDS | {"cache_dir": tmp_path / "cache", "log.checkpoint_every": 100})
+    rows = []
+
+    def stop(row):
+        rows.append(row["iteration"])
+        row.clear()  # a callback's row is its own
+        if len(rows) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as held:  # as a notebook does, this holds the traceback with everything in it
+        hgpo_jax.fit(config, tmp_path / "run", on_iteration=stop)
+    assert len(hgpo_jax.load_run(tmp_path / "run").metrics()) == 2
+    run = hgpo_jax.fit(config, tmp_path / "run", resume=True, on_iteration=lambda row: rows.append(row["iteration"]))
+    assert rows == [0, 1, 2, 3] and run.folder.is_absolute() and held
+
+
+def test_a_run_keeps_fields_that_are_not_given(trained):
+    """As one that was begun when a default was another one."""
+    run, _ = trained
+    file = run.folder / "config.yaml"
+    file.write_text(file.read_text().replace("invalid_penalty: 0.5", "invalid_penalty: 0.25"))
+    config = hgpo_jax.load_config("household", **FIELDS | {"cache_dir": str(run.config.cache_dir), "iterations": 3})
+    assert hgpo_jax.fit(config, run.folder, resume=True) == run
+    assert run.config.advantage.invalid_penalty == 0.25
+
+
+def test_mistakes_are_one_line(trained, tmp_path):
+    run, _ = trained
+    section = {"lr": 1e-3}
+    hgpo_jax.load_config(learner=section, **{"learner.warmup_steps": 2})
+    assert section == {"lr": 1e-3}
+    for call, message in (
+        (lambda: hgpo_jax.fit("household"), "config='household': must be a Config"),
+        (lambda: hgpo_jax.load_config(seed=1, **{"seed.x": 2}), "seed=1: is a section"),
+        (lambda: hgpo_jax.load_config(learner=3, **{"learner.lr": 2}), "learner=3: is a section"),
+        (lambda: hgpo_jax.evaluate_policy(run, policy="elsewhere"), "policy.source: the policy is that of"),
+        (lambda: hgpo_jax.generate(byte_policy(), "Who?", temperature=-1), "temperature=-1: must be from 0 to 10"),
+        (lambda: hgpo_jax.generate(byte_policy(), "Who?", max_tokens=0), "max_tokens=0: must be from 1 to"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    (tmp_path / "config.yaml").write_text((run.folder / "config.yaml").read_text())
+    young = hgpo_jax.load_run(tmp_path)
+    assert young.metrics().empty and young.evaluation is None
+    with pytest.raises(hgpo_jax.ConfigError, match="the run has not ended"):
+        young.policy()
+
+
 def test_an_answer_is_text():
     policy = byte_policy()
     said = hgpo_jax.generate(policy, "Who?", max_tokens=8, temperature=0)

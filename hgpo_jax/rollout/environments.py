@@ -179,9 +179,10 @@ def _training_files(data: str, split: str) -> list[Path]:
     if split != "generated":
         return list_alfworld(data, split)
     try:
-        return list_alfworld(data, "train")
-    except ConfigError:
+        split_folder("train", data)
+    except ValueError:
         return list_alfworld(data, "valid_train")
+    return list_alfworld(data, "train")
 
 
 def webshop_text(config: Config) -> Makers:

@@ -54,7 +54,7 @@ def make_reward(config: Config, episodes: Episodes) -> Reward:
     if backend(config) == "compiled":
         _check_compiled(given, function, episodes)
         return functools.partial(_add_compiled, jax.jit(functools.partial(_with_compiled, function, name, replaces)))
-    return _TextReward(
+    return TextReward(
         user_code.located(given, user_code.REWARDS), name, replaces, config.reward.workers, config.reward.time_limit
     )
 
@@ -107,13 +107,19 @@ def overlong(config: Config, roles: Sequence[str], e: Episodes) -> jax.Array | n
     return punished.astype(xp.float32)
 
 
-class _TextReward:
+class TextReward:
     """The reward function of text episodes, whose processes start with the first of these."""
 
     def __init__(self, place: str, name: str, replaces: bool, workers: int, time_limit: float):
         self._load, self._name, self._replaces = functools.partial(user_code.load, place), name, replaces
         self._number, self._time_limit = workers, time_limit
         self._workers: ProcessWorkers | None = None
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        if self._workers:
+            self._workers.close()
+            self._workers = None
 
     def __call__(self, result: RolloutResult) -> tuple[RolloutResult, dict]:
         e, report = result

@@ -148,6 +148,9 @@ class CompiledRunner:
         games = self._games[stream]
         return jnp.asarray(games[task_numbers(stream, seed, np.asarray(indices), len(games))])
 
+    def close(self) -> None:
+        """Does nothing: no process has been started."""
+
     def abstract_episodes(self, params, inputs: tuple) -> Episodes:
         """Returns the shapes and dtypes of the episodes of `rollout(params, *inputs)` without computing anything."""
         return jax.eval_shape(self.program, params, *inputs, self._tables)
@@ -270,6 +273,11 @@ class TextRunner:
     def select_tasks(self, stream: str, seed: int | None, indices) -> list[int]:
         count = {"held_out": self.num_held_out_tasks, "train": self.num_tasks, "warm_start": self._num_files}.get(stream)
         return task_numbers(stream, seed, np.asarray(indices), count)
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        self.train.close()
+        self._held_out.close()
 
     def abstract_episodes(self, params, inputs: tuple) -> Episodes:
         return self.train.abstract_episodes()

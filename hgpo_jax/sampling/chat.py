@@ -45,6 +45,8 @@ class Chat:
             raise ValueError("tokenizer: the folder holds none; add tokenizer.json and tokenizer_config.json")
         self._frame = ChatFrame(policy.tokenizer, thinking=thinking, usual_date=datetime.date.today())
         self._limit = policy.config.max_position_embeddings - max_new
+        if max_new < 1:
+            raise ValueError(f"max_new={max_new}: must be 1 or more")
         if self._limit < 1:
             raise ValueError(f"max_new={max_new}: the model's context is {policy.config.max_position_embeddings} tokens")
         self._policy, self._decoding, self._max_new = policy, decoding, max_new

@@ -67,10 +67,13 @@ def published_decoding(
     found = {"temperature": usual if samples else 0.0, "top_k": 0, "top_p": 1.0}
     found |= {name: generation[name] for name in found if samples and generation.get(name) is not None}
     found["top_k"] = 0 if found["top_k"] == -1 else found["top_k"]  # vLLM's value for all
+    chosen = {name: value for name, value in given.items() if value is not None}
     for name, low, high in (("temperature", 0, 10), ("top_k", 0, 10**9), ("top_p", 1e-9, 1)):
-        if not (isinstance(found[name], int | float) and low <= found[name] <= high):
-            raise ValueError(f"generation_config.json: {name}={found[name]!r:.50}: must be from {low} to {high}")
-    return Decoding(**found | {name: value for name, value in given.items() if value is not None}, min_new=min_new)
+        for place, numbers in (("generation_config.json: ", found), ("", chosen)):
+            value = numbers.get(name, low)
+            if not (isinstance(value, int | float) and low <= value <= high):
+                raise ValueError(f"{place}{name}={value!r:.50}: must be from {low} to {high}")
+    return Decoding(**found | chosen, min_new=min_new)
 
 
 def sample_token(logits, keys, decoding: Decoding):

@@ -168,6 +168,9 @@ class AgentRunner:
             stream, seed, np.asarray(indices), {"held_out": self.num_held_out_tasks, "train": self.num_tasks}.get(stream)
         )
 
+    def close(self) -> None:
+        """Does nothing: commands end with their rollout."""
+
     def abstract_episodes(self, params, inputs: tuple) -> Episodes:
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), self._no_episodes())
 

@@ -22,7 +22,7 @@ from hgpo_jax.policy.tokenizer import word_tokenizer
 from hgpo_jax.rollout.env_tokenizer import fresh_tokenizer
 from hgpo_jax.rollout.environments import Makers, backend, environment, role_names
 from hgpo_jax.rollout.episodes import Episodes
-from hgpo_jax.rollout.rewards import Reward, make_reward
+from hgpo_jax.rollout.rewards import Reward, TextReward, make_reward
 from hgpo_jax.rollout.runners import CompiledRunner, Models, TextRunner
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.serving.agent_rollout import AgentRunner
@@ -62,6 +62,12 @@ class Job:
         if not self.sets:
             return call(self, *trees)
         return {name: call(job, *(tree[name] for tree in trees)) for name, job in self.sets.items()}
+
+    def close(self) -> None:
+        """Ends the processes of environments and reward functions."""
+        self.runner.close()
+        if isinstance(self.reward, TextReward):
+            self.reward.close()
 
     @property
     def given_params(self):

@@ -29,10 +29,13 @@ class Interruption:
     `saved` is how many iterations a checkpoint holds, for the final message.
 
     Several processes must exit after the same iteration: a SIGTERM to any of them takes effect at `agreed`.
+
+    exits: whether a second SIGINT ends the process at once, as it should a command; else it raises KeyboardInterrupt at once.
     """
 
-    def __init__(self):
+    def __init__(self, exits: bool = True):
         self.saved = 0
+        self._exits = exits
         self._number: int | None = None
         self._deferred = False
 
@@ -49,6 +52,8 @@ class Interruption:
 
     def _receive(self, number: int, frame) -> None:
         if self._number is not None:
+            if number == signal.SIGINT and not self._exits:
+                raise KeyboardInterrupt
             if number == signal.SIGINT:
                 os.write(sys.stderr.fileno(), b"exiting at once; what was not saved is lost\n")
                 os._exit(128 + number)

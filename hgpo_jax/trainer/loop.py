@@ -82,7 +82,7 @@ class Training:
                 self._save()
                 self.checkpoints.close()
             raise
-        except Exception:
+        except BaseException:  # a callback may raise KeyboardInterrupt
             self._save_after_failure()
             raise
         finally:
@@ -127,7 +127,8 @@ class Training:
         validation = validate(self.job, self._rollout_params())
         self.recorder.time_phase("validation", (), began)
         if log.keep_best:
-            if math.isnan(success := validation["validation/success"]):
+            # A policy must not be chosen for breaking its environment where it would lose.
+            if math.isnan(success := validation["validation/success_at_least"]):
                 raise RunError("log.keep_best: the environment does not say which episodes are a success; give log.keep_best=0")
             self._save(success)
         return validation
@@ -231,7 +232,12 @@ def starting_params(job: Job, folder: Path):
     place = lambda job: start / alike.get(id(job.policy), job.weights)  # noqa: E731
     places = {place(of): of for of in job.sets.values() or [job]}
     if not distributed.broadcast_from_process_0(lambda: all((place / "config.json").is_file() for place in places)):
-        reference = warm_start(unrounded(job)) if config.warm_start == "cloning" else job.given_params
+        reference = job.given_params
+        if config.warm_start == "cloning":
+            whole = unrounded(job)
+            reference = warm_start(whole)
+            if whole is not job:
+                whole.close()
         with refusals():
             for folder, of in places.items():
                 params = reference[of.weights] if job.sets else reference

@@ -41,6 +41,7 @@ def train(
     allowed: tuple[str, ...] = (),
     multiprocess: bool = False,
     on_iteration: Callable[[dict], None] | None = None,
+    exits: bool = False,
 ) -> Path:
     """Trains the run that the fields describe to its end, and returns its folder.
 
@@ -48,6 +49,7 @@ def train(
       given, resume, allowed: as in `find_run`.
       multiprocess: whether this is one of several processes.
       on_iteration: called with every row of metrics once it is written, in another thread.
+      exits: as in `Interruption`.
 
     Raises ConfigError, RunError, or, after saving, Interrupted if a signal ended it.
     """
@@ -77,7 +79,7 @@ def train(
     check_loggers(config)
     check_trained_dtype(config)
     mesh = job_mesh(config)
-    with Interruption() as stop, CompileWatch():
+    with Interruption(exits) as stop, CompileWatch():
         try:
             run(config, mesh, folder, resuming, stop, on_iteration)
         except Interrupted as signal:
@@ -142,18 +144,26 @@ def run(
     on_iteration: Callable[[dict], None] | None,
 ) -> None:
     """Runs everything that follows the parsing of the arguments."""
-    job = build(config, mesh)
-    writes = jax.process_index() == 0
+    with contextlib.ExitStack() as held:
+        job = build(config, mesh)
+        held.callback(job.close)
 
-    locks = []  # keeps the folder's lock as long as this runs
+        def take() -> tuple[int, list[str], list[str]]:
+            lock, done, faults, changes = take_folder(config, folder, resuming)
+            held.callback(lock.release)
+            return done, faults, changes
 
-    def take() -> tuple[int, list[str], list[str]]:
-        lock, done, faults, changes = take_folder(config, folder, resuming)
-        locks.append(lock)
-        return done, faults, changes
+        first, faults, changes = distributed.broadcast_from_process_0(take)
+        stop.saved = first
+        _describe_run(job, folder, resuming, first, faults, changes)
+        url = remote.url_of(folder)
+        with remote.Upload(folder, url) if url else contextlib.nullcontext():
+            train_and_evaluate(job, folder, first, stop, on_iteration)
 
-    first, faults, changes = distributed.broadcast_from_process_0(take)
-    stop.saved = first
+
+def _describe_run(job: Job, folder: Path, resuming: bool, first: int, faults: list[str], changes: list[str]) -> None:
+    """Says what is about to be trained, on what, and what was found in the folder."""
+    config = job.config
     used, there = job.mesh.size, len(jax.devices())
     devices = f"{f'{used} of ' * (used < there)}{there} {jax.devices()[0].platform} device{'s' if there > 1 else ''}"
     count = sum(a.size for a in jax.tree.leaves(job.given_params))
@@ -163,16 +173,13 @@ def run(
         limit = f"an answer may take {config.env.time_limit:g} s (env.time_limit)"
         say(f"{config.env.workers} workers play {config.env.name}; {limit}")
     for fault in faults:
-        if writes:
+        if jax.process_index() == 0:
             warn(fault)
     if config.log.keep_best and (tasks := job.runner.num_held_out_tasks) and not validates_apart(job):
         apart = f"with evaluation.episodes={tasks // 2} they would play others"
         say(f"log.keep_best: validations play tasks of the final evaluation, all {tasks} there are; {apart}")
     if resuming:
         say("\n".join([f"resumed after iteration {first} in {remote.shown(folder)}", *changes]))
-    url = remote.url_of(folder)
-    with remote.Upload(folder, url) if url else contextlib.nullcontext():
-        train_and_evaluate(job, folder, first, stop, on_iteration)
 
 
 def train_and_evaluate(
@@ -184,7 +191,8 @@ def train_and_evaluate(
     with refusals():
         job.by_set(lambda job, params: save_trained(job, params, folder / "policy" / job.weights), params)
     del params
-    result, transcripts = evaluate(unrounded(job), played, folder)
+    with contextlib.closing(unrounded(job)) as whole:
+        result, transcripts = evaluate(whole, played, folder)
     shown = "\n\n".join(transcripts)
     if writes:
         plot_curves(folder)

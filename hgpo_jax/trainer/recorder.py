@@ -45,6 +45,7 @@ class Recorder:
         self._config, self._folder, self._writes, self._on_iteration = config, folder, writes, on_iteration
         self._rows, self._dumps = ThreadPoolExecutor(1, "rows"), ThreadPoolExecutor(1, "dumps")
         self._row: Future | None = None
+        self._raised: BaseException | None = None  # by `on_iteration`
         self._dump: Future | None = None
         if writes:
             (folder / "episodes").mkdir(exist_ok=True)
@@ -97,16 +98,28 @@ class Recorder:
                 self._save(f"nonfinite-{iteration:05d}", episodes)
             self._writer.write(row)
             self._progress.update(1, live_line(row), seconds=sum(spent.values()))
-            if self._on_iteration:
-                self._on_iteration(row)
+            self._call_back(dict(row))
         for warning in self._alarms.check(row, episodes):
             if self._writes:
                 warn(warning)
 
+    def _call_back(self, row: dict) -> None:
+        try:
+            if self._on_iteration:
+                self._on_iteration(row)
+        except BaseException as error:  # the row is on disk: what is learned can be saved before this ends the training
+            self._raised = error
+
     def wait(self, dumps: bool = False) -> None:
-        """Waits for the most recent row and raises its errors; with `dumps`, waits until everything is on disk."""
+        """Waits for the most recent row and raises its errors; with `dumps`, waits until everything is on disk.
+
+        What `on_iteration` raised is raised once.
+        """
         if self._row:
             self._row.result()
+        if self._raised:
+            error, self._raised = self._raised, None
+            raise error
         if dumps and self._dump:
             self._dump.result()
         if dumps and self._writes:

@@ -31,18 +31,18 @@ PROGRAMS = {
 }
 
 
-_quiet = False  # for the whole process, because threads print, too
+_quiet = 0  # how many callers want the whole process quiet, because threads print, too
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Stops `say` and progress from printing in the whole process, and turns `warn` into Python's warnings."""
     global _quiet
-    before, _quiet = _quiet, True
+    _quiet += 1
     try:
         yield
     finally:
-        _quiet = before
+        _quiet -= 1
 
 
 def say(text: str) -> None:
@@ -55,7 +55,8 @@ def say(text: str) -> None:
 def warn(text: str) -> None:
     """Prints a warning to standard error."""
     if _quiet:
-        warnings.warn(text, stacklevel=2)
+        # With a registry of its own: Python would show a text only once for each place.
+        warnings.warn_explicit(text, UserWarning, __file__, 0, module=__name__, registry={})
     else:
         with tqdm.external_write_mode(sys.stderr):
             print(f"warning: {text}", file=sys.stderr, flush=True)
@@ -71,7 +72,7 @@ class Progress:
 
     def __init__(self, name: str, total: int, unit: str, done: int = 0, plain: str | None = None):
         self._plain, self._printed = plain or name, 0.0
-        self._bar = tqdm(total=total, initial=done, desc=name, unit=unit, disable=_quiet or None, dynamic_ncols=True)
+        self._bar = tqdm(total=total, initial=done, desc=name, unit=unit, disable=bool(_quiet) or None, dynamic_ncols=True)
         self._done = done
 
     def update(self, count: int, numbers: dict[str, str], seconds: float | None = None) -> None:

@@ -44,6 +44,14 @@ def test_an_error_in_what_is_held_is_not_hidden():
         raise ValueError("mine")
 
 
+def test_a_second_sigint_of_a_program_of_ones_own_does_not_wait():
+    with Interruption(exits=False) as stop, pytest.raises(KeyboardInterrupt) as caught, stop.defer_signals():
+        send(signal.SIGTERM)
+        send(signal.SIGINT)
+        raise AssertionError("waited")
+    assert not isinstance(caught.value, Interrupted)
+
+
 LEAVES = """
 import os, signal, time
 from hgpo_jax.trainer.interruption import Interruption

@@ -6,6 +6,7 @@ import os
 import shutil
 import types
 from pathlib import Path
+from types import SimpleNamespace
 
 import filelock
 import jax.numpy as jnp
@@ -284,6 +285,7 @@ def test_a_run_that_began_meanwhile_is_not_begun_again(tmp_path, monkeypatch):
         begun(folder)
         (folder / "episodes").mkdir()
         (folder / "episodes" / "iteration-00009.npz").touch()
+        return SimpleNamespace(close=lambda: None)
 
     monkeypatch.setattr("hgpo_jax.trainer.main.build", slow_build)
     with pytest.raises(ConfigError, match="another process has begun a run here"):
