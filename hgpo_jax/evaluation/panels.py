@@ -220,7 +220,11 @@ def describe(result: dict) -> str:
     # All seeds play the same tasks, so the interval is at most that of one play of each task.
     low, high = wilson(float(np.mean(shares)) * played["sampled"], played["sampled"])
     lines.append(f"sampled  {np.mean(shares):6.1%}{spread} (95 % interval {low:.1%} to {high:.1%})")
-    lines += [f"{mode}: only {n} of {count} tasks were played, the others failed" for mode, n in played.items() if n < count]
+    success = {"greedy": result["greedy"]["success"], "sampled": float(np.mean(shares))}
+    for mode, n in played.items():
+        if n < count:
+            lost = success[mode] * n / count
+            lines.append(f"{mode}: only {n} of {count} tasks were played, the others failed; {lost:.1%} if these count as lost")
     return "\n".join(lines)
 
 
