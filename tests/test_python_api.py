@@ -1,8 +1,10 @@
 """The Python API: what the commands do, as functions that print nothing and do not exit."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -25,6 +27,17 @@ def trained(tmp_path_factory):
     run = hgpo_jax.fit(config, folder / "run", on_iteration=rows.append)
     assert jax.sharding.get_mesh() == before
     return run, rows
+
+
+def test_the_front_pages_program_runs(trained, tmp_path, monkeypatch, capsys):
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    program = re.findall(r"```python\n(import hgpo_jax\n.*?)```", text, re.DOTALL)[0]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hgpo_jax, "load_config", lambda *_, **__: trained[0].config.model_copy(update={"run_dir": ""}))
+    exec(program, {})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:2]] == ["0", "1"] and (tmp_path / "runs" / "first" / "policy").is_dir()
+    assert any(line.startswith("task: ") for line in lines)
 
 
 def test_a_configuration_takes_sections_and_dotted_names():
