@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from hgpo_jax import config as configuration
 from hgpo_jax.config import Config
+from hgpo_jax.config.cli import REFUSED
 from hgpo_jax.evaluation.held_out import describe_evaluation, evaluate, validates_apart
 from hgpo_jax.policy import Policy, model_card
 from hgpo_jax.policy.chat_frame import ChatFrame
@@ -30,7 +31,7 @@ from hgpo_jax.trainer.folder import find_run, take_folder
 from hgpo_jax.trainer.interruption import Interrupted, Interruption
 from hgpo_jax.trainer.loop import Training, refusals
 from hgpo_jax.utils import distributed, remote
-from hgpo_jax.utils.errors import ConfigError
+from hgpo_jax.utils.errors import ConfigError, RunError
 from hgpo_jax.utils.files import atomic_write, is_remote
 from hgpo_jax.utils.progress import CompileWatch, say, warn
 
@@ -83,12 +84,21 @@ def train(
         try:
             run(config, mesh, folder, resuming, stop, on_iteration)
         except Interrupted as signal:
-            saved = f"{stop.saved} of {config.iterations} iterations are saved" if stop.saved else "no iteration was done"
-            hint = f"; continue with --resume {place}" if stop.saved or resuming else ""
-            say(f"stopped by {signal}: {saved}{hint}")
+            say(f"stopped by {signal}: {_saved(config, stop, place, resuming)}")
             raise
+        except OSError as error:
+            if error.errno not in REFUSED:
+                raise
+            saved = _saved(config, stop, place, resuming)
+            raise RunError(f"{error.filename or place}: {error.strerror}; {saved}") from None
     say(f"{time.perf_counter() - began:.0f} s in all; everything is in {place}")
     return folder
+
+
+def _saved(config: Config, stop: Interruption, place: str, resuming: bool) -> str:
+    """Says how much of a run that ended early is saved, and how it continues."""
+    saved = f"{stop.saved} of {config.iterations} iterations are saved" if stop.saved else "no iteration was done"
+    return saved + (f"; continue with --resume {place}" if stop.saved or resuming else "")
 
 
 def dry_run(given: dict, resume: str, allowed: tuple[str, ...]) -> None:

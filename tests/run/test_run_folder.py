@@ -6,7 +6,6 @@ import os
 import shutil
 import types
 from pathlib import Path
-from types import SimpleNamespace
 
 import filelock
 import jax.numpy as jnp
@@ -29,7 +28,7 @@ from hgpo_jax.trainer.folder import (
     resume_point,
     take_folder,
 )
-from hgpo_jax.utils.errors import ConfigError
+from hgpo_jax.utils.errors import ConfigError, RunError
 
 HF = Path(__file__).parents[1] / "policy" / "data" / "qwen2_tiny"
 
@@ -285,12 +284,23 @@ def test_a_run_that_began_meanwhile_is_not_begun_again(tmp_path, monkeypatch):
         begun(folder)
         (folder / "episodes").mkdir()
         (folder / "episodes" / "iteration-00009.npz").touch()
-        return SimpleNamespace(close=lambda: None)
+        return types.SimpleNamespace(close=lambda: None)
 
     monkeypatch.setattr("hgpo_jax.trainer.main.build", slow_build)
     with pytest.raises(ConfigError, match="another process has begun a run here"):
         main.run(configuration.load(), None, folder, False, None, None)
     assert (folder / "episodes" / "iteration-00009.npz").exists()
+
+
+def test_a_full_disk_names_the_run_and_says_what_is_saved(tmp_path, monkeypatch):
+    def full(config, mesh, folder, resuming, stop, on_iteration):
+        stop.saved = 3
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(main, "run", full)
+    message = r"run: No space left on device; 3 of 80 iterations are saved; continue with --resume .*run$"
+    with pytest.raises(RunError, match=message):
+        main.train({"run_dir": str(tmp_path / "run")})
 
 
 @pytest.fixture
