@@ -94,7 +94,7 @@ def test_trains_from_cloning_to_evaluation(tmp_path: Path) -> None:
     # A panel of the six games that are here: played are the games in the order of their names.
     small = "PANELS[name] = dataclasses.replace(PANELS[name], count=6)"
     program = f"import dataclasses\nfrom hgpo_jax.evaluation.panels import PANELS\nname = 'alfworld-valid_unseen'\n{small}\n"
-    program += "from hgpo_jax import cli, evaluate\ncli.run(evaluate.main)"
+    program += "from hgpo_jax import evaluate\nfrom hgpo_jax.config import cli\ncli.run(evaluate.main)"
     command("-c", program, run, "--panel", "alfworld-valid_unseen", cwd=tmp_path)
     file = run / "evaluations" / "panel-alfworld-valid_unseen-t1-n6-s0.json"
     unseen, tasks = list_games("valid_unseen", data), json.loads(file.read_text())["tasks"]

@@ -172,7 +172,7 @@ def signalled(*given):
 
 
 def test_a_signal_before_there_is_anything_to_save(cache, tmp_path):
-    code = "import os\nfrom hgpo_jax import training_run\ntraining_run.build = lambda *given: os.kill(os.getpid(), 15)"
+    code = "import os\nfrom hgpo_jax.trainer import main\nmain.build = lambda *given: os.kill(os.getpid(), 15)"
     said = runs.run(tmp_path, *PLAIN, cache, code=code, expect=143)
     assert said == "stopped by SIGTERM: no iteration was done\n"
 
