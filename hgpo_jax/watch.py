@@ -77,7 +77,7 @@ def main() -> None:
     notes = []
     for t in range(len(story.turns)):
         length = played.response_lengths[0, t]
-        tokens = [job.policy.tokenizer.decode([token]) for token in played.responses[0, t, :length]]
+        tokens = [job.tokenizer.decode([token]) for token in played.responses[0, t, :length]]
         notes.append(probabilities(tokens, played.logp[0, t, :length]))
     print(f"task: {story.task}")
     show(story.turns, notes, story.outcome)

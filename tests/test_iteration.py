@@ -58,7 +58,7 @@ def fake_job(batches, method, max_tries=4, roles=("agent",)):
     runner = types.SimpleNamespace(
         rollout=lambda params, *inputs: RolloutResult(next(left), None), select_tasks=lambda *which: None, roles=roles
     )
-    return Job(config=config, mesh=None, policy=None, adapted=None, runner=runner)
+    return Job(config=config, mesh=None, policies={}, tokenizer=None, runner=runner)
 
 
 def sample(job):

@@ -45,7 +45,7 @@ def test_a_mesh_of_as_many_devices_as_share_the_episodes():
 def test_roles_learn_in_turns_and_executors_from_one_plan_in_each_prompt_group(fields, roles, learners):
     config = configuration.load(None, [*fields, "rollout.prompt_groups=3", "rollout.group_size=4"])
     runner = types.SimpleNamespace(roles=("a", "b", "c")[:roles], select_tasks=lambda stream, seed, numbers: numbers)
-    job = Job(config=config, mesh=None, policy=None, adapted=None, runner=runner)
+    job = Job(config=config, mesh=None, policies={}, tokenizer=None, runner=runner)
     assert [job.learning_role(iteration) for iteration in range(6)] == learners
     assert len({job.episode_inputs(iteration)[1].shape for iteration in range(6)}) == 1  # one compiled program
     for iteration, learner in enumerate(learners):

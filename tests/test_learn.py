@@ -13,10 +13,11 @@ from flax import nnx
 from hgpo_jax import advantages
 from hgpo_jax.advantages import estimate
 from hgpo_jax.config import load
+from hgpo_jax.config.policies import SHARED
 from hgpo_jax.learner import losses
 from hgpo_jax.policy import network
 from hgpo_jax.rollout.episodes import Episodes, action_ids
-from hgpo_jax.setup.job import Job
+from hgpo_jax.setup.job import Job, PolicySetup
 from hgpo_jax.trainer.step import make_train_step
 from tests.helpers.tiny import MODEL, WORDS, mesh_of, parameters
 
@@ -86,9 +87,9 @@ def switches(e: Episodes):
 def built(*overrides, devices, roles):
     """(mesh, the iteration's `learn`, its `init`); of an answer that has parts every token is one."""
     config, mesh = load(None, [*SETTINGS, *overrides]), mesh_of(f"data={devices}")
-    policy = types.SimpleNamespace(config=MODEL)
+    policy = PolicySetup(SHARED, config, mesh, types.SimpleNamespace(config=MODEL), MODEL)
     runner = types.SimpleNamespace(roles=roles, answer_parts=(1, 1, 1), switches=switches, end_tokens=ENDS)
-    return mesh, *make_train_step(Job(config=config, mesh=mesh, policy=policy, adapted=MODEL, runner=runner))
+    return mesh, *make_train_step(Job(config, mesh, {SHARED: policy}, None, runner))
 
 
 def learn(e: Episodes, *overrides, scale=1.0, devices=1, roles=("agent",), reference=None, role=None):
@@ -96,9 +97,9 @@ def learn(e: Episodes, *overrides, scale=1.0, devices=1, roles=("agent",), refer
     index of the one that learns, by default all."""
     mesh, step, init = built(*overrides, devices=devices, roles=roles)
     with jax.set_mesh(mesh):
-        state = init(jax.tree.map(jnp.asarray, parameters(0)))
+        state = init({SHARED: jax.tree.map(jnp.asarray, parameters(0))})
         before = jax.device_get(state)
-        frozen = jax.tree.map(jnp.array, reference or parameters(0))
+        frozen = {SHARED: jax.tree.map(jnp.array, reference or parameters(0))}
         one = () if role is None else (jnp.int32(role),)
         return *jax.device_get(step(state, frozen, jax.tree.map(jnp.asarray, e), jax.random.key(0), scale, *one)), before
 
@@ -111,7 +112,7 @@ def assert_first_gradient(state, e: Episodes, weights) -> float:
         return -(weights * logprobs(params, e.prompts[e.mask], e.prompt_lengths[e.mask], e.responses[e.mask])).sum()
 
     gradient = jax.grad(loss)(jax.tree.map(jnp.asarray, parameters(0)))
-    moments = optax.tree.get(state.opt_state, "mu")
+    moments = optax.tree.get(state.opt_state[SHARED], "mu")
     jax.tree.map(lambda m, g: np.testing.assert_allclose(m, 0.1 * g, atol=2e-6), moments, gradient)
     return float(optax.tree.norm(gradient))
 

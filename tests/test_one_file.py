@@ -13,6 +13,7 @@ import pytest
 
 from hgpo_jax import advantages
 from hgpo_jax.config import Config
+from hgpo_jax.config.policies import SHARED
 from hgpo_jax.evaluation.held_out import play_held_out, sampled_decoding
 from hgpo_jax.learner.algorithms import estimator_options
 from hgpo_jax.learner.update import lr_scale
@@ -74,7 +75,7 @@ def test_both_compute_the_same(monkeypatch, tmp_path):
 
     job = build(Config.model_validate(SETTING | {"cache_dir": str(tmp_path)}), make_mesh("data=1", jax.devices()[:1]))
     params = clone(job)
-    assert_equal(cloned[0], params)
+    assert_equal(cloned[0], params[SHARED])
     train_step, init = library.make_train_step(job)
     state, reference = init(params), job.reference_copy(params)
     for iteration in range(job.config.iterations):
@@ -86,7 +87,7 @@ def test_both_compute_the_same(monkeypatch, tmp_path):
         scale = jnp.float32(lr_scale(job.config.learner, iteration, job.config.iterations))
         state, metrics = train_step(state, reference, e, job.key(iteration, 1), scale, None)
         our_params, our_optimizer, our_metrics = learned[iteration]
-        assert_equal((our_params, our_optimizer), (state.params, state.opt_state))
+        assert_equal((our_params, our_optimizer), (state.params[SHARED], state.opt_state[SHARED]))
         assert_equal([our_metrics[name] for name in ("loss", "kl", "entropy")], [metrics[n] for n in ("loss", "kl", "entropy")])
     decoding = sampled_decoding(job.config.evaluation).replace(temperature=0.0)
     e, *_ = play_held_out(job, job.rollout_params(state.params, reference), decoding)

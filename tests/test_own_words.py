@@ -8,7 +8,7 @@ from hgpo_jax.rollout.chat_prompts import ChatFormat, PromptInput
 from hgpo_jax.rollout.env_tokenizer import fresh_tokenizer, template_of
 from hgpo_jax.rollout.environments import environment
 from hgpo_jax.rollout.runners import TextRunner
-from hgpo_jax.setup.memory import configs_of_sets, workload_of
+from hgpo_jax.setup.memory import configs_by_policy, workload_of
 from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.tiny import mesh_of
 
@@ -58,8 +58,8 @@ def test_the_prompt_is_the_bare_facts_and_the_response_the_command(config):
 def test_answers_keep_their_capitals_where_the_original_does_not_take_them(name, action, config):
     given = config(f"env.name={name}", "env.template=text")
     tokenizer, found, mesh = fresh_tokenizer(given), environment(given.env), mesh_of("data=1")
-    model = workload_of(configs_of_sets(given)[""], mesh).model
-    form = TextRunner(given, found, *found.text(given), model, tokenizer, mesh).train._format
+    model = workload_of(configs_by_policy(given)[""], mesh).model
+    form = TextRunner(given, found, *found.text(given), {"": model}, tokenizer, mesh).train._format
     ids = form.frame.text.encode(["<think></think><action>Answer[Paris]</action>"])[0]
     assert form.parse(ids)[1:] == (action, True)
 

@@ -103,7 +103,7 @@ def test_a_run_whose_function_fails_in_every_episode_ends(here):
     config = load(None, [*fields, "rollout.prompt_groups=1", "rollout.group_size=3"])
     rollout = lambda params, *inputs: text_result(["raises", "talks", "talks"], [2, 3, 2])  # noqa: E731
     runner = types.SimpleNamespace(rollout=rollout, select_tasks=lambda *which: None, roles=("agent",))
-    job = Job(config=config, mesh=None, policy=None, adapted=None, runner=runner, reward=reward(*fields))
+    job = Job(config=config, mesh=None, policies={}, tokenizer=None, runner=runner, reward=reward(*fields))
     with pytest.raises(RunError, match=r"^iteration 5: all 3 episodes failed, in the first one: reward: ZeroDivisionError: "):
         step.sample(job, None, 4)
 
@@ -150,7 +150,7 @@ def test_answers_near_their_limit_are_punished_as_in_dapo(method):
     runner = types.SimpleNamespace(
         rollout=lambda *_: RolloutResult(e, None), select_tasks=lambda *which: None, roles=("searcher", "carrier")
     )
-    (got, _), sums, _ = step.sample(Job(config, None, None, None, runner), None, 0)
+    (got, _), sums, _ = step.sample(Job(config, None, {}, None, runner), None, 0)
     expected = np.zeros((4, 3))
     for episode, turn in np.argwhere(e.mask):
         room = (40 if e.agents[episode, turn] else 100) - 20 - int(e.response_lengths[episode, turn])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx, struct
 
+from hgpo_jax.config.policies import SHARED
 from hgpo_jax.learner.update import token_logprobs
 from hgpo_jax.policy import ModelConfig, initialize, network, shardings
 from hgpo_jax.rollout.compiled import make_continuations, make_rollout, replay
@@ -81,7 +82,7 @@ def parameters():
 def compiled(spec, decode_batch_size, history):
     mesh = mesh_of(spec)
     sizes = {"history_length": history, "decode_batch_size": decode_batch_size}
-    return mesh, make_rollout(ENV, network(MODEL), mesh, **sizes, end=END, act=ACT)
+    return mesh, make_rollout(ENV, {SHARED: network(MODEL)}, mesh, **sizes, end=END, act=ACT)
 
 
 def play(*, spec="data=1", decode_batch_size=DECODE_BATCH, history=K, temperature=1.0) -> Episodes:
@@ -90,7 +91,7 @@ def play(*, spec="data=1", decode_batch_size=DECODE_BATCH, history=K, temperatur
     with jax.set_mesh(mesh):  # as a job does, so that activations are split too
         placed = jax.device_put(parameters(), shardings(MODEL, mesh))
         inputs = task_keys("train", 3, INDICES), keys, jnp.int32(INDICES), Decoding(temperature=temperature)
-        return jax.device_get(rollout(placed, *inputs))
+        return jax.device_get(rollout({SHARED: placed}, *inputs))
 
 
 @pytest.fixture(scope="module")
@@ -124,13 +125,14 @@ def test_an_episode_goes_on_as_it_went(episodes):
         np.pad(e.mask.cumsum(1), ((0, 0), (1, 0))) == T
     ))  # fmt: skip
     mesh = mesh_of("data=1")
-    go_on = make_continuations(ENV, network(MODEL), mesh, history_length=K, decode_batch_size=DECODE_BATCH, end=END, act=ACT)
+    sizes = {"history_length": K, "decode_batch_size": DECODE_BATCH}
+    go_on = make_continuations(ENV, {SHARED: network(MODEL)}, mesh, **sizes, end=END, act=ACT)
     with jax.set_mesh(mesh):
         placed, keys = jax.device_put(parameters(), shardings(MODEL, mesh)), jax.random.split(jax.random.key(5), B)
         decoding = Decoding(temperature=1.0)
-        first = go_on(placed, jax.tree.map(lambda a: a[:, 0], states), keys, decoding)
-        ended = go_on(placed, jax.tree.map(lambda a: a[:, T], states), keys, decoding)
-        middle = go_on(placed, jax.tree.map(lambda a: a[:, 3], states), keys, decoding)
+        first = go_on({SHARED: placed}, jax.tree.map(lambda a: a[:, 0], states), keys, decoding)
+        ended = go_on({SHARED: placed}, jax.tree.map(lambda a: a[:, T], states), keys, decoding)
+        middle = go_on({SHARED: placed}, jax.tree.map(lambda a: a[:, 3], states), keys, decoding)
     np.testing.assert_array_equal(first, e.rewards)
     assert not np.asarray(ended).any()
     won = np.asarray(middle).sum(1)

@@ -9,6 +9,7 @@ from flax import nnx
 from hgpo_jax.analysis import diagnostics
 from hgpo_jax.analysis.true_advantages import true_advantages
 from hgpo_jax.config import load
+from hgpo_jax.config.policies import SHARED
 from hgpo_jax.learner.batch import TrainingBatch
 from hgpo_jax.learner.update import token_logprobs
 from hgpo_jax.policy import network
@@ -40,25 +41,26 @@ def played(job):
 
     The blocks add nothing to the embeddings, which are such that the policy often says one of the two words, and then ends.
     """
-    tokenizer, params = job.policy.tokenizer, jax.tree.map(jnp.zeros_like, job.base_rollout_params(job.policy.params))
+    tokenizer, params = job.tokenizer, jax.tree.map(jnp.zeros_like, job.given_params[SHARED])
     params["norm"] = jax.tree.map(jnp.ones_like, params["norm"])
     table = params["embed_tokens"]["embedding"]
     table = table.at[tokenizer.convert_tokens_to_ids(ACT), 0].set(0.5).at[tokenizer.eos_token_id, 1].set(2.0)
     params["embed_tokens"]["embedding"] = table.at[LEFT, :2].set(jnp.array([0.4, 0.5])).at[RIGHT, :2].set(0.5)
     inputs = job.episode_inputs(0)
-    return params, inputs[0], jax.device_get(job.runner.rollout(params, *inputs).episodes)
+    return {SHARED: params}, inputs[0], jax.device_get(job.runner.rollout({SHARED: params}, *inputs).episodes)
 
 
 def probabilities(job, params, episodes) -> tuple[float, float]:
     """Of going left and right, which are a word and the end token after it."""
     assert (episodes.prompts[episodes.mask] == episodes.prompts[0, 0]).all()
-    end = job.policy.tokenizer.eos_token_id
+    end = job.tokenizer.eos_token_id
     batch = TrainingBatch(
         prompts=np.tile(episodes.prompts[0, 0], (2, 1)), prompt_lengths=np.full(2, episodes.prompt_lengths[0, 0]),
         responses=np.array([[LEFT, end], [RIGHT, end]]), response_lengths=np.full(2, 2), old_logp=np.zeros((2, 2)),
         advantages=np.zeros(2),
     )  # fmt: skip
-    logp, _ = jax.jit(lambda *given: token_logprobs(nnx.merge(network(job.policy.config), given[0]), given[1]))(params, batch)
+    model = nnx.merge(network(job.policy.model), params[SHARED])
+    logp, _ = jax.jit(token_logprobs)(model, batch)
     left, right = np.exp(np.asarray(logp, float).sum(1))
     assert left > 0.1 and right > 0.15
     return left, right
@@ -78,7 +80,7 @@ def exact(job, played) -> tuple[np.ndarray, np.ndarray]:
     """Advantages and values of the steps that happened, in order."""
     params, tasks, e = played
     V, found = exact_values(*probabilities(job, params, e)), []
-    end, starts = job.policy.tokenizer.eos_token_id, jax.jit(jax.vmap(job.runner.env.reset))(tasks)[0].at
+    end, starts = job.tokenizer.eos_token_id, jax.jit(jax.vmap(job.runner.env.reset))(tasks)[0].at
     for b in range(len(e.mask)):
         at = int(starts[b])
         for t in range(int(e.mask[b].sum())):

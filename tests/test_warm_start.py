@@ -133,7 +133,8 @@ def test_runs_that_share_a_start_begin_with_the_same_policy_and_other_tasks(tmp_
     assert (first[0] != second[0]).any() and (second[0] == third[0]).all()
 
     def adapters(job):
-        return jax.tree.leaves(replace(job, adapted=replace(job.adapted, lora=LoraConfig(rank=2, alpha=4))).fresh_adapters())
+        adapted = replace(job.policy.model, lora=LoraConfig(rank=2, alpha=4))
+        return jax.tree.leaves(replace(job.policy, model=adapted).trainable(None))
 
     same, shared, other = map(adapters, jobs)
     assert all((a == b).all() for a, b in zip(same, shared, strict=True))

@@ -10,13 +10,13 @@ from flax import nnx
 
 from hgpo_jax.config import load
 from hgpo_jax.config.choices import ROLES
-from hgpo_jax.config.policies import config_of, set_of_each, weight_sets
+from hgpo_jax.config.policies import SHARED, config_of, policy_of_each, roles_by_policy
 from hgpo_jax.learner.update import token_logprobs
 from hgpo_jax.policy import network
 from hgpo_jax.policy.tokenizer import word_tokenizer
 from hgpo_jax.rollout.environments import ENVIRONMENTS, role_names
 from hgpo_jax.setup import memory
-from hgpo_jax.setup.job import build, make_sets
+from hgpo_jax.setup.job import build, make_policies
 from hgpo_jax.setup.validate import check_together
 from hgpo_jax.trainer import step as iteration
 from hgpo_jax.trainer.behavior_cloning import demonstrations
@@ -90,14 +90,14 @@ def test_sets_of_weights_are_named_by_their_roles():
         role: load(None, ["env.name=household_team", f"roles.searcher.{field}"]).roles["searcher"]
         for role, field in fields.items()
     }})  # fmt: skip
-    assert weight_sets(config(), roles) == weight_sets(config(b="template=x"), roles) == {}
-    assert weight_sets(config(b="policy=own"), roles) == {"a+c": ("a", "c"), "b": ("b",)}
-    assert set_of_each(config(b="policy=own"), roles) == ("a+c", "b", "a+c")
-    assert set_of_each(config(a="lora_rank=4", b="policy=own"), roles) == ("a", "b", "c")
+    assert roles_by_policy(config(), roles) == roles_by_policy(config(b="template=x"), roles) == {SHARED: roles}
+    assert roles_by_policy(config(b="policy=own"), roles) == {"a+c": ("a", "c"), "b": ("b",)}
+    assert policy_of_each(config(b="policy=own"), roles) == ("a+c", "b", "a+c")
+    assert policy_of_each(config(a="lora_rank=4", b="policy=own"), roles) == ("a", "b", "c")
     some = config(a="lr=1", b="policy=folder", c="lora_rank=4")
-    assert config_of(some, ("a",)).learner == some.learner.model_copy(update={"lr": 1})
-    assert config_of(some, ("b",)).policy.source == "folder" and config_of(some, ("b",)).learner == some.learner
-    assert config_of(some, ("c",)).lora.rank == 4 and config_of(some, ("a", "b")) is some
+    assert config_of(some, "a").learner == some.learner.model_copy(update={"lr": 1})
+    assert config_of(some, "b").policy.source == "folder" and config_of(some, "b").learner == some.learner
+    assert config_of(some, "c").lora.rank == 4 and config_of(some, "a+b") is some
 
 
 def test_the_roles_of_our_environments_are_known_before_they_are_made():
@@ -152,7 +152,7 @@ def test_each_role_samples_with_its_own_weights(apart):
     e = episodes_of(apart, params)
     batch = iteration.training_batch(e)
     batch = batch.replace(prompt_lengths=np.maximum(batch.prompt_lengths, 1))
-    logprobs = jax.jit(lambda params: token_logprobs(nnx.merge(network(apart.policy.config), params), batch)[0])
+    logprobs = jax.jit(lambda params: token_logprobs(nnx.merge(network(apart.policies["carrier"].model), params), batch)[0])
     logp = {name: logprobs(of) for name, of in params.items()}
     for role, (name, other) in enumerate((("searcher", "carrier"), ("carrier", "searcher"))):
         own = (e.mask & (e.agents == role)).reshape(-1)
@@ -189,7 +189,7 @@ def test_a_role_learns_from_its_own_turns_alone(apart):
 def test_adapters_of_their_own_stand_beside_one_copy_of_the_weights(apart, cache):
     job = job_of("roles.searcher.lora_rank=2", "roles.carrier.lora_rank=4", cache=cache)
     for of, ranks in ((job, {"searcher": 2, "carrier": 4}), (apart, {"searcher": 2, "carrier": None})):
-        assert {name: one.adapted.lora and one.adapted.lora.rank for name, one in of.sets.items()} == ranks
+        assert {name: one.model.lora and one.model.lora.rank for name, one in of.policies.items()} == ranks
         reference = of.reference_copy(of.given_params)
         assert all(a is b for a, b in zip(*map(jax.tree.leaves, reference.values()), strict=True))
     _, after, _ = trained(apart, 0)
@@ -265,7 +265,7 @@ def test_text_roles_have_templates_and_answer_lengths_of_their_own(cache, tmp_pa
     file = tmp_path / "search.txt"
     file.write_text(SEARCH)
     job = job_of(*TEXT, f"roles.searcher.template={file}", OWN, cache=cache)
-    e, words = episodes_of(job, job.given_params), job.policy.tokenizer
+    e, words = episodes_of(job, job.given_params), job.tokenizer
     searches, carries = e.mask & (e.agents == 0), e.mask & (e.agents == 1)
     assert e.response_lengths[searches].max() <= 9 < e.response_lengths[carries].max() <= 16
     for own, template in ((searches, True), (carries, False)):
@@ -280,16 +280,16 @@ def test_answers_that_do_not_fit_a_role_are_refused_by_its_field(cache):
 
 def test_a_policy_with_another_tokenizer_is_refused(shared, tmp_path):
     def sets(source):
-        return make_sets(load(None, [*TEAM, f"roles.searcher.policy={source}"]), shared.policy, shared.mesh)
+        return make_policies(load(None, [*TEAM, f"roles.searcher.policy={source}"]), shared.policy.initial, shared.mesh)
 
-    given = dataclasses.replace(shared.policy, tokenizer=word_tokenizer(["other"]))
-    for name, policy in (("mine", shared.policy), ("other", given)):
+    given = dataclasses.replace(shared.policy.initial, tokenizer=word_tokenizer(["other"]))
+    for name, policy in (("mine", shared.policy.initial), ("other", given)):
         policy.save(tmp_path / name)
     with pytest.raises(ConfigError, match=r"^roles\.searcher\.policy=\S*other: has another tokenizer than policy.source=;"):
         sets(tmp_path / "other")
     with pytest.raises(ConfigError, match=r"^roles\.searcher\.policy=nowhere: "):
         sets("nowhere")
-    assert same(*(jax.device_get(policy.params) for _, policy in sets(tmp_path / "mine").values()))
+    assert same(*(jax.device_get(policy.initial.params) for policy in sets(tmp_path / "mine").values()))
 
 
 @pytest.mark.slow

@@ -151,7 +151,7 @@ def _batched(runner: CompiledRunner):
 def play(model, job: Job, iteration: int) -> dict[str, np.ndarray]:
     """Plays the episodes of one iteration of the embedded household, turn by turn; keys and shapes as in `Episodes`."""
     assert isinstance(job.runner, CompiledRunner)  # `household`
-    env, rollout, tokenizer = job.runner.env, job.config.rollout, job.policy.tokenizer
+    env, rollout, tokenizer = job.runner.env, job.config.rollout, job.tokenizer
     end, act = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(ACT)
     tasks, _, groups, decoding = job.episode_inputs(iteration)
     reset, goal_of, step = _batched(job.runner)

@@ -28,6 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from hgpo_jax.bench import duration, limits
 from hgpo_jax.config import Config, cli
+from hgpo_jax.config.policies import SHARED
 from hgpo_jax.learner.algorithms import method_named
 from hgpo_jax.learner.batch import TrainingBatch
 from hgpo_jax.learner.update import aggregation, make_optimizer, make_policy_loss, make_update
@@ -182,12 +183,12 @@ def programs(config: Config, mesh, workload: memory.Workload):
         """Lowers a language model's whole rollout, including the games."""
         found, source = environment(config.env), policy.tokenizer or policy.source
         assert found.text is not None
-        runner = TextRunner(config, found, *found.text(config), model, load_tokenizer(source, config.cache_dir), mesh)
+        runner = TextRunner(config, found, *found.text(config), {SHARED: model}, load_tokenizer(source, config.cache_dir), mesh)
         assert isinstance(runner.train, CompiledTextRollout)
         batch = config.rollout.prompt_groups * config.rollout.group_size
         episodes = jax.ShapeDtypeStruct((batch,), key.dtype, sharding=everywhere)
         with jax.set_mesh(mesh):
-            return runner.train.lowered(compute, episodes, Decoding())
+            return runner.train.lowered({SHARED: compute}, episodes, Decoding())
 
     slots = SlotPrograms(network(model), mesh, max_new=workload.response, end_tokens=(0,))
 

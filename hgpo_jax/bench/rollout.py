@@ -23,6 +23,7 @@ from flax import struct
 
 from hgpo_jax.bench import policies
 from hgpo_jax.bench.limits import row
+from hgpo_jax.config.policies import SHARED
 from hgpo_jax.envs.cli import whole_number
 from hgpo_jax.policy import initialize, network
 from hgpo_jax.policy.placement import cast
@@ -171,7 +172,7 @@ def run(args: argparse.Namespace) -> list[dict]:
         rollout = HostRollout(
             lambda: MadeUp(args.turns),
             text,
-            network(model),
+            {SHARED: network(model)},
             mesh,
             batch=B,
             history_length=0,
@@ -180,14 +181,14 @@ def run(args: argparse.Namespace) -> list[dict]:
         )
         lockstep = Lockstep(network(model), mesh, text, args)
         slots = {"history_length": 0, "decode_batch_size": max(1, args.slots // mesh.shape["data"])}
-        program = functools.partial(MadeUpProgram, graphdef=network(model), **slots)
+        program = functools.partial(MadeUpProgram, graphdefs={SHARED: network(model)}, **slots)
         compiled = jax.jit(on_shards(MadeUpProgram.lengths, program, MadeUpCompiled(args, model.vocab_size), mesh))
         times: dict[str, list[float]] = {"continuous": [], "compiled": [], "lockstep": []}
         for repeat in range(args.repeats + 1):  # the first round compiles
             began = time.perf_counter()
-            episodes, report = rollout(params, tasks, keys, groups, Decoding())
+            episodes, report = rollout({SHARED: params}, tasks, keys, groups, Decoding())
             on_host = time.perf_counter()
-            in_program = jax.device_get(compiled(None, params, jnp.arange(B), keys, Decoding()))
+            in_program = jax.device_get(compiled(None, {SHARED: params}, jnp.arange(B), keys, Decoding()))
             half = time.perf_counter()
             lengths = lockstep(params, tasks, keys)
             if repeat:

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> list[dict]:
         theirs = [statistics.median(seconds[name]) for name in ("peer rollout", "peer update")]
         ratios = [theirs[0] / rollout, theirs[1] / update, sum(theirs) / (rollout + update)]
     steps, tokens = int(metrics["steps"]), int(metrics["tokens"])
-    model, width = job.policy.config, episodes.prompts.shape[-1]
+    model, width = job.policy.initial.config, episodes.prompts.shape[-1]
     answer = episodes.responses.shape[-1]
     decode = forward_flops(model, width + answer, width + answer) / (width + answer) * (answer - 1)
     rollout_flops = steps * (forward_flops(model, width, 1) + decode)
@@ -122,7 +122,7 @@ def refuse_unlike(config: Config) -> None:
 
 def make_peer(peer, job: Job):
     """Builds the peer's iteration as a call: its number -> seconds of rollout and update."""
-    model, frozen = (peer.make_model(job.policy.config, job.policy.params, "float32") for _ in range(2))
+    model, frozen = (peer.make_model(job.policy.initial.config, job.policy.initial.params, "float32") for _ in range(2))
     optimizer = peer.make_optimizer(model, job.config.learner, lr=0.0)  # as above, the policy does not change
 
     def iteration(number: int) -> tuple[float, float]:

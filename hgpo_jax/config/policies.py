@@ -1,6 +1,6 @@
-"""Maps roles to policies: one set of weights for all roles, or several, each with its own training configuration.
+"""Maps roles to policies: one that all roles share, or several, each with its own training configuration.
 
-With several, every tree of parameters elsewhere is a dict {name of the set: tree}.
+Parameters are dicts {name of a policy: tree} everywhere, also where there is one policy.
 """
 
 from __future__ import annotations
@@ -9,36 +9,38 @@ from collections.abc import Sequence
 
 from hgpo_jax.config import Config, Section
 
+SHARED = ""  # the policy that all roles share: its files stand in the run's own folders
 
-def weight_sets(config: Config, roles: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Groups the roles of a team by policy: name of the set of weights -> its roles. Empty if all roles share one set.
 
-    A set is named by its roles, as in `searcher` or `carrier+cook`.
+def roles_by_policy(config: Config, roles: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Groups the roles of an environment by policy: name of the policy -> its roles.
+
+    Where roles have policies of their own, a policy is named by its roles, as in `searcher` or `carrier+cook`.
     """
     own = {role for role, settings in config.roles.items() if settings.has_weights}
     if not own:
-        return {}
+        return {SHARED: tuple(roles)}
     shared = tuple(role for role in roles if role not in own)
-    sets = [(role,) if role in own else shared for role in roles]
-    return {"+".join(some): some for some in sets}
+    groups = [(role,) if role in own else shared for role in roles]
+    return {"+".join(group): group for group in groups}
 
 
-def set_of_each(config: Config, roles: Sequence[str]) -> tuple[str, ...]:
-    """Returns the name of each role's set of weights; empty if all roles share one."""
-    sets = weight_sets(config, roles)
-    return tuple(name for role in roles for name, some in sets.items() if role in some)
+def policy_of_each(config: Config, roles: Sequence[str]) -> tuple[str, ...]:
+    """Returns the name of each role's policy."""
+    groups = roles_by_policy(config, roles)
+    return tuple(name for role in roles for name, group in groups.items() if role in group)
 
 
 def members(name: str, roles: Sequence[str]) -> list[bool]:
-    """Returns, for each role, whether it uses the set of weights of this name."""
-    return [role in name.split("+") for role in roles]
+    """Returns, for each role, whether it uses the policy of this name."""
+    return [name == SHARED or role in name.split("+") for role in roles]
 
 
-def config_of(config: Config, roles: Sequence[str]) -> Config:
-    """Returns the configuration that initializes and trains the policy which these roles share."""
-    if len(roles) > 1 or roles[0] not in config.roles:
+def config_of(config: Config, name: str) -> Config:
+    """Returns the configuration that initializes and trains the policy of this name."""
+    if name not in config.roles:
         return config
-    settings = config.roles[roles[0]]
+    settings = config.roles[name]
     sections: dict[str, Section] = {"learner": config.learner.model_copy(update=settings.optimizer)}
     if settings.policy not in ("shared", "own"):
         sections["policy"] = config.policy.model_copy(update={"source": settings.policy})

@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hgpo_jax.advantages import state_ids
+from hgpo_jax.config.policies import SHARED
 from hgpo_jax.envs.protocol import TimeLimited
 from hgpo_jax.policy.mesh import max_across_devices
 from hgpo_jax.rollout.compiled_prompts import History, make_prompt, prompt_widths, role_of
@@ -68,14 +69,14 @@ def parse_answer(response, length, end: int, answer_length: int):
 
 def make_rollout(
     env,
-    graphdef,
+    graphdefs: dict[str, Any],
     mesh: Mesh,
     *,
     history_length: int,
     decode_batch_size: int,
     end: int,
     act: int,
-    weights: tuple[str, ...] = (),
+    policies: tuple[str, ...] = (SHARED,),
 ):
     """Builds `rollout(params, tasks, keys, groups, decoding, tables=None) -> Episodes`, jitted.
 
@@ -85,13 +86,12 @@ def make_rollout(
 
     Args:
       env: a compiled environment such as `hgpo_jax.envs.household.Household` or `hgpo_jax.envs.sokoban.Sokoban`.
-      graphdef: that of the `Qwen2` whose parameters are passed. If roles have weights of their own, params and graphdef are
-        dicts by the weights' name.
+      graphdefs: {name of a policy: graph definition of the `Qwen2` whose parameters are passed}.
       mesh: episodes are split over its `data` axis; data x fsdp must divide their number.
       history_length: K, observation-action pairs in a prompt.
       decode_batch_size: episodes that each device decodes at a time; rounded down to a divisor of its number of episodes.
       end, act: token ids of the end of a response and of the mark that asks for one.
-      weights: names of each role's weights; () if all roles share them.
+      policies: the name of each role's policy.
 
     Raises:
       ValueError: the environment lacks something (`requirements.py`).
@@ -99,12 +99,12 @@ def make_rollout(
     check_compiled(env, ROLLOUT)
     program = functools.partial(
         Program,
-        graphdef=graphdef,
+        graphdefs=graphdefs,
         decode_batch_size=decode_batch_size,
         history_length=history_length,
         end=end,
         act=act,
-        weights=weights,
+        policies=policies,
     )
     play_shards = on_shards(Program.play, program, env, mesh)
 
@@ -121,14 +121,14 @@ def make_rollout(
 
 def make_continuations(
     env,
-    graphdef,
+    graphdefs: dict[str, Any],
     mesh: Mesh,
     *,
     history_length: int,
     decode_batch_size: int,
     end: int,
     act: int,
-    weights: tuple[str, ...] = (),
+    policies: tuple[str, ...] = (SHARED,),
 ):
     """Builds `go_on(params, states, keys, decoding, tables=None) -> f32[B, T]`, jitted: the rewards of episodes that begin in
     the middle, in `states`, an `EpisodeState` [B], for example from `replay`; an episode that has ended has no rewards.
@@ -137,12 +137,12 @@ def make_continuations(
     """
     program = functools.partial(
         Program,
-        graphdef=graphdef,
+        graphdefs=graphdefs,
         decode_batch_size=decode_batch_size,
         history_length=history_length,
         end=end,
         act=act,
-        weights=weights,
+        policies=policies,
     )
     play_on = on_shards(Program.play_on, program, env, mesh)
     return jax.jit(lambda params, states, keys, decoding, tables=None: play_on(tables, params, states, keys, decoding))
@@ -194,13 +194,13 @@ class Program:
     """
 
     env: Any
-    graphdef: Any
+    graphdefs: dict[str, Any]
     fsdp: int
     history_length: int
     decode_batch_size: int
     end: int = 0
     act: int = 0
-    weights: tuple[str, ...] = ()  # names of each role's weights; then graphdef and params are dicts by these
+    policies: tuple[str, ...] = (SHARED,)  # the name of each role's policy
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -292,9 +292,8 @@ class Program:
         return states, record
 
     def models(self, params) -> dict:
-        """Returns the networks that sample, each with its `decode_blocks`, by the name of their weights."""
-        graphdefs, params = (self.graphdef, params) if self.weights else ({"": self.graphdef}, {"": params})
-        models = {name: nnx.merge(graphdefs[name], params[name]) for name in params}
+        """Returns the networks that sample, each with its `decode_blocks`, by policy."""
+        models = {name: nnx.merge(graphdef, params[name]) for name, graphdef in self.graphdefs.items()}
         return {name: (model, model.decode_blocks()) for name, model in models.items()}
 
     def take_turn(self, models: dict, states: EpisodeState, prompts, lengths, turn, decoding):
@@ -321,11 +320,12 @@ class Program:
             choices = [functools.partial(respond, width) for width in self.widths]
             return jax.lax.switch(jnp.searchsorted(jnp.array(self.widths), longest), choices, prompts, lengths, keys)
 
-        if not self.weights:
-            return self.act_on(states, prompts, lengths, responses(*models[""]))
+        if len(models) == 1:
+            (model,) = models.values()
+            return self.act_on(states, prompts, lengths, responses(*model))
         # Every network whose roles have a turn here samples for all episodes; each episode keeps the sample of its own role.
         names, roles = list(models), jax.vmap(functools.partial(role_of, self.env))(states.env)
-        which = jnp.array([names.index(name) for name in self.weights])[roles]
+        which = jnp.array([names.index(name) for name in self.policies])[roles]
         M, R = prompts.shape[0], self.response_slots
         out = Responses(tokens=jnp.zeros((M, R), jnp.int32), logp=jnp.zeros((M, R)), lengths=jnp.zeros(M, jnp.int32))
         for number, name in enumerate(names):

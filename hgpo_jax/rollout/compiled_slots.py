@@ -13,8 +13,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from flax import nnx, struct
+from flax import struct
 
+from hgpo_jax.config.policies import SHARED
 from hgpo_jax.policy.mesh import max_across_devices
 from hgpo_jax.rollout.compiled import EpisodeState, Program, is_truncated
 from hgpo_jax.sampling.generate import Responses, turn_keys
@@ -66,8 +67,8 @@ class SlotProgram(Program):
     def play_slots(self, params, states: EpisodeState, decoding) -> Play:
         """Plays all turns of B episodes, and counts the decoding work (`Play.steps`, `Play.busy`)."""
         B, R = states.done.shape[0], self.response_slots
-        S, model = max(1, min(self.decode_batch_size, B) // self.fsdp) * self.fsdp, nnx.merge(self.graphdef, params)
-        blocks = model.decode_blocks()
+        S = max(1, min(self.decode_batch_size, B) // self.fsdp) * self.fsdp
+        model, blocks = self.models(params)[SHARED]
         shapes = jax.eval_shape(jax.vmap(self.prompt), states)
         prompts, lengths, notes = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
         play = Play(

@@ -1,6 +1,6 @@
 """Compiled rollouts of language models: ALFWorld's games, prompts, sampling and parsing of answers in one jitted program.
 
-    rollout = CompiledTextRollout(env, games, format, tokenizer, policy.graphdef, mesh, batch=128, history_length=2)
+    rollout = CompiledTextRollout(env, games, format, tokenizer, {"": policy.graphdef}, mesh, batch=128, history_length=2)
     episodes, report = rollout(params, tasks, keys, groups, Decoding())
 
 It is called like a `host.HostRollout` and returns bit-identical Episodes and statistics. If an episode holds something that
@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +95,7 @@ class CompiledTextRollout:
       env: a compiled environment that satisfies `device_text.Tells`.
       games: i32[.], the number in `env` of each task.
       host: plays the episodes that the device cannot; None: nothing does.
-      format, tokenizer, graphdef, mesh, batch, history_length, response_limit, decode_batch_size, strict: see `HostRollout`.
+      format, tokenizer, graphdefs, mesh, batch, history_length, response_limit, decode_batch_size, strict: see `HostRollout`.
 
     Attributes: those of `HostRollout`; `program`, the jitted rollout.
 
@@ -107,7 +108,7 @@ class CompiledTextRollout:
         games: np.ndarray,
         format: ChatFormat,
         tokenizer,
-        graphdef,
+        graphdefs: dict[str, Any],
         mesh: Mesh | AbstractMesh,
         *,
         batch: int,
@@ -124,7 +125,7 @@ class CompiledTextRollout:
         text = DeviceText(env, format, tokenizer, response_limit)
         self._mesh, self._tables, self._text = mesh, None, text
         program = functools.partial(
-            TextProgram, graphdef=graphdef, history_length=history_length, decode_batch_size=decode_batch_size
+            TextProgram, graphdefs=graphdefs, history_length=history_length, decode_batch_size=decode_batch_size
         )
         play = on_shards(TextProgram.told, program, text, mesh)
         replicated = NamedSharding(mesh, P())

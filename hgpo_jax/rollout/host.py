@@ -1,7 +1,7 @@
 """Host rollouts: a policy plays environments that are Python programs, all episodes of a batch together.
 
-    rollout = HostRollout(make_env, ChatFormat(tokenizer, "alfworld"), policy.graphdef, mesh, batch=128, history_length=2)
-    episodes, report = rollout(params, tasks, keys, groups, Decoding())
+    rollout = HostRollout(make_env, ChatFormat(tokenizer, "alfworld"), {"": policy.graphdef}, mesh, batch=128, history_length=2)
+    episodes, report = rollout({"": params}, tasks, keys, groups, Decoding())
 
 A response that has ended becomes an action, its environment steps, and the episode's next prompt takes a slot of the sampler
 while responses of other episodes go on (`sampling/`): no episode waits for the longest response of a turn. Decoding waits for
@@ -22,6 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from hgpo_jax.config.policies import SHARED
 from hgpo_jax.rollout.chat_prompts import Prompt
 from hgpo_jax.rollout.episode_buffer import EpisodeBuffer
 from hgpo_jax.rollout.episodes import Episodes
@@ -34,11 +35,11 @@ from hgpo_jax.sampling.generate import Decoding
 
 
 class Speaker(NamedTuple):
-    """The prompt format and the weights of one role of a team."""
+    """The prompt format and the policy of one role of a team."""
 
     format: Any  # as in HostRollout
     response_limit: int  # tokens of its longest response
-    weights: str = ""  # the name of its weights; "" if all roles share them
+    policy: str = SHARED  # its name
 
 
 class HostRollout:
@@ -47,8 +48,8 @@ class HostRollout:
     Args:
       make_env: makes one environment (see `workers.py`); must be picklable if there are worker processes.
       format: prompts and actions, such as `chat_format.ChatFormat` or `words.WordFormat`.
-      graphdef: that of the `Qwen2` whose parameters are passed. If roles have weights of their own, params and graphdef are
-        dicts by the weights' name, and each of them has as many slots as a single one would have.
+      graphdefs: {name of a policy: graph definition of the `Qwen2` whose parameters are passed}. Each of several policies has
+        as many slots as a single one would have.
       mesh: episodes are split over its `data` and `fsdp` axes.
       batch: B, episodes per call.
       history_length: K, observation-action pairs in a prompt.
@@ -74,7 +75,7 @@ class HostRollout:
         self,
         make_env: Callable,
         format,
-        graphdef,
+        graphdefs: dict[str, Any],
         mesh: Mesh | AbstractMesh,
         *,
         batch: int,
@@ -93,9 +94,7 @@ class HostRollout:
         self._history_length, self._response_limit = history_length, response_limit
         self._speakers = speakers or [Speaker(format, response_limit)] * len(self.roles)
         make = functools.partial(SlotPrograms, mesh=mesh, max_new=response_limit, end_tokens=format.end_tokens)
-        self._programs: SlotPrograms | dict[str, SlotPrograms] = (
-            {name: make(one) for name, one in graphdef.items()} if isinstance(graphdef, dict) else make(graphdef)
-        )
+        self._programs = {name: make(graphdef) for name, graphdef in graphdefs.items()}
         self._slots = min(batch, decode_batch_size * mesh.shape["data"])
 
     def _start_workers(self, make_env: Callable) -> None:
@@ -125,7 +124,7 @@ class HostRollout:
         """Plays B episodes.
 
         Args:
-          params: those of the policy.
+          params: {name of a policy: its parameters}.
           tasks: [B], number of each episode's task (`tasks.task_numbers`); the members of a prompt group share one.
           keys: [B], a random key for each episode, or [B, 2] as for `sampling.turn_keys`.
           groups: i32[B], prompt groups.
@@ -150,14 +149,9 @@ class HostRollout:
     ) -> dict[str, float]:
         """Plays some of a call's episodes, from their beginning, into its buffer; returns the sampler's figures."""
         tasks = [int(task) for task in tasks]
-        programs = self._programs
-        if not isinstance(programs, dict):
-            programs, params = {"": programs}, {"": params}
         samplers = {
-            name: SlotSampler(
-                programs[name], params[name], keys, decoding, slots=self._slots, prompt_limit=self._format.prompt_limit
-            )
-            for name in programs
+            name: SlotSampler(programs, params[name], keys, decoding, slots=self._slots, prompt_limit=self._format.prompt_limit)
+            for name, programs in self._programs.items()
         }
         self._workers.discard_answers()
         self._workers.send([(episode, tasks[episode], ()) for episode in episodes])
@@ -181,7 +175,7 @@ class HostRollout:
             requests = []
             for name, sampler in samplers.items():
                 sampler.shrink(unfinished)
-                begin = [episode for episode in ready if speaker(episode).weights == name][: sampler.free]
+                begin = [episode for episode in ready if speaker(episode).policy == name][: sampler.free]
                 prompts |= self._prompts(buffer, begin)
                 ready = [episode for episode in ready if episode not in prompts]
                 sampler.add(

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from hgpo_jax.config import Config
-from hgpo_jax.config.policies import longest_response, response_limit, set_of_each
+from hgpo_jax.config.policies import longest_response, policy_of_each, response_limit
 from hgpo_jax.envs.protocol import CompiledEnv, ListsGames, OwnPrompts, Plans, TextExpert
 from hgpo_jax.policy import ModelConfig, network
 from hgpo_jax.policy.chat_frame import ChatFrame
@@ -33,19 +33,17 @@ from hgpo_jax.utils.errors import ConfigError, RunError
 
 log = logging.getLogger(__name__)
 
-Models = ModelConfig | dict[str, ModelConfig]  # for all roles, or for each set of weights (`config/policies.py`)
+
+def networks(models: dict[str, ModelConfig]) -> dict:
+    """Returns the graph definition of each policy's network by name."""
+    return {name: network(model) for name, model in models.items()}
 
 
-def networks(models: Models):
-    """Returns the graph definition of a network, or of each one by name."""
-    return {name: network(model) for name, model in models.items()} if isinstance(models, dict) else network(models)
-
-
-def check_context(config: Config, models: Models) -> None:
+def check_context(config: Config, models: dict[str, ModelConfig]) -> None:
     """Raises ConfigError if a prompt of a text environment and its response may exceed a policy's context."""
     prompt = config.rollout.prompt_limit
     response = max([config.rollout.response_limit, *(role.response_limit or 0 for role in config.roles.values())])
-    context = min(model.max_position_embeddings for model in (models.values() if isinstance(models, dict) else [models]))
+    context = min(model.max_position_embeddings for model in models.values())
     if prompt + response > context:
         raise ConfigError(
             f"rollout.prompt_limit={prompt}: with rollout.response_limit={response} more than the {context} tokens that the "
@@ -72,7 +70,15 @@ class CompiledRunner:
       ConfigError: the environment lacks something (`rollout/requirements.py`).
     """
 
-    def __init__(self, config: Config, env: CompiledEnv, models: Models, tokenizer, mesh: Mesh, games: dict | None = None):
+    def __init__(
+        self,
+        config: Config,
+        env: CompiledEnv,
+        models: dict[str, ModelConfig],
+        tokenizer,
+        mesh: Mesh,
+        games: dict | None = None,
+    ):
         try:
             check_compiled(env, RUNNER)
         except ValueError as error:
@@ -89,7 +95,7 @@ class CompiledRunner:
             "decode_batch_size": config.rollout.decode_batch_size,
             "end": self._end,
             "act": tokenizer.convert_tokens_to_ids(ACT),
-            "weights": set_of_each(config, self.roles),
+            "policies": policy_of_each(config, self.roles),
         }
         self.program = make_rollout(env, networks(models), mesh, **settings)
         self._play_on = make_continuations(env, networks(models), mesh, **settings)
@@ -99,7 +105,7 @@ class CompiledRunner:
         """Plays B episodes; does not wait until they are computed, unless there are several roles.
 
         Args:
-          params: those of the network that plays.
+          params: {name of a policy: parameters of the network that plays}.
           tasks: [B], from `select_tasks`.
           keys: [B], a random key for each episode, or [B, 2] as for `sampling.turn_keys`.
           groups: i32[B], prompt groups.
@@ -187,7 +193,7 @@ class TextRunner:
 
     Attributes:
       make_env: makes an environment for training.
-      speakers: the prompt format and weights of each role.
+      speakers: the prompt format and policy of each role.
       train: the rollout for training.
 
     Others, and methods, as in `CompiledRunner`.
@@ -199,7 +205,7 @@ class TextRunner:
         environment: Environment,
         train: Callable,
         held_out: Callable,
-        models: Models,
+        models: dict[str, ModelConfig],
         tokenizer,
         mesh: Mesh | AbstractMesh,
     ):
@@ -213,10 +219,10 @@ class TextRunner:
             usual, limit, speakers = chat(template_of(config, tokenizer)), rollout.response_limit, list[Speaker]()
             if config.roles:
                 roles = roles_of(train())
-                weights = set_of_each(config, roles) or ("",) * len(roles)
+                policies = policy_of_each(config, roles)
                 given = [config.roles[role].template if role in config.roles else "" for role in roles]
                 formats = [chat(template) if template else usual for template in given]
-                speakers = list(map(Speaker, formats, [response_limit(config, role)[0] for role in roles], weights))
+                speakers = list(map(Speaker, formats, [response_limit(config, role)[0] for role in roles], policies))
                 limit = longest_response(config, roles)
             self.make_env = train
             settings: dict[str, Any] = {

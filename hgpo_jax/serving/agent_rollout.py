@@ -39,6 +39,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from hgpo_jax.config import Config
+from hgpo_jax.config.policies import SHARED
 from hgpo_jax.policy import ModelConfig, Policy, network
 from hgpo_jax.policy.chat_frame import ChatFrame, end_tokens
 from hgpo_jax.rollout.episodes import Episodes
@@ -74,9 +75,10 @@ class AgentRunner:
 
     task_types, roles = ("agent",), ONE_ROLE
 
-    def __init__(self, config: Config, model: ModelConfig, tokenizer, mesh: Mesh | AbstractMesh):
+    def __init__(self, config: Config, models: dict[str, ModelConfig], tokenizer, mesh: Mesh | AbstractMesh):
         env, rollout = config.env, config.rollout
-        check_context(config, model)
+        check_context(config, models)
+        (model,) = models.values()  # an agent has one role
         self._command = command_of(env.command)
         try:
             import hgpo_jax.serving.background  # noqa: F401
@@ -115,7 +117,7 @@ class AgentRunner:
         jax.block_until_ready(params)  # from here on another thread uses the devices
         seeds, split = np.asarray(jax.random.key_data(keys)), "held_out" if held_out else "train"
         sessions = [Session(secrets.token_hex(16), self._turns, decoding, seed) for seed in seeds]
-        policy, empty = Policy(self._model, params, self._tokenizer), self._no_episodes()
+        policy, empty = Policy(self._model, params[SHARED], self._tokenizer), self._no_episodes()
         engine = Engine(
             policy,
             self._mesh,

@@ -7,23 +7,24 @@ import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from hgpo_jax.config import Config
-from hgpo_jax.config.policies import config_of, weight_sets
+from hgpo_jax.config.policies import SHARED
 from hgpo_jax.learner.algorithms import Method, check_numbers, method_named
 from hgpo_jax.policy import LoraConfig, ModelConfig, Policy, initialize, load_policy, lora
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.placement import cast, storage_shardings
 from hgpo_jax.policy.tokenizer import word_tokenizer
 from hgpo_jax.rollout.env_tokenizer import fresh_tokenizer
-from hgpo_jax.rollout.environments import Makers, backend, environment, role_names
+from hgpo_jax.rollout.environments import Makers, backend, environment
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.rewards import Reward, TextReward, make_reward
-from hgpo_jax.rollout.runners import CompiledRunner, Models, TextRunner
+from hgpo_jax.rollout.runners import CompiledRunner, TextRunner
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.serving.agent_rollout import AgentRunner
 from hgpo_jax.setup import memory
@@ -35,81 +36,45 @@ Runner = CompiledRunner | TextRunner | AgentRunner
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
-    """Everything built from a Config: mesh, policy, environment, rollout, rewards.
+class PolicySetup:
+    """One of a run's policies, and how it is trained.
 
-    policy: the initial weights, random unless pretrained ones are configured; training keeps its own copy.
-    runner: makes rollouts in the configured environment.
-    adapted: the sizes of the network that samples and learns, with the adapters that LoRA adds to the policy's weights.
-    reward: adds the rewards of the configured reward function to the result of a training rollout.
-    sets: if roles have weights of their own (`config/policies.py`), a job like this one for each set of weights, by name, with
-      the policy and the configuration of its roles. Parameters are then dicts by these names, and `policy` holds the tokenizer
-      of all.
-    weights: the name of this job's set of weights.
+    name: that of `config/policies.py`.
+    settings: the run's configuration with what the policy's roles change in it.
+    initial: the initial weights, random unless pretrained ones are configured; training keeps its own copy.
+    model: the sizes of the network that samples and learns, with the adapters that LoRA adds to the initial weights.
     """
 
-    config: Config
+    name: str
+    settings: Config
     mesh: Mesh
-    policy: Policy
-    adapted: ModelConfig
-    runner: Runner
-    reward: Reward | None = None
-    sets: dict[str, Job] = dataclasses.field(default_factory=dict)
-    weights: str = ""
+    initial: Policy
+    model: ModelConfig
 
-    def by_set(self, call: Callable, *trees):
-        """Returns `call(job, *trees)`; with several sets of weights, a dict by name of the calls with their jobs and trees."""
-        if not self.sets:
-            return call(self, *trees)
-        return {name: call(job, *(tree[name] for tree in trees)) for name, job in self.sets.items()}
+    def trainable(self, params) -> dict:
+        """Returns what training changes: a copy of the weights, or with LoRA adapters that change nothing yet."""
+        if self.model.lora:
+            return lora.initialize(self.model, self.settings.start_seed, self.mesh)
+        return jax.tree.map(jnp.copy, params)
 
-    def close(self) -> None:
-        """Ends the processes of environments and reward functions."""
-        self.runner.close()
-        if isinstance(self.reward, TextReward):
-            self.reward.close()
-
-    @property
-    def given_params(self):
-        """The initial weights."""
-        return self.by_set(lambda job: job.policy.params)
-
-    @property
-    def batch(self) -> int:
-        """Episodes per rollout."""
-        return self.config.rollout.prompt_groups * self.config.rollout.group_size
-
-    def fresh_adapters(self) -> dict:
-        """Returns adapters that change nothing yet."""
-        return lora.initialize(self.adapted, self.config.start_seed, self.mesh)
-
-    def rollout_params(self, trained, reference):
+    def rollout_params(self, trained, reference) -> dict:
         """Returns a rollout's parameters: the trained weights, or with LoRA the reference policy's with trained adapters."""
+        return self.compute_copy(lora.bind(reference, trained) if self.model.lora else trained)
 
-        def of_set(job, trained, reference):
-            return job.compute_copy(lora.bind(reference, trained) if job.adapted.lora else trained)
-
-        return self.by_set(of_set, trained, reference)
-
-    def merged_params(self, trained, reference):
+    def merged_params(self, trained, reference) -> dict:
         """Returns the weights of an equivalent policy without adapters.
 
         reference: the weights that the adapters adapt, in `policy.dtype`: a shorter type would round small changes away.
         """
+        return lora.merge(self.model, reference, trained) if self.model.lora else trained
 
-        def of_set(job, trained, reference):
-            return lora.merge(job.adapted, reference, trained) if job.adapted.lora else trained
-
-        return self.by_set(of_set, trained, reference)
-
-    def base_rollout_params(self, params):
-        """Returns a rollout's parameters for weights without adapters."""
-        fresh = self.by_set(lambda job, given: job.fresh_adapters() if job.adapted.lora else given, params)
-        return self.rollout_params(fresh, params)
+    def save(self, params, folder: Path) -> None:
+        """Writes a policy with these weights to a folder. Raises ValueError if it cannot be written."""
+        Policy(self.initial.config, params, self.initial.tokenizer).save(folder)
 
     def compute_copy(self, params):
         """Casts the parameters to `policy.compute_dtype`, for sampling and the loss; arrays of that type are not copied."""
-        dtype = self.config.policy.compute_dtype
+        dtype = self.settings.policy.compute_dtype
         leaves, structure = jax.tree.flatten(params)
         others = [a for a in leaves if a.dtype != dtype]
         if not others:
@@ -118,19 +83,83 @@ class Job:
         cast_ones = iter(_cast(others, dtype))
         return jax.tree.unflatten(structure, [a if a.dtype == dtype else next(cast_ones) for a in leaves])
 
-    def reference_copy(self, params):
-        """Returns `compute_copy` of the reference policy; with learner.offload, but not with LoRA, in the host's memory."""
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Everything built from a Config: mesh, policies, environment, rollout, rewards.
+
+    policies: by name, one unless roles have policies of their own (`config/policies.py`). Parameters are dicts by these names.
+    tokenizer: that of all policies.
+    runner: makes rollouts in the configured environment.
+    reward: adds the rewards of the configured reward function to the result of a training rollout.
+    """
+
+    config: Config
+    mesh: Mesh
+    policies: dict[str, PolicySetup]
+    tokenizer: Any  # of transformers
+    runner: Runner
+    reward: Reward | None = None
+
+    @property
+    def policy(self) -> PolicySetup:
+        """The policy of a run with one. Raises KeyError if there are several."""
+        return self.policies[SHARED]
+
+    def by_policy(self, call: Callable, *trees: dict[str, Any]) -> dict[str, Any]:
+        """Returns by name the results of `call(policy, *trees)`, with each policy's part of the trees."""
+        return {name: call(policy, *(tree[name] for tree in trees)) for name, policy in self.policies.items()}
+
+    def close(self) -> None:
+        """Ends the processes of environments and reward functions."""
+        self.runner.close()
+        if isinstance(self.reward, TextReward):
+            self.reward.close()
+
+    @property
+    def given_params(self) -> dict[str, dict]:
+        """The initial weights."""
+        return self.by_policy(lambda policy: policy.initial.params)
+
+    @property
+    def batch(self) -> int:
+        """Episodes per rollout."""
+        return self.config.rollout.prompt_groups * self.config.rollout.group_size
+
+    @property
+    def adapted(self) -> bool:
+        """Whether any policy trains adapters."""
+        return any(policy.model.lora for policy in self.policies.values())
+
+    def rollout_params(self, trained, reference) -> dict[str, dict]:
+        """Returns `PolicySetup.rollout_params` of each policy."""
+        return self.by_policy(PolicySetup.rollout_params, trained, reference)
+
+    def merged_params(self, trained, reference) -> dict[str, dict]:
+        """Returns `PolicySetup.merged_params` of each policy."""
+        return self.by_policy(PolicySetup.merged_params, trained, reference)
+
+    def base_rollout_params(self, params) -> dict[str, dict]:
+        """Returns a rollout's parameters for weights without adapters."""
+
+        def unchanged(policy: PolicySetup, params):
+            return policy.rollout_params(policy.trainable(params) if policy.model.lora else params, params)
+
+        return self.by_policy(unchanged, params)
+
+    def reference_copy(self, params) -> dict[str, dict]:
+        """Returns `compute_copy` of the reference policies; with learner.offload, but not with LoRA, in the host's memory."""
         copies: dict[int, dict] = {}  # of weights that the adapters of several policies share
 
-        def of_set(job, params):
-            if not job.config.learner.offload or job.adapted.lora:  # sampling binds adapters to it
+        def copy_of(policy: PolicySetup, params):
+            if not policy.settings.learner.offload or policy.model.lora:  # sampling binds adapters to it
                 if id(params) not in copies:
-                    copies[id(params)] = job.compute_copy(params)
+                    copies[id(params)] = policy.compute_copy(params)
                 return copies[id(params)]
-            copy = job.compute_copy(params)
-            return jax.device_put(copy, storage_shardings(copy, job.adapted, job.mesh, offload=True))
+            copy = policy.compute_copy(params)
+            return jax.device_put(copy, storage_shardings(copy, policy.model, policy.mesh, offload=True))
 
-        return self.by_set(of_set, params)
+        return self.by_policy(copy_of, params)
 
     @property
     def method(self) -> Method:
@@ -260,30 +289,27 @@ def adapted_model(config: Config, policy: Policy) -> ModelConfig:
     return dataclasses.replace(policy.config, lora=lora, sample_dtype=config.policy.sample_dtype)
 
 
-def make_sets(config: Config, policy: Policy, mesh: Mesh) -> dict[str, tuple[Config, Policy]]:
-    """Returns the configuration and the policy of each set of weights, if there are several; one policy may be `policy` itself.
+def make_policies(config: Config, shared: Policy, mesh: Mesh) -> dict[str, PolicySetup]:
+    """Returns the policies of a run by name. shared: that of policy=, which one or more of them begin from.
 
     Raises ConfigError for a policy that cannot be read or has a different tokenizer.
     """
-    sets: dict[str, tuple[Config, Policy]] = {}
+    policies: dict[str, PolicySetup] = {}
     read: dict[str, Policy] = {}  # by its source: adapters of several roles share one copy of the weights
-    for name, roles in (weight_sets(config, role_names(config)) if config.roles else {}).items():
-        own = config_of(config, roles)
-        if own.policy == config.policy:
-            sets[name] = own, policy
-            continue
-        source = own.policy.source
-        try:
-            of_set = read[source] = read.get(source) or load_policy(source, mesh, config.policy.dtype, config.cache_dir)
-        except ValueError as error:
-            raise ConfigError(f"roles.{name}.policy={source}: {error}") from None
-        if not same_tokenizer(of_set.tokenizer, policy.tokenizer):
-            raise ConfigError(
-                f"roles.{name}.policy={source}: has another tokenizer than policy.source={config.policy.source}; "
-                "all roles need the same, give policy= one of their family"
-            )
-        sets[name] = own, of_set
-    return sets
+    for name, own in memory.configs_by_policy(config).items():
+        initial, source = shared, own.policy.source
+        if own.policy != config.policy:
+            try:
+                initial = read[source] = read.get(source) or load_policy(source, mesh, config.policy.dtype, config.cache_dir)
+            except ValueError as error:
+                raise ConfigError(f"roles.{name}.policy={source}: {error}") from None
+            if not same_tokenizer(initial.tokenizer, shared.tokenizer):
+                raise ConfigError(
+                    f"roles.{name}.policy={source}: has another tokenizer than policy.source={config.policy.source}; "
+                    "all roles need the same, give policy= one of their family"
+                )
+        policies[name] = PolicySetup(name, own, mesh, initial, adapted_model(own, initial))
+    return policies
 
 
 def same_tokenizer(a, b) -> bool:
@@ -298,11 +324,10 @@ def text_makers(config: Config) -> Makers | None:
     return None if backend(config) == "compiled" or found.text is None else found.text(config)
 
 
-def make_runner(config: Config, makers: Makers | None, models: Models, tokenizer, mesh: Mesh) -> Runner:
+def make_runner(config: Config, makers: Makers | None, models: dict[str, ModelConfig], tokenizer, mesh: Mesh) -> Runner:
     """Makes the runner of the configured environment from its `text_makers`. Raises ConfigError."""
     found = environment(config.env)
     if found.agent:
-        assert isinstance(models, ModelConfig)  # an agent has one role
         return AgentRunner(config, models, tokenizer, mesh)
     if makers:
         return TextRunner(config, found, *makers, models, tokenizer, mesh)
@@ -316,17 +341,17 @@ def unrounded(job: Job) -> Job:
     if job.config.policy.sample_dtype == "compute_dtype":
         return job
 
-    def changed(of: Job) -> Job:
-        policy = of.config.policy.model_copy(update={"sample_dtype": "compute_dtype"})
-        adapted = dataclasses.replace(of.adapted, sample_dtype="compute_dtype")
-        return dataclasses.replace(of, config=of.config.model_copy(update={"policy": policy}), adapted=adapted)
+    def changed(config: Config) -> Config:
+        return config.model_copy(update={"policy": config.policy.model_copy(update={"sample_dtype": "compute_dtype"})})
 
-    whole, sets = changed(job), {name: changed(of) for name, of in job.sets.items()}
-    models: Models = {name: of.adapted for name, of in sets.items()} or whole.adapted
-    runner = make_runner(whole.config, text_makers(whole.config), models, job.policy.tokenizer, job.mesh)
-    return dataclasses.replace(
-        whole, runner=runner, sets={name: dataclasses.replace(of, runner=runner) for name, of in sets.items()}
-    )
+    def whole(policy: PolicySetup) -> PolicySetup:
+        model = dataclasses.replace(policy.model, sample_dtype="compute_dtype")
+        return dataclasses.replace(policy, settings=changed(policy.settings), model=model)
+
+    config, policies = changed(job.config), job.by_policy(whole)
+    models = {name: policy.model for name, policy in policies.items()}
+    runner = make_runner(config, text_makers(config), models, job.tokenizer, job.mesh)
+    return dataclasses.replace(job, config=config, policies=policies, runner=runner)
 
 
 def build(config: Config, mesh: Mesh | None = None) -> Job:
@@ -345,21 +370,14 @@ def build(config: Config, mesh: Mesh | None = None) -> Job:
         jax.config.update("jax_compilation_cache_dir", str(compiled))
     makers = text_makers(config)  # first, so that missing files are reported before weights are read
     policy = make_policy(config, check_memory(config, mesh), mesh)
-    adapted, sets = adapted_model(config, policy), make_sets(config, policy, mesh)
-    models = {name: adapted_model(*of) for name, of in sets.items()}
-    runner = make_runner(config, makers, models or adapted, policy.tokenizer, mesh)
-    given = config.policy.source or any(own.policy.source for own, _ in sets.values())
-    if config.warm_start == "cloning" and given and not runner.has_expert():
+    policies = make_policies(config, policy, mesh)
+    models = {name: setup.model for name, setup in policies.items()}
+    runner = make_runner(config, makers, models, policy.tokenizer, mesh)
+    pretrained = any(setup.settings.policy.source for setup in policies.values())
+    if config.warm_start == "cloning" and pretrained and not runner.has_expert():
         raise ConfigError(
             f"warm_start=cloning: env.name={config.env.name} has no expert(history_length) whose play pretrained "
             "weights could learn; give warm_start=none"
         )
-    job = Job(config=config, mesh=mesh, policy=policy, adapted=adapted, runner=runner)
-    job = dataclasses.replace(
-        job,
-        sets={
-            name: dataclasses.replace(job, config=own, policy=of_set, adapted=models[name], weights=name)
-            for name, (own, of_set) in sets.items()
-        },
-    )
+    job = Job(config, mesh, policies, policy.tokenizer, runner)
     return dataclasses.replace(job, reward=make_reward(config, job.abstract_episodes())) if config.reward.source else job

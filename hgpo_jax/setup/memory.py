@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from hgpo_jax.config import Config
-from hgpo_jax.config.policies import config_of, weight_sets
+from hgpo_jax.config.policies import config_of, roles_by_policy
 from hgpo_jax.learner.algorithms import method_named
 from hgpo_jax.learner.packing import sequence_shape
 from hgpo_jax.learner.update import MAX_LOGITS
@@ -86,7 +86,7 @@ def bytes_of_run(config: Config, mesh) -> dict[str, dict[str, int]]:
     Raises ValueError as in `workload_of`.
     """
     parts, begun = [], set()
-    for name, own in configs_of_sets(config).items():
+    for name, own in configs_by_policy(config).items():
         try:
             part = bytes_by_phase(own, mesh, workload_of(own, mesh))
         except ValueError as error:
@@ -108,10 +108,10 @@ def bytes_of_run(config: Config, mesh) -> dict[str, dict[str, int]]:
     }
 
 
-def configs_of_sets(config: Config) -> dict[str, Config]:
-    """Returns the configuration of each set of weights by name; the only set has no name, and the given configuration."""
-    sets = weight_sets(config, role_names(config)) if config.roles else {}
-    return {name: config_of(config, roles) for name, roles in sets.items()} or {"": config}
+def configs_by_policy(config: Config) -> dict[str, Config]:
+    """Returns the configuration of each policy by its name (`config/policies.py`)."""
+    roles = role_names(config) if config.roles else ()  # the environment is made to learn them
+    return {name: config_of(config, name) for name in roles_by_policy(config, roles)}
 
 
 @dataclasses.dataclass(frozen=True)

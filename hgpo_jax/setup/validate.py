@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from hgpo_jax.config.learning import LearnerConfig
-from hgpo_jax.config.policies import config_of, response_limit, weight_sets
+from hgpo_jax.config.policies import config_of, response_limit, roles_by_policy
 from hgpo_jax.config.roles import RoleConfig, unknown_role
 from hgpo_jax.config.schema import Config, EnvConfig
 from hgpo_jax.learner.algorithms import METHODS, Method, method_named
@@ -206,7 +206,7 @@ def _shortest_limit(config: Config) -> tuple[int, str]:
 
 def _check_roles(config: Config, known: tuple[str, ...], critic: bool) -> None:
     """Raises ConfigError for settings of roles that an environment with the roles `known` does not have."""
-    policies = weight_sets(config, known)
+    policies = roles_by_policy(config, known)
     for role, settings in config.roles.items():
         if role not in known:
             raise ConfigError(unknown_role(config.env.name, role, settings, known))
@@ -215,13 +215,13 @@ def _check_roles(config: Config, known: tuple[str, ...], critic: bool) -> None:
         except (ValueError, OSError) as error:
             why = str(error).removeprefix(f"template={settings.template}: ")
             raise ConfigError(f"roles.{role}.template={settings.template}: {why}") from None
-        _check_role(config, role, settings, shares=(role,) not in policies.values(), critic=critic)
+        _check_role(config, role, settings, shares=role not in policies, critic=critic)
 
 
 def _check_role(config: Config, role: str, settings: RoleConfig, shares: bool, critic: bool) -> None:
     """Raises ConfigError for settings of one role. shares: its policy with other roles. critic: the method has one."""
     compiled = backend(config) == "compiled"
-    own = config_of(config, (role,))
+    own = config_of(config, role)
     adapters = config.warm_start == "cloning" and settings.lora_rank
 
     def refuse(name: str, value: object, why: str) -> NoReturn:

@@ -63,7 +63,7 @@ def measure(config: Config) -> dict:
     keys = jax.random.split(jax.random.key(config.seed), wide.batch)
     decoding = Decoding(temperature=config.rollout.temperature)
     e = jax.device_get(wide.runner.rollout(params, tasks, keys, groups, decoding).episodes)
-    dump = Dump(e, wide.config, job.policy.tokenizer)
+    dump = Dump(e, wide.config, job.tokenizer)
     levels = {str(k): {"name": "hgpo", "history_length": k} for k in LEVELS}
     errors = oracle_errors(dump, levels, group_size=config.rollout.group_size)
     others = oracle_errors(dump, AT_START, group_size=config.rollout.group_size)
@@ -87,10 +87,10 @@ def measure(config: Config) -> dict:
 def against_truth(job: Job, params) -> dict[str, dict[str, float]]:
     """Returns the `errors` of each of AT_START in the steps of the first iteration."""
     tasks, *inputs = job.episode_inputs(0)
-    params = job.compute_copy(params)
+    params = job.base_rollout_params(params)
     e = jax.device_get(job.runner.rollout(params, tasks, *inputs).episodes)
     truth = true_advantages(job, params, tasks, e, continuations=CONTINUATIONS, seed=job.config.seed)
-    return errors(centred(Dump(e, job.config, job.policy.tokenizer), AT_START), truth, e.mask)
+    return errors(centred(Dump(e, job.config, job.tokenizer), AT_START), truth, e.mask)
 
 
 def centred(dump: Dump, estimators: dict[str, dict[str, Any]] = ESTIMATORS) -> dict[str, np.ndarray]:

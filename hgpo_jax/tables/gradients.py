@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from hgpo_jax.advantages.returns import discounted_sum
 from hgpo_jax.analysis.dumps import Dump
+from hgpo_jax.config.policies import SHARED
 from hgpo_jax.learner.algorithms import method_named
 from hgpo_jax.learner.update import make_policy_loss, make_update
 from hgpo_jax.rollout.episodes import Episodes
@@ -70,7 +71,7 @@ def make_gradient(job: Job) -> Callable:
     """
     config = job.config
     learner = config.learner.model_copy(update={"kl_weight": 0.0, "entropy_weight": 0.0, "aggregate": "token-mean"})
-    loss = make_policy_loss(job.adapted, learner, method_named("hgpo"), config.rollout.temperature, job.runner.roles)
+    loss = make_policy_loss(job.policy.model, learner, method_named("hgpo"), config.rollout.temperature, job.runner.roles)
     keeps = optax.GradientTransformation(  # stores the gradient as its state, and changes no weights
         lambda params: jax.tree.map(jnp.zeros_like, params),
         lambda gradient, state, params=None: (jax.tree.map(jnp.zeros_like, gradient), gradient),
@@ -89,7 +90,8 @@ def make_gradient(job: Job) -> Callable:
             compute_dtype=config.policy.compute_dtype,
         )
         order = jnp.argsort(~happened)
-        _, found, stats = update(params, keeps.init(params), reference, batch, order, happened.sum(), 1.0)
+        start = params[SHARED], keeps.init(params[SHARED]), reference[SHARED]
+        _, found, stats = update(*start, batch, order, happened.sum(), 1.0)
         flat = jnp.concatenate([g.ravel() for g in jax.tree.leaves(found)])
         return jnp.where(stats["nonfinite_steps"] > 0, jnp.nan, flat)
 
@@ -134,14 +136,14 @@ def cosines(gradients: np.ndarray, true: int) -> list[dict[str, float]]:
 def measure(cell: str, folder: Path, iteration: int, *, batches: int) -> Directions:
     """Measures a run's policy after this many iterations. Raises ConfigError if roles have weights of their own."""
     job, reference, state = restored(folder, iteration)
-    if job.sets:
+    if len(job.policies) > 1:
         raise ConfigError(f"{folder}: its roles have weights of their own; gradients are compared of one set")
     params, gradient = job.rollout_params(state.params, reference), make_gradient(job)
     found, success = [], []
     for number in tqdm(range(FIRST, FIRST + batches), desc=cell, unit="batch", leave=False, disable=None):
         tasks, *inputs = job.episode_inputs(number)
         e = jax.device_get(job.runner.rollout(params, tasks, *inputs).episodes)
-        dump = Dump(e, job.config, job.policy.tokenizer)
+        dump = Dump(e, job.config, job.tokenizer)
         known = centred(dump) | {BOOTSTRAPPED: bootstrapped(dump), RLOO_BY_TURN: rloo_by_turn(e, job.config.advantage.gamma)}
         found.append([np.asarray(gradient(state.params, reference, e, jnp.asarray(known[name]))) for name in NAMES])
         success.append(float(e.success.mean()))

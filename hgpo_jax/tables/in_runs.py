@@ -111,7 +111,7 @@ def restored(folder: Path, iteration: int) -> tuple[Job, Any, TrainState]:
     state = init(start)
     if iteration:
         checkpoints = Checkpoints(folder / "checkpoints", config.log)
-        state = TrainState.from_checkpoint(checkpoints.restore(iteration, state.to_checkpoint()))
+        state = state.from_checkpoint(checkpoints.restore(iteration, state.to_checkpoint()))
         checkpoints.close()
     return job, job.reference_copy(start), state
 

@@ -83,7 +83,7 @@ def measure(cell: str, folder: Path, iteration: int) -> Measured:
     truth, other = (
         true_advantages(job, params, tasks, e, continuations=CONTINUATIONS, seed=2 * config.seed + i) for i in range(2)
     )
-    dump = Dump(e, config, job.policy.tokenizer, iteration=iteration)
+    dump = Dump(e, config, job.tokenizer, iteration=iteration)
     found = errors(centred(dump) | parts(dump, other.values), truth, e.mask)
     return Measured(cell, iteration, float(np.mean(e.success)), float(np.mean(np.asarray(e.invalid)[e.mask])), found)
 

@@ -29,12 +29,12 @@ from optax.contrib import MuonDimensionNumbers, muon
 from tqdm import tqdm
 
 from hgpo_jax.config import Config, OptimizerConfig
-from hgpo_jax.config.policies import members, response_limit
+from hgpo_jax.config.policies import SHARED, members, response_limit
 from hgpo_jax.config.schema import CloningConfig
 from hgpo_jax.envs.protocol import CompiledEnv, Expert, ListsGames
 from hgpo_jax.learner.batch import TrainingBatch
 from hgpo_jax.learner.update import make_cloning_loss, make_logprobs, make_map, make_update
-from hgpo_jax.policy import Policy, huggingface_folder, load_policy
+from hgpo_jax.policy import huggingface_folder, load_policy
 from hgpo_jax.policy.placement import shardings_like
 from hgpo_jax.policy.source import find
 from hgpo_jax.policy.tokenizer import ACT
@@ -45,7 +45,7 @@ from hgpo_jax.rollout.runners import CompiledRunner, TextRunner
 from hgpo_jax.rollout.scripted_play import play
 from hgpo_jax.rollout.tasks import stream_key
 from hgpo_jax.sampling.generate import Decoding
-from hgpo_jax.setup.job import Job
+from hgpo_jax.setup.job import Job, PolicySetup
 from hgpo_jax.utils import distributed
 from hgpo_jax.utils.errors import ConfigError, RunError
 from hgpo_jax.utils.progress import Progress, say
@@ -165,7 +165,7 @@ def _padded(rows: list[list[int]], multiple: int) -> jax.Array:
 
 def demonstrations(job: Job, numbers: jax.Array) -> tuple[TrainingBatch, jax.Array]:
     """Returns decisions to clone in the tasks with these numbers, and each episode's success, bool[.]. Raises ConfigError."""
-    config, runner, tokenizer = job.config, job.runner, job.policy.tokenizer
+    config, runner, tokenizer = job.config, job.runner, job.tokenizer
     settings = config.cloning
     if isinstance(runner, TextRunner):
         return read_play(runner, runner.select_tasks("warm_start", config.start_seed, numbers), settings, config)
@@ -192,9 +192,8 @@ def clone(job: Job) -> dict:
     """
     config, settings = job.config, job.config.cloning
     given = job.given_params
-    reference = job.by_set(lambda job, params: job.reference_copy(params) if job.adapted.lora else None, given)
-    # Updated in place, while the job still needs its own.
-    trained = job.by_set(lambda job, p: job.fresh_adapters() if job.adapted.lora else jax.tree.map(jnp.copy, p), given)
+    reference = job.by_policy(lambda policy, params: policy.compute_copy(params) if policy.model.lora else None, given)
+    trained = job.by_policy(PolicySetup.trainable, given)
     practice_numbers = settings.episodes + jnp.arange(job.batch)
     practice = job.runner.select_tasks("warm_start", config.start_seed, practice_numbers)
     groups = jnp.arange(job.batch, dtype=jnp.int32)
@@ -209,23 +208,22 @@ def clone(job: Job) -> dict:
             return float(episodes.success.mean())
         return 1 - report.counts["inadmissible"] / max(int(episodes.mask.sum()), 1)
 
-    of_given = any(of_set.config.policy.source for of_set in job.sets.values() or [job])
-    if of_given and (reached := practised(trained, settings.max_steps)) >= stop_at:
+    pretrained = any(policy.settings.policy.source for policy in job.policies.values())
+    if pretrained and (reached := practised(trained, settings.max_steps)) >= stop_at:
         reach = f"reach success {reached:.0%} (cloning.stop_at={stop_at:g})"
         say(f"warm start: not needed, the pretrained weights {reach}")
         return given
     decisions, success = demonstrations(job, jnp.arange(settings.episodes))
     held_out = _held_out_loss(job, practice_numbers, reference) if isinstance(job.runner, TextRunner) else None
-    students = job.by_set(lambda job, trained, beside: Student(job, trained, beside, decisions), trained, reference)
-    each = students if job.sets else {"": students}
+    students = job.by_policy(functools.partial(Student, decisions, job.runner.roles), trained, reference)
     batches = stream_key("cloning", config.start_seed)
     with Progress("warm start", settings.max_steps, "step") as progress:
         for step in range(0, settings.max_steps, settings.check_every):
             steps = min(settings.check_every, settings.max_steps - step)
-            losses = {name: one.learn(jax.random.fold_in(batches, step), steps) for name, one in each.items()}
+            losses = {name: one.learn(jax.random.fold_in(batches, step), steps) for name, one in students.items()}
             if any(skipped for _, skipped in losses.values()):
                 raise RunError(f"warm start: a loss or gradient is not finite after {step} steps; lower cloning.lr")
-            trained = job.by_set(lambda _, student: student.trained, students)
+            trained = {name: student.trained for name, student in students.items()}
             reached = practised(trained, step)
             shown = {f"loss {name}".strip(): f"{loss:.3f}" for name, (loss, _) in losses.items()}
             if held_out:
@@ -234,8 +232,9 @@ def clone(job: Job) -> dict:
             progress.update(steps, shown)
             if reached >= stop_at:
                 break
+    decided = sum(student.count for student in students.values())
     say(
-        f"warm start: {step + steps} steps of behaviour cloning on {sum(one.count for one in each.values()):,} decisions of "
+        f"warm start: {step + steps} steps of behaviour cloning on {decided:,} decisions of "
         f"{settings.episodes:,} generated episodes ({float(success.mean()):.0%} of them successful); "
         + ", ".join(f"{name} {value}" for name, value in shown.items())
     )
@@ -246,29 +245,29 @@ class Student:
     """One policy that clones the decisions of its roles.
 
     Args:
-      job: the job of this policy, or the only one.
-      trained, reference: weights, or adapters and the weights that they adapt.
       decisions: those of all roles.
+      roles: names, which `decisions.agents` index.
+      trained, reference: weights, or adapters and the weights that they adapt.
 
     Attributes:
       trained: the argument, updated in place.
       count: decisions to clone.
     """
 
-    def __init__(self, job: Job, trained, reference, decisions: TrainingBatch):
-        config, settings = job.config, job.config.cloning
+    def __init__(self, decisions: TrainingBatch, roles: Sequence[str], policy: PolicySetup, trained, reference):
+        config, settings = policy.settings, policy.settings.cloning
         self.trained, self._reference, self._decisions = trained, reference, decisions
-        self._happened = decisions_of(job, decisions)
+        self._happened = decisions_of(policy.name, roles, decisions)
         total, self.count = decisions.response_lengths.shape[0], int(self._happened.sum())
         if not self.count:
-            raise ConfigError(f"warm_start=cloning: {job.weights} has no turn in the generated play; give warm_start=none")
+            raise ConfigError(f"warm_start=cloning: {policy.name} has no turn in the generated play; give warm_start=none")
         passes = -(-settings.check_every * settings.batch_size // self.count)  # over few decisions, between evaluations
         schedule = optax.warmup_cosine_decay_schedule(0.0, settings.lr, 100, max(settings.max_steps, 101), settings.lr / 10)
         optimizer = make_optimizer(settings.optimizer, schedule)
         update = make_update(
-            make_cloning_loss(job.adapted, config.learner.remat),
+            make_cloning_loss(policy.model, config.learner.remat),
             optimizer,
-            job.mesh,
+            policy.mesh,
             minibatch_size=settings.batch_size,
             microbatch_size=config.learner.microbatch_size,
             compute_dtype=config.policy.compute_dtype,
@@ -281,7 +280,7 @@ class Student:
             order = jnp.argsort((rank + (passes + 1) * ~happened).reshape(-1)) % total
             return update(trained, opt_state, reference, decisions, order, steps * settings.batch_size, 1.0)
 
-        moments = shardings_like(jax.eval_shape(optimizer.init, trained), job.adapted, job.mesh)
+        moments = shardings_like(jax.eval_shape(optimizer.init, trained), policy.model, policy.mesh)
         self._some_steps, self._opt_state = some_steps, jax.jit(optimizer.init, out_shardings=moments)(trained)
 
     def learn(self, key, steps: int) -> tuple[float, int]:
@@ -292,13 +291,13 @@ class Student:
         return float(stats["loss"]), int(stats["nonfinite_steps"])
 
 
-def decisions_of(job: Job, decisions: TrainingBatch) -> jax.Array:
-    """Selects the decisions that happened; if roles have separate policies, only those of the job's roles. Returns bool[N]."""
+def decisions_of(policy: str, roles: Sequence[str], decisions: TrainingBatch) -> jax.Array:
+    """Selects the decisions that happened, of the roles that use the policy of this name. Returns bool[N]."""
     happened = decisions.response_lengths > 0
-    if not job.weights:
+    if policy == SHARED:
         return happened
     assert decisions.agents is not None
-    return happened & jnp.array(members(job.weights, job.runner.roles))[decisions.agents]
+    return happened & jnp.array(members(policy, roles))[decisions.agents]
 
 
 def make_optimizer(name: str, schedule: optax.Schedule) -> optax.GradientTransformation:
@@ -327,8 +326,8 @@ def _held_out_loss(job: Job, numbers: jax.Array, reference) -> Callable[[dict], 
     decisions, _ = demonstrations(job, numbers)
     tokens = int(decisions.response_lengths.sum())
 
-    def make_of_set(job):
-        logprobs, own = make_logprobs(job.adapted), decisions_of(job, decisions)
+    def make_likelihood(policy: PolicySetup):
+        logprobs, own = make_logprobs(policy.model), decisions_of(policy.name, job.runner.roles, decisions)
         mapped = jax.jit(
             make_map(
                 lambda params, batch: logprobs(*params, batch)[0].sum(-1),
@@ -337,13 +336,12 @@ def _held_out_loss(job: Job, numbers: jax.Array, reference) -> Callable[[dict], 
             )
         )
         order, count = jnp.argsort(~own), own.sum()
-        return lambda params, reference: mapped((job.compute_copy(params), reference), decisions, order, count)
+        return lambda params, reference: mapped((policy.compute_copy(params), reference), decisions, order, count).sum()
 
-    of_sets = job.by_set(make_of_set)
+    likelihoods = job.by_policy(make_likelihood)
 
     def loss(params) -> float:
-        likelihood = job.by_set(lambda _, of_set, params, reference: of_set(params, reference), of_sets, params, reference)
-        return -float(sum(map(jnp.sum, jax.tree.leaves(likelihood)))) / tokens
+        return -float(sum(of(params[name], reference[name]) for name, of in likelihoods.items())) / tokens
 
     return loss
 
@@ -412,7 +410,7 @@ def warm_start(job: Job) -> dict:
     if distributed.broadcast_from_process_0(folder.is_dir):
         say(f"warm start: read from {folder}")
         try:
-            return job.by_set(lambda job: load_policy(folder / job.weights, job.mesh, job.config.policy.dtype).params)
+            return {name: load_policy(folder / name, job.mesh, job.config.policy.dtype).params for name in job.policies}
         except ValueError as error:
             raise ConfigError(f"{error}; remove {folder}, and the next run makes a new one") from None
     params = clone(job)
@@ -422,7 +420,8 @@ def warm_start(job: Job) -> dict:
         return tempfile.mkdtemp(dir=folder.parent)
 
     partial = Path(distributed.broadcast_from_process_0(make_room))
-    job.by_set(lambda job, params: Policy(job.policy.config, params, job.policy.tokenizer).save(partial / job.weights), params)
+    for name, policy in job.policies.items():
+        policy.save(params[name], partial / name)
     if jax.process_index() == 0:
         try:
             os.replace(partial, folder)

@@ -16,10 +16,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from hgpo_jax.evaluation.held_out import play_held_out, sampled_decoding, summarize
 from hgpo_jax.learner.update import lr_scale
-from hgpo_jax.policy import Policy, load_policy, lora
+from hgpo_jax.policy import load_policy, lora
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.result import RolloutResult
-from hgpo_jax.setup.job import Job, unrounded
+from hgpo_jax.setup.job import Job, PolicySetup, unrounded
 from hgpo_jax.trainer.behavior_cloning import warm_start
 from hgpo_jax.trainer.checkpoint import Checkpoints
 from hgpo_jax.trainer.interruption import Interrupted, Interruption
@@ -56,7 +56,7 @@ class Training:
         self.state = self._restored(like) if done else init(params)
         self.train_step = compiling.result()
         kept = set(map(id, jax.tree.leaves(self.reference)))
-        for array in jax.tree.leaves((job.policy.params, job.given_params)):
+        for array in jax.tree.leaves(job.given_params):
             if id(array) not in kept and not array.is_deleted():  # nothing reads it again, and it would occupy memory
                 array.delete()
 
@@ -89,11 +89,11 @@ class Training:
             self.recorder.close()
         self.checkpoints.close()
         with refusals():
-            self.job.by_set(functools.partial(save_adapters, self.folder), self.state.params)
+            self.job.by_policy(functools.partial(save_adapters, self.folder), self.state.params)
         trained, played = self.state.params, self._rollout_params()
         del self.state  # with adapters, the frozen weights are read back in `policy.dtype`
-        adapted = any(of_set.adapted.lora for of_set in self.job.sets.values() or [self.job])
-        return self.job.merged_params(trained, starting_params(self.job, self.folder) if adapted else trained), played
+        base = starting_params(self.job, self.folder) if self.job.adapted else trained
+        return self.job.merged_params(trained, base), played
 
     def _save_after_failure(self) -> None:
         """Saves the progress after a rollout or a validation failed; a failed update has destroyed the donated weights.
@@ -110,7 +110,7 @@ class Training:
 
     def _restored(self, like: TrainState) -> TrainState:
         """Restores the state of the checkpoint that training continues from. like: its shapes and shardings."""
-        return TrainState.from_checkpoint(self.checkpoints.restore(self.done, like.to_checkpoint()))
+        return like.from_checkpoint(self.checkpoints.restore(self.done, like.to_checkpoint()))
 
     def _rollout_params(self):
         return self.job.rollout_params(self.state.params, self.reference)
@@ -216,22 +216,25 @@ def refusals() -> Iterator[None]:
         raise ConfigError(str(error)) from None
 
 
-def save_adapters(folder: Path, job: Job, adapters) -> None:
+def save_adapters(folder: Path, policy: PolicySetup, adapters) -> None:
     """With LoRA, saves the trained adapters without their base weights. Raises ValueError if they cannot be written."""
-    if job.adapted.lora:
-        cloned = job.config.warm_start == "cloning"
-        base = str(folder / "start" / job.weights) if cloned else job.config.policy.source
-        lora.save(folder / "adapter" / job.weights, job.adapted, adapters, base=base)
+    if policy.model.lora:
+        cloned = policy.settings.warm_start == "cloning"
+        base = str(folder / "start" / policy.name) if cloned else policy.settings.policy.source
+        lora.save(folder / "adapter" / policy.name, policy.model, adapters, base=base)
 
 
-def starting_params(job: Job, folder: Path):
+def starting_params(job: Job, folder: Path) -> dict[str, dict]:
     """Returns the initial weights: those in `start/` if the run has begun already, otherwise cloned or configured ones."""
     config, start = job.config, folder / "start"
     # Policies with the same initial weights share one folder, and one copy on the devices if adapters go beside it.
-    alike = {} if config.warm_start == "cloning" else {id(of.policy): name for name, of in reversed(job.sets.items())}
-    place = lambda job: start / alike.get(id(job.policy), job.weights)  # noqa: E731
-    places = {place(of): of for of in job.sets.values() or [job]}
-    if not distributed.broadcast_from_process_0(lambda: all((place / "config.json").is_file() for place in places)):
+    first = {id(policy.initial): name for name, policy in reversed(job.policies.items())}
+    places = {
+        name: start / (name if config.warm_start == "cloning" else first[id(policy.initial)])
+        for name, policy in job.policies.items()
+    }
+    by_place = {place: name for name, place in places.items()}
+    if not distributed.broadcast_from_process_0(lambda: all((place / "config.json").is_file() for place in by_place)):
         reference = job.given_params
         if config.warm_start == "cloning":
             whole = unrounded(job)
@@ -239,16 +242,15 @@ def starting_params(job: Job, folder: Path):
             if whole is not job:
                 whole.close()
         with refusals():
-            for folder, of in places.items():
-                params = reference[of.weights] if job.sets else reference
-                Policy(of.policy.config, params, of.policy.tokenizer).save(folder)
+            for place, name in by_place.items():
+                job.policies[name].save(reference[name], place)
         return reference
-    found = {}
-    for folder, of in places.items():
+    read = {}
+    for place, name in by_place.items():
         try:
-            found[folder] = load_policy(folder, job.mesh, config.policy.dtype).params
+            read[place] = load_policy(place, job.mesh, config.policy.dtype).params
         except ValueError as error:
             raise ConfigError(f"{error}; remove {start}, and it will be recreated") from None
-        if jax.tree.map(jnp.shape, found[folder]) != jax.tree.map(jnp.shape, of.policy.params):
-            raise ConfigError(f"{folder}: policy.* or env.* ask for another size of policy; start in another run_dir")
-    return job.by_set(lambda job: found[place(job)])
+        if jax.tree.map(jnp.shape, read[place]) != jax.tree.map(jnp.shape, job.policies[name].initial.params):
+            raise ConfigError(f"{place}: policy.* or env.* ask for another size of policy; start in another run_dir")
+    return {name: read[place] for name, place in places.items()}

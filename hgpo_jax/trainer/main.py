@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import time
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from hgpo_jax.rollout.environments import backend, environment
 from hgpo_jax.rollout.runners import TextRunner
 from hgpo_jax.serving.agent_rollout import AgentRunner
 from hgpo_jax.setup import memory
-from hgpo_jax.setup.job import Job, Runner, build, job_mesh, open_devices, unrounded
+from hgpo_jax.setup.job import Job, PolicySetup, Runner, build, job_mesh, open_devices, unrounded
 from hgpo_jax.setup.validate import check_together
 from hgpo_jax.trainer.curves import plot_curves
 from hgpo_jax.trainer.folder import find_run, take_folder
@@ -112,15 +113,15 @@ def dry_run(given: dict, resume: str, allowed: tuple[str, ...]) -> None:
         if backend(config) == "compiled_text" and config.env.compiled is None:  # it would write the tables of its games
             config = config.model_copy(update={"env": config.env.model_copy(update={"compiled": False})})
         makers = None if backend(config) == "compiled" or found.text is None else found.text(config)
-        models = {name: memory.workload_of(own, mesh).model for name, own in memory.configs_of_sets(config).items()}
+        models = {name: memory.workload_of(own, mesh).model for name, own in memory.configs_by_policy(config).items()}
         phases = memory.bytes_of_run(config, mesh)
         if makers or found.agent:
             source = config.policy.tokenizer or config.policy.source
             tokenizer = load_tokenizer(source, config.cache_dir) if source else fresh_tokenizer(config)
             runner: Runner = (
-                TextRunner(config, found, *makers, models.get("", models), tokenizer, mesh)
+                TextRunner(config, found, *makers, models, tokenizer, mesh)
                 if makers
-                else AgentRunner(config, models[""], tokenizer, mesh)
+                else AgentRunner(config, models, tokenizer, mesh)
             )
             counts = (runner.num_tasks or "generated", runner.num_held_out_tasks or "generated")
             say(f"{config.env.name}: {counts[0]} tasks to train on, {counts[1]} held out")
@@ -137,7 +138,7 @@ def check_loggers(config: Config) -> None:
 
 def check_trained_dtype(config: Config) -> None:
     """Raises ConfigError for a weight dtype that would round away the updates; adapters have their own float32."""
-    for own in memory.configs_of_sets(config).values():
+    for own in memory.configs_by_policy(config).values():
         if own.policy.dtype != "float32" and not own.lora.rank:
             raise ConfigError(
                 f"policy.dtype={own.policy.dtype}: would round away the small steps of training; leave it out "
@@ -199,26 +200,26 @@ def train_and_evaluate(
     writes = jax.process_index() == 0
     params, played = Training(job, folder, first, stop, on_iteration).run()
     with refusals():
-        job.by_set(lambda job, params: save_trained(job, params, folder / "policy" / job.weights), params)
+        job.by_policy(functools.partial(save_trained, folder / "policy"), params)
     del params
     with contextlib.closing(unrounded(job)) as whole:
         result, transcripts = evaluate(whole, played, folder)
     shown = "\n\n".join(transcripts)
     if writes:
         plot_curves(folder)
-        for of_set in job.sets.values() or [job]:
-            for saved in (folder / "policy" / of_set.weights, folder / "adapter" / of_set.weights):
+        for name, policy in job.policies.items():
+            for saved in (folder / "policy" / name, folder / "adapter" / name):
                 if saved.is_dir():
-                    count = sum(a.size for a in jax.tree.leaves(of_set.policy.params))
-                    model_card.write(saved, of_set.config, count, result)
+                    count = sum(a.size for a in jax.tree.leaves(policy.initial.params))
+                    model_card.write(saved, policy.settings, count, result)
         with atomic_write(folder / "transcripts.txt") as file:  # written last: its presence means that the run has ended
             file.write(shown + "\n")
     say(f"\n{shown}\n\n{describe_evaluation(result)}")
 
 
-def save_trained(job: Job, params, folder: Path) -> None:
+def save_trained(folder: Path, policy: PolicySetup, params) -> None:
     """Writes a policy, and how its answers were asked for and ended. Raises ValueError where that cannot be written."""
-    rollout, tokenizer, frame = job.config.rollout, job.policy.tokenizer, None
+    rollout, tokenizer, frame = policy.settings.rollout, policy.initial.tokenizer, None
     if getattr(tokenizer, "chat_template", None):
         frame = ChatFrame(tokenizer, date=rollout.date, thinking=rollout.thinking, stop=rollout.stop)
-    Policy(job.policy.config, params, tokenizer).save(folder, stop=rollout.stop, trained=frame)
+    Policy(policy.initial.config, params, tokenizer).save(folder / policy.name, stop=rollout.stop, trained=frame)

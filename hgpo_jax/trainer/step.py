@@ -14,7 +14,7 @@ from flax import struct
 from hgpo_jax import advantages
 from hgpo_jax.advantages.hiper import segment_begins
 from hgpo_jax.config import Config
-from hgpo_jax.config.policies import members
+from hgpo_jax.config.policies import SHARED, members
 from hgpo_jax.learner import losses
 from hgpo_jax.learner.algorithms import AVAILABLE_ARRAYS, estimator_options
 from hgpo_jax.learner.batch import TrainingBatch
@@ -34,7 +34,7 @@ from hgpo_jax.rollout.result import RolloutResult
 from hgpo_jax.rollout.rewards import overlong
 from hgpo_jax.rollout.runners import CompiledRunner
 from hgpo_jax.rollout.state_keys import regrouped
-from hgpo_jax.setup.job import Job
+from hgpo_jax.setup.job import Job, PolicySetup
 from hgpo_jax.trainer.metrics import advantage_metrics, hierarchy_metrics, role_advantages, rollout_sums
 from hgpo_jax.utils.errors import RunError
 
@@ -119,25 +119,29 @@ def _keep_informative(kept: Episodes, filled, episodes: Episodes, group_size: in
 class TrainState(struct.PyTreeNode):
     """Everything that an iteration changes; a checkpoint holds it and nothing else.
 
-    params: the policy's weights or, with LoRA, its adapters; of several policies a dict by their names.
-    opt_state: the policy's optimizer.
+    params: {name of a policy: its weights or, with LoRA, its adapters}.
+    opt_state: {name of a policy: its optimizer's state}.
     critic: the same two for the critic; None for a method without one.
     """
 
-    params: dict
-    opt_state: Any
+    params: dict[str, dict]
+    opt_state: dict[str, Any]
     critic: CriticState | None = None
 
     def to_checkpoint(self) -> dict[str, Any]:
-        """Returns the dicts that a checkpoint file holds, the same since the first release."""
+        """Returns the dicts that a checkpoint file holds, the same since the first release: of one policy without a name."""
         critic = {"critic": {"params": self.critic.params, "opt_state": self.critic.opt_state}} if self.critic else {}
-        return {"params": self.params, "opt_state": self.opt_state} | critic
+        return {
+            name: tree.get(SHARED, tree) for name, tree in (("params", self.params), ("opt_state", self.opt_state))
+        } | critic
 
-    @classmethod
-    def from_checkpoint(cls, saved: dict[str, Any]) -> TrainState:
-        """Restores the state from the dicts of `to_checkpoint`."""
+    def from_checkpoint(self, saved: dict[str, Any]) -> TrainState:
+        """Returns the state of the dicts of `to_checkpoint`; this one has the same policies."""
         critic = CriticState(**saved["critic"]) if "critic" in saved else None
-        return cls(saved["params"], saved["opt_state"], critic)
+        params, opt_state = saved["params"], saved["opt_state"]
+        if SHARED in self.params:
+            params, opt_state = {SHARED: params}, {SHARED: opt_state}
+        return TrainState(params, opt_state, critic)
 
 
 class CriticState(struct.PyTreeNode):
@@ -155,28 +159,24 @@ def make_train_step(job: Job):
     stored in the host's memory between calls. With a role, i32[], the policy learns from the turns of that role: the advantages
     of the others count as 0, so that only the KL and the entropy bonus act on them.
     """
-    policy_update = job.by_set(_make_policy_update)
+    optimizers, updates = {}, {}
+    for name, policy in job.policies.items():
+        optimizers[name], updates[name] = _make_policy_update(job, policy)
     if job.method.critic:
         critic_optimizer, predict_values, update_critic = _make_critic(job)
 
     def init(params) -> TrainState:
-        # The update donates its parameters, and the reference policy must outlive them.
-        def trained_of(job, params):
-            return job.fresh_adapters() if job.adapted.lora else jax.tree.map(jnp.copy, params)
-
-        trained = job.by_set(trained_of, params)
-        opt_state = job.by_set(
-            lambda job, update, trained: _create_stored(job, update[0].init, trained), policy_update, trained
-        )
+        trained = job.by_policy(PolicySetup.trainable, params)
+        opt_state = job.by_policy(lambda policy, o, trained: _create_stored(policy, o.init, trained), optimizers, trained)
         if not job.method.critic:
             return TrainState(trained, opt_state)
         create = functools.partial(initialize_critic, heads=(3,) if job.method.parts else ())
-        critic = _create_stored(job, create, params)
-        return TrainState(trained, opt_state, CriticState(critic, _create_stored(job, critic_optimizer.init, critic)))
+        critic = _create_stored(job.policy, create, params[SHARED])
+        return TrainState(trained, opt_state, CriticState(critic, _create_stored(job.policy, critic_optimizer.init, critic)))
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state: TrainState, reference, episodes: Episodes, key, lr_scale, role=None):
-        state, reference = _state_to_devices(job, state), _to_devices(job, reference)
+        state, reference = _state_to_devices(job, state), job.by_policy(_to_devices, reference)
         batch = training_batch(episodes)
         if len(job.runner.roles) > 1:
             batch = batch.replace(agents=_flat(episodes.agents))
@@ -192,12 +192,8 @@ def make_train_step(job: Job):
         batch = batch.replace(advantages=_flat(_learned_advantages(job, estimate, episodes, role)))
 
         learned = happened & ~unfinished if job.config.learner.unfinished == "mask" else happened
-        if job.sets:
-            params, opt_state, metrics = _update_sets(job, policy_update, state, reference, batch, learned, key, lr_scale, role)
-        else:
-            params, opt_state, metrics = policy_update[1](
-                state.params, state.opt_state, reference, batch, *_shuffled(key, learned), lr_scale
-            )
+        update = functools.partial(_update_shared if SHARED in updates else _update_several, job, updates)
+        params, opt_state, metrics = update(state, reference, batch, learned, key, lr_scale, role)
         critic = state.critic
         if critic:
             batch = _with_targets(job, batch, episodes, estimate)
@@ -221,7 +217,14 @@ def _learned_advantages(job: Job, estimate: advantages.Estimate, e: Episodes, ro
     return jnp.where(learns.reshape(learns.shape + (1,) * (by_token.ndim - 2)), by_token, 0.0)
 
 
-def _update_sets(job: Job, updates: dict, state: TrainState, reference, batch: TrainingBatch, learned, key, lr_scale, role):
+def _update_shared(job: Job, updates: dict, state: TrainState, reference, batch: TrainingBatch, learned, key, lr_scale, role):
+    """Updates the policy that all roles share; otherwise as `_update_several`."""
+    old = state.params[SHARED], state.opt_state[SHARED], reference[SHARED]
+    params, opt_state, metrics = updates[SHARED](*old, batch, *_shuffled(key, learned), lr_scale)
+    return {SHARED: params}, {SHARED: opt_state}, metrics
+
+
+def _update_several(job: Job, updates: dict, state: TrainState, reference, batch: TrainingBatch, learned, key, lr_scale, role):
     """Updates each policy on the decisions of its own roles; returns (params, opt_state, metrics).
 
     learned: bool[N], the decisions to learn from. A policy without any stays unchanged, and so does, with a learning role, a
@@ -230,32 +233,32 @@ def _update_sets(job: Job, updates: dict, state: TrainState, reference, batch: T
     """
     assert batch.agents is not None
     params, opt_state, found, counts = {}, {}, {}, {}
-    for number, (name, (_, update)) in enumerate(updates.items()):
+    for number, (name, update) in enumerate(updates.items()):
         own = jnp.array(members(name, job.runner.roles))
         order, count = _shuffled(jax.random.fold_in(key, number), learned & own[batch.agents])
         count = count if role is None else jnp.where(own[role], count, 0)
         old = state.params[name], state.opt_state[name]
-        update_set = functools.partial(update, *old, reference[name], batch, order, count, lr_scale)
-        *_, shapes = jax.eval_shape(update_set)
+        update_policy = functools.partial(update, *old, reference[name], batch, order, count, lr_scale)
+        *_, shapes = jax.eval_shape(update_policy)
         unknown = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         params[name], opt_state[name], found[name] = jax.lax.cond(
-            count > 0, update_set, lambda old=old, unknown=unknown: (*old, unknown)
+            count > 0, update_policy, lambda old=old, unknown=unknown: (*old, unknown)
         )
         counts[name] = count
     total = jnp.maximum(sum(counts.values()), 1)
     metrics: dict = {}
     for part in next(iter(found.values())):
-        of_sets = {name: stats[part] for name, stats in found.items()}
+        values = {name: stats[part] for name, stats in found.items()}
         if part.startswith("by_role/"):
             mine = next(name for name in updates if any(members(name, [part.rpartition("/")[2]])))
             alone = sum(members(mine, job.runner.roles)) == 1 and part.startswith("by_role/logp_gradient_share/")
-            metrics[part] = jnp.where((counts[mine] > 0) & (not alone), of_sets[mine], jnp.nan)
+            metrics[part] = jnp.where((counts[mine] > 0) & (not alone), values[mine], jnp.nan)
         elif part in ("optimizer_steps", "nonfinite_steps"):
-            metrics[part] = sum(of_sets.values())
+            metrics[part] = sum(values.values())
         elif part == "logp_difference":
-            metrics[part] = functools.reduce(jnp.maximum, of_sets.values())
+            metrics[part] = functools.reduce(jnp.maximum, values.values())
         else:
-            metrics[part] = sum(counts[name] * value for name, value in of_sets.items()) / total
+            metrics[part] = sum(counts[name] * value for name, value in values.items()) / total
     for name, stats in found.items():
         norm = jnp.where(counts[name] > 0, stats["grad_norm"], jnp.nan)
         metrics |= {f"by_role/grad_norm/{one}": norm for one in name.split("+")}
@@ -336,16 +339,16 @@ def _update_sizes(config: Config) -> dict:
     }
 
 
-def _make_policy_update(job: Job):
+def _make_policy_update(job: Job, policy: PolicySetup):
     """Returns (optimizer, the policy's `make_update`, preceded by `learner.rollout_correction`)."""
-    config, method, optimizer = job.config, job.method, make_optimizer(job.config.learner)
-    loss = make_policy_loss(job.adapted, config.learner, method, config.rollout.temperature, job.runner.roles)
+    config, method, optimizer = policy.settings, job.method, make_optimizer(policy.settings.learner)
+    loss = make_policy_loss(policy.model, config.learner, method, config.rollout.temperature, job.runner.roles)
     per_token = aggregation(config.learner, method) == "token-mean"
     update = make_update(loss, optimizer, job.mesh, **_update_sizes(config), per_token=per_token)
     level = correction_level(config)
     if level == "none":
         return optimizer, update
-    logprobs = make_logprobs(job.adapted, config.rollout.temperature)
+    logprobs = make_logprobs(policy.model, config.rollout.temperature)
     mapped = make_map(
         lambda params, batch: logprobs(*params, batch)[0], job.mesh, microbatch_size=config.learner.microbatch_size
     )
@@ -375,7 +378,7 @@ def _make_critic(job: Job):
     `update(state, batch, order, count, lr_scale)`)."""
     config, optimizer = job.config, make_optimizer(job.config.critic)
     plan_words = sum(_planning(job).answer_parts[:2]) if job.method.parts else 0
-    values = make_values(job.policy.config, config.learner.remat, plan_words)
+    values = make_values(job.policy.initial.config, config.learner.remat, plan_words)
     mapped = make_map(values, job.mesh, microbatch_size=config.learner.microbatch_size)
     loss = make_value_loss(values, config.critic.value_clip)
     step = make_update(loss, optimizer, job.mesh, **_update_sizes(config), per_token=False)
@@ -398,33 +401,34 @@ def _make_critic(job: Job):
     return optimizer, predict, update
 
 
-def _create_stored(job: Job, create, params):
+def _create_stored(policy: PolicySetup, create, params):
     """Computes and places `create(params)`: arrays that match one of the policy's are sharded like it, others replicated."""
     shapes = jax.eval_shape(create, params)
-    shardings = storage_shardings(shapes, job.adapted, job.mesh, offload=job.config.learner.offload)
+    shardings = storage_shardings(shapes, policy.model, policy.mesh, offload=policy.settings.learner.offload)
     return jax.jit(create, out_shardings=shardings)(params)
 
 
-def _to_devices(job: Job, tree):
-    """With `learner.offload`, moves stored arrays from the host's memory to the devices."""
-    if not job.config.learner.offload:
+def _to_devices(policy: PolicySetup, tree):
+    """With `learner.offload`, moves stored arrays of a policy or its critic from the host's memory to the devices."""
+    if not policy.settings.learner.offload:
         return tree
-    return job.by_set(lambda job, tree: jax.device_put(tree, shardings_like(tree, job.adapted, job.mesh)), tree)
+    return jax.device_put(tree, shardings_like(tree, policy.model, policy.mesh))
+
+
+def _to_storage(policy: PolicySetup, tree):
+    """With `learner.offload`, moves arrays of a policy or its critic to the host's memory."""
+    if not policy.settings.learner.offload:
+        return tree
+    return jax.device_put(tree, storage_shardings(tree, policy.model, policy.mesh, offload=True))
 
 
 def _state_to_devices(job: Job, state: TrainState) -> TrainState:
     """With `learner.offload`, moves a stored state to the devices."""
-    critic = state.critic and _to_devices(job, state.critic)
-    return TrainState(_to_devices(job, state.params), _to_devices(job, state.opt_state), critic)
+    params, opt_state = (job.by_policy(_to_devices, trees) for trees in (state.params, state.opt_state))
+    return TrainState(params, opt_state, state.critic and _to_devices(job.policy, state.critic))
 
 
 def _state_to_storage(job: Job, state: TrainState) -> TrainState:
     """With `learner.offload`, moves all of the state but `params` to the host's memory."""
-    if not job.config.learner.offload:
-        return state
-
-    def stored(job, part):
-        return jax.device_put(part, storage_shardings(part, job.adapted, job.mesh, offload=True))
-
-    critic = state.critic and job.by_set(stored, state.critic)
-    return state.replace(opt_state=job.by_set(stored, state.opt_state), critic=critic)
+    critic = state.critic and _to_storage(job.policy, state.critic)
+    return state.replace(opt_state=job.by_policy(_to_storage, state.opt_state), critic=critic)

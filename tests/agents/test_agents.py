@@ -11,6 +11,7 @@ import pytest
 from guess import Guess
 
 from hgpo_jax import config as configuration
+from hgpo_jax.config.policies import SHARED
 from hgpo_jax.policy.chat_frame import ChatFrame
 from hgpo_jax.rollout.chat_prompts import ChatFormat
 from hgpo_jax.rollout.host import HostRollout
@@ -40,7 +41,7 @@ policy = functools.cache(byte_policy)
 
 @functools.cache
 def runner_of(*fields) -> AgentRunner:
-    return AgentRunner(configuration.load(None, [*FIELDS, *fields]), policy().config, policy().tokenizer, mesh_of())
+    return AgentRunner(configuration.load(None, [*FIELDS, *fields]), {SHARED: policy().config}, policy().tokenizer, mesh_of())
 
 
 def played(*command, tasks=TASKS, held_out=False, time_limit=60.0, failed="zero", before=True):
@@ -48,7 +49,7 @@ def played(*command, tasks=TASKS, held_out=False, time_limit=60.0, failed="zero"
     runner = runner_of()
     runner._excludes, runner._played = failed == "exclude", before
     runner._command, runner._time_limit = [sys.executable, *map(str, command)], time_limit
-    return runner.rollout(policy().params, tasks, KEYS, GROUPS, DECODING, held_out=held_out)
+    return runner.rollout({SHARED: policy().params}, tasks, KEYS, GROUPS, DECODING, held_out=held_out)
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +58,10 @@ def expected(tmp_path_factory):
     template = tmp_path_factory.mktemp("agents") / "bare.txt"
     template.write_text("== first ==\n$observation\n== later ==\n$observation\n== entry ==\n$action\n")
     rollout = HostRollout(
-        Guess, ChatFormat(ChatFrame(policy().tokenizer), str(template), 128), policy().graphdef, mesh_of(), batch=B,
+        Guess, ChatFormat(ChatFrame(policy().tokenizer), str(template), 128), {SHARED: policy().graphdef}, mesh_of(), batch=B,
         history_length=0, response_limit=9, decode_batch_size=4, strict=True,
     )  # fmt: skip
-    return rollout(policy().params, TASKS, KEYS, GROUPS, DECODING)
+    return rollout({SHARED: policy().params}, TASKS, KEYS, GROUPS, DECODING)
 
 
 def test_what_a_policy_is_not_made_for_is_refused():

@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from hgpo_jax import config as configuration
+from hgpo_jax.config.policies import SHARED
 from hgpo_jax.envs.alfworld import load_game
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.sampling.generate import Decoding
@@ -48,9 +49,9 @@ def test_the_agent_of_alfworld_plays_its_games(monkeypatch):
         "rollout.response_limit=12", "env.num_tasks=2",
     ]  # fmt: skip
     model = dataclasses.replace(policy.config, max_position_embeddings=8192)
-    runner = AgentRunner(configuration.load(None, fields), model, policy.tokenizer, mesh)
+    runner = AgentRunner(configuration.load(None, fields), {SHARED: model}, policy.tokenizer, mesh)
     keys = jax.random.split(jax.random.key(0), 4)
-    episodes, report = runner.rollout(policy.params, [0, 0, 1, 1], keys, [0, 0, 1, 1], Decoding())
+    episodes, report = runner.rollout({SHARED: policy.params}, [0, 0, 1, 1], keys, [0, 0, 1, 1], Decoding())
     assert not report.failures and episodes.mask.all() and not episodes.success.any()
     games = sorted(GAMES.glob("json_2.1.1/valid_train/*/*/game.tw-pddl"))
     for episode, path in enumerate([games[0], games[0], games[1], games[1]]):

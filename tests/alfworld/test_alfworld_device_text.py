@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from alfworld_places import GAMES
 
+from hgpo_jax.config.policies import SHARED
 from hgpo_jax.envs.alfworld.compiled import CompiledAlfworld
 from hgpo_jax.envs.alfworld.tables import compile_games
 from hgpo_jax.envs.alfworld.text import AlfworldText
@@ -113,11 +114,11 @@ def played(paths, tokenizer, monkeypatch, episodes: int, turns: int, limit: int,
     chat, model = ChatFormat(ChatFrame(tokenizer), "alfworld", limit, lower_case=True), tiny(tokenizer)
     mesh = make_mesh("data=1", jax.devices()[:1])
     rollout = CompiledTextRollout(
-        CompiledAlfworld(compile_games(paths), turns), np.arange(len(paths)), chat, tokenizer, network(model), mesh,
+        CompiledAlfworld(compile_games(paths), turns), np.arange(len(paths)), chat, tokenizer, {SHARED: network(model)}, mesh,
         batch=episodes, history_length=K, response_limit=R, decode_batch_size=8,
     )  # fmt: skip
     tasks, keys = np.arange(episodes) % len(paths), jax.random.split(jax.random.key(0), episodes)
-    return chat, tasks, rollout(initialize(model, 0, mesh), tasks, keys, tasks, Decoding())
+    return chat, tasks, rollout({SHARED: initialize(model, 0, mesh)}, tasks, keys, tasks, Decoding())
 
 
 def replay(paths, chat: ChatFormat, tasks, result, turns: int) -> int:
@@ -219,9 +220,9 @@ def test_host_and_device_sample_the_same_episodes(monkeypatch):
     mesh, groups = make_mesh("data=2,fsdp=2", jax.devices()[:4]), np.arange(B) // 4
     params = jax.device_put(initialize(model, 0, make_mesh("data=1", jax.devices()[:1])), shardings(model, mesh))
     settings = {"batch": B, "history_length": K, "response_limit": 6, "decode_batch_size": 4}
-    host = HostRollout(lambda: AlfworldText(GAMES, max_turns=turns), chat, network(model), mesh, **settings)
+    host = HostRollout(lambda: AlfworldText(GAMES, max_turns=turns), chat, {SHARED: network(model)}, mesh, **settings)
     env, games = CompiledAlfworld(compile_games(GAMES), turns), np.arange(len(GAMES))
-    device = CompiledTextRollout(env, games, chat, tokenizer, network(model), mesh, host=host, **settings)
+    device = CompiledTextRollout(env, games, chat, tokenizer, {SHARED: network(model)}, mesh, host=host, **settings)
     given = params, groups, jax.random.split(jax.random.key(1), B), groups, Decoding()
     (ours, report), (theirs, other) = device(*given), host(*given)
     for name, value in vars(theirs).items():

@@ -10,6 +10,7 @@ import pytest
 from hgpo_jax.bench import __main__ as command
 from hgpo_jax.bench import limits, policies, profile, training
 from hgpo_jax.config import load
+from hgpo_jax.config.policies import SHARED
 from hgpo_jax.policy import initialize, network
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.sampling.generate import Decoding, make_decode_blocks, make_sampler
@@ -134,15 +135,15 @@ def test_the_peer_learns_the_same_from_the_same_episodes(job):
     from hgpo_jax.bench import peer
 
     learn, init = make_train_step(job)
-    other = initialize(job.policy.config, 5, job.mesh)
-    (episodes, _), *_ = sample(job, other, 0)
+    other = initialize(job.policy.model, 5, job.mesh)
+    (episodes, _), *_ = sample(job, {SHARED: other}, 0)
     # A fresh policy gets no reward; with made-up ones there are advantages of both signs.
     rewards = np.random.default_rng(0).standard_normal(episodes.rewards.shape).astype(np.float32)
     episodes = episodes.replace(rewards=jnp.asarray(rewards))
     record = jax.device_get(vars(episodes))
-    model, frozen = (peer.make_model(job.policy.config, params, "float32") for params in (job.policy.params, other))
+    model, frozen = (peer.make_model(job.policy.model, params, "float32") for params in (job.policy.initial.params, other))
     theirs = peer.learn(model, frozen, peer.make_optimizer(model, job.config.learner), job, record, 16, 0)
-    _, stats = learn(init(job.policy.params), other, episodes, job.key(0, 1), 1.0)
+    _, stats = learn(init(job.given_params), {SHARED: other}, episodes, job.key(0, 1), 1.0)
     for name, value in theirs.items():
         np.testing.assert_allclose(value, stats[name], rtol=2e-3, err_msg=name)
     assert theirs["kl"] > 1e-3 and stats["clip_fraction_high"] > 0
@@ -152,8 +153,8 @@ def test_the_peer_learns_the_same_from_the_same_episodes(job):
 def test_what_the_peer_plays_is_what_the_environment_does(job):
     from hgpo_jax.bench import peer
 
-    env, tokenizer = job.runner.env, job.policy.tokenizer
-    played = peer.play(peer.make_model(job.policy.config, job.policy.params, "float32"), job, 1)
+    env, tokenizer = job.runner.env, job.tokenizer
+    played = peer.play(peer.make_model(job.policy.model, job.policy.initial.params, "float32"), job, 1)
     reset, step = jax.jit(env.reset), jax.jit(env.step)
     for b, task in enumerate(job.episode_inputs(1)[0]):
         state, seen = reset(task)

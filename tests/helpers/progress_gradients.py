@@ -44,7 +44,7 @@ def main(run: str, iteration: str, batches: str) -> None:
         done = placed(job, tasks, e)
         advantages = {RLOO_BY_TURN: rloo_by_turn(e, job.config.advantage.gamma)}
         for known, states in (("seen", e.states), ("seen and done", e.states * (done.max() + 1) + done)):
-            of_each = centred(Dump(e.replace(states=states.astype(np.int32)), job.config, job.policy.tokenizer))
+            of_each = centred(Dump(e.replace(states=states.astype(np.int32)), job.config, job.tokenizer))
             advantages |= {f"{name}, {known}": of_each[name] for name in SHOWN}
         for name, values in advantages.items():
             found.setdefault(name, []).append(np.asarray(gradient(state.params, reference, e, jnp.asarray(values))))

@@ -14,6 +14,7 @@ import optax
 
 from hgpo_jax.advantages import estimate
 from hgpo_jax.config import load
+from hgpo_jax.config.policies import SHARED
 from hgpo_jax.learner.update import lr_scale, make_policy_loss, make_update
 from hgpo_jax.setup.job import build
 from hgpo_jax.trainer.behavior_cloning import warm_start
@@ -36,7 +37,7 @@ def main(iterations: int, cache: str) -> None:
     reference, (learn, init) = job.reference_copy(start), make_train_step(job)
     state = init(start)
     alone = config.learner.model_copy(update={"kl_weight": 0.0, "entropy_weight": 0.0})
-    loss, still = make_policy_loss(job.adapted, alone, job.method, config.rollout.temperature), optax.sgd(0.0)
+    loss, still = make_policy_loss(job.policy.model, alone, job.method, config.rollout.temperature), optax.sgd(0.0)
     sizes = {"minibatch_size": 10**9, "microbatch_size": config.learner.microbatch_size}
     update = jax.jit(make_update(loss, still, job.mesh, **sizes))
     for iteration in range(iterations):
@@ -44,12 +45,13 @@ def main(iterations: int, cache: str) -> None:
         own = e.mask & (e.agents == 1)
         order, count = jnp.argsort(~own.reshape(-1)), own.sum()
         row = {"success": float(e.success.mean()), "steps": int(count)}
+        params = state.params[SHARED]
         for shown, (name, statistics) in ESTIMATORS.items():
             batch = {field: getattr(e, field) for field in ("rewards", "mask", "states", "groups", "invalid")}
             batch |= {"agents": e.agents} if name == "dr_mas" else {}
             A = estimate(name, **batch, normalize="mean_std", statistics=statistics).advantages
             decisions = training_batch(e).replace(advantages=A.reshape(-1))
-            _, _, stats = update(state.params, still.init(state.params), None, decisions, order, count, 1.0)
+            _, _, stats = update(params, still.init(params), None, decisions, order, count, 1.0)
             row[shown] = {"norm": float(stats["grad_norm"]), "squared": float((A**2).sum(where=own) / count)}
         print(json.dumps(row), flush=True)
         scale = jnp.float32(lr_scale(config.learner, iteration, iterations))

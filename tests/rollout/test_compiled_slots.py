@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hgpo_jax.config.policies import SHARED
 from hgpo_jax.policy import network, shardings
 from hgpo_jax.rollout.compiled import Program, on_shards, start_episode
 from hgpo_jax.rollout.compiled_slots import SlotProgram
@@ -44,12 +45,13 @@ class InSlots(Words, SlotProgram):
 @functools.cache
 def played(kind, spec, slots, model=MODEL):
     mesh = mesh_of(spec)
-    program = functools.partial(kind, graphdef=network(model), history_length=2, decode_batch_size=slots, end=END, act=ACT)
+    graphdefs = {SHARED: network(model)}
+    program = functools.partial(kind, graphdefs=graphdefs, history_length=2, decode_batch_size=slots, end=END, act=ACT)
     run = jax.jit(on_shards(kind.played, program, Ring(), mesh))
     keys, tasks = jax.random.split(jax.random.key(5), B), task_keys("train", 3, INDICES)
     with jax.set_mesh(mesh):
         params = jax.device_put(parameters(), shardings(MODEL, mesh))
-        return jax.device_get(run(None, params, tasks, keys, Decoding()))
+        return jax.device_get(run(None, {SHARED: params}, tasks, keys, Decoding()))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from odd_env import ODD, Counting, Restless
 
 from hgpo_jax.analysis.dumps import read_report
 from hgpo_jax.config import load
+from hgpo_jax.config.policies import SHARED
 from hgpo_jax.policy import ModelConfig, initialize, network
 from hgpo_jax.rollout.chat_prompts import ParsedResponse, Prompt
 from hgpo_jax.rollout.episode_buffer import EpisodeBuffer
@@ -70,13 +71,13 @@ def programs(spec, response_limit):
 def play(actions=HARMLESS, *, make_env=Counting, workers_type=None, spec="data=1", tasks=TASKS, **options):
     script, mesh = Script(actions), mesh_of(spec)
     options = {"decode_batch_size": 7, "response_limit": R} | options
-    rollout = HostRollout(make_env, script, network(MODEL), mesh, batch=B, history_length=K, **options)
-    rollout._programs = programs(spec, options["response_limit"])
+    rollout = HostRollout(make_env, script, {SHARED: network(MODEL)}, mesh, batch=B, history_length=K, **options)
+    rollout._programs = {SHARED: programs(spec, options["response_limit"])}
     if workers_type:
         rollout._workers = workers_type(make_env)
     keys = jax.random.split(jax.random.key(1), B)
     try:
-        return *rollout(initialize(MODEL, 0, mesh), tasks, keys, GROUPS, Decoding()), rollout, script
+        return *rollout({SHARED: initialize(MODEL, 0, mesh)}, tasks, keys, GROUPS, Decoding()), rollout, script
     finally:
         rollout.close()
 
@@ -211,7 +212,7 @@ def test_an_asynchronous_rollout_gives_the_same_episodes(played):
     schedule = {"decode_steps", "slot_use"}
     ours, theirs = ({name: r.counts[name] for name in r.counts.keys() - schedule} for r in (report, expected))
     assert ours == theirs
-    prefills = [map(int, re.findall(r"\d+", shape)) for name, shape in rollout._programs.called if name == "prefill"]
+    prefills = [map(int, re.findall(r"\d+", shape)) for name, shape in rollout._programs[SHARED].called if name == "prefill"]
     counts, widths, *_ = map(set, zip(*prefills, strict=True))
     assert widths <= set(buckets(Script.prompt_limit, factor=2, smallest=128))
     assert counts <= set(buckets(7, factor=4, smallest=1))
@@ -278,7 +279,7 @@ def test_another_environment_shares_what_is_compiled(played):
     first, report, rollout, _ = played
     other = rollout.with_environment(Shorter)
     keys = jax.random.split(jax.random.key(1), B)
-    episodes, other_report = other(initialize(MODEL, 0, mesh_of("data=1")), TASKS, keys, GROUPS, Decoding())
+    episodes, other_report = other({SHARED: initialize(MODEL, 0, mesh_of("data=1"))}, TASKS, keys, GROUPS, Decoding())
     assert episodes.mask.shape == (B, 2) and rollout.max_turns == T
     for name in ("prompts", "responses", "logp", "rewards"):
         np.testing.assert_allclose(getattr(episodes, name), getattr(first, name)[:, :2], atol=1e-5)

@@ -9,6 +9,7 @@ import pytest
 from household_policy import ACT, END, ENV, MODEL, K, cloned
 
 from hgpo_jax.advantages import estimate
+from hgpo_jax.config.policies import SHARED
 from hgpo_jax.envs.household.text import HouseholdText
 from hgpo_jax.envs.words import Words
 from hgpo_jax.policy import network, shardings
@@ -48,25 +49,25 @@ def test_words_are_written_and_read_as_the_compiled_rollout_does():
 def compiled(env, model, params, history=K, temperature=1.0):
     end, mesh = len(env.words) + 1, mesh_of("data=1")
     options = {"history_length": history, "decode_batch_size": 8, "end": end, "act": end + 1}
-    rollout = make_rollout(env, network(model), mesh, **options)
+    rollout = make_rollout(env, {SHARED: network(model)}, mesh, **options)
     inputs = task_keys("train", 3, jnp.asarray(INDICES)), KEYS, jnp.asarray(INDICES), Decoding(temperature=temperature)
-    return jax.device_get(rollout(params, *inputs))
+    return jax.device_get(rollout({SHARED: params}, *inputs))
 
 
 def host(env, model, params, spec="data=1", history=K, temperature=1.0, decode_batch_size=8):
     end, mesh = len(env.words) + 1, mesh_of(spec)
     rollout = HostRollout(
-        functools.partial(Words, env), WordFormat(env, history, end, end + 1), network(model), mesh, batch=B,
+        functools.partial(Words, env), WordFormat(env, history, end, end + 1), {SHARED: network(model)}, mesh, batch=B,
         history_length=history, response_limit=env.action_length + 1, strict=True, decode_batch_size=decode_batch_size,
     )  # fmt: skip
     assert rollout.num_tasks is None
     with jax.set_mesh(mesh):
         placed = jax.device_put(params, shardings(model, mesh))
-        episodes, report = rollout(placed, TASKS, KEYS, INDICES, Decoding(temperature=temperature))
+        episodes, report = rollout({SHARED: placed}, TASKS, KEYS, INDICES, Decoding(temperature=temperature))
     expected = rollout.abstract_episodes()
     for name, value in vars(episodes).items():
         assert (getattr(expected, name).shape, getattr(expected, name).dtype) == (value.shape, value.dtype), name
-    called = [name for name, _ in rollout._programs.called]
+    called = [name for name, _ in rollout._programs[SHARED].called]
     assert called.count("prefill") <= 4 and called.count("decode") <= 2  # the shapes are few
     return episodes, report
 

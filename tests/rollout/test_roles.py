@@ -44,7 +44,7 @@ class Relay(Ring):
 def relay():
     """A rollout in which the second role has weights of its own, and the weights."""
     mesh, options = mesh_of("data=1"), {"history_length": 2, "decode_batch_size": 8, "end": END, "act": ACT}
-    rollout = make_rollout(Relay(), dict.fromkeys("ab", network(MODEL)), mesh, **options, weights=WEIGHTS)
+    rollout = make_rollout(Relay(), dict.fromkeys("ab", network(MODEL)), mesh, **options, policies=WEIGHTS)
     return rollout, {"a": initialize(MODEL, 0, mesh), "b": initialize(MODEL, 1, mesh)}
 
 

@@ -13,8 +13,9 @@ import pytest
 
 from hgpo_jax import config as configuration
 from hgpo_jax.config import cli
+from hgpo_jax.config.policies import SHARED
 from hgpo_jax.policy import ModelConfig, Policy
-from hgpo_jax.setup.job import Job
+from hgpo_jax.setup.job import Job, PolicySetup
 from hgpo_jax.trainer import loop, main
 from hgpo_jax.trainer.behavior_cloning import warm_start
 from hgpo_jax.trainer.folder import (
@@ -308,7 +309,7 @@ def small(tmp_path):
     """A job of which nothing is there but a small policy."""
     config = configuration.load(None, [f"cache_dir={tmp_path}"])
     policy = Policy(ModelConfig(8, 8, 8, 2, 2, 1), {"w": jnp.zeros(3)}, None)
-    return Job(config=config, mesh=None, policy=policy, adapted=None, runner=None)
+    return Job(config, None, {SHARED: PolicySetup(SHARED, config, None, policy, policy.config)}, None, None)
 
 
 def test_a_start_that_is_damaged_or_of_another_size_is_named(tmp_path, small, monkeypatch):
@@ -323,8 +324,8 @@ def test_a_start_that_is_damaged_or_of_another_size_is_named(tmp_path, small, mo
     monkeypatch.setattr("hgpo_jax.trainer.loop.load_policy", lambda *_: other)
     with pytest.raises(ConfigError, match=r"start: policy\.\* or env\.\* ask for another size"):
         loop.starting_params(small, tmp_path)
-    other.params["w"] = small.policy.params["w"]
-    assert loop.starting_params(small, tmp_path) is other.params
+    other.params["w"] = small.policy.initial.params["w"]
+    assert loop.starting_params(small, tmp_path)[SHARED] is other.params
 
 
 def test_a_folder_that_is_taken_or_cannot_be_written_is_named(tmp_path, monkeypatch, capsys):

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from hgpo_jax import config as configuration
+from hgpo_jax.config.policies import SHARED
 from hgpo_jax.evaluation import held_out
 from hgpo_jax.evaluation.served import ServedPolicy
 from hgpo_jax.policy import Policy
@@ -25,10 +26,10 @@ def test_greedy_episodes_are_equal_to_the_letter():
     ]  # fmt: skip
     config = configuration.load("text_small", fields)
     job = build(config, prepare_devices(config))
-    params, greedy = job.policy.params, Decoding(temperature=0.0)
+    params, greedy = job.given_params, Decoding(temperature=0.0)
     ours, _, told = held_out.play_held_out(job, job.base_rollout_params(params), greedy, 0, in_order=True)
     mesh = make_mesh("data=1", jax.devices()[:1])
-    policy = Policy(job.policy.config, jax.device_put(jax.device_get(params), mesh.devices.flat[0]), job.policy.tokenizer)
+    policy = Policy(job.policy.model, jax.device_put(jax.device_get(params[SHARED]), mesh.devices.flat[0]), job.tokenizer)
     with Engine(policy, mesh, slots=4, prompt_limit=900, response_limit=12, waiting_limit=64) as engine:
         api = Api(engine, policy.tokenizer, "small", key="", body_limit=2**20, time_limit=60.0)
         with served(api) as url:

@@ -13,6 +13,7 @@ from small_plan import write_plan
 from hgpo_jax import analysis
 from hgpo_jax.advantages import parameters
 from hgpo_jax.config import load
+from hgpo_jax.config.policies import SHARED
 from hgpo_jax.learner.update import make_logprobs
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.setup.job import build
@@ -92,7 +93,7 @@ def test_rloo_by_turn_is_that_of_plain_loops():
 
 
 def test_roles_with_weights_of_their_own_are_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(gradients, "restored", lambda *_: (types.SimpleNamespace(sets={"a": None}), None, None))
+    monkeypatch.setattr(gradients, "restored", lambda *_: (types.SimpleNamespace(policies={"a": None, "b": None}), None, None))
     with pytest.raises(ConfigError, match="its roles have weights of their own"):
         gradients.measure("near/hgpo/s0", tmp_path, 0, batches=8)
 
@@ -104,18 +105,18 @@ def test_the_gradient_is_that_of_mean_log_probabilities_weighted_by_advantages()
         job = build(load(None, [*TINY, "env.max_turns=2", "learner.kl_weight=0.5", "learner.entropy_weight=0.5"]), mesh)
         params = job.given_params
         tasks, *inputs = job.episode_inputs(0)
-        e = jax.device_get(job.runner.rollout(job.compute_copy(params), tasks, *inputs).episodes)
+        e = jax.device_get(job.runner.rollout(params, tasks, *inputs).episodes)
         e = e.replace(mask=e.mask & (np.arange(2) < 1 + np.arange(len(e.mask))[:, None] % 2))  # some end early
         advantages = np.where(e.mask, np.random.default_rng(0).normal(size=e.mask.shape), 0).astype(np.float32)
         found = make_gradient(job)(params, job.reference_copy(params), e, jnp.asarray(advantages))
-        batch, logprobs = training_batch(e), make_logprobs(job.adapted, job.config.rollout.temperature)
+        batch, logprobs = training_batch(e), make_logprobs(job.policy.model, job.config.rollout.temperature)
 
         def loss(params):
             tokens = batch.response_mask() & e.mask.reshape(-1)[:, None]
             weighted = logprobs(params, None, batch)[0] * advantages.reshape(-1)[:, None]
             return -jnp.where(tokens, weighted, 0).sum() / tokens.sum()
 
-        wanted = jnp.concatenate([g.ravel() for g in jax.tree.leaves(jax.jit(jax.grad(loss))(params))])
+        wanted = jnp.concatenate([g.ravel() for g in jax.tree.leaves(jax.jit(jax.grad(loss))(params[SHARED]))])
     np.testing.assert_allclose(found, wanted, atol=1e-5 * float(jnp.abs(wanted).max()))
     assert float(jnp.abs(wanted).max()) > 1e-4
 
