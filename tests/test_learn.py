@@ -216,6 +216,7 @@ def test_what_is_said_of_the_advantages(episodes):
         peers = (np.asarray(record.level_sizes)[e.mask][:, level] > 1).mean()
         assert 0 < peers < 1
         assert metrics[f"peers/level{level}"] == pytest.approx(peers)
+    _, metrics, _ = learn(e, "method=eb_gae")
     stats = estimated(e, "eb_gae").stats
     assert len(set(stats["tau2"].tolist())) > 1
     assert metrics["hierarchy/rho"] == pytest.approx(float(stats["rho"]), rel=1e-4)

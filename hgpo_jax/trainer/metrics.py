@@ -156,6 +156,8 @@ def advantage_metrics(mask, estimate: Estimate) -> dict:
     }
     if "switch_rate" in estimate.stats:
         metrics["switch_rate"] = estimate.stats["switch_rate"]
+    if "rho" in estimate.stats:
+        metrics |= _hierarchy_metrics(estimate)
     for column, level in enumerate(estimate.levels):
         _, sizes, _ = estimate.by_level()
         metrics[f"peers/level{level}"] = ((sizes[..., column] > 1) & mask).sum() / steps
@@ -167,13 +169,13 @@ def advantage_metrics(mask, estimate: Estimate) -> dict:
     return metrics
 
 
-def hierarchy_metrics(levels: Estimate) -> dict:
+def _hierarchy_metrics(estimate: Estimate) -> dict:
     """Variance of the returns by level of history (`eb_gae`): tau2 between and s2 within the groups of each level."""
-    metrics = {"hierarchy/rho": levels.stats["rho"]}
-    for column, level in enumerate(levels.levels):
-        metrics[f"hierarchy/s2_level{level}"] = levels.stats["s2"][column]
+    metrics = {"hierarchy/rho": estimate.stats["rho"]}
+    for column, level in enumerate(estimate.levels):
+        metrics[f"hierarchy/s2_level{level}"] = estimate.stats["s2"][column]
         if column:
-            metrics[f"hierarchy/tau2_level{level}"] = levels.stats["tau2"][column - 1]
+            metrics[f"hierarchy/tau2_level{level}"] = estimate.stats["tau2"][column - 1]
     return metrics
 
 

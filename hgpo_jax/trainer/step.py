@@ -35,7 +35,7 @@ from hgpo_jax.rollout.rewards import overlong
 from hgpo_jax.rollout.runners import CompiledRunner
 from hgpo_jax.rollout.state_keys import regrouped
 from hgpo_jax.setup.job import Job, PolicySetup
-from hgpo_jax.trainer.metrics import advantage_metrics, hierarchy_metrics, role_advantages, rollout_sums
+from hgpo_jax.trainer.metrics import advantage_metrics, role_advantages, rollout_sums
 from hgpo_jax.utils.errors import RunError
 
 
@@ -188,7 +188,7 @@ def make_train_step(job: Job):
             predict = functools.partial(predict_values, state.critic.params)
             values, final_values = values_of_episodes(predict, batch, episodes, order, count)
             batch = batch.replace(values=values)
-        estimate, hierarchy = _estimate(job, episodes, batch.values, final_values)
+        estimate = _estimate(job, episodes, batch.values, final_values)
         batch = batch.replace(advantages=_flat(_learned_advantages(job, estimate, episodes, role)))
 
         learned = happened & ~unfinished if job.config.learner.unfinished == "mask" else happened
@@ -201,7 +201,7 @@ def make_train_step(job: Job):
             metrics["nonfinite_steps"] += critic_metrics.pop("nonfinite_steps")
             metrics |= critic_metrics
         metrics["unfinished_share"] = unfinished.sum() / jnp.maximum(count, 1)
-        metrics |= advantage_metrics(episodes.mask, estimate) | hierarchy_metrics(hierarchy)
+        metrics |= advantage_metrics(episodes.mask, estimate)
         metrics |= role_advantages(episodes, estimate.advantages, job.runner.roles)
         return _state_to_storage(job, TrainState(params, opt_state, critic)), metrics
 
@@ -287,8 +287,8 @@ def _shuffled(key, happened):
     return jnp.argsort(jax.random.uniform(key, happened.shape) + 2.0 * ~happened), happened.sum()
 
 
-def _estimate(job: Job, e: Episodes, values, final_values) -> tuple[advantages.Estimate, advantages.Estimate]:
-    """Returns the method's advantages, and those of `eb_gae`, whose statistics are always logged.
+def _estimate(job: Job, e: Episodes, values, final_values) -> advantages.Estimate:
+    """Returns the method's advantages.
 
     values: f32[N, ...] from the critic, and final_values: f32[B, ...], as `values_of_episodes` returns them.
     """
@@ -302,10 +302,7 @@ def _estimate(job: Job, e: Episodes, values, final_values) -> tuple[advantages.E
         arrays |= {"switches": _planning(job).switches(e), "final_values": final_values[:, 1]}
     elif job.method.critic:
         arrays |= {"values": values.reshape(e.mask.shape), "final_values": final_values}
-    estimate = advantages.estimate(name, **batch, **arrays, **estimator_options(job.config, name))
-    if name == "eb_gae":
-        return estimate, estimate
-    return estimate, advantages.estimate("eb_gae", **batch, **estimator_options(job.config, "eb_gae"))
+    return advantages.estimate(name, **batch, **arrays, **estimator_options(job.config, name))
 
 
 def _planning(job: Job) -> CompiledRunner:
