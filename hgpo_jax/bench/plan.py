@@ -41,6 +41,7 @@ from hgpo_jax.rollout.environments import backend, environment, max_turns
 from hgpo_jax.rollout.runners import TextRunner
 from hgpo_jax.sampling.continuous_batching import SlotPrograms
 from hgpo_jax.sampling.generate import Decoding, make_decode_blocks, make_sampler
+from hgpo_jax.sampling.slots import NewPrompts
 from hgpo_jax.setup import memory
 from hgpo_jax.utils.errors import ConfigError
 
@@ -197,7 +198,9 @@ def programs(config: Config, mesh, workload: memory.Workload):
 
     def prefill():
         with jax.set_mesh(mesh):
-            return slots.lower("prefill", compute, free_slots(), prompts, row, row, row, key, row, row, row, Decoding())
+            return slots.lower(
+                "prefill", compute, free_slots(), NewPrompts(prompts, row, row, row, row), key, row, row, Decoding()
+            )
 
     def decode():
         with jax.set_mesh(mesh):

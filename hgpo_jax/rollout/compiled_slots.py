@@ -19,7 +19,7 @@ from hgpo_jax.config.policies import SHARED
 from hgpo_jax.policy.mesh import max_across_devices
 from hgpo_jax.rollout.compiled import EpisodeState, Program, is_truncated
 from hgpo_jax.sampling.generate import Responses, turn_keys
-from hgpo_jax.sampling.slots import MAX_STEPS, SlotState, begin, free_slots, go_on
+from hgpo_jax.sampling.slots import MAX_STEPS, NewPrompts, Pace, SlotState, decode_slots, free_slots, prefill_slots
 
 # Decoding stops once one in ENDED of the active slots has ended, so few slots wait. Prefill takes prompts for one in READ slots
 # at a time, the shortest first, so little is padding.
@@ -148,20 +148,15 @@ class SlotProgram(Program):
         given = usable.ravel() & (number < play.waiting.sum())
         episode = jnp.where(given, order[jnp.clip(number, 0, B - 1)], B)
         at = jnp.minimum(episode, B - 1)
-        lengths = jnp.where(given, play.lengths[at], 1)
-        slots, token, logp = begin(
-            model,
-            play.slots,
-            play.prompts[at],
-            lengths,
-            jnp.tile(jnp.arange(m // F), F),
-            jnp.where(given, local.ravel(), S // F),
-            turn_keys(play.states.key[at], play.turn[at]),
-            jnp.full(m, self.response_slots),
-            self.widths,
-            self.end_tokens,
-            decoding,
+        prompts = NewPrompts(
+            tokens=play.prompts[at],
+            lengths=jnp.where(given, play.lengths[at], 1),
+            source=jnp.tile(jnp.arange(m // F), F),
+            slots=jnp.where(given, local.ravel(), S // F),
+            limits=jnp.full(m, self.response_slots),
         )
+        keys = turn_keys(play.states.key[at], play.turn[at])
+        slots, token, logp = prefill_slots(model, play.slots, prompts, keys, self.widths, self.end_tokens, decoding)
         slot = jnp.where(given, local.ravel() + jnp.repeat(jnp.arange(F) * (S // F), m // F), S)
         first = lambda value: jnp.zeros((m, self.response_slots), value.dtype).at[:, 0].set(value)  # noqa: E731
         return play.replace(
@@ -175,7 +170,8 @@ class SlotProgram(Program):
     def _decode(self, model, blocks, decoding, play: Play) -> Play:
         S, R = play.tokens.shape
         before = play.slots.sampled
-        slots, out = go_on(model, blocks, play.slots, jnp.full(S, R), 1, MAX_STEPS, ENDED, self.end_tokens, decoding)
+        pace = Pace(least=1, most=MAX_STEPS, share=ENDED)
+        slots, out = decode_slots(model, blocks, play.slots, jnp.full(S, R), pace, self.end_tokens, decoding)
         step = jnp.arange(MAX_STEPS)
         at = jnp.arange(S)[:, None], jnp.where(step < out.counts[:, None], before[:, None] + step, R)
         return play.replace(

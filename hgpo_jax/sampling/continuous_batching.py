@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from hgpo_jax.policy.kv_cache import AXES, KVCache, on_each_device
 from hgpo_jax.policy.mesh import partition
 from hgpo_jax.sampling.generate import Decoding, buckets, make_decode_blocks, turn_keys
-from hgpo_jax.sampling.slots import MAX_STEPS, Sampled, SlotState, begin, free_slots, go_on
+from hgpo_jax.sampling.slots import MAX_STEPS, NewPrompts, Pace, Sampled, SlotState, decode_slots, free_slots, prefill_slots
 
 # A step decodes at least MIN_STEPS tokens, and at most MAX_STEPS, until a sixteenth of the responses has ended. So an ended
 # slot waits for few tokens, and long responses are not interrupted for nothing.
@@ -129,26 +129,23 @@ class SlotPrograms:
         resized = self._on_data(lambda *a: on_each_device(resize, *a), P("data"))(layer, rows)
         return jax.lax.with_sharding_constraint(resized, self._cache_shardings(resized))
 
-    def _prefill(
-        self, params, state: SlotState, prompts, lengths, source, slots, keys, episodes, turns, limits, decoding: Decoding
-    ):
-        """Prefills prompts i32[n, W] of `lengths` i32[n] and samples the first token of their responses.
+    def _prefill(self, params, state: SlotState, prompts: NewPrompts, keys, episodes, turns, decoding: Decoding):
+        """Prefills prompts and samples the first token of their responses.
 
-        Response number j of m answers prompt source[j], belongs to episode episodes[j] at turn turns[j], has at most limits[j]
-        tokens and goes into slot slots[j]. source and slots count within a shard, and a slot beyond the last drops the
-        response. keys are those of the episodes (`sampling.turn_keys`). decoding: of scalars, or of [m].
+        Response number j of m belongs to episode episodes[j] at turn turns[j]. keys are those of the episodes
+        (`sampling.turn_keys`). decoding: of scalars, or of [m].
 
         Returns: (the state, tokens i32[m], their log-probabilities f32[m]).
         """
         keys = turn_keys(keys[episodes], turns)
         data, everywhere = P("data"), P()
-        prefill = self._on_data(self._prefill_shard, (everywhere, *(data,) * 7, _by_row(decoding)))
-        state, *first = prefill(params, state, prompts, lengths, source, slots, keys, limits, decoding)
+        prefill = self._on_data(self._prefill_shard, (everywhere, data, data, data, _by_row(decoding)))
+        state, *first = prefill(params, state, prompts, keys, decoding)
         return self._placed(state), *jax.lax.with_sharding_constraint(first, NamedSharding(self._mesh, everywhere))
 
-    def _prefill_shard(self, params, state: SlotState, prompts, lengths, source, slots, keys, limits, decoding):
-        model, widths = nnx.merge(self._graphdef, params), (prompts.shape[1],)
-        return begin(model, state, prompts, lengths, source, slots, keys, limits, widths, self.end_tokens, decoding)
+    def _prefill_shard(self, params, state: SlotState, prompts: NewPrompts, keys, decoding):
+        model, widths = nnx.merge(self._graphdef, params), (prompts.tokens.shape[1],)
+        return prefill_slots(model, state, prompts, keys, widths, self.end_tokens, decoding)
 
     def _decode(self, params, blocks, state: SlotState, free, limits, most, decoding: Decoding) -> tuple[SlotState, Sampled]:
         """Decodes MIN_STEPS to `most` (i32[], at most MAX_STEPS) tokens in every active slot; stops early when all have ended.
@@ -164,7 +161,7 @@ class SlotPrograms:
     def _decode_shard(self, params, blocks, state: SlotState, free, limits, most, decoding):
         state = state.replace(ended=state.ended | free)
         model = nnx.merge(self._graphdef, params)
-        return go_on(model, blocks, state, limits, MIN_STEPS, most, SHARE, self.end_tokens, decoding)
+        return decode_slots(model, blocks, state, limits, Pace(MIN_STEPS, most, SHARE), self.end_tokens, decoding)
 
 
 def _by_row(decoding: Decoding):
@@ -375,14 +372,10 @@ class SlotSampler:
             shape,
             self._params,
             self._state,
-            flat(tokens),
-            flat(lengths),
-            flat(source),
-            flat(slot),
+            NewPrompts(flat(tokens), flat(lengths), flat(source), flat(slot), self._limits(rows)),
             self.keys,
             flat(np.maximum(episode, 0)),
             flat(turn),
-            self._limits(rows),
             self._decodings(rows),
         )
         self._first.append((flat(episode).tolist(), *first))

@@ -9,16 +9,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from hgpo_jax.policy.kv_cache import KVCache, on_each_device
 from hgpo_jax.policy.mesh import max_across_devices
 from hgpo_jax.sampling.generate import is_end, sample_next
 
+Array = jax.Array | np.ndarray
 MAX_STEPS = 64  # tokens that are decoded at a time
 
 
@@ -52,6 +54,24 @@ class Sampled(struct.PyTreeNode):
     ended: jax.Array  # bool[S], whether the slot's response has ended
 
 
+class NewPrompts(struct.PyTreeNode):
+    """n prompts to prefill, and the m responses that begin with them; each device has its part of the rows."""
+
+    tokens: Array  # i32[n, W], right-padded
+    lengths: Array  # i32[n]
+    source: Array  # i32[m], the prompt of each response, counted within the device's part
+    slots: Array  # i32[m], the slot that it goes into, likewise; one beyond the last drops the response
+    limits: Array  # i32[m], the most tokens that it may have
+
+
+class Pace(NamedTuple):
+    """How long slots are decoded before ended responses make room for others."""
+
+    least: int  # tokens in every slot
+    most: int | jax.Array  # i32[], MAX_STEPS or fewer
+    share: int  # in between, until one in this many active slots has ended
+
+
 def free_slots(model, slots: int, length: int) -> SlotState:
     """Makes `slots` free slots whose caches hold `length` tokens, for a bound `Qwen2`."""
     one = jnp.zeros((slots, 1), jnp.int32)
@@ -62,24 +82,25 @@ def free_slots(model, slots: int, length: int) -> SlotState:
     return SlotState.of(lambda name: rows.get(name, ones), cache)
 
 
-def begin(model, state: SlotState, prompts, lengths, source, slots, keys, limits, widths: Sequence[int], end_tokens, decoding):
-    """Prefills prompts i32[n, W] and samples first tokens of responses: (the state, i32[m], their log-probabilities f32[m]).
+def prefill_slots(model, state: SlotState, prompts: NewPrompts, keys, widths: Sequence[int], end_tokens, decoding):
+    """Prefills prompts and samples first tokens of responses: (the state, i32[m], their log-probabilities f32[m]).
 
-    Like `SlotPrograms._prefill`, with the keys [m] of the turns, on one index of the data axis; source and slots count within a
-    device's part of it. widths: possible prompt widths in slots, ascending to W; the smallest that holds all prompts is used.
+    It runs on one index of the data axis. keys: [m], those of the turns. widths: possible prompt widths in slots, ascending to
+    W; the smallest that holds all prompts is used.
     """
 
     def read(width: int):
-        return model.prefill(prompts[:, :width], lengths - 1, prompts.shape[1])
+        return model.prefill(prompts.tokens[:, :width], prompts.lengths - 1, prompts.tokens.shape[1])
 
     if len(widths) > 1:
-        wide_enough = jnp.searchsorted(jnp.array(widths), max_across_devices(lengths.max()))
+        wide_enough = jnp.searchsorted(jnp.array(widths), max_across_devices(prompts.lengths.max()))
         hidden, prompt_cache = jax.lax.switch(wide_enough, [functools.partial(read, width) for width in widths])
     else:
-        hidden, prompt_cache = read(prompts.shape[1])
-    hidden, lengths = on_each_device(lambda hidden, lengths, at: (hidden[at], lengths[at]), hidden, lengths, source)
+        hidden, prompt_cache = read(prompts.tokens.shape[1])
+    select = lambda hidden, lengths, at: (hidden[at], lengths[at])  # noqa: E731
+    hidden, lengths = on_each_device(select, hidden, prompts.lengths, prompts.source)
     token, logp = sample_next(model, hidden, keys, 0, end_tokens=end_tokens, decoding=decoding)
-    ended = is_end(token, end_tokens) | (limits <= 1)
+    ended = is_end(token, end_tokens) | (prompts.limits <= 1)
     new = {"key": keys, "prompt_length": lengths, "sampled": jnp.ones_like(token), "token": token, "ended": ended}
 
     def insert(state, new, prompt_cache, source, slots):
@@ -87,14 +108,11 @@ def begin(model, state: SlotState, prompts, lengths, source, slots, keys, limits
         layers = zip(state.cache, prompt_cache, strict=True)
         return SlotState.of(rows.get, [layer.insert(prompt, source, slots) for layer, prompt in layers])
 
-    return on_each_device(insert, state, new, prompt_cache, source, slots), token, logp
+    return on_each_device(insert, state, new, prompt_cache, prompts.source, prompts.slots), token, logp
 
 
-def go_on(
-    model, blocks, state: SlotState, limits, least: int, most, share: int, end_tokens, decoding
-) -> tuple[SlotState, Sampled]:
-    """Decodes `least` to `most` (i32[], at most MAX_STEPS) tokens in every slot, until one in `share` of the active ones has
-    ended; stops early when all have ended.
+def decode_slots(model, blocks, state: SlotState, limits, pace: Pace, end_tokens, decoding) -> tuple[SlotState, Sampled]:
+    """Decodes tokens in every slot at this pace; stops early when all have ended.
 
     It runs on one index of the data axis and continues as long as any other index does. limits: i32[S], tokens of each longest
     response.
@@ -114,8 +132,8 @@ def go_on(
         return i + 1, state, out, goes_on(i + 1, ended)
 
     def goes_on(i, ended):
-        enough = (i >= least) & ((ended & ~out.ended).sum() * share >= (~out.ended).sum())
-        return max_across_devices(((i < most) & ~ended.all() & ~enough).astype(jnp.int32))
+        enough = (i >= pace.least) & ((ended & ~out.ended).sum() * pace.share >= (~out.ended).sum())
+        return max_across_devices(((i < pace.most) & ~ended.all() & ~enough).astype(jnp.int32))
 
     out = Sampled(
         tokens=jnp.zeros((S, MAX_STEPS), jnp.int32),

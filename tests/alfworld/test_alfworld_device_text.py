@@ -78,23 +78,24 @@ def speaker(tokenizer, seed: int, rare: float) -> dict:
         state = slot_state.free_slots(model, slots, length)
         return state.replace(cache=[KVCache(keys=jnp.zeros((slots, R), jnp.int32), values=jnp.zeros(slots, jnp.int32))])
 
-    def begin(model, state, prompts, lengths, source, slots, keys, limits, widths, end_tokens, decoding):
-        assert end_tokens == (tokenizer.eos_token_id,) and widths[-1] == prompts.shape[1]
-        shapes = jax.ShapeDtypeStruct((len(prompts), R), np.int32), jax.ShapeDtypeStruct((len(prompts),), np.int32)
-        tokens, counts = jax.pure_callback(say, shapes, prompts, lengths)
-        put = lambda a, new: a.at[slots].set(new, mode="drop")  # noqa: E731
+    def prefill_slots(model, state, prompts, keys, widths, end_tokens, decoding):
+        number, width = prompts.tokens.shape
+        assert end_tokens == (tokenizer.eos_token_id,) and widths[-1] == width
+        shapes = jax.ShapeDtypeStruct((number, R), np.int32), jax.ShapeDtypeStruct((number,), np.int32)
+        tokens, counts = jax.pure_callback(say, shapes, prompts.tokens, prompts.lengths)
+        put = lambda a, new: a.at[prompts.slots].set(new, mode="drop")  # noqa: E731
         cache = [jax.tree.map(put, state.cache[0], KVCache(keys=tokens, values=counts))]
         state = state.replace(sampled=put(state.sampled, 1), ended=put(state.ended, counts <= 1), cache=cache)
-        return state, tokens[:, 0], jnp.zeros(len(prompts))
+        return state, tokens[:, 0], jnp.zeros(number)
 
-    def go_on(model, blocks, state, limits, least, most, share, end_tokens, decoding):
+    def decode_slots(model, blocks, state, limits, pace, end_tokens, decoding):
         said, length = state.cache[0].keys, state.cache[0].values
         counts = jnp.where(state.ended, 0, jnp.minimum(length - state.sampled, 9 + jnp.arange(len(length)) % 3))
         tokens = jnp.take_along_axis(jnp.pad(said, ((0, 0), (0, MAX_STEPS))), state.sampled[:, None] + jnp.arange(MAX_STEPS), 1)
         state = state.replace(sampled=state.sampled + counts, ended=state.ended | (state.sampled + counts >= length))
         return state, Sampled(tokens=tokens, logp=jnp.zeros(tokens.shape), counts=counts, ended=state.ended)
 
-    return {"free_slots": free_slots, "begin": begin, "go_on": go_on}
+    return {"free_slots": free_slots, "prefill_slots": prefill_slots, "decode_slots": decode_slots}
 
 
 def tiny(tokenizer) -> ModelConfig:
