@@ -24,11 +24,13 @@ outcome, with the transcripts beside it. The policy may also be served by any pr
 
 from __future__ import annotations
 
+import argparse
 import functools
 import os
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -112,11 +114,14 @@ def _evaluated(job: Job, seeds: list[int]) -> tuple[dict, list[dict], str]:
     return result, [], describe_evaluation(result)
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     p = cli.parser("evaluate", __doc__)
-    said = "the folder of a run that has ended, or of a Hugging Face policy, or a GGUF file; with --panel also "
-    said += "openai:URL#MODEL, a served one"
-    cli.add_trained_policy(p, nargs="?", help=said)
+    cli.add_trained_policy(
+        p,
+        nargs="?",
+        help="the folder of a run that has ended, or of a Hugging Face policy, or a GGUF file; with --panel also "
+        "openai:URL#MODEL, a served one",
+    )
     p.add_argument("--seeds", metavar="N,N,...", help="seeds of tasks and sampling, as in 123,456,789; of a panel, of sampling")
     p.add_argument("--split", help="tasks to evaluate on: valid_seen or valid_unseen of ALFWorld, else held_out")
     p.add_argument(
@@ -130,56 +135,82 @@ def main() -> None:
         "--compare", nargs=2, metavar=("A.json", "B.json"), help="plays nothing: two results of a panel, paired by task"
     )
     cli.add_distributed(p)
-    args = p.parse_intermixed_args()
-    if args.compare:
-        others = "run", "overrides", "config", "mesh", "seeds", "split", "to", "panel", "distributed"
-        if given := [name for name in others if getattr(args, name) not in (None, [], False)]:
-            raise ConfigError(f"--compare: takes two files and nothing else; leave out {', '.join(given)}")
-        a, b = map(panels.read, args.compare)
-        print(panels.describe_comparison(a, b, panels.compare(a, b)))
-        return
+    return p.parse_intermixed_args()
+
+
+def print_comparison(args: argparse.Namespace) -> None:
+    """Prints the comparison of two panel results. Raises ConfigError for files that cannot be compared."""
+    others = "run", "overrides", "config", "mesh", "seeds", "split", "to", "panel", "distributed"
+    if extra := [name for name in others if getattr(args, name) not in (None, [], False)]:
+        raise ConfigError(f"--compare: takes two files and nothing else; leave out {', '.join(extra)}")
+    a, b = map(panels.read, args.compare)
+    print(panels.describe_comparison(a, b, panels.compare(a, b)))
+
+
+class Source(NamedTuple):
+    """What an evaluation plays: a run, a policy's folder or file, or a served policy."""
+
+    name: str  # as the user wrote it
+    folder: Path
+    is_run: bool
+    config: str | None  # the configuration file
+    overrides: list[str]  # that select the policy
+
+
+def find_source(args: argparse.Namespace) -> Source:
+    """Finds the policy that the arguments name. Raises ConfigError, also if there is no folder for its evaluations."""
     if args.run is None:
         raise ConfigError("RUN|HF_FOLDER: none is given; name the folder of a run, or two results of a panel with --compare")
-    policy, served = args.run, args.run.startswith(PREFIX)
-    args.run = policy if served else remote.local(policy)
+    name, served = args.run, args.run.startswith(PREFIX)
+    args.run = name if served else remote.local(name)
     folder, is_run = Path(args.run), not served and cli.is_run(args.run)
-    source, overrides = _served_configuration(args) if served else cli.trained_policy(args)
+    config, overrides = _served_configuration(args) if served else cli.trained_policy(args)
     if not is_run and args.to is None and folder.is_file():
         raise ConfigError(f"{args.run}: is a file, which has no folder for its evaluations; give one with --to")
     if not is_run and args.to is None and not folder.is_dir():
         # A folder named like the policy would from then on be mistaken for the policy itself.
         raise ConfigError(f"{args.run}: no such folder; for a policy from the hub give --to, the folder for its evaluations")
+    return Source(name, folder, is_run, config, overrides)
+
+
+def main() -> None:
+    args = parse()
+    if args.compare:
+        return print_comparison(args)
+    source = find_source(args)
     seeds = [] if args.seeds is None else parse_seeds(args.seeds)
     if args.panel is not None:
         if args.split:
             raise ConfigError(f"--split {args.split}: --panel {args.panel} decides the tasks; leave it out")
         split, chosen, seeds = f"panel-{args.panel}", panels.panel_fields(args.panel, args.overrides), seeds or [0]
     else:
-        split, chosen = split_of(configuration.load(source, overrides), args.split)
-    config = configuration.load(source, [*overrides, *chosen])
+        split, chosen = split_of(configuration.load(source.config, source.overrides), args.split)
+    config = configuration.load(source.config, [*source.overrides, *chosen])
+    served = source.name.startswith(PREFIX)
     mesh = None if served else prepare_devices(config, args.distributed)  # before anything else asks jax for its devices
-    if args.panel and is_run:
-        panels.refuse_trained_on(args.panel, configuration.load(source))
+    if args.panel and source.is_run:
+        panels.refuse_trained_on(args.panel, configuration.load(source.config))
     tasks = panels.panel_tasks(args.panel, config) if args.panel else []
     settings = settings_of(config)
-    own = is_run and args.to is None and not seeds and settings == settings_of(configuration.load(source, [cli.UNROUNDED]))
-    target = folder if own else Path(args.to) if args.to else folder / "evaluations"
+    own = source.is_run and args.to is None and not seeds
+    own = own and settings == settings_of(configuration.load(source.config, [cli.UNROUNDED]))
+    target = source.folder if own else Path(args.to) if args.to else source.folder / "evaluations"
     file = target / (OWN if own else file_name(split, config.evaluation.temperature, config.evaluation.episodes, seeds))
     if not own:
-        refuse_another(file, settings, policy if args.to else None)
+        refuse_another(file, settings, source.name if args.to else None)
     evaluation = _prepared(args, config, mesh, tasks, seeds)
     if jax.process_index() == 0:  # before hours of evaluation, not after
         target.mkdir(parents=True, exist_ok=True)
         if not os.access(target, os.W_OK):
             raise ConfigError(f"{target}: cannot be written; {'see its owner' if own else 'choose another folder with --to'}")
-    about = {"policy": policy, "env": config.env.name, "split": split, "settings": settings, "hgpo_jax": version("hgpo_jax")}
     with CompileWatch():
-        result, episodes, said = evaluation()
+        result, episodes, text = evaluation()
     if jax.process_index() == 0:
-        write(file, result if own else about | result, episodes)
+        about = {"policy": source.name, "env": config.env.name, "split": split, "settings": settings}
+        write(file, result if own else about | {"hgpo_jax": version("hgpo_jax")} | result, episodes)
         if own:
-            plot_curves(folder)  # the curves include the evaluation
-        print(said)
+            plot_curves(source.folder)  # the curves include the evaluation
+        print(text)
         remote.send(target)
         if not own:
             print(file)

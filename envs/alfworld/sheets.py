@@ -10,9 +10,10 @@ import json
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
-from functools import lru_cache
+from collections.abc import Collection, Iterable, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -70,9 +71,23 @@ def _grammar_digest(text: str) -> str:
     return hashlib.sha256(" ".join(text.split()).encode()).hexdigest()[:16]
 
 
-def _arrays(game: Game, cleaners: tuple[str, ...], moves: bool) -> dict:
+class _Room(NamedTuple):
+    """A game's objects by name of their PDDL entity, sorted."""
+
+    facts: dict[str, Collection[tuple]]
+    spot: dict[str, str]  # receptacle -> its location
+    things: list[str]
+    places: list[str]  # receptacles
+    locations: list[str]
+    inside: set[tuple[str, str]]  # (thing, receptacle)
+    lying: set[tuple[str, str]]  # (thing, location)
+    within: set[tuple[str, str]]  # (thing, the thing that it lies in)
+    kinds: dict[str, dict[str, set[str]]]  # objecttype and receptacletype -> entity -> its kinds
+
+
+def _read_room(game: Game) -> _Room:
+    """Reads a game's initial state. Raises ValueError for one that the arrays cannot hold."""
     facts: dict[str, Collection[tuple]] = defaultdict(frozenset, {**game.data.fixed, **game.data.initial})
-    name = {id: entity.name for id, entity in game.data.narrator.entities.items()}
     spot = dict(facts["receptacleatlocation"])
     if len(spot) != len(facts["receptacleatlocation"]):
         raise ValueError("a receptacle is at two locations")
@@ -85,11 +100,18 @@ def _arrays(game: Game, cleaners: tuple[str, ...], moves: bool) -> dict:
     within = {(inner, o) for inner, o in facts["inreceptacleobject"] if o in outer and inner != o}
     things = sorted(outer | {o for o, _ in at if (o,) in facts["sliceable"]} | {inner for inner, _ in within})
     at = {(o, l) for o, l in at if o in set(things)}
-    number = {id: n for ids in (things, places, locations) for n, id in enumerate(ids)}
     kind_of: dict[str, dict[str, set[str]]] = {"objecttype": defaultdict(set), "receptacletype": defaultdict(set)}
     for predicate, kinds in kind_of.items():
         for id, kind in facts[predicate]:
             kinds[id].add(kind)
+    return _Room(facts, spot, things, places, locations, inside, at, within, kind_of)
+
+
+def _arrays(game: Game, cleaners: tuple[str, ...], moves: bool) -> dict:
+    room = _read_room(game)
+    facts, spot, things, places, locations, inside, lying, within, kind_of = room
+    name = {id: entity.name for id, entity in game.data.narrator.entities.items()}
+    number = {id: n for ids in (things, places, locations) for n, id in enumerate(ids)}
     thing_kinds, place_kinds = kind_of.values()
     facts["knife"] = {(o,) for o in things if thing_kinds[o] & {"knifetype", "butterknifetype"}}
     place_has = {
@@ -105,25 +127,11 @@ def _arrays(game: Game, cleaners: tuple[str, ...], moves: bool) -> dict:
         raise ValueError(f"more than {bits.BITS} receptacles are at one location")
     thing_names, place_names = [name[o] for o in things], [name[r] for r in places]
     thing_order = sorted(range(len(things)), key=thing_names.__getitem__)
-
-    def sets(rows: Sequence, pairs) -> np.ndarray:
-        """Returns u32[rows, W] for (thing, row) pairs."""
-        found = np.zeros((len(rows), -(-len(things) // 32)), np.uint32)
-        row = {id: n for n, id in enumerate(rows)}
-        for o, r in pairs:
-            found[row[r], number[o] // 32] |= np.uint32(1 << number[o] % 32)
-        return found
+    sets = partial(_bitsets, things)
 
     def of(predicates: Sequence[str]) -> np.ndarray:
         return sets(predicates, ((o, p) for p in predicates for (o,) in facts[p] if o in number))
 
-    goal = read_goal(game.data.goal_formula)
-    wanted = {o for o in things if goal.kind in thing_kinds[o]}
-    for state in goal.states:
-        wanted &= {o for (o,) in facts[{"isclean": "cleanable", "ishot": "heatable", "iscool": "coolable"}[state]]}
-    if len(goal.states) > 1:
-        raise ValueError("its goal asks for two treatments")
-    lamps = {o for o in things if goal.lamp in thing_kinds[o] and (o,) in facts["toggleable"]}
     task = [n for n, kind in enumerate(TASK_TYPES) if kind in game.data.path]
     most = _most(facts, here, places, inside, accepts, place_has)
     return {
@@ -134,11 +142,6 @@ def _arrays(game: Game, cleaners: tuple[str, ...], moves: bool) -> dict:
         "helps": any(rule.name == "help" for rule in game.data.rules.actions),
         "goal": game.task,
         "intro": game.reset()[0],
-        "wanted": sets([0], ((o, 0) for o in wanted))[0],
-        "target": [goal.target in place_kinds[r] for r in places],
-        "lamp": sets([0], ((o, 0) for o in lamps))[0],
-        "mark": MARKS.index(goal.states[0]) if goal.states else -1,
-        "count": goal.number,
         "thing_word": thing_names,
         "thing_order": thing_order,
         "thing_rank": np.argsort(thing_order),
@@ -156,8 +159,38 @@ def _arrays(game: Game, cleaners: tuple[str, ...], moves: bool) -> dict:
         "here": here,
         "here_by_name": [sorted(numbers, key=place_names.__getitem__) for numbers in here],
         "location_word": [""] * len(locations) if moves else [name[l] for l in locations],
-        "lying": sets(locations, at),
+        "lying": sets(locations, lying),
+        **_goal_arrays(game, room),
         **most,
+    }
+
+
+def _bitsets(things: Sequence[str], rows: Sequence, pairs: Iterable[tuple]) -> np.ndarray:
+    """Returns u32[rows, W], a set of things for each row, from (thing, row) pairs."""
+    number = {id: n for n, id in enumerate(things)}
+    row = {id: n for n, id in enumerate(rows)}
+    bitsets = np.zeros((len(rows), -(-len(things) // 32)), np.uint32)
+    for o, r in pairs:
+        bitsets[row[r], number[o] // 32] |= np.uint32(1 << number[o] % 32)
+    return bitsets
+
+
+def _goal_arrays(game: Game, room: _Room) -> dict:
+    """Returns what the goal asks for: which things, where, under which lamp, treated how, and how many."""
+    goal, facts = read_goal(game.data.goal_formula), room.facts
+    if len(goal.states) > 1:
+        raise ValueError("its goal asks for two treatments")
+    thing_kinds, place_kinds = room.kinds.values()
+    wanted = {o for o in room.things if goal.kind in thing_kinds[o]}
+    for state in goal.states:
+        wanted &= {o for (o,) in facts[{"isclean": "cleanable", "ishot": "heatable", "iscool": "coolable"}[state]]}
+    lamps = {o for o in room.things if goal.lamp in thing_kinds[o] and (o,) in facts["toggleable"]}
+    return {
+        "wanted": _bitsets(room.things, [0], ((o, 0) for o in wanted))[0],
+        "target": [goal.target in place_kinds[r] for r in room.places],
+        "lamp": _bitsets(room.things, [0], ((o, 0) for o in lamps))[0],
+        "mark": MARKS.index(goal.states[0]) if goal.states else -1,
+        "count": goal.number,
     }
 
 

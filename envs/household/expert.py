@@ -7,6 +7,8 @@ of its recent `go_to`s. A player that knows the whole state solves more tasks bu
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -39,12 +41,8 @@ def expert_action(env: Household, state: State, recent: jax.Array, key: jax.Arra
     closed_here = (at < places) & ~open_here
     is_goal = jnp.asarray(env._place_kind)[state.room] == state.goal_place
     at_goal = (here & is_goal).any()
-    task = world.TASK_ID
-    places_it = state.task != task["look"]
-
-    wanted = state.kind == state.goal_kind
-    needed = jnp.array([-1, -1, -1, CLEAN, HOT, COLD])[state.task]
-    ready = (needed < 0) | (state.condition == needed)
+    places_it = state.task != world.TASK_ID["look"]
+    wanted, ready = state.kind == state.goal_kind, _ready(state)
     carried = state.where == places
     holds_wanted, holds_other = (carried & wanted).any(), (carried & ~wanted).any()
     holds_ready = (carried & wanted & ready).any()
@@ -55,21 +53,16 @@ def expert_action(env: Household, state: State, recent: jax.Array, key: jax.Arra
     takeable = wanted & (state.where == at) & open_here & ~settled
     take = thing_words[jnp.argmax(takeable)]
 
-    def go(target):
-        return jnp.stack([jnp.int32(word["go_to"]), place_words[target]])
-
-    def act(verb, argument=0):
-        return jnp.stack([jnp.int32(word[verb]), jnp.int32(argument)])
+    act = functools.partial(_act, word)
+    go = lambda target: act("go_to", place_words[target])  # noqa: E731
 
     # Search somewhere else: not here, and not where the last few go_to actions led.
     went = ((recent[:, :1] == word["go_to"]) & (recent[:, 1:] == place_words)).any(0)
     noise = jax.random.uniform(key, (places,))
     search = go(jnp.argmax(noise - 2.0 * went - 4.0 * here + (place_words == told)))
 
-    tool = jnp.asarray(env._tool_at)[state.room]  # heat, cool, clean
-    verbs = jnp.array([0, 0, 0, word["clean"], word["heat"], word["cool"]])
-    at_tool = tool[jnp.array([0, 0, 0, 2, 0, 1])[state.task]]
-    treat = jnp.where(at == at_tool, jnp.stack([verbs[state.task], carried_word]), go(at_tool))
+    verb, at_tool = _treatment(env, state)
+    treat = jnp.where(at == at_tool, jnp.stack([verb, carried_word]), go(at_tool))
     lamp = jnp.asarray(env._lamp_at)[state.room]
     examine = jnp.where(at == lamp, act("use", word[world.LAMP]), go(lamp))
     # The first receptacle of the goal's kind, so that two things meet; the next one if that was just found full.
@@ -82,12 +75,22 @@ def expert_action(env: Household, state: State, recent: jax.Array, key: jax.Arra
     deliver = jnp.where(at_goal & ~full_here, jnp.where(closed_here, open_it, put_it), next_goal)
     get_rid = jnp.where((at == places) | full_here, search, jnp.where(closed_here, open_it, put_it))
 
-    choices = [
-        (holds_wanted & ~places_it, examine),
-        (holds_ready, deliver),
-        (holds_wanted, treat),
-        (holds_other, get_rid),
-        (closed_here, open_it),
-        (takeable.any(), act("take", take)),
-    ]
-    return jnp.select([c for c, _ in choices], [a for _, a in choices], search)
+    conditions = [holds_wanted & ~places_it, holds_ready, holds_wanted, holds_other, closed_here, takeable.any()]
+    return jnp.select(conditions, [examine, deliver, treat, get_rid, open_it, act("take", take)], search)
+
+
+def _act(word: dict[str, int], verb: str, argument: jax.Array | int = 0) -> jax.Array:
+    return jnp.stack([jnp.int32(word[verb]), jnp.int32(argument)])
+
+
+def _ready(state: State) -> jax.Array:
+    """Marks the things in the condition that the task asks for, bool[things]."""
+    needed = jnp.array([-1, -1, -1, CLEAN, HOT, COLD])[state.task]
+    return (needed < 0) | (state.condition == needed)
+
+
+def _treatment(env: Household, state: State) -> tuple[jax.Array, jax.Array]:
+    """Returns the word of the verb that the task asks for, and the number of the place where it is possible; i32[] both."""
+    word, tool = env.word_id, jnp.asarray(env._tool_at)[state.room]  # heat, cool, clean
+    verbs = jnp.array([0, 0, 0, word["clean"], word["heat"], word["cool"]])
+    return verbs[state.task], tool[jnp.array([0, 0, 0, 2, 0, 1])[state.task]]

@@ -30,7 +30,7 @@ from hgpo_jax.policy.placement import cast
 from hgpo_jax.rollout.chat_prompts import ParsedResponse, Prompt
 from hgpo_jax.rollout.compiled import on_shards, start_episode
 from hgpo_jax.rollout.compiled_slots import SlotProgram
-from hgpo_jax.rollout.host import HostRollout
+from hgpo_jax.rollout.host import HostRollout, TextSettings
 from hgpo_jax.sampling.generate import Decoding, buckets, make_decode_blocks, make_sampler
 from hgpo_jax.utils.errors import ConfigError
 
@@ -174,10 +174,7 @@ def run(args: argparse.Namespace) -> list[dict]:
             text,
             {SHARED: network(model)},
             mesh,
-            batch=B,
-            history_length=0,
-            response_limit=args.longest,
-            decode_batch_size=max(1, args.slots // mesh.shape["data"]),
+            TextSettings(B, 0, args.longest, max(1, args.slots // mesh.shape["data"])),
         )
         lockstep = Lockstep(network(model), mesh, text, args)
         slots = {"history_length": 0, "decode_batch_size": max(1, args.slots // mesh.shape["data"])}

@@ -51,74 +51,73 @@ def member_faults(env, expert) -> list[str]:
 
 def shape_faults(env, expert, task, history_length: int) -> list[str]:
     """Lists wrong shapes and dtypes in the functions' results, without computing anything. task: begins an episode."""
-    faults: list[str] = []
+    O, A, calls = env.observation_length, env.action_length, _Calls()
+    ids = lambda *shape: ("int32", shape)  # noqa: E731
+    start = env.reset if _drawn(task) else env.start
+    call = "reset(key)" if _drawn(task) else "start(game)"
+    begun = calls.result(call, start, task, state=None, observation=ids(O))
+    if begun is None:
+        return calls.faults
+    state, observation = begun
+    if not hasattr(state, "task"):
+        return [*calls.faults, f"{call}: its state has no field task; add it: the index of the episode's task type, i32[]"]
+    if (str(state.task.dtype), state.task.shape) != NUMBER:
+        calls.faults.append(f"{call}: state.task is {_shown(state.task)}; make it i32[]")
+    action, key = jax.ShapeDtypeStruct((A,), jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
+    step = {"state": None, "observation": ids(O), "reward": ("float32", ()), "done": FLAG, "invalid": FLAG}
+    result = calls.result("step(state, action)", env.step, state, action, **step)
+    if result is not None:
+        calls.faults += [f"step(state, action): {difference}" for difference in _changed_fields(state, result[0])]
+    goal = calls.result("goal(state)", env.goal, state, goal=ids(env.goal_length))
+    calls.result("won(state)", env.won, state, won=FLAG)
+    if isinstance(env, TimeLimited):
+        calls.result("truncated(state)", env.truncated, state, truncated=FLAG)
+    if isinstance(env, Team):
+        calls.result("role(state)", env.role, state, role=NUMBER)
+    if isinstance(env, OwnPrompts) and goal is not None:
+        past = [jax.ShapeDtypeStruct((history_length, width), jnp.int32) for width in (O, A)]
+        prompt = functools.partial(env.prompt, act=1)
+        slots = env.prompt_slots(history_length)
+        calls.result("prompt(...)", prompt, state, goal, *past, observation, prompt=ids(slots), length=NUMBER)
+    if expert is not None:
+        recent = jax.ShapeDtypeStruct((max(history_length, 1), A), jnp.int32)
+        calls.result("random_action(state, key)", functools.partial(expert.random_action, env), state, key, action=ids(A))
+        player = functools.partial(expert.expert_action, env)
+        calls.result("expert_action(state, recent, key)", player, state, recent, key, action=ids(A))
+    if isinstance(env, ListsActions):
+        listed = calls.result("admissible(state)", env.admissible, state, rows=None, words=None)
+        if listed is not None:
+            count = listed[0].shape[:1]
+            calls.result("admissible(state)", env.admissible, state, rows=("bool", count), words=ids(*count, A))
+    return calls.faults
 
-    def returned(call: str, function: Callable, *arguments, **expected) -> Any:
+
+NUMBER, FLAG = ("int32", ()), ("bool", ())  # dtype and shape of a scalar
+
+
+class _Calls:
+    """Calls functions of an environment without computing anything; `faults` are those found so far."""
+
+    def __init__(self):
+        self.faults: list[str] = []
+
+    def result(self, call: str, function: Callable, *arguments, **expected) -> Any:
         """Returns a call's result, checked against name -> (dtype, shape), None for anything; None if the call fails."""
         try:
             result = jax.eval_shape(function, *arguments)
         except Exception as error:  # any error of the environment
             concrete = isinstance(error, jax.errors.ConcretizationTypeError)
             hint = " (use jnp.where and jax.lax instead of if and while)" if concrete else ""
-            faults.append(one_line(f"{call}: cannot be compiled: {type(error).__name__}: {error!s:.300}{hint}"))
+            self.faults.append(one_line(f"{call}: cannot be compiled: {type(error).__name__}: {error!s:.300}{hint}"))
             return None
         values = result if len(expected) > 1 else (result,)
         if not isinstance(values, tuple | list) or len(values) != len(expected):
-            faults.append(f"{call}: does not return {len(expected)} values; return ({', '.join(expected)})")
+            self.faults.append(f"{call}: does not return {len(expected)} values; return ({', '.join(expected)})")
             return None
         for (name, wanted), value in zip(expected.items(), values, strict=True):
             if wanted is not None and (str(getattr(value, "dtype", "")), getattr(value, "shape", None)) != wanted:
-                faults.append(f"{call}: {name} is {_shown(value)}; make it {_named(*wanted)}")
+                self.faults.append(f"{call}: {name} is {_shown(value)}; make it {_named(*wanted)}")
         return result
-
-    O, A = env.observation_length, env.action_length
-    ids, number, flag = lambda *shape: ("int32", shape), ("int32", ()), ("bool", ())
-    start = env.reset if _drawn(task) else env.start
-    call = "reset(key)" if _drawn(task) else "start(game)"
-    begun = returned(call, start, task, state=None, observation=ids(O))
-    if begun is None:
-        return faults
-    state, observation = begun
-    if not hasattr(state, "task"):
-        return [*faults, f"{call}: its state has no field task; add it: the index of the episode's task type, i32[]"]
-    if (str(state.task.dtype), state.task.shape) != number:
-        faults.append(f"{call}: state.task is {_shown(state.task)}; make it i32[]")
-    action, key = jax.ShapeDtypeStruct((A,), jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
-    recent = jax.ShapeDtypeStruct((max(history_length, 1), A), jnp.int32)
-    result = returned(
-        "step(state, action)",
-        env.step,
-        state,
-        action,
-        state=None,
-        observation=ids(O),
-        reward=("float32", ()),
-        done=flag,
-        invalid=flag,
-    )
-    if result is not None:
-        faults += [f"step(state, action): {difference}" for difference in _changed_fields(state, result[0])]
-    goal = returned("goal(state)", env.goal, state, goal=ids(env.goal_length))
-    returned("won(state)", env.won, state, won=flag)
-    if isinstance(env, TimeLimited):
-        returned("truncated(state)", env.truncated, state, truncated=flag)
-    if isinstance(env, Team):
-        returned("role(state)", env.role, state, role=number)
-    if isinstance(env, OwnPrompts) and goal is not None:
-        past = [jax.ShapeDtypeStruct((history_length, width), jnp.int32) for width in (O, A)]
-        prompt = functools.partial(env.prompt, act=1)
-        slots = env.prompt_slots(history_length)
-        returned("prompt(...)", prompt, state, goal, *past, observation, prompt=ids(slots), length=number)
-    if expert is not None:
-        returned("random_action(state, key)", lambda *rest: expert.random_action(env, *rest), state, key, action=ids(A))
-        player = lambda *rest: expert.expert_action(env, *rest)  # noqa: E731
-        returned("expert_action(state, recent, key)", player, state, recent, key, action=ids(A))
-    if isinstance(env, ListsActions):
-        listed = returned("admissible(state)", env.admissible, state, rows=None, words=None)
-        if listed is not None:
-            count = listed[0].shape[:1]
-            returned("admissible(state)", env.admissible, state, rows=("bool", count), words=ids(*count, A))
-    return faults
 
 
 def _drawn(task) -> bool:

@@ -53,8 +53,3 @@ def response_limit(config: Config, role: str) -> tuple[int, str]:
     """Returns the maximum number of tokens of a role's response in a text environment, and the field that sets it."""
     own = config.roles[role].response_limit if role in config.roles else None
     return (own, f"roles.{role}.response_limit") if own else (config.rollout.response_limit, "rollout.response_limit")
-
-
-def longest_response(config: Config, roles: Sequence[str]) -> int:
-    """Returns the tokens of the longest response of any role in a text environment."""
-    return max(response_limit(config, role)[0] for role in roles)

@@ -1,6 +1,7 @@
 """Compiled rollouts of language models: ALFWorld's games, prompts, sampling and parsing of answers in one jitted program.
 
-    rollout = CompiledTextRollout(env, games, format, tokenizer, {"": policy.graphdef}, mesh, batch=128, history_length=2)
+    settings = TextSettings(batch=128, history_length=2)
+    rollout = CompiledTextRollout(env, games, format, tokenizer, {"": policy.graphdef}, mesh, settings)
     episodes, report = rollout(params, tasks, keys, groups, Decoding())
 
 It is called like a `host.HostRollout` and returns bit-identical Episodes and statistics. If an episode holds something that
@@ -29,7 +30,7 @@ from hgpo_jax.rollout.compiled_slots import SlotProgram
 from hgpo_jax.rollout.device_text import DeviceText
 from hgpo_jax.rollout.episode_buffer import EpisodeBuffer
 from hgpo_jax.rollout.episodes import Episodes
-from hgpo_jax.rollout.host import HostRollout
+from hgpo_jax.rollout.host import HostRollout, TextSettings
 from hgpo_jax.rollout.requirements import roles_of
 from hgpo_jax.rollout.result import RolloutResult
 from hgpo_jax.rollout.workers import EnvOutput
@@ -95,7 +96,7 @@ class CompiledTextRollout:
       env: a compiled environment that satisfies `device_text.Tells`.
       games: i32[.], the number in `env` of each task.
       host: plays the episodes that the device cannot; None: nothing does.
-      format, tokenizer, graphdefs, mesh, batch, history_length, response_limit, decode_batch_size, strict: see `HostRollout`.
+      format, tokenizer, graphdefs, mesh, settings: see `HostRollout`.
 
     Attributes: those of `HostRollout`; `program`, the jitted rollout.
 
@@ -110,22 +111,20 @@ class CompiledTextRollout:
         tokenizer,
         graphdefs: dict[str, Any],
         mesh: Mesh | AbstractMesh,
-        *,
-        batch: int,
-        history_length: int,
-        response_limit: int = 512,
-        decode_batch_size: int = 64,
-        strict: bool = False,
+        settings: TextSettings,
         host: HostRollout | None = None,
     ):
-        self._env, self._games, self._format, self._batch = env, np.asarray(games), format, batch
-        self._history_length, self._response_limit, self._strict, self._host = history_length, response_limit, strict, host
+        self._env, self._games, self._format = env, np.asarray(games), format
+        self._settings, self._host = settings, host
         self.task_types, self.num_tasks = tuple(env.task_types), len(games)
         self.max_turns, self.roles = env.max_turns, roles_of(env)
-        text = DeviceText(env, format, tokenizer, response_limit)
+        text = DeviceText(env, format, tokenizer, settings.response_limit)
         self._mesh, self._tables, self._text = mesh, None, text
         program = functools.partial(
-            TextProgram, graphdefs=graphdefs, history_length=history_length, decode_batch_size=decode_batch_size
+            TextProgram,
+            graphdefs=graphdefs,
+            history_length=settings.history_length,
+            decode_batch_size=settings.decode_batch_size,
         )
         play = on_shards(TextProgram.told, program, text, mesh)
         replicated = NamedSharding(mesh, P())
@@ -142,27 +141,27 @@ class CompiledTextRollout:
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), self._no_episodes())
 
     def _no_episodes(self) -> Episodes:
-        return Episodes.zeros(self._batch, self.max_turns, self._format.prompt_limit, self._response_limit)
+        return Episodes.zeros(self._settings.batch, self.max_turns, self._format.prompt_limit, self._settings.response_limit)
 
     def lowered(self, params, keys, decoding: Decoding):
         """Lowers the program for these parameters and keys [B], which may be abstract."""
         whole = NamedSharding(self._mesh, P())
         shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole)  # noqa: E731
-        games = jax.ShapeDtypeStruct((self._batch,), np.int32, sharding=whole)
+        games = jax.ShapeDtypeStruct((self._settings.batch,), np.int32, sharding=whole)
         return self.program.lower(jax.tree.map(shape, self._text.tables), params, games, keys, decoding)
 
     def __call__(self, params, tasks: Sequence[int] | np.ndarray, keys, groups, decoding: Decoding) -> RolloutResult:
         """Plays B episodes of the games with these numbers, as `HostRollout` does."""
-        if len(tasks) != self._batch:
-            raise ValueError(f"tasks: has {len(tasks)} episodes, the rollout was built for batch={self._batch}")
+        if len(tasks) != self._settings.batch:
+            raise ValueError(f"tasks: has {len(tasks)} episodes, the rollout was built for batch={self._settings.batch}")
         if self._tables is None:
             self._tables = jax.device_put(self._text.tables, NamedSharding(self._mesh, P()))
         numbers = self._games[np.asarray(tasks)]
         played = self.program(self._tables, params, jnp.asarray(numbers), keys, decoding)
         record, final, ends, steps, busy = jax.device_get(played)
-        buffer = EpisodeBuffer(self._no_episodes(), groups, self._history_length, self._strict)
+        buffer = EpisodeBuffer(self._no_episodes(), groups, self._settings.history_length, self._settings.strict)
         inexact = []
-        for episode in range(self._batch):
+        for episode in range(self._settings.batch):
             turn, end = ({name: values[episode] for name, values in part.items()} for part in (record, ends))
             exact = (turn["exact_prompts"] & turn["exact_answers"])[turn["mask"]].all() and end["exact_final_prompts"]
             if not exact:
@@ -174,7 +173,7 @@ class CompiledTextRollout:
         elif inexact:
             for episode in inexact:
                 buffer.exclude(episode, INEXACT)
-            log.warning("%d of %d episodes are excluded: %s", len(inexact), self._batch, INEXACT)
+            log.warning("%d of %d episodes are excluded: %s", len(inexact), self._settings.batch, INEXACT)
         counts = {"decode_steps": int(steps.max()), "slot_use": float(busy.sum()) / max(1, int(steps.sum()))}
         return buffer.result(counts | {"played_on_host": len(inexact) if self._host else 0})
 

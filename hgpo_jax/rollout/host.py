@@ -1,6 +1,7 @@
 """Host rollouts: a policy plays environments that are Python programs, all episodes of a batch together.
 
-    rollout = HostRollout(make_env, ChatFormat(tokenizer, "alfworld"), {"": policy.graphdef}, mesh, batch=128, history_length=2)
+    settings = TextSettings(batch=128, history_length=2)
+    rollout = HostRollout(make_env, ChatFormat(tokenizer, "alfworld"), {"": policy.graphdef}, mesh, settings)
     episodes, report = rollout({"": params}, tasks, keys, groups, Decoding())
 
 A response that has ended becomes an action, its environment steps, and the episode's next prompt takes a slot of the sampler
@@ -13,6 +14,7 @@ own key and turn alone, as in compiled rollouts.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -42,6 +44,32 @@ class Speaker(NamedTuple):
     policy: str = SHARED  # its name
 
 
+@dataclasses.dataclass(frozen=True)
+class TextSettings:
+    """Settings of rollouts of text environments, on the host or compiled.
+
+    batch: B, episodes per call.
+    history_length: K, observation-action pairs in a prompt.
+    response_limit: R, tokens of the longest response.
+    decode_batch_size: episodes that each index of the `data` axis decodes at a time.
+    strict: whether an inadmissible action is invalid, like a malformed response.
+
+    On the host alone:
+    workers: processes that step the environments; 0 steps them in this process, where one that hangs hangs the run.
+    time_limit: timeout in seconds, after which a worker's episode counts as hung.
+    ready_fraction: fraction of the unfinished episodes whose environments must have answered before decoding goes on.
+    """
+
+    batch: int
+    history_length: int
+    response_limit: int = 512
+    decode_batch_size: int = 64
+    strict: bool = False
+    workers: int = 0
+    time_limit: float = 60.0
+    ready_fraction: float = 1.0
+
+
 class HostRollout:
     """`rollout(params, tasks, keys, groups, decoding) -> RolloutResult` over text environments.
 
@@ -51,14 +79,6 @@ class HostRollout:
       graphdefs: {name of a policy: graph definition of the `Qwen2` whose parameters are passed}. Each of several policies has
         as many slots as a single one would have.
       mesh: episodes are split over its `data` and `fsdp` axes.
-      batch: B, episodes per call.
-      history_length: K, observation-action pairs in a prompt.
-      response_limit: R, tokens of the longest response.
-      decode_batch_size: episodes that each index of the `data` axis decodes at a time.
-      strict: whether an inadmissible action is invalid, like a malformed response.
-      workers: processes that step the environments; 0 steps them in this process, where one that hangs hangs the run.
-      time_limit: timeout in seconds, after which a worker's episode counts as hung.
-      ready_fraction: fraction of the unfinished episodes whose environments must have answered before decoding goes on.
       speakers: one for each role, if roles differ; all with the end tokens and prompt limit of `format`.
 
     Attributes:
@@ -77,31 +97,22 @@ class HostRollout:
         format,
         graphdefs: dict[str, Any],
         mesh: Mesh | AbstractMesh,
-        *,
-        batch: int,
-        history_length: int,
-        response_limit: int = 512,
-        decode_batch_size: int = 64,
-        strict: bool = False,
-        workers: int = 0,
-        time_limit: float = 60.0,
-        ready_fraction: float = 1.0,
+        settings: TextSettings,
         speakers: Sequence[Speaker] = (),
     ):
-        self._batch, self._num_workers, self._time_limit = batch, workers, time_limit
+        self._settings, self._format = settings, format
         self._start_workers(make_env)
-        self._format, self._strict, self._ready_fraction = format, strict, ready_fraction
-        self._history_length, self._response_limit = history_length, response_limit
-        self._speakers = speakers or [Speaker(format, response_limit)] * len(self.roles)
-        make = functools.partial(SlotPrograms, mesh=mesh, max_new=response_limit, end_tokens=format.end_tokens)
+        self._speakers = speakers or [Speaker(format, settings.response_limit)] * len(self.roles)
+        make = functools.partial(SlotPrograms, mesh=mesh, max_new=settings.response_limit, end_tokens=format.end_tokens)
         self._programs = {name: make(graphdef) for name, graphdef in graphdefs.items()}
-        self._slots = min(batch, decode_batch_size * mesh.shape["data"])
+        self._slots = min(settings.batch, settings.decode_batch_size * mesh.shape["data"])
 
     def _start_workers(self, make_env: Callable) -> None:
         def make_workers():
-            if not self._num_workers:
-                return LocalWorkers(make_env, self._time_limit)
-            return ProcessWorkers(make_env, self._num_workers, self._batch, self._time_limit)
+            s = self._settings
+            if not s.workers:
+                return LocalWorkers(make_env, s.time_limit)
+            return ProcessWorkers(make_env, s.workers, s.batch, s.time_limit)
 
         self._workers = SharedWorkers(make_workers) if jax.process_count() > 1 else make_workers()
         spec: EnvSpec = self._workers.spec
@@ -118,7 +129,7 @@ class HostRollout:
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), self._no_episodes())
 
     def _no_episodes(self) -> Episodes:
-        return Episodes.zeros(self._batch, self.max_turns, self._format.prompt_limit, self._response_limit)
+        return Episodes.zeros(self._settings.batch, self.max_turns, self._format.prompt_limit, self._settings.response_limit)
 
     def __call__(self, params, tasks: Sequence[int] | np.ndarray, keys, groups, decoding: Decoding) -> RolloutResult:
         """Plays B episodes.
@@ -132,10 +143,10 @@ class HostRollout:
         Returns: Episodes of NumPy arrays and their report. `observations` have one column, the index of a text in
           `report.texts`. An episode whose environment failed has no turns.
         """
-        if len(tasks) != self._batch:
-            raise ValueError(f"tasks: has {len(tasks)} episodes, the rollout was built for batch={self._batch}")
-        buffer = EpisodeBuffer(self._no_episodes(), groups, self._history_length, self._strict)
-        counts = self.play(buffer, range(self._batch), params, tasks, keys, decoding)
+        if len(tasks) != self._settings.batch:
+            raise ValueError(f"tasks: has {len(tasks)} episodes, the rollout was built for batch={self._settings.batch}")
+        buffer = EpisodeBuffer(self._no_episodes(), groups, self._settings.history_length, self._settings.strict)
+        counts = self.play(buffer, range(self._settings.batch), params, tasks, keys, decoding)
         return buffer.result(counts)
 
     def play(
@@ -162,7 +173,7 @@ class HostRollout:
         speaker = lambda episode: self._speakers[buffer.role(episode)]  # noqa: E731
         while ready or pending or prompts:
             unfinished, going_on = len(ready) + pending + len(prompts), len(ready) + len(prompts)
-            minimum = max(0, math.ceil(self._ready_fraction * unfinished) - going_on)
+            minimum = max(0, math.ceil(self._settings.ready_fraction * unfinished) - going_on)
             for episode, output in self._workers.receive(minimum):
                 pending -= 1
                 if buffer.add_output(episode, output):

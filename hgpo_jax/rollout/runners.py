@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from hgpo_jax.config import Config
-from hgpo_jax.config.policies import longest_response, policy_of_each, response_limit
+from hgpo_jax.config.policies import policy_of_each, response_limit
 from hgpo_jax.envs.protocol import CompiledEnv, ListsGames, OwnPrompts, Plans, TextExpert
 from hgpo_jax.policy import ModelConfig, network
 from hgpo_jax.policy.chat_frame import ChatFrame
@@ -24,7 +24,7 @@ from hgpo_jax.rollout.compiled_text import CompiledTextRollout
 from hgpo_jax.rollout.env_tokenizer import template_of
 from hgpo_jax.rollout.environments import Environment, backend
 from hgpo_jax.rollout.episodes import Episodes
-from hgpo_jax.rollout.host import HostRollout, Speaker
+from hgpo_jax.rollout.host import HostRollout, Speaker, TextSettings
 from hgpo_jax.rollout.requirements import RUNNER, check_compiled, roles_of
 from hgpo_jax.rollout.result import RolloutResult, Story, told_turns
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
@@ -209,57 +209,23 @@ class TextRunner:
         tokenizer,
         mesh: Mesh | AbstractMesh,
     ):
-        env, rollout = config.env, config.rollout
+        env = config.env
         check_context(config, models)
         try:
-            frame = ChatFrame(tokenizer, date=rollout.date, thinking=rollout.thinking, stop=rollout.stop)
-            chat = lambda template: ChatFormat(  # noqa: E731
-                frame, template, rollout.prompt_limit, environment.fallback, lower_case=environment.lower_case
-            )
-            usual, limit, speakers = chat(template_of(config, tokenizer)), rollout.response_limit, list[Speaker]()
-            if config.roles:
-                roles = roles_of(train())
-                policies = policy_of_each(config, roles)
-                given = [config.roles[role].template if role in config.roles else "" for role in roles]
-                formats = [chat(template) if template else usual for template in given]
-                speakers = list(map(Speaker, formats, [response_limit(config, role)[0] for role in roles], policies))
-                limit = longest_response(config, roles)
+            usual, speakers = _formats(config, environment, train, tokenizer)
+            settings = _text_settings(config, speakers)
             self.make_env = train
-            settings: dict[str, Any] = {
-                "batch": rollout.prompt_groups * rollout.group_size,
-                "history_length": rollout.history_length,
-                "response_limit": limit,
-                "decode_batch_size": rollout.decode_batch_size,
-                "strict": env.strict,
-            }
             self.train: HostRollout | CompiledTextRollout
             self._held_out: HostRollout | CompiledTextRollout
-            host = HostRollout(
-                train,
-                usual,
-                networks(models),
-                mesh,
-                workers=env.workers,
-                time_limit=env.time_limit,
-                ready_fraction=rollout.ready_fraction,
-                speakers=speakers,
-                **settings,
-            )
+            host = HostRollout(train, usual, networks(models), mesh, settings, speakers)
             self.train, self._held_out = host, host.with_environment(held_out)
             if backend(config) == "compiled_text":
                 assert environment.compiled and environment.games  # environments with text on the device have both
                 try:
                     games, played = environment.games(config), environment.compiled(config)
-                    device = CompiledTextRollout(
-                        played,
-                        games["train"],
-                        usual,
-                        tokenizer,
-                        networks(models),
-                        mesh,
-                        host=None if env.split == "generated" else host,
-                        **settings,
-                    )
+                    fallback = None if env.split == "generated" else host
+                    shown = usual, tokenizer, networks(models)
+                    device = CompiledTextRollout(played, games["train"], *shown, mesh, settings, fallback)
                     self.train, self._held_out = device, device.of_games(games["held_out"], self._held_out)
                 except ValueError as error:
                     if env.compiled:
@@ -268,7 +234,7 @@ class TextRunner:
         except (ValueError, OSError) as error:
             raise ConfigError(f"env.name={env.name}: {' '.join(str(error).split())}") from None
         self.task_types, self.roles, self.end_tokens = self.train.task_types, self.train.roles, usual.end_tokens
-        self.speakers = speakers or [Speaker(usual, limit)] * len(self.roles)
+        self.speakers = speakers or [Speaker(usual, settings.response_limit)] * len(self.roles)
         self.num_tasks, self.num_held_out_tasks = self.train.num_tasks, self._held_out.num_tasks
         # The host loads only the template games from which games are generated; the warm start's expert plays there.
         self._num_files = len(train()) if env.split == "generated" else self.num_tasks
@@ -300,3 +266,38 @@ class TextRunner:
     def story(self, result: RolloutResult, index: int) -> Story:
         assert result.report is not None  # a HostRollout makes one
         return result.report.story(result.episodes, index, self.roles)
+
+
+def _formats(config: Config, environment: Environment, make_env: Callable, tokenizer) -> tuple[ChatFormat, list[Speaker]]:
+    """Returns the prompt format that roles usually have and, if roles are configured, what each of them has.
+
+    Raises ValueError or OSError for a template or a tokenizer that cannot be used.
+    """
+    rollout = config.rollout
+    frame = ChatFrame(tokenizer, date=rollout.date, thinking=rollout.thinking, stop=rollout.stop)
+
+    def chat(template: str) -> ChatFormat:
+        limit, fallback = rollout.prompt_limit, environment.fallback
+        return ChatFormat(frame, template, limit, fallback, lower_case=environment.lower_case)
+
+    usual, speakers = chat(template_of(config, tokenizer)), list[Speaker]()
+    if config.roles:
+        roles = roles_of(make_env())
+        for role, policy in zip(roles, policy_of_each(config, roles), strict=True):
+            template = config.roles[role].template if role in config.roles else ""
+            speakers.append(Speaker(chat(template) if template else usual, response_limit(config, role)[0], policy))
+    return usual, speakers
+
+
+def _text_settings(config: Config, speakers: Sequence[Speaker]) -> TextSettings:
+    env, rollout = config.env, config.rollout
+    return TextSettings(
+        batch=rollout.prompt_groups * rollout.group_size,
+        history_length=rollout.history_length,
+        response_limit=max([one.response_limit for one in speakers], default=rollout.response_limit),
+        decode_batch_size=rollout.decode_batch_size,
+        strict=env.strict,
+        workers=env.workers,
+        time_limit=env.time_limit,
+        ready_fraction=rollout.ready_fraction,
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import typing
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -162,6 +163,7 @@ def make_train_step(job: Job):
     optimizers, updates = {}, {}
     for name, policy in job.policies.items():
         optimizers[name], updates[name] = _make_policy_update(job, policy)
+    update_policies = _make_shared_update(updates) if SHARED in updates else _make_separate_updates(updates, job.runner.roles)
     if job.method.critic:
         critic_optimizer, predict_values, update_critic = _make_critic(job)
 
@@ -192,8 +194,7 @@ def make_train_step(job: Job):
         batch = batch.replace(advantages=_flat(_learned_advantages(job, estimate, episodes, role)))
 
         learned = happened & ~unfinished if job.config.learner.unfinished == "mask" else happened
-        update = functools.partial(_update_shared if SHARED in updates else _update_several, job, updates)
-        params, opt_state, metrics = update(state, reference, batch, learned, key, lr_scale, role)
+        params, opt_state, metrics = update_policies(state, reference, batch, learned, key, lr_scale, role)
         critic = state.critic
         if critic:
             batch = _with_targets(job, batch, episodes, estimate)
@@ -217,52 +218,68 @@ def _learned_advantages(job: Job, estimate: advantages.Estimate, e: Episodes, ro
     return jnp.where(learns.reshape(learns.shape + (1,) * (by_token.ndim - 2)), by_token, 0.0)
 
 
-def _update_shared(job: Job, updates: dict, state: TrainState, reference, batch: TrainingBatch, learned, key, lr_scale, role):
-    """Updates the policy that all roles share; otherwise as `_update_several`."""
-    old = state.params[SHARED], state.opt_state[SHARED], reference[SHARED]
-    params, opt_state, metrics = updates[SHARED](*old, batch, *_shuffled(key, learned), lr_scale)
-    return {SHARED: params}, {SHARED: opt_state}, metrics
+def _make_shared_update(updates: dict):
+    """Builds the update of the policy that all roles share, as `_make_separate_updates` does."""
+
+    def update(state: TrainState, reference, batch: TrainingBatch, learned, key, lr_scale, role):
+        old = state.params[SHARED], state.opt_state[SHARED], reference[SHARED]
+        params, opt_state, metrics = updates[SHARED](*old, batch, *_shuffled(key, learned), lr_scale)
+        return {SHARED: params}, {SHARED: opt_state}, metrics
+
+    return update
 
 
-def _update_several(job: Job, updates: dict, state: TrainState, reference, batch: TrainingBatch, learned, key, lr_scale, role):
-    """Updates each policy on the decisions of its own roles; returns (params, opt_state, metrics).
+def _make_separate_updates(updates: dict, roles: Sequence[str]):
+    """Builds `update(state, reference, batch, learned, key, lr_scale, role) -> (params, opt_state, metrics)`.
+
+    It updates each policy on the decisions of its own roles.
 
     learned: bool[N], the decisions to learn from. A policy without any stays unchanged, and so does, with a learning role, a
-    policy that this role does not use. Metrics are means over the policies, weighted by their decisions; but numbers of steps
-    are added, and `logp_difference` is the largest. The metrics of a role are those of its policy.
+    policy that this role does not use.
     """
-    assert batch.agents is not None
-    params, opt_state, found, counts = {}, {}, {}, {}
-    for number, (name, update) in enumerate(updates.items()):
-        own = jnp.array(members(name, job.runner.roles))
-        order, count = _shuffled(jax.random.fold_in(key, number), learned & own[batch.agents])
-        count = count if role is None else jnp.where(own[role], count, 0)
-        old = state.params[name], state.opt_state[name]
-        update_policy = functools.partial(update, *old, reference[name], batch, order, count, lr_scale)
-        *_, shapes = jax.eval_shape(update_policy)
-        unknown = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        params[name], opt_state[name], found[name] = jax.lax.cond(
-            count > 0, update_policy, lambda old=old, unknown=unknown: (*old, unknown)
-        )
-        counts[name] = count
-    total = jnp.maximum(sum(counts.values()), 1)
-    metrics: dict = {}
-    for part in next(iter(found.values())):
-        values = {name: stats[part] for name, stats in found.items()}
+
+    def update(state: TrainState, reference, batch: TrainingBatch, learned, key, lr_scale, role):
+        assert batch.agents is not None
+        params, opt_state, stats, counts = {}, {}, {}, {}
+        for number, (name, update_policy) in enumerate(updates.items()):
+            own = jnp.array(members(name, roles))
+            order, count = _shuffled(jax.random.fold_in(key, number), learned & own[batch.agents])
+            counts[name] = count if role is None else jnp.where(own[role], count, 0)
+            old = state.params[name], state.opt_state[name]
+            learn = functools.partial(update_policy, *old, reference[name], batch, order, counts[name], lr_scale)
+            *_, shapes = jax.eval_shape(learn)
+            nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+            params[name], opt_state[name], stats[name] = jax.lax.cond(
+                counts[name] > 0, learn, lambda old=old, nothing=nothing: (*old, nothing)
+            )
+        return params, opt_state, _metrics_of_policies(stats, counts, roles)
+
+    return update
+
+
+def _metrics_of_policies(stats: dict[str, dict], counts: dict[str, jax.Array], roles: Sequence[str]) -> dict:
+    """Combines the statistics of several policies' updates.
+
+    They are means over the policies, weighted by their decisions; but numbers of steps are added, and `logp_difference` is the
+    largest. The metrics of a role are those of its policy.
+    """
+    total, metrics = jnp.maximum(sum(counts.values()), 1), {}
+    for part in next(iter(stats.values())):
+        values = {name: of_policy[part] for name, of_policy in stats.items()}
         if part.startswith("by_role/"):
-            mine = next(name for name in updates if any(members(name, [part.rpartition("/")[2]])))
-            alone = sum(members(mine, job.runner.roles)) == 1 and part.startswith("by_role/logp_gradient_share/")
-            metrics[part] = jnp.where((counts[mine] > 0) & (not alone), values[mine], jnp.nan)
+            name = next(name for name in stats if any(members(name, [part.rpartition("/")[2]])))
+            alone = sum(members(name, roles)) == 1 and part.startswith("by_role/logp_gradient_share/")
+            metrics[part] = jnp.where((counts[name] > 0) & (not alone), values[name], jnp.nan)
         elif part in ("optimizer_steps", "nonfinite_steps"):
             metrics[part] = sum(values.values())
         elif part == "logp_difference":
             metrics[part] = functools.reduce(jnp.maximum, values.values())
         else:
             metrics[part] = sum(counts[name] * value for name, value in values.items()) / total
-    for name, stats in found.items():
-        norm = jnp.where(counts[name] > 0, stats["grad_norm"], jnp.nan)
-        metrics |= {f"by_role/grad_norm/{one}": norm for one in name.split("+")}
-    return params, opt_state, metrics
+    for name, of_policy in stats.items():
+        norm = jnp.where(counts[name] > 0, of_policy["grad_norm"], jnp.nan)
+        metrics |= {f"by_role/grad_norm/{role}": norm for role in name.split("+")}
+    return metrics
 
 
 def training_batch(e: Episodes) -> TrainingBatch:

@@ -14,7 +14,7 @@ from hgpo_jax import config as configuration
 from hgpo_jax.config.policies import SHARED
 from hgpo_jax.policy.chat_frame import ChatFrame
 from hgpo_jax.rollout.chat_prompts import ChatFormat
-from hgpo_jax.rollout.host import HostRollout
+from hgpo_jax.rollout.host import HostRollout, TextSettings
 from hgpo_jax.rollout.tasks import task_numbers
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.serving import agent_rollout
@@ -58,8 +58,8 @@ def expected(tmp_path_factory):
     template = tmp_path_factory.mktemp("agents") / "bare.txt"
     template.write_text("== first ==\n$observation\n== later ==\n$observation\n== entry ==\n$action\n")
     rollout = HostRollout(
-        Guess, ChatFormat(ChatFrame(policy().tokenizer), str(template), 128), {SHARED: policy().graphdef}, mesh_of(), batch=B,
-        history_length=0, response_limit=9, decode_batch_size=4, strict=True,
+        Guess, ChatFormat(ChatFrame(policy().tokenizer), str(template), 128), {SHARED: policy().graphdef}, mesh_of(),
+        TextSettings(batch=B, history_length=0, response_limit=9, decode_batch_size=4, strict=True),
     )  # fmt: skip
     return rollout({SHARED: policy().params}, TASKS, KEYS, GROUPS, DECODING)
 

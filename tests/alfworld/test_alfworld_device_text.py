@@ -22,7 +22,7 @@ from hgpo_jax.rollout import compiled_slots, compiled_text
 from hgpo_jax.rollout.chat_prompts import ChatFormat, PromptInput
 from hgpo_jax.rollout.compiled_text import CompiledTextRollout
 from hgpo_jax.rollout.device_text import MAX_ACTION, DeviceText
-from hgpo_jax.rollout.host import HostRollout
+from hgpo_jax.rollout.host import HostRollout, TextSettings
 from hgpo_jax.sampling import generate
 from hgpo_jax.sampling import slots as slot_state
 from hgpo_jax.sampling.generate import Decoding
@@ -116,7 +116,7 @@ def played(paths, tokenizer, monkeypatch, episodes: int, turns: int, limit: int,
     mesh = make_mesh("data=1", jax.devices()[:1])
     rollout = CompiledTextRollout(
         CompiledAlfworld(compile_games(paths), turns), np.arange(len(paths)), chat, tokenizer, {SHARED: network(model)}, mesh,
-        batch=episodes, history_length=K, response_limit=R, decode_batch_size=8,
+        TextSettings(batch=episodes, history_length=K, response_limit=R, decode_batch_size=8),
     )  # fmt: skip
     tasks, keys = np.arange(episodes) % len(paths), jax.random.split(jax.random.key(0), episodes)
     return chat, tasks, rollout({SHARED: initialize(model, 0, mesh)}, tasks, keys, tasks, Decoding())
@@ -220,10 +220,10 @@ def test_host_and_device_sample_the_same_episodes(monkeypatch):
     monkeypatch.setattr(generate, "sample_token", lambda logits, keys, decoding: real(logits + bias, keys, decoding))
     mesh, groups = make_mesh("data=2,fsdp=2", jax.devices()[:4]), np.arange(B) // 4
     params = jax.device_put(initialize(model, 0, make_mesh("data=1", jax.devices()[:1])), shardings(model, mesh))
-    settings = {"batch": B, "history_length": K, "response_limit": 6, "decode_batch_size": 4}
-    host = HostRollout(lambda: AlfworldText(GAMES, max_turns=turns), chat, {SHARED: network(model)}, mesh, **settings)
+    settings = TextSettings(batch=B, history_length=K, response_limit=6, decode_batch_size=4)
+    host = HostRollout(lambda: AlfworldText(GAMES, max_turns=turns), chat, {SHARED: network(model)}, mesh, settings)
     env, games = CompiledAlfworld(compile_games(GAMES), turns), np.arange(len(GAMES))
-    device = CompiledTextRollout(env, games, chat, tokenizer, {SHARED: network(model)}, mesh, host=host, **settings)
+    device = CompiledTextRollout(env, games, chat, tokenizer, {SHARED: network(model)}, mesh, settings, host)
     given = params, groups, jax.random.split(jax.random.key(1), B), groups, Decoding()
     (ours, report), (theirs, other) = device(*given), host(*given)
     for name, value in vars(theirs).items():

@@ -17,7 +17,7 @@ from hgpo_jax.policy import ModelConfig, initialize, network
 from hgpo_jax.rollout.chat_prompts import ParsedResponse, Prompt
 from hgpo_jax.rollout.episode_buffer import EpisodeBuffer
 from hgpo_jax.rollout.episodes import KINDS, Episodes
-from hgpo_jax.rollout.host import HostRollout
+from hgpo_jax.rollout.host import HostRollout, TextSettings
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
 from hgpo_jax.rollout.workers import EnvFailure, EnvOutput, LocalWorkers
 from hgpo_jax.sampling.continuous_batching import SlotPrograms, SlotResponse
@@ -71,7 +71,7 @@ def programs(spec, response_limit):
 def play(actions=HARMLESS, *, make_env=Counting, workers_type=None, spec="data=1", tasks=TASKS, **options):
     script, mesh = Script(actions), mesh_of(spec)
     options = {"decode_batch_size": 7, "response_limit": R} | options
-    rollout = HostRollout(make_env, script, {SHARED: network(MODEL)}, mesh, batch=B, history_length=K, **options)
+    rollout = HostRollout(make_env, script, {SHARED: network(MODEL)}, mesh, TextSettings(batch=B, history_length=K, **options))
     rollout._programs = {SHARED: programs(spec, options["response_limit"])}
     if workers_type:
         rollout._workers = workers_type(make_env)

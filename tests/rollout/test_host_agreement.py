@@ -16,7 +16,7 @@ from hgpo_jax.policy import network, shardings
 from hgpo_jax.rollout.chat_prompts import PromptInput
 from hgpo_jax.rollout.compiled import make_rollout
 from hgpo_jax.rollout.compiled_prompts import build_prompt
-from hgpo_jax.rollout.host import HostRollout
+from hgpo_jax.rollout.host import HostRollout, TextSettings
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
 from hgpo_jax.rollout.word_format import WordFormat
 from hgpo_jax.sampling.generate import Decoding
@@ -57,8 +57,8 @@ def compiled(env, model, params, history=K, temperature=1.0):
 def host(env, model, params, spec="data=1", history=K, temperature=1.0, decode_batch_size=8):
     end, mesh = len(env.words) + 1, mesh_of(spec)
     rollout = HostRollout(
-        functools.partial(Words, env), WordFormat(env, history, end, end + 1), {SHARED: network(model)}, mesh, batch=B,
-        history_length=history, response_limit=env.action_length + 1, strict=True, decode_batch_size=decode_batch_size,
+        functools.partial(Words, env), WordFormat(env, history, end, end + 1), {SHARED: network(model)}, mesh,
+        TextSettings(B, history, env.action_length + 1, decode_batch_size, strict=True),
     )  # fmt: skip
     assert rollout.num_tasks is None
     with jax.set_mesh(mesh):

@@ -15,7 +15,7 @@ from hgpo_jax.policy import ModelConfig, initialize, network
 from hgpo_jax.rollout.chat_prompts import ParsedResponse, Prompt
 from hgpo_jax.rollout.compiled import make_rollout, replay
 from hgpo_jax.rollout.episodes import Episodes
-from hgpo_jax.rollout.host import HostRollout, Speaker
+from hgpo_jax.rollout.host import HostRollout, Speaker, TextSettings
 from hgpo_jax.rollout.requirements import check_compiled, check_text, roles_of
 from hgpo_jax.rollout.runners import CompiledRunner
 from hgpo_jax.rollout.scripted_play import play as scripted
@@ -152,7 +152,8 @@ def test_a_host_rollout_asks_each_role_in_its_own_way_and_shows_it_its_own_past(
     )  # fmt: skip
     mesh, even, odd = mesh_of("data=1"), Marked(2), Marked(1)
     rollout = HostRollout(
-        Pair, even, dict.fromkeys("xy", network(model)), mesh, batch=6, history_length=2, response_limit=3, decode_batch_size=2,
+        Pair, even, dict.fromkeys("xy", network(model)), mesh,
+        TextSettings(batch=6, history_length=2, response_limit=3, decode_batch_size=2),
         speakers=[Speaker(even, 3, "x"), Speaker(odd, 2, "y")],
     )  # fmt: skip
     assert rollout.roles == ("even", "odd")
