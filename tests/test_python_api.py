@@ -29,6 +29,7 @@ def trained(tmp_path_factory):
     return run, rows
 
 
+@pytest.mark.slow  # trains and evaluates once more
 def test_the_front_pages_program_runs(trained, tmp_path, monkeypatch, capsys):
     text = (Path(__file__).parents[1] / "README.md").read_text()
     program = re.findall(r"```python\n(import hgpo_jax\n.*?)```", text, re.DOTALL)[0]
@@ -83,10 +84,13 @@ def test_a_second_training_in_the_process_and_a_longer_one(trained):
     assert hgpo_jax.fit(run.config, resume=True) == run  # has ended: as it is
     with pytest.raises(hgpo_jax.ConfigError, match="already holds a run"):
         hgpo_jax.fit(run.config)
-    more = []
-    longer = run.config.model_copy(update={"iterations": 3})
-    assert hgpo_jax.fit(longer, resume=True, on_iteration=more.append) == run
+    # A field that is not given keeps the run's value, as of one that was begun when a default was another one.
+    file = run.folder / "config.yaml"
+    file.write_text(file.read_text().replace("invalid_penalty: 0.5", "invalid_penalty: 0.25"))
+    more, longer = [], hgpo_jax.load_config("household", **FIELDS | {"cache_dir": run.config.cache_dir, "iterations": 3})
+    assert hgpo_jax.fit(longer, run.folder, resume=True, on_iteration=more.append) == run
     assert [row["iteration"] for row in more] == [2] and len(run.metrics()) == 3
+    assert run.config.advantage.invalid_penalty == 0.25
     assert run.policy().params.keys() == hgpo_jax.load_policy(run.folder / "policy").params.keys()
 
 
@@ -105,16 +109,6 @@ def test_what_a_callback_raises_ends_the_training_after_saving(tmp_path):
     assert len(hgpo_jax.load_run(tmp_path / "run").metrics()) == 2
     run = hgpo_jax.fit(config, tmp_path / "run", resume=True, on_iteration=lambda row: rows.append(row["iteration"]))
     assert rows == [0, 1, 2, 3] and run.folder.is_absolute() and held
-
-
-def test_a_run_keeps_fields_that_are_not_given(trained):
-    """As one that was begun when a default was another one."""
-    run, _ = trained
-    file = run.folder / "config.yaml"
-    file.write_text(file.read_text().replace("invalid_penalty: 0.5", "invalid_penalty: 0.25"))
-    config = hgpo_jax.load_config("household", **FIELDS | {"cache_dir": str(run.config.cache_dir), "iterations": 3})
-    assert hgpo_jax.fit(config, run.folder, resume=True) == run
-    assert run.config.advantage.invalid_penalty == 0.25
 
 
 def test_mistakes_are_one_line(trained, tmp_path):
