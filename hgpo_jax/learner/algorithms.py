@@ -138,7 +138,7 @@ def check_numbers(name: str) -> None:
         )
 
 
-def unusable(advantages, mask) -> str:
+def unusable(advantages: jax.typing.ArrayLike, mask: jax.typing.ArrayLike) -> str:
     """Describes bad advantages f32[B, T] where mask bool[B, T] is set, as in `NaN for 2 of 9 steps`; "" if there are none."""
     advantages, mask = np.asarray(advantages), np.asarray(mask)
     for what, wrong in (

@@ -38,11 +38,11 @@ class TrainingBatch(struct.PyTreeNode):
         """Returns the sequences that the network reads."""
         return self.layout or packing.unpacked(*self.tokens())
 
-    def response_mask(self):
+    def response_mask(self) -> jax.Array:
         """Returns bool[N, R], true on response tokens."""
         return jnp.arange(self.responses.shape[1]) < self.response_lengths[:, None]
 
-    def unfinished(self, end_tokens: tuple[int, ...]):
+    def unfinished(self, end_tokens: tuple[int, ...]) -> jax.Array:
         """Marks responses that were cut before one of these tokens, bool[N]; false if there is no response."""
         last = jnp.maximum(self.response_lengths - 1, 0)[:, None]
         token = jnp.take_along_axis(self.responses, last, axis=1)[:, 0]
@@ -58,7 +58,9 @@ class Assignment(NamedTuple):
     offset: jax.Array
 
 
-def assign_to_sequences(batch: TrainingBatch, order, begin, stop, size: int) -> tuple[Assignment, jax.Array]:
+def assign_to_sequences(
+    batch: TrainingBatch, order: jax.Array, begin: jax.Array, stop: jax.Array, size: int
+) -> tuple[Assignment, jax.Array]:
     """Assigns the decisions `order[begin:stop]` to sequences.
 
     Args:
@@ -79,7 +81,7 @@ def assign_to_sequences(batch: TrainingBatch, order, begin, stop, size: int) -> 
 
 
 def gather_microbatch(
-    batch: TrainingBatch, assignment: Assignment, first_sequence, sequences: int
+    batch: TrainingBatch, assignment: Assignment, first_sequence: jax.Array, sequences: int
 ) -> tuple[jax.Array, TrainingBatch]:
     """Gathers the decisions in M = `sequences` sequences from number `first_sequence` (i32[]) on.
 

@@ -9,6 +9,8 @@ the action, the others at the end of the prompt (as in github.com/JonP07/HiPER-a
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +21,11 @@ from hgpo_jax.learner.batch import TrainingBatch
 from hgpo_jax.policy import ModelConfig, network
 from hgpo_jax.rollout.episodes import Episodes
 
+Values = Callable[[dict[str, Any], TrainingBatch], jax.Array]
+Loss = Callable[[Any, Any, TrainingBatch], tuple[jax.Array, losses.Stats, jax.Array]]  # see `update.make_update`
 
-def initialize_critic(params: dict, heads: tuple[int, ...] = ()) -> dict:
+
+def initialize_critic(params: dict[str, Any], heads: tuple[int, ...] = ()) -> dict[str, Any]:
     """Makes the critic's parameters from the policy's: {"body": its blocks without the language-model head, "value": the head}.
 
     heads: (3,) for three in one array. All of it is trained, so its dtype is float32; with adapters the policy's may differ.
@@ -31,14 +36,14 @@ def initialize_critic(params: dict, heads: tuple[int, ...] = ()) -> dict:
     return {"body": jax.tree.map(lambda a: jnp.array(a, jnp.float32, copy=True), body), "value": head}
 
 
-def make_values(config: ModelConfig, remat: str = "none", plan_words: int = 0):
+def make_values(config: ModelConfig, remat: str = "none", plan_words: int = 0) -> Values:
     """Builds `values(params, batch) -> f32[N]`, the discounted return that the critic expects from each decision on.
 
     plan_words: for three heads, the number of words of the switch and subgoal parts; `values` are then f32[N, 3].
     """
     graphdef = network(dataclasses.replace(config, tie_word_embeddings=True))  # tied: a body without a head of its own
 
-    def values(params, batch: TrainingBatch):
+    def values(params: dict[str, Any], batch: TrainingBatch) -> jax.Array:
         model = nnx.merge(graphdef, params["body"])
         layout = batch.sequences()
         hidden = model.hidden(layout.tokens, layout.predict_slots, segment_start=layout.segment_start, remat=remat)
@@ -48,12 +53,19 @@ def make_values(config: ModelConfig, remat: str = "none", plan_words: int = 0):
             last = jnp.maximum(batch.response_lengths - 1, 0)[:, None]
             where = where[0][:, None], where[1][:, None] + jnp.minimum(jnp.array([0, 0, plan_words]), last)
         hidden = hidden.at[where].get(mode="fill", fill_value=0)
-        return (hidden.astype(jnp.float32) * params["value"]["kernel"]).sum(-1) + params["value"]["bias"]
+        head: dict[str, jax.Array] = params["value"]
+        return (hidden.astype(jnp.float32) * head["kernel"]).sum(-1) + head["bias"]
 
     return values
 
 
-def values_of_episodes(predict, batch: TrainingBatch, e: Episodes, order, count) -> tuple[jax.Array, jax.Array]:
+def values_of_episodes(
+    predict: Callable[[TrainingBatch, jax.Array, jax.Array], jax.Array],
+    batch: TrainingBatch,
+    e: Episodes,
+    order: jax.Array,
+    count: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
     """Returns the values of the decisions f32[N, ...], and after the last one of each truncated episode f32[B, ...], else 0.
 
     If such an episode has no final prompt, like an agent's, its last prompt replaces it.
@@ -86,10 +98,10 @@ def targets(batch: TrainingBatch) -> jax.Array:
     return happened if batch.has_target is None else happened[:, None] & batch.has_target
 
 
-def make_value_loss(values, clip: float):
+def make_value_loss(values: Values, clip: float) -> Loss:
     """Builds PPO's clipped value loss as numerators: `loss(params, None, batch)`; the batch holds `values` and `returns`."""
 
-    def loss(params, _, batch: TrainingBatch):
+    def loss(params: dict[str, Any], _: object, batch: TrainingBatch) -> tuple[jax.Array, losses.Stats, jax.Array]:
         counts = targets(batch)
         predicted = values(params, batch)
         assert batch.values is not None and batch.returns is not None

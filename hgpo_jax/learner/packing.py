@@ -15,6 +15,7 @@ from flax import struct
 MAX_SEGMENTS = 16  # per sequence
 # Shorter prompts fill their slots well enough unpacked: in environments with such prompts, all have about the same length.
 PACK_FROM = 128  # prompt slots
+Three = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class SequenceShape(NamedTuple):
@@ -37,7 +38,7 @@ class PackedLayout(struct.PyTreeNode):
     sequence: jax.Array  # i32[N]; M for a segment outside all sequences
     offset: jax.Array  # i32[N], number of the segment's first prediction in its sequence
 
-    def response_index(self, response_slots: int, response_lengths):
+    def response_index(self, response_slots: int, response_lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the index (i32[N, 1], i32[N, R]) of each response token in [M, Q]; out of bounds past a response's end."""
         slot = jnp.arange(response_slots)
         inside = slot < response_lengths[:, None]
@@ -52,7 +53,7 @@ def sequence_shape(prompt_slots: int, response_slots: int) -> SequenceShape:
     return SequenceShape(slots, min(slots, 2 * response_slots), MAX_SEGMENTS)
 
 
-def first_fit(lengths, predictions, shape: SequenceShape):
+def first_fit(lengths: jax.Array, predictions: jax.Array, shape: SequenceShape) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Assigns segments to sequences by first-fit decreasing: longest first, each to the first sequence with room for it.
 
     Args:
@@ -67,7 +68,7 @@ def first_fit(lengths, predictions, shape: SequenceShape):
         sequence = jnp.cumsum(lengths > 0) - 1
         return jnp.where(lengths > 0, sequence, N), jnp.zeros_like(sequence), jnp.zeros_like(sequence)
 
-    def place(used, segment):
+    def place(used: Three, segment: jax.Array) -> tuple[Three, Three]:
         slots, predicted, segments = used  # per sequence
         fits = (
             (slots + lengths[segment] <= shape.slots)
@@ -76,16 +77,18 @@ def first_fit(lengths, predictions, shape: SequenceShape):
         )
         to = jnp.where(lengths[segment] > 0, jnp.argmax(fits), N)
         out = (to, slots.at[to].get(mode="fill", fill_value=0), predicted.at[to].get(mode="fill", fill_value=0))
-        add = lambda a, value: a.at[to].add(value, mode="drop")  # noqa: E731
-        return (add(slots, lengths[segment]), add(predicted, predictions[segment]), add(segments, 1)), out
+        changes = lengths[segment], predictions[segment], 1
+        slots, predicted, segments = (a.at[to].add(change, mode="drop") for a, change in zip(used, changes, strict=True))
+        return (slots, predicted, segments), out
 
     longest_first = jnp.argsort(-lengths)
     zeros = jnp.zeros(N, jnp.int32)
     _, placed = jax.lax.scan(place, (zeros, zeros, zeros), longest_first)
-    return tuple(zeros.at[longest_first].set(a) for a in placed)
+    to, slot, offset = (zeros.at[longest_first].set(a) for a in placed)
+    return to, slot, offset
 
 
-def unpacked(prompts, prompt_lengths, responses, response_lengths) -> PackedLayout:
+def unpacked(prompts: jax.Array, prompt_lengths: jax.Array, responses: jax.Array, response_lengths: jax.Array) -> PackedLayout:
     """Lays out N segments in N sequences: prompts i32[N, P], responses i32[N, R], their lengths i32[N]."""
     N, R = responses.shape
     slots = prompt_lengths[:, None] + jnp.arange(R)
@@ -101,7 +104,14 @@ def unpacked(prompts, prompt_lengths, responses, response_lengths) -> PackedLayo
 
 
 def packed(
-    assignment, prompts, prompt_lengths, responses, response_lengths, *, sequences: int, shape: SequenceShape
+    assignment: Three,
+    prompts: jax.Array,
+    prompt_lengths: jax.Array,
+    responses: jax.Array,
+    response_lengths: jax.Array,
+    *,
+    sequences: int,
+    shape: SequenceShape,
 ) -> PackedLayout:
     """Lays out N segments in M = `sequences` sequences, where `assignment`, the result of `first_fit`, puts them.
 
@@ -110,7 +120,7 @@ def packed(
     sequence, slot, offset = assignment
     sequence = jnp.where(response_lengths > 0, sequence, sequences)
 
-    def write(out, values, begin, lengths):
+    def write(out: jax.Array, values: jax.Array, begin: jax.Array, lengths: jax.Array) -> jax.Array:
         """Writes the first `lengths` of each segment's values into its row of `out`, from `begin` on."""
         at = jnp.arange(values.shape[1])
         to = jnp.where(at < lengths[:, None], begin[:, None] + at, out.shape[1])

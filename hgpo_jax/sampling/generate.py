@@ -119,7 +119,7 @@ def top_k_top_p(logits, top_k, top_p):
     return jnp.where(logits >= least, logits, -jnp.inf)
 
 
-def is_end(tokens, end_tokens: tuple[int, ...]):
+def is_end(tokens: jax.Array, end_tokens: tuple[int, ...]) -> jax.Array:
     """Marks the tokens i32[...] that end a response, bool[...]."""
     return (tokens[..., None] == jnp.asarray(end_tokens)).any(-1)
 
