@@ -54,7 +54,8 @@ def make_values(config: ModelConfig, remat: str = "none", plan_words: int = 0) -
             where = where[0][:, None], where[1][:, None] + jnp.minimum(jnp.array([0, 0, plan_words]), last)
         hidden = hidden.at[where].get(mode="fill", fill_value=0)
         head: dict[str, jax.Array] = params["value"]
-        return (hidden.astype(jnp.float32) * head["kernel"]).sum(-1) + head["bias"]
+        predicted: jax.Array = (hidden.astype(jnp.float32) * head["kernel"]).sum(-1) + head["bias"]
+        return predicted
 
     return values
 

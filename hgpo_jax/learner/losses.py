@@ -134,7 +134,8 @@ def kpo_loss(
 
     gains = jnp.broadcast_to(_kalman_gains(observed.shape[-1], process_noise).astype(observed.dtype), observed.shape)
 
-    def after(first: list[jax.Array], then: list[jax.Array]) -> tuple[jax.Array, jax.Array]:  # composes two affine maps of rho: factors and summands
+    def after(first: list[jax.Array], then: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        # Composes two affine maps of rho: factors and summands.
         return first[0] * then[0], then[0] * first[1] + then[1]
 
     _, filtered = jax.lax.associative_scan(after, (1 - gains, gains * observed), axis=-1)  # R tokens in log R steps
