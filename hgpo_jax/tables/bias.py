@@ -27,7 +27,7 @@ from hgpo_jax.analysis.true_advantages import Truth, true_advantages
 from hgpo_jax.config import Config, Section
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.setup.job import Job, build
-from hgpo_jax.tables.in_runs import having, read_measured
+from hgpo_jax.tables.in_runs import Numbers, having, read_measured
 from hgpo_jax.tables.markdown import table
 from hgpo_jax.tables.plan import Plan
 from hgpo_jax.tables.results import PLACES, changed_fields
@@ -50,15 +50,8 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
 AT_START = ESTIMATORS | {"ECPO": {"name": "ecpo"}}
 
 
-class Error(Section):
-    """Of advantages against true ones: mean square, as a share of theirs, and cosine; nan if theirs are all 0."""
-
-    model_config = pydantic.ConfigDict(allow_inf_nan=True)
-    mse: float
-    cosine: float
-
-
-Levels = Annotated[dict[str, float], having(map(str, LEVELS))]
+Level = Annotated[str, pydantic.StringConstraints(pattern="^[0124]$")]
+Levels = Annotated[dict[Level, float], pydantic.Field(min_length=len(LEVELS))]
 
 
 class Bias(Section):
@@ -82,7 +75,7 @@ class Bias(Section):
     variance: Levels
     mse: Levels
     oracle: dict[str, float]
-    truth: Annotated[dict[str, Error], having(ESTIMATORS)]
+    truth: Annotated[Numbers, having(ESTIMATORS, ("cosine", "mse"))]
 
 
 BySetting = dict[str, list[Bias]]
@@ -122,7 +115,7 @@ def measure(config: Config, fields: list[str]) -> Bias:
     )
 
 
-def against_truth(job: Job, params) -> dict[str, Error]:
+def against_truth(job: Job, params) -> Numbers:
     """Returns the `errors` of each of AT_START in the steps of the first iteration."""
     tasks, *inputs = job.episode_inputs(0)
     params = job.compute_copy(params)
@@ -140,13 +133,13 @@ def centred(dump: Dump, estimators: dict[str, dict[str, Any]] = ESTIMATORS) -> d
     return found
 
 
-def errors(advantages: dict[str, np.ndarray], truth: Truth, mask) -> dict[str, Error]:
-    """Compares advantages with true ones."""
+def errors(advantages: dict[str, np.ndarray], truth: Truth, mask) -> Numbers:
+    """Compares advantages with true ones: mean square, as a share of theirs, and cosine; nan if theirs are all 0."""
     found = {}
     for shown, estimated in advantages.items():
         error = diagnostics.against_truth(estimated, truth.advantages, truth.standard_error, mask)
         spread = error["spread"] if error["spread"] > 0 else np.nan
-        found[shown] = Error(mse=error["mse"] / spread, cosine=error["cosine"])
+        found[shown] = {"mse": error["mse"] / spread, "cosine": error["cosine"]}
     return found
 
 
@@ -215,7 +208,7 @@ def truth_table(plan: Plan, found: BySetting) -> list[str]:
             true, oracle = [], []
             for estimator in AT_START:  # some may have been added after others were measured
                 held = [m.truth[estimator] for m in measured if estimator in m.truth]
-                means = (np.mean([one.cosine for one in held]), np.mean([one.mse for one in held])) if held else ()
+                means = [np.mean([one[what] for one in held]) for what in ("cosine", "mse")] if held else []
                 true.append(", ".join(f"{mean:.2f}" for mean in means) or "-")
                 errors = [m.oracle[estimator] for m in measured if estimator in m.oracle]
                 oracle.append(f"{np.mean(errors):.2f}" if errors else "-")

@@ -188,8 +188,10 @@ def draw_measured(plan: Plan, kind: type[InRun], measured: list) -> Figure | Non
     figure, axes = panels([len(kind.shown)] * len(groups), 5, 0.8 + 0.32 * len(names), sharey=True)
     for row, ((setting, iteration), ours) in zip(axes, groups.items(), strict=True):
         for axis, (what, shown) in zip(row, kind.shown.items(), strict=True):
-            numbers = [[one.number(name, what) for name in names] for one in ours]
-            values, errors = np.moveaxis(np.array(numbers, float), 2, 0)  # an error that is None becomes nan, and is not drawn
+            values, errors = (
+                np.array([[one.numbers[name].get(key, np.nan) for name in names] for one in ours])
+                for key in (what, f"{what}_error")
+            )
             for one, value, error in zip(ours, values, errors, strict=True):
                 color = colors[one.cell.split("/")[1]]
                 axis.errorbar(value, places, xerr=error, fmt="o", color=color, alpha=0.35, markeredgewidth=0, capsize=0)

@@ -25,40 +25,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pydantic
+from pydantic import Field
 from tqdm import tqdm
 
 from hgpo_jax.advantages.returns import discounted_sum
 from hgpo_jax.analysis.dumps import Dump
-from hgpo_jax.config import Section
 from hgpo_jax.learner.algorithms import method_named
 from hgpo_jax.learner.update import make_policy_loss, make_update
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.setup.job import Job
 from hgpo_jax.tables import in_runs
 from hgpo_jax.tables.bias import ESTIMATORS, centred
-from hgpo_jax.tables.in_runs import InRun, Shown, having, restored
+from hgpo_jax.tables.in_runs import InRun, Numbers, Shown, having, restored
 from hgpo_jax.tables.plan import Plan
 from hgpo_jax.tables.truth import BOOTSTRAPPED, bootstrapped
 from hgpo_jax.trainer.step import training_batch
 from hgpo_jax.utils.errors import ConfigError
 
 RLOO_BY_TURN = "RLOO by turn"
+COSINES = ("batch", "batch_error", "expected", "expected_error")
 FIRST = 1_000_000  # numbers of the batches, which choose tasks and random keys; far from those of a run's iterations
 
 
-class Cosines(Section):
-    """Of an estimator's gradient to the true one (`cosines`), with standard errors."""
-
-    model_config = pydantic.ConfigDict(allow_inf_nan=True)
-    batch: float
-    batch_error: float
-    expected: float
-    expected_error: float
-
-
 class Directions(InRun):
-    """The result of one cell. success: a share of the batches' episodes. cosines: by estimator."""
+    """The result of one cell. numbers: `cosines`."""
 
     name = "gradients"
     title = "Gradients in runs"
@@ -75,16 +65,11 @@ class Directions(InRun):
         "expected": Shown("expectation", "cosine of the expectation: bias alone"),
     }
     batches: int
-    success: float
-    cosines: Annotated[dict[str, Cosines], having(estimators)]
+    numbers: Annotated[Numbers, having(estimators, COSINES)] = Field(alias="cosines")
 
-    def number(self, estimator: str, what: str) -> tuple[float, float | None]:
-        found = self.cosines[estimator]
-        return getattr(found, what), getattr(found, f"{what}_error")
-
-    @classmethod
-    def details(cls, ours: list) -> str:
-        return f"; {', '.join(map(str, sorted({one.batches for one in ours})))} batches"
+    @property
+    def details(self) -> str:
+        return f"; {self.batches} batches"
 
 
 def rloo_by_turn(e: Episodes, gamma: float) -> jax.Array:
@@ -127,7 +112,7 @@ def make_gradient(job: Job) -> Callable:
     return gradient
 
 
-def cosines(gradients: np.ndarray, true: int) -> list[Cosines]:
+def cosines(gradients: np.ndarray, true: int) -> list[dict[str, float]]:
     """Computes each estimator's cosines to the expectation of number `true`'s: of one `batch`, and of the `expected` one.
 
     gradients: f32[E, M, D], of M batches. A batch's cosine is to the root of its mean square length. Expectations are estimated
@@ -157,7 +142,7 @@ def cosines(gradients: np.ndarray, true: int) -> list[Cosines]:
     found, without = of(every), np.array([of(np.delete(every, i)) for i in every])
     errors = np.sqrt((len(every) - 1) * without.var(0))
     numbers = np.stack([found[0], errors[0], found[1], errors[1]], axis=1)
-    return [Cosines(**dict(zip(Cosines.model_fields, of_one, strict=True))) for of_one in numbers.tolist()]
+    return [dict(zip(COSINES, of_one, strict=True)) for of_one in numbers.tolist()]
 
 
 def measure(cell: str, folder: Path, iteration: int, *, batches: int) -> Directions:

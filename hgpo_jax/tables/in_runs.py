@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -24,15 +25,19 @@ from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.files import atomic_write
 
 
-def having(names: Iterable[str]) -> pydantic.AfterValidator:
-    """Builds a check that a dictionary has these keys."""
+def having(names: Iterable[str], numbers: Iterable[str]) -> pydantic.AfterValidator:
+    """Builds a check that a dictionary has these names, and for each of them these numbers."""
 
     def check(found: dict) -> dict:
-        if missing := [name for name in names if name not in found]:
-            raise ValueError(f"{missing[0]} is missing")
+        for name, number in itertools.product(names, numbers):
+            if number not in found.get(name, ()):
+                raise ValueError(f"{number} of {name} is missing")
         return found
 
     return pydantic.AfterValidator(check)
+
+
+Numbers = dict[str, dict[str, float]]  # estimator -> name -> number
 
 
 def read_measured(file: Path, kind: Any, command: str) -> Any:
@@ -57,10 +62,10 @@ class InRun(Section):
 
     name: of the command, of RUNS/NAME.json, in the record that `collect` keeps, and of its picture. title, note: text above
     the tables. about: what the picture shows. estimators: in order; `apart`, the last of them, stand below a gap. shown: names
-    of the numbers of an estimator.
+    of the numbers of an estimator; NAME_error is the standard error of number NAME, if one measurement has it.
     """
 
-    model_config = pydantic.ConfigDict(allow_inf_nan=True)
+    model_config = pydantic.ConfigDict(allow_inf_nan=True, serialize_by_alias=True)
     name: ClassVar[str]
     title: ClassVar[str]
     note: ClassVar[str]
@@ -70,14 +75,12 @@ class InRun(Section):
     shown: ClassVar[dict[str, Shown]]
     cell: str
     iteration: int
+    success: float  # a share of the episodes
+    numbers: Numbers
 
-    def number(self, estimator: str, what: str) -> tuple[float, float | None]:
-        """Returns one of the numbers `shown`, and its standard error if one measurement has it."""
-        raise NotImplementedError
-
-    @classmethod
-    def details(cls, ours: list) -> str:
-        """Formats what else a heading says of measurements."""
+    @property
+    def details(self) -> str:
+        """What else the heading of a table says."""
         return ""
 
     @classmethod
@@ -95,17 +98,18 @@ class InRun(Section):
         text: list[str] = []
         for (setting, iteration), ours in by_setting(found).items():
             runs = ", ".join(one.cell.partition("/")[2] for one in ours)
-            text += ["", f"{setting}, {when(iteration)}: {runs}{cls.details(ours)}", ""]
-            numbers = [[_mean([one.number(name, what) for one in ours]) for what in cls.shown] for name in cls.estimators]
+            details = ", ".join(dict.fromkeys(one.details for one in ours))
+            text += ["", f"{setting}, {when(iteration)}: {runs}{details}", ""]
+            numbers = [[_mean([one.numbers[name] for one in ours], what) for what in cls.shown] for name in cls.estimators]
             heading = ["estimator", *(shown.heading for shown in cls.shown.values())]
             text += table(heading, [[name, *line] for name, line in zip(cls.estimators, numbers, strict=True)])
         return text[1:]
 
 
-def _mean(numbers: list[tuple[float, float | None]]) -> str:
-    """Formats the mean and its standard error: from the errors of the numbers, or else from their spread."""
-    values = np.array([value for value, _ in numbers])
-    errors = [error for _, error in numbers if error is not None]
+def _mean(measured: list[dict[str, float]], what: str) -> str:
+    """Formats the mean of a number and its standard error: from the errors of each, or else from their spread."""
+    values = np.array([numbers[what] for numbers in measured])
+    errors = [numbers[f"{what}_error"] for numbers in measured if f"{what}_error" in numbers]
     if errors:
         return f"{values.mean():.3f} ± {np.linalg.norm(errors) / len(values):.3f}"
     return f"{values.mean():.3f}" + (f" ± {values.std(ddof=1) / np.sqrt(len(values)):.3f}" if len(values) > 1 else "")

@@ -13,12 +13,13 @@ from typing import Annotated, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from pydantic import Field
 
 from hgpo_jax.advantages.returns import generalized_advantages
 from hgpo_jax.analysis.dumps import Dump
 from hgpo_jax.analysis.true_advantages import true_advantages
-from hgpo_jax.tables.bias import AS_RELEASED, CONTINUATIONS, ESTIMATORS, Error, centred, errors
-from hgpo_jax.tables.in_runs import InRun, Shown, having, restored
+from hgpo_jax.tables.bias import AS_RELEASED, CONTINUATIONS, ESTIMATORS, centred, errors
+from hgpo_jax.tables.in_runs import InRun, Numbers, Shown, having, restored
 
 K, LAMBDA = 2, 0.35  # for HGPO, and for bootstrapping, as in EB-TD
 OPTIONS = AS_RELEASED | {"history_length": K, "normalize": "mean", "invalid_penalty": 0.0}
@@ -33,7 +34,7 @@ PARTS = (
 
 
 class Measured(InRun):
-    """The result of one cell. success, invalid: shares of the iteration's episodes and steps. errors: by estimator."""
+    """The result of one cell. invalid: a share of the iteration's steps. numbers: `bias.errors`."""
 
     name = "truth"
     title = "Against true advantages in runs"
@@ -45,12 +46,8 @@ class Measured(InRun):
         "cosine": Shown("cosine", "cosine"),
         "mse": Shown("mean square error", "mean square error, as a share of theirs", "log"),
     }
-    success: float
     invalid: float
-    errors: Annotated[dict[str, Error], having(estimators)]
-
-    def number(self, estimator: str, what: str) -> tuple[float, float | None]:
-        return getattr(self.errors[estimator], what), None
+    numbers: Annotated[Numbers, having(estimators, shown)] = Field(alias="errors")
 
 
 def parts(dump: Dump, values: np.ndarray) -> dict[str, np.ndarray]:

@@ -49,7 +49,7 @@ def main(run: str, iteration: str, batches: str) -> None:
         for name, values in advantages.items():
             found.setdefault(name, []).append(np.asarray(gradient(state.params, reference, e, jnp.asarray(values))))
     for name, x in zip(found, cosines(np.array(list(found.values())), 0), strict=True):
-        one, expected = (f"{getattr(x, what):.3f} ± {getattr(x, f'{what}_error'):.3f}" for what in ("batch", "expected"))
+        one, expected = (f"{x[what]:.3f} ± {x[f'{what}_error']:.3f}" for what in ("batch", "expected"))
         print(f"{name:28s}one batch {one}    expectation {expected}", flush=True)
 
 

@@ -99,7 +99,7 @@ def test_the_picture_has_every_run_and_the_mean(small, kind):
     for axis, key in zip(figure.axes, kind.shown, strict=True):
         assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == names
         marks = [line.get_xdata() for line in axis.lines if len(line.get_xdata()) == len(names)]
-        wanted = [[one.number(name, key)[0] for name in names] for one in found]
+        wanted = [[one.numbers[name][key] for name in names] for one in found]
         np.testing.assert_allclose(marks, [*wanted, np.mean(wanted, axis=0)])
         assert len({line.get_color() for line in axis.lines if len(line.get_xdata()) == len(names)}) == 3
         assert axis.get_xscale() == ("log" if key == "mse" else "linear")
