@@ -187,7 +187,7 @@ def draw_measured(plan: Plan, kind: type[InRun], measured: list) -> Figure | Non
     places = [i + (0.8 if name in kind.apart else 0) for i, name in enumerate(names)]
     figure, axes = panels([len(kind.shown)] * len(groups), 5, 0.8 + 0.32 * len(names), sharey=True)
     for row, ((setting, iteration), ours) in zip(axes, groups.items(), strict=True):
-        for axis, (what, shown) in zip(row, kind.shown.items(), strict=True):
+        for axis, (what, label) in zip(row, kind.shown.items(), strict=True):
             values, errors = (
                 np.array([[one.numbers[name].get(key, np.nan) for name in names] for one in ours])
                 for key in (what, f"{what}_error")
@@ -196,8 +196,8 @@ def draw_measured(plan: Plan, kind: type[InRun], measured: list) -> Figure | Non
                 color = colors[one.cell.split("/")[1]]
                 axis.errorbar(value, places, xerr=error, fmt="o", color=color, alpha=0.35, markeredgewidth=0, capsize=0)
             axis.plot(values.mean(0), places, "|", color=DARK, markersize=13, markeredgewidth=2.2, label="mean")
-            axis.set_xscale(shown.scale)
-            axis.set_xlabel(shown.label)
+            axis.set_xscale("log" if what == "mse" else "linear")
+            axis.set_xlabel(label)
             figures.by_name(axis, places, names)
         runs = f"{len(ours)} runs" if len(ours) > 1 else "1 run"
         title = f"{plan.settings[setting].title}: {kind.about}, {runs} {when(iteration)}"

@@ -36,7 +36,7 @@ from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.setup.job import Job
 from hgpo_jax.tables import in_runs
 from hgpo_jax.tables.bias import ESTIMATORS, centred
-from hgpo_jax.tables.in_runs import InRun, Numbers, Shown, having, restored
+from hgpo_jax.tables.in_runs import InRun, Numbers, having, restored
 from hgpo_jax.tables.plan import Plan
 from hgpo_jax.tables.truth import BOOTSTRAPPED, bootstrapped
 from hgpo_jax.trainer.step import training_batch
@@ -61,15 +61,15 @@ class Directions(InRun):
     estimators = (*ESTIMATORS, BOOTSTRAPPED, RLOO_BY_TURN)
     apart = (BOOTSTRAPPED, RLOO_BY_TURN)
     shown: ClassVar = {
-        "batch": Shown("one batch", "cosine of one batch's: noise and bias"),
-        "expected": Shown("expectation", "cosine of the expectation: bias alone"),
+        "batch": "cosine of one batch's: noise and bias",
+        "expected": "cosine of the expectation: bias alone",
     }
     batches: int
     numbers: Annotated[Numbers, having(estimators, COSINES)] = Field(alias="cosines")
 
     @property
     def details(self) -> str:
-        return f"; {self.batches} batches"
+        return f"{self.batches} batches"
 
 
 def rloo_by_turn(e: Episodes, gamma: float) -> jax.Array:

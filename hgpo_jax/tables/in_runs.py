@@ -6,7 +6,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import pydantic
@@ -49,30 +49,22 @@ def read_measured(file: Path, kind: Any, command: str) -> Any:
         raise ConfigError(f"{file}: is damaged; delete it and measure again with `tables {command}`") from None
 
 
-class Shown(NamedTuple):
-    """How a number is shown: the heading of its column; in the picture, the label of its axis and the axis' scale."""
-
-    heading: str
-    label: str
-    scale: str = "linear"
-
-
 class InRun(Section):
     """The result of one cell after some iterations. What all results of a kind have in common:
 
     name: of the command, of RUNS/NAME.json, in the record that `collect` keeps, and of its picture. title, note: text above
-    the tables. about: what the picture shows. estimators: in order; `apart`, the last of them, stand below a gap. shown: names
-    of the numbers of an estimator; NAME_error is the standard error of number NAME, if one measurement has it.
+    the tables. about: what the picture shows. estimators: in order; `apart`, the last of them, stand below a gap. shown: the
+    numbers of an estimator and their labels; NAME_error is the standard error of NAME, if one measurement has it.
     """
 
-    model_config = pydantic.ConfigDict(allow_inf_nan=True, serialize_by_alias=True)
+    model_config = pydantic.ConfigDict(allow_inf_nan=True)
     name: ClassVar[str]
     title: ClassVar[str]
     note: ClassVar[str]
     about: ClassVar[str]
     estimators: ClassVar[tuple[str, ...]]
     apart: ClassVar[tuple[str, ...]]
-    shown: ClassVar[dict[str, Shown]]
+    shown: ClassVar[dict[str, str]]
     cell: str
     iteration: int
     success: float  # a share of the episodes
@@ -80,7 +72,7 @@ class InRun(Section):
 
     @property
     def details(self) -> str:
-        """What else the heading of a table says."""
+        """What the heading of a table says of how it was measured."""
         return ""
 
     @classmethod
@@ -98,11 +90,11 @@ class InRun(Section):
         text: list[str] = []
         for (setting, iteration), ours in by_setting(found).items():
             runs = ", ".join(one.cell.partition("/")[2] for one in ours)
-            details = ", ".join(dict.fromkeys(one.details for one in ours))
-            text += ["", f"{setting}, {when(iteration)}: {runs}{details}", ""]
-            numbers = [[_mean([one.numbers[name] for one in ours], what) for what in cls.shown] for name in cls.estimators]
-            heading = ["estimator", *(shown.heading for shown in cls.shown.values())]
-            text += table(heading, [[name, *line] for name, line in zip(cls.estimators, numbers, strict=True)])
+            details = dict.fromkeys(one.details for one in ours if one.details)
+            text += ["", "; ".join([f"{setting}, {when(iteration)}: {runs}", *details]), ""]
+            of_each = {name: [one.numbers[name] for one in ours] for name in cls.estimators}
+            lines = [[name, *(_mean(numbers, what) for what in cls.shown)] for name, numbers in of_each.items()]
+            text += table(["estimator", *cls.shown.values()], lines)
         return text[1:]
 
 
@@ -130,7 +122,7 @@ def measure_all(
             others = kind.read(runs)  # another process may have added some, as may this one
             found = [*(o for o in others if (o.cell, o.iteration) != (name, iteration)), one]
             with atomic_write(kind.file(runs)) as file:
-                file.write(json.dumps([one.model_dump() for one in found], indent=1) + "\n")
+                file.write(json.dumps([one.model_dump(by_alias=True) for one in found], indent=1) + "\n")
     print("\n".join(kind.lines(of_plan(plan, found))))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 import itertools
 import shlex
@@ -12,7 +11,7 @@ from typing import Annotated, NamedTuple
 
 import pydantic
 import yaml
-from pydantic import Discriminator, Field, StringConstraints, Tag
+from pydantic import Field, StringConstraints
 
 from hgpo_jax import config as configuration
 from hgpo_jax.bench import duration
@@ -82,22 +81,21 @@ class Method(Section):
 class Table(Section):
     """Cells that are shown together: settings x methods x seeds.
 
-    seeds: of all settings, or setting -> its own. baseline: each method's paired difference to this one. highlight: the
-    methods that a picture of many names besides it.
+    seeds: setting -> its own; a list in the file is of all settings. baseline: each method's paired difference to this one.
+    highlight: the methods that a picture of many names besides it.
     """
 
     title: str
     settings: tuple[Name, ...]
     methods: tuple[Name, ...]
-    seeds: Annotated[
-        Annotated[tuple[int, ...], Tag("of all settings")] | Annotated[dict[Name, tuple[int, ...]], Tag("by setting")],
-        Discriminator(lambda given: "by setting" if isinstance(given, dict) else "of all settings"),
-    ]
+    seeds: dict[Name, tuple[int, ...]]
     baseline: Name | None = None
     highlight: tuple[Name, ...] = ()
 
-    def seeds_of(self, setting: str) -> tuple[int, ...]:
-        return self.seeds.get(setting, ()) if isinstance(self.seeds, dict) else self.seeds
+    @pydantic.field_validator("seeds", mode="before")
+    @classmethod
+    def _by_setting(cls, seeds, info):
+        return seeds if isinstance(seeds, dict) else dict.fromkeys(info.data.get("settings", ()), seeds)
 
 
 class Published(Section):
@@ -134,8 +132,7 @@ class Plan(Section):
         return tables
 
 
-@dataclasses.dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """One run of a plan."""
 
     setting: str
@@ -147,8 +144,7 @@ class Cell:
         return f"{self.setting}/{self.method}/s{self.seed}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """A command of a cell. It is done when all its `proofs` exist; the first of them holds its numbers."""
 
     module: str
@@ -218,9 +214,8 @@ def _references(plan: Plan) -> Iterator[tuple[str, str, Iterable[str], Collectio
         own = [name for name in table.settings if plan.settings[name].config]
         for name in table.settings:
             yield f"{where}: {name} pools", "settings of the table", plan.settings[name].pools, own
-        if isinstance(table.seeds, dict):
-            yield f"{where}: seeds", "settings of the table", table.seeds, own
-            yield f"{where}: settings", "settings with seeds", own, table.seeds
+        yield f"{where}: seeds", "settings of the table", table.seeds, table.settings
+        yield f"{where}: settings", "settings with seeds", own, table.seeds
         yield where, "methods", table.methods, plan.methods
         yield f"{where}: baseline", "methods of the table", filter(None, [table.baseline]), table.methods
         yield where, "methods of the table", table.highlight, table.methods
@@ -240,9 +235,9 @@ def cells(plan: Plan) -> list[Cell]:
     found: dict[Cell, None] = {}
     for table in plan.tables:
         own = [setting for setting in table.settings if plan.settings[setting].config]
-        seeds = dict.fromkeys(seed for setting in own for seed in table.seeds_of(setting))
+        seeds = dict.fromkeys(seed for setting in own for seed in table.seeds[setting])
         for seed, method, setting in itertools.product(seeds, table.methods, own):
-            if seed in table.seeds_of(setting):
+            if seed in table.seeds[setting]:
                 found[Cell(setting, method, seed)] = None
     return list(found)
 
@@ -250,7 +245,7 @@ def cells(plan: Plan) -> list[Cell]:
 def cells_of(plan: Plan, table: Table, setting: str, method: str) -> list[Cell]:
     """Lists the cells of a table's row: every seed, of each pooled setting."""
     members = plan.settings[setting].pools or (setting,)
-    return [Cell(member, method, seed) for member in members for seed in table.seeds_of(member)]
+    return [Cell(member, method, seed) for member in members for seed in table.seeds[member]]
 
 
 def chosen(plan: Plan, patterns: Iterable[str]) -> list[Cell]:

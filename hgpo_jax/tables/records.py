@@ -105,7 +105,7 @@ def written(plan: Plan, known: Known, made: list[Row]) -> str:
         "missing": json.dumps([cell.name for cell, result in known.cells.items() if not result]),
         "paired": one_a_line(paired),
         "bias": json.dumps(bias.dumped(known.bias)),
-    } | {kind.name: one_a_line([one.model_dump() for one in some]) for kind, some in known.measured.items()}
+    } | {kind.name: one_a_line([one.model_dump(by_alias=True) for one in some]) for kind, some in known.measured.items()}
     return "{" + ",\n ".join(f'"{name}": {text}' for name, text in parts.items()) + "}\n"
 
 

@@ -19,7 +19,7 @@ from hgpo_jax.advantages.returns import generalized_advantages
 from hgpo_jax.analysis.dumps import Dump
 from hgpo_jax.analysis.true_advantages import true_advantages
 from hgpo_jax.tables.bias import AS_RELEASED, CONTINUATIONS, ESTIMATORS, centred, errors
-from hgpo_jax.tables.in_runs import InRun, Numbers, Shown, having, restored
+from hgpo_jax.tables.in_runs import InRun, Numbers, having, restored
 
 K, LAMBDA = 2, 0.35  # for HGPO, and for bootstrapping, as in EB-TD
 OPTIONS = AS_RELEASED | {"history_length": K, "normalize": "mean", "invalid_penalty": 0.0}
@@ -42,10 +42,7 @@ class Measured(InRun):
     about = "advantages against true ones"
     estimators = (*ESTIMATORS, *PARTS)
     apart = PARTS
-    shown: ClassVar = {
-        "cosine": Shown("cosine", "cosine"),
-        "mse": Shown("mean square error", "mean square error, as a share of theirs", "log"),
-    }
+    shown: ClassVar = {"cosine": "cosine", "mse": "mean square error, as a share of theirs"}
     invalid: float
     numbers: Annotated[Numbers, having(estimators, shown)] = Field(alias="errors")
 

@@ -58,7 +58,7 @@ def test_a_panel_for_each_setting_names_few_methods(household):
         many = len(table.methods) > 3
         names = {text.get_text(): text for text in axis.texts[:-1]}
         shown = table.highlight or table.methods[:3]
-        assert set(names) == {f"{plan.methods[method].title} ({len(table.seeds)} runs)" for method in shown}
+        assert set(names) == {f"{plan.methods[method].title} ({len(table.seeds['household'])} runs)" for method in shown}
         grey = [line for line in axis.lines if to_hex(line.get_color()) == figures.PALE]
         assert len(grey) == len(table.methods) - len(shown)
         assert len(axis.collections) == (0 if many else len(shown))  # bands

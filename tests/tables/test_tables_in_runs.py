@@ -139,7 +139,7 @@ def test_too_few_batches_are_refused(tmp_path, small):
 
 @every
 def test_a_damaged_measurement_is_refused_in_one_line(tmp_path, small, collect, kind):
-    incomplete = MAKE[kind]("a", 1).model_dump()
+    incomplete = MAKE[kind]("a", 1).model_dump(by_alias=True)
     incomplete["errors" if kind is truth.Measured else "cosines"].pop(kind.estimators[-1])
     (tmp_path / "runs").mkdir()
     for text in ("{", "[1]", '[{"cell": "a"}]', json.dumps([incomplete])):
@@ -154,9 +154,9 @@ def test_what_was_measured_elsewhere_is_kept(tmp_path, small, collect, kind):
     finish(tmp_path / "runs", small, Cell("near", "hgpo", 0), [0.1, 0.2, 0.3])
     ours, theirs = MAKE[kind]("near/hgpo/s0", 2, 0.5), MAKE[kind]("near/hgpo/s0", 0, 0.25)
     file, record = kind.file(tmp_path / "runs"), tmp_path / "out" / "small.json"
-    file.write_text(json.dumps([theirs.model_dump()]))
+    file.write_text(json.dumps([theirs.model_dump(by_alias=True)]))
     collect()
-    file.write_text(json.dumps([ours.model_dump()]))
+    file.write_text(json.dumps([ours.model_dump(by_alias=True)]))
     with pytest.raises(ConfigError, match=f"1 results would be lost, as {kind.name} of near/hgpo/s0 at the start"):
         collect()
     collect("runs", f"--record={record}")

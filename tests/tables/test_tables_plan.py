@@ -22,7 +22,7 @@ def test_every_cell_is_listed_once_and_its_commands_are_what_it_says(name, count
     cells = planning.cells(plan)
     assert len(cells) == len(set(cells)) == count
     wanted = {
-        (s, m, seed) for t in plan.tables for s, m, seed in itertools.product(t.settings, t.methods, t.seeds)
+        (s, m, seed) for t in plan.tables for s, m in itertools.product(t.settings, t.methods) for seed in t.seeds[s]
     }  # fmt: skip
     assert {(c.setting, c.method, c.seed) for c in cells} == wanted
     for cell in cells:
@@ -103,10 +103,10 @@ def test_pooled_settings_have_no_cells_and_seeds_may_differ(tmp_path):
         (pools("far", pools=["near", "near"]), "settings.both: pools: near, near: give each setting once"),
         (pools("far", fields=["seed=1"]), "settings.both: fields: has no effect with pools"),
         (pools("far", "near", columns={"A": "held_out/success"}), "both.columns: held_out/success is not one of the numbers"),
-        ({"tables": [SMALL["tables"][0] | {"seeds": {"near": 3, "far": [1]}}]}, "tables.0.seeds.by setting.near: Input should"),
+        ({"tables": [SMALL["tables"][0] | {"seeds": {"near": 3, "far": [1]}}]}, "tables.0.seeds.near: Input should"),
         ({"tables": [SMALL["tables"][0] | {"methods": ["hgpo"]}]}, "baseline: gigpo is not one of the methods of the"),
         (pools("far"), "table 'T': both pools: near is not one of the settings of the table far"),
-        (pools("far", "near", seeds={"both": [1]}), "table 'T': seeds: both is not one of the settings of the table far, near"),
+        (pools("far", "near", seeds={"bth": [1]}), "table 'T': seeds: bth is not one of the settings of the table far, near"),
         (pools("far", "near", seeds={"far": [1]}), "table 'T': settings: near is not one of the settings with seeds far"),
         ({"fields": ["learner.lt=3"]}, "near/gigpo/s0: learner.lt=3: no such field"),
         ({"fields": ["mesh=auto"]}, "near/gigpo/s0: mesh='auto'"),
