@@ -20,9 +20,10 @@ from hgpo_jax.advantages import Estimate
 from hgpo_jax.analysis import Dump, diagnostics, group_ids, load, read_config, step_value
 from hgpo_jax.config import Config, cli
 from hgpo_jax.rollout.episodes import dumped
-from hgpo_jax.trainer.curves import GROUPS, LEARNING, ROLES, Panel, read_held_out, read_rows, smoothing_window
+from hgpo_jax.trainer.curves import GROUPS, LEARNING, ROLES, Panel, read_held_out, read_rows
 from hgpo_jax.utils import remote
 from hgpo_jax.utils.errors import ConfigError
+from hgpo_jax.utils.figures import smoothing_window
 from hgpo_jax.utils.files import atomic_write
 
 LAST = 10  # iterations that the table of runs averages over

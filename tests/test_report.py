@@ -10,6 +10,7 @@ import pytest
 
 from hgpo_jax import analysis, report
 from hgpo_jax.trainer import curves
+from hgpo_jax.utils import figures
 from tests.helpers.inspected import EXAMPLE, text_run
 
 ESTIMATORS = ("hgpo", "gigpo", "grpo", "eb_gae")  # one of each kind: tracing all of them takes most of the time
@@ -330,7 +331,7 @@ def test_charts_in_chromium(narrow):
                                        "share of episodes"]  # fmt: skip
     assert said["marks"] == "2"
     assert (said["raw"], said["unsmoothed"]) == ("1", "0")
-    wanted = ["" if np.isnan(y) else f"{y:g}" for y in curves.smooth([1, 2, 6, np.nan, 1, 3], 3)]
+    wanted = ["" if np.isnan(y) else f"{y:g}" for y in figures.smooth([1, 2, 6, np.nan, 1, 3], 3)]
     assert said["smooth"].split("|") == wanted
     assert said["linear"] != said["log"]
     assert said["log"].split("|")[:4] == ["0.005", "0.01", "0.02", "0.05"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import CenteredNorm
 from matplotlib.figure import Figure
@@ -18,31 +19,26 @@ from hgpo_jax.advantages import Estimate
 from hgpo_jax.analysis.dumps import Dump
 from hgpo_jax.analysis.steps import transitions
 from hgpo_jax.trainer.metrics import flatten, read_metrics
+from hgpo_jax.utils.figures import by_iteration, by_name, panels, styled
 
 COLORS = "RdBu"  # negative red, 0 white, positive blue
 
 
-def _tidy(axis, title: str) -> None:
-    axis.set_title(title, fontsize=10, loc="left")
-    axis.spines[["top", "right"]].set_visible(False)
-
-
+@styled
 def plot_learning(runs: dict[str, str | Path | list[dict]], metrics=("success", "turns", "entropy")) -> Figure:
     """Plots curves of some metrics, one line per run. runs: name -> the run's folder, or its rows of metrics."""
-    figure = Figure(figsize=(3.6 * len(metrics), 2.5), layout="constrained")
-    axes = figure.subplots(1, len(metrics), squeeze=False)[0]
+    figure, [axes] = panels([len(metrics)], 3.6, 2.5)
     for name, run in runs.items():
         rows = [flatten(row) for row in (run if isinstance(run, list) else read_metrics(Path(run)))]
         for axis, metric in zip(axes, metrics, strict=True):
             known = [(row["iteration"], row[metric]) for row in rows if row.get(metric) is not None]
-            axis.plot(*zip(*known, strict=True), linewidth=1.5, label=name)
+            axis.plot(*zip(*known, strict=True), label=name)
     for axis, metric in zip(axes, metrics, strict=True):
-        _tidy(axis, metric)
-        axis.set_xlabel("iteration", fontsize=9)
-        axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        axis.grid(alpha=0.25)
+        axis.set_title(metric)
+        axis.set_xlabel("iteration")
+        by_iteration(axis)
     if len(runs) > 1:
-        axes[0].legend(fontsize=8, frameon=False)
+        axes[0].legend()
     return figure
 
 
@@ -80,7 +76,8 @@ def plot_group(dump: Dump, records: dict[str, Estimate], group: int) -> Figure:
     return figure
 
 
-BOX, GAP = (1.46, 0.56), (0.85, 0.3)  # in the graph: a state's width and height, and the gaps between two; inches
+BOX, GAP = np.array([1.46, 0.56]), np.array([0.85, 0.3])  # in the graph: a state's size, the gaps between two; inches
+MARGIN, HEAD, BAR = 0.15, 0.6, 1.0  # around the graph, above it for the title, beside it for the colours; inches
 
 
 def plot_transitions(dump: Dump, record: Estimate, group: int, states: int = 12) -> Figure:
@@ -104,58 +101,61 @@ def plot_transitions(dump: Dump, record: Estimate, group: int, states: int = 12)
     drawn = set(first[: max(states, len(starts) + len(goals))])
     kept = [arrow for arrow in arrows if arrow[0] in drawn and arrow[1] in drawn]
     place = _places(drawn, depth, kept)
+    middle = {s: (np.array(place[s]) + 0.5) * (BOX + GAP) for s in drawn}
 
-    wide, high = (1 + max(place[s][axis] for s in drawn) for axis in (0, 1))
-    size = wide * (BOX[0] + GAP[0]), high * (BOX[1] + GAP[1])
-    # The axes are as large as the graph, so that a unit is an inch and a name fits its box at any size of the graph.
-    margin, head, bar = 0.15, 0.6, 1.0
-    figure = Figure(figsize=(size[0] + 2 * margin + bar, size[1] + head + margin), dpi=90)
-    total = figure.get_size_inches()
-    axis = figure.add_axes((margin / total[0], margin / total[1], size[0] / total[0], size[1] / total[1]))
-    axis.set(xlim=(0, size[0]), ylim=(size[1], 0))
-    axis.set_axis_off()
+    figure, axis, side = _graph_axes((1 + np.array(list(place.values())).max(0)) * (BOX + GAP))
+    boxes = {s: _box(axis, middle[s], dump.state_name(s), s in starts, s in goals) for s in drawn}
+    for s, _, stays, _ in (arrow for arrow in kept if arrow[0] == arrow[1]):  # an arrow back to its start would be invisible
+        right, top = middle[s] + BOX * (0.5, -0.5)
+        axis.text(right, top, f"↻ {stays}", fontsize=8, ha="right", va="bottom", zorder=4)
     norm = CenteredNorm(halfrange=max(float(np.abs(edges["advantage"]).max()), 1e-9))
     color = ScalarMappable(norm, "coolwarm_r")  # grey in the middle, so that an advantage of 0 is visible on white, too
-    middle = {s: ((place[s][0] + 0.5) * (BOX[0] + GAP[0]), (place[s][1] + 0.5) * (BOX[1] + GAP[1])) for s in drawn}
-    boxes = {}
-    for s in drawn:
-        x, y = middle[s]
-        style: Any = {"boxstyle": "round,pad=0,rounding_size=0.08", "linewidth": 2 if s in starts or s in goals else 1}
-        face, edge = ("#e3f2e6", "#2b7a3d") if s in goals else ("#f6f6f3", "#555555")
-        corner = x - BOX[0] / 2, y - BOX[1] / 2
-        boxes[s] = axis.add_patch(FancyBboxPatch(corner, *BOX, facecolor=face, edgecolor=edge, zorder=3, **style))
-        name = dump.state_name(s).replace("_", " ")
-        name = "success" if s in goals else textwrap.fill(name, 18, max_lines=3, placeholder=" …")
-        stays = sum(c for a, b, c, _ in kept if a == b == s)
-        axis.text(x, y, name, fontsize=8.5, ha="center", va="center", parse_math=False, zorder=4)
-        if stays:  # an arrow back to its own start would be invisible
-            axis.text(x + BOX[0] / 2, y - BOX[1] / 2, f"↻ {stays}", fontsize=8, ha="right", va="bottom", zorder=4)
-    most = max((c for a, b, c, _ in kept if a != b), default=1)
-    for a, b, count, advantage in sorted(kept, key=lambda arrow: arrow[2]):
-        if a != b:
-            axis.add_patch(
-                FancyArrowPatch(
-                    middle[a],
-                    middle[b],
-                    patchA=boxes[a],
-                    patchB=boxes[b],
-                    arrowstyle="-|>",
-                    mutation_scale=11,
-                    zorder=2,
-                    color=color.to_rgba(advantage),
-                    linewidth=1 + 4 * count / most,
-                    connectionstyle=f"arc3,rad={0.12 if place[b][0] > place[a][0] else 0.3}",
-                )
-            )
-    side = figure.add_axes(((margin + size[0] + 0.15) / total[0], margin / total[1], 0.14 / total[0], 0.9 * size[1] / total[1]))
+    moves = sorted((arrow for arrow in kept if arrow[0] != arrow[1]), key=lambda arrow: arrow[2])
+    for a, b, count, advantage in moves:
+        curvature = 0.12 if place[b][0] > place[a][0] else 0.3
+        arrow = FancyArrowPatch(
+            middle[a],
+            middle[b],
+            patchA=boxes[a],
+            patchB=boxes[b],
+            arrowstyle="-|>",
+            mutation_scale=11,
+            zorder=2,
+            color=color.to_rgba(advantage),
+            linewidth=1 + 4 * count / moves[-1][2],
+            connectionstyle=f"arc3,rad={curvature}",
+        )
+        axis.add_patch(arrow)
     figure.colorbar(color, cax=side, label="mean advantage")
     share = sum(c for *_, c, _ in kept) / sum(c for *_, c, _ in arrows)
     few = len(drawn) < len(depth)
     left = f"; the {len(drawn)} most visited of {len(depth)} states, {share:.0%} of the steps" if few else ""
     goal = textwrap.fill(dump.goal(int(played[0])), 100, max_lines=2)
-    title = f"{goal}\nleft to right: away from the start{left}"
-    figure.text(margin / total[0], 1 - 0.1 / total[1], title, fontsize=10, va="top", parse_math=False)
+    axis.set_title(f"{goal}\nleft to right: away from the start{left}", fontsize=10, loc="left", parse_math=False)
     return figure
+
+
+def _graph_axes(size: np.ndarray) -> tuple[Figure, Axes, Axes]:
+    """Makes a figure with axes as large as the graph, so that a unit is an inch and a name fits its box at any size of the
+    graph; returns it, these axes, and those of the colours."""
+    figure = Figure(figsize=(size[0] + 2 * MARGIN + BAR, size[1] + HEAD + MARGIN), dpi=90)
+    inches = np.tile(figure.get_size_inches(), 2)
+    axis = figure.add_axes((MARGIN, MARGIN, *size) / inches)
+    axis.set(xlim=(0, size[0]), ylim=(size[1], 0))
+    axis.set_axis_off()
+    return figure, axis, figure.add_axes((2 * MARGIN + size[0], MARGIN, 0.14, 0.9 * size[1]) / inches)
+
+
+def _box(axis: Axes, middle: np.ndarray, name: str, starts: bool, ends: bool) -> FancyBboxPatch:
+    """Draws a state and its name."""
+    face, edge = ("#e3f2e6", "#2b7a3d") if ends else ("#f6f6f3", "#555555")
+    corner, width = (middle - BOX / 2).tolist(), 2 if starts or ends else 1
+    shape: Any = "round,pad=0,rounding_size=0.08"
+    box = FancyBboxPatch(corner, BOX[0], BOX[1], boxstyle=shape, facecolor=face, edgecolor=edge, linewidth=width, zorder=3)
+    axis.add_patch(box)
+    text = "success" if ends else textwrap.fill(name.replace("_", " "), 18, max_lines=3, placeholder=" …")
+    axis.text(middle[0], middle[1], text, fontsize=8.5, ha="center", va="center", parse_math=False, zorder=4)
+    return box
 
 
 def _depths(starts, arrows: list[tuple]) -> dict[int, int]:
@@ -180,33 +180,35 @@ def _places(drawn: set[int], depth: dict[int, int], arrows: list[tuple]) -> dict
     return place
 
 
+@styled
 def plot_sizes(sizes: dict[str, dict[int, int]]) -> Figure:
     """Plots the share of steps by group size, one panel per level. sizes: name -> (group size -> number of groups)."""
-    figure = Figure(figsize=(2.9 * len(sizes), 2.3), layout="constrained")
-    for axis, (name, counts) in zip(figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0], sizes.items(), strict=True):
+    figure, [axes] = panels([len(sizes)], 2.9, 2.3, sharey=True)
+    for axis, (name, counts) in zip(axes, sizes.items(), strict=True):
         steps = np.array([[n, n * c] for n, c in counts.items()])
         share = steps[:, 1] / steps[:, 1].sum()
-        axis.hist(np.log2(steps[:, 0]), bins=np.arange(-0.25, 12, 0.5), weights=share, color="#4878a8")
-        axis.set_xticks(range(0, 11, 2), [2**n for n in range(0, 11, 2)], fontsize=8)
+        axis.hist(np.log2(steps[:, 0]), bins=np.arange(-0.25, 12, 0.5).tolist(), weights=share)
+        axis.set_xticks(range(0, 11, 2), [2**n for n in range(0, 11, 2)])
         axis.set_xlim(-0.5, max(np.log2(steps[:, 0].max()), 3) + 0.5)
-        alone = share[steps[:, 0] == 1].sum()
-        axis.set_xlabel("group size", fontsize=9)
-        _tidy(axis, f"{name}: {alone:.0%} alone")
+        axis.set_xlabel("group size")
+        axis.set_title(f"{name}: {share[steps[:, 0] == 1].sum():.0%} alone")
     return figure
 
 
+@styled
 def plot_errors(errors: dict[str, dict[str, float]]) -> Figure:
     """Plots squared bias and variance against the Oracle groups, one bar per estimator. errors: name -> `against_oracle`."""
-    figure = Figure(figsize=(7.5, 0.8 + 0.3 * len(errors)), layout="constrained")
-    axis, names = figure.subplots(), list(errors)
-    bias = np.array([errors[name]["bias"] ** 2 for name in names])
-    variance = np.array([errors[name]["variance"] for name in names])
-    axis.barh(names, bias, color="#4878a8", label="bias²")
-    axis.barh(names, variance, left=bias, color="#e0a458", label="variance")
-    for place, total in enumerate(bias + variance):
+    figure, [[axis]] = panels([1], 7.5, 0.8 + 0.3 * len(errors))
+    places, left = range(len(errors)), np.zeros(len(errors))
+    for label, widths in (
+        ("bias²", [error["bias"] ** 2 for error in errors.values()]),
+        ("variance", [error["variance"] for error in errors.values()]),
+    ):
+        axis.barh(places, widths, left=left, label=label)
+        left = left + widths
+    for place, total in enumerate(left):
         axis.annotate(f" {total:.2f}", (total, place), va="center", fontsize=8)
-    axis.invert_yaxis()
-    axis.tick_params(axis="y", labelsize=9, length=0)
-    axis.legend(fontsize=8, frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
-    _tidy(axis, "mean squared distance from the Oracle's advantage")
+    by_name(axis, places, list(errors))
+    axis.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
+    axis.set_title("mean squared distance from the Oracle's advantage", loc="left")
     return figure

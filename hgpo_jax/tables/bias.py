@@ -8,32 +8,35 @@ Carlo returns, and so favour estimators that do so, too; true advantages, of the
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pydantic
 
 from hgpo_jax import config as configuration
 from hgpo_jax.advantages import parameters
 from hgpo_jax.analysis import diagnostics, oracle_errors
 from hgpo_jax.analysis.dumps import Dump
 from hgpo_jax.analysis.true_advantages import Truth, true_advantages
-from hgpo_jax.config import Config
+from hgpo_jax.config import Config, Section
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.setup.job import Job, build
+from hgpo_jax.tables.in_runs import Numbers, having, read_measured
+from hgpo_jax.tables.markdown import table
 from hgpo_jax.tables.plan import Plan
 from hgpo_jax.tables.results import PLACES, changed_fields
 from hgpo_jax.trainer.behavior_cloning import warm_start
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.files import atomic_write
 
-FILE = "bias.json"
 TASKS, EPISODES = 16, 64
 LEVELS = (0, 1, 2, 4)
-PARTS = ("bias2", "variance")
 CONTINUATIONS = 64  # for each true advantage, from each state
 AS_RELEASED = {"alpha": 1.0, "weight_offset": 2.0, "base_group": False}  # HGPO's options, whatever the run's are
 # Estimators compared with Monte Carlo advantages, in runs too: shown name -> options of `Dump.estimate`.
@@ -47,13 +50,39 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
 AT_START = ESTIMATORS | {"ECPO": {"name": "ecpo"}}
 
 
-def measure(config: Config) -> dict:
-    """Measures bias and variance of HGPO with K = 0, 1, 2, 4 against Oracle groups, as shares of the returns' variance.
+Level = Annotated[str, pydantic.StringConstraints(pattern="^[0124]$")]
+Levels = Annotated[dict[Level, float], pydantic.Field(min_length=len(LEVELS))]
 
-    Returns: success of the policy; turns; return_variance over the steps that have an Oracle peer, and their number; peers,
-    the share of steps with a peer at each level among all EPISODES of a task, more than training has; bias2, variance, mse:
-    K -> number; oracle: mse of each of AT_START; truth: see `against_truth`.
+
+class Bias(Section):
+    """The result of one setting and seed.
+
+    fields: of the plan. success: of the policy. return_variance: over the steps that have an Oracle peer, whose number is
+    `steps`. peers: the share of steps with a peer at each level among all EPISODES of a task, more than training has. bias2,
+    variance, mse: of HGPO against Oracle groups, K -> share of the returns' variance. oracle: mse of each of AT_START. truth:
+    `against_truth`.
     """
+
+    model_config = pydantic.ConfigDict(allow_inf_nan=True)
+    seed: int
+    fields: tuple[Annotated[str, pydantic.StringConstraints(pattern="=")], ...]
+    success: float
+    turns: float
+    steps: int
+    return_variance: float
+    peers: Annotated[tuple[float, ...], pydantic.Field(min_length=3)]
+    bias2: Levels
+    variance: Levels
+    mse: Levels
+    oracle: dict[str, float]
+    truth: Annotated[Numbers, having(ESTIMATORS, ("cosine", "mse"))]
+
+
+BySetting = dict[str, list[Bias]]
+
+
+def measure(config: Config, fields: list[str]) -> Bias:
+    """Measures a setting."""
     job = build(config)
     params = warm_start(job)
     rollout = config.rollout.model_copy(update={"prompt_groups": TASKS, "group_size": EPISODES})
@@ -70,21 +99,23 @@ def measure(config: Config) -> dict:
     record = dump.estimate("hgpo", history_length=max(LEVELS))
     counted = diagnostics.oracle_sizes(diagnostics.oracle_groups(e.states, e.mask, e.groups))[..., 0] > 1
     spread = float(np.var(record.returns[counted])) or np.nan  # nan: there is nothing to be biased about
-    return {
-        "success": float(e.success.mean()),
-        "turns": float(e.mask.sum(1).mean()),
-        "steps": int(counted.sum()),
-        "return_variance": spread,
-        "peers": [float(share) for share in diagnostics.peer_share(record.by_level()[1], e.mask)],
-        "bias2": {k: error["bias"] ** 2 / spread for k, error in errors.items()},
-        "variance": {k: error["variance"] / spread for k, error in errors.items()},
-        "mse": {k: error["mse"] / spread for k, error in errors.items()},
-        "oracle": {name: error["mse"] / spread for name, error in others.items()},
-        "truth": against_truth(job, params),
-    }
+    return Bias(
+        seed=config.seed,
+        fields=tuple(fields),
+        success=float(e.success.mean()),
+        turns=float(e.mask.sum(1).mean()),
+        steps=int(counted.sum()),
+        return_variance=spread,
+        peers=tuple(diagnostics.peer_share(record.by_level()[1], e.mask).tolist()),
+        bias2={k: error["bias"] ** 2 / spread for k, error in errors.items()},
+        variance={k: error["variance"] / spread for k, error in errors.items()},
+        mse={k: error["mse"] / spread for k, error in errors.items()},
+        oracle={name: error["mse"] / spread for name, error in others.items()},
+        truth=against_truth(job, params),
+    )
 
 
-def against_truth(job: Job, params) -> dict[str, dict[str, float]]:
+def against_truth(job: Job, params) -> Numbers:
     """Returns the `errors` of each of AT_START in the steps of the first iteration."""
     tasks, *inputs = job.episode_inputs(0)
     params = job.base_rollout_params(params)
@@ -102,8 +133,8 @@ def centred(dump: Dump, estimators: dict[str, dict[str, Any]] = ESTIMATORS) -> d
     return found
 
 
-def errors(advantages: dict[str, np.ndarray], truth: Truth, mask) -> dict[str, dict[str, float]]:
-    """Returns shown name -> mse, as a share of the true advantages' mean square, and cosine to them; nan if these are all 0."""
+def errors(advantages: dict[str, np.ndarray], truth: Truth, mask) -> Numbers:
+    """Compares advantages with true ones: mean square, as a share of theirs, and cosine; nan if theirs are all 0."""
     found = {}
     for shown, estimated in advantages.items():
         error = diagnostics.against_truth(estimated, truth.advantages, truth.standard_error, mask)
@@ -112,33 +143,13 @@ def errors(advantages: dict[str, np.ndarray], truth: Truth, mask) -> dict[str, d
     return found
 
 
-def read_bias(runs: Path) -> dict[str, list[dict]]:
-    """Reads RUNS/bias.json: setting -> a `measure` with its seed and fields for each measurement. Raises ConfigError."""
-    file = runs / FILE
-    try:
-        return checked(json.loads(file.read_text())) if file.is_file() else {}
-    except (ValueError, RecursionError):
-        raise ConfigError(f"{file}: is damaged; delete it and measure again with `tables bias`") from None
-
-
-def checked(found: Any) -> dict[str, list[dict]]:
-    """Returns the argument if it holds everything that tables show. Raises ValueError."""
-    try:
-        for measured in found.values():
-            for m in measured:
-                numbers = [m["seed"], m["success"], *m["peers"][:3], *(m[part][str(k)] for part in PARTS for k in LEVELS)]
-                numbers += [m["truth"][name][what] for name in ESTIMATORS for what in ("cosine", "mse")]
-                numbers += [x for held in (*m["truth"].values(), m["oracle"]) for x in held.values()]
-                fields = [str(field).partition("=")[1] for field in m["fields"]]
-                if len(m["peers"]) < 3 or not all(fields) or not all(isinstance(x, int | float) for x in numbers):
-                    raise ValueError("numbers are missing")
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not measured: {error}") from None
-    return found
+def read_bias(runs: Path) -> BySetting:
+    """Reads RUNS/bias.json. Raises ConfigError."""
+    return read_measured(runs / "bias.json", BySetting, "bias")
 
 
 def measure_all(plan: Plan, runs: Path, more: list[str]) -> None:
-    """Measures each setting with plan.bias_seeds, writes RUNS/bias.json, setting -> a list of `measure`, and prints it."""
+    """Measures each setting with plan.bias_seeds, writes RUNS/bias.json, and prints it. Raises ConfigError."""
     found = read_bias(runs)
     if not plan.bias_seeds:
         raise ConfigError("bias_seeds: the plan has none; give the seeds to measure under, as in bias_seeds: [100]")
@@ -146,66 +157,60 @@ def measure_all(plan: Plan, runs: Path, more: list[str]) -> None:
         if not field.startswith(("data=", *PLACES)):
             raise ConfigError(f"{field}: would measure other settings than the plan's; write it into a plan of your own")
     runs.mkdir(parents=True, exist_ok=True)
-    for name, setting in plan.settings.items():
-        for seed in plan.bias_seeds if setting.config else ():
-            if seed not in [m["seed"] for m in of_plan(plan, name, found)]:
-                fields = [*plan.fields, *setting.fields]
-                config = configuration.load(setting.config, [*fields, *more, f"seed={seed}"])
-                measured = {"seed": seed, "fields": fields} | measure(config)
-                found = read_bias(runs)  # another process may have added some
-                found[name] = [*(m for m in found.get(name, []) if m["seed"] != seed), measured]
-                with atomic_write(runs / FILE) as file:
-                    file.write(json.dumps(found, indent=1) + "\n")
+    own = {name: setting for name, setting in plan.settings.items() if setting.config}
+    for (name, setting), seed in itertools.product(own.items(), plan.bias_seeds):
+        if seed not in [one.seed for one in of_plan(plan, name, found)]:
+            fields = [*plan.fields, *setting.fields]
+            one = measure(configuration.load(setting.config, [*fields, *more, f"seed={seed}"]), fields)
+            found = read_bias(runs)  # another process may have added some
+            found[name] = [*(other for other in found.get(name, []) if other.seed != seed), one]
+            with atomic_write(runs / "bias.json") as file:
+                file.write(json.dumps(dumped(found), indent=1) + "\n")
     print("\n".join([*bias_table(plan, found), "", *truth_table(plan, found)]))
 
 
-def of_plan(plan: Plan, setting: str, bias: dict) -> list[dict]:
+def dumped(found: BySetting) -> dict[str, list[dict]]:
+    return {name: [one.model_dump() for one in some] for name, some in found.items()}
+
+
+def of_plan(plan: Plan, setting: str, found: BySetting) -> list[Bias]:
     """Returns the measurements of a setting with the plan's current fields and its bias_seeds."""
     fields = [*plan.fields, *plan.settings[setting].fields]
-    return [m for m in bias.get(setting, []) if m["seed"] in plan.bias_seeds and not changed_fields(m["fields"], fields)]
+    return [m for m in found.get(setting, []) if m.seed in plan.bias_seeds and not changed_fields(m.fields, fields)]
 
 
-def bias_table(plan: Plan, bias: dict, gain: str = "", gains: dict[str, str] | None = None) -> list[str]:
+def bias_table(plan: Plan, found: BySetting, gain: str = "", gains: Mapping[str, str] = {}) -> list[str]:
     """Formats squared bias and variance of each K, as shares of the returns' variance; means over plan.bias_seeds.
 
     gain, gains: the title of one more column, and its text by setting.
     """
-    heads = [f"K = {k}: bias² + variance" for k in LEVELS]
-    heads = ["setting", "seeds", "success", f"peers among {EPISODES} episodes at level 0, 1, 2", *heads, *filter(None, [gain])]
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    for setting in plan.settings:
-        measured = of_plan(plan, setting, bias)
-        if not measured:
-            continue
-        peers = np.mean([m["peers"][:3] for m in measured], axis=0)
-        errors = [[np.mean([m[part][str(k)] for m in measured]) for part in PARTS] for k in LEVELS]
-        line = [
-            plan.settings[setting].title,
-            ", ".join(str(m["seed"]) for m in measured),
-            f"{np.mean([m['success'] for m in measured]):.0%}",
-            ", ".join(f"{share:.2f}" for share in peers),
-            *(f"{squared:.3f} + {variance:.3f}" for squared, variance in errors),
-            *([(gains or {}).get(setting, "not run")] if gain else []),
-        ]
-        lines.append("| " + " | ".join(line) + " |")
-    return lines
+    heading = ["setting", "seeds", "success", f"peers among {EPISODES} episodes at level 0, 1, 2"]
+    heading += [f"K = {k}: bias² + variance" for k in LEVELS]
+    lines = []
+    for name, setting in plan.settings.items():
+        if measured := of_plan(plan, name, found):
+            seeds, success = ", ".join(str(m.seed) for m in measured), np.mean([m.success for m in measured])
+            peers = ", ".join(f"{share:.2f}" for share in np.mean([m.peers[:3] for m in measured], axis=0))
+            lines.append([setting.title, seeds, f"{success:.0%}", peers])
+            for k in map(str, LEVELS):
+                squared, variance = np.mean([(m.bias2[k], m.variance[k]) for m in measured], axis=0)
+                lines[-1].append(f"{squared:.3f} + {variance:.3f}")
+            lines[-1] += [gains.get(name, "not run")] if gain else []
+    return table([*heading, *filter(None, [gain])], lines)
 
 
-def truth_table(plan: Plan, bias: dict) -> list[str]:
+def truth_table(plan: Plan, found: BySetting) -> list[str]:
     """Formats two lines for each setting: cosine of each estimator's advantages to true ones and the mean square of the
     difference (`against_truth`), then the mean square of the difference to Oracle groups."""
-    lines = ["| " + " | ".join(["setting", "held to", *AT_START]) + " |", "|---" * (2 + len(AT_START)) + "|"]
-    for setting in plan.settings:
-        if measured := of_plan(plan, setting, bias):
+    lines = []
+    for name, setting in plan.settings.items():
+        if measured := of_plan(plan, name, found):
             true, oracle = [], []
-            for name in AT_START:  # some may have been added after others were measured
-                held = [m["truth"][name] for m in measured if name in m["truth"]]
-                true.append(", ".join(_mean([one[what] for one in held]) for what in ("cosine", "mse")) if held else "-")
-                oracle.append(_mean([m["oracle"][name] for m in measured if name in m["oracle"]]))
-            for held_to, cells in (("true advantages", true), ("Oracle groups", oracle)):
-                lines.append("| " + " | ".join([plan.settings[setting].title, held_to, *cells]) + " |")
-    return lines
-
-
-def _mean(values: list[float]) -> str:
-    return f"{np.mean(values):.2f}" if values else "-"
+            for estimator in AT_START:  # some may have been added after others were measured
+                held = [m.truth[estimator] for m in measured if estimator in m.truth]
+                means = [np.mean([one[what] for one in held]) for what in ("cosine", "mse")] if held else []
+                true.append(", ".join(f"{mean:.2f}" for mean in means) or "-")
+                errors = [m.oracle[estimator] for m in measured if estimator in m.oracle]
+                oracle.append(f"{np.mean(errors):.2f}" if errors else "-")
+            lines += [[setting.title, "true advantages", *true], [setting.title, "Oracle groups", *oracle]]
+    return table(["setting", "held to", *AT_START], lines)

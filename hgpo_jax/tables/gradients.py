@@ -19,12 +19,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from pydantic import Field
 from tqdm import tqdm
 
 from hgpo_jax.advantages.returns import discounted_sum
@@ -34,27 +35,42 @@ from hgpo_jax.learner.algorithms import method_named
 from hgpo_jax.learner.update import make_policy_loss, make_update
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.setup.job import Job
+from hgpo_jax.tables import in_runs
 from hgpo_jax.tables.bias import ESTIMATORS, centred
-from hgpo_jax.tables.in_runs import Kind, by_setting, heading, restored
+from hgpo_jax.tables.in_runs import InRun, Numbers, having, restored
 from hgpo_jax.tables.plan import Plan
 from hgpo_jax.tables.truth import BOOTSTRAPPED, bootstrapped
 from hgpo_jax.trainer.step import training_batch
 from hgpo_jax.utils.errors import ConfigError
 
 RLOO_BY_TURN = "RLOO by turn"
-NAMES = (*ESTIMATORS, BOOTSTRAPPED, RLOO_BY_TURN)
-COSINES = ("batch", "expected")
+COSINES = ("batch", "batch_error", "expected", "expected_error")
 FIRST = 1_000_000  # numbers of the batches, which choose tasks and random keys; far from those of a run's iterations
 
 
-class Directions(NamedTuple):
-    """The result of one cell: earlier iterations; batches; success, a share of their episodes; `cosines` by estimator."""
+class Directions(InRun):
+    """The result of one cell. numbers: `cosines`."""
 
-    cell: str
-    iteration: int
+    name = "gradients"
+    title = "Gradients in runs"
+    note = (
+        "Cosine to the true policy gradient, of one batch's gradient (noise and bias) and of the expected one (bias alone; "
+        "above 1 is noise of the measurement); mean over the runs ± standard error, from the batches. Without penalties and "
+        "before Adam."
+    )
+    about = "gradients against the true one"
+    estimators = (*ESTIMATORS, BOOTSTRAPPED, RLOO_BY_TURN)
+    apart = (BOOTSTRAPPED, RLOO_BY_TURN)
+    shown: ClassVar = {
+        "batch": "cosine of one batch's: noise and bias",
+        "expected": "cosine of the expectation: bias alone",
+    }
     batches: int
-    success: float
-    cosines: dict[str, dict[str, float]]
+    numbers: Annotated[Numbers, having(estimators, COSINES)] = Field(alias="cosines")
+
+    @property
+    def details(self) -> str:
+        return f"{self.batches} batches"
 
 
 def rloo_by_turn(e: Episodes, gamma: float) -> jax.Array:
@@ -127,10 +143,8 @@ def cosines(gradients: np.ndarray, true: int) -> list[dict[str, float]]:
     every = np.arange(gradients.shape[1])
     found, without = of(every), np.array([of(np.delete(every, i)) for i in every])
     errors = np.sqrt((len(every) - 1) * without.var(0))
-    return [
-        {"batch": b, "batch_error": be, "expected": x, "expected_error": xe}
-        for (b, x), (be, xe) in zip(found.T.tolist(), errors.T.tolist(), strict=True)
-    ]
+    numbers = np.stack([found[0], errors[0], found[1], errors[1]], axis=1)
+    return [dict(zip(COSINES, of_one, strict=True)) for of_one in numbers.tolist()]
 
 
 def measure(cell: str, folder: Path, iteration: int, *, batches: int) -> Directions:
@@ -139,58 +153,30 @@ def measure(cell: str, folder: Path, iteration: int, *, batches: int) -> Directi
     if len(job.policies) > 1:
         raise ConfigError(f"{folder}: its roles have weights of their own; gradients are compared of one set")
     params, gradient = job.rollout_params(state.params, reference), make_gradient(job)
-    found, success = [], []
+    names, found, success = Directions.estimators, [], []
     for number in tqdm(range(FIRST, FIRST + batches), desc=cell, unit="batch", leave=False, disable=None):
         tasks, *inputs = job.episode_inputs(number)
         e = jax.device_get(job.runner.rollout(params, tasks, *inputs).episodes)
         dump = Dump(e, job.config, job.tokenizer)
         known = centred(dump) | {BOOTSTRAPPED: bootstrapped(dump), RLOO_BY_TURN: rloo_by_turn(e, job.config.advantage.gamma)}
-        found.append([np.asarray(gradient(state.params, reference, e, jnp.asarray(known[name]))) for name in NAMES])
+        found.append([np.asarray(gradient(state.params, reference, e, jnp.asarray(known[name]))) for name in names])
         success.append(float(e.success.mean()))
-    of_each = cosines(np.array(found).swapaxes(0, 1), NAMES.index(RLOO_BY_TURN))
-    return Directions(cell, iteration, batches, float(np.mean(success)), dict(zip(NAMES, of_each, strict=True)))
+    of_each = cosines(np.array(found).swapaxes(0, 1), names.index(RLOO_BY_TURN))
+    return Directions(
+        cell=cell,
+        iteration=iteration,
+        batches=batches,
+        success=float(np.mean(success)),
+        cosines=dict(zip(names, of_each, strict=True)),
+    )
 
 
 def measure_all(plan: Plan, runs: Path, names: list[str], iteration: int, batches: int) -> None:
     """Measures each cell without a stored result; prints the table. Raises ConfigError."""
     if batches < 8:
         raise ConfigError(f"--batches {batches}: give 8 or more, for a standard error")
-    for one in KIND.read(runs):
+    for one in Directions.read(runs):
         if (one.cell, one.iteration) in [(name, iteration) for name in names] and one.batches != batches:
-            raise ConfigError(
-                f"--batches {batches}: {one.cell} was measured with {one.batches}; delete {KIND.file(runs)} to begin anew"
-            )
-    KIND.measure_all(plan, runs, names, iteration, functools.partial(measure, batches=batches))
-
-
-def parse(kept: dict) -> Directions:
-    one = Directions(**kept)
-    numbers = [one.iteration, one.batches, one.success]
-    numbers += [one.cosines[name][what + error] for name in NAMES for what in COSINES for error in ("", "_error")]
-    if not isinstance(one.cell, str) or not all(isinstance(x, int | float) for x in numbers):
-        raise ValueError("numbers are missing")
-    return one
-
-
-def lines(found: list[Directions]) -> list[str]:
-    """Formats both cosines by estimator, for each setting and iteration: the mean over its runs and the standard error."""
-    lines: list[str] = []
-    for (setting, iteration), ours in by_setting(found).items():
-        batches = ", ".join(map(str, sorted({one.batches for one in ours})))
-        lines += ["", f"{heading(setting, iteration, ours)}; {batches} batches", ""]
-        lines += ["| | one batch | expectation |", "|---|---|---|"]
-        for name in NAMES:
-            shown = [name]
-            for what in COSINES:
-                mean = np.mean([one.cosines[name][what] for one in ours])
-                error = np.linalg.norm([one.cosines[name][f"{what}_error"] for one in ours]) / len(ours)
-                shown.append(f"{mean:.3f} ± {error:.3f}")
-            lines.append("| " + " | ".join(shown) + " |")
-    return lines[1:]
-
-
-NOTE = (
-    "Cosine to the true policy gradient, of one batch's gradient (noise and bias) and of the expected one (bias alone; above 1 "
-    "is noise of the measurement); mean over the runs ± standard error, from the batches. Without penalties and before Adam."
-)
-KIND = Kind("gradients", "Gradients in runs", NOTE, parse, lines)
+            anew = f"delete {Directions.file(runs)} to begin anew"
+            raise ConfigError(f"--batches {batches}: {one.cell} was measured with {one.batches}; {anew}")
+    in_runs.measure_all(Directions, plan, runs, names, iteration, functools.partial(measure, batches=batches))

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
+
+import numpy as np
+import pydantic
 
 from hgpo_jax.analysis.dumps import read_config
+from hgpo_jax.config import Section
 from hgpo_jax.rollout.environments import backend
 from hgpo_jax.setup.job import Job, build
+from hgpo_jax.tables.markdown import table
 from hgpo_jax.tables.plan import Plan, cells
 from hgpo_jax.trainer.checkpoint import Checkpoints
 from hgpo_jax.trainer.folder import has_ended
@@ -19,64 +25,105 @@ from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.files import atomic_write
 
 
-class Kind(NamedTuple):
-    """A kind of measurement.
+def having(names: Iterable[str], numbers: Iterable[str]) -> pydantic.AfterValidator:
+    """Builds a check that a dictionary has these names, and for each of them these numbers."""
 
-    name: of the command, of RUNS/NAME.json, in the record that `collect` keeps, and of its picture.
-    title, note: text above its tables.
-    parse: a JSON object -> a NamedTuple with `cell`, a name, and `iteration`; KeyError, TypeError or ValueError if it is not
-      one.
-    lines: formats a list of them as lines of Markdown.
+    def check(found: dict) -> dict:
+        for name, number in itertools.product(names, numbers):
+            if number not in found.get(name, ()):
+                raise ValueError(f"{number} of {name} is missing")
+        return found
+
+    return pydantic.AfterValidator(check)
+
+
+Numbers = dict[str, dict[str, float]]  # estimator -> name -> number
+
+
+def read_measured(file: Path, kind: Any, command: str) -> Any:
+    """Reads measurements as a type such as list[Measured], empty if there is no file. Raises ConfigError."""
+    parse = pydantic.TypeAdapter(kind)
+    try:
+        return parse.validate_python(json.loads(file.read_text())) if file.is_file() else kind()
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{file}: is damaged; delete it and measure again with `tables {command}`") from None
+
+
+class InRun(Section):
+    """The result of one cell after some iterations. What all results of a kind have in common:
+
+    name: of the command, of RUNS/NAME.json, in the record that `collect` keeps, and of its picture. title, note: text above
+    the tables. about: what the picture shows. estimators: in order; `apart`, the last of them, stand below a gap. shown: the
+    numbers of an estimator and their labels; NAME_error is the standard error of NAME, if one measurement has it.
     """
 
-    name: str
-    title: str
-    note: str
-    parse: Callable[[Any], Any]
-    lines: Callable[[list], list[str]]
+    model_config = pydantic.ConfigDict(allow_inf_nan=True)
+    name: ClassVar[str]
+    title: ClassVar[str]
+    note: ClassVar[str]
+    about: ClassVar[str]
+    estimators: ClassVar[tuple[str, ...]]
+    apart: ClassVar[tuple[str, ...]]
+    shown: ClassVar[dict[str, str]]
+    cell: str
+    iteration: int
+    success: float  # a share of the episodes
+    numbers: Numbers
 
-    def file(self, runs: Path) -> Path:
-        return runs / f"{self.name}.json"
+    @property
+    def details(self) -> str:
+        """What the heading of a table says of how it was measured."""
+        return ""
 
-    def parse_all(self, kept: Any) -> list:
-        """Parses stored measurements. Raises ValueError if something is missing."""
-        try:
-            return [self.parse(one) for one in kept]
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"not measured: {error}") from None
+    @classmethod
+    def file(cls, runs: Path) -> Path:
+        return runs / f"{cls.name}.json"
 
-    def read(self, runs: Path) -> list:
+    @classmethod
+    def read(cls, runs: Path) -> list:
         """Reads the measurements in these runs. Raises ConfigError."""
-        file = self.file(runs)
-        try:
-            return self.parse_all(json.loads(file.read_text())) if file.is_file() else []
-        except (ValueError, RecursionError):
-            raise ConfigError(f"{file}: is damaged; delete it and measure again with `tables {self.name}`") from None
+        return read_measured(cls.file(runs), list[cls], cls.name)  # type: ignore[valid-type]
 
-    def read_record(self, plan: Plan, file: Path) -> list:
-        """Reads the measurements that `collect` kept in NAME.json. Raises ConfigError."""
-        try:
-            return of_plan(plan, self.parse_all(json.loads(file.read_text()).get(self.name, [])))
-        except ValueError:
-            raise ConfigError(f"{file}: is not a record of runs; give the .json that `collect` wrote") from None
+    @classmethod
+    def lines(cls, found: list) -> list[str]:
+        """Formats the numbers by estimator, for each setting and iteration: means and standard errors over its runs."""
+        text: list[str] = []
+        for (setting, iteration), ours in by_setting(found).items():
+            runs = ", ".join(one.cell.partition("/")[2] for one in ours)
+            details = dict.fromkeys(one.details for one in ours if one.details)
+            text += ["", "; ".join([f"{setting}, {when(iteration)}: {runs}", *details]), ""]
+            of_each = {name: [one.numbers[name] for one in ours] for name in cls.estimators}
+            lines = [[name, *(_mean(numbers, what) for what in cls.shown)] for name, numbers in of_each.items()]
+            text += table(["estimator", *cls.shown.values()], lines)
+        return text[1:]
 
-    def measure_all(
-        self, plan: Plan, runs: Path, names: list[str], iteration: int, measure: Callable[[str, Path, int], Any]
-    ) -> None:
-        """Adds `measure(cell, folder, iteration)` of each cell without a result; prints the table. Raises ConfigError."""
-        known, found = {cell.name for cell in cells(plan)}, self.read(runs)
-        for name in names:
-            if name not in known:
-                raise ConfigError(f"{name}: no such cell; `tables plan` lists them, as {min(known, default='none')}")
-            _refuse(runs / name, iteration)
-        for name in names:
-            if (name, iteration) not in [(one.cell, one.iteration) for one in found]:
-                one = measure(name, runs / name, iteration)
-                others = self.read(runs)  # another process may have added some, as may this one
-                found = [*(o for o in others if (o.cell, o.iteration) != (name, iteration)), one]
-                with atomic_write(self.file(runs)) as file:
-                    file.write(json.dumps([one._asdict() for one in found], indent=1) + "\n")
-        print("\n".join(self.lines(of_plan(plan, found))))
+
+def _mean(measured: list[dict[str, float]], what: str) -> str:
+    """Formats the mean of a number and its standard error: from the errors of each, or else from their spread."""
+    values = np.array([numbers[what] for numbers in measured])
+    errors = [numbers[f"{what}_error"] for numbers in measured if f"{what}_error" in numbers]
+    if errors:
+        return f"{values.mean():.3f} ± {np.linalg.norm(errors) / len(values):.3f}"
+    return f"{values.mean():.3f}" + (f" ± {values.std(ddof=1) / np.sqrt(len(values)):.3f}" if len(values) > 1 else "")
+
+
+def measure_all(
+    kind: type[InRun], plan: Plan, runs: Path, names: list[str], iteration: int, measure: Callable[[str, Path, int], InRun]
+) -> None:
+    """Adds `measure(cell, folder, iteration)` of each cell without a result; prints the table. Raises ConfigError."""
+    known, found = {cell.name for cell in cells(plan)}, kind.read(runs)
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{name}: no such cell; `tables plan` lists them, as {min(known, default='none')}")
+        _refuse(runs / name, iteration)
+    for name in names:
+        if (name, iteration) not in [(one.cell, one.iteration) for one in found]:
+            one = measure(name, runs / name, iteration)
+            others = kind.read(runs)  # another process may have added some, as may this one
+            found = [*(o for o in others if (o.cell, o.iteration) != (name, iteration)), one]
+            with atomic_write(kind.file(runs)) as file:
+                file.write(json.dumps([one.model_dump(by_alias=True) for one in found], indent=1) + "\n")
+    print("\n".join(kind.lines(of_plan(plan, found))))
 
 
 def of_plan(plan: Plan, found: list) -> list:
@@ -92,10 +139,6 @@ def by_setting(found: list) -> dict[tuple[str, int], list]:
     for one in sorted(found, key=lambda one: (settings.index(one.cell.partition("/")[0]), one.iteration)):
         groups.setdefault((one.cell.partition("/")[0], one.iteration), []).append(one)
     return groups
-
-
-def heading(setting: str, iteration: int, ours: list) -> str:
-    return f"{setting}, {when(iteration)}: {', '.join(one.cell.partition('/')[2] for one in ours)}"
 
 
 def when(iteration: int) -> str:
@@ -125,7 +168,5 @@ def _refuse(folder: Path, iteration: int) -> None:
     if config.reward.source or config.rollout.group_size < 2:
         raise ConfigError(f"{folder}: this needs rollout.group_size of 2 or more, and no reward.source")
     if iteration and not (folder / "checkpoints" / str(iteration)).is_dir():
-        raise ConfigError(
-            f"--at {iteration}: {folder} has no checkpoint of it; log.checkpoint_every, keep_checkpoints and keep_every say "
-            "which it keeps, and 0 is its start"
-        )
+        keeps = "log.checkpoint_every, keep_checkpoints and keep_every say which it keeps, and 0 is its start"
+        raise ConfigError(f"--at {iteration}: {folder} has no checkpoint of it; {keeps}")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 import itertools
 import shlex
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import pydantic
 import yaml
-from pydantic import Discriminator, Field, StringConstraints, Tag
+from pydantic import Field, StringConstraints
 
 from hgpo_jax import config as configuration
 from hgpo_jax.bench import duration
@@ -37,7 +36,7 @@ class Expected(Section):
 
 
 class Tpu(Section):
-    """The slice of a launch file for TPUs, and the mesh there."""
+    """A slice, for which the hours of training are estimated, and the mesh there."""
 
     type: str
     mesh: str
@@ -61,6 +60,16 @@ class Setting(Section):
     expected: Expected = Expected()
     tpu: Tpu | None = None
 
+    @pydantic.model_validator(mode="after")
+    def _is_one_or_pools(self) -> Setting:
+        if bool(self.config) == bool(self.pools):
+            raise ValueError("give config, or the settings that it pools")
+        if len(self.pools) > len(set(self.pools)):
+            raise ValueError(f"pools: {', '.join(self.pools)}: give each setting once")
+        if self.pools and (unused := self.model_fields_set - {"title", "columns", "pools"}):
+            raise ValueError(f"{min(unused)}: has no effect with pools; leave it out")
+        return self
+
 
 class Method(Section):
     """A row: its title, and its overrides."""
@@ -72,22 +81,21 @@ class Method(Section):
 class Table(Section):
     """Cells that are shown together: settings x methods x seeds.
 
-    seeds: of all settings, or setting -> its own. baseline: each method's paired difference to this one. highlight: the
-    methods that a picture of many names besides it.
+    seeds: setting -> its own; a list in the file is of all settings. baseline: each method's paired difference to this one.
+    highlight: the methods that a picture of many names besides it.
     """
 
     title: str
     settings: tuple[Name, ...]
     methods: tuple[Name, ...]
-    seeds: Annotated[
-        Annotated[tuple[int, ...], Tag("of all settings")] | Annotated[dict[Name, tuple[int, ...]], Tag("by setting")],
-        Discriminator(lambda given: "by setting" if isinstance(given, dict) else "of all settings"),
-    ]
+    seeds: dict[Name, tuple[int, ...]]
     baseline: Name | None = None
     highlight: tuple[Name, ...] = ()
 
-    def seeds_of(self, setting: str) -> tuple[int, ...]:
-        return self.seeds.get(setting, ()) if isinstance(self.seeds, dict) else self.seeds
+    @pydantic.field_validator("seeds", mode="before")
+    @classmethod
+    def _by_setting(cls, seeds, info):
+        return seeds if isinstance(seeds, dict) else dict.fromkeys(info.data.get("settings", ()), seeds)
 
 
 class Published(Section):
@@ -114,9 +122,17 @@ class Plan(Section):
     tables: tuple[Table, ...]
     published: Published | None = None
 
+    @pydantic.field_validator("tables")
+    @classmethod
+    def _have_titles_of_their_own(cls, tables: tuple[Table, ...]) -> tuple[Table, ...]:
+        titles = [table.title for table in tables]
+        for title in titles:
+            if titles.count(title) > 1:
+                raise ValueError(f"two tables have the title {title!r}; rename one")
+        return tables
 
-@dataclasses.dataclass(frozen=True)
-class Cell:
+
+class Cell(NamedTuple):
     """One run of a plan."""
 
     setting: str
@@ -128,8 +144,7 @@ class Cell:
         return f"{self.setting}/{self.method}/s{self.seed}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """A command of a cell. It is done when all its `proofs` exist; the first of them holds its numbers."""
 
     module: str
@@ -170,58 +185,46 @@ def read(file: Path) -> Plan:
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
-        reason = "no such field" if first["type"] == "extra_forbidden" else first["msg"]
+        reason = "no such field" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
         raise ConfigError(f"{file}: {where}: {reason}") from None
+    for where, kind, names, known in _references(plan):
+        for name in names:
+            if name not in known:
+                raise ConfigError(f"{file}: {where}: {name} is not one of the {kind} {', '.join(known)}")
+    return plan
+
+
+def _references(plan: Plan) -> Iterator[tuple[str, str, Iterable[str], Collection[str]]]:
+    """Yields (where, kind, names, names of this kind that exist) of everything that the plan refers to by name."""
     with_config = [name for name, setting in plan.settings.items() if setting.config]
     for name, setting in plan.settings.items():
-        where = f"{file}: settings.{name}"
-        if bool(setting.config) == bool(setting.pools):
-            raise ConfigError(f"{where}: give config, or the settings that it pools")
-        _check_names(f"{where}.pools", "settings with a config", setting.pools, with_config)
-        if len(setting.pools) > len(set(setting.pools)):
-            raise ConfigError(f"{where}.pools: {', '.join(setting.pools)}: give each setting once")
-        if setting.pools and (unused := setting.model_fields_set - {"title", "columns", "pools"}):
-            raise ConfigError(f"{where}: {min(unused)}: has no effect with pools; leave it out")
-        of_first, *others = (_numbers(plan.settings[member]) for member in setting.pools or (name,))
-        known = [number for number in of_first if all(number in of_other for of_other in others)]
-        for column, number in setting.columns.items():
-            if number not in known:
-                raise ConfigError(f"{where}.columns: {column}: {number} is not one of {', '.join(known)}")
+        yield f"settings.{name}.pools", "settings with a config", setting.pools, with_config
+        first, *others = (_numbers(plan.settings[member]) for member in setting.pools or (name,))
+        common = [number for number in first if all(number in of_other for of_other in others)]
+        yield f"settings.{name}.columns", "numbers", setting.columns.values(), common
     published = plan.published.numbers if plan.published else {}
-    _check_names(f"{file}: published.numbers", "settings", published, plan.settings)
+    yield "published.numbers", "settings", published, plan.settings
     for name, numbers in published.items():
-        _check_names(f"{file}: published.numbers.{name}", "methods", numbers, plan.methods)
+        yield f"published.numbers.{name}", "methods", numbers, plan.methods
         for method, of_method in numbers.items():
-            _check_names(f"{file}: published.numbers.{name}.{method}", "columns", of_method, plan.settings[name].columns)
-    titles = [table.title for table in plan.tables]
-    for title in titles:
-        if titles.count(title) > 1:
-            raise ConfigError(f"{file}: two tables have the title {title!r}; rename one")
+            yield f"published.numbers.{name}.{method}", "columns", of_method, plan.settings[name].columns
     for table in plan.tables:
-        where = f"{file}: table {table.title!r}"
-        _check_names(where, "settings", table.settings, plan.settings)
+        where = f"table {table.title!r}"
+        yield where, "settings", table.settings, plan.settings
         own = [name for name in table.settings if plan.settings[name].config]
         for name in table.settings:
-            _check_names(f"{where}: {name} pools", "settings of the table", plan.settings[name].pools, own)
-        if isinstance(table.seeds, dict):
-            _check_names(f"{where}: seeds", "settings of the table", table.seeds, own)
-            _check_names(f"{where}: settings", "settings with seeds", own, table.seeds)
-        _check_names(where, "methods", table.methods, plan.methods)
-        _check_names(f"{where}: baseline", "methods of the table", filter(None, [table.baseline]), table.methods)
-        _check_names(where, "methods of the table", table.highlight, table.methods)
-    return plan
+            yield f"{where}: {name} pools", "settings of the table", plan.settings[name].pools, own
+        yield f"{where}: seeds", "settings of the table", table.seeds, table.settings
+        yield f"{where}: settings", "settings with seeds", own, table.seeds
+        yield where, "methods", table.methods, plan.methods
+        yield f"{where}: baseline", "methods of the table", filter(None, [table.baseline]), table.methods
+        yield where, "methods of the table", table.highlight, table.methods
 
 
 def _numbers(setting: Setting) -> list[str]:
     """Lists the numbers that the runs of a setting with a config can have."""
     of_splits = [f"{split}/{number}" for split in setting.splits for number in ("success", "score")] if setting.seeds else []
     return ["train/auc", "train/last", "final/sampled", "final/greedy", *of_splits]
-
-
-def _check_names(where: str, kind: str, names: Iterable[str], known: Collection[str]) -> None:
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"{where}: {name} is not one of the {kind} {', '.join(known)}")
 
 
 def cells(plan: Plan) -> list[Cell]:
@@ -232,9 +235,9 @@ def cells(plan: Plan) -> list[Cell]:
     found: dict[Cell, None] = {}
     for table in plan.tables:
         own = [setting for setting in table.settings if plan.settings[setting].config]
-        seeds = dict.fromkeys(seed for setting in own for seed in table.seeds_of(setting))
+        seeds = dict.fromkeys(seed for setting in own for seed in table.seeds[setting])
         for seed, method, setting in itertools.product(seeds, table.methods, own):
-            if seed in table.seeds_of(setting):
+            if seed in table.seeds[setting]:
                 found[Cell(setting, method, seed)] = None
     return list(found)
 
@@ -242,7 +245,7 @@ def cells(plan: Plan) -> list[Cell]:
 def cells_of(plan: Plan, table: Table, setting: str, method: str) -> list[Cell]:
     """Lists the cells of a table's row: every seed, of each pooled setting."""
     members = plan.settings[setting].pools or (setting,)
-    return [Cell(member, method, seed) for member in members for seed in table.seeds_of(member)]
+    return [Cell(member, method, seed) for member in members for seed in table.seeds[member]]
 
 
 def chosen(plan: Plan, patterns: Iterable[str]) -> list[Cell]:
@@ -289,18 +292,16 @@ def steps(plan: Plan, cell: Cell, runs: str | Path, more: tuple[str, ...] = ()) 
 SLICES = {"v4": "tpu-v4", "v5litepod": "tpu-v5e", "v5p": "tpu-v5p", "v6e": "tpu-v6e"}  # as Google names slices
 
 
-@dataclasses.dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """devices: number in the mesh. bytes: the most that each holds. tokens: expected total, limit: maximum total.
 
-    hours: of the training on `slice_`, the setting's TPUs (bench/duration.py); None if it has none.
+    hours: of the training on the setting's TPUs (bench/duration.py); None if it has none.
     """
 
     devices: int
     bytes: int
     tokens: float
     limit: float
-    slice_: str
     hours: float | None
 
 
@@ -313,37 +314,23 @@ def cost(plan: Plan, cell: Cell) -> Cost:
         most = memory.peak(memory.bytes_by_phase(config, mesh, workload))
     except ValueError as error:
         raise ConfigError(f"{cell.name}: {error}") from None
-    trained = config.iterations * config.rollout.prompt_groups * config.rollout.group_size
     # Training ends with a sampled and a greedy evaluation.
     evaluated = config.evaluation.episodes * (2 + len(setting.seeds) * len(setting.splits))
-    turns, prompt, response = (
-        given or limit
-        for given, limit in zip(
-            (setting.expected.turns, setting.expected.prompt, setting.expected.response),
-            (max_turns(config.env), workload.prompt, workload.response),
-            strict=True,
-        )
-    )
-    episodes = trained + evaluated
+    episodes = config.iterations * config.rollout.prompt_groups * config.rollout.group_size + evaluated
+    turns = setting.expected.turns or max_turns(config.env)
+    prompt = setting.expected.prompt or workload.prompt
+    response = setting.expected.response or workload.response
     hours = None
     if setting.tpu:
         chip = SLICES.get(setting.tpu.type.partition("-")[0])
         if chip is None:
-            raise ConfigError(
-                f"settings.{cell.setting}.tpu.type={setting.tpu.type}: expected one of {', '.join(SLICES)} and a size, as v5p-8"
-            )
-        parts = duration.seconds_at_limits(
-            config, abstract_mesh(setting.tpu.mesh), workload, duration.RATES[chip], turns, prompt, response
-        )
+            expected = f"expected one of {', '.join(SLICES)} and a size, as v5p-8"
+            raise ConfigError(f"settings.{cell.setting}.tpu.type={setting.tpu.type}: {expected}")
+        slice_, rates = abstract_mesh(setting.tpu.mesh), duration.RATES[chip]
+        parts = duration.seconds_at_limits(config, slice_, workload, rates, turns, prompt, response)
         hours = config.iterations * sum(parts.values()) / duration.REACHED / 3600
-    return Cost(
-        slice_=setting.tpu.type if setting.tpu else "",
-        hours=hours,
-        devices=mesh.size,
-        bytes=most,
-        tokens=episodes * turns * (prompt + response),
-        limit=episodes * max_turns(config.env) * (workload.prompt + workload.response),
-    )
+    limit = episodes * max_turns(config.env) * (workload.prompt + workload.response)
+    return Cost(mesh.size, most, episodes * turns * (prompt + response), limit, hours)
 
 
 def listing(plan: Plan, runs: str | Path) -> str:
@@ -353,12 +340,12 @@ def listing(plan: Plan, runs: str | Path) -> str:
         key = cell.setting, cell.method  # seeds do not change sizes
         if key not in costs:
             costs[key] = cost(plan, cell)
-        spent = costs[key]
+        spent, tpu = costs[key], plan.settings[cell.setting].tpu
         total += spent.tokens
+        hours = f", about {spent.hours:.2g} h on {tpu.type} without environments" if tpu else ""
         lines.append(
             f"{cell.name}: {spent.devices} device{'s' if spent.devices > 1 else ''}, {spent.bytes / memory.GiB:.3g} GiB each, "
-            f"{spent.tokens:.3g} tokens expected ({spent.limit:.3g} at most)"
-            + (f", about {spent.hours:.2g} h on {spent.slice_} without environments" if spent.hours else "")
+            f"{spent.tokens:.3g} tokens expected ({spent.limit:.3g} at most){hours}"
         )
         lines += [f"    {step.shell(plan.variables)}" for step in steps(plan, cell, runs)]
     return "\n".join([*lines, f"{len(cells(plan))} cells, {total:.3g} tokens expected"])

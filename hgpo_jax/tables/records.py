@@ -1,4 +1,4 @@
-"""All results of a plan's runs: from their folders, and from records that `collect` kept of runs that may be gone."""
+"""All results of a plan's runs: from their folders, and from records, a NAME.json each, of runs that may be gone."""
 
 from __future__ import annotations
 
@@ -7,46 +7,64 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from hgpo_jax.tables import bias, gradients, results, truth
-from hgpo_jax.tables.in_runs import Kind, of_plan, when
-from hgpo_jax.tables.plan import Cell, Plan
-from hgpo_jax.tables.results import Result
+import pydantic
+
+from hgpo_jax.tables import bias
+from hgpo_jax.tables.compare import Row
+from hgpo_jax.tables.gradients import Directions
+from hgpo_jax.tables.in_runs import InRun, of_plan, when
+from hgpo_jax.tables.plan import Cell, Plan, cells, overrides
+from hgpo_jax.tables.results import Result, Results, changed_fields, read_all
+from hgpo_jax.tables.truth import Measured
 from hgpo_jax.utils.errors import ConfigError
 
-MEASURED = (truth.KIND, gradients.KIND)
+MEASURED: tuple[type[InRun], ...] = (Measured, Directions)
 
 
 class Known(NamedTuple):
-    """cells: each with its result, None if its run has not begun. bias: see `bias.read_bias`. measured: in single runs."""
+    """cells: each with its result, None if its run has not begun. bias: by setting. measured: in single runs."""
 
-    cells: dict[Cell, Result | None]
-    bias: dict[str, list[dict]]
-    measured: dict[Kind, list]
+    cells: Results
+    bias: bias.BySetting
+    measured: dict[type[InRun], list]
 
 
 def read_runs(plan: Plan, runs: Path) -> Known:
     """Reads the run folders. Raises ConfigError for a damaged file."""
     measured = {kind: of_plan(plan, kind.read(runs)) for kind in MEASURED}
-    return Known(results.read_all(plan, runs), bias.read_bias(runs), measured)
+    return Known(read_all(plan, runs), bias.read_bias(runs), measured)
 
 
 def read_record(plan: Plan, file: Path) -> Known:
-    """Reads a plan's cells from NAME.json, as `collect` kept them. Raises ConfigError."""
+    """Reads a plan's cells from a record. Raises ConfigError if it is none, or one of another plan."""
     if not file.is_file():
         raise ConfigError(f"{file}: no such file; give the .json that `collect` wrote")
-    cells = results.read_record(plan, file)
-    measured = {kind: kind.read_record(plan, file) for kind in MEASURED}
     try:
-        return Known(cells, bias.checked(json.loads(file.read_text()).get("bias", {})), measured)
-    except ValueError:
-        raise ConfigError(f'{file}: its "bias" is not what `tables bias` measures now; put {{}} in its place') from None
+        record = json.loads(file.read_text())
+        before = {name: list(fields) for name, fields in record["fields"].items()}
+        kept = {cell.pop("cell"): Result.model_validate(cell) for cell in record["cells"]}
+        of_settings = pydantic.TypeAdapter(bias.BySetting).validate_python(record.get("bias", {}))
+        measured = {kind: [kind.model_validate(one) for one in record.get(kind.name, [])] for kind in MEASURED}
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
+        raise ConfigError(f"{file}: is not a record of runs, or an old one; give the .json that `collect` wrote") from None
+    known = cells(plan)
+    if kept and not any(cell.name in kept for cell in known):
+        raise ConfigError(f"{file}: is a record of another plan, {record.get('title')!r:.100}; this is {plan.title!r}")
+
+    def of_this_plan(cell: Cell, result: Result) -> Result:
+        changed = changed_fields(before[f"{cell.setting}/{cell.method}"], overrides(plan, cell)[:-1])
+        other_length = any("iterations=" in field for field in changed)
+        numbers = {name: n for name, n in result.numbers.items() if not (other_length and name.startswith("train/"))}
+        return result.model_copy(update={"numbers": numbers, "changed": tuple(dict.fromkeys([*result.changed, *changed]))})
+
+    of_cells = {cell: of_this_plan(cell, kept[cell.name]) if cell.name in kept else None for cell in known}
+    return Known(of_cells, of_settings, {kind: of_plan(plan, some) for kind, some in measured.items()})
 
 
 def merged(here: Known, there: Known) -> Known:
     """Merges both; of equal entries `here` counts, unless `there` is of a run that ended and was not shorter."""
 
-    def of_cell(cell: Cell) -> Result | None:
-        ours, theirs = here.cells[cell], there.cells[cell]
+    def of_cell(ours: Result | None, theirs: Result | None) -> Result | None:
         if ours and theirs:
             return theirs if theirs.done > ours.done and theirs.iterations >= ours.iterations else ours
         return ours or theirs
@@ -57,13 +75,38 @@ def merged(here: Known, there: Known) -> Known:
 
     settings = dict.fromkeys([*here.bias, *there.bias])
     return Known(
-        {cell: of_cell(cell) for cell in here.cells},
-        {name: united(here.bias.get(name, []), there.bias.get(name, []), lambda one: one["seed"]) for name in settings},
-        {
-            kind: united(ours, there.measured[kind], lambda one: (one.cell, one.iteration))
-            for kind, ours in here.measured.items()
-        },
+        {cell: of_cell(ours, there.cells[cell]) for cell, ours in here.cells.items()},
+        {name: united(here.bias.get(name, []), there.bias.get(name, []), lambda one: one.seed) for name in settings},
+        {k: united(ours, there.measured[k], lambda one: (one.cell, one.iteration)) for k, ours in here.measured.items()},
     )
+
+
+def written(plan: Plan, known: Known, made: list[Row]) -> str:
+    """Writes a record: one line per cell, with its curve, and one line per paired difference.
+
+    fields: those of each setting and method, to distinguish a later plan from this one.
+    """
+    lines = []
+    for cell, result in known.cells.items():
+        if result:
+            short = {
+                "seconds": round(result.seconds, 1),
+                "numbers": {name: (round(m, 3), s if s is None else round(s, 3)) for name, (m, s) in result.numbers.items()},
+                "curve": [round(value, 4) for value in result.curve],
+            }
+            lines.append({"cell": cell.name} | result.model_copy(update=short).model_dump(exclude_defaults=True))
+    names = ("table", "setting", "method", "column")
+    paired = [{name: getattr(row, name) for name in names} | row.versus._asdict() for row in made if row.versus]
+    one_a_line = lambda items: "[\n  " + ",\n  ".join(map(json.dumps, items)) + "\n ]" if items else "[]"  # noqa: E731
+    parts = {
+        "title": json.dumps(plan.title),
+        "fields": json.dumps({f"{c.setting}/{c.method}": overrides(plan, c)[:-1] for c in known.cells}),  # without the seed
+        "cells": one_a_line(lines),
+        "missing": json.dumps([cell.name for cell, result in known.cells.items() if not result]),
+        "paired": one_a_line(paired),
+        "bias": json.dumps(bias.dumped(known.bias)),
+    } | {kind.name: one_a_line([one.model_dump(by_alias=True) for one in some]) for kind, some in known.measured.items()}
+    return "{" + ",\n ".join(f'"{name}": {text}' for name, text in parts.items()) + "}\n"
 
 
 def lost(old: str, new: str) -> list[str]:

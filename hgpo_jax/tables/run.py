@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import itertools
 import os
 import re
 import shutil
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,67 +33,71 @@ def expanded(step: Step, environment=os.environ) -> list[str]:
     return [sys.executable, "-m", f"hgpo_jax.{step.module}", *words]
 
 
+@contextlib.contextmanager
+def _locked(runs: Path) -> Iterator[int]:
+    """Keeps other processes from running cells in a folder; yields the lock, which the cells' processes inherit: one that
+    outlives a killed parent keeps a second run out. Raises ConfigError."""
+    runs.mkdir(parents=True, exist_ok=True)
+    lock = os.open(runs / ".lock", os.O_CREAT | os.O_RDWR)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"{runs}: another process runs cells here; wait for it or end it") from None
+        yield lock
+    finally:
+        os.close(lock)
+
+
+def _fault(parts: list[Step], log: Path, stop: threading.Event, **options) -> str | None:
+    """Runs the commands of a cell that are not done; returns what went wrong, "" if nothing, None if it was stopped."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    for step in parts:
+        if stop.is_set():
+            return None
+        if step.done:
+            continue
+        with open(log, "a") as file:
+            done = subprocess.run(expanded(step), stdin=subprocess.DEVNULL, stdout=file, stderr=file, **options)
+        if done.returncode:
+            return f"{step.module} ended with code {done.returncode}; {log} says why"
+        if not step.done:  # fields other than the plan's, in an earlier call
+            missing = next(file for file in step.proofs if not file.is_file())
+            return f"{step.module} left no {missing}; remove {log.with_suffix('')} to begin again"
+    return ""
+
+
 def run_cells(plan: Plan, wanted: list[Cell], runs: Path, source: Path, *, jobs: int, more: tuple[str, ...]) -> list[Cell]:
     """Runs the wanted cells that are unfinished to their ends; returns those that failed.
 
     The output of each goes into its folder's name with .log. `source`, the plan's file, is kept as RUNS/plan.yaml.
-    The cells' processes inherit the lock: one that outlives a killed parent keeps a second run out.
 
     Raises:
       ConfigError: an invalid cell, or another process that works in the folder.
     """
-    todo = [(cell, steps(plan, cell, runs, more)) for cell in wanted]
-    for _, parts in todo:
-        for step in parts:
-            expanded(step)
-    todo = [(cell, parts) for cell, parts in todo if not all(step.done for step in parts)]
-    runs.mkdir(parents=True, exist_ok=True)
-    lock = os.open(runs / ".lock", os.O_CREAT | os.O_RDWR)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise ConfigError(f"{runs}: another process runs cells here; wait for it or end it") from None
-    if source.resolve() != (runs / "plan.yaml").resolve():
-        shutil.copyfile(source, runs / "plan.yaml")
-    print(f"{len(wanted) - len(todo)} of {len(wanted)} cells are done; {jobs} at once, in {runs}", flush=True)
-    stop, began, ended = threading.Event(), time.monotonic(), []
+    commands = {cell: steps(plan, cell, runs, more) for cell in wanted}
+    for step in itertools.chain(*commands.values()):
+        expanded(step)
+    todo = {cell: parts for cell, parts in commands.items() if not all(step.done for step in parts)}
+    stop, began = threading.Event(), time.monotonic()
+    ended: list[Cell] = []
 
-    def bring(item) -> Cell | None:
-        cell, parts = item
-        log = runs / f"{cell.name}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        for step in parts:
-            if stop.is_set():
-                return None
-            if step.done:
-                continue
-            with open(log, "a") as file:
-                code = subprocess.run(
-                    expanded(step),
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=file,
-                    pass_fds=(lock,),
-                    env=os.environ | plan.variables,
-                ).returncode
-            if code:
-                print(f"{cell.name}: {step.module} ended with code {code}; {log} says why", flush=True)
-                return cell
-            if not step.done:  # fields other than the plan's, in an earlier call
-                missing = next(file for file in step.proofs if not file.is_file())
-                print(f"{cell.name}: {step.module} left no {missing}; remove {runs / cell.name} to begin again", flush=True)
-                return cell
-        ended.append(cell)
-        minutes = (time.monotonic() - began) / 60
-        print(f"{cell.name}: done, {len(ended)} of {len(todo)} after {minutes:.1f} minutes", flush=True)
-        return None
+    def bring(cell: Cell) -> bool:
+        options = {"pass_fds": (lock,), "env": os.environ | plan.variables}
+        fault = _fault(todo[cell], runs / f"{cell.name}.log", stop, **options)
+        if fault == "":
+            ended.append(cell)
+            fault = f"done, {len(ended)} of {len(todo)} after {(time.monotonic() - began) / 60:.1f} minutes"
+        if fault:
+            print(f"{cell.name}: {fault}", flush=True)
+        return cell in ended
 
-    try:
-        with ThreadPoolExecutor(jobs) as pool:
-            try:
-                return [cell for cell in pool.map(bring, todo) if cell]
-            except BaseException:
-                stop.set()  # no further process starts; those that run were interrupted too, or end
-                raise
-    finally:
-        os.close(lock)
+    with _locked(runs) as lock, ThreadPoolExecutor(jobs) as pool:
+        if source.resolve() != (runs / "plan.yaml").resolve():
+            shutil.copyfile(source, runs / "plan.yaml")
+        print(f"{len(wanted) - len(todo)} of {len(wanted)} cells are done; {jobs} at once, in {runs}", flush=True)
+        try:
+            return [cell for cell, done in zip(todo, pool.map(bring, todo), strict=True) if not done]
+        except BaseException:
+            stop.set()  # no further process starts; those that run were interrupted too, or end
+            raise

@@ -8,17 +8,18 @@ do for returns.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from pydantic import Field
 
 from hgpo_jax.advantages.returns import generalized_advantages
 from hgpo_jax.analysis.dumps import Dump
 from hgpo_jax.analysis.true_advantages import true_advantages
 from hgpo_jax.tables.bias import AS_RELEASED, CONTINUATIONS, ESTIMATORS, centred, errors
-from hgpo_jax.tables.in_runs import Kind, by_setting, heading, restored
+from hgpo_jax.tables.in_runs import InRun, Numbers, having, restored
 
 K, LAMBDA = 2, 0.35  # for HGPO, and for bootstrapping, as in EB-TD
 OPTIONS = AS_RELEASED | {"history_length": K, "normalize": "mean", "invalid_penalty": 0.0}
@@ -32,14 +33,18 @@ PARTS = (
 )
 
 
-class Measured(NamedTuple):
-    """The result of one cell: earlier iterations; success and invalid, shares of episodes and of steps; `bias.errors`."""
+class Measured(InRun):
+    """The result of one cell. invalid: a share of the iteration's steps. numbers: `bias.errors`."""
 
-    cell: str
-    iteration: int
-    success: float
+    name = "truth"
+    title = "Against true advantages in runs"
+    note = "Mean over the runs ± standard error."
+    about = "advantages against true ones"
+    estimators = (*ESTIMATORS, *PARTS)
+    apart = PARTS
+    shown: ClassVar = {"cosine": "cosine", "mse": "mean square error, as a share of theirs"}
     invalid: float
-    errors: dict[str, dict[str, float]]
+    numbers: Annotated[Numbers, having(estimators, shown)] = Field(alias="errors")
 
 
 def parts(dump: Dump, values: np.ndarray) -> dict[str, np.ndarray]:
@@ -84,32 +89,10 @@ def measure(cell: str, folder: Path, iteration: int) -> Measured:
         true_advantages(job, params, tasks, e, continuations=CONTINUATIONS, seed=2 * config.seed + i) for i in range(2)
     )
     dump = Dump(e, config, job.tokenizer, iteration=iteration)
-    found = errors(centred(dump) | parts(dump, other.values), truth, e.mask)
-    return Measured(cell, iteration, float(np.mean(e.success)), float(np.mean(np.asarray(e.invalid)[e.mask])), found)
-
-
-def parse(kept: dict) -> Measured:
-    one = Measured(**kept)
-    numbers = [one.iteration, one.success, one.invalid]
-    numbers += [one.errors[name][what] for name in (*ESTIMATORS, *PARTS) for what in ("cosine", "mse")]
-    if not isinstance(one.cell, str) or not all(isinstance(x, int | float) for x in numbers):
-        raise ValueError("numbers are missing")
-    return one
-
-
-def lines(found: list[Measured]) -> list[str]:
-    """Formats cosine and mean square error by estimator, for each setting and iteration: mean and standard error."""
-    lines: list[str] = []
-    for (setting, iteration), ours in by_setting(found).items():
-        lines += ["", heading(setting, iteration, ours), "", "| | cosine | mean square error |", "|---|---|---|"]
-        for name in (*ESTIMATORS, *PARTS):
-            shown = [name]
-            for what in ("cosine", "mse"):
-                values = np.array([one.errors[name][what] for one in ours])
-                error = f" ± {values.std(ddof=1) / np.sqrt(len(values)):.3f}" if len(values) > 1 else ""
-                shown.append(f"{values.mean():.3f}{error}")
-            lines.append("| " + " | ".join(shown) + " |")
-    return lines[1:]
-
-
-KIND = Kind("truth", "Against true advantages in runs", "Mean over the runs ± standard error.", parse, lines)
+    return Measured(
+        cell=cell,
+        iteration=iteration,
+        success=float(np.mean(e.success)),
+        invalid=float(np.mean(np.asarray(e.invalid)[e.mask])),
+        errors=errors(centred(dump) | parts(dump, other.values), truth, e.mask),
+    )

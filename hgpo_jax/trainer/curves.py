@@ -1,4 +1,4 @@
-"""A run's curves: the metrics to plot and their units, smoothing, and the picture curves.png.
+"""A run's curves: the metrics to plot and their units, and the picture curves.png.
 
 The HTML report shows the same panels. The policy plays iteration i before its update. So iteration 0 shows the policy that
 training starts from, and the evaluation that ends a run of N iterations stands at N.
@@ -7,6 +7,7 @@ training starts from, and the evaluation that ends a run of N iterations stands 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from pathlib import Path
@@ -14,11 +15,11 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from hgpo_jax import config as configuration
 from hgpo_jax.trainer.metrics import flatten, read_metrics
 from hgpo_jax.utils.errors import ConfigError
+from hgpo_jax.utils.figures import COLORS, by_iteration, in_percent, panels, smooth, smoothing_window, styled
 from hgpo_jax.utils.files import atomic_write
 
 
@@ -134,27 +135,7 @@ def read_held_out(folder: Path) -> dict[str, dict] | None:
         raise ConfigError(f"{file}: not an evaluation: {error!r}; run hgpo_jax.evaluate again") from None
 
 
-def smoothing_window(count: int) -> int:
-    """Iterations over which a curve of `count` points is averaged: about an eighth of them, odd, 51 at most."""
-    return min(51, max(1, count // 8) | 1)
-
-
-def smooth(values, window: int) -> np.ndarray:
-    """Returns the centred moving mean f64[iterations] of values [iterations] over `window`, an odd number.
-
-    The mean is NaN where the window reaches beyond an end, because a mean of fewer values would bend the curve there. NaN
-    values are left out and stay NaN.
-    """
-    values = np.asarray(values, float)
-    half = window // 2
-    padded = np.pad(values, half, constant_values=np.nan)
-    windows = np.lib.stride_tricks.sliding_window_view(padded, window)
-    known = np.isfinite(windows)
-    means = np.where(known, windows, 0).sum(1) / np.maximum(known.sum(1), 1)
-    place = np.arange(len(values))
-    return np.where(np.isfinite(values) & (place >= half) & (place < len(values) - half), means, np.nan)
-
-
+@styled
 def draw(rows: list[dict], title: str = "", held_out: dict | None = None, warm_start: bool = False) -> Figure:
     """Draws the rows of `read_rows`.
 
@@ -164,54 +145,45 @@ def draw(rows: list[dict], title: str = "", held_out: dict | None = None, warm_s
     """
     known = dict.fromkeys(name for row in rows for name in row)
     by_metric = {panel.metric: panel for panel in (*LEARNING, *GROUPS, *ROLES)}
-    panels = [panel for metric in DRAWN if (panel := by_metric[metric]).names(known)]
-    columns = min(3, len(panels))
-    lines = -(-len(panels) // columns)
-    figure = Figure(figsize=(4.3 * columns, 2.8 * lines + 0.5), layout="constrained")
-    axes = figure.subplots(lines, columns, squeeze=False)
+    shown = [panel for metric in DRAWN if (panel := by_metric[metric]).names(known)]
+    columns = min(3, len(shown))
+    figure, axes = panels([min(columns, len(shown) - first) for first in range(0, len(shown), columns)], 4.3, 2.9)
     window = smoothing_window(len(rows))
-    for place, (axis, panel) in enumerate(zip(axes.flat, panels, strict=False)):
-        _panel(axis, panel, rows, panel.names(known), window)
+    for place, (axis, panel) in enumerate(zip(itertools.chain(*axes), shown, strict=True)):
+        names = panel.names(known)
+        _panel(axis, panel, rows, names, window)
         _held_out(axis, panel, rows, held_out)
         _range(axis, panel)
-        if place + columns >= len(panels):  # no chart below it
-            axis.set_xlabel("iteration", fontsize=9)
-        if panel.metric == "success":
-            if warm_start and rows[0]["iteration"] == 0 and rows[0].get("success") is not None:
-                reached = rows[0]["success"]
-                text = f"the warm start ends at {reached:.0%}"
-                axis.plot(0, reached, "D", color=FIRST, markersize=5, label=text, zorder=3)
-            axis.legend(fontsize=7.5, frameon=False)
-        elif len(panel.names(known)) > 1:
-            axis.legend(fontsize=8, frameon=False)
-    for axis in axes.flat[len(panels) :]:
-        axis.remove()
+        if place + columns >= len(shown):  # no chart below it
+            axis.set_xlabel("iteration")
+        if panel.metric == "success" and warm_start and rows[0]["iteration"] == 0 and rows[0].get("success") is not None:
+            reached = rows[0]["success"]
+            axis.plot(0, reached, "D", color=FIRST, label=f"the warm start ends at {reached:.0%}", zorder=3)
+        if panel.metric == "success" or len(names) > 1:
+            axis.legend()
     note = f"bold: mean over {window} iterations" if window > 1 else ""
-    figure.suptitle("; ".join(part for part in (title, note) if part), fontsize=11)
+    figure.suptitle("; ".join(part for part in (title, note) if part))
     return figure
 
 
 def _panel(axis: Axes, panel: Panel, rows: list[dict], names: list[str], window: int) -> None:
     x = [row["iteration"] for row in rows]
-    for i, name in enumerate(names):
+    for name, color in zip(names, itertools.cycle(COLORS)):
         y = np.array([math.nan if row.get(name) is None else row[name] for row in rows], float)
         label = panel.label(name) if len(names) > 1 else "in training"
         marker = "." if np.isfinite(y).sum() == 1 else ""  # a line through one point is invisible
-        axis.plot(x, smooth(y, window), color=f"C{i}", linewidth=1.8, marker=marker, label=label)
+        axis.plot(x, smooth(y, window), color=color, linewidth=1.8, marker=marker, label=label)
         if window > 1:
-            axis.plot(x, y, color=f"C{i}", linewidth=0.8, alpha=RAW)
-    axis.set_title(panel.title, fontsize=10)
-    axis.set_ylabel(panel.unit, fontsize=9)
-    axis.tick_params(labelsize=8.5)
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
+            axis.plot(x, y, color=color, linewidth=0.8, alpha=RAW)
+    axis.set_title(panel.title)
+    axis.set_ylabel(panel.unit)
 
 
 def _held_out(axis: Axes, panel: Panel, rows: list[dict], final: dict | None) -> None:
     """Draws validations on held-out tasks as dots on a line, the final evaluation as markers with the interval of success."""
     found = [(row["iteration"], row[name]) for row in rows if row.get(name := f"validation/{panel.metric}") is not None]
     if found:
-        axis.plot(*zip(*found, strict=True), ".-", color=HELD_OUT, linewidth=1, markersize=6, label="held-out, while training")
+        axis.plot(*zip(*found, strict=True), ".-", color=HELD_OUT, linewidth=1, label="held-out, while training")
     if not final or panel.metric not in final["sampled"]:
         return
     end = rows[-1]["iteration"] + 1
@@ -221,32 +193,20 @@ def _held_out(axis: Axes, panel: Panel, rows: list[dict], final: dict | None) ->
         if panel.metric == "success":
             low, high = final[mode]["interval"]
             spread, label = [[max(y - low, 0.0)], [max(high - y, 0.0)]], f"held-out, {mode}: {y:.1%} ({low:.1%} to {high:.1%})"
-        axis.errorbar(
-            end + aside,
-            y,
-            yerr=spread,
-            fmt="o",
-            color=HELD_OUT,
-            markerfacecolor=face,
-            markersize=5,
-            capsize=2.5,
-            linewidth=1.2,
-            label=label,
-            zorder=3,
-        )
+        axis.errorbar(end + aside, y, spread, fmt="o", color=HELD_OUT, markerfacecolor=face, label=label, zorder=3)
 
 
 def _range(axis: Axes, panel: Panel) -> None:
     """Sets axis ranges that do not magnify a flat curve, ticks at whole iterations, and tick labels without an offset."""
-    axis.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
+    by_iteration(axis)
     low, high = axis.get_xlim()
     if high - low < 1:
         axis.set_xlim(-0.5, max(high, 1.5))
-    axis.yaxis.set_major_formatter("{x:.6g}")
     if panel.extent == "share":
         axis.set_ylim(-0.02, 1.02)
-        axis.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        in_percent(axis)
         return
+    axis.yaxis.set_major_formatter("{x:.6g}")
     values = np.concatenate([np.asarray(line.get_ydata(), float) for line in axis.lines] or [np.zeros(1)])
     values = values[np.isfinite(values)]
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)

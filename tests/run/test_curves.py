@@ -9,6 +9,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 from hgpo_jax.trainer import curves
+from hgpo_jax.utils import figures
 from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.refusals import refused
 
@@ -64,10 +65,10 @@ def test_the_bold_line_is_the_mean_around_each_iteration(tmp_path):
 
 
 def test_smoothing_leaves_gaps_alone_and_ends_where_the_window_does():
-    np.testing.assert_array_equal(curves.smooth([1, 2, 6, 2, 1], 3), [math.nan, 3, 10 / 3, 3, math.nan])
-    np.testing.assert_array_equal(curves.smooth([1, math.nan, 3, 5, 7], 3), [math.nan, math.nan, 4, 5, math.nan])
-    assert curves.smooth([3.0, 1.0], 1).tolist() == [3, 1]
-    assert [curves.smoothing_window(n) for n in (1, 8, 16, 40, 80, 10**4)] == [1, 1, 3, 5, 11, 51]
+    np.testing.assert_array_equal(figures.smooth([1, 2, 6, 2, 1], 3), [math.nan, 3, 10 / 3, 3, math.nan])
+    np.testing.assert_array_equal(figures.smooth([1, math.nan, 3, 5, 7], 3), [math.nan, math.nan, 4, 5, math.nan])
+    assert figures.smooth([3.0, 1.0], 1).tolist() == [3, 1]
+    assert [figures.smoothing_window(n) for n in (1, 8, 16, 40, 80, 10**4)] == [1, 1, 3, 5, 11, 51]
 
 
 def test_held_out_results_stand_where_they_were_found(tmp_path):

@@ -1,7 +1,6 @@
 """What is collected from run folders, against plain arithmetic."""
 
 import csv
-import dataclasses
 import json
 import math
 import shutil
@@ -14,9 +13,10 @@ from small_plan import SMALL, finish, write_plan
 
 from hgpo_jax import config as configuration
 from hgpo_jax.tables import __main__ as tables
-from hgpo_jax.tables import bias, curves, results
+from hgpo_jax.tables import bias, compare, curves, records, results
 from hgpo_jax.tables import plan as planning
-from hgpo_jax.tables.collect import Row, table_csv
+from hgpo_jax.tables.collect import table_csv
+from hgpo_jax.tables.compare import Row
 from hgpo_jax.tables.plan import Cell
 from hgpo_jax.utils.errors import ConfigError
 
@@ -25,30 +25,30 @@ def test_paired_differences_are_scipys():
     rng = np.random.default_rng(0)
     ours = dict(enumerate(rng.normal(1.0, 2.0, 12).tolist()))
     theirs = dict(enumerate(rng.normal(0.0, 2.0, 14).tolist()))  # two seeds that only one side has
-    found = results.paired(ours, theirs)
+    found = compare.paired(ours, theirs)
     pairs = [(ours[s], theirs[s]) for s in range(12)]
     test = stats.ttest_rel(*zip(*pairs, strict=True))
-    assert found["n"] == 12
-    assert found["mean"] == pytest.approx(statistics.mean(a - b for a, b in pairs))
-    assert found["error"] == pytest.approx(stats.sem([a - b for a, b in pairs]))
-    assert found["interval"] == pytest.approx(list(test.confidence_interval(0.95)))
-    assert found["p"] == pytest.approx(test.pvalue)
-    assert (found["positive"], found["negative"]) == (sum(a > b for a, b in pairs), sum(a < b for a, b in pairs))
-    assert results.paired({0: 1.0}, {0: 2.0, 1: 3.0}) is None
-    assert results.paired({0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0})["p"] == 1
-    row = Row("T", "near", "hgpo", "AUC", 12, 12, 0, 12, 1.0, None, None, found | {"p": 1.23456e-12})
-    assert table_csv([row]).splitlines()[1].endswith(f",12,{found['positive']},{found['negative']},1.235e-12")
+    assert found.n == 12
+    assert found.mean == pytest.approx(statistics.mean(a - b for a, b in pairs))
+    assert found.error == pytest.approx(stats.sem([a - b for a, b in pairs]))
+    assert found.interval == pytest.approx(tuple(test.confidence_interval(0.95)))
+    assert found.p == pytest.approx(test.pvalue)
+    assert (found.positive, found.negative) == (sum(a > b for a, b in pairs), sum(a < b for a, b in pairs))
+    assert compare.paired({0: 1.0}, {0: 2.0, 1: 3.0}) is None
+    assert compare.paired({0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0}).p == 1
+    row = Row("T", "near", "hgpo", "AUC", 12, 12, 0, 12, 1.0, None, None, "gigpo", found._replace(p=1.23456e-12))
+    assert table_csv([row]).splitlines()[1].endswith(f",12,{found.positive},{found.negative},1.235e-12")
 
 
 @pytest.mark.parametrize(("pairs", "std"), [(2, 1.0), (12, 6.0)])
 def test_the_smallest_difference_that_is_found(pairs, std):
     """By its definition, the noncentral t distribution."""
-    smallest = results.detectable(pairs, std)
+    smallest = compare.detectable(pairs, std)
     found_from = stats.t.ppf(0.975, pairs - 1)
     assert stats.nct.sf(found_from, pairs - 1, smallest * math.sqrt(pairs) / std) == pytest.approx(0.8, abs=1e-3)
-    needed = results.pairs_for(2.0, std)
-    assert results.detectable(needed, std) <= 2.0 < results.detectable(needed - 1, std)
-    assert results.pairs_for(2.0, 0.0) == 2
+    needed = compare.pairs_for(2.0, std)
+    assert compare.detectable(needed, std) <= 2.0 < compare.detectable(needed - 1, std)
+    assert compare.pairs_for(2.0, 0.0) == 2
 
 
 def test_existing_cells_are_filled_and_missing_ones_marked(tmp_path, small, collect):
@@ -95,20 +95,21 @@ def test_existing_cells_are_filled_and_missing_ones_marked(tmp_path, small, coll
     assert len(record["missing"]) == 16 - 9
     one = next(cell for cell in record["cells"] if cell["cell"] == "near/hgpo/s1")
     assert (one["curve"], one["seconds"]) == ([0.1, 0.4, 0.7], 4.5)
-    kept, read = results.read_record(small, out / "small.json"), results.read_all(small, runs)
+    kept, read = records.read_record(small, out / "small.json").cells, results.read_all(small, runs)
     for cell, result in read.items():
         assert (kept[cell] is None) == (result is None)
         if result:
             for name, number in result.numbers.items():
                 assert kept[cell].numbers[name] == pytest.approx(number, abs=1e-3)
-            assert dataclasses.replace(kept[cell], numbers={}) == dataclasses.replace(result, numbers={})
+            assert kept[cell].model_copy(update={"numbers": {}}) == result.model_copy(update={"numbers": {}})
 
 
 def measured(seed, bias2):
     shares = {str(k): bias2 for k in bias.LEVELS}
     truth = {name: {"cosine": bias2, "mse": 2 * bias2} for name in bias.AT_START}
     return {
-        "seed": seed, "fields": SMALL["fields"], "success": 0.5, "peers": [1, 0.5, 0.25], "bias2": shares, "variance": shares,
+        "seed": seed, "fields": SMALL["fields"], "success": 0.5, "turns": 9.0, "steps": 5, "return_variance": 4.0,
+        "peers": [1, 0.5, 0.25], "bias2": shares, "variance": shares, "mse": shares,
         "oracle": dict.fromkeys(bias.AT_START, bias2 / 2), "truth": truth,
     }  # fmt: skip
 
@@ -163,7 +164,7 @@ def test_pairs_that_did_not_start_alike_are_named_and_left_out(tmp_path, small, 
     starts = [cell.get("start") for cell in record["cells"]]
     assert len(starts) == 6 and len(set(starts)) == 5 and starts.count(None) == 1
     assert {pair["n"] for pair in record["paired"]} == {2}
-    kept, read = results.read_record(small, tmp_path / "out" / "small.json"), results.read_all(small, runs)
+    kept, read = records.read_record(small, tmp_path / "out" / "small.json").cells, results.read_all(small, runs)
     assert [cell and cell.start for cell in kept.values()] == [cell and cell.start for cell in read.values()]
 
 
@@ -232,7 +233,7 @@ def test_what_was_collected_elsewhere_is_kept(tmp_path, small, collect):
     for text, reason in (
         (None, "no such file"), ('{"cells": [{}]}', "is not a record of runs"),
         (json.dumps(other), "is a record of another plan, 'small'"),
-        ('{"fields": {}, "cells": [], "bias": {"near": [{}]}}', 'its "bias" is not what'),
+        ('{"fields": {}, "cells": [], "bias": {"near": [{}]}}', "is not a record of runs"),
     ):  # fmt: skip
         if text:
             (tmp_path / "odd.json").write_text(text)
@@ -294,9 +295,9 @@ def test_a_longer_run_counts_before_its_record_and_a_shorter_does_not(tmp_path, 
 def test_bias_is_measured_for_the_seeds_that_lack(tmp_path, monkeypatch, capsys):
     asked = []
 
-    def measure(config):
+    def measure(config, fields):
         asked.append(config.seed)
-        return measured(config.seed, 0.125)
+        return bias.Bias(**measured(config.seed, 0.125))
 
     monkeypatch.setattr(bias, "measure", measure)
     for seeds, wanted in (([7], [7, 7]), ([7, 8], [8, 8]), ([9], [9, 9]), ([8, 7], [])):
@@ -328,7 +329,7 @@ def test_bias_is_measured_for_the_seeds_that_lack(tmp_path, monkeypatch, capsys)
         ("near/hgpo/s0/metrics.jsonl", '{"iteration": 0}\n', r"metrics\.jsonl: is damaged"),
         ("near/hgpo/s0/metrics.jsonl", '{"iteration": 0, "success": "x", "seconds": {}}\n', r"metrics\.jsonl: is damaged"),
         ("near/hgpo/s0/config.yaml", "x\n", r"config\.yaml: is damaged"),
-        ("near/hgpo/s0/evaluation.json", "{", r"evaluation\.json: is damaged"),
+        ("near/hgpo/s0/evaluation.json", "{", r"evaluation\.json: is not an evaluation"),
         ("near/hgpo/s0/evaluation.json", "[]", r"evaluation\.json: is not an evaluation"),
     ],
 )

@@ -9,10 +9,11 @@ from scipy import stats
 from small_plan import PLANS
 
 from hgpo_jax.tables import __main__ as tables
-from hgpo_jax.tables import collect, curves, results
+from hgpo_jax.tables import collect, compare, curves, records
 from hgpo_jax.tables import plan as planning
 from hgpo_jax.tables.plan import Cell
 from hgpo_jax.tables.results import Result
+from hgpo_jax.utils import figures
 from hgpo_jax.utils.errors import ConfigError
 
 RECORD = PLANS / "results" / "household.json"
@@ -22,8 +23,8 @@ RECORD = PLANS / "results" / "household.json"
 def household():
     """(plan, cells with their results, rows) of the committed results."""
     plan = planning.read(PLANS / "household.yaml")
-    found = results.read_record(plan, RECORD)
-    return plan, found, collect.rows(plan, found)
+    found = records.read_record(plan, RECORD).cells
+    return plan, found, compare.rows(plan, found)
 
 
 def shown_by(figure) -> dict:
@@ -40,8 +41,8 @@ def test_the_record_holds_what_the_pictures_need(household):
     said = (PLANS / "results" / "household.md").read_text()
     assert "\n".join(collect.power(household[0], made)) in said
     for key, versus in again.items():
-        assert versus["mean"] == pytest.approx(kept[key]["mean"], abs=2e-3)  # cells are kept in three digits
-        assert versus["interval"] == pytest.approx(kept[key]["interval"], abs=2e-2)
+        assert versus.mean == pytest.approx(kept[key]["mean"], abs=2e-3)  # cells are kept in three digits
+        assert list(versus.interval) == pytest.approx(kept[key]["interval"], abs=2e-2)
 
 
 def test_a_panel_for_each_setting_names_few_methods(household):
@@ -57,8 +58,8 @@ def test_a_panel_for_each_setting_names_few_methods(household):
         many = len(table.methods) > 3
         names = {text.get_text(): text for text in axis.texts[:-1]}
         shown = table.highlight or table.methods[:3]
-        assert set(names) == {f"{plan.methods[method].title} ({len(table.seeds)} runs)" for method in shown}
-        grey = [line for line in axis.lines if to_hex(line.get_color()) == curves.CONTEXT]
+        assert set(names) == {f"{plan.methods[method].title} ({len(table.seeds['household'])} runs)" for method in shown}
+        grey = [line for line in axis.lines if to_hex(line.get_color()) == figures.PALE]
         assert len(grey) == len(table.methods) - len(shown)
         assert len(axis.collections) == (0 if many else len(shown))  # bands
         for name, text in names.items():
@@ -72,16 +73,16 @@ def test_a_panel_for_each_setting_names_few_methods(household):
         assert ("grey: GRPO, HGPO K = 0, HGPO K = 4, EB-GAE" in note) == (table.title == "All methods")
     # A method has the baseline's colour where it is that, and one of its own in all other panels.
     baselines = {plan.methods[table.baseline].title for table in plan.tables}
-    assert {name for name, own in colors.items() if curves.BASELINE in own} == baselines
-    others = [color for own in colors.values() for color in own - {curves.BASELINE}]
-    assert len(others) == len(set(others)) == len([own for own in colors.values() if own != {curves.BASELINE}])
+    assert {name for name, own in colors.items() if figures.DARK in own} == baselines
+    others = [color for own in colors.values() for color in own - {figures.DARK}]
+    assert len(others) == len(set(others)) == len([own for own in colors.values() if own != {figures.DARK}])
 
 
 def test_a_line_is_the_mean_over_seeds(household):
     plan, found, _ = household
     axis = shown_by(curves.draw_curves(plan, found))["HGPO against GiGPO\nhousehold, place two of a kind"]
     own = np.array([found[Cell("household-two", "gigpo", seed)].curve for seed in range(10, 34)])
-    (line,) = (line for line in axis.lines if line.get_color() == curves.BASELINE)
+    (line,) = (line for line in axis.lines if line.get_color() == figures.DARK)
     assert line.get_xdata().tolist() == list(range(2, 38))
     np.testing.assert_allclose(line.get_ydata(), np.convolve(own.mean(0), np.ones(5) / 5, "valid"))
     mean, half = curves.band(own)
@@ -105,17 +106,17 @@ def test_the_forest_has_every_difference_sorted_by_the_first_number(household):
         assert len(rows) == 6 and len(drawn) == (2 + 1 + 3 + 6, 2 + 1 + 6)[i // 4]
         for row in rows:
             mark, _, (interval,) = drawn[place[plan.methods[row.method].title]].lines
-            assert mark.get_xdata()[0] == pytest.approx(row.versus["mean"])
+            assert mark.get_xdata()[0] == pytest.approx(row.versus.mean)
             ((ends),) = interval.get_segments()
-            assert ends[:, 0].tolist() == pytest.approx(row.versus["interval"])
-            low, high = row.versus["interval"]
+            low, high = row.versus.interval
+            assert ends[:, 0].tolist() == pytest.approx([low, high])
             assert (mark.get_markerfacecolor() != "white") == (low > 0 or high < 0)
         if i % 4 == 0:
-            means = [r.versus["mean"] for r in sorted(rows, key=lambda r: place[plan.methods[r.method].title])]
+            means = [r.versus.mean for r in sorted(rows, key=lambda r: place[plan.methods[r.method].title])]
             assert means == sorted(means, reverse=True)  # the first place is on top
     # Two methods of "All methods" are compared with the same baseline over more pairs in the first table.
     once = [r for r in made if r.versus and (r.table, r.method) not in {("All methods", "hgpo-k2"), ("All methods", "eb-td")}]
-    outside = sum(not r.versus["interval"][0] <= 0 <= r.versus["interval"][1] for r in once)
+    outside = sum(not r.versus.interval[0] <= 0 <= r.versus.interval[1] for r in once)
     assert f"leaves out 0: {outside} of 68 different ones, about 3.4 expected by chance" in figure.get_suptitle()
     assert len(once) == 68
 
@@ -127,7 +128,7 @@ def result(curve) -> Result:
 def test_nothing_to_compare_is_no_picture(small):
     found = {cell: None for cell in planning.cells(small)} | {Cell("near", "hgpo", 0): result([0.1, 0.2, 0.3])}
     assert curves.draw_curves(small, found) is None
-    assert curves.draw_differences(small, collect.rows(small, found)) is None
+    assert curves.draw_differences(small, compare.rows(small, found)) is None
 
 
 def test_a_record_that_is_none_is_refused_in_one_line(tmp_path, small, monkeypatch):

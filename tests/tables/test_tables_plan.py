@@ -22,7 +22,7 @@ def test_every_cell_is_listed_once_and_its_commands_are_what_it_says(name, count
     cells = planning.cells(plan)
     assert len(cells) == len(set(cells)) == count
     wanted = {
-        (s, m, seed) for t in plan.tables for s, m, seed in itertools.product(t.settings, t.methods, t.seeds)
+        (s, m, seed) for t in plan.tables for s, m in itertools.product(t.settings, t.methods) for seed in t.seeds[s]
     }  # fmt: skip
     assert {(c.setting, c.method, c.seed) for c in cells} == wanted
     for cell in cells:
@@ -94,19 +94,19 @@ def test_pooled_settings_have_no_cells_and_seeds_may_differ(tmp_path):
         ({"titel": "x"}, "titel: no such field"),
         ({"tables": [SMALL["tables"][0] | {"methods": ["hpgo"]}]}, "hpgo is not one of the methods gigpo, hgpo"),
         ({"settings": {"A B": SMALL["settings"]["near"]}}, "settings.A B"),
-        ({"settings": {"near": SMALL["settings"]["near"] | {"columns": {"A": "train/acu"}}}}, "A: train/acu is not one of"),
+        ({"settings": {"near": SMALL["settings"]["near"] | {"columns": {"A": "train/acu"}}}}, "columns: train/acu is not one"),
         ({"tables": SMALL["tables"] * 2}, "two tables have the title 'T'"),
         ({"published": {"source": "p", "numbers": {"fra": {}}}}, "published.numbers: fra is not one of the settings near, far"),
         ({"published": {"source": "p", "numbers": {"far": {"hgpo": {"A": [1, 2]}}}}}, "A is not one of the columns success"),
         ({"settings": {"near": {"title": "N", "columns": {}}}}, "settings.near: give config, or the settings that it pools"),
         (pools("far", pools=["farther"]), "settings.both.pools: farther is not one of the settings with a config near, far"),
-        (pools("far", pools=["near", "near"]), "settings.both.pools: near, near: give each setting once"),
+        (pools("far", pools=["near", "near"]), "settings.both: pools: near, near: give each setting once"),
         (pools("far", fields=["seed=1"]), "settings.both: fields: has no effect with pools"),
-        (pools("far", "near", columns={"A": "held_out/success"}), "both.columns: A: held_out/success is not one of train/auc"),
-        ({"tables": [SMALL["tables"][0] | {"seeds": {"near": 3, "far": [1]}}]}, "tables.0.seeds.by setting.near: Input should"),
+        (pools("far", "near", columns={"A": "held_out/success"}), "both.columns: held_out/success is not one of the numbers"),
+        ({"tables": [SMALL["tables"][0] | {"seeds": {"near": 3, "far": [1]}}]}, "tables.0.seeds.near: Input should"),
         ({"tables": [SMALL["tables"][0] | {"methods": ["hgpo"]}]}, "baseline: gigpo is not one of the methods of the"),
         (pools("far"), "table 'T': both pools: near is not one of the settings of the table far"),
-        (pools("far", "near", seeds={"both": [1]}), "table 'T': seeds: both is not one of the settings of the table far, near"),
+        (pools("far", "near", seeds={"bth": [1]}), "table 'T': seeds: bth is not one of the settings of the table far, near"),
         (pools("far", "near", seeds={"far": [1]}), "table 'T': settings: near is not one of the settings with seeds far"),
         ({"fields": ["learner.lt=3"]}, "near/gigpo/s0: learner.lt=3: no such field"),
         ({"fields": ["mesh=auto"]}, "near/gigpo/s0: mesh='auto'"),
