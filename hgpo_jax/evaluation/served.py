@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from hgpo_jax.config import Config
+from hgpo_jax.policy.answers import THINK, THINK_END, split_thought
 from hgpo_jax.policy.chat_frame import sanitized
 from hgpo_jax.rollout.chat_prompts import Prompt, load_template
 from hgpo_jax.rollout.environments import environment
@@ -194,8 +195,8 @@ class ServedPolicy:
         text = choice.message.content or ""
         # Some servers take the reasoning out of the text, others leave out the tag that the chat template has written.
         thought = getattr(choice.message, "reasoning_content", None) or getattr(choice.message, "reasoning", None)
-        if "</think>" in text and "<think>" not in text:
-            thought, _, text = text.partition("</think>")
+        if not thought and THINK not in text:
+            thought, text = split_thought(text)
         if thought and not self._template.bare:
-            text = f"<think>{thought}</think>{text}"
+            text = f"{THINK}{thought.removesuffix(THINK_END)}{THINK_END}{text}"
         return _Answer(text, choice.finish_reason != "length")

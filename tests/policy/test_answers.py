@@ -1,15 +1,13 @@
-"""Calls of tools in an answer's text: what people's models write."""
+"""Thoughts and calls of tools in an answer's text: what people's models write."""
 
+import itertools
 import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hgpo_jax.serving.answers import Choice, Piece, ToolForm, tool_calls
-from hgpo_jax.serving.requests import ChatRequest
-from hgpo_jax.serving.text import ServedText, TextStream
-from tests.helpers.chat_tokenizers import tool_tokenizer
+from hgpo_jax.policy.answers import AnswerParser, call_format
 
 
 def block(*calls) -> str:
@@ -17,9 +15,11 @@ def block(*calls) -> str:
 
 
 def read(text: str, inside_thought: bool = False) -> tuple[str, list[tuple[str, dict]]]:
-    content, calls = tool_calls(text, inside_thought)
-    assert [call["index"] for call in calls] == list(range(len(calls)))
-    return content, [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+    answer = AnswerParser(FORM, inside_thought).parse(text)
+    return answer.content, list(map(tuple, answer.calls))
+
+
+FORM = call_format("")
 
 
 LOOK, GO = {"name": "look", "arguments": {"at": 1}}, {"name": "go", "arguments": {"to": "</tool_call>"}}
@@ -103,35 +103,14 @@ def test_nothing_is_raised_and_nothing_invented(text, inside_thought):
         assert json.dumps(name)[1:-1] in text
 
 
-SERVED = {opened: ServedText(tool_tokenizer()) for opened in ("", "<think>\n")}
-for opened, served in SERVED.items():
-    served.frame.opened = opened
-
-
-@given(
-    TEXTS, st.lists(st.integers(1, 9), max_size=20), st.sampled_from(["stop", "length"]), st.sampled_from(list(SERVED)),
-    st.sampled_from(["auto", "required"]),
-)  # fmt: skip
-def test_what_is_streamed_adds_up_to_the_whole(text, cuts, reason, opened, choice):
-    """With the calls, where the answer was not cut."""
-    tools, served = [{"type": "function", "function": {"name": "look"}}], SERVED[opened]
-    asked = ChatRequest(model="x", messages=[{"role": "user", "content": "x"}], tools=tools, tool_choice=choice)
-    form, ids, stream = ToolForm(asked, served), served.prompt(text), TextStream(served.decode, [])
-    content, calls, at, so_far, ended = "", [], 0, "", ""
-    for cut in [*cuts, len(ids)]:
-        some = ids[at : at + cut]
-        at, last = at + cut, at + cut >= len(ids)
-        piece = stream.push(some, last=last)[0]
-        so_far += piece
-        (told,) = form.piece(Piece(0, piece, so_far, some, [0.0] * len(some), reason if last else None))["choices"]
-        content, ended = content + (told["delta"]["content"] or ""), told["finish_reason"]
-        calls += told["delta"].get("tool_calls", [])
-        if last:
-            break
-    (whole,) = form.whole([Choice(stream, so_far, ids, [0.0] * len(ids), reason)], [[1]])["choices"]
-    said = whole["message"]
-    assert (said["content"] or "", whole["finish_reason"]) == (content, ended)
-    assert [call["function"] for call in said.get("tool_calls", [])] == [call["function"] for call in calls]
-    text = form.begun + served.decode(ids)
-    assert form.begun + so_far == text and (text.strip().startswith(content) if calls else content == text)
-    assert ended == ("tool_calls" if calls else reason) and not (calls and reason == "length")
+@given(TEXTS, st.lists(st.integers(1, 9), max_size=20), st.booleans(), st.booleans(), st.sampled_from([None, "", "look"]))
+def test_pieces_add_up_to_the_whole(text, cuts, inside_thought, complete, called):
+    """What is settled at any moment is the beginning of what is parsed at the end."""
+    begun = "" if called is None else FORM.begin(called)
+    parser, text = AnswerParser(FORM, inside_thought and not begun, lambda calls: "<" in calls), begun + text
+    answer = parser.parse(text, complete)
+    for end in itertools.accumulate(cuts):
+        assert answer.content.startswith(text[: parser.settled(text[:end])])
+    assert text.startswith(answer.content) and (answer.calls or answer.content == text)
+    assert complete or not answer.calls
+    assert begun or inside_thought or parser.settled(text) >= len(text.partition("<")[0].rstrip())
