@@ -79,7 +79,7 @@ class AgentRunner:
         check_context(config, model)
         self._command = command_of(env.command)
         try:
-            import hgpo_jax.serving.background  # noqa: F401
+            import hgpo_jax.serving.server  # noqa: F401
         except ImportError as error:
             raise ConfigError(f"env.name=agent: needs the package {error.name}; pip install 'hgpo_jax[serve]'") from None
         if jax.process_count() > 1:
@@ -108,8 +108,8 @@ class AgentRunner:
         Raises RunError if all are left out, or if all have failed, for any reason, before one ever ended properly.
         """
         from hgpo_jax.serving.api import Api
-        from hgpo_jax.serving.background import served
         from hgpo_jax.serving.engine import Engine
+        from hgpo_jax.serving.server import served
         from hgpo_jax.serving.sessions import Session, Sessions, episodes_of
 
         jax.block_until_ready(params)  # from here on another thread uses the devices

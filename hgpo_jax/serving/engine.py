@@ -84,6 +84,7 @@ class Engine:
       failed: called in the engine's thread if it fails; nothing is sampled after that.
 
     Attributes:
+      failed: as given; it may be replaced.
       vocabulary: upper bound of token ids.
       end_tokens: the tokens that end a response.
       failure: the message for clients once the thread has failed; "" until then. The log says why.
@@ -104,7 +105,7 @@ class Engine:
         self.prompt_limit, self.response_limit, self._waiting_limit = prompt_limit, response_limit, waiting_limit
         self.vocabulary = policy.config.vocab_size
         self.failure = ""
-        self._mesh, self._failed = mesh, failed
+        self._mesh, self.failed = mesh, failed
         programs = programs or SlotPrograms(policy.graphdef, mesh, max_new=response_limit, end_tokens=policy.end_tokens)
         self.end_tokens = programs.end_tokens
         with jax.set_mesh(mesh):
@@ -216,7 +217,7 @@ class Engine:
         for generation in left:
             generation.tell(Progress([], [], True, self.failure or "the server is shutting down"))
         if self.failure:
-            self._failed()
+            self.failed()
 
     def _admit(self) -> bool:
         """Waits until there is something to decode, and gives waiting requests free slots; False once the engine closes."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+import pydantic
 
 from hgpo_jax.rollout.chat_prompts import ParsedResponse, Prompt
 from hgpo_jax.rollout.episode_buffer import EpisodeBuffer
@@ -21,10 +22,33 @@ from hgpo_jax.rollout.result import RolloutResult
 from hgpo_jax.rollout.workers import MAX_REWARD, EnvFailure, EnvOutput
 from hgpo_jax.sampling.continuous_batching import SlotResponse
 from hgpo_jax.sampling.generate import Decoding
-from hgpo_jax.serving.requests import MAX_STATE, ApiError, RewardRequest
+from hgpo_jax.serving.requests import ApiError, Body
 
+MAX_STATE = 10_000  # characters
 SILENT = 3600.0  # seconds after which a session may be dropped if there is no room for others
 _NAME = re.compile(r"[\w.-]{1,100}")
+
+
+class RewardRequest(Body):
+    """The body of POST /v1/sessions/NAME/reward.
+
+    reward: added to that of the turn; if no turn is given, to that of the last turn, and the session ends.
+    turn: its number, from 0; -1 is the last one so far.
+    admissible: whether the turn's answer was usable; if not, it is penalized (`advantage.invalid_penalty`).
+    success, state: with the session's end: whether it succeeded, by default unknown; the final observation.
+    """
+
+    reward: float
+    turn: int | None = None
+    admissible: bool = True
+    success: bool | None = None
+    state: str = pydantic.Field("", max_length=MAX_STATE)
+
+    @pydantic.model_validator(mode="after")
+    def _at_the_end_only(self):
+        if self.turn is not None and (self.success is not None or self.state):
+            raise ValueError("success and state go with the session's end, without a turn")
+        return self
 
 
 @dataclasses.dataclass
@@ -39,10 +63,9 @@ class Turn:
 
     ids: list[int]
     state: str
-    tokens: list[int]
-    logp: list[float]
-    text: str
-    finish_reason: str = "stop"
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logp: list[float] = dataclasses.field(default_factory=list)
+    text: str = ""
     begun: str = ""
     key: str | None = None
     delivered: bool = False

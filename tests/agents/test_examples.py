@@ -19,7 +19,7 @@ from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.serving.agent_rollout import AgentRunner, Commands
 from hgpo_jax.serving.api import Api
-from hgpo_jax.serving.background import served
+from hgpo_jax.serving.server import served
 from hgpo_jax.serving.sessions import Session, Sessions
 from tests.helpers.byte_policy import byte_policy
 from tests.helpers.chat_tokenizers import byte_tokenizer, tool_tokenizer

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from hgpo_jax.policy.answers import TextStream
 from hgpo_jax.policy.tokenizer import ACT, END, PLAIN, word_tokenizer
-from hgpo_jax.serving.text import ServedText, TextStream
+from hgpo_jax.serving.text import ServedText
 from tests.helpers.chat_tokenizers import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()

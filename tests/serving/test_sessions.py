@@ -11,8 +11,8 @@ from hgpo_jax import analysis
 from hgpo_jax import config as configuration
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.serving.recording import EVERY, Recording
-from hgpo_jax.serving.requests import ApiError, RewardRequest
-from hgpo_jax.serving.sessions import SILENT, OpenSessions, Session, Turn
+from hgpo_jax.serving.requests import ApiError
+from hgpo_jax.serving.sessions import SILENT, OpenSessions, RewardRequest, Session, Turn
 from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.chat_tokenizers import byte_tokenizer
 from tests.helpers.serving import RESPONSE, client_of, expected, post, raw, served
