@@ -104,9 +104,7 @@ def _serve(args: argparse.Namespace, key: str, policy: Policy, engine, recording
     name = args.name or (Path(args.policy).resolve().name if Path(args.policy).exists() else args.policy)
     sessions = OpenSessions(args.max_turns, SESSIONS, recording.add) if recording else None
     try:
-        api = Api(
-            engine, policy.tokenizer, name, key=key, body_limit=args.body_limit, time_limit=args.time_limit, sessions=sessions
-        )
+        api = Api(engine, policy.tokenizer, name, key=key, time_limit=args.time_limit, sessions=sessions)
     except ValueError as error:
         raise ConfigError(f"{args.policy}: {error}") from None
     server = Server(settings(api, log_level="warning", limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=5))
@@ -136,7 +134,6 @@ def _parser() -> argparse.ArgumentParser:
         "--response-limit", type=whole_number, default=512, metavar="N", help="tokens of the longest answer; default: 512"
     )
     p.add_argument("--time-limit", type=cli.positive, default=300.0, metavar="S", help="seconds of a request; default: 300")
-    p.add_argument("--body-limit", type=whole_number, default=2**22, metavar="N", help="bytes of a request; default: 4 MiB")
     p.add_argument("--record", type=cli.local_path, metavar="FOLDER", help="record sessions in it, as Episodes")
     p.add_argument("--max-turns", type=whole_number, default=100, metavar="N", help="turns of a recorded session; default: 100")
     p.add_argument("--mesh", default="data=1", metavar="SPEC", help="device mesh, as in data=1,fsdp=4; default: data=1")

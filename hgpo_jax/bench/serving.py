@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> list[dict]:
     with clients, engine:
         for shape in engine.shapes():
             engine.warm_up(*shape)
-        api = Api(engine, policy.tokenizer, "served", key="", body_limit=2**24, time_limit=3600.0)
+        api = Api(engine, policy.tokenizer, "served", key="", time_limit=3600.0)
         with served(api) as url:
             for load in loads:
                 direct(load)  # compiles every combination

@@ -53,7 +53,6 @@ from hgpo_jax.utils.errors import ConfigError, RunError, one_line
 log = logging.getLogger(__name__)
 
 ANSWER_LIMIT = 3600.0  # timeout of a request in seconds, most of which it may wait for a slot
-BODY_LIMIT = 2**24  # bytes of a request
 MAX_OUTPUT = 2**26  # bytes that a command may write to its terminal
 # Kinds of failures. No answer is to blame for the first; the metrics have the share of each as `failed/KIND`.
 KINDS = INFRASTRUCTURE, CRASH, CONTEXT, SILENCE, NO_REWARD = "infrastructure", "crash", "context", "silence", "no_reward"
@@ -130,7 +129,6 @@ class AgentRunner:
             self._tokenizer,
             "",
             key="",
-            body_limit=BODY_LIMIT,
             time_limit=ANSWER_LIMIT,
             sessions=Sessions(sessions),
             frame=self._frame,

@@ -37,7 +37,7 @@ from hgpo_jax.serving.engine import Engine
 from hgpo_jax.serving.exchange import Exchange, ServedPrompt
 from hgpo_jax.serving.requests import ApiError, Conversation, SamplingRequest, parse
 from hgpo_jax.serving.server import is_loopback
-from hgpo_jax.serving.sessions import OpenSessions, RewardRequest, Session, Sessions, Turn, state_of
+from hgpo_jax.serving.sessions import OpenSessions, Place, RewardRequest, Session, Sessions, Turn, place_of
 from hgpo_jax.serving.text import ServedText
 
 log = logging.getLogger(__name__)
@@ -45,8 +45,6 @@ log = logging.getLogger(__name__)
 DIALECTS: dict[str, type[Dialect]] = {"/v1/chat/completions": ChatCompletions, "/v1/completions": TextCompletions}
 GRACE = 30.0  # timeout in seconds for a body to arrive, and for the rest of an answer to be read
 TOO_LONG = "context_length_exceeded"
-MAX_LOGGED = 100  # names of ignored fields
-_logged: set[str] = set()  # those names, for all servers of a process: a trainer starts one for every rollout
 
 
 class Api:
@@ -57,7 +55,6 @@ class Api:
       tokenizer: the policy's.
       key: clients must send it; none if empty.
       sessions: those to record; `Sessions` have keys of their own, instead of `key`. None: none.
-      body_limit: bytes of a request.
       frame: the frame of the tokenizer's chat template; by default unchanged, with today's date.
       time_limit: timeout in seconds until a request's last token.
     """
@@ -69,14 +66,14 @@ class Api:
         model: str,
         *,
         key: str,
-        body_limit: int,
         time_limit: float,
         sessions: Sessions | OpenSessions | None = None,
         frame: ChatFrame | None = None,
     ):
-        self._engine, self._model, self._key, self._sessions = engine, model, key, sessions
+        self._engine, self._model, self._sessions = engine, model, sessions
+        self._allows = sessions.allows if isinstance(sessions, Sessions) else functools.partial(_equal, key) if key else None
         # A body longer than any prompt is not parsed, since other requests would wait; a character takes at most 6 bytes.
-        self._body_limit = min(body_limit, 6 * MAX_CHARACTERS_PER_TOKEN * engine.prompt_limit + 2**18)
+        self._body_limit = 6 * MAX_CHARACTERS_PER_TOKEN * engine.prompt_limit + 2**18
         self._time_limit = time_limit
         self._texts, self._began = ServedText(tokenizer, frame), int(time.time())
         # In training a session's own decoding applies.
@@ -105,15 +102,12 @@ class Api:
 
     def _admit(self, request: Request) -> None:
         """Raises ApiError for a request without the key, or, on a server without one, from a page in a browser."""
-        if not (self._key or isinstance(self._sessions, Sessions)):
-            # A page in this machine's browser can reach local servers, also under a host name of its own.
-            if not all(_is_local(request.headers[name]) for name in ("host", "origin") if name in request.headers):
-                raise ApiError(403, "without a key only this machine's own programs are answered", "permission_error")
-        elif request.url.path != "/health":
-            key = _key_of(request)
-            known = self._sessions.allows(key) if isinstance(self._sessions, Sessions) else _equal(key, self._key)
-            if not known:
+        if self._allows:
+            if request.url.path != "/health" and not self._allows(_key_of(request)):
                 raise ApiError(401, "the API key is missing or wrong", "authentication_error", code="invalid_api_key")
+        # A page in this machine's browser can reach local servers, also under a host name of its own.
+        elif not all(_is_local(request.headers[name]) for name in ("host", "origin") if name in request.headers):
+            raise ApiError(403, "without a key only this machine's own programs are answered", "permission_error")
 
     async def _health(self, request: Request) -> Response:
         if self._engine.failure:
@@ -152,9 +146,9 @@ class Api:
             raise ApiError(404, "this server records no sessions; start it with --record FOLDER")
         posted = parse(RewardRequest, await self._body(request))
         session = self._sessions.named(_key_of(request), request.path_params["name"])
-        async with self._in_line(session):
+        async with session.in_line(self._time_limit):
             session.post(posted)
-        if session.ended and isinstance(self._sessions, OpenSessions):
+        if session.ended:
             self._sessions.ended(session)
         return JSONResponse(session.described())
 
@@ -169,10 +163,13 @@ class Api:
 
     async def _answer(self, request: Request, dialect: Dialect, scope, receive, send) -> None:
         """Answers a request; what it holds is released however that ends."""
-        asked, session = dialect.request, self._session_of(request, dialect.request)
-        async with self._in_line(session):
+        asked, place = dialect.request, place_of(request.headers, dialect.request.metadata)
+        session = self._sessions.of(_key_of(request), place) if self._sessions is not None else None
+        if session and asked.n > 1:
+            raise ApiError(400, f"n: {asked.n} answers are no turn of a session; ask for one", param="n")
+        async with session.in_line(self._time_limit) if session else contextlib.nullcontext():
             prompt = await self._prompt(asked, session)
-            turn = self._turn(request, asked, session, prompt)
+            turn = _turn(request, asked, session, prompt, place) if session else None
             # Rejections come before a stream begins.
             with Exchange(self._engine, self._texts, asked, prompt, self._usual, self._time_limit, session, turn) as exchange:
                 headers = self._headers(asked, session)
@@ -199,32 +196,6 @@ class Api:
                 exchange.turn.delivered = True
         except ApiError as error:  # too late for a status
             yield event(dialect.error(error))
-
-    def _session_of(self, request: Request, asked: SamplingRequest) -> Session | None:
-        """Returns the session of a request. Raises ApiError."""
-        if self._sessions is None:
-            return None
-        session = self._sessions.of(_key_of(request), request.headers, asked.metadata)
-        if session and asked.n > 1:
-            raise ApiError(400, f"n: {asked.n} answers are no turn of a session; ask for one", param="n")
-        return session
-
-    @contextlib.asynccontextmanager
-    async def _in_line(self, session: Session | None):
-        """Waits for a session's earlier requests, and lets the later ones wait. Raises ApiError."""
-        if session is None:
-            yield
-            return
-        try:
-            async with asyncio.timeout(self._time_limit):
-                await session.begin()
-        except TimeoutError:
-            message = f"session {session.name}: its earlier requests were not done within {self._time_limit:g} seconds"
-            raise ApiError(504, message, "server_error", code="timeout") from None
-        try:
-            yield
-        finally:
-            session.end()
 
     async def _prompt(self, asked: SamplingRequest, session: Session | None) -> ServedPrompt:
         """Encodes a prompt, in a session based on its earlier turns. Raises ApiError."""
@@ -258,18 +229,6 @@ class Api:
             raise ApiError(400, f"the prompt has {len(prompt.ids):,} tokens, this server reads {limit:,} tokens", code=TOO_LONG)
         return prompt
 
-    def _turn(self, request: Request, asked: SamplingRequest, session: Session | None, prompt: ServedPrompt) -> Turn | None:
-        """Returns the turn that a request becomes in its session, or that it repeats. Raises ApiError."""
-        if session is None:
-            return None
-        seen = asked.prompt.observation if isinstance(asked.prompt, Conversation) else str(asked.prompt)
-        state, key = state_of(request.headers, asked.metadata, seen), request.headers.get("idempotency-key")
-        again = request.headers.get("x-stainless-retry-count", "0") != "0"
-        if turn := session.repeated(prompt.ids, key, again):
-            return turn
-        session.check_turns()
-        return Turn(prompt.ids, state, begun=prompt.begun, key=key)
-
     def _headers(self, asked: SamplingRequest, session: Session | None) -> dict[str, str]:
         """Returns an answer's headers, which tell what is ignored; new names are also logged."""
         ignored, most = list(asked.ignored), self._engine.response_limit
@@ -280,11 +239,23 @@ class Api:
         if session and session.decoding:
             ignored += sorted([*asked.decoding, *(["seed"] if asked.seed is not None else [])])
         for name in ignored:
-            if name not in _logged and len(_logged) < MAX_LOGGED:
-                _logged.add(name)
-                limit = f"no answer has more than {most:,}" if name == "max_tokens" else "it is ignored"
-                log.warning("a request's %s: %s", name, limit)
+            _log_once(name, f"no answer has more than {most:,}" if name == "max_tokens" else "it is ignored")
         return {"Cache-Control": "no-cache"} | ({"X-Ignored": ", ".join(ignored)} if ignored else {})
+
+
+@functools.lru_cache(100)  # for all servers of a process: a trainer starts one for every rollout
+def _log_once(name: str, consequence: str) -> None:
+    log.warning("a request's %s: %s", name, consequence)
+
+
+def _turn(request: Request, asked: SamplingRequest, session: Session, prompt: ServedPrompt, place: Place) -> Turn:
+    """Returns the turn that a request becomes in its session, or that it repeats. Raises ApiError."""
+    key, again = request.headers.get("idempotency-key"), request.headers.get("x-stainless-retry-count", "0") != "0"
+    if turn := session.repeated(prompt.ids, key, again):
+        return turn
+    session.check_turns()
+    seen = asked.prompt.observation if isinstance(asked.prompt, Conversation) else str(asked.prompt)
+    return Turn(prompt.ids, seen if place.state_key is None else place.state_key, begun=prompt.begun, key=key)
 
 
 async def _stays(receive, exchange: Exchange) -> bool:

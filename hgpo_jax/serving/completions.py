@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import json
 import secrets
 import time
@@ -11,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import AliasChoices, BeforeValidator, Field
-from pydantic_core import PydanticCustomError
 
 from hgpo_jax.policy.answers import Call, split_thought
 from hgpo_jax.serving.dialect import Dialect, event
@@ -20,17 +18,10 @@ from hgpo_jax.serving.requests import ApiError, Conversation, OpenBody, Sampling
 
 
 class Part(OpenBody):
-    """A part of a message's content."""
+    """A part of a message's content, which must be text."""
 
-    type: str
-    text: str = ""
-
-    @pydantic.model_validator(mode="after")
-    def _is_text(self):
-        if self.type != "text" or "text" not in self.model_fields_set:
-            kind = "a part of the type text needs a text" if self.type == "text" else f"no {self.type[:50]}; leave the part out"
-            raise PydanticCustomError("part", "this policy reads texts only, {kind}", {"kind": kind})
-        return self
+    type: Literal["text"]
+    text: str
 
 
 class Function(OpenBody):
@@ -44,17 +35,6 @@ class Function(OpenBody):
 class Tool(OpenBody):
     type: Literal["function"]
     function: Function
-
-
-class ChosenFunction(OpenBody):
-    name: str
-
-
-class NamedTool(OpenBody):
-    """The tool that an answer must call."""
-
-    type: Literal["function"]
-    function: ChosenFunction
 
 
 class ResponseFormat(OpenBody):
@@ -82,10 +62,8 @@ class CalledFunction(OpenBody):
 class ToolCall(OpenBody):
     """A tool call in an assistant's message."""
 
-    id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None  # only in a streamed call
 
 
 class Message(OpenBody):
@@ -96,9 +74,6 @@ class Message(OpenBody):
         list[Part] | None, BeforeValidator(lambda given: [{"type": "text", "text": given}] if isinstance(given, str) else given)
     ] = None
     tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None  # not shown to the model
-    name: str | None = None  # not shown either
-    annotations: list[Any] | None = None  # what the official client makes of an answer
 
     @pydantic.model_validator(mode="after")
     def _says_something(self):
@@ -120,7 +95,6 @@ class Message(OpenBody):
 
 class StreamOptions(OpenBody):
     include_usage: bool = False
-    include_obfuscation: bool = False
 
 
 class SamplingBody(OpenBody):
@@ -145,9 +119,6 @@ class SamplingBody(OpenBody):
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
     metadata: dict[str, Any] = Field(default_factory=dict)
-    # Fields that need not have an effect here.
-    user: str | None = None
-    store: bool | None = None
 
     def translated(self, prompt: Conversation | str | list[int]) -> SamplingRequest:
         """Translates the common fields."""
@@ -169,7 +140,7 @@ class ChatBody(SamplingBody):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     tools: list[Tool] = Field(default_factory=list)
-    tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
+    tool_choice: Literal["auto", "none", "required"] | Tool = "auto"
     parallel_tool_calls: bool = True
     response_format: ResponseFormat | None = None
     chat_template_kwargs: TemplateOptions = TemplateOptions()
@@ -177,7 +148,7 @@ class ChatBody(SamplingBody):
     @pydantic.model_validator(mode="after")
     def _can_choose(self):
         choice, names = self.tool_choice, [tool.function.name for tool in self.tools]
-        if isinstance(choice, NamedTool) and choice.function.name not in names:
+        if isinstance(choice, Tool) and choice.function.name not in names:
             raise ApiError(400, f"tool_choice: {choice.function.name[:50]!r} is none of the tools", param="tool_choice")
         if choice == "required" and not names:
             raise ApiError(400, "tool_choice: required needs tools; give some, or leave it out", param="tool_choice")
@@ -211,23 +182,20 @@ class TextBody(SamplingBody):
         return self.translated(self.prompt)
 
 
-class Completions(Dialect):
-    """What both kinds of completions have in common.
+class ChatCompletions(Dialect):
+    """OpenAI's chat completions.
 
-    prefix, whole_name, streamed_name: the prefix of ids, the names of the two kinds of objects.
+    body: the model of a request's body. prefix, whole_name, streamed_name: the prefix of ids, the names of both objects.
     """
 
-    body: type[ChatBody] | type[TextBody]
-    prefix = whole_name = streamed_name = ""
+    body: type[ChatBody] | type[TextBody] = ChatBody
+    prefix, whole_name, streamed_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, body: bytes | bytearray):
         self._body: Any = parse(self.body, body)
         self.request = self._body.request()
-        self._same = {
-            "id": f"{self.prefix}-{secrets.token_hex(12)}",
-            "created": int(time.time()),
-            "model": self.request.model,
-        }
+        identity = f"{self.prefix}-{secrets.token_hex(12)}"
+        self._same = {"id": identity, "created": int(time.time()), "model": self.request.model}
 
     def response(self, exchange: Exchange) -> dict[str, Any]:
         choices = [self._choice(choice, exchange, "message") for choice in exchange.choices]
@@ -236,9 +204,7 @@ class Completions(Dialect):
 
     async def events(self, exchange: Exchange) -> AsyncIterator[str]:
         same = self._same | {"object": self.streamed_name}
-        opening, ids = self._opening(), self._ids("prompt_token_ids", exchange.prompt)
-        if opening or ids:
-            yield event(same | {"choices": opening} | ids)
+        yield event(same | {"choices": self._opening()} | self._ids("prompt_token_ids", exchange.prompt))
         async for piece in exchange.pieces():
             yield event(same | {"choices": [self._choice(piece, exchange, "delta")]})
         if self._body.stream_options.include_usage:
@@ -251,41 +217,23 @@ class Completions(Dialect):
 
     def _opening(self) -> list[dict[str, Any]]:
         """Builds the choices of a stream's first event."""
-        return []
+        delta = {"role": "assistant", "content": ""}
+        return [{"index": i, "delta": delta, "finish_reason": None, "logprobs": None} for i in range(self.request.n)]
 
     def _ids(self, name: str, ids: list[int]) -> dict[str, list[int]]:
         return {name: ids} if self._body.return_token_ids else {}
 
     def _choice(self, piece: Piece, exchange: Exchange, where: str) -> dict[str, Any]:
         """Builds a choice of a whole answer or of a chunk. where: the name of its message."""
-        choice = {"index": piece.index, "finish_reason": piece.finish_reason, "logprobs": self._logprobs(piece, exchange)}
-        return choice | self._ids("token_ids", piece.tokens)
-
-    @abc.abstractmethod
-    def _logprobs(self, piece: Piece, exchange: Exchange) -> dict[str, Any] | None:
-        """Builds the log-probabilities of the sampled tokens, if the request asks for them."""
-
-
-class ChatCompletions(Completions):
-    """OpenAI's chat completions."""
-
-    body = ChatBody
-    prefix, whole_name, streamed_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def _opening(self) -> list[dict[str, Any]]:
-        delta = {"role": "assistant", "content": ""}
-        return [{"index": i, "delta": delta, "finish_reason": None, "logprobs": None} for i in range(self.request.n)]
-
-    def _choice(self, piece: Piece, exchange: Exchange, where: str) -> dict[str, Any]:
-        choice = super()._choice(piece, exchange, where)
-        choice[where] = ({"role": "assistant"} if where == "message" else {}) | {"content": piece.text}
+        message: dict[str, Any] = ({"role": "assistant"} if where == "message" else {}) | {"content": piece.text}
+        choice = {"index": piece.index, "finish_reason": piece.finish_reason, where: message}
         if piece.calls:
             calls = [_call(index, call) for index, call in enumerate(piece.calls)]
+            message |= {"content": piece.text or None, "tool_calls": calls}
             choice["finish_reason"] = "tool_calls"
-            choice[where] |= {"content": piece.text or None, "tool_calls": calls}
         elif piece.finish_reason and (warning := self._warning(exchange.choices[piece.index].text)):
             choice["warning"] = warning
-        return choice
+        return choice | {"logprobs": self._logprobs(piece, exchange)} | self._ids("token_ids", piece.tokens)
 
     def _warning(self, text: str) -> str:
         """Returns what an answer without calls does not do that was asked for; "" if it does all."""
@@ -297,6 +245,7 @@ class ChatCompletions(Completions):
         return ""
 
     def _logprobs(self, piece: Piece, exchange: Exchange) -> dict[str, Any] | None:
+        """Builds the log-probabilities of the sampled tokens, if the request asks for them."""
         if not self._body.logprobs:
             return None
         content = []
@@ -307,15 +256,18 @@ class ChatCompletions(Completions):
         return {"content": content, "refusal": None}
 
 
-class TextCompletions(Completions):
-    """OpenAI's older completions, the dialect of POST /v1/completions."""
+class TextCompletions(ChatCompletions):
+    """OpenAI's older completions, of a text."""
 
     body = TextBody
-    prefix = "cmpl"
-    whole_name = streamed_name = "text_completion"
+    prefix, whole_name, streamed_name = "cmpl", "text_completion", "text_completion"
+
+    def _opening(self) -> list[dict[str, Any]]:
+        return []
 
     def _choice(self, piece: Piece, exchange: Exchange, where: str) -> dict[str, Any]:
-        return super()._choice(piece, exchange, where) | {"text": piece.text}
+        choice = {"index": piece.index, "text": piece.text, "finish_reason": piece.finish_reason}
+        return choice | {"logprobs": self._logprobs(piece, exchange)} | self._ids("token_ids", piece.tokens)
 
     def _logprobs(self, piece: Piece, exchange: Exchange) -> dict[str, Any] | None:
         if self._body.logprobs is None:

@@ -33,6 +33,8 @@ CHANGING: dict[str, tuple] = {
     )
     for name in names.split()
 }
+# Fields that need not have an effect here, so that nobody is told of them.
+SILENT = frozenset(["user", "store", "name", "tool_call_id", "annotations", "index", "include_obfuscation"])
 _NO_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 AnyBody = TypeVar("AnyBody", bound=pydantic.BaseModel)
 
@@ -118,7 +120,7 @@ class OpenBody(Body):
 
     def unknown(self) -> Iterator[str]:
         """Yields the names of the ignored fields, with their locations; a name may be repeated."""
-        yield from (name for name in self.model_extra or () if name not in CHANGING)
+        yield from (name for name in self.model_extra or () if name not in CHANGING.keys() | SILENT)
         for name in self.model_fields_set & type(self).model_fields.keys():
             value = getattr(self, name)
             for part in value if isinstance(value, list) else [value]:
@@ -130,10 +132,10 @@ class OpenBody(Body):
         return sorted({_NO_NAME.sub("?", name)[:60] for name in self.unknown()})[:MAX_IGNORED]
 
 
-def parse(model: type[AnyBody], body: bytes | bytearray) -> AnyBody:
-    """Parses a request's body. Raises ApiError, in a line that names the field."""
+def parse(model: type[AnyBody], given: bytes | bytearray | dict[str, Any]) -> AnyBody:
+    """Parses a request's body, or checks its fields. Raises ApiError, in a line that names the field."""
     try:
-        return model.model_validate_json(body)
+        return model.model_validate(given) if isinstance(given, dict) else model.model_validate_json(given)
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         # A location also names members of unions and validators, such as list[int].

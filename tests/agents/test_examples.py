@@ -77,7 +77,7 @@ def test_the_agent_with_tools_finds_its_number():
 
     engine = Scripted(tool_tokenizer(), guess)
     session = Session(secrets.token_hex(8), 12)
-    api = Api(engine, engine.tokenizer, "", key="", body_limit=2**20, time_limit=60.0, sessions=Sessions([session]))
+    api = Api(engine, engine.tokenizer, "", key="", time_limit=60.0, sessions=Sessions([session]))
     run = [sys.executable, "-m", "hgpo_jax.envs.agents.number_tools"]
     with served(api) as url, Commands(run, 60.0) as commands:
         assert commands.run(session, variables(url, session, FAR)) is None

@@ -21,7 +21,7 @@ from hgpo_jax.serving.api import Api
 from hgpo_jax.serving.engine import Engine, Progress
 from tests.helpers.byte_policy import generated
 
-SLOTS, WAITING, PROMPT, RESPONSE, BODY = 4, 3, 200, 48, 200_000
+SLOTS, WAITING, PROMPT, RESPONSE = 4, 3, 200, 48
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -34,7 +34,7 @@ def engine_of(policy, **limits) -> Engine:
 @contextlib.contextmanager
 def served(engine, policy, **options):
     """A server in a thread; gives its port."""
-    api = Api(engine, policy.tokenizer, "tiny", **{"key": "", "body_limit": BODY, "time_limit": 60.0} | options)
+    api = Api(engine, policy.tokenizer, "tiny", **{"key": "", "time_limit": 60.0} | options)
     with server.served(api) as url:
         yield urlsplit(url).port
 

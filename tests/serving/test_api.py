@@ -8,7 +8,7 @@ import pytest
 
 from hgpo_jax.sampling.generate import Decoding
 from tests.helpers import serving as helpers
-from tests.helpers.serving import BODY, HELLO, PROMPT, SLOTS, WAITING, expected, get, hello, post, raw, served
+from tests.helpers.serving import HELLO, PROMPT, SLOTS, WAITING, expected, get, hello, post, raw, served
 
 IDS = {"extra_body": {"return_token_ids": True}}
 
@@ -116,7 +116,7 @@ def test_models_and_health(client, port, engine):
         ({"messages": [{"role": "function", "content": "x", "name": "1"}]}, 400, "messages.0.role: "),
         ({"model": "gpt" * 999}, 404, "is not served here"),
         ({"model": "gpt"}, 404, "model: 'gpt' is not served here, 'tiny' is"),
-        ({"messages": [{"role": "user", "content": "x" * BODY}]}, 413, "the body has more than 200,000 bytes"),
+        ({"messages": [{"role": "user", "content": "x" * 300_000}]}, 413, "the body has more than 281,344 bytes"),
     ],
 )
 def test_refusals_have_the_apis_form(port, change, status, fragment):

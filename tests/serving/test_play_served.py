@@ -30,7 +30,7 @@ def test_greedy_episodes_are_equal_to_the_letter():
     mesh = make_mesh("data=1", jax.devices()[:1])
     policy = Policy(job.policy.config, jax.device_put(jax.device_get(params), mesh.devices.flat[0]), job.policy.tokenizer)
     with Engine(policy, mesh, slots=4, prompt_limit=900, response_limit=12, waiting_limit=64) as engine:
-        api = Api(engine, policy.tokenizer, "small", key="", body_limit=2**20, time_limit=60.0)
+        api = Api(engine, policy.tokenizer, "small", key="", time_limit=60.0)
         with served(api) as url:
             theirs, _, heard = ServedPolicy(f"openai:{url}#small", config).play(greedy, 0)
     assert heard == told
