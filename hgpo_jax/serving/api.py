@@ -17,7 +17,7 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
@@ -31,7 +31,7 @@ from hgpo_jax.policy.tokenizer import generation_of
 from hgpo_jax.rollout.chat_prompts import MAX_CHARACTERS_PER_TOKEN
 from hgpo_jax.sampling.generate import Decoding, published_decoding
 from hgpo_jax.serving.completions import ChatCompletions, TextCompletions
-from hgpo_jax.serving.dialect import Dialect, event
+from hgpo_jax.serving.dialect import Dialect
 from hgpo_jax.serving.earlier_answers import prompt_ids
 from hgpo_jax.serving.engine import Engine
 from hgpo_jax.serving.exchange import Exchange, ServedPrompt
@@ -71,7 +71,9 @@ class Api:
         frame: ChatFrame | None = None,
     ):
         self._engine, self._model, self._sessions = engine, model, sessions
-        self._allows = sessions.allows if isinstance(sessions, Sessions) else functools.partial(_equal, key) if key else None
+        self._allows: Callable[[str], bool] | None = functools.partial(_equal, key) if key else None
+        if isinstance(sessions, Sessions):
+            self._allows = sessions.allows
         # A body longer than any prompt is not parsed, since other requests would wait; a character takes at most 6 bytes.
         self._body_limit = 6 * MAX_CHARACTERS_PER_TOKEN * engine.prompt_limit + 2**18
         self._time_limit = time_limit
@@ -188,14 +190,11 @@ class Api:
                             turn.delivered |= stays
 
     async def _events(self, dialect: Dialect, exchange: Exchange) -> AsyncIterator[str]:
-        """Yields a streamed answer's events."""
-        try:
-            async for one in dialect.events(exchange):
-                yield one
-            if exchange.turn:
-                exchange.turn.delivered = True
-        except ApiError as error:  # too late for a status
-            yield event(dialect.error(error))
+        """Yields a streamed answer's events, and notes that the client has all of them."""
+        async for event in dialect.events(exchange):
+            yield event
+        if exchange.turn:
+            exchange.turn.delivered = True
 
     async def _prompt(self, asked: SamplingRequest, session: Session | None) -> ServedPrompt:
         """Encodes a prompt, in a session based on its earlier turns. Raises ApiError."""

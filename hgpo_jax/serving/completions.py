@@ -12,7 +12,7 @@ import pydantic
 from pydantic import AliasChoices, BeforeValidator, Field
 
 from hgpo_jax.policy.answers import Call, split_thought
-from hgpo_jax.serving.dialect import Dialect, event
+from hgpo_jax.serving.dialect import Dialect
 from hgpo_jax.serving.exchange import Exchange, Piece
 from hgpo_jax.serving.requests import ApiError, Conversation, OpenBody, SamplingRequest, parse
 
@@ -204,11 +204,15 @@ class ChatCompletions(Dialect):
 
     async def events(self, exchange: Exchange) -> AsyncIterator[str]:
         same = self._same | {"object": self.streamed_name}
-        yield event(same | {"choices": self._opening()} | self._ids("prompt_token_ids", exchange.prompt))
-        async for piece in exchange.pieces():
-            yield event(same | {"choices": [self._choice(piece, exchange, "delta")]})
+        yield _event(same | {"choices": self._opening()} | self._ids("prompt_token_ids", exchange.prompt))
+        try:
+            async for piece in exchange.pieces():
+                yield _event(same | {"choices": [self._choice(piece, exchange, "delta")]})
+        except ApiError as error:
+            yield _event(self.error(error))
+            return
         if self._body.stream_options.include_usage:
-            yield event(same | {"choices": [], "usage": usage(exchange)})
+            yield _event(same | {"choices": [], "usage": usage(exchange)})
         yield "data: [DONE]\n\n"
 
     @staticmethod
@@ -274,6 +278,11 @@ class TextCompletions(ChatCompletions):
             return None
         tokens = list(map(exchange.texts.token, piece.tokens))
         return {"tokens": tokens, "token_logprobs": piece.logp, "top_logprobs": None, "text_offset": None}
+
+
+def _event(content: dict[str, Any]) -> str:
+    """Writes a server-sent event, which is one line whatever the content's text."""
+    return f"data: {json.dumps(content, allow_nan=False)}\n\n"
 
 
 def usage(exchange: Exchange) -> dict[str, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
@@ -22,13 +21,8 @@ class Dialect(Protocol):
         """Builds the whole answer, once all of it is sampled."""
 
     def events(self, exchange: Exchange) -> AsyncIterator[str]:
-        """Yields the server-sent events of a streamed answer."""
+        """Yields the server-sent events of a streamed answer. An error that comes too late for a status is one of them."""
 
     @staticmethod
     def error(error: ApiError) -> dict[str, Any]:
-        """Builds the body, or the event, that tells of an error."""
-
-
-def event(content: dict[str, Any]) -> str:
-    """Writes a server-sent event, which is one line whatever the content's text."""
-    return f"data: {json.dumps(content, allow_nan=False)}\n\n"
+        """Builds the body that tells of an error."""

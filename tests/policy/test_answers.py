@@ -66,7 +66,7 @@ A_LOOK, A_GO = ("look", {"at": 1}), ("go", {"to": "</tool_call>"})
         block({"name": "a", "arguments": "no JSON"}), block([]), block("look"), block(1), block(None),
         '<tool_call>{"name": "a", "arguments": {"b": NaN}}</tool_call>', *(OPEN[:-cut] for cut in (1, 2, 9)), f"{OPEN} so",
         f"{OPEN}</tool_call", f"<tool_call>[{json.dumps(LOOK)}", f"{OPEN}<tool_call>", f"{OPEN}{block(GO)}",
-        f"<tool_call>{'[' * 10_000}</tool_call>",
+        f"<tool_call>{'[' * 100_000}</tool_call>", '<tool_call>{"name": "\\ud800"}</tool_call>',
     ]),
 ])  # fmt: skip
 def test_what_is_read(text, content, calls):

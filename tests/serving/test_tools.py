@@ -5,7 +5,6 @@ import json
 import openai
 import pytest
 
-from hgpo_jax.policy.answers import AnswerParser, call_format
 from hgpo_jax.serving.completions import ChatBody, ChatCompletions
 from hgpo_jax.serving.requests import ApiError, parse
 from hgpo_jax.serving.text import ServedText
@@ -84,19 +83,6 @@ def test_calls_reach_the_client(answered):
     assert answered(CALLED.replace("a désk", "\\ud800"))[0][1] == [("look_at", {"thing": "\ud800"})]
     assert answered("Nothing to do.")[0] == ("Nothing to do.", [], "stop")
     assert answered(CALLED, tool_choice="none")[0] == (CALLED, [], "stop")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<tool_call>{\"name\": \"x\"", "<tool_call>{}</tool_call>", "<tool_call>[1]</tool_call>", "<tool_call>no</tool_call>",
-        "<tool_call>{\"name\": 3}</tool_call>", "<tool_call>{\"name\": \"x\", \"arguments\": {\"y\": NaN}}</tool_call>",
-        "<tool_call>{\"name\": \"\\ud800\"}</tool_call>", "<tool_call>{\"name\": \"x\", \"arguments\": \"y\"}</tool_call>",
-        "<tool_call>" + "[" * 100_000 + "</tool_call>", CALLED + "<tool_call>{}</tool_call>",
-    ],
-)  # fmt: skip
-def test_what_is_no_call_is_text(text):
-    assert AnswerParser(call_format("")).parse(text) == ("", text, ())
 
 
 @pytest.mark.parametrize(
