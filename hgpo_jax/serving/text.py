@@ -6,7 +6,7 @@ import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hgpo_jax.policy.answers import AnswerParser
+from hgpo_jax.policy.answers import THINK_END, AnswerParser
 from hgpo_jax.policy.chat_frame import ChatFrame, sanitized
 from hgpo_jax.policy.tokenizer import ACT
 
@@ -67,7 +67,7 @@ class ServedText:
         """
         if frame := self.frame_with(thinking):
             if begun and frame.inside_thought:
-                begun = "\n</think>\n\n" + begun
+                begun = f"\n{THINK_END}\n\n{begun}"
             return frame.conversation(messages, tools, sampled) + self.tags(begun)
         if tools:
             raise ValueError("tools: this policy's chat template does not show any; leave them out")
@@ -75,7 +75,7 @@ class ServedText:
 
     def sampled(self, ids: Sequence[int], text: str) -> list[int] | None:
         """Returns the ids of a sampled text, without the end token; None if others are special, or decode differently."""
-        if not self.frame or self.frame.plain or (self.frame.hides_thoughts and "</think>" in text):
+        if not self.frame or self.frame.plain or (self.frame.hides_thoughts and THINK_END in text):
             return None  # earlier answers are not read, or not as a whole
         assert self._text
         ids = list(ids)

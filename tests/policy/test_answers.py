@@ -4,7 +4,7 @@ import itertools
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hgpo_jax.policy.answers import AnswerParser, call_format
@@ -61,7 +61,8 @@ A_LOOK, A_GO = ("look", {"at": 1}), ("go", {"to": "</tool_call>"})
     (f"<think>{OPEN}</think>{OPEN}", f"<think>{OPEN}</think>", [A_LOOK]),
     # What cannot be read is text, as a whole.
     *((text, text, []) for text in [
-        "no call", "<tool_call>", "<tool_call></tool_call>", "<tool_call>look</tool_call>", f"{block(LOOK)}<tool_call>",
+        "no call", "<tool_call>", "<tool_call></tool_call>", f"{block(LOOK)}<tool_call></tool_call>",
+        "<tool_call>look</tool_call>", f"{block(LOOK)}<tool_call>",
         f"{block(LOOK)}{block({'arguments': {}})}", block({"name": 1}), block({"name": "a", "arguments": [1]}),
         block({"name": "a", "arguments": "no JSON"}), block([]), block("look"), block(1), block(None),
         '<tool_call>{"name": "a", "arguments": {"b": NaN}}</tool_call>', *(OPEN[:-cut] for cut in (1, 2, 9)), f"{OPEN} so",
@@ -71,6 +72,7 @@ A_LOOK, A_GO = ("look", {"at": 1}), ("go", {"to": "</tool_call>"})
 ])  # fmt: skip
 def test_what_is_read(text, content, calls):
     assert read(text) == (content, calls)
+    assert not AnswerParser(FORM).parse(text, complete=False).calls
 
 
 @pytest.mark.parametrize(("text", "content", "calls"), [
@@ -103,6 +105,7 @@ def test_nothing_is_raised_and_nothing_invented(text, inside_thought):
         assert json.dumps(name)[1:-1] in text
 
 
+@example(f"Well. {block(LOOK)}", [6], False, True, None)
 @given(TEXTS, st.lists(st.integers(1, 9), max_size=20), st.booleans(), st.booleans(), st.sampled_from([None, "", "look"]))
 def test_pieces_add_up_to_the_whole(text, cuts, inside_thought, complete, called):
     """What is settled at any moment is the beginning of what is parsed at the end."""
