@@ -156,13 +156,13 @@ class ChatFrame:
         """Whether an answer begins inside a thought, which it has to end."""
         return bool(self.opened) and THINK_END not in self.opened
 
-    def parser(self, tools: Sequence[dict[str, Any]] = (), begun: str = "") -> AnswerParser:
+    def parser(self, tools: Sequence[dict[str, Any]] = (), beginning: str = "") -> AnswerParser:
         """Returns the parser of answers to a prompt that shows these tools.
 
-        begun: the beginning of the answer that follows the tail of the prompt; it is parsed, too.
+        beginning: the beginning of the answer that follows the tail of the prompt; it is parsed, too.
         """
         calls = self.call_format(tools) if tools else None
-        return AnswerParser(calls, self.inside_thought and not begun, self.text.marker_in)
+        return AnswerParser(calls, self.inside_thought and not beginning, self.text.marker_in)
 
     def call_format(self, tools: Sequence[dict[str, Any]]) -> HermesCalls:
         """Returns the form of tool calls in answers to a prompt that shows these tools."""

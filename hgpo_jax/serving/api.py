@@ -86,7 +86,7 @@ class Api:
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._a_model),
                 Route("/v1/sessions/{name}/reward", self._reward, methods=["POST"]),
-                *(Route(path, functools.partial(self._asked, kind), methods=["POST"]) for path, kind in DIALECTS.items()),
+                *(Route(path, functools.partial(self._endpoint, kind), methods=["POST"]) for path, kind in DIALECTS.items()),
             ],
             exception_handlers={kind: _refused for kind in (ApiError, HTTPException, ClientDisconnect, Exception)},
         )
@@ -154,7 +154,7 @@ class Api:
             self._sessions.ended(session)
         return JSONResponse(session.described())
 
-    async def _asked(self, kind: type[Dialect], request: Request):
+    async def _endpoint(self, kind: type[Dialect], request: Request):
         """Returns the answer to a request in a dialect, as an ASGI application."""
         dialect = kind(await self._body(request))
         self._check_model(dialect.request.model)
@@ -165,24 +165,26 @@ class Api:
 
     async def _answer(self, request: Request, dialect: Dialect, scope, receive, send) -> None:
         """Answers a request; what it holds is released however that ends."""
-        asked, place = dialect.request, place_of(request.headers, dialect.request.metadata)
+        sampling, place = dialect.request, place_of(request.headers, dialect.request.metadata)
         session = self._sessions.of(_key_of(request), place) if self._sessions is not None else None
-        if session and asked.n > 1:
-            raise ApiError(400, f"n: {asked.n} answers are no turn of a session; ask for one", param="n")
+        if session and sampling.n > 1:
+            raise ApiError(400, f"n: {sampling.n} answers are no turn of a session; ask for one", param="n")
         async with session.in_line(self._time_limit) if session else contextlib.nullcontext():
-            prompt = await self._prompt(asked, session)
-            turn = _turn(request, asked, session, prompt, place) if session else None
+            prompt = await self._prompt(sampling, session)
+            turn = _turn(request, sampling, session, prompt, place) if session else None
             # Rejections come before a stream begins.
-            with Exchange(self._engine, self._texts, asked, prompt, self._usual, self._time_limit, session, turn) as exchange:
-                headers = self._headers(asked, session)
-                if asked.stream:
+            with Exchange(
+                self._engine, self._texts, sampling, prompt, self._usual, self._time_limit, session, turn
+            ) as exchange:
+                headers = self._headers(sampling, session)
+                if sampling.stream:
                     events = self._events(dialect, exchange)
                     response: Response = StreamingResponse(events, headers=headers, media_type="text/event-stream")
                 elif await _stays(receive, exchange):
                     response = JSONResponse(dialect.response(exchange), headers=headers)
                 else:
                     return
-                stays = not (asked.stream or await request.is_disconnected())
+                stays = not (sampling.stream or await request.is_disconnected())
                 with contextlib.suppress(TimeoutError):  # a client that reads too slowly is dropped
                     async with asyncio.timeout(self._time_limit + GRACE):
                         await response(scope, receive, send)
@@ -196,47 +198,47 @@ class Api:
         if exchange.turn:
             exchange.turn.delivered = True
 
-    async def _prompt(self, asked: SamplingRequest, session: Session | None) -> ServedPrompt:
+    async def _prompt(self, sampling: SamplingRequest, session: Session | None) -> ServedPrompt:
         """Encodes a prompt, in a session based on its earlier turns. Raises ApiError."""
         try:
-            return await asyncio.to_thread(self._encode, asked.prompt, session.turns if session else ())
+            return await asyncio.to_thread(self._encode, sampling.prompt, session.turns if session else ())
         except ApiError as error:
             if session and error.code == TOO_LONG:
                 session.check_turns()  # the length of a surplus turn does not matter
                 session.overflowed = True
             raise
 
-    def _encode(self, asked: Conversation | str | list[int], turns: Sequence[Turn]) -> ServedPrompt:
+    def _encode(self, prompt: Conversation | str | list[int], turns: Sequence[Turn]) -> ServedPrompt:
         """Raises ApiError for a prompt that is none, or too long; the length of a text is checked first."""
         limit = self._engine.prompt_limit
-        if (characters := sum(map(len, _texts_in(asked)))) > limit * MAX_CHARACTERS_PER_TOKEN:
+        if (characters := sum(map(len, _texts_in(prompt)))) > limit * MAX_CHARACTERS_PER_TOKEN:
             raise ApiError(400, f"the prompt has {characters:,} characters, this server reads {limit:,} tokens", code=TOO_LONG)
-        if isinstance(asked, Conversation):
-            begun = self._texts.call_begun(asked.tools, asked.call)
+        if isinstance(prompt, Conversation):
+            beginning = self._texts.call_beginning(prompt.tools, prompt.call)
             try:
-                ids = prompt_ids(self._texts, asked, begun, turns)
+                ids = prompt_ids(self._texts, prompt, beginning, turns)
             except ValueError as error:
                 raise ApiError(400, str(error), param="tools" if str(error).startswith("tools:") else "messages") from None
-            prompt = ServedPrompt(ids, begun, self._texts.parser(asked.tools, begun, asked.thinking))
+            served = ServedPrompt(ids, beginning, self._texts.parser(prompt.tools, beginning, prompt.thinking))
         else:
-            prompt = ServedPrompt(self._texts.prompt(asked) if isinstance(asked, str) else asked)
-        if not prompt.ids:
+            served = ServedPrompt(self._texts.prompt(prompt) if isinstance(prompt, str) else prompt)
+        if not served.ids:
             raise ApiError(400, "the prompt is empty")
-        if max(prompt.ids) >= self._engine.vocabulary:
-            raise ApiError(400, f"prompt: {max(prompt.ids)} is no token id of this model", param="prompt")
-        if len(prompt.ids) > limit:
-            raise ApiError(400, f"the prompt has {len(prompt.ids):,} tokens, this server reads {limit:,} tokens", code=TOO_LONG)
-        return prompt
+        if max(served.ids) >= self._engine.vocabulary:
+            raise ApiError(400, f"prompt: {max(served.ids)} is no token id of this model", param="prompt")
+        if len(served.ids) > limit:
+            raise ApiError(400, f"the prompt has {len(served.ids):,} tokens, this server reads {limit:,} tokens", code=TOO_LONG)
+        return served
 
-    def _headers(self, asked: SamplingRequest, session: Session | None) -> dict[str, str]:
+    def _headers(self, sampling: SamplingRequest, session: Session | None) -> dict[str, str]:
         """Returns an answer's headers, which tell what is ignored; new names are also logged."""
-        ignored, most = list(asked.ignored), self._engine.response_limit
-        if asked.limit is not None and asked.limit > most:
+        ignored, most = list(sampling.ignored), self._engine.response_limit
+        if sampling.limit is not None and sampling.limit > most:
             ignored.append("max_tokens")
-        if isinstance(asked.prompt, Conversation) and asked.prompt.thinking is not None and not self._texts.has_switch:
+        if isinstance(sampling.prompt, Conversation) and sampling.prompt.thinking is not None and not self._texts.has_switch:
             ignored.append("chat_template_kwargs")
         if session and session.decoding:
-            ignored += sorted([*asked.decoding, *(["seed"] if asked.seed is not None else [])])
+            ignored += sorted([*sampling.decoding, *(["seed"] if sampling.seed is not None else [])])
         for name in ignored:
             _log_once(name, f"no answer has more than {most:,}" if name == "max_tokens" else "it is ignored")
         return {"Cache-Control": "no-cache"} | ({"X-Ignored": ", ".join(ignored)} if ignored else {})
@@ -247,14 +249,14 @@ def _log_once(name: str, consequence: str) -> None:
     log.warning("a request's %s: %s", name, consequence)
 
 
-def _turn(request: Request, asked: SamplingRequest, session: Session, prompt: ServedPrompt, place: Place) -> Turn:
+def _turn(request: Request, sampling: SamplingRequest, session: Session, prompt: ServedPrompt, place: Place) -> Turn:
     """Returns the turn that a request becomes in its session, or that it repeats. Raises ApiError."""
     key, again = request.headers.get("idempotency-key"), request.headers.get("x-stainless-retry-count", "0") != "0"
     if turn := session.repeated(prompt.ids, key, again):
         return turn
     session.check_turns()
-    seen = asked.prompt.observation if isinstance(asked.prompt, Conversation) else str(asked.prompt)
-    return Turn(prompt.ids, seen if place.state_key is None else place.state_key, begun=prompt.begun, key=key)
+    seen = sampling.prompt.observation if isinstance(sampling.prompt, Conversation) else str(sampling.prompt)
+    return Turn(prompt.ids, seen if place.state_key is None else place.state_key, beginning=prompt.beginning, key=key)
 
 
 async def _stays(receive, exchange: Exchange) -> bool:

@@ -71,7 +71,8 @@ class Message(OpenBody):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
-        list[Part] | None, BeforeValidator(lambda given: [{"type": "text", "text": given}] if isinstance(given, str) else given)
+        list[Part] | None,
+        BeforeValidator(lambda content: [{"type": "text", "text": content}] if isinstance(content, str) else content),
     ] = None
     tool_calls: list[ToolCall] | None = None
 
@@ -88,8 +89,8 @@ class Message(OpenBody):
         text = "".join(part.text for part in self.content or ())
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
         if self.tool_calls:
-            called = [call.function.model_dump(include={"name", "arguments"}) for call in self.tool_calls]
-            message["tool_calls"] = [{"type": "function", "function": function} for function in called]
+            functions = [call.function.model_dump(include={"name", "arguments"}) for call in self.tool_calls]
+            message["tool_calls"] = [{"type": "function", "function": function} for function in functions]
         return message
 
 
@@ -111,7 +112,7 @@ class SamplingBody(OpenBody):
     top_k: int | None = Field(None, ge=-1, lt=2**31)  # -1, as in other servers: all tokens, like 0
     max_tokens: int | None = Field(None, ge=1)
     stop: Annotated[
-        list[str], BeforeValidator(lambda given: [given] if isinstance(given, str) else given), Field(max_length=16)
+        list[str], BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop), Field(max_length=16)
     ] = Field(default_factory=list)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     n: int = Field(1, ge=1)
@@ -120,7 +121,7 @@ class SamplingBody(OpenBody):
     return_token_ids: bool = False
     metadata: dict[str, Any] = Field(default_factory=dict)
 
-    def translated(self, prompt: Conversation | str | list[int]) -> SamplingRequest:
+    def sampling(self, prompt: Conversation | str | list[int]) -> SamplingRequest:
         """Translates the common fields."""
         decoding = {name: value for name in ("temperature", "top_p", "top_k") if (value := getattr(self, name)) is not None}
         if decoding.get("top_k") == -1:
@@ -156,16 +157,16 @@ class ChatBody(SamplingBody):
 
     def request(self) -> SamplingRequest:
         """Translates the body."""
-        shown: Any = {"type": True, "function": {"name", "description", "parameters"}}
+        fields: Any = {"type": True, "function": {"name", "description", "parameters"}}
         tools = [] if self.tool_choice == "none" else self.tools
         call = {"required": ""}.get(self.tool_choice) if isinstance(self.tool_choice, str) else self.tool_choice.function.name
         conversation = Conversation(
             [message.plain() for message in self.messages],
-            [tool.model_dump(include=shown, exclude_none=True) for tool in tools],
+            [tool.model_dump(include=fields, exclude_none=True) for tool in tools],
             call,
             self.chat_template_kwargs.thinking,
         )
-        request = self.translated(conversation)
+        request = self.sampling(conversation)
         request.limit = self.max_completion_tokens or self.max_tokens
         request.parallel_calls = self.parallel_tool_calls
         return request
@@ -179,7 +180,7 @@ class TextBody(SamplingBody):
 
     def request(self) -> SamplingRequest:
         """Translates the body."""
-        return self.translated(self.prompt)
+        return self.sampling(self.prompt)
 
 
 class ChatCompletions(Dialect):
@@ -243,8 +244,8 @@ class ChatCompletions(Dialect):
         """Returns what an answer without calls does not do that was asked for; "" if it does all."""
         if self._body.tool_choice not in ("auto", "none"):
             return "tool_choice: the answer is no call that can be read"
-        wanted = self._body.response_format
-        if wanted and wanted.type == "json_object" and not _is_object(split_thought(text)[1]):
+        form = self._body.response_format
+        if form and form.type == "json_object" and not _is_object(split_thought(text)[1]):
             return "response_format: the answer is no JSON object"
         return ""
 
@@ -255,8 +256,8 @@ class ChatCompletions(Dialect):
         content = []
         for token, logp in zip(map(exchange.texts.token, piece.tokens), piece.logp, strict=True):
             # A part of a character has no text, and only the tokenizer's own model knows its bytes.
-            coded = None if "\ufffd" in token else list(token.encode())
-            content.append({"token": token, "logprob": logp, "bytes": coded, "top_logprobs": []})
+            code = None if "\ufffd" in token else list(token.encode())
+            content.append({"token": token, "logprob": logp, "bytes": code, "top_logprobs": []})
         return {"content": content, "refusal": None}
 
 
@@ -287,8 +288,8 @@ def _event(content: dict[str, Any]) -> str:
 
 def usage(exchange: Exchange) -> dict[str, int]:
     """Counts the tokens of the prompt and of all responses."""
-    read, sampled = len(exchange.prompt), sum(len(choice.tokens) for choice in exchange.choices)
-    return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
+    prompt, answers = len(exchange.prompt), sum(len(choice.tokens) for choice in exchange.choices)
+    return {"prompt_tokens": prompt, "completion_tokens": answers, "total_tokens": prompt + answers}
 
 
 def _call(index: int, call: Call) -> dict[str, Any]:

@@ -81,10 +81,9 @@ class Engine:
       prompt_limit, response_limit: tokens.
       waiting_limit: maximum responses that wait for a slot.
       programs: compiled programs of the policy's network with this response_limit, to be reused.
-      failed: called in the engine's thread if it fails; nothing is sampled after that.
 
     Attributes:
-      failed: as given; it may be replaced.
+      failed: called in the engine's thread if it fails; nothing is sampled after that.
       vocabulary: upper bound of token ids.
       end_tokens: the tokens that end a response.
       failure: the message for clients once the thread has failed; "" until then. The log says why.
@@ -100,12 +99,12 @@ class Engine:
         response_limit: int,
         waiting_limit: int,
         programs: SlotPrograms | None = None,
-        failed: Callable[[], None] = lambda: None,
     ):
         self.prompt_limit, self.response_limit, self._waiting_limit = prompt_limit, response_limit, waiting_limit
         self.vocabulary = policy.config.vocab_size
         self.failure = ""
-        self._mesh, self.failed = mesh, failed
+        self.failed: Callable[[], None] = lambda: None
+        self._mesh = mesh
         programs = programs or SlotPrograms(policy.graphdef, mesh, max_new=response_limit, end_tokens=policy.end_tokens)
         self.end_tokens = programs.end_tokens
         with jax.set_mesh(mesh):

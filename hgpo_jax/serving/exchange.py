@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterable
@@ -21,10 +22,10 @@ from hgpo_jax.serving.text import ServedText
 
 
 class ServedPrompt(NamedTuple):
-    """A prompt's ids. begun: the beginning of the answer that stands at their end. parser: that of the answers."""
+    """A prompt's ids. beginning: the beginning of the answer that stands at their end. parser: that of the answers."""
 
     ids: list[int]
-    begun: str = ""
+    beginning: str = ""
     parser: AnswerParser = AnswerParser()
 
 
@@ -49,17 +50,17 @@ class _Response:
 
     def push(self, progress: Progress, end_tokens: tuple[int, ...]) -> Piece:
         """Returns what a report adds; the texts of all pieces add up to the parsed answer's."""
-        text, count = self.stream.push(progress.tokens, last=progress.ended)
+        more, count = self.stream.push(progress.tokens, last=progress.ended)
         piece = Piece(self.whole.index, tokens=progress.tokens[:count], logp=progress.logp[:count])
-        self.text += text
-        answer, parser = self._prompt.begun + self.text, self._prompt.parser
-        content, told = answer[: parser.settled(answer)], len(self.whole.text)
+        self.text += more
+        text, parser = self._prompt.beginning + self.text, self._prompt.parser
+        content = text[: parser.settled(text)]
         if self.stream.stopped or progress.ended:
             stopped = self.stream.stopped or (piece.tokens and piece.tokens[-1] in end_tokens)
             piece.finish_reason = "stop" if stopped else "length"
-            parsed = parser.parse(answer, complete=bool(stopped))
-            content, piece.calls = parsed.content, list(parsed.calls[: self._calls])
-        piece.text = content[told:]
+            answer = parser.parse(text, complete=bool(stopped))
+            content, piece.calls = answer.content, list(answer.calls[: self._calls])
+        piece.text = content[len(self.whole.text) :]
         self.whole.text += piece.text
         self.whole.tokens += piece.tokens
         self.whole.logp += piece.logp
@@ -96,15 +97,7 @@ class Exchange:
         self.prompt, self.texts, self.turn = prompt.ids, texts, turn
         self._engine, self._seconds, self._session = engine, seconds, session
         self._news: asyncio.Queue[tuple[int, Progress]] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-
-        def tell(index: int):
-            def told(progress: Progress) -> None:
-                with contextlib.suppress(RuntimeError):  # the loop has ended, and no one waits
-                    loop.call_soon_threadsafe(self._news.put_nowait, (index, progress))
-
-            return told
-
+        self._loop = asyncio.get_running_loop()
         seed: int | np.ndarray = secrets.randbits(32) if request.seed is None else request.seed % 2**32
         decoding, first = usual.replace(**request.decoding), 0
         if session:
@@ -116,8 +109,13 @@ class Exchange:
             for index in range(request.n)
         ]
         self._generations = [
-            Generation(prompt.ids, limit, decoding, seed, first + index, tell(index)) for index in range(request.n)
+            Generation(prompt.ids, limit, decoding, seed, first + index, functools.partial(self._tell, index))
+            for index in range(request.n)
         ]
+
+    def _tell(self, index: int, progress: Progress) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and no one waits
+            self._loop.call_soon_threadsafe(self._news.put_nowait, (index, progress))
 
     @property
     def choices(self) -> list[Piece]:

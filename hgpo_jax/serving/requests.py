@@ -102,8 +102,8 @@ class Body(pydantic.BaseModel):
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+    def _without_nulls(cls, body: Any) -> Any:
+        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
 
 
 class OpenBody(Body):
@@ -132,10 +132,10 @@ class OpenBody(Body):
         return sorted({_NO_NAME.sub("?", name)[:60] for name in self.unknown()})[:MAX_IGNORED]
 
 
-def parse(model: type[AnyBody], given: bytes | bytearray | dict[str, Any]) -> AnyBody:
-    """Parses a request's body, or checks its fields. Raises ApiError, in a line that names the field."""
+def parse(model: type[AnyBody], body: bytes | bytearray | dict[str, Any]) -> AnyBody:
+    """Parses a request's body, or fields of a request. Raises ApiError, in a line that names the field."""
     try:
-        return model.model_validate(given) if isinstance(given, dict) else model.model_validate_json(given)
+        return model.model_validate(body) if isinstance(body, dict) else model.model_validate_json(body)
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         # A location also names members of unions and validators, such as list[int].

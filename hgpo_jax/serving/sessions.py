@@ -73,8 +73,8 @@ class Turn:
 
     ids: those of the prompt. state: identifies the agent's state. tokens, logp: as sampled, up to a stop string. admissible:
       whether the program could use the answer.
-    begun: the beginning of the answer that is part of the prompt. key: the request's Idempotency-Key. delivered: whether the
-      whole answer has been sent to a client that was still connected.
+    beginning: that of the answer, if it is part of the prompt. key: the request's Idempotency-Key. delivered: whether the whole
+      answer has been sent to a client that was still connected.
     """
 
     ids: list[int]
@@ -82,7 +82,7 @@ class Turn:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logp: list[float] = dataclasses.field(default_factory=list)
     text: str = ""
-    begun: str = ""
+    beginning: str = ""
     key: str | None = None
     delivered: bool = False
     reward: float = 0.0
@@ -299,7 +299,7 @@ def episodes_of(
         buffer.add_output(number, EnvOutput(seen[0], [], goal, 0))
         for turn, after in zip(session.turns, seen[1:], strict=True):
             response = SlotResponse(number, np.array(turn.tokens, np.int32), np.array(turn.logp, np.float32))
-            text = turn.begun + turn.text
+            text = turn.beginning + turn.text
             said = ParsedResponse(text, text, True)
             buffer.add_response(Prompt(turn.ids), response, said, turn.tokens[-1] in end_tokens)
             last = turn is session.turns[-1]

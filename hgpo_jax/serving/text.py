@@ -39,12 +39,12 @@ class ServedText:
             return self.frame
         return self._switched.setdefault(thinking, self.frame.switched(thinking))
 
-    def parser(self, tools: Sequence[dict[str, Any]], begun: str, thinking: bool | None) -> AnswerParser:
-        """Returns the parser of answers to such a prompt; `begun` as in `conversation`."""
+    def parser(self, tools: Sequence[dict[str, Any]], beginning: str, thinking: bool | None) -> AnswerParser:
+        """Returns the parser of answers to such a prompt; `beginning` as in `conversation`."""
         frame = self.frame_with(thinking)
-        return frame.parser(tools, begun) if frame else AnswerParser()
+        return frame.parser(tools, beginning) if frame else AnswerParser()
 
-    def call_begun(self, tools: Sequence[dict[str, Any]], name: str | None) -> str:
+    def call_beginning(self, tools: Sequence[dict[str, Any]], name: str | None) -> str:
         """Returns the beginning of an answer that must call this tool, or any if the name is empty; "" if it is None."""
         return self.frame.call_format(tools).begin(name) if self.frame and name is not None else ""
 
@@ -56,7 +56,7 @@ class ServedText:
         self,
         messages: Sequence[dict[str, Any]],
         tools: Sequence[dict[str, Any]] = (),
-        begun: str = "",
+        beginning: str = "",
         sampled: Mapping[int, list[int]] | None = None,
         thinking: bool | None = None,
     ) -> list[int]:
@@ -66,9 +66,9 @@ class ServedText:
         ids of its content, used instead of encoding it. Raises ValueError if the chat template rejects a message.
         """
         if frame := self.frame_with(thinking):
-            if begun and frame.inside_thought:
-                begun = f"\n{THINK_END}\n\n{begun}"
-            return frame.conversation(messages, tools, sampled) + self.tags(begun)
+            if beginning and frame.inside_thought:
+                beginning = f"\n{THINK_END}\n\n{beginning}"
+            return frame.conversation(messages, tools, sampled) + self.tags(beginning)
         if tools:
             raise ValueError("tools: this policy's chat template does not show any; leave them out")
         return [*self.prompt(messages[-1]["content"]), self._tokenizer.convert_tokens_to_ids(ACT)]

@@ -230,7 +230,8 @@ def test_each_client_gets_its_own_answer_whoever_is_killed_beside_it(client, por
 
 def test_what_fails_inside_is_told_to_all_and_ends_the_server(policy, programs, monkeypatch, caplog):
     failed = threading.Event()
-    with engine_of(policy, programs=programs, failed=failed.set) as engine, served(engine, policy) as port:
+    with engine_of(policy, programs=programs) as engine, served(engine, policy) as port:
+        monkeypatch.setattr(engine, "failed", failed.set)
 
         def fail(*_):
             raise MemoryError("no room\nat all")
