@@ -16,6 +16,7 @@ import contextlib
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -25,6 +26,7 @@ from hgpo_jax.envs.cli import whole_number
 from hgpo_jax.export import policy_folder
 from hgpo_jax.policy import Policy, load_policy
 from hgpo_jax.policy.mesh import make_mesh
+from hgpo_jax.serving.engine import Engine
 from hgpo_jax.utils.errors import ConfigError, RunError
 from hgpo_jax.utils.files import CACHE_DIR
 from hgpo_jax.utils.progress import Progress
@@ -37,8 +39,10 @@ CONNECTIONS = 1024  # maximum at a time; further requests are answered 503
 def main() -> None:
     args = _parser().parse_args()
     try:
-        from hgpo_jax.serving.engine import Engine
+        from hgpo_jax.serving.api import Api
+        from hgpo_jax.serving.recording import Recording
         from hgpo_jax.serving.server import is_loopback, listen
+        from hgpo_jax.serving.sessions import OpenSessions
     except ImportError as error:
         raise ConfigError(f"serve: needs the package {error.name}; pip install 'hgpo_jax[serve]'") from None
     key = os.environ.get(KEY, "")
@@ -46,16 +50,40 @@ def main() -> None:
         raise ConfigError(f"--host {args.host}: anybody could use the policy; set {KEY}, which clients must send")
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", str(Path(CACHE_DIR, "compiled")))
+    policy, engine = _load(args)
+    try:
+        listening = listen(args.host, args.port)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--host {args.host} --port {args.port}: {getattr(error, 'strerror', None) or error}") from None
+    place = Path(args.policy).resolve() if Path(args.policy).exists() else None
+    name = args.name or (place.name if place else args.policy)
+    recording = sessions = None
+    if args.record:
+        fields = [f"env.max_turns={args.max_turns}", f"policy={place or args.policy}"]
+        config = configuration.load(None, ["name=recording", "env.name=agent", *fields, "warm_start=none"])
+        recording = Recording(Path(args.record), config, policy.tokenizer, policy.end_tokens)
+        sessions = OpenSessions(args.max_turns, SESSIONS, recording.add)
+    try:
+        api = Api(engine, policy.tokenizer, name, key=key, time_limit=args.time_limit, sessions=sessions)
+    except ValueError as error:
+        raise ConfigError(f"{args.policy}: {error}") from None
+    with recording or contextlib.nullcontext(), listening, engine:
+        _serve(name, api, engine, listening)
+    if sessions is not None:
+        left = f"{len(sessions)} had no last reward and are left out"
+        print(f"{args.record}: holds the sessions that have ended; {left}", flush=True)
+    if engine.failure:
+        raise RunError("the sampler has failed; what it said is above")
+
+
+def _load(args: argparse.Namespace) -> tuple[Policy, Engine]:
+    """Loads the policy, and makes the engine that samples its answers."""
     try:
         mesh = make_mesh(args.mesh, jax.devices()[:1] if args.mesh == "data=1" else None)
         policy = load_policy(policy_folder(args.policy), mesh, args.dtype)
         prompt_limit = _prompt_limit(args, policy)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    try:
-        listening = listen(args.host, args.port)
-    except (OSError, OverflowError) as error:
-        raise ConfigError(f"--host {args.host} --port {args.port}: {getattr(error, 'strerror', None) or error}") from None
     engine = Engine(
         policy,
         mesh,
@@ -64,35 +92,14 @@ def main() -> None:
         response_limit=args.response_limit,
         waiting_limit=args.waiting,
     )
-    recording = _recording(args, policy) if args.record else None
-    with recording or contextlib.nullcontext(), listening, engine:
-        sessions = _serve(args, key, policy, engine, recording, listening)
-    if sessions is not None:
-        left = f"{len(sessions)} had no last reward and are left out"
-        print(f"{args.record}: holds the sessions that have ended; {left}", flush=True)
-    if engine.failure:
-        raise RunError("the sampler has failed; what it said is above")
+    return policy, engine
 
 
-def _recording(args: argparse.Namespace, policy: Policy):
-    """Returns the recording in the folder that was given."""
-    from hgpo_jax.serving.recording import Recording
-
-    source = str(Path(args.policy).resolve()) if Path(args.policy).exists() else args.policy
-    fields = ["name=recording", "env.name=agent", f"env.max_turns={args.max_turns}", f"policy={source}", "warm_start=none"]
-    return Recording(Path(args.record), configuration.load(None, fields), policy.tokenizer, policy.end_tokens)
-
-
-def _serve(args: argparse.Namespace, key: str, policy: Policy, engine, recording, listening: socket.socket):
-    """Compiles what requests need, and answers them until a signal comes or the engine fails.
-
-    Returns the sessions that have not ended, None without a recording.
-    """
+def _serve(name: str, api: Any, engine: Engine, listening: socket.socket) -> None:
+    """Compiles what requests need, and answers them until a signal comes or the engine fails."""
     import uvicorn
 
-    from hgpo_jax.serving.api import Api
     from hgpo_jax.serving.server import settings
-    from hgpo_jax.serving.sessions import OpenSessions
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig, frame) -> None:
@@ -101,12 +108,6 @@ def _serve(args: argparse.Namespace, key: str, policy: Policy, engine, recording
             self.force_exit = self.should_exit
             self.should_exit = True
 
-    name = args.name or (Path(args.policy).resolve().name if Path(args.policy).exists() else args.policy)
-    sessions = OpenSessions(args.max_turns, SESSIONS, recording.add) if recording else None
-    try:
-        api = Api(engine, policy.tokenizer, name, key=key, time_limit=args.time_limit, sessions=sessions)
-    except ValueError as error:
-        raise ConfigError(f"{args.policy}: {error}") from None
     server = Server(settings(api, log_level="warning", limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=5))
     engine.failed = lambda: setattr(server, "should_exit", True)
     with Progress("compiling", len(engine.shapes()), "program") as progress:
@@ -116,7 +117,6 @@ def _serve(args: argparse.Namespace, key: str, policy: Policy, engine, recording
     host, port = listening.getsockname()[:2]
     print(f"{name} is served at http://{f'[{host}]' if ':' in host else host}:{port}/v1; Ctrl-C ends it", flush=True)
     server.run(sockets=[listening])
-    return sessions
 
 
 def _parser() -> argparse.ArgumentParser:
