@@ -124,26 +124,18 @@ class AgentRunner:
             waiting_limit=self._batch,
             programs=self._programs,
         )
-        api = Api(
-            engine,
-            self._tokenizer,
-            "",
-            key="",
-            time_limit=ANSWER_LIMIT,
-            sessions=Sessions(sessions),
-            frame=self._frame,
-        )
+        api = Api(engine, self._tokenizer, "", key="", time_limit=ANSWER_LIMIT, sessions=Sessions(sessions), frame=self._frame)
         with engine, served(api) as url, Commands(self._command, self._time_limit) as commands:
             play = functools.partial(_play, commands, url, split, engine)
             with ThreadPoolExecutor(self._at_a_time, "agents") as threads:
                 try:
-                    found = list(threads.map(play, sessions, tasks))
+                    outcomes = list(threads.map(play, sessions, tasks))
                 except BaseException:  # possibly a signal
                     commands.stop()
                     threads.shutdown(cancel_futures=True)
                     raise
             counts = engine.counts
-        failures = {number: failure for number, failure in enumerate(found) if failure}
+        failures = {number: failure for number, failure in enumerate(outcomes) if failure}
         left_out = {n: failure.reason for n, failure in failures.items() if self._excludes or failure.kind == INFRASTRUCTURE}
         self._played |= len(failures) < len(sessions)
         if len(left_out) == len(sessions) or not self._played:

@@ -231,9 +231,9 @@ class Engine:
             for seat in [seat for seat, generation in self._seated.items() if generation in cancelled]:
                 self._sampler.cancel(seat)
                 del self._seated[seat]
-            begun = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._sampler.free))]
+            starting = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._sampler.free))]
             seats = [seat for seat in range(self.slots) if seat not in self._seated]
-            new = dict(zip(seats, begun, strict=False))
+            new = dict(zip(seats, starting, strict=False))
             self._seated |= new
         if new:
             for seat, generation in new.items():
