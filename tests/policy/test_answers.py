@@ -1,4 +1,4 @@
-"""Thoughts and calls of tools in an answer's text: what people's models write."""
+"""Parsing of answers: what people's models write is read, and pieces add up however they are cut."""
 
 import itertools
 import json
@@ -7,7 +7,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hgpo_jax.policy.answers import AnswerParser, call_format
+from hgpo_jax.policy.answers import AnswerParser, TextStream, call_format
+from hgpo_jax.policy.chat_frame import ChatFrame
+from tests.helpers.chat_tokenizers import byte_tokenizer
 
 
 def block(*calls) -> str:
@@ -117,3 +119,67 @@ def test_pieces_add_up_to_the_whole(text, cuts, inside_thought, complete, called
     assert text.startswith(answer.content) and (answer.calls or answer.content == text)
     assert complete or not answer.calls
     assert begun or inside_thought or parser.settled(text) >= len(text.partition("<")[0].rstrip())
+
+
+TOKENIZER = byte_tokenizer()
+TOKEN_TEXT = ChatFrame(TOKENIZER).text
+
+
+def encode(text: str) -> list[int]:
+    return TOKEN_TEXT.encode([text])[0]
+
+
+def told(ids, stops, cuts):
+    """What a stream tells of ids that come in parts of these sizes: (text, tokens used, whether it stopped)."""
+    stream, text, used, at = TextStream(TOKEN_TEXT.decode, stops), "", 0, 0
+    sizes = iter([*cuts, len(ids)])
+    while not stream.stopped:
+        part = ids[at : at + next(sizes)]
+        at += len(part)
+        piece, count = stream.push(part, last=at == len(ids))
+        text, used = text + piece, used + count
+        if at == len(ids):
+            break
+    return text, used, stream.stopped
+
+
+@example("ab", ["b", "ab"], [])
+@given(
+    st.text(alphabet="abè€🙂 \n", max_size=30),
+    st.lists(st.text(alphabet="ab€", min_size=1, max_size=3), max_size=3),
+    st.lists(st.integers(1, 9), max_size=20),
+)
+def test_pieces_are_the_text_up_to_the_first_stop_string(text, stops, cuts):
+    ids = encode(text)
+    assert TOKEN_TEXT.decode(ids) == text
+    said, used, stopped = told(ids, stops, cuts)
+    # The plain rule: after each token, does the text so far hold a stop string?
+    ends = [n for n in range(len(ids) + 1) if any(stop in TOKEN_TEXT.decode(ids[:n]) for stop in stops)]
+    assert stopped == bool(ends)
+    if not ends:
+        assert (said, used) == (text, len(ids))
+    else:
+        so_far = TOKEN_TEXT.decode(ids[: ends[0]])
+        assert said == so_far[: min(so_far.find(stop) for stop in stops if stop in so_far)]
+        assert used == ends[0]
+
+
+@given(st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=40), st.lists(st.integers(1, 9), max_size=40))
+def test_pieces_of_any_tokens_add_up(ids, cuts):
+    said, used, _ = told(ids, [], cuts)
+    assert (said, used) == (TOKEN_TEXT.decode(ids), len(ids))
+
+
+def test_a_piece_is_told_as_soon_as_it_is_whole():
+    stream = TextStream(TOKEN_TEXT.decode, ["END"])
+    euro = encode("€")
+    assert [stream.push([byte], last=False)[0] for byte in euro] == [""] * (len(euro) - 1) + ["€"]
+    assert stream.push(encode("xE"), last=False)[0] == "x"
+    assert stream.push(encode("N"), last=False)[0] == ""
+    assert stream.push(encode("E"), last=False)[0] == "EN"
+    assert stream.push([], last=True) == ("E", 0)
+
+
+def test_a_piece_is_what_its_tokens_say_after_those_before_them():
+    stream = TextStream(lambda ids: " ".join(map(str, ids)), [])  # as many tokenizers, which drop the first word's blank
+    assert [stream.push([index], last=False)[0] for index in (1, 2, 3)] == ["1", " 2", " 3"]
