@@ -84,16 +84,16 @@ class ServedPolicy:
             raise ConfigError("env.compiled=true: a served policy needs texts; leave it out")
         config = config.model_copy(update={"env": config.env.model_copy(update={"compiled": False})})
         check_together(config)
-        found = environment(config.env)
-        if found.text is None:
+        entry = environment(config.env)
+        if entry.text is None:
             raise ConfigError(f"env.name={config.env.name}: a served policy needs texts, as those of env.name=household_text")
         try:
             import openai
         except ImportError:
             raise ConfigError(f"{policy}: needs the package openai; pip install 'hgpo_jax[openai]'") from None
-        _, make_env = found.text(config)
+        _, make_env = entry.text(config)
         try:
-            self._template = load_template(config.env.template or found.template)
+            self._template = load_template(config.env.template or entry.template)
             self._workers = (
                 ProcessWorkers(make_env, config.env.workers, config.evaluation.episodes, config.env.time_limit)
                 if config.env.workers
@@ -103,7 +103,7 @@ class ServedPolicy:
             raise ConfigError(f"env.name={config.env.name}: {one_line(str(error))}") from None
         spec: EnvSpec = self._workers.spec
         self.task_types = spec.task_types
-        self._spec, self._config, self._found, self._policy, self._model = spec, config, found, policy, model
+        self._spec, self._config, self._entry, self._policy, self._model = spec, config, entry, policy, model
         key = os.environ.get("OPENAI_API_KEY") or "none"  # most servers need none, but the client does
         self._client = openai.OpenAI(base_url=url, api_key=key, timeout=TIMEOUT, max_retries=RETRIES)
         self._failures, self._refusal = (openai.OpenAIError, ValueError, AttributeError), openai.BadRequestError
@@ -159,7 +159,7 @@ class ServedPolicy:
                     except self._failures as error:
                         raise RunError(self._said(error)) from None
                     else:
-                        parsed = self._template.parse(text, self._found.fallback, lower_case=self._found.lower_case)
+                        parsed = self._template.parse(text, self._entry.fallback, lower_case=self._entry.lower_case)
                         nothing = SlotResponse(episode, np.zeros(0, np.int32), np.zeros(0, np.float32))
                         actions = buffer.add_response(Prompt([]), nothing, parsed, whole)
                         self._workers.send([(episode, tasks[episode], actions)])
