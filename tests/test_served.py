@@ -15,7 +15,8 @@ from hgpo_jax import config as configuration
 from hgpo_jax import evaluate
 from hgpo_jax.evaluation import panels, served
 from hgpo_jax.evaluation.served import ServedPolicy
-from hgpo_jax.rollout.chat_prompts import PromptInput, load_template, project
+from hgpo_jax.policy.answers import find_action
+from hgpo_jax.rollout.chat_prompts import PromptInput, load_template
 from hgpo_jax.rollout.tasks import task_numbers
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.utils.errors import ConfigError, RunError
@@ -104,7 +105,7 @@ def plain_play(episode: int, task: int, temperature: float) -> tuple[bool, list[
         message = template.render(PromptInput(env.goal, history[-2:], turn, observation, commands))
         seed = int(np.random.SeedSequence([3, episode, turn]).generate_state(1)[0]) % 2**31  # of run, episode and turn
         asked.add((message, seed))
-        action, well_formed = project(answer_to(message, temperature, seed), 30)
+        action, well_formed = find_action(answer_to(message, temperature, seed), 30)
         malformed.append(not well_formed)
         before = observation
         observation, commands, _, done, info = env.step(action)

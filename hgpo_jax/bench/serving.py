@@ -96,8 +96,8 @@ def run(args: argparse.Namespace) -> list[dict]:
         import openai  # noqa: F401  # the clients' process uses it
 
         from hgpo_jax.serving.api import Api
-        from hgpo_jax.serving.background import served
         from hgpo_jax.serving.engine import Engine
+        from hgpo_jax.serving.server import served
     except ImportError as error:
         raise ConfigError(f"bench serve: needs the package {error.name}; pip install 'hgpo_jax[serve,openai]'") from None
     peer = policies.load_peer(args.against)
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> list[dict]:
     with clients, engine:
         for shape in engine.shapes():
             engine.warm_up(*shape)
-        api = Api(engine, policy.tokenizer, "served", key="", body_limit=2**24, time_limit=3600.0)
+        api = Api(engine, policy.tokenizer, "served", key="", time_limit=3600.0)
         with served(api) as url:
             for load in loads:
                 direct(load)  # compiles every combination

@@ -12,7 +12,8 @@ import numpy as np
 
 from hgpo_jax.check.statistics import GROUP, Play
 from hgpo_jax.envs.protocol import INFO
-from hgpo_jax.rollout.chat_prompts import PromptInput, project
+from hgpo_jax.policy.answers import find_action
+from hgpo_jax.rollout.chat_prompts import PromptInput
 from hgpo_jax.rollout.episode_buffer import matched
 from hgpo_jax.rollout.requirements import TEXT, TEXT_RESET, TEXT_TEAM, Hangs, deadline, roles_of
 from hgpo_jax.rollout.scripted_play import prompt_inputs
@@ -154,7 +155,7 @@ def _command_faults(commands: list[str]) -> dict[str, str]:
     for command in commands:
         if "\n" in command:
             return {"unreadable": f"commands: {command!r:.80} has a line break, and prompts list one a line; leave it out"}
-        read, _ = project(f"<action>{command}</action>", len(command))
+        read, _ = find_action(f"<action>{command}</action>", len(command))
         if matched(read, commands) == command:
             continue
         why = "is read from no answer: blanks at its ends and tags get lost; leave them out"

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from hgpo_jax.config import Config
+from hgpo_jax.policy.answers import THINK, THINK_END, split_thought
 from hgpo_jax.policy.chat_frame import sanitized
 from hgpo_jax.rollout.chat_prompts import Prompt, load_template
 from hgpo_jax.rollout.environments import environment
@@ -83,16 +84,16 @@ class ServedPolicy:
             raise ConfigError("env.compiled=true: a served policy needs texts; leave it out")
         config = config.model_copy(update={"env": config.env.model_copy(update={"compiled": False})})
         check_together(config)
-        found = environment(config.env)
-        if found.text is None:
+        entry = environment(config.env)
+        if entry.text is None:
             raise ConfigError(f"env.name={config.env.name}: a served policy needs texts, as those of env.name=household_text")
         try:
             import openai
         except ImportError:
             raise ConfigError(f"{policy}: needs the package openai; pip install 'hgpo_jax[openai]'") from None
-        _, make_env = found.text(config)
+        _, make_env = entry.text(config)
         try:
-            self._template = load_template(config.env.template or found.template)
+            self._template = load_template(config.env.template or entry.template)
             self._workers = (
                 ProcessWorkers(make_env, config.env.workers, config.evaluation.episodes, config.env.time_limit)
                 if config.env.workers
@@ -102,7 +103,7 @@ class ServedPolicy:
             raise ConfigError(f"env.name={config.env.name}: {one_line(str(error))}") from None
         spec: EnvSpec = self._workers.spec
         self.task_types = spec.task_types
-        self._spec, self._config, self._found, self._policy, self._model = spec, config, found, policy, model
+        self._spec, self._config, self._entry, self._policy, self._model = spec, config, entry, policy, model
         key = os.environ.get("OPENAI_API_KEY") or "none"  # most servers need none, but the client does
         self._client = openai.OpenAI(base_url=url, api_key=key, timeout=TIMEOUT, max_retries=RETRIES)
         self._failures, self._refusal = (openai.OpenAIError, ValueError, AttributeError), openai.BadRequestError
@@ -158,7 +159,7 @@ class ServedPolicy:
                     except self._failures as error:
                         raise RunError(self._said(error)) from None
                     else:
-                        parsed = self._template.parse(text, self._found.fallback, lower_case=self._found.lower_case)
+                        parsed = self._template.parse(text, self._entry.fallback, lower_case=self._entry.lower_case)
                         nothing = SlotResponse(episode, np.zeros(0, np.int32), np.zeros(0, np.float32))
                         actions = buffer.add_response(Prompt([]), nothing, parsed, whole)
                         self._workers.send([(episode, tasks[episode], actions)])
@@ -194,8 +195,8 @@ class ServedPolicy:
         text = choice.message.content or ""
         # Some servers take the reasoning out of the text, others leave out the tag that the chat template has written.
         thought = getattr(choice.message, "reasoning_content", None) or getattr(choice.message, "reasoning", None)
-        if "</think>" in text and "<think>" not in text:
-            thought, _, text = text.partition("</think>")
+        if not thought and THINK not in text:
+            thought, text = split_thought(text)
         if thought and not self._template.bare:
-            text = f"<think>{thought}</think>{text}"
+            text = f"{THINK}{thought.removesuffix(THINK_END)}{THINK_END}{text}"
         return _Answer(text, choice.finish_reason != "length")

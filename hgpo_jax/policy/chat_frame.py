@@ -17,11 +17,11 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from hgpo_jax.policy.answers import TAGS, THINK, THINK_END, AnswerParser, HermesCalls, call_format
 from hgpo_jax.policy.tokenizer import AS_TRAINED, PLAIN, generation_of
 from hgpo_jax.utils.errors import one_line
 
 DATE = datetime.date(2024, 7, 26)  # the date that Llama 3.1's chat template uses by default
-TAGS = ("<think>", "</think>", "<action>", "</action>", "<tool_call>", "</tool_call>")  # tags in an answer
 _NOT_TEXT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")  # controls and lone surrogates
 _TELLS_TIME = re.compile(r"strftime_now\s*\(\s*(['\"])([^'\"]*)\1\s*\)")
 _MARK = "5f1c-the-message-7d2e"  # a message that no template contains
@@ -154,7 +154,19 @@ class ChatFrame:
     @property
     def inside_thought(self) -> bool:
         """Whether an answer begins inside a thought, which it has to end."""
-        return bool(self.opened) and "</think>" not in self.opened
+        return bool(self.opened) and THINK_END not in self.opened
+
+    def parser(self, tools: Sequence[dict[str, Any]] = (), beginning: str = "") -> AnswerParser:
+        """Returns the parser of answers to a prompt that shows these tools.
+
+        beginning: the beginning of the answer that follows the tail of the prompt; it is parsed, too.
+        """
+        calls = self.call_format(tools) if tools else None
+        return AnswerParser(calls, self.inside_thought and not beginning, self.text.marker_in)
+
+    def call_format(self, tools: Sequence[dict[str, Any]]) -> HermesCalls:
+        """Returns the form of tool calls in answers to a prompt that shows these tools."""
+        return call_format(self._template(tools))
 
     def switched(self, thinking: bool | None) -> ChatFrame:
         """Returns this frame with another `thinking`."""
@@ -197,7 +209,7 @@ class ChatFrame:
                 marked.append(message)
                 continue
             shown = f"{mark}{number}-"
-            if message["role"] == "assistant" and number not in sampled and "</think>" in content:
+            if message["role"] == "assistant" and number not in sampled and THINK_END in content:
                 begin, thoughts[number], end, content = _parts_of(content)
                 shown = f"{begin}{mark}thought-{number}-{end}{shown}"
             said[number] = content
@@ -266,7 +278,7 @@ class ChatFrame:
         thought = re.search(r"</?think>.*", "".join(parts[last + 1 :]), re.DOTALL)
         if not thought:
             return ""
-        return thought[0] if thought[0].startswith("<think>") else f"<think>{thought[0]}"  # some templates only end it
+        return thought[0] if thought[0].startswith(THINK) else THINK + thought[0]  # some templates only end it
 
     def _has_switch(self) -> bool:
         if "thinking" not in self._template():
@@ -278,7 +290,7 @@ class ChatFrame:
         return len(shown) > 1
 
     def _hides_thoughts(self) -> bool:
-        said = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": f"<think>{_MARK}</think>Hello"}]
+        said = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": f"{THINK}{_MARK}{THINK_END}Hello"}]
         try:
             return _MARK not in self._shown([*said, said[0]])
         except ValueError:  # the template consists only of a question
@@ -301,14 +313,17 @@ class ChatFrame:
 
 
 def _parts_of(content: str) -> tuple[str, str, str, str]:
-    """Splits an answer with a thought: tag and blanks before the thought, the thought, tag and blanks after it, the rest."""
-    before, end, after = content.rpartition("</think>")
-    begin = "<think>" if before.lstrip().startswith("<think>") else ""
+    """Splits an answer with a thought: tag and blanks before the thought, the thought, tag and blanks after it, the rest.
+
+    Unlike `answers.split_thought` it takes the last </think>, as chat templates do.
+    """
+    before, _, after = content.rpartition(THINK_END)
+    begin = THINK if before.lstrip().startswith(THINK) else ""
     thought = before.lstrip().removeprefix(begin)
     leading = len(before) - len(thought.lstrip())
     blanks = thought[len(thought.rstrip()) :] if thought.strip() else ""
     said = after.lstrip()
-    return before[:leading], thought.strip(), blanks + end + after[: len(after) - len(said)], said
+    return before[:leading], thought.strip(), blanks + THINK_END + after[: len(after) - len(said)], said
 
 
 def end_tokens(tokenizer, stop: Sequence[str] = (), first: str = "") -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from hgpo_jax.policy.answers import ACTION, ACTION_END, THINK, THINK_END, find_action, split_thought
 from hgpo_jax.policy.chat_frame import ChatFrame
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -17,8 +18,6 @@ TEMPLATES = Path(__file__).parent / "templates"
 MAX_CHARACTERS_PER_TOKEN = 16
 CUT = " ... "  # replaces the removed text
 _SECTIONS = ("first", "later", "entry")
-_BEGIN, _END = (re.compile(tag, re.ASCII | re.IGNORECASE) for tag in ("<action>", "</action>"))
-_CHINESE = re.compile("[\u4e00-\u9fff]")
 
 
 class PromptInput(NamedTuple):
@@ -77,18 +76,18 @@ class Template:
     @property
     def bare(self) -> bool:
         """Whether the template asks for the action alone: it does not mention <action>."""
-        return "<action>" not in self.first.template + self.later.template
+        return ACTION not in self.first.template + self.later.template
 
     def parse(self, text: str, fallback: int, opened: str = "", *, lower_case: bool = False) -> ParsedResponse:
-        """Finds a response's action as `project` does; if the template asks for the action alone, it is the whole response.
+        """Finds a response's action as `find_action` does; if the template asks for the action alone, it is the whole response.
 
         opened: the part of the response that the prompt's end already contains (`ChatFrame.opened`).
         """
         if self.bare:  # a thought is not part of the action
-            thinks = (opened + text).lstrip().startswith("<think>")
-            action = (text.rpartition("</think>")[2] if thinks else text).strip()
+            thought, rest = split_thought(text, THINK in opened and THINK_END not in opened)
+            action = (rest if thought.endswith(THINK_END) else text).strip()
             return ParsedResponse(opened + text, action.lower() if lower_case else action, True)
-        return ParsedResponse(opened + text, *project(text, fallback, opened, lower_case=lower_case))
+        return ParsedResponse(opened + text, *find_action(text, fallback, opened, lower_case=lower_case))
 
     def render(self, prompt_input: PromptInput) -> str:
         """Renders the user message. Slots are filled once: a dollar sign in the inserted texts has no meaning."""
@@ -207,8 +206,8 @@ class ChatFormat:
         begins, thinks = not (self.frame.opened or bare), self.frame.inside_thought or not (self.frame.opened or bare)
         if not (thinks or bare) and any(thoughts):
             raise ValueError("cloning.thought: the chat template ends the thought itself; leave it out or set rollout.thinking")
-        between = "</think>" * thinks + "<action>" * (not bare)
-        written = ("<think>" * begins, between, "</action>" * (not bare))
+        between = THINK_END * thinks + ACTION * (not bare)
+        written = (THINK * begins, between, ACTION_END * (not bare))
         first, middle, last = (text.tags(tags) if tags else [] for tags in written)
         pairs = zip(text.encode(thoughts), text.encode(commands), strict=True)
         return [
@@ -227,20 +226,3 @@ def without_middle(whole, kept: int):
         return whole
     mark = CUT if isinstance(whole, str) else [CUT]
     return whole[: (kept + 1) // 2] + mark + whole[len(whole) - kept // 2 :]
-
-
-def project(text: str, fallback: int, opened: str = "", *, lower_case: bool = False) -> tuple[str, bool]:
-    """Returns the action of a response, and whether the response is well formed, by verl-agent's rules.
-
-    The action is the text between the first <action> and the first </action>, in capitals or not; without both tags it is the
-    last `fallback` characters. A well-formed response also has <think> and </think>, which `opened` may hold, and no Chinese
-    character. Whether the action is admissible is not checked here.
-
-    lower_case: whether the action loses its capitals, as verl-agent's do.
-    """
-    read = text.lower() if lower_case else text
-    begin, end = _BEGIN.search(read), _END.search(read)
-    if not (begin and end):
-        return read[-fallback:], False
-    action = read[begin.end() : end.start()].strip()
-    return action, all(tag in opened + text for tag in ("<think>", "</think>")) and not _CHINESE.search(text)

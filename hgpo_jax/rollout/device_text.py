@@ -19,6 +19,7 @@ import numpy as np
 from flax import struct
 
 from hgpo_jax.envs.protocol import ListsGames, Playable
+from hgpo_jax.policy.answers import ACTION, ACTION_END, THINK, THINK_END
 from hgpo_jax.policy.device_tokenizer import DeviceTokenizer, plain, spell, spelling
 from hgpo_jax.rollout.chat_prompts import MAX_CHARACTERS_PER_TOKEN, ChatFormat
 
@@ -229,14 +230,14 @@ class DeviceText:
         exact = size <= text.shape[0]
         lower = jnp.where((text >= 65) & (text <= 90), text + 32, text)
         if self.format.template.bare:
-            exact &= _find(text, b"</think>") < 0  # which the host may leave out with what stands before it
+            exact &= _find(text, THINK_END.encode()) < 0  # which the host may leave out with what stands before it
             return self._found(lower, jnp.int32(0), size, jnp.array(True), exact)
-        begin, end = (_find(lower, tag) for tag in (b"<action>", b"</action>"))
+        begin, end = (_find(lower, tag.encode()) for tag in (ACTION, ACTION_END))
         tagged = (begin >= 0) & (end >= 0)
         fallback = self.format.fallback or text.shape[0]
-        begin = jnp.where(tagged, begin + len("<action>"), jnp.maximum(size - fallback, 0))
+        begin = jnp.where(tagged, begin + len(ACTION), jnp.maximum(size - fallback, 0))
         end = jnp.where(tagged, jnp.maximum(end, begin), size)
-        tags = [tag for tag in ("<think>", "</think>") if tag not in self.format.frame.opened]
+        tags = [tag for tag in (THINK, THINK_END) if tag not in self.format.frame.opened]
         thinks = jnp.array([_find(text, tag.encode()) >= 0 for tag in tags], bool).all()
         well_formed = tagged & thinks & ~_holds_chinese(text)
         stripped = self._found(lower, begin, end, well_formed, exact)

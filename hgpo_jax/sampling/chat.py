@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from hgpo_jax.policy import Policy
+from hgpo_jax.policy.answers import TextStream
 from hgpo_jax.policy.chat_frame import ChatFrame
 from hgpo_jax.sampling.generate import Decoding, make_decode_blocks, sample_token
 
@@ -99,19 +100,15 @@ class Chat:
         prompt = np.zeros((1, width), np.int32)
         prompt[0, : len(ids)] = ids
         logits, cache = _read(graphdef, params, prompt, np.array([len(ids)], np.int32), width + self._max_new)
-        sampled, told = [], ""
+        text = TextStream(self._frame.text.decode)
         for i in range(self._max_new):
             token, logits, cache = _advance(
                 graphdef, params, self._blocks, logits, cache, np.array([len(ids) + i], np.int32), key, i, self._decoding
             )
             if int(token[0]) in self._frame.end_tokens:
                 break
-            sampled.append(int(token[0]))
-            text = self._frame.text.decode(sampled)
-            if not text.endswith("\ufffd"):  # otherwise the rest of a character is still to come
-                yield text[len(told) :]
-                told = text
-        yield self._frame.text.decode(sampled)[len(told) :]
+            yield text.push([int(token[0])], last=False)[0]
+        yield text.push([], last=True)[0]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))

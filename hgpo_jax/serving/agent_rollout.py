@@ -54,7 +54,6 @@ from hgpo_jax.utils.errors import ConfigError, RunError, one_line
 log = logging.getLogger(__name__)
 
 ANSWER_LIMIT = 3600.0  # timeout of a request in seconds, most of which it may wait for a slot
-BODY_LIMIT = 2**24  # bytes of a request
 MAX_OUTPUT = 2**26  # bytes that a command may write to its terminal
 # Kinds of failures. No answer is to blame for the first; the metrics have the share of each as `failed/KIND`.
 KINDS = INFRASTRUCTURE, CRASH, CONTEXT, SILENCE, NO_REWARD = "infrastructure", "crash", "context", "silence", "no_reward"
@@ -81,7 +80,7 @@ class AgentRunner:
         (model,) = models.values()  # an agent has one role
         self._command = command_of(env.command)
         try:
-            import hgpo_jax.serving.background  # noqa: F401
+            import hgpo_jax.serving.server  # noqa: F401
         except ImportError as error:
             raise ConfigError(f"env.name=agent: needs the package {error.name}; pip install 'hgpo_jax[serve]'") from None
         if jax.process_count() > 1:
@@ -110,8 +109,8 @@ class AgentRunner:
         Raises RunError if all are left out, or if all have failed, for any reason, before one ever ended properly.
         """
         from hgpo_jax.serving.api import Api
-        from hgpo_jax.serving.background import served
         from hgpo_jax.serving.engine import Engine
+        from hgpo_jax.serving.server import served
         from hgpo_jax.serving.sessions import Session, Sessions, episodes_of
 
         jax.block_until_ready(params)  # from here on another thread uses the devices
@@ -127,27 +126,18 @@ class AgentRunner:
             waiting_limit=self._batch,
             programs=self._programs,
         )
-        api = Api(
-            engine,
-            self._tokenizer,
-            "",
-            key="",
-            body_limit=BODY_LIMIT,
-            time_limit=ANSWER_LIMIT,
-            sessions=Sessions(sessions),
-            frame=self._frame,
-        )
+        api = Api(engine, self._tokenizer, "", key="", time_limit=ANSWER_LIMIT, sessions=Sessions(sessions), frame=self._frame)
         with engine, served(api) as url, Commands(self._command, self._time_limit) as commands:
             play = functools.partial(_play, commands, url, split, engine)
             with ThreadPoolExecutor(self._at_a_time, "agents") as threads:
                 try:
-                    found = list(threads.map(play, sessions, tasks))
+                    outcomes = list(threads.map(play, sessions, tasks))
                 except BaseException:  # possibly a signal
                     commands.stop()
                     threads.shutdown(cancel_futures=True)
                     raise
             counts = engine.counts
-        failures = {number: failure for number, failure in enumerate(found) if failure}
+        failures = {number: failure for number, failure in enumerate(outcomes) if failure}
         left_out = {n: failure.reason for n, failure in failures.items() if self._excludes or failure.kind == INFRASTRUCTURE}
         self._played |= len(failures) < len(sessions)
         if len(left_out) == len(sessions) or not self._played:

@@ -81,9 +81,9 @@ class Engine:
       prompt_limit, response_limit: tokens.
       waiting_limit: maximum responses that wait for a slot.
       programs: compiled programs of the policy's network with this response_limit, to be reused.
-      failed: called in the engine's thread if it fails; nothing is sampled after that.
 
     Attributes:
+      failed: called in the engine's thread if it fails; nothing is sampled after that.
       vocabulary: upper bound of token ids.
       end_tokens: the tokens that end a response.
       failure: the message for clients once the thread has failed; "" until then. The log says why.
@@ -99,12 +99,12 @@ class Engine:
         response_limit: int,
         waiting_limit: int,
         programs: SlotPrograms | None = None,
-        failed: Callable[[], None] = lambda: None,
     ):
         self.prompt_limit, self.response_limit, self._waiting_limit = prompt_limit, response_limit, waiting_limit
         self.vocabulary = policy.config.vocab_size
         self.failure = ""
-        self._mesh, self._failed = mesh, failed
+        self.failed: Callable[[], None] = lambda: None
+        self._mesh = mesh
         programs = programs or SlotPrograms(policy.graphdef, mesh, max_new=response_limit, end_tokens=policy.end_tokens)
         self.end_tokens = programs.end_tokens
         with jax.set_mesh(mesh):
@@ -216,7 +216,7 @@ class Engine:
         for generation in left:
             generation.tell(Progress([], [], True, self.failure or "the server is shutting down"))
         if self.failure:
-            self._failed()
+            self.failed()
 
     def _admit(self) -> bool:
         """Waits until there is something to decode, and gives waiting requests free slots; False once the engine closes."""
@@ -231,9 +231,9 @@ class Engine:
             for seat in [seat for seat, generation in self._seated.items() if generation in cancelled]:
                 self._sampler.cancel(seat)
                 del self._seated[seat]
-            begun = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._sampler.free))]
+            starting = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._sampler.free))]
             seats = [seat for seat in range(self.slots) if seat not in self._seated]
-            new = dict(zip(seats, begun, strict=False))
+            new = dict(zip(seats, starting, strict=False))
             self._seated |= new
         if new:
             for seat, generation in new.items():

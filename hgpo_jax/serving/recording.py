@@ -22,8 +22,6 @@ log = logging.getLogger(__name__)
 
 EVERY = 64  # sessions per dump
 GROUPS = "groups.json"
-WRITTEN = ("config.yaml", GROUPS, "report.html")  # the report writes the last; each may leave a .partial if killed
-OWN = {"episodes", "lock", "policy", *WRITTEN, *(f"{name}.partial" for name in WRITTEN)}
 
 
 class Recording:
@@ -32,15 +30,12 @@ class Recording:
     Sessions of an equal task, or without one with equal first prompts, are a prompt group, with the same number in all dumps of
     the folder. Sessions without a turn are left out.
 
-    Raises ConfigError for a folder that holds something else.
+    Raises ConfigError for a folder in which another policy was recorded, or another server records.
     """
 
     def __init__(self, folder: Path, config: Config, tokenizer, end_tokens: tuple[int, ...]):
         try:
             (folder / "episodes").mkdir(parents=True, exist_ok=True)
-            other = [path.name for path in folder.iterdir() if path.name not in OWN]
-            if other:
-                raise ConfigError(f"--record {folder}: holds {other[0]}, which is no recording's; give another folder")
             before, fields = folder / "config.yaml", configuration.dump(config)
             if before.is_file() and before.read_text(encoding="utf-8") != fields:
                 raise ConfigError(f"--record {folder}: was recorded with another policy or --max-turns; give another folder")

@@ -7,12 +7,13 @@ turn's number while it plays, without one at the end.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import numpy as np
+import pydantic
 
 from hgpo_jax.rollout.chat_prompts import ParsedResponse, Prompt
 from hgpo_jax.rollout.episode_buffer import EpisodeBuffer
@@ -21,10 +22,49 @@ from hgpo_jax.rollout.result import RolloutResult
 from hgpo_jax.rollout.workers import MAX_REWARD, EnvFailure, EnvOutput
 from hgpo_jax.sampling.continuous_batching import SlotResponse
 from hgpo_jax.sampling.generate import Decoding
-from hgpo_jax.serving.requests import MAX_STATE, ApiError, RewardRequest
+from hgpo_jax.serving.requests import ApiError, Body, parse
 
+MAX_STATE = 10_000  # characters
 SILENT = 3600.0  # seconds after which a session may be dropped if there is no room for others
-_NAME = re.compile(r"[\w.-]{1,100}")
+
+
+class RewardRequest(Body):
+    """The body of POST /v1/sessions/NAME/reward.
+
+    reward: added to that of the turn; if no turn is given, to that of the last turn, and the session ends.
+    turn: its number, from 0; -1 is the last one so far.
+    admissible: whether the turn's answer was usable; if not, it is penalized (`advantage.invalid_penalty`).
+    success, state: with the session's end: whether it succeeded, by default unknown; the final observation.
+    """
+
+    reward: float
+    turn: int | None = None
+    admissible: bool = True
+    success: bool | None = None
+    state: str = pydantic.Field("", max_length=MAX_STATE)
+
+    @pydantic.model_validator(mode="after")
+    def _at_the_end_only(self):
+        if self.turn is not None and (self.success is not None or self.state):
+            raise ValueError("success and state go with the session's end, without a turn")
+        return self
+
+
+class Place(Body):
+    """The place of a request: its session, that one's task, and the state for the step groups; each may be left out.
+
+    They are given by headers (X-Session-Id, X-Task-Id, X-State-Key) or by the request's metadata (session_id, ...).
+    """
+
+    session_id: str | None = pydantic.Field(None, pattern=r"^[\w.-]{1,100}$")
+    task_id: str | None = pydantic.Field(None, max_length=MAX_STATE)
+    state_key: str | None = pydantic.Field(None, max_length=MAX_STATE)
+
+
+def place_of(headers: Mapping[str, str], metadata: Mapping) -> Place:
+    """Returns the place of a request. Raises ApiError."""
+    names = Place.model_fields
+    return parse(Place, {name: headers.get(f"x-{name.replace('_', '-')}") or metadata.get(name) for name in names})
 
 
 @dataclasses.dataclass
@@ -33,17 +73,16 @@ class Turn:
 
     ids: those of the prompt. state: identifies the agent's state. tokens, logp: as sampled, up to a stop string. admissible:
       whether the program could use the answer.
-    begun: the beginning of the answer that is part of the prompt. key: the request's Idempotency-Key. delivered: whether the
-      whole answer has been sent to a client that was still connected.
+    beginning: that of the answer, if it is part of the prompt. key: the request's Idempotency-Key. delivered: whether the whole
+      answer has been sent to a client that was still connected.
     """
 
     ids: list[int]
     state: str
-    tokens: list[int]
-    logp: list[float]
-    text: str
-    finish_reason: str = "stop"
-    begun: str = ""
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logp: list[float] = dataclasses.field(default_factory=list)
+    text: str = ""
+    beginning: str = ""
     key: str | None = None
     delivered: bool = False
     reward: float = 0.0
@@ -100,22 +139,23 @@ class Session:
         """Notes that its program has begun."""
         self._heard = time.monotonic()
 
-    async def begin(self) -> None:
-        """Waits until earlier requests have been answered. Raises ApiError; otherwise `end` must follow."""
+    @contextlib.asynccontextmanager
+    async def in_line(self, seconds: float) -> AsyncIterator[None]:
+        """Waits until earlier requests have been answered; later ones wait for this one. Raises ApiError."""
         self._in_line += 1
         try:
-            await self._line.acquire()
-        except BaseException:
+            async with asyncio.timeout(seconds) as limit, self._line:
+                limit.reschedule(None)
+                if self.ended:
+                    raise ApiError(400, f"session {self.name} has ended: its last reward has been posted")
+                yield
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            message = f"session {self.name}: its earlier requests were not done within {seconds:g} seconds"
+            raise ApiError(504, message, "server_error", code="timeout") from None
+        finally:
             self._in_line -= 1
-            raise
-        if self.ended:
-            self.end()
-            raise ApiError(400, f"session {self.name} has ended: its last reward has been posted", code="session_ended")
-
-    def end(self) -> None:
-        """Notes that the request has been answered, or given up."""
-        self._in_line -= 1
-        self._line.release()
 
     def repeated(self, ids: list[int], key: str | None, again: bool) -> Turn | None:
         """Returns the last turn if a request with this prompt asks for its answer again; None if it is a new turn.
@@ -172,7 +212,7 @@ class Sessions:
         """Whether a request with this API key is answered."""
         return key in self._named
 
-    def of(self, key: str, headers: Mapping[str, str], metadata: Mapping) -> Session | None:
+    def of(self, key: str, place: Place) -> Session | None:
         """Returns the session of a request. Raises ApiError."""
         return self._named[key]
 
@@ -182,11 +222,12 @@ class Sessions:
             raise ApiError(404, "there is no such session")
         return self._named[name]
 
+    def ended(self, session: Session) -> None:
+        """Does nothing: the rollout collects all of them."""
+
 
 class OpenSessions:
-    """Sessions named by a header (X-Session-Id) or the request's metadata (session_id), which begin with their first turn.
-
-    Their first turn may also name their task (X-Task-Id, task_id).
+    """Sessions that requests name, which begin with their first turn. It may also name their task.
 
     Args:
       max_turns: maximum turns of a session.
@@ -201,20 +242,17 @@ class OpenSessions:
     def __len__(self) -> int:
         return len(self._named)
 
-    def of(self, key: str, headers: Mapping[str, str], metadata: Mapping) -> Session | None:
-        name = headers.get("x-session-id") or metadata.get("session_id")
+    def of(self, key: str, place: Place) -> Session | None:
+        name = place.session_id
         if name is None:
             return None
-        if not (isinstance(name, str) and _NAME.fullmatch(name)):
-            raise ApiError(400, "a session's name has up to 100 letters, digits, '.', '_' and '-'", param="session_id")
         if name not in self._named and len(self._named) >= self._most:
             self._forget_silent()
         if name not in self._named and len(self._named) >= self._most:
             raise ApiError(429, f"{self._most} sessions have not ended; post their rewards", "rate_limit_error")
-        task = _text(headers, metadata, "task_id")
         session = self._named.setdefault(name, Session(name, self._max_turns))
         if not session.turns:
-            session.task = task
+            session.task = place.task_id
         return session
 
     def named(self, key: str, name: str) -> Session:
@@ -231,23 +269,6 @@ class OpenSessions:
     def ended(self, session: Session) -> None:
         """Drops a session whose last reward has arrived."""
         self._done(self._named.pop(session.name))
-
-
-def state_of(headers: Mapping[str, str], metadata: Mapping, seen: str) -> str:
-    """Returns the state for a request's step groups: a header (X-State-Key), the metadata's state_key, or the observation.
-
-    Raises ApiError.
-    """
-    state = _text(headers, metadata, "state_key")
-    return seen if state is None else state
-
-
-def _text(headers: Mapping[str, str], metadata: Mapping, field: str) -> str | None:
-    """Reads a header (X-STATE-KEY) or the metadata (state_key); None if neither exists. Raises ApiError."""
-    text = headers.get(f"x-{field.replace('_', '-')}") or metadata.get(field)
-    if text is not None and not (isinstance(text, str) and len(text) <= MAX_STATE):
-        raise ApiError(400, f"{field}: must be a text of up to {MAX_STATE:,} characters", param=field)
-    return text
 
 
 def episodes_of(
@@ -278,7 +299,7 @@ def episodes_of(
         buffer.add_output(number, EnvOutput(seen[0], [], goal, 0))
         for turn, after in zip(session.turns, seen[1:], strict=True):
             response = SlotResponse(number, np.array(turn.tokens, np.int32), np.array(turn.logp, np.float32))
-            text = turn.begun + turn.text
+            text = turn.beginning + turn.text
             said = ParsedResponse(text, text, True)
             buffer.add_response(Prompt(turn.ids), response, said, turn.tokens[-1] in end_tokens)
             last = turn is session.turns[-1]

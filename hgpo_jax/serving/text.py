@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hgpo_jax.policy.answers import THINK_END, AnswerParser
 from hgpo_jax.policy.chat_frame import ChatFrame, sanitized
 from hgpo_jax.policy.tokenizer import ACT
 
@@ -38,10 +39,14 @@ class ServedText:
             return self.frame
         return self._switched.setdefault(thinking, self.frame.switched(thinking))
 
-    def inside_thought(self, thinking: bool | None) -> bool:
-        """Whether an answer begins inside a thought."""
+    def parser(self, tools: Sequence[dict[str, Any]], beginning: str, thinking: bool | None) -> AnswerParser:
+        """Returns the parser of answers to such a prompt; `beginning` as in `conversation`."""
         frame = self.frame_with(thinking)
-        return frame is not None and frame.inside_thought
+        return frame.parser(tools, beginning) if frame else AnswerParser()
+
+    def call_beginning(self, tools: Sequence[dict[str, Any]], name: str | None) -> str:
+        """Returns the beginning of an answer that must call this tool, or any if the name is empty; "" if it is None."""
+        return self.frame.call_format(tools).begin(name) if self.frame and name is not None else ""
 
     def tags(self, text: str) -> list[int]:
         """Encodes text of our own."""
@@ -51,7 +56,7 @@ class ServedText:
         self,
         messages: Sequence[dict[str, Any]],
         tools: Sequence[dict[str, Any]] = (),
-        begun: str = "",
+        beginning: str = "",
         sampled: Mapping[int, list[int]] | None = None,
         thinking: bool | None = None,
     ) -> list[int]:
@@ -61,16 +66,16 @@ class ServedText:
         ids of its content, used instead of encoding it. Raises ValueError if the chat template rejects a message.
         """
         if frame := self.frame_with(thinking):
-            if begun and frame.inside_thought:
-                begun = "\n</think>\n\n" + begun
-            return frame.conversation(messages, tools, sampled) + self.tags(begun)
+            if beginning and frame.inside_thought:
+                beginning = f"\n{THINK_END}\n\n{beginning}"
+            return frame.conversation(messages, tools, sampled) + self.tags(beginning)
         if tools:
             raise ValueError("tools: this policy's chat template does not show any; leave them out")
         return [*self.prompt(messages[-1]["content"]), self._tokenizer.convert_tokens_to_ids(ACT)]
 
     def sampled(self, ids: Sequence[int], text: str) -> list[int] | None:
         """Returns the ids of a sampled text, without the end token; None if others are special, or decode differently."""
-        if not self.frame or self.frame.plain or (self.frame.hides_thoughts and "</think>" in text):
+        if not self.frame or self.frame.plain or (self.frame.hides_thoughts and THINK_END in text):
             return None  # earlier answers are not read, or not as a whole
         assert self._text
         ids = list(ids)
@@ -83,10 +88,6 @@ class ServedText:
         shown = ([{"role": "user", "content": ""}, message] for message in (one, other))
         first, second = (self._tokenizer.decode(self.conversation(messages, tools)) for messages in shown)
         return first == second
-
-    def spells_token(self, text: str) -> bool:
-        """Whether a text could not be part of a tool call in a later prompt (`ChatFrame.conversation`)."""
-        return bool(self._text and self._text.marker_in(text))
 
     def prompt(self, text: str) -> list[int]:
         """Encodes a text unchanged: a special token spelled in it is text."""
@@ -104,57 +105,3 @@ class ServedText:
     def token(self, index: int) -> str:
         """Returns a single token, special or not, as it is reported with its log-probability."""
         return self._tokenizer.decode([index])
-
-
-class TextStream:
-    """The text of a response during sampling, up to the first of some stop strings.
-
-    Attributes:
-      stopped: whether a stop string has occurred; later tokens are not reported.
-    """
-
-    BEHIND = 8  # tokens before the new ones that are decoded again: a token's text can depend on those before it
-
-    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str]):
-        self._decode, self._stop = decode, [text for text in stop if text]
-        self._ids: list[int] = []
-        self._begin = self._read = 0  # ids[begin:read] have been decoded and reported, except for the text held back
-        self._held = ""  # possible beginning of a stop string
-        self.stopped = False
-
-    def push(self, ids: Sequence[int], *, last: bool) -> tuple[str, int]:
-        """Returns the text that further tokens, if any, add, and how many of them there are until a stop string is complete.
-
-        last: no others follow, so that nothing is held back.
-        """
-        if not self._stop:
-            return self._push(ids, last), len(ids)
-        said = ""
-        for count, index in enumerate(ids, 1):
-            said += self._push([index], last and count == len(ids))
-            if self.stopped:
-                return said, count
-        return said + ("" if ids else self._push([], last)), len(ids)
-
-    def _push(self, ids: Sequence[int], last: bool) -> str:
-        self._ids += ids
-        before, text = self._decode(self._ids[self._begin : self._read]), self._decode(self._ids[self._begin :])
-        if last or not text.endswith("\ufffd"):  # otherwise the rest of a character is still to come
-            self._held += text[len(before) :]
-            self._read = len(self._ids)
-            self._begin = max(self._begin, self._read - self.BEHIND)
-        found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
-        if found:
-            self.stopped = True
-            return self._held[: min(found)]
-        keep = 0 if last else self._beginning()
-        said, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return said
-
-    def _beginning(self) -> int:
-        """Returns the number of characters at the end of the text held back that may begin a stop string."""
-        longest = max(map(len, self._stop), default=1) - 1
-        for length in range(min(longest, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
-                return length
-        return 0

@@ -20,7 +20,7 @@ from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.serving.agent_rollout import AgentRunner, Commands
 from hgpo_jax.serving.api import Api
-from hgpo_jax.serving.background import served
+from hgpo_jax.serving.server import served
 from hgpo_jax.serving.sessions import Session, Sessions
 from tests.helpers.byte_policy import byte_policy
 from tests.helpers.chat_tokenizers import byte_tokenizer, tool_tokenizer
@@ -78,7 +78,7 @@ def test_the_agent_with_tools_finds_its_number():
 
     engine = Scripted(tool_tokenizer(), guess)
     session = Session(secrets.token_hex(8), 12)
-    api = Api(engine, engine.tokenizer, "", key="", body_limit=2**20, time_limit=60.0, sessions=Sessions([session]))
+    api = Api(engine, engine.tokenizer, "", key="", time_limit=60.0, sessions=Sessions([session]))
     run = [sys.executable, "-m", "hgpo_jax.envs.agents.number_tools"]
     with served(api) as url, Commands(run, 60.0) as commands:
         assert commands.run(session, variables(url, session, FAR)) is None

@@ -18,8 +18,8 @@ from hgpo_jax.envs.alfworld.pddl import parse_domain, parse_problem
 from hgpo_jax.envs.webshop import load_shop
 from hgpo_jax.envs.webshop.commands import click, parse
 from hgpo_jax.policy import huggingface_folder, safetensors_files, shapes
+from hgpo_jax.policy.answers import find_action
 from hgpo_jax.policy.mesh import abstract_mesh, parse_mesh
-from hgpo_jax.rollout.chat_prompts import project
 from hgpo_jax.rollout.environments import ENVIRONMENTS
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.utils.errors import ConfigError
@@ -109,7 +109,7 @@ def actions(data: bytes, folder: Path) -> None:
     session = tiny_shop(folder).session(0)
     for line in data.decode("utf-8", "surrogateescape").split("\n"):
         for fallback, lower_case in {(entry.fallback, entry.lower_case) for entry in ENVIRONMENTS.values()}:
-            action, well_formed = project(line, fallback, lower_case=lower_case)
+            action, well_formed = find_action(line, fallback, lower_case=lower_case)
             assert lower_case or action in line
             assert isinstance(action, str) and isinstance(well_formed, bool)
             assert all(isinstance(part, str) for part in parse(action))

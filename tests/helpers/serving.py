@@ -16,12 +16,12 @@ import openai
 
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.sampling.generate import Decoding
-from hgpo_jax.serving import background
+from hgpo_jax.serving import server
 from hgpo_jax.serving.api import Api
 from hgpo_jax.serving.engine import Engine, Progress
 from tests.helpers.byte_policy import generated
 
-SLOTS, WAITING, PROMPT, RESPONSE, BODY = 4, 3, 200, 48, 200_000
+SLOTS, WAITING, PROMPT, RESPONSE = 4, 3, 200, 48
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -34,8 +34,8 @@ def engine_of(policy, **limits) -> Engine:
 @contextlib.contextmanager
 def served(engine, policy, **options):
     """A server in a thread; gives its port."""
-    api = Api(engine, policy.tokenizer, "tiny", **{"key": "", "body_limit": BODY, "time_limit": 60.0} | options)
-    with background.served(api) as url:
+    api = Api(engine, policy.tokenizer, "tiny", **{"key": "", "time_limit": 60.0} | options)
+    with server.served(api) as url:
         yield urlsplit(url).port
 
 
@@ -98,12 +98,6 @@ def wait_until(condition, seconds: float = 30):
 def idle(engine):
     """Waits until nobody has a slot."""
     wait_until(lambda: not (engine.active or engine.waiting))
-
-
-def metrics(port) -> dict[str, float]:
-    _, _, body = raw(port, get("/metrics"))
-    lines = (line.rpartition(" ") for line in body.splitlines() if not line.startswith("#"))
-    return {name: float(value) for name, _, value in lines}
 
 
 def post(body: str | bytes, path="/v1/chat/completions", key="") -> bytes:

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hgpo_jax.policy.answers import find_action
 from hgpo_jax.policy.chat_frame import ChatFrame
-from hgpo_jax.rollout.chat_prompts import TEMPLATES, ChatFormat, PromptInput, Template, project
+from hgpo_jax.rollout.chat_prompts import TEMPLATES, ChatFormat, PromptInput, Template
 from hgpo_jax.rollout.environments import ENVIRONMENTS, Environment
 from tests.helpers.chat_tokenizers import byte_tokenizer, folding_tokenizer, qwen_tokenizer
 
@@ -192,8 +193,8 @@ def test_too_long_prompts_lose_the_oldest_history_then_middles(tokenizer):
     ],
 )
 def test_actions_are_taken_as_verl_agent_takes_them(text, action, valid):
-    assert project(text, 30, lower_case=True) == (action, bool(valid))
-    kept = project(text, 30)
+    assert find_action(text, 30, lower_case=True) == (action, bool(valid))
+    kept = find_action(text, 30)
     assert (kept[0].lower(), kept[1]) == (action, bool(valid)) and kept[0] in text
 
 

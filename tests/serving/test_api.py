@@ -4,13 +4,11 @@ import json
 
 import numpy as np
 import openai
-import pydantic
 import pytest
 
 from hgpo_jax.sampling.generate import Decoding
-from hgpo_jax.serving.requests import ApiError, ChatRequest, TextRequest, parse
 from tests.helpers import serving as helpers
-from tests.helpers.serving import BODY, HELLO, PROMPT, SLOTS, WAITING, expected, get, hello, metrics, post, raw, served
+from tests.helpers.serving import HELLO, PROMPT, SLOTS, WAITING, expected, get, hello, post, raw, served
 
 IDS = {"extra_body": {"return_token_ids": True}}
 
@@ -75,8 +73,6 @@ def test_text_completions_and_stop_strings(client, policy):
     text = policy.tokenizer.decode(tokens, skip_special_tokens=True)
     assert by_ids.choices[0].text == by_text.choices[0].text == text
     np.testing.assert_allclose(by_text.choices[0].logprobs.token_logprobs, logp, rtol=1e-4, atol=1e-4)
-    for prompt in (["Once"], [ids]):
-        assert client.completions.create(**asked, prompt=prompt).choices[0].text == text
     stop = next(text[at : at + 2] for at in range(9, 30) if text[at : at + 2].isascii() and text.find(text[at : at + 2]) == at)
     stopped = client.completions.create(**asked, prompt="Once", stop=["nothing of this kind", stop], **IDS)
     choice = stopped.choices[0]
@@ -92,28 +88,15 @@ def test_without_a_seed_answers_differ(client):
     assert len({ask(temperature=0) for _ in range(2)}) == 1
 
 
-def test_models_health_and_metrics(client, port, engine):
+def test_models_and_health(client, port, engine):
     helpers.idle(engine)
     assert [model.id for model in client.models.list()] == ["tiny"] == [client.models.retrieve("tiny").id]
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("a/b")
     status, _, body = raw(port, get("/health"))
     assert status == 200 and json.loads(body) == {"status": "ok", "active": 0, "waiting": 0}
-    before = metrics(port)
-    usage = client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=5, temperature=0).usage
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="other", messages=HELLO)
-    after = metrics(port)
-    grown = {name: after[name] - before.get(name, 0.0) for name in after}
-    assert grown['hgpo_tokens_total{kind="sampled"}'] == usage.completion_tokens
-    assert grown['hgpo_tokens_total{kind="prompt"}'] == usage.prompt_tokens
-    for name in (
-        'hgpo_requests_total{path="/v1/chat/completions",status="200"}',
-        'hgpo_requests_total{path="/v1/chat/completions",status="404"}',
-        "hgpo_first_token_seconds_count", "hgpo_request_seconds_count",
-    ):  # fmt: skip
-        assert grown[name] == 1
-    assert after["hgpo_slots"] == SLOTS
 
 
 @pytest.mark.parametrize(
@@ -131,11 +114,9 @@ def test_models_health_and_metrics(client, port, engine):
         ({"top_p": 1e-50}, 400, "top_p: "),
         ({"messages": [{"role": "user"}]}, 400, "messages.0: Value error, a message of the user needs content"),
         ({"messages": [{"role": "function", "content": "x", "name": "1"}]}, 400, "messages.0.role: "),
-        ({"messages": HELLO * 4097}, 400, "messages: "),
-        ({"max\ntokens": 5}, 400, "max tokens: there is no such field; did you mean max_tokens?"),
         ({"model": "gpt" * 999}, 404, "is not served here"),
         ({"model": "gpt"}, 404, "model: 'gpt' is not served here, 'tiny' is"),
-        ({"messages": [{"role": "user", "content": "x" * BODY}]}, 413, "the body has more than 200,000 bytes"),
+        ({"messages": [{"role": "user", "content": "x" * 300_000}]}, 413, "the body has more than 281,344 bytes"),
     ],
 )
 def test_refusals_have_the_apis_form(port, change, status, fragment):
@@ -164,18 +145,6 @@ def test_harmless_fields_are_taken(client):
     silent = {"role": "assistant", "content": None}
     messages = [*HELLO, said.choices[0].message.model_dump(), *HELLO, silent, *HELLO]  # as clients echo
     client.chat.completions.create(model="tiny", max_tokens=2, messages=messages)
-
-
-def test_of_many_errors_one_is_looked_for():
-    for model, body in (
-        (ChatRequest, {"messages": [0] * 4000}), (ChatRequest, {"messages": [{"role": "user", "content": [0] * 200}]}),
-        (TextRequest, {"prompt": [-1] * 4000}), (TextRequest, {"prompt": "x", "stop": [0] * 16}),
-    ):  # fmt: skip
-        with pytest.raises(pydantic.ValidationError) as caught:
-            model.model_validate(body | {"model": "m"})
-        assert caught.value.error_count() <= 6  # one of each member of a union
-        with pytest.raises(ApiError):
-            parse(model, json.dumps(body | {"model": "m"}).encode())
 
 
 def test_an_event_is_a_line(port):
@@ -213,6 +182,6 @@ def test_a_key(engine, policy):
         for key in ("sesam", "sesame1", "sésame", "x"):
             status, _, body = raw(port, post("{}", key=key))
             assert status == 401 and "sesame" not in body
-        status, headers, _ = raw(port, get("/metrics", Host="a.name"))
+        status, headers, _ = raw(port, get("/v1/models", Host="a.name"))
         assert status == 401 and headers["connection"] == "close"
         assert raw(port, get("/health"))[0] == 200

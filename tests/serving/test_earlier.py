@@ -3,6 +3,7 @@
 import pytest
 
 from hgpo_jax.serving.earlier_answers import prompt_ids
+from hgpo_jax.serving.requests import Conversation
 from hgpo_jax.serving.sessions import OpenSessions, Turn
 from hgpo_jax.serving.text import ServedText
 from tests.helpers.chat_tokenizers import tool_tokenizer
@@ -69,6 +70,6 @@ def test_each_answer_keeps_its_own_ids():
     said = [{"role": "assistant", "content": MARKED}, {"role": "user", "content": "And?"}]
     for first, second in (ways, ways[::-1]):
         turns = [Turn([], "", ids, [], text) for ids, text in ((first, MARKED), (texts.prompt("no"), "no"), (second, MARKED))]
-        ids = prompt_ids(texts, [*HELLO, *said, *said], [], "", turns)
+        ids = prompt_ids(texts, Conversation([*HELLO, *said, *said]), "", turns)
         assert ids == texts.conversation([*HELLO, *said, *said], sampled={1: first, 3: second})
-        assert len(ids) == len(prompt_ids(texts, [*HELLO, *said, *said], [], "", [])) + len(ways[0]) - len(ways[1])
+        assert len(ids) == len(prompt_ids(texts, Conversation([*HELLO, *said, *said]), "", [])) + len(ways[0]) - len(ways[1])

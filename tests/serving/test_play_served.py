@@ -12,8 +12,8 @@ from hgpo_jax.policy import Policy
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.serving.api import Api
-from hgpo_jax.serving.background import served
 from hgpo_jax.serving.engine import Engine
+from hgpo_jax.serving.server import served
 from hgpo_jax.setup.job import build, prepare_devices
 
 
@@ -31,7 +31,7 @@ def test_greedy_episodes_are_equal_to_the_letter():
     mesh = make_mesh("data=1", jax.devices()[:1])
     policy = Policy(job.policy.model, jax.device_put(jax.device_get(params[SHARED]), mesh.devices.flat[0]), job.tokenizer)
     with Engine(policy, mesh, slots=4, prompt_limit=900, response_limit=12, waiting_limit=64) as engine:
-        api = Api(engine, policy.tokenizer, "small", key="", body_limit=2**20, time_limit=60.0)
+        api = Api(engine, policy.tokenizer, "small", key="", time_limit=60.0)
         with served(api) as url:
             theirs, _, heard = ServedPolicy(f"openai:{url}#small", config).play(greedy, 0)
     assert heard == told

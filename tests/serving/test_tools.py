@@ -5,8 +5,8 @@ import json
 import openai
 import pytest
 
-from hgpo_jax.serving.answers import tool_calls
-from hgpo_jax.serving.requests import ApiError, ChatRequest, parse
+from hgpo_jax.serving.completions import ChatBody, ChatCompletions
+from hgpo_jax.serving.requests import ApiError, parse
 from hgpo_jax.serving.text import ServedText
 from tests.helpers.chat_tokenizers import byte_tokenizer, qwen_tokenizer, tool_tokenizer
 from tests.helpers.serving import HELLO, Scripted, client_of, served
@@ -29,8 +29,8 @@ def body(messages=HELLO, **more):
 
 
 def shown(tokenizer, given: bytes) -> list[int]:
-    asked = parse(ChatRequest, given)
-    return ServedText(tokenizer).conversation([message.plain() for message in asked.messages], asked.shown_tools)
+    asked = ChatCompletions(given).request.prompt
+    return ServedText(tokenizer).conversation(asked.messages, asked.tools)
 
 
 @pytest.mark.parametrize("make", [tool_tokenizer, pytest.param(qwen_tokenizer, marks=pytest.mark.needs("data"))])
@@ -86,23 +86,10 @@ def test_calls_reach_the_client(answered):
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "<tool_call>{\"name\": \"x\"", "<tool_call>{}</tool_call>", "<tool_call>[1]</tool_call>", "<tool_call>no</tool_call>",
-        "<tool_call>{\"name\": 3}</tool_call>", "<tool_call>{\"name\": \"x\", \"arguments\": {\"y\": NaN}}</tool_call>",
-        "<tool_call>{\"name\": \"\\ud800\"}</tool_call>", "<tool_call>{\"name\": \"x\", \"arguments\": \"y\"}</tool_call>",
-        "<tool_call>" + "[" * 100_000 + "</tool_call>", CALLED + "<tool_call>{}</tool_call>",
-    ],
-)  # fmt: skip
-def test_what_is_no_call_is_text(text):
-    assert tool_calls(text) == (text, [])
-
-
-@pytest.mark.parametrize(
     ("given", "message"),
     [
         (body([*HELLO, {"role": "user", "content": "x", "tool_calls": CALLS[1]["tool_calls"]}]), "calls no tools"),
-        (body([{"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": "[]"}}]}]), "a JSON object"),
+        (body([{"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": "[]"}}]}]), "arguments: Input"),
         (body(tools=None, tool_choice="required"), "tool_choice: required needs tools"),
         (body(tool_choice={"type": "function", "function": {"name": "go"}}), "tool_choice: 'go' is none of the tools"),
         (body(tools=[{"type": "web_search"}]), "tools.0"),
@@ -110,7 +97,7 @@ def test_what_is_no_call_is_text(text):
 )
 def test_mistakes_are_named(given, message):
     with pytest.raises(ApiError, match=message):
-        parse(ChatRequest, given)
+        parse(ChatBody, given)
 
 
 def test_tools_cannot_forge_the_frame():

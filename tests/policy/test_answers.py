@@ -1,15 +1,15 @@
-"""Calls of tools in an answer's text: what people's models write."""
+"""Parsing of answers: what people's models write is read, and pieces add up however they are cut."""
 
+import itertools
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hgpo_jax.serving.answers import Choice, Piece, ToolForm, tool_calls
-from hgpo_jax.serving.requests import ChatRequest
-from hgpo_jax.serving.text import ServedText, TextStream
-from tests.helpers.chat_tokenizers import tool_tokenizer
+from hgpo_jax.policy.answers import AnswerParser, TextStream, call_format
+from hgpo_jax.policy.chat_frame import ChatFrame
+from tests.helpers.chat_tokenizers import byte_tokenizer
 
 
 def block(*calls) -> str:
@@ -17,9 +17,11 @@ def block(*calls) -> str:
 
 
 def read(text: str, inside_thought: bool = False) -> tuple[str, list[tuple[str, dict]]]:
-    content, calls = tool_calls(text, inside_thought)
-    assert [call["index"] for call in calls] == list(range(len(calls)))
-    return content, [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+    answer = AnswerParser(FORM, inside_thought).parse(text)
+    return answer.content, list(map(tuple, answer.calls))
+
+
+FORM = call_format("")
 
 
 LOOK, GO = {"name": "look", "arguments": {"at": 1}}, {"name": "go", "arguments": {"to": "</tool_call>"}}
@@ -61,16 +63,18 @@ A_LOOK, A_GO = ("look", {"at": 1}), ("go", {"to": "</tool_call>"})
     (f"<think>{OPEN}</think>{OPEN}", f"<think>{OPEN}</think>", [A_LOOK]),
     # What cannot be read is text, as a whole.
     *((text, text, []) for text in [
-        "no call", "<tool_call>", "<tool_call></tool_call>", "<tool_call>look</tool_call>", f"{block(LOOK)}<tool_call>",
+        "no call", "<tool_call>", "<tool_call></tool_call>", f"{block(LOOK)}<tool_call></tool_call>",
+        "<tool_call>look</tool_call>", f"{block(LOOK)}<tool_call>",
         f"{block(LOOK)}{block({'arguments': {}})}", block({"name": 1}), block({"name": "a", "arguments": [1]}),
         block({"name": "a", "arguments": "no JSON"}), block([]), block("look"), block(1), block(None),
         '<tool_call>{"name": "a", "arguments": {"b": NaN}}</tool_call>', *(OPEN[:-cut] for cut in (1, 2, 9)), f"{OPEN} so",
         f"{OPEN}</tool_call", f"<tool_call>[{json.dumps(LOOK)}", f"{OPEN}<tool_call>", f"{OPEN}{block(GO)}",
-        f"<tool_call>{'[' * 10_000}</tool_call>",
+        f"<tool_call>{'[' * 100_000}</tool_call>", '<tool_call>{"name": "\\ud800"}</tool_call>',
     ]),
 ])  # fmt: skip
 def test_what_is_read(text, content, calls):
     assert read(text) == (content, calls)
+    assert not AnswerParser(FORM).parse(text, complete=False).calls
 
 
 @pytest.mark.parametrize(("text", "content", "calls"), [
@@ -103,35 +107,79 @@ def test_nothing_is_raised_and_nothing_invented(text, inside_thought):
         assert json.dumps(name)[1:-1] in text
 
 
-SERVED = {opened: ServedText(tool_tokenizer()) for opened in ("", "<think>\n")}
-for opened, served in SERVED.items():
-    served.frame.opened = opened
+@example(f"Well. {block(LOOK)}", [6], False, True, None)
+@given(TEXTS, st.lists(st.integers(1, 9), max_size=20), st.booleans(), st.booleans(), st.sampled_from([None, "", "look"]))
+def test_pieces_add_up_to_the_whole(text, cuts, inside_thought, complete, called):
+    """What is settled at any moment is the beginning of what is parsed at the end."""
+    begun = "" if called is None else FORM.begin(called)
+    parser, text = AnswerParser(FORM, inside_thought and not begun, lambda calls: "<" in calls), begun + text
+    answer = parser.parse(text, complete)
+    for end in itertools.accumulate(cuts):
+        assert answer.content.startswith(text[: parser.settled(text[:end])])
+    assert text.startswith(answer.content) and (answer.calls or answer.content == text)
+    assert complete or not answer.calls
+    assert begun or inside_thought or parser.settled(text) >= len(text.partition("<")[0].rstrip())
 
 
-@given(
-    TEXTS, st.lists(st.integers(1, 9), max_size=20), st.sampled_from(["stop", "length"]), st.sampled_from(list(SERVED)),
-    st.sampled_from(["auto", "required"]),
-)  # fmt: skip
-def test_what_is_streamed_adds_up_to_the_whole(text, cuts, reason, opened, choice):
-    """With the calls, where the answer was not cut."""
-    tools, served = [{"type": "function", "function": {"name": "look"}}], SERVED[opened]
-    asked = ChatRequest(model="x", messages=[{"role": "user", "content": "x"}], tools=tools, tool_choice=choice)
-    form, ids, stream = ToolForm(asked, served), served.prompt(text), TextStream(served.decode, [])
-    content, calls, at, so_far, ended = "", [], 0, "", ""
-    for cut in [*cuts, len(ids)]:
-        some = ids[at : at + cut]
-        at, last = at + cut, at + cut >= len(ids)
-        piece = stream.push(some, last=last)[0]
-        so_far += piece
-        (told,) = form.piece(Piece(0, piece, so_far, some, [0.0] * len(some), reason if last else None))["choices"]
-        content, ended = content + (told["delta"]["content"] or ""), told["finish_reason"]
-        calls += told["delta"].get("tool_calls", [])
-        if last:
+TOKENIZER = byte_tokenizer()
+TOKEN_TEXT = ChatFrame(TOKENIZER).text
+
+
+def encode(text: str) -> list[int]:
+    return TOKEN_TEXT.encode([text])[0]
+
+
+def told(ids, stops, cuts):
+    """What a stream tells of ids that come in parts of these sizes: (text, tokens used, whether it stopped)."""
+    stream, text, used, at = TextStream(TOKEN_TEXT.decode, stops), "", 0, 0
+    sizes = iter([*cuts, len(ids)])
+    while not stream.stopped:
+        part = ids[at : at + next(sizes)]
+        at += len(part)
+        piece, count = stream.push(part, last=at == len(ids))
+        text, used = text + piece, used + count
+        if at == len(ids):
             break
-    (whole,) = form.whole([Choice(stream, so_far, ids, [0.0] * len(ids), reason)], [[1]])["choices"]
-    said = whole["message"]
-    assert (said["content"] or "", whole["finish_reason"]) == (content, ended)
-    assert [call["function"] for call in said.get("tool_calls", [])] == [call["function"] for call in calls]
-    text = form.begun + served.decode(ids)
-    assert form.begun + so_far == text and (text.strip().startswith(content) if calls else content == text)
-    assert ended == ("tool_calls" if calls else reason) and not (calls and reason == "length")
+    return text, used, stream.stopped
+
+
+@example("ab", ["b", "ab"], [])
+@given(
+    st.text(alphabet="abè€🙂 \n", max_size=30),
+    st.lists(st.text(alphabet="ab€", min_size=1, max_size=3), max_size=3),
+    st.lists(st.integers(1, 9), max_size=20),
+)
+def test_pieces_are_the_text_up_to_the_first_stop_string(text, stops, cuts):
+    ids = encode(text)
+    assert TOKEN_TEXT.decode(ids) == text
+    said, used, stopped = told(ids, stops, cuts)
+    # The plain rule: after each token, does the text so far hold a stop string?
+    ends = [n for n in range(len(ids) + 1) if any(stop in TOKEN_TEXT.decode(ids[:n]) for stop in stops)]
+    assert stopped == bool(ends)
+    if not ends:
+        assert (said, used) == (text, len(ids))
+    else:
+        so_far = TOKEN_TEXT.decode(ids[: ends[0]])
+        assert said == so_far[: min(so_far.find(stop) for stop in stops if stop in so_far)]
+        assert used == ends[0]
+
+
+@given(st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=40), st.lists(st.integers(1, 9), max_size=40))
+def test_pieces_of_any_tokens_add_up(ids, cuts):
+    said, used, _ = told(ids, [], cuts)
+    assert (said, used) == (TOKEN_TEXT.decode(ids), len(ids))
+
+
+def test_a_piece_is_told_as_soon_as_it_is_whole():
+    stream = TextStream(TOKEN_TEXT.decode, ["END"])
+    euro = encode("€")
+    assert [stream.push([byte], last=False)[0] for byte in euro] == [""] * (len(euro) - 1) + ["€"]
+    assert stream.push(encode("xE"), last=False)[0] == "x"
+    assert stream.push(encode("N"), last=False)[0] == ""
+    assert stream.push(encode("E"), last=False)[0] == "EN"
+    assert stream.push([], last=True) == ("E", 0)
+
+
+def test_a_piece_is_what_its_tokens_say_after_those_before_them():
+    stream = TextStream(lambda ids: " ".join(map(str, ids)), [])  # as many tokenizers, which drop the first word's blank
+    assert [stream.push([index], last=False)[0] for index in (1, 2, 3)] == ["1", " 2", " 3"]

@@ -1,0 +1,306 @@
+"""The dialects of OpenAI's chat completions, and of its older completions of a text."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import AliasChoices, BeforeValidator, Field
+
+from hgpo_jax.policy.answers import Call, split_thought
+from hgpo_jax.serving.dialect import Dialect
+from hgpo_jax.serving.exchange import Exchange, Piece
+from hgpo_jax.serving.requests import ApiError, Conversation, OpenBody, SamplingRequest, parse
+
+
+class Part(OpenBody):
+    """A part of a message's content, which must be text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Function(OpenBody):
+    """A tool's function, as the chat template shows it. The arguments of an answer may violate the parameters."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(OpenBody):
+    type: Literal["function"]
+    function: Function
+
+
+class ResponseFormat(OpenBody):
+    """The response format. json_object is not enforced: an answer that is not an object has a `warning` beside it."""
+
+    type: Literal["text", "json_object"]
+
+
+class TemplateOptions(OpenBody):
+    """The switch for thoughts of a chat template, by either name."""
+
+    thinking: bool | None = Field(None, validation_alias=AliasChoices("enable_thinking", "thinking"))
+
+
+class CalledFunction(OpenBody):
+    name: str
+    arguments: pydantic.Json[dict[str, Any]] = Field(default_factory=dict)
+
+    @pydantic.field_validator("arguments", mode="before")
+    @classmethod
+    def _may_be_empty(cls, arguments: Any) -> Any:
+        return arguments or "{}"
+
+
+class ToolCall(OpenBody):
+    """A tool call in an assistant's message."""
+
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(OpenBody):
+    """A message of a conversation; a developer's is a system message, a tool's is the result of a call."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[
+        list[Part] | None,
+        BeforeValidator(lambda content: [{"type": "text", "text": content}] if isinstance(content, str) else content),
+    ] = None
+    tool_calls: list[ToolCall] | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _says_something(self):
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"a message of the {self.role} needs content")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"a message of the {self.role} calls no tools")
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """Returns the message as a chat template takes it."""
+        text = "".join(part.text for part in self.content or ())
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.tool_calls:
+            functions = [call.function.model_dump(include={"name", "arguments"}) for call in self.tool_calls]
+            message["tool_calls"] = [{"type": "function", "function": function} for function in functions]
+        return message
+
+
+class StreamOptions(OpenBody):
+    include_usage: bool = False
+
+
+class SamplingBody(OpenBody):
+    """The common fields of chat and text completions.
+
+    temperature, top_p, top_k: by default from generation_config.json, or else 1, 1 and 0 (all tokens).
+    max_tokens: limits an answer, together with the server's own limit.
+    top_k, return_token_ids: as in other servers; the ids are those of the prompt and of the sampled tokens.
+    """
+
+    model: str
+    temperature: float | None = Field(None, ge=0, le=10)
+    top_p: float | None = Field(None, ge=1e-9, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)  # -1, as in other servers: all tokens, like 0
+    max_tokens: int | None = Field(None, ge=1)
+    stop: Annotated[
+        list[str], BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop), Field(max_length=16)
+    ] = Field(default_factory=list)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    n: int = Field(1, ge=1)
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    return_token_ids: bool = False
+    metadata: dict[str, Any] = Field(default_factory=dict)
+
+    def sampling(self, prompt: Conversation | str | list[int]) -> SamplingRequest:
+        """Translates the common fields."""
+        decoding = {name: value for name in ("temperature", "top_p", "top_k") if (value := getattr(self, name)) is not None}
+        if decoding.get("top_k") == -1:
+            decoding["top_k"] = 0
+        same = {name: getattr(self, name) for name in ("model", "n", "stop", "seed", "stream", "metadata")}
+        return SamplingRequest(prompt=prompt, decoding=decoding, limit=self.max_tokens, ignored=self.ignored(), **same)
+
+
+class ChatBody(SamplingBody):
+    """A request's body.
+
+    tool_choice: if an answer must call a tool, the prompt begins the call; an answer that still cannot be read as a call has a
+    `warning` beside it. With parallel_tool_calls=false only the first call is returned.
+    """
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: Literal["auto", "none", "required"] | Tool = "auto"
+    parallel_tool_calls: bool = True
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: TemplateOptions = TemplateOptions()
+
+    @pydantic.model_validator(mode="after")
+    def _can_choose(self):
+        choice, names = self.tool_choice, [tool.function.name for tool in self.tools]
+        if isinstance(choice, Tool) and choice.function.name not in names:
+            raise ApiError(400, f"tool_choice: {choice.function.name[:50]!r} is none of the tools", param="tool_choice")
+        if choice == "required" and not names:
+            raise ApiError(400, "tool_choice: required needs tools; give some, or leave it out", param="tool_choice")
+        return self
+
+    def request(self) -> SamplingRequest:
+        """Translates the body."""
+        fields: Any = {"type": True, "function": {"name", "description", "parameters"}}
+        tools = [] if self.tool_choice == "none" else self.tools
+        call = {"required": ""}.get(self.tool_choice) if isinstance(self.tool_choice, str) else self.tool_choice.function.name
+        conversation = Conversation(
+            [message.plain() for message in self.messages],
+            [tool.model_dump(include=fields, exclude_none=True) for tool in tools],
+            call,
+            self.chat_template_kwargs.thinking,
+        )
+        request = self.sampling(conversation)
+        request.limit = self.max_completion_tokens or self.max_tokens
+        request.parallel_calls = self.parallel_tool_calls
+        return request
+
+
+class TextBody(SamplingBody):
+    """The body of a text completion; a prompt is a text or token ids."""
+
+    prompt: str | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    logprobs: int | None = Field(None, ge=0, le=1)  # only for sampled tokens, for either value
+
+    def request(self) -> SamplingRequest:
+        """Translates the body."""
+        return self.sampling(self.prompt)
+
+
+class ChatCompletions(Dialect):
+    """OpenAI's chat completions.
+
+    body: the model of a request's body. prefix, whole_name, streamed_name: the prefix of ids, the names of both objects.
+    """
+
+    body: type[ChatBody] | type[TextBody] = ChatBody
+    prefix, whole_name, streamed_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, body: bytes | bytearray):
+        self._body: Any = parse(self.body, body)
+        self.request = self._body.request()
+        identity = f"{self.prefix}-{secrets.token_hex(12)}"
+        self._same = {"id": identity, "created": int(time.time()), "model": self.request.model}
+
+    def response(self, exchange: Exchange) -> dict[str, Any]:
+        choices = [self._choice(choice, exchange, "message") for choice in exchange.choices]
+        ids = self._ids("prompt_token_ids", exchange.prompt)
+        return self._same | {"object": self.whole_name, "choices": choices, "usage": usage(exchange)} | ids
+
+    async def events(self, exchange: Exchange) -> AsyncIterator[str]:
+        same = self._same | {"object": self.streamed_name}
+        yield _event(same | {"choices": self._opening()} | self._ids("prompt_token_ids", exchange.prompt))
+        try:
+            async for piece in exchange.pieces():
+                yield _event(same | {"choices": [self._choice(piece, exchange, "delta")]})
+        except ApiError as error:
+            yield _event(self.error(error))
+            return
+        if self._body.stream_options.include_usage:
+            yield _event(same | {"choices": [], "usage": usage(exchange)})
+        yield "data: [DONE]\n\n"
+
+    @staticmethod
+    def error(error: ApiError) -> dict[str, Any]:
+        return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
+
+    def _opening(self) -> list[dict[str, Any]]:
+        """Builds the choices of a stream's first event."""
+        delta = {"role": "assistant", "content": ""}
+        return [{"index": i, "delta": delta, "finish_reason": None, "logprobs": None} for i in range(self.request.n)]
+
+    def _ids(self, name: str, ids: list[int]) -> dict[str, list[int]]:
+        return {name: ids} if self._body.return_token_ids else {}
+
+    def _choice(self, piece: Piece, exchange: Exchange, where: str) -> dict[str, Any]:
+        """Builds a choice of a whole answer or of a chunk. where: the name of its message."""
+        message: dict[str, Any] = ({"role": "assistant"} if where == "message" else {}) | {"content": piece.text}
+        choice = {"index": piece.index, "finish_reason": piece.finish_reason, where: message}
+        if piece.calls:
+            calls = [_call(index, call) for index, call in enumerate(piece.calls)]
+            message |= {"content": piece.text or None, "tool_calls": calls}
+            choice["finish_reason"] = "tool_calls"
+        elif piece.finish_reason and (warning := self._warning(exchange.choices[piece.index].text)):
+            choice["warning"] = warning
+        return choice | {"logprobs": self._logprobs(piece, exchange)} | self._ids("token_ids", piece.tokens)
+
+    def _warning(self, text: str) -> str:
+        """Returns what an answer without calls does not do that was asked for; "" if it does all."""
+        if self._body.tool_choice not in ("auto", "none"):
+            return "tool_choice: the answer is no call that can be read"
+        form = self._body.response_format
+        if form and form.type == "json_object" and not _is_object(split_thought(text)[1]):
+            return "response_format: the answer is no JSON object"
+        return ""
+
+    def _logprobs(self, piece: Piece, exchange: Exchange) -> dict[str, Any] | None:
+        """Builds the log-probabilities of the sampled tokens, if the request asks for them."""
+        if not self._body.logprobs:
+            return None
+        content = []
+        for token, logp in zip(map(exchange.texts.token, piece.tokens), piece.logp, strict=True):
+            # A part of a character has no text, and only the tokenizer's own model knows its bytes.
+            code = None if "\ufffd" in token else list(token.encode())
+            content.append({"token": token, "logprob": logp, "bytes": code, "top_logprobs": []})
+        return {"content": content, "refusal": None}
+
+
+class TextCompletions(ChatCompletions):
+    """OpenAI's older completions, of a text."""
+
+    body = TextBody
+    prefix, whole_name, streamed_name = "cmpl", "text_completion", "text_completion"
+
+    def _opening(self) -> list[dict[str, Any]]:
+        return []
+
+    def _choice(self, piece: Piece, exchange: Exchange, where: str) -> dict[str, Any]:
+        choice = {"index": piece.index, "text": piece.text, "finish_reason": piece.finish_reason}
+        return choice | {"logprobs": self._logprobs(piece, exchange)} | self._ids("token_ids", piece.tokens)
+
+    def _logprobs(self, piece: Piece, exchange: Exchange) -> dict[str, Any] | None:
+        if self._body.logprobs is None:
+            return None
+        tokens = list(map(exchange.texts.token, piece.tokens))
+        return {"tokens": tokens, "token_logprobs": piece.logp, "top_logprobs": None, "text_offset": None}
+
+
+def _event(content: dict[str, Any]) -> str:
+    """Writes a server-sent event, which is one line whatever the content's text."""
+    return f"data: {json.dumps(content, allow_nan=False)}\n\n"
+
+
+def usage(exchange: Exchange) -> dict[str, int]:
+    """Counts the tokens of the prompt and of all responses."""
+    prompt, answers = len(exchange.prompt), sum(len(choice.tokens) for choice in exchange.choices)
+    return {"prompt_tokens": prompt, "completion_tokens": answers, "total_tokens": prompt + answers}
+
+
+def _call(index: int, call: Call) -> dict[str, Any]:
+    """Writes a call as a client takes it."""
+    function = {"name": call.name, "arguments": json.dumps(call.arguments)}
+    return {"index": index, "id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+
+
+def _is_object(text: str) -> bool:
+    """Whether a text is a JSON object."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False

@@ -1,0 +1,28 @@
+"""A dialect: a public API's words for requests and answers. `api.DIALECTS` lists those that are served."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+from hgpo_jax.serving.exchange import Exchange
+from hgpo_jax.serving.requests import ApiError, SamplingRequest
+
+
+class Dialect(Protocol):
+    """One request in a dialect's words, and its answer."""
+
+    request: SamplingRequest
+
+    def __init__(self, body: bytes | bytearray):
+        """Parses a request's body. Raises ApiError."""
+
+    def response(self, exchange: Exchange) -> dict[str, Any]:
+        """Builds the whole answer, once all of it is sampled."""
+
+    def events(self, exchange: Exchange) -> AsyncIterator[str]:
+        """Yields the server-sent events of a streamed answer. An error that comes too late for a status is one of them."""
+
+    @staticmethod
+    def error(error: ApiError) -> dict[str, Any]:
+        """Builds the body that tells of an error."""

@@ -1,0 +1,166 @@
+"""A request and its answer, during sampling or repeated."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from hgpo_jax.policy.answers import AnswerParser, Call, TextStream
+from hgpo_jax.sampling.generate import Decoding
+from hgpo_jax.serving.engine import Busy, Engine, Generation, Progress
+from hgpo_jax.serving.requests import ApiError, SamplingRequest
+from hgpo_jax.serving.sessions import Session, Turn
+from hgpo_jax.serving.text import ServedText
+
+
+class ServedPrompt(NamedTuple):
+    """A prompt's ids. beginning: the beginning of the answer that stands at their end. parser: that of the answers."""
+
+    ids: list[int]
+    beginning: str = ""
+    parser: AnswerParser = AnswerParser()
+
+
+@dataclasses.dataclass
+class Piece:
+    """A part of a response, or all parts so far. text: what the client sees, up to the calls."""
+
+    index: int
+    text: str = ""
+    calls: list[Call] = dataclasses.field(default_factory=list)
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logp: list[float] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None  # stop or length, once the response has ended
+
+
+class _Response:
+    """A response during sampling. whole: all its pieces. text: what was sampled, up to a stop string."""
+
+    def __init__(self, index: int, prompt: ServedPrompt, stream: TextStream, parallel_calls: bool):
+        self.whole, self.text, self.stream = Piece(index), "", stream
+        self._prompt, self._calls = prompt, None if parallel_calls else 1  # the number of calls that are told
+
+    def push(self, progress: Progress, end_tokens: tuple[int, ...]) -> Piece:
+        """Returns what a report adds; the texts of all pieces add up to the parsed answer's."""
+        more, count = self.stream.push(progress.tokens, last=progress.ended)
+        piece = Piece(self.whole.index, tokens=progress.tokens[:count], logp=progress.logp[:count])
+        self.text += more
+        text, parser = self._prompt.beginning + self.text, self._prompt.parser
+        content = text[: parser.settled(text)]
+        if self.stream.stopped or progress.ended:
+            stopped = self.stream.stopped or (piece.tokens and piece.tokens[-1] in end_tokens)
+            piece.finish_reason = "stop" if stopped else "length"
+            answer = parser.parse(text, complete=bool(stopped))
+            content, piece.calls = answer.content, list(answer.calls[: self._calls])
+        piece.text = content[len(self.whole.text) :]
+        self.whole.text += piece.text
+        self.whole.tokens += piece.tokens
+        self.whole.logp += piece.logp
+        self.whole.calls, self.whole.finish_reason = piece.calls, piece.finish_reason
+        return piece
+
+
+class Exchange:
+    """A request's responses as they arrive; a context manager, so that abandoned ones are cancelled.
+
+    Args:
+      usual: the decoding for fields that are not in the request.
+      seconds: timeout until the last token.
+      session: the one that the request belongs to; it has a single response.
+      turn: the turn that the request becomes in its session once all of it is sampled, or the one that it repeats.
+
+    Attributes:
+      prompt: the token ids. choices: the responses so far.
+
+    Raises ApiError if there is no room.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        texts: ServedText,
+        request: SamplingRequest,
+        prompt: ServedPrompt,
+        usual: Decoding,
+        seconds: float,
+        session: Session | None = None,
+        turn: Turn | None = None,
+    ):
+        self.prompt, self.texts, self.turn = prompt.ids, texts, turn
+        self._engine, self._seconds, self._session = engine, seconds, session
+        self._news: asyncio.Queue[tuple[int, Progress]] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        seed: int | np.ndarray = secrets.randbits(32) if request.seed is None else request.seed % 2**32
+        decoding, first = usual.replace(**request.decoding), 0
+        if session:
+            decoding, first = session.decoding or decoding, len(session.turns)
+            seed = seed if session.seed is None else session.seed
+        limit = min(request.limit or engine.response_limit, engine.response_limit)
+        self._responses = [
+            _Response(index, prompt, TextStream(texts.decode, request.stop), request.parallel_calls)
+            for index in range(request.n)
+        ]
+        self._generations = [
+            Generation(prompt.ids, limit, decoding, seed, first + index, functools.partial(self._tell, index))
+            for index in range(request.n)
+        ]
+
+    def _tell(self, index: int, progress: Progress) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and no one waits
+            self._loop.call_soon_threadsafe(self._news.put_nowait, (index, progress))
+
+    @property
+    def choices(self) -> list[Piece]:
+        return [response.whole for response in self._responses]
+
+    def __enter__(self) -> Exchange:
+        if self.turn and self.turn.tokens:  # a repeated one
+            self._news.put_nowait((0, Progress(self.turn.tokens, self.turn.logp, True)))
+            self._session = None
+            return self
+        try:
+            self._engine.submit(self._generations)
+        except RuntimeError as error:
+            raise ApiError(503, str(error), "server_error") from None
+        except Busy:
+            message = "every slot is taken and as many requests wait as may; try again"
+            raise ApiError(429, message, "rate_limit_error", code="rate_limit_exceeded") from None
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._cancel(range(len(self._responses)))
+
+    def _cancel(self, indices: Iterable[int]) -> None:
+        left = [self._generations[index] for index in indices if self.choices[index].finish_reason is None]
+        if left:
+            self._engine.cancel(left)
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Yields pieces until all choices have ended. Raises ApiError."""
+        until = time.monotonic() + self._seconds
+        while any(choice.finish_reason is None for choice in self.choices):
+            try:
+                index, progress = await asyncio.wait_for(self._news.get(), until - time.monotonic())
+            except TimeoutError:
+                raise ApiError(504, f"not done within {self._seconds:g} seconds", "server_error", code="timeout") from None
+            if progress.error:
+                raise ApiError(503, progress.error, "server_error")
+            response = self._responses[index]
+            if response.whole.finish_reason is not None:
+                continue  # reported before the engine knew of the stop string
+            piece = response.push(progress, self._engine.end_tokens)
+            if piece.finish_reason and not progress.ended:
+                self._engine.cancel([self._generations[index]])
+            if piece.finish_reason and self._session and self.turn:
+                self.turn.tokens, self.turn.logp = response.whole.tokens, response.whole.logp
+                self.turn.text = response.text
+                self._session.add(self.turn)
+            yield piece
