@@ -59,7 +59,7 @@ class Assignment(NamedTuple):
 
 
 def assign_to_sequences(
-    batch: TrainingBatch, order: jax.Array, begin: jax.Array, stop: jax.Array, size: int
+    batch: TrainingBatch, order: jax.Array, begin: jax.Array | int, stop: jax.Array | int, size: int
 ) -> tuple[Assignment, jax.Array]:
     """Assigns the decisions `order[begin:stop]` to sequences.
 
