@@ -16,9 +16,8 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -30,6 +29,11 @@ from hgpo_jax.config import PolicyConfig
 from hgpo_jax.envs.alfworld.dataset import list_games
 from hgpo_jax.envs.alfworld.game import load_game
 from hgpo_jax.envs.cli import whole_number
+from hgpo_jax.envs.webshop.catalogue import Catalogue, build
+from hgpo_jax.envs.webshop.commands import click
+from hgpo_jax.envs.webshop.products import read_products
+from hgpo_jax.envs.webshop.shop import load_shop
+from hgpo_jax.envs.webshop.synthetic import write_catalogue
 from hgpo_jax.policy import ModelConfig, initialize, network
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.rollout.environments import webshop_files
@@ -52,21 +56,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> list[dict]:
     """Returns rows; a limit_share is of the limit, less is better. Raises ConfigError for a folder without the data."""
-    parts: dict[str, Callable[[Any], list[dict]]] = {
-        "alfworld": alfworld,
-        "webshop": webshop,
-        "products": products,
-        "waiting": waiting,
-    }
+    parts = ("alfworld", alfworld), ("webshop", webshop), ("products", products), ("waiting", waiting)
     rows = []
-    for name, part in parts.items():
+    for name, part in parts:
         if given := getattr(args, name):
             try:
                 rows += part(given)
             except (ValueError, OSError, ImportError) as error:
                 raise ConfigError(f"--{name} {given}: {' '.join(str(error).split())}") from None
     if not rows:
-        raise ConfigError(f"bench envs: nothing is asked for; give {', '.join(f'--{name}' for name in parts)}")
+        raise ConfigError(f"bench envs: nothing is asked for; give {', '.join(f'--{name}' for name, _ in parts)}")
     return rows
 
 
@@ -105,8 +104,6 @@ def alfworld(folder: str) -> list[dict]:
 
 def webshop(folder: str) -> list[dict]:
     """Measures WebShop's engine on a catalogue."""
-    from hgpo_jax.envs.webshop.shop import load_shop
-
     times: dict[str, list[float]] = {"load": [], "reset": [], "click": [], "search": []}
     items, attributes = webshop_files(folder)
     with clock(times["load"]):
@@ -122,8 +119,6 @@ def webshop(folder: str) -> list[dict]:
 
 def visit(shop, times: dict[str, list[float]]) -> None:
     """Plays random episodes, and appends the times of resets, searches and clicks."""
-    from hgpo_jax.envs.webshop.commands import click
-
     chance = random.Random(0)
     for index in range(min(300, len(shop.goals))):
         session = shop.session(index)
@@ -140,11 +135,6 @@ def visit(shop, times: dict[str, list[float]]) -> None:
 
 def products(count: int) -> list[dict]:
     """Measures a synthetic catalogue: building it in mapped files, and opening and searching these."""
-    from hgpo_jax.envs.webshop.catalogue import Catalogue, build
-    from hgpo_jax.envs.webshop.products import read_products
-    from hgpo_jax.envs.webshop.shop import load_shop
-    from hgpo_jax.envs.webshop.synthetic import write_catalogue
-
     times: dict[str, list[float]] = {name: [] for name in ("build", "open", "reset", "search", "click")}
     with tempfile.TemporaryDirectory() as folder:
         files, built = write_catalogue(folder, count), Path(folder, "built")

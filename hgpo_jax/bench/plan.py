@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -26,10 +27,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from hgpo_jax.bench import duration, limits
+from hgpo_jax.bench.update import learner_step, random_batch
 from hgpo_jax.config import Config, cli
 from hgpo_jax.learner.algorithms import method_named
-from hgpo_jax.learner.batch import TrainingBatch
-from hgpo_jax.learner.update import aggregation, make_optimizer, make_policy_loss, make_update
 from hgpo_jax.policy import network, shapes, shardings
 from hgpo_jax.policy.mesh import abstract_mesh, make_mesh
 from hgpo_jax.policy.placement import shardings_like
@@ -62,14 +62,10 @@ def run(args: argparse.Namespace) -> list[dict]:
         raise ConfigError(f"--compile {args.compile}: compiles for one policy; leave out roles.*.policy and lora_rank")
     try:
         mesh, chip = _tpu_mesh(args.compile, config.mesh) if args.compile else (abstract_mesh(config.mesh), args.chip)
+        workload, phases = memory.workload_of(config, mesh), memory.bytes_of_run(config, mesh)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     limit = memory.CHIPS[chip] if chip else None
-    try:
-        workload = memory.workload_of(config, mesh)
-        phases = memory.bytes_of_run(config, mesh)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
     size = lambda name, size, share=None: limits.row(name, size / memory.GiB, "GiB", share)  # noqa: E731
     share = lambda size: size / limit if limit else None  # noqa: E731
@@ -123,18 +119,19 @@ class Programs:
     def __init__(self, config: Config, mesh, workload: memory.Workload, always: int):
         self._config, self._mesh, self._workload, self._always = config, mesh, workload, always
         self._model = dataclasses.replace(workload.model, sample_dtype=config.policy.sample_dtype)
-        self._rows = workload.decode_batch * mesh.shape["data"]
         self._slots = SlotPrograms(network(self._model), mesh, max_new=workload.response, end_tokens=(0,))
-        self._decoding = Decoding()
+        self._params, self._compute = self._weights(config.policy.dtype), self._weights(config.policy.compute_dtype)
+        rows = workload.decode_batch * mesh.shape["data"]
+        self._prompts, self._row, self._scalar = self._array(rows, workload.prompt), self._array(rows), self._array()
+        self._key = jax.eval_shape(lambda: jax.random.key(0)).dtype
+        self._keys = self._array(rows, dtype=self._key)
 
     def __iter__(self) -> Iterator[tuple[str, Callable, int]]:
         config, beside = self._config, self._always
         if config.policy.dtype == config.policy.compute_dtype:
             # A sampler needs one copy of the weights; parameters, optimizer and reference are held beside it.
-            beside -= sum(
-                math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
-                for a in jax.tree.leaves(self._weights(config.policy.dtype))
-            )
+            sizes = [math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(self._params)]
+            beside -= sum(sizes)
         if backend(config) == "compiled":
             yield "sampler", self._sampler, beside
         elif config.env.compiled:
@@ -145,32 +142,20 @@ class Programs:
             yield "decode", self._decode, beside
         yield "update", self._update, 0
 
-    def _array(self, shape: tuple[int, ...] = (), dtype: Any = jnp.int32) -> Any:
+    def _array(self, *shape: int, dtype: Any = jnp.int32) -> Any:
         """Returns what stands for a jax.Array on every device."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self._mesh, PartitionSpec()))
-
-    def _keys(self, count: int) -> Any:
-        return self._array((count,), jax.eval_shape(lambda: jax.random.key(0)).dtype)
 
     def _weights(self, dtype: str) -> dict:
         abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, dtype), shapes(self._model))
         return _placed(abstract, shardings(self._model, self._mesh))
 
-    @property
-    def _compute(self) -> dict:
-        return self._weights(self._config.policy.compute_dtype)
-
-    @property
-    def _prompts(self) -> tuple[Any, Any]:
-        """Returns prompts, and an integer for each."""
-        return self._array((self._rows, self._workload.prompt)), self._array((self._rows,))
-
     def _sampler(self):
         sample = make_sampler(network(self._model), self._mesh, self._workload.response, (0,))
-        (prompts, row), compute = self._prompts, self._compute
+        inputs = self._prompts, self._row, self._keys, self._row, self._scalar, Decoding()
         with jax.set_mesh(self._mesh):
-            blocks = _outputs(make_decode_blocks(network(self._model)).lower(compute))
-            return sample.lower(compute, blocks, prompts, row, self._keys(self._rows), row, self._array(), self._decoding)
+            blocks = _outputs(make_decode_blocks(network(self._model)).lower(self._compute))
+            return sample.lower(self._compute, blocks, *inputs)
 
     def _rollout(self):
         """Lowers a language model's whole rollout, including the games."""
@@ -180,53 +165,42 @@ class Programs:
         tokenizer = load_tokenizer(source, config.cache_dir)
         runner = TextRunner(config, found, *found.text(config), self._model, tokenizer, self._mesh)
         assert isinstance(runner.train, CompiledTextRollout)
-        keys = self._keys(config.rollout.prompt_groups * config.rollout.group_size)
+        keys = self._array(config.rollout.prompt_groups * config.rollout.group_size, dtype=self._key)
         with jax.set_mesh(self._mesh):
-            return runner.train.lowered(self._compute, keys, self._decoding)
+            return runner.train.lowered(self._compute, keys, Decoding())
 
     def _free_slots(self) -> Any:
-        return _outputs(self._slots.lower("empty", self._compute, self._rows, self._workload.prompt + self._workload.response))
+        width = self._workload.prompt + self._workload.response
+        return _outputs(self._slots.lower("empty", self._compute, *self._row.shape, width))
 
     def _prefill(self):
-        prompts, row = self._prompts
-        inputs = prompts, row, row, row, self._keys(self._rows), row, row, row, self._decoding
+        row = self._row
         with jax.set_mesh(self._mesh):
-            return self._slots.lower("prefill", self._compute, self._free_slots(), *inputs)
+            inputs = self._free_slots(), self._prompts, row, row, row, self._keys, row, row, row, Decoding()
+            return self._slots.lower("prefill", self._compute, *inputs)
 
     def _decode(self):
-        inputs = self._array((self._rows,), bool), self._prompts[1], self._array(), self._decoding
         with jax.set_mesh(self._mesh):
-            blocks = _outputs(self._slots.lower("decode_blocks", self._compute))
-            return self._slots.lower("decode", self._compute, blocks, self._free_slots(), *inputs)
+            blocks, free = (
+                _outputs(self._slots.lower("decode_blocks", self._compute)),
+                self._array(*self._row.shape, dtype=bool),
+            )
+            inputs = blocks, self._free_slots(), free, self._row, self._scalar, Decoding()
+            return self._slots.lower("decode", self._compute, *inputs)
 
     def _update(self):
-        config, mesh, learner, array = self._config, self._mesh, self._config.learner, self._array
-        optimizer, method = make_optimizer(learner), method_named(config.method)
-        step = make_update(
-            make_policy_loss(self._model, learner, method, config.rollout.temperature),
-            optimizer,
-            mesh,
-            minibatch_size=learner.minibatch_size,
-            microbatch_size=learner.microbatch_size,
-            per_token=aggregation(learner, method) == "token-mean",
-            compute_dtype=config.policy.compute_dtype,
+        config, workload, policy = self._config, self._workload, self._config.policy
+        method, temperature = method_named(config.method), config.rollout.temperature
+        step, optimizer = learner_step(self._model, config.learner, method, self._mesh, policy.compute_dtype, temperature)
+        sizes = self._model.vocab_size, workload.steps, workload.prompt, workload.response
+        batch = jax.tree.map(
+            lambda a: self._array(*a.shape, dtype=a.dtype), jax.eval_shape(functools.partial(random_batch, *sizes))
         )
-        N, P, R = self._workload.steps, self._workload.prompt, self._workload.response
-        batch = TrainingBatch(
-            prompts=array((N, P)),
-            prompt_lengths=array((N,)),
-            responses=array((N, R)),
-            response_lengths=array((N,)),
-            old_logp=array((N, R), jnp.float32),
-            advantages=array((N,), jnp.float32),
-        )
-        params = self._weights(config.policy.dtype)
-        moments = jax.eval_shape(optimizer.init, params)
-        moments = _placed(moments, shardings_like(moments, self._model, mesh))
-        with jax.set_mesh(mesh):
-            return jax.jit(step, donate_argnums=(0, 1)).lower(
-                params, moments, self._compute, batch, array((N,)), array(), array((), jnp.float32)
-            )
+        moments = jax.eval_shape(optimizer.init, self._params)
+        moments = _placed(moments, shardings_like(moments, self._model, self._mesh))
+        inputs = self._compute, batch, self._array(workload.steps), self._scalar, self._array(dtype=jnp.float32)
+        with jax.set_mesh(self._mesh):
+            return jax.jit(step, donate_argnums=(0, 1)).lower(self._params, moments, *inputs)
 
 
 def _placed(abstract, places):

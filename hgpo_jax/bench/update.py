@@ -13,18 +13,20 @@ import argparse
 import dataclasses
 import importlib.util
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from hgpo_jax.bench import limits, policies
 from hgpo_jax.bench.limits import row
 from hgpo_jax.config import LearnerConfig
 from hgpo_jax.envs.cli import whole_number
-from hgpo_jax.learner.algorithms import METHODS
+from hgpo_jax.learner.algorithms import METHODS, Method
 from hgpo_jax.learner.batch import TrainingBatch
-from hgpo_jax.learner.update import make_optimizer, make_policy_loss, make_update
+from hgpo_jax.learner.update import aggregation, make_optimizer, make_policy_loss, make_update
 from hgpo_jax.policy import LoraConfig, ModelConfig, initialize, lora
 from hgpo_jax.policy.placement import shardings_like, storage_shardings
 from hgpo_jax.utils.errors import ConfigError
@@ -94,15 +96,32 @@ def run(args: argparse.Namespace) -> list[dict]:
 
 def random_batch(vocabulary: int, rows: int, prompt: int, response: int) -> TrainingBatch:
     """Makes decisions with random tokens, all of the same lengths, as if sampled by a uniform policy."""
-    rng = np.random.default_rng(0)
+    key = jax.random.key(0)
     return TrainingBatch(
-        prompts=jnp.asarray(rng.integers(0, vocabulary, (rows, prompt)), jnp.int32),
+        prompts=jax.random.randint(key, (rows, prompt), 0, vocabulary),
         prompt_lengths=jnp.full(rows, prompt),
-        responses=jnp.asarray(rng.integers(0, vocabulary, (rows, response)), jnp.int32),
+        responses=jax.random.randint(key, (rows, response), 0, vocabulary),
         response_lengths=jnp.full(rows, response),
         old_logp=jnp.full((rows, response), -math.log(vocabulary)),
-        advantages=jnp.asarray(rng.standard_normal(rows), jnp.float32),
+        advantages=jax.random.normal(key, (rows,)),
     )
+
+
+def learner_step(
+    model: ModelConfig, learner: LearnerConfig, method: Method, mesh, compute_dtype: str, temperature: float = 1.0
+) -> tuple[Callable, optax.GradientTransformation]:
+    """Builds the method's update of the policy, as in `learner.make_update`, and its optimizer."""
+    optimizer = make_optimizer(learner)
+    step = make_update(
+        make_policy_loss(model, learner, method, temperature),
+        optimizer,
+        mesh,
+        minibatch_size=learner.minibatch_size,
+        microbatch_size=learner.microbatch_size,
+        per_token=aggregation(learner, method) == "token-mean",
+        compute_dtype=compute_dtype,
+    )
+    return step, optimizer
 
 
 class OurUpdate:
@@ -112,15 +131,7 @@ class OurUpdate:
     """
 
     def __init__(self, model: ModelConfig, config: LearnerConfig, mesh, batch: TrainingBatch, dtype: str, *, offload: bool):
-        optimizer, loss = make_optimizer(config), make_policy_loss(model, config, METHODS["hgpo"], 1.0)
-        step = make_update(
-            loss,
-            optimizer,
-            mesh,
-            minibatch_size=config.minibatch_size,
-            microbatch_size=config.microbatch_size,
-            compute_dtype=dtype,
-        )
+        step, optimizer = learner_step(model, config, METHODS["hgpo"], mesh, dtype)
         count = len(batch.advantages)
         with jax.set_mesh(mesh):
             self.params, self.frozen = initialize(dataclasses.replace(model, lora=None), 0, mesh), None
