@@ -143,8 +143,8 @@ def products(count: int) -> list[dict]:
         with clock(times["open"]):
             Catalogue.open(built)
         visit(load_shop(built), times)
-    rows = [mean(f"webshop, {count:,} products: {name}", times[name]) for name in ("build", "open", "search")]
-    return [*rows, row(f"webshop, {count:,} products: slowest search", max(times["search"]), "ms")]
+    rows = [mean(f"webshop of {count:,} products: {name}", times[name]) for name in ("build", "open", "search")]
+    return [*rows, row(f"webshop of {count:,} products: slowest search", max(times["search"]), "ms")]
 
 
 def waiting(milliseconds: int) -> list[dict]:

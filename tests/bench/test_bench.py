@@ -86,7 +86,7 @@ def test_the_peer_generates_the_same_tokens():
     with jax.set_mesh(mesh):
         params = initialize(model, 0, mesh)
         ours = sample.samplers(model, mesh, params, prompts, 6, temperature=0.0)[6]()
-    theirs = peer.sampler(peer.make_model(model, params, "float32"), prompts, 6, greedy=True)()
+        theirs = peer.sampler(peer.make_model(model, params, "float32"), prompts, 6, greedy=True)()
     np.testing.assert_array_equal(ours.tokens, theirs)
 
 
