@@ -11,15 +11,15 @@ from hgpo_jax.config import cli
 from hgpo_jax.utils.errors import ConfigError
 
 BENCHES = {
-    "accelerator": (accelerator, "one command for a lent accelerator: what no CPU can show, within a number of minutes"),
-    "advantages": (advantages, "estimators against the dictionary loop of host code"),
-    "envs": (environments, "environments: resets and steps per second"),
-    "plan": (plan, "memory on each device, before anything is allocated; the real TPU compiler's count of it"),
-    "rollout": (rollout, "text rollouts with long answers: continuous batching beside lockstep"),
-    "sample": (sample, "the sampler with random weights of any shape, against bandwidth, matmul rate and transformers"),
-    "serve": (serving, "a served policy beside the same sampler called directly: tokens per second, time to the first token"),
-    "train": (training, "one iteration of the default run by phase, against the machine's matmul rate"),
-    "update": (update, "the update with random weights of any shape, against the matmul rate and transformers"),
+    "accelerator": accelerator,
+    "advantages": advantages,
+    "envs": environments,
+    "plan": plan,
+    "rollout": rollout,
+    "sample": sample,
+    "serve": serving,
+    "train": training,
+    "update": update,
 }
 
 
@@ -38,11 +38,12 @@ def main() -> None:
     # One parser for each benchmark, because argparse allows `field=value` between options in a parser without commands only.
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in BENCHES:
-        known = "\n".join(f"  {name:12s} {meaning}" for name, (_, meaning) in BENCHES.items())
-        p = cli.parser("bench", f"{__doc__}\n\nNAME is one of\n{known}")
+        meanings = {name: (module.__doc__ or "").partition("\n")[0] for name, module in BENCHES.items()}
+        listed = "\n".join(f"  {name:12s} {meaning}" for name, meaning in meanings.items())
+        p = cli.parser("bench", f"{__doc__}\n\nNAME is one of\n{listed}")
         p.add_argument("name", metavar="NAME", choices=BENCHES)
         p.parse_args()
-    module, _ = BENCHES[name]
+    module = BENCHES[name]
     p = cli.parser(f"bench {name}", module.__doc__)
     module.add_arguments(p)
     p.add_argument("--json", metavar="FILE", help="also write the rows to this file")

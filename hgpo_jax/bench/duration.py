@@ -13,45 +13,45 @@ import math
 
 import jax.numpy as jnp
 
-from hgpo_jax.bench.limits import decode_flops, forward_flops, read_bytes
+from hgpo_jax.bench.limits import Rates, decode_flops, forward_flops, read_bytes
 from hgpo_jax.config import Config
 from hgpo_jax.learner.algorithms import method_named
 from hgpo_jax.learner.update import correction_level
 from hgpo_jax.rollout.environments import backend, max_turns
 from hgpo_jax.setup.memory import Workload
 
-# Rates of one device: operations per second of dense bfloat16 products, bytes per second of its memory (vendors' data sheets).
+# Of one device, for dense bfloat16 products (vendors' data sheets).
 RATES = {
-    "a100-40g": (312e12, 1.555e12),
-    "a100-80g": (312e12, 2.039e12),
-    "h100-80g": (989e12, 3.35e12),
-    "h200-141g": (989e12, 4.8e12),
-    "l40s-48g": (362e12, 0.864e12),
-    "tpu-v4": (275e12, 1.2e12),
-    "tpu-v5e": (197e12, 0.819e12),
-    "tpu-v5p": (459e12, 2.765e12),
-    "tpu-v6e": (918e12, 1.64e12),
+    "a100-40g": Rates(312e12, 1.555e12),
+    "a100-80g": Rates(312e12, 2.039e12),
+    "h100-80g": Rates(989e12, 3.35e12),
+    "h200-141g": Rates(989e12, 4.8e12),
+    "l40s-48g": Rates(362e12, 0.864e12),
+    "tpu-v4": Rates(275e12, 1.2e12),
+    "tpu-v5e": Rates(197e12, 0.819e12),
+    "tpu-v5p": Rates(459e12, 2.765e12),
+    "tpu-v6e": Rates(918e12, 1.64e12),
 }
 TF32 = ("a100", "h100", "h200", "l40s")  # multiply float32 as TensorFloat-32, at half of that rate; TPUs as bfloat16
 # The share of these rates that whole iterations reach: measured on CPUs (README.md), assumed for accelerators.
 REACHED = 0.5
 
 
-def rates_of(chip: str, dtype: str) -> tuple[float, float]:
+def rates_of(chip: str, dtype: str) -> Rates:
     """Returns a chip's `RATES` for products of this type."""
     operations, reading = RATES[chip]
-    return operations / (2 if dtype == "float32" and chip.startswith(TF32) else 1), reading
+    return Rates(operations / (2 if dtype == "float32" and chip.startswith(TF32) else 1), reading)
 
 
 def seconds_at_limits(
-    config: Config, mesh, workload: Workload, rates: tuple[float, float], turns: float, prompt: float, response: float
+    config: Config, mesh, workload: Workload, rates: Rates, turns: float, prompt: float, response: float
 ) -> dict[str, float]:
-    """Returns the seconds of each part of an iteration on a mesh of devices with the rates of `rates_of`.
+    """Returns the seconds of each part of an iteration on a mesh of devices with these rates each.
 
     turns: mean turns of an episode. prompt, response: mean tokens of a turn.
     """
     model = dataclasses.replace(workload.model, sample_dtype=config.policy.sample_dtype)
-    (operations, reading), rollout = rates, config.rollout
+    rollout = config.rollout
     episodes = rollout.prompt_groups * rollout.group_size
     steps, devices = episodes * turns, mesh.size
     each = devices / mesh.shape["data"]
@@ -67,13 +67,13 @@ def seconds_at_limits(
         rows = tokens / decoded
     slots = math.ceil(prompt + longest / 2)
     itemsize = jnp.dtype(config.policy.compute_dtype).itemsize
-    token = max(read_bytes(model, math.ceil(rows), slots, itemsize) / reading, rows * decode_flops(model, slots) / operations)
-    forward = steps * forward_flops(model, math.ceil(prompt + response), math.ceil(response)) / devices / operations
+    token = rates.seconds(read_bytes(model, math.ceil(rows), slots, itemsize), rows * decode_flops(model, slots))
+    forward = steps * forward_flops(model, math.ceil(prompt + response), math.ceil(response)) / devices / rates.operations
     # A backward pass costs two forward passes, or one if the weights are not trained; unsaved values are recomputed.
     again = config.learner.remat == "full"
     passes = 1 + (1 if config.lora.rank else 2) + again
     parts = {
-        "prompts": steps * forward_flops(model, math.ceil(prompt), 1) / devices / operations,
+        "prompts": steps * forward_flops(model, math.ceil(prompt), 1) / devices / rates.operations,
         "decoding": decoded * token / each,
         "reference policy": forward if config.learner.kl_weight else 0.0,
         "rollout correction": forward if correction_level(config) != "none" else 0.0,

@@ -7,19 +7,19 @@
 Hours are arithmetic over the chip's data sheet (bench/duration.py), for half of its rates, which is what iterations reach on
 CPUs; environments and communication come on top.
 
-`--compile` hands sampling and update to the TPU compiler with abstract weights, and reports its own count of memory and the
-collectives in the compiled programs, by kind and bytes. ALFWorld with a language model is planned as it is sampled on the host,
-which takes no games; with env.compiled=true and data=FOLDER the whole rollout is compiled, games included.
+`--compile` hands sampling and update to the TPU compiler with abstract weights, and reports its own count of memory. ALFWorld
+with a language model is planned as it is sampled on the host, which takes no games; with env.compiled=true and data=FOLDER the
+whole rollout is compiled, games included.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
 import os
-import re
-from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -27,11 +27,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from hgpo_jax.bench import duration, limits
+from hgpo_jax.bench.update import learner_step, random_batch
 from hgpo_jax.config import Config, cli
 from hgpo_jax.config.policies import SHARED
 from hgpo_jax.learner.algorithms import method_named
-from hgpo_jax.learner.batch import TrainingBatch
-from hgpo_jax.learner.update import aggregation, make_optimizer, make_policy_loss, make_update
 from hgpo_jax.policy import network, shapes, shardings
 from hgpo_jax.policy.mesh import abstract_mesh, make_mesh
 from hgpo_jax.policy.placement import shardings_like
@@ -46,9 +45,6 @@ from hgpo_jax.setup import memory
 from hgpo_jax.utils.errors import ConfigError
 
 TOPOLOGIES = {"v4": "tpu-v4", "v5e": "tpu-v5e", "v5p": "tpu-v5p", "v6e": "tpu-v6e"}
-ELEMENT = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "pred": 1, "s8": 1, "u8": 1}
-
-COLLECTIVES = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,32 +64,23 @@ def run(args: argparse.Namespace) -> list[dict]:
         raise ConfigError(f"--compile {args.compile}: compiles for one policy; leave out roles.*.policy and lora_rank")
     try:
         mesh, chip = _tpu_mesh(args.compile, config.mesh) if args.compile else (abstract_mesh(config.mesh), args.chip)
+        workload, phases = memory.workload_of(config, mesh), memory.bytes_of_run(config, mesh)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     limit = memory.CHIPS[chip] if chip else None
-    try:
-        workload = memory.workload_of(config, mesh)
-        phases = memory.bytes_of_run(config, mesh)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
-    def row(name, size, shared=False):
-        share = size / limit if limit and shared else None
-        return {"name": name, "value": size / memory.GiB, "unit": "GiB", "limit_share": share, "ratio": None}
-
-    rows = [row(f"{phase}: {name}", size) for phase, parts in phases.items() for name, size in parts.items() if size]
-    rows.append(row("peak on each device, planned", memory.peak(phases), shared=True))
+    size = lambda name, size, share=None: limits.row(name, size / memory.GiB, "GiB", share)  # noqa: E731
+    share = lambda size: size / limit if limit else None  # noqa: E731
+    rows = [size(f"{phase}: {name}", part) for phase, parts in phases.items() for name, part in parts.items() if part]
     largest = memory.peak(phases)
+    rows.append(size("peak on each device, planned", largest, share(largest)))
     if args.compile:
-        always = sum(phases["always"].values())
-        for name, lower, beside in programs(config, mesh, workload):
+        for name, lower, beside in Programs(config, mesh, workload, sum(phases["always"].values())):
             compiled = lower().compile()
             # The program's own inputs count as its arguments; everything else that lives at the same time is added.
-            size = compiled_bytes(compiled) + beside(always)
-            largest = max(largest, size)
-            rows.append(row(f"{name}, compiled for {args.compile}", size, shared=True))
-            for kind, total in sorted(collectives(compiled.as_text()).items()):
-                rows.append(row(f"{name}: {kind}", total))
+            needed = limits.compiled_bytes(compiled) + beside
+            largest = max(largest, needed)
+            rows.append(size(f"{name}, compiled for {args.compile}", needed, share(needed)))
     if limit:
         memory.refuse_too_large(config, phases, largest, limit)
     return rows + (_hours(args, config, mesh, workload, chip) if chip else [])
@@ -107,27 +94,6 @@ def _hours(args: argparse.Namespace, config: Config, mesh, workload: memory.Work
     hours = config.iterations * sum(parts.values()) / duration.REACHED / 3600
     rows = [limits.row(f"an iteration at the limits of {chip}: {name}", seconds, "s") for name, seconds in parts.items()]
     return [*rows, limits.row(f"{config.iterations} iterations at {duration.REACHED:.0%} of these limits", hours, "h")]
-
-
-def compiled_bytes(compiled) -> int:
-    """Returns the peak bytes on each device of a compiled program, by the compiler's own analysis."""
-    m = compiled.memory_analysis()
-    return m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
-
-
-def collectives(text: str) -> dict[str, int]:
-    """Returns the bytes that a compiled program's collectives produce on each device, by kind; those in loops count once."""
-    totals: Counter = Counter()
-    seen = set()
-    for shape, kind, rest in re.findall(rf"= (.*?) ({COLLECTIVES})(?:-start)?\((.*)", text):
-        # The TPU compiler writes a collective that overlaps other work several times, with one channel.
-        channel = re.search(r"channel_id=(\d+)", rest)
-        if channel and channel[1] in seen:
-            continue
-        seen.add(channel and channel[1])
-        for element, sizes in re.findall(r"(\w+)\[([\d,]*)\]", shape):
-            totals[kind] += ELEMENT.get(element, 4) * math.prod(int(n) for n in sizes.split(",") if n)
-    return dict(totals)
 
 
 def _tpu_mesh(topology: str, spec: str):
@@ -146,111 +112,105 @@ def _tpu_mesh(topology: str, spec: str):
     return make_mesh(spec, devices), TOPOLOGIES[topology.partition(":")[0]]
 
 
-def programs(config: Config, mesh, workload: memory.Workload):
-    """Yields (name, function that lowers it, bytes beside it as a function of the permanent ones) for sampling and update."""
-    learner, policy = config.learner, config.policy
-    model = dataclasses.replace(workload.model, sample_dtype=policy.sample_dtype)
-    everywhere = NamedSharding(mesh, PartitionSpec())
+class Programs:
+    """The programs of sampling and update, lowered with abstract arrays on a mesh.
 
-    def array(shape, dtype=jnp.int32) -> Any:  # stands for a jax.Array
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
+    Iterating yields (name, function that lowers it, bytes that live beside it). always: the permanent bytes of the plan.
+    """
 
-    placements = shardings(model, mesh)
-    placed = lambda dtype: jax.tree.map(  # noqa: E731
-        lambda a, where: jax.ShapeDtypeStruct(a.shape, dtype, sharding=where), shapes(model), placements
-    )
-    params, compute = placed(policy.dtype), placed(policy.compute_dtype)
+    def __init__(self, config: Config, mesh, workload: memory.Workload, always: int):
+        self._config, self._mesh, self._workload, self._always = config, mesh, workload, always
+        self._model = dataclasses.replace(workload.model, sample_dtype=config.policy.sample_dtype)
+        self._slots = SlotPrograms(network(self._model), mesh, max_new=workload.response, end_tokens=(0,))
+        self._params, self._compute = self._weights(config.policy.dtype), self._weights(config.policy.compute_dtype)
+        rows = workload.decode_batch * mesh.shape["data"]
+        self._prompts, self._row, self._scalar = self._array(rows, workload.prompt), self._array(rows), self._array()
+        self._key = jax.eval_shape(lambda: jax.random.key(0)).dtype
+        self._keys = self._array(rows, dtype=self._key)
 
-    rows = workload.decode_batch * mesh.shape["data"]
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
-    key = jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=everywhere)
-    scalar, row, prompts = array(()), array((rows,)), array((rows, workload.prompt))
+    def __iter__(self) -> Iterator[tuple[str, Callable, int]]:
+        config, beside = self._config, self._always
+        if config.policy.dtype == config.policy.compute_dtype:
+            # A sampler needs one copy of the weights; parameters, optimizer and reference are held beside it.
+            sizes = [math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(self._params)]
+            beside -= sum(sizes)
+        if backend(config) == "compiled":
+            yield "sampler", self._sampler, beside
+        elif config.env.compiled:
+            yield "rollout", self._rollout, beside
+        else:
+            blocks = memory.bytes_by_phase(config, self._mesh, self._workload)["sampling"]["weights by layer"]
+            yield "prefill", self._prefill, beside + blocks  # which it does not use
+            yield "decode", self._decode, beside
+        yield "update", self._update, 0
 
-    def outputs(lowered):
-        """Returns a program's outputs, with the shardings that the compiler chooses."""
-        return jax.tree.map(
-            lambda a, where: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where),
-            lowered.out_info,
-            lowered.compile().output_shardings,
-        )
+    def _array(self, *shape: int, dtype: Any = jnp.int32) -> Any:
+        """Returns what stands for a jax.Array on every device."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self._mesh, PartitionSpec()))
 
-    def sampler():
-        sample = make_sampler(network(model), mesh, workload.response, (0,))
-        with jax.set_mesh(mesh):
-            blocks = outputs(make_decode_blocks(network(model)).lower(compute))
-            return sample.lower(compute, blocks, prompts, row, key, row, scalar, Decoding())
+    def _weights(self, dtype: str) -> dict:
+        abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, dtype), shapes(self._model))
+        return _placed(abstract, shardings(self._model, self._mesh))
 
-    def rollout():
+    def _sampler(self):
+        sample = make_sampler(network(self._model), self._mesh, self._workload.response, (0,))
+        inputs = self._prompts, self._row, self._keys, self._row, self._scalar, Decoding()
+        with jax.set_mesh(self._mesh):
+            blocks = _outputs(make_decode_blocks(network(self._model)).lower(self._compute))
+            return sample.lower(self._compute, blocks, *inputs)
+
+    def _rollout(self):
         """Lowers a language model's whole rollout, including the games."""
+        config, policy = self._config, self._config.policy
         found, source = environment(config.env), policy.tokenizer or policy.source
         assert found.text is not None
-        runner = TextRunner(config, found, *found.text(config), {SHARED: model}, load_tokenizer(source, config.cache_dir), mesh)
+        tokenizer = load_tokenizer(source, config.cache_dir)
+        runner = TextRunner(config, found, *found.text(config), {SHARED: self._model}, tokenizer, self._mesh)
         assert isinstance(runner.train, CompiledTextRollout)
-        batch = config.rollout.prompt_groups * config.rollout.group_size
-        episodes = jax.ShapeDtypeStruct((batch,), key.dtype, sharding=everywhere)
-        with jax.set_mesh(mesh):
-            return runner.train.lowered({SHARED: compute}, episodes, Decoding())
+        keys = self._array(config.rollout.prompt_groups * config.rollout.group_size, dtype=self._key)
+        with jax.set_mesh(self._mesh):
+            return runner.train.lowered({SHARED: self._compute}, keys, Decoding())
 
-    slots = SlotPrograms(network(model), mesh, max_new=workload.response, end_tokens=(0,))
+    def _free_slots(self) -> Any:
+        width = self._workload.prompt + self._workload.response
+        return _outputs(self._slots.lower("empty", self._compute, *self._row.shape, width))
 
-    def free_slots():
-        return outputs(slots.lower("empty", compute, rows, workload.prompt + workload.response))
+    def _prefill(self):
+        row = self._row
+        with jax.set_mesh(self._mesh):
+            prompts = NewPrompts(self._prompts, row, row, row, row)
+            inputs = self._free_slots(), prompts, self._keys, row, row, Decoding()
+            return self._slots.lower("prefill", self._compute, *inputs)
 
-    def prefill():
-        with jax.set_mesh(mesh):
-            return slots.lower(
-                "prefill", compute, free_slots(), NewPrompts(prompts, row, row, row, row), key, row, row, Decoding()
+    def _decode(self):
+        with jax.set_mesh(self._mesh):
+            blocks, free = (
+                _outputs(self._slots.lower("decode_blocks", self._compute)),
+                self._array(*self._row.shape, dtype=bool),
             )
+            inputs = blocks, self._free_slots(), free, self._row, self._scalar, Decoding()
+            return self._slots.lower("decode", self._compute, *inputs)
 
-    def decode():
-        with jax.set_mesh(mesh):
-            blocks = outputs(slots.lower("decode_blocks", compute))
-            free = jax.ShapeDtypeStruct((rows,), bool, sharding=everywhere)
-            return slots.lower("decode", compute, blocks, free_slots(), free, row, scalar, Decoding())
+    def _update(self):
+        config, workload, policy = self._config, self._workload, self._config.policy
+        method, temperature = method_named(config.method), config.rollout.temperature
+        step, optimizer = learner_step(self._model, config.learner, method, self._mesh, policy.compute_dtype, temperature)
+        sizes = self._model.vocab_size, workload.steps, workload.prompt, workload.response
+        batch = jax.tree.map(
+            lambda a: self._array(*a.shape, dtype=a.dtype), jax.eval_shape(functools.partial(random_batch, *sizes))
+        )
+        moments = jax.eval_shape(optimizer.init, self._params)
+        moments = _placed(moments, shardings_like(moments, self._model, self._mesh))
+        inputs = self._compute, batch, self._array(workload.steps), self._scalar, self._array(dtype=jnp.float32)
+        with jax.set_mesh(self._mesh):
+            return jax.jit(step, donate_argnums=(0, 1)).lower(self._params, moments, *inputs)
 
-    def update():
-        optimizer, method = make_optimizer(learner), method_named(config.method)
-        loss = make_policy_loss(model, learner, method, config.rollout.temperature)
-        step = make_update(
-            loss,
-            optimizer,
-            mesh,
-            minibatch_size=learner.minibatch_size,
-            microbatch_size=learner.microbatch_size,
-            per_token=aggregation(learner, method) == "token-mean",
-            compute_dtype=policy.compute_dtype,
-        )
-        N, P, R = workload.steps, workload.prompt, workload.response
-        batch = TrainingBatch(
-            prompts=array((N, P)),
-            prompt_lengths=array((N,)),
-            responses=array((N, R)),
-            response_lengths=array((N,)),
-            old_logp=array((N, R), jnp.float32),
-            advantages=array((N,), jnp.float32),
-        )
-        moments = jax.eval_shape(optimizer.init, params)
-        opt_state = jax.tree.map(
-            lambda a, where: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where),
-            moments,
-            shardings_like(moments, model, mesh),
-        )
-        with jax.set_mesh(mesh):
-            return jax.jit(step, donate_argnums=(0, 1)).lower(
-                params, opt_state, compute, batch, array((N,)), array(()), array((), jnp.float32)
-            )
 
-    # A sampler needs one copy of the weights; parameters, optimizer and reference are held beside it.
-    size = sum(
-        math.prod(where.shard_shape(a.shape)) * a.dtype.itemsize
-        for a, where in zip(jax.tree.leaves(params), jax.tree.leaves(placements), strict=True)
-    )
-    waiting = lambda always: always - (size if policy.dtype == policy.compute_dtype else 0)  # noqa: E731
-    if backend(config) == "compiled":
-        samplers = [("sampler", sampler, waiting)]
-    elif config.env.compiled:
-        samplers = [("rollout", rollout, waiting)]
-    else:
-        blocks = memory.bytes_by_phase(config, mesh, workload)["sampling"]["weights by layer"]  # `prefill` does not use them
-        samplers = [("prefill", prefill, lambda always: waiting(always) + blocks), ("decode", decode, waiting)]
-    return [*samplers, ("update", update, lambda always: 0)]
+def _placed(abstract, places):
+    """Returns the same shapes with these shardings."""
+    return jax.tree.map(lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), abstract, places)
+
+
+def _outputs(lowered):
+    """Returns a program's outputs, with the shardings that the compiler chooses."""
+    return _placed(lowered.out_info, lowered.compile().output_shardings)

@@ -6,12 +6,12 @@ import time
 import pytest
 
 from hgpo_jax.bench import __main__ as command
-from hgpo_jax.bench import accelerator, policies
+from hgpo_jax.bench import accelerator
 from hgpo_jax.config import load
 
 PART = """
 import json, sys, time
-what, path = sys.argv[1], sys.argv[-1]
+what, path = sys.argv[2], sys.argv[-1]
 if what == "hangs":
     time.sleep(600)
 if what == "fails":
@@ -23,19 +23,19 @@ json.dump(rows, open(path, "w"))
 
 
 def test_a_part_that_fails_or_hangs_costs_the_others_nothing(bench, tmp_path, monkeypatch, capfd):
-    (tmp_path / "fake_part.py").write_text(PART)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    whats = ("fails", "works", "hangs", "works later")
-    monkeypatch.setattr(accelerator, "PARTS", [(what, "fake_part", [what], False) for what in whats])
-    monkeypatch.setattr(accelerator, "TINY", {what: [] for what in whats})
-    began, seen, part = time.monotonic(), [], accelerator._part
+    (tmp_path / "hgpo_jax.py").write_text(PART)
+    monkeypatch.chdir(tmp_path)  # where `python -m hgpo_jax` is this program
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr(accelerator, "PARTS", {what: f"bench {what}" for what in ("fails", "works", "hangs", "late")})
+    monkeypatch.setattr(accelerator, "TINY", {"bench": ""})
+    began, seen, part = time.monotonic(), [], accelerator.part
 
-    def noted(*given):
+    def noted(*arguments):
         file = tmp_path / "rows.json"
         seen.append(len(json.loads(file.read_text())) if file.exists() else 0)
-        return part(*given)
+        return part(*arguments)
 
-    monkeypatch.setattr(accelerator, "_part", noted)
+    monkeypatch.setattr(accelerator, "part", noted)
     rows = {row["name"]: row for row in bench("accelerator", "--minutes", "0.04", "--tiny")}
     assert time.monotonic() - began < 60  # what hangs sleeps for ten minutes
     assert seen == [0, 1, 2]  # rows are written after every part
@@ -43,37 +43,37 @@ def test_a_part_that_fails_or_hangs_costs_the_others_nothing(bench, tmp_path, mo
     assert rows["works: speed"] == {"name": "works: speed", "value": 2.0, "unit": "s", "limit_share": 0.5, "ratio": None}
     assert "works: machine" not in rows and "cores" in rows["machine"]["value"]
     assert any(name.startswith("hangs: stopped after") for name in rows)
-    assert "works later: no time was left" in rows
+    assert "late: no time was left" in rows
     out, err = capfd.readouterr()
     assert "[1/4] fails" in err and "| works: speed | 2 | s | 50% |" in out
 
 
 def test_without_an_accelerator_it_is_refused(monkeypatch, refused):
-    monkeypatch.setattr(accelerator, "_backend", lambda: "cpu")
+    monkeypatch.setattr(accelerator, "python", lambda program: "cpu")
     assert "jax finds no accelerator here; --tiny" in refused("accelerator")
 
 
 @pytest.mark.parametrize("tiny", [False, True])
-def test_every_part_is_one_that_its_command_takes(tiny, monkeypatch):
-    monkeypatch.setattr(accelerator, "_peer_works", lambda: True)
-    for _, module, arguments, has_peer in accelerator.PARTS:
-        name, *rest = accelerator._arguments(module, arguments, has_peer, tiny=tiny)
-        if module == accelerator.TRAIN:
-            load(None, [name, *rest])
+@pytest.mark.parametrize("peer", [False, True])
+def test_every_part_is_one_that_its_command_takes(tiny, peer, monkeypatch):
+    monkeypatch.setattr(accelerator, "peer_works", lambda: peer)
+    for text in accelerator.PARTS.values():
+        name, *rest = accelerator.words(text, tiny=tiny)
+        if name == "train":
+            load(None, rest)
             continue
         parser = command.cli.parser(name, "")
-        command.BENCHES[name][0].add_arguments(parser)
-        args = parser.parse_intermixed_args(rest)
-        if name != "train":
-            policies.workload(args)
+        command.BENCHES[rest[0]].add_arguments(parser)
+        args = parser.parse_intermixed_args(rest[1:])
+        assert peer or not getattr(args, "against", None)
 
 
 @pytest.mark.slow
 def test_a_part_of_each_kind_runs_with_small_shapes(bench, monkeypatch):
-    first = {accelerator.PARTS[n][0]: accelerator.PARTS[n] for n in (0, len(accelerator.PARTS) - 1)}
-    monkeypatch.setattr(accelerator, "PARTS", tuple(first.values()))
+    chosen = {title: accelerator.PARTS[title] for title in ("default run", "update, offload")}
+    monkeypatch.setattr(accelerator, "PARTS", chosen)
     rows = {row["name"]: row for row in bench("accelerator", "--tiny", "--minutes", "20")}
     assert not [name for name, row in rows.items() if row["unit"] == "not measured"]
-    for title in first:
+    for title in chosen:
         assert any(name.startswith(f"{title}: ") for name in rows), title
     assert rows["default run: whole command, nothing cached"]["value"] > 1

@@ -7,6 +7,7 @@ import pytest
 from hgpo_jax import config as configuration
 from hgpo_jax.bench import __main__ as bench
 from hgpo_jax.bench.duration import RATES, REACHED, rates_of, seconds_at_limits
+from hgpo_jax.bench.limits import Rates
 from hgpo_jax.policy.mesh import abstract_mesh
 from hgpo_jax.setup import memory
 from hgpo_jax.tables import plan as planning
@@ -18,7 +19,7 @@ PAPER = "alfworld_qwen2.5_1.5b"
 def count(name: str, *overrides: str, mesh: str = "data=1", rates=(1e15, 1e12), turns=20.0, prompt=1000.0, response=200.0):
     config = configuration.load(name, ["data=x", *overrides] if name == PAPER else list(overrides))
     mesh = abstract_mesh(mesh)
-    return seconds_at_limits(config, mesh, memory.workload_of(config, mesh), rates, turns, prompt, response)
+    return seconds_at_limits(config, mesh, memory.workload_of(config, mesh), Rates(*rates), turns, prompt, response)
 
 
 def test_every_chip_with_a_memory_has_rates():
@@ -83,7 +84,7 @@ def test_measured_iterations_on_a_cpu(name, rates, expected, measured):
     """Those in hgpo_jax/bench/README.md, with the rates of the cores that they ran on."""
     config = configuration.load(name, ["policy.compute_dtype=float32"])
     mesh = abstract_mesh("data=1")
-    limits = seconds_at_limits(config, mesh, memory.workload_of(config, mesh), rates, *expected)
+    limits = seconds_at_limits(config, mesh, memory.workload_of(config, mesh), Rates(*rates), *expected)
     assert sum(limits.values()) / REACHED == pytest.approx(measured, rel=0.3)
 
 

@@ -1,47 +1,43 @@
-"""`bench rollout`: steps of all schedules against what can be counted by hand, and answers that end as they should."""
+"""`bench rollout`: steps of both schedules against what can be counted by hand, and answers that end as they should."""
 
-import jax
 import numpy as np
 import pytest
 
-from hgpo_jax.bench import rollout
-from hgpo_jax.policy import ModelConfig, initialize, network
-from hgpo_jax.policy.mesh import make_mesh
-from hgpo_jax.sampling.generate import Decoding, make_decode_blocks, make_sampler
+from hgpo_jax.bench import limits, rollout
+from hgpo_jax.bench.made_up import MadeUp
 
 SMALL = [
-    "--mesh", "data=1", "--repeats", "1", "--turns", "4", "--mean", "12", "--longest", "40", "--shortest-prompt", "10",
-    "--longest-prompt", "30",
+    "--repeats", "1", "--turns", "4", "--mean", "12", "--longest", "40", "--shortest-prompt", "10", "--longest-prompt", "30",
 ]  # fmt: skip
 
 
 @pytest.mark.slow
 def test_fewer_steps_than_lockstep(bench):
-    rows = {row["name"]: row for row in bench("rollout", *SMALL, "--episodes", "24", "--slots", "8")}
-    found = {name if name.startswith("in ") else name.partition(",")[0]: row for name, row in rows.items()}
-    ours, theirs = found["decode steps over the fewest possible"], found["in lockstep, decode steps over the fewest possible"]
-    assert 0.9 < ours["value"] < 1.7 < theirs["value"]
-    assert 0.9 < found["in one compiled program, decode steps over the fewest possible"]["value"] < 1.7
-    assert found["in one compiled program"]["ratio"] > 0
-    assert found["tokens"]["ratio"] > 0 and found["tokens"]["limit_share"] == pytest.approx(1 / ours["value"])
-    assert 8 < found["answer"]["value"] < 16  # 12, less what is cut
+    tokens, lockstep, steps, all_steps, answer, _ = bench("rollout", *SMALL, "--episodes", "24", "--slots", "8")
+    assert 0.9 < steps["value"] < 1.7 < all_steps["value"]
+    assert tokens["ratio"] == pytest.approx(tokens["value"] / lockstep["value"])
+    assert tokens["limit_share"] == pytest.approx(1 / steps["value"])
+    assert 8 < answer["value"] < 16  # 12, less what is cut
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [True, False])
-def test_every_token_ends_an_answer_with_the_same_probability(tied):
-    model = ModelConfig(
-        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=tied, initializer_range=0.3,
-    )  # fmt: skip
-    mesh, n, mean = make_mesh("data=1", jax.devices()[:1]), 2000, 10
-    params = rollout._ends_at_random(initialize(model, 0, mesh), 1 / mean)
-    prompts = np.random.default_rng(0).integers(1, 50, (n, 6)).astype(np.int32)
-    sample, rows = make_sampler(network(model), mesh, 60, (rollout.END,)), np.arange(n, dtype=np.int32)
-    keys = jax.random.split(jax.random.key(0), n)
-    blocks = make_decode_blocks(network(model))(params)
-    lengths = np.asarray(sample(params, blocks, prompts, np.full(n, 6, np.int32), keys, rows, np.int32(0), Decoding()).lengths)
-    # Geometric: as many end at once after the first as after the tenth token.
-    for at in (1, 10):
-        alive = lengths >= at
-        assert (lengths[alive] == at).mean() == pytest.approx(1 / mean, abs=4 * np.sqrt(0.09 / alive.sum()))
+def test_equal_answers_need_no_more_steps_than_there_must_be(bench):
+    *_, steps, all_steps, answer, _ = bench("rollout", *SMALL, "--episodes", "8", "--slots", "8", "--equal")
+    assert steps["value"] == all_steps["value"] == 1 and answer["value"] == 40
+
+
+def test_the_fewest_steps():
+    assert rollout.fewest(np.array([[5, 4], [2, 2]]), 2) == 4 + 3  # the longest episode, without the first tokens
+    assert rollout.fewest(np.array([[5, 4], [3, 4]]), 1) == 4 + 3 + 2 + 3
+
+
+def test_waiting_times_are_a_tasks_own_and_have_the_mean():
+    env = MadeUp(10_000, 0.5, spread=True)
+    assert env.times(3) == env.times(3) != env.times(4)
+    assert np.mean(env.times(3)) == pytest.approx(0.5, rel=0.05) and np.std(env.times(3)) == pytest.approx(0.5, rel=0.05)
+    assert MadeUp(3, 0.5).times(3) == [0.5] * 3
+
+
+def test_rates_bound_the_work_by_the_slower_of_two():
+    rates = limits.Rates(operations=10.0, reading=2.0)
+    assert rates.seconds(bytes_read=4, operations=10) == 2 and rates.seconds(bytes_read=4, operations=30) == 3

@@ -93,7 +93,7 @@ def test_what_must_not_be_there_is_seen():
 
 def main(name: str, topology: str, spec: str, program: str, layers: str) -> None:
     from hgpo_jax import config
-    from hgpo_jax.bench import plan
+    from hgpo_jax.bench import limits, plan
     from hgpo_jax.setup import memory
 
     played = [f"data={GAMES}", "env.split=valid_train", "env.compiled=true", f"policy.tokenizer={DATA / 'qwen2.5'}"]
@@ -104,10 +104,10 @@ def main(name: str, topology: str, spec: str, program: str, layers: str) -> None
     model = dataclasses.replace(workload.model, num_hidden_layers=int(layers))
     workload = dataclasses.replace(workload, model=model)
     always = sum(memory.bytes_by_phase(settings, mesh, workload)["always"].values())
-    lower, beside = {name: rest for name, *rest in plan.programs(settings, mesh, workload)}[program.split()[0]]
+    lower, beside = {name: rest for name, *rest in plan.Programs(settings, mesh, workload, always)}[program.split()[0]]
     compiled = lower().compile()
     rows = max(settings.learner.microbatch_size, mesh.shape["fsdp"])
-    found = {"bytes": plan.compiled_bytes(compiled) + beside(always)} | look(
+    found = {"bytes": limits.compiled_bytes(compiled) + beside} | look(
         compiled.as_text(), model.num_hidden_layers, model.vocab_size, mesh.shape["fsdp"] * mesh.shape["tensor"],
         model.hidden_size, rows * workload.response,
     )  # fmt: skip

@@ -1,0 +1,29 @@
+"""An artificial environment that costs nothing but, if asked, time. It imports no jax, so that many workers start quickly."""
+
+import random
+import time
+
+
+class MadeUp:
+    """An environment in which any action counts and every episode has all turns.
+
+    mean: seconds of a step on average; `spread` draws them from the exponential distribution, the same for each task.
+    """
+
+    task_types, goal, task_type = ("made up",), "", 0
+
+    def __init__(self, turns: int, mean: float = 0.0, spread: bool = False):
+        self.max_turns, self._mean, self._spread = turns, mean, spread
+
+    def times(self, task: int) -> list[float]:
+        """Returns the seconds of an episode's steps."""
+        draw = random.Random(task)
+        return [self._mean * (draw.expovariate(1) if self._spread else 1) for _ in range(self.max_turns)]
+
+    def reset(self, task: int) -> tuple[str, list[str]]:
+        self._task, self._times = task, self.times(task)
+        return str(task), []
+
+    def step(self, action: str):
+        time.sleep(self._times.pop(0))
+        return str(self._task), [], 0.0, not self._times, {"won": False, "admissible": True}
