@@ -162,7 +162,7 @@ def main() -> None:
         panels.refuse_trained_on(args.panel, configuration.load(source))
     tasks = panels.panel_tasks(args.panel, config) if args.panel else []
     settings = settings_of(config)
-    own = is_run and args.to is None and not seeds and settings == settings_of(configuration.load(source, [cli.UNROUNDED]))
+    own = is_run and args.to is None and not seeds and settings == settings_of(configuration.load(source))
     target = folder if own else Path(args.to) if args.to else folder / "evaluations"
     file = target / (OWN if own else file_name(split, config.evaluation.temperature, config.evaluation.episodes, seeds))
     if not own:

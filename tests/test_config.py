@@ -8,7 +8,6 @@ from hgpo_jax.advantages.checks import check_option
 from hgpo_jax.config import CONFIGS, choices, load
 from hgpo_jax.config.schema import AdvantageConfig
 from hgpo_jax.learner.algorithms import METHODS, estimator_options
-from hgpo_jax.learner.update import correction_level
 from hgpo_jax.rollout.environments import ENVIRONMENTS, backend
 from hgpo_jax.setup.validate import check_given, check_together
 from hgpo_jax.utils.errors import ConfigError
@@ -94,15 +93,6 @@ def test_mistakes_in_a_file(tmp_path):
         with pytest.raises(ConfigError, match=f"^{message}") as caught:
             load(str(tmp_path / "run.yaml"))
         assert "\n" not in str(caught.value)
-
-
-def test_a_loss_of_whole_responses_is_corrected_by_response():
-    for method in ("gagpo", "gspo"):
-        assert correction_level(load(None, [f"method={method}", "policy.sample_dtype=int8"])) == "sequence"
-    assert correction_level(load(None, ["policy.sample_dtype=int8"])) == "token"
-    assert correction_level(load(None, ["policy.sample_dtype=int8", "learner.rollout_correction=none"])) == "none"
-    assert correction_level(load(None, ["learner.rollout_correction=sequence"])) == "sequence"
-    assert correction_level(load()) == "none"
 
 
 MUON = ["policy=somewhere", "cloning.optimizer=muon"]

@@ -41,7 +41,6 @@ PARTS = (
     ("iteration of the default run", BENCH, ["train"], True),
     ("update, 1.5B", BENCH, [*UPDATE, *ONE_AND_A_HALF, "--rows", "64", "--tokens", "1024", "--microbatch", "16"], True),
     ("sampling, 1.5B", BENCH, [*SAMPLE, *ONE_AND_A_HALF, "--batch", "1", "64"], True),
-    ("sampling in 8 bits, 1.5B", BENCH, [*SAMPLE, *ONE_AND_A_HALF, "--batch", "1", "64", "--sample-dtype", "int8"], False),
     ("rollout, 0.5B", BENCH, ["rollout", *BF16, *HALF, "--episodes", "64", "--slots", "64", "--turns", "4"], False),
     ("update, long", BENCH, [*UPDATE, *ONE_AND_A_HALF, "--rows", "8", "--tokens", "8192", "--microbatch", "2"], False),
     ("update, offload", BENCH, [*UPDATE, *ONE_AND_A_HALF, "--rows", "16", "--tokens", "1024", "--offload"], False),

@@ -15,7 +15,6 @@ which takes no games; with env.compiled=true and data=FOLDER the whole rollout i
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 import os
 import re
@@ -146,8 +145,7 @@ def _tpu_mesh(topology: str, spec: str):
 
 def programs(config: Config, mesh, workload: memory.Workload):
     """Yields (name, function that lowers it, bytes beside it as a function of the permanent ones) for sampling and update."""
-    learner, policy = config.learner, config.policy
-    model = dataclasses.replace(workload.model, sample_dtype=policy.sample_dtype)
+    learner, policy, model = config.learner, config.policy, workload.model
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def array(shape, dtype=jnp.int32) -> Any:  # stands for a jax.Array

@@ -9,7 +9,6 @@ of the cache over the rate of reading memory, and the operations over the rate o
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import statistics
 import time
 
@@ -24,7 +23,6 @@ from hgpo_jax.envs.cli import whole_number
 from hgpo_jax.policy import initialize, network
 from hgpo_jax.policy.placement import cast
 from hgpo_jax.sampling.generate import Decoding, make_decode_blocks, make_sampler
-from hgpo_jax.utils.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,9 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new", type=whole_number, default=32, help="tokens of each response, at least 2")
     parser.add_argument("--batch", type=whole_number, nargs="+", default=[1, 8], help="rows at once; several in turn")
     parser.add_argument("--temperature", type=temperature, default=1.0, help="of sampling; 0 takes the most likely token")
-    parser.add_argument(
-        "--sample-dtype", choices=("compute_dtype", "int8"), default="compute_dtype", help="int8: decode in 8 bits"
-    )
     profile.add_argument(parser)
 
 
@@ -48,16 +43,13 @@ def temperature(text: str) -> float:
 
 def run(args: argparse.Namespace) -> list[dict]:
     """Returns rows of name, value, unit, limit_share (of the machine's, more is better), ratio (our speed to the peer's)."""
-    if args.against and args.sample_dtype == "int8":
-        raise ConfigError(f"--sample-dtype {args.sample_dtype}: --against {args.against} decodes in --dtype; leave out one")
     workload, peer = policies.workload(args), policies.load_peer(args.against)
     prompt, new = args.prompt or workload.prompt, max(args.new, 2)
     policies.refuse(args, workload.model, args.batch, prompt + new)
     rates = limits.Rates(policies.meshes(args.mesh, 0).values(), args.dtype)
-    model = dataclasses.replace(workload.model, sample_dtype=args.sample_dtype)
-    measured = [_measure(args, model, peer, batch, prompt, new) for batch in args.batch]
+    measured = [_measure(args, workload.model, peer, batch, prompt, new) for batch in args.batch]
     rates.measure()
-    rows = [line for one in measured for line in _rows(args, model, one, prompt, new, rates)]
+    rows = [line for one in measured for line in _rows(args, workload.model, one, prompt, new, rates)]
     return [*rows, *rates.rows()]
 
 
@@ -110,8 +102,7 @@ def _measure(args, model, peer, batch: int, prompt: int, new: int) -> dict:
 def _rows(args, model, one: dict, prompt: int, new: int, rates: limits.Rates) -> list[dict]:
     """Returns the rows of one batch size."""
     batch, best, itemsize = one["batch"], one["best"], jnp.dtype(args.dtype).itemsize
-    whole = dataclasses.replace(model, sample_dtype="compute_dtype")  # for prefill
-    prefill = rates.seconds(limits.read_bytes(whole, 0, 0, itemsize), batch * limits.forward_flops(model, prompt, 1))
+    prefill = rates.seconds(limits.read_bytes(model, 0, 0, itemsize), batch * limits.forward_flops(model, prompt, 1))
     decode = sum(
         rates.seconds(limits.read_bytes(model, batch, slots, itemsize), batch * limits.decode_flops(model, slots))
         for slots in range(prompt + 1, prompt + new)
@@ -123,8 +114,7 @@ def _rows(args, model, one: dict, prompt: int, new: int, rates: limits.Rates) ->
         value, unit = (tokens / seconds, "tokens/s") if tokens else (seconds, "s")
         return row(f"{name}, batch {batch}, {on}", value, unit, limit / seconds, ratio)
 
-    dtype = args.sample_dtype if args.sample_dtype == "int8" else args.dtype
-    shape = f"{args.policy}, {dtype}, prompt {prompt}, {new} new"
+    shape = f"{args.policy}, {args.dtype}, prompt {prompt}, {new} new"
     others = [name for name in one["whole"] if name not in (best, "peer")]
     return [
         line(f"decode, {shape}", "decode", decode, batch * (new - 1)),

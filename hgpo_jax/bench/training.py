@@ -19,7 +19,6 @@ from hgpo_jax.bench.limits import forward_flops, matmul_rate, row
 from hgpo_jax.config import Config, cli
 from hgpo_jax.envs.cli import whole_number
 from hgpo_jax.learner.algorithms import method_named
-from hgpo_jax.learner.update import correction_level
 from hgpo_jax.rollout.environments import backend, max_turns
 from hgpo_jax.rollout.runners import CompiledRunner
 from hgpo_jax.setup.job import Job, build
@@ -76,7 +75,7 @@ def run(args: argparse.Namespace) -> list[dict]:
     rollout_flops = steps * (forward_flops(model, width, 1) + decode)
     # Backward counts twice, once with frozen weights; the reference policy and the correction once. A critic, which is never
     # frozen, predicts and learns.
-    passes = (2 if config.lora.rank else 3) + bool(config.learner.kl_weight) + (correction_level(config) != "none")
+    passes = (2 if config.lora.rank else 3) + bool(config.learner.kl_weight) + (config.learner.rollout_correction != "none")
     passes += 4 * bool(job.method.critic)
     update_flops = steps * passes * forward_flops(model, width + answer - 1, answer)
     shape = (
@@ -114,8 +113,8 @@ def refuse_unlike(config: Config) -> None:
         raise ConfigError(f"method={config.method}: --against transformers has one clipped loss, without critic or adapters")
     if needed := parameters(method.estimator)[0]:
         raise ConfigError(f"method={config.method}: needs {', '.join(needed)}, which --against transformers does not have")
-    if config.policy.sample_dtype == "int8" or correction_level(config) != "none":
-        raise ConfigError("--against transformers: its sampler is its trainer; leave out sample_dtype and rollout_correction")
+    if config.learner.rollout_correction != "none":
+        raise ConfigError("--against transformers: its sampler is its trainer; leave out learner.rollout_correction")
     if config.learner.aggregate != "token-mean" or config.learner.kl_kind != "k3" or config.policy.compute_dtype != "float32":
         raise ConfigError("--against transformers: needs learner.aggregate=token-mean, kl_kind=k3, compute_dtype=float32")
 

@@ -62,7 +62,7 @@ class LearnerConfig(OptimizerConfig):
     """The update: one epoch of PPO-clip with AdamW."""
 
     # Adam's first steps are as long as the rate, however noisy the gradient is. With a warm-up of 5 steps, in two settings, 6
-    # of 59 runs were more than ten points below the start after a few iterations, one of them for good; with 30, none of 194
+    # of 59 runs were more than ten points below the start after a few iterations, one of them for good; with 30, none of 176
     # (configs/tables/results/README.md).
     warmup_steps: int = field(30, "optimizer steps over which the learning rate rises from 0", ge=0)
     final_lr: Share = field(0.1, "share of the learning rate left at the last iteration, the critic's too; it falls linearly")
@@ -92,10 +92,8 @@ class LearnerConfig(OptimizerConfig):
         "of twice the total variation with abs",
     )
     entropy_weight: NonNegative = field(0.001, "weight of the entropy bonus")
-    rollout_correction: Literal["token", "sequence", "none"] | None = field(
-        None,
-        "truncated importance weights for a sampler that differs from the trainer, by token or response; default: none, "
-        "with policy.sample_dtype=int8 token, for gspo and gagpo sequence",
+    rollout_correction: Literal["none", "token", "sequence"] = field(
+        "none", "truncated importance weights for a sampler that differs from the trainer, by token or response"
     )
     rollout_correction_cap: float = field(2.0, "the largest of these weights", ge=1, le=1e6)
     alternate: int | None = field(

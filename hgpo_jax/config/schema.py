@@ -155,11 +155,6 @@ class PolicyConfig(Section):
     compute_dtype: Literal["float32", "bfloat16"] = field(
         "float32", "dtype of the copy of the weights in rollouts and in the loss"
     )
-    sample_dtype: Literal["compute_dtype", "int8"] = field(
-        "compute_dtype",
-        "int8: training episodes are decoded with layer weights and KV cache in int8; the update is corrected "
-        "for it (learner.rollout_correction)",
-    )
     hidden_size: Positive = field(64, "width")
     intermediate_size: Positive = field(176, "width of the feed-forward layer")
     num_hidden_layers: Positive = field(2, "layers")
@@ -177,7 +172,7 @@ class PolicyConfig(Section):
     @property
     def sizes(self) -> dict:
         """The fields of a random policy's ModelConfig."""
-        return self.model_dump(exclude={"source", "tokenizer", "dtype", "compute_dtype", "sample_dtype"})
+        return self.model_dump(exclude={"source", "tokenizer", "dtype", "compute_dtype"})
 
 
 class LoraFields(Section):
@@ -304,7 +299,7 @@ class LogConfig(Section):
     max_logp_difference: float | None = field(
         None,
         "warn where a token's log-probability differs by more between sampler and trainer; default: 0.001, and 0.5 for "
-        "policy.compute_dtype=bfloat16 or policy.sample_dtype=int8",
+        "policy.compute_dtype=bfloat16",
         gt=0,
     )
 

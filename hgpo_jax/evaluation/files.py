@@ -19,7 +19,6 @@ MATTER = (
     "evaluation.",
     "policy.dtype",
     "policy.compute_dtype",
-    "policy.sample_dtype",
     "rollout.history_length",
     "rollout.prompt_limit",
     "rollout.response_limit",

@@ -20,9 +20,9 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from hgpo_jax.config import Config, LearnerConfig, OptimizerConfig
+from hgpo_jax.config import LearnerConfig, OptimizerConfig
 from hgpo_jax.learner import losses
-from hgpo_jax.learner.algorithms import Method, method_named
+from hgpo_jax.learner.algorithms import Method
 from hgpo_jax.learner.batch import TrainingBatch, assign_to_sequences, gather_microbatch
 from hgpo_jax.policy import ModelConfig, lora, network
 from hgpo_jax.policy.mesh import max_across_devices
@@ -70,13 +70,6 @@ def token_logprobs(model, batch: TrainingBatch, *, temperature=1.0, remat="none"
 def aggregation(config: LearnerConfig, method: Method) -> str:
     """Returns how token losses become one number; the losses of GSPO and KPO count every response once."""
     return config.aggregate if method.loss == "clip" else "seq-mean-token-mean"
-
-
-def correction_level(config: Config) -> str:
-    """Returns the effective `learner.rollout_correction`; GSPO has one ratio for a whole response, and therefore one weight."""
-    if config.learner.rollout_correction or config.policy.sample_dtype != "int8":
-        return config.learner.rollout_correction or "none"
-    return "sequence" if method_named(config.method).loss == "gspo" else "token"
 
 
 def make_logprobs(model: ModelConfig, temperature: float = 1.0, remat: str = "none"):

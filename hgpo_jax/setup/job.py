@@ -255,9 +255,9 @@ def make_policy(config: Config, model: ModelConfig, mesh: Mesh) -> Policy:
 
 
 def adapted_model(config: Config, policy: Policy) -> ModelConfig:
-    """Returns the policy's sizes with the configured adapters and sampling dtype."""
+    """Returns the policy's sizes with the configured adapters."""
     lora = LoraConfig(**config.lora.model_dump()) if config.lora.rank else None
-    return dataclasses.replace(policy.config, lora=lora, sample_dtype=config.policy.sample_dtype)
+    return dataclasses.replace(policy.config, lora=lora)
 
 
 def make_sets(config: Config, policy: Policy, mesh: Mesh) -> dict[str, tuple[Config, Policy]]:
@@ -309,24 +309,6 @@ def make_runner(config: Config, makers: Makers | None, models: Models, tokenizer
     assert found.compiled is not None  # an environment without a text version
     games = found.games(config) if found.games else None
     return CompiledRunner(config, found.compiled(config), models, tokenizer, mesh, games)
-
-
-def unrounded(job: Job) -> Job:
-    """Returns the job without `policy.sample_dtype`, for the warm start and the evaluation, which concern the policy itself."""
-    if job.config.policy.sample_dtype == "compute_dtype":
-        return job
-
-    def changed(of: Job) -> Job:
-        policy = of.config.policy.model_copy(update={"sample_dtype": "compute_dtype"})
-        adapted = dataclasses.replace(of.adapted, sample_dtype="compute_dtype")
-        return dataclasses.replace(of, config=of.config.model_copy(update={"policy": policy}), adapted=adapted)
-
-    whole, sets = changed(job), {name: changed(of) for name, of in job.sets.items()}
-    models: Models = {name: of.adapted for name, of in sets.items()} or whole.adapted
-    runner = make_runner(whole.config, text_makers(whole.config), models, job.policy.tokenizer, job.mesh)
-    return dataclasses.replace(
-        whole, runner=runner, sets={name: dataclasses.replace(of, runner=runner) for name, of in sets.items()}
-    )
 
 
 def build(config: Config, mesh: Mesh | None = None) -> Job:

@@ -124,8 +124,6 @@ class _Sizes:
     trained: int  # trained elements: the same, or the adapters
     param_bytes: int  # bytes of a trained element
     compute_bytes: int  # bytes of an element of the copy used for computation
-    sample_bytes: int  # bytes of an element of the matrices and the cache that decoding reads
-    scale_bytes: int  # bytes of the scale of one slot and head of that cache
     compute_copy: int  # bytes of that copy, 0 if the parameters themselves are used
     heads: float  # query heads
     kv_heads: float
@@ -137,7 +135,6 @@ class _Sizes:
     def of(cls, config: Config, mesh, model: ModelConfig) -> _Sizes:
         param_bytes = jnp.dtype(config.policy.dtype).itemsize
         compute_bytes = jnp.dtype(config.policy.compute_dtype).itemsize
-        sample_bytes, scale_bytes = (1, 4) if config.policy.sample_dtype == "int8" else (compute_bytes, 0)
         fsdp, tensor = mesh.shape["fsdp"], mesh.shape["tensor"]
         whole = jax.tree.leaves(shapes(model))
         shards = jax.tree.leaves(shardings(model, mesh))
@@ -156,8 +153,6 @@ class _Sizes:
             trained=trained,
             param_bytes=param_bytes,
             compute_bytes=compute_bytes,
-            sample_bytes=sample_bytes,
-            scale_bytes=scale_bytes,
             compute_copy=compute_copy,
             heads=H / tensor,
             kv_heads=G / (tensor if G % tensor == 0 else 1),
@@ -189,15 +184,15 @@ def _sampling(sizes: _Sizes, workload: Workload) -> dict[str, int]:
     D, E, H, layers = model.hidden_size, model.head_size, model.num_attention_heads, model.num_hidden_layers
     rows = -(-workload.decode_batch // sizes.fsdp)
     tokens = rows * P
-    token_kv, cached_kv = (2 * sizes.kv_heads * each for each in (E * compute, E * sizes.sample_bytes + sizes.scale_bytes))
+    token_kv = 2 * sizes.kv_heads * E * compute
     scores = min(tokens * H * query_block_size(P) * sizes.fsdp, max(MAX_SCORES, H * tokens * sizes.fsdp))
     prefill = tokens * 2 * D * compute + max(2 * 4 * scores / sizes.fsdp / sizes.tensor, tokens * sizes.feed_forward * compute)
     tables = model.vocab_size * D * (1 if model.tie_word_embeddings else 2)
     blocks = 1 - tables / sum(a.size for a in jax.tree.leaves(shapes(model)))
     return {
         "compute copy": sizes.compute_copy,
-        "weights by layer": int(sizes.policy * sizes.sample_bytes * blocks),
-        "key-value cache": int(rows * (P + workload.response) * layers * cached_kv),
+        "weights by layer": int(sizes.policy * compute * blocks),
+        "key-value cache": int(rows * (P + workload.response) * layers * token_kv),
         "prompts' keys and values": int(tokens * (layers - 1) * token_kv),
         "activations": int(prefill),
         "logits": int(3 * 4 * rows * sizes.vocabulary),

@@ -106,12 +106,6 @@ def _check_method(config: Config, method: Method, found: Environment, played: Ba
     learner, name = config.learner, config.method
     if learner.rollout_correction == "token" and method.loss == "gspo":
         raise ConfigError(f"learner.rollout_correction=token: method={name} weighs whole responses; give sequence, or none")
-    corrects = learner.rollout_correction or config.policy.sample_dtype == "int8"
-    if learner.rollout_correction_cap != 2.0 and not corrects:
-        raise ConfigError(
-            f"learner.rollout_correction_cap={learner.rollout_correction_cap:g}: nothing is corrected; give "
-            "learner.rollout_correction, too"
-        )
     if config.rollout.group_size == 1 and method.estimator in COMPARE_EPISODES:
         raise ConfigError(f"rollout.group_size=1: method={name} compares a task's episodes with each other; give 2 or more")
     # The environment is made only for a method that needs it: ALFWorld's would load its games.

@@ -16,7 +16,7 @@ from hgpo_jax.utils.errors import RunError
 FEW_PEERS = 0.02  # of the steps after the first step, which all episodes of a prompt group share
 NEVER_WON = 10  # iterations with rewards above 0 but no success
 MANY_CUT = 0.05  # of the prompts
-LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.5, "int8": 0.5}  # by the dtype used for sampling
+LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.5}  # by policy.compute_dtype
 
 
 class Alarms:
@@ -26,9 +26,7 @@ class Alarms:
     """
 
     def __init__(self, config: Config, earlier: Sequence[dict] = ()):
-        policy = config.policy
-        dtype = policy.compute_dtype if policy.sample_dtype == "compute_dtype" else policy.sample_dtype
-        limit = config.log.max_logp_difference or LARGEST_DIFFERENCE[dtype]
+        limit = config.log.max_logp_difference or LARGEST_DIFFERENCE[config.policy.compute_dtype]
         self._limits: dict[str, tuple[str, Callable[[float], float], float]] = {
             "ratio": ("max_ratio", lambda x: max(x, 1 / x) if x else 1.0, config.log.max_ratio),
             "approx_kl": ("max_approx_kl", abs, config.log.max_approx_kl),

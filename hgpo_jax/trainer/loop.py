@@ -19,7 +19,7 @@ from hgpo_jax.learner.update import lr_scale
 from hgpo_jax.policy import Policy, load_policy, lora
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.result import RolloutResult
-from hgpo_jax.setup.job import Job, unrounded
+from hgpo_jax.setup.job import Job
 from hgpo_jax.trainer.behavior_cloning import warm_start
 from hgpo_jax.trainer.checkpoint import Checkpoints
 from hgpo_jax.trainer.interruption import Interrupted, Interruption
@@ -234,10 +234,7 @@ def starting_params(job: Job, folder: Path):
     if not distributed.broadcast_from_process_0(lambda: all((place / "config.json").is_file() for place in places)):
         reference = job.given_params
         if config.warm_start == "cloning":
-            whole = unrounded(job)
-            reference = warm_start(whole)
-            if whole is not job:
-                whole.close()
+            reference = warm_start(job)
         with refusals():
             for folder, of in places.items():
                 params = reference[of.weights] if job.sets else reference

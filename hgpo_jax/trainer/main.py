@@ -24,7 +24,7 @@ from hgpo_jax.rollout.environments import backend, environment
 from hgpo_jax.rollout.runners import TextRunner
 from hgpo_jax.serving.agent_rollout import AgentRunner
 from hgpo_jax.setup import memory
-from hgpo_jax.setup.job import Job, Runner, build, job_mesh, open_devices, unrounded
+from hgpo_jax.setup.job import Job, Runner, build, job_mesh, open_devices
 from hgpo_jax.setup.validate import check_together
 from hgpo_jax.trainer.curves import plot_curves
 from hgpo_jax.trainer.folder import find_run, take_folder
@@ -201,8 +201,7 @@ def train_and_evaluate(
     with refusals():
         job.by_set(lambda job, params: save_trained(job, params, folder / "policy" / job.weights), params)
     del params
-    with contextlib.closing(unrounded(job)) as whole:
-        result, transcripts = evaluate(whole, played, folder)
+    result, transcripts = evaluate(job, played, folder)
     shown = "\n\n".join(transcripts)
     if writes:
         plot_curves(folder)

@@ -21,7 +21,6 @@ from hgpo_jax.learner.batch import TrainingBatch
 from hgpo_jax.learner.critic import initialize_critic, make_value_loss, make_values, targets, values_of_episodes
 from hgpo_jax.learner.update import (
     aggregation,
-    correction_level,
     make_logprobs,
     make_map,
     make_optimizer,
@@ -342,7 +341,7 @@ def _make_policy_update(job: Job):
     loss = make_policy_loss(job.adapted, config.learner, method, config.rollout.temperature, job.runner.roles)
     per_token = aggregation(config.learner, method) == "token-mean"
     update = make_update(loss, optimizer, job.mesh, **_update_sizes(config), per_token=per_token)
-    level = correction_level(config)
+    level = config.learner.rollout_correction
     if level == "none":
         return optimizer, update
     logprobs = make_logprobs(job.adapted, config.rollout.temperature)

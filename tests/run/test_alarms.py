@@ -34,7 +34,7 @@ def test_a_number_above_its_limit_is_said_once_until_it_was_below(name, value, f
 
 
 @pytest.mark.parametrize(
-    "field", ["policy.compute_dtype=bfloat16", "policy.sample_dtype=int8", "log.max_logp_difference=0.2"]
+    "field", ["policy.compute_dtype=bfloat16", "log.max_logp_difference=0.2"]
 )
 def test_fewer_bits_may_differ_more_and_so_may_what_one_says(field):
     assert Alarms(load(None, [field])).check(row(0, logp_difference=0.1)) == []
