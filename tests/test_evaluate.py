@@ -222,7 +222,7 @@ def test_refusals(arguments, fragment, tmp_path, monkeypatch):
 
 def test_an_evaluation_of_an_older_release_is_written_again(tmp_path):
     file = tmp_path / "held_out-t1-n12.json"
-    settings = evaluation_files.settings_of(configuration.load(None, ["env.max_turns=10", "evaluation.top_k=3"]))
+    settings = evaluation_files.settings_of(configuration.load(None, ["env.max_turns=10", "evaluation.temperature=0.4"]))
     evaluation_files.write(file, {"policy": "A", "settings": settings | {"env.gone": 3}})  # a field that is no more
     for where, policy in ((file, "A"), (file, None), (tmp_path / "nothing.json", "B")):
         evaluation_files.refuse_another(where, settings, policy)
@@ -235,7 +235,7 @@ def test_fields_that_an_evaluation_depends_on():
         settings = evaluation_files.settings_of(configuration.load(None, [change]))
         return {name for name in default if settings[name] != default[name]}
 
-    for change in ("env.tasks=two", "evaluation.min_response=2", "rollout.history_length=1", "rollout.stop=x",
+    for change in ("env.tasks=two", "evaluation.temperature=0.4", "rollout.history_length=1", "rollout.stop=x",
                    "env.held_out=valid_unseen", "policy.compute_dtype=bfloat16"):  # fmt: skip
         assert changed(change) == {change.partition("=")[0]}
     for change in ("env.data=x", "env.workers=2", "evaluation.every=3", "mesh=data=1", "learner.lr=1"):

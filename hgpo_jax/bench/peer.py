@@ -26,6 +26,7 @@ from hgpo_jax import advantages
 from hgpo_jax.config import LearnerConfig
 from hgpo_jax.learner.algorithms import estimator_options
 from hgpo_jax.learner.batch import TrainingBatch
+from hgpo_jax.learner.optimizer import BETA1, BETA2
 from hgpo_jax.policy import ModelConfig, huggingface_folder, lora, safetensors_files
 from hgpo_jax.policy.tokenizer import ACT
 from hgpo_jax.rollout.runners import CompiledRunner
@@ -130,8 +131,8 @@ def updater(model, batch: TrainingBatch, config: LearnerConfig, dtype: str) -> C
 
 
 def make_optimizer(model, config: LearnerConfig, lr: float | None = None):
-    betas, lr = (config.beta1, config.beta2), config.lr if lr is None else lr
-    return torch.optim.AdamW(model.parameters(), lr=lr, betas=betas, weight_decay=config.weight_decay, fused=True)
+    lr = config.lr if lr is None else lr
+    return torch.optim.AdamW(model.parameters(), lr=lr, betas=(BETA1, BETA2), weight_decay=config.weight_decay, fused=True)
 
 
 def clipped(logp, old_logp, advantages, config: LearnerConfig):
@@ -139,7 +140,7 @@ def clipped(logp, old_logp, advantages, config: LearnerConfig):
     ratio = torch.exp(logp - old_logp)
     low, high = 1 - (config.clip_low or 0.2), 1 + (config.clip_high or 0.2)
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high))
-    return torch.where(advantages < 0, torch.minimum(loss, -config.dual_clip * advantages), loss)
+    return torch.where(advantages < 0, torch.minimum(loss, -3.0 * advantages), loss)  # the dual clip
 
 
 @functools.cache

@@ -29,7 +29,8 @@ from hgpo_jax.bench import duration, limits
 from hgpo_jax.config import Config, cli
 from hgpo_jax.learner.algorithms import method_named
 from hgpo_jax.learner.batch import TrainingBatch
-from hgpo_jax.learner.update import aggregation, make_optimizer, make_policy_loss, make_update
+from hgpo_jax.learner.optimizer import make_optimizer
+from hgpo_jax.learner.update import aggregation, make_policy_loss, make_update
 from hgpo_jax.policy import network, shapes, shardings
 from hgpo_jax.policy.mesh import abstract_mesh, make_mesh
 from hgpo_jax.policy.placement import shardings_like
@@ -155,7 +156,7 @@ def programs(config: Config, mesh, workload: memory.Workload):
     placed = lambda dtype: jax.tree.map(  # noqa: E731
         lambda a, where: jax.ShapeDtypeStruct(a.shape, dtype, sharding=where), shapes(model), placements
     )
-    params, compute = placed(policy.dtype), placed(policy.compute_dtype)
+    params, compute = placed("float32"), placed(policy.compute_dtype)
 
     rows = workload.decode_batch * mesh.shape["data"]
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
@@ -203,7 +204,8 @@ def programs(config: Config, mesh, workload: memory.Workload):
             return slots.lower("decode", compute, blocks, free_slots(), free, row, scalar, Decoding())
 
     def update():
-        optimizer, method = make_optimizer(learner), method_named(config.method)
+        optimizer = make_optimizer(learner.lr, learner.warmup_steps, learner.grad_clip, weight_decay=learner.weight_decay)
+        method = method_named(config.method)
         loss = make_policy_loss(model, learner, method, config.rollout.temperature)
         step = make_update(
             loss,
@@ -239,7 +241,7 @@ def programs(config: Config, mesh, workload: memory.Workload):
         math.prod(where.shard_shape(a.shape)) * a.dtype.itemsize
         for a, where in zip(jax.tree.leaves(params), jax.tree.leaves(placements), strict=True)
     )
-    waiting = lambda always: always - (size if policy.dtype == policy.compute_dtype else 0)  # noqa: E731
+    waiting = lambda always: always - (size if policy.compute_dtype == "float32" else 0)  # noqa: E731
     if backend(config) == "compiled":
         samplers = [("sampler", sampler, waiting)]
     elif config.env.compiled:

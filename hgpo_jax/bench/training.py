@@ -115,8 +115,8 @@ def refuse_unlike(config: Config) -> None:
         raise ConfigError(f"method={config.method}: needs {', '.join(needed)}, which --against transformers does not have")
     if config.learner.rollout_correction != "none":
         raise ConfigError("--against transformers: its sampler is its trainer; leave out learner.rollout_correction")
-    if config.learner.aggregate != "token-mean" or config.learner.kl_kind != "k3" or config.policy.compute_dtype != "float32":
-        raise ConfigError("--against transformers: needs learner.aggregate=token-mean, kl_kind=k3, compute_dtype=float32")
+    if config.learner.aggregate != "token-mean" or config.policy.compute_dtype != "float32":
+        raise ConfigError("--against transformers: needs learner.aggregate=token-mean, policy.compute_dtype=float32")
 
 
 def make_peer(peer, job: Job):

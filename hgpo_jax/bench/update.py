@@ -27,7 +27,8 @@ from hgpo_jax.config import LearnerConfig
 from hgpo_jax.envs.cli import whole_number
 from hgpo_jax.learner.algorithms import METHODS
 from hgpo_jax.learner.batch import TrainingBatch
-from hgpo_jax.learner.update import make_optimizer, make_policy_loss, make_update
+from hgpo_jax.learner.optimizer import make_optimizer
+from hgpo_jax.learner.update import make_policy_loss, make_update
 from hgpo_jax.policy import LoraConfig, initialize, lora
 from hgpo_jax.policy.placement import shardings_like, storage_shardings
 from hgpo_jax.utils.errors import ConfigError
@@ -134,7 +135,8 @@ class OurUpdate:
     """
 
     def __init__(self, model, config: LearnerConfig, mesh, batch: TrainingBatch, dtype: str, *, offload: bool = False):
-        self._mesh, optimizer = mesh, make_optimizer(config)
+        self._mesh = mesh
+        optimizer = make_optimizer(config.lr, config.warmup_steps, config.grad_clip, weight_decay=config.weight_decay)
         loss = make_policy_loss(model, config, METHODS["hgpo"], 1.0)
         step = make_update(
             loss,

@@ -16,7 +16,6 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -31,14 +30,6 @@ from hgpo_jax.rollout.shared_workers import SharedWorkers
 from hgpo_jax.rollout.workers import EnvSpec, LocalWorkers
 from hgpo_jax.sampling.continuous_batching import SlotPrograms, SlotRequest, SlotSampler
 from hgpo_jax.sampling.generate import Decoding
-
-
-class Speaker(NamedTuple):
-    """The prompt format and the weights of one role of a team."""
-
-    format: Any  # as in HostRollout
-    response_limit: int  # tokens of its longest response
-    weights: str = ""  # the name of its weights; "" if all roles share them
 
 
 class HostRollout:
@@ -58,7 +49,7 @@ class HostRollout:
       workers: processes that step the environments; 0 steps them in this process, where one that hangs hangs the run.
       time_limit: timeout in seconds, after which a worker's episode counts as hung.
       ready_fraction: fraction of the unfinished episodes whose environments must have answered before decoding goes on.
-      speakers: one for each role, if roles differ; all with the end tokens and prompt limit of `format`.
+      weights: the name of each role's weights, if roles have weights of their own.
 
     Attributes:
       task_types: names; `Episodes.task` is an index into them.
@@ -85,13 +76,13 @@ class HostRollout:
         workers: int = 0,
         time_limit: float = 60.0,
         ready_fraction: float = 1.0,
-        speakers: Sequence[Speaker] = (),
+        weights: Sequence[str] = (),
     ):
         self._batch, self._num_workers, self._time_limit = batch, workers, time_limit
         self._start_workers(make_env)
         self._format, self._strict, self._ready_fraction = format, strict, ready_fraction
         self._history_length, self._response_limit = history_length, response_limit
-        self._speakers = speakers or [Speaker(format, response_limit)] * len(self.roles)
+        self._weights = weights or ("",) * len(self.roles)
         make = functools.partial(SlotPrograms, mesh=mesh, max_new=response_limit, end_tokens=format.end_tokens)
         self._programs: SlotPrograms | dict[str, SlotPrograms] = (
             {name: make(one) for name, one in graphdef.items()} if isinstance(graphdef, dict) else make(graphdef)
@@ -165,7 +156,6 @@ class HostRollout:
         prompts: dict[int, Prompt] = {}  # for the episodes in a slot
         truncated: list[int] = []  # episodes that a time limit has ended
         pending = len(episodes)  # episodes whose environments have yet to answer
-        speaker = lambda episode: self._speakers[buffer.role(episode)]  # noqa: E731
         while ready or pending or prompts:
             unfinished, going_on = len(ready) + pending + len(prompts), len(ready) + len(prompts)
             minimum = max(0, math.ceil(self._ready_fraction * unfinished) - going_on)
@@ -181,20 +171,14 @@ class HostRollout:
             requests = []
             for name, sampler in samplers.items():
                 sampler.shrink(unfinished)
-                begin = [episode for episode in ready if speaker(episode).weights == name][: sampler.free]
+                begin = [episode for episode in ready if self._weights[buffer.role(episode)] == name][: sampler.free]
                 prompts |= self._prompts(buffer, begin)
                 ready = [episode for episode in ready if episode not in prompts]
-                sampler.add(
-                    [
-                        SlotRequest(episode, buffer.turn(episode), prompts[episode].ids, speaker(episode).response_limit)
-                        for episode in begin
-                    ]
-                )
+                sampler.add([SlotRequest(episode, buffer.turn(episode), prompts[episode].ids) for episode in begin])
                 for response in sampler.step() if sampler.active else ():
                     ids, episode = response.tokens.tolist(), response.episode
                     ended = ids[-1] in self._format.end_tokens
-                    parsed = speaker(episode).format.parse(ids)
-                    actions = buffer.add_response(prompts.pop(episode), response, parsed, ended)
+                    actions = buffer.add_response(prompts.pop(episode), response, self._format.parse(ids), ended)
                     requests.append((episode, tasks[episode], actions))
             self._workers.send(requests)
             pending += len(requests)
@@ -205,12 +189,8 @@ class HostRollout:
 
     def _prompts(self, buffer: EpisodeBuffer, episodes: Sequence[int]) -> dict[int, Prompt]:
         """Builds the next prompts of these episodes."""
-        built: dict[int, Prompt] = {}
-        format_of = lambda episode: self._speakers[buffer.role(episode)].format  # noqa: E731
-        for format in {id(one): one for one in map(format_of, episodes)}.values():
-            some = [episode for episode in episodes if format_of(episode) is format]
-            built |= zip(some, format.build([buffer.prompt_input(episode) for episode in some]), strict=True)
-        return built
+        prompts = self._format.build([buffer.prompt_input(episode) for episode in episodes])
+        return dict(zip(episodes, prompts, strict=True))
 
     def close(self) -> None:
         """Ends the worker processes."""

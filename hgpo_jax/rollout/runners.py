@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from hgpo_jax.config import Config
-from hgpo_jax.config.policies import longest_response, response_limit, set_of_each
+from hgpo_jax.config.policies import set_of_each
 from hgpo_jax.envs.protocol import CompiledEnv, ListsGames, OwnPrompts, Plans, TextExpert
 from hgpo_jax.policy import ModelConfig, network
 from hgpo_jax.policy.chat_frame import ChatFrame
@@ -24,7 +24,7 @@ from hgpo_jax.rollout.compiled_text import CompiledTextRollout
 from hgpo_jax.rollout.env_tokenizer import template_of
 from hgpo_jax.rollout.environments import Environment, backend
 from hgpo_jax.rollout.episodes import Episodes
-from hgpo_jax.rollout.host import HostRollout, Speaker
+from hgpo_jax.rollout.host import HostRollout
 from hgpo_jax.rollout.requirements import RUNNER, check_compiled, roles_of
 from hgpo_jax.rollout.result import RolloutResult, Story, told_turns
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
@@ -43,8 +43,7 @@ def networks(models: Models):
 
 def check_context(config: Config, models: Models) -> None:
     """Raises ConfigError if a prompt of a text environment and its response may exceed a policy's context."""
-    prompt = config.rollout.prompt_limit
-    response = max([config.rollout.response_limit, *(role.response_limit or 0 for role in config.roles.values())])
+    prompt, response = config.rollout.prompt_limit, config.rollout.response_limit
     context = min(model.max_position_embeddings for model in (models.values() if isinstance(models, dict) else [models]))
     if prompt + response > context:
         raise ConfigError(
@@ -187,7 +186,7 @@ class TextRunner:
 
     Attributes:
       make_env: makes an environment for training.
-      speakers: the prompt format and weights of each role.
+      format: the prompts and answers of all roles.
       train: the rollout for training.
 
     Others, and methods, as in `CompiledRunner`.
@@ -206,23 +205,19 @@ class TextRunner:
         env, rollout = config.env, config.rollout
         check_context(config, models)
         try:
-            frame = ChatFrame(tokenizer, date=rollout.date, thinking=rollout.thinking, stop=rollout.stop)
-            chat = lambda template: ChatFormat(  # noqa: E731
-                frame, template, rollout.prompt_limit, environment.fallback, lower_case=environment.lower_case
+            frame = ChatFrame(tokenizer, thinking=rollout.thinking, stop=rollout.stop)
+            self.format = ChatFormat(
+                frame,
+                template_of(config, tokenizer),
+                rollout.prompt_limit,
+                environment.fallback,
+                lower_case=environment.lower_case,
             )
-            usual, limit, speakers = chat(template_of(config, tokenizer)), rollout.response_limit, list[Speaker]()
-            if config.roles:
-                roles = roles_of(train())
-                weights = set_of_each(config, roles) or ("",) * len(roles)
-                given = [config.roles[role].template if role in config.roles else "" for role in roles]
-                formats = [chat(template) if template else usual for template in given]
-                speakers = list(map(Speaker, formats, [response_limit(config, role)[0] for role in roles], weights))
-                limit = longest_response(config, roles)
             self.make_env = train
             settings: dict[str, Any] = {
                 "batch": rollout.prompt_groups * rollout.group_size,
                 "history_length": rollout.history_length,
-                "response_limit": limit,
+                "response_limit": rollout.response_limit,
                 "decode_batch_size": rollout.decode_batch_size,
                 "strict": env.strict,
             }
@@ -230,13 +225,13 @@ class TextRunner:
             self._held_out: HostRollout | CompiledTextRollout
             host = HostRollout(
                 train,
-                usual,
+                self.format,
                 networks(models),
                 mesh,
                 workers=env.workers,
                 time_limit=env.time_limit,
                 ready_fraction=rollout.ready_fraction,
-                speakers=speakers,
+                weights=set_of_each(config, roles_of(train())) if config.roles else (),
                 **settings,
             )
             self.train, self._held_out = host, host.with_environment(held_out)
@@ -247,7 +242,7 @@ class TextRunner:
                     device = CompiledTextRollout(
                         played,
                         games["train"],
-                        usual,
+                        self.format,
                         tokenizer,
                         networks(models),
                         mesh,
@@ -261,8 +256,7 @@ class TextRunner:
                     log.warning("env.name=%s is played on the host: %s", env.name, error)
         except (ValueError, OSError) as error:
             raise ConfigError(f"env.name={env.name}: {' '.join(str(error).split())}") from None
-        self.task_types, self.roles, self.end_tokens = self.train.task_types, self.train.roles, usual.end_tokens
-        self.speakers = speakers or [Speaker(usual, limit)] * len(self.roles)
+        self.task_types, self.roles, self.end_tokens = self.train.task_types, self.train.roles, self.format.end_tokens
         self.num_tasks, self.num_held_out_tasks = self.train.num_tasks, self._held_out.num_tasks
         # The host loads only the template games from which games are generated; the warm start's expert plays there.
         self._num_files = len(train()) if env.split == "generated" else self.num_tasks

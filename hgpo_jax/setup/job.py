@@ -32,6 +32,7 @@ from hgpo_jax.utils import distributed
 from hgpo_jax.utils.errors import ConfigError
 
 Runner = CompiledRunner | TextRunner | AgentRunner
+MAX_TRIES = 4  # rollouts of an iteration at most, where a method drops prompt groups with equal rewards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Job:
     def merged_params(self, trained, reference):
         """Returns the weights of an equivalent policy without adapters.
 
-        reference: the weights that the adapters adapt, in `policy.dtype`: a shorter type would round small changes away.
+        reference: the weights that the adapters adapt, in float32: a shorter type would round small changes away.
         """
 
         def of_set(job, trained, reference):
@@ -138,9 +139,8 @@ class Job:
         return method_named(self.config.method)
 
     def learning_role(self, iteration: int) -> int | None:
-        """Returns the index of the role that an iteration trains; None if it trains all roles (`learner.alternate`)."""
-        given, roles = self.config.learner.alternate, len(self.runner.roles)
-        every = self.method.alternate if given is None else given
+        """Returns the index of the role that an iteration trains; None if it trains all roles (`Method.alternate`)."""
+        every, roles = self.method.alternate, len(self.runner.roles)
         return iteration // every % roles if every and roles > 1 else None
 
     def episode_inputs(self, iteration: int, attempt: int = 0) -> tuple:
@@ -152,7 +152,7 @@ class Job:
         """
         settings = self.config.rollout
         groups = jnp.arange(self.batch, dtype=jnp.int32) // settings.group_size
-        number = iteration * settings.max_tries + attempt if self.method.dynamic_sampling else iteration
+        number = iteration * MAX_TRIES + attempt if self.method.dynamic_sampling else iteration
         tasks = self.runner.select_tasks("train", self.config.seed, number * settings.prompt_groups + groups)
         keys = jax.random.split(self.key(number, 0), self.batch)
         if (role := self.learning_role(iteration)) is not None:  # one shape for all iterations: another would recompile
@@ -238,10 +238,10 @@ def make_policy(config: Config, model: ModelConfig, mesh: Mesh) -> Policy:
     found = environment(config.env)
     words = word_tokenizer(found.compiled(config).words) if found.compiled and backend(config) == "compiled" else None
     if not settings.source:
-        params = cast(initialize(model, config.start_seed, mesh), settings.dtype)
+        params = initialize(model, config.start_seed, mesh)
         return Policy(model, params, words or fresh_tokenizer(config))
     try:
-        policy = load_policy(settings.source, mesh, settings.dtype, config.cache_dir)
+        policy = load_policy(settings.source, mesh, cache_dir=config.cache_dir)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if policy.tokenizer is None or (words and policy.tokenizer.get_vocab() != words.get_vocab()):
@@ -274,7 +274,7 @@ def make_sets(config: Config, policy: Policy, mesh: Mesh) -> dict[str, tuple[Con
             continue
         source = own.policy.source
         try:
-            of_set = read[source] = read.get(source) or load_policy(source, mesh, config.policy.dtype, config.cache_dir)
+            of_set = read[source] = read.get(source) or load_policy(source, mesh, cache_dir=config.cache_dir)
         except ValueError as error:
             raise ConfigError(f"roles.{name}.policy={source}: {error}") from None
         if not same_tokenizer(of_set.tokenizer, policy.tokenizer):

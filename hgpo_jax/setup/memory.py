@@ -43,6 +43,7 @@ CHIPS = {
     "tpu-v5p": 95 * GiB,
     "tpu-v6e": 32 * GiB,
 }
+PARAM_BYTES = 4  # of a trained element
 USABLE = 0.92  # the rest is for the runtime, collectives and fragmentation
 
 
@@ -67,7 +68,7 @@ def bytes_by_phase(config: Config, mesh, workload: Workload) -> dict[str, dict[s
     `always` lives through the whole iteration; sampling and update come one after the other.
     """
     sizes = _Sizes.of(config, mesh, workload.model)
-    always = {"parameters": sizes.trained * sizes.param_bytes}
+    always = {"parameters": sizes.trained * PARAM_BYTES}
     update: dict[str, int] = {}
     (update if config.learner.offload else always).update(_learning_state(config, sizes))
     if config.lora.rank:  # the adapters are bound to it while sampling, too
@@ -122,7 +123,6 @@ class _Sizes:
     tensor: int
     policy: int  # elements of the policy's weights
     trained: int  # trained elements: the same, or the adapters
-    param_bytes: int  # bytes of a trained element
     compute_bytes: int  # bytes of an element of the copy used for computation
     compute_copy: int  # bytes of that copy, 0 if the parameters themselves are used
     heads: float  # query heads
@@ -133,17 +133,16 @@ class _Sizes:
 
     @classmethod
     def of(cls, config: Config, mesh, model: ModelConfig) -> _Sizes:
-        param_bytes = jnp.dtype(config.policy.dtype).itemsize
         compute_bytes = jnp.dtype(config.policy.compute_dtype).itemsize
         fsdp, tensor = mesh.shape["fsdp"], mesh.shape["tensor"]
         whole = jax.tree.leaves(shapes(model))
         shards = jax.tree.leaves(shardings(model, mesh))
         policy = sum(math.prod(shard.shard_shape(a.shape)) for a, shard in zip(whole, shards, strict=True))
-        trained, compute_copy = policy, 0 if compute_bytes == param_bytes else policy * compute_bytes
+        trained, compute_copy = policy, 0 if compute_bytes == PARAM_BYTES else policy * compute_bytes
         if config.lora.rank:
             adapted = dataclasses.replace(model, lora=LoraConfig(**config.lora.model_dump()))
             trained = sum(a.size for a in jax.tree.leaves(shapes(adapted))) - sum(a.size for a in whole)
-            param_bytes, compute_copy = 4, 0
+            compute_copy = 0
         D, F, E = model.hidden_size, model.intermediate_size, model.head_size
         H, G = model.num_attention_heads, model.num_key_value_heads
         return cls(
@@ -151,7 +150,6 @@ class _Sizes:
             tensor=tensor,
             policy=policy,
             trained=trained,
-            param_bytes=param_bytes,
             compute_bytes=compute_bytes,
             compute_copy=compute_copy,
             heads=H / tensor,
@@ -170,7 +168,7 @@ def _critic(config: Config, sizes: _Sizes) -> int:
 def _learning_state(config: Config, sizes: _Sizes) -> dict[str, int]:
     """Counts the bytes that only the update reads, so that `learner.offload` can move them away."""
     critic = _critic(config, sizes)
-    state = {"optimizer": 2 * (sizes.trained * sizes.param_bytes + 4 * critic)}
+    state = {"optimizer": 2 * (sizes.trained * PARAM_BYTES + 4 * critic)}
     if critic:
         state["critic"] = 4 * critic
     if not config.lora.rank:
@@ -213,7 +211,7 @@ def _update(config: Config, sizes: _Sizes, workload: Workload) -> dict[str, int]
         # Policy and critic learn one after the other.
         "compute copy": max(sizes.compute_copy, critic * sizes.compute_bytes * (sizes.compute_bytes != 4)),
         # The gradients of a micro-batch, their sum, and the optimizer's updates.
-        "gradients": max(sizes.trained * (2 * sizes.param_bytes + sizes.compute_bytes), critic * (2 * 4 + sizes.compute_bytes)),
+        "gradients": max(sizes.trained * (2 * PARAM_BYTES + sizes.compute_bytes), critic * (2 * 4 + sizes.compute_bytes)),
         "activations": int(_training_activations(config.learner.remat, sizes, workload, rows) + tokens * looked_up),
         "logits": int(logits / sizes.fsdp / sizes.tensor),
         "gathered weights": int(2 * sizes.gathered_layer),
@@ -237,8 +235,7 @@ def workload_of(config: Config, mesh) -> Workload:
     """Returns the shapes of a configuration's iteration, without weights. Raises ValueError for invalid sizes."""
     settings, policy = config.rollout, config.policy
     batch = settings.prompt_groups * settings.group_size
-    limits = [role.response_limit or 0 for role in config.roles.values()]
-    prompt, response, vocabulary = settings.prompt_limit, max([settings.response_limit, *limits]), None
+    prompt, response, vocabulary = settings.prompt_limit, settings.response_limit, None
     published = preset(policy.source)
     found = environment(config.env)
     if found.compiled and backend(config) == "compiled":

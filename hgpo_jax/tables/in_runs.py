@@ -126,6 +126,6 @@ def _refuse(folder: Path, iteration: int) -> None:
         raise ConfigError(f"{folder}: this needs rollout.group_size of 2 or more, and no reward.source")
     if iteration and not (folder / "checkpoints" / str(iteration)).is_dir():
         raise ConfigError(
-            f"--at {iteration}: {folder} has no checkpoint of it; log.checkpoint_every, keep_checkpoints and keep_every say "
-            "which it keeps, and 0 is its start"
+            f"--at {iteration}: {folder} has no checkpoint of it; log.checkpoint_every and keep_checkpoints say which "
+            "it keeps, and 0 is its start"
         )

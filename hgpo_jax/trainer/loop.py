@@ -15,10 +15,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from hgpo_jax.evaluation.held_out import play_held_out, sampled_decoding, summarize
-from hgpo_jax.learner.update import lr_scale
+from hgpo_jax.learner.optimizer import lr_scale
 from hgpo_jax.policy import Policy, load_policy, lora
 from hgpo_jax.rollout.episodes import Episodes
-from hgpo_jax.rollout.result import RolloutResult
 from hgpo_jax.setup.job import Job
 from hgpo_jax.trainer.behavior_cloning import warm_start
 from hgpo_jax.trainer.checkpoint import Checkpoints
@@ -91,7 +90,7 @@ class Training:
         with refusals():
             self.job.by_set(functools.partial(save_adapters, self.folder), self.state.params)
         trained, played = self.state.params, self._rollout_params()
-        del self.state  # with adapters, the frozen weights are read back in `policy.dtype`
+        del self.state  # with adapters, the frozen weights are read back in float32
         adapted = any(of_set.adapted.lora for of_set in self.job.sets.values() or [self.job])
         return self.job.merged_params(trained, starting_params(self.job, self.folder) if adapted else trained), played
 
@@ -136,21 +135,11 @@ class Training:
     def _rollout(self, iteration: int) -> tuple[Episodes, list[dict], dict]:
         """Returns the iteration's episodes, sums over its rollouts, and further metrics."""
         began = time.perf_counter()
-        result, sums, counts = sample(self.job, self._rollout_params(), iteration)
-        episodes, report = result
+        (episodes, report), sums, counts = sample(self.job, self._rollout_params(), iteration)
         self.recorder.time_phase("rollout", episodes.mask, began)
         self.recorder.dump(iteration, episodes, report)
         self.recorder.wait()  # at most one iteration is in flight
-        if self.config.log.sample_every and iteration % self.config.log.sample_every == 0:
-            self._print_first(iteration, result)
         return episodes, sums, counts
-
-    def _print_first(self, iteration: int, result: RolloutResult) -> None:
-        """Prints the first of an iteration's episodes; waits for the rollout."""
-        first = jax.tree.map(lambda a: a[:1], result.episodes)  # in every process
-        if jax.process_index() == 0:
-            text = self.job.runner.story(RolloutResult(jax.device_get(first), result.report), 0).text()
-            say(f"\nan episode of iteration {iteration + 1}:\n{text}\n")
 
     def _update(self, iteration: int, episodes: Episodes, sums: list[dict], known: dict) -> None:
         """Learns from the episodes; signals wait until the iteration has been counted."""
@@ -243,7 +232,7 @@ def starting_params(job: Job, folder: Path):
     found = {}
     for folder, of in places.items():
         try:
-            found[folder] = load_policy(folder, job.mesh, config.policy.dtype).params
+            found[folder] = load_policy(folder, job.mesh).params
         except ValueError as error:
             raise ConfigError(f"{error}; remove {start}, and it will be recreated") from None
         if jax.tree.map(jnp.shape, found[folder]) != jax.tree.map(jnp.shape, of.policy.params):

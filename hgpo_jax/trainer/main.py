@@ -78,7 +78,6 @@ def train(
         )
         return folder
     check_loggers(config)
-    check_trained_dtype(config)
     mesh = job_mesh(config)
     with Interruption(exits) as stop, CompileWatch():
         try:
@@ -105,7 +104,6 @@ def dry_run(given: dict, resume: str, allowed: tuple[str, ...]) -> None:
     """Checks everything but the weights, and plans the memory without the mesh's devices. Arguments as in `train`."""
     config = find_run(given, resume, allowed).config
     check_together(config)
-    check_trained_dtype(config)
     try:
         mesh = make_mesh("auto") if config.mesh == "auto" else abstract_mesh(config.mesh)
         found = environment(config.env)
@@ -133,16 +131,6 @@ def check_loggers(config: Config) -> None:
     """Raises ConfigError for a logger that is not installed."""
     if config.log.wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError("log.wandb=true: wandb is not installed; pip install 'hgpo_jax[wandb]'")
-
-
-def check_trained_dtype(config: Config) -> None:
-    """Raises ConfigError for a weight dtype that would round away the updates; adapters have their own float32."""
-    for own in memory.configs_of_sets(config).values():
-        if own.policy.dtype != "float32" and not own.lora.rank:
-            raise ConfigError(
-                f"policy.dtype={own.policy.dtype}: would round away the small steps of training; leave it out "
-                "(policy.compute_dtype=bfloat16 computes with a copy), or train adapters with lora.rank"
-            )
 
 
 def run(
@@ -219,5 +207,5 @@ def save_trained(job: Job, params, folder: Path) -> None:
     """Writes a policy, and how its answers were asked for and ended. Raises ValueError where that cannot be written."""
     rollout, tokenizer, frame = job.config.rollout, job.policy.tokenizer, None
     if getattr(tokenizer, "chat_template", None):
-        frame = ChatFrame(tokenizer, date=rollout.date, thinking=rollout.thinking, stop=rollout.stop)
+        frame = ChatFrame(tokenizer, thinking=rollout.thinking, stop=rollout.stop)
     Policy(job.policy.config, params, tokenizer).save(folder, stop=rollout.stop, trained=frame)
