@@ -120,8 +120,8 @@ class Team(Protocol):
     """Optional for a compiled environment: turns that belong to several roles.
 
     A role remembers its own turns: a prompt holds the last K of the role that acts next. Whatever it should know
-    about the others, the environment must show it. Where roles learn in turns (`learner.alternate`, `method=himac`) the
-    first of `roles` must act first.
+    about the others, the environment must show it. Where roles learn in turns (`method=himac`) the first
+    of `roles` must act first.
     """
 
     roles: _Roles

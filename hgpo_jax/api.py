@@ -179,8 +179,7 @@ def evaluate_policy(
         section, _, leaf = name.rpartition(".")
         if leaf in (given.get(section, {}) if section else given):
             raise ConfigError(f"{name}: the policy is that of {folder}; leave it out")
-    tree = configuration.resolve(configuration.given(None, [cli.UNROUNDED]), config.model_dump(mode="json"))
-    tree = configuration.resolve(given, tree.model_dump(mode="json"))
+    tree = configuration.resolve(given, config.model_dump(mode="json"))
     chosen = configuration.resolve(configuration.given(None, cli.saved_policy(folder)), tree.model_dump(mode="json"))
     with _alone(verbose), contextlib.closing(build(chosen, prepare_devices(chosen))) as job:
         return play_both(job, job.base_rollout_params(job.given_params))[0]

@@ -193,7 +193,7 @@ def main() -> None:
     tasks = panels.panel_tasks(args.panel, config) if args.panel else []
     settings = settings_of(config)
     own = source.is_run and args.to is None and not seeds
-    own = own and settings == settings_of(configuration.load(source.config, [cli.UNROUNDED]))
+    own = own and settings == settings_of(configuration.load(source.config))
     target = source.folder if own else Path(args.to) if args.to else source.folder / "evaluations"
     file = target / (OWN if own else file_name(split, config.evaluation.temperature, config.evaluation.episodes, seeds))
     if not own:

@@ -1,5 +1,7 @@
 """The configuration: what it accepts, and that every refusal names field, value and fix in one line."""
 
+import re
+
 import pytest
 
 from hgpo_jax import config as configuration
@@ -8,7 +10,6 @@ from hgpo_jax.advantages.checks import check_option
 from hgpo_jax.config import CONFIGS, choices, load
 from hgpo_jax.config.schema import AdvantageConfig
 from hgpo_jax.learner.algorithms import METHODS, estimator_options
-from hgpo_jax.learner.update import correction_level
 from hgpo_jax.rollout.environments import ENVIRONMENTS, backend
 from hgpo_jax.setup.validate import check_given, check_together
 from hgpo_jax.utils.errors import ConfigError
@@ -83,12 +84,22 @@ def test_refusals(override, message):
         load(None, [*(["env.name=household_team"] if override.startswith("roles.") else []), override])
 
 
+@pytest.mark.parametrize("name", configuration.REMOVED)
+def test_a_removed_field_is_refused_with_what_holds_now(name):
+    assert name not in configuration.fields() | configuration.role_fields("NAME")
+    field = name.replace("NAME", "searcher")
+    with pytest.raises(ConfigError, match=rf"^{re.escape(field)}=1: is [^\n]{{4,70}}$"):
+        load(None, ["env.name=household_team", f"{field}=1"])
+
+
 def test_mistakes_in_a_file(tmp_path):
     """Files that are no YAML are in test_refusals_commands.py."""
     for content, message in (
         ("learnr:\n  lr: 1\n", "learnr: no such field"),
         ("learner:\n  lrr: 1\n", r"learner\.lrr=1: no such field; did you mean learner\.lr\?"),
         ("rollout: {chunk: 64}\n", r"rollout\.chunk=64: is now called rollout\.decode_batch_size$"),
+        ("learner: {beta1: 0.9}\n", r"learner\.beta1=0\.9: is fixed at 0\.9$"),
+        ("roles: {searcher: {template: text}}\n", r"roles\.searcher\.template='text': is env\.template for every role$"),
     ):  # fmt: skip
         (tmp_path / "run.yaml").write_text(content)
         with pytest.raises(ConfigError, match=f"^{message}") as caught:
@@ -96,20 +107,7 @@ def test_mistakes_in_a_file(tmp_path):
         assert "\n" not in str(caught.value)
 
 
-def test_a_loss_of_whole_responses_is_corrected_by_response():
-    for method in ("gagpo", "gspo"):
-        assert correction_level(load(None, [f"method={method}", "policy.sample_dtype=int8"])) == "sequence"
-    assert correction_level(load(None, ["policy.sample_dtype=int8"])) == "token"
-    assert correction_level(load(None, ["policy.sample_dtype=int8", "learner.rollout_correction=none"])) == "none"
-    assert correction_level(load(None, ["learner.rollout_correction=sequence"])) == "sequence"
-    assert correction_level(load()) == "none"
-
-
 MUON = ["policy=somewhere", "cloning.optimizer=muon"]
-TEXT, TEAM = (
-    ["env.name=household_text", "rollout.response_limit=9"],
-    ["env.name=household_team_text", "roles.carrier.response_limit=7"],
-)
 WHOLE_RESPONSES = ("gagpo", "gspo")
 COMPARE_EPISODES = ("grpo", "dapo", "gspo", "kpo", "rloo", "dr_mas", "reinforce_pp_baseline")
 # Fields that do not go together, what is said of them, and fields like these that do.
@@ -118,16 +116,11 @@ TOGETHER = [
       for name in WHOLE_RESPONSES),
     (["lora.rank=2", *MUON], "cloning.optimizer=muon: needs full-rank weights; with lora.rank=2 give adamw",
      [MUON, [*MUON, "lora.rank=2", "warm_start=none"]]),
-    (["learner.alternate=2"], "learner.alternate=2: env.name=household has one role, agent; leave it out",
-     [["env.name=household_plan", "learner.alternate=2"], ["learner.alternate=0"], ["method=himac"]]),
     *((["rollout.group_size=1", f"method={name}"], f"method={name} compares a task's episodes", [])
       for name in COMPARE_EPISODES),
     (["method=hiper"], "which env.name=household does not have", [["method=hiper", "env.name=household_subgoals"]]),
     (["method=hiper", "env.name=household_text"], "which env.name=household_text does not have",
      [["rollout.group_size=1", f"method={name}"] for name in ("hgpo", "gigpo", "ppo", "reinforce_pp")]),
-    (["evaluation.min_response=3"], "a response has 3 tokens at most", [["evaluation.min_response=2"]]),
-    *(([*fields, "warm_start=none", f"evaluation.min_response={limit}"], f"a response has {fields[1]} tokens at most",
-       [[*fields, "warm_start=none", f"evaluation.min_response={limit - 1}"]]) for fields, limit in ((TEXT, 9), (TEAM, 7))),
 ]  # fmt: skip
 
 
@@ -142,11 +135,8 @@ def test_fields_that_do_not_go_together(fields, said, fine):
 
 UNREAD = [
     (["critic.lr=1e-2"], ["method=ppo"], "method=hgpo has no critic"),
-    (["rollout.max_tries=2"], ["method=dapo"], "method=hgpo drops no groups"),
     (["lora.alpha=8"], ["lora.rank=2"], "there are no adapters; give lora.rank, too"),
     (["lora.targets=q_proj", "lora.rank=0"], ["roles.carrier.lora_rank=2", "env.name=household_team"], "there are no adapters"),
-    (["reward.mode=replace"], ["reward=./mine.py:score"], "there is no reward function; give reward=, too"),
-    (["reward.overlong_penalty=2"], ["reward.overlong_cache=8"], "no answer is punished; give reward.overlong_cache, too"),
     (["env.compiled=false"], ["env.name=alfworld"], "env.name=household has no such choice"),
     (["rollout.response_limit=64"], ["env.name=household_text"], "env.name=household, compiled, is not told as text"),
     (["rollout.stop=x"], ["env.name=alfworld", "policy=Qwen2.5-0.5B"], "env.name=household, compiled, is not told as text"),

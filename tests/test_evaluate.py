@@ -222,7 +222,7 @@ def test_refusals(arguments, fragment, tmp_path, monkeypatch):
 
 def test_an_evaluation_of_an_older_release_is_written_again(tmp_path):
     file = tmp_path / "held_out-t1-n12.json"
-    settings = evaluation_files.settings_of(configuration.load(None, ["env.max_turns=10", "evaluation.top_k=3"]))
+    settings = evaluation_files.settings_of(configuration.load(None, ["env.max_turns=10", "evaluation.temperature=0.4"]))
     evaluation_files.write(file, {"policy": "A", "settings": settings | {"env.gone": 3}})  # a field that is no more
     for where, policy in ((file, "A"), (file, None), (tmp_path / "nothing.json", "B")):
         evaluation_files.refuse_another(where, settings, policy)
@@ -235,8 +235,8 @@ def test_fields_that_an_evaluation_depends_on():
         settings = evaluation_files.settings_of(configuration.load(None, [change]))
         return {name for name in default if settings[name] != default[name]}
 
-    for change in ("env.tasks=two", "evaluation.min_response=2", "rollout.history_length=1", "rollout.stop=x",
-                   "env.held_out=valid_unseen", "policy.compute_dtype=bfloat16", "policy.sample_dtype=int8"):  # fmt: skip
+    for change in ("env.tasks=two", "evaluation.temperature=0.4", "rollout.history_length=1", "rollout.stop=x",
+                   "env.held_out=valid_unseen", "policy.compute_dtype=bfloat16"):  # fmt: skip
         assert changed(change) == {change.partition("=")[0]}
     for change in ("env.data=x", "env.workers=2", "evaluation.every=3", "mesh=data=1", "learner.lr=1"):
         assert not changed(change)
@@ -248,7 +248,7 @@ def evaluated(tmp_path, monkeypatch):
     run = tmp_path / "run"
     (run / "policy").mkdir(parents=True)
     (tmp_path / "exported").mkdir()
-    (run / "config.yaml").write_text("seed: 1\nevaluation: {episodes: 6}\npolicy: {sample_dtype: int8}\n")
+    (run / "config.yaml").write_text("seed: 1\nevaluation: {episodes: 6}\n")
     (run / "evaluation.json").write_text("{}")
     monkeypatch.setattr(evaluate, "prepare_devices", lambda config, several: None)
     monkeypatch.setattr(evaluate, "build", lambda config, mesh: FakeJob(config, Runner(num_held_out_tasks=None)))
@@ -271,9 +271,6 @@ def test_only_an_evaluation_with_the_runs_settings_is_its_own(evaluated):
     assert evaluated("run", "env.max_turns=3") == {"run/evaluations/held_out-t1-n6.json"}
     assert evaluated("run", "--to", "there") == {"there/held_out-t1-n6.json"}
     assert evaluated("run", "--seeds", "1,2") == {f"run/evaluations/held_out-t1-n6-s1-2.{end}" for end in ("json", "jsonl")}
-    assert evaluated("run", "policy.sample_dtype=int8", "--to", "rounded") == {"rounded/held_out-t1-n6.json"}
-    files = Path("there/held_out-t1-n6.json"), Path("rounded/held_out-t1-n6.json")
-    assert [json.loads(file.read_text())["settings"]["policy.sample_dtype"] for file in files] == ["compute_dtype", "int8"]
     assert Path("run/evaluation.json").read_text() == own
     with pytest.raises(ConfigError, match=r"n6\.json: holds an evaluation with env\.max_turns=3; choose another folder"):
         evaluated("run", "env.max_turns=4")
@@ -302,7 +299,7 @@ def test_a_run_and_its_exported_policy_score_alike(tmp_path):
     """In an evaluation, and on a panel, there greedily and sampled to the letter."""
     run, exported, cache = tmp_path / "run", tmp_path / "exported", f"cache_dir={tmp_path / 'cache'}"
     cloned = "warm_start=cloning", "cloning.episodes=64", "cloning.max_steps=30"  # so that answers differ
-    fields = *cloned, "iterations=3", "learner.final_lr=0.25", "policy.sample_dtype=int8", cache, f"run_dir={run}"
+    fields = *cloned, "iterations=3", "learner.final_lr=0.25", cache, f"run_dir={run}"
     command("-m", "hgpo_jax.train", *TINY, *fields, cwd=tmp_path)
     assert [row["lr"] for row in rows_of(run)] == pytest.approx([2e-3, 1.25e-3, 5e-4])
     before = (run / "evaluation.json").read_text()

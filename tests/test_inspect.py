@@ -77,8 +77,8 @@ def test_roles_are_told_where_there_are_several(dump):
     assert figure.get_suptitle().endswith(" (0 role_0, 1 role_1)")
     assert not plots.plot_group(dump, {"hgpo": dump.estimate()}, int(e.groups[0])).axes[0].texts
     batch = {name: getattr(e, name) for name in ("rewards", "mask", "states", "groups", "invalid", "agents")}
-    options = {"normalize": "mean", "statistics": team.config.advantage.statistics}
-    own = estimate("dr_mas", **batch, **options, invalid_penalty=team.config.advantage.invalid_penalty)
+    penalty = team.config.advantage.invalid_penalty
+    own = estimate("dr_mas", **batch, normalize="mean", invalid_penalty=penalty)
     assert "dr_mas" in team.estimators
     np.testing.assert_array_equal(team.estimate("dr_mas").advantages, own.advantages)
 

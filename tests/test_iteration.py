@@ -50,11 +50,10 @@ def episodes(seed: int, wins) -> Episodes:
     )  # fmt: skip
 
 
-def fake_job(batches, method, max_tries=4, roles=("agent",)):
+def fake_job(batches, method, roles=("agent",)):
     """A job whose rollouts are these batches, one after the other."""
     left = iter(batches)
-    config = load(None, [f"method={method}", f"rollout.prompt_groups={GROUPS}", f"rollout.group_size={MEMBERS}",
-                         f"rollout.max_tries={max_tries}"])  # fmt: skip
+    config = load(None, [f"method={method}", f"rollout.prompt_groups={GROUPS}", f"rollout.group_size={MEMBERS}"])
     runner = types.SimpleNamespace(
         rollout=lambda params, *inputs: RolloutResult(next(left), None), select_tasks=lambda *which: None, roles=roles
     )
@@ -85,8 +84,8 @@ def test_dynamic_sampling_keeps_groups_with_different_rewards_in_their_order():
 
 def test_dynamic_sampling_ends_after_its_tries_and_leaves_places_empty():
     batches = [episodes(n, [LOST, MIXED if n == 2 else LOST, WON, WON]) for n in range(5)]
-    kept, metrics = sample(fake_job(batches, "dapo", max_tries=3))
-    assert (metrics["rollouts"], metrics["kept_groups"]) == (3, 1)
+    kept, metrics = sample(fake_job(batches, "dapo"))
+    assert (metrics["rollouts"], metrics["kept_groups"]) == (4, 1)
     assert np.asarray(kept.mask)[:MEMBERS].any(1).all()
     assert not np.asarray(kept.mask)[MEMBERS:].any()
 
@@ -97,7 +96,7 @@ def test_roles_learn_in_turns_only_where_the_first_of_them_acts_first():
     kept, _ = sample(fake_job([batch.replace(agents=agents)], "himac", roles=("planner", "executor")))
     np.testing.assert_array_equal(kept.agents, agents)
     agents[-1] = 1
-    with pytest.raises(RunError, match=r"^learner.alternate: .*, executor, must act first, but planner did"):
+    with pytest.raises(RunError, match=r"^method=himac: .*, executor, must act first, but planner did"):
         sample(fake_job([batch.replace(agents=agents)], "himac", roles=("executor", "planner")))
     sample(fake_job([batch.replace(agents=agents)], "dr_mas", roles=("executor", "planner")))
 

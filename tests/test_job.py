@@ -36,11 +36,9 @@ def test_a_mesh_of_as_many_devices_as_share_the_episodes():
 
 @pytest.mark.parametrize(("fields", "roles", "learners"), [
     (["method=himac"], 2, [0, 1, 0, 1, 0, 1]),
-    (["method=himac", "learner.alternate=2"], 2, [0, 0, 1, 1, 0, 0]),
-    (["method=himac", "learner.alternate=0"], 2, [None] * 6),
+    (["method=himac"], 3, [0, 1, 2, 0, 1, 2]),
     (["method=himac"], 1, [None] * 6),
     (["method=hgpo"], 2, [None] * 6),
-    (["method=hgpo", "learner.alternate=1"], 3, [0, 1, 2, 0, 1, 2]),
 ])  # fmt: skip
 def test_roles_learn_in_turns_and_executors_from_one_plan_in_each_prompt_group(fields, roles, learners):
     config = configuration.load(None, [*fields, "rollout.prompt_groups=3", "rollout.group_size=4"])

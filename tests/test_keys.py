@@ -1,6 +1,7 @@
 """What is random in a run: no two of its parts draw from one random key, and validations are no part of the last evaluation."""
 
 import functools
+import types
 
 import jax
 import numpy as np
@@ -41,8 +42,8 @@ def test_no_two_parts_of_a_run_draw_from_one_random_key(monkeypatch, tmp_path, s
         play = behavior_cloning.generate_play
         monkeypatch.setattr(behavior_cloning, "generate_play", generate_play)
         monkeypatch.setattr(behavior_cloning.Student, "learn", lambda self, key, steps: (note("cloning", key), (0.0, 0))[1])
-        monkeypatch.setattr(job.runner, "story", lambda *_: behavior_cloning.string)  # nothing was played
-        monkeypatch.setattr(behavior_cloning.string, "text", lambda: "", raising=False)
+        story = types.SimpleNamespace(text=lambda: "")  # nothing was played
+        monkeypatch.setattr(job.runner, "story", lambda *_: story)
         monkeypatch.setattr(evaluation, "summarize", lambda *_: dict.fromkeys(("success", "turns", "invalid"), 0.0))
         monkeypatch.setattr(loop, "summarize", evaluation.summarize)
         play_as = lambda part: monkeypatch.setattr(job.runner, "rollout", functools.partial(rollout, part))  # noqa: E731

@@ -223,8 +223,6 @@ def test_a_module_and_an_entry_point(here, monkeypatch):
         (["env.data=games"], "env.data=games: env.name=household does not read it"),
         (["env.workers=2"], "env.workers=2: env.name=household, compiled, does not read it"),
         (["method=kpo", "learner.aggregate=seq-mean-token-sum"], "learner.aggregate=.*: method=kpo does not read it"),
-        (["method=gspo", "learner.dual_clip=2"], "learner.dual_clip=2.0: method=gspo does not read it; leave it at 3.0"),
-        (["learner.process_noise=0.5"], "learner.process_noise=0.5: method=hgpo does not read it"),
         (["env.options.size=7", "env.name=sokoban"], "env.options.size=7: env.name=sokoban has fields of its own; write"),
         (["method=./learning.py:plane"], r"method=./learning.py:plane: .* has no plane; did you mean plain\?"),
         (["method=./learning.py:greedy"], "method=./learning.py:greedy: needs dreams; an iteration has actions, agents"),
@@ -255,7 +253,7 @@ def test_options_of_a_resumed_run_keep_those_that_are_not_given_again():
 
 
 PARTS = ["env.name=./rooms.py:Corridor", "method=./learning.py:plain"]
-TEAM = ["env.name=household_team_text", "env.template=plain", "roles.searcher.template=prompts.txt"]
+TEXT_GAME = ["env.name=household_text", "env.template=prompts.txt"]
 
 
 @pytest.mark.parametrize(
@@ -264,7 +262,7 @@ TEAM = ["env.name=household_team_text", "env.template=plain", "roles.searcher.te
         (PARTS, "env.name", "rooms.py", ["method"]),
         (["reward.source=./learning.py:scored"], "reward.source", "learning.py", []),
         (["env.name=household_text", "env.state_key=./learning.py:scored"], "env.state_key", "learning.py", []),
-        (TEAM, "roles.searcher.template", "prompts.txt", []),  # one of ours is known by its name
+        (TEXT_GAME, "env.template", "prompts.txt", []),
     ],
 )
 def test_what_a_run_was_made_with_is_recorded_and_a_change_warned_of_once(here, fields, recorded, changed, others):

@@ -185,6 +185,13 @@ def test_a_comparison_is_paired_by_task():
     assert swapped["interval"] == pytest.approx([-x for x in sampled["interval"][::-1]])
 
 
+def test_a_removed_setting_is_at_the_value_that_holds_now():
+    a, b = result_of([(True, [True])]), result_of([(True, [False])])
+    older = b | {"settings": b["settings"] | {"evaluation.top_p": 1.0, "policy.sample_dtype": "compute_dtype"}}
+    assert set(panels.compare(a, older)) == {"success, greedy", "success, sampled"}
+    assert "different" not in panels.describe_comparison(a, older, {})
+
+
 def test_what_is_not_compared():
     a, b = result_of([(True, [True])]), result_of([(True, [False])])
     with pytest.raises(ConfigError, match="different digest, x and y"):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hgpo_jax.config import load
+from hgpo_jax.rollout import rewards
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.result import RolloutReport, RolloutResult
 from hgpo_jax.rollout.reward_functions import read_rewards
@@ -83,8 +84,9 @@ def text_result(goals, turns):
     return RolloutResult(played(turns), report)
 
 
-def test_text_episodes_get_rewards_and_one_whose_function_fails_is_left_out(here):
-    with_rewards = reward("env.name=household_text", "reward=./texts.py:polite", "reward.time_limit=1", "warm_start=none")
+def test_text_episodes_get_rewards_and_one_whose_function_fails_is_left_out(here, monkeypatch):
+    monkeypatch.setattr(rewards, "TIME_LIMIT", 1.0)
+    with_rewards = reward("env.name=household_text", "reward=./texts.py:polite", "warm_start=none")
     goals = ["counts", "raises", "each turn", "hangs", "talks", "dies", "counts"]
     (e, report), sums = with_rewards(text_result(goals, [2, 3, 2, 1, 1, 2, 3]))
     np.testing.assert_array_equal(e.rewards, [[0, 12, 0], [0] * 3, [4, 20, 0], [0] * 3, [0] * 3, [0] * 3, [0, 0, 13]])
@@ -108,42 +110,41 @@ def test_a_run_whose_function_fails_in_every_episode_ends(here):
         step.sample(job, None, 4)
 
 
-def test_a_function_can_replace_the_environments_reward_and_is_not_asked_of_episodes_that_failed_before(here):
-    with_rewards = reward("env.name=household_text", "reward=./texts.py:polite", "reward.mode=replace", "warm_start=none")
+def test_a_function_is_not_asked_of_episodes_that_failed_before(here):
+    with_rewards = reward("env.name=household_text", "reward=./texts.py:polite", "warm_start=none")
     failed = text_result(["counts", "counts", "raises"], [2, 1, 1])
     failed.report.failures[2] = "its environment failed"
     for field in ("mask", "rewards"):
         getattr(failed.episodes, field)[2] = 0
     (e, report), sums = with_rewards(failed)
-    assert e.rewards.tolist() == [[0, 2, 0], [1, 0, 0], [0, 0, 0]]
+    assert e.rewards.tolist() == [[0, 12, 0], [11, 0, 0], [0, 0, 0]]
     assert (float(sums["reward/environment"]), sums["reward/failed"]) == (20, 0)
     assert report.failures == {2: "its environment failed"}
 
 
-@pytest.mark.parametrize("mode", ["add", "replace"])
-def test_compiled_episodes_get_rewards_inside_a_program(here, mode):
-    environment = 10 * (mode == "add")
-    e = played([2, 1], responses=np.array([[[3, 0], [4, 0], [9, 0]], [[5, 0]] * 3], np.int32), task=np.array([0, 1], np.int32))
-    given = [f"reward.mode={mode}", "reward=./scores.py:first_word"]
-    (each_turn, _), sums = reward(*given, episodes=e)(RolloutResult(jax.tree.map(jnp.asarray, e), None))
-    assert each_turn.rewards.tolist() == [[3, 4 + environment, 0], [5 + environment, 0, 0]]
+def test_compiled_episodes_get_rewards_inside_a_program(here):
+    responses = np.array([[[3, 0], [4, 0], [9, 0]], [[5, 0]] * 3], np.int32)
+    e = played([2, 1], responses=responses, task=np.array([0, 1], np.int32))
+    result = RolloutResult(jax.tree.map(jnp.asarray, e), None)
+    (each_turn, _), sums = reward("reward=./scores.py:first_word", episodes=e)(result)
+    assert each_turn.rewards.tolist() == [[3, 14, 0], [15, 0, 0]]
     assert (float(sums["reward/first_word"]), float(sums["reward/environment"]), int(sums["reward/failed"])) == (12, 20, 0)
-    given[1] = "reward=./scores.py:short"  # infinite for a task of type 1
-    (at_the_end, _), sums = reward(*given, episodes=e)(RolloutResult(jax.tree.map(jnp.asarray, e), None))
-    assert at_the_end.rewards.tolist() == [[0, -3 + environment, 0], [0] * 3]
+    short = "reward=./scores.py:short"  # infinite for a task of type 1
+    (at_the_end, _), sums = reward(short, episodes=e)(result)
+    assert at_the_end.rewards.tolist() == [[0, 7, 0], [0] * 3]
     assert at_the_end.mask.sum(1).tolist() == [2, 0] and at_the_end.groups.tolist() == [0, 1]
     assert (float(sums["reward/short"]), int(sums["reward/failed"])) == (-3, 1)
 
 
 @pytest.mark.parametrize("method", ["grpo", "dapo"])
-def test_answers_near_their_limit_are_punished_as_in_dapo(method):
-    """The second role's limit is 40, the first one's 100; where groups are chosen, they are by what was reached alone."""
+def test_answers_near_their_limit_are_punished_as_in_dapo(method, monkeypatch):
+    """Where groups are chosen, they are by what was reached alone."""
+    monkeypatch.setattr(step, "MAX_TRIES", 1)
     fields = [f"method={method}", "env.name=household_team_text", "warm_start=none", "rollout.prompt_groups=2",
-              "rollout.group_size=2", "rollout.response_limit=100", "roles.carrier.response_limit=40",
-              "reward.overlong_cache=20", "reward.overlong_penalty=3", "rollout.max_tries=1"]  # fmt: skip
+              "rollout.group_size=2", "rollout.response_limit=100", "reward.overlong_cache=20"]  # fmt: skip
     config, e = load(None, fields), played([3, 2, 3, 1])
     check_together(config)
-    e.response_lengths[:], e.agents[:] = [[80, 100, 20], [81, 90, 0], [21, 30, 40], [39, 0, 0]], [[0] * 3] * 2 + [[1] * 3] * 2
+    e.response_lengths[:], e.agents[:] = [[80, 100, 20], [81, 90, 0], [81, 95, 100], [99, 0, 0]], [[0] * 3] * 2 + [[1] * 3] * 2
     e.rewards[2:], e.groups[:] = 0, [0, 0, 1, 1]
     e.rewards[2, 0] = 5  # the group whose rewards differ
     given = e.rewards.copy()
@@ -153,12 +154,12 @@ def test_answers_near_their_limit_are_punished_as_in_dapo(method):
     (got, _), sums, _ = step.sample(Job(config, None, {}, None, runner), None, 0)
     expected = np.zeros((4, 3))
     for episode, turn in np.argwhere(e.mask):
-        room = (40 if e.agents[episode, turn] else 100) - 20 - int(e.response_lengths[episode, turn])
-        expected[episode, turn] = 3 * (0 if room >= 0 else max(-1, room / 20))
+        room = 100 - 20 - int(e.response_lengths[episode, turn])
+        expected[episode, turn] = 0 if room >= 0 else max(-1, room / 20)
     want = given + expected
     np.testing.assert_allclose(got.rewards, want if method == "grpo" else [*want[2:], *np.zeros((2, 3))], atol=1e-6)
     assert rollout_metrics(sums)["reward/overlong"] == pytest.approx(expected.sum() / 4)
-    assert expected.min() == -3 and (expected[e.mask] == 0).any() and len(set(expected.flat)) > 4
+    assert expected.min() == -1 and (expected[e.mask] == 0).any() and len(set(expected.flat)) > 4
 
 
 @pytest.mark.parametrize(
@@ -192,8 +193,7 @@ def test_what_a_function_may_not_return(returned, message):
             ["env.name=household_text", "rollout.response_limit=8", "reward.overlong_cache=9"],
             "reward.overlong_cache=9: more than rollout.response_limit=8; give less",
         ),
-        (["reward.mode=both"], "reward.mode='both': must be 'add' or 'replace'"),
-        (["reward.mod=add"], r"reward.mod=add: no such field; did you mean reward.mode\?"),
+        (["reward.sorce=add"], r"reward.sorce=add: no such field; did you mean reward.source\?"),
     ],
 )
 def test_mistakes_are_one_line(here, overrides, message):
@@ -208,7 +208,7 @@ def test_a_job_with_a_reward(here):
     byte_tokenizer().save_pretrained(here / "tok")
     text = ["env.name=household_text", "policy.tokenizer=tok", "rollout.prompt_limit=512", "rollout.response_limit=4"]
     kinds = {
-        "first_word": ["reward=./scores.py:first_word", "reward.mode=replace"],
+        "first_word": ["reward=./scores.py:first_word"],
         "polite": ["reward=./texts.py:polite", *text],
     }
     for name, given in kinds.items():

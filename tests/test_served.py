@@ -170,7 +170,6 @@ def test_words_keep_their_capitals_where_the_original_does_not_take_them(server,
     ({"policy": "openai:http://127.0.0.1:9/v1#small"}, "Connection error"),
     ({"model": "large"}, "no model large here"),
     ({"path": "page"}, "what it sent has no choices; such a URL usually ends in /v1"),
-    ({"fields": ["evaluation.top_k=3"]}, "evaluation.top_k=3: a server is not told; give 0"),
     ({"name": "household"}, "env.name=household: a served policy needs texts"),
 ])  # fmt: skip
 def test_refusals(change, fragment, server):

@@ -55,7 +55,7 @@ def tiny_train(base):
     return run
 
 
-SEEN = ("log.tensorboard=true", "log.sample_every=3")
+SEEN = ("log.tensorboard=true",)
 
 
 @pytest.fixture(scope="module")
@@ -105,14 +105,6 @@ def test_metrics_have_one_row_per_iteration(run):
         assert row["logp_difference"] < 1e-4
         assert row["optimizer_steps"] == -(-row["steps"] // 8)
     assert rows[0]["kl"] < rows[3]["kl"]  # the policy moves away from its start
-
-
-def test_episodes_are_printed_while_it_trains(run):
-    shown = run.with_suffix(".log").read_text()
-    assert re.findall(r"^an episode of iteration (\d)\:$", shown, re.MULTILINE) == ["1", "4"]
-    told = shown.partition("an episode of iteration 4:\n")[2].partition("\n\n")[0]
-    dumped = Episodes.load(run / "episodes" / "iteration-00003.npz")
-    assert told.startswith("task: ") and told.count("    > ") == dumped.mask[0].sum()
 
 
 def logp_error(policies, e: Episodes) -> list[float]:

@@ -90,7 +90,7 @@ def test_sets_of_weights_are_named_by_their_roles():
         role: load(None, ["env.name=household_team", f"roles.searcher.{field}"]).roles["searcher"]
         for role, field in fields.items()
     }})  # fmt: skip
-    assert roles_by_policy(config(), roles) == roles_by_policy(config(b="template=x"), roles) == {SHARED: roles}
+    assert roles_by_policy(config(), roles) == roles_by_policy(config(b="lr=1"), roles) == {SHARED: roles}
     assert roles_by_policy(config(b="policy=own"), roles) == {"a+c": ("a", "c"), "b": ("b",)}
     assert policy_of_each(config(b="policy=own"), roles) == ("a+c", "b", "a+c")
     assert policy_of_each(config(a="lora_rank=4", b="policy=own"), roles) == ("a", "b", "c")
@@ -118,12 +118,8 @@ REFUSED = [
     (["roles.a b.lr=1"], "roles.a b.lr=1: no such field"),
 ]  # fmt: skip
 REFUSED_TOGETHER = [
-    (["roles.searcher.lr=1e-3"], "roles.searcher.lr=0.001: it shares its policy, whose optimizer is learner.*; give "
+    (["roles.searcher.lr=1e-3"], "roles.searcher.lr=0.001: it shares its policy, whose rate is learner.lr; give "
      "roles.searcher.policy=own, too"),
-    (["roles.searcher.template=x"], "roles.searcher.template=x: no such file; give one, or "),
-    (["roles.searcher.template=text"], "roles.searcher.template=text: env.name=household_team, compiled, takes no template"),
-    (["roles.searcher.response_limit=3"], "roles.searcher.response_limit=3: the answers of env.name=household_team, compiled, "
-     "have their own length; leave it out"),
     (["roles.searcher.lora_rank=2"], "roles.searcher.lora_rank=2: LoRA needs base weights; give policy=, too"),
     (["roles.searcher.lora_rank=2", "policy=x", "cloning.optimizer=muon"], "roles.searcher.lora_rank=2: cloning.optimizer="),
     (["env.name=hgpo_jax.envs.household:HouseholdTeam", "roles.serchr.policy=own"], "roles.serchr.policy=own: "
@@ -254,28 +250,14 @@ def test_memory_of_several_sets():
     assert beside == one["always"]["reference policy"]
 
 
-SEARCH = "== first ==\nSearch: $goal $observation\n== later ==\nAgain: $goal $observation\n== entry ==\n$observation $action\n"
 TEXT = (
-    "env.name=household_team_text", "policy.num_key_value_heads=1", "rollout.prompt_limit=256", "rollout.response_limit=16",
-    "env.max_turns=6", "roles.searcher.response_limit=9",
+    "env.name=household_team_text", "policy.num_key_value_heads=1", "rollout.prompt_limit=256", "env.max_turns=6",
 )  # fmt: skip
 
 
-def test_text_roles_have_templates_and_answer_lengths_of_their_own(cache, tmp_path):
-    file = tmp_path / "search.txt"
-    file.write_text(SEARCH)
-    job = job_of(*TEXT, f"roles.searcher.template={file}", OWN, cache=cache)
-    e, words = episodes_of(job, job.given_params), job.tokenizer
-    searches, carries = e.mask & (e.agents == 0), e.mask & (e.agents == 1)
-    assert e.response_lengths[searches].max() <= 9 < e.response_lengths[carries].max() <= 16
-    for own, template in ((searches, True), (carries, False)):
-        shown = words.batch_decode([ids[:n] for ids, n in zip(e.prompts[own], e.prompt_lengths[own], strict=True)])
-        assert {"Search: " in text or "Again: " in text for text in shown} == {template}
-
-
-def test_answers_that_do_not_fit_a_role_are_refused_by_its_field(cache):
-    with pytest.raises(ConfigError, match=r"^roles\.searcher\.response_limit=2: the commands take up to \d+ tokens; give as"):
-        job_of(*TEXT, "roles.searcher.response_limit=2", cache=cache)
+def test_answers_that_do_not_fit_are_refused(cache):
+    with pytest.raises(ConfigError, match=r"^rollout\.response_limit=2: the commands take up to \d+ tokens; give as"):
+        job_of(*TEXT, "rollout.response_limit=2", cache=cache)
 
 
 def test_a_policy_with_another_tokenizer_is_refused(shared, tmp_path):
@@ -297,8 +279,7 @@ def test_trains_end_to_end(tmp_path):
     """Cloned, trained, and evaluated again from what was saved."""
     fields = [*TINY, "env.name=household_team_text", "env.max_turns=6", "iterations=2", "warm_start=cloning",
               "cloning.episodes=16", "cloning.max_steps=20", "cloning.check_every=10", f"cache_dir={tmp_path / 'cache'}", OWN,
-              "rollout.prompt_limit=256", "rollout.response_limit=16", "roles.searcher.template=search.txt"]  # fmt: skip
-    (tmp_path / "search.txt").write_text(SEARCH)
+              "rollout.prompt_limit=256", "rollout.response_limit=16"]  # fmt: skip
     said = command("-m", "hgpo_jax.train", *fields, "run_dir=run", cwd=tmp_path).stdout
     assert "loss searcher" in said and "loss carrier" in said
     for row in rows_of(tmp_path / "run"):

@@ -38,7 +38,6 @@ PARTS = {
     "iteration of the default run": "bench train",
     "update, 1.5B": f"{UPDATE} Qwen2.5-1.5B --rows 64 --tokens 1024 --microbatch 16 {PEER}",
     "sampling, 1.5B": f"{SAMPLE} Qwen2.5-1.5B --batch 1 64 {PEER}",
-    "sampling in 8 bits, 1.5B": f"{SAMPLE} Qwen2.5-1.5B --batch 1 64 --sample-dtype int8",
     "rollout, 0.5B": "bench rollout --dtype bfloat16 --policy Qwen2.5-0.5B --episodes 64 --slots 64 --turns 4",
     "update, long": f"{UPDATE} Qwen2.5-1.5B --rows 8 --tokens 8192 --microbatch 2",
     "update, offload": f"{UPDATE} Qwen2.5-1.5B --rows 16 --tokens 1024 --offload",

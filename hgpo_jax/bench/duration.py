@@ -8,7 +8,6 @@ alone. It does not count environments, communication between devices, compiling,
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import jax.numpy as jnp
@@ -16,7 +15,6 @@ import jax.numpy as jnp
 from hgpo_jax.bench.limits import Rates, decode_flops, forward_flops, read_bytes
 from hgpo_jax.config import Config
 from hgpo_jax.learner.algorithms import method_named
-from hgpo_jax.learner.update import correction_level
 from hgpo_jax.rollout.environments import backend, max_turns
 from hgpo_jax.setup.memory import Workload
 
@@ -50,8 +48,7 @@ def seconds_at_limits(
 
     turns: mean turns of an episode. prompt, response: mean tokens of a turn.
     """
-    model = dataclasses.replace(workload.model, sample_dtype=config.policy.sample_dtype)
-    rollout = config.rollout
+    model, rollout = workload.model, config.rollout
     episodes = rollout.prompt_groups * rollout.group_size
     steps, devices = episodes * turns, mesh.size
     each = devices / mesh.shape["data"]
@@ -76,7 +73,7 @@ def seconds_at_limits(
         "prompts": steps * forward_flops(model, math.ceil(prompt), 1) / devices / rates.operations,
         "decoding": decoded * token / each,
         "reference policy": forward if config.learner.kl_weight else 0.0,
-        "rollout correction": forward if correction_level(config) != "none" else 0.0,
+        "rollout correction": forward if config.learner.rollout_correction != "none" else 0.0,
         "update": passes * forward,
         # It predicts, and all of it learns, with adapters or without.
         "critic": (1 + 3 + again) * forward if method_named(config.method).critic else 0.0,

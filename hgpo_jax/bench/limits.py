@@ -120,15 +120,10 @@ def decode_flops(c: ModelConfig, slots: int) -> float:
 
 
 def read_bytes(c: ModelConfig, rows: int, slots: int, itemsize: int) -> int:
-    """Counts bytes that one pass must read: every weight that multiplies, and the keys and values of `slots` slots per row.
-
-    itemsize: that of the head and, unless `c.sample_dtype` overrides it, of the rest.
-    """
+    """Counts bytes that one pass must read: every weight that multiplies, and the keys and values of `slots` slots per row."""
     head = c.vocab_size * c.hidden_size
     blocks = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes(c))) - head * (1 if c.tie_word_embeddings else 2)
     heads = rows * slots * c.num_hidden_layers * 2 * c.num_key_value_heads
-    if c.sample_dtype == "int8":  # a scale for each slot and head
-        return head * itemsize + blocks + heads * (c.head_size + 4)
     return (head + blocks + heads * c.head_size) * itemsize
 
 

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from hgpo_jax.config import LearnerConfig
 from hgpo_jax.learner.batch import TrainingBatch
+from hgpo_jax.learner.optimizer import BETA1, BETA2
 from hgpo_jax.policy import ModelConfig, Policy, lora
 from hgpo_jax.utils.errors import ConfigError
 
@@ -78,7 +79,7 @@ def updater(model, batch: TrainingBatch, config: LearnerConfig, dtype: str) -> C
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=config.lr,
-        betas=(config.beta1, config.beta2),
+        betas=(BETA1, BETA2),
         weight_decay=config.weight_decay,
         fused=True,
     )
@@ -104,8 +105,11 @@ def updater(model, batch: TrainingBatch, config: LearnerConfig, dtype: str) -> C
     return update
 
 
+DUAL_CLIP = 3.0  # as in `losses.policy_loss`
+
+
 def clipped(ratio, advantages, config: LearnerConfig):
     """Computes PPO's clipped surrogate of each token with the dual clip, negated."""
     low, high = 1 - (config.clip_low or 0.2), 1 + (config.clip_high or 0.2)
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high))
-    return torch.where(advantages < 0, torch.minimum(loss, -config.dual_clip * advantages), loss)
+    return torch.where(advantages < 0, torch.minimum(loss, -DUAL_CLIP * advantages), loss)

@@ -15,7 +15,6 @@ whole rollout is compiled, games included.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import math
 import os
@@ -120,9 +119,9 @@ class Programs:
 
     def __init__(self, config: Config, mesh, workload: memory.Workload, always: int):
         self._config, self._mesh, self._workload, self._always = config, mesh, workload, always
-        self._model = dataclasses.replace(workload.model, sample_dtype=config.policy.sample_dtype)
+        self._model = workload.model
         self._slots = SlotPrograms(network(self._model), mesh, max_new=workload.response, end_tokens=(0,))
-        self._params, self._compute = self._weights(config.policy.dtype), self._weights(config.policy.compute_dtype)
+        self._params, self._compute = self._weights("float32"), self._weights(config.policy.compute_dtype)
         rows = workload.decode_batch * mesh.shape["data"]
         self._prompts, self._row, self._scalar = self._array(rows, workload.prompt), self._array(rows), self._array()
         self._key = jax.eval_shape(lambda: jax.random.key(0)).dtype
@@ -130,7 +129,7 @@ class Programs:
 
     def __iter__(self) -> Iterator[tuple[str, Callable, int]]:
         config, beside = self._config, self._always
-        if config.policy.dtype == config.policy.compute_dtype:
+        if config.policy.compute_dtype == "float32":
             # A sampler needs one copy of the weights; parameters, optimizer and reference are held beside it.
             sizes = [math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(self._params)]
             beside -= sum(sizes)

@@ -9,7 +9,6 @@ of the cache over the rate of reading memory, and the operations over the rate o
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 
 import jax
@@ -22,7 +21,6 @@ from hgpo_jax.envs.cli import whole_number
 from hgpo_jax.policy import ModelConfig, initialize, network
 from hgpo_jax.policy.placement import cast
 from hgpo_jax.sampling.generate import Decoding, make_decode_blocks, make_sampler
-from hgpo_jax.utils.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,22 +29,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", type=whole_number, help="tokens of each prompt; default 128, the household's own")
     parser.add_argument("--new", type=functools.partial(whole_number, low=2), default=32, help="tokens of each response")
     parser.add_argument("--batch", type=whole_number, nargs="+", default=[1, 8], help="rows at once; several in turn")
-    parser.add_argument(
-        "--sample-dtype", choices=("compute_dtype", "int8"), default="compute_dtype", help="int8: decode in 8 bits"
-    )
 
 
 def run(args: argparse.Namespace) -> list[dict]:
     """Returns rows; a ratio is our speed to the peer's."""
-    if args.against and args.sample_dtype == "int8":
-        raise ConfigError(f"--sample-dtype {args.sample_dtype}: --against {args.against} decodes in --dtype; leave out one")
     model, prompt, mesh = policies.open_policy(args, args.batch)
     peer, prompt = policies.load_peer(args.against), args.prompt or prompt
     rates, rows = limits.measure_rates(mesh, args.dtype), []
     with jax.set_mesh(mesh):
         params = cast(initialize(model, 0, mesh), args.dtype)
         theirs = peer and peer.make_model(model, params, args.dtype)
-        model = dataclasses.replace(model, sample_dtype=args.sample_dtype)
         for batch in args.batch:
             prompts = np.random.default_rng(0).integers(0, model.vocab_size, (batch, prompt)).astype(np.int32)
             ours = samplers(model, mesh, params, prompts, args.new)
@@ -87,8 +79,7 @@ def _rows(
 ) -> list[dict]:
     """Returns the rows of one batch size. seconds: of (whose, tokens)."""
     itemsize = jnp.dtype(args.dtype).itemsize
-    whole = dataclasses.replace(model, sample_dtype="compute_dtype")  # for prefill
-    prefill = rates.seconds(limits.read_bytes(whole, 0, 0, itemsize), batch * limits.forward_flops(model, prompt, 1))
+    prefill = rates.seconds(limits.read_bytes(model, 0, 0, itemsize), batch * limits.forward_flops(model, prompt, 1))
     decode = sum(
         rates.seconds(limits.read_bytes(model, batch, slots, itemsize), batch * limits.decode_flops(model, slots))
         for slots in range(prompt + 1, prompt + args.new)
@@ -99,8 +90,7 @@ def _rows(
         ratio = phase("peer") / ours if args.against else None
         return row(f"{name}, batch {batch}", tokens / ours, "tokens/s", limit / ours, ratio)
 
-    dtype = "int8" if args.sample_dtype == "int8" else args.dtype
-    shape = f"{args.policy}, {dtype}, prompt {prompt}, {args.new} new, {args.mesh}"
+    shape = f"{args.policy}, {args.dtype}, prompt {prompt}, {args.new} new, {args.mesh}"
     return [
         line(f"decode, {shape}", lambda who: seconds[who, args.new] - seconds[who, 1], decode, batch * (args.new - 1)),
         line("prefill and first token", lambda who: seconds[who, 1], prefill, batch * prompt),

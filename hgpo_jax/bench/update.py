@@ -26,7 +26,8 @@ from hgpo_jax.config import LearnerConfig
 from hgpo_jax.envs.cli import whole_number
 from hgpo_jax.learner.algorithms import METHODS, Method
 from hgpo_jax.learner.batch import TrainingBatch
-from hgpo_jax.learner.update import aggregation, make_optimizer, make_policy_loss, make_update
+from hgpo_jax.learner.optimizer import make_optimizer
+from hgpo_jax.learner.update import aggregation, make_policy_loss, make_update
 from hgpo_jax.policy import LoraConfig, ModelConfig, initialize, lora
 from hgpo_jax.policy.placement import shardings_like, storage_shardings
 from hgpo_jax.utils.errors import ConfigError
@@ -111,7 +112,7 @@ def learner_step(
     model: ModelConfig, learner: LearnerConfig, method: Method, mesh, compute_dtype: str, temperature: float = 1.0
 ) -> tuple[Callable, optax.GradientTransformation]:
     """Builds the method's update of the policy, as in `learner.make_update`, and its optimizer."""
-    optimizer = make_optimizer(learner)
+    optimizer = make_optimizer(learner.lr, learner.warmup_steps, learner.grad_clip, weight_decay=learner.weight_decay)
     step = make_update(
         make_policy_loss(model, learner, method, temperature),
         optimizer,

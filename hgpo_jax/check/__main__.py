@@ -80,7 +80,7 @@ def prompt_measure(config: Config, found: Environment) -> tuple[text.Measure, st
     try:
         if source:
             rollout = config.rollout
-            frame = ChatFrame(load_tokenizer(source, config.cache_dir), date=rollout.date, thinking=rollout.thinking)
+            frame = ChatFrame(load_tokenizer(source, config.cache_dir), thinking=rollout.thinking)
             form = ChatFormat(frame, template, limit)
         else:
             messages = load_template(template)

@@ -6,7 +6,20 @@ Every field has a description (`--help` prints it), its valid values, and a defa
 
 from hgpo_jax.config.describe import COMMON, completions, describe
 from hgpo_jax.config.learning import AdvantageConfig, CriticConfig, LearnerConfig, OptimizerConfig
-from hgpo_jax.config.load import CONFIGS, SHORT, dump, given, load, named_files, parse_value, read_yaml, resolve, shown
+from hgpo_jax.config.load import (
+    CONFIGS,
+    REMOVED,
+    SHORT,
+    current,
+    dump,
+    given,
+    load,
+    named_files,
+    parse_value,
+    read_yaml,
+    resolve,
+    shown,
+)
 from hgpo_jax.config.roles import RoleConfig
 from hgpo_jax.config.schema import (
     OPEN,
@@ -28,6 +41,7 @@ __all__ = [
     "COMMON",
     "CONFIGS",
     "OPEN",
+    "REMOVED",
     "SHORT",
     "AdvantageConfig",
     "CloningConfig",
@@ -45,6 +59,7 @@ __all__ = [
     "RolloutConfig",
     "Section",
     "completions",
+    "current",
     "describe",
     "dump",
     "fields",

@@ -79,9 +79,6 @@ def policies_of(run: Path) -> list[Path]:
     return sorted(file.parent for file in run.glob("policy/*/config.json"))
 
 
-UNROUNDED = "policy.sample_dtype=compute_dtype"  # a run's policy plays as it was saved unless the user overrides this
-
-
 def trained_policy(args) -> tuple[str, list[str]]:
     """Returns the config file and the overrides that select the policy of `add_trained_policy`'s arguments.
 
@@ -99,7 +96,7 @@ def trained_policy(args) -> tuple[str, list[str]]:
         )
     mesh = [] if args.mesh is None else [f"mesh={args.mesh}"]
     saved = saved_policy(args.run)
-    return str(Path(args.run, "config.yaml")) if run else args.config, [UNROUNDED, *args.overrides, *mesh, *saved]
+    return str(Path(args.run, "config.yaml")) if run else args.config, [*args.overrides, *mesh, *saved]
 
 
 def saved_policy(folder: str) -> list[str]:

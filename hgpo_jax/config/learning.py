@@ -16,13 +16,7 @@ class AdvantageConfig(Section):
         "centre a group's returns, or also divide by their std; default: the method's own, mean_std for dr_mas, ecpo, "
         "gagpo, graphgpo and pgpo, as in their papers, else mean",
     )
-    alpha: float = field(1.0, "exponent of a level's weight (k + weight_offset)^alpha in hgpo", ge=0, le=10)
-    weight_offset: float = field(2.0, "offset of a level's weight: 2 in the released code, 1 in the paper", ge=1, le=1000)
-    base_group: bool = field(False, "whether hgpo also compares whole episodes")
-    statistics: Literal["per_step", "per_trajectory"] = field(
-        "per_step", "what the episode-level advantage's mean and std run over"
-    )
-    step_weight: float = field(1.0, "weight of the step-level advantage in gigpo, graphgpo and ecpo", ge=0, le=1e6)
+    alpha: float = field(1.0, "exponent of a level's weight (k + 2)^alpha in hgpo", ge=0, le=10)
     history_length: int | None = field(
         None, "K of the groups in hgpo, eb_gae and eb_td; default: rollout.history_length, the K of the prompt", ge=0, le=64
     )
@@ -39,12 +33,6 @@ class AdvantageConfig(Section):
     invalid_penalty: float = field(
         0.5, "subtracted from the return of a step whose action is invalid, in the units of the rewards", ge=0, le=1e6
     )
-    prior_count: float = field(
-        2.0, "of ecpo: pseudo-visits with the state's mean return (prior count) that are added to each action", ge=0, le=1e6
-    )
-    gate_count: float = field(
-        4.0, "tau of ecpo's gate tanh(visits / tau): visits it takes until a state is trusted", ge=0.1, le=1e6
-    )
 
 
 class OptimizerConfig(Section):
@@ -52,9 +40,6 @@ class OptimizerConfig(Section):
 
     lr: float = field(2e-3, "learning rate", gt=0)
     warmup_steps: int = field(5, "optimizer steps over which the learning rate rises from 0", ge=0)
-    weight_decay: NonNegative = field(0.01, "AdamW's weight decay")
-    beta1: float = field(0.9, "AdamW's beta1", ge=0, lt=1)
-    beta2: float = field(0.999, "AdamW's beta2", ge=0, lt=1)
     grad_clip: float = field(1.0, "largest global gradient norm", gt=0)
 
 
@@ -62,9 +47,10 @@ class LearnerConfig(OptimizerConfig):
     """The update: one epoch of PPO-clip with AdamW."""
 
     # Adam's first steps are as long as the rate, however noisy the gradient is. With a warm-up of 5 steps, in two settings, 6
-    # of 59 runs were more than ten points below the start after a few iterations, one of them for good; with 30, none of 194
+    # of 59 runs were more than ten points below the start after a few iterations, one of them for good; with 30, none of 176
     # (configs/tables/results/README.md).
     warmup_steps: int = field(30, "optimizer steps over which the learning rate rises from 0", ge=0)
+    weight_decay: NonNegative = field(0.01, "AdamW's weight decay")
     final_lr: Share = field(0.1, "share of the learning rate left at the last iteration, the critic's too; it falls linearly")
     minibatch_size: Positive = field(1024, "environment steps per optimizer step, over all devices")
     microbatch_size: Positive = field(
@@ -81,36 +67,15 @@ class LearnerConfig(OptimizerConfig):
     clip_high: float | None = field(
         None, "PPO clip above; default: the method's own, 0.2, for dapo 0.28, for gspo and kpo 0.0004", gt=0
     )
-    dual_clip: float = field(3.0, "dual-clip constant: bounds the loss at this times |advantage| where that is negative", gt=1)
-    process_noise: float = field(
-        1e-6, "of kpo: the Kalman filter's Q/V, process over measurement noise; smaller smooths more", gt=0, le=1e6
-    )
     kl_weight: NonNegative = field(0.01, "weight of the KL to the reference policy (the policy as it starts)")
-    kl_kind: Literal["k1", "k2", "k3", "abs"] = field(
-        "k3",
-        "estimator of that KL; the gradient is that of KL(policy || reference) with k1 and k2, of the reverse with k3, "
-        "of twice the total variation with abs",
-    )
     entropy_weight: NonNegative = field(0.001, "weight of the entropy bonus")
-    rollout_correction: Literal["token", "sequence", "none"] | None = field(
-        None,
-        "truncated importance weights for a sampler that differs from the trainer, by token or response; default: none, "
-        "with policy.sample_dtype=int8 token, for gspo and gagpo sequence",
-    )
-    rollout_correction_cap: float = field(2.0, "the largest of these weights", ge=1, le=1e6)
-    alternate: int | None = field(
-        None,
-        "teams: iterations for which one role learns before the next one does; 0: all learn in each; default: the "
-        "method's own, 1 for himac, else 0; the other roles' policies stay frozen",
-        ge=0,
+    rollout_correction: Literal["none", "token", "sequence"] = field(
+        "none", "truncated importance weights, at most 2, for a sampler that differs from the trainer, by token or response"
     )
     unfinished: Literal["train", "mask"] = field(
         "train",
         "answers cut at their limit; mask: their tokens are left out of the policy's loss, while their steps still "
         "count for the advantages of others",
-    )
-    max_nonfinite: Positive = field(
-        3, "iterations in a row with a non-finite loss or gradient (such updates are skipped) after which the run stops"
     )
     aggregate: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = field(
         "token-mean", "how token losses become one number"

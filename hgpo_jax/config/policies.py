@@ -41,15 +41,11 @@ def config_of(config: Config, name: str) -> Config:
     if name not in config.roles:
         return config
     settings = config.roles[name]
-    sections: dict[str, Section] = {"learner": config.learner.model_copy(update=settings.optimizer)}
+    sections: dict[str, Section] = {}
+    if settings.lr is not None:
+        sections["learner"] = config.learner.model_copy(update={"lr": settings.lr})
     if settings.policy not in ("shared", "own"):
         sections["policy"] = config.policy.model_copy(update={"source": settings.policy})
     if settings.lora_rank is not None:
         sections["lora"] = config.lora.model_copy(update={"rank": settings.lora_rank})
     return config.model_copy(update=sections)
-
-
-def response_limit(config: Config, role: str) -> tuple[int, str]:
-    """Returns the maximum number of tokens of a role's response in a text environment, and the field that sets it."""
-    own = config.roles[role].response_limit if role in config.roles else None
-    return (own, f"roles.{role}.response_limit") if own else (config.rollout.response_limit, "rollout.response_limit")

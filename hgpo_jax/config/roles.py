@@ -1,4 +1,4 @@
-"""The settings that one role of a team may override, including an optimizer."""
+"""The settings that one role of a team may override."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import pydantic
 
-from hgpo_jax.config.learning import OptimizerConfig
-from hgpo_jax.config.section import NonNegative, Positive, Section, field
+from hgpo_jax.config.section import Section, field
 from hgpo_jax.envs.cli import nearest
 
 
@@ -25,18 +24,7 @@ class RoleConfig(Section):
         "rank of adapters of its own beside pretrained weights; 0: trains the weights themselves; default: lora.rank",
         ge=0,
     )
-    template: str = field("", "text: file with its prompts; default: env.template")
-    response_limit: Positive | None = field(None, "text: tokens of its longest response; default: rollout.response_limit")
-    lr: float | None = field(
-        None,
-        "learning rate; this and the fields below: only for a role with weights of its own; default: the learner's",
-        gt=0,
-    )
-    warmup_steps: int | None = field(None, "optimizer steps over which the learning rate rises from 0", ge=0)
-    weight_decay: NonNegative | None = field(None, "AdamW's weight decay")
-    beta1: float | None = field(None, "AdamW's beta1", ge=0, lt=1)
-    beta2: float | None = field(None, "AdamW's beta2", ge=0, lt=1)
-    grad_clip: float | None = field(None, "largest global gradient norm", gt=0)
+    lr: float | None = field(None, "learning rate, for a role with weights of its own; default: learner.lr", gt=0)
 
     @pydantic.field_validator("policy")
     @classmethod
@@ -49,11 +37,6 @@ class RoleConfig(Section):
     def has_weights(self) -> bool:
         """Whether the role has weights of its own."""
         return self.policy != "shared" or self.lora_rank is not None
-
-    @property
-    def optimizer(self) -> dict[str, float]:
-        """The optimizer settings that the role overrides."""
-        return self.model_dump(include=set(OptimizerConfig.model_fields), exclude_none=True)
 
 
 def unknown_role(env: str, role: str, given: RoleConfig, known: Sequence[str]) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import datetime
 import math
 import re
-import string
 from collections.abc import Collection
 from typing import Any, Literal, get_args, get_origin
 
@@ -76,12 +74,7 @@ class EnvConfig(Section):
         ("kitchen",), "household: rooms to draw from"
     )
     places: int = field(6, "household: receptacles per room", ge=6, le=12)
-    things: int = field(4, "household: things per room", ge=2, le=8)
     size: int = field(6, "sokoban: cells along a room's side, outer walls included", ge=6, le=10)
-    boxes: int = field(1, "sokoban: boxes, and as many targets", ge=1, le=4)
-    reward: Literal["success", "gym"] = field(
-        "success", "sokoban: 10 for all boxes on targets and nothing else; or as gym-sokoban for every step"
-    )
     compiled: bool | None = field(
         None,
         "alfworld: play the games inside the compiled rollout; default: with a small policy, and with pretrained weights "
@@ -99,15 +92,13 @@ class EnvConfig(Section):
         "webshop: one shuffle of the goals for all, the first 500 held out; or as verl-agent a shuffle for each "
         "prompt group and each evaluation episode, so that held-out goals are also trained on",
     )
-    reachable_only: bool = field(False, "webshop: leave out goals that no purchase of just what is asked can fulfil")
     command: str = field("", "agent: what plays an episode, started anew for each one (hgpo_jax/serving/agent_rollout.py)")
     failed: Literal["zero", "exclude"] = field(
         "zero",
         "agent: an episode whose command fails after an answer, or posts no reward, is lost and keeps the rewards it "
         "posted by then (zero), or is left out, so that nothing is learned from it; one that never asked is always left out",
     )
-    num_tasks: int = field(0, "agent: tasks to train on, numbered from 0; 0: any number, of 64 bits", ge=0)
-    num_held_out_tasks: int = field(0, "agent: the same of tasks to evaluate on", ge=0)
+    num_held_out_tasks: int = field(0, "agent: tasks to evaluate on, numbered from 0; 0: any number, of 64 bits", ge=0)
     state_key: str = field(
         "",
         "text: function of an observation (FILE.py:NAME); states are equal where its values are, for instance the text "
@@ -151,14 +142,8 @@ class PolicyConfig(Section):
         "text: the tokenizer for random weights, where source would look for it; default: the source's own, for random "
         "weights one of the words that the environment's texts have",
     )
-    dtype: Literal["float32", "bfloat16"] = field("float32", "dtype of the trained (master) weights")
     compute_dtype: Literal["float32", "bfloat16"] = field(
-        "float32", "dtype of the copy of the weights in rollouts and in the loss"
-    )
-    sample_dtype: Literal["compute_dtype", "int8"] = field(
-        "compute_dtype",
-        "int8: training episodes are decoded with layer weights and KV cache in int8; the update is corrected "
-        "for it (learner.rollout_correction)",
+        "float32", "dtype of the copy of the weights in rollouts and in the loss; the trained weights are float32"
     )
     hidden_size: Positive = field(64, "width")
     intermediate_size: Positive = field(176, "width of the feed-forward layer")
@@ -166,8 +151,6 @@ class PolicyConfig(Section):
     num_attention_heads: Positive = field(2, "query heads")
     num_key_value_heads: Positive = field(1, "key-value heads")
     rope_theta: float = field(1_000.0, "RoPE base (theta)", gt=1)
-    tie_word_embeddings: bool = field(True, "tie the LM head to the embedding")
-    initializer_range: float = field(0.1, "std of the initial weights", gt=0)
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -176,8 +159,8 @@ class PolicyConfig(Section):
 
     @property
     def sizes(self) -> dict:
-        """The fields of a random policy's ModelConfig."""
-        return self.model_dump(exclude={"source", "tokenizer", "dtype", "compute_dtype", "sample_dtype"})
+        """The fields of a random policy's ModelConfig; its embeddings are tied."""
+        return self.model_dump(exclude={"source", "tokenizer", "compute_dtype"}) | {"initializer_range": 0.1}
 
 
 class LoraFields(Section):
@@ -197,9 +180,6 @@ class RolloutConfig(Section):
     group_size: Positive = field(8, "episodes per task, all from the same initial state")
     history_length: int = field(2, "K: past observations and actions in the prompt, and the deepest HGPO level", ge=0, le=64)
     temperature: float = field(1.0, "sampling temperature in training", gt=0, le=10)
-    max_tries: Positive = field(
-        4, "rollouts per iteration at most where a method drops prompt groups with equal rewards (dapo)"
-    )
     prompt_limit: int = field(4096, "tokens of the longest prompt of a text environment", ge=16)
     response_limit: Positive = field(512, "tokens of the longest response in a text environment")
     stop: tuple[str, ...] = field(
@@ -211,11 +191,6 @@ class RolloutConfig(Section):
         None,
         "text: whether responses begin with a thought, where the chat template has a switch for it; default: as "
         "policy.source was trained, or else the template's own",
-    )
-    date: datetime.date | None = field(
-        None,
-        "text: what a chat template that tells the day takes for today; default: as policy.source was trained, or else "
-        "2024-07-26",
     )
     decode_batch_size: Positive = field(
         64, "episodes that each index of the data axis decodes at a time; in a text environment the others wait for a free slot"
@@ -235,15 +210,11 @@ class RewardConfig(Section):
     hgpo_jax/rollout/rewards.py), and for answers near the limit."""
 
     source: str = field("", "function that scores an episode by its texts, for a compiled environment in pure JAX; empty: none")
-    mode: Literal["add", "replace"] = field("add", "its rewards are added to the environment's, or replace them")
-    workers: Positive = field(1, "text: processes that compute it", le=256)
-    time_limit: float = field(60.0, "text: seconds after which an episode is left out, because its reward takes too long", gt=0)
     overlong_cache: int = field(
         0,
-        "text: last tokens before an answer's limit, in which its reward falls as in DAPO, by up to overlong_penalty; 0: none",
+        "text: last tokens before an answer's limit, in which its reward falls as in DAPO, by up to 1; 0: none",
         ge=0,
     )
-    overlong_penalty: float = field(1.0, "taken from the reward of an answer that reaches its limit", gt=0, le=1e6)
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -264,7 +235,6 @@ class CloningConfig(Section):
     check_every: Positive = field(50, "optimizer steps between evaluations of the practice success")
     batch_size: Positive = field(64, "environment steps per optimizer step")
     episodes: Positive = field(4096, "generated episodes to learn from")
-    noise: Share = field(0.3, "share of random admissible actions in the generated play; the expert's choice stays the label")
     lr: float = field(2e-3, "peak learning rate; rises over 100 steps, then falls to a tenth along a cosine", gt=0)
     optimizer: Literal["adamw", "muon"] = field("adamw", "muon: Muon for the layers' matrices, with the RMS of Adam's updates")
     seed: int | None = field(
@@ -273,18 +243,6 @@ class CloningConfig(Section):
         ge=0,
         lt=2**31,
     )
-    thought: str = field(
-        "", "what cloned answers say between <think> and </think>, where a template has them; $goal and $command are filled in"
-    )
-
-    @pydantic.field_validator("thought")
-    @classmethod
-    def _fills_in(cls, value):
-        try:
-            string.Template(value).substitute(goal="", command="")
-        except (KeyError, ValueError) as error:
-            raise ValueError(f"has the slots $goal and $command, and a dollar sign is written $$: {error}") from None
-        return value
 
 
 class LogConfig(Section):
@@ -293,19 +251,10 @@ class LogConfig(Section):
     checkpoint_every: Positive = field(25, "iterations between checkpoints; the last iteration always has one")
     keep_checkpoints: Positive = field(2, "last checkpoints kept")
     keep_best: int = field(0, "also keep this many checkpoints, the best by validation success (evaluation.every)", ge=0)
-    keep_every: int = field(0, "also keep every checkpoint whose iterations this divides; 0: none", ge=0)
     dump_every: Positive = field(25, "iterations between dumps of the sampled episodes")
-    sample_every: int = field(0, "iterations between episodes that are printed while the policy trains; 0: none", ge=0)
     tensorboard: bool = field(True, "write TensorBoard events")
-    wandb: bool = field(False, "send metrics to Weights & Biases (extra wandb; WANDB_MODE=offline only writes them down)")
-    wandb_project: str = field("hgpo_jax", "its project")
-    max_ratio: float = field(1.2, "warn where an iteration's mean importance ratio is above this or below its inverse", gt=1)
-    max_approx_kl: float = field(0.1, "warn where an update moves the policy further than this (mean KL, nats per token)", gt=0)
-    max_logp_difference: float | None = field(
-        None,
-        "warn where a token's log-probability differs by more between sampler and trainer; default: 0.001, and 0.5 for "
-        "policy.compute_dtype=bfloat16 or policy.sample_dtype=int8",
-        gt=0,
+    wandb: bool = field(
+        False, "send metrics to Weights & Biases (extra wandb, whose variables are WANDB_PROJECT, WANDB_MODE, ...)"
     )
 
 
@@ -316,10 +265,6 @@ class EvaluationConfig(Section):
     episodes: Positive = field(512, "held-out tasks", le=1_000_000)
     every: int = field(0, "iterations between validations (sampled) of the policy that an iteration begins with; 0: none", ge=0)
     temperature: float = field(1.0, "temperature of the sampled evaluation; a greedy one is always made too", gt=0, le=10)
-    # Training samples from the full softmax, whose log-probabilities the loss uses.
-    top_k: int = field(0, "the sampled evaluation draws from the k most likely tokens; 0: from all", ge=0)
-    top_p: float = field(1.0, "nucleus sampling among these: the most likely tokens that reach this probability", gt=0, le=1)
-    min_response: int = field(0, "no response of an evaluation ends before this many tokens", ge=0)
 
 
 class Config(Section):

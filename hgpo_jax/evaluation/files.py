@@ -17,9 +17,7 @@ OWN = "evaluation.json"  # a run's, with its own settings
 MATTER = (
     "env.",
     "evaluation.",
-    "policy.dtype",
     "policy.compute_dtype",
-    "policy.sample_dtype",
     "rollout.history_length",
     "rollout.prompt_limit",
     "rollout.response_limit",
@@ -55,8 +53,6 @@ def settings_of(config: Config) -> dict[str, object]:
         if name.startswith(MATTER) and name not in DO_NOT:
             section, _, leaf = name.partition(".")
             found[name] = tree[section][leaf]
-    for role, settings in tree["roles"].items():
-        found |= {f"roles.{role}.{name}": settings[name] for name in ("template", "response_limit") if settings[name]}
     return found
 
 

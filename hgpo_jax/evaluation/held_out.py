@@ -25,7 +25,7 @@ SHOWN = 3  # episodes written as transcripts; more, one of each, if there are mo
 
 def sampled_decoding(settings: EvaluationConfig) -> Decoding:
     """Returns the decoding of a sampled evaluation."""
-    return Decoding(temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p, min_new=settings.min_response)
+    return Decoding(temperature=settings.temperature)
 
 
 def num_evaluated(job: Job) -> int:

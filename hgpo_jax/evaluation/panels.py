@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hgpo_jax.config import Config, EvaluationConfig
+from hgpo_jax.config import REMOVED, Config, EvaluationConfig
 from hgpo_jax.envs.alfworld.dataset import list_games
 from hgpo_jax.envs.protocol import CompiledEnv
 from hgpo_jax.evaluation.held_out import play_held_out, sampled_decoding, summarize
@@ -123,7 +123,8 @@ def panel_fields(name: str, given: list[str]) -> list[str]:
     for override in given:
         if (field := override.partition("=")[0]) in fields:
             raise ConfigError(f"{override:.100}: --panel {name} decides {field}; leave it out")
-    return [f"{field}={value}" for field, value in fields.items()]
+    # Removed fields stay in a panel's digest, and so in its fields, at the value that holds for all.
+    return [f"{field}={value}" for field, value in fields.items() if field not in REMOVED]
 
 
 def refuse_trained_on(name: str, trained: Config) -> None:
@@ -251,8 +252,10 @@ DECODING = {  # settings that make plays of two policies incomparable
 
 def _different(a: dict, b: dict) -> dict[str, tuple]:
     """Returns the settings of two results that differ, including the seeds of their samples and the versions of the code."""
+    # A version that has no field any more holds it at the value in REMOVED.
+    value = lambda of, name: of["settings"].get(name, REMOVED.get(name))  # noqa: E731
     names = a["settings"].keys() | b["settings"].keys()
-    both = {name: (a["settings"].get(name), b["settings"].get(name)) for name in sorted(names)}
+    both = {name: (value(a, name), value(b, name)) for name in sorted(names)}
     both |= {name: (a.get(name), b.get(name)) for name in ("seeds", "hgpo_jax")}
     return {name: (one, other) for name, (one, other) in both.items() if one != other}
 

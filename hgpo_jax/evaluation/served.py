@@ -43,8 +43,6 @@ log = logging.getLogger(__name__)
 PREFIX = "openai:"
 AT_ONCE = 32  # requests at a time
 TIMEOUT, RETRIES = 300.0, 4  # seconds for one request, and the number of retries if it did not arrive or the server is busy
-# Settings of our own sampler that a server does not take.
-OURS_ALONE = {"top_k": 0, "min_response": 0}
 
 
 class _Answer(NamedTuple):
@@ -77,9 +75,6 @@ class ServedPolicy:
             raise ConfigError("openai:URL#MODEL: the URL holds more than a place, and is written down; set OPENAI_API_KEY")
         if not right:
             raise ConfigError(f"{policy}: expected openai:URL#MODEL, as in openai:http://localhost:8000/v1#Qwen/Qwen3-4B")
-        for name, default in OURS_ALONE.items():
-            if getattr(config.evaluation, name) != default:
-                raise ConfigError(f"evaluation.{name}={getattr(config.evaluation, name)}: a server is not told; give {default}")
         if config.env.compiled:
             raise ConfigError("env.compiled=true: a served policy needs texts; leave it out")
         config = config.model_copy(update={"env": config.env.model_copy(update={"compiled": False})})

@@ -30,7 +30,7 @@ class Method:
     alternate: iterations for which one role of a team learns before the next one does; 0: all learn in each.
     parts: the switch, subgoal and action parts of an answer have a value head and an advantage each (`envs.protocol.Plans`).
 
-    A configuration may override normalize, clip_low, clip_high and alternate.
+    A configuration may override normalize, clip_low and clip_high.
     """
 
     estimator: str

@@ -211,7 +211,7 @@ def value_loss(
 def rollout_correction(
     logp: jax.Array, sampled_logp: jax.Array, mask: jax.Array, *, level: str, cap: float = 2.0
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Computes truncated importance weights for tokens drawn by another policy than the learning one, such as its int8 copy.
+    """Computes truncated importance weights for tokens drawn by another policy than the learning one, such as a bfloat16 copy.
 
     The weight is min(p / q, cap) with p the policy's probability before the update and q the sampler's, of a token or of its
     whole response. A policy loss with p's log-probabilities as the old ones, and with advantages multiplied by the weights, is

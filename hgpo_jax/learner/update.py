@@ -20,9 +20,9 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from hgpo_jax.config import Config, LearnerConfig, OptimizerConfig
+from hgpo_jax.config import LearnerConfig
 from hgpo_jax.learner import losses
-from hgpo_jax.learner.algorithms import Method, method_named
+from hgpo_jax.learner.algorithms import Method
 from hgpo_jax.learner.batch import TrainingBatch, assign_to_sequences, gather_microbatch
 from hgpo_jax.policy import ModelConfig, lora, network
 from hgpo_jax.policy.mesh import max_across_devices
@@ -72,13 +72,6 @@ def aggregation(config: LearnerConfig, method: Method) -> str:
     return config.aggregate if method.loss == "clip" else "seq-mean-token-mean"
 
 
-def correction_level(config: Config) -> str:
-    """Returns the effective `learner.rollout_correction`; GSPO has one ratio for a whole response, and therefore one weight."""
-    if config.learner.rollout_correction or config.policy.sample_dtype != "int8":
-        return config.learner.rollout_correction or "none"
-    return "sequence" if method_named(config.method).loss == "gspo" else "token"
-
-
 def make_logprobs(model: ModelConfig, temperature: float = 1.0, remat: str = "none"):
     """Builds `logprobs(params, reference, batch)`, `token_logprobs` of parameters.
 
@@ -111,10 +104,8 @@ def make_policy_loss(model: ModelConfig, config: LearnerConfig, method: Method, 
         if method.loss == "gspo":
             return losses.gspo_loss(logp, batch.old_logp, batch.advantages, mask, **clips)
         if method.loss == "kpo":
-            return losses.kpo_loss(logp, batch.old_logp, batch.advantages, mask, **clips, process_noise=config.process_noise)
-        return losses.policy_loss(
-            logp, batch.old_logp, batch.advantages, mask, **clips, dual_clip=config.dual_clip, aggregate=aggregate
-        )
+            return losses.kpo_loss(logp, batch.old_logp, batch.advantages, mask, **clips)
+        return losses.policy_loss(logp, batch.old_logp, batch.advantages, mask, **clips, aggregate=aggregate)
 
     def loss(params, reference, batch: TrainingBatch):
         mask = batch.response_mask()
@@ -124,10 +115,10 @@ def make_policy_loss(model: ModelConfig, config: LearnerConfig, method: Method, 
         tokens = {"entropy": entropy}
         if config.kl_weight:
             reference_logp, _ = token_logprobs(nnx.merge(plain, reference), batch, temperature=temperature)
-            _, kl = losses.kl_loss(logp, jax.lax.stop_gradient(reference_logp), mask, kind=config.kl_kind, aggregate=aggregate)
+            _, kl = losses.kl_loss(logp, jax.lax.stop_gradient(reference_logp), mask, aggregate=aggregate)
             total += config.kl_weight * kl["loss"][0]
             stats["kl"] = kl["kl"]
-            tokens["kl"] = losses.kl(logp, reference_logp, config.kl_kind)
+            tokens["kl"] = losses.kl(logp, reference_logp)
         stats["entropy"] = losses.reduce_tokens(entropy, mask, "token-mean")
         total -= config.entropy_weight * losses.reduce_tokens(entropy, mask, aggregate)[0]
         # Distance between the sampler's and the trainer's log-probabilities; exact only before the first step.
@@ -166,23 +157,6 @@ def make_cloning_loss(model: ModelConfig, remat: str = "none"):
         return part[0], {"loss": part}, jnp.float32(0)
 
     return loss
-
-
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Builds AdamW, preceded by a global-norm clip, with a linear warm-up."""
-    schedule = optax.linear_schedule(config.lr / max(config.warmup_steps, 1), config.lr, max(config.warmup_steps - 1, 1))
-    return optax.chain(
-        optax.clip_by_global_norm(config.grad_clip),
-        optax.adamw(schedule, b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay),
-    )
-
-
-def lr_scale(settings: LearnerConfig, iteration: int, iterations: int) -> float:
-    """Returns the fraction of the learning rate for one iteration: linear from 1 in the first to `final_lr` in the last.
-
-    iteration: from 0. A run of one iteration has the full rate.
-    """
-    return 1 - (1 - settings.final_lr) * iteration / max(iterations - 1, 1)
 
 
 class EpochState(NamedTuple):

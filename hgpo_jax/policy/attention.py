@@ -64,12 +64,8 @@ def decode_attention(q_BHE, cache: KVCache, position_B):
     k_BGEC, v_BGCE = cache.keys.astype(q_BHE.dtype), cache.values.astype(q_BHE.dtype)
     G, _, C = k_BGEC.shape[1:]
     scores_BGrC = jnp.matmul(q_BHE.reshape(B, G, H // G, E), k_BGEC, preferred_element_type=jnp.float32) * E**-0.5
-    if cache.key_scales is not None:
-        scores_BGrC *= cache.key_scales[:, :, None]
     visible_B11C = (jnp.arange(C) <= position_B[:, None])[:, None, None]
     weights_BGrC = jax.nn.softmax(jnp.where(visible_B11C, scores_BGrC, -jnp.inf))
-    if cache.value_scales is not None:
-        weights_BGrC *= cache.value_scales[:, :, None]
     return jnp.matmul(weights_BGrC.astype(v_BGCE.dtype), v_BGCE).reshape(B, H, E)
 
 

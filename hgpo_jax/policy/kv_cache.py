@@ -6,16 +6,15 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from hgpo_jax.policy.int8 import quantize
 from hgpo_jax.policy.mesh import auto_axes, partition_in_context
 
-# For keys [B, G, E, C] and values [B, G, C, E]; the first three for scales [B, G, C]. Heads come first, as the products of
-# decoding read them; otherwise every token would copy them.
+# For keys [B, G, E, C] and values [B, G, C, E]. Heads come first, as the products of decoding read them; otherwise every token
+# would copy them.
 AXES = ("batch", "kv_heads", None, None)
 
 
 # The dimension of each array that holds the slots.
-SLOTS = {"keys": 3, "values": 2, "key_scales": 2, "value_scales": 2}
+SLOTS = {"keys": 3, "values": 2}
 
 
 def manual_axes() -> set[str]:
@@ -25,32 +24,24 @@ def manual_axes() -> set[str]:
 
 
 class KVCache(struct.PyTreeNode):
-    """Keys and values of B rows in C slots; a model's cache is one of these for each layer.
-
-    Both have the weights' type, or are i8 to be multiplied by the scales, one for each slot and head.
-    """
+    """Keys and values of B rows in C slots, in the weights' type; a model's cache is one of these for each layer."""
 
     keys: jax.Array  # [B, G, E, C]
     values: jax.Array  # [B, G, C, E]
-    key_scales: jax.Array | None = None  # f32[B, G, C]
-    value_scales: jax.Array | None = None  # f32[B, G, C]
 
     @classmethod
-    def of(cls, keys, values, int8: bool) -> KVCache:
+    def of(cls, keys, values) -> KVCache:
         """Makes a cache from a prompt's keys and values, [B, S, G, E] each, with as many slots."""
-        keys, values = keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3)
-        if not int8:
-            return cls(keys, values)
-        (keys, key_scales), (values, value_scales) = quantize(keys, 2), quantize(values, 3)
-        return cls(keys, values, key_scales, value_scales)
+        return cls(keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3))
 
     def map(self, call, *others: KVCache) -> KVCache:
-        """Makes a cache from `call(array, slots, *the same array of others)` for every array that exists.
+        """Makes a cache from `call(array, slots, *the same array of others)` for keys and values.
 
         slots: the dimension that holds the slots.
         """
-        arrays = {name: [getattr(cache, name) for cache in (self, *others)] for name in SLOTS}
-        of = {name: call(found[0], SLOTS[name], *found[1:]) for name, found in arrays.items() if found[0] is not None}
+        of = {
+            name: call(getattr(self, name), slots, *(getattr(other, name) for other in others)) for name, slots in SLOTS.items()
+        }
         return KVCache(**of)
 
     def lengthen(self, more: int) -> KVCache:
@@ -59,13 +50,13 @@ class KVCache(struct.PyTreeNode):
 
     def partition(self) -> KVCache:
         """Returns the PartitionSpecs of all arrays on the mesh in context."""
-        return jax.tree.map(lambda a: partition_in_context(AXES[: a.ndim], a.shape), self)
+        return jax.tree.map(lambda a: partition_in_context(AXES, a.shape), self)
 
     def write(self, key, value, position) -> KVCache:
         """Writes one token's key and value, [B, G, E] each, at slot `position` i32[B]. Each device writes its part."""
 
         def write_shard(cache, key, value, position):
-            token = KVCache.of(key[:, None], value[:, None], self.key_scales is not None)
+            token = KVCache.of(key[:, None], value[:, None])
             # Row by row and head by head: otherwise the few heads would come last in the TPU compiler's layout, padded.
             rows, heads = jnp.arange(key.shape[0])[:, None], jnp.arange(key.shape[1])
 

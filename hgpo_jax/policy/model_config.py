@@ -77,8 +77,7 @@ class ModelConfig:
     """The sizes of a Qwen2.5, Qwen3 or Llama, named as in its Hugging Face config.json.
 
     model_type: `qwen2` (also Qwen2.5), `qwen3` or `llama` (also SmolLM2). head_dim: hidden_size // num_attention_heads if None.
-    rope_scaling: that of Llama 3. lora: adapters beside the weights, see `lora.py`. sample_dtype: `int8`: decoding reads
-    matrices and cache in 8 bits (`int8.py`); `compute_dtype`: in the type of the weights.
+    rope_scaling: that of Llama 3. lora: adapters beside the weights, see `lora.py`.
     """
 
     vocab_size: int
@@ -96,7 +95,6 @@ class ModelConfig:
     head_dim: int | None = None
     rope_scaling: RopeScaling | None = None
     lora: LoraConfig | None = None
-    sample_dtype: str = "compute_dtype"
 
     @property
     def head_size(self) -> int:

@@ -24,7 +24,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from hgpo_jax.policy.attention import attend, attend_all, decode_attention
-from hgpo_jax.policy.int8 import quantize
 from hgpo_jax.policy.kv_cache import KVCache
 from hgpo_jax.policy.mesh import constrain
 from hgpo_jax.policy.model_config import ModelConfig, RopeScaling
@@ -100,8 +99,6 @@ product.defvjp(_product_forward, _product_backward)
 class Linear(nnx.Linear):
     """x W + bias, plus the adapter if the config names this layer (Hu et al., arXiv 2106.09685)."""
 
-    scale: nnx.Param | None = None  # scale of each output, f32[out], once W is in 8 bits
-
     def __init__(self, c: ModelConfig, name: str, inputs: int, outputs: int, rngs, bias=False):
         init = nnx.initializers.normal(c.initializer_range)
         super().__init__(inputs, outputs, use_bias=bias, kernel_init=init, rngs=rngs)
@@ -115,19 +112,8 @@ class Linear(nnx.Linear):
         """Stores W as [out, in] from now on: products of few rows read it a quarter faster on CPUs."""
         self.kernel, self.transposed = nnx.Param(self.kernel[...].T), True
 
-    def quantize(self):
-        """Stores the transposed W in 8 bits from now on, with a scale for each output."""
-        assert self.transposed
-        kernel, scale = quantize(self.kernel[...], 1)
-        self.kernel, self.scale = nnx.Param(kernel), nnx.Param(scale)
-
     def __call__(self, x):  # type: ignore[override]  # no `out_sharding` here
-        if self.scale is None:
-            y = (product_transposed if self.transposed else product)(x, self.kernel[...])
-        else:
-            # The barrier makes W depend on the token; otherwise the compiler would convert all matrices once, before the loop.
-            x, kernel = jax.lax.optimization_barrier((x, self.kernel[...]))
-            y = (product_transposed(x, kernel.astype(x.dtype)) * self.scale[...]).astype(x.dtype)
+        y = (product_transposed if self.transposed else product)(x, self.kernel[...])
         if self.bias is not None:
             y += self.bias[...]
         if self.lora:
@@ -281,15 +267,13 @@ class Qwen2(nnx.Module):
         x, stacked = self._stack(self._embed(tokens), rope, return_kv=True)
         x, kv = self.last(x, rope, predict_slots=last[:, None])
         per_layer = [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(self.c.num_hidden_layers - 1)]
-        more, int8 = cache_length - tokens.shape[1], self.c.sample_dtype == "int8"
-        cache = lambda keys, values: KVCache.of(keys, values, int8).lengthen(more)  # noqa: E731
-        return self.norm(x)[:, 0], [cache(*kv) for kv in (*per_layer, kv)]
+        more = cache_length - tokens.shape[1]
+        return self.norm(x)[:, 0], [KVCache.of(*kv).lengthen(more) for kv in (*per_layer, kv)]
 
     def decode_blocks(self):
         """Returns all blocks for `decode`, each with its own transposed weights.
 
-        A loop that slices them from the stack would copy them in every iteration. With `sample_dtype` their matrices, but not
-        their adapters, are in 8 bits.
+        A loop that slices them from the stack would copy them in every iteration.
         """
         blocks = []
         if self.layers is not None:
@@ -301,8 +285,6 @@ class Qwen2(nnx.Module):
             for _, module in nnx.iter_modules(block):
                 if isinstance(module, Linear):
                     module.transpose()
-                    if self.c.sample_dtype == "int8":
-                        module.quantize()
         return blocks
 
     def decode(self, token, position, cache, blocks):

@@ -197,22 +197,14 @@ class ChatFormat:
             break
         return fits
 
-    def answers(self, commands: Sequence[str], thoughts: Sequence[str]) -> list[list[int]]:
-        """Builds well-formed responses, as `parse` reads them, with these commands and thoughts, including the end token.
-
-        Raises ValueError for a thought if the frame has already ended it.
-        """
+    def answers(self, commands: Sequence[str]) -> list[list[int]]:
+        """Builds well-formed responses, as `parse` reads them, with these commands and no thought, including the end token."""
         bare, text = self.template.bare, self.frame.text
         begins, thinks = not (self.frame.opened or bare), self.frame.inside_thought or not (self.frame.opened or bare)
-        if not (thinks or bare) and any(thoughts):
-            raise ValueError("cloning.thought: the chat template ends the thought itself; leave it out or set rollout.thinking")
         between = THINK_END * thinks + ACTION * (not bare)
         written = (THINK * begins, between, ACTION_END * (not bare))
         first, middle, last = (text.tags(tags) if tags else [] for tags in written)
-        pairs = zip(text.encode(thoughts), text.encode(commands), strict=True)
-        return [
-            [*first, *(thought if thinks else ()), *middle, *command, *last, self.end_tokens[0]] for thought, command in pairs
-        ]
+        return [[*first, *middle, *command, *last, self.end_tokens[0]] for command in text.encode(commands)]
 
     def parse(self, ids: Sequence[int]) -> ParsedResponse:
         """Decodes a response, with the part that the frame opened, and parses it with `Template.parse`."""

@@ -6,12 +6,10 @@ import functools
 import json
 
 from hgpo_jax.config import Config
-from hgpo_jax.config.policies import response_limit
 from hgpo_jax.policy.source import load_tokenizer
 from hgpo_jax.policy.tokenizer import PLAIN, text_tokenizer
 from hgpo_jax.rollout.chat_prompts import load_template
 from hgpo_jax.rollout.environments import environment
-from hgpo_jax.rollout.requirements import roles_of
 from hgpo_jax.rollout.scripted_play import play
 from hgpo_jax.rollout.tasks import task_numbers
 from hgpo_jax.utils.errors import ConfigError
@@ -35,8 +33,6 @@ def fresh_tokenizer(config: Config):
     if config.policy.tokenizer:
         return load_tokenizer(config.policy.tokenizer, config.cache_dir)
     fields = config.model_dump(mode="json", include={"env", "rollout", "cache_dir"})
-    of_role = {"template", "response_limit"}
-    fields["roles"] = {role: own.model_dump(include=of_role, exclude_defaults=True) for role, own in config.roles.items()}
     return _own_tokenizer(json.dumps(fields, sort_keys=True))
 
 
@@ -48,21 +44,18 @@ def _own_tokenizer(fields: str):
     try:
         make_env, _ = found.text(config)
         count = len(env) if hasattr(env := make_env(), "__len__") else None
-        roles, usual = roles_of(env), config.env.template or TEMPLATE
-        templates = [load_template((role in config.roles and config.roles[role].template) or usual) for role in roles]
+        template = load_template(config.env.template or TEMPLATE)
         tasks = task_numbers("warm_start", 0, range(EPISODES), count)
         texts: dict[str, None] = {}  # in order of appearance
-        commands: list[set[str]] = [set() for _ in roles]
+        commands: set[str] = set()
         for episode in play(make_env, tasks, noise=0.5, history_length=config.rollout.history_length, seed=0):
-            for known, index, command in zip(episode.known, episode.roles, episode.commands, strict=True):
-                texts |= dict.fromkeys((*templates[index].render(known).splitlines(keepends=True), command, *known.commands))
-                commands[index] |= {command, *known.commands}
+            for known, command in zip(episode.known, episode.commands, strict=True):
+                texts |= dict.fromkeys((*template.render(known).splitlines(keepends=True), command, *known.commands))
+                commands |= {command, *known.commands}
     except (ValueError, OSError) as error:
         raise ConfigError(f"env.name={config.env.name}: {' '.join(str(error).split())}") from None
     tokenizer = text_tokenizer(texts)
-    for role, some in zip(roles, commands, strict=True):
-        limit, field = response_limit(config, role)
-        longest = 1 + max(map(len, tokenizer(sorted(some), add_special_tokens=False).input_ids), default=0)
-        if longest > limit:
-            raise ConfigError(f"{field}={limit}: the commands take up to {longest} tokens; give as many or more")
+    longest = 1 + max(map(len, tokenizer(sorted(commands), add_special_tokens=False).input_ids), default=0)
+    if longest > (limit := config.rollout.response_limit):
+        raise ConfigError(f"rollout.response_limit={limit}: the commands take up to {longest} tokens; give as many or more")
     return tokenizer

@@ -197,7 +197,7 @@ def webshop_text(config: Config) -> Makers:
         files = webshop_files(data)
     except (ValueError, ImportError) as error:
         raise ConfigError(f"env.data={data}: {error}") from None
-    options = {"max_turns": env.max_turns, "order": env.goal_order, "reachable_only": env.reachable_only}
+    options = {"max_turns": env.max_turns, "order": env.goal_order}
     make = functools.partial(WebshopText.open, *files, **options)
     # verl-agent shuffles the goals separately for each prompt group and each of its 128 validation episodes.
     seeds = (range(config.rollout.prompt_groups), range(1000, 1128)) if env.goal_order == "verl-agent" else ((), ())
@@ -213,7 +213,7 @@ def webshop_files(folder: str) -> list[Path]:
     return [file for (file,) in files]
 
 
-HOUSEHOLD, SOKOBAN = ("tasks", "rooms", "places", "things", "max_turns"), ("size", "boxes", "reward", "max_turns")
+HOUSEHOLD, SOKOBAN = ("tasks", "rooms", "places", "max_turns"), ("size", "max_turns")
 household = functools.partial(_from_fields, Household, HOUSEHOLD)
 household_team = functools.partial(_from_fields, HouseholdTeam, HOUSEHOLD)
 household_plan = functools.partial(_from_fields, HouseholdPlan, HOUSEHOLD)
@@ -253,13 +253,13 @@ ENVIRONMENTS = {
         lower_case=True,
     ),
     "webshop": Environment(
-        ("data", "goal_order", "reachable_only", "max_turns"),
+        ("data", "goal_order", "max_turns"),
         text=webshop_text,
         template="webshop",
         fallback=20,
         lower_case=True,
     ),
-    "agent": Environment(("command", "failed", "num_tasks", "num_held_out_tasks", "max_turns"), agent=True),
+    "agent": Environment(("command", "failed", "num_held_out_tasks", "max_turns"), agent=True),
 }
 
 

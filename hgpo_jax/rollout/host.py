@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -34,14 +34,6 @@ from hgpo_jax.rollout.shared_workers import SharedWorkers
 from hgpo_jax.rollout.workers import EnvSpec, LocalWorkers
 from hgpo_jax.sampling.continuous_batching import SlotPrograms, SlotRequest, SlotSampler
 from hgpo_jax.sampling.generate import Decoding
-
-
-class Speaker(NamedTuple):
-    """The prompt format and the policy of one role of a team."""
-
-    format: Any  # as in HostRollout
-    response_limit: int  # tokens of its longest response
-    policy: str = SHARED  # its name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +71,7 @@ class HostRollout:
       graphdefs: {name of a policy: graph definition of the `Qwen2` whose parameters are passed}. Each of several policies has
         as many slots as a single one would have.
       mesh: episodes are split over its `data` and `fsdp` axes.
-      speakers: one for each role, if roles differ; all with the end tokens and prompt limit of `format`.
+      policies: the name of each role's policy, if roles have policies of their own.
 
     Attributes:
       task_types: names; `Episodes.task` is an index into them.
@@ -98,11 +90,11 @@ class HostRollout:
         graphdefs: dict[str, Any],
         mesh: Mesh | AbstractMesh,
         settings: TextSettings,
-        speakers: Sequence[Speaker] = (),
+        policies: Sequence[str] = (),
     ):
         self._settings, self._format = settings, format
         self._start_workers(make_env)
-        self._speakers = speakers or [Speaker(format, settings.response_limit)] * len(self.roles)
+        self._policies = policies or (SHARED,) * len(self.roles)
         make = functools.partial(SlotPrograms, mesh=mesh, max_new=settings.response_limit, end_tokens=format.end_tokens)
         self._programs = {name: make(graphdef) for name, graphdef in graphdefs.items()}
         self._slots = min(settings.batch, settings.decode_batch_size * mesh.shape["data"])
@@ -170,7 +162,6 @@ class HostRollout:
         prompts: dict[int, Prompt] = {}  # for the episodes in a slot
         truncated: list[int] = []  # episodes that a time limit has ended
         pending = len(episodes)  # episodes whose environments have yet to answer
-        speaker = lambda episode: self._speakers[buffer.role(episode)]  # noqa: E731
         while ready or pending or prompts:
             unfinished, going_on = len(ready) + pending + len(prompts), len(ready) + len(prompts)
             minimum = max(0, math.ceil(self._settings.ready_fraction * unfinished) - going_on)
@@ -186,20 +177,14 @@ class HostRollout:
             requests = []
             for name, sampler in samplers.items():
                 sampler.shrink(unfinished)
-                begin = [episode for episode in ready if speaker(episode).policy == name][: sampler.free]
+                begin = [episode for episode in ready if self._policies[buffer.role(episode)] == name][: sampler.free]
                 prompts |= self._prompts(buffer, begin)
                 ready = [episode for episode in ready if episode not in prompts]
-                sampler.add(
-                    [
-                        SlotRequest(episode, buffer.turn(episode), prompts[episode].ids, speaker(episode).response_limit)
-                        for episode in begin
-                    ]
-                )
+                sampler.add([SlotRequest(episode, buffer.turn(episode), prompts[episode].ids) for episode in begin])
                 for response in sampler.step() if sampler.active else ():
                     ids, episode = response.tokens.tolist(), response.episode
                     ended = ids[-1] in self._format.end_tokens
-                    parsed = speaker(episode).format.parse(ids)
-                    actions = buffer.add_response(prompts.pop(episode), response, parsed, ended)
+                    actions = buffer.add_response(prompts.pop(episode), response, self._format.parse(ids), ended)
                     requests.append((episode, tasks[episode], actions))
             self._workers.send(requests)
             pending += len(requests)
@@ -210,12 +195,8 @@ class HostRollout:
 
     def _prompts(self, buffer: EpisodeBuffer, episodes: Sequence[int]) -> dict[int, Prompt]:
         """Builds the next prompts of these episodes."""
-        built: dict[int, Prompt] = {}
-        format_of = lambda episode: self._speakers[buffer.role(episode)].format  # noqa: E731
-        for format in {id(one): one for one in map(format_of, episodes)}.values():
-            some = [episode for episode in episodes if format_of(episode) is format]
-            built |= zip(some, format.build([buffer.prompt_input(episode) for episode in some]), strict=True)
-        return built
+        prompts = self._format.build([buffer.prompt_input(episode) for episode in episodes])
+        return dict(zip(episodes, prompts, strict=True))
 
     def close(self) -> None:
         """Ends the worker processes."""

@@ -36,7 +36,7 @@ class LocalReward:
     """
 
     spec = ()
-    limit = "reward.time_limit"
+    limit = "the time limit of rewards"
 
     def __init__(self, load: Callable):
         _, self._function = load()

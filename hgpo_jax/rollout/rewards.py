@@ -1,6 +1,6 @@
-"""Outside rewards: `reward=my_module:score` or `reward=./file.py:score`, added to the environment's or replacing them.
+"""Outside rewards: `reward=my_module:score` or `reward=./file.py:score`, added to the environment's.
 
-For text episodes worker processes call the function (`rollout/reward_functions.py`). For a compiled environment it is pure
+For text episodes a worker process calls the function (`rollout/reward_functions.py`). For a compiled environment it is pure
 JAX, `score(episode: Episodes without B) -> f32[] or f32[T]`: the reward of the last turn, or of every turn.
 
 An episode whose function fails, times out or returns no finite numbers is left out of the update, like one whose environment
@@ -15,14 +15,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from hgpo_jax.config import Config
-from hgpo_jax.config.policies import response_limit
 from hgpo_jax.envs import user_code
 from hgpo_jax.rollout.environments import backend
 from hgpo_jax.rollout.episodes import Episodes
@@ -36,6 +35,7 @@ from hgpo_jax.utils.untraceable import untraceable
 
 log = logging.getLogger(__name__)
 
+TIME_LIMIT = 60.0  # seconds after which a text episode is left out, because its reward takes too long
 Reward = Callable[[RolloutResult], tuple[RolloutResult, dict]]
 
 
@@ -50,13 +50,10 @@ def make_reward(config: Config, episodes: Episodes) -> Reward:
     given = config.reward.source
     function = reward_function(given)
     name = f"reward/{given.rpartition(':')[2]}"
-    replaces = config.reward.mode == "replace"
     if backend(config) == "compiled":
         _check_compiled(given, function, episodes)
-        return functools.partial(_add_compiled, jax.jit(functools.partial(_with_compiled, function, name, replaces)))
-    return TextReward(
-        user_code.located(given, user_code.REWARDS), name, replaces, config.reward.workers, config.reward.time_limit
-    )
+        return functools.partial(_add_compiled, jax.jit(functools.partial(_with_compiled, function, name)))
+    return TextReward(user_code.located(given, user_code.REWARDS), name)
 
 
 def _check_compiled(given: str, function: Callable, episodes: Episodes) -> None:
@@ -77,7 +74,7 @@ def _add_compiled(program: Callable, result: RolloutResult) -> tuple[RolloutResu
     return RolloutResult(episodes, result.report), sums
 
 
-def _with_compiled(function: Callable, name: str, replaces: bool, e: Episodes) -> tuple[Episodes, dict]:
+def _with_compiled(function: Callable, name: str, e: Episodes) -> tuple[Episodes, dict]:
     rewards = jax.vmap(function)(e).astype(jnp.float32)
     if rewards.ndim == 1:
         last = jnp.arange(e.mask.shape[1]) == e.mask.sum(1, keepdims=True) - 1
@@ -87,36 +84,34 @@ def _with_compiled(function: Callable, name: str, replaces: bool, e: Episodes) -
     left_out = lambda a: jnp.where(kept.reshape(-1, *[1] * (a.ndim - 1)), a, jnp.zeros_like(a))  # noqa: E731
     rewards, episodes = left_out(rewards), jax.tree.map(left_out, e).replace(groups=e.groups)
     sums = _sums(name, rewards, episodes.rewards, (~kept).sum())
-    return episodes.replace(rewards=rewards + (0 if replaces else episodes.rewards)), sums
+    return episodes.replace(rewards=rewards + episodes.rewards), sums
 
 
 def _sums(name: str, rewards, environment, failed) -> dict:
     return {name: rewards.sum(), "reward/environment": environment.sum(), "reward/failed": failed}
 
 
-def overlong(config: Config, roles: Sequence[str], e: Episodes) -> jax.Array | np.ndarray:
+def overlong(config: Config, e: Episodes) -> jax.Array | np.ndarray:
     """Computes the soft punishment of overlong answers (DAPO: Yu et al., 2025, arXiv 2503.14476, eq. 13), a reward f32[B, T].
 
-    With L the limit of a role's answers and C `reward.overlong_cache`, an answer of n tokens gets 0 up to L - C, and beyond
-    that (L - C - n) / C, so -1 at the limit, times `reward.overlong_penalty`.
+    With L the limit of answers and C `reward.overlong_cache`, an answer of n tokens gets 0 up to L - C, and beyond that
+    (L - C - n) / C, so -1 at the limit.
     """
     xp = np if isinstance(e.rewards, np.ndarray) else jnp  # the arrays of a host rollout stay on the host, in every process
-    limits = xp.array([response_limit(config, role)[0] for role in roles])[e.agents]
     cache = config.reward.overlong_cache
-    punished = config.reward.overlong_penalty * xp.clip((limits - cache - e.response_lengths) / cache, -1, 0)
+    punished = xp.clip((config.rollout.response_limit - cache - e.response_lengths) / cache, -1, 0)
     return punished.astype(xp.float32)
 
 
 class TextReward:
-    """The reward function of text episodes, whose processes start with the first of these."""
+    """The reward function of text episodes, whose process starts with the first of these."""
 
-    def __init__(self, place: str, name: str, replaces: bool, workers: int, time_limit: float):
-        self._load, self._name, self._replaces = functools.partial(user_code.load, place), name, replaces
-        self._number, self._time_limit = workers, time_limit
+    def __init__(self, place: str, name: str):
+        self._load, self._name = functools.partial(user_code.load, place), name
         self._workers: ProcessWorkers | None = None
 
     def close(self) -> None:
-        """Ends the worker processes."""
+        """Ends the worker process."""
         if self._workers:
             self._workers.close()
             self._workers = None
@@ -137,15 +132,13 @@ class TextReward:
         if failed := [episode for episode in failures if episode not in report.failures]:
             log.warning("%d episodes are excluded, the first one: %s", len(failed), failures[failed[0]])
         sums = _sums(self._name, given, e.rewards, len(failed))
-        total = given + (0 if self._replaces else e.rewards)
-        return RolloutResult(e.replace(rewards=total), dataclasses.replace(report, failures=failures)), sums
+        return RolloutResult(e.replace(rewards=given + e.rewards), dataclasses.replace(report, failures=failures)), sums
 
     def _ask(self, e: Episodes, report: RolloutReport) -> list[tuple[int, list[float], str]]:
         """Returns (episode, the rewards of its turns, why there are none) for every episode that was played."""
         played = np.flatnonzero(e.mask[:, 0]).tolist()
         if self._workers is None:
-            batch = len(e.mask)
-            self._workers = ProcessWorkers(self._load, self._number, batch, self._time_limit, local=LocalReward)
+            self._workers = ProcessWorkers(self._load, 1, len(e.mask), TIME_LIMIT, local=LocalReward)
         self._workers.send([(episode, _as_text(e, report, episode)) for episode in played])
         answers = sorted(self._workers.receive(len(played)))
         return [(n, [], a.reason) if isinstance(a, EnvFailure) else (n, a, "") for n, a in answers]

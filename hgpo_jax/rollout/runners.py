@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import cast
 
 import jax
@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from hgpo_jax.config import Config
-from hgpo_jax.config.policies import policy_of_each, response_limit
+from hgpo_jax.config.policies import policy_of_each
 from hgpo_jax.envs.protocol import CompiledEnv, ListsGames, OwnPrompts, Plans, TextExpert
 from hgpo_jax.policy import ModelConfig, network
 from hgpo_jax.policy.chat_frame import ChatFrame
@@ -24,7 +24,7 @@ from hgpo_jax.rollout.compiled_text import CompiledTextRollout
 from hgpo_jax.rollout.env_tokenizer import template_of
 from hgpo_jax.rollout.environments import Environment, backend
 from hgpo_jax.rollout.episodes import Episodes
-from hgpo_jax.rollout.host import HostRollout, Speaker, TextSettings
+from hgpo_jax.rollout.host import HostRollout, TextSettings
 from hgpo_jax.rollout.requirements import RUNNER, check_compiled, roles_of
 from hgpo_jax.rollout.result import RolloutResult, Story, told_turns
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
@@ -41,8 +41,7 @@ def networks(models: dict[str, ModelConfig]) -> dict:
 
 def check_context(config: Config, models: dict[str, ModelConfig]) -> None:
     """Raises ConfigError if a prompt of a text environment and its response may exceed a policy's context."""
-    prompt = config.rollout.prompt_limit
-    response = max([config.rollout.response_limit, *(role.response_limit or 0 for role in config.roles.values())])
+    prompt, response = config.rollout.prompt_limit, config.rollout.response_limit
     context = min(model.max_position_embeddings for model in models.values())
     if prompt + response > context:
         raise ConfigError(
@@ -193,7 +192,7 @@ class TextRunner:
 
     Attributes:
       make_env: makes an environment for training.
-      speakers: the prompt format and policy of each role.
+      format: the prompts and answers of all roles.
       train: the rollout for training.
 
     Others, and methods, as in `CompiledRunner`.
@@ -209,23 +208,31 @@ class TextRunner:
         tokenizer,
         mesh: Mesh | AbstractMesh,
     ):
-        env = config.env
+        env, rollout = config.env, config.rollout
         check_context(config, models)
         try:
-            usual, speakers = _formats(config, environment, train, tokenizer)
-            settings = _text_settings(config, speakers)
+            frame = ChatFrame(tokenizer, thinking=rollout.thinking, stop=rollout.stop)
+            self.format = ChatFormat(
+                frame,
+                template_of(config, tokenizer),
+                rollout.prompt_limit,
+                environment.fallback,
+                lower_case=environment.lower_case,
+            )
             self.make_env = train
+            settings = _text_settings(config)
             self.train: HostRollout | CompiledTextRollout
             self._held_out: HostRollout | CompiledTextRollout
-            host = HostRollout(train, usual, networks(models), mesh, settings, speakers)
+            policies = policy_of_each(config, roles_of(train())) if config.roles else ()
+            host = HostRollout(train, self.format, networks(models), mesh, settings, policies)
             self.train, self._held_out = host, host.with_environment(held_out)
             if backend(config) == "compiled_text":
                 assert environment.compiled and environment.games  # environments with text on the device have both
                 try:
                     games, played = environment.games(config), environment.compiled(config)
                     fallback = None if env.split == "generated" else host
-                    shown = usual, tokenizer, networks(models)
-                    device = CompiledTextRollout(played, games["train"], *shown, mesh, settings, fallback)
+                    text = self.format, tokenizer, networks(models)
+                    device = CompiledTextRollout(played, games["train"], *text, mesh, settings, fallback)
                     self.train, self._held_out = device, device.of_games(games["held_out"], self._held_out)
                 except ValueError as error:
                     if env.compiled:
@@ -233,8 +240,7 @@ class TextRunner:
                     log.warning("env.name=%s is played on the host: %s", env.name, error)
         except (ValueError, OSError) as error:
             raise ConfigError(f"env.name={env.name}: {' '.join(str(error).split())}") from None
-        self.task_types, self.roles, self.end_tokens = self.train.task_types, self.train.roles, usual.end_tokens
-        self.speakers = speakers or [Speaker(usual, settings.response_limit)] * len(self.roles)
+        self.task_types, self.roles, self.end_tokens = self.train.task_types, self.train.roles, self.format.end_tokens
         self.num_tasks, self.num_held_out_tasks = self.train.num_tasks, self._held_out.num_tasks
         # The host loads only the template games from which games are generated; the warm start's expert plays there.
         self._num_files = len(train()) if env.split == "generated" else self.num_tasks
@@ -268,33 +274,12 @@ class TextRunner:
         return result.report.story(result.episodes, index, self.roles)
 
 
-def _formats(config: Config, environment: Environment, make_env: Callable, tokenizer) -> tuple[ChatFormat, list[Speaker]]:
-    """Returns the prompt format that roles usually have and, if roles are configured, what each of them has.
-
-    Raises ValueError or OSError for a template or a tokenizer that cannot be used.
-    """
-    rollout = config.rollout
-    frame = ChatFrame(tokenizer, date=rollout.date, thinking=rollout.thinking, stop=rollout.stop)
-
-    def chat(template: str) -> ChatFormat:
-        limit, fallback = rollout.prompt_limit, environment.fallback
-        return ChatFormat(frame, template, limit, fallback, lower_case=environment.lower_case)
-
-    usual, speakers = chat(template_of(config, tokenizer)), list[Speaker]()
-    if config.roles:
-        roles = roles_of(make_env())
-        for role, policy in zip(roles, policy_of_each(config, roles), strict=True):
-            template = config.roles[role].template if role in config.roles else ""
-            speakers.append(Speaker(chat(template) if template else usual, response_limit(config, role)[0], policy))
-    return usual, speakers
-
-
-def _text_settings(config: Config, speakers: Sequence[Speaker]) -> TextSettings:
+def _text_settings(config: Config) -> TextSettings:
     env, rollout = config.env, config.rollout
     return TextSettings(
         batch=rollout.prompt_groups * rollout.group_size,
         history_length=rollout.history_length,
-        response_limit=max([one.response_limit for one in speakers], default=rollout.response_limit),
+        response_limit=rollout.response_limit,
         decode_batch_size=rollout.decode_batch_size,
         strict=env.strict,
         workers=env.workers,

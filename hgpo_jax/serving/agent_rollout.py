@@ -90,7 +90,7 @@ class AgentRunner:
         self._frame: ChatFrame | None = None
         try:
             if getattr(tokenizer, "chat_template", None):
-                self._frame = ChatFrame(tokenizer, date=rollout.date, thinking=rollout.thinking, stop=rollout.stop)
+                self._frame = ChatFrame(tokenizer, thinking=rollout.thinking, stop=rollout.stop)
             self.end_tokens = self._frame.end_tokens if self._frame else end_tokens(tokenizer, rollout.stop)
         except ValueError as error:
             raise ConfigError(f"policy.source={config.policy.source}: {error}") from None
@@ -101,7 +101,7 @@ class AgentRunner:
         self._batch = rollout.prompt_groups * rollout.group_size
         self._slots = min(self._batch, rollout.decode_batch_size * mesh.shape["data"])
         self._at_a_time = env.workers or self._slots
-        self.num_tasks, self.num_held_out_tasks = env.num_tasks or None, env.num_held_out_tasks or None
+        self.num_tasks, self.num_held_out_tasks = None, env.num_held_out_tasks or None
 
     def rollout(self, params, tasks, keys, groups, decoding: Decoding, *, held_out: bool = False) -> RolloutResult:
         """Plays B episodes.
@@ -156,9 +156,7 @@ class AgentRunner:
         return Episodes.zeros(self._batch, self._turns, self._prompt_limit, self._programs.max_new)
 
     def select_tasks(self, stream: str, seed: int | None, indices) -> list[int]:
-        return task_numbers(
-            stream, seed, np.asarray(indices), {"held_out": self.num_held_out_tasks, "train": self.num_tasks}.get(stream)
-        )
+        return task_numbers(stream, seed, np.asarray(indices), self.num_held_out_tasks if stream == "held_out" else None)
 
     def close(self) -> None:
         """Does nothing: commands end with their rollout."""

@@ -33,6 +33,7 @@ from hgpo_jax.utils import distributed
 from hgpo_jax.utils.errors import ConfigError
 
 Runner = CompiledRunner | TextRunner | AgentRunner
+MAX_TRIES = 4  # rollouts of an iteration at most, where a method drops prompt groups with equal rewards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,7 @@ class PolicySetup:
     def merged_params(self, trained, reference) -> dict:
         """Returns the weights of an equivalent policy without adapters.
 
-        reference: the weights that the adapters adapt, in `policy.dtype`: a shorter type would round small changes away.
+        reference: the weights that the adapters adapt, in float32: a shorter type would round small changes away.
         """
         return lora.merge(self.model, reference, trained) if self.model.lora else trained
 
@@ -167,9 +168,8 @@ class Job:
         return method_named(self.config.method)
 
     def learning_role(self, iteration: int) -> int | None:
-        """Returns the index of the role that an iteration trains; None if it trains all roles (`learner.alternate`)."""
-        given, roles = self.config.learner.alternate, len(self.runner.roles)
-        every = self.method.alternate if given is None else given
+        """Returns the index of the role that an iteration trains; None if it trains all roles (`Method.alternate`)."""
+        every, roles = self.method.alternate, len(self.runner.roles)
         return iteration // every % roles if every and roles > 1 else None
 
     def episode_inputs(self, iteration: int, attempt: int = 0) -> tuple:
@@ -181,7 +181,7 @@ class Job:
         """
         settings = self.config.rollout
         groups = jnp.arange(self.batch, dtype=jnp.int32) // settings.group_size
-        number = iteration * settings.max_tries + attempt if self.method.dynamic_sampling else iteration
+        number = iteration * MAX_TRIES + attempt if self.method.dynamic_sampling else iteration
         tasks = self.runner.select_tasks("train", self.config.seed, number * settings.prompt_groups + groups)
         keys = jax.random.split(self.key(number, 0), self.batch)
         if (role := self.learning_role(iteration)) is not None:  # one shape for all iterations: another would recompile
@@ -267,10 +267,10 @@ def make_policy(config: Config, model: ModelConfig, mesh: Mesh) -> Policy:
     found = environment(config.env)
     words = word_tokenizer(found.compiled(config).words) if found.compiled and backend(config) == "compiled" else None
     if not settings.source:
-        params = cast(initialize(model, config.start_seed, mesh), settings.dtype)
+        params = initialize(model, config.start_seed, mesh)
         return Policy(model, params, words or fresh_tokenizer(config))
     try:
-        policy = load_policy(settings.source, mesh, settings.dtype, config.cache_dir)
+        policy = load_policy(settings.source, mesh, cache_dir=config.cache_dir)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if policy.tokenizer is None or (words and policy.tokenizer.get_vocab() != words.get_vocab()):
@@ -284,9 +284,9 @@ def make_policy(config: Config, model: ModelConfig, mesh: Mesh) -> Policy:
 
 
 def adapted_model(config: Config, policy: Policy) -> ModelConfig:
-    """Returns the policy's sizes with the configured adapters and sampling dtype."""
+    """Returns the policy's sizes with the configured adapters."""
     lora = LoraConfig(**config.lora.model_dump()) if config.lora.rank else None
-    return dataclasses.replace(policy.config, lora=lora, sample_dtype=config.policy.sample_dtype)
+    return dataclasses.replace(policy.config, lora=lora)
 
 
 def make_policies(config: Config, shared: Policy, mesh: Mesh) -> dict[str, PolicySetup]:
@@ -300,7 +300,7 @@ def make_policies(config: Config, shared: Policy, mesh: Mesh) -> dict[str, Polic
         initial, source = shared, own.policy.source
         if own.policy != config.policy:
             try:
-                initial = read[source] = read.get(source) or load_policy(source, mesh, config.policy.dtype, config.cache_dir)
+                initial = read[source] = read.get(source) or load_policy(source, mesh, cache_dir=config.cache_dir)
             except ValueError as error:
                 raise ConfigError(f"roles.{name}.policy={source}: {error}") from None
             if not same_tokenizer(initial.tokenizer, shared.tokenizer):
@@ -334,24 +334,6 @@ def make_runner(config: Config, makers: Makers | None, models: dict[str, ModelCo
     assert found.compiled is not None  # an environment without a text version
     games = found.games(config) if found.games else None
     return CompiledRunner(config, found.compiled(config), models, tokenizer, mesh, games)
-
-
-def unrounded(job: Job) -> Job:
-    """Returns the job without `policy.sample_dtype`, for the warm start and the evaluation, which concern the policy itself."""
-    if job.config.policy.sample_dtype == "compute_dtype":
-        return job
-
-    def changed(config: Config) -> Config:
-        return config.model_copy(update={"policy": config.policy.model_copy(update={"sample_dtype": "compute_dtype"})})
-
-    def whole(policy: PolicySetup) -> PolicySetup:
-        model = dataclasses.replace(policy.model, sample_dtype="compute_dtype")
-        return dataclasses.replace(policy, settings=changed(policy.settings), model=model)
-
-    config, policies = changed(job.config), job.by_policy(whole)
-    models = {name: policy.model for name, policy in policies.items()}
-    runner = make_runner(config, text_makers(config), models, job.tokenizer, job.mesh)
-    return dataclasses.replace(job, config=config, policies=policies, runner=runner)
 
 
 def build(config: Config, mesh: Mesh | None = None) -> Job:

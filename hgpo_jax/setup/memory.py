@@ -43,6 +43,7 @@ CHIPS = {
     "tpu-v5p": 95 * GiB,
     "tpu-v6e": 32 * GiB,
 }
+PARAM_BYTES = 4  # of a trained element
 USABLE = 0.92  # the rest is for the runtime, collectives and fragmentation
 
 
@@ -67,7 +68,7 @@ def bytes_by_phase(config: Config, mesh, workload: Workload) -> dict[str, dict[s
     `always` lives through the whole iteration; sampling and update come one after the other.
     """
     sizes = _Sizes.of(config, mesh, workload.model)
-    always = {"parameters": sizes.trained * sizes.param_bytes}
+    always = {"parameters": sizes.trained * PARAM_BYTES}
     update: dict[str, int] = {}
     (update if config.learner.offload else always).update(_learning_state(config, sizes))
     if config.lora.rank:  # the adapters are bound to it while sampling, too
@@ -122,10 +123,7 @@ class _Sizes:
     tensor: int
     policy: int  # elements of the policy's weights
     trained: int  # trained elements: the same, or the adapters
-    param_bytes: int  # bytes of a trained element
     compute_bytes: int  # bytes of an element of the copy used for computation
-    sample_bytes: int  # bytes of an element of the matrices and the cache that decoding reads
-    scale_bytes: int  # bytes of the scale of one slot and head of that cache
     compute_copy: int  # bytes of that copy, 0 if the parameters themselves are used
     heads: float  # query heads
     kv_heads: float
@@ -135,18 +133,16 @@ class _Sizes:
 
     @classmethod
     def of(cls, config: Config, mesh, model: ModelConfig) -> _Sizes:
-        param_bytes = jnp.dtype(config.policy.dtype).itemsize
         compute_bytes = jnp.dtype(config.policy.compute_dtype).itemsize
-        sample_bytes, scale_bytes = (1, 4) if config.policy.sample_dtype == "int8" else (compute_bytes, 0)
         fsdp, tensor = mesh.shape["fsdp"], mesh.shape["tensor"]
         whole = jax.tree.leaves(shapes(model))
         shards = jax.tree.leaves(shardings(model, mesh))
         policy = sum(math.prod(shard.shard_shape(a.shape)) for a, shard in zip(whole, shards, strict=True))
-        trained, compute_copy = policy, 0 if compute_bytes == param_bytes else policy * compute_bytes
+        trained, compute_copy = policy, 0 if compute_bytes == PARAM_BYTES else policy * compute_bytes
         if config.lora.rank:
             adapted = dataclasses.replace(model, lora=LoraConfig(**config.lora.model_dump()))
             trained = sum(a.size for a in jax.tree.leaves(shapes(adapted))) - sum(a.size for a in whole)
-            param_bytes, compute_copy = 4, 0
+            compute_copy = 0
         D, F, E = model.hidden_size, model.intermediate_size, model.head_size
         H, G = model.num_attention_heads, model.num_key_value_heads
         return cls(
@@ -154,10 +150,7 @@ class _Sizes:
             tensor=tensor,
             policy=policy,
             trained=trained,
-            param_bytes=param_bytes,
             compute_bytes=compute_bytes,
-            sample_bytes=sample_bytes,
-            scale_bytes=scale_bytes,
             compute_copy=compute_copy,
             heads=H / tensor,
             kv_heads=G / (tensor if G % tensor == 0 else 1),
@@ -175,7 +168,7 @@ def _critic(config: Config, sizes: _Sizes) -> int:
 def _learning_state(config: Config, sizes: _Sizes) -> dict[str, int]:
     """Counts the bytes that only the update reads, so that `learner.offload` can move them away."""
     critic = _critic(config, sizes)
-    state = {"optimizer": 2 * (sizes.trained * sizes.param_bytes + 4 * critic)}
+    state = {"optimizer": 2 * (sizes.trained * PARAM_BYTES + 4 * critic)}
     if critic:
         state["critic"] = 4 * critic
     if not config.lora.rank:
@@ -189,15 +182,15 @@ def _sampling(sizes: _Sizes, workload: Workload) -> dict[str, int]:
     D, E, H, layers = model.hidden_size, model.head_size, model.num_attention_heads, model.num_hidden_layers
     rows = -(-workload.decode_batch // sizes.fsdp)
     tokens = rows * P
-    token_kv, cached_kv = (2 * sizes.kv_heads * each for each in (E * compute, E * sizes.sample_bytes + sizes.scale_bytes))
+    token_kv = 2 * sizes.kv_heads * E * compute
     scores = min(tokens * H * query_block_size(P) * sizes.fsdp, max(MAX_SCORES, H * tokens * sizes.fsdp))
     prefill = tokens * 2 * D * compute + max(2 * 4 * scores / sizes.fsdp / sizes.tensor, tokens * sizes.feed_forward * compute)
     tables = model.vocab_size * D * (1 if model.tie_word_embeddings else 2)
     blocks = 1 - tables / sum(a.size for a in jax.tree.leaves(shapes(model)))
     return {
         "compute copy": sizes.compute_copy,
-        "weights by layer": int(sizes.policy * sizes.sample_bytes * blocks),
-        "key-value cache": int(rows * (P + workload.response) * layers * cached_kv),
+        "weights by layer": int(sizes.policy * compute * blocks),
+        "key-value cache": int(rows * (P + workload.response) * layers * token_kv),
         "prompts' keys and values": int(tokens * (layers - 1) * token_kv),
         "activations": int(prefill),
         "logits": int(3 * 4 * rows * sizes.vocabulary),
@@ -218,7 +211,7 @@ def _update(config: Config, sizes: _Sizes, workload: Workload) -> dict[str, int]
         # Policy and critic learn one after the other.
         "compute copy": max(sizes.compute_copy, critic * sizes.compute_bytes * (sizes.compute_bytes != 4)),
         # The gradients of a micro-batch, their sum, and the optimizer's updates.
-        "gradients": max(sizes.trained * (2 * sizes.param_bytes + sizes.compute_bytes), critic * (2 * 4 + sizes.compute_bytes)),
+        "gradients": max(sizes.trained * (2 * PARAM_BYTES + sizes.compute_bytes), critic * (2 * 4 + sizes.compute_bytes)),
         "activations": int(_training_activations(config.learner.remat, sizes, workload, rows) + tokens * looked_up),
         "logits": int(logits / sizes.fsdp / sizes.tensor),
         "gathered weights": int(2 * sizes.gathered_layer),
@@ -242,8 +235,7 @@ def workload_of(config: Config, mesh) -> Workload:
     """Returns the shapes of a configuration's iteration, without weights. Raises ValueError for invalid sizes."""
     settings, policy = config.rollout, config.policy
     batch = settings.prompt_groups * settings.group_size
-    limits = [role.response_limit or 0 for role in config.roles.values()]
-    prompt, response, vocabulary = settings.prompt_limit, max([settings.response_limit, *limits]), None
+    prompt, response, vocabulary = settings.prompt_limit, settings.response_limit, None
     published = preset(policy.source)
     found = environment(config.env)
     if found.compiled and backend(config) == "compiled":

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from hgpo_jax.config.learning import LearnerConfig
-from hgpo_jax.config.policies import config_of, response_limit, roles_by_policy
+from hgpo_jax.config.policies import config_of, roles_by_policy
 from hgpo_jax.config.roles import RoleConfig, unknown_role
 from hgpo_jax.config.schema import Config, EnvConfig
 from hgpo_jax.learner.algorithms import METHODS, Method, method_named
-from hgpo_jax.rollout.chat_prompts import load_template
 from hgpo_jax.rollout.environments import ENVIRONMENTS, Backend, Environment, backend, environment, role_names
-from hgpo_jax.rollout.requirements import ONE_ROLE
 from hgpo_jax.rollout.reward_functions import reward_function
 from hgpo_jax.rollout.state_keys import state_key_function
 from hgpo_jax.utils.errors import ConfigError
@@ -33,7 +31,8 @@ def check_together(config: Config) -> None:
         reward_function(config.reward.source)
     if env.state_key:
         state_key_function(env.state_key)
-    _check_log(config, method, played)
+    if config.log.keep_best and not config.evaluation.every:
+        raise ConfigError(f"log.keep_best={config.log.keep_best}: the best by validation; give evaluation.every, too")
     _check_environment(config, found, played)
     if config.warm_start == "cloning":
         _check_cloning(config, found, played)
@@ -42,22 +41,9 @@ def check_together(config: Config) -> None:
     _check_method(config, method, found, played)
     if config.roles:
         _check_roles(config, role_names(config), method.critic)
-    if config.evaluation.min_response:
-        _check_shortest_response(config)
     if config.reward.overlong_cache:
         _check_overlong_cache(config, played)
     _check_unread(env, found, played)
-
-
-def _check_log(config: Config, method: Method, played: Backend) -> None:
-    log = config.log
-    if log.keep_best and not config.evaluation.every:
-        raise ConfigError(f"log.keep_best={log.keep_best}: the best by validation; give evaluation.every, too")
-    if log.sample_every and method.dynamic_sampling and played != "compiled":
-        raise ConfigError(
-            f"log.sample_every={log.sample_every}: method={config.method} mixes several rollouts, whose texts are not kept; "
-            "leave it out"
-        )
 
 
 def _check_environment(config: Config, found: Environment, played: Backend) -> None:
@@ -106,12 +92,6 @@ def _check_method(config: Config, method: Method, found: Environment, played: Ba
     learner, name = config.learner, config.method
     if learner.rollout_correction == "token" and method.loss == "gspo":
         raise ConfigError(f"learner.rollout_correction=token: method={name} weighs whole responses; give sequence, or none")
-    corrects = learner.rollout_correction or config.policy.sample_dtype == "int8"
-    if learner.rollout_correction_cap != 2.0 and not corrects:
-        raise ConfigError(
-            f"learner.rollout_correction_cap={learner.rollout_correction_cap:g}: nothing is corrected; give "
-            "learner.rollout_correction, too"
-        )
     if config.rollout.group_size == 1 and method.estimator in COMPARE_EPISODES:
         raise ConfigError(f"rollout.group_size=1: method={name} compares a task's episodes with each other; give 2 or more")
     # The environment is made only for a method that needs it: ALFWorld's would load its games.
@@ -120,22 +100,16 @@ def _check_method(config: Config, method: Method, found: Environment, played: Ba
             f"method={name}: needs answers with switch, subgoal and action parts, which env.name={config.env.name} does not "
             "have; give env.name=household_subgoals, or one of your own with answer_parts"
         )
-    for option, losses in (("aggregate", ("clip",)), ("dual_clip", ("clip",)), ("process_noise", ("kpo",))):
-        value, default = getattr(learner, option), LearnerConfig.model_fields[option].default
-        if method.loss not in losses and value != default:
-            raise ConfigError(f"learner.{option}={value}: method={name} does not read it; leave it at {default}")
-    if learner.alternate and len(roles := role_names(config)) < 2:
-        raise ConfigError(
-            f"learner.alternate={learner.alternate}: env.name={config.env.name} has one role, {roles[0]}; leave it out"
-        )
+    if method.loss != "clip" and learner.aggregate != (default := LearnerConfig.model_fields["aggregate"].default):
+        raise ConfigError(f"learner.aggregate={learner.aggregate}: method={name} does not read it; leave it at {default}")
 
 
 def _check_overlong_cache(config: Config, played: Backend) -> None:
-    limit, most = _shortest_limit(config) if played != "compiled" else (0, "")
-    why = f"more than {most}; give less"
-    if not limit:
+    limit = config.rollout.response_limit
+    why = f"more than rollout.response_limit={limit}; give less"
+    if played == "compiled":
         why = f"the answers of env.name={config.env.name}, compiled, have their own length; leave it out"
-    if config.reward.overlong_cache > limit:
+    if played == "compiled" or config.reward.overlong_cache > limit:
         raise ConfigError(f"reward.overlong_cache={config.reward.overlong_cache}: {why}")
 
 
@@ -164,15 +138,9 @@ def check_given(config: Config, overrides: Sequence[str]) -> None:
     as_text = env is None or backend(config) != "compiled"
     text = as_text, f"env.name={config.env.name}, compiled, is not told as text; leave it out"
     read: dict[str, tuple[Any, str]] = {
-        **{f"rollout.{name}": text for name in ("prompt_limit", "response_limit", "stop", "thinking", "date")},
+        **{f"rollout.{name}": text for name in ("prompt_limit", "response_limit", "stop", "thinking")},
         "critic.": (method and method.critic, f"method={config.method} has no critic; leave it out"),
-        "rollout.max_tries": (method and method.dynamic_sampling, f"method={config.method} drops no groups; leave it out"),
         "lora.": (adapters, "there are no adapters; give lora.rank, too"),
-        **dict.fromkeys(
-            ("reward.mode", "reward.workers", "reward.time_limit"),
-            (config.reward.source, "there is no reward function; give reward=, too"),
-        ),
-        "reward.overlong_penalty": (config.reward.overlong_cache, "no answer is punished; give reward.overlong_cache, too"),
         "env.compiled": (env and env.compiled and env.text, f"env.name={config.env.name} has no such choice; leave it out"),
     }
     for override in overrides:
@@ -182,56 +150,23 @@ def check_given(config: Config, overrides: Sequence[str]) -> None:
                 raise ConfigError(f"{override:.200}: {why}")
 
 
-def _check_shortest_response(config: Config) -> None:
-    """Raises ConfigError if `evaluation.min_response` leaves no room for the end of a response: no action would be found."""
-    if backend(config) == "compiled":
-        made = environment(config.env).compiled
-        assert made is not None
-        limit = made(config).action_length + 1
-        most = str(limit)
-    else:
-        limit, most = _shortest_limit(config)
-    if config.evaluation.min_response >= limit:
-        raise ConfigError(
-            f"evaluation.min_response={config.evaluation.min_response}: a response has {most} tokens at most, and needs one to "
-            "end with; give less"
-        )
-
-
-def _shortest_limit(config: Config) -> tuple[int, str]:
-    """Returns the smallest maximum number of response tokens of any role in a text environment, and the field that sets it."""
-    limit, field = min(response_limit(config, role) for role in (role_names(config) if config.roles else ONE_ROLE))
-    return limit, f"{field}={limit}"
-
-
 def _check_roles(config: Config, known: tuple[str, ...], critic: bool) -> None:
     """Raises ConfigError for settings of roles that an environment with the roles `known` does not have."""
     policies = roles_by_policy(config, known)
     for role, settings in config.roles.items():
         if role not in known:
             raise ConfigError(unknown_role(config.env.name, role, settings, known))
-        try:
-            load_template(settings.template or "text")
-        except (ValueError, OSError) as error:
-            why = str(error).removeprefix(f"template={settings.template}: ")
-            raise ConfigError(f"roles.{role}.template={settings.template}: {why}") from None
         _check_role(config, role, settings, shares=role not in policies, critic=critic)
 
 
 def _check_role(config: Config, role: str, settings: RoleConfig, shares: bool, critic: bool) -> None:
     """Raises ConfigError for settings of one role. shares: its policy with other roles. critic: the method has one."""
-    compiled = backend(config) == "compiled"
     own = config_of(config, role)
     adapters = config.warm_start == "cloning" and settings.lora_rank
 
     def refuse(name: str, value: object, why: str) -> NoReturn:
         raise ConfigError(f"roles.{role}.{name}={value}: {why}")
 
-    if settings.template and compiled:
-        refuse("template", settings.template, f"env.name={config.env.name}, compiled, takes no template; leave it out")
-    if settings.response_limit and compiled:
-        why = f"the answers of env.name={config.env.name}, compiled, have their own length; leave it out"
-        refuse("response_limit", settings.response_limit, why)
     if adapters and not own.policy.source:
         refuse("lora_rank", settings.lora_rank, "LoRA needs base weights; give policy=, too")
     if adapters and config.cloning.optimizer == "muon":
@@ -240,6 +175,5 @@ def _check_role(config: Config, role: str, settings: RoleConfig, shares: bool, c
         name, value = next(iter(settings.model_dump(include={"policy", "lora_rank"}, exclude_defaults=True).items()))
         why = f"method={config.method} has one critic, for a policy that all roles share; leave it out, or take a method "
         refuse(name, value, why + "without a critic")
-    if settings.optimizer and shares:
-        name, value = next(iter(settings.optimizer.items()))
-        refuse(name, value, f"it shares its policy, whose optimizer is learner.*; give roles.{role}.policy=own, too")
+    if settings.lr is not None and shares:
+        refuse("lr", settings.lr, f"it shares its policy, whose rate is learner.lr; give roles.{role}.policy=own, too")

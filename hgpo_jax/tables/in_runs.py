@@ -168,5 +168,5 @@ def _refuse(folder: Path, iteration: int) -> None:
     if config.reward.source or config.rollout.group_size < 2:
         raise ConfigError(f"{folder}: this needs rollout.group_size of 2 or more, and no reward.source")
     if iteration and not (folder / "checkpoints" / str(iteration)).is_dir():
-        keeps = "log.checkpoint_every, keep_checkpoints and keep_every say which it keeps, and 0 is its start"
+        keeps = "log.checkpoint_every and keep_checkpoints say which it keeps, and 0 is its start"
         raise ConfigError(f"--at {iteration}: {folder} has no checkpoint of it; {keeps}")

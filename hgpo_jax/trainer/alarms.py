@@ -16,7 +16,10 @@ from hgpo_jax.utils.errors import RunError
 FEW_PEERS = 0.02  # of the steps after the first step, which all episodes of a prompt group share
 NEVER_WON = 10  # iterations with rewards above 0 but no success
 MANY_CUT = 0.05  # of the prompts
-LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.5, "int8": 0.5}  # by the dtype used for sampling
+LARGEST_RATIO = 1.2  # of the mean importance ratio of an iteration, or of its inverse
+LARGEST_KL = 0.1  # how far an update moves the policy, nats per token
+LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.5}  # between sampler and trainer, by policy.compute_dtype
+MAX_NONFINITE = 3  # iterations in a row with a non-finite loss or gradient after which the run stops
 
 
 class Alarms:
@@ -26,15 +29,12 @@ class Alarms:
     """
 
     def __init__(self, config: Config, earlier: Sequence[dict] = ()):
-        policy = config.policy
-        dtype = policy.compute_dtype if policy.sample_dtype == "compute_dtype" else policy.sample_dtype
-        limit = config.log.max_logp_difference or LARGEST_DIFFERENCE[dtype]
-        self._limits: dict[str, tuple[str, Callable[[float], float], float]] = {
-            "ratio": ("max_ratio", lambda x: max(x, 1 / x) if x else 1.0, config.log.max_ratio),
-            "approx_kl": ("max_approx_kl", abs, config.log.max_approx_kl),
-            "logp_difference": ("max_logp_difference", abs, limit),
+        self._limits: dict[str, tuple[Callable[[float], float], float]] = {
+            "ratio": (lambda x: max(x, 1 / x) if x else 1.0, LARGEST_RATIO),
+            "approx_kl": (abs, LARGEST_KL),
+            "logp_difference": (abs, LARGEST_DIFFERENCE[config.policy.compute_dtype]),
         }
-        self._most, self._in_a_row = config.learner.max_nonfinite, 0
+        self._in_a_row = 0
         self._config, self._masks = config, config.learner.unfinished == "mask"
         self._said: set[str] = set()
         self._won, self._rewarded = False, 0  # whether an episode was ever a success; iterations with rewards above 0
@@ -52,7 +52,7 @@ class Alarms:
         episodes: those of the iteration; if the update was skipped, they show whether its advantages were to blame.
 
         Raises:
-          RunError: no episode had a turn, or `learner.max_nonfinite` iterations in a row had an update that was skipped.
+          RunError: no episode had a turn, or `MAX_NONFINITE` iterations in a row had an update that was skipped.
         """
         self._count(row)
         begin, found, failed = f"iteration {row['iteration'] + 1}", [], row.get("reward/failed", 0)
@@ -68,8 +68,8 @@ class Alarms:
                 f"were skipped; the batch is in episodes/nonfinite-{row['iteration']:05d}.npz"
             )
         wrong = {
-            name: f"{name} is {row[name]:.4g}, its limit is log.{field}={limit:g}"
-            for name, (field, size, limit) in self._limits.items()
+            name: f"{name} is {row[name]:.4g}, its limit is {limit:g}"
+            for name, (size, limit) in self._limits.items()
             if name in row and not size(row[name]) <= limit  # true for NaN
         }
         if self._masks and row["unfinished_share"] == 1:
@@ -87,10 +87,8 @@ class Alarms:
         wrong |= self._about_the_environment(row)
         found += [f"{begin}: {why}" for name, why in wrong.items() if name not in self._said]
         self._said = set(wrong)
-        if self._in_a_row >= self._most:
-            raise RunError(
-                f"{found[0]}; the run stops after learner.max_nonfinite={self._most} such iterations in a row, {blame}"
-            )
+        if self._in_a_row >= MAX_NONFINITE:
+            raise RunError(f"{found[0]}; the run stops after {MAX_NONFINITE} such iterations in a row; {blame}")
         return found
 
     def _about_the_environment(self, row: dict) -> dict[str, str]:

@@ -15,7 +15,6 @@ import functools
 import hashlib
 import os
 import shutil
-import string
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
@@ -24,15 +23,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from optax.contrib import MuonDimensionNumbers, muon
 from tqdm import tqdm
 
-from hgpo_jax.config import Config, OptimizerConfig
-from hgpo_jax.config.policies import SHARED, members, response_limit
-from hgpo_jax.config.schema import CloningConfig
+from hgpo_jax.config import Config
+from hgpo_jax.config.policies import SHARED, members
 from hgpo_jax.envs.protocol import CompiledEnv, Expert, ListsGames
 from hgpo_jax.learner.batch import TrainingBatch
+from hgpo_jax.learner.optimizer import make_optimizer
 from hgpo_jax.learner.update import make_cloning_loss, make_logprobs, make_map, make_update
 from hgpo_jax.policy import huggingface_folder, load_policy
 from hgpo_jax.policy.placement import shardings_like
@@ -50,6 +47,8 @@ from hgpo_jax.utils import distributed
 from hgpo_jax.utils.errors import ConfigError, RunError
 from hgpo_jax.utils.progress import Progress, say
 
+NOISE = 0.3  # share of random admissible actions in the generated play; the expert's choice stays the label
+WARMUP_STEPS = 100
 PLAYED = 4096  # episodes that the expert plays at once
 ADMISSIBLE = 0.95  # share of admissible commands at which the cloning of random ones ends
 ROOT = Path(__file__).parents[2]  # the folder that holds this package
@@ -109,17 +108,13 @@ def generate_play(
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), rows), success
 
 
-def read_play(
-    runner: TextRunner, tasks: Sequence[int], settings: CloningConfig, config: Config
-) -> tuple[TrainingBatch, jax.Array]:
+def read_play(runner: TextRunner, tasks: Sequence[int], config: Config) -> tuple[TrainingBatch, jax.Array]:
     """Like `generate_play`, but in a text environment, with its expert or random commands; holds only decisions that happened.
 
     Raises ConfigError where an episode cannot be played, or an answer is too long.
     """
     known, roles, commands, won = [], [], [], []
-    episodes = play(
-        runner.make_env, tasks, noise=settings.noise, history_length=config.rollout.history_length, seed=config.start_seed
-    )
+    episodes = play(runner.make_env, tasks, noise=NOISE, history_length=config.rollout.history_length, seed=config.start_seed)
     try:
         with Progress("warm start: play", len(tasks), "episode") as progress:
             for episode in episodes:
@@ -130,18 +125,9 @@ def read_play(
                 progress.update(1, {"won": f"{sum(won) / len(won):.2f}"})
     except ValueError as error:
         raise ConfigError(f"env.name={config.env.name}: {error}") from None
-    thought = string.Template(settings.thought)
-    thoughts = [thought.substitute(goal=k.goal, command=command) for k, command in zip(known, commands, strict=True)]
-    prompts, responses = [list[int]()] * len(known), [list[int]()] * len(known)
-    for role, name in enumerate(runner.roles):
-        format, (limit, field) = runner.speakers[role].format, response_limit(config, name)
-        own = [at for at, of in enumerate(roles) if of == role]
-        for at, prompt in zip(own, format.build([known[at] for at in own]), strict=True):
-            prompts[at] = prompt.ids
-        for at, response in zip(own, format.answers([commands[at] for at in own], [thoughts[at] for at in own]), strict=True):
-            responses[at] = response
-        if (longest := max((len(responses[at]) for at in own), default=0)) > limit:
-            raise ConfigError(f"{field}={limit}: the answers to clone take up to {longest} tokens; give as many")
+    prompts, responses = [prompt.ids for prompt in runner.format.build(known)], runner.format.answers(commands)
+    if (longest := max(map(len, responses), default=0)) > (limit := config.rollout.response_limit):
+        raise ConfigError(f"rollout.response_limit={limit}: the answers to clone take up to {longest} tokens; give as many")
     padded = _padded(responses, 1)
     return TrainingBatch(
         prompts=_padded(prompts, 64),
@@ -166,9 +152,8 @@ def _padded(rows: list[list[int]], multiple: int) -> jax.Array:
 def demonstrations(job: Job, numbers: jax.Array) -> tuple[TrainingBatch, jax.Array]:
     """Returns decisions to clone in the tasks with these numbers, and each episode's success, bool[.]. Raises ConfigError."""
     config, runner, tokenizer = job.config, job.runner, job.tokenizer
-    settings = config.cloning
     if isinstance(runner, TextRunner):
-        return read_play(runner, runner.select_tasks("warm_start", config.start_seed, numbers), settings, config)
+        return read_play(runner, runner.select_tasks("warm_start", config.start_seed, numbers), config)
     tasks = runner.select_tasks("warm_start", config.start_seed, numbers)
     assert isinstance(runner, CompiledRunner)  # an agent has no expert
     expert = environment(config.env).expert
@@ -178,7 +163,7 @@ def demonstrations(job: Job, numbers: jax.Array) -> tuple[TrainingBatch, jax.Arr
         expert,
         stream_key("play", config.start_seed),
         tasks,
-        noise=settings.noise,
+        noise=NOISE,
         history_length=config.rollout.history_length,
         end=tokenizer.eos_token_id,
         act=tokenizer.convert_tokens_to_ids(ACT),
@@ -262,8 +247,15 @@ class Student:
         if not self.count:
             raise ConfigError(f"warm_start=cloning: {policy.name} has no turn in the generated play; give warm_start=none")
         passes = -(-settings.check_every * settings.batch_size // self.count)  # over few decisions, between evaluations
-        schedule = optax.warmup_cosine_decay_schedule(0.0, settings.lr, 100, max(settings.max_steps, 101), settings.lr / 10)
-        optimizer = make_optimizer(settings.optimizer, schedule)
+        optimizer = make_optimizer(
+            settings.lr,
+            WARMUP_STEPS,
+            1.0,
+            weight_decay=1e-4,
+            beta2=0.98,
+            decay_steps=settings.max_steps,
+            kind=settings.optimizer,
+        )
         update = make_update(
             make_cloning_loss(policy.model, config.learner.remat),
             optimizer,
@@ -298,27 +290,6 @@ def decisions_of(policy: str, roles: Sequence[str], decisions: TrainingBatch) ->
         return happened
     assert decisions.agents is not None
     return happened & jnp.array(members(policy, roles))[decisions.agents]
-
-
-def make_optimizer(name: str, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Builds the optimizer `cloning.optimizer`, preceded by a global-norm clip.
-
-    Muon (Jordan et al., 2024) orthogonalizes the steps of the layers' kernels; all other parameters use Adam with Nesterov
-    momentum.
-    """
-    if name == "adamw":
-        return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98))
-
-    def matrices(params):
-        def axes(path, array):  # a kernel is [(layers,) in, out]
-            in_layer = path[-1].key == "kernel" and path[0].key != "lm_head"
-            return MuonDimensionNumbers(array.ndim - 2, array.ndim - 1) if in_layer else None
-
-        return jax.tree.map_with_path(axes, params)
-
-    # 0.4 is roughly the root mean square of Adam's steps, so one learning rate serves both.
-    steps = muon(schedule, consistent_rms=0.4, adam_b2=0.98, muon_weight_dimension_numbers=matrices)
-    return optax.chain(optax.clip_by_global_norm(1.0), steps)
 
 
 def _held_out_loss(job: Job, numbers: jax.Array, reference) -> Callable[[dict], float]:
@@ -384,7 +355,7 @@ def cache_key(config: Config) -> str:
         str(config.start_seed),
         config.model_dump_json(include={"env", "policy", "lora", "rollout"}),
         config.cloning.model_dump_json(exclude={"seed"}),
-        *(role + own.model_dump_json(exclude=set(OptimizerConfig.model_fields)) for role, own in sorted(config.roles.items())),
+        *(role + own.model_dump_json(exclude={"lr"}) for role, own in sorted(config.roles.items())),
         str(config.learner.microbatch_size),
         *(f"{package} {version(package)}" for package in ("jax", "jaxlib", "flax", "optax")),
     ]
@@ -395,9 +366,8 @@ def cache_key(config: Config) -> str:
     digest = hashlib.sha256("\0".join(parts).encode())
     for file in sources():
         digest.update(f"\0{file.relative_to(ROOT).as_posix()}\0".encode() + file.read_bytes())
-    for template in (config.env.template, *(role.template for _, role in sorted(config.roles.items()))):
-        if Path(template).is_file():  # otherwise it names one of our templates
-            digest.update(Path(template).read_bytes())
+    if Path(config.env.template).is_file():  # otherwise it names one of our templates
+        digest.update(Path(config.env.template).read_bytes())
     given = [role.policy for role in config.roles.values() if role.policy not in ("shared", "own")]
     for source in filter(None, [config.policy.source, *given]):
         digest.update(huggingface_folder.digest(find(source, config.cache_dir)).encode())
@@ -410,7 +380,7 @@ def warm_start(job: Job) -> dict:
     if distributed.broadcast_from_process_0(folder.is_dir):
         say(f"warm start: read from {folder}")
         try:
-            return {name: load_policy(folder / name, job.mesh, job.config.policy.dtype).params for name in job.policies}
+            return {name: load_policy(folder / name, job.mesh).params for name in job.policies}
         except ValueError as error:
             raise ConfigError(f"{error}; remove {folder}, and the next run makes a new one") from None
     params = clone(job)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import jax
 import orbax.checkpoint as ocp
-from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, EveryNSteps, LatestN
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 from hgpo_jax.config import LogConfig
 from hgpo_jax.utils.errors import RunError
@@ -95,16 +95,14 @@ def newest_intact(folder: Path) -> tuple[int | None, list[str]]:
 class Checkpoints:
     """The checkpoints under `folder`, numbered by the iterations done; written atomically in the background.
 
-    The fields of `settings` decide which are kept: the last `keep_checkpoints`, the `keep_best` with the highest validation
-    success, and those whose number is a multiple of `keep_every`. All others are deleted.
+    The fields of `settings` decide which are kept: the last `keep_checkpoints`, and the `keep_best` with the highest validation
+    success. All others are deleted.
     """
 
     def __init__(self, folder: Path, settings: LogConfig):
         keep = [LatestN(settings.keep_checkpoints)]
         if settings.keep_best:
             keep.append(BestN(get_metric_fn=_success, n=settings.keep_best))
-        if settings.keep_every:
-            keep.append(EveryNSteps(settings.keep_every))
         options = ocp.CheckpointManagerOptions(
             preservation_policy=AnyPreservationPolicy(keep),
             best_fn=_success if settings.keep_best else None,

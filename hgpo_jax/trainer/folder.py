@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 
 from hgpo_jax import config as configuration
 from hgpo_jax.config import Config
-from hgpo_jax.learner.update import lr_scale
+from hgpo_jax.learner.optimizer import lr_scale
 from hgpo_jax.trainer import provenance
 from hgpo_jax.trainer.checkpoint import newest, newest_intact
 from hgpo_jax.trainer.metrics import read_metrics
@@ -29,7 +29,6 @@ FREE_TO_CHANGE = (
     "rollout.decode_batch_size",
     "learner.microbatch_size",
     "env.workers",
-    "reward.workers",
     "log.",
     "evaluation.",
 )
@@ -217,6 +216,10 @@ def began_with(folder: Path) -> dict:
         raise ConfigError(f"{file}: is damaged: {' '.join(str(error).split())}; {HOW_TO_REPAIR}") from None
     if not isinstance(old, dict):
         raise ConfigError(f"{file}: is damaged: expected the fields of a run; {HOW_TO_REPAIR}")
+    try:
+        old = configuration.current(old)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
     fields = Config().model_dump(mode="json")
     unknown = {name: value for name, value in old.items() if name not in fields}
     for name, default in fields.items():

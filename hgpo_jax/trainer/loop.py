@@ -15,11 +15,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from hgpo_jax.evaluation.held_out import play_held_out, sampled_decoding, summarize
-from hgpo_jax.learner.update import lr_scale
+from hgpo_jax.learner.optimizer import lr_scale
 from hgpo_jax.policy import load_policy, lora
 from hgpo_jax.rollout.episodes import Episodes
-from hgpo_jax.rollout.result import RolloutResult
-from hgpo_jax.setup.job import Job, PolicySetup, unrounded
+from hgpo_jax.setup.job import Job, PolicySetup
 from hgpo_jax.trainer.behavior_cloning import warm_start
 from hgpo_jax.trainer.checkpoint import Checkpoints
 from hgpo_jax.trainer.interruption import Interrupted, Interruption
@@ -91,7 +90,7 @@ class Training:
         with refusals():
             self.job.by_policy(functools.partial(save_adapters, self.folder), self.state.params)
         trained, played = self.state.params, self._rollout_params()
-        del self.state  # with adapters, the frozen weights are read back in `policy.dtype`
+        del self.state  # with adapters, the frozen weights are read back in float32
         base = starting_params(self.job, self.folder) if self.job.adapted else trained
         return self.job.merged_params(trained, base), played
 
@@ -136,21 +135,11 @@ class Training:
     def _rollout(self, iteration: int) -> tuple[Episodes, list[dict], dict]:
         """Returns the iteration's episodes, sums over its rollouts, and further metrics."""
         began = time.perf_counter()
-        result, sums, counts = sample(self.job, self._rollout_params(), iteration)
-        episodes, report = result
+        (episodes, report), sums, counts = sample(self.job, self._rollout_params(), iteration)
         self.recorder.time_phase("rollout", episodes.mask, began)
         self.recorder.dump(iteration, episodes, report)
         self.recorder.wait()  # at most one iteration is in flight
-        if self.config.log.sample_every and iteration % self.config.log.sample_every == 0:
-            self._print_first(iteration, result)
         return episodes, sums, counts
-
-    def _print_first(self, iteration: int, result: RolloutResult) -> None:
-        """Prints the first of an iteration's episodes; waits for the rollout."""
-        first = jax.tree.map(lambda a: a[:1], result.episodes)  # in every process
-        if jax.process_index() == 0:
-            text = self.job.runner.story(RolloutResult(jax.device_get(first), result.report), 0).text()
-            say(f"\nan episode of iteration {iteration + 1}:\n{text}\n")
 
     def _update(self, iteration: int, episodes: Episodes, sums: list[dict], known: dict) -> None:
         """Learns from the episodes; signals wait until the iteration has been counted."""
@@ -237,10 +226,7 @@ def starting_params(job: Job, folder: Path) -> dict[str, dict]:
     if not distributed.broadcast_from_process_0(lambda: all((place / "config.json").is_file() for place in by_place)):
         reference = job.given_params
         if config.warm_start == "cloning":
-            whole = unrounded(job)
-            reference = warm_start(whole)
-            if whole is not job:
-                whole.close()
+            reference = warm_start(job)
         with refusals():
             for place, name in by_place.items():
                 job.policies[name].save(reference[name], place)
@@ -248,7 +234,7 @@ def starting_params(job: Job, folder: Path) -> dict[str, dict]:
     read = {}
     for place, name in by_place.items():
         try:
-            read[place] = load_policy(place, job.mesh, config.policy.dtype).params
+            read[place] = load_policy(place, job.mesh).params
         except ValueError as error:
             raise ConfigError(f"{error}; remove {start}, and it will be recreated") from None
         if jax.tree.map(jnp.shape, read[place]) != jax.tree.map(jnp.shape, job.policies[name].initial.params):

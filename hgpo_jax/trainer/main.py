@@ -25,7 +25,7 @@ from hgpo_jax.rollout.environments import backend, environment
 from hgpo_jax.rollout.runners import TextRunner
 from hgpo_jax.serving.agent_rollout import AgentRunner
 from hgpo_jax.setup import memory
-from hgpo_jax.setup.job import Job, PolicySetup, Runner, build, job_mesh, open_devices, unrounded
+from hgpo_jax.setup.job import Job, PolicySetup, Runner, build, job_mesh, open_devices
 from hgpo_jax.setup.validate import check_together
 from hgpo_jax.trainer.curves import plot_curves
 from hgpo_jax.trainer.folder import find_run, take_folder
@@ -79,7 +79,6 @@ def train(
         )
         return folder
     check_loggers(config)
-    check_trained_dtype(config)
     mesh = job_mesh(config)
     with Interruption(exits) as stop, CompileWatch():
         try:
@@ -106,7 +105,6 @@ def dry_run(given: dict, resume: str, allowed: tuple[str, ...]) -> None:
     """Checks everything but the weights, and plans the memory without the mesh's devices. Arguments as in `train`."""
     config = find_run(given, resume, allowed).config
     check_together(config)
-    check_trained_dtype(config)
     try:
         mesh = make_mesh("auto") if config.mesh == "auto" else abstract_mesh(config.mesh)
         found = environment(config.env)
@@ -134,16 +132,6 @@ def check_loggers(config: Config) -> None:
     """Raises ConfigError for a logger that is not installed."""
     if config.log.wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError("log.wandb=true: wandb is not installed; pip install 'hgpo_jax[wandb]'")
-
-
-def check_trained_dtype(config: Config) -> None:
-    """Raises ConfigError for a weight dtype that would round away the updates; adapters have their own float32."""
-    for own in memory.configs_by_policy(config).values():
-        if own.policy.dtype != "float32" and not own.lora.rank:
-            raise ConfigError(
-                f"policy.dtype={own.policy.dtype}: would round away the small steps of training; leave it out "
-                "(policy.compute_dtype=bfloat16 computes with a copy), or train adapters with lora.rank"
-            )
 
 
 def run(
@@ -202,8 +190,7 @@ def train_and_evaluate(
     with refusals():
         job.by_policy(functools.partial(save_trained, folder / "policy"), params)
     del params
-    with contextlib.closing(unrounded(job)) as whole:
-        result, transcripts = evaluate(whole, played, folder)
+    result, transcripts = evaluate(job, played, folder)
     shown = "\n\n".join(transcripts)
     if writes:
         plot_curves(folder)
@@ -221,5 +208,5 @@ def save_trained(folder: Path, policy: PolicySetup, params) -> None:
     """Writes a policy, and how its answers were asked for and ended. Raises ValueError where that cannot be written."""
     rollout, tokenizer, frame = policy.settings.rollout, policy.initial.tokenizer, None
     if getattr(tokenizer, "chat_template", None):
-        frame = ChatFrame(tokenizer, date=rollout.date, thinking=rollout.thinking, stop=rollout.stop)
+        frame = ChatFrame(tokenizer, thinking=rollout.thinking, stop=rollout.stop)
     Policy(policy.initial.config, params, tokenizer).save(folder / policy.name, stop=rollout.stop, trained=frame)

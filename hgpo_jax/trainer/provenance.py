@@ -19,7 +19,7 @@ def record(config: Config, folder: Path, done: int) -> list[str]:
     """Adds the outside code of the run from iteration `done` on to the file, if it differs from the last record.
 
     A record has `from_iteration` and, by field (`env.name`, `method`, `reward.source`, `env.state_key`, an option of the
-    environment, `env.template`, a role's `template`), the place as the user wrote it, the file, its SHA-256, and the version of
+    environment, `env.template`), the place as the user wrote it, the file, its SHA-256, and the version of
     the module or its distribution. If nothing comes from outside, nothing is written.
 
     Returns: a line for each of these that changed. Raises ConfigError for a damaged file.
@@ -33,12 +33,11 @@ def record(config: Config, folder: Path, done: int) -> list[str]:
     for option, place in user_code.code_in(options).items():
         given[f"env.options.{option}"], places[f"env.options.{option}"] = options[option], place
     now = {field: {"name": given[field], **user_code.version(place)} for field, place in places.items()}
-    templates = {"env.template": config.env.template}
-    templates |= {f"roles.{role}.template": settings.template for role, settings in config.roles.items()}
-    for field, name in templates.items():
-        if name and not (path := template_file(name)).is_relative_to(TEMPLATES):
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()
-            given[field], now[field] = name, {"name": name, "file": str(path.resolve()), "sha256": digest, "version": None}
+    template = config.env.template
+    if template and not (path := template_file(template)).is_relative_to(TEMPLATES):
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        given["env.template"] = template
+        now["env.template"] = {"name": template, "file": str(path.resolve()), "sha256": digest, "version": None}
     file = folder / FILE
     try:
         records = json.loads(file.read_text()) if file.is_file() else []

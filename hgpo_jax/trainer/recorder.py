@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,8 +26,8 @@ def loggers(config: Config, folder: Path, first: int) -> dict:
 
         chosen["TensorBoard"] = functools.partial(TensorBoard, folder, first)
     if config.log.wandb:
-        fields = config.model_dump(mode="json")
-        chosen["Weights & Biases"] = functools.partial(WeightsAndBiases, folder, config.log.wandb_project, fields)
+        project, fields = os.environ.get("WANDB_PROJECT", "hgpo_jax"), config.model_dump(mode="json")
+        chosen["Weights & Biases"] = functools.partial(WeightsAndBiases, folder, project, fields)
     return chosen
 
 

@@ -20,12 +20,11 @@ from hgpo_jax.learner import losses
 from hgpo_jax.learner.algorithms import AVAILABLE_ARRAYS, estimator_options
 from hgpo_jax.learner.batch import TrainingBatch
 from hgpo_jax.learner.critic import initialize_critic, make_value_loss, make_values, targets, values_of_episodes
+from hgpo_jax.learner.optimizer import make_optimizer
 from hgpo_jax.learner.update import (
     aggregation,
-    correction_level,
     make_logprobs,
     make_map,
-    make_optimizer,
     make_policy_loss,
     make_update,
 )
@@ -35,7 +34,7 @@ from hgpo_jax.rollout.result import RolloutResult
 from hgpo_jax.rollout.rewards import overlong
 from hgpo_jax.rollout.runners import CompiledRunner
 from hgpo_jax.rollout.state_keys import regrouped
-from hgpo_jax.setup.job import Job, PolicySetup
+from hgpo_jax.setup.job import MAX_TRIES, Job, PolicySetup
 from hgpo_jax.trainer.metrics import advantage_metrics, role_advantages, rollout_sums
 from hgpo_jax.utils.errors import RunError
 
@@ -46,7 +45,7 @@ def sample(job: Job, params, iteration: int) -> tuple[RolloutResult, list[dict],
     params: `Job.rollout_params`.
 
     Returns: the episodes with their report, the `metrics.rollout_sums` of each rollout, and further metrics. With dynamic
-    sampling, rollouts are repeated on further tasks, at most `rollout.max_tries` times, until there are as many prompt groups
+    sampling, rollouts are repeated on further tasks, at most MAX_TRIES times, until there are as many prompt groups
     with different rewards as an iteration learns from. Missing groups then have no steps, and there is no report.
 
     Raises RunError if every episode of a host rollout failed (for a compiled one `Alarms` raises it, because it waits for the
@@ -58,7 +57,7 @@ def sample(job: Job, params, iteration: int) -> tuple[RolloutResult, list[dict],
         counts = result.report.counts if result.report else {}
         return RolloutResult(punish_overlong(job, result.episodes), result.report), [of_one], counts
     kept, sums = None, []
-    for attempt in range(settings.max_tries):
+    for attempt in range(MAX_TRIES):
         (episodes, _), of_one = _rewarded_rollout(job, params, iteration, attempt)
         if kept is None:
             kept = jax.tree.map(jnp.zeros_like, episodes).replace(groups=episodes.groups)
@@ -67,7 +66,7 @@ def sample(job: Job, params, iteration: int) -> tuple[RolloutResult, list[dict],
         sums.append(of_one)
         if filled >= settings.prompt_groups:
             break
-    assert kept is not None  # `max_tries` is above 0
+    assert kept is not None  # MAX_TRIES is above 0
     return RolloutResult(punish_overlong(job, kept), None), sums, {"rollouts": len(sums), "kept_groups": int(filled)}
 
 
@@ -79,14 +78,14 @@ def _rewarded_rollout(job: Job, params, iteration: int, attempt: int = 0) -> tup
         first = int(jnp.where(begun, agents, 0).max())  # over the episodes of all processes
         if first:  # the turn that a prompt group shares would be one of the turns to learn from
             raise RunError(
-                f"learner.alternate: of roles that learn in turns the first, {job.runner.roles[0]}, must act first, but "
-                f"{job.runner.roles[first]} did; give learner.alternate=0, or another order of the environment's roles"
+                f"method={job.config.method}: of roles that learn in turns the first, {job.runner.roles[0]}, must act first, "
+                f"but {job.runner.roles[first]} did; list the environment's roles in another order"
             )
     rewards: dict = {}
     if job.reward:
         result, rewards = job.reward(result)
     if job.config.reward.overlong_cache:
-        rewards["reward/overlong"] = overlong(job.config, job.runner.roles, result.episodes).sum()
+        rewards["reward/overlong"] = overlong(job.config, result.episodes).sum()
     if job.config.env.state_key or job.config.advantage.similarity is not None:
         result = regrouped(result, job.config)
     if result.report and not result.episodes.mask.any():
@@ -104,7 +103,7 @@ def punish_overlong(job: Job, e: Episodes) -> Episodes:
     """Applies `rewards.overlong`; after dynamic sampling, which selects by success, not by length, as in the DAPO paper."""
     if not job.config.reward.overlong_cache:
         return e
-    return e.replace(rewards=e.rewards + overlong(job.config, job.runner.roles, e))
+    return e.replace(rewards=e.rewards + overlong(job.config, e))
 
 
 @functools.partial(jax.jit, static_argnums=3)
@@ -355,11 +354,12 @@ def _update_sizes(config: Config) -> dict:
 
 def _make_policy_update(job: Job, policy: PolicySetup):
     """Returns (optimizer, the policy's `make_update`, preceded by `learner.rollout_correction`)."""
-    config, method, optimizer = policy.settings, job.method, make_optimizer(policy.settings.learner)
+    config, method, learner = policy.settings, job.method, policy.settings.learner
+    optimizer = make_optimizer(learner.lr, learner.warmup_steps, learner.grad_clip, weight_decay=learner.weight_decay)
     loss = make_policy_loss(policy.model, config.learner, method, config.rollout.temperature, job.runner.roles)
     per_token = aggregation(config.learner, method) == "token-mean"
     update = make_update(loss, optimizer, job.mesh, **_update_sizes(config), per_token=per_token)
-    level = correction_level(config)
+    level = config.learner.rollout_correction
     if level == "none":
         return optimizer, update
     logprobs = make_logprobs(policy.model, config.rollout.temperature)
@@ -371,9 +371,7 @@ def _make_policy_update(job: Job, policy: PolicySetup):
         old_logp = mapped((cast(params, config.policy.compute_dtype), reference), batch, order, count)
         learned = jnp.zeros(order.shape, bool).at[order].set(jnp.arange(order.shape[0]) < count)
         mask = batch.response_mask() & learned[:, None]
-        weights, correction = losses.rollout_correction(
-            old_logp, batch.old_logp, mask, level=level, cap=config.learner.rollout_correction_cap
-        )
+        weights, correction = losses.rollout_correction(old_logp, batch.old_logp, mask, level=level)
         if method.loss == "gspo":  # advantages and, as `check_together` ensures, weights belong to whole responses
             weighted = batch.advantages * weights[:, 0]
         else:
@@ -390,11 +388,12 @@ def _make_policy_update(job: Job, policy: PolicySetup):
 def _make_critic(job: Job):
     """Returns (optimizer, `predict(params, batch, order, count) -> f32[N, ...]`,
     `update(state, batch, order, count, lr_scale)`)."""
-    config, optimizer = job.config, make_optimizer(job.config.critic)
+    config, critic = job.config, job.config.critic
+    optimizer = make_optimizer(critic.lr, critic.warmup_steps, critic.grad_clip)
     plan_words = sum(_planning(job).answer_parts[:2]) if job.method.parts else 0
     values = make_values(job.policy.initial.config, config.learner.remat, plan_words)
     mapped = make_map(values, job.mesh, microbatch_size=config.learner.microbatch_size)
-    loss = make_value_loss(values, config.critic.value_clip)
+    loss = make_value_loss(values, critic.value_clip)
     step = make_update(loss, optimizer, job.mesh, **_update_sizes(config), per_token=False)
 
     def predict(params, batch: TrainingBatch, order, count):

@@ -46,7 +46,7 @@ def test_the_agent_of_alfworld_plays_its_games(monkeypatch):
     fields = [
         "env.name=agent", "env.command=python -m hgpo_jax.envs.agents.alfworld valid_train", "env.max_turns=3",
         "policy.tokenizer=any", "rollout.prompt_groups=2", "rollout.group_size=2", "rollout.prompt_limit=4096",
-        "rollout.response_limit=12", "env.num_tasks=2",
+        "rollout.response_limit=12",
     ]  # fmt: skip
     model = dataclasses.replace(policy.config, max_position_embeddings=8192)
     runner = AgentRunner(configuration.load(None, fields), {SHARED: model}, policy.tokenizer, mesh)
@@ -91,7 +91,7 @@ def test_the_agent_with_tools_finds_its_number():
 
 SMALL = [
     "policy.tokenizer=tokenizer", "warm_start=none", "policy.hidden_size=16", "policy.intermediate_size=16",
-    "policy.num_hidden_layers=1", "policy.initializer_range=0.3", "rollout.response_limit=9", "rollout.history_length=0",
+    "policy.num_hidden_layers=1", "rollout.response_limit=9", "rollout.history_length=0",
     "learner.final_lr=1", "evaluation.episodes=8", "log.tensorboard=false", "mesh=data=2",
 ]  # fmt: skip
 

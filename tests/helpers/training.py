@@ -8,7 +8,7 @@ from tests.helpers import fork_server
 from tests.helpers.xla import xla_flags
 
 TINY = (
-    "iterations=4", "warm_start=none", "env.max_turns=4", "env.things=2", "policy.hidden_size=16",
+    "iterations=4", "warm_start=none", "env.max_turns=4", "policy.hidden_size=16",
     "policy.intermediate_size=16", "policy.num_hidden_layers=1", "rollout.prompt_groups=2", "rollout.group_size=4",
     "learner.minibatch_size=8", "learner.final_lr=1", "log.checkpoint_every=1", "log.dump_every=2", "evaluation.episodes=12",
     "log.tensorboard=false",

@@ -40,7 +40,7 @@ def test_equals_one_query_at_a_time(arrays, limit):
 
 def test_one_query_a_row_to_a_cache(arrays):
     q, k, v, positions = arrays
-    out = decode_attention(q[:, 0], KVCache.of(k, v, int8=False), positions[:, 0])
+    out = decode_attention(q[:, 0], KVCache.of(k, v), positions[:, 0])
     np.testing.assert_allclose(out, plain(*arrays)[:, 0], atol=1e-5)
 
 

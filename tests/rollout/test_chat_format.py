@@ -60,13 +60,13 @@ def test_what_the_messages_say(environment):
 @pytest.mark.parametrize("environment", [*FALLBACK, "plain"])
 def test_an_answer_is_read_as_the_command_that_it_gives(tokenizer, environment):
     format = ChatFormat(frame(tokenizer), environment)
-    commands, thoughts = ["go to desk 1", "look", "put a <|im_end|> 2"], ["", "It may lie there.", "no <|im_start|> here"]
-    for ids, command, thought in zip(format.answers(commands, thoughts), commands, thoughts, strict=True):
+    commands = ["go to desk 1", "look", "put a <|im_end|> 2"]
+    for ids, command in zip(format.answers(commands), commands, strict=True):
         assert ids[-1] == format.end_tokens[0] and ids.count(format.end_tokens[0]) == 1
         parsed = format.parse(ids)
         assert parsed.action == command and parsed.well_formed
         if environment != "plain":
-            assert parsed.text == f"<think>{thought}</think><action>{command}</action>"
+            assert parsed.text == f"<think></think><action>{command}</action>"
 
 
 def test_values_are_not_templates():

@@ -15,7 +15,7 @@ from hgpo_jax.policy import ModelConfig, initialize, network
 from hgpo_jax.rollout.chat_prompts import ParsedResponse, Prompt
 from hgpo_jax.rollout.compiled import make_rollout, replay
 from hgpo_jax.rollout.episodes import Episodes
-from hgpo_jax.rollout.host import HostRollout, Speaker, TextSettings
+from hgpo_jax.rollout.host import HostRollout, TextSettings
 from hgpo_jax.rollout.requirements import check_compiled, check_text, roles_of
 from hgpo_jax.rollout.runners import CompiledRunner
 from hgpo_jax.rollout.scripted_play import play as scripted
@@ -130,31 +130,30 @@ class Pair(Counting):
 
 
 class Marked:
-    """Prompts that begin with a mark; actions that depend on it and on how long a response is."""
+    """Prompts that depend on what they show; actions that depend on how long a response is."""
 
     end_tokens, prompt_limit = (0,), 8
 
-    def __init__(self, mark):
-        self.mark, self.inputs = mark, []
+    def __init__(self):
+        self.inputs = []
 
     def build(self, inputs):
         self.inputs += inputs
-        return [Prompt([self.mark, 1 + len(each.observation) % 7, 1 + len(each.history)]) for each in inputs]
+        return [Prompt([1 + len(each.observation) % 7, 1 + len(each.history)]) for each in inputs]
 
     def parse(self, ids):
-        return ParsedResponse("said", f"add {len(ids) + self.mark}", True)
+        return ParsedResponse("said", f"add {len(ids)}", True)
 
 
-def test_a_host_rollout_asks_each_role_in_its_own_way_and_shows_it_its_own_past():
+def test_a_host_rollout_asks_each_role_of_its_own_weights_and_shows_it_its_own_past():
     model = ModelConfig(
         vocab_size=8, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
         initializer_range=0.3,
     )  # fmt: skip
-    mesh, even, odd = mesh_of("data=1"), Marked(2), Marked(1)
+    mesh, format = mesh_of("data=1"), Marked()
     rollout = HostRollout(
-        Pair, even, dict.fromkeys("xy", network(model)), mesh,
-        TextSettings(batch=6, history_length=2, response_limit=3, decode_batch_size=2),
-        speakers=[Speaker(even, 3, "x"), Speaker(odd, 2, "y")],
+        Pair, format, dict.fromkeys("xy", network(model)), mesh,
+        TextSettings(batch=6, history_length=2, response_limit=3, decode_batch_size=2), policies=("x", "y"),
     )  # fmt: skip
     assert rollout.roles == ("even", "odd")
     params = {"x": initialize(model, 0, mesh), "y": initialize(model, 1, mesh)}
@@ -162,21 +161,17 @@ def test_a_host_rollout_asks_each_role_in_its_own_way_and_shows_it_its_own_past(
     e, report = rollout(params, np.arange(6), keys, np.arange(6), Decoding())
     assert len({*e.agents[:, 0]}) == 2  # both have a turn at the same time
     assert {0, 1} == set(e.agents[e.mask]) and not e.agents[~e.mask].any()
-    for role, (mark, limit) in enumerate([(2, 3), (1, 2)]):
-        own = e.mask & (e.agents == role)
-        assert set(e.prompts[own][:, 0]) == {mark} and e.response_lengths[own].max() == limit
     told = {}
-    for role, format in enumerate((even, odd)):
-        for each in format.inputs:
-            told.setdefault((role, each.goal, each.observation), []).append((each.history, each.turn))
+    for each in format.inputs:
+        told.setdefault((each.goal, each.observation), []).append((each.history, each.turn))
     for b in range(6):
         seen = [report.texts[state] for state in e.states[b]]
         pasts = {0: [], 1: []}
         for t in range(int(e.mask[b].sum())):
             role = int(seen[t].split()[1]) % 2
             assert e.agents[b, t] == role
-            assert report.actions[b][t] == f"add {e.response_lengths[b, t] + 2 - role}"
-            assert (pasts[role][-2:], len(pasts[role])) in told[role, report.goals[b], seen[t]]
+            assert report.actions[b][t] == f"add {e.response_lengths[b, t]}"
+            assert (pasts[role][-2:], len(pasts[role])) in told[report.goals[b], seen[t]]
             pasts[role].append((seen[t], report.actions[b][t]))
         lines = report.story(e, b, rollout.roles).text().splitlines()
         assert [line.split()[0] for line in lines[2::2]] == [rollout.roles[role] for role in e.agents[b][e.mask[b]]]

@@ -20,7 +20,7 @@ import numpy as np
 from tests.helpers import runs
 
 RUN = (
-    "iterations=12", "env.max_turns=6", "env.things=2", "policy.hidden_size=32", "policy.intermediate_size=64",
+    "iterations=12", "env.max_turns=6", "policy.hidden_size=32", "policy.intermediate_size=64",
     "policy.num_hidden_layers=1", "rollout.prompt_groups=2", "rollout.group_size=4", "rollout.history_length=1",
     "learner.minibatch_size=8", "cloning.episodes=512", "cloning.max_steps=200", "cloning.stop_at=0.05",
     "log.checkpoint_every=1", "log.dump_every=2", "log.tensorboard=false", "evaluation.episodes=8", "evaluation.every=5",

@@ -16,37 +16,34 @@ def row(iteration, **more):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "field"),
+    ("name", "value", "limit"),
     [
-        ("ratio", 2.5, "log.max_ratio=1.2"), ("ratio", 0.8, "log.max_ratio=1.2"), ("ratio", math.nan, "log.max_ratio=1.2"),
-        ("approx_kl", math.inf, "log.max_approx_kl=0.1"), ("logp_difference", 0.01, "log.max_logp_difference=0.001"),
+        ("ratio", 2.5, "1.2"), ("ratio", 0.8, "1.2"), ("ratio", math.nan, "1.2"),
+        ("approx_kl", math.inf, "0.1"), ("logp_difference", 0.01, "0.001"),
     ],
 )  # fmt: skip
-def test_a_number_above_its_limit_is_said_once_until_it_was_below(name, value, field):
+def test_a_number_above_its_limit_is_said_once_until_it_was_below(name, value, limit):
     alarms = Alarms(load())
     assert alarms.check(row(3)) == []
     (said,) = alarms.check(row(4, **{name: value}))
     assert said.startswith(f"iteration 5: {name} is ")
-    assert field in said
+    assert said.endswith(f", its limit is {limit}")
     assert alarms.check(row(5, **{name: value})) == []
     assert alarms.check(row(6)) == []
     assert len(alarms.check(row(7, **{name: value}))) == 1
 
 
-@pytest.mark.parametrize(
-    "field", ["policy.compute_dtype=bfloat16", "policy.sample_dtype=int8", "log.max_logp_difference=0.2"]
-)
-def test_fewer_bits_may_differ_more_and_so_may_what_one_says(field):
-    assert Alarms(load(None, [field])).check(row(0, logp_difference=0.1)) == []
+def test_fewer_bits_may_differ_more():
+    assert Alarms(load(None, ["policy.compute_dtype=bfloat16"])).check(row(0, logp_difference=0.1)) == []
 
 
 def test_skipped_updates_are_said_and_end_the_run_after_so_many_in_a_row():
-    alarms = Alarms(load(None, ["learner.max_nonfinite=3"]))
+    alarms = Alarms(load())
     bad = {"nonfinite_steps": 2.0, "logp_difference": math.nan}
     assert "2 updates had a non-finite loss or gradient" in alarms.check(row(0, **bad))[0]
     assert "nonfinite-00001.npz" in alarms.check(row(1, **bad))[0]
     alarms.check(row(2))
-    with pytest.raises(RunError, match=r"learner\.max_nonfinite=3"):
+    with pytest.raises(RunError, match="the run stops after 3 such iterations in a row"):
         for iteration in (3, 4, 5):
             alarms.check(row(iteration, **bad))
     assert iteration == 5

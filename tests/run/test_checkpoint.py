@@ -118,8 +118,6 @@ def kept(folder):
 def test_what_is_kept(tmp_path):
     write(tmp_path / "last", range(1, 4), keep_checkpoints=2)
     assert kept(tmp_path / "last") == [2, 3]
-    write(tmp_path / "every", range(1, 6), keep_checkpoints=1, keep_every=2)
-    assert kept(tmp_path / "every") == [2, 4, 5]
     write(tmp_path / "best", range(1, 6), {1: 0.5, 2: 0.9, 3: 0.7}, keep_checkpoints=1, keep_best=2)
     assert kept(tmp_path / "best") == [2, 3, 5]
     # What was best is known again after a resumption.

@@ -13,7 +13,7 @@ from tests.helpers.processes import alone, metrics, together
 from tests.helpers.training import command
 
 FIELDS = (
-    "iterations=4", "env.max_turns=10", "env.things=2", "policy.hidden_size=32", "policy.intermediate_size=64",
+    "iterations=4", "env.max_turns=10", "policy.hidden_size=32", "policy.intermediate_size=64",
     "policy.num_hidden_layers=1", "rollout.prompt_groups=2", "rollout.group_size=4", "learner.minibatch_size=8",
     "learner.final_lr=1", "log.dump_every=1", "log.checkpoint_every=1000", "evaluation.episodes=12", "cloning.episodes=512",
     "cloning.max_steps=200", "cloning.stop_at=0.05",

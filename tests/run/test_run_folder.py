@@ -1,6 +1,7 @@
 """Whose folder it is: what may change where a run is resumed, the lock, and what a run leaves that died at once."""
 
 import errno
+import functools
 import json
 import os
 import shutil
@@ -10,8 +11,10 @@ from pathlib import Path
 import filelock
 import jax.numpy as jnp
 import pytest
+import yaml
 
 from hgpo_jax import config as configuration
+from hgpo_jax.analysis import read_config
 from hgpo_jax.config import cli
 from hgpo_jax.config.policies import SHARED
 from hgpo_jax.policy import ModelConfig, Policy
@@ -164,17 +167,17 @@ def test_what_is_wrong_in_a_run_s_own_configuration_is_named(tmp_path, content, 
 def test_all_fields_that_differ_are_named_and_allowed_by_name(tmp_path):
     folder = begun(tmp_path / "run", "seed=3", "learner.lr=0.5")
     check_unchanged(configuration.load(None, ["seed=3", "learner.lr=0.5"]), folder)
-    other = configuration.load(None, ["env.things=2", "learner.lr=0.25"])
+    other = configuration.load(None, ["env.places=7", "learner.lr=0.25"])
     with pytest.raises(ConfigError) as caught:
         check_unchanged(other, folder)
     assert str(caught.value) == (
-        "seed=0 (the run began with seed=3), env.things=2 (the run began with env.things=4), learner.lr=0.25 (the run began "
+        "seed=0 (the run began with seed=3), env.places=7 (the run began with env.places=6), learner.lr=0.25 (the run began "
         f"with learner.lr=0.5): give what the run in {folder} began with, another run_dir, or --allow-change seed "
-        "--allow-change env.things --allow-change learner.lr"
+        "--allow-change env.places --allow-change learner.lr"
     )
-    with pytest.raises(ConfigError, match=r"^env\.things=2 \(the run began with env\.things=4\): give"):
+    with pytest.raises(ConfigError, match=r"^env\.places=7 \(the run began with env\.places=6\): give"):
         check_unchanged(other, folder, ("learner.lr", "seed"))
-    check_unchanged(other, folder, ("learner.lr", "seed", "env.things"))
+    check_unchanged(other, folder, ("learner.lr", "seed", "env.places"))
     with pytest.raises(ConfigError, match=r"learner\.lrr: no such field"):
         check_unchanged(other, folder, ("learner.lrr",))
 
@@ -196,7 +199,7 @@ def test_what_a_role_has_of_its_own_is_compared_field_by_field(tmp_path):
 
 
 # Written down again: a field that slips into the product's list would let a resumed run learn something else, unsaid.
-CHANGE_NOTHING = {"run_dir", "cache_dir", "mesh", "iterations", "env.workers", "reward.workers"}
+CHANGE_NOTHING = {"run_dir", "cache_dir", "mesh", "iterations", "env.workers"}
 
 
 def test_every_field_is_compared_but_for_those_that_change_nothing_that_is_learned(tmp_path):
@@ -225,6 +228,37 @@ def test_a_field_that_is_newer_than_the_run_had_its_default(tmp_path):
     check_unchanged(configuration.load(None, ["learner.lr=0.5"]), folder)
     with pytest.raises(ConfigError, match=r"^critic\.lr=0\.5 \(the run began with critic\.lr=0\.005\)"):
         check_unchanged(configuration.load(None, ["learner.lr=0.5", "critic.lr=0.5"]), folder)
+
+
+def of_an_older_release(folder, **changed):
+    """The folder of a run whose configuration has all removed fields, at their values or changed ones."""
+    begun(folder, "env.name=household_team", "learner.lr=0.5", "roles.searcher.policy=own")
+    recorded = configuration.read_yaml((folder / "config.yaml").read_text())
+    recorded["learner"]["rollout_correction"] = None  # as it was called where nothing was corrected
+    for name, value in configuration.REMOVED.items():
+        *sections, field = name.replace("NAME", "searcher").split(".")
+        functools.reduce(dict.__getitem__, sections, recorded)[field] = changed.get(name, value)
+    (folder / "config.yaml").write_text(yaml.safe_dump(recorded))
+    return folder
+
+
+def test_removed_fields_of_an_older_run_are_left_out_where_they_hold_what_holds_now(tmp_path):
+    folder = of_an_older_release(tmp_path / "run")
+    own = configuration.load(None, ["env.name=household_team", "learner.lr=0.5", "roles.searcher.policy=own"])
+    assert sought(folder).config == read_config(folder) == own
+    check_unchanged(own, folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("learner.beta1", 0.8), ("policy.sample_dtype", "int8"), ("roles.NAME.template", "x")]
+)
+def test_an_older_run_with_another_value_of_a_removed_field_is_refused(tmp_path, name, value):
+    folder = of_an_older_release(tmp_path / "run", **{name: value})
+    field = name.replace("NAME", "searcher")
+    message = rf"^{folder}/config.yaml: {field}={value!r}: is [^\n]+; hgpo_jax 0\.2\.0 reads and continues this run$"
+    for read in (sought, read_config):
+        with pytest.raises(ConfigError, match=message):
+            read(folder)
 
 
 def test_a_run_that_died_before_it_wrote_its_configuration_begins_again(tmp_path):

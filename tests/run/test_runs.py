@@ -85,7 +85,7 @@ CLONING = ("cloning.stop_at=1", "cloning.max_steps=20", "cloning.check_every=20"
 SETTINGS = {
     "critic and adapters": ("method=ppo", "lora.rank=2", *CLONING),
     "text of roles": ("env.name=household_team_text", "warm_start=none", "rollout.prompt_limit=512", "rollout.response_limit=8",
-                      "roles.searcher.response_limit=4", "env.max_turns=3", "roles.searcher.policy=own",
+                      "env.max_turns=3", "roles.searcher.policy=own",
                       "roles.searcher.lr=1e-3", "roles.carrier.lora_rank=2"),
 }  # fmt: skip
 
@@ -222,24 +222,24 @@ sample = training.sample
 def poisoned(job, params, iteration):
     result, sums, counts = sample(job, params, iteration)
     episodes = result.episodes
-    if iteration != 1:
+    if iteration > 0:
         episodes = episodes.replace(rewards=episodes.rewards.at[0, 0].set(jnp.nan))
     return result._replace(episodes=episodes), sums, counts
 training.sample = poisoned
 """
 
 
-def test_a_batch_that_is_not_finite_is_skipped_and_two_in_a_row_end_the_run(cache, tmp_path):
-    said = runs.run(tmp_path, *PLAIN, cache, "learner.max_nonfinite=2", code=NONFINITE, expect=1)
+def test_a_batch_that_is_not_finite_is_skipped_and_three_in_a_row_end_the_run(cache, tmp_path):
+    said = runs.run(tmp_path, *PLAIN, cache, code=NONFINITE, expect=1)
     rows = timeless(tmp_path / "run")
-    assert [row["nonfinite_steps"] > 0 for row in rows] == [True, False, True, True]
+    assert [row["nonfinite_steps"] > 0 for row in rows] == [False, True, True, True]
     assert all(np.isfinite(row["entropy"]) for row in rows)
-    assert said.count("warning: iteration 1: ") >= 1
+    assert said.count("warning: iteration 2: ") >= 1
     kept = sorted((tmp_path / "run" / "episodes").glob("nonfinite-*"))
-    assert [path.name for path in kept] == [f"nonfinite-0000{iteration}.npz" for iteration in (0, 2, 3)]
+    assert [path.name for path in kept] == [f"nonfinite-0000{iteration}.npz" for iteration in (1, 2, 3)]
     assert np.isnan(arrays(kept[0])["rewards"]).sum() == 1
     last = said.splitlines()[-1]
-    assert last.startswith("error: iteration 4: ") and "learner.max_nonfinite=2" in last
+    assert last.startswith("error: iteration 4: ") and "after 3 such iterations in a row" in last
     assert "Traceback" not in said
 
 

@@ -22,7 +22,6 @@ def test_greedy_episodes_are_equal_to_the_letter():
     fields = [
         "env.name=household_text", "env.template=plain", "env.max_turns=5", "warm_start=none", "evaluation.episodes=6",
         "rollout.prompt_groups=2", "rollout.group_size=3", "rollout.response_limit=12", "rollout.prompt_limit=900",
-        "policy.initializer_range=0.3",
     ]  # fmt: skip
     config = configuration.load("text_small", fields)
     job = build(config, prepare_devices(config))

@@ -168,7 +168,7 @@ def loops(e, values, penalty):
 def test_parts_are_those_of_plain_loops():
     dump = analysis.load(EXAMPLE, iteration=9)
     # HGPO's own options are the released ones, whatever the run's.
-    other = {"alpha": 2.0, "weight_offset": 1.0, "base_group": True, "normalize": "mean_std"}
+    other = {"alpha": 2.0, "normalize": "mean_std"}
     own = dump.config.advantage.model_copy(update=other)
     e = jax.tree.map(lambda array: array[:32], dump.episodes)  # four tasks
     dump = dataclasses.replace(dump, episodes=e, config=dump.config.model_copy(update={"advantage": own}))

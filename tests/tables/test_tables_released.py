@@ -21,10 +21,8 @@ RELEASED = {
     "env.split": "train",
     "env.compiled": None,
     "env.strict": False,  # agent_system/environments: a response is valid by its form alone
-    "env.reachable_only": False,
-    "policy.dtype": "float32",  # verl/workers/fsdp_workers.py: what the actor's optimizer holds
     # Their old log-probabilities are the trainer's, and nothing weighs the sampler's in.
-    "policy.sample_dtype": "compute_dtype", "learner.rollout_correction": None, "learner.rollout_correction_cap": 2.0,
+    "learner.rollout_correction": "none",
     "policy.compute_dtype": "bfloat16",  # D rollout.dtype, and FSDP's mixed precision
     "lora.rank": 0,  # D model.lora_rank
     "rollout.prompt_groups": 16,  # H data.train_batch_size
@@ -35,17 +33,13 @@ RELEASED = {
     "rollout.response_limit": 512,  # H data.max_response_length
     "rollout.stop": ("<|endoftext|>",),  # vLLM ends where Qwen2.5's generation_config.json does: there, and at eos_token
     "rollout.ready_fraction": 1.0,  # all environments in step
-    "rollout.thinking": None, "rollout.date": None,  # Qwen2.5's template has no switch, tells no day
+    "rollout.thinking": None,  # Qwen2.5's template has no switch
     "reward.source": "",  # the environment's alone
-    "reward.overlong_cache": 0, "reward.overlong_penalty": 1.0,  # D reward_model.overlong_buffer.enable: false
+    "reward.overlong_cache": 0,  # D reward_model.overlong_buffer.enable: false
     "env.state_key": "", "advantage.similarity": None,  # D algorithm.gigpo.enable_similarity: false
     "learner.unfinished": "train",  # responses that were cut are in the loss
     "advantage.gamma": 0.95,  # H algorithm.gamma
     "advantage.alpha": 1.0,  # H algorithm.hgpo.length_weight_alpha
-    "advantage.weight_offset": 2.0,  # recipe/hgpo/core_hgpo.py
-    "advantage.base_group": False,  # H algorithm.hgpo.base_group
-    "advantage.statistics": "per_step",  # verl/trainer/ppo/core_algos.py: compute_mean_std_cross_steps
-    "advantage.step_weight": 1.0,  # D algorithm.gigpo.step_advantage_w
     "advantage.history_length": None,  # that of the prompt
     "advantage.lam": None,  # of estimators that read it, D algorithm.lam for ppo
     "advantage.invalid_penalty": 0.1,  # H actor.invalid_action_penalty_coef
@@ -53,28 +47,18 @@ RELEASED = {
     "learner.warmup_steps": 0,  # D actor.optim.lr_warmup_steps_ratio
     "learner.final_lr": 1.0,  # D actor.optim.warmup_style: constant
     "learner.weight_decay": 0.01,  # D actor.optim.weight_decay
-    "learner.beta1": 0.9,  # verl/workers/fsdp_workers.py: betas
-    "learner.beta2": 0.999,
     "learner.grad_clip": 1.0,  # D actor.grad_clip
     "learner.clip_low": 0.2,  # D actor.clip_ratio_low
     "learner.clip_high": 0.2,  # D actor.clip_ratio_high
-    "learner.dual_clip": 3.0,  # D actor.clip_ratio_c
     "learner.kl_weight": 0.01,  # H actor.kl_loss_coef
-    "learner.kl_kind": "k3",  # H actor.kl_loss_type=low_var_kl
     "learner.entropy_weight": 0.001,  # D actor.entropy_coeff
     "learner.aggregate": "token-mean",  # D actor.loss_agg_mode
     "critic.lr": 1e-5,  # M critic.optim.lr
     "critic.warmup_steps": 0,  # D critic.optim.lr_warmup_steps_ratio; M trainer.critic_warmup=0
-    "critic.weight_decay": 0.01,  # D critic.optim.weight_decay
-    "critic.beta1": 0.9,
-    "critic.beta2": 0.999,
     "critic.grad_clip": 1.0,  # D critic.grad_clip
     "critic.value_clip": 0.5,  # D critic.cliprange_value
     "evaluation.episodes": 512,  # recipe/hgpo/run_*_eval.sh: val_data_size * 4
     "evaluation.temperature": 0.4,  # H rollout.val_kwargs.temperature
-    "evaluation.top_k": 0,  # D rollout.val_kwargs.top_k=-1
-    "evaluation.top_p": 1.0,  # D rollout.val_kwargs.top_p
-    "evaluation.min_response": 0,
 }
 ENVIRONMENTS = {
     "alfworld": {
@@ -122,13 +106,11 @@ METHOD = {
 }
 # Other environments' and methods' fields, places, speed, and what is written: no result depends on them here.
 ELSEWHERE = (
-    "name", "run_dir", "cache_dir", "mesh", "env.tasks", "env.rooms", "env.places", "env.things", "env.size", "env.boxes",
-    "env.reward", "env.options", "env.template", "env.data", "env.generated", "env.workers",
-    "env.time_limit", "env.command", "env.failed", "env.num_tasks", "env.num_held_out_tasks", "lora.alpha", "lora.targets",
-    "rollout.max_tries", "learner.alternate", "learner.process_noise", "advantage.prior_count", "advantage.gate_count",
-    "reward.mode", "reward.workers", "reward.time_limit", "rollout.decode_batch_size", "cloning.",
-    "learner.microbatch_size", "learner.remat", "learner.offload", "learner.max_nonfinite", "evaluation.every",
-    "roles", "log.", *(f"policy.{name}" for name in ("tokenizer", *configuration.PolicyConfig().sizes)),
+    "name", "run_dir", "cache_dir", "mesh", "env.tasks", "env.rooms", "env.places", "env.size", "env.options", "env.template",
+    "env.data", "env.generated", "env.workers", "env.time_limit", "env.command", "env.failed", "env.num_held_out_tasks",
+    "lora.alpha", "lora.targets", "rollout.decode_batch_size", "cloning.", "learner.microbatch_size", "learner.remat",
+    "learner.offload", "evaluation.every", "roles", "log.",
+    *(f"policy.{name}" for name in ("tokenizer", *configuration.PolicyConfig().sizes)),
 )  # fmt: skip
 CELLS = planning.cells(PLAN)
 
