@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from hgpo_jax.policy.kv_cache import KVCache
-from hgpo_jax.policy.mesh import auto_axes
+from hgpo_jax.policy.mesh import all_auto_axes, auto_axes
 
 MAX_SCORES = 2**28  # 1 GB in float32, over the devices of fsdp and tensor together
 
@@ -113,8 +113,7 @@ def attend_on_shards(attention, q_BSHE, k_BSGE, v_BSGE, start_BS):
 
     The compiler cannot split a kernel along any axis, so none is left to it.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = set(mesh.axis_names) - set(mesh.manual_axes)
+    axes = all_auto_axes()
     if not axes:
         return attention(q_BSHE, k_BSGE, v_BSGE, start_BS)
     split = P(auto_axes("batch") or None, None, auto_axes("heads") or None)
