@@ -71,6 +71,19 @@ def test_what_compiles_for_long_is_said_at_growing_intervals_and_at_its_end(cloc
     ]  # fmt: skip
 
 
+def test_what_compiles_is_in_a_file_while_it_does(clock, tmp_path):
+    with CompileWatch() as watch:
+        watch.file = tmp_path / "compiling"
+        begin("train_step")
+        thread = threading.Thread(target=begin, args=["_decode"])
+        thread.start()
+        thread.join()
+        assert watch.file.read_text() == "the update\ndecoding\n"
+        end("train_step", 1.0)
+        assert watch.file.read_text() == "decoding\n"
+    assert not watch.file.exists()
+
+
 def test_jax_tells_of_all_that_it_compiles(monkeypatch, capsys):
     monkeypatch.setattr(progress, "SAY_AFTER", 0.0)
     with CompileWatch():

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from hgpo_jax.policy.kv_cache import KVCache
-from hgpo_jax.policy.mesh import auto_axes
+from hgpo_jax.policy.mesh import all_auto_axes, auto_axes
 
 MAX_SCORES = 2**28  # 1 GB in float32, over the devices of fsdp and tensor together
 
@@ -77,9 +77,10 @@ def attend_all(q_BSHE, k_BSGE, v_BSGE, start_BS=None):
     E = q_BSHE.shape[-1]
     device = jax.sharding.get_abstract_mesh().abstract_device
     shards = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in auto_axes("kv_heads"))
-    if device is not None and device.platform == "tpu" and E % LANES == 0 and k_BSGE.shape[2] % shards == 0:
+    platform = device.platform if device is not None and k_BSGE.shape[2] % shards == 0 else None
+    if platform == "tpu" and E % LANES == 0:
         return splash(q_BSHE, k_BSGE, v_BSGE, start_BS)
-    if device is not None and device.platform == "gpu" and q_BSHE.dtype == jnp.bfloat16 and E % 8 == 0 and E <= 128:
+    if platform == "gpu" and q_BSHE.dtype == jnp.bfloat16 and E % 8 == 0 and E <= 128:
         return cudnn(q_BSHE, k_BSGE, v_BSGE, start_BS)
     return attend_in_blocks(q_BSHE, k_BSGE, v_BSGE, start_BS)
 
@@ -103,17 +104,35 @@ def attend_in_blocks(q_BSHE, k_BSGE, v_BSGE, start_BS=None, size: int | None = N
     return jnp.concatenate(out, axis=1)
 
 
+def attend_on_shards(attention, q_BSHE, k_BSGE, v_BSGE, start_BS):
+    """Runs `attention(q, k, v, start)` on each device's part of the rows and heads, inside a `shard_map` or not.
+
+    The compiler cannot split a kernel along any axis, so none is left to it.
+    """
+    axes = all_auto_axes()
+    if not axes:
+        return attention(q_BSHE, k_BSGE, v_BSGE, start_BS)
+    split = P(auto_axes("batch") or None, None, auto_axes("heads") or None)
+    rows = P(auto_axes("batch") or None)
+    mapped = jax.shard_map(attention, in_specs=(split, split, split, rows), out_specs=split, axis_names=axes, check_vma=False)
+    return mapped(q_BSHE, k_BSGE, v_BSGE, start_BS)
+
+
 def cudnn(q_BSHE, k_BSGE, v_BSGE, start_BS=None):
     """Computes `attend_all` by cuDNN's fused attention, bfloat16 only.
 
     It holds no scores, but JAX turns `start` into a bias, [B, 1, S, S] in bfloat16.
     """
     S = q_BSHE.shape[1]
-    # With a mask it rejects odd lengths.
-    even = lambda a: jnp.pad(a, ((0, 0), (0, S % 2), *((0, 0),) * (a.ndim - 2)))  # noqa: E731
-    q, k, v, start = jax.tree.map(even, (q_BSHE, k_BSGE, v_BSGE, start_BS))
-    mask = None if start is None else (start[:, :, None] == start[:, None])[:, None]
-    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")[:, :S]
+
+    def attend_shard(*arrays):
+        # With a mask it rejects odd lengths.
+        even = lambda a: jnp.pad(a, ((0, 0), (0, S % 2), *((0, 0),) * (a.ndim - 2)))  # noqa: E731
+        q, k, v, start = jax.tree.map(even, arrays)
+        mask = None if start is None else (start[:, :, None] == start[:, None])[:, None]
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")[:, :S]
+
+    return attend_on_shards(attend_shard, q_BSHE, k_BSGE, v_BSGE, start_BS)
 
 
 LANES = 128  # lanes of a TPU's vector registers, which a head and a block of slots must fill
@@ -151,13 +170,4 @@ def splash(q_BSHE, k_BSGE, v_BSGE, start_BS=None, interpret: bool = False):
         out = jax.vmap(attention)(heads_first(q * q.shape[-1] ** -0.5), heads_first(k), heads_first(v), segments)
         return jnp.swapaxes(out, 1, 2)[:, :S]
 
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = set(mesh.axis_names) - set(mesh.manual_axes)  # all axes: the compiler may not split a kernel
-    if not axes:
-        return attend_shard(q_BSHE, k_BSGE, v_BSGE, start_BS)
-    split = P(auto_axes("batch") or None, None, auto_axes("heads") or None)
-    rows = P(auto_axes("batch") or None)
-    attend_shards = jax.shard_map(
-        attend_shard, in_specs=(split, split, split, rows), out_specs=split, axis_names=axes, check_vma=False
-    )
-    return attend_shards(q_BSHE, k_BSGE, v_BSGE, start_BS)
+    return attend_on_shards(attend_shard, q_BSHE, k_BSGE, v_BSGE, start_BS)

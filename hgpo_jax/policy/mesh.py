@@ -138,6 +138,12 @@ def auto_axes(axis: str) -> tuple[str, ...]:
     return tuple(n for n in RULES[axis] if mesh.shape.get(n, 1) > 1 and n not in mesh.manual_axes)
 
 
+def all_auto_axes() -> set[str]:
+    """Lists all axes of the mesh in context that are left to the compiler, those of size one too."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return set(mesh.axis_names) - set(mesh.manual_axes)
+
+
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Pins the layout of an intermediate to the mesh of `jax.set_mesh`; without one (or on one device) does nothing."""
     if not any(auto_axes(axis) for axis in RULES if axis):

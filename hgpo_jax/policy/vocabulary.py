@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from hgpo_jax.policy.mesh import auto_axes
+from hgpo_jax.policy.mesh import all_auto_axes, auto_axes
 
 
 def embedding_lookup(table, tokens):
@@ -25,13 +25,10 @@ def embedding_lookup(table, tokens):
         found = jnp.take(shard, jnp.where(inside, local, 0), axis=0)
         return jax.lax.psum(jnp.where(inside[..., None], found, 0), axes)
 
-    lookup = jax.shard_map(
-        lookup_in_shard,
-        in_specs=(PartitionSpec(axes), PartitionSpec()),
-        out_specs=PartitionSpec(),
-        axis_names=set(axes),
-        check_vma=False,
-    )
+    rows = PartitionSpec(tuple(axis for axis in auto_axes("batch") if axis not in axes) or None)
+    # Over all axes: if one were left to the compiler, the sum would carry a sharding, with which XLA's CPU compiler aborts for
+    # bfloat16. `check_vma` stays true, so that the backward pass does not add the same gradients of all devices.
+    lookup = jax.shard_map(lookup_in_shard, in_specs=(PartitionSpec(axes), rows), out_specs=rows, axis_names=all_auto_axes())
     return lookup(table, tokens)
 
 

@@ -34,6 +34,7 @@ FREE_TO_CHANGE = (
 )
 HOW_TO_REPAIR = "repair it by hand, or start again in another run_dir"
 LOCK, UNFINISHED = ".lock", "config.yaml.partial"
+COMPILING = ".compiling"  # the programs that the run's process is compiling (`CompileWatch.file`)
 # Files of a run that was killed before it wrote config.yaml.
 NO_RUN = {LOCK, UNFINISHED, remote.STATE, provenance.FILE, f"{provenance.FILE}.partial"}
 PROOFS = ("evaluation.json", "transcripts.txt")  # that a run has ended; the first one holds its result
@@ -235,8 +236,8 @@ def began_with(folder: Path) -> dict:
 def take_folder(config: Config, folder: Path, resuming: bool) -> tuple[FileLock, int, list[str], list[str]]:
     """Claims the folder for this process, prepares it for training, and writes its config.yaml.
 
-    Returns: (its lock, the iterations done, warnings about damaged later checkpoints or changed outside code, messages about a
-    change of length).
+    Returns: (its lock, the iterations done, warnings about damaged later checkpoints, an end of the last process or changed
+    outside code, messages about a change of length).
 
     Raises:
       ConfigError: another process holds the folder, started a run there or has continued it since `find_run`.
@@ -248,7 +249,7 @@ def take_folder(config: Config, folder: Path, resuming: bool) -> tuple[FileLock,
     done, faults = resume_point(folder) if resuming else (0, [])
     refuse_fewer(config, folder, done)
     changes = change_length(config, folder, done) if resuming else []
-    faults += provenance.record(config, folder, done)
+    faults += [*ended_compiling(folder), *provenance.record(config, folder, done)]
     drop_later(folder, done)
     with atomic_write(folder / "config.yaml") as file:
         file.write(configuration.dump(config))
@@ -288,6 +289,14 @@ def resume_point(folder: Path) -> tuple[int, list[str]]:
     if lost := sorted(set(range(done or 0)) - rows):
         wrong.append(f"{folder / 'metrics.jsonl'}: lacks {len(lost)} rows of finished iterations, the first is {lost[0]}")
     return done or 0, wrong
+
+
+def ended_compiling(folder: Path) -> list[str]:
+    """Warns of a last process that ended while it compiled; XLA aborts at some programs that it cannot compile."""
+    file = folder / COMPILING
+    programs = ", ".join(file.read_text().splitlines()) if file.is_file() else ""
+    why = "if it was not killed, XLA aborted it and said why on standard error"
+    return [f"the last process of this run ended while it compiled {programs}; {why}"] if programs else []
 
 
 def drop_later(folder: Path, done: int) -> None:

@@ -28,7 +28,7 @@ from hgpo_jax.setup import memory
 from hgpo_jax.setup.job import Job, PolicySetup, Runner, build, job_mesh, open_devices
 from hgpo_jax.setup.validate import check_together
 from hgpo_jax.trainer.curves import plot_curves
-from hgpo_jax.trainer.folder import find_run, take_folder
+from hgpo_jax.trainer.folder import COMPILING, find_run, take_folder
 from hgpo_jax.trainer.interruption import Interrupted, Interruption
 from hgpo_jax.trainer.loop import Training, refusals
 from hgpo_jax.utils import distributed, remote
@@ -80,9 +80,9 @@ def train(
         return folder
     check_loggers(config)
     mesh = job_mesh(config)
-    with Interruption(exits) as stop, CompileWatch():
+    with Interruption(exits) as stop, CompileWatch() as watch:
         try:
-            run(config, mesh, folder, resuming, stop, on_iteration)
+            run(config, mesh, folder, resuming, stop, watch, on_iteration)
         except Interrupted as signal:
             say(f"stopped by {signal}: {_saved(config, stop, place, resuming)}")
             raise
@@ -140,6 +140,7 @@ def run(
     folder: Path,
     resuming: bool,
     stop: Interruption,
+    watch: CompileWatch,
     on_iteration: Callable[[dict], None] | None,
 ) -> None:
     """Runs everything that follows the parsing of the arguments."""
@@ -150,6 +151,7 @@ def run(
         def take() -> tuple[int, list[str], list[str]]:
             lock, done, faults, changes = take_folder(config, folder, resuming)
             held.callback(lock.release)
+            watch.file = folder / COMPILING
             return done, faults, changes
 
         first, faults, changes = distributed.broadcast_from_process_0(take)

@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 from tqdm import tqdm
@@ -99,7 +100,13 @@ class Progress:
 
 class CompileWatch:
     """Reports, while entered, what is being compiled in any thread and for how long: on a terminal in a live line, elsewhere in
-    lines after 5, 10, 20, 40 s and so on, and one at the end. Shorter compilations are not mentioned."""
+    lines after 5, 10, 20, 40 s and so on, and one at the end. Shorter compilations are not mentioned.
+
+    file: once set, it holds the names of what is being compiled, one a line, until the watch is left. XLA ends the process for
+    some programs that it cannot compile, and then these are all there is to say which.
+    """
+
+    file: Path | None = None
 
     def __init__(self) -> None:
         self._began: dict[int, tuple[str, float]] = {}  # for each thread that compiles
@@ -113,13 +120,20 @@ class CompileWatch:
             function = str(kwargs.get("fun_name", "")).removeprefix("jit(").removesuffix(")")
             with self._lock:
                 self._began[threading.get_ident()] = PROGRAMS.get(function, function), time.perf_counter()
+                self._write()
 
     def _end(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == COMPILE:
             with self._lock:
                 name, _began = self._began.pop(threading.get_ident(), ("", 0.0))
+                self._write()
             if name and duration_secs >= SAY_AFTER and not self._live():
                 say(f"compiled {name} in {duration_secs:.0f} s")
+
+    def _write(self) -> None:
+        if self.file:
+            with contextlib.suppress(OSError):  # a full disk is reported by what the run needs to write
+                self.file.write_text("".join(f"{name}\n" for name, _ in self._began.values()))
 
     def show(self) -> None:
         """Reports compilations that have been running for long, if a report is due."""
@@ -163,3 +177,6 @@ class CompileWatch:
         self._close_bar()
         jax.monitoring.unregister_scalar_listener(self._begin)
         jax.monitoring.unregister_event_duration_listener(self._end)
+        if self.file:
+            with contextlib.suppress(OSError):
+                self.file.unlink()

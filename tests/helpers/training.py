@@ -15,9 +15,9 @@ TINY = (
 )  # fmt: skip
 
 
-def command(*arguments, cwd, code=0) -> subprocess.CompletedProcess:
+def command(*arguments, cwd, code=0, devices=2) -> subprocess.CompletedProcess:
     """Runs Python with these arguments; a process of its own, because a job sets devices and mesh permanently."""
-    flags = xla_flags(2, optimized=os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "0")
+    flags = xla_flags(devices, optimized=os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "0")
     done = fork_server.run(arguments, cwd, os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(fork_server.ROOT)})
     assert done.returncode == code, done.stderr
     return done

@@ -4,10 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
+from hgpo_jax.policy import attention
 from hgpo_jax.policy.attention import MAX_SCORES, attend, attend_all, attend_in_blocks, cudnn, decode_attention, splash
 from hgpo_jax.policy.kv_cache import KVCache
 from hgpo_jax.policy.mesh import make_mesh
+from tests.helpers.tiny import mesh_of
 
 B, Q, S, H, G, E = 2, 7, 9, 4, 2, 6
 CHUNKS = 3 * B * H * S  # scores of three queries
@@ -88,19 +91,64 @@ def test_splash_attention_and_its_gradients(spec, packed):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), our_gradients, gradients)
 
 
+@pytest.fixture
+def gpu_arrays():
+    shapes = [(4, 149, heads, 8) for heads in (4, 2, 2)]
+    return [jax.random.normal(key, shape) for key, shape in zip(jax.random.split(jax.random.key(2), 3), shapes, strict=True)]
+
+
+def cudnn_gradients(packed: bool, inside: bool):
+    """Gradients, and the output, of `cudnn` as programs call it: split over data by `shard_map` (`inside`), or not."""
+    start = jnp.broadcast_to(START[:149], (4, 149)) if packed else None
+    split = P("data")
+    mapped = jax.shard_map(cudnn, in_specs=(split,) * 4, out_specs=split, axis_names={"data"}, check_vma=False)
+
+    def total(*inputs):
+        out = (mapped if inside else cudnn)(*inputs, start)
+        return (out.astype(jnp.float32) ** 2).sum(), out
+
+    return jax.jit(jax.grad(total, (0, 1, 2), has_aux=True))
+
+
 @PACKED
-def test_cudnn_attention_is_lowered_for_gpus_and_its_mask_is_ours(packed, monkeypatch):
-    """No GPU here: that the kernel is called, in both directions, and that what it is told to compute is `attend_all`."""
+@pytest.mark.parametrize("spec", ["data=1", "data=2,fsdp=2,tensor=2"])
+def test_cudnn_attention_is_lowered_for_gpus(spec, packed, gpu_arrays, monkeypatch):
+    """There is no GPU here, so it is only seen that a kernel is called in both directions, and left to no partitioner."""
     from jax._src.cudnn import fused_attention_stablehlo as kernels
 
-    q, k, v = (jax.random.normal(jax.random.key(2), (2, 149, heads, 8), jnp.bfloat16) for heads in (4, 2, 2))
-    start = jnp.broadcast_to(START[:149], (2, 149)) if packed else None
-    compute = lambda q, k, v: cudnn(q, k, v, start).astype(jnp.float32).sum()  # noqa: E731
     monkeypatch.setattr(kernels, "check_cudnn_version", lambda: 91100)
-    text = jax.jit(jax.grad(compute, (0, 1, 2))).trace(q, k, v).lower(lowering_platforms=("cuda",)).as_text()
-    assert "__cudnn$fmha" in text and "Backward" in text
+    with jax.set_mesh(mesh_of(spec)):
+        inputs = [a.astype(jnp.bfloat16) for a in gpu_arrays]
+        text = cudnn_gradients(packed, inside=True).trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@__cudnn$fmha") == 2 and "Backward" in text
+    assert "CustomSPMDPartitioning" not in text
+
+
+@PACKED
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "in a shard_map"])
+def test_cudnn_attention_computes_attention_on_eight_devices(inside, packed, gpu_arrays, monkeypatch):
+    start = jnp.broadcast_to(START[:149], (4, 149)) if packed else None
+
+    def total(*inputs):
+        out = attend_in_blocks(*inputs, start)
+        return (out**2).sum(), out
+
+    gradients, out = jax.jit(jax.grad(total, (0, 1, 2), has_aux=True))(*gpu_arrays)
     whole = jax.nn.dot_product_attention
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *a, implementation=None, **more: whole(*a, **more))
-    exact = [a.astype(jnp.float32) for a in (q, k, v)]
-    ours, theirs = (jax.jit(attention)(*exact, start) for attention in (cudnn, attend_all))
-    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    with jax.set_mesh(mesh_of("data=2,fsdp=2,tensor=2")):
+        our_gradients, ours = cudnn_gradients(packed, inside)(*gpu_arrays)
+    np.testing.assert_allclose(ours, out, atol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), our_gradients, gradients)
+
+
+@pytest.mark.parametrize(("platform", "kernel"), [("tpu", "splash"), ("gpu", "cudnn"), ("cpu", "attend_in_blocks")])
+def test_kernels_take_only_heads_that_the_mesh_divides(platform, kernel, monkeypatch):
+    for name in ("splash", "cudnn", "attend_in_blocks"):
+        monkeypatch.setattr(attention, name, lambda *arrays, name=name: name)
+    device = jax.sharding.AbstractDevice(device_kind="pretended", num_cores=None, platform=platform)
+    for tensor, chosen in {1: kernel, 2: kernel, 4: "attend_in_blocks"}.items():
+        mesh = mesh_of(f"fsdp=2,tensor={tensor}").abstract_mesh.update(abstract_device=device)
+        q, kv = (jax.ShapeDtypeStruct((2, 8, heads, 128), jnp.bfloat16) for heads in (4, 2))
+        with jax.sharding.use_abstract_mesh(mesh):
+            assert attend_all(q, kv, kv) == chosen

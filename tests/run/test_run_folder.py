@@ -22,6 +22,7 @@ from hgpo_jax.setup.job import Job, PolicySetup
 from hgpo_jax.trainer import loop, main
 from hgpo_jax.trainer.behavior_cloning import warm_start
 from hgpo_jax.trainer.folder import (
+    COMPILING,
     FREE_TO_CHANGE,
     LOCK,
     change_length,
@@ -323,12 +324,12 @@ def test_a_run_that_began_meanwhile_is_not_begun_again(tmp_path, monkeypatch):
 
     monkeypatch.setattr("hgpo_jax.trainer.main.build", slow_build)
     with pytest.raises(ConfigError, match="another process has begun a run here"):
-        main.run(configuration.load(), None, folder, False, None, None)
+        main.run(configuration.load(), None, folder, False, None, None, None)
     assert (folder / "episodes" / "iteration-00009.npz").exists()
 
 
 def test_a_full_disk_names_the_run_and_says_what_is_saved(tmp_path, monkeypatch):
-    def full(config, mesh, folder, resuming, stop, on_iteration):
+    def full(config, mesh, folder, resuming, stop, watch, on_iteration):
         stop.saved = 3
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -374,6 +375,16 @@ def test_a_folder_that_is_taken_or_cannot_be_written_is_named(tmp_path, monkeypa
     with pytest.raises(SystemExit, match=r"^1$"):
         cli.run(lambda: take_folder(configuration.load(), tmp_path / "run", False))
     assert capsys.readouterr().err == f"error: {tmp_path / 'run'}: Read-only file system\n"
+
+
+@pytest.mark.parametrize("programs", [["the update", "decoding"], []])
+def test_what_the_last_process_compiled_when_it_ended_is_said(programs, tmp_path):
+    begun(tmp_path)
+    (tmp_path / COMPILING).write_text("".join(f"{program}\n" for program in programs))
+    held, _, faults, _ = take_folder(configuration.load(), tmp_path, True)
+    held.release()
+    said = ["the last process of this run ended while it compiled the update, decoding"] if programs else []
+    assert [fault.partition(";")[0] for fault in faults] == said
 
 
 def test_dumps_after_the_checkpoint_are_dropped(tmp_path):

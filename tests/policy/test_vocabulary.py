@@ -1,0 +1,48 @@
+"""Rows of a table that several devices hold are the rows of the table, and so are their gradients."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from hgpo_jax.policy.vocabulary import embedding_lookup
+from tests.helpers.tiny import mesh_of
+
+
+def weighted(lookup, table, tokens, weights):
+    rows = lookup(table, tokens)
+    return (rows * weights).astype(jnp.float32).sum(), rows
+
+
+def alone(*arrays):
+    return jax.grad(weighted, 1, has_aux=True)(embedding_lookup, *arrays)
+
+
+def on_data(*arrays):
+    """As the update does: each index of the data axis has its own tokens, and the gradients are summed by us."""
+
+    def mapped(table, tokens, weights):
+        gradient, rows = jax.grad(weighted, 1, has_aux=True)(embedding_lookup, table, tokens, weights)
+        return jax.lax.psum(gradient.astype(jnp.float32), "data"), rows
+
+    split = P("data")
+    in_specs, out_specs = (P(), split, split), (P(), split)
+    return jax.shard_map(mapped, in_specs=in_specs, out_specs=out_specs, axis_names={"data"}, check_vma=False)(*arrays)
+
+
+@pytest.mark.parametrize("call", [alone, on_data])
+@pytest.mark.parametrize("spec", ["data=2,fsdp=3", "data=2,fsdp=2", "data=2,tensor=2", "data=2,fsdp=2,tensor=2"])
+def test_the_lookup_and_its_gradient(spec, call):
+    table = jax.random.normal(jax.random.key(0), (24, 8), jnp.bfloat16)
+    tokens = jnp.arange(12).reshape(6, 2) * 2  # each once: sums of several gradients are rounded
+    weights = jax.random.normal(jax.random.key(1), (6, 2, 8), jnp.bfloat16)
+    plain = jax.grad(weighted, 1, has_aux=True)(lambda table, tokens: table[tokens], table, tokens, weights)
+    with jax.set_mesh(mesh_of(spec)):
+        lowered = jax.jit(call).lower(table, tokens, weights)
+        # XLA's CPU compiler ends the process for a sum of bfloat16 whose reduction carries a sharding.
+        assert not re.search(r"sdy.sharding_constraint .* : tensor<bf16>", lowered.as_text())
+        ours = lowered.compile()(table, tokens, weights)
+    jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(np.asarray, pair) for pair in (ours, plain)))
