@@ -4,7 +4,7 @@ A tiny Qwen2.5 learns to find things in a household and to put them where they b
 solves 40 % of its tasks, is trained by HGPO for 80 iterations, and plays held-out tasks.
 
 The library does the same in a setting that splits nothing, `python -m hgpo_jax.train mesh=data=1 rollout.decode_batch_size=256
-learner.microbatch_size=1024`; prompts of fewer than 128 tokens are never packed. tests/test_one_file.py finds not a bit of
+learner.microbatch_size=1024`; prompts of fewer than 128 tokens are never packed. tests/docs/test_one_file.py finds not a bit of
 difference in a small run compiled without LLVM's optimization; in the default run with it, rounding parts them in iteration 3.
 Array names end in the dimension letters of hgpo_jax/__init__.py; x stands for several of them together.
 """

@@ -43,9 +43,9 @@ def pytest_collection_finish():
 # Files that take minutes each. One that began last would leave the other processes idle (pytest-xdist keeps this
 # order with `--no-loadscope-reorder` only).
 LONGEST = (
-    "test_tpu.py", "test_runs.py", "test_outside.py", "test_notebooks.py", "test_tables_run.py", "test_distributed.py",
+    "test_tpu.py", "test_runs.py", "test_user_code.py", "test_notebooks.py", "test_tables_run.py", "test_distributed.py",
     "test_text_training.py", "test_methods.py", "test_examples.py", "test_host_agreement.py", "test_memory.py", "test_train.py",
-    "test_weight_sets.py",
+    "test_policies.py",
 )  # fmt: skip
 
 

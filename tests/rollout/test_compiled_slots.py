@@ -14,7 +14,7 @@ from hgpo_jax.rollout.compiled_slots import SlotProgram
 from hgpo_jax.rollout.tasks import task_keys
 from hgpo_jax.sampling.generate import Decoding
 from tests.helpers.tiny import mesh_of
-from tests.test_rollout import ACT, END, INDICES, MODEL, B, Ring, parameters
+from tests.rollout.test_compiled import ACT, END, INDICES, MODEL, B, Ring, parameters
 
 R = 24
 

@@ -26,7 +26,7 @@ from hgpo_jax.trainer.step import training_batch
 from hgpo_jax.utils.errors import RunError
 from tests.helpers.plain_rollout import check_against_plain_play
 from tests.helpers.tiny import mesh_of
-from tests.test_rollout import ACT, END, INDICES, MODEL, B, Ring
+from tests.rollout.test_compiled import ACT, END, INDICES, MODEL, B, Ring
 
 WEIGHTS = ("a", "b", "a")
 

@@ -13,7 +13,7 @@ from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.workers import EnvOutput, LocalWorkers
 from hgpo_jax.sampling.continuous_batching import SlotResponse
 from hgpo_jax.trainer.metrics import rollout_metrics, rollout_sums
-from tests.test_rollout import Ring
+from tests.rollout.test_compiled import Ring
 
 T = 3
 START = EnvOutput("at 2", ["go"], "goal", 0)

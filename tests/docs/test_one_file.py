@@ -22,7 +22,7 @@ from hgpo_jax.setup.job import build
 from hgpo_jax.trainer import step as library
 from hgpo_jax.trainer.behavior_cloning import clone
 
-FILE = Path(__file__).parents[1] / "notebooks" / "hgpo_in_one_file.py"
+FILE = Path(__file__).parents[2] / "notebooks" / "hgpo_in_one_file.py"
 EPISODES = 32
 SETTING = {
     "mesh": "data=1", "iterations": 3, "evaluation": {"episodes": EPISODES},

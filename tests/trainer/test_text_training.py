@@ -96,7 +96,7 @@ def test_given_weights_are_cloned_into_adapters(tmp_path):
     end = ("cloning.stop_at=0", f"run_dir={tmp_path / 'fine'}")
     fine = command("-m", "hgpo_jax.train", *fields, *more, *end, cwd=tmp_path).stdout
     assert "warm start: not needed, the pretrained weights reach success " in fine
-    alien = f"env.name={Path(__file__).parent / 'rollout' / 'odd_env.py'}:Counting"
+    alien = f"env.name={Path(__file__).parents[1] / 'rollout' / 'odd_env.py'}:Counting"
     other = [field for field in fields[2:] if not field.startswith("env.max_turns")]
     with pytest.raises(ConfigError, match=r"has no expert\(history_length\)"):
         build(load("text_small", [*other, *more, alien]), mesh_of())

@@ -22,7 +22,7 @@ from hgpo_jax.setup.job import build
 from hgpo_jax.trainer import behavior_cloning
 from tests.helpers.tiny import mesh_of
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def names(files) -> set[str]:

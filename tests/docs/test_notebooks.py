@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent.parent / "notebooks"
+HERE = Path(__file__).parents[2] / "notebooks"
 BOOKS = sorted(HERE.glob("*.ipynb"))
 
 

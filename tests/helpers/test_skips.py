@@ -16,7 +16,7 @@ TESTS = """
 @pytest.fixture
 def session(pytester):
     """A session of its own with this project's conftest, and a list in skips.txt."""
-    pytester.makeconftest((Path(__file__).parent / "conftest.py").read_text())
+    pytester.makeconftest((Path(__file__).parents[1] / "conftest.py").read_text())
     pytester.makepyfile(test_some=TESTS, test_other='import pytest\npytest.importorskip("no_such_module")')
     return lambda skips, *options: (
         pytester.makefile(".txt", skips=skips),

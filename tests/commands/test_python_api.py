@@ -31,7 +31,7 @@ def trained(tmp_path_factory):
 
 @pytest.mark.slow  # trains and evaluates once more
 def test_the_front_pages_program_runs(trained, tmp_path, monkeypatch, capsys):
-    text = (Path(__file__).parents[1] / "README.md").read_text()
+    text = (Path(__file__).parents[2] / "README.md").read_text()
     program = re.findall(r"```python\n(import hgpo_jax\n.*?)```", text, re.DOTALL)[0]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hgpo_jax, "load_config", lambda *_, **__: trained[0].config.model_copy(update={"run_dir": ""}))

@@ -13,7 +13,7 @@ import pytest
 from hgpo_jax.config import cli
 from tests.helpers.inspected import EXAMPLE
 
-HF = Path(__file__).parent / "policy" / "data" / "qwen2_tiny"
+HF = Path(__file__).parents[1] / "policy" / "data" / "qwen2_tiny"
 LONG, NUL, DIGITS = "x" * 300, "a\0b", "9" * 5000
 TEXT = ("env.name=household_text", "warm_start=none", "policy.tokenizer=run/policy")
 

@@ -1,6 +1,6 @@
 """`kill -9` at random moments of a short run: every time it resumes, and ends as if nothing had happened.
 
-    python -m tests.run.kills FOLDER --kills 50      # prints one line per kill
+    python -m tests.trainer.kills FOLDER --kills 50      # prints one line per kill
 
 Three of four kills fall between the first rollout of a process and its end, the others before.
 """

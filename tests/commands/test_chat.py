@@ -16,7 +16,7 @@ from tests.helpers.byte_policy import byte_policy, generated
 
 NEW = 12
 HOT = Decoding(temperature=1.0)
-WITHOUT_TOKENIZER = Path(__file__).parent / "policy" / "data" / "llama_tiny"
+WITHOUT_TOKENIZER = Path(__file__).parents[1] / "policy" / "data" / "llama_tiny"
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from hgpo_jax.policy.mesh import abstract_mesh
 from hgpo_jax.utils.distributed import VARIABLES
 from tests.helpers.shell import shellcheck
 
-LAUNCH = Path(__file__).parents[1] / "configs" / "launch"
+LAUNCH = Path(__file__).parents[2] / "configs" / "launch"
 
 
 def check_train(command: list[str]) -> None:

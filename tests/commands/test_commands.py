@@ -11,7 +11,7 @@ import pytest
 from hgpo_jax.__main__ import COMMANDS, command
 from hgpo_jax.config import completions
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def hgpo(monkeypatch, *arguments):

@@ -12,7 +12,7 @@ from hgpo_jax import advantages
 from hgpo_jax import config as configuration
 from hgpo_jax.rollout.requirements import check_text
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 READMES = sorted(path for path in ROOT.rglob("README.md") if not {"runs", "build"} & set(path.relative_to(ROOT).parts[:1]))
 NAMES = [str(path.relative_to(ROOT)) for path in READMES]
 

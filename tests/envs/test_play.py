@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parent / "webshop"))
+sys.path.append(str(Path(__file__).parents[1] / "webshop"))
 from webshop_tiny import write
 
 from hgpo_jax.envs import cli
@@ -21,9 +21,9 @@ from hgpo_jax.envs.sokoban import Sokoban
 from hgpo_jax.envs.sokoban.text import SokobanText
 from hgpo_jax.envs.webshop.text import WebshopText
 from hgpo_jax.envs.words import Words
-from tests.test_outside import COMPILED, TEXT
+from tests.envs.test_user_code import COMPILED, TEXT
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 GAMES = ROOT / "tests" / "alfworld" / "data" / "json_2.1.1"
 GAME = sorted(GAMES.rglob("game.tw-pddl"))[1]
 

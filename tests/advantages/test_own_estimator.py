@@ -12,7 +12,7 @@ from hgpo_jax.trainer.alarms import Alarms
 from hgpo_jax.utils.errors import ConfigError, RunError
 from tests.helpers.refusals import refused
 from tests.helpers.tiny import mesh_of
-from tests.run.test_alarms import row
+from tests.trainer.test_alarms import row
 
 MINE = """import functools
 import jax

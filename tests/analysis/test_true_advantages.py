@@ -17,7 +17,7 @@ from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.tokenizer import ACT
 from hgpo_jax.setup.job import build
 from hgpo_jax.utils.errors import ConfigError
-from tests.test_outside import COMPILED
+from tests.envs.test_user_code import COMPILED
 
 SIZE, T, GAMMA = 4, 5, 0.9
 LEFT, RIGHT = 1, 2
