@@ -175,7 +175,8 @@ def test_a_policy_is_shown_the_form_that_it_was_trained_in(family, trained, give
     if given == {"usual_date": TODAY}:
         assert ServedText(tokenizer).frame.kept == Chat(load_policy(place), Decoding(0))._frame.kept == frame.kept
     later = RolloutConfig(thinking=given.get("thinking"))
-    save_trained(SimpleNamespace(config=SimpleNamespace(rollout=later), policy=load_policy(place)), policy.params, place)
+    setup = SimpleNamespace(name="", settings=SimpleNamespace(rollout=later), initial=load_policy(place))
+    save_trained(place, setup, policy.params)
     if "usual_date" not in given:
         assert ChatFrame(load_policy(place).tokenizer).kept == frame.kept
 

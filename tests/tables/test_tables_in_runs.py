@@ -126,7 +126,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_is(tmp_path, small, 
         ("near/hgpo/s2", "env.name=household_text: this needs an environment compiled"),
         ("near/gigpo/s1", "this needs rollout.group_size of 2 or more, and no reward.source"),
         ("near/gigpo/s2", "this needs rollout.group_size of 2 or more, and no reward.source"),
-        ("near/gigpo/s0", "has no checkpoint of it; log.checkpoint_every, keep_checkpoints"),
+        ("near/gigpo/s0", "has no checkpoint of it; log.checkpoint_every and keep_checkpoints"),
     ):
         with pytest.raises(ConfigError, match=f"{name}:? {fragment}"):
             tables.main([*command, name])
