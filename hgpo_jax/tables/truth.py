@@ -42,9 +42,9 @@ class Measured(InRun):
     about = "advantages against true ones"
     estimators = (*ESTIMATORS, *PARTS)
     apart = PARTS
-    shown: ClassVar = {"cosine": "cosine", "mse": "mean square error, as a share of theirs"}
+    labels: ClassVar = {"cosine": "cosine", "mse": "mean square error, as a share of theirs"}
     invalid: float
-    numbers: Annotated[Numbers, having(estimators, shown)] = Field(alias="errors")
+    numbers: Annotated[Numbers, having(estimators, labels)] = Field(alias="errors")
 
 
 def parts(dump: Dump, values: np.ndarray) -> dict[str, np.ndarray]:
@@ -62,14 +62,14 @@ def parts(dump: Dump, values: np.ndarray) -> dict[str, np.ndarray]:
         return (weights * apart).sum(-1) / np.where(total > 0, total, 1)
 
     penalized = OPTIONS | {"invalid_penalty": dump.config.advantage.invalid_penalty}
-    found = (
+    advantages = (
         np.asarray(dump.estimate("hgpo", **penalized).advantages),
         mean(weights * np.maximum(sizes - 1, 0)),
         mean(weights),
         bootstrapped(dump),
         np.where(e.mask, record.returns - values, 0),
     )
-    return dict(zip(PARTS, found, strict=True))
+    return dict(zip(PARTS, advantages, strict=True))
 
 
 def bootstrapped(dump: Dump) -> np.ndarray:
