@@ -161,10 +161,10 @@ class Programs:
     def _rollout(self):
         """Lowers a language model's whole rollout, including the games."""
         config, policy = self._config, self._config.policy
-        found, source = environment(config.env), policy.tokenizer or policy.source
-        assert found.text is not None
+        entry, source = environment(config.env), policy.tokenizer or policy.source
+        assert entry.text is not None
         tokenizer = load_tokenizer(source, config.cache_dir)
-        runner = TextRunner(config, found, *found.text(config), {SHARED: self._model}, tokenizer, self._mesh)
+        runner = TextRunner(config, entry, *entry.text(config), {SHARED: self._model}, tokenizer, self._mesh)
         assert isinstance(runner.train, CompiledTextRollout)
         keys = self._array(config.rollout.prompt_groups * config.rollout.group_size, dtype=self._key)
         with jax.set_mesh(self._mesh):

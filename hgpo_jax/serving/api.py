@@ -255,22 +255,22 @@ def _turn(request: Request, sampling: SamplingRequest, session: Session, prompt:
     if turn := session.repeated(prompt.ids, key, again):
         return turn
     session.check_turns()
-    seen = sampling.prompt.observation if isinstance(sampling.prompt, Conversation) else str(sampling.prompt)
-    return Turn(prompt.ids, seen if place.state_key is None else place.state_key, beginning=prompt.beginning, key=key)
+    observation = sampling.prompt.observation if isinstance(sampling.prompt, Conversation) else str(sampling.prompt)
+    return Turn(prompt.ids, observation if place.state_key is None else place.state_key, beginning=prompt.beginning, key=key)
 
 
 async def _stays(receive, exchange: Exchange) -> bool:
     """Waits for all of an answer, or until the client leaves; returns whether it stayed."""
 
-    async def sampled() -> None:
+    async def whole_answer() -> None:
         async for _ in exchange.pieces():
             pass
 
-    async def left() -> None:
+    async def disconnection() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    answering, leaving = asyncio.ensure_future(sampled()), asyncio.ensure_future(left())
+    answering, leaving = asyncio.ensure_future(whole_answer()), asyncio.ensure_future(disconnection())
     try:
         await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if answering.done():
@@ -287,8 +287,8 @@ def _texts_in(prompt: Conversation | str | list[int]) -> Iterator[str]:
         yield prompt
     elif isinstance(prompt, Conversation):
         yield from (message["content"] for message in prompt.messages)
-        shown = (*prompt.tools, *(message["tool_calls"] for message in prompt.messages if "tool_calls" in message))
-        yield from map(json.dumps, shown)
+        structures = (*prompt.tools, *(message["tool_calls"] for message in prompt.messages if "tool_calls" in message))
+        yield from map(json.dumps, structures)
 
 
 def _refusal(request: Request, error: ApiError) -> Response:

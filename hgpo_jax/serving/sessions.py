@@ -295,13 +295,13 @@ def episodes_of(
         if number in failures:
             buffer.add_output(number, EnvFailure(failures[number]))
             continue
-        seen = [*(turn.state for turn in session.turns), session.state]
-        buffer.add_output(number, EnvOutput(seen[0], [], goal, 0))
-        for turn, after in zip(session.turns, seen[1:], strict=True):
+        states = [*(turn.state for turn in session.turns), session.state]
+        buffer.add_output(number, EnvOutput(states[0], [], goal, 0))
+        for turn, after in zip(session.turns, states[1:], strict=True):
             response = SlotResponse(number, np.array(turn.tokens, np.int32), np.array(turn.logp, np.float32))
             text = turn.beginning + turn.text
-            said = ParsedResponse(text, text, True)
-            buffer.add_response(Prompt(turn.ids), response, said, turn.tokens[-1] in end_tokens)
+            answer = ParsedResponse(text, text, True)
+            buffer.add_response(Prompt(turn.ids), response, answer, turn.tokens[-1] in end_tokens)
             last = turn is session.turns[-1]
             buffer.add_output(
                 number,
