@@ -273,12 +273,12 @@ def plain(drawing: str) -> str:
     text = _LAST_ACTION.sub("", drawing).strip("\n")
     if "\n" in text and not re.search(r"[^\S\n]", text):
         text = "\n".join(" ".join(_CELL.findall(line)) for line in text.split("\n"))
-    while (inner := _COLOURED.sub(_bracketed, text)) != text:  # colours may be nested
+    while (inner := _COLOURED.sub(_mark_colour, text)) != text:  # colours may be nested
         text = inner
     return _CODE.sub("", text)
 
 
-def _bracketed(match: re.Match) -> str:
+def _mark_colour(match: re.Match) -> str:
     codes = [int(code or 0) for code in match[1].split(";")]
     if any(40 <= code <= 48 or 100 <= code <= 107 for code in codes):
         return f"[{match[2]}]"

@@ -91,10 +91,10 @@ def module_of(place: str) -> ModuleType:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{place}.".startswith(f"{error.name}."):
-            raise ValueError(f"its import fails: {_described(error)}") from None
+            raise ValueError(f"its import fails: {_describe_error(error)}") from None
         raise ValueError(f"no module {error.name!r}; write package.module:NAME or path/to/file.py:NAME") from None
     except Exception as error:  # whatever a module does
-        raise ValueError(f"its import fails: {_described(error)}") from None
+        raise ValueError(f"its import fails: {_describe_error(error)}") from None
 
 
 def _executed(file: Path) -> ModuleType:
@@ -111,11 +111,11 @@ def _executed(file: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:  # any error of a module
         del sys.modules[name]
-        raise ValueError(f"its import fails: {_described(error)}") from None
+        raise ValueError(f"its import fails: {_describe_error(error)}") from None
     return module
 
 
-def _described(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     line = traceback.extract_tb(error.__traceback__)[-1]
     return one_line(f"{type(error).__name__}: {error} ({line.filename}, line {line.lineno})")
 
@@ -139,7 +139,7 @@ def options(make: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     typed = {}
     for name, value in arguments.items():
         if name not in parameters and not anything:
-            raise ValueError(f"{name}={value}: no such option; {nearest(name, list(parameters), _listed(parameters))}")
+            raise ValueError(f"{name}={value}: no such option; {nearest(name, list(parameters), _list_names(parameters))}")
         default = parameters[name].default if name in parameters else None
         annotation = hints.get(name, Any if default in (None, inspect.Parameter.empty) else type(default))
         typed[name] = _typed(name, value, annotation)
@@ -149,7 +149,7 @@ def options(make: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     return typed
 
 
-def _listed(names) -> str:
+def _list_names(names) -> str:
     return f"there are {', '.join(names)}" if names else "there are none"
 
 

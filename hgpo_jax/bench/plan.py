@@ -149,7 +149,7 @@ class Programs:
 
     def _weights(self, dtype: str) -> dict:
         abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, dtype), shapes(self._model))
-        return _placed(abstract, shardings(self._model, self._mesh))
+        return _place(abstract, shardings(self._model, self._mesh))
 
     def _sampler(self):
         sample = make_sampler(network(self._model), self._mesh, self._workload.response, (0,))
@@ -199,17 +199,17 @@ class Programs:
             lambda a: self._array(*a.shape, dtype=a.dtype), jax.eval_shape(functools.partial(random_batch, *sizes))
         )
         moments = jax.eval_shape(optimizer.init, self._params)
-        moments = _placed(moments, shardings_like(moments, self._model, self._mesh))
+        moments = _place(moments, shardings_like(moments, self._model, self._mesh))
         inputs = self._compute, batch, self._array(workload.steps), self._scalar, self._array(dtype=jnp.float32)
         with jax.set_mesh(self._mesh):
             return jax.jit(step, donate_argnums=(0, 1)).lower(self._params, moments, *inputs)
 
 
-def _placed(abstract, places):
+def _place(abstract, places):
     """Returns the same shapes with these shardings."""
     return jax.tree.map(lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), abstract, places)
 
 
 def _outputs(lowered):
     """Returns a program's outputs, with the shardings that the compiler chooses."""
-    return _placed(lowered.out_info, lowered.compile().output_shardings)
+    return _place(lowered.out_info, lowered.compile().output_shardings)

@@ -27,7 +27,7 @@ from hgpo_jax.analysis.true_advantages import Truth, true_advantages
 from hgpo_jax.config import Config, Section
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.setup.job import Job, build
-from hgpo_jax.tables.in_runs import Numbers, having, read_measured
+from hgpo_jax.tables.in_runs import Numbers, read_measured, require
 from hgpo_jax.tables.markdown import table
 from hgpo_jax.tables.plan import Plan
 from hgpo_jax.tables.results import PLACES, changed_fields
@@ -75,7 +75,7 @@ class Bias(Section):
     variance: Levels
     mse: Levels
     oracle: dict[str, float]
-    truth: Annotated[Numbers, having(ESTIMATORS, ("cosine", "mse"))]
+    truth: Annotated[Numbers, require(ESTIMATORS, ("cosine", "mse"))]
 
 
 BySetting = dict[str, list[Bias]]
@@ -121,10 +121,10 @@ def against_truth(job: Job, params) -> Numbers:
     params = job.base_rollout_params(params)
     e = jax.device_get(job.runner.rollout(params, tasks, *inputs).episodes)
     truth = true_advantages(job, params, tasks, e, continuations=CONTINUATIONS, seed=job.config.seed)
-    return errors(centred(Dump(e, job.config, job.tokenizer), AT_START), truth, e.mask)
+    return errors(centred_advantages(Dump(e, job.config, job.tokenizer), AT_START), truth, e.mask)
 
 
-def centred(dump: Dump, estimators: dict[str, dict[str, Any]] = ESTIMATORS) -> dict[str, np.ndarray]:
+def centred_advantages(dump: Dump, estimators: dict[str, dict[str, Any]] = ESTIMATORS) -> dict[str, np.ndarray]:
     """Computes advantages f32[B, T] by each estimator, in the unit of the rewards and without penalties, like true ones."""
     advantages = {}
     for name, options in estimators.items():
@@ -165,11 +165,11 @@ def measure_all(plan: Plan, runs: Path, more: list[str]) -> None:
             measurements = read_bias(runs)  # another process may have added some
             measurements[name] = [*(other for other in measurements.get(name, []) if other.seed != seed), one]
             with atomic_write(runs / "bias.json") as file:
-                file.write(json.dumps(dumped(measurements), indent=1) + "\n")
+                file.write(json.dumps(as_dicts(measurements), indent=1) + "\n")
     print("\n".join([*bias_table(plan, measurements), "", *truth_table(plan, measurements)]))
 
 
-def dumped(measurements: BySetting) -> dict[str, list[dict]]:
+def as_dicts(measurements: BySetting) -> dict[str, list[dict]]:
     return {name: [one.model_dump() for one in some] for name, some in measurements.items()}
 
 

@@ -15,7 +15,7 @@ from hgpo_jax.tables.compare import CHANCE, FEWEST, Row, detectable, pairs_for, 
 from hgpo_jax.tables.curves import draw
 from hgpo_jax.tables.markdown import table
 from hgpo_jax.tables.plan import Plan
-from hgpo_jax.tables.records import AllResults, lost_results, merged, read_record, read_runs, record_text
+from hgpo_jax.tables.records import AllResults, lost_results, merge, read_record, read_runs, record_text
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.files import atomic_write
 
@@ -41,7 +41,7 @@ def _versus(row: Row) -> str:
     return f"{mean}, {row.versus.positive} of {row.versus.n}"
 
 
-def _compared(plan: Plan, row: Row) -> str:
+def _comparison(plan: Plan, row: Row) -> str:
     return f"{plan.methods[row.method].title} minus {plan.methods[row.baseline or ''].title}, {row.column}"
 
 
@@ -83,7 +83,7 @@ def outside(plan: Plan, rows: list[Row]) -> list[str]:
     for row in nonzero:
         assert row.versus
         where = f"{row.table}, {plan.settings[row.setting].title}"
-        text.append(f"* {where}: {_compared(plan, row)} {_versus(row)}, p = {row.versus.p:.2g}")
+        text.append(f"* {where}: {_comparison(plan, row)} {_versus(row)}, p = {row.versus.p:.2g}")
     return text
 
 
@@ -95,7 +95,7 @@ def power(plan: Plan, rows: list[Row]) -> list[str]:
         if row.versus and row.versus.n >= FEW and row.column == next(iter(setting.columns)):
             pairs, std = row.versus.n, row.versus.error * math.sqrt(row.versus.n)
             numbers = [f"{pairs}", f"{std:.1f}", f"{detectable(pairs, std):.1f}", f"{pairs_for(POINTS, std)}"]
-            lines.append([row.table, setting.title, _compared(plan, row), *numbers])
+            lines.append([row.table, setting.title, _comparison(plan, row), *numbers])
     if not lines:
         return []
     note = "The smallest true difference that a t-test at 5 % finds in four of five repetitions, if pairs spread as these do. "
@@ -109,7 +109,7 @@ def warm_starts(plan: Plan, results: AllResults, rows: list[Row]) -> list[str]:
     if not any(of_plan(plan, setting, results.bias) for setting in plan.settings):
         return []
     first = next((row for row in rows if row.versus), None)
-    title = _compared(plan, first) if first else ""
+    title = _comparison(plan, first) if first else ""
     same = [row for row in rows if first and (row.table, row.method, row.column) == (first.table, first.method, first.column)]
     gains = {row.setting: _versus(row) for row in same if row.versus}
     note = "HGPO's advantages against the Oracle groups': squared bias and variance in shares of the returns' variance."
@@ -191,7 +191,7 @@ def collect(plan: Plan, name: str, runs: Path, to: Path, records: Sequence[Path]
     Raises:
       ConfigError: damaged files; or overwriting a NAME.json would lose results.
     """
-    results = functools.reduce(merged, (read_record(plan, file) for file in records), read_runs(plan, runs))
+    results = functools.reduce(merge, (read_record(plan, file) for file in records), read_runs(plan, runs))
     rows = table_rows(plan, results.cells)
     text, record, old = markdown(plan, results, rows), record_text(plan, results, rows), to / f"{name}.json"
     if old.is_file() and (missing := lost_results(old.read_text(), record)):

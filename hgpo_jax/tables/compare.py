@@ -36,7 +36,7 @@ class Row:
     """A number of a method in a setting, over the seeds of a table that have it.
 
     mean and std in percent; std over training seeds, for a single one over its evaluation seeds. published: mean and std.
-    baseline: the table's. versus: `paired` with it.
+    baseline: the table's. versus: `paired_difference` to it.
     """
 
     table: str
@@ -98,7 +98,7 @@ def _rows(plan: Plan, table: Table, setting: str, method: str, results: Results,
             std=float(np.std(list(means.values()), ddof=1)) if len(have) > 1 else next((s for _, s in have.values()), None),
             published=published.get(column),
             baseline=table.baseline,
-            versus=None if few else paired(means, {at: mean for at, (mean, _) in others.items()}),
+            versus=None if few else paired_difference(means, {at: mean for at, (mean, _) in others.items()}),
         )
 
 
@@ -135,7 +135,7 @@ def select_comparisons(plan: Plan, rows: list[Row]) -> list[Row]:
     return [row for _, row in widest.values()]
 
 
-def paired(ours: dict[Any, float], theirs: dict[Any, float]) -> Paired | None:
+def paired_difference(ours: dict[Any, float], theirs: dict[Any, float]) -> Paired | None:
     """Computes the difference ours - theirs over the seeds, or other keys, that both have; None with fewer than two of them."""
     d = np.array([ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())])
     if len(d) < 2:

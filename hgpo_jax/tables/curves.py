@@ -28,7 +28,7 @@ def band(curves: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return curves.mean(0), special.stdtrit(n - 1, 0.975) * curves.std(0, ddof=1) / np.sqrt(n)
 
 
-def highlighted(table: Table) -> list[str]:
+def highlighted_methods(table: Table) -> list[str]:
     """Lists the methods that a picture names, the baseline first: all of a small table, else those in its field `highlight`."""
     names = table.highlight or table.methods[:FEW]
     first = [table.baseline] if table.baseline else []
@@ -59,7 +59,7 @@ def draw_curves(plan: Plan, results: Results) -> Figure | None:
             rows.append((table, of_settings))
     if not rows:
         return None
-    named = dict.fromkeys(method for table, _ in rows for method in highlighted(table)[1:])
+    named = dict.fromkeys(method for table, _ in rows for method in highlighted_methods(table)[1:])
     colors = dict(zip(named, itertools.cycle(COLORS)))
     figure, axes = panels([len(of_settings) for _, of_settings in rows], 5.6, 3.7)
     for line, (table, of_settings) in zip(axes, rows, strict=True):
@@ -70,7 +70,7 @@ def draw_curves(plan: Plan, results: Results) -> Figure | None:
 
 
 def _curves(axis: Axes, plan: Plan, table: Table, curves: dict[str, np.ndarray], colors: dict[str, str]) -> None:
-    named = [method for method in highlighted(table) if method in curves]
+    named = [method for method in highlighted_methods(table) if method in curves]
     others = [method for method in curves if method not in named]
     window = smoothing_window(max(c.shape[1] for c in curves.values()))
     ends = []

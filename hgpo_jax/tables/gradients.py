@@ -36,10 +36,10 @@ from hgpo_jax.learner.update import make_policy_loss, make_update
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.setup.job import Job
 from hgpo_jax.tables import in_runs
-from hgpo_jax.tables.bias import ESTIMATORS, centred
-from hgpo_jax.tables.in_runs import InRun, Numbers, having, restored
+from hgpo_jax.tables.bias import ESTIMATORS, centred_advantages
+from hgpo_jax.tables.in_runs import InRun, Numbers, require, restore
 from hgpo_jax.tables.plan import Plan
-from hgpo_jax.tables.truth import BOOTSTRAPPED, bootstrapped
+from hgpo_jax.tables.truth import BOOTSTRAPPED, bootstrapped_advantages
 from hgpo_jax.trainer.step import training_batch
 from hgpo_jax.utils.errors import ConfigError
 
@@ -66,7 +66,7 @@ class Directions(InRun):
         "expected": "cosine of the expectation: bias alone",
     }
     batches: int
-    numbers: Annotated[Numbers, having(estimators, COSINES)] = Field(alias="cosines")
+    numbers: Annotated[Numbers, require(estimators, COSINES)] = Field(alias="cosines")
 
     @property
     def details(self) -> str:
@@ -149,7 +149,7 @@ def cosines(gradients: np.ndarray, true: int) -> list[dict[str, float]]:
 
 def measure(cell: str, folder: Path, iteration: int, *, batches: int) -> Directions:
     """Measures a run's policy after this many iterations. Raises ConfigError if roles have weights of their own."""
-    job, reference, state = restored(folder, iteration)
+    job, reference, state = restore(folder, iteration)
     if len(job.policies) > 1:
         raise ConfigError(f"{folder}: its roles have weights of their own; gradients are compared of one set")
     params, gradient = job.rollout_params(state.params, reference), make_gradient(job)
@@ -158,11 +158,11 @@ def measure(cell: str, folder: Path, iteration: int, *, batches: int) -> Directi
         tasks, *inputs = job.episode_inputs(number)
         e = jax.device_get(job.runner.rollout(params, tasks, *inputs).episodes)
         dump = Dump(e, job.config, job.tokenizer)
-        by_name = centred(dump) | {
-            BOOTSTRAPPED: bootstrapped(dump),
+        advantages = centred_advantages(dump) | {
+            BOOTSTRAPPED: bootstrapped_advantages(dump),
             RLOO_BY_TURN: rloo_by_turn(e, job.config.advantage.gamma),
         }
-        gradients.append([np.asarray(gradient(state.params, reference, e, jnp.asarray(by_name[name]))) for name in names])
+        gradients.append([np.asarray(gradient(state.params, reference, e, jnp.asarray(advantages[name]))) for name in names])
         success.append(float(e.success.mean()))
     of_each = cosines(np.array(gradients).swapaxes(0, 1), names.index(RLOO_BY_TURN))
     return Directions(

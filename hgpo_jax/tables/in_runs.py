@@ -25,7 +25,7 @@ from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.files import atomic_write
 
 
-def having(names: Iterable[str], numbers: Iterable[str]) -> pydantic.AfterValidator:
+def require(names: Iterable[str], numbers: Iterable[str]) -> pydantic.AfterValidator:
     """Builds a check that a dictionary has these names, and for each of them these numbers."""
 
     def check(values: dict) -> dict:
@@ -145,7 +145,7 @@ def moment(iteration: int) -> str:
     return f"after {iteration} iteration{'s' * (iteration > 1)}" if iteration else "at the start"
 
 
-def restored(folder: Path, iteration: int) -> tuple[Job, Any, TrainState]:
+def restore(folder: Path, iteration: int) -> tuple[Job, Any, TrainState]:
     """Restores a run's (job, reference policy, training state) after this many iterations: from a checkpoint, or its start."""
     config = read_config(folder)
     job = build(config)

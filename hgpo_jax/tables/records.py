@@ -61,7 +61,7 @@ def read_record(plan: Plan, file: Path) -> AllResults:
     return AllResults(of_cells, of_settings, {kind: of_plan(plan, some) for kind, some in measured.items()})
 
 
-def merged(here: AllResults, there: AllResults) -> AllResults:
+def merge(here: AllResults, there: AllResults) -> AllResults:
     """Merges both; of equal entries `here` counts, unless `there` is of a run that ended and was not shorter."""
 
     def of_cell(ours: Result | None, theirs: Result | None) -> Result | None:
@@ -69,15 +69,15 @@ def merged(here: AllResults, there: AllResults) -> AllResults:
             return theirs if theirs.done > ours.done and theirs.iterations >= ours.iterations else ours
         return ours or theirs
 
-    def united(ours: list, theirs: list, place: Callable) -> list:
+    def unite(ours: list, theirs: list, place: Callable) -> list:
         places = {place(one) for one in ours}
         return [*ours, *(one for one in theirs if place(one) not in places)]
 
     settings = dict.fromkeys([*here.bias, *there.bias])
     return AllResults(
         {cell: of_cell(ours, there.cells[cell]) for cell, ours in here.cells.items()},
-        {name: united(here.bias.get(name, []), there.bias.get(name, []), lambda one: one.seed) for name in settings},
-        {k: united(ours, there.measured[k], lambda one: (one.cell, one.iteration)) for k, ours in here.measured.items()},
+        {name: unite(here.bias.get(name, []), there.bias.get(name, []), lambda one: one.seed) for name in settings},
+        {k: unite(ours, there.measured[k], lambda one: (one.cell, one.iteration)) for k, ours in here.measured.items()},
     )
 
 
@@ -104,7 +104,7 @@ def record_text(plan: Plan, results: AllResults, rows: list[Row]) -> str:
         "cells": one_a_line(lines),
         "missing": json.dumps([cell.name for cell, result in results.cells.items() if not result]),
         "paired": one_a_line(paired),
-        "bias": json.dumps(bias.dumped(results.bias)),
+        "bias": json.dumps(bias.as_dicts(results.bias)),
     } | {kind.name: one_a_line([one.model_dump(by_alias=True) for one in some]) for kind, some in results.measured.items()}
     return "{" + ",\n ".join(f'"{name}": {text}' for name, text in parts.items()) + "}\n"
 

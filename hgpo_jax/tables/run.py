@@ -22,7 +22,7 @@ from hgpo_jax.utils.errors import ConfigError
 VARIABLE = re.compile(r"\$(\w+)")
 
 
-def expanded(step: Step, environment=os.environ) -> list[str]:
+def expand(step: Step, environment=os.environ) -> list[str]:
     """Returns the command for a process, with `$NAME` replaced. Raises ConfigError if a variable is not set."""
     words = []
     for word in step.arguments:
@@ -58,7 +58,7 @@ def _fault(parts: list[Step], log: Path, stop: threading.Event, **options) -> st
         if step.done:
             continue
         with open(log, "a") as file:
-            done = subprocess.run(expanded(step), stdin=subprocess.DEVNULL, stdout=file, stderr=file, **options)
+            done = subprocess.run(expand(step), stdin=subprocess.DEVNULL, stdout=file, stderr=file, **options)
         if done.returncode:
             return f"{step.module} ended with code {done.returncode}; {log} says why"
         if not step.done:  # fields other than the plan's, in an earlier call
@@ -77,7 +77,7 @@ def run_cells(plan: Plan, cells: list[Cell], runs: Path, source: Path, *, jobs: 
     """
     commands = {cell: steps(plan, cell, runs, more) for cell in cells}
     for step in itertools.chain(*commands.values()):
-        expanded(step)
+        expand(step)
     todo = {cell: parts for cell, parts in commands.items() if not all(step.done for step in parts)}
     stop, began = threading.Event(), time.monotonic()
     ended: list[Cell] = []
