@@ -20,39 +20,39 @@ from hgpo_jax.envs.cli import one_line
 MINIGRID = ("BabyAI-", "MiniGrid-")  # prefixes of the ids of its levels
 
 
-class Known(NamedTuple):
+class Facts(NamedTuple):
     """Facts from an environment's documentation that its program does not provide.
 
     actions: their names, in the order of their numbers.
     goal: the task.
-    shown: how to read the environment's own observation.
+    legend: how to read the environment's own observation.
     won_above: the last reward of a solved episode is above it; None: the rewards do not show which episodes are solved.
     """
 
     actions: tuple[str, ...] = ()
     goal: str = ""
-    shown: str = ""
+    legend: str = ""
     won_above: float | None = None
 
 
 # By prefix of the id; from the pages of https://gymnasium.farama.org/environments/toy_text/.
-KNOWN = {
-    "Blackjack": Known(
+FACTS = {
+    "Blackjack": Facts(
         ("stick", "hit"),
         "get closer to 21 than the dealer, but not above it",
         "the numbers are your sum, the dealer's open card (1 is an ace), and 1 if an ace of yours counts 11",
         won_above=0,
     ),
-    "CliffWalking": Known(
+    "CliffWalking": Facts(
         ("up", "right", "down", "left"), "reach T without stepping on the cliff C", "you are at x", won_above=-100
     ),
-    "FrozenLake": Known(
+    "FrozenLake": Facts(
         ("left", "down", "right", "up"),
         "walk from S over the ice F to the goal G without falling into a hole H",
         "you are at the letter in []",
         won_above=0,
     ),
-    "Taxi": Known(
+    "Taxi": Facts(
         ("south", "north", "east", "west", "pick up", "drop off"),
         "bring the passenger to the destination",
         "the taxi is at [], the passenger waits at **, or else is in the taxi, the destination is at (); | is a wall",
@@ -70,12 +70,12 @@ class GymnasiumText:
         describes the observation. By default MiniGrid's is described in words, a text rendering is shown, and whole numbers
         are written.
       actions: their names, which are the commands, in the order of their numbers. By default MiniGrid's own, those of
-        `KNOWN`, or else `action 0` and so on.
-      goal: the task in words. By default MiniGrid's mission, that of `KNOWN`, or else `solve ID`.
+        `FACTS`, or else `action 0` and so on.
+      goal: the task in words. By default MiniGrid's mission, that of `FACTS`, or else `solve ID`.
       max_turns: actions after which an episode ends, by default the environment's own limit. A level with a limit of its own,
         such as MiniGrid's (option max_steps), ends there at the latest.
       won_above: an episode that terminates with a last reward above it is won. By default `is_success` or `success` in the
-        environment's own info decides, or the reward if it is known to: in the environments of `KNOWN`, and above 0 in
+        environment's own info decides, or the reward if it is known to: in the environments of `FACTS`, and above 0 in
         MiniGrid's levels. For others success is unknown.
       survival: whether an episode is won by lasting until its time limit, as in CartPole, where the end is a fall.
       options: further arguments of `gymnasium.make`.
@@ -119,16 +119,16 @@ class GymnasiumText:
             self.expert = self._bot_command
         spec = self._env.spec
         of_gymnasium = str(spec.entry_point).startswith("gymnasium.")  # others may have similar names
-        known = next((KNOWN[name] for name in KNOWN if of_gymnasium and spec.name.startswith(name)), Known())
-        self._numbers = self._named_actions(actions, known)
+        facts = next((FACTS[name] for name in FACTS if of_gymnasium and spec.name.startswith(name)), Facts())
+        self._numbers = self._named_actions(actions, facts)
         self._view = self._chosen_view(describe)
-        self._goal = goal or ("" if self._levels else self._known_goal(known, described=bool(describe)))
+        self._goal = goal or ("" if self._levels else self._known_goal(facts, described=bool(describe)))
         if survival and won_above is not None:
             raise ValueError(f"won_above={won_above}: survival=true decides what is won; leave one of the two out")
         self._survival, self._won_above = survival, won_above
-        self._usually_above = 0.0 if self._levels else known.won_above
-        own = spec.max_episode_steps or (self._levels.longest(self._env) if self._levels else 0)
-        self.max_turns = max_turns or own
+        self._usually_above = 0.0 if self._levels else facts.won_above
+        default_turns = spec.max_episode_steps or (self._levels.longest(self._env) if self._levels else 0)
+        self.max_turns = max_turns or default_turns
         if not self.max_turns:
             raise ValueError(f"max_turns=0: {id} has no limit of its own; give the actions after which an episode ends")
         self.task_types, self.task_type = (id,), 0
@@ -138,7 +138,7 @@ class GymnasiumText:
         self._task, self._turns = int(task), 0
         reset = self._levels.reset if self._levels else _reset
         observation, info = reset(self._env, self._task)
-        self._taken: list[int] = []  # actions since the reset
+        self._past_actions: list[int] = []  # actions since the reset
         self.goal = self._goal or self._env.unwrapped.mission
         return self._see(observation, info)
 
@@ -153,12 +153,12 @@ class GymnasiumText:
         reward, terminated, truncated = 0.0, False, False
         if number is not None:
             observation, reward, terminated, truncated, info = self._env.step(number)
-            self._taken.append(number)
+            self._past_actions.append(number)
             self._see(observation, info)
         done = bool(terminated or truncated or self._turns >= self.max_turns)
         won = self._is_won(bool(terminated), float(reward)) if done else False
         info = {"won": won, "admissible": number is not None, "truncated": done and not terminated}
-        return self._seen, list(self._commands), float(reward), done, info
+        return self._observation, list(self._commands), float(reward), done, info
 
     def _is_won(self, terminated: bool, reward: float) -> bool | None:
         """Whether an episode that has ended is won; None if that is unknown."""
@@ -176,14 +176,14 @@ class GymnasiumText:
         self._commands = {
             name: number for index, (name, number) in enumerate(self._numbers.items()) if allowed is None or allowed[index]
         }
-        self._seen = self._view(observation)
-        return self._seen, list(self._commands)
+        self._observation = self._view(observation)
+        return self._observation, list(self._commands)
 
     def _bot_command(self, history_length: int) -> str:
         """Returns the command of the level's bot, which remembers the whole episode, whatever a prompt shows of it."""
         if self._bot is None:
             self._bot = self._levels.Bot(self._make())
-        return list(self._numbers)[self._bot.action(self._task, self._taken)]
+        return list(self._numbers)[self._bot.action(self._task, self._past_actions)]
 
     # -- what it is made of -------------------------------------------------------------------------------------
 
@@ -206,26 +206,26 @@ class GymnasiumText:
             raise ValueError(one_line(f"id={self._id}: its actions are {kind}; choose one with discrete actions"))
         return env
 
-    def _named_actions(self, given: tuple[str, ...], known: Known) -> dict[str, int]:
+    def _named_actions(self, actions: tuple[str, ...], facts: Facts) -> dict[str, int]:
         """Returns name -> number of every action."""
         space = self._env.action_space
         count = int(space.n)
-        names = given or (self._levels.action_names(self._env) if self._levels else known.actions)[:count]
+        names = actions or (self._levels.action_names(self._env) if self._levels else facts.actions)[:count]
         names = tuple(name.strip() for name in names) or tuple(f"action {number}" for number in range(count))
         if len(set(names)) != count or len(names) != count:
-            said = f"actions={','.join(names)}"
-            raise ValueError(one_line(f"{said}: {self._id} has {count} actions; name each, in the order of their numbers"))
+            option = f"actions={','.join(names)}"
+            raise ValueError(one_line(f"{option}: {self._id} has {count} actions; name each, in the order of their numbers"))
         return {name: int(space.start) + index for index, name in enumerate(names)}
 
-    def _known_goal(self, known: Known, described: bool) -> str:
-        goal = known.goal or f"solve {self._id}"
-        return goal if described or not known.shown else f"{goal}; {known.shown}"
+    def _known_goal(self, facts: Facts, described: bool) -> str:
+        goal = facts.goal or f"solve {self._id}"
+        return goal if described or not facts.legend else f"{goal}; {facts.legend}"
 
     def _chosen_view(self, describe: str) -> Callable[[Any], str]:
         """Returns a function that describes an observation."""
         if describe:
             try:
-                _, function = user_code.load(user_code.located(describe, user_code.ENVIRONMENTS))
+                _, function = user_code.load(user_code.locate(describe, user_code.ENVIRONMENTS))
             except ValueError as error:
                 raise ValueError(f"describe={describe}: {error}") from None
             return lambda observation: function(observation, self._env.unwrapped)
@@ -235,7 +235,7 @@ class GymnasiumText:
             self._env = self._make(render_mode="ansi")
             return lambda _: plain(self._env.render())
         if _whole_numbers(self._env.observation_space):
-            return _written
+            return _numbers_text
         kind = f"{self._env.observation_space!s:.80}"
         raise ValueError(
             one_line(
@@ -273,16 +273,16 @@ def plain(drawing: str) -> str:
     text = _LAST_ACTION.sub("", drawing).strip("\n")
     if "\n" in text and not re.search(r"[^\S\n]", text):
         text = "\n".join(" ".join(_CELL.findall(line)) for line in text.split("\n"))
-    while (inner := _COLOURED.sub(_bracketed, text)) != text:  # colours may be nested
+    while (inner := _COLOURED.sub(_mark_colour, text)) != text:  # colours may be nested
         text = inner
     return _CODE.sub("", text)
 
 
-def _bracketed(found: re.Match) -> str:
-    codes = [int(code or 0) for code in found[1].split(";")]
+def _mark_colour(match: re.Match) -> str:
+    codes = [int(code or 0) for code in match[1].split(";")]
     if any(40 <= code <= 48 or 100 <= code <= 107 for code in codes):
-        return f"[{found[2]}]"
-    return f"*{found[2]}*" if 1 in codes else f"({found[2]})"
+        return f"[{match[2]}]"
+    return f"*{match[2]}*" if 1 in codes else f"({match[2]})"
 
 
 def _whole_numbers(space) -> bool:
@@ -293,5 +293,5 @@ def _whole_numbers(space) -> bool:
     return isinstance(space, spaces.Discrete)
 
 
-def _written(observation) -> str:
-    return ", ".join(map(_written, observation)) if isinstance(observation, tuple) else str(int(observation))
+def _numbers_text(observation) -> str:
+    return ", ".join(map(_numbers_text, observation)) if isinstance(observation, tuple) else str(int(observation))

@@ -64,20 +64,20 @@ def describe(observation: dict) -> str:
             if name == "wall" and (right == 0 or forward == 0):
                 walls.append((right, forward))
             elif name not in ("unseen", "empty", "wall"):
-                thing = _named(name, IDX_TO_COLOR[colour], state)
+                thing = _describe_thing(name, IDX_TO_COLOR[colour], state)
                 if right == forward == 0:
                     carried = thing
                 else:
                     things.append((right, forward, thing))
-    seen = "; ".join(f"{thing} {_where(right, forward)}" for right, forward, thing in sorted(things, key=_nearest))
+    view = "; ".join(f"{thing} {_where(right, forward)}" for right, forward, thing in sorted(things, key=_nearest))
     sides = {_side(*wall): _where(*wall) for wall in sorted(walls, key=_nearest, reverse=True)}  # the nearest of a side stays
-    told = [f"You see {seen or 'no things'}."]
+    sentences = [f"You see {view or 'no things'}."]
     if sides:
-        told.append(f"Walls: {'; '.join(sides[side] for side in ('ahead', 'left', 'right') if side in sides)}.")
-    return " ".join([*told, f"You carry {carried}."])
+        sentences.append(f"Walls: {'; '.join(sides[side] for side in ('ahead', 'left', 'right') if side in sides)}.")
+    return " ".join([*sentences, f"You carry {carried}."])
 
 
-def _named(name: str, colour: str, state: int) -> str:
+def _describe_thing(name: str, colour: str, state: int) -> str:
     if name == "door":
         state_name = _STATES[state]
         return f"{'an' if state_name == 'open' else 'a'} {state_name} {colour} door"
@@ -114,17 +114,17 @@ class Bot:
         self._level, self._task = level, -1
         self._followed: list[int] = []
 
-    def action(self, task: int, taken: Sequence[int]) -> int:
+    def action(self, task: int, actions: Sequence[int]) -> int:
         """Returns its action in a task after these actions."""
-        if task != self._task or list(taken[: len(self._followed)]) != self._followed:
+        if task != self._task or list(actions[: len(self._followed)]) != self._followed:
             reset(self._level, task)
             self._task, self._followed = task, []
             self._bot = _Player(self._level)
-            self._action = _planned(self._bot, None)
-        for action in taken[len(self._followed) :]:
+            self._action = _next_action(self._bot, None)
+        for action in actions[len(self._followed) :]:
             self._level.step(action)
             self._followed.append(action)
-            self._action = _planned(self._bot, action)
+            self._action = _next_action(self._bot, action)
         return self._action
 
 
@@ -151,7 +151,7 @@ class _Player(BabyAIBot):
         self.stack = _Plan(self.stack)
 
 
-def _planned(bot: _Player, last: int | None) -> int:
+def _next_action(bot: _Player, last: int | None) -> int:
     """Returns its action after the last one: nothing for a turn if it gives up, for example after a box was opened."""
     bot.stack.added = 0
     try:

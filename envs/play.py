@@ -84,13 +84,13 @@ def webshop(args):
     return env, args.seed % len(env)
 
 
-def own(args):
+def own_environment(args):
     """Your own, by its place or an entry point's name: FILE.py:CLASS or package.module:CLASS; or gymnasium:ID."""
-    _, found = user_code.load(user_code.located(args.name, user_code.ENVIRONMENTS))
-    given = dict(option.partition("=")[::2] for option in args.options) | user_code.implied(args.name)
-    arguments = user_code.options(found, given | ({"max_turns": args.turns} if args.turns else {}))
+    _, make = user_code.load(user_code.locate(args.name, user_code.ENVIRONMENTS))
+    fields = dict(option.partition("=")[::2] for option in args.options) | user_code.implied(args.name)
+    arguments = user_code.options(make, fields | ({"max_turns": args.turns} if args.turns else {}))
     try:
-        env = found(**arguments)
+        env = make(**arguments)
     except Exception as error:  # any error of the user's environment
         raise ValueError(f"{args.name}: cannot be made: {type(error).__name__}: {error}") from None
     compiled = hasattr(env, "observation_length")
@@ -140,8 +140,8 @@ def parser() -> Parser:
     g.add_argument("attributes", type=Path, nargs="?", metavar="ATTRIBUTES", help="attributes and synthetic instructions")
     g.add_argument("--human", type=Path, metavar="FILE", help="play the human instructions of this file")
 
-    g = add("own", own)
-    g.set_defaults(start=own)
+    g = add("own", own_environment)
+    g.set_defaults(start=own_environment)
     g.add_argument("name", metavar="PLACE", help=f"where its class is{_installed()}")
     g.add_argument("options", nargs="*", metavar="option=value", help="keyword arguments of its class")
     return p
@@ -199,9 +199,9 @@ def _ask(prompt: str) -> str:
 
 
 def main() -> None:
-    given = sys.argv[1:]
-    named = given and (":" in given[0] or given[0] in user_code.installed(user_code.ENVIRONMENTS))
-    args = parser().parse_args(["own", *given] if named else given)
+    words = sys.argv[1:]
+    named = words and (":" in words[0] or words[0] in user_code.installed(user_code.ENVIRONMENTS))
+    args = parser().parse_args(["own", *words] if named else words)
     for stream in (sys.stdin, sys.stdout):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # typeshed says TextIO
     play(*args.start(args))

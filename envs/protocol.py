@@ -207,11 +207,11 @@ INFO = {
 
 def members(protocol: type, beyond: type | None = None) -> dict[str, str]:
     """Returns name -> meaning of a protocol's members, attributes first; only of those that the protocol `beyond` lacks."""
-    found = {name: hint.__metadata__[0] for name, hint in get_type_hints(protocol, include_extras=True).items()}
+    meanings = {name: hint.__metadata__[0] for name, hint in get_type_hints(protocol, include_extras=True).items()}
     for each in reversed(protocol.__mro__):
-        found |= {
+        meanings |= {
             name: inspect.cleandoc(value.__doc__ or "")
             for name, value in vars(each).items()
             if inspect.isfunction(value) and not name.startswith("_")
         }
-    return {name: meaning for name, meaning in found.items() if beyond is None or name not in members(beyond)}
+    return {name: meaning for name, meaning in meanings.items() if beyond is None or name not in members(beyond)}

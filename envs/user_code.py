@@ -41,7 +41,7 @@ def installed(group: str) -> dict[str, str]:
     return {entry.name: entry.value for entry in importlib.metadata.entry_points(group=group)}
 
 
-def located(name: str, group: str) -> str:
+def locate(name: str, group: str) -> str:
     """Returns the full name: an entry point's target, a file with its absolute path."""
     if name.startswith(GYMNASIUM):
         return "hgpo_jax.envs.gym_text:GymnasiumText"
@@ -69,18 +69,18 @@ def code_in(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def load(name: str) -> tuple[ModuleType, Any]:
-    """Loads the module and the object of a `located` name. Raises ValueError, in one line, if there is none."""
+    """Loads the module and the object of a full name (`locate`). Raises ValueError, in one line, if there is none."""
     place, _, attribute = name.rpartition(":")
     module = module_of(place)
-    found: Any = module
+    target: Any = module
     for part in attribute.split("."):
-        if not hasattr(found, part):
-            known = [each for each in vars(found) if not each.startswith("_")] if hasattr(found, "__dict__") else []
-            raise ValueError(f"{place} has no {part}; {nearest(part, known, 'look there for its name')}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise ValueError(f"{attribute} is a {type(found).__name__}; name a class or a function")
-    return module, found
+        if not hasattr(target, part):
+            names = [each for each in vars(target) if not each.startswith("_")] if hasattr(target, "__dict__") else []
+            raise ValueError(f"{place} has no {part}; {nearest(part, names, 'look there for its name')}")
+        target = getattr(target, part)
+    if not callable(target):
+        raise ValueError(f"{attribute} is a {type(target).__name__}; name a class or a function")
+    return module, target
 
 
 def module_of(place: str) -> ModuleType:
@@ -91,10 +91,10 @@ def module_of(place: str) -> ModuleType:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{place}.".startswith(f"{error.name}."):
-            raise ValueError(f"its import fails: {_described(error)}") from None
+            raise ValueError(f"its import fails: {_describe_error(error)}") from None
         raise ValueError(f"no module {error.name!r}; write package.module:NAME or path/to/file.py:NAME") from None
     except Exception as error:  # whatever a module does
-        raise ValueError(f"its import fails: {_described(error)}") from None
+        raise ValueError(f"its import fails: {_describe_error(error)}") from None
 
 
 def _executed(file: Path) -> ModuleType:
@@ -111,22 +111,22 @@ def _executed(file: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:  # any error of a module
         del sys.modules[name]
-        raise ValueError(f"its import fails: {_described(error)}") from None
+        raise ValueError(f"its import fails: {_describe_error(error)}") from None
     return module
 
 
-def _described(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     line = traceback.extract_tb(error.__traceback__)[-1]
     return one_line(f"{type(error).__name__}: {error} ({line.filename}, line {line.lineno})")
 
 
-def options(make: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def options(make: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Converts keyword arguments for a class or function to the types of its annotations, or else of its defaults.
 
     Raises ValueError, which begins with `name=value: `, for an unknown, wrongly typed or missing argument.
     """
     signature = inspect.signature(make)
-    taken = {
+    parameters = {
         name: parameter
         for name, parameter in signature.parameters.items()
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
@@ -137,20 +137,20 @@ def options(make: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     except Exception:  # annotations name imports for type checkers only, so the defaults are used
         hints = {}
     typed = {}
-    for name, value in given.items():
-        if name not in taken and not anything:
-            raise ValueError(f"{name}={value}: no such option; {nearest(name, list(taken), _listed(taken))}")
-        default = taken[name].default if name in taken else None
-        said = hints.get(name, Any if default in (None, inspect.Parameter.empty) else type(default))
-        typed[name] = _typed(name, value, said)
-    for name, parameter in taken.items():
+    for name, value in arguments.items():
+        if name not in parameters and not anything:
+            raise ValueError(f"{name}={value}: no such option; {nearest(name, list(parameters), _list_names(parameters))}")
+        default = parameters[name].default if name in parameters else None
+        annotation = hints.get(name, Any if default in (None, inspect.Parameter.empty) else type(default))
+        typed[name] = _typed(name, value, annotation)
+    for name, parameter in parameters.items():
         if parameter.default is parameter.empty and name not in typed:
             raise ValueError(f"{name}=: is needed")
     return typed
 
 
-def _listed(taken) -> str:
-    return f"there are {', '.join(taken)}" if taken else "there are none"
+def _list_names(names) -> str:
+    return f"there are {', '.join(names)}" if names else "there are none"
 
 
 def _typed(name: str, value: Any, annotation: Any) -> Any:
@@ -176,13 +176,13 @@ def _single(value: Any) -> bool:
     return isinstance(value, bool | int | float)
 
 
-def make(name: str, given: Mapping[str, Any]) -> Any:
-    """Makes the object of a `located` name with checked options; worker processes call it, too."""
-    return load(name)[1](**given)
+def make(name: str, arguments: Mapping[str, Any]) -> Any:
+    """Makes the object of a full name (`locate`) with checked options; worker processes call it, too."""
+    return load(name)[1](**arguments)
 
 
 def version(name: str) -> dict[str, str | None]:
-    """Describes a `located` name at load time: its file, the file's SHA-256, and the version of module or distribution."""
+    """Describes a full name at load time: its file, the file's SHA-256, and the version of module or distribution."""
     module = module_of(name.rpartition(":")[0])
     file = getattr(module, "__file__", None)
     number = getattr(module, "__version__", None)

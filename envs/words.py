@@ -41,12 +41,12 @@ class Words:
             raise IndexError(f"task={task}: must be a whole number below 2**64")
         key = np.array([task >> 32, task & 0xFFFFFFFF], np.uint32)
         with jax.set_mesh(one_cpu()):
-            self._state, seen = jax.device_get(_programs(self._env)[0](key))
+            self._state, output = jax.device_get(_programs(self._env)[0](key))
         self._key = key
         self._past: dict[int, list[np.ndarray]] = defaultdict(list)  # each role's actions since the reset
         self.task_type = int(self._state.task)
-        self.goal = self._goal(seen["goal"])
-        return self._see(seen)
+        self.goal = self._goal(output["goal"])
+        return self._see(output)
 
     def step(self, action: str) -> tuple[str, list[str], float, bool, dict]:
         """Performs one action; an inadmissible one changes nothing.
@@ -55,10 +55,10 @@ class Words:
         """
         ids = self._ids(action)
         with jax.set_mesh(one_cpu()):
-            self._state, seen = jax.device_get(_programs(self._env)[1](self._state, ids))
+            self._state, output = jax.device_get(_programs(self._env)[1](self._state, ids))
         self._past[self.role].append(ids)
-        info = {"won": bool(seen["won"]), "admissible": not seen["invalid"]}
-        return *self._see(seen), float(seen["reward"]), bool(seen["done"]), info
+        info = {"won": bool(output["won"]), "admissible": not output["invalid"]}
+        return *self._see(output), float(output["reward"]), bool(output["done"]), info
 
     def _expert(self, player, history_length: int) -> str:
         """Returns the action of a compiled environment's player (`protocol.Expert`) after the K past turns of its prompt."""
@@ -70,11 +70,11 @@ class Words:
             ids = jax.device_get(_expert_action(self._env, player)(self._state, recent, self._key, turn))
         return self._command(*self._words(ids))
 
-    def _see(self, seen) -> tuple[str, list[str]]:
-        self.role = int(seen["role"])
-        listed = [words[legal] for legal, words in seen["admissible"]]
+    def _see(self, output) -> tuple[str, list[str]]:
+        self.role = int(output["role"])
+        listed = [words[legal] for legal, words in output["admissible"]]
         self._commands = {self._command(*self._words(ids)): ids for rows in listed for ids in rows}
-        return self._tell(seen["observation"]), sorted(self._commands)
+        return self._tell(output["observation"]), sorted(self._commands)
 
     def _words(self, ids) -> list[str]:
         return [self._env.words[i] for i in ids]
@@ -83,8 +83,8 @@ class Words:
 
     def _ids(self, action: str) -> np.ndarray:
         """Converts an action to word ids, i32[action_length]; an unknown word is -1."""
-        known = {word: index for index, word in enumerate(self._env.words)} | {BLANK: 0}
-        ids = [known.get(word, -1) for word in action.split()][: self._env.action_length]
+        id_of = {word: index for index, word in enumerate(self._env.words)} | {BLANK: 0}
+        ids = [id_of.get(word, -1) for word in action.split()][: self._env.action_length]
         return np.array(ids + [0] * (self._env.action_length - len(ids)), np.int32)
 
     def _goal(self, ids) -> str:
@@ -121,8 +121,8 @@ def _programs(env):
     @jax.jit
     def reset(key):
         state, observation = env.reset(jax.random.wrap_key_data(key, impl="threefry2x32"))
-        seen = {"observation": observation, "admissible": admissible(state), "role": role(state), "goal": env.goal(state)}
-        return state, seen
+        output = {"observation": observation, "admissible": admissible(state), "role": role(state), "goal": env.goal(state)}
+        return state, output
 
     @jax.jit
     def step(state, action):

@@ -29,7 +29,7 @@ observation, commands = game.reset()
 past: list[tuple[str, str]] = []
 won, turns = False, int(os.environ["HGPO_TURNS"])
 while not won and len(past) < turns:
-    recently = "".join(f"You saw: {seen}\nYou did: {done}\n\n" for seen, done in past[-2:])
+    recently = "".join(f"You saw: {before}\nYou did: {action}\n\n" for before, action in past[-2:])
     question = QUESTION.format(task=game.task, past=recently, observation=observation, commands=", ".join(commands))
     answer = client.chat.completions.create(
         model="policy", messages=[{"role": "user", "content": question}], metadata={"state_key": observation}

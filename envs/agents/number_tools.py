@@ -22,19 +22,19 @@ TOOL: Any = {
 }
 
 
-def guess(wanted: int, name: str, arguments: str) -> tuple[str, bool]:
+def guess(secret: int, name: str, arguments: str) -> tuple[str, bool]:
     """Returns the answer to a call, and whether it was a guess."""
     if name != "guess":
         return "there is no such tool", False
     number = json.loads(arguments).get("number")
     if type(number) is not int:  # isinstance would let True pass
         return "number must be a whole number", False
-    return "found" if number == wanted else "too small" if number < wanted else "too large", True
+    return "found" if number == secret else "too small" if number < secret else "too large", True
 
 
 def main() -> None:
     client, session = OpenAI(), f"/sessions/{os.environ['HGPO_SESSION']}/reward"
-    wanted = 1 + int(os.environ["HGPO_TASK"]) % 100
+    secret = 1 + int(os.environ["HGPO_TASK"]) % 100
     messages: list[Any] = [{"role": "user", "content": "Find my number, from 1 to 100. Use the tool; you have few guesses."}]
     for _ in range(int(os.environ["HGPO_TURNS"])):
         try:
@@ -45,10 +45,10 @@ def main() -> None:
         guesses = []
         for call in message.tool_calls or []:
             assert call.type == "function"
-            said, is_guess = guess(wanted, call.function.name, call.function.arguments)
+            answer, is_guess = guess(secret, call.function.name, call.function.arguments)
             guesses.append(is_guess)
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": said})
-            if said == "found":
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": answer})
+            if answer == "found":
                 client.post(session, body={"reward": 1.0, "success": True}, cast_to=object)
                 return
         if not guesses:

@@ -13,10 +13,10 @@ BITS = 32
 
 def test(words, numbers):
     """Marks the numbers i32[n] that are in the set u32[W], bool[n]."""
-    found = jnp.zeros(numbers.shape, jnp.uint32)
+    word = jnp.zeros(numbers.shape, jnp.uint32)
     for w in range(words.shape[-1]):  # few words: comparing is quicker than gathering
-        found = jnp.where(numbers // BITS == w, words[w], found)
-    return (found >> (numbers % BITS).astype(jnp.uint32)) & 1 == 1
+        word = jnp.where(numbers // BITS == w, words[w], word)
+    return (word >> (numbers % BITS).astype(jnp.uint32)) & 1 == 1
 
 
 def tests(sets, number):

@@ -114,5 +114,5 @@ def admissible(env, state) -> tuple[jax.Array, jax.Array]:
         ]
     )
     filled = jnp.arange(env.commands) < count
-    found = names[jnp.asarray(layout.slots)[slot]].astype(jnp.int32)
-    return filled, jnp.where(filled[:, None], found, 0)
+    rows = names[jnp.asarray(layout.slots)[slot]].astype(jnp.int32)
+    return filled, jnp.where(filled[:, None], rows, 0)

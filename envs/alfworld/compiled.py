@@ -46,7 +46,7 @@ class State(struct.PyTreeNode):
     held: jax.Array  # i32[], the thing in the agent's hands, or -1
     opened: jax.Array  # bool[R]
     inside: jax.Array  # u32[R, W], things in each place
-    taken: jax.Array  # u32[R, W], things that were taken out of a place and not put back into it
+    removals: jax.Array  # u32[R, W], things that were taken out of a place and not put back into it
     lying: jax.Array  # u32[L + 1, W], things at each location
     marks: jax.Array  # u32[5, W], things that are clean, hot, cool, sliced, toggled
     turn: jax.Array  # i32[], actions taken
@@ -193,7 +193,7 @@ class CompiledAlfworld:
             held=jnp.int32(NOTHING),
             opened=games.opened[game],
             inside=games.inside[game],
-            taken=jnp.zeros_like(games.inside[game]),
+            removals=jnp.zeros_like(games.inside[game]),
             lying=games.lying[game],
             marks=games.marks[game],
             turn=jnp.int32(0),
@@ -232,7 +232,7 @@ class CompiledAlfworld:
             held=jnp.where(take, thing, jnp.where(put, NOTHING, state.held)).astype(jnp.int32),
             opened=(state.opened | (is_place & does["open"])) & ~(is_place & does["close"]),
             inside=changed(state.inside, there, put, take),
-            taken=changed(state.taken, there, take, put),
+            removals=changed(state.removals, there, take, put),
             lying=changed(state.lying, around, put, take),
             marks=changed(state.marks, one, gain, lose),
             turn=state.turn + 1,
@@ -244,14 +244,14 @@ class CompiledAlfworld:
     def won(self, state: State) -> jax.Array:
         """Whether the task is fulfilled, bool[]."""
         games, game = self.games, state.game
-        wanted, mark = games.wanted[game], games.mark[game]
-        fit = wanted & jnp.where(mark < 0, ~jnp.uint32(0), state.marks[mark])
+        goal_things, mark = games.wanted[game], games.mark[game]
+        fit = goal_things & jnp.where(mark < 0, ~jnp.uint32(0), state.marks[mark])
         count = jax.lax.population_count(state.inside & fit).sum(1)
         placed = (games.target[game] & (count >= games.count[game])).any()
         lit = games.lamp[game] & state.marks[MARKS.index("istoggled")]
         here = games.here[game, state.at]
         by_lamp = (here >= 0) & ((state.inside[here] & lit) != 0).any(1)
-        holds = (state.held >= 0) & bits.test(wanted, state.held)
+        holds = (state.held >= 0) & bits.test(goal_things, state.held)
         return placed | (by_lamp.any() & holds)
 
     def open_here(self, state: State, place) -> jax.Array:
@@ -262,9 +262,9 @@ class CompiledAlfworld:
         """Describes the effect of an action in this state."""
         games, game, held = self.games, state.game, state.held
         verb, first, second = action
-        known = (action >= 0) & (action < len(self.words))
-        entity = games.entity[game, jnp.where(known, action, 0)].astype(jnp.int32)
-        _, x, y = jnp.where(known, entity, -1)
+        is_word = (action >= 0) & (action < len(self.words))
+        entity = games.entity[game, jnp.where(is_word, action, 0)].astype(jnp.int32)
+        _, x, y = jnp.where(is_word, entity, -1)
         is_thing, is_place = (x >= 0) & (x < self.things), x >= self.things
         alone = second == 0
         pair = is_thing & (y >= self.things)

@@ -41,12 +41,12 @@ def data_folder(data: str | os.PathLike | None = None) -> Path:
     Raises:
         ValueError: neither is given, or it is not a folder.
     """
-    given = data if data is not None else os.environ.get(ENVIRONMENT_VARIABLE)
-    if not given:
+    path = data if data is not None else os.environ.get(ENVIRONMENT_VARIABLE)
+    if not path:
         raise ValueError(
             f"no ALFWorld data: set {ENVIRONMENT_VARIABLE} to the folder that holds json_2.1.1/, or name it in the call"
         )
-    folder = Path(os.path.expandvars(given)).expanduser()
+    folder = Path(os.path.expandvars(path)).expanduser()
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; set {ENVIRONMENT_VARIABLE} or the argument to the ALFWorld data")
     return folder
@@ -87,7 +87,7 @@ def list_games(split: str, data: str | os.PathLike | None = None, task_types: Co
     if unknown or not task_types:
         raise ValueError(f"unknown or missing task types {unknown}; choose from {', '.join(TASK_TYPES)}")
     folder = split_folder(split, data)
-    found = []
+    games = []
     for root, _, files in os.walk(folder):
         trial = Path(root).relative_to(folder).as_posix()
         if "traj_data.json" not in files or GAME_FILE not in files or "movable" in trial or "Sliced" in trial:
@@ -95,10 +95,10 @@ def list_games(split: str, data: str | os.PathLike | None = None, task_types: Co
         path = Path(root) / GAME_FILE
         task_type = _load(Path(root) / "traj_data.json").get("task_type", "")
         if task_type in task_types and _load(path).get("solvable") is True:
-            found.append(GameFile(path, split, task_type, trial))
-    if not found:
+            games.append(GameFile(path, split, task_type, trial))
+    if not games:
         raise ValueError(f"{folder}: no solvable game of {', '.join(task_types)}; is the download complete?")
-    return sorted(found, key=lambda game: game.trial)
+    return sorted(games, key=lambda game: game.trial)
 
 
 def _load(path: Path) -> dict:

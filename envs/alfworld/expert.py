@@ -36,7 +36,7 @@ def expert_action(env: CompiledAlfworld, state: State, recent: jax.Array, key: j
     Returns: i32[3].
     """
     games, game, held = env.games, state.game, state.held
-    wanted, mark, lamps, target = games.wanted[game], games.mark[game], games.lamp[game], games.target[game]
+    goal_things, mark, lamps, target = games.wanted[game], games.mark[game], games.lamp[game], games.target[game]
     filled, commands = env.admissible(state)
     is_verb = {
         verb: filled & (commands[:, 0] == env.word_id[verb])
@@ -48,7 +48,7 @@ def expert_action(env: CompiledAlfworld, state: State, recent: jax.Array, key: j
     goes, puts = is_verb["go to"], is_verb["put"] | is_verb["move"]
 
     looks, two = (lamps != 0).any(), games.count[game] > 1
-    holds = (held >= 0) & bits.test(wanted, held)
+    holds = (held >= 0) & bits.test(goal_things, held)
     ready = (mark < 0) | bits.test(state.marks[mark], held)
     treatment = jnp.clip(mark, 0, len(TREATMENTS) - 1)
     treats = jnp.stack([is_verb[TREATMENTS[mark]] for mark in MARKS[: len(TREATMENTS)]])[treatment]
@@ -59,8 +59,8 @@ def expert_action(env: CompiledAlfworld, state: State, recent: jax.Array, key: j
     # Nothing has to be looked for here: no other place holds a finished thing, or the game would be won.
     settled = jnp.where(two, goal, target & (mark < 0))
 
-    a_wanted, a_lamp = bits.select(wanted, 1)[0][0], bits.select(lamps, 1)[0][0]  # only the kind matters
-    sought = jnp.where(held < 0, a_wanted, jnp.where(holds & looks, a_lamp, held))
+    a_thing, a_lamp = bits.select(goal_things, 1)[0][0], bits.select(lamps, 1)[0][0]  # only the kind matters
+    sought = jnp.where(held < 0, a_thing, jnp.where(holds & looks, a_lamp, held))
     rank = env.search_order[env.kind_of_word[games.thing_word[game, sought]], games.place_word[game]]
     ahead = ((rank - _searched(env, state, recent, rank)) % len(env.words))[place]
 
@@ -73,7 +73,7 @@ def expert_action(env: CompiledAlfworld, state: State, recent: jax.Array, key: j
         (holds & ready, is_verb["open"] & goal[place]),
         (holds & ready, goes & goal[place]),
         (held >= 0, puts),
-        (held < 0, is_verb["take"] & bits.test(wanted, thing) & ~settled[place]),
+        (held < 0, is_verb["take"] & bits.test(goal_things, thing) & ~settled[place]),
         (held < 0, (goes | is_verb["open"]) & ~settled[place]),
         (held >= 0, goes | is_verb["open"]),
         (True, filled),

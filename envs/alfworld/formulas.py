@@ -50,13 +50,13 @@ class Splitter:
     def conjunctions(self, node: Formula) -> list[tuple[Formula, ...]]:
         alternatives: list[tuple[Formula, ...]] = [()]
         parts = self._flat(node)
-        known = self.bound.union(
+        bound = self.bound.union(
             *(part[2] for part in parts if part[0] == "atom" and part[1] != "=" and not part[1].startswith("type "))
         )
         for part in parts:
             if part[0] == "or" and len(part[1]) == 1:
                 choices = self.conjunctions(part[1][0])
-            elif part[0] == "or" and not free_variables(part) <= known:
+            elif part[0] == "or" and not free_variables(part) <= bound:
                 # It may provide a variable's values (otherwise all objects would be tried), so each option becomes a
                 # conjunction.
                 choices = [choice for option in part[1] for choice in self.conjunctions(option)]

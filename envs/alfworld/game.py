@@ -100,10 +100,10 @@ class GameData:
 
     def choices(self, view: View) -> dict[str, tuple[ActionRule, Row]]:
         """Returns the admissible commands with the action of each."""
-        found: dict[str, tuple[ActionRule, Row]] = {}
+        choices: dict[str, tuple[ActionRule, Row]] = {}
         for rule in reversed(self.rules.actions):  # of two actions with the same wording, the domain's first one counts
             if len(rule.reads) > 1 or self._texts[rule.number][0] is None:
-                found.update(self._choices_of(rule, view))
+                choices.update(self._choices_of(rule, view))
                 continue
             # Going, looking and examining a receptacle depend on the agent's place alone: worth remembering.
             memo = self._memo.setdefault(rule.number, {})
@@ -112,11 +112,11 @@ class GameData:
                 if len(memo) >= MEMO_LIMIT:
                     memo.clear()
                 memo[key] = self._choices_of(rule, view)
-            found.update(memo[key])
-        return found
+            choices.update(memo[key])
+        return choices
 
     def _choices_of(self, rule: ActionRule, view: View) -> dict[str, tuple[ActionRule, Row]]:
-        found: dict[str, tuple[ActionRule, Row]] = {}
+        choices: dict[str, tuple[ActionRule, Row]] = {}
         project, texts = self._texts[rule.number]
         for values in rule.query.rows(view):
             text = texts.get(project(values)) if project is not None else None
@@ -124,13 +124,13 @@ class GameData:
                 text = self._write(rule, values, view)
                 if project is not None:
                     texts[project(values)] = text
-            if text not in found or values < found[text][1]:  # the choice must not depend on the order of a set
-                found[text] = (rule, values)
-        return found
+            if text not in choices or values < choices[text][1]:  # the choice must not depend on the order of a set
+                choices[text] = (rule, values)
+        return choices
 
     def _write(self, rule: ActionRule, values: Row, view: View) -> str:
-        known = dict(zip(rule.keys, values, strict=True))
-        return self.narrator.text(self.commands[rule.number].template, view, known)
+        bindings = dict(zip(rule.keys, values, strict=True))
+        return self.narrator.text(self.commands[rule.number].template, view, bindings)
 
 
 class Game:
@@ -203,8 +203,8 @@ class Game:
         data = self.data
         try:
             self._state, self._choices = data.rules.apply(rule, values, data.view(self._state)), None
-            known = dict(zip(rule.keys, values, strict=True))
-            observation = data.narrator.text(data.commands[rule.number].feedback, data.view(self._state), known)
+            bindings = dict(zip(rule.keys, values, strict=True))
+            observation = data.narrator.text(data.commands[rule.number].feedback, data.view(self._state), bindings)
             return observation, self.commands, self.won
         except ValueError as error:
             raise ValueError(f"{data.path}: {error}; correct its grammar or domain") from None

@@ -84,49 +84,49 @@ def generate_games(
     if number < 1:
         raise ValueError(f"number={number}: must be at least 1")
     files = [*paths, *held_out]
-    kept = None
+    file = None
     if cache is not None:
         digest = hashlib.sha256(repr((tables._digest(files, logic, None), len(paths), number, seed)).encode())
         for name in CODE:
             digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
-        kept = Path(cache) / f"alfworld-generated-{digest.hexdigest()[:24]}.npz"
-        if found := tables._read(kept):
-            return found
+        file = Path(cache) / f"alfworld-generated-{digest.hexdigest()[:24]}.npz"
+        if result := tables._read(file):
+            return result
     words, everything = compile_games(files, logic, cache=cache)
-    given = jax.tree.map(lambda field: field[: len(paths)], everything)
+    source = jax.tree.map(lambda field: field[: len(paths)], everything)
     refused = set(tasks_of(Tables(words, jax.tree.map(lambda field: field[len(paths) :], everything))))
-    made = Tables(words, _made(words, given, refused, number, np.random.default_rng(seed)))
-    if kept is not None:
-        tables._write(kept, made)
-    return made
+    result = Tables(words, _make_games(words, source, refused, number, np.random.default_rng(seed)))
+    if file is not None:
+        tables._write(file, result)
+    return result
 
 
 def tasks_of(tables: Tables) -> list[Task]:
     """Returns the task of each game."""
     names, kind = habits.kinds_of(tables.words)
     games, words = tables.games, tables.words
-    found = []
+    tasks = []
     for g in range(len(games.task)):
         of = lambda flags, those, g=g: names[kind[those[g][np.flatnonzero(flags)[0]]]]  # noqa: E731
         lamps = _flags(games.lamp[g])
         target = of(lamps, games.thing_word) if lamps.any() else of(games.target[g], games.place_word)
         task = TASK_TYPES[games.task[g]] if games.task[g] < len(TASK_TYPES) else "unknown"
-        found.append(Task(task, of(_flags(games.wanted[g]), games.thing_word), target, _room(words, games, g)))
-    return found
+        tasks.append(Task(task, of(_flags(games.wanted[g]), games.thing_word), target, _room(words, games, g)))
+    return tasks
 
 
 def _room(words: Sequence[str], games: Games, g: int) -> tuple[str, ...]:
     return tuple(words[word] for word in games.place_word[g] if word)
 
 
-def _made(words: tuple[str, ...], given: Games, refused: set[Task], number: int, rng: np.random.Generator) -> Games:
+def _make_games(words: tuple[str, ...], source: Games, refused: set[Task], number: int, rng: np.random.Generator) -> Games:
     """Makes `number` games that the expert wins."""
-    tasks = _possible_tasks(Tables(words, given), refused)
+    tasks = _possible_tasks(Tables(words, source), refused)
     if not tasks:
         raise ValueError("held_out: leaves no task for the rooms of the given games; give more games")
-    order = CompiledAlfworld(Tables(words, given)).search_order
-    draw = _Draw(words, given, tasks, rng)
-    kept, missing = [], number
+    order = CompiledAlfworld(Tables(words, source)).search_order
+    draw = _Draw(words, source, tasks, rng)
+    batches, missing = [], number
     while missing:
         drawn = draw(missing + missing // 4 + 16)
         env = CompiledAlfworld(Tables(words, drawn), TURNS)
@@ -134,9 +134,9 @@ def _made(words: tuple[str, ...], given: Games, refused: set[Task], number: int,
         won = np.flatnonzero(_won(env))[:missing]
         if len(won) < len(drawn.task) / 100:
             raise ValueError(f"only {len(won)} of {len(drawn.task)} games drawn in the given rooms can be won; give more games")
-        kept.append(jax.tree.map(lambda field, won=won: field[won], drawn))
+        batches.append(jax.tree.map(lambda field, won=won: field[won], drawn))
         missing -= len(won)
-    return jax.tree.map(lambda *fields: np.concatenate(fields), *kept)
+    return jax.tree.map(lambda *fields: np.concatenate(fields), *batches)
 
 
 def _won(env: CompiledAlfworld) -> np.ndarray:
@@ -175,17 +175,17 @@ def _possible_tasks(tables: Tables, refused: set[Task]) -> dict[str, dict[int, l
         thing_kind, place_kind = kind[games.thing_word[g]], kind[games.place_word[g]]
         lit = sorted({names[k] for k in thing_kind[can["toggleable"]]} & lamps)
         for k in np.unique(thing_kind[loose]):
-            own = loose & (thing_kind == k)
-            fits = [names[p] for p in np.unique(place_kind[(accepts & own).any(1)])]
+            of_kind = loose & (thing_kind == k)
+            fits = [names[p] for p in np.unique(place_kind[(accepts & of_kind).any(1)])]
             for task in TASK_TYPES:
                 _, able, tool = _TREATED.get(task, (None, None, None))
-                if able and not ((can[able] & own).any() and games.place_can[g, PLACE_CAN.index(tool)].any()):
+                if able and not ((can[able] & of_kind).any() and games.place_can[g, PLACE_CAN.index(tool)].any()):
                     continue
-                if task == TWO and own.sum() < 2:
+                if task == TWO and of_kind.sum() < 2:
                     continue
-                found = [Task(task, names[k], target, room) for target in (lit if task == LOOK else fits)]
-                if found := [one for one in found if one not in refused]:
-                    possible.setdefault(task, {}).setdefault(g, []).extend(found)
+                tasks = [Task(task, names[k], target, room) for target in (lit if task == LOOK else fits)]
+                if tasks := [one for one in tasks if one not in refused]:
+                    possible.setdefault(task, {}).setdefault(g, []).extend(tasks)
     return possible
 
 
@@ -200,38 +200,38 @@ def _loose(games: Games, g: int) -> np.ndarray:
 class _Draw:
     """Draws games: `draw(number)` returns that many, which need not be solvable."""
 
-    def __init__(self, words: Sequence[str], given: Games, tasks: dict[str, dict[int, list[Task]]], rng: np.random.Generator):
-        self.words, self.given, self.tasks, self.rng = words, given, tasks, rng
+    def __init__(self, words: Sequence[str], source: Games, tasks: dict[str, dict[int, list[Task]]], rng: np.random.Generator):
+        self.words, self.source, self.tasks, self.rng = words, source, tasks, rng
         self.names, self.kind = habits.kinds_of(words)
-        self.chances = habits.chances(words, given)
+        self.chances = habits.chances(words, source)
         self.split = lru_cache(maxsize=None)(phrases.Splitter(words))
-        self.rooms = (given.intro == phrases.ID[phrases.TASK]).argmax(1) + 1  # words of an introduction before the task
-        self.goal_length = max(given.goal.shape[1], GOAL_LENGTH)
+        self.rooms = (source.intro == phrases.ID[phrases.TASK]).argmax(1) + 1  # words of an introduction before the task
+        self.goal_length = max(source.goal.shape[1], GOAL_LENGTH)
 
     def __call__(self, number: int) -> Games:
         rows: list[dict[str, np.ndarray | np.integer]] = []
         with tqdm(total=number, desc="drawing games", delay=3, leave=False, disable=None) as progress:
             while len(rows) < number:
                 row = self._row()
-                if row["contents"] <= self.given.contents.max():  # no longer observations than in the existing games
+                if row["contents"] <= self.source.contents.max():  # no longer observations than in the existing games
                     rows.append(row)
                     progress.update()
         base = np.array([row.pop("game") for row in rows])
-        games = jax.tree.map(lambda field: field[base], self.given)
+        games = jax.tree.map(lambda field: field[base], self.source)
         return games.replace(**{name: tables._pad([np.asarray(row[name]) for row in rows], 0) for name in rows[0]})
 
     def _row(self) -> dict[str, np.ndarray | np.integer]:
         """Returns a game's new fields, and the `game` that provides its room."""
-        rng, given, kind = self.rng, self.given, self.kind
+        rng, source, kind = self.rng, self.source, self.kind
         name = TASK_TYPES[rng.choice([TASK_TYPES.index(task) for task in self.tasks])]
         g = rng.choice(list(self.tasks[name]))
         task = self.tasks[name][g][rng.integers(len(self.tasks[name][g]))]
-        count = given.thing_word.shape[1]
-        thing_kind, place_kind = kind[given.thing_word[g]], kind[given.place_word[g]]
-        is_lamp = _flags(given.can[g, CAN.index("toggleable")], count) & (thing_kind == self.names.index(task.target))
+        count = source.thing_word.shape[1]
+        thing_kind, place_kind = kind[source.thing_word[g]], kind[source.place_word[g]]
+        is_lamp = _flags(source.can[g, CAN.index("toggleable")], count) & (thing_kind == self.names.index(task.target))
         mark = MARKS.index(_TREATED[name][0]) if name in _TREATED else -1
         goal = self.split(_SENTENCES[name][rng.integers(2)].format(task.kind, task.target))
-        intro = [*given.intro[g, : self.rooms[g]], *goal]
+        intro = [*source.intro[g, : self.rooms[g]], *goal]
         inside, lying, moved = self._places(g, thing_kind, place_kind)
         return {
             "game": g,
@@ -245,19 +245,19 @@ class _Draw:
             "count": np.int16(2 if name == TWO else 1),
             "inside": _bits(inside),
             "lying": _bits(lying),
-            "marks": _bits(_flags(given.marks[g], count) & ~moved),
+            "marks": _bits(_flags(source.marks[g], count) & ~moved),
             "contents": np.int16(inside.sum(1).max()),
         }
 
     def _places(self, g: int, thing_kind, place_kind):
         """Places things anew: in places bool[R, O], at locations bool[L + 1, O]; and which ones are placed, bool[O]."""
-        given, count = self.given, thing_kind.size
-        loose = _loose(given, g)
-        inside, lying = _flags(given.inside[g], count), _flags(given.lying[g], count)
-        chance = np.where(_flags(given.accepts[g], count), self.chances[thing_kind][:, place_kind].T, 0.0)[:, loose].cumsum(0)
+        source, count = self.source, thing_kind.size
+        loose = _loose(source, g)
+        inside, lying = _flags(source.inside[g], count), _flags(source.lying[g], count)
+        chance = np.where(_flags(source.accepts[g], count), self.chances[thing_kind][:, place_kind].T, 0.0)[:, loose].cumsum(0)
         place = (self.rng.random(loose.sum()) * chance[-1] >= chance).sum(0)
         inside[:, loose] = np.arange(len(inside))[:, None] == place
-        lying[:, loose] = np.arange(len(lying))[:, None] == given.location[g, place]
+        lying[:, loose] = np.arange(len(lying))[:, None] == source.location[g, place]
         return inside, lying, loose
 
 

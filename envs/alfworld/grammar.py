@@ -61,7 +61,7 @@ class Part(NamedTuple):
 
     kind: str
     value: Any
-    given: str | None = None
+    condition: str | None = None
 
 
 class Alternative(NamedTuple):
@@ -114,15 +114,15 @@ def parse_text(text: str) -> tuple[Part, ...]:
     parts: list[Part] = []
     while at < len(text):
         at = _after(_TABS, text, at)
-        if found := _conditional(text, at, "["):
-            inner, end = found
+        if result := _conditional(text, at, "["):
+            inner, end = result
             if text[end : end + 1] != "]":
                 break
             parts.append(Part("list", inner))
             at = end + 1
-        elif found := _conditional(text, at):
-            parts.append(found[0])
-            at = found[1]
+        elif result := _conditional(text, at):
+            parts.append(result[0])
+            at = result[1]
         elif match := _SYMBOL.match(text, at):
             parts.append(Part("symbol", match[1]))
             at = match.end()
@@ -140,10 +140,10 @@ def _conditional(text: str, at: int, opening: str = "") -> tuple[Part, int] | No
     match = _CONDITIONAL.match(text, at + len(opening))
     if match is None:
         return None
-    symbol, expression, given = match.groups()
+    symbol, expression, condition = match.groups()
     if symbol is not None:
-        return Part("symbol", symbol, given), match.end()
-    return Part("value", parse_expression(expression.strip()), given), match.end()
+        return Part("symbol", symbol, condition), match.end()
+    return Part("value", parse_expression(expression.strip()), condition), match.end()
 
 
 _ATTRIBUTES = ("name", "id", "type", "indefinite", "definite")
@@ -211,10 +211,10 @@ def parse_condition(text: str) -> Formula:
     for piece in text.split("&"):
         match = _PREDICATE.fullmatch(piece)
         terms = [_PLACEHOLDER.fullmatch(term) for term in match[2].split(",")] if match and match[2].strip() else []
-        known = [term for term in terms if term is not None]
-        if match is None or len(known) < len(terms):
+        matches = [term for term in terms if term is not None]
+        if match is None or len(matches) < len(terms):
             raise ValueError(f"cannot read the condition {text[:80]!r} in the grammar")
-        atoms.append(("atom", match[1], tuple(f"{term[1]}:{term[2]}" for term in known)))
+        atoms.append(("atom", match[1], tuple(f"{term[1]}:{term[2]}" for term in matches)))
     return ("and", tuple(atoms))
 
 
@@ -286,6 +286,6 @@ def _alternative(rhs: str, condition: str) -> Alternative:
     parts = parse_text(rhs)
     for part in parts:
         inner = part.value if part.kind == "list" else part
-        if inner.given:
-            parse_condition(inner.given)
+        if inner.condition:
+            parse_condition(inner.condition)
     return Alternative(condition, parts)

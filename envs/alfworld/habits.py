@@ -31,14 +31,14 @@ def chances(words: Sequence[str], games: Games) -> np.ndarray:
         game, place, thing = np.nonzero(np.unpackbits(sets.view(np.uint8), axis=-1, bitorder="little"))
         return thing_kind[game, thing], place_kind[game, place]
 
-    found, allowed = np.zeros(size), np.zeros(size)
-    np.add.at(found, pairs(games.inside), 1)
+    frequency, allowed = np.zeros(size), np.zeros(size)
+    np.add.at(frequency, pairs(games.inside), 1)
     allowed[pairs(games.accepts)] = 1
     has, places = np.zeros((len(games.task), len(names))), np.zeros((len(games.task), len(names)))
     for counts, those in ((has, thing_kind), (places, place_kind)):
         game, number = np.nonzero(those >= 0)
         np.add.at(counts, (game, those[game, number]), 1)
-    return (found + 0.5 * allowed) / ((has > 0).T @ places + 1)
+    return (frequency + 0.5 * allowed) / ((has > 0).T @ places + 1)
 
 
 def search_order(words: Sequence[str], games: Games) -> np.ndarray:

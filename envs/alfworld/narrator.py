@@ -25,17 +25,17 @@ class Narrator:
     def check(self, roots: Iterable[tuple[Part, ...]]) -> None:
         """Raises ValueError if a text that can be reached from `roots` uses an undefined symbol."""
         todo = list(roots)
-        seen: set[str] = set()
+        reachable: set[str] = set()
         while todo:
             for part in todo.pop():
-                wanted = [inner.value for inner in _inner(part) if inner.kind == "symbol"]
+                symbols = [inner.value for inner in _inner(part) if inner.kind == "symbol"]
                 if part.kind == "list":
-                    wanted += ["list_empty", "list_separator", "list_last_separator"]
-                for name in wanted:
+                    symbols += ["list_empty", "list_separator", "list_last_separator"]
+                for name in symbols:
                     if not self.grammar.symbols.get(name):
                         raise ValueError(f"the grammar uses #{name}#, which it does not define")
-                    if name not in seen:
-                        seen.add(name)
+                    if name not in reachable:
+                        reachable.add(name)
                         todo += [alternative.parts for alternative in self.grammar.symbols[name]]
 
     def text(self, parts: tuple[Part, ...], view: View, values: Values) -> str:
@@ -51,7 +51,7 @@ class Narrator:
         for part in (inner for outer in parts for inner in _inner(outer)):
             if part.kind == "symbol":
                 return False
-            if part.given and any(atom[1] in self.rules.changing for atom in parse_condition(part.given)[1]):
+            if part.condition and any(atom[1] in self.rules.changing for atom in parse_condition(part.condition)[1]):
                 return False
         return True
 
@@ -62,8 +62,8 @@ def names_in(parts: tuple[Part, ...]) -> set[str]:
     for part in (inner for outer in parts for inner in _inner(outer)):
         if part.kind == "value":
             names |= part.value.names
-        if part.given:
-            names |= {term.split(":")[0] for atom in parse_condition(part.given)[1] for term in atom[2]}
+        if part.condition:
+            names |= {term.split(":")[0] for atom in parse_condition(part.condition)[1] for term in atom[2]}
     return names
 
 
@@ -106,9 +106,9 @@ class _Writer:
 
     def items(self, part: Part, values: Values, depth: int) -> list[str]:
         """Writes a symbol or expression once for each way to fulfil its condition (once if it has none)."""
-        if part.given is None:
+        if part.condition is None:
             return [self.item(part, values, depth)]
-        query, new = self.narrator.rules.condition(part.given, tuple(values))
+        query, new = self.narrator.rules.condition(part.condition, tuple(values))
         return [
             self.item(part, {**values, **dict(zip(new, row, strict=True))}, depth)
             for row in sorted(self.solutions(query, new, values))
@@ -116,11 +116,11 @@ class _Writer:
 
     def solutions(self, query, new: tuple[str, ...], values: Values) -> list[tuple[str, ...]]:
         """Finds the rows of a condition; as in TextWorld, two variables never stand for the same object."""
-        known = tuple(values.values())
-        rows = query.rows(self.view, known)
+        objects = tuple(values.values())
+        rows = query.rows(self.view, objects)
         if not new:
             return list(rows)
-        return [row for row in rows if len(set(row)) == len(new) and not set(row) & set(known)]
+        return [row for row in rows if len(set(row)) == len(new) and not set(row) & set(objects)]
 
     def item(self, part: Part, values: Values, depth: int) -> str:
         self.pieces += 1

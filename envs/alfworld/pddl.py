@@ -159,8 +159,8 @@ def formula(node: list, domain: Domain, what: str) -> Formula:
         return ("not", ("exists", names, ("and", (*_type_atoms(variables), ("not", body)))))
     terms = tuple(_words(rest, what))
     if tag != "=" and domain.arity.get(tag) != len(terms):
-        known = f"takes {domain.arity[tag]} argument(s), not {len(terms)}" if tag in domain.arity else "is not declared"
-        raise ValueError(f"predicate '{tag}' in {what} {known}")
+        fault = f"takes {domain.arity[tag]} argument(s), not {len(terms)}" if tag in domain.arity else "is not declared"
+        raise ValueError(f"predicate '{tag}' in {what} {fault}")
     return ("atom", tag, terms)
 
 
@@ -266,7 +266,7 @@ def parse_problem(text: str, domain: Domain) -> Problem:
             raise ValueError(f"the problem has no ({needed} ...)")
     objects = dict(domain.constants)
     objects.update(typed_list(sections[":objects"], "(:objects)"))
-    own = {name: name for name in objects}  # one string object per id: the facts share it
+    ids = {name: name for name in objects}  # one string object per id: the facts share it
     facts: dict[str, set[tuple[str, ...]]] = {}
     for fact in sections[":init"]:
         if not isinstance(fact, list) or not fact or not isinstance(fact[0], str):
@@ -274,7 +274,7 @@ def parse_problem(text: str, domain: Domain) -> Problem:
         if fact[0] == "=":
             continue
         try:
-            facts.setdefault(fact[0], set()).add(tuple([own[term] for term in fact[1:]]))
+            facts.setdefault(fact[0], set()).add(tuple([ids[term] for term in fact[1:]]))
         except (KeyError, TypeError):
             raise ValueError(f"a '{fact[0]}' fact in (:init) names something that is not in (:objects)") from None
     for name, rows in facts.items():

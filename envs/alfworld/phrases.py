@@ -164,8 +164,8 @@ def vocabulary(kinds: Collection[str], names: Collection[str]) -> tuple[str, ...
     Raises:
       ValueError: a kind that is not a word of small letters, or a name that is not such a word with a number.
     """
-    for pattern, found in ((_KIND, kinds), (_NAME, names)):
-        strange = sorted(name for name in found if not pattern.fullmatch(name))
+    for pattern, texts in ((_KIND, kinds), (_NAME, names)):
+        strange = sorted(name for name in texts if not pattern.fullmatch(name))
         if strange:
             raise ValueError(f"cannot make a word of {strange[0]!r}")
     numbered = sorted((name.split()[0], int(name.split()[1])) for name in names)

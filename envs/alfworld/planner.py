@@ -94,12 +94,12 @@ def plan(game: Game, max_steps: int = 50) -> list[str]:
                 costs.append((len(_Attempt(game, goal).bring([thing], place)), thing))
             except Unsolvable as failure:
                 reason = str(failure)
-        chosen = [thing for _, thing in sorted(costs)[: goal.number]]
-        if len(chosen) < goal.number:
-            reason = f"only {len(chosen)} of {goal.number} {goal.kind} can be brought: {reason}"
+        cheapest = [thing for _, thing in sorted(costs)[: goal.number]]
+        if len(cheapest) < goal.number:
+            reason = f"only {len(cheapest)} of {goal.number} {goal.kind} can be brought: {reason}"
             continue
         try:
-            commands = _until_won(game, _Attempt(game, goal).bring(chosen, place))
+            commands = _until_won(game, _Attempt(game, goal).bring(cheapest, place))
         except Unsolvable as failure:
             reason = str(failure)
             continue
@@ -126,7 +126,7 @@ def _until_won(game: Game, commands: list[str]) -> list[str]:
 
 
 def _of_type(game: Game, predicate: str, kind: str | None) -> list[str]:
-    return sorted(name for name, found in game.data.fixed.get(predicate, ()) if found == kind)
+    return sorted(name for name, type_name in game.data.fixed.get(predicate, ()) if type_name == kind)
 
 
 class _Attempt:
@@ -173,9 +173,9 @@ class _Attempt:
 
     def find(self, action: str, *arguments: str) -> str | None:
         """Returns the admissible command of an action that has all `arguments` among its own; shortest, then first by name."""
-        wanted = set(arguments)
+        terms = set(arguments)
         choices = self.game.choices.items()
-        fitting = [text for text, (rule, values) in choices if rule.name == action and wanted <= set(values)]
+        fitting = [text for text, (rule, values) in choices if rule.name == action and terms <= set(values)]
         return min(fitting, key=lambda text: (len(text), text), default=None)
 
     def do(self, action: str, *arguments: str) -> None:

@@ -80,12 +80,12 @@ class Query:
 
     def rows(self, view: View, values: Row = ()) -> set[Row]:
         """Returns all distinct values of the `out` variables, in no particular order."""
-        found: set[Row] = set()
+        solutions: set[Row] = set()
         for start, template in self._chains:
             env = template.copy()
             env[: self._bound] = values
-            start(view, env, found)
-        return found
+            start(view, env, solutions)
+        return solutions
 
     def any(self, view: View, values: Row = ()) -> bool:
         """Whether the formula holds for some values of the unbound variables."""
@@ -108,30 +108,30 @@ def _compile(parts, bound, out, changing, sizes) -> tuple[Step, list]:
     for term in dict.fromkeys(t for fact in facts if fact[0] == "atom" for t in fact[2] if not is_variable(t)):
         slots[term] = len(env)  # a constant is a slot that is filled from the start
         env.append(term)
-    known = set(slots)
+    bound_terms = set(slots)
     plan: list[tuple[str, Formula, set[str]]] = []
     while parts:
-        best = min(parts, key=lambda part: _cost(part, known, sizes))
+        best = min(parts, key=lambda part: _cost(part, bound_terms, sizes))
         parts.remove(best)
-        if _cost(best, known, sizes) == float("inf"):
-            unknown = sorted(free_variables(best) - known)
+        if _cost(best, bound_terms, sizes) == float("inf"):
+            unknown = sorted(free_variables(best) - bound_terms)
             raise ValueError(f"nothing gives a value to {', '.join(unknown) or 'a variable'} in a condition")
-        new = set() if best[0] != "atom" else {term for term in best[2] if term not in known}
-        plan.append(("scan" if new else "test", best, set(known)))
+        new = set() if best[0] != "atom" else {term for term in best[2] if term not in bound_terms}
+        plan.append(("scan" if new else "test", best, set(bound_terms)))
         for name in best[2] if new else ():
             if name not in slots:
                 slots[name] = len(env)
                 env.append(None)
-        known |= new
-    missing = [name for name in out if name not in known]
+        bound_terms |= new
+    missing = [name for name in out if name not in bound_terms]
     if missing:
         raise ValueError(f"nothing gives a value to {', '.join(missing)} in a condition")
     step = _collect([slots[name] for name in out])
     filters: list[Formula] = []
     for i in range(len(plan) - 1, -1, -1):
-        kind, part, seen = plan[i]
+        kind, part, before = plan[i]
         if kind == "scan":
-            step = _scan(part, seen, slots, changing, filters, step)
+            step = _scan(part, before, slots, changing, filters, step)
             filters = []
         elif _is_filter(part, plan[:i], changing):
             filters.append(part)
@@ -148,11 +148,11 @@ def _is_filter(part: Formula, before: list, changing: Collection[str]) -> bool:
     return bool(scans) and part[2][0] in scans[-1][1][2] and part[2][0] not in scans[-1][2]
 
 
-def _cost(part: Formula, known: set[str], sizes: Mapping[str, int]) -> float:
+def _cost(part: Formula, bound_terms: set[str], sizes: Mapping[str, int]) -> float:
     """Returns the expected rows: 0 for a test that is possible now, infinity for one that is not."""
     if part[0] != "atom" or part[1] == "=":
-        return 0.0 if free_variables(part) <= known else float("inf")
-    missing = sum(term not in known for term in part[2])
+        return 0.0 if free_variables(part) <= bound_terms else float("inf")
+    missing = sum(term not in bound_terms for term in part[2])
     if not missing:
         return 0.0
     size = sizes.get(part[1], 0)
@@ -166,13 +166,13 @@ def _getter(places: list[int]) -> Callable[[list], Row]:
     return (lambda env: (env[places[0]],)) if places else (lambda env: ())
 
 
-def _collect(wanted: list[int]) -> Step:
-    get = _getter(wanted)
+def _collect(places: list[int]) -> Step:
+    get = _getter(places)
 
-    def collect(view: View, env: list, found: set | None) -> bool:
-        if found is None:
+    def collect(view: View, env: list, solutions: set | None) -> bool:
+        if solutions is None:
             return True
-        found.add(get(env))
+        solutions.add(get(env))
         return False
 
     return collect
@@ -182,21 +182,21 @@ def _refuse() -> None:
     raise ValueError("a condition has too many combinations to try (is a type or a fact missing in the domain?)")
 
 
-def _scan(part: Formula, known: set[str], slots: dict[str, int], changing, filters: list[Formula], then: Step) -> Step:
+def _scan(part: Formula, bound_terms: set[str], slots: dict[str, int], changing, filters: list[Formula], then: Step) -> Step:
     """Builds a step that walks the facts of `part` and assigns each new variable its values in turn.
 
     `filters` are unary facts about the new variables: they are looked up once per walk rather than once per row.
     """
     _, predicate, terms = part
-    checks = [(i, slots[term]) for i, term in enumerate(terms) if term in known]
-    new = [term for term in dict.fromkeys(terms) if term not in known]
+    checks = [(i, slots[term]) for i, term in enumerate(terms) if term in bound_terms]
+    new = [term for term in dict.fromkeys(terms) if term not in bound_terms]
     binds = [(terms.index(term), slots[term]) for term in new]
-    same = [(i, terms.index(term)) for i, term in enumerate(terms) if term not in known and terms.index(term) != i]
+    same = [(i, terms.index(term)) for i, term in enumerate(terms) if term not in bound_terms and terms.index(term) != i]
     in_state = predicate in changing
     key = None if in_state or not checks else checks.pop(0)
     kinds = [(terms.index(fact[2][0]), fact[1]) for fact in filters]
 
-    def scan(view: View, env: list, found: set | None) -> bool:
+    def scan(view: View, env: list, solutions: set | None) -> bool:
         rows: Collection[Row]
         if in_state:
             rows = view.state.get(predicate, ())
@@ -220,7 +220,7 @@ def _scan(part: Formula, known: set[str], slots: dict[str, int], changing, filte
         for row in rows:
             for i, slot in binds:
                 env[slot] = row[i]
-            if then(view, env, found):
+            if then(view, env, solutions):
                 return True
         return False
 
@@ -229,23 +229,23 @@ def _scan(part: Formula, known: set[str], slots: dict[str, int], changing, filte
 
 def _test(part: Formula, slots: dict[str, int], changing, sizes, then: Step) -> Step:
     """Builds a step that continues only if `part`, whose variables all have values, holds."""
-    wanted = part[0] != "not"
-    inner = part if wanted else part[1]
+    expected = part[0] != "not"
+    inner = part if expected else part[1]
     if inner[0] == "atom":
         get = _getter([slots[term] for term in inner[2]])
         predicate = inner[1]
         if predicate == "=":
             left, right = (slots[term] for term in inner[2])
 
-            def equal(view: View, env: list, found: set | None) -> bool:
-                return (env[left] == env[right]) is wanted and then(view, env, found)
+            def equal(view: View, env: list, solutions: set | None) -> bool:
+                return (env[left] == env[right]) is expected and then(view, env, solutions)
 
             return equal
         in_state = predicate in changing
 
-        def fact(view: View, env: list, found: set | None) -> bool:
+        def fact(view: View, env: list, solutions: set | None) -> bool:
             rows = (view.state if in_state else view.fixed).get(predicate, ())
-            return (get(env) in rows) is wanted and then(view, env, found)
+            return (get(env) in rows) is expected and then(view, env, solutions)
 
         return fact
 
@@ -254,11 +254,11 @@ def _test(part: Formula, slots: dict[str, int], changing, sizes, then: Step) -> 
     options = inner[1] if inner[0] == "or" else (inner,)
     queries = [Query(option, names, (), changing, sizes) for option in options]
 
-    def formula(view: View, env: list, found: set | None) -> bool:
+    def formula(view: View, env: list, solutions: set | None) -> bool:
         view.budget -= 1
         if view.budget < 0:
             _refuse()
         values = get(env)
-        return any(query.any(view, values) for query in queries) is wanted and then(view, env, found)
+        return any(query.any(view, values) for query in queries) is expected and then(view, env, solutions)
 
     return formula

@@ -119,8 +119,8 @@ class Rules:
         gained: dict[str, set[Row]] = {}
         lost: dict[str, set[Row]] = {}
         for effect in rule.effects:
-            for found in ((),) if effect.query is None else effect.query.rows(view, values):
-                pool = values + found
+            for solution in ((),) if effect.query is None else effect.query.rows(view, values):
+                pool = values + solution
                 row = tuple([pool[place] if isinstance(place, int) else place for place in effect.places])
                 gained.setdefault(effect.fact, set()).add(row)
                 lost.setdefault(effect.opposite, set()).add(row)

@@ -150,7 +150,7 @@ def _arrays(game: Game, cleaners: tuple[str, ...], moves: bool) -> dict:
         "marks": of(MARKS),
         "place_word": place_names,
         "place_order": sorted(range(len(places)), key=place_names.__getitem__),
-        "place_rank": [sum(other < own for other in thing_names) for own in place_names],
+        "place_rank": [sum(other < place_name for other in thing_names) for place_name in place_names],
         "place_can": [[r in place_has[what] for r in places] for what in PLACE_CAN],
         "opened": [(r,) in facts["opened"] for r in places],
         "accepts": sets(places, accepts),
@@ -181,12 +181,12 @@ def _goal_arrays(game: Game, room: _Room) -> dict:
     if len(goal.states) > 1:
         raise ValueError("its goal asks for two treatments")
     thing_kinds, place_kinds = room.kinds.values()
-    wanted = {o for o in room.things if goal.kind in thing_kinds[o]}
+    goal_things = {o for o in room.things if goal.kind in thing_kinds[o]}
     for state in goal.states:
-        wanted &= {o for (o,) in facts[{"isclean": "cleanable", "ishot": "heatable", "iscool": "coolable"}[state]]}
+        goal_things &= {o for (o,) in facts[{"isclean": "cleanable", "ishot": "heatable", "iscool": "coolable"}[state]]}
     lamps = {o for o in room.things if goal.lamp in thing_kinds[o] and (o,) in facts["toggleable"]}
     return {
-        "wanted": _bitsets(room.things, [0], ((o, 0) for o in wanted))[0],
+        "wanted": _bitsets(room.things, [0], ((o, 0) for o in goal_things))[0],
         "target": [goal.target in place_kinds[r] for r in room.places],
         "lamp": _bitsets(room.things, [0], ((o, 0) for o in lamps))[0],
         "mark": MARKS.index(goal.states[0]) if goal.states else -1,

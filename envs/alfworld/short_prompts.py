@@ -70,8 +70,8 @@ class ShortPromptAlfworld(CompiledAlfworld):
 
         task = jnp.where(goal == ID[STOP], 0, goal)
         now = _shortened(observation, NOW)
-        asked = jnp.where((observations != 0).any(1), act, 0)[:, None]
-        turns = jnp.concatenate([jax.vmap(_shortened, (0, None))(observations, PAST), asked, actions], 1)
+        requests = jnp.where((observations != 0).any(1), act, 0)[:, None]
+        turns = jnp.concatenate([jax.vmap(_shortened, (0, None))(observations, PAST), requests, actions], 1)
 
         used = lambda words: (words != 0).sum(-1)  # noqa: E731
         room = self.slots - used(task) - used(now) - 1

@@ -106,16 +106,16 @@ def compile_games(
     """
     if not paths:
         raise ValueError("games: is empty; name at least one game.tw-pddl file")
-    kept = Path(cache) / f"alfworld-{_digest(paths, logic, words)}.npz" if cache is not None else None
-    if kept is not None and (found := _read(kept)):
-        return found
+    file = Path(cache) / f"alfworld-{_digest(paths, logic, words)}.npz" if cache is not None else None
+    if file is not None and (tables := _read(file)):
+        return tables
     sheets = [sheet(Path(path), logic) for path in tqdm(paths, "compiling games", delay=3, leave=False, disable=None)]
     if words is None:
         kinds, names = (set().union(*(game[part] for game in sheets)) for part in ("kinds", "names"))
         words = phrases.vocabulary(kinds, names)
     tables = Tables(tuple(words), _stack(sheets, words))
-    if kept is not None:
-        _write(kept, tables)
+    if file is not None:
+        _write(file, tables)
     return tables
 
 
@@ -154,7 +154,7 @@ def _stack(sheets: list[dict], words: Sequence[str]) -> Games:
     return Games(**fields)
 
 
-def joined(first: Games, second: Games) -> Games:
+def join_games(first: Games, second: Games) -> Games:
     """Joins the games of two tables that have the same bounds except for the lengths of texts."""
     return jax.tree.map(lambda *fields: _pad([row for field in fields for row in field], 0), first, second)
 
@@ -185,9 +185,9 @@ def _digest(paths: Sequence, logic: str | os.PathLike | None, words: Sequence[st
 
 def _read(path: Path) -> Tables | None:
     try:
-        with np.load(path) as kept:
-            words = tuple(kept["words"].tolist())
-            return Tables(words, Games(**{field.name: kept[field.name] for field in dataclasses.fields(Games)}))
+        with np.load(path) as arrays:
+            words = tuple(arrays["words"].tolist())
+            return Tables(words, Games(**{field.name: arrays[field.name] for field in dataclasses.fields(Games)}))
     except Exception:  # there is none yet, or it is damaged, which NumPy reports in many ways
         return None
 

@@ -51,14 +51,14 @@ def tell(env, state, deed: Deed) -> jax.Array:
     there = here >= 0
     around = does["look"] & there.any()
     openable = games.place_can[game, PLACE_CAN.index("openable"), deed.place]
-    shown = ~openable | state.opened[deed.place]
+    visible = ~openable | state.opened[deed.place]
     examines_place = does["examine"] & (env.games.place_word[game, deed.place] == first)
     examines_thing = does["examine"] & ~examines_place
     sees = does["go to"] | does["open"] | examines_place
 
     # The list: pairs of a thing and a place beside which it lies, or else the contents of one place or thing.
-    beside = state.lying[state.at] & jnp.where(there[:, None], state.taken[here], jnp.uint32(0))
-    contents = jnp.where(sees & shown, state.inside[deed.place], jnp.uint32(0))
+    beside = state.lying[state.at] & jnp.where(there[:, None], state.removals[here], jnp.uint32(0))
+    contents = jnp.where(sees & visible, state.inside[deed.place], jnp.uint32(0))
     contents = jnp.where(examines_thing, games.within[game, deed.thing], contents)
     rows = jnp.where(around, beside, jnp.zeros_like(beside).at[0].set(contents))
     pairs = bits.pack_fields(bits.columns(rows, jnp.arange(env.things)), env.nearby)
@@ -70,7 +70,7 @@ def tell(env, state, deed: Deed) -> jax.Array:
     verb = sum(number * does[name] for number, name in enumerate(VERBS))
     phrase = jnp.where(deed.invalid, _words(p.NOTHING_HAPPENS, "", ""), jnp.asarray(_CONFIRM_WORDS)[verb])
     named = jnp.where(deed.invalid, 0, jnp.stack([first, deed.second]))
-    view = jnp.where(openable, jnp.where(shown, _word(p.IN, empty), ID[" is closed."]), _word(p.ON, empty))
+    view = jnp.where(openable, jnp.where(visible, _word(p.IN, empty), ID[" is closed."]), _word(p.ON, empty))
     moved = jnp.where(does["go to"], ID["You arrive at"], ID["You open the"])
     phrase = jnp.where(sees, jnp.stack([moved, jnp.where(openable, ID[". The"], ID[". On the"]), view]), phrase)
     phrase = jnp.where(examines_place, jnp.stack([jnp.where(openable, ID["The"], ID["On the"]), view, 0]), phrase)
@@ -87,7 +87,7 @@ def tell(env, state, deed: Deed) -> jax.Array:
     sentence = jnp.pad(sentence, (0, env.sentence - 5))
     sentence = jnp.where(around, _facing(env, game, here, empty), sentence)
     listing = jnp.where(jnp.arange(env.listed) < count, games.thing_word[game, thing], 0)
-    return _joined(env, sentence, _listed(listing, count))
+    return _join(env, sentence, _list(listing, count))
 
 
 def _words(*words: str) -> jax.Array:
@@ -137,7 +137,7 @@ def _facing(env, game, here, empty):
     return jnp.pad(words, (0, env.sentence - words.shape[0]))
 
 
-def _listed(names, count):
+def _list(names, count):
     """Lists names, i32[3 * listed]: "a pen 2, and a cd 1." after its first article."""
     k = jnp.arange(names.shape[0])
     link = jnp.where(k == count - 2, ID[p.AND], ID[p.COMMA])
@@ -147,7 +147,7 @@ def _listed(names, count):
     return jnp.stack([names, link, article], 1).ravel()
 
 
-def _joined(env, sentence, listing):
+def _join(env, sentence, listing):
     """Joins a sentence of any length and the list after it, without a gap, i32[observation_length]."""
     at = jnp.arange(env.observation_length)
     length = (sentence != 0).sum()

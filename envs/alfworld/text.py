@@ -62,8 +62,8 @@ class AlfworldText:
         self._past: list[str] = []  # actions since the reset
         self._followed: tuple[int, Any] | None = None  # number of actions the expert has followed, its state then
         self.goal = self._game.task
-        found = [number for number, name in enumerate(TASK_TYPES) if name in path]
-        self.task_type = found[0] if found else len(TASK_TYPES)
+        types = [number for number, name in enumerate(TASK_TYPES) if name in path]
+        self.task_type = types[0] if types else len(TASK_TYPES)
         observation, _ = self._game.reset()
         return observation, self._commands()
 

@@ -62,10 +62,10 @@ class Household:
     action_length = 2
 
     def __init__(self, tasks=("place",), rooms=("kitchen",), places=6, things=4, max_turns=20):
-        for field, given, known in (("tasks", tasks, world.TASKS), ("rooms", rooms, world.ROOMS)):
-            names = list(given) if isinstance(given, list | tuple) else []
-            if not names or any(name not in list(known) for name in names) or len(set(names)) != len(names):
-                raise ValueError(f"{field}={names or given!r}: list one or more of {', '.join(known)}, each once")
+        for field, choice, options in (("tasks", tasks, world.TASKS), ("rooms", rooms, world.ROOMS)):
+            names = list(choice) if isinstance(choice, list | tuple) else []
+            if not names or any(name not in list(options) for name in names) or len(set(names)) != len(names):
+                raise ValueError(f"{field}={names or choice!r}: list one or more of {', '.join(options)}, each once")
         sizes = (("places", places, 6, 12), ("things", things, 2, 8), ("max_turns", max_turns, 1, 1000))
         for field, value, low, high in sizes:
             whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
@@ -145,13 +145,13 @@ class Household:
 
     def won(self, state: State) -> jax.Array:
         """Whether the task is fulfilled, bool[]."""
-        wanted = state.kind == state.goal_kind
+        goal_things = state.kind == state.goal_kind
         needed = jnp.array([-1, -1, -1, CLEAN, HOT, COLD])[state.task]  # by task id
-        wanted &= (needed < 0) | (state.condition == needed)
+        goal_things &= (needed < 0) | (state.condition == needed)
         is_goal_place = jnp.asarray(self._place_kind)[state.room] == state.goal_place  # [places]
-        placed = wanted[:, None] & (state.where[:, None] == jnp.arange(self.places)) & is_goal_place  # [things, places]
+        placed = goal_things[:, None] & (state.where[:, None] == jnp.arange(self.places)) & is_goal_place  # [things, places]
         count = jnp.where(state.task == world.TASK_ID["two"], 2, 1)
-        examined = state.lamp_on & (state.at == self._lamp(state)) & (wanted & (state.where == self.places)).any()
+        examined = state.lamp_on & (state.at == self._lamp(state)) & (goal_things & (state.where == self.places)).any()
         return jnp.where(state.task == world.TASK_ID["look"], examined, (placed.sum(0) >= count).any())
 
     def _lamp(self, state):
@@ -285,8 +285,8 @@ class Household:
         slot = jnp.where(present, jnp.cumsum(present) - 1, CAPACITY)
         contents = jnp.where(slot[:, None] == jnp.arange(CAPACITY), things[:, None], 0).sum(0)
         closed = ~jnp.append(self.accessible(state), True)[state.at]
-        seen = jnp.where(present.any(), word["you_see"], word["you_see_nothing"])
-        status = jnp.where(closed, word["it_is_closed"], seen)
+        listing = jnp.where(present.any(), word["you_see"], word["you_see_nothing"])
+        status = jnp.where(closed, word["it_is_closed"], listing)
         contents = jnp.where(closed, 0, contents)
         arrive = jnp.where(does["open"], word["you_open"], word["you_arrive_at"])
         arrive = jnp.where(does["look"], word["you_are_facing"], arrive)

@@ -22,14 +22,14 @@ def random_action(env: Household, state: State, key: jax.Array) -> jax.Array:
     return words[jax.random.categorical(key, jnp.where(legal, 0.0, -jnp.inf))]
 
 
-def expert_action(env: Household, state: State, recent: jax.Array, key: jax.Array, told: jax.Array | int = 0) -> jax.Array:
+def expert_action(env: Household, state: State, recent: jax.Array, key: jax.Array, hint: jax.Array | int = 0) -> jax.Array:
     """Returns the local expert's action.
 
     Args:
       env, state: the household.
       recent: i32[K, 2], the last K actions, oldest first, 0 where there was none.
       key: breaks ties between places to search.
-      told: i32[], word of a place to search first, 0 for none.
+      hint: i32[], word of a place to search first, 0 for none.
 
     Returns: i32[2], verb and argument.
     """
@@ -42,15 +42,15 @@ def expert_action(env: Household, state: State, recent: jax.Array, key: jax.Arra
     is_goal = jnp.asarray(env._place_kind)[state.room] == state.goal_place
     at_goal = (here & is_goal).any()
     places_it = state.task != world.TASK_ID["look"]
-    wanted, ready = state.kind == state.goal_kind, _ready(state)
+    goal_things, ready = state.kind == state.goal_kind, _ready(state)
     carried = state.where == places
-    holds_wanted, holds_other = (carried & wanted).any(), (carried & ~wanted).any()
-    holds_ready = (carried & wanted & ready).any()
+    holds_wanted, holds_other = (carried & goal_things).any(), (carried & ~goal_things).any()
+    holds_ready = (carried & goal_things & ready).any()
     carried_word = (thing_words * carried).sum()
 
     # Take a wanted thing within reach, unless it already lies in the right place.
     settled = at_goal & ready & places_it
-    takeable = wanted & (state.where == at) & open_here & ~settled
+    takeable = goal_things & (state.where == at) & open_here & ~settled
     take = thing_words[jnp.argmax(takeable)]
 
     act = functools.partial(_act, word)
@@ -59,7 +59,7 @@ def expert_action(env: Household, state: State, recent: jax.Array, key: jax.Arra
     # Search somewhere else: not here, and not where the last few go_to actions led.
     went = ((recent[:, :1] == word["go_to"]) & (recent[:, 1:] == place_words)).any(0)
     noise = jax.random.uniform(key, (places,))
-    search = go(jnp.argmax(noise - 2.0 * went - 4.0 * here + (place_words == told)))
+    search = go(jnp.argmax(noise - 2.0 * went - 4.0 * here + (place_words == hint)))
 
     verb, at_tool = _treatment(env, state)
     treat = jnp.where(at == at_tool, jnp.stack([verb, carried_word]), go(at_tool))

@@ -31,7 +31,7 @@ class PlanState(struct.PyTreeNode):
     house: State
     task: jax.Array  # i32[], the house's
     plan: jax.Array  # i32[A], words of the remaining places of the blueprint, then 0
-    seen: jax.Array  # i32[6], the executor's last observation of the house
+    observation: jax.Array  # i32[6], the executor's last observation of the house
     turn: jax.Array  # i32[], turns of both
 
 
@@ -81,9 +81,9 @@ class HouseholdPlan:
 
     def reset(self, key: jax.Array) -> tuple[PlanState, jax.Array]:
         """Starts a new episode from a key: (PlanState, the planner's observation i32[O])."""
-        house, seen = self.house.reset(key)
+        house, observation = self.house.reset(key)
         plan = jnp.zeros(self.action_length, jnp.int32)
-        state = PlanState(house=house, task=house.task, plan=plan, seen=seen, turn=jnp.int32(0))
+        state = PlanState(house=house, task=house.task, plan=plan, observation=observation, turn=jnp.int32(0))
         return state, self._observe(state)
 
     def step(self, state: PlanState, action: jax.Array):
@@ -99,12 +99,12 @@ class HouseholdPlan:
         named = (action[:, None] == place_words).any(1)
         wrong = ~named[0] | (named != (action != 0)).any() | (named[1:] > named[:-1]).any()
         written = jnp.where(wrong, 0, action)
-        house, seen, _, _, refused = self.house.step(state.house, jnp.where(action[2:].any(), 0, action[:2]))
+        house, observation, _, _, refused = self.house.step(state.house, jnp.where(action[2:].any(), 0, action[:2]))
         reached = jnp.append(place_words, -1)[house.at] == state.plan[0]
         left = jnp.where(reached, jnp.append(state.plan[1:], 0), state.plan)
         after = state.replace(
             house=jax.tree.map(lambda old, new: jnp.where(plans, old, new), state.house, house),
-            seen=jnp.where(plans, state.seen, seen),
+            observation=jnp.where(plans, state.observation, observation),
             plan=jnp.where(plans, written, left),
             turn=state.turn + 1,
         )
@@ -120,7 +120,7 @@ class HouseholdPlan:
         things = self.house.thing_words(house)
         spots = jnp.append(self.house.place_words(house), 0)[house.where]
         listed = jnp.stack([things, spots], axis=1)[jnp.argsort(things)].ravel()  # otherwise the wanted one would come first
-        local = jnp.concatenate([state.plan, state.seen])
+        local = jnp.concatenate([state.plan, state.observation])
         width = self.observation_length - 1
         padded = lambda words: jnp.pad(words, (0, width - words.shape[0]))  # noqa: E731
         body = jnp.where(role == PLANNER, padded(listed), padded(local))
@@ -146,8 +146,8 @@ class HouseholdPlan:
 
     def _blueprint(self, house: State) -> jax.Array:
         """Lists the places of the wanted thing, its treatment and its destination; two things one after the other; i32[A]."""
-        rooms, wanted = self.house, house.kind == house.goal_kind
-        first, last = jnp.argmax(wanted), wanted.shape[0] - 1 - jnp.argmax(wanted[::-1])
+        rooms, goal_things = self.house, house.kind == house.goal_kind
+        first, last = jnp.argmax(goal_things), goal_things.shape[0] - 1 - jnp.argmax(goal_things[::-1])
         goal = jnp.argmax(jnp.asarray(rooms._place_kind)[house.room] == house.goal_place)
         heat, cool, clean = jnp.asarray(rooms._tool_at)[house.room]
         lamp = jnp.asarray(rooms._lamp_at)[house.room]

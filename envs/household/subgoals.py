@@ -47,8 +47,8 @@ class HouseholdSubgoals:
 
     def encode(self, text: str) -> np.ndarray:
         """Encodes an answer's words as i32[4]; unknown words become 0."""
-        known = {word: index for index, word in enumerate(self.words)}
-        ids = [known.get(word, 0) for word in text.split()][: self.action_length]
+        id_of = {word: index for index, word in enumerate(self.words)}
+        ids = [id_of.get(word, 0) for word in text.split()][: self.action_length]
         return np.array(ids + [0] * (self.action_length - len(ids)), np.int32)
 
     def decode(self, ids) -> str:
@@ -83,8 +83,8 @@ class HouseholdSubgoals:
 
     def reset(self, key: jax.Array) -> tuple[SubgoalState, jax.Array]:
         """Starts a new episode from a key: (SubgoalState, observation i32[7])."""
-        house, seen = self.house.reset(key)
-        return SubgoalState(house=house, task=house.task, subgoal=jnp.int32(0)), jnp.append(0, seen).astype(jnp.int32)
+        house, observation = self.house.reset(key)
+        return SubgoalState(house=house, task=house.task, subgoal=jnp.int32(0)), jnp.append(0, observation).astype(jnp.int32)
 
     def step(self, state: SubgoalState, action: jax.Array):
         """Performs one answer i32[4].
@@ -96,11 +96,11 @@ class HouseholdSubgoals:
         """
         switches = self.switches(action)
         named = (self.house.place_words(state.house) == action[1]).any()
-        kept = (action[0] == self._keep) & (state.subgoal > 0) & (action[1] == state.subgoal)
-        fits = (switches & named) | kept
-        house, seen, reward, done, invalid = self.house.step(state.house, jnp.where(fits, action[2:], 0))
+        keeps = (action[0] == self._keep) & (state.subgoal > 0) & (action[1] == state.subgoal)
+        fits = (switches & named) | keeps
+        house, observation, reward, done, invalid = self.house.step(state.house, jnp.where(fits, action[2:], 0))
         after = state.replace(house=house, subgoal=jnp.where(fits, action[1], state.subgoal))
-        return after, jnp.append(after.subgoal, seen), reward, done, invalid
+        return after, jnp.append(after.subgoal, observation), reward, done, invalid
 
     # -- two scripted players -----------------------------------------------------------------------------------
 

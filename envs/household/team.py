@@ -28,8 +28,8 @@ class TeamState(struct.PyTreeNode):
 
     house: State
     task: jax.Array  # i32[], the house's
-    told: jax.Array  # i32[], word of the place that the searcher named last, 0 before
-    seen: jax.Array  # i32[6], the carrier's last observation of the house
+    hint: jax.Array  # i32[], word of the place that the searcher named last, 0 before
+    observation: jax.Array  # i32[6], the carrier's last observation of the house
     turn: jax.Array  # i32[], turns of both
 
 
@@ -84,8 +84,8 @@ class HouseholdTeam:
 
     def reset(self, key: jax.Array) -> tuple[TeamState, jax.Array]:
         """Starts a new episode from a key: (TeamState, the searcher's observation i32[O])."""
-        house, seen = self.house.reset(key)
-        state = TeamState(house=house, task=house.task, told=jnp.int32(0), seen=seen, turn=jnp.int32(0))
+        house, observation = self.house.reset(key)
+        state = TeamState(house=house, task=house.task, hint=jnp.int32(0), observation=observation, turn=jnp.int32(0))
         return state, self._observe(state)
 
     def step(self, state: TeamState, action: jax.Array):
@@ -97,12 +97,12 @@ class HouseholdTeam:
         """
         searches = self.role(state) == SEARCHER
         named = (self.house.place_words(state.house) == action[0]).any() & (action[1] == 0)
-        house, seen, _, _, refused = self.house.step(state.house, action)
-        kept = lambda old, new: jax.tree.map(lambda a, b: jnp.where(searches, a, b), old, new)  # noqa: E731
+        house, observation, _, _, refused = self.house.step(state.house, action)
+        keep = lambda old, new: jax.tree.map(lambda a, b: jnp.where(searches, a, b), old, new)  # noqa: E731
         after = state.replace(
-            house=kept(state.house, house),
-            seen=kept(state.seen, seen),
-            told=jnp.where(searches & named, action[0], state.told),
+            house=keep(state.house, house),
+            observation=keep(state.observation, observation),
+            hint=jnp.where(searches & named, action[0], state.hint),
             turn=state.turn + 1,
         )
         won = self.won(after)
@@ -118,7 +118,7 @@ class HouseholdTeam:
         things = self.house.thing_words(house)
         order = jnp.argsort(things)  # the wanted one would come first
         listed = jnp.stack([things, places[house.where]], axis=1)[order].ravel()
-        local = jnp.concatenate([state.told[None], state.seen])
+        local = jnp.concatenate([state.hint[None], state.observation])
         width = self.observation_length - 1
         body = jnp.where(role == SEARCHER, _padded(listed, width), _padded(local, width))
         return jnp.concatenate([jnp.asarray(self._role_word)[role][None], body])
@@ -131,7 +131,7 @@ class HouseholdTeam:
         recent: i32[K, 2], the last K actions of the same role.
         """
         named = jnp.stack([self._next_place(state.house), 0])
-        acted = expert.expert_action(self.house, state.house, recent, key, state.told)
+        acted = expert.expert_action(self.house, state.house, recent, key, state.hint)
         return jnp.where(self.role(state) == SEARCHER, named, acted)
 
     def random_action(self, state: TeamState, key: jax.Array) -> jax.Array:
@@ -141,14 +141,14 @@ class HouseholdTeam:
 
     def _next_place(self, house: State) -> jax.Array:
         """Returns the place, i32[], of a wanted thing still to be fetched or, while one is carried, its destination."""
-        rooms, wanted = self.house, house.kind == house.goal_kind
+        rooms, goal_things = self.house, house.kind == house.goal_kind
         looks = house.task == world.TASK_ID["look"]
         is_goal = jnp.asarray(rooms._place_kind)[house.room] == house.goal_place
         goal = jnp.where(looks, jnp.asarray(rooms._lamp_at)[house.room], jnp.argmax(is_goal))
-        lies = wanted & (house.where < rooms.places)
+        lies = goal_things & (house.where < rooms.places)
         to_fetch = lies & ~jnp.append(is_goal, False)[house.where]
         fetch = house.where[jnp.argmax(2 * to_fetch + lies)]
-        carries = (wanted & (house.where == rooms.places)).any()
+        carries = (goal_things & (house.where == rooms.places)).any()
         return rooms.place_words(house)[jnp.where(carries, goal, fetch)]
 
 

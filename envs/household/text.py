@@ -116,8 +116,8 @@ class HouseholdTeamText(HouseholdText):
             held = {"carrier": "with the carrier"}  # others are at a place
             spots = [f"The {_name(thing)} is {held.get(place, f'at the {_name(place)}')}." for thing, place in pairs if thing]
             return f"You are the searcher and tell the carrier a place. {' '.join(spots)}"
-        said = f"The searcher says: {_name(rest[0])}." if rest[0] else "The searcher has said nothing."
-        return f"You are the carrier. {said} {super()._tell(ids[2:])}"
+        message = f"The searcher says: {_name(rest[0])}." if rest[0] else "The searcher has said nothing."
+        return f"You are the carrier. {message} {super()._tell(ids[2:])}"
 
 
 def _name(word: str) -> str:

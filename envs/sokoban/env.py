@@ -121,8 +121,8 @@ class Sokoban:
           move into a wall or a box that cannot move, only takes a turn and is invalid. Done: solved, or out of turns.
         """
         legal, words = self.admissible(state)
-        chosen = legal & (words == action).all(1)
-        invalid, move = ~chosen.any(), jnp.argmax(chosen)
+        matches = legal & (words == action).all(1)
+        invalid, move = ~matches.any(), jnp.argmax(matches)
         offset = jnp.asarray(self.offsets)[move] * ~invalid
         agent = state.agent + offset
         pushed = state.boxes[agent] & ~invalid
@@ -138,14 +138,14 @@ class Sokoban:
     def _observe(self, state: State) -> jax.Array:
         """Returns a word per inner cell, i32[(size - 2)^2]. In `words` cells follow the empty word, the moves and the goal."""
         agent = jnp.arange(self.size**2) == state.agent
-        shown = jnp.where(state.targets, TARGET, FLOOR)
-        shown = jnp.where(state.boxes, jnp.where(state.targets, BOX_ON_TARGET, BOX), shown)
-        shown = jnp.where(agent, jnp.where(state.targets, AGENT_ON_TARGET, AGENT), shown)
-        shown = jnp.where(state.walls, WALL, shown)[self._inner]
+        kinds = jnp.where(state.targets, TARGET, FLOOR)
+        kinds = jnp.where(state.boxes, jnp.where(state.targets, BOX_ON_TARGET, BOX), kinds)
+        kinds = jnp.where(agent, jnp.where(state.targets, AGENT_ON_TARGET, AGENT), kinds)
+        kinds = jnp.where(state.walls, WALL, kinds)[self._inner]
         count = len(self._inner)
-        return (1 + len(MOVES) + 1 + shown * count + jnp.arange(count)).astype(jnp.int32)
+        return (1 + len(MOVES) + 1 + kinds * count + jnp.arange(count)).astype(jnp.int32)
 
-    def shown(self, ids) -> np.ndarray:
+    def decode_room(self, ids) -> np.ndarray:
         """Decodes an observation to the content of the whole room, int[size, size] of FLOOR, WALL, ..."""
         kinds = (np.asarray(ids) - 2 - len(MOVES)) // len(self._inner)
         return np.pad(kinds.reshape(self.size - 2, self.size - 2), 1, constant_values=WALL)

@@ -34,10 +34,10 @@ def _draw(key, size: int, boxes: int):
     near, far = (jnp.clip(cells[:, None] + step * offsets, 0, size**2 - 1) for step in (1, 2))  # [cell, direction]
     # First floor from which a box can be pulled, then other floor.
     rank = walls + ~(~walls[near] & ~walls[far]).any(1)
-    chosen = jnp.argsort(jax.random.uniform(keys[1], (size**2,)) + rank)[: boxes + 1]
-    targets = jnp.zeros(size**2, bool).at[chosen[:boxes]].set(True)
+    spots = jnp.argsort(jax.random.uniform(keys[1], (size**2,)) + rank)[: boxes + 1]
+    targets = jnp.zeros(size**2, bool).at[spots[:boxes]].set(True)
     rows, columns = jnp.divmod(cells, size)
-    apart = jnp.abs(rows[:, None] - rows[chosen[:boxes]]) + jnp.abs(columns[:, None] - columns[chosen[:boxes]])
+    apart = jnp.abs(rows[:, None] - rows[spots[:boxes]]) + jnp.abs(columns[:, None] - columns[spots[:boxes]])
     distance = apart.min(1)  # to the nearest target
 
     def pull(carry, key):
@@ -53,7 +53,7 @@ def _draw(key, size: int, boxes: int):
         best = jax.tree.map(lambda a, b: jnp.where(score > best[0], a, b), (score, stand, agent), best)
         return (stand, agent, best), None
 
-    first = (targets, chosen[boxes], (jnp.int32(-1), targets, chosen[boxes]))
+    first = (targets, spots[boxes], (jnp.int32(-1), targets, spots[boxes]))
     (_, _, (score, stand, agent)), _ = jax.lax.scan(pull, first, jax.random.split(keys[2], PULLS * boxes))
     reached = reach(~walls & ~stand, agent, size)
     agent = jnp.argmax(jax.random.uniform(keys[3], (size**2,)) * reached).astype(jnp.int32)

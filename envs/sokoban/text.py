@@ -24,4 +24,4 @@ class SokobanText(Words):
         return "push every box onto a target."
 
     def _tell(self, ids):
-        return "\n".join(" ".join(LETTERS[kind] for kind in row) for row in self._env.shown(ids))
+        return "\n".join(" ".join(LETTERS[kind] for kind in row) for row in self._env.decode_room(ids))

@@ -102,29 +102,29 @@ _UNICODE = _unicode_pattern()
 
 def tokens(text: str) -> list[str]:
     """Returns the words of a lower-case `text`, before stop words and stemming."""
-    found: list[str] = []
+    result: list[str] = []
     for piece in [text] if text.isascii() else text.split(" "):  # no word spans a space
         pattern = _ASCII if piece.isascii() else _UNICODE
         words = pattern.findall(piece)
         # A character outside the BMP counts twice.
         if len(piece) > MAX_TOKEN_LENGTH // 2 and any(len(word) > MAX_TOKEN_LENGTH // 2 for word in words):
             words = [part for word in words for part in _cut(word, pattern)]
-        found += words
-    return found
+        result += words
+    return result
 
 
 def _cut(word: str, pattern) -> list[str]:
     """Returns the words that Lucene's scanner, which sees MAX_TOKEN_LENGTH UTF-16 units at a time, makes of one long word."""
-    found = []
+    parts = []
     while word:
         units, end = 0, 0
         while end < len(word) and (units := units + 1 + (word[end] > "\uffff")) <= MAX_TOKEN_LENGTH:
             end += 1
         match = pattern.match(word[:end])
         if match:
-            found.append(match.group())
+            parts.append(match.group())
         word = word[match.end() if match else 1 :]
-    return found
+    return parts
 
 
 def term(token: str) -> str:

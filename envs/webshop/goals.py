@@ -72,9 +72,9 @@ class SyntheticGoals(GoalBook):
             choice, which = divmod(choice, len(product.options[name]))
             options[name] = product.options[name][which]
         options = dict(sorted(options.items()))
-        asked = ", and ".join(f"{name}: {value}" for name, value in options.items())
+        request = ", and ".join(f"{name}: {value}" for name, value in options.items())
         return {
-            "instruction_text": product.instruction + (f" with {asked}" if asked else ""),
+            "instruction_text": product.instruction + (f" with {request}" if request else ""),
             "attributes": product.instruction_attributes,
             "goal_options": options,
             "weight": float(self.catalogue.goal_weight[group]),
@@ -90,12 +90,12 @@ class HumanGoals(GoalBook):
 
     def __init__(self, catalogue: Catalogue, nouns: Nouns, path: Path | str):
         self._wishes = []
-        known = read_json(path)
-        if not isinstance(known, dict):
+        instructions = read_json(path)
+        if not isinstance(instructions, dict):
             raise ValueError(f"{Path(path).name}: is not a JSON object; pass items_human_ins*.json here")
-        places = [(catalogue.position(asin), asin) for asin in known]
+        places = [(catalogue.position(asin), asin) for asin in instructions]
         for position, asin in sorted((place, asin) for place, asin in places if place is not None):
-            entries = known[asin] if isinstance(known[asin], list) else [None]
+            entries = instructions[asin] if isinstance(instructions[asin], list) else [None]
             self._wishes += [(position, wish) for entry in entries if (wish := _human_wish(entry, asin, path))]
         super().__init__(catalogue, nouns, [position for position, _ in self._wishes], [1] * len(self._wishes))
 

@@ -121,9 +121,9 @@ class Index:
                 scores[docs] += weight - weight / damp  # Lucene adds 32-bit parts in 64 bits
         scores = scores.astype(np.float32)
         floor = np.partition(scores, -k)[-k] if len(scores) > k else 0
-        found = np.flatnonzero(scores >= floor if floor > 0 else scores)
-        order = np.lexsort((self._arrays["asin_rank"][found], -scores[found]))[:k]
-        return found[order], scores[found[order]]
+        matches = np.flatnonzero(scores >= floor if floor > 0 else scores)
+        order = np.lexsort((self._arrays["asin_rank"][matches], -scores[matches]))[:k]
+        return matches[order], scores[matches[order]]
 
     def _postings(self, word: str) -> tuple[np.ndarray, np.ndarray]:
         key = word.encode("utf-8", "surrogatepass")

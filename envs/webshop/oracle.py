@@ -25,14 +25,14 @@ def shortest_purchase(shop: Shop, goal: Mapping) -> list[str] | None:
     The words of the instruction are tried first, as an agent would, then the product's name. The first search that shows the
     product on its first page wins, or else the one that shows it earliest.
     """
-    wanted = shop.catalogue.position(goal["asin"])
-    product = shop.catalogue.product(wanted)
+    goal_position = shop.catalogue.position(goal["asin"])
+    product = shop.catalogue.product(goal_position)
     best = None
     for words in (_PRICE.sub("", goal["instruction_text"]).removeprefix("Find me "), goal["name"]):
         command = search(words)
-        found = [position for position, _ in shop.catalogue.search(command[len("search[") : -1].lower())]
-        if wanted in found:
-            turns = found.index(wanted) // PAGE_SIZE
+        positions = [position for position, _ in shop.catalogue.search(command[len("search[") : -1].lower())]
+        if goal_position in positions:
+            turns = positions.index(goal_position) // PAGE_SIZE
             if best is None or turns < best.count(click("next >")):
                 best = [command] + [click("next >")] * turns
             if turns == 0:
@@ -49,8 +49,8 @@ def purchase_plan(shop: Shop, goal: Mapping) -> list[str]:
     if plan := shortest_purchase(shop, goal):
         return plan
     command = search(goal["instruction_text"])
-    found = shop.catalogue.search(parse(command)[1])
-    position = found[0][0] if found else shop.catalogue.position(goal["asin"])
+    results = shop.catalogue.search(parse(command)[1])
+    position = results[0][0] if results else shop.catalogue.position(goal["asin"])
     return [command, click(shop.catalogue.product(position).asin.lower()), click("buy now")]
 
 
@@ -65,8 +65,8 @@ def next_command(session: Session, plan: list[str]) -> str:
         assert session.asin is not None  # the page's product
         if click(session.asin.lower()) != product:
             return click("back to search")
-        chosen = {click(value.lower()) for value in session.options.values()}
-        return next(choice for choice in choices if choice.lower() not in chosen)
+        clicks = {click(value.lower()) for value in session.options.values()}
+        return next(choice for choice in choices if choice.lower() not in clicks)
     if session.asin is not None:  # a page about a product
         return click("< prev")
     if product in map(click, actions["clickables"]):

@@ -98,10 +98,10 @@ def sub_page(product: Product, name: str) -> Page:
 
 def done_page(asin: str, options: Mapping[str, str], reward: float) -> Page:
     """Returns the page after a purchase, complete."""
-    shown = json.dumps(options, sort_keys=True)
+    options_json = json.dumps(options, sort_keys=True)
     for character in "<>&'":  # the characters that Flask's tojson escapes
-        shown = shown.replace(character, f"\\u{ord(character):04x}")
-    values = {"{asin}": asin, "{options}": shown, "{reward}": str(reward)}
+        options_json = options_json.replace(character, f"\\u{ord(character):04x}")
+    values = {"{asin}": asin, "{options}": options_json, "{reward}": str(reward)}
     return SEP.join(values.get(part, part) for part in _DONE), ()
 
 

@@ -60,16 +60,16 @@ def read_products(items: Path | str, attributes: Path | str) -> Iterator[Product
     Raises:
         ValueError: a file is broken; one line naming file, field, fault and fix.
     """
-    known = read_json(attributes)
-    _need(isinstance(known, dict), attributes, "the file", "is not a JSON object", "pass items_ins_v2*.json here")
-    seen = set()
+    annotations = read_json(attributes)
+    _need(isinstance(annotations, dict), attributes, "the file", "is not a JSON object", "pass items_ins_v2*.json here")
+    asins = set()
     for number, raw in enumerate(_iter_json_list(items)):
         _need(isinstance(raw, dict), items, f"product {number}", "is not a JSON object", "remove it")
         asin = _text(raw, "asin", items, f"product {number}")
-        if asin == "nan" or len(asin) > MAX_ASIN_LENGTH or asin in seen:
+        if asin == "nan" or len(asin) > MAX_ASIN_LENGTH or asin in asins:
             continue
-        seen.add(asin)
-        yield _product(raw, known.get(asin, {}), items, attributes)
+        asins.add(asin)
+        yield _product(raw, annotations.get(asin, {}), items, attributes)
 
 
 def search_text(product: Product) -> str:

@@ -29,22 +29,22 @@ def asked_values(product: Product, goal: Mapping) -> list[str]:
     A synthetic goal names them. A human goal lists wishes, which need not be worded as on the page: for each, the
     first value that satisfies it, one per option, such that most wishes are met.
     """
-    wanted = goal_options(goal)
+    options = goal_options(goal)
     if isinstance(goal["goal_options"], Mapping):
-        return [value for _, value in wanted]
+        return [value for _, value in options]
     owner = option_owner(product)
 
-    def best(wishes: list[str], chosen: dict[str, str]) -> dict[str, str]:
-        open_wishes = [wish for wish in wishes if not any(option_hit(value, wish) for value in chosen.values())]
+    def best(wishes: list[str], choices: dict[str, str]) -> dict[str, str]:
+        open_wishes = [wish for wish in wishes if not any(option_hit(value, wish) for value in choices.values())]
         if not open_wishes:
-            return chosen
+            return choices
         wish, *rest = open_wishes
-        fits = [value for value in owner if owner[value] not in chosen and option_hit(value, wish)]
+        fits = [value for value in owner if owner[value] not in choices and option_hit(value, wish)]
         fits.sort(key=lambda value: value != wish)  # the exact value first
-        outcomes = [best(rest, chosen | {owner[value]: value}) for value in fits] or [best(rest, chosen)]
-        return max(outcomes, key=lambda outcome: _hits(outcome, wanted))
+        outcomes = [best(rest, choices | {owner[value]: value}) for value in fits] or [best(rest, choices)]
+        return max(outcomes, key=lambda outcome: _hits(outcome, options))
 
-    return list(best(wanted, {}).values())
+    return list(best(options, {}).values())
 
 
 def why_unreachable(product: Product, goal: Mapping, nouns: Nouns) -> str | None:
@@ -57,21 +57,21 @@ def why_unreachable(product: Product, goal: Mapping, nouns: Nouns) -> str | None
     """
     if product.asin != product.asin.upper():
         return "its page cannot be opened: the asin is not upper case"
-    chosen = choose(product, asked_values(product, goal))
-    parts = purchase_reward(product, goal, chosen, 0.0, nouns)
+    choices = choose(product, asked_values(product, goal))
+    parts = purchase_reward(product, goal, choices, 0.0, nouns)
     if parts["reward"] == 1.0:
         return None
     faults = [f"no attribute {a!r}" for a in goal["attributes"] if not has_attribute(product, a)]
-    for wanted in goal_options(goal):
-        if not any(option_hit(value, wanted) for value in chosen.values()):
-            name, value = wanted if isinstance(wanted, tuple) else ("", wanted)
-            read = f"option {name}: {value!r}" if name else f"option {value!r}"
-            faults.append(f"{read} is not counted when chosen" if value in chosen.values() else f"{read} not choosable")
+    for option in goal_options(goal):
+        if not any(option_hit(value, option) for value in choices.values()):
+            name, value = option if isinstance(option, tuple) else ("", option)
+            text = f"option {name}: {value!r}" if name else f"option {value!r}"
+            faults.append(f"{text} is not counted when chosen" if value in choices.values() else f"{text} not choosable")
     kind = parts["r_type"]
     if kind is not None and kind < 1:
         faults.append("its title repeats few nouns too often")
     return "; ".join(faults)
 
 
-def _hits(chosen: Mapping[str, str], wanted: list) -> int:
-    return sum(any(option_hit(value, wish) for value in chosen.values()) for wish in wanted)
+def _hits(choices: Mapping[str, str], wishes: list) -> int:
+    return sum(any(option_hit(value, wish) for value in choices.values()) for wish in wishes)

@@ -136,19 +136,19 @@ def purchase_reward(
         `reward` in [0, 1]; `r_type`, `r_att`, `r_option` (None without goal options), `r_price` (bool) and their
         weights `w_*`; `query_match`, `category_match` and `title_score`, of which `r_type` is made.
     """
-    attributes, wanted = goal["attributes"], goal_options(goal)
+    attributes, wishes = goal["attributes"], goal_options(goal)
     attribute_hits = sum(has_attribute(product, attribute) for attribute in attributes)
-    option_hits = sum(any(option_hit(value, option) for value in options.values()) for option in wanted)
+    option_hits = sum(any(option_hit(value, option) for value in options.values()) for option in wishes)
     within = price <= goal["price_upper"]
-    parts = len(attributes) + len(wanted) + 1
+    parts = len(attributes) + len(wishes) + 1
     kind = _type_reward(product, goal, nouns)
     return {
         "reward": (attribute_hits + option_hits + within) / parts * kind["r_type"],
         **kind,
         "r_att": attribute_hits / len(attributes),
         "w_att": len(attributes) / parts,
-        "r_option": option_hits / len(wanted) if wanted else None,
-        "w_option": len(wanted) / parts,
+        "r_option": option_hits / len(wishes) if wishes else None,
+        "w_option": len(wishes) / parts,
         "r_price": within,
         "w_price": 1 / parts,
     }
@@ -156,25 +156,25 @@ def purchase_reward(
 
 def goal_options(goal: Mapping) -> list:
     """Returns the wanted options: (name, value) tuples of a synthetic goal, plain values of a human one."""
-    wanted = goal["goal_options"]
-    return list(wanted.items()) if isinstance(wanted, Mapping) else list(wanted)
+    options = goal["goal_options"]
+    return list(options.items()) if isinstance(options, Mapping) else list(options)
 
 
 def has_attribute(product: Product, attribute: str) -> bool:
     """Whether `product` has `attribute`, in its attribute list or anywhere in its texts."""
-    return any(similar(own, attribute) for own in product.attributes) or any(
+    return any(similar(other, attribute) for other in product.attributes) or any(
         attribute in text.lower() for text in (product.name, " ".join(product.bullets), product.description)
     )
 
 
 @lru_cache(maxsize=1 << 16)
-def option_hit(value: str, wanted: str | tuple[str, str]) -> bool:
-    """Whether the chosen `value` satisfies the `wanted` option.
+def option_hit(value: str, wish: str | tuple[str, str]) -> bool:
+    """Whether the chosen `value` satisfies the option `wish`.
 
-    A wanted (name, value) tuple is compared in its printed form, so the words of the name never hurt; and its colour is
+    A (name, value) tuple is compared in its printed form, so the words of the name never hurt; and its colour is
     only cut down to the bare colour word where an element equals that word, while the chosen value always is.
     """
-    return similar(first_colour(value), str(first_colour(wanted)))
+    return similar(first_colour(value), str(first_colour(wish)))
 
 
 def first_colour(option: str | tuple[str, str]) -> str | tuple[str, str]:
@@ -185,8 +185,8 @@ def first_colour(option: str | tuple[str, str]) -> str | tuple[str, str]:
 def _type_reward(product: Product, goal: Mapping, nouns: Nouns) -> dict[str, float | bool]:
     query_match = product.query == goal["query"]
     category_match = len(_levels(product.product_category) & _levels(goal["product_category"])) >= 2
-    bought, wanted = nouns(product.name), nouns(goal["name"])
-    title_score = len(set(bought) & set(wanted)) / len(wanted) if wanted else 0.2
+    product_nouns, goal_nouns = nouns(product.name), nouns(goal["name"])
+    title_score = len(set(product_nouns) & set(goal_nouns)) / len(goal_nouns) if goal_nouns else 0.2
     r_type = 1.0 if query_match or category_match or title_score > 0.2 else 0.5
     if title_score < 0.1:
         r_type = 0.1 if title_score else 0.0

@@ -107,14 +107,14 @@ class Session:
         self._show("search", pages.search_page(self.goal["instruction_text"]))
 
     def _open_results(self, keywords: list[str], page: int) -> None:
-        found = self._find(keywords)
-        if found is None:
+        positions = self._find(keywords)
+        if positions is None:
             return
         self.keywords, self.page = keywords, page
         self.asin, self.options = None, {}
-        shown = found[(page - 1) * pages.PAGE_SIZE : page * pages.PAGE_SIZE]
-        products = [self._catalogue.product(position) for position in shown]
-        self._show("results", pages.results_page(products, page, len(found)))
+        on_page = positions[(page - 1) * pages.PAGE_SIZE : page * pages.PAGE_SIZE]
+        products = [self._catalogue.product(position) for position in on_page]
+        self._show("results", pages.results_page(products, page, len(positions)))
 
     def _find(self, keywords: list[str]) -> tuple[int, ...] | list[int] | None:
         """Returns the positions a search finds; None where the original crashes.

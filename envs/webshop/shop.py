@@ -48,8 +48,8 @@ class Shop:
 
     def search(self, query: str) -> list[tuple[str, float]]:
         """Returns (asin, score) of the 50 best products for `query`, best first, scores to four decimals."""
-        found = self.catalogue.search(query.lower())
-        return [(self.catalogue.product(position).asin, round(score, 4)) for position, score in found]
+        results = self.catalogue.search(query.lower())
+        return [(self.catalogue.product(position).asin, round(score, 4)) for position, score in results]
 
     def reward(self, goal: Mapping, asin: str, options: Mapping[str, str], price: float) -> dict[str, float | bool | None]:
         """Returns `reward`, `r_type`, `r_att`, `r_option`, `r_price` and more for a purchase; see `purchase_reward`.
@@ -111,17 +111,17 @@ def load_shop(
 
 def _catalogue(items: Path, attributes: Path | None) -> Catalogue:
     """Returns the catalogue of the files, the same object for as long as a shop uses it and the files stay the same."""
-    read: Callable[[], Catalogue]
+    load: Callable[[], Catalogue]
     if items.is_dir():
-        files, read = [items / "meta.json"], functools.partial(Catalogue.open, items)
+        files, load = [items / "meta.json"], functools.partial(Catalogue.open, items)
     elif attributes is None:
         raise ValueError("attributes is missing; pass items_ins_v2*.json, or a built catalogue folder as items")
     else:
-        files, read = [items, attributes], functools.partial(_build, items, attributes)
+        files, load = [items, attributes], functools.partial(_build, items, attributes)
     key = tuple((file.resolve(), file.stat().st_mtime_ns, file.stat().st_size) for file in files if file.exists())
     catalogue = _open_catalogues.get(key)
     if catalogue is None:
-        catalogue = _open_catalogues[key] = read()
+        catalogue = _open_catalogues[key] = load()
     return catalogue
 
 

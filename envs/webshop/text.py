@@ -62,8 +62,8 @@ class WebshopText:
         if not 0 <= task < len(self):
             raise IndexError(f"task={task}: there are {len(self)} goals")
         goal, which = divmod(task, len(self._seeds))
-        self._chosen = _with_seed(self._shop, self._seeds[which])
-        self._session = self._chosen.session(self._goals[goal])
+        self._current_shop = _with_seed(self._shop, self._seeds[which])
+        self._session = self._current_shop.session(self._goals[goal])
         self._turns = 0
         self._plan: list[str] = []  # the expert's
         self.goal = self._session.goal["instruction_text"].strip()
@@ -87,7 +87,7 @@ class WebshopText:
 
     def expert(self, history_length: int) -> str:
         """Returns the command of the oracle (`oracle.py`), which knows the intended product."""
-        self._plan = self._plan or purchase_plan(self._chosen, self._session.goal)
+        self._plan = self._plan or purchase_plan(self._current_shop, self._session.goal)
         return next_command(self._session, self._plan)
 
     def _commands(self) -> list[str]:

@@ -25,12 +25,12 @@ BENCHES = {
 
 def table(rows: list[dict]) -> str:
     """Formats rows as a Markdown table; missing values stay empty."""
-    shown = lambda value: "" if value is None else (value if isinstance(value, str) else f"{value:,.3g}")  # noqa: E731
+    cell = lambda value: "" if value is None else (value if isinstance(value, str) else f"{value:,.3g}")  # noqa: E731
     lines = ["| what | value | unit | share of limit | ratio to peer |", "|---|---|---|---|---|"]
     for row in rows:
         share = row.get("limit_share")
         share = "" if share is None else f"{share:.0%}"
-        lines.append(f"| {row['name']} | {shown(row['value'])} | {row['unit']} | {share} | {shown(row.get('ratio'))} |")
+        lines.append(f"| {row['name']} | {cell(row['value'])} | {row['unit']} | {share} | {cell(row.get('ratio'))} |")
     return "\n".join(lines)
 
 

@@ -67,10 +67,10 @@ def run(args: argparse.Namespace) -> list[dict]:
         left = deadline - time.monotonic()
         if left > 0:
             print(f"[{number}/{len(PARTS)}] {title}, {left:.0f} s left", file=sys.stderr, flush=True)
-            found = part(words(text, tiny=args.tiny), left)
+            part_rows = part(words(text, tiny=args.tiny), left)
         else:
-            found = [failed("no time was left")]
-        rows += [line | {"name": f"{title}: {line['name']}"} for line in found if line["name"] != "machine"]
+            part_rows = [failed("no time was left")]
+        rows += [line | {"name": f"{title}: {line['name']}"} for line in part_rows if line["name"] != "machine"]
         if args.json:
             Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
     return rows

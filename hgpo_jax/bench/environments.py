@@ -60,11 +60,11 @@ def run(args: argparse.Namespace) -> list[dict]:
     parts = ("alfworld", alfworld), ("webshop", webshop), ("products", products), ("waiting", waiting)
     rows = []
     for name, part in parts:
-        if given := getattr(args, name):
+        if argument := getattr(args, name):
             try:
-                rows += part(given)
+                rows += part(argument)
             except (ValueError, OSError, ImportError) as error:
-                raise ConfigError(f"--{name} {given}: {' '.join(str(error).split())}") from None
+                raise ConfigError(f"--{name} {argument}: {' '.join(str(error).split())}") from None
     if not rows:
         raise ConfigError(f"bench envs: nothing is asked for; give {', '.join(f'--{name}' for name, _ in parts)}")
     return rows

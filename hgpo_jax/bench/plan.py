@@ -149,7 +149,7 @@ class Programs:
 
     def _weights(self, dtype: str) -> dict:
         abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, dtype), shapes(self._model))
-        return _placed(abstract, shardings(self._model, self._mesh))
+        return _place(abstract, shardings(self._model, self._mesh))
 
     def _sampler(self):
         sample = make_sampler(network(self._model), self._mesh, self._workload.response, (0,))
@@ -161,10 +161,10 @@ class Programs:
     def _rollout(self):
         """Lowers a language model's whole rollout, including the games."""
         config, policy = self._config, self._config.policy
-        found, source = environment(config.env), policy.tokenizer or policy.source
-        assert found.text is not None
+        entry, source = environment(config.env), policy.tokenizer or policy.source
+        assert entry.text is not None
         tokenizer = load_tokenizer(source, config.cache_dir)
-        runner = TextRunner(config, found, *found.text(config), {SHARED: self._model}, tokenizer, self._mesh)
+        runner = TextRunner(config, entry, *entry.text(config), {SHARED: self._model}, tokenizer, self._mesh)
         assert isinstance(runner.train, CompiledTextRollout)
         keys = self._array(config.rollout.prompt_groups * config.rollout.group_size, dtype=self._key)
         with jax.set_mesh(self._mesh):
@@ -199,17 +199,17 @@ class Programs:
             lambda a: self._array(*a.shape, dtype=a.dtype), jax.eval_shape(functools.partial(random_batch, *sizes))
         )
         moments = jax.eval_shape(optimizer.init, self._params)
-        moments = _placed(moments, shardings_like(moments, self._model, self._mesh))
+        moments = _place(moments, shardings_like(moments, self._model, self._mesh))
         inputs = self._compute, batch, self._array(workload.steps), self._scalar, self._array(dtype=jnp.float32)
         with jax.set_mesh(self._mesh):
             return jax.jit(step, donate_argnums=(0, 1)).lower(self._params, moments, *inputs)
 
 
-def _placed(abstract, places):
+def _place(abstract, places):
     """Returns the same shapes with these shardings."""
     return jax.tree.map(lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), abstract, places)
 
 
 def _outputs(lowered):
     """Returns a program's outputs, with the shardings that the compiler chooses."""
-    return _placed(lowered.out_info, lowered.compile().output_shardings)
+    return _place(lowered.out_info, lowered.compile().output_shardings)

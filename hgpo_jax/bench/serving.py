@@ -93,9 +93,9 @@ def run(args: argparse.Namespace) -> list[dict]:
                     alone = direct(load) / timed({"direct": functools.partial(direct, load)}, 1)["direct"].median
                 clients.submit(ask, url, load._replace(rounds=1)).result()  # starts the process
                 speed, first = clients.submit(ask, url, load).result()
-                told = f"{count} clients, {args.slots} slots, {args.policy}"
+                title = f"{count} clients, {args.slots} slots, {args.policy}"
                 rows += [
-                    row(f"served, {told}", speed, "tokens/s", ratio=speed / alone),
+                    row(f"served, {title}", speed, "tokens/s", ratio=speed / alone),
                     row("the sampler called directly", alone, "tokens/s"),
                     row("first token, median", 1e3 * statistics.median(first), "ms"),
                     row("first token, slowest", 1e3 * max(first), "ms"),
@@ -136,9 +136,9 @@ def ask(url: str, load: Load) -> tuple[float, list[float]]:
         with openai.OpenAI(base_url=url, api_key="none", timeout=3600, max_retries=0) as api:
             create: Any = api.completions.create
             for round in range(load.rounds):
-                asked = {"model": "served", "prompt": load.ids(number, round), "max_tokens": load.response}
+                request = {"model": "served", "prompt": load.ids(number, round), "max_tokens": load.response}
                 began, seed = time.perf_counter(), load.clients * round + number
-                chunks = create(**asked, seed=seed, stream=True, stream_options={"include_usage": True})
+                chunks = create(**request, seed=seed, stream=True, stream_options={"include_usage": True})
                 next(chunks)
                 first.append(time.perf_counter() - began)
                 tokens += sum(chunk.usage.completion_tokens for chunk in chunks if chunk.usage)

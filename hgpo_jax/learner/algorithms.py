@@ -69,7 +69,7 @@ def method_named(name: str) -> Method:
     if name in METHODS:
         return METHODS[name]
     try:
-        _, estimator = user_code.load(user_code.located(name, user_code.ESTIMATORS))
+        _, estimator = user_code.load(user_code.locate(name, user_code.ESTIMATORS))
     except ValueError as error:
         raise ConfigError(f"method={name}: {error}") from None
     kinds = [parameter.kind for parameter in inspect.signature(estimator).parameters.values()]

@@ -25,7 +25,7 @@ from hgpo_jax.envs.alfworld.dataset import ENVIRONMENT_VARIABLE, SPLITS, list_ga
 from hgpo_jax.envs.alfworld.generated import generate_games
 from hgpo_jax.envs.alfworld.habits import search_order
 from hgpo_jax.envs.alfworld.short_prompts import ShortPromptAlfworld
-from hgpo_jax.envs.alfworld.tables import Tables, compile_games, joined
+from hgpo_jax.envs.alfworld.tables import Tables, compile_games, join_games
 from hgpo_jax.envs.alfworld.text import AlfworldText
 from hgpo_jax.envs.household import Household, HouseholdPlan, HouseholdSubgoals, HouseholdTeam
 from hgpo_jax.envs.household import expert as household_expert
@@ -126,7 +126,7 @@ def _alfworld(
         order = search_order(words, jax.tree.map(lambda field: field[:count], tables))
         if made:
             games["train"] = np.append(games["train"], len(tables.task) + np.arange(made, dtype=np.int32))
-            tables = joined(tables, generate_games(files, held_out, made, seed=0, cache=cache).games)
+            tables = join_games(tables, generate_games(files, held_out, made, seed=0, cache=cache).games)
     except (ValueError, OSError) as error:
         raise ConfigError(f"env.data={data}: {' '.join(str(error).split())}") from None
     env = ShortPromptAlfworld(Tables(words, tables), max_turns)
@@ -326,7 +326,7 @@ def expert_of(env) -> Expert | None:
 
 def _outside(env: EnvConfig) -> tuple[str, str, str]:
     """Returns the environment's name as the user wrote it, its place, and its options as JSON."""
-    return env.name, user_code.located(env.name, user_code.ENVIRONMENTS), json.dumps(env.options | user_code.implied(env.name))
+    return env.name, user_code.locate(env.name, user_code.ENVIRONMENTS), json.dumps(env.options | user_code.implied(env.name))
 
 
 @functools.lru_cache(maxsize=8)

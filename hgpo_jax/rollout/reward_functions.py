@@ -66,7 +66,7 @@ class LocalReward:
 def reward_function(given: str) -> Callable:
     """Returns the function of `reward=given`. Raises ConfigError if there is none."""
     try:
-        _, function = user_code.load(user_code.located(given, user_code.REWARDS))
+        _, function = user_code.load(user_code.locate(given, user_code.REWARDS))
         inspect.signature(function).bind(None)
     except ValueError as error:
         raise ConfigError(f"reward.source={given}: {error}") from None

@@ -53,7 +53,7 @@ def make_reward(config: Config, episodes: Episodes) -> Reward:
     if backend(config) == "compiled":
         _check_compiled(given, function, episodes)
         return functools.partial(_add_compiled, jax.jit(functools.partial(_with_compiled, function, name)))
-    return TextReward(user_code.located(given, user_code.REWARDS), name)
+    return TextReward(user_code.locate(given, user_code.REWARDS), name)
 
 
 def _check_compiled(given: str, function: Callable, episodes: Episodes) -> None:

@@ -23,7 +23,7 @@ from hgpo_jax.utils.errors import ConfigError, RunError, one_line
 def state_key_function(given: str) -> Callable:
     """Returns the function of `env.state_key=given`. Raises ConfigError if there is none."""
     try:
-        _, function = user_code.load(user_code.located(given, user_code.STATE_KEYS))
+        _, function = user_code.load(user_code.locate(given, user_code.STATE_KEYS))
         inspect.signature(function).bind(None)
     except ValueError as error:
         raise ConfigError(f"env.state_key={given}: {error}") from None

@@ -244,12 +244,12 @@ class Commands:
         # An agent needs no accelerator, and must not use a proxy for this machine.
         local = ",".join(filter(None, [os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), "127.0.0.1"]))
         variables = {"JAX_PLATFORMS": "cpu", "NO_PROXY": local, "no_proxy": local, "PATH": _path()} | variables
-        with tempfile.TemporaryFile() as said:
+        with tempfile.TemporaryFile() as output:
             try:
                 process = subprocess.Popen(
                     self._command,
                     stdin=subprocess.DEVNULL,
-                    stdout=said,
+                    stdout=output,
                     stderr=subprocess.STDOUT,
                     env=os.environ | variables,
                     start_new_session=True,
@@ -261,7 +261,7 @@ class Commands:
                 while (code := _wait(process)) is None:
                     if self._stopping.is_set():
                         return stopped
-                    if os.fstat(said.fileno()).st_size > MAX_OUTPUT:
+                    if os.fstat(output.fileno()).st_size > MAX_OUTPUT:
                         return Failure(CRASH, f"its command wrote more than {MAX_OUTPUT:,} bytes")
                     if session.silent > self._time_limit:
                         return Failure(SILENCE, f"its command neither asked nor ended in {self._time_limit:g} s")
@@ -271,7 +271,7 @@ class Commands:
                 process.wait()
             if code < 0:
                 return Failure(CRASH, f"its command was ended by signal {-code}")
-            return Failure(CRASH, f"its command ended with {code}: {_last_line(said)}") if code else None
+            return Failure(CRASH, f"its command ended with {code}: {_last_line(output)}") if code else None
 
 
 def _wait(process: subprocess.Popen) -> int | None:

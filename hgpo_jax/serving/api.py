@@ -88,7 +88,7 @@ class Api:
                 Route("/v1/sessions/{name}/reward", self._reward, methods=["POST"]),
                 *(Route(path, functools.partial(self._endpoint, kind), methods=["POST"]) for path, kind in DIALECTS.items()),
             ],
-            exception_handlers={kind: _refused for kind in (ApiError, HTTPException, ClientDisconnect, Exception)},
+            exception_handlers={kind: _respond_to_error for kind in (ApiError, HTTPException, ClientDisconnect, Exception)},
         )
 
     async def __call__(self, scope, receive, send) -> None:
@@ -147,12 +147,12 @@ class Api:
         if self._sessions is None:
             raise ApiError(404, "this server records no sessions; start it with --record FOLDER")
         posted = parse(RewardRequest, await self._body(request))
-        session = self._sessions.named(_key_of(request), request.path_params["name"])
+        session = self._sessions.find(_key_of(request), request.path_params["name"])
         async with session.in_line(self._time_limit):
             session.post(posted)
         if session.ended:
             self._sessions.ended(session)
-        return JSONResponse(session.described())
+        return JSONResponse(session.describe())
 
     async def _endpoint(self, kind: type[Dialect], request: Request):
         """Returns the answer to a request in a dialect, as an ASGI application."""
@@ -255,22 +255,22 @@ def _turn(request: Request, sampling: SamplingRequest, session: Session, prompt:
     if turn := session.repeated(prompt.ids, key, again):
         return turn
     session.check_turns()
-    seen = sampling.prompt.observation if isinstance(sampling.prompt, Conversation) else str(sampling.prompt)
-    return Turn(prompt.ids, seen if place.state_key is None else place.state_key, beginning=prompt.beginning, key=key)
+    observation = sampling.prompt.observation if isinstance(sampling.prompt, Conversation) else str(sampling.prompt)
+    return Turn(prompt.ids, observation if place.state_key is None else place.state_key, beginning=prompt.beginning, key=key)
 
 
 async def _stays(receive, exchange: Exchange) -> bool:
     """Waits for all of an answer, or until the client leaves; returns whether it stayed."""
 
-    async def sampled() -> None:
+    async def whole_answer() -> None:
         async for _ in exchange.pieces():
             pass
 
-    async def left() -> None:
+    async def disconnection() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    answering, leaving = asyncio.ensure_future(sampled()), asyncio.ensure_future(left())
+    answering, leaving = asyncio.ensure_future(whole_answer()), asyncio.ensure_future(disconnection())
     try:
         await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if answering.done():
@@ -287,8 +287,8 @@ def _texts_in(prompt: Conversation | str | list[int]) -> Iterator[str]:
         yield prompt
     elif isinstance(prompt, Conversation):
         yield from (message["content"] for message in prompt.messages)
-        shown = (*prompt.tools, *(message["tool_calls"] for message in prompt.messages if "tool_calls" in message))
-        yield from map(json.dumps, shown)
+        structures = (*prompt.tools, *(message["tool_calls"] for message in prompt.messages if "tool_calls" in message))
+        yield from map(json.dumps, structures)
 
 
 def _refusal(request: Request, error: ApiError) -> Response:
@@ -298,7 +298,7 @@ def _refusal(request: Request, error: ApiError) -> Response:
     return JSONResponse(DIALECTS.get(request.url.path, ChatCompletions).error(error), error.status, headers)
 
 
-async def _refused(request: Request, error: Exception) -> Response:
+async def _respond_to_error(request: Request, error: Exception) -> Response:
     """Answers uncaught errors: our own rejections, unknown paths and methods, and defects, which are also logged."""
     if isinstance(error, ApiError):
         return _refusal(request, error)

@@ -55,7 +55,7 @@ class Generation:
     seed: int | np.ndarray
     number: int
     tell: Callable[[Progress], None]
-    told: int = 0  # tokens reported
+    reported_tokens: int = 0
 
 
 class Busy(Exception):
@@ -143,17 +143,17 @@ class Engine:
 
     def warm_up(self, length: int, prompts: int, responses: int) -> None:
         """Compiles the programs for such requests, so that no client waits for it later. Raises RunError if that fails."""
-        told: queue.Queue[Progress] = queue.Queue()
+        reports: queue.Queue[Progress] = queue.Queue()
         limit = min(2, self.response_limit)
         self.submit(
             [
-                Generation([prompt] * length, limit, Decoding(), 0, number, told.put)
+                Generation([prompt] * length, limit, Decoding(), 0, number, reports.put)
                 for prompt in range(prompts)
                 for number in range(responses)
             ]
         )
         for _ in range(prompts * responses):
-            while not (progress := told.get()).ended:
+            while not (progress := reports.get()).ended:
                 pass
             if progress.error:
                 raise RunError(progress.error)
@@ -262,5 +262,5 @@ class Engine:
                     del self._seated[seat]
             else:
                 tokens, logp = self._sampler.so_far(seat)
-            told, generation.told = generation.told, len(tokens)
-            generation.tell(Progress(tokens[told:], logp[told:], seat in ended))
+            start, generation.reported_tokens = generation.reported_tokens, len(tokens)
+            generation.tell(Progress(tokens[start:], logp[start:], seat in ended))

@@ -51,7 +51,7 @@ class Recording:
         except OSError as error:
             raise ConfigError(f"--record {folder}: {error.strerror or error}") from None
         self._folder, self._end = folder, end_tokens
-        self._kept: list[Session] = []
+        self._sessions: list[Session] = []
         self._number = 1 + max(dumped(folder), default=-1)  # number of the next dump
         self._writer = ThreadPoolExecutor(1, "recording")
         self._failure = ""
@@ -70,14 +70,14 @@ class Recording:
     def add(self, session: Session) -> None:
         """Keeps a session that has ended."""
         if session.turns:
-            self._kept.append(session)
-        if len(self._kept) >= EVERY:
+            self._sessions.append(session)
+        if len(self._sessions) >= EVERY:
             self._dump()
 
     def _dump(self) -> None:
-        if self._kept:
-            self._writer.submit(self._write, self._kept, self._number)
-            self._kept, self._number = [], self._number + 1
+        if self._sessions:
+            self._writer.submit(self._write, self._sessions, self._number)
+            self._sessions, self._number = [], self._number + 1
 
     def _write(self, sessions: list[Session], number: int) -> None:
         try:
@@ -95,8 +95,8 @@ class Recording:
             max(len(turn.tokens) for turn in turns),
         )
         names, groups = [session.name for session in sessions], np.array(list(map(self._group, sessions)), np.int32)
-        with atomic_write(self._folder / GROUPS) as written:  # before their numbers are used
-            json.dump(self._groups, written)
+        with atomic_write(self._folder / GROUPS) as groups_file:  # before their numbers are used
+            json.dump(self._groups, groups_file)
         episodes, report = episodes_of(sessions, names, groups, empty, self._end, {}, {})
         assert report is not None
         report.save(file.with_suffix(".json"))

@@ -197,7 +197,7 @@ class Session:
         if posted.turn is None:
             self.ended, self._success, self.state = True, posted.success, posted.state
 
-    def described(self) -> dict:
+    def describe(self) -> dict:
         """Describes the session for clients."""
         return {"id": self.name, "object": "session", "turns": len(self.turns), "reward": self.reward, "ended": self.ended}
 
@@ -206,21 +206,21 @@ class Sessions:
     """The sessions of a server, each identified by its API key: its name is secret."""
 
     def __init__(self, sessions: Sequence[Session]):
-        self._named = {session.name: session for session in sessions}
+        self._by_name = {session.name: session for session in sessions}
 
     def allows(self, key: str) -> bool:
         """Whether a request with this API key is answered."""
-        return key in self._named
+        return key in self._by_name
 
     def of(self, key: str, place: Place) -> Session | None:
         """Returns the session of a request. Raises ApiError."""
-        return self._named[key]
+        return self._by_name[key]
 
-    def named(self, key: str, name: str) -> Session:
+    def find(self, key: str, name: str) -> Session:
         """Returns the session that a reward is posted to. Raises ApiError."""
         if name != key:
             raise ApiError(404, "there is no such session")
-        return self._named[name]
+        return self._by_name[name]
 
     def ended(self, session: Session) -> None:
         """Does nothing: the rollout collects all of them."""
@@ -237,38 +237,38 @@ class OpenSessions:
 
     def __init__(self, max_turns: int, most: int, done: Callable[[Session], None]):
         self._max_turns, self._most, self._done = max_turns, most, done
-        self._named: dict[str, Session] = {}
+        self._by_name: dict[str, Session] = {}
 
     def __len__(self) -> int:
-        return len(self._named)
+        return len(self._by_name)
 
     def of(self, key: str, place: Place) -> Session | None:
         name = place.session_id
         if name is None:
             return None
-        if name not in self._named and len(self._named) >= self._most:
+        if name not in self._by_name and len(self._by_name) >= self._most:
             self._forget_silent()
-        if name not in self._named and len(self._named) >= self._most:
+        if name not in self._by_name and len(self._by_name) >= self._most:
             raise ApiError(429, f"{self._most} sessions have not ended; post their rewards", "rate_limit_error")
-        session = self._named.setdefault(name, Session(name, self._max_turns))
+        session = self._by_name.setdefault(name, Session(name, self._max_turns))
         if not session.turns:
             session.task = place.task_id
         return session
 
-    def named(self, key: str, name: str) -> Session:
-        if name not in self._named:
+    def find(self, key: str, name: str) -> Session:
+        if name not in self._by_name:
             raise ApiError(404, f"there is no session {name[:100]!r}, or it has ended")
-        return self._named[name]
+        return self._by_name[name]
 
     def _forget_silent(self) -> None:
         """Drops sessions with nothing to keep, and those that seem to be abandoned."""
-        for name, session in list(self._named.items()):
+        for name, session in list(self._by_name.items()):
             if session.silent > (SILENT if session.turns else 0):
-                del self._named[name]
+                del self._by_name[name]
 
     def ended(self, session: Session) -> None:
         """Drops a session whose last reward has arrived."""
-        self._done(self._named.pop(session.name))
+        self._done(self._by_name.pop(session.name))
 
 
 def episodes_of(
@@ -295,13 +295,13 @@ def episodes_of(
         if number in failures:
             buffer.add_output(number, EnvFailure(failures[number]))
             continue
-        seen = [*(turn.state for turn in session.turns), session.state]
-        buffer.add_output(number, EnvOutput(seen[0], [], goal, 0))
-        for turn, after in zip(session.turns, seen[1:], strict=True):
+        states = [*(turn.state for turn in session.turns), session.state]
+        buffer.add_output(number, EnvOutput(states[0], [], goal, 0))
+        for turn, after in zip(session.turns, states[1:], strict=True):
             response = SlotResponse(number, np.array(turn.tokens, np.int32), np.array(turn.logp, np.float32))
             text = turn.beginning + turn.text
-            said = ParsedResponse(text, text, True)
-            buffer.add_response(Prompt(turn.ids), response, said, turn.tokens[-1] in end_tokens)
+            answer = ParsedResponse(text, text, True)
+            buffer.add_response(Prompt(turn.ids), response, answer, turn.tokens[-1] in end_tokens)
             last = turn is session.turns[-1]
             buffer.add_output(
                 number,

@@ -85,8 +85,8 @@ class ServedText:
 
     def show_the_same(self, one: dict[str, Any], other: dict[str, Any], tools: Sequence[dict[str, Any]]) -> bool:
         """Whether the chat template shows the same text for two messages. Raises ValueError if it rejects one."""
-        shown = ([{"role": "user", "content": ""}, message] for message in (one, other))
-        first, second = (self._tokenizer.decode(self.conversation(messages, tools)) for messages in shown)
+        conversations = ([{"role": "user", "content": ""}, message] for message in (one, other))
+        first, second = (self._tokenizer.decode(self.conversation(messages, tools)) for messages in conversations)
         return first == second
 
     def prompt(self, text: str) -> list[int]:

@@ -93,11 +93,11 @@ def collect(args) -> None:
     runs = Path(args.runs)
     if not runs.is_dir():
         raise ConfigError(f"{runs}: no such folder of runs")
-    kept = runs / "plan.yaml"
-    if not args.plan and not kept.is_file():
+    copy = runs / "plan.yaml"
+    if not args.plan and not copy.is_file():
         raise ConfigError(f"{runs}: holds no plan.yaml; give --plan, as in --plan paper")
-    source = plan.find(args.plan) if args.plan else kept
-    name = runs.resolve().name if source == kept else source.stem
+    source = plan.find(args.plan) if args.plan else copy
+    name = runs.resolve().name if source == copy else source.stem
     to = Path(args.to) if args.to else runs
     print(collecting.collect(plan.read(source), name, runs, to, [Path(record) for record in args.records]))
 
@@ -110,8 +110,8 @@ def draw(args) -> None:
     to = Path(args.to) if args.to else record.parent
     if not to.is_dir():
         raise ConfigError(f"--to {to}: no such folder")
-    known = records.read_record(planned, record)
-    print(*curves.draw(planned, known, compare.rows(planned, known.cells), record.stem, to), sep="\n")
+    results = records.read_record(planned, record)
+    print(*curves.draw(planned, results, compare.table_rows(planned, results.cells), record.stem, to), sep="\n")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -130,8 +130,8 @@ def main(arguments: list[str] | None = None) -> None:
     if args.command == "run":
         if args.jobs < 1:
             raise ConfigError(f"--jobs {args.jobs}: give 1 or more")
-        wanted = plan.chosen(planned, [word for word in args.words if "=" not in word])
-        if run.run_cells(planned, wanted, runs, source, jobs=args.jobs, more=tuple(fields)):
+        cells = plan.select_cells(planned, [word for word in args.words if "=" not in word])
+        if run.run_cells(planned, cells, runs, source, jobs=args.jobs, more=tuple(fields)):
             sys.exit(1)
     elif args.command == "bias":
         bias.measure_all(planned, runs, fields)

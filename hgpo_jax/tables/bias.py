@@ -27,7 +27,7 @@ from hgpo_jax.analysis.true_advantages import Truth, true_advantages
 from hgpo_jax.config import Config, Section
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.setup.job import Job, build
-from hgpo_jax.tables.in_runs import Numbers, having, read_measured
+from hgpo_jax.tables.in_runs import Numbers, read_measured, require
 from hgpo_jax.tables.markdown import table
 from hgpo_jax.tables.plan import Plan
 from hgpo_jax.tables.results import PLACES, changed_fields
@@ -75,7 +75,7 @@ class Bias(Section):
     variance: Levels
     mse: Levels
     oracle: dict[str, float]
-    truth: Annotated[Numbers, having(ESTIMATORS, ("cosine", "mse"))]
+    truth: Annotated[Numbers, require(ESTIMATORS, ("cosine", "mse"))]
 
 
 BySetting = dict[str, list[Bias]]
@@ -121,26 +121,26 @@ def against_truth(job: Job, params) -> Numbers:
     params = job.base_rollout_params(params)
     e = jax.device_get(job.runner.rollout(params, tasks, *inputs).episodes)
     truth = true_advantages(job, params, tasks, e, continuations=CONTINUATIONS, seed=job.config.seed)
-    return errors(centred(Dump(e, job.config, job.tokenizer), AT_START), truth, e.mask)
+    return errors(centred_advantages(Dump(e, job.config, job.tokenizer), AT_START), truth, e.mask)
 
 
-def centred(dump: Dump, estimators: dict[str, dict[str, Any]] = ESTIMATORS) -> dict[str, np.ndarray]:
+def centred_advantages(dump: Dump, estimators: dict[str, dict[str, Any]] = ESTIMATORS) -> dict[str, np.ndarray]:
     """Computes advantages f32[B, T] by each estimator, in the unit of the rewards and without penalties, like true ones."""
-    found = {}
-    for shown, options in estimators.items():
+    advantages = {}
+    for name, options in estimators.items():
         unit = {"normalize": "mean"} if "normalize" in parameters(options["name"])[1] else {}
-        found[shown] = np.asarray(dump.estimate(**options | unit, invalid_penalty=0.0).advantages)
-    return found
+        advantages[name] = np.asarray(dump.estimate(**options | unit, invalid_penalty=0.0).advantages)
+    return advantages
 
 
 def errors(advantages: dict[str, np.ndarray], truth: Truth, mask) -> Numbers:
     """Compares advantages with true ones: mean square, as a share of theirs, and cosine; nan if theirs are all 0."""
-    found = {}
-    for shown, estimated in advantages.items():
+    numbers = {}
+    for name, estimated in advantages.items():
         error = diagnostics.against_truth(estimated, truth.advantages, truth.standard_error, mask)
         spread = error["spread"] if error["spread"] > 0 else np.nan
-        found[shown] = {"mse": error["mse"] / spread, "cosine": error["cosine"]}
-    return found
+        numbers[name] = {"mse": error["mse"] / spread, "cosine": error["cosine"]}
+    return numbers
 
 
 def read_bias(runs: Path) -> BySetting:
@@ -150,36 +150,36 @@ def read_bias(runs: Path) -> BySetting:
 
 def measure_all(plan: Plan, runs: Path, more: list[str]) -> None:
     """Measures each setting with plan.bias_seeds, writes RUNS/bias.json, and prints it. Raises ConfigError."""
-    found = read_bias(runs)
+    measurements = read_bias(runs)
     if not plan.bias_seeds:
         raise ConfigError("bias_seeds: the plan has none; give the seeds to measure under, as in bias_seeds: [100]")
     for field in more:
         if not field.startswith(("data=", *PLACES)):
             raise ConfigError(f"{field}: would measure other settings than the plan's; write it into a plan of your own")
     runs.mkdir(parents=True, exist_ok=True)
-    own = {name: setting for name, setting in plan.settings.items() if setting.config}
-    for (name, setting), seed in itertools.product(own.items(), plan.bias_seeds):
-        if seed not in [one.seed for one in of_plan(plan, name, found)]:
+    settings = {name: setting for name, setting in plan.settings.items() if setting.config}
+    for (name, setting), seed in itertools.product(settings.items(), plan.bias_seeds):
+        if seed not in [one.seed for one in of_plan(plan, name, measurements)]:
             fields = [*plan.fields, *setting.fields]
             one = measure(configuration.load(setting.config, [*fields, *more, f"seed={seed}"]), fields)
-            found = read_bias(runs)  # another process may have added some
-            found[name] = [*(other for other in found.get(name, []) if other.seed != seed), one]
+            measurements = read_bias(runs)  # another process may have added some
+            measurements[name] = [*(other for other in measurements.get(name, []) if other.seed != seed), one]
             with atomic_write(runs / "bias.json") as file:
-                file.write(json.dumps(dumped(found), indent=1) + "\n")
-    print("\n".join([*bias_table(plan, found), "", *truth_table(plan, found)]))
+                file.write(json.dumps(as_dicts(measurements), indent=1) + "\n")
+    print("\n".join([*bias_table(plan, measurements), "", *truth_table(plan, measurements)]))
 
 
-def dumped(found: BySetting) -> dict[str, list[dict]]:
-    return {name: [one.model_dump() for one in some] for name, some in found.items()}
+def as_dicts(measurements: BySetting) -> dict[str, list[dict]]:
+    return {name: [one.model_dump() for one in some] for name, some in measurements.items()}
 
 
-def of_plan(plan: Plan, setting: str, found: BySetting) -> list[Bias]:
+def of_plan(plan: Plan, setting: str, measurements: BySetting) -> list[Bias]:
     """Returns the measurements of a setting with the plan's current fields and its bias_seeds."""
     fields = [*plan.fields, *plan.settings[setting].fields]
-    return [m for m in found.get(setting, []) if m.seed in plan.bias_seeds and not changed_fields(m.fields, fields)]
+    return [m for m in measurements.get(setting, []) if m.seed in plan.bias_seeds and not changed_fields(m.fields, fields)]
 
 
-def bias_table(plan: Plan, found: BySetting, gain: str = "", gains: Mapping[str, str] = {}) -> list[str]:
+def bias_table(plan: Plan, measurements: BySetting, gain: str = "", gains: Mapping[str, str] = {}) -> list[str]:
     """Formats squared bias and variance of each K, as shares of the returns' variance; means over plan.bias_seeds.
 
     gain, gains: the title of one more column, and its text by setting.
@@ -188,7 +188,7 @@ def bias_table(plan: Plan, found: BySetting, gain: str = "", gains: Mapping[str,
     heading += [f"K = {k}: bias² + variance" for k in LEVELS]
     lines = []
     for name, setting in plan.settings.items():
-        if measured := of_plan(plan, name, found):
+        if measured := of_plan(plan, name, measurements):
             seeds, success = ", ".join(str(m.seed) for m in measured), np.mean([m.success for m in measured])
             peers = ", ".join(f"{share:.2f}" for share in np.mean([m.peers[:3] for m in measured], axis=0))
             lines.append([setting.title, seeds, f"{success:.0%}", peers])
@@ -199,16 +199,16 @@ def bias_table(plan: Plan, found: BySetting, gain: str = "", gains: Mapping[str,
     return table([*heading, *filter(None, [gain])], lines)
 
 
-def truth_table(plan: Plan, found: BySetting) -> list[str]:
+def truth_table(plan: Plan, measurements: BySetting) -> list[str]:
     """Formats two lines for each setting: cosine of each estimator's advantages to true ones and the mean square of the
     difference (`against_truth`), then the mean square of the difference to Oracle groups."""
     lines = []
     for name, setting in plan.settings.items():
-        if measured := of_plan(plan, name, found):
+        if measured := of_plan(plan, name, measurements):
             true, oracle = [], []
             for estimator in AT_START:  # some may have been added after others were measured
-                held = [m.truth[estimator] for m in measured if estimator in m.truth]
-                means = [np.mean([one[what] for one in held]) for what in ("cosine", "mse")] if held else []
+                truths = [m.truth[estimator] for m in measured if estimator in m.truth]
+                means = [np.mean([one[what] for one in truths]) for what in ("cosine", "mse")] if truths else []
                 true.append(", ".join(f"{mean:.2f}" for mean in means) or "-")
                 errors = [m.oracle[estimator] for m in measured if estimator in m.oracle]
                 oracle.append(f"{np.mean(errors):.2f}" if errors else "-")

@@ -36,7 +36,7 @@ class Row:
     """A number of a method in a setting, over the seeds of a table that have it.
 
     mean and std in percent; std over training seeds, for a single one over its evaluation seeds. published: mean and std.
-    baseline: the table's. versus: `paired` with it.
+    baseline: the table's. versus: `paired_difference` to it.
     """
 
     table: str
@@ -63,25 +63,25 @@ class Row:
         return self.versus is not None and (self.versus.interval[0] > 0 or self.versus.interval[1] < 0)
 
 
-def rows(plan: Plan, found: Results) -> list[Row]:
+def table_rows(plan: Plan, results: Results) -> list[Row]:
     """Returns every number of every table, in order of appearance."""
-    apart = set(unlike(plan, found))
+    apart = set(unlike(plan, results))
     return [
         row
         for table in plan.tables
         for setting, method in itertools.product(table.settings, table.methods)
-        for row in _rows(plan, table, setting, method, found, apart)
+        for row in _rows(plan, table, setting, method, results, apart)
     ]
 
 
-def _rows(plan: Plan, table: Table, setting: str, method: str, found: Results, apart: set) -> Iterator[Row]:
-    mine = cells_of(plan, table, setting, method)
+def _rows(plan: Plan, table: Table, setting: str, method: str, results: Results, apart: set) -> Iterator[Row]:
+    cells = cells_of(plan, table, setting, method)
     base = cells_of(plan, table, setting, table.baseline) if table.baseline not in (None, method) else []
-    base = [theirs for ours, theirs in zip(mine, base, strict=False) if (ours, theirs) not in apart]
-    ended = [result.done for cell in mine if (result := found[cell])]
+    base = [theirs for ours, theirs in zip(cells, base, strict=False) if (ours, theirs) not in apart]
+    ended = [result.done for cell in cells if (result := results[cell])]
     published = plan.published.numbers.get(setting, {}).get(method, {}) if plan.published else {}
     for column, number in plan.settings[setting].columns.items():
-        have, others = by_run(mine, number, found), by_run(base, number, found)
+        have, others = by_run(cells, number, results), by_run(base, number, results)
         means = {at: mean for at, (mean, _) in have.items()}
         pairs = have.keys() & others.keys()
         few = any(sum(at[0] == member for at in pairs) < 2 for member in plan.settings[setting].pools)
@@ -90,7 +90,7 @@ def _rows(plan: Plan, table: Table, setting: str, method: str, found: Results, a
             setting=setting,
             method=method,
             column=column,
-            wanted=len(mine),
+            wanted=len(cells),
             done=sum(ended),
             begun=len(ended) - sum(ended),
             n=len(have),
@@ -98,17 +98,17 @@ def _rows(plan: Plan, table: Table, setting: str, method: str, found: Results, a
             std=float(np.std(list(means.values()), ddof=1)) if len(have) > 1 else next((s for _, s in have.values()), None),
             published=published.get(column),
             baseline=table.baseline,
-            versus=None if few else paired(means, {at: mean for at, (mean, _) in others.items()}),
+            versus=None if few else paired_difference(means, {at: mean for at, (mean, _) in others.items()}),
         )
 
 
-def by_run(cells: list[Cell], number: str, found: Results) -> dict[tuple[str, int], tuple]:
+def by_run(cells: list[Cell], number: str, results: Results) -> dict[tuple[str, int], tuple]:
     """Returns (setting, seed) -> (mean, std) of a number, for the cells that have ended."""
-    ended = {(cell.setting, cell.seed): found.get(cell) for cell in cells}
+    ended = {(cell.setting, cell.seed): results.get(cell) for cell in cells}
     return {at: r.numbers[number] for at, r in ended.items() if r and r.done and number in r.numbers}
 
 
-def unlike(plan: Plan, found: Results) -> list[tuple[Cell, Cell]]:
+def unlike(plan: Plan, results: Results) -> list[tuple[Cell, Cell]]:
     """Returns pairs of cells that a table would compare, but whose runs began with different weights or differ from the plan in
     different ways."""
     pairs: dict[tuple[Cell, Cell], None] = {}
@@ -116,18 +116,18 @@ def unlike(plan: Plan, found: Results) -> list[tuple[Cell, Cell]]:
         for setting, method in itertools.product(table.settings, table.methods if table.baseline else ()):
             sides = (cells_of(plan, table, setting, name) for name in (method, table.baseline or ""))
             for pair in zip(*sides, strict=True):
-                both = [result for cell in pair if (result := found.get(cell))]
+                both = [result for cell in pair if (result := results.get(cell))]
                 starts = {result.start for result in both if result.start}
                 if len(starts) > 1 or len({frozenset(result.changed) for result in both}) > 1:
                     pairs[pair] = None
     return list(pairs)
 
 
-def distinct(plan: Plan, made: list[Row]) -> list[Row]:
+def select_comparisons(plan: Plan, rows: list[Row]) -> list[Row]:
     """Selects the rows whose paired differences count: with at least FEWEST pairs, of no pool, whose pairs its settings already
     have, and of comparisons in several tables the one with the most pairs."""
     widest: dict[tuple, tuple[int, Row]] = {}
-    for row in made:
+    for row in rows:
         if row.versus and row.versus.n >= FEWEST and not plan.settings[row.setting].pools:
             what = row.setting, row.column, row.method, row.baseline
             if what not in widest or row.versus.n > widest[what][0]:
@@ -135,7 +135,7 @@ def distinct(plan: Plan, made: list[Row]) -> list[Row]:
     return [row for _, row in widest.values()]
 
 
-def paired(ours: dict[Any, float], theirs: dict[Any, float]) -> Paired | None:
+def paired_difference(ours: dict[Any, float], theirs: dict[Any, float]) -> Paired | None:
     """Computes the difference ours - theirs over the seeds, or other keys, that both have; None with fewer than two of them."""
     d = np.array([ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())])
     if len(d) < 2:

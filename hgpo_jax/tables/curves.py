@@ -11,10 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy import special
 
-from hgpo_jax.tables.compare import CHANCE, FEWEST, Row, distinct
-from hgpo_jax.tables.in_runs import InRun, by_setting, when
+from hgpo_jax.tables.compare import CHANCE, FEWEST, Row, select_comparisons
+from hgpo_jax.tables.in_runs import InRun, by_setting, moment
 from hgpo_jax.tables.plan import Plan, Table, cells_of
-from hgpo_jax.tables.records import Known
+from hgpo_jax.tables.records import AllResults
 from hgpo_jax.tables.results import Results
 from hgpo_jax.utils import figures
 from hgpo_jax.utils.figures import COLORS, DARK, PALE, panels, smooth, smoothing_window, styled
@@ -28,24 +28,24 @@ def band(curves: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return curves.mean(0), special.stdtrit(n - 1, 0.975) * curves.std(0, ddof=1) / np.sqrt(n)
 
 
-def highlighted(table: Table) -> list[str]:
+def highlighted_methods(table: Table) -> list[str]:
     """Lists the methods that a picture names, the baseline first: all of a small table, else those in its field `highlight`."""
-    chosen = table.highlight or table.methods[:FEW]
+    names = table.highlight or table.methods[:FEW]
     first = [table.baseline] if table.baseline else []
-    return [*first, *(method for method in chosen if method != table.baseline)]
+    return [*first, *(method for method in names if method != table.baseline)]
 
 
-def _curves_of(plan: Plan, table: Table, setting: str, found: Results) -> dict[str, np.ndarray]:
+def _curves_of(plan: Plan, table: Table, setting: str, results: Results) -> dict[str, np.ndarray]:
     """Returns method -> curves [seeds, iterations] of a panel, for each method with two runs or more."""
     curves = {}
     for method in table.methods:
-        results = [found.get(cell) for cell in cells_of(plan, table, setting, method)]
-        curves[method] = [r.curve for r in results if r and r.done and "train/auc" in r.numbers]
+        runs = [results.get(cell) for cell in cells_of(plan, table, setting, method)]
+        curves[method] = [r.curve for r in runs if r and r.done and "train/auc" in r.numbers]
     return {method: np.array(some) for method, some in curves.items() if len(some) > 1}
 
 
 @styled
-def draw_curves(plan: Plan, found: Results) -> Figure | None:
+def draw_curves(plan: Plan, results: Results) -> Figure | None:
     """Draws success by iteration, a panel for each setting of each table with a baseline; None if nothing can be compared.
 
     Each line is the mean over a method's runs, averaged over neighbouring iterations and drawn where it has all of these. A
@@ -54,23 +54,23 @@ def draw_curves(plan: Plan, found: Results) -> Figure | None:
     """
     rows: list[tuple[Table, dict[str, dict[str, np.ndarray]]]] = []
     for table in plan.tables:
-        own = [setting for setting in table.settings if plan.settings[setting].config and table.baseline]
-        if shown := {s: curves for s in own if len(curves := _curves_of(plan, table, s, found)) > 1}:
-            rows.append((table, shown))
+        settings = [setting for setting in table.settings if plan.settings[setting].config and table.baseline]
+        if of_settings := {s: curves for s in settings if len(curves := _curves_of(plan, table, s, results)) > 1}:
+            rows.append((table, of_settings))
     if not rows:
         return None
-    named = dict.fromkeys(method for table, _ in rows for method in highlighted(table)[1:])
+    named = dict.fromkeys(method for table, _ in rows for method in highlighted_methods(table)[1:])
     colors = dict(zip(named, itertools.cycle(COLORS)))
-    figure, axes = panels([len(shown) for _, shown in rows], 5.6, 3.7)
-    for line, (table, shown) in zip(axes, rows, strict=True):
-        for axis, (setting, curves) in zip(line, shown.items(), strict=True):
+    figure, axes = panels([len(of_settings) for _, of_settings in rows], 5.6, 3.7)
+    for line, (table, of_settings) in zip(axes, rows, strict=True):
+        for axis, (setting, curves) in zip(line, of_settings.items(), strict=True):
             _curves(axis, plan, table, curves, colors | {table.baseline or "": DARK})
             axis.set_title(f"{table.title}\n{plan.settings[setting].title}")
     return figure
 
 
 def _curves(axis: Axes, plan: Plan, table: Table, curves: dict[str, np.ndarray], colors: dict[str, str]) -> None:
-    named = [method for method in highlighted(table) if method in curves]
+    named = [method for method in highlighted_methods(table) if method in curves]
     others = [method for method in curves if method not in named]
     window = smoothing_window(max(c.shape[1] for c in curves.values()))
     ends = []
@@ -119,13 +119,13 @@ def _name_ends(axis: Axes, ends: list[tuple[float, int, str, str]]) -> None:
 
 
 @styled
-def draw_differences(plan: Plan, made: list[Row]) -> Figure | None:
+def draw_differences(plan: Plan, rows: list[Row]) -> Figure | None:
     """Draws a forest plot of the paired differences to each table's baseline, in points; None if there are none.
 
     A row of panels for each setting, a panel for each of its numbers; methods of a table are sorted by their first number, so
     that one place is one method in all panels. A filled mark is an interval that leaves out 0.
     """
-    rows = [row for row in made if row.versus and row.versus.n >= FEWEST]
+    rows = [row for row in rows if row.versus and row.versus.n >= FEWEST]
     blocks: dict[str, dict[str, dict[str, float]]] = {}  # setting -> table -> method -> its first number
     for row in rows:
         first = blocks.setdefault(row.setting, {}).setdefault(row.table, {})
@@ -143,7 +143,7 @@ def draw_differences(plan: Plan, made: list[Row]) -> Figure | None:
             axis.set_xlabel("difference (points)")
             axis.tick_params(labelbottom=True, labelleft=axis is line[0])
         line[0].set_ylabel(plan.settings[setting].title, fontsize=10, fontweight="bold")
-    different = distinct(plan, made)
+    different = select_comparisons(plan, rows)
     figure.suptitle(
         "Paired differences with their 95 % intervals; filled where the interval leaves out 0: "
         f"{sum(row.leaves_out_zero for row in different)} of {len(different)} different ones, "
@@ -156,13 +156,13 @@ def draw_differences(plan: Plan, made: list[Row]) -> Figure | None:
 def _forest(axis: Axes, plan: Plan, tables: dict[str, dict[str, float]], rows: list[Row]) -> None:
     names: list[str] = []
     for title, first in tables.items():
-        mine = {row.method: row for row in rows if row.table == title}
-        pairs = sorted({row.versus.n for row in mine.values() if row.versus})
+        of_table = {row.method: row for row in rows if row.table == title}
+        pairs = sorted({row.versus.n for row in of_table.values() if row.versus})
         counts = " to ".join(map(str, dict.fromkeys((pairs[0], pairs[-1])))) if pairs else "0"
         baseline = next(table.baseline or "" for table in plan.tables if table.title == title)
         names.append(f"{title}: minus {plan.methods[baseline].title} ({counts} pairs)")
         for method in sorted(first, key=first.__getitem__, reverse=True):
-            if (row := mine.get(method)) and row.versus:
+            if (row := of_table.get(method)) and row.versus:
                 mean, (low, high) = row.versus.mean, row.versus.interval
                 face = COLORS[0] if row.leaves_out_zero else "white"
                 axis.errorbar(mean, len(names), xerr=[[mean - low], [high - mean]], fmt="o", c=COLORS[0], markerfacecolor=face)
@@ -185,9 +185,9 @@ def draw_measured(plan: Plan, kind: type[InRun], measured: list) -> Figure | Non
     methods = sorted({one.cell.split("/")[1] for one in measured}, key=list(plan.methods).index)
     colors = dict(zip(methods, itertools.cycle(COLORS)))
     places = [i + (0.8 if name in kind.apart else 0) for i, name in enumerate(names)]
-    figure, axes = panels([len(kind.shown)] * len(groups), 5, 0.8 + 0.32 * len(names), sharey=True)
+    figure, axes = panels([len(kind.labels)] * len(groups), 5, 0.8 + 0.32 * len(names), sharey=True)
     for row, ((setting, iteration), ours) in zip(axes, groups.items(), strict=True):
-        for axis, (what, label) in zip(row, kind.shown.items(), strict=True):
+        for axis, (what, label) in zip(row, kind.labels.items(), strict=True):
             values, errors = (
                 np.array([[one.numbers[name].get(key, np.nan) for name in names] for one in ours])
                 for key in (what, f"{what}_error")
@@ -200,7 +200,7 @@ def draw_measured(plan: Plan, kind: type[InRun], measured: list) -> Figure | Non
             axis.set_xlabel(label)
             figures.by_name(axis, places, names)
         runs = f"{len(ours)} runs" if len(ours) > 1 else "1 run"
-        title = f"{plan.settings[setting].title}: {kind.about}, {runs} {when(iteration)}"
+        title = f"{plan.settings[setting].title}: {kind.about}, {runs} {moment(iteration)}"
         row[0].set_title(title, loc="left")
         row[0].set_xlim(left=min(0, row[0].get_xlim()[0]))
         row[1].axvline(1, color=DARK, linewidth=0.9)
@@ -210,11 +210,11 @@ def draw_measured(plan: Plan, kind: type[InRun], measured: list) -> Figure | Non
     return figure
 
 
-def draw(plan: Plan, known: Known, made: list[Row], name: str, to: Path) -> list[Path]:
+def draw(plan: Plan, results: AllResults, rows: list[Row], name: str, to: Path) -> list[Path]:
     """Writes NAME.png, NAME-differences.png and those of the measurements that exist; returns the files."""
-    drawn = {"": draw_curves(plan, known.cells), "-differences": draw_differences(plan, made)}
-    drawn |= {f"-{kind.name}": draw_measured(plan, kind, some) for kind, some in known.measured.items()}
-    written = {to / f"{name}{suffix}.png": figure for suffix, figure in drawn.items() if figure}
-    for file, figure in written.items():
+    drawn = {"": draw_curves(plan, results.cells), "-differences": draw_differences(plan, rows)}
+    drawn |= {f"-{kind.name}": draw_measured(plan, kind, some) for kind, some in results.measured.items()}
+    files = {to / f"{name}{suffix}.png": figure for suffix, figure in drawn.items() if figure}
+    for file, figure in files.items():
         figure.savefig(file, dpi=100)
-    return list(written)
+    return list(files)

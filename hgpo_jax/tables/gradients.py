@@ -36,10 +36,10 @@ from hgpo_jax.learner.update import make_policy_loss, make_update
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.setup.job import Job
 from hgpo_jax.tables import in_runs
-from hgpo_jax.tables.bias import ESTIMATORS, centred
-from hgpo_jax.tables.in_runs import InRun, Numbers, having, restored
+from hgpo_jax.tables.bias import ESTIMATORS, centred_advantages
+from hgpo_jax.tables.in_runs import InRun, Numbers, require, restore
 from hgpo_jax.tables.plan import Plan
-from hgpo_jax.tables.truth import BOOTSTRAPPED, bootstrapped
+from hgpo_jax.tables.truth import BOOTSTRAPPED, bootstrapped_advantages
 from hgpo_jax.trainer.step import training_batch
 from hgpo_jax.utils.errors import ConfigError
 
@@ -61,12 +61,12 @@ class Directions(InRun):
     about = "gradients against the true one"
     estimators = (*ESTIMATORS, BOOTSTRAPPED, RLOO_BY_TURN)
     apart = (BOOTSTRAPPED, RLOO_BY_TURN)
-    shown: ClassVar = {
+    labels: ClassVar = {
         "batch": "cosine of one batch's: noise and bias",
         "expected": "cosine of the expectation: bias alone",
     }
     batches: int
-    numbers: Annotated[Numbers, having(estimators, COSINES)] = Field(alias="cosines")
+    numbers: Annotated[Numbers, require(estimators, COSINES)] = Field(alias="cosines")
 
     @property
     def details(self) -> str:
@@ -107,8 +107,8 @@ def make_gradient(job: Job) -> Callable:
         )
         order = jnp.argsort(~happened)
         start = params[SHARED], keeps.init(params[SHARED]), reference[SHARED]
-        _, found, stats = update(*start, batch, order, happened.sum(), 1.0)
-        flat = jnp.concatenate([g.ravel() for g in jax.tree.leaves(found)])
+        _, gradients, stats = update(*start, batch, order, happened.sum(), 1.0)
+        flat = jnp.concatenate([g.ravel() for g in jax.tree.leaves(gradients)])
         return jnp.where(stats["nonfinite_steps"] > 0, jnp.nan, flat)
 
     return gradient
@@ -123,45 +123,48 @@ def cosines(gradients: np.ndarray, true: int) -> list[dict[str, float]]:
     another (jackknife).
     """
     E, M, D = gradients.shape
-    with_true, own = np.zeros((2, E, M, M))
+    with_true, with_itself = np.zeros((2, E, M, M))
     for begin in range(0, D, 65_536):  # in parts, to save memory
         part = gradients[..., begin : begin + 65_536].astype(np.float64)
         with_true += part @ part[true].T
-        own += part @ part.swapaxes(1, 2)
+        with_itself += part @ part.swapaxes(1, 2)
 
     def of(batches: np.ndarray) -> np.ndarray:
         def mean(products):  # over pairs of different batches
             some = products[:, batches][:, :, batches]
             return (some.sum((1, 2)) - np.trace(some, axis1=1, axis2=2)) / (len(batches) * (len(batches) - 1))
 
-        squares, product = mean(own), mean(with_true)
+        squares, product = mean(with_itself), mean(with_true)
         length = np.sqrt(np.where(squares > 0, squares, np.nan))
-        one = np.sqrt(np.trace(own[:, batches][:, :, batches], axis1=1, axis2=2) / len(batches))
+        one = np.sqrt(np.trace(with_itself[:, batches][:, :, batches], axis1=1, axis2=2) / len(batches))
         with np.errstate(invalid="ignore"):  # 0 / 0
             return np.stack([product / one / length[true], product / length / length[true]])
 
     every = np.arange(gradients.shape[1])
-    found, without = of(every), np.array([of(np.delete(every, i)) for i in every])
+    values, without = of(every), np.array([of(np.delete(every, i)) for i in every])
     errors = np.sqrt((len(every) - 1) * without.var(0))
-    numbers = np.stack([found[0], errors[0], found[1], errors[1]], axis=1)
+    numbers = np.stack([values[0], errors[0], values[1], errors[1]], axis=1)
     return [dict(zip(COSINES, of_one, strict=True)) for of_one in numbers.tolist()]
 
 
 def measure(cell: str, folder: Path, iteration: int, *, batches: int) -> Directions:
     """Measures a run's policy after this many iterations. Raises ConfigError if roles have weights of their own."""
-    job, reference, state = restored(folder, iteration)
+    job, reference, state = restore(folder, iteration)
     if len(job.policies) > 1:
         raise ConfigError(f"{folder}: its roles have weights of their own; gradients are compared of one set")
     params, gradient = job.rollout_params(state.params, reference), make_gradient(job)
-    names, found, success = Directions.estimators, [], []
+    names, gradients, success = Directions.estimators, [], []
     for number in tqdm(range(FIRST, FIRST + batches), desc=cell, unit="batch", leave=False, disable=None):
         tasks, *inputs = job.episode_inputs(number)
         e = jax.device_get(job.runner.rollout(params, tasks, *inputs).episodes)
         dump = Dump(e, job.config, job.tokenizer)
-        known = centred(dump) | {BOOTSTRAPPED: bootstrapped(dump), RLOO_BY_TURN: rloo_by_turn(e, job.config.advantage.gamma)}
-        found.append([np.asarray(gradient(state.params, reference, e, jnp.asarray(known[name]))) for name in names])
+        advantages = centred_advantages(dump) | {
+            BOOTSTRAPPED: bootstrapped_advantages(dump),
+            RLOO_BY_TURN: rloo_by_turn(e, job.config.advantage.gamma),
+        }
+        gradients.append([np.asarray(gradient(state.params, reference, e, jnp.asarray(advantages[name]))) for name in names])
         success.append(float(e.success.mean()))
-    of_each = cosines(np.array(found).swapaxes(0, 1), names.index(RLOO_BY_TURN))
+    of_each = cosines(np.array(gradients).swapaxes(0, 1), names.index(RLOO_BY_TURN))
     return Directions(
         cell=cell,
         iteration=iteration,

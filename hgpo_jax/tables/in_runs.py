@@ -25,14 +25,14 @@ from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.files import atomic_write
 
 
-def having(names: Iterable[str], numbers: Iterable[str]) -> pydantic.AfterValidator:
+def require(names: Iterable[str], numbers: Iterable[str]) -> pydantic.AfterValidator:
     """Builds a check that a dictionary has these names, and for each of them these numbers."""
 
-    def check(found: dict) -> dict:
+    def check(values: dict) -> dict:
         for name, number in itertools.product(names, numbers):
-            if number not in found.get(name, ()):
+            if number not in values.get(name, ()):
                 raise ValueError(f"{number} of {name} is missing")
-        return found
+        return values
 
     return pydantic.AfterValidator(check)
 
@@ -53,7 +53,7 @@ class InRun(Section):
     """The result of one cell after some iterations. What all results of a kind have in common:
 
     name: of the command, of RUNS/NAME.json, in the record that `collect` keeps, and of its picture. title, note: text above
-    the tables. about: what the picture shows. estimators: in order; `apart`, the last of them, stand below a gap. shown: the
+    the tables. about: what the picture shows. estimators: in order; `apart`, the last of them, stand below a gap. labels: the
     numbers of an estimator and their labels; NAME_error is the standard error of NAME, if one measurement has it.
     """
 
@@ -64,7 +64,7 @@ class InRun(Section):
     about: ClassVar[str]
     estimators: ClassVar[tuple[str, ...]]
     apart: ClassVar[tuple[str, ...]]
-    shown: ClassVar[dict[str, str]]
+    labels: ClassVar[dict[str, str]]
     cell: str
     iteration: int
     success: float  # a share of the episodes
@@ -85,16 +85,16 @@ class InRun(Section):
         return read_measured(cls.file(runs), list[cls], cls.name)  # type: ignore[valid-type]
 
     @classmethod
-    def lines(cls, found: list) -> list[str]:
+    def lines(cls, measurements: list) -> list[str]:
         """Formats the numbers by estimator, for each setting and iteration: means and standard errors over its runs."""
         text: list[str] = []
-        for (setting, iteration), ours in by_setting(found).items():
+        for (setting, iteration), ours in by_setting(measurements).items():
             runs = ", ".join(one.cell.partition("/")[2] for one in ours)
             details = dict.fromkeys(one.details for one in ours if one.details)
-            text += ["", "; ".join([f"{setting}, {when(iteration)}: {runs}", *details]), ""]
+            text += ["", "; ".join([f"{setting}, {moment(iteration)}: {runs}", *details]), ""]
             of_each = {name: [one.numbers[name] for one in ours] for name in cls.estimators}
-            lines = [[name, *(_mean(numbers, what) for what in cls.shown)] for name, numbers in of_each.items()]
-            text += table(["estimator", *cls.shown.values()], lines)
+            lines = [[name, *(_mean(numbers, what) for what in cls.labels)] for name, numbers in of_each.items()]
+            text += table(["estimator", *cls.labels.values()], lines)
         return text[1:]
 
 
@@ -111,41 +111,41 @@ def measure_all(
     kind: type[InRun], plan: Plan, runs: Path, names: list[str], iteration: int, measure: Callable[[str, Path, int], InRun]
 ) -> None:
     """Adds `measure(cell, folder, iteration)` of each cell without a result; prints the table. Raises ConfigError."""
-    known, found = {cell.name for cell in cells(plan)}, kind.read(runs)
+    cell_names, measurements = {cell.name for cell in cells(plan)}, kind.read(runs)
     for name in names:
-        if name not in known:
-            raise ConfigError(f"{name}: no such cell; `tables plan` lists them, as {min(known, default='none')}")
+        if name not in cell_names:
+            raise ConfigError(f"{name}: no such cell; `tables plan` lists them, as {min(cell_names, default='none')}")
         _refuse(runs / name, iteration)
     for name in names:
-        if (name, iteration) not in [(one.cell, one.iteration) for one in found]:
+        if (name, iteration) not in [(one.cell, one.iteration) for one in measurements]:
             one = measure(name, runs / name, iteration)
             others = kind.read(runs)  # another process may have added some, as may this one
-            found = [*(o for o in others if (o.cell, o.iteration) != (name, iteration)), one]
+            measurements = [*(o for o in others if (o.cell, o.iteration) != (name, iteration)), one]
             with atomic_write(kind.file(runs)) as file:
-                file.write(json.dumps([one.model_dump(by_alias=True) for one in found], indent=1) + "\n")
-    print("\n".join(kind.lines(of_plan(plan, found))))
+                file.write(json.dumps([one.model_dump(by_alias=True) for one in measurements], indent=1) + "\n")
+    print("\n".join(kind.lines(of_plan(plan, measurements))))
 
 
-def of_plan(plan: Plan, found: list) -> list:
+def of_plan(plan: Plan, measurements: list) -> list:
     """Selects the measurements of cells that the plan has; it may have lost some since."""
     names = {cell.name for cell in cells(plan)}
-    return [one for one in found if one.cell in names]
+    return [one for one in measurements if one.cell in names]
 
 
-def by_setting(found: list) -> dict[tuple[str, int], list]:
+def by_setting(measurements: list) -> dict[tuple[str, int], list]:
     """Groups by (setting, iteration), one measurement per cell; settings in order of appearance, iterations ascending."""
-    settings = list(dict.fromkeys(one.cell.partition("/")[0] for one in found))
+    settings = list(dict.fromkeys(one.cell.partition("/")[0] for one in measurements))
     groups: dict[tuple[str, int], list] = {}
-    for one in sorted(found, key=lambda one: (settings.index(one.cell.partition("/")[0]), one.iteration)):
+    for one in sorted(measurements, key=lambda one: (settings.index(one.cell.partition("/")[0]), one.iteration)):
         groups.setdefault((one.cell.partition("/")[0], one.iteration), []).append(one)
     return groups
 
 
-def when(iteration: int) -> str:
+def moment(iteration: int) -> str:
     return f"after {iteration} iteration{'s' * (iteration > 1)}" if iteration else "at the start"
 
 
-def restored(folder: Path, iteration: int) -> tuple[Job, Any, TrainState]:
+def restore(folder: Path, iteration: int) -> tuple[Job, Any, TrainState]:
     """Restores a run's (job, reference policy, training state) after this many iterations: from a checkpoint, or its start."""
     config = read_config(folder)
     job = build(config)

@@ -187,10 +187,10 @@ def read(file: Path) -> Plan:
         where = ".".join(map(str, first["loc"])) or "the file"
         reason = "no such field" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
         raise ConfigError(f"{file}: {where}: {reason}") from None
-    for where, kind, names, known in _references(plan):
+    for where, kind, names, options in _references(plan):
         for name in names:
-            if name not in known:
-                raise ConfigError(f"{file}: {where}: {name} is not one of the {kind} {', '.join(known)}")
+            if name not in options:
+                raise ConfigError(f"{file}: {where}: {name} is not one of the {kind} {', '.join(options)}")
     return plan
 
 
@@ -211,11 +211,11 @@ def _references(plan: Plan) -> Iterator[tuple[str, str, Iterable[str], Collectio
     for table in plan.tables:
         where = f"table {table.title!r}"
         yield where, "settings", table.settings, plan.settings
-        own = [name for name in table.settings if plan.settings[name].config]
+        unpooled = [name for name in table.settings if plan.settings[name].config]
         for name in table.settings:
-            yield f"{where}: {name} pools", "settings of the table", plan.settings[name].pools, own
+            yield f"{where}: {name} pools", "settings of the table", plan.settings[name].pools, unpooled
         yield f"{where}: seeds", "settings of the table", table.seeds, table.settings
-        yield f"{where}: settings", "settings with seeds", own, table.seeds
+        yield f"{where}: settings", "settings with seeds", unpooled, table.seeds
         yield where, "methods", table.methods, plan.methods
         yield f"{where}: baseline", "methods of the table", filter(None, [table.baseline]), table.methods
         yield where, "methods of the table", table.highlight, table.methods
@@ -232,14 +232,14 @@ def cells(plan: Plan) -> list[Cell]:
 
     Settings alternate, so that two cells that run at once seldom make the same warm start.
     """
-    found: dict[Cell, None] = {}
+    unique: dict[Cell, None] = {}
     for table in plan.tables:
-        own = [setting for setting in table.settings if plan.settings[setting].config]
-        seeds = dict.fromkeys(seed for setting in own for seed in table.seeds[setting])
-        for seed, method, setting in itertools.product(seeds, table.methods, own):
+        unpooled = [setting for setting in table.settings if plan.settings[setting].config]
+        seeds = dict.fromkeys(seed for setting in unpooled for seed in table.seeds[setting])
+        for seed, method, setting in itertools.product(seeds, table.methods, unpooled):
             if seed in table.seeds[setting]:
-                found[Cell(setting, method, seed)] = None
-    return list(found)
+                unique[Cell(setting, method, seed)] = None
+    return list(unique)
 
 
 def cells_of(plan: Plan, table: Table, setting: str, method: str) -> list[Cell]:
@@ -248,15 +248,15 @@ def cells_of(plan: Plan, table: Table, setting: str, method: str) -> list[Cell]:
     return [Cell(member, method, seed) for member in members for seed in table.seeds[member]]
 
 
-def chosen(plan: Plan, patterns: Iterable[str]) -> list[Cell]:
+def select_cells(plan: Plan, patterns: Iterable[str]) -> list[Cell]:
     """Lists the cells whose names match a pattern with `*`, or all if there are no patterns. Raises ConfigError."""
-    known, patterns = cells(plan), list(patterns)
-    if not known:
+    candidates, patterns = cells(plan), list(patterns)
+    if not candidates:
         raise ConfigError(f"{plan.title}: the plan has no cells; give its tables settings, methods and seeds")
     for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(cell.name, pattern) for cell in known):
-            raise ConfigError(f"{pattern}: no such cell; `tables plan` lists them, as {known[0].name}")
-    return [cell for cell in known if not patterns or any(fnmatch.fnmatchcase(cell.name, pattern) for pattern in patterns)]
+        if not any(fnmatch.fnmatchcase(cell.name, pattern) for cell in candidates):
+            raise ConfigError(f"{pattern}: no such cell; `tables plan` lists them, as {candidates[0].name}")
+    return [cell for cell in candidates if not patterns or any(fnmatch.fnmatchcase(cell.name, pattern) for pattern in patterns)]
 
 
 def overrides(plan: Plan, cell: Cell) -> list[str]:
@@ -277,16 +277,16 @@ def steps(plan: Plan, cell: Cell, runs: str | Path, more: tuple[str, ...] = ()) 
     """Lists the commands of a cell in order: training, then an evaluation for each split. `more`: further overrides."""
     setting, folder = plan.settings[cell.setting], Path(runs) / cell.name
     arguments = ["--config", setting.config, "--resume", "auto", *overrides(plan, cell), *more, f"run_dir={folder}"]
-    found = [Step("train", tuple(arguments), tuple(folder / name for name in PROOFS))]
+    commands = [Step("train", tuple(arguments), tuple(folder / name for name in PROOFS))]
     if not setting.seeds:
-        return found
+        return commands
     seeds = ",".join(map(str, setting.seeds))
     parse_seeds(seeds)
     evaluation = config_of(plan, cell, more).evaluation
     for split in setting.splits:
         proof = folder / "evaluations" / file_name(split, evaluation.temperature, evaluation.episodes, setting.seeds)
-        found.append(Step("evaluate", (str(folder), "--seeds", seeds, "--split", split, *more), (proof,)))
-    return found
+        commands.append(Step("evaluate", (str(folder), "--seeds", seeds, "--split", split, *more), (proof,)))
+    return commands
 
 
 SLICES = {"v4": "tpu-v4", "v5litepod": "tpu-v5e", "v5p": "tpu-v5p", "v6e": "tpu-v6e"}  # as Google names slices

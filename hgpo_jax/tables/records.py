@@ -12,7 +12,7 @@ import pydantic
 from hgpo_jax.tables import bias
 from hgpo_jax.tables.compare import Row
 from hgpo_jax.tables.gradients import Directions
-from hgpo_jax.tables.in_runs import InRun, of_plan, when
+from hgpo_jax.tables.in_runs import InRun, moment, of_plan
 from hgpo_jax.tables.plan import Cell, Plan, cells, overrides
 from hgpo_jax.tables.results import Result, Results, changed_fields, read_all
 from hgpo_jax.tables.truth import Measured
@@ -21,7 +21,7 @@ from hgpo_jax.utils.errors import ConfigError
 MEASURED: tuple[type[InRun], ...] = (Measured, Directions)
 
 
-class Known(NamedTuple):
+class AllResults(NamedTuple):
     """cells: each with its result, None if its run has not begun. bias: by setting. measured: in single runs."""
 
     cells: Results
@@ -29,26 +29,26 @@ class Known(NamedTuple):
     measured: dict[type[InRun], list]
 
 
-def read_runs(plan: Plan, runs: Path) -> Known:
+def read_runs(plan: Plan, runs: Path) -> AllResults:
     """Reads the run folders. Raises ConfigError for a damaged file."""
     measured = {kind: of_plan(plan, kind.read(runs)) for kind in MEASURED}
-    return Known(read_all(plan, runs), bias.read_bias(runs), measured)
+    return AllResults(read_all(plan, runs), bias.read_bias(runs), measured)
 
 
-def read_record(plan: Plan, file: Path) -> Known:
+def read_record(plan: Plan, file: Path) -> AllResults:
     """Reads a plan's cells from a record. Raises ConfigError if it is none, or one of another plan."""
     if not file.is_file():
         raise ConfigError(f"{file}: no such file; give the .json that `collect` wrote")
     try:
         record = json.loads(file.read_text())
         before = {name: list(fields) for name, fields in record["fields"].items()}
-        kept = {cell.pop("cell"): Result.model_validate(cell) for cell in record["cells"]}
+        by_name = {cell.pop("cell"): Result.model_validate(cell) for cell in record["cells"]}
         of_settings = pydantic.TypeAdapter(bias.BySetting).validate_python(record.get("bias", {}))
         measured = {kind: [kind.model_validate(one) for one in record.get(kind.name, [])] for kind in MEASURED}
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
         raise ConfigError(f"{file}: is not a record of runs, or an old one; give the .json that `collect` wrote") from None
-    known = cells(plan)
-    if kept and not any(cell.name in kept for cell in known):
+    plan_cells = cells(plan)
+    if by_name and not any(cell.name in by_name for cell in plan_cells):
         raise ConfigError(f"{file}: is a record of another plan, {record.get('title')!r:.100}; this is {plan.title!r}")
 
     def of_this_plan(cell: Cell, result: Result) -> Result:
@@ -57,11 +57,11 @@ def read_record(plan: Plan, file: Path) -> Known:
         numbers = {name: n for name, n in result.numbers.items() if not (other_length and name.startswith("train/"))}
         return result.model_copy(update={"numbers": numbers, "changed": tuple(dict.fromkeys([*result.changed, *changed]))})
 
-    of_cells = {cell: of_this_plan(cell, kept[cell.name]) if cell.name in kept else None for cell in known}
-    return Known(of_cells, of_settings, {kind: of_plan(plan, some) for kind, some in measured.items()})
+    of_cells = {cell: of_this_plan(cell, by_name[cell.name]) if cell.name in by_name else None for cell in plan_cells}
+    return AllResults(of_cells, of_settings, {kind: of_plan(plan, some) for kind, some in measured.items()})
 
 
-def merged(here: Known, there: Known) -> Known:
+def merge(here: AllResults, there: AllResults) -> AllResults:
     """Merges both; of equal entries `here` counts, unless `there` is of a run that ended and was not shorter."""
 
     def of_cell(ours: Result | None, theirs: Result | None) -> Result | None:
@@ -69,25 +69,25 @@ def merged(here: Known, there: Known) -> Known:
             return theirs if theirs.done > ours.done and theirs.iterations >= ours.iterations else ours
         return ours or theirs
 
-    def united(ours: list, theirs: list, place: Callable) -> list:
+    def unite(ours: list, theirs: list, place: Callable) -> list:
         places = {place(one) for one in ours}
         return [*ours, *(one for one in theirs if place(one) not in places)]
 
     settings = dict.fromkeys([*here.bias, *there.bias])
-    return Known(
+    return AllResults(
         {cell: of_cell(ours, there.cells[cell]) for cell, ours in here.cells.items()},
-        {name: united(here.bias.get(name, []), there.bias.get(name, []), lambda one: one.seed) for name in settings},
-        {k: united(ours, there.measured[k], lambda one: (one.cell, one.iteration)) for k, ours in here.measured.items()},
+        {name: unite(here.bias.get(name, []), there.bias.get(name, []), lambda one: one.seed) for name in settings},
+        {k: unite(ours, there.measured[k], lambda one: (one.cell, one.iteration)) for k, ours in here.measured.items()},
     )
 
 
-def written(plan: Plan, known: Known, made: list[Row]) -> str:
+def record_text(plan: Plan, results: AllResults, rows: list[Row]) -> str:
     """Writes a record: one line per cell, with its curve, and one line per paired difference.
 
     fields: those of each setting and method, to distinguish a later plan from this one.
     """
     lines = []
-    for cell, result in known.cells.items():
+    for cell, result in results.cells.items():
         if result:
             short = {
                 "seconds": round(result.seconds, 1),
@@ -96,20 +96,20 @@ def written(plan: Plan, known: Known, made: list[Row]) -> str:
             }
             lines.append({"cell": cell.name} | result.model_copy(update=short).model_dump(exclude_defaults=True))
     names = ("table", "setting", "method", "column")
-    paired = [{name: getattr(row, name) for name in names} | row.versus._asdict() for row in made if row.versus]
+    paired = [{name: getattr(row, name) for name in names} | row.versus._asdict() for row in rows if row.versus]
     one_a_line = lambda items: "[\n  " + ",\n  ".join(map(json.dumps, items)) + "\n ]" if items else "[]"  # noqa: E731
     parts = {
         "title": json.dumps(plan.title),
-        "fields": json.dumps({f"{c.setting}/{c.method}": overrides(plan, c)[:-1] for c in known.cells}),  # without the seed
+        "fields": json.dumps({f"{c.setting}/{c.method}": overrides(plan, c)[:-1] for c in results.cells}),  # without the seed
         "cells": one_a_line(lines),
-        "missing": json.dumps([cell.name for cell, result in known.cells.items() if not result]),
+        "missing": json.dumps([cell.name for cell, result in results.cells.items() if not result]),
         "paired": one_a_line(paired),
-        "bias": json.dumps(bias.dumped(known.bias)),
-    } | {kind.name: one_a_line([one.model_dump(by_alias=True) for one in some]) for kind, some in known.measured.items()}
+        "bias": json.dumps(bias.as_dicts(results.bias)),
+    } | {kind.name: one_a_line([one.model_dump(by_alias=True) for one in some]) for kind, some in results.measured.items()}
     return "{" + ",\n ".join(f'"{name}": {text}' for name, text in parts.items()) + "}\n"
 
 
-def lost(old: str, new: str) -> list[str]:
+def lost_results(old: str, new: str) -> list[str]:
     """Lists results in the text of one record that are missing from, or shorter in, another: ended runs and measurements.
 
     A text that is not a record has no results to lose.
@@ -126,5 +126,5 @@ def _extent(record: dict, ended: bool) -> dict[str, int]:
     extent = {cell["cell"]: cell["iterations"] for cell in record["cells"] if cell["done"] or not ended}
     extent |= {f"bias of {name} under seed {m['seed']}": 0 for name, some in record.get("bias", {}).items() for m in some}
     return extent | {
-        f"{kind.name} of {one['cell']} {when(one['iteration'])}": 0 for kind in MEASURED for one in record.get(kind.name, [])
+        f"{kind.name} of {one['cell']} {moment(one['iteration'])}": 0 for kind in MEASURED for one in record.get(kind.name, [])
     }

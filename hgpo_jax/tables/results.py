@@ -56,8 +56,8 @@ def read_cell(plan: Plan, cell: Cell, runs: Path) -> Result | None:
     numbers: dict[str, tuple[float, float | None]] = {}
     for step in parts:
         numbers |= _evaluated(step) if step.done else {}
-    found = differing(config, folder) if (folder / "config.yaml").is_file() else {}
-    changed = {name: before for name, (before, _) in found.items() if not name.startswith(PLACES)}
+    differences = differing(config, folder) if (folder / "config.yaml").is_file() else {}
+    changed = {name: before for name, (before, _) in differences.items() if not name.startswith(PLACES)}
     damaged, again = f"{folder}/metrics.jsonl: is damaged", "delete the folder and run the cell again"
     try:
         curve = [float(row["success"]) for row in rows]
@@ -84,12 +84,12 @@ def _evaluated(step: Step) -> dict[str, tuple[float, float | None]]:
     """Reads the numbers that a command left. Raises ConfigError."""
     file = step.proofs[0]
     try:
-        found = json.loads(file.read_text())
+        record = json.loads(file.read_text())
         if step.module == "train":
-            return {f"final/{mode}": (100 * share, None) for mode, share in found["success"].items()}
-        over = {name: numbers for name in ("success", "score") if (numbers := found["over_seeds"].get(name))}
+            return {f"final/{mode}": (100 * share, None) for mode, share in record["success"].items()}
+        over = {name: numbers for name in ("success", "score") if (numbers := record["over_seeds"].get(name))}
         return {
-            f"{found['split']}/{name}": (100 * numbers["mean"], None if numbers["std"] is None else 100 * numbers["std"])
+            f"{record['split']}/{name}": (100 * numbers["mean"], None if numbers["std"] is None else 100 * numbers["std"])
             for name, numbers in over.items()
         }
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError):

@@ -22,7 +22,7 @@ from hgpo_jax.utils.errors import ConfigError
 VARIABLE = re.compile(r"\$(\w+)")
 
 
-def expanded(step: Step, environment=os.environ) -> list[str]:
+def expand(step: Step, environment=os.environ) -> list[str]:
     """Returns the command for a process, with `$NAME` replaced. Raises ConfigError if a variable is not set."""
     words = []
     for word in step.arguments:
@@ -58,7 +58,7 @@ def _fault(parts: list[Step], log: Path, stop: threading.Event, **options) -> st
         if step.done:
             continue
         with open(log, "a") as file:
-            done = subprocess.run(expanded(step), stdin=subprocess.DEVNULL, stdout=file, stderr=file, **options)
+            done = subprocess.run(expand(step), stdin=subprocess.DEVNULL, stdout=file, stderr=file, **options)
         if done.returncode:
             return f"{step.module} ended with code {done.returncode}; {log} says why"
         if not step.done:  # fields other than the plan's, in an earlier call
@@ -67,7 +67,7 @@ def _fault(parts: list[Step], log: Path, stop: threading.Event, **options) -> st
     return ""
 
 
-def run_cells(plan: Plan, wanted: list[Cell], runs: Path, source: Path, *, jobs: int, more: tuple[str, ...]) -> list[Cell]:
+def run_cells(plan: Plan, cells: list[Cell], runs: Path, source: Path, *, jobs: int, more: tuple[str, ...]) -> list[Cell]:
     """Runs the wanted cells that are unfinished to their ends; returns those that failed.
 
     The output of each goes into its folder's name with .log. `source`, the plan's file, is kept as RUNS/plan.yaml.
@@ -75,9 +75,9 @@ def run_cells(plan: Plan, wanted: list[Cell], runs: Path, source: Path, *, jobs:
     Raises:
       ConfigError: an invalid cell, or another process that works in the folder.
     """
-    commands = {cell: steps(plan, cell, runs, more) for cell in wanted}
+    commands = {cell: steps(plan, cell, runs, more) for cell in cells}
     for step in itertools.chain(*commands.values()):
-        expanded(step)
+        expand(step)
     todo = {cell: parts for cell, parts in commands.items() if not all(step.done for step in parts)}
     stop, began = threading.Event(), time.monotonic()
     ended: list[Cell] = []
@@ -95,7 +95,7 @@ def run_cells(plan: Plan, wanted: list[Cell], runs: Path, source: Path, *, jobs:
     with _locked(runs) as lock, ThreadPoolExecutor(jobs) as pool:
         if source.resolve() != (runs / "plan.yaml").resolve():
             shutil.copyfile(source, runs / "plan.yaml")
-        print(f"{len(wanted) - len(todo)} of {len(wanted)} cells are done; {jobs} at once, in {runs}", flush=True)
+        print(f"{len(cells) - len(todo)} of {len(cells)} cells are done; {jobs} at once, in {runs}", flush=True)
         try:
             return [cell for cell, done in zip(todo, pool.map(bring, todo), strict=True) if not done]
         except BaseException:

@@ -18,8 +18,8 @@ from pydantic import Field
 from hgpo_jax.advantages.returns import generalized_advantages
 from hgpo_jax.analysis.dumps import Dump
 from hgpo_jax.analysis.true_advantages import true_advantages
-from hgpo_jax.tables.bias import AS_RELEASED, CONTINUATIONS, ESTIMATORS, centred, errors
-from hgpo_jax.tables.in_runs import InRun, Numbers, having, restored
+from hgpo_jax.tables.bias import AS_RELEASED, CONTINUATIONS, ESTIMATORS, centred_advantages, errors
+from hgpo_jax.tables.in_runs import InRun, Numbers, require, restore
 
 K, LAMBDA = 2, 0.35  # for HGPO, and for bootstrapping, as in EB-TD
 OPTIONS = AS_RELEASED | {"history_length": K, "normalize": "mean", "invalid_penalty": 0.0}
@@ -42,13 +42,13 @@ class Measured(InRun):
     about = "advantages against true ones"
     estimators = (*ESTIMATORS, *PARTS)
     apart = PARTS
-    shown: ClassVar = {"cosine": "cosine", "mse": "mean square error, as a share of theirs"}
+    labels: ClassVar = {"cosine": "cosine", "mse": "mean square error, as a share of theirs"}
     invalid: float
-    numbers: Annotated[Numbers, having(estimators, shown)] = Field(alias="errors")
+    numbers: Annotated[Numbers, require(estimators, labels)] = Field(alias="errors")
 
 
 def parts(dump: Dump, values: np.ndarray) -> dict[str, np.ndarray]:
-    """Computes advantages f32[B, T] of PARTS, centred as in `bias.centred`.
+    """Computes advantages f32[B, T] of PARTS, centred as in `bias.centred_advantages`.
 
     values: f64[B, T], the true value of each step's state. Their noise is independent of that of the true advantages, and makes
     `return - true value` look a little worse than it is.
@@ -62,17 +62,17 @@ def parts(dump: Dump, values: np.ndarray) -> dict[str, np.ndarray]:
         return (weights * apart).sum(-1) / np.where(total > 0, total, 1)
 
     penalized = OPTIONS | {"invalid_penalty": dump.config.advantage.invalid_penalty}
-    found = (
+    advantages = (
         np.asarray(dump.estimate("hgpo", **penalized).advantages),
         mean(weights * np.maximum(sizes - 1, 0)),
         mean(weights),
-        bootstrapped(dump),
+        bootstrapped_advantages(dump),
         np.where(e.mask, record.returns - values, 0),
     )
-    return dict(zip(PARTS, found, strict=True))
+    return dict(zip(PARTS, advantages, strict=True))
 
 
-def bootstrapped(dump: Dump) -> np.ndarray:
+def bootstrapped_advantages(dump: Dump) -> np.ndarray:
     """Computes GAE f32[B, T] with HGPO's own baseline, a step's return less its advantage, as the value."""
     e, record = dump.episodes, dump.estimate("hgpo", **OPTIONS)
     values = jnp.where(e.mask, record.returns - record.advantages, 0)
@@ -81,7 +81,7 @@ def bootstrapped(dump: Dump) -> np.ndarray:
 
 def measure(cell: str, folder: Path, iteration: int) -> Measured:
     """Replays a run's iteration from its checkpoint, or from its start, and measures it."""
-    job, reference, state = restored(folder, iteration)
+    job, reference, state = restore(folder, iteration)
     params, config = job.rollout_params(state.params, reference), job.config
     tasks, *inputs = job.episode_inputs(iteration)
     e = jax.device_get(job.runner.rollout(params, tasks, *inputs).episodes)
@@ -94,5 +94,5 @@ def measure(cell: str, folder: Path, iteration: int) -> Measured:
         iteration=iteration,
         success=float(np.mean(e.success)),
         invalid=float(np.mean(np.asarray(e.invalid)[e.mask])),
-        errors=errors(centred(dump) | parts(dump, other.values), truth, e.mask),
+        errors=errors(centred_advantages(dump) | parts(dump, other.values), truth, e.mask),
     )

@@ -25,10 +25,10 @@ def record(config: Config, folder: Path, done: int) -> list[str]:
     Returns: a line for each of these that changed. Raises ConfigError for a damaged file.
     """
     given = {"env.name": config.env.name, "method": config.method, "reward.source": config.reward.source}
-    places = {f: user_code.located(name, OPEN[f][1]) for f, name in given.items() if name and name not in OPEN[f][0]}
+    places = {f: user_code.locate(name, OPEN[f][1]) for f, name in given.items() if name and name not in OPEN[f][0]}
     if config.env.state_key:
         given["env.state_key"] = config.env.state_key
-        places["env.state_key"] = user_code.located(config.env.state_key, user_code.STATE_KEYS)
+        places["env.state_key"] = user_code.locate(config.env.state_key, user_code.STATE_KEYS)
     options = config.env.options | user_code.implied(config.env.name)
     for option, place in user_code.code_in(options).items():
         given[f"env.options.{option}"], places[f"env.options.{option}"] = options[option], place

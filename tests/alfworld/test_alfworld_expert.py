@@ -38,7 +38,7 @@ def hidden_changed(env: CompiledAlfworld, state, key):
     return state.replace(
         inside=jnp.where(shown[:, None], state.inside, dealt),
         lying=jnp.where(around[:, None], state.lying, jax.random.permutation(keys[2], state.lying)),
-        taken=jax.random.permutation(keys[3], state.taken),
+        removals=jax.random.permutation(keys[3], state.removals),
         marks=(state.marks & held) | (marks & ~held),
         opened=jnp.where(here, state.opened, jax.random.bernoulli(keys[4], 0.5, here.shape)),
         turn=jax.random.randint(keys[5], (), 0, TURNS),

@@ -127,7 +127,7 @@ def test_hundreds_of_games(official: dict, tmp_path: Path, monkeypatch: pytest.M
     for file in files:
         assert 0 < len(plan(load_game(file))) <= 50
     assert compare(files, None, ("planner", "random", "cook"), 40, seed=0)["won"] > 0
-    monkeypatch.setattr(generated, "_made", lambda *_: pytest.fail("made again"))
+    monkeypatch.setattr(generated, "_make_games", lambda *_: pytest.fail("made again"))
     kept = generate_games(given, held_out, 300, 0, cache=tmp_path)
     assert kept.words == tables.words
     jax.tree.map(np.testing.assert_array_equal, kept.games, tables.games)

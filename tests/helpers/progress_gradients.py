@@ -17,9 +17,9 @@ import numpy as np
 
 from hgpo_jax.analysis.dumps import Dump
 from hgpo_jax.rollout.episodes import Episodes
-from hgpo_jax.tables.bias import centred
+from hgpo_jax.tables.bias import centred_advantages
 from hgpo_jax.tables.gradients import FIRST, RLOO_BY_TURN, cosines, make_gradient, rloo_by_turn
-from hgpo_jax.tables.in_runs import restored
+from hgpo_jax.tables.in_runs import restore
 
 SHOWN = ("HGPO K = 2", "EB-GAE", "EB-TD")
 
@@ -35,7 +35,7 @@ def placed(job, tasks, e: Episodes) -> np.ndarray:
 
 
 def main(run: str, iteration: str, batches: str) -> None:
-    job, reference, state = restored(Path(run), int(iteration))
+    job, reference, state = restore(Path(run), int(iteration))
     params, gradient = job.rollout_params(state.params, reference), make_gradient(job)
     found: dict[str, list[np.ndarray]] = {}
     for number in range(FIRST, FIRST + int(batches)):
@@ -44,7 +44,7 @@ def main(run: str, iteration: str, batches: str) -> None:
         done = placed(job, tasks, e)
         advantages = {RLOO_BY_TURN: rloo_by_turn(e, job.config.advantage.gamma)}
         for known, states in (("seen", e.states), ("seen and done", e.states * (done.max() + 1) + done)):
-            of_each = centred(Dump(e.replace(states=states.astype(np.int32)), job.config, job.tokenizer))
+            of_each = centred_advantages(Dump(e.replace(states=states.astype(np.int32)), job.config, job.tokenizer))
             advantages |= {f"{name}, {known}": of_each[name] for name in SHOWN}
         for name, values in advantages.items():
             found.setdefault(name, []).append(np.asarray(gradient(state.params, reference, e, jnp.asarray(values))))

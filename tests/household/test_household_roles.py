@@ -199,7 +199,7 @@ def test_the_teams_text_tells_the_same_and_its_player_wins():
     _, commands, reward, done, info = text.step(f"go to {place}")  # the searcher cannot
     assert (reward, done, info) == (0, False, {"won": False, "admissible": False})
     jax.tree.map(np.testing.assert_array_equal, before.house, text._state.house)
-    assert text._state.told == 0 and not any(command.startswith("say ") for command in commands)
+    assert text._state.hint == 0 and not any(command.startswith("say ") for command in commands)
     assert not text.step(f"say {place}")[-1]["admissible"]  # the carrier has no say
 
 

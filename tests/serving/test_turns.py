@@ -77,13 +77,13 @@ def in_thread(call, *given, **more):
 
 
 def test_requests_of_a_session_wait_for_each_other(port, slow, sessions, ended):
-    waiting = lambda: sessions._named["a"]._in_line  # noqa: E731
+    waiting = lambda: sessions._by_name["a"]._in_line  # noqa: E731
     results = []
     end = lambda: client_of(port).post("/sessions/a/reward", body={"reward": 1}, cast_to=object)["turns"]  # noqa: E731
     one, three, four = (lambda text=text: ask(port, text) for text in ("one", "three", "four"))
     for number, call in enumerate([one, lambda: ask(port, "two", stream=True), three, end, four]):
         results.append(in_thread(call))
-        wait_until(lambda number=number: "a" in sessions._named and waiting() == number + 1)
+        wait_until(lambda number=number: "a" in sessions._by_name and waiting() == number + 1)
     for number in range(3):
         assert slow.asked.qsize() <= 1  # of one session one at a time
         slow.go()
@@ -104,7 +104,7 @@ def test_who_waits_too_long_for_the_turn_is_told(slow, sessions, policy):
     with served(slow, policy, sessions=sessions, time_limit=0.3) as port:
         results = [in_thread(ask, port, text) for text in "xy"]
         assert all("0.3 seconds" in result() for result in results)
-        wait_until(lambda: sessions._named["a"]._in_line == 0)
+        wait_until(lambda: sessions._by_name["a"]._in_line == 0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -116,7 +116,7 @@ def test_who_leaves_before_the_end_has_had_no_turn(port, slow, sessions, stream)
     slow.asked.get()
     answer = in_thread(ask, port, "x")
     slow.go()
-    assert answer() == "1" and len(sessions._named["a"].turns) == 1
+    assert answer() == "1" and len(sessions._by_name["a"].turns) == 1
 
 
 AGAIN, KEY, OTHER = {"X-Stainless-Retry-Count": "1"}, {"Idempotency-Key": "k"}, {"Idempotency-Key": "l"}
@@ -141,17 +141,17 @@ def test_the_same_prompt_once_more(port, slow, sessions, first, then, same, stre
             slow.go()
         answers.append(answer())
     assert answers == (["1", "1"] if same else [f"{1 + i}" for i in range(1 + len(then))])
-    assert [turn.text for turn in sessions._named["a"].turns] == answers[: 1 if same else None]
+    assert [turn.text for turn in sessions._by_name["a"].turns] == answers[: 1 if same else None]
 
 
 def test_an_answer_that_nobody_received_is_told_once_more(port, slow, sessions):
     answer = in_thread(ask, port, "x")
     slow.go()
     answer()
-    (turn,) = sessions._named["a"].turns
+    (turn,) = sessions._by_name["a"].turns
     wait_until(lambda: turn.delivered)
     turn.delivered = False  # as where the client has left between the last token and the answer
-    assert ask(port, "x") == "1" and len(sessions._named["a"].turns) == 1
+    assert ask(port, "x") == "1" and len(sessions._by_name["a"].turns) == 1
     wait_until(lambda: turn.delivered)  # which the server notes when the client has its answer
 
 
@@ -160,7 +160,7 @@ def test_a_turn_whose_client_is_gone_at_its_end_is_not_delivered(port, slow, ses
     with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
         connection.sendall(post(body("x")).replace(b"Host:", b"X-Session-Id: a\r\nHost:", 1))
         go, told = slow.asked.get(timeout=30), threading.Event()
-        session = sessions._named["a"]
+        session = sessions._by_name["a"]
         add = session.add
         session.add = lambda turn: (add(turn), connection.close(), told.wait(0.3))  # its loop learns of it after this
         go()
@@ -181,7 +181,7 @@ def test_what_was_refused_meanwhile_is_asked_anew(port, slow, sessions, monkeypa
     monkeypatch.setattr(slow, "submit", submit)
     again = in_thread(ask, port, "x", **AGAIN)
     slow.go()
-    assert again() == "2" and len(sessions._named["a"].turns) == 2
+    assert again() == "2" and len(sessions._by_name["a"].turns) == 2
 
 
 def test_a_session_that_has_had_all_its_turns_tells_the_last_once_more(slow, policy):

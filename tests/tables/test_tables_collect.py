@@ -25,7 +25,7 @@ def test_paired_differences_are_scipys():
     rng = np.random.default_rng(0)
     ours = dict(enumerate(rng.normal(1.0, 2.0, 12).tolist()))
     theirs = dict(enumerate(rng.normal(0.0, 2.0, 14).tolist()))  # two seeds that only one side has
-    found = compare.paired(ours, theirs)
+    found = compare.paired_difference(ours, theirs)
     pairs = [(ours[s], theirs[s]) for s in range(12)]
     test = stats.ttest_rel(*zip(*pairs, strict=True))
     assert found.n == 12
@@ -34,8 +34,8 @@ def test_paired_differences_are_scipys():
     assert found.interval == pytest.approx(tuple(test.confidence_interval(0.95)))
     assert found.p == pytest.approx(test.pvalue)
     assert (found.positive, found.negative) == (sum(a > b for a, b in pairs), sum(a < b for a, b in pairs))
-    assert compare.paired({0: 1.0}, {0: 2.0, 1: 3.0}) is None
-    assert compare.paired({0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0}).p == 1
+    assert compare.paired_difference({0: 1.0}, {0: 2.0, 1: 3.0}) is None
+    assert compare.paired_difference({0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0}).p == 1
     row = Row("T", "near", "hgpo", "AUC", 12, 12, 0, 12, 1.0, None, None, "gigpo", found._replace(p=1.23456e-12))
     assert table_csv([row]).splitlines()[1].endswith(f",12,{found.positive},{found.negative},1.235e-12")
 

@@ -24,7 +24,7 @@ def household():
     """(plan, cells with their results, rows) of the committed results."""
     plan = planning.read(PLANS / "household.yaml")
     found = records.read_record(plan, RECORD).cells
-    return plan, found, compare.rows(plan, found)
+    return plan, found, compare.table_rows(plan, found)
 
 
 def shown_by(figure) -> dict:
@@ -128,7 +128,7 @@ def result(curve) -> Result:
 def test_nothing_to_compare_is_no_picture(small):
     found = {cell: None for cell in planning.cells(small)} | {Cell("near", "hgpo", 0): result([0.1, 0.2, 0.3])}
     assert curves.draw_curves(small, found) is None
-    assert curves.draw_differences(small, compare.rows(small, found)) is None
+    assert curves.draw_differences(small, compare.table_rows(small, found)) is None
 
 
 def test_a_record_that_is_none_is_refused_in_one_line(tmp_path, small, monkeypatch):

@@ -93,7 +93,7 @@ def test_rloo_by_turn_is_that_of_plain_loops():
 
 
 def test_roles_with_weights_of_their_own_are_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(gradients, "restored", lambda *_: (types.SimpleNamespace(policies={"a": None, "b": None}), None, None))
+    monkeypatch.setattr(gradients, "restore", lambda *_: (types.SimpleNamespace(policies={"a": None, "b": None}), None, None))
     with pytest.raises(ConfigError, match="its roles have weights of their own"):
         gradients.measure("near/hgpo/s0", tmp_path, 0, batches=8)
 
@@ -175,7 +175,7 @@ def test_parts_are_those_of_plain_loops():
     values = np.random.default_rng(0).normal(size=e.mask.shape)
     assert dump.config.advantage.gamma == GAMMA and e.invalid[e.mask].any()
     own = dump.estimate("grpo", normalize="mean", invalid_penalty=0.0).advantages  # in the rewards' unit, as true ones are
-    np.testing.assert_array_equal(bias.centred(dump, {"GRPO": {"name": "grpo"}})["GRPO"], own)
+    np.testing.assert_array_equal(bias.centred_advantages(dump, {"GRPO": {"name": "grpo"}})["GRPO"], own)
     found = truth.parts(dump, values)
     assert tuple(found) == truth.PARTS
     for name, wanted in loops(e, values, dump.config.advantage.invalid_penalty).items():

@@ -96,7 +96,7 @@ def test_the_picture_has_every_run_and_the_mean(small, kind):
     found = [make("near/gigpo/s0", 2), make("near/hgpo/s0", 2, 0.1), make("near/hgpo/s1", 2, 0.2)]
     names = list(kind.estimators)
     figure = curves.draw_measured(small, kind, found)
-    for axis, key in zip(figure.axes, kind.shown, strict=True):
+    for axis, key in zip(figure.axes, kind.labels, strict=True):
         assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == names
         marks = [line.get_xdata() for line in axis.lines if len(line.get_xdata()) == len(names)]
         wanted = [[one.numbers[name][key] for name in names] for one in found]

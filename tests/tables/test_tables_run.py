@@ -55,7 +55,7 @@ def stand_in(monkeypatch, tmp_path):
         return [str(Path(line).relative_to(tmp_path / "runs")) for line in lines]
 
     call.bad, call.lazy = "nothing", "nothing"
-    monkeypatch.setattr(run, "expanded", expanded)
+    monkeypatch.setattr(run, "expand", expanded)
     return call
 
 
@@ -101,11 +101,11 @@ def test_only_some_cells_are_run(tmp_path, small, stand_in, capsys):
 
 def test_variables_are_filled_in_or_asked_for():
     step = planning.Step("train", ("--config", "x", "data=$SOME_DATA", "seed=1"), (Path("p"),))
-    assert run.expanded(step, {"SOME_DATA": "/a b"})[1:] == ["-m", "hgpo_jax.train", "--config", "x", "data=/a b", "seed=1"]
+    assert run.expand(step, {"SOME_DATA": "/a b"})[1:] == ["-m", "hgpo_jax.train", "--config", "x", "data=/a b", "seed=1"]
     inside = planning.Step("train", ("data=$SOME_DATA/in$OTHER",), (Path("p"),))
-    assert run.expanded(inside, {"SOME_DATA": "/a b", "OTHER": "side"})[-1] == "data=/a b/inside"
+    assert run.expand(inside, {"SOME_DATA": "/a b", "OTHER": "side"})[-1] == "data=/a b/inside"
     with pytest.raises(ConfigError, match="set the variable SOME_DATA"):
-        run.expanded(step, {})
+        run.expand(step, {})
     assert subprocess.run(
         ["bash", "-c", step.shell({"X": "1 2"}).replace("python -m", "printf %s,")], env={"SOME_DATA": "/a b"},
         capture_output=True, text=True, check=True,
