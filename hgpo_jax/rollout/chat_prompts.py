@@ -212,9 +212,9 @@ class ChatFormat:
         return self.template.parse(text, self.fallback, self.frame.opened, lower_case=self.lower_case)
 
 
-def without_middle(whole, kept: int):
-    """Keeps `kept` characters of a text, or items of a list, from both ends, and puts a mark in place of the middle."""
-    if kept >= len(whole):
+def without_middle(whole, limit: int):
+    """Keeps `limit` characters of a text, or items of a list, from both ends, and puts a mark in place of the middle."""
+    if limit >= len(whole):
         return whole
     mark = CUT if isinstance(whole, str) else [CUT]
-    return whole[: (kept + 1) // 2] + mark + whole[len(whole) - kept // 2 :]
+    return whole[: (limit + 1) // 2] + mark + whole[len(whole) - limit // 2 :]

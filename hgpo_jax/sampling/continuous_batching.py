@@ -117,8 +117,8 @@ class SlotPrograms:
         def take(arrays, rows):
             return {name: value[rows] for name, value in arrays.items()}
 
-        taken = self._on_data(lambda *a: on_each_device(take, *a), P("data"))(state.rows(), rows)
-        return self._placed(SlotState.of(taken.get, []))
+        values = self._on_data(lambda *a: on_each_device(take, *a), P("data"))(state.rows(), rows)
+        return self._placed(SlotState.of(values.get, []))
 
     def _resize(self, layer: KVCache, rows, length: int) -> KVCache:
         """Returns one layer's cache of the slots `rows`, resized to `length` tokens."""
@@ -283,10 +283,10 @@ class SlotSampler:
                     requests[slot] = None
         return responses
 
-    def shrink(self, wanted: int) -> None:
-        """Drops free slots that are no longer wanted, once the rest is a quarter or less."""
+    def shrink(self, num_slots: int) -> None:
+        """Drops free slots that are no longer needed, once the rest is a quarter or less."""
         busiest = max(sum(request is not None for request in requests) for requests in self._requests)
-        needed = max(busiest, -(-wanted // len(self._requests)))
+        needed = max(busiest, -(-num_slots // len(self._requests)))
         size = next((size for size in self._sizes[-2:] if size >= needed), self._sizes[-1])
         if size >= len(self._requests[0]) or self._state is None:
             return
@@ -323,8 +323,8 @@ class SlotSampler:
 
         Prompts are shared only if that leaves half of them or fewer: its program takes as many responses as slots.
         """
-        distinct = {tuple(request.ids) for request in requests}
-        share = 2 * len(distinct) <= len(requests)
+        unique = {tuple(request.ids) for request in requests}
+        share = 2 * len(unique) <= len(requests)
         free = [[slot for slot, other in enumerate(some) if other is None] for some in self._requests]
         prompts: list[dict] = [{} for _ in free]
         home: dict[tuple, int] = {}  # the shard of each distinct prompt

@@ -54,9 +54,9 @@ class Training:
         self.reference = job.reference_copy(params)
         self.state = self._restored(like) if done else init(params)
         self.train_step = compiling.result()
-        kept = set(map(id, jax.tree.leaves(self.reference)))
+        reference_ids = set(map(id, jax.tree.leaves(self.reference)))
         for array in jax.tree.leaves(job.given_params):
-            if id(array) not in kept and not array.is_deleted():  # nothing reads it again, and it would occupy memory
+            if id(array) not in reference_ids and not array.is_deleted():  # nothing reads it again, and it would occupy memory
                 array.delete()
 
     def run(self) -> tuple[dict, dict]:
@@ -141,7 +141,7 @@ class Training:
         self.recorder.wait()  # at most one iteration is in flight
         return episodes, sums, counts
 
-    def _update(self, iteration: int, episodes: Episodes, sums: list[dict], known: dict) -> None:
+    def _update(self, iteration: int, episodes: Episodes, sums: list[dict], counts: dict) -> None:
         """Learns from the episodes; signals wait until the iteration has been counted."""
         with self.stop.defer_signals():
             began = time.perf_counter()
@@ -151,7 +151,7 @@ class Training:
             self.state, metrics = self.train_step(self.state, self.reference, episodes, key, jnp.float32(scale), role)
             self.done = iteration + 1
             self.recorder.time_phase("update", metrics, began)
-            self.recorder.row(iteration, sums, metrics, known | {"lr": self.config.learner.lr * scale}, episodes)
+            self.recorder.row(iteration, sums, metrics, counts | {"lr": self.config.learner.lr * scale}, episodes)
 
     def _save(self, success: float | None = None) -> None:
         """Saves a checkpoint of the iterations done unless one exists; it relies on the rows and dumps before it."""
@@ -231,12 +231,12 @@ def starting_params(job: Job, folder: Path) -> dict[str, dict]:
             for place, name in by_place.items():
                 job.policies[name].save(reference[name], place)
         return reference
-    read = {}
+    params = {}
     for place, name in by_place.items():
         try:
-            read[place] = load_policy(place, job.mesh).params
+            params[place] = load_policy(place, job.mesh).params
         except ValueError as error:
             raise ConfigError(f"{error}; remove {start}, and it will be recreated") from None
-        if jax.tree.map(jnp.shape, read[place]) != jax.tree.map(jnp.shape, job.policies[name].initial.params):
+        if jax.tree.map(jnp.shape, params[place]) != jax.tree.map(jnp.shape, job.policies[name].initial.params):
             raise ConfigError(f"{place}: policy.* or env.* ask for another size of policy; start in another run_dir")
-    return {name: read[place] for name, place in places.items()}
+    return {name: params[place] for name, place in places.items()}

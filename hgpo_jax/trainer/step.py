@@ -56,18 +56,18 @@ def sample(job: Job, params, iteration: int) -> tuple[RolloutResult, list[dict],
         result, of_one = _rewarded_rollout(job, params, iteration)
         counts = result.report.counts if result.report else {}
         return RolloutResult(punish_overlong(job, result.episodes), result.report), [of_one], counts
-    kept, sums = None, []
+    batch, sums = None, []
     for attempt in range(MAX_TRIES):
         (episodes, _), of_one = _rewarded_rollout(job, params, iteration, attempt)
-        if kept is None:
-            kept = jax.tree.map(jnp.zeros_like, episodes).replace(groups=episodes.groups)
+        if batch is None:
+            batch = jax.tree.map(jnp.zeros_like, episodes).replace(groups=episodes.groups)
             filled = jnp.int32(0)
-        kept, filled = _keep_informative(kept, filled, episodes, settings.group_size)
+        batch, filled = _keep_informative(batch, filled, episodes, settings.group_size)
         sums.append(of_one)
         if filled >= settings.prompt_groups:
             break
-    assert kept is not None  # MAX_TRIES is above 0
-    return RolloutResult(punish_overlong(job, kept), None), sums, {"rollouts": len(sums), "kept_groups": int(filled)}
+    assert batch is not None  # MAX_TRIES is above 0
+    return RolloutResult(punish_overlong(job, batch), None), sums, {"rollouts": len(sums), "kept_groups": int(filled)}
 
 
 def _rewarded_rollout(job: Job, params, iteration: int, attempt: int = 0) -> tuple[RolloutResult, dict]:
@@ -107,13 +107,13 @@ def punish_overlong(job: Job, e: Episodes) -> Episodes:
 
 
 @functools.partial(jax.jit, static_argnums=3)
-def _keep_informative(kept: Episodes, filled, episodes: Episodes, group_size: int) -> tuple[Episodes, jax.Array]:
-    """Puts the prompt groups of `episodes` with different rewards after the first `filled` (i32[]) of `kept`, if they fit."""
+def _keep_informative(batch: Episodes, filled, episodes: Episodes, group_size: int) -> tuple[Episodes, jax.Array]:
+    """Puts the prompt groups of `episodes` with different rewards after the first `filled` (i32[]) of `batch`, if they fit."""
     useful = advantages.informative(episodes.rewards, episodes.mask, episodes.groups).reshape(-1, group_size).any(1)
     slot = jnp.where(useful, filled + jnp.cumsum(useful) - 1, len(useful))
     rows = (slot[:, None] * group_size + jnp.arange(group_size)).ravel()
-    merged = jax.tree.map(lambda old, new: old.at[rows].set(new, mode="drop"), kept, episodes)
-    return merged.replace(groups=kept.groups), jnp.minimum(filled + useful.sum(), len(useful))
+    merged = jax.tree.map(lambda old, new: old.at[rows].set(new, mode="drop"), batch, episodes)
+    return merged.replace(groups=batch.groups), jnp.minimum(filled + useful.sum(), len(useful))
 
 
 class TrainState(struct.PyTreeNode):
@@ -241,9 +241,9 @@ def _make_separate_updates(updates: dict, roles: Sequence[str]):
         assert batch.agents is not None
         params, opt_state, stats, counts = {}, {}, {}, {}
         for number, (name, update_policy) in enumerate(updates.items()):
-            own = jnp.array(members(name, roles))
-            order, count = _shuffled(jax.random.fold_in(key, number), learned & own[batch.agents])
-            counts[name] = count if role is None else jnp.where(own[role], count, 0)
+            is_member = jnp.array(members(name, roles))
+            order, count = _shuffled(jax.random.fold_in(key, number), learned & is_member[batch.agents])
+            counts[name] = count if role is None else jnp.where(is_member[role], count, 0)
             old = state.params[name], state.opt_state[name]
             learn = functools.partial(update_policy, *old, reference[name], batch, order, counts[name], lr_scale)
             *_, shapes = jax.eval_shape(learn)
