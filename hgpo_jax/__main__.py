@@ -31,7 +31,7 @@ COMMANDS = {
 
 
 def main() -> None:
-    command = _completed() or sys.argv[1:2]
+    command = _command_to_complete() or sys.argv[1:2]
     if command == ["--version"]:
         print(f"hgpo_jax {version('hgpo_jax')}")
     elif not command or command[0] in ("-h", "--help"):
@@ -44,7 +44,7 @@ def main() -> None:
         runpy.run_module(COMMANDS[command[0]][0], run_name="__main__", alter_sys=True)
 
 
-def _completed() -> list[str]:
+def _command_to_complete() -> list[str]:
     """Returns the command whose arguments a shell wants to complete, if any. Completes the command itself, too."""
     if "_ARGCOMPLETE" not in os.environ:
         return []

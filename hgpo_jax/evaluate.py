@@ -82,7 +82,7 @@ def _served_configuration(args) -> tuple[str | None, list[str]]:
     return args.config, [*args.overrides, "warm_start=none"]
 
 
-def _prepared(
+def _prepare(
     args, config: Config, mesh: Mesh | None, tasks: list[str], seeds: list[int]
 ) -> Callable[[], tuple[dict, list[dict], str]]:
     """Prepares the evaluation; running it returns the result, all episodes if they are kept, and the text to print."""
@@ -94,18 +94,18 @@ def _prepared(
     else:
         job = build(config, mesh)
         if not args.panel:
-            return functools.partial(_evaluated, job, seeds)
+            return functools.partial(_evaluate, job, seeds)
         play, types = panels.player(job, job.given_params), job.runner.task_types
         digest = huggingface_folder.digest(find(config.policy.source, config.cache_dir))
 
-    def evaluated() -> tuple[dict, list[dict], str]:
+    def evaluate_panel() -> tuple[dict, list[dict], str]:
         result, episodes = panels.evaluate_panel(play, types, config.evaluation, args.panel, tasks, seeds)
         return {"policy_sha256": digest} | result, episodes, panels.describe(result)
 
-    return evaluated
+    return evaluate_panel
 
 
-def _evaluated(job: Job, seeds: list[int]) -> tuple[dict, list[dict], str]:
+def _evaluate(job: Job, seeds: list[int]) -> tuple[dict, list[dict], str]:
     params = job.base_rollout_params(job.given_params)
     if seeds:
         result, episodes = evaluate_seeds(job, params, seeds)
@@ -198,7 +198,7 @@ def main() -> None:
     file = target / (OWN if in_run else file_name(split, config.evaluation.temperature, config.evaluation.episodes, seeds))
     if not in_run:
         refuse_another(file, settings, source.name if args.to else None)
-    evaluation = _prepared(args, config, mesh, tasks, seeds)
+    evaluation = _prepare(args, config, mesh, tasks, seeds)
     if jax.process_index() == 0:  # before hours of evaluation, not after
         target.mkdir(parents=True, exist_ok=True)
         if not os.access(target, os.W_OK):

@@ -208,13 +208,13 @@ def load(path: str | Path, iteration: int | None = None) -> Dump:
     if path.suffix == ".npz":
         iteration = next((number for number, file in by_iteration.items() if file.name == path.name), None)
         if iteration is None:
-            raise ConfigError(f"{path}: no such dump; {folder} holds those of iterations {_listed(by_iteration)}")
+            raise ConfigError(f"{path}: no such dump; {folder} holds those of iterations {_list_iterations(by_iteration)}")
     elif not by_iteration:
         raise ConfigError(f"{folder}: holds no dump of episodes yet; give the run a smaller log.dump_every")
     elif iteration is None:
         iteration = max(by_iteration)
     elif iteration not in by_iteration:
-        raise ConfigError(f"iteration={iteration}: {folder} holds dumps of iterations {_listed(by_iteration)}")
+        raise ConfigError(f"iteration={iteration}: {folder} holds dumps of iterations {_list_iterations(by_iteration)}")
     file = by_iteration[iteration]
     try:
         episodes = Episodes.load(file)
@@ -263,6 +263,6 @@ def read_config(folder: str | Path) -> Config:
         raise ConfigError(f"{file}: {error}") from None
 
 
-def _listed(dumps: dict[int, Path]) -> str:
+def _list_iterations(dumps: dict[int, Path]) -> str:
     numbers = list(map(str, dumps))
     return ", ".join(numbers if len(numbers) < 8 else [*numbers[:3], "...", *numbers[-3:]]) or "none"

@@ -289,11 +289,13 @@ def compare(a: dict, b: dict) -> dict[str, dict[str, dict]]:
                 for part in ("all", ours.get("type", "unknown")):
                     pairs.setdefault(part, []).append((one, other))
         if pairs["all"]:
-            comparison[f"{measure}, {mode}"] = {part: _paired(some, measure == "success") for part, some in pairs.items()}
+            comparison[f"{measure}, {mode}"] = {
+                part: _compare_pairs(some, measure == "success") for part, some in pairs.items()
+            }
     return comparison
 
 
-def _paired(pairs: list[tuple[list, list]], of_outcomes: bool) -> dict:
+def _compare_pairs(pairs: list[tuple[list, list]], of_outcomes: bool) -> dict:
     one, other = (np.array([np.mean(pair[i]) for pair in pairs]) for i in (0, 1))
     difference, interval = paired_difference(other - one)
     numbers = {

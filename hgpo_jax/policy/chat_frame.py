@@ -142,7 +142,7 @@ class ChatFrame:
         before, after = self._around([{"role": "user", "content": _MARK}])
         self.head = tokenizer.encode(before, add_special_tokens=False)
         self.tail = tokenizer.encode(after, add_special_tokens=False)
-        self.opened, self.hides_thoughts = self._opened(after), self._hides_thoughts()
+        self.opened, self.hides_thoughts = self._find_opening(after), self._hides_thoughts()
         self.end_tokens = end_tokens(tokenizer, stop, first=self._turn_end())
         self.text.hidden |= set(self.end_tokens)
 
@@ -268,7 +268,7 @@ class ChatFrame:
         before, after = text.split(_MARK)
         return before, after
 
-    def _opened(self, tail: str) -> str:
+    def _find_opening(self, tail: str) -> str:
         """Returns the part of a thought at the end of the tail, after the frame's last token."""
         parts = self.text.split(tail)
         # A special token may follow the tag, and blanks may be tokens.

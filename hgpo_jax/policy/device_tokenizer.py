@@ -106,7 +106,7 @@ class DeviceTokenizer:
         for number, added in tokenizer.added_tokens_decoder.items():
             words[number] = added.content.encode()
         self.words = words
-        self.tables = Tables(byte_token, first_rank, _hashed(rows))
+        self.tables = Tables(byte_token, first_rank, _hash_table(rows))
 
     # -- text to tokens -------------------------------------------------------------------------------------------
 
@@ -268,7 +268,7 @@ def _slots(factors, left, right, size: int):
         yield (mixed >> shift).astype(np.int32)
 
 
-def _hashed(rows: np.ndarray) -> Merges:
+def _hash_table(rows: np.ndarray) -> Merges:
     """Builds the table of merges i32[M, 4]; a pair that occurs twice has its first rank."""
     _, first = np.unique(rows[:, :2], axis=0, return_index=True)
     rows, rng = rows[np.sort(first)], np.random.default_rng(0)

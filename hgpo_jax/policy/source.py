@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from hgpo_jax.policy import huggingface_folder
-from hgpo_jax.policy.gguf_folder import unpacked
+from hgpo_jax.policy.gguf_folder import unpack
 from hgpo_jax.policy.tokenizer import read_tokenizer
 from hgpo_jax.utils.files import CACHE_DIR
 
@@ -20,7 +20,7 @@ def find(folder: str | Path, cache_dir: str | Path = CACHE_DIR) -> Path:
     Raises:
       ValueError: neither a folder nor available from the hub, or a GGUF file that cannot be read.
     """
-    folder = unpacked(folder, cache_dir)
+    folder = unpack(folder, cache_dir)
     if Path(folder).is_dir():
         return Path(folder)
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", str(folder)):
@@ -38,4 +38,4 @@ def find(folder: str | Path, cache_dir: str | Path = CACHE_DIR) -> Path:
 @functools.cache
 def load_tokenizer(name: str, cache_dir: str):
     """Calls `read_tokenizer`, cached, also for a GGUF file or package (`gguf_folder.py`)."""
-    return read_tokenizer(unpacked(name, cache_dir))
+    return read_tokenizer(unpack(name, cache_dir))

@@ -167,12 +167,12 @@ class ChatFormat:
                 ids = self.frame.text.encode([text[:most]])[0]
             if long:
                 whole = len(ids) + (len(text) > most)
-                ids = self._shortened(prompt_input._replace(history=[]))
+                ids = self._shorten(prompt_input._replace(history=[]))
                 cut = max(1, whole - len(ids))
             prompts.append(Prompt(self.frame.head + ids + self.frame.tail, dropped, cut))
         return prompts
 
-    def _shortened(self, view: PromptInput) -> list[int]:
+    def _shorten(self, view: PromptInput) -> list[int]:
         """Shortens a message until it fits: its parts lose their middle, the observation first, the goal last. Returns ids."""
         most = self.message_limit * MAX_CHARACTERS_PER_TOKEN
         fits = list[int]()

@@ -144,7 +144,7 @@ class DeviceText:
 
     def step(self, state: TextState, action):
         """Steps with the bytes of `action`: (state, observation i32[O], reward f32[], done bool[], inadmissible bool[])."""
-        stripped, size = _stripped(action.astype(jnp.uint8), jnp.int32(0), (action != 0).sum(), MAX_COMMAND)
+        stripped, size = _strip(action.astype(jnp.uint8), jnp.int32(0), (action != 0).sum(), MAX_COMMAND)
         texts, actions, _ = self.env.choices(state.env)
         letters, sizes = jax.vmap(lambda words: spell(self.tables["words"], words, MAX_COMMAND))(texts)
         same = (letters == stripped).all(1) & (sizes == size) & (sizes > 0)
@@ -201,7 +201,7 @@ class DeviceText:
         for k in range(K):
             slots = {"number": number(turn - K + k + 1), "observation": observations[k], "action": letters[k]}
             line = jnp.where(k > K - count, self._word["\n"], 0)[None]
-            words = jnp.concatenate([line, *self._filled("entry", slots)])
+            words = jnp.concatenate([line, *self._fill("entry", slots)])
             entries.append(jnp.where(k >= K - count, words, 0))
         slots = {
             "goal": goal,
@@ -212,11 +212,11 @@ class DeviceText:
             "shown": number(count),
             "history": jnp.concatenate([*entries, jnp.zeros(1, jnp.int32)]),
         }
-        first, later = (jnp.concatenate(self._filled(name, slots)) for name in ("first", "later"))
+        first, later = (jnp.concatenate(self._fill(name, slots)) for name in ("first", "later"))
         width = max(first.shape[0], later.shape[0])
         return jnp.where(count > 0, *(jnp.pad(words, (0, width - words.shape[0])) for words in (later, first)))
 
-    def _filled(self, name: str, slots: dict[str, jax.Array]) -> list[jax.Array]:
+    def _fill(self, name: str, slots: dict[str, jax.Array]) -> list[jax.Array]:
         return [slots[part] if is_slot else jnp.array([self._word[part]]) for part, is_slot in self._parts[name]]
 
     # -- answers --------------------------------------------------------------------------------------------------
@@ -242,14 +242,14 @@ class DeviceText:
         well_formed = tagged & thinks & ~_holds_chinese(text)
         stripped = self._action_between(lower, begin, end, well_formed, exact)
         action, length = _window(lower, begin, end - begin, MAX_ACTION)
-        whole = self._checked(action, length, well_formed, exact)
+        whole = self._check(action, length, well_formed, exact)
         return jax.tree.map(lambda a, b: jnp.where(tagged, a, b), stripped, whole)
 
     def _action_between(self, text, begin, end, well_formed, exact) -> DeviceAnswer:
-        action, size = _stripped(text, begin, end, MAX_ACTION)
-        return self._checked(action, size, well_formed, exact)
+        action, size = _strip(text, begin, end, MAX_ACTION)
+        return self._check(action, size, well_formed, exact)
 
-    def _checked(self, action, size, well_formed, exact) -> DeviceAnswer:
+    def _check(self, action, size, well_formed, exact) -> DeviceAnswer:
         exact &= (size <= MAX_ACTION) & (plain(action) | (jnp.arange(MAX_ACTION) >= size)).all()
         for marker in self._markers:
             exact &= _find(action, marker) < 0
@@ -280,7 +280,7 @@ def _window(text, begin, size, slots: int) -> tuple[jax.Array, jax.Array]:
     return jnp.where(at < size, jnp.pad(text, (0, slots))[jnp.minimum(begin + at, text.shape[0])], 0), size
 
 
-def _stripped(text, begin, end, slots: int) -> tuple[jax.Array, jax.Array]:
+def _strip(text, begin, end, slots: int) -> tuple[jax.Array, jax.Array]:
     """Like `_window`, but without blanks at both ends."""
     at = jnp.arange(text.shape[0])
     inside = (at >= begin) & (at < end) & ~jnp.isin(text, jnp.asarray(_BLANKS))

@@ -46,7 +46,7 @@ def key_numbers(texts: list[str], name: str) -> np.ndarray:
     return np.array(numbers, np.int64)
 
 
-def regrouped(result: RolloutResult, config: Config) -> RolloutResult:
+def regroup(result: RolloutResult, config: Config) -> RolloutResult:
     """Returns a host rollout's result with the configured states: each is the number of its first text.
 
     Raises RunError.

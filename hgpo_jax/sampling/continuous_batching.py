@@ -91,7 +91,7 @@ class SlotPrograms:
 
     def _empty(self, params, slots: int, length: int) -> SlotState:
         """Makes `slots` free slots, a multiple of the shards, whose caches hold `length` tokens."""
-        return self._placed(free_slots(nnx.merge(self._graphdef, params), slots, length))
+        return self._place(free_slots(nnx.merge(self._graphdef, params), slots, length))
 
     def _sharding(self, axes, a) -> NamedSharding:
         return NamedSharding(self._mesh, partition(axes, a.shape, self._mesh))
@@ -100,7 +100,7 @@ class SlotPrograms:
         """Returns the sharding of every array of one or more KVCaches."""
         return jax.tree.map(lambda a: self._sharding(AXES[: a.ndim], a), cache)
 
-    def _placed(self, state: SlotState) -> SlotState:
+    def _place(self, state: SlotState) -> SlotState:
         """Constrains the state to the sharding that every program takes and returns."""
         rows = lambda name: self._sharding(("batch",), getattr(state, name))  # noqa: E731
         return jax.lax.with_sharding_constraint(state, SlotState.of(rows, self._cache_shardings(state.cache)))
@@ -118,7 +118,7 @@ class SlotPrograms:
             return {name: value[rows] for name, value in arrays.items()}
 
         values = self._on_data(lambda *a: on_each_device(take, *a), P("data"))(state.rows(), rows)
-        return self._placed(SlotState.of(values.get, []))
+        return self._place(SlotState.of(values.get, []))
 
     def _resize(self, layer: KVCache, rows, length: int) -> KVCache:
         """Returns one layer's cache of the slots `rows`, resized to `length` tokens."""
@@ -141,7 +141,7 @@ class SlotPrograms:
         data, everywhere = P("data"), P()
         prefill = self._on_data(self._prefill_shard, (everywhere, data, data, data, _by_row(decoding)))
         state, *first = prefill(params, state, prompts, keys, decoding)
-        return self._placed(state), *jax.lax.with_sharding_constraint(first, NamedSharding(self._mesh, everywhere))
+        return self._place(state), *jax.lax.with_sharding_constraint(first, NamedSharding(self._mesh, everywhere))
 
     def _prefill_shard(self, params, state: SlotState, prompts: NewPrompts, keys, decoding):
         model, widths = nnx.merge(self._graphdef, params), (prompts.tokens.shape[1],)
@@ -156,7 +156,7 @@ class SlotPrograms:
         data, everywhere = P("data"), P()
         decode = self._on_data(self._decode_shard, (everywhere, everywhere, data, data, data, everywhere, _by_row(decoding)))
         state, sampled = decode(params, blocks, state, free, limits, most, decoding)
-        return self._placed(state), jax.lax.with_sharding_constraint(sampled, NamedSharding(self._mesh, everywhere))
+        return self._place(state), jax.lax.with_sharding_constraint(sampled, NamedSharding(self._mesh, everywhere))
 
     def _decode_shard(self, params, blocks, state: SlotState, free, limits, most, decoding):
         state = state.replace(ended=state.ended | free)

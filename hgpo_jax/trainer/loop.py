@@ -45,14 +45,14 @@ class Training:
         self.on_iteration = on_iteration
         train_step, init = make_train_step(job)
         # Shapes and shardings are enough to compile and to restore; memory holds only one state besides the weights.
-        like = described(init(job.given_params))
+        like = describe(init(job.given_params))
         compiling = ThreadPoolExecutor(1).submit(compile_ahead, job, train_step, like)
         if jax.process_count() > 1:  # all processes must start programs in the same order; two threads would not ensure that
             compiling.result()
         self.checkpoints = Checkpoints(folder / "checkpoints", self.config.log)
         params = starting_params(job, folder)
         self.reference = job.reference_copy(params)
-        self.state = self._restored(like) if done else init(params)
+        self.state = self._restore(like) if done else init(params)
         self.train_step = compiling.result()
         reference_ids = set(map(id, jax.tree.leaves(self.reference)))
         for array in jax.tree.leaves(job.given_params):
@@ -107,7 +107,7 @@ class Training:
                     saved = f"{self.stop.saved} of {self.config.iterations} iterations are saved"
                     say(f"{saved}; continue with --resume {remote.shown(self.folder)}")
 
-    def _restored(self, like: TrainState) -> TrainState:
+    def _restore(self, like: TrainState) -> TrainState:
         """Restores the state of the checkpoint that training continues from. like: its shapes and shardings."""
         return like.from_checkpoint(self.checkpoints.restore(self.done, like.to_checkpoint()))
 
@@ -162,7 +162,7 @@ class Training:
                 self.stop.saved = self.done
 
 
-def described(tree):
+def describe(tree):
     """Returns the shapes, dtypes and shardings of a tree's arrays."""
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
 
@@ -170,11 +170,11 @@ def described(tree):
 def compile_ahead(job: Job, train_step, state):
     """Compiles rollout and update in another thread while the warm start prepares; returns the compiled update.
 
-    The rollout's first call then finds it in the compilation cache. state: from `described`.
+    The rollout's first call then finds it in the compilation cache. state: from `describe`.
     """
     with jax.set_mesh(job.mesh):  # a mesh applies only to the thread that set it
-        reference = described(job.reference_copy(job.given_params))
-        job.runner.compile(described(job.base_rollout_params(job.given_params)), job.episode_inputs(0))
+        reference = describe(job.reference_copy(job.given_params))
+        job.runner.compile(describe(job.base_rollout_params(job.given_params)), job.episode_inputs(0))
         whole = NamedSharding(job.mesh, PartitionSpec())
         abstract = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole)  # noqa: E731
         episodes = jax.tree.map(abstract, job.abstract_episodes())

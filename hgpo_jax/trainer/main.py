@@ -84,18 +84,18 @@ def train(
         try:
             run(config, mesh, folder, resuming, stop, watch, on_iteration)
         except Interrupted as signal:
-            say(f"stopped by {signal}: {_saved(config, stop, place, resuming)}")
+            say(f"stopped by {signal}: {_describe_saved(config, stop, place, resuming)}")
             raise
         except OSError as error:
             if error.errno not in REFUSED:
                 raise
-            saved = _saved(config, stop, place, resuming)
+            saved = _describe_saved(config, stop, place, resuming)
             raise RunError(f"{error.filename or place}: {error.strerror}; {saved}") from None
     say(f"{time.perf_counter() - began:.0f} s in all; everything is in {place}")
     return folder
 
 
-def _saved(config: Config, stop: Interruption, place: str, resuming: bool) -> str:
+def _describe_saved(config: Config, stop: Interruption, place: str, resuming: bool) -> str:
     """Says how much of a run that ended early is saved, and how it continues."""
     saved = f"{stop.saved} of {config.iterations} iterations are saved" if stop.saved else "no iteration was done"
     return saved + (f"; continue with --resume {place}" if stop.saved or resuming else "")

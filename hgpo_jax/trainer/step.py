@@ -33,7 +33,7 @@ from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.result import RolloutResult
 from hgpo_jax.rollout.rewards import overlong
 from hgpo_jax.rollout.runners import CompiledRunner
-from hgpo_jax.rollout.state_keys import regrouped
+from hgpo_jax.rollout.state_keys import regroup
 from hgpo_jax.setup.job import MAX_TRIES, Job, PolicySetup
 from hgpo_jax.trainer.metrics import advantage_metrics, role_advantages, rollout_sums
 from hgpo_jax.utils.errors import RunError
@@ -87,7 +87,7 @@ def _rewarded_rollout(job: Job, params, iteration: int, attempt: int = 0) -> tup
     if job.config.reward.overlong_cache:
         rewards["reward/overlong"] = overlong(job.config, result.episodes).sum()
     if job.config.env.state_key or job.config.advantage.similarity is not None:
-        result = regrouped(result, job.config)
+        result = regroup(result, job.config)
     if result.report and not result.episodes.mask.any():
         failures = result.report.failures
         raise RunError(
@@ -182,7 +182,7 @@ def make_train_step(job: Job):
         if len(job.runner.roles) > 1:
             batch = batch.replace(agents=_flat(episodes.agents))
         happened, unfinished = _flat(episodes.mask), batch.unfinished(job.runner.end_tokens)
-        order, count = _shuffled(key, happened)
+        order, count = _shuffle(key, happened)
 
         final_values = None
         if state.critic:
@@ -222,7 +222,7 @@ def _make_shared_update(updates: dict):
 
     def update(state: TrainState, reference, batch: TrainingBatch, learned, key, lr_scale, role):
         old = state.params[SHARED], state.opt_state[SHARED], reference[SHARED]
-        params, opt_state, metrics = updates[SHARED](*old, batch, *_shuffled(key, learned), lr_scale)
+        params, opt_state, metrics = updates[SHARED](*old, batch, *_shuffle(key, learned), lr_scale)
         return {SHARED: params}, {SHARED: opt_state}, metrics
 
     return update
@@ -242,7 +242,7 @@ def _make_separate_updates(updates: dict, roles: Sequence[str]):
         params, opt_state, stats, counts = {}, {}, {}, {}
         for number, (name, update_policy) in enumerate(updates.items()):
             is_member = jnp.array(members(name, roles))
-            order, count = _shuffled(jax.random.fold_in(key, number), learned & is_member[batch.agents])
+            order, count = _shuffle(jax.random.fold_in(key, number), learned & is_member[batch.agents])
             counts[name] = count if role is None else jnp.where(is_member[role], count, 0)
             old = state.params[name], state.opt_state[name]
             learn = functools.partial(update_policy, *old, reference[name], batch, order, counts[name], lr_scale)
@@ -298,7 +298,7 @@ def _flat(a):
     return a.reshape(-1, *a.shape[2:])
 
 
-def _shuffled(key, happened):
+def _shuffle(key, happened):
     """Shuffles decisions; returns indices i32[N], those that happened (bool[N]) first, and their number i32[]."""
     return jnp.argsort(jax.random.uniform(key, happened.shape) + 2.0 * ~happened), happened.sum()
 
