@@ -31,20 +31,20 @@ COMMANDS = {
 
 
 def main() -> None:
-    given = _completed() or sys.argv[1:2]
-    if given == ["--version"]:
+    command = _command_to_complete() or sys.argv[1:2]
+    if command == ["--version"]:
         print(f"hgpo_jax {version('hgpo_jax')}")
-    elif not given or given[0] in ("-h", "--help"):
+    elif not command or command[0] in ("-h", "--help"):
         print("usage: hgpo COMMAND ...        hgpo COMMAND --help explains one\n")
         print("\n".join(f"  {name:10s}{meaning}   (python -m {module})" for name, (module, meaning) in COMMANDS.items()))
-    elif given[0] not in COMMANDS:
-        raise ConfigError(f"{given[0]}: no such command; {nearest(given[0], list(COMMANDS))}")
+    elif command[0] not in COMMANDS:
+        raise ConfigError(f"{command[0]}: no such command; {nearest(command[0], list(COMMANDS))}")
     else:
         del sys.argv[1:2]
-        runpy.run_module(COMMANDS[given[0]][0], run_name="__main__", alter_sys=True)
+        runpy.run_module(COMMANDS[command[0]][0], run_name="__main__", alter_sys=True)
 
 
-def _completed() -> list[str]:
+def _command_to_complete() -> list[str]:
     """Returns the command whose arguments a shell wants to complete, if any. Completes the command itself, too."""
     if "_ARGCOMPLETE" not in os.environ:
         return []

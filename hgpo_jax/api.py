@@ -174,14 +174,14 @@ def evaluate_policy(
         if not cli.is_run(folder):
             raise ConfigError(f"{folder}: not the folder of a run that has ended; give a configuration, too")
         config = read_config(folder)
-    given = _tree(fields)
+    changes = _tree(fields)
     for name in ("warm_start", "policy.source", "lora.rank"):
         section, _, leaf = name.rpartition(".")
-        if leaf in (given.get(section, {}) if section else given):
+        if leaf in (changes.get(section, {}) if section else changes):
             raise ConfigError(f"{name}: the policy is that of {folder}; leave it out")
-    tree = configuration.resolve(given, config.model_dump(mode="json"))
-    chosen = configuration.resolve(configuration.given(None, cli.saved_policy(folder)), tree.model_dump(mode="json"))
-    with _alone(verbose), contextlib.closing(build(chosen, prepare_devices(chosen))) as job:
+    tree = configuration.resolve(changes, config.model_dump(mode="json"))
+    policy_config = configuration.resolve(configuration.given(None, cli.saved_policy(folder)), tree.model_dump(mode="json"))
+    with _alone(verbose), contextlib.closing(build(policy_config, prepare_devices(policy_config))) as job:
         return play_both(job, job.base_rollout_params(job.given_params))[0]
 
 

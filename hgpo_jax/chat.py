@@ -79,8 +79,8 @@ def main() -> None:
     p.add_argument("--temperature", type=float, metavar="T", help=f"0 takes the most likely token; {usual} 0.7")
     p.add_argument("--top-k", type=int, metavar="K", help=f"draw from the K most likely tokens; {usual} 0, all")
     p.add_argument("--top-p", type=float, metavar="P", help=f"of these the likeliest that reach P; {usual} 1")
-    said = "where the chat template has a switch for it; default: as the policy was trained"
-    p.add_argument("--thinking", choices=["on", "off"], help=said)
+    meaning = "where the chat template has a switch for it; default: as the policy was trained"
+    p.add_argument("--thinking", choices=["on", "off"], help=meaning)
     p.add_argument("--max-tokens", type=int, default=512, metavar="N", help="tokens of the longest answer; default: 512")
     p.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampled answers; default: 0")
     p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the weights; default: float32")
@@ -92,8 +92,8 @@ def main() -> None:
         policy = load_policy(policy_folder(args.policy), dtype=args.dtype)
         if args.max_tokens >= (context := policy.config.max_position_embeddings):
             raise ConfigError(f"--max-tokens {args.max_tokens}: the model's context is {context} tokens")
-        given = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
-        decoding = published_decoding(generation_of(policy.tokenizer), 0.7, **given)
+        options = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
+        decoding = published_decoding(generation_of(policy.tokenizer), 0.7, **options)
         thinking = None if args.thinking is None else args.thinking == "on"
         chat = Chat(policy, decoding, max_new=args.max_tokens, seed=args.seed, system=args.system, thinking=thinking)
     except ValueError as error:

@@ -76,13 +76,13 @@ def _served_configuration(args) -> tuple[str | None, list[str]]:
     ):
         if value is None:
             raise ConfigError(f"{args.run}: give {option}; {why}")
-    for option, given in (("--mesh", args.mesh), ("--distributed", args.distributed)):
-        if given:
+    for option, is_set in (("--mesh", args.mesh), ("--distributed", args.distributed)):
+        if is_set:
             raise ConfigError(f"{option}: nothing is computed here for a served policy; leave it out")
     return args.config, [*args.overrides, "warm_start=none"]
 
 
-def _prepared(
+def _prepare(
     args, config: Config, mesh: Mesh | None, tasks: list[str], seeds: list[int]
 ) -> Callable[[], tuple[dict, list[dict], str]]:
     """Prepares the evaluation; running it returns the result, all episodes if they are kept, and the text to print."""
@@ -94,18 +94,18 @@ def _prepared(
     else:
         job = build(config, mesh)
         if not args.panel:
-            return functools.partial(_evaluated, job, seeds)
+            return functools.partial(_evaluate, job, seeds)
         play, types = panels.player(job, job.given_params), job.runner.task_types
         digest = huggingface_folder.digest(find(config.policy.source, config.cache_dir))
 
-    def evaluated() -> tuple[dict, list[dict], str]:
+    def evaluate_panel() -> tuple[dict, list[dict], str]:
         result, episodes = panels.evaluate_panel(play, types, config.evaluation, args.panel, tasks, seeds)
         return {"policy_sha256": digest} | result, episodes, panels.describe(result)
 
-    return evaluated
+    return evaluate_panel
 
 
-def _evaluated(job: Job, seeds: list[int]) -> tuple[dict, list[dict], str]:
+def _evaluate(job: Job, seeds: list[int]) -> tuple[dict, list[dict], str]:
     params = job.base_rollout_params(job.given_params)
     if seeds:
         result, episodes = evaluate_seeds(job, params, seeds)
@@ -182,37 +182,39 @@ def main() -> None:
     if args.panel is not None:
         if args.split:
             raise ConfigError(f"--split {args.split}: --panel {args.panel} decides the tasks; leave it out")
-        split, chosen, seeds = f"panel-{args.panel}", panels.panel_fields(args.panel, args.overrides), seeds or [0]
+        split, overrides, seeds = f"panel-{args.panel}", panels.panel_fields(args.panel, args.overrides), seeds or [0]
     else:
-        split, chosen = split_of(configuration.load(source.config, source.overrides), args.split)
-    config = configuration.load(source.config, [*source.overrides, *chosen])
+        split, overrides = split_of(configuration.load(source.config, source.overrides), args.split)
+    config = configuration.load(source.config, [*source.overrides, *overrides])
     served = source.name.startswith(PREFIX)
     mesh = None if served else prepare_devices(config, args.distributed)  # before anything else asks jax for its devices
     if args.panel and source.is_run:
         panels.refuse_trained_on(args.panel, configuration.load(source.config))
     tasks = panels.panel_tasks(args.panel, config) if args.panel else []
     settings = settings_of(config)
-    own = source.is_run and args.to is None and not seeds
-    own = own and settings == settings_of(configuration.load(source.config))
-    target = source.folder if own else Path(args.to) if args.to else source.folder / "evaluations"
-    file = target / (OWN if own else file_name(split, config.evaluation.temperature, config.evaluation.episodes, seeds))
-    if not own:
+    in_run = source.is_run and args.to is None and not seeds
+    in_run = in_run and settings == settings_of(configuration.load(source.config))
+    target = source.folder if in_run else Path(args.to) if args.to else source.folder / "evaluations"
+    file = target / (OWN if in_run else file_name(split, config.evaluation.temperature, config.evaluation.episodes, seeds))
+    if not in_run:
         refuse_another(file, settings, source.name if args.to else None)
-    evaluation = _prepared(args, config, mesh, tasks, seeds)
+    evaluation = _prepare(args, config, mesh, tasks, seeds)
     if jax.process_index() == 0:  # before hours of evaluation, not after
         target.mkdir(parents=True, exist_ok=True)
         if not os.access(target, os.W_OK):
-            raise ConfigError(f"{target}: cannot be written; {'see its owner' if own else 'choose another folder with --to'}")
+            raise ConfigError(
+                f"{target}: cannot be written; {'see its owner' if in_run else 'choose another folder with --to'}"
+            )
     with CompileWatch():
         result, episodes, text = evaluation()
     if jax.process_index() == 0:
         about = {"policy": source.name, "env": config.env.name, "split": split, "settings": settings}
-        write(file, result if own else about | {"hgpo_jax": version("hgpo_jax")} | result, episodes)
-        if own:
+        write(file, result if in_run else about | {"hgpo_jax": version("hgpo_jax")} | result, episodes)
+        if in_run:
             plot_curves(source.folder)  # the curves include the evaluation
         print(text)
         remote.send(target)
-        if not own:
+        if not in_run:
             print(file)
 
 

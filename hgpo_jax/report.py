@@ -72,10 +72,10 @@ def charts(panels: tuple[Panel, ...], curves: list[dict[str, list]]) -> list[dic
     drawn = []
     for panel in panels:
         lines = []
-        for run, known in enumerate(curves):
-            names = panel.names(known)
+        for run, metrics in enumerate(curves):
+            names = panel.names(metrics)
             lines += [{"run": run, "metric": n, "label": panel.label(n), "held_out": False} for n in names]
-            if (validation := f"validation/{panel.metric}") in known:
+            if (validation := f"validation/{panel.metric}") in metrics:
                 lines.append({"run": run, "metric": validation, "label": "held-out", "held_out": True})
         if lines:
             fields = {"title": panel.title, "metric": panel.metric, "unit": panel.unit, "range": panel.extent}
@@ -83,16 +83,16 @@ def charts(panels: tuple[Panel, ...], curves: list[dict[str, list]]) -> list[dic
     return drawn
 
 
-def choose(dump: Dump, wanted: int) -> list[int]:
+def choose(dump: Dump, count: int) -> list[int]:
     """Chooses the prompt groups to show: those whose episodes differ most in success, of these the ones with the most steps."""
     e = dump.episodes
-    found = []
+    candidates = []
     for group in np.unique(e.groups).tolist():
         rows = e.groups == group
         if e.mask[rows].any():
             share = e.success[rows].mean()
-            found.append((-share * (1 - share), -int(e.mask[rows].sum()), group))
-    return sorted(group for *_, group in sorted(found)[:wanted])
+            candidates.append((-share * (1 - share), -int(e.mask[rows].sum()), group))
+    return sorted(group for *_, group in sorted(candidates)[:count])
 
 
 def group_data(dump: Dump, group: int, records: dict[str, Estimate], lines: Lines) -> dict:
@@ -138,8 +138,8 @@ def group_data(dump: Dump, group: int, records: dict[str, Estimate], lines: Line
             levels |= set(record.levels)
     ids = {}
     for level in sorted(levels):
-        found = group_ids(e, level)
-        ids[level] = [found[b, : happened[b]].tolist() for b in rows]
+        ids_of_level = group_ids(e, level)
+        ids[level] = [ids_of_level[b, : happened[b]].tolist() for b in rows]
     return {"group": group, "goal": dump.goal(rows[0]), "episodes": episodes, "estimators": estimators, "ids": ids}
 
 
@@ -162,17 +162,19 @@ def dump_data(dump: Dump, groups: int, lines: Lines) -> dict:
 
 def changed_fields(config: Config) -> list[str]:
     """Returns the settings that differ from the defaults, as overrides."""
-    found, default = [], Config()
+    changes, default = [], Config()
     for name in configuration.fields():
         value, usual = config, default
         for part in name.split("."):
             value, usual = getattr(value, part), getattr(usual, part)
         if name == "roles":
-            given = {role: settings.model_dump(exclude_defaults=True) for role, settings in config.roles.items()}
-            found += [f"roles.{role}.{field}={setting}" for role, own in given.items() for field, setting in own.items()]
+            roles = {role: settings.model_dump(exclude_defaults=True) for role, settings in config.roles.items()}
+            changes += [
+                f"roles.{role}.{field}={setting}" for role, fields in roles.items() for field, setting in fields.items()
+            ]
         elif value != usual and not name.startswith(PLACES):
-            found.append(f"{name}={','.join(value) if isinstance(value, tuple) else value}")
-    return found
+            changes.append(f"{name}={','.join(value) if isinstance(value, tuple) else value}")
+    return changes
 
 
 def run_row(name: str, config: Config, done: int, curves: dict[str, list], held_out: dict | None) -> dict:
@@ -215,25 +217,25 @@ def gather(folders: list[Path], dumps: int, groups: int) -> dict:
     configs = [read_config(folder) for folder in folders]
     names = run_names(folders)
     for folder, name, config in zip(folders, names, configs, strict=True):
-        x, known = series(folder)
-        found = list(dumped(folder))
-        if not x and not found:
+        x, metrics = series(folder)
+        iterations = list(dumped(folder))
+        if not x and not iterations:
             raise ConfigError(f"{folder}: nothing to show, the run has not finished an iteration")
         # Evenly spaced, with the first and the last one; a single one is the last.
-        at = np.linspace(len(found) - 1, 0, min(dumps, len(found))).round().astype(int)[::-1]
+        at = np.linspace(len(iterations) - 1, 0, min(dumps, len(iterations))).round().astype(int)[::-1]
         held_out = read_held_out(folder)
-        rows.append(run_row(name, config, len(x), known, held_out))
-        shown = []
+        rows.append(run_row(name, config, len(x), metrics, held_out))
+        all_dumps = []
         for i in at:
-            dump = load(folder, found[i])
+            dump = load(folder, iterations[i])
             try:
-                shown.append(dump_data(dump, groups, lines))
+                all_dumps.append(dump_data(dump, groups, lines))
             except (ValueError, IndexError, OverflowError) as error:
                 reason = " ".join(str(error).split())
-                raise ConfigError(f"{folder}: the dump of iteration {found[i]} is damaged: {reason}; remove it") from None
-        dumps_shown = [dump for dump in shown if dump["groups"]]
-        runs.append({"name": name, "x": x, "metrics": known, "held_out": held_out, "dumps": dumps_shown})
-        curves.append(known)
+                raise ConfigError(f"{folder}: the dump of iteration {iterations[i]} is damaged: {reason}; remove it") from None
+        dumps_shown = [dump for dump in all_dumps if dump["groups"]]
+        runs.append({"name": name, "x": x, "metrics": metrics, "held_out": held_out, "dumps": dumps_shown})
+        curves.append(metrics)
     panels = {"learning": charts(LEARNING, curves), "groups": charts(GROUPS, curves), "roles": charts(ROLES, curves)}
     longest = max(len(run["x"]) for run in runs)
     data = {"runs": runs, "panels": panels, "window": smoothing_window(longest), "lines": lines.all()}

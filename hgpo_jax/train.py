@@ -41,8 +41,8 @@ def main() -> None:
         "always may",
     )
     args = p.parse_intermixed_args()  # options may be between fields
-    given = cli.given_fields(args)
-    config = configuration.resolve(given) if args.resume == "never" else None
+    fields = cli.given_fields(args)
+    config = configuration.resolve(fields) if args.resume == "never" else None
     # Only here: these take seconds to import, and mistakes in fields have been rejected by now.
     from hgpo_jax.setup.validate import check_given
     from hgpo_jax.trainer.main import Interrupted, dry_run, train
@@ -51,9 +51,9 @@ def main() -> None:
         check_given(config, args.overrides)
     allowed = tuple(args.allow_change)
     if args.dry_run:
-        return dry_run(given, args.resume, allowed)
+        return dry_run(fields, args.resume, allowed)
     try:
-        train(given, args.resume, allowed, args.distributed, exits=True)
+        train(fields, args.resume, allowed, args.distributed, exits=True)
     except Interrupted as signal:
         sys.exit(128 + signal.number)
 

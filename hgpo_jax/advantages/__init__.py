@@ -118,7 +118,7 @@ def estimate(
         for field, value in arrays.items():
             if checks.is_concrete(value):
                 checks.check_values(field, np.asarray(value), host_mask)
-    arrays = {field: _replicated(value) for field, value in arrays.items()}
+    arrays = {field: _replicate(value) for field, value in arrays.items()}
     result: Estimate = _estimate(ESTIMATORS[name], tuple(sorted(options.items())), arrays)
     return result
 
@@ -148,7 +148,7 @@ def _estimate(
     return estimator(batch, **arrays, **dict(options))
 
 
-def _replicated(value: Any) -> Any:
+def _replicate(value: Any) -> Any:
     if isinstance(value, jax.core.Tracer):
         if jax.sharding.get_abstract_mesh().empty:
             return value

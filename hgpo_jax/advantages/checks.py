@@ -65,18 +65,18 @@ OPTIONS: dict[str, tuple[Callable[[object], bool], str]] = {
 }
 
 
-def nearest(kind: str, name: str, known: Iterable[str]) -> str:
+def nearest(kind: str, name: str, names: Iterable[str]) -> str:
     """Returns the text of an error about an unknown name."""
-    known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    return f"unknown {kind} '{name}': did you mean '{close[0]}'? Known: {', '.join(known)}"
+    names = sorted(names)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
+    return f"unknown {kind} '{name}': did you mean '{close[0]}'? Known: {', '.join(names)}"
 
 
 def check_option(name: str, value: object) -> None:
     """Refuse an option's value outside its range; options without an entry in `OPTIONS` are taken as they are."""
-    accepts, wanted = OPTIONS.get(name, (lambda x: True, ""))
+    accepts, domain = OPTIONS.get(name, (lambda x: True, ""))
     if not accepts(value):
-        raise ValueError(f"{name}={value!r}: give {wanted}")
+        raise ValueError(f"{name}={value!r}: give {domain}")
 
 
 def describe(name: str) -> str:

@@ -80,8 +80,8 @@ def sort_contexts(batch: Batch, history_length: int) -> Sorted:
     """
     columns = [jnp.broadcast_to(batch.groups[:, None], batch.mask.shape)]
     for lag in range(history_length + 1):
-        seen = batch.states[:, : max(batch.states.shape[1] - lag, 0)]
-        columns.append(jnp.pad(seen, ((0, 0), (batch.states.shape[1] - seen.shape[1], 0)), constant_values=NO_STATE))
+        earlier = batch.states[:, : max(batch.states.shape[1] - lag, 0)]
+        columns.append(jnp.pad(earlier, ((0, 0), (batch.states.shape[1] - earlier.shape[1], 0)), constant_values=NO_STATE))
     return sort_steps(columns, batch.mask)
 
 

@@ -74,8 +74,8 @@ def hiper(
 
     nothing = jnp.zeros_like(batch.rewards[:, 0])
     columns = (batch.rewards, last, begins_after, high_after, following(low_values, mask), low_values)
-    _, found = jax.lax.scan(step, (nothing,) * 3, tuple(a.T for a in columns), reverse=True)
-    high_return, reached, low_advantage = (a.T for a in found)
+    _, results = jax.lax.scan(step, (nothing,) * 3, tuple(a.T for a in columns), reverse=True)
+    high_return, reached, low_advantage = (a.T for a in results)
 
     penalty = penalties(batch, invalid_penalty)
     levels = [

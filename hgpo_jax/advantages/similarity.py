@@ -50,11 +50,11 @@ def similar_states(
         raise ValueError(f"threshold={threshold}: give a ratio from 0 to 1")
     lengths = np.asarray(mask).sum(axis=1).tolist()
     if not len(observations) == len(groups) == len(lengths):
-        given = f"observations has {len(observations)} rows and groups {len(groups)}"
-        raise ValueError(f"{given}: give {len(lengths)} each, because mask has that many")
+        counts = f"observations has {len(observations)} rows and groups {len(groups)}"
+        raise ValueError(f"{counts}: give {len(lengths)} each, because mask has that many")
     clusters: dict[int, list[tuple[str, int]]] = {}
-    known: dict[tuple[int, Hashable], int] = {}
-    founded = 0
+    cluster_of_key: dict[tuple[int, Hashable], int] = {}
+    num_clusters = 0
     states = np.zeros(np.shape(mask), np.int32)
     for b, (group, texts, length) in enumerate(zip(np.asarray(groups).tolist(), observations, lengths, strict=True)):
         if len(texts) < length:
@@ -64,14 +64,14 @@ def similar_states(
                 raise TypeError(f"observations[{b}][{t}] is a {type(text).__name__}: give texts, or threshold=1")
             # An equal text meets the same representatives in the same order, so its id is already decided.
             key = group, canonical_key(text)
-            if key not in known:
+            if key not in cluster_of_key:
                 alike = clusters.get(group, []) if threshold < 1 else []
-                found = next((i for first, i in alike if _similar(first, text, threshold)), None)
-                if found is None:
-                    found, founded = founded, founded + 1
-                    clusters.setdefault(group, []).append((text, found))
-                known[key] = found
-            states[b, t] = known[key]
+                cluster = next((i for first, i in alike if _similar(first, text, threshold)), None)
+                if cluster is None:
+                    cluster, num_clusters = num_clusters, num_clusters + 1
+                    clusters.setdefault(group, []).append((text, cluster))
+                cluster_of_key[key] = cluster
+            states[b, t] = cluster_of_key[key]
     return states
 
 

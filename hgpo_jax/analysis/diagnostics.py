@@ -40,16 +40,16 @@ def oracle_groups(states: ArrayLike, mask: ArrayLike, groups: ArrayLike) -> np.n
     prompt groups observation by observation.
     """
     states, mask = np.asarray(states), np.asarray(mask)
-    history, ids, found = np.asarray(groups, np.int64), np.full(mask.shape, -1, np.int64), 0
+    history, ids, num_groups = np.asarray(groups, np.int64), np.full(mask.shape, -1, np.int64), 0
     for t in range(mask.shape[1]):
         alive = mask[:, t]
         if not alive.any():
             break
         pairs = np.stack([history[alive], states[alive, t]], axis=1)
-        distinct, index = np.unique(pairs, axis=0, return_inverse=True)
-        ids[alive, t] = index.ravel() + found
+        unique, index = np.unique(pairs, axis=0, return_inverse=True)
+        ids[alive, t] = index.ravel() + num_groups
         history = ids[:, t]
-        found += len(distinct)
+        num_groups += len(unique)
     return ids
 
 
@@ -102,13 +102,13 @@ def against_truth(advantages: ArrayLike, truth: ArrayLike, standard_error: Array
     and the cosine is nan.
     """
     mask = np.asarray(mask)
-    estimated, known, noise = (np.asarray(a, np.float64)[mask] for a in (advantages, truth, standard_error))
+    estimated, true, noise = (np.asarray(a, np.float64)[mask] for a in (advantages, truth, standard_error))
     if not len(estimated):
         return {"mse": np.nan, "cosine": np.nan, "spread": np.nan}
-    spread = float(np.mean(known**2) - np.mean(noise**2))
+    spread = float(np.mean(true**2) - np.mean(noise**2))
     scale = np.sqrt(max(np.mean(estimated**2) * spread, 0.0))
     return {
-        "mse": float(np.mean((estimated - known) ** 2) - np.mean(noise**2)),
-        "cosine": float(np.mean(estimated * known) / scale) if scale > 0 else np.nan,
+        "mse": float(np.mean((estimated - true) ** 2) - np.mean(noise**2)),
+        "cosine": float(np.mean(estimated * true) / scale) if scale > 0 else np.nan,
         "spread": spread,
     }

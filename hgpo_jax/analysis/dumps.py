@@ -94,7 +94,7 @@ class Dump:
         """Returns the role that acted in a turn; empty if there is only one role."""
         return self.roles[self.episodes.agents[episode, turn]] if len(self.roles) > 1 else ""
 
-    def said(self, episode: int, turn: int) -> str:
+    def response_with_role(self, episode: int, turn: int) -> str:
         """Returns the policy's response, after a mark with the role that acted."""
         return f"{self.role(episode, turn)} > {self.response(episode, turn)}".lstrip()
 
@@ -158,8 +158,8 @@ class Dump:
         """Returns the observation that a state id stands for, if one of the turns or the report shows it."""
         if self.report:
             return self.report["texts"][state]
-        seen = self._seen.get(state)
-        return self.observation(*seen) if seen and self.compiled else f"state {state}"
+        step = self._steps_by_state.get(state)
+        return self.observation(*step) if step and self.compiled else f"state {state}"
 
     def transcript(self, episode: int) -> str:
         """Renders one episode for a person."""
@@ -167,11 +167,11 @@ class Dump:
         lines = [f"task: {self.goal(episode)} ({outcome_of(e, episode)})"]
         for turn in range(self.turns(episode)):
             invalid = "   (invalid)" if e.invalid[episode, turn] else ""
-            lines += [f"  {self.observation(episode, turn)}", f"    {self.said(episode, turn)}{invalid}"]
+            lines += [f"  {self.observation(episode, turn)}", f"    {self.response_with_role(episode, turn)}{invalid}"]
         return "\n".join(lines)
 
     @functools.cached_property
-    def _seen(self) -> dict[int, tuple[int, int]]:
+    def _steps_by_state(self) -> dict[int, tuple[int, int]]:
         """Maps each state id to a step that saw it."""
         steps = np.argwhere(self.episodes.mask)
         states, first = np.unique(self.episodes.states[self.episodes.mask], return_index=True)
@@ -204,18 +204,18 @@ def load(path: str | Path, iteration: int | None = None) -> Dump:
     path = Path(remote.local(str(path)))
     folder = path.parent.parent if path.suffix == ".npz" else path
     config = read_config(folder)
-    found = dumped(folder)
+    by_iteration = dumped(folder)
     if path.suffix == ".npz":
-        iteration = next((number for number, file in found.items() if file.name == path.name), None)
+        iteration = next((number for number, file in by_iteration.items() if file.name == path.name), None)
         if iteration is None:
-            raise ConfigError(f"{path}: no such dump; {folder} holds those of iterations {_listed(found)}")
-    elif not found:
+            raise ConfigError(f"{path}: no such dump; {folder} holds those of iterations {_list_iterations(by_iteration)}")
+    elif not by_iteration:
         raise ConfigError(f"{folder}: holds no dump of episodes yet; give the run a smaller log.dump_every")
     elif iteration is None:
-        iteration = max(found)
-    elif iteration not in found:
-        raise ConfigError(f"iteration={iteration}: {folder} holds dumps of iterations {_listed(found)}")
-    file = found[iteration]
+        iteration = max(by_iteration)
+    elif iteration not in by_iteration:
+        raise ConfigError(f"iteration={iteration}: {folder} holds dumps of iterations {_list_iterations(by_iteration)}")
+    file = by_iteration[iteration]
     try:
         episodes = Episodes.load(file)
         beside = file.with_suffix(".json")
@@ -263,6 +263,6 @@ def read_config(folder: str | Path) -> Config:
         raise ConfigError(f"{file}: {error}") from None
 
 
-def _listed(found: dict[int, Path]) -> str:
-    numbers = list(map(str, found))
+def _list_iterations(dumps: dict[int, Path]) -> str:
+    numbers = list(map(str, dumps))
     return ", ".join(numbers if len(numbers) < 8 else [*numbers[:3], "...", *numbers[-3:]]) or "none"

@@ -31,8 +31,8 @@ def plot_learning(runs: dict[str, str | Path | list[dict]], metrics=("success", 
     for name, run in runs.items():
         rows = [flatten(row) for row in (run if isinstance(run, list) else read_metrics(Path(run)))]
         for axis, metric in zip(axes, metrics, strict=True):
-            known = [(row["iteration"], row[metric]) for row in rows if row.get(metric) is not None]
-            axis.plot(*zip(*known, strict=True), label=name)
+            points = [(row["iteration"], row[metric]) for row in rows if row.get(metric) is not None]
+            axis.plot(*zip(*points, strict=True), label=name)
     for axis, metric in zip(axes, metrics, strict=True):
         axis.set_title(metric)
         axis.set_xlabel("iteration")
@@ -58,7 +58,7 @@ def plot_group(dump: Dump, records: dict[str, Estimate], group: int) -> Figure:
     for axis, (name, record) in zip(figure.subplots(1, len(records), squeeze=False)[0], records.items(), strict=True):
         values = np.where(steps, record.advantages[rows], np.nan)[:, :longest]
         colors = matplotlib.colormaps[COLORS].with_extremes(bad="#e4e4e4")  # grey: the episode is over
-        shown = axis.imshow(values, cmap=colors, norm=CenteredNorm(), aspect="auto", interpolation="none")
+        image = axis.imshow(values, cmap=colors, norm=CenteredNorm(), aspect="auto", interpolation="none")
         row, turn = np.nonzero((e.invalid[rows] & steps)[:, :longest])
         axis.plot(turn, row, "x", color="black", markersize=4, markeredgewidth=0.8)
         if len(dump.roles) > 1:
@@ -69,7 +69,7 @@ def plot_group(dump: Dump, records: dict[str, Estimate], group: int) -> Figure:
         axis.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
         axis.set_xlabel("turn", fontsize=9)
         axis.set_title(name, fontsize=10, loc="left")
-        figure.colorbar(shown, ax=axis, pad=0.02, shrink=0.9).ax.tick_params(labelsize=8)
+        figure.colorbar(image, ax=axis, pad=0.02, shrink=0.9).ax.tick_params(labelsize=8)
     roles = ", ".join(f"{index} {role}" for index, role in enumerate(dump.roles)) if len(dump.roles) > 1 else ""
     title = f"{dump.goal(int(rows[0]))}{roles and f' ({roles})'}"
     figure.suptitle(title, fontsize=10, parse_math=False)  # a price in dollars is not a formula
@@ -99,18 +99,18 @@ def plot_transitions(dump: Dump, record: Estimate, group: int, states: int = 12)
     visits = {s: sum(c for a, b, c, _ in arrows if s in (a, b)) for s in depth}
     first = sorted(visits, key=lambda s: (s not in starts and s not in goals, -visits[s]))
     drawn = set(first[: max(states, len(starts) + len(goals))])
-    kept = [arrow for arrow in arrows if arrow[0] in drawn and arrow[1] in drawn]
-    place = _places(drawn, depth, kept)
+    arcs = [arrow for arrow in arrows if arrow[0] in drawn and arrow[1] in drawn]
+    place = _places(drawn, depth, arcs)
     middle = {s: (np.array(place[s]) + 0.5) * (BOX + GAP) for s in drawn}
 
     figure, axis, side = _graph_axes((1 + np.array(list(place.values())).max(0)) * (BOX + GAP))
     boxes = {s: _box(axis, middle[s], dump.state_name(s), s in starts, s in goals) for s in drawn}
-    for s, _, stays, _ in (arrow for arrow in kept if arrow[0] == arrow[1]):  # an arrow back to its start would be invisible
+    for s, _, stays, _ in (arrow for arrow in arcs if arrow[0] == arrow[1]):  # an arrow back to its start would be invisible
         right, top = middle[s] + BOX * (0.5, -0.5)
         axis.text(right, top, f"↻ {stays}", fontsize=8, ha="right", va="bottom", zorder=4)
     norm = CenteredNorm(halfrange=max(float(np.abs(edges["advantage"]).max()), 1e-9))
     color = ScalarMappable(norm, "coolwarm_r")  # grey in the middle, so that an advantage of 0 is visible on white, too
-    moves = sorted((arrow for arrow in kept if arrow[0] != arrow[1]), key=lambda arrow: arrow[2])
+    moves = sorted((arrow for arrow in arcs if arrow[0] != arrow[1]), key=lambda arrow: arrow[2])
     for a, b, count, advantage in moves:
         curvature = 0.12 if place[b][0] > place[a][0] else 0.3
         arrow = FancyArrowPatch(
@@ -127,7 +127,7 @@ def plot_transitions(dump: Dump, record: Estimate, group: int, states: int = 12)
         )
         axis.add_patch(arrow)
     figure.colorbar(color, cax=side, label="mean advantage")
-    share = sum(c for *_, c, _ in kept) / sum(c for *_, c, _ in arrows)
+    share = sum(c for *_, c, _ in arcs) / sum(c for *_, c, _ in arrows)
     few = len(drawn) < len(depth)
     left = f"; the {len(drawn)} most visited of {len(depth)} states, {share:.0%} of the steps" if few else ""
     goal = textwrap.fill(dump.goal(int(played[0])), 100, max_lines=2)

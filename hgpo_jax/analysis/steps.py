@@ -27,8 +27,8 @@ def group_ids(episodes: Episodes, level: int) -> np.ndarray:
         columns.append(before)
     ids = np.full(mask.shape, -1, np.int64)
     if mask.any():
-        _, found = np.unique(np.stack([column[mask] for column in columns], axis=1), axis=0, return_inverse=True)
-        ids[mask] = found.ravel()
+        _, index = np.unique(np.stack([column[mask] for column in columns], axis=1), axis=0, return_inverse=True)
+        ids[mask] = index.ravel()
     return ids
 
 
@@ -89,7 +89,7 @@ def step_text(dump: Dump, record: Estimate, episode: int, turn: int, shown: int 
     """Formats `step_groups`; for each level the `shown` members with the highest and lowest values, and the step itself."""
     lines = [
         f"episode {episode}, turn {turn}: {dump.observation(episode, turn)}",
-        f"    {dump.said(episode, turn)}",
+        f"    {dump.response_with_role(episode, turn)}",
         f"return {record.returns[episode, turn]:.3g}, advantage {record.advantages[episode, turn]:+.3g}",
     ]
     for group in step_groups(dump, record, episode, turn):
@@ -185,8 +185,8 @@ def oracle_errors(dump: Dump, estimators: dict[str, dict], group_size: int = 0) 
         _, dealt = np.unique(np.stack([e.groups, place // group_size]), axis=1, return_inverse=True)
         dump = dataclasses.replace(dump, episodes=e.replace(groups=dealt.ravel().astype(np.int32)))
     errors = {}
-    for shown, options in estimators.items():
+    for label, options in estimators.items():
         centred = {"normalize": "mean"} if "normalize" in parameters(options["name"])[1] else {}
         record = dump.estimate(**options | centred)
-        errors[shown] = diagnostics.against_oracle(record.advantages, returns, ids)
+        errors[label] = diagnostics.against_oracle(record.advantages, returns, ids)
     return errors

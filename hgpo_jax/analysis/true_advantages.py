@@ -62,9 +62,9 @@ def true_advantages(job: Job, params, tasks, episodes: Episodes, *, continuation
     decoding, gamma = Decoding(temperature=config.rollout.temperature), config.advantage.gamma
     returns, key = np.zeros(len(rows)), jax.random.key(seed)
     for begin in tqdm(range(0, len(rows), ROWS), desc="continuations", unit_scale=ROWS, leave=False, disable=None):
-        chosen = np.resize(rows[begin : begin + ROWS], ROWS)  # repeats fill up: one shape, one program
+        chunk = np.resize(rows[begin : begin + ROWS], ROWS)  # repeats fill up: one shape, one program
         keys = jax.random.split(jax.random.fold_in(key, begin), ROWS)
-        rewards = runner.play_on(params, jax.tree.map(lambda a, chosen=chosen: a[chosen], states), keys, decoding)
+        rewards = runner.play_on(params, jax.tree.map(lambda a, chunk=chunk: a[chunk], states), keys, decoding)
         returns[begin : begin + ROWS] = (np.asarray(rewards) @ gamma ** np.arange(T))[: len(rows) - begin]
     samples = returns.reshape(len(before), continuations)
     values, variances = np.zeros((2, B * (T + 1)))

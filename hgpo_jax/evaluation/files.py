@@ -48,12 +48,12 @@ def _as_json(value):
 
 def settings_of(config: Config) -> dict[str, object]:
     """Returns name -> value, as in JSON, for every field that affects the result of an evaluation."""
-    tree, found = config.model_dump(mode="json"), {}
+    tree, settings = config.model_dump(mode="json"), {}
     for name in configuration.fields():
         if name.startswith(MATTER) and name not in DO_NOT:
             section, _, leaf = name.partition(".")
-            found[name] = tree[section][leaf]
-    return found
+            settings[name] = tree[section][leaf]
+    return settings
 
 
 def file_name(split: str, temperature: float, episodes: int, seeds: list[int] | tuple[int, ...] = ()) -> str:

@@ -63,12 +63,12 @@ def play_held_out(
       them, else the first of each task type and, if there are few types, the next ones).
     """
     runner = job.runner
-    wanted = num_evaluated(job) if seed is None else job.config.evaluation.episodes
+    count = num_evaluated(job) if seed is None else job.config.evaluation.episodes
     key = stream_key("validation_samples", 0) if validation else jax.random.key(seed or 0)
     parts, scores = [], []
-    shown: list[str] = []
+    transcripts: list[str] = []
     by_type: dict[int, list[str]] = {}
-    for first in range(0, wanted, job.batch):
+    for first in range(0, count, job.batch):
         index = first + jnp.arange(job.batch, dtype=jnp.int32)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, index)
         of_seed = None if in_order else seed or 0
@@ -77,16 +77,16 @@ def play_held_out(
         # The largest arrays are not needed again; those of a whole evaluation could fill the memory.
         parts.append(result.episodes.replace(prompts=None, logp=None))
         scores.append(result.report and result.report.scores)
-        for i in range(min(wanted - first, job.batch)):
+        for i in range(min(count - first, job.batch)):
             if seed is not None:
-                shown.append(runner.story(result, i).text())
+                transcripts.append(runner.story(result, i).text())
             elif len(same := by_type.setdefault(int(result.episodes.task[i]), [])) < SHOWN:
                 same.append(runner.story(result, i).text())
     if seed is None:
         in_turn = [text for texts in zip_longest(*by_type.values()) for text in texts if text is not None]
-        shown = in_turn[: max(SHOWN, len(by_type))]
-    episodes = jax.tree.map(lambda *arrays: np.concatenate(arrays)[:wanted], *parts)
-    return episodes, None if scores[0] is None else np.concatenate(scores)[:wanted], shown
+        transcripts = in_turn[: max(SHOWN, len(by_type))]
+    episodes = jax.tree.map(lambda *arrays: np.concatenate(arrays)[:count], *parts)
+    return episodes, None if scores[0] is None else np.concatenate(scores)[:count], transcripts
 
 
 def summarize(episodes: Episodes, task_types: Sequence[str], scores: np.ndarray | None = None) -> dict:
@@ -94,7 +94,7 @@ def summarize(episodes: Episodes, task_types: Sequence[str], scores: np.ndarray 
     they count as lost in `success_at_least`. Success is NaN if the environment does not report it.
     """
     played, judged = episodes.mask[:, 0], episodes.judged
-    n, known, wins, steps = (int(a.sum()) for a in (played, judged, episodes.success, episodes.mask))
+    n, num_judged, wins, steps = (int(a.sum()) for a in (played, judged, episodes.success, episodes.mask))
     if not n:
         raise RunError("evaluation: the environment failed in every episode")
     by_task = {
@@ -103,9 +103,9 @@ def summarize(episodes: Episodes, task_types: Sequence[str], scores: np.ndarray 
     }
     return {
         "played": n,
-        "success": wins / known if known else math.nan,
-        "interval": list(wilson(wins, known)) if known else [math.nan, math.nan],
-        "success_at_least": wins / (len(played) - n + known) if known else math.nan,
+        "success": wins / num_judged if num_judged else math.nan,
+        "interval": list(wilson(wins, num_judged)) if num_judged else [math.nan, math.nan],
+        "success_at_least": wins / (len(played) - n + num_judged) if num_judged else math.nan,
         "by_task": by_task,
         "turns": steps / n,
         "invalid": float((episodes.invalid & episodes.mask).sum() / steps),
@@ -114,27 +114,27 @@ def summarize(episodes: Episodes, task_types: Sequence[str], scores: np.ndarray 
 
 def evaluate(job: Job, params, folder: Path) -> tuple[dict, list[str]]:
     """Runs `play_both` and writes the result to folder/evaluation.json."""
-    result, shown = play_both(job, params)
+    result, transcripts = play_both(job, params)
     if jax.process_index() == 0:
         write(folder / OWN, result)
-    return result, shown
+    return result, transcripts
 
 
 def play_both(job: Job, params) -> tuple[dict, list[str]]:
     """Runs the sampled and the greedy evaluation of rollout parameters: (the result, some sampled transcripts)."""
     settings, modes = job.config.evaluation, {}
-    shown: list[str] = []
+    first_transcripts: list[str] = []
     sampled = sampled_decoding(settings)
     for mode, decoding in (("sampled", sampled), ("greedy", sampled.replace(temperature=0.0))):
         episodes, scores, transcripts = play_held_out(job, params, decoding)
         modes[mode] = summarize(episodes, job.runner.task_types, scores)
-        shown = shown or transcripts
+        first_transcripts = first_transcripts or transcripts
     result = {
         "episodes": len(episodes.success),
         "temperature": settings.temperature,
         **{name: {mode: modes[mode][name] for mode in modes} for name in modes["sampled"]},
     }
-    return result, shown
+    return result, first_transcripts
 
 
 def describe_evaluation(result: dict) -> str:
@@ -151,10 +151,10 @@ def describe_evaluation(result: dict) -> str:
             failed = f"; in {count - played} of {count} tasks the environment failed, which are left out"
             if not math.isnan(success):
                 failed += f": {result['success_at_least'][mode]:.1%} if they count as lost"
-        said = f"{success:6.1%} of {played} tasks (95 % interval {low:.1%} to {high:.1%})"
+        text = f"{success:6.1%} of {played} tasks (95 % interval {low:.1%} to {high:.1%})"
         if math.isnan(success):
-            said = f"success unknown in {played} tasks, whose environment does not say it"
-        lines.append(f"held-out {mode:7s} {said}, {result['turns'][mode]:.1f} turns{tasks}{failed}")
+            text = f"success unknown in {played} tasks, whose environment does not say it"
+        lines.append(f"held-out {mode:7s} {text}, {result['turns'][mode]:.1f} turns{tasks}{failed}")
     return "\n".join(lines)
 
 
@@ -202,11 +202,11 @@ def pooled(plays: list[Episodes], task_types: Sequence[str]) -> dict[str, dict]:
     task = np.concatenate([e.task for e in plays])
     parts = {"success": judged} if judged.any() else {}
     parts |= {f"success/{task_types[t]}": judged & (task == t) for t in np.unique(task[judged]).tolist()}
-    found = {}
+    result = {}
     for name, part in parts.items():
         n, wins = int(part.sum()), int(success[part].sum())
-        found[name] = {"episodes": n, "successes": wins, "share": wins / n, "interval": list(wilson(wins, n))}
-    return found
+        result[name] = {"episodes": n, "successes": wins, "share": wins / n, "interval": list(wilson(wins, n))}
+    return result
 
 
 def evaluate_seeds(job: Job, params, seeds: list[int]) -> tuple[dict, list[dict]]:
@@ -246,15 +246,15 @@ def evaluate_seeds(job: Job, params, seeds: list[int]) -> tuple[dict, list[dict]
 def describe_seeds(result: dict) -> str:
     """Describes the result with one line per number, for the terminal."""
 
-    def shown(name, value):
+    def text_of(name, value):
         share = name.startswith(("success", "valid"))
         return "-" if value is None else f"{value:.1%}" if share else f"{value:.2f}"
 
     lines = [f"{'':32s}{'mean':>9s}{'std':>9s}   {'95 % over seeds':20s}95 % over all episodes"]
     for name, x in result["over_seeds"].items():
-        seeds = " to ".join(shown(name, end) for end in x["interval"] or [None])
+        seeds = " to ".join(text_of(name, end) for end in x["interval"] or [None])
         pool = result["over_episodes"].get(name)
-        episodes = "{} to {} of {}".format(*(shown(name, end) for end in pool["interval"]), pool["episodes"]) if pool else ""
-        line = f"{name:32s}{shown(name, x['mean']):>9s}{shown(name, x['std']):>9s}   {seeds:20s}{episodes}"
+        episodes = "{} to {} of {}".format(*(text_of(name, end) for end in pool["interval"]), pool["episodes"]) if pool else ""
+        line = f"{name:32s}{text_of(name, x['mean']):>9s}{text_of(name, x['std']):>9s}   {seeds:20s}{episodes}"
         lines.append(line.rstrip())
     return "\n".join(lines)

@@ -115,12 +115,12 @@ PANELS = {
 }
 
 
-def panel_fields(name: str, given: list[str]) -> list[str]:
-    """Returns a panel's overrides. Raises ConfigError for an unknown panel, or one that the `given` overrides change."""
+def panel_fields(name: str, overrides: list[str]) -> list[str]:
+    """Returns a panel's overrides. Raises ConfigError for an unknown panel, or for overrides of fields that the panel sets."""
     if name not in PANELS:
         raise ConfigError(f"--panel {name:.100}: there is none of this name; give one of {', '.join(PANELS)}")
     fields = PANELS[name].fields | {"evaluation.episodes": str(PANELS[name].count)}
-    for override in given:
+    for override in overrides:
         if (field := override.partition("=")[0]) in fields:
             raise ConfigError(f"{override:.100}: --panel {name} decides {field}; leave it out")
     # Removed fields stay in a panel's digest, and so in its fields, at the value that holds for all.
@@ -224,8 +224,8 @@ def describe(result: dict) -> str:
     success = {"greedy": result["greedy"]["success"], "sampled": float(np.mean(shares))}
     for mode, n in played.items():
         if n < count:
-            lost = success[mode] * n / count
-            lines.append(f"{mode}: only {n} of {count} tasks were played, the others failed; {lost:.1%} if these count as lost")
+            rate = success[mode] * n / count
+            lines.append(f"{mode}: only {n} of {count} tasks were played, the others failed; {rate:.1%} if these count as lost")
     return "\n".join(lines)
 
 
@@ -278,7 +278,7 @@ def compare(a: dict, b: dict) -> dict[str, dict[str, dict]]:
         if one != other:
             raise ConfigError(f"--compare: panels of different {what}, {one!s:.60} and {other!s:.60}; compare equal ones")
     different = _different(a, b)
-    found: dict[str, dict[str, dict]] = {}
+    comparison: dict[str, dict[str, dict]] = {}
     for measure, mode in itertools.product(("success", "score"), ("greedy", "sampled")):
         if different.keys() & DECODING[mode]:
             continue
@@ -289,11 +289,13 @@ def compare(a: dict, b: dict) -> dict[str, dict[str, dict]]:
                 for part in ("all", ours.get("type", "unknown")):
                     pairs.setdefault(part, []).append((one, other))
         if pairs["all"]:
-            found[f"{measure}, {mode}"] = {part: _paired(some, measure == "success") for part, some in pairs.items()}
-    return found
+            comparison[f"{measure}, {mode}"] = {
+                part: _compare_pairs(some, measure == "success") for part, some in pairs.items()
+            }
+    return comparison
 
 
-def _paired(pairs: list[tuple[list, list]], of_outcomes: bool) -> dict:
+def _compare_pairs(pairs: list[tuple[list, list]], of_outcomes: bool) -> dict:
     one, other = (np.array([np.mean(pair[i]) for pair in pairs]) for i in (0, 1))
     difference, interval = paired_difference(other - one)
     numbers = {
@@ -309,11 +311,11 @@ def _paired(pairs: list[tuple[list, list]], of_outcomes: bool) -> dict:
     return numbers
 
 
-def describe_comparison(a: dict, b: dict, found: dict[str, dict[str, dict]]) -> str:
+def describe_comparison(a: dict, b: dict, comparison: dict[str, dict[str, dict]]) -> str:
     """Formats a comparison as a table for the terminal."""
     panel = a["panel"]
     lines = [f"panel {panel['name']}, digest {panel['digest'][:16]}", f"A: {a['policy']}", f"B: {b['policy']}"]
-    for name, parts in found.items():
+    for name, parts in comparison.items():
         lines += ["", f"{name:32s}{'tasks':>6s}{'A':>9s}{'B':>9s}{'B - A':>9s}   {'95 %':18s}  only A  only B  p (McNemar)"]
         for part, x in parts.items():
             if len(parts) == 2 and part != "all":

@@ -105,7 +105,7 @@ class ServedPolicy:
         try:  # the address, the key and the model's name, before hundreds of requests
             self._ask(self._client.with_options(max_retries=1), "Hello", Decoding(), 0, limit=1)
         except self._failures as error:
-            raise ConfigError(self._said(error)) from None
+            raise ConfigError(self._describe_error(error)) from None
 
     def play(self, decoding: Decoding, seed: int) -> tuple[Episodes, np.ndarray | None, list[str]]:
         """Plays one episode on each of the first evaluation.episodes held-out tasks, in their own order.
@@ -117,7 +117,7 @@ class ServedPolicy:
         tasks = task_numbers("held_out", None, range(count), self._spec.num_tasks)
         episodes = Episodes.zeros(count, self._spec.max_turns, 1, 1)
         buffer = EpisodeBuffer(episodes, np.arange(count), self._config.rollout.history_length, self._config.env.strict)
-        asked: dict[Future[_Answer], int] = {}
+        requests: dict[Future[_Answer], int] = {}
         unplayed: list[tuple[int, EnvFailure]] = []
         refused: dict[int, str] = {}
         self._workers.discard_answers()
@@ -126,25 +126,25 @@ class ServedPolicy:
         pool = ThreadPoolExecutor(AT_ONCE)
         with contextlib.ExitStack() as ended_with, Progress(name, count, "episode") as progress:
             ended_with.callback(pool.shutdown, wait=False, cancel_futures=True)  # queued requests are never sent
-            while asked or pending:
-                for episode, output in [*unplayed, *self._workers.receive(0 if asked or unplayed else 1)]:
+            while requests or pending:
+                for episode, output in [*unplayed, *self._workers.receive(0 if requests or unplayed else 1)]:
                     pending -= 1
                     if buffer.add_output(episode, output):
                         message = sanitized(self._template.render(buffer.prompt_input(episode)))
                         draw = np.random.SeedSequence([seed, episode, buffer.turn(episode)]).generate_state(1)[0]
-                        asked[pool.submit(self._ask, self._client, message, decoding, int(draw) % 2**31, limit)] = episode
+                        requests[pool.submit(self._ask, self._client, message, decoding, int(draw) % 2**31, limit)] = episode
                     else:
                         ended += 1
                         won += isinstance(output, EnvOutput) and bool(output.won)
                         progress.update(1, {"won": f"{won / ended:.2f}"})
                 unplayed = []
-                answered, _ = wait(asked, timeout=0.05 if pending else None, return_when=FIRST_COMPLETED)
+                answered, _ = wait(requests, timeout=0.05 if pending else None, return_when=FIRST_COMPLETED)
                 for future in answered:
-                    episode = asked.pop(future)
+                    episode = requests.pop(future)
                     try:
                         text, whole = future.result()
                     except self._refusal as error:
-                        refused[episode] = self._said(error)
+                        refused[episode] = self._describe_error(error)
                         if buffer.turn(episode):
                             log.warning("episode %d ends unsolved: %s", episode, refused[episode])
                             ended += 1
@@ -152,7 +152,7 @@ class ServedPolicy:
                             continue
                         unplayed.append((episode, EnvFailure(refused[episode])))
                     except self._failures as error:
-                        raise RunError(self._said(error)) from None
+                        raise RunError(self._describe_error(error)) from None
                     else:
                         parsed = self._template.parse(text, self._entry.fallback, lower_case=self._entry.lower_case)
                         nothing = SlotResponse(episode, np.zeros(0, np.int32), np.zeros(0, np.float32))
@@ -168,7 +168,7 @@ class ServedPolicy:
             stories[episode] += f"\nended by a refusal: {refused[episode]}\n"
         return episodes, report.scores, stories
 
-    def _said(self, error: Exception) -> str:
+    def _describe_error(self, error: Exception) -> str:
         return f"{self._policy}: {one_line(f'{type(error).__name__}: {error}')[:300]}"
 
     def _ask(self, client, message: str, decoding: Decoding, seed: int, limit: int) -> _Answer:

@@ -110,13 +110,13 @@ def _check_estimator(name: str) -> None:
         if array in needed | {"rewards", "mask", "states", "groups"}
     }
     try:
-        result = jax.eval_shape(lambda given: estimate(name, **given), arrays)
+        result = jax.eval_shape(lambda arguments: estimate(name, **arguments), arrays)
     except Exception as error:  # any error of the user's code
         raise ConfigError(one_line(f"method={name}: {untraceable(ESTIMATORS[name], error)}")) from None
     shape = getattr(getattr(result, "advantages", None), "shape", None)
     if not isinstance(result, Estimate) or shape != (2, 3):
-        shown = f"advantages of shape {shape}" if isinstance(result, Estimate) else f"a {type(result).__name__}"
-        raise ConfigError(f"method={name}: returns {shown} for 2 trajectories of 3 steps; return an Estimate with one each")
+        value = f"advantages of shape {shape}" if isinstance(result, Estimate) else f"a {type(result).__name__}"
+        raise ConfigError(f"method={name}: returns {value} for 2 trajectories of 3 steps; return an Estimate with one each")
 
 
 def check_numbers(name: str) -> None:
@@ -131,8 +131,8 @@ def check_numbers(name: str) -> None:
     arrays["rewards"][2, 2], arrays["success"][2], arrays["groups"][2:] = 10, True, 1
     for array in ("states", "next_states", "actions"):
         arrays[array][:] = np.array([[0, 1, 2], [0, 1, 0], [0, 2, 1], [0, 0, 0]]) + (array == "next_states")
-    given = {array: arrays[array] for array in {"rewards", "states", "groups", *parameters(name)[0]}}
-    if fault := unusable(estimate(name, mask=mask, **given).advantages, mask):
+    arguments = {array: arrays[array] for array in {"rewards", "states", "groups", *parameters(name)[0]}}
+    if fault := unusable(estimate(name, mask=mask, **arguments).advantages, mask):
         raise ConfigError(
             f"method={name}: returns {fault} of a small batch, in which a group's rewards are all 0; does it divide by 0?"
         )

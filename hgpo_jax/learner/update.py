@@ -141,9 +141,9 @@ def role_stats(roles: Sequence[str], agents, mask, tokens: dict[str, jax.Array],
     stats: losses.Stats = {}
     squares = jnp.where(mask, slope**2, 0.0)
     for index, role in enumerate(roles):
-        own = (agents == index)[:, None]
-        stats |= {f"by_role/{name}/{role}": losses.reduce_tokens(of, mask & own, "token-mean") for name, of in tokens.items()}
-        stats[f"by_role/logp_gradient_share/{role}"] = jnp.where(own, squares, 0.0).sum(), squares.sum()
+        acts = (agents == index)[:, None]
+        stats |= {f"by_role/{name}/{role}": losses.reduce_tokens(of, mask & acts, "token-mean") for name, of in tokens.items()}
+        stats[f"by_role/logp_gradient_share/{role}"] = jnp.where(acts, squares, 0.0).sum(), squares.sum()
     return stats
 
 

@@ -109,11 +109,11 @@ class Policy:
 
     def _generation(self, stop: Sequence[str], trained: ChatFrame | None) -> dict[str, Any]:
         """Returns the content of generation_config.json: the earlier content, with every token that ends an answer."""
-        shown = {AS_TRAINED: trained.kept} if trained and not trained.plain else {}
+        settings = {AS_TRAINED: trained.settings} if trained and not trained.plain else {}
         ends = dict.fromkeys((*self.end_tokens, *end_tokens(self.tokenizer, stop)))
         others = {f"{name}_token_id": getattr(self.tokenizer, f"{name}_token_id") for name in ("bos", "pad")}
-        known = {name: index for name, index in others.items() if index is not None}
-        return known | generation_of(self.tokenizer) | shown | {"eos_token_id": list(ends)}
+        token_ids = {name: index for name, index in others.items() if index is not None}
+        return token_ids | generation_of(self.tokenizer) | settings | {"eos_token_id": list(ends)}
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -192,11 +192,11 @@ def find_action(text: str, fallback: int, opened: str = "", *, lower_case: bool 
 
     lower_case: whether the action loses its capitals, as verl-agent's do.
     """
-    read = text.lower() if lower_case else text
-    begin, end = _ACTION.search(read), _ACTION_END.search(read)
+    answer = text.lower() if lower_case else text
+    begin, end = _ACTION.search(answer), _ACTION_END.search(answer)
     if not (begin and end):
-        return read[-fallback:], False
-    action = read[begin.end() : end.start()].strip()
+        return answer[-fallback:], False
+    action = answer[begin.end() : end.start()].strip()
     return action, all(tag in opened + text for tag in (THINK, THINK_END)) and not _CHINESE.search(text)
 
 
@@ -212,7 +212,7 @@ class TextStream:
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()):
         self._decode, self._stop = decode, [text for text in stop if text]
         self._ids: list[int] = []
-        self._begin = self._read = 0  # ids[begin:read] have been decoded and reported, except for the text held back
+        self._begin = self._end = 0  # ids[begin:end] have been decoded and reported, except for the text held back
         self._held = ""  # possible beginning of a stop string
         self.stopped = False
 
@@ -232,17 +232,17 @@ class TextStream:
 
     def _push(self, ids: Sequence[int], last: bool) -> str:
         self._ids += ids
-        before, text = self._decode(self._ids[self._begin : self._read]), self._decode(self._ids[self._begin :])
+        before, text = self._decode(self._ids[self._begin : self._end]), self._decode(self._ids[self._begin :])
         if last or not text.endswith("\ufffd"):  # otherwise the rest of a character is still to come
             self._held += text[len(before) :]
-            self._read = len(self._ids)
-            self._begin = max(self._begin, self._read - self.BEHIND)
+            self._end = len(self._ids)
+            self._begin = max(self._begin, self._end - self.BEHIND)
         places = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
         if places:
             self.stopped = True
             return self._held[: min(places)]
-        kept = 0 if last else _overlap(self._held, self._stop)
-        text, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
+        num_held = 0 if last else _overlap(self._held, self._stop)
+        text, self._held = self._held[: len(self._held) - num_held], self._held[len(self._held) - num_held :]
         return text
 
 

@@ -77,15 +77,15 @@ class TokenText:
     def marker_in(self, text: str) -> str:
         """Finds a special or added token that a text spells, also with equivalent other characters; "" if there is none."""
         texts = [text, unicodedata.normalize("NFKC", text), unicodedata.normalize("NFKC", text).lower()]
-        found = next(filter(None, map(self._cuts.search, texts)), None) if self._cuts else None
+        match = next(filter(None, map(self._cuts.search, texts)), None) if self._cuts else None
         # A template may add the brackets around a name itself.
         inner = (token for token in self._special if len(token) > 5 and any(token[1:-1] in text for text in texts))
-        return found.group(1) if found else next(inner, "")
+        return match.group(1) if match else next(inner, "")
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decodes the text of a response, without special tokens other than the tags."""
-        shown = [index for index in ids if index not in self.hidden]
-        return self._tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        visible = [index for index in ids if index not in self.hidden]
+        return self._tokenizer.decode(visible, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def sanitized(text: str) -> str:
@@ -142,12 +142,12 @@ class ChatFrame:
         before, after = self._around([{"role": "user", "content": _MARK}])
         self.head = tokenizer.encode(before, add_special_tokens=False)
         self.tail = tokenizer.encode(after, add_special_tokens=False)
-        self.opened, self.hides_thoughts = self._opened(after), self._hides_thoughts()
+        self.opened, self.hides_thoughts = self._find_opening(after), self._hides_thoughts()
         self.end_tokens = end_tokens(tokenizer, stop, first=self._turn_end())
         self.text.hidden |= set(self.end_tokens)
 
     @property
-    def kept(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """The settings of the frame for generation_config.json: a frame made from them alone renders messages the same."""
         return {"date": self._date.isoformat(), "thinking": self._thinking}
 
@@ -198,25 +198,25 @@ class ChatFrame:
             raise ValueError("tools: this policy's chat template does not show any; leave them out")
         if calls and "tool_calls" not in template:
             raise ValueError("tool_calls: this policy's chat template does not show any; leave them out")
-        for field, given in (("tools", list(tools)), ("tool_calls", calls)):
-            if spelled := self.text.marker_in(json.dumps(given, ensure_ascii=False)):
+        for field, values in (("tools", list(tools)), ("tool_calls", calls)):
+            if spelled := self.text.marker_in(json.dumps(values, ensure_ascii=False)):
                 raise ValueError(f"{field}: {spelled!r} is a token of its own in this policy's vocabulary; write it otherwise")
         mark = f"message-{secrets.token_hex(8)}-"  # unpredictable, so no message can contain it
-        said, thoughts, marked = dict[int, str](), dict[int, str](), list[dict[str, Any]]()
+        contents, thoughts, marked = dict[int, str](), dict[int, str](), list[dict[str, Any]]()
         for number, message in enumerate(messages):
             content = message["content"]
             if message.get("tool_calls") and not content:
                 marked.append(message)
                 continue
-            shown = f"{mark}{number}-"
+            placeholder = f"{mark}{number}-"
             if message["role"] == "assistant" and number not in sampled and THINK_END in content:
                 begin, thoughts[number], end, content = _parts_of(content)
-                shown = f"{begin}{mark}thought-{number}-{end}{shown}"
-            said[number] = content
-            marked.append(message | {"content": shown})
-        pieces = re.split(rf"{mark}(thought-)?(\d+)-", self._shown(marked, tools))
-        if lost := sorted(said.keys() - {int(at) for of, at in zip(pieces[1::3], pieces[2::3], strict=True) if not of}):
-            raise ValueError(f"tokenizer: its chat template does not show message {lost[0] + 1} of {len(messages)}")
+                placeholder = f"{begin}{mark}thought-{number}-{end}{placeholder}"
+            contents[number] = content
+            marked.append(message | {"content": placeholder})
+        pieces = re.split(rf"{mark}(thought-)?(\d+)-", self._render(marked, tools))
+        if missing := sorted(contents.keys() - {int(at) for of, at in zip(pieces[1::3], pieces[2::3], strict=True) if not of}):
+            raise ValueError(f"tokenizer: its chat template does not show message {missing[0] + 1} of {len(messages)}")
         # Between two tokens of the frame, its text and the messages are one text: a word may begin in one and end in the other,
         # as with a full stop before a line's end.
         runs, tokens = [""], list[list[int]]()
@@ -230,7 +230,7 @@ class ChatFrame:
                 tokens.append(sampled[int(piece)])
                 runs.append("")
             elif at % 3 == 2:
-                runs[-1] += (thoughts if pieces[at - 1] else said)[int(piece)]
+                runs[-1] += (thoughts if pieces[at - 1] else contents)[int(piece)]
         ids: list[int] = []
         for run, token in zip(self.text.encode(runs), [*tokens, []], strict=True):
             ids += [*run, *token]
@@ -244,7 +244,7 @@ class ChatFrame:
             raise ValueError("tokenizer: its chat template tells the time in a way that cannot be kept; fix that template")
         return template
 
-    def _shown(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = (), *, asks: bool = True) -> str:
+    def _render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = (), *, asks: bool = True) -> str:
         """Renders messages with the template. asks: whether to ask for the assistant's next one. Raises ValueError."""
         switch = {} if self._thinking is None else {"enable_thinking": self._thinking, "thinking": self._thinking}
         try:
@@ -262,13 +262,13 @@ class ChatFrame:
 
     def _around(self, messages: list[dict[str, Any]], *, asks: bool = True) -> tuple[str, str]:
         """Returns the text before and after the message with content _MARK."""
-        shown = self._shown(messages, asks=asks)
-        if shown.count(_MARK) != 1:
-            raise ValueError(f"tokenizer: its chat template shows a message {shown.count(_MARK)} times instead of once")
-        before, after = shown.split(_MARK)
+        text = self._render(messages, asks=asks)
+        if text.count(_MARK) != 1:
+            raise ValueError(f"tokenizer: its chat template shows a message {text.count(_MARK)} times instead of once")
+        before, after = text.split(_MARK)
         return before, after
 
-    def _opened(self, tail: str) -> str:
+    def _find_opening(self, tail: str) -> str:
         """Returns the part of a thought at the end of the tail, after the frame's last token."""
         parts = self.text.split(tail)
         # A special token may follow the tag, and blanks may be tokens.
@@ -283,24 +283,24 @@ class ChatFrame:
     def _has_switch(self) -> bool:
         if "thinking" not in self._template():
             return False
-        given, shown = self._thinking, set()
+        thinking, texts = self._thinking, set()
         for self._thinking in (False, True):
-            shown.add(self._shown([{"role": "user", "content": "Hello"}]))
-        self._thinking = given
-        return len(shown) > 1
+            texts.add(self._render([{"role": "user", "content": "Hello"}]))
+        self._thinking = thinking
+        return len(texts) > 1
 
     def _hides_thoughts(self) -> bool:
-        said = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": f"{THINK}{_MARK}{THINK_END}Hello"}]
+        messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": f"{THINK}{_MARK}{THINK_END}Hello"}]
         try:
-            return _MARK not in self._shown([*said, said[0]])
+            return _MARK not in self._render([*messages, messages[0]])
         except ValueError:  # the template consists only of a question
             return False
 
     def _turn_end(self) -> str:
         """Returns the token that the template writes after the assistant's message, "" if there is none."""
-        asked, answered = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": _MARK}
+        question, answer = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": _MARK}
         # Some templates write it only if another message follows.
-        for conversation in ([asked, answered], [asked, answered, asked]):
+        for conversation in ([question, answer], [question, answer, question]):
             try:
                 _, after = self._around(conversation, asks=False)
             except ValueError:  # the template consists only of a question
@@ -322,8 +322,8 @@ def _parts_of(content: str) -> tuple[str, str, str, str]:
     thought = before.lstrip().removeprefix(begin)
     leading = len(before) - len(thought.lstrip())
     blanks = thought[len(thought.rstrip()) :] if thought.strip() else ""
-    said = after.lstrip()
-    return before[:leading], thought.strip(), blanks + THINK_END + after[: len(after) - len(said)], said
+    rest = after.lstrip()
+    return before[:leading], thought.strip(), blanks + THINK_END + after[: len(after) - len(rest)], rest
 
 
 def end_tokens(tokenizer, stop: Sequence[str] = (), first: str = "") -> tuple[int, ...]:
@@ -334,9 +334,9 @@ def end_tokens(tokenizer, stop: Sequence[str] = (), first: str = "") -> tuple[in
     vocabulary = tokenizer.get_vocab()
     if unknown := [token for token in stop if token not in vocabulary]:
         raise ValueError(f"stop={unknown}: no token of the tokenizer; give tokens such as {tokenizer.eos_token!r}")
-    found = [vocabulary[first]] if first else []
-    found += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    found += [*generation_of(tokenizer).get("eos_token_id", []), *(vocabulary[token] for token in stop)]
-    if not found:
+    ids = [vocabulary[first]] if first else []
+    ids += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ids += [*generation_of(tokenizer).get("eos_token_id", []), *(vocabulary[token] for token in stop)]
+    if not ids:
         raise ValueError("tokenizer: has no eos_token, which ends a response; set it in tokenizer_config.json")
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(ids))

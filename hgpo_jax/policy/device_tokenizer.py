@@ -76,9 +76,9 @@ class DeviceTokenizer:
     """
 
     def __init__(self, tokenizer):
-        given = json.loads(tokenizer.backend_tokenizer.to_str())
-        self._like_gpt2, self._single_digits = _cuts(given.get("normalizer"), given.get("pre_tokenizer"))
-        model = given["model"]
+        fields = json.loads(tokenizer.backend_tokenizer.to_str())
+        self._like_gpt2, self._single_digits = _cuts(fields.get("normalizer"), fields.get("pre_tokenizer"))
+        model = fields["model"]
         odd = [
             name
             for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
@@ -106,7 +106,7 @@ class DeviceTokenizer:
         for number, added in tokenizer.added_tokens_decoder.items():
             words[number] = added.content.encode()
         self.words = words
-        self.tables = Tables(byte_token, first_rank, _hashed(rows))
+        self.tables = Tables(byte_token, first_rank, _hash_table(rows))
 
     # -- text to tokens -------------------------------------------------------------------------------------------
 
@@ -253,9 +253,9 @@ def lookup(merges: Merges, left, right):
     entries = jnp.asarray(merges.entries)
     rank, merged = jnp.full(left.shape, _NEVER), jnp.zeros(left.shape, jnp.int32)
     for slot in _slots(jnp.asarray(merges.factors), left, right, entries.shape[0]):
-        found = entries[slot]
-        hit = (found[:, 0] == left) & (found[:, 1] == right)
-        rank, merged = jnp.where(hit, found[:, 2], rank), jnp.where(hit, found[:, 3], merged)
+        rows = entries[slot]
+        hit = (rows[:, 0] == left) & (rows[:, 1] == right)
+        rank, merged = jnp.where(hit, rows[:, 2], rank), jnp.where(hit, rows[:, 3], merged)
     return rank, merged
 
 
@@ -268,7 +268,7 @@ def _slots(factors, left, right, size: int):
         yield (mixed >> shift).astype(np.int32)
 
 
-def _hashed(rows: np.ndarray) -> Merges:
+def _hash_table(rows: np.ndarray) -> Merges:
     """Builds the table of merges i32[M, 4]; a pair that occurs twice has its first rank."""
     _, first = np.unique(rows[:, :2], axis=0, return_index=True)
     rows, rng = rows[np.sort(first)], np.random.default_rng(0)
@@ -299,9 +299,9 @@ def _place(owner: dict[int, int], places: list[list[int]], number: int) -> bool:
 
 def _byte_of() -> dict[str, int]:
     """Maps the characters of a byte-level vocabulary to bytes (the inverse of GPT-2's `bytes_to_unicode`)."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + n): byte for n, byte in enumerate(hidden)}
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(hidden)}
 
 
 def _cuts(normalizer, pre_tokenizer) -> tuple[bool, bool]:

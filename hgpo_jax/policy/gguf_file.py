@@ -27,7 +27,7 @@ class Entry:
     type: int
     data: np.ndarray
 
-    def dequantized(self) -> np.ndarray:
+    def dequantize(self) -> np.ndarray:
         """Returns the tensor as f32[shape]. Raises ValueError for a type that the `gguf` package cannot read."""
         import gguf
 

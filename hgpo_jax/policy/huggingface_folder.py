@@ -55,12 +55,12 @@ FILES = {
 
 def digest(folder: Path) -> str:
     """Returns the SHA-256 over the files of a folder that define its policy; other files there do not count."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for file in sorted(filter(Path.is_file, folder.iterdir())):
         if file.name in FILES["model"] - {CARD} or fnmatch(file.name, "model*.safetensors"):
             with file.open("rb") as content:
-                found.update(f"\0{file.name}\0".encode() + hashlib.file_digest(content, "sha256").digest())
-    return found.hexdigest()
+                sha256.update(f"\0{file.name}\0".encode() + hashlib.file_digest(content, "sha256").digest())
+    return sha256.hexdigest()
 
 
 def read_json(folder: Path, name: str) -> dict:
@@ -86,8 +86,8 @@ def read_config(folder: Path) -> ModelConfig:
     """
     raw = read_json(folder, "config.json")
     if raw.get("model_type") not in list(ARCHITECTURES):
-        known = ", ".join(ARCHITECTURES)
-        raise ValueError(f"policy {folder}: model_type is {raw.get('model_type')!r:.50} in config.json; {known} are supported")
+        types = ", ".join(ARCHITECTURES)
+        raise ValueError(f"policy {folder}: model_type is {raw.get('model_type')!r:.50} in config.json; {types} are supported")
     missing = [name for name in REQUIRED_FIELDS if name not in raw]
     if missing:
         raise ValueError(f"policy {folder}: config.json lacks {missing[0]}")

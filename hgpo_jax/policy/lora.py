@@ -67,11 +67,11 @@ def merge(config: ModelConfig, params: dict, adapters: dict) -> dict:
     flat, low = flatten_dict(params), flatten_dict(adapters)
     for path in [path for path in low if path[-1] == "lora_a"]:
         kernel, a, b = flat[*path[:-1], "kernel"], low[path], low[*path[:-1], "lora_b"]
-        flat[*path[:-1], "kernel"] = jax.jit(_merged, out_shardings=kernel.sharding)(kernel, a, b, config.lora.scale)
+        flat[*path[:-1], "kernel"] = jax.jit(_merge, out_shardings=kernel.sharding)(kernel, a, b, config.lora.scale)
     return unflatten_dict(flat)
 
 
-def _merged(kernel, a, b, scale):
+def _merge(kernel, a, b, scale):
     return (kernel.astype(jnp.float32) + scale * (a @ b)).astype(kernel.dtype)
 
 

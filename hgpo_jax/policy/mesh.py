@@ -37,29 +37,29 @@ def parse_mesh(spec: str, devices: int) -> dict[str, int]:
     """
     if spec.strip() == "auto":
         return {"data": devices, "fsdp": 1, "tensor": 1}
-    shown = repr(spec[:100])
+    text = repr(spec[:100])
     sizes = dict.fromkeys(AXES, 1)
-    given = set()
+    axes = set()
     for part in spec.split(","):
         name, equals, number = (piece.strip() for piece in part.partition("="))
-        if name not in AXES or not equals or name in given:
-            raise ValueError(f"mesh={shown}: expected auto or each of {', '.join(AXES)} at most once, as in data=2,fsdp=4")
+        if name not in AXES or not equals or name in axes:
+            raise ValueError(f"mesh={text}: expected auto or each of {', '.join(AXES)} at most once, as in data=2,fsdp=4")
         if not re.fullmatch(r"-?[0-9]{1,9}", number):
-            raise ValueError(f"mesh={shown}: the size of {name} must be a whole number, not {number[:50]!r}")
+            raise ValueError(f"mesh={text}: the size of {name} must be a whole number, not {number[:50]!r}")
         sizes[name] = int(number)
         if sizes[name] == 0 or sizes[name] < -1:
-            raise ValueError(f"mesh={shown}: the size of {name} must be positive, or -1 for what is left")
-        given.add(name)
+            raise ValueError(f"mesh={text}: the size of {name} must be positive, or -1 for what is left")
+        axes.add(name)
     open_axes = [name for name, size in sizes.items() if size == -1]
     if len(open_axes) > 1:
-        raise ValueError(f"mesh={shown}: only one axis can be -1")
+        raise ValueError(f"mesh={text}: only one axis can be -1")
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if open_axes:
         if devices % fixed:
-            raise ValueError(f"mesh={shown}: {fixed} does not divide the {devices} devices available; -1 is what is left")
+            raise ValueError(f"mesh={text}: {fixed} does not divide the {devices} devices available; -1 is what is left")
         sizes[open_axes[0]] = devices // fixed
     if fixed > devices:
-        raise ValueError(f"mesh={shown}: needs {fixed} devices, {devices} are available; give smaller sizes, or auto for all")
+        raise ValueError(f"mesh={text}: needs {fixed} devices, {devices} are available; give smaller sizes, or auto for all")
     return sizes
 
 

@@ -25,7 +25,7 @@ def write(folder: Path, config: Config, parameters: int, result: dict) -> None:
     folder: the Hugging Face folder, or peft's folder of an adapter. parameters: number of the policy's parameters.
     result: the content of the run's evaluation.json.
     """
-    adapter, kept = (folder / "adapter_config.json").is_file(), folder / GENERATION
+    adapter, generation_file = (folder / "adapter_config.json").is_file(), folder / GENERATION
     front = {
         **base_of(config.policy.source, config.cache_dir),
         "library_name": "peft" if adapter else "transformers",
@@ -46,7 +46,7 @@ def write(folder: Path, config: Config, parameters: int, result: dict) -> None:
         result=result,
         version=version("hgpo_jax"),
         dumped=dump(config),
-        shown=json.loads(kept.read_text()).get(AS_TRAINED) if kept.is_file() else None,
+        settings=json.loads(generation_file.read_text()).get(AS_TRAINED) if generation_file.is_file() else None,
     )
     with atomic_write(folder / FILE) as file:
         file.write(text)
@@ -57,22 +57,22 @@ def base_of(source: str, cache_dir: str) -> dict[str, str]:
     if not source:
         return {}
     try:
-        known = front_matter(find(source, cache_dir))
+        fields = front_matter(find(source, cache_dir))
     except ValueError:  # deleted since the run began, which is no reason to lose its card
-        known = {}
+        fields = {}
     if re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not Path(source).exists():
-        known["base_model"] = source
-    return {name: known[name] for name in ("base_model", "license") if isinstance(known.get(name), str)}
+        fields["base_model"] = source
+    return {name: fields[name] for name in ("base_model", "license") if isinstance(fields.get(name), str)}
 
 
 def front_matter(folder: Path) -> dict:
     """Parses the YAML front matter of a folder's README.md; returns an empty dict if it cannot be read."""
     try:
         match = re.match(r"---\n(.*?\n)---\n", (folder / FILE).read_text(encoding="utf-8"), re.DOTALL)
-        found = yaml.safe_load(match[1]) if match else None
+        fields = yaml.safe_load(match[1]) if match else None
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return fields if isinstance(fields, dict) else {}
 
 
 def _name(place: str) -> str:

@@ -37,8 +37,8 @@ def scaled_frequency(frequency, scaling: RopeScaling):
     """Scales rotary frequencies, f32[E / 2]."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     waves = scaling.original_max_position_embeddings * frequency / (2 * jnp.pi)  # waves that fit into the original context
-    kept = jnp.clip((waves - low) / (high - low), 0, 1)
-    return frequency * (kept + (1 - kept) / scaling.factor)
+    share = jnp.clip((waves - low) / (high - low), 0, 1)
+    return frequency * (share + (1 - share) / scaling.factor)
 
 
 def rope_tables(positions, c: ModelConfig):

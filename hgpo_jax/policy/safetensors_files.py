@@ -105,8 +105,8 @@ class Weights:
             raise ValueError(one_line(f"{where}: tensor {unexpected[0]} is unexpected ({len(unexpected)} in all)"))
         for name, shape in expected.items():
             if self.shapes[name] != shape:
-                found = list(self.shapes[name])
-                raise ValueError(f"{where}: tensor {name} has shape {found}, the config asks for {list(shape)}")
+                actual = list(self.shapes[name])
+                raise ValueError(f"{where}: tensor {name} has shape {actual}, the config asks for {list(shape)}")
             if self.dtypes[name] not in DTYPES:
                 raise ValueError(f"{where}: tensor {name} has dtype {self.dtypes[name]}; {', '.join(DTYPES)} are supported")
         if tied and "lm_head.weight" in self.shapes:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from hgpo_jax.policy import huggingface_folder
-from hgpo_jax.policy.gguf_folder import unpacked
+from hgpo_jax.policy.gguf_folder import unpack
 from hgpo_jax.policy.tokenizer import read_tokenizer
 from hgpo_jax.utils.files import CACHE_DIR
 
@@ -20,16 +20,16 @@ def find(folder: str | Path, cache_dir: str | Path = CACHE_DIR) -> Path:
     Raises:
       ValueError: neither a folder nor available from the hub, or a GGUF file that cannot be read.
     """
-    folder = unpacked(folder, cache_dir)
+    folder = unpack(folder, cache_dir)
     if Path(folder).is_dir():
         return Path(folder)
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", str(folder)):
         raise ValueError(f"policy {folder}: no such folder")
     from huggingface_hub import snapshot_download
 
-    wanted = ["model*.safetensors", "*.json", huggingface_folder.CARD, *huggingface_folder.TOKENIZER_FILES]
+    patterns = ["model*.safetensors", "*.json", huggingface_folder.CARD, *huggingface_folder.TOKENIZER_FILES]
     try:
-        return Path(snapshot_download(str(folder), allow_patterns=wanted))
+        return Path(snapshot_download(str(folder), allow_patterns=patterns))
     except Exception as error:  # errors come from several libraries, and none is worth a traceback
         reason = " ".join(str(error).split())
         raise ValueError(f"policy {folder}: no such folder, and it cannot be fetched from the hub: {reason}") from None
@@ -38,4 +38,4 @@ def find(folder: str | Path, cache_dir: str | Path = CACHE_DIR) -> Path:
 @functools.cache
 def load_tokenizer(name: str, cache_dir: str):
     """Calls `read_tokenizer`, cached, also for a GGUF file or package (`gguf_folder.py`)."""
-    return read_tokenizer(unpacked(name, cache_dir))
+    return read_tokenizer(unpack(name, cache_dir))

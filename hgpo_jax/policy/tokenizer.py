@@ -112,18 +112,18 @@ def _read_generation(name: str) -> dict[str, Any]:
                 file = Path(hf_hub_download(name, GENERATION))
             except EntryNotFoundError:
                 return {}
-        found = json.loads(file.read_text())
-        ends = found.get("eos_token_id")
-        found["eos_token_id"] = [] if ends is None else ends if isinstance(ends, list) else [ends]
-        if odd := [end for end in found["eos_token_id"] if type(end) is not int or end < 0]:
+        fields = json.loads(file.read_text())
+        ends = fields.get("eos_token_id")
+        fields["eos_token_id"] = [] if ends is None else ends if isinstance(ends, list) else [ends]
+        if odd := [end for end in fields["eos_token_id"] if type(end) is not int or end < 0]:
             raise ValueError(f"eos_token_id={odd[0]!r:.50} is no token id")
-        if AS_TRAINED in found and not _tells_form(found[AS_TRAINED]):
-            raise ValueError(f"{AS_TRAINED}={found[AS_TRAINED]!r:.80}: needs a date and thinking; remove it")
+        if AS_TRAINED in fields and not _tells_form(fields[AS_TRAINED]):
+            raise ValueError(f"{AS_TRAINED}={fields[AS_TRAINED]!r:.80}: needs a date and thinking; remove it")
     except FileNotFoundError:
         return {}
     except Exception as error:  # errors of the hub, or of a file without a JSON object
         raise ValueError(f"policy.tokenizer={name}: {GENERATION}: {' '.join(str(error).split())[:300]}") from None
-    return found
+    return fields
 
 
 def _tells_form(trained: Any) -> bool:

@@ -22,8 +22,8 @@ def embedding_lookup(table, tokens):
     def lookup_in_shard(shard, tokens):
         local = tokens - jax.lax.axis_index(axes) * shard.shape[0]
         inside = (local >= 0) & (local < shard.shape[0])
-        found = jnp.take(shard, jnp.where(inside, local, 0), axis=0)
-        return jax.lax.psum(jnp.where(inside[..., None], found, 0), axes)
+        embeddings = jnp.take(shard, jnp.where(inside, local, 0), axis=0)
+        return jax.lax.psum(jnp.where(inside[..., None], embeddings, 0), axes)
 
     rows = PartitionSpec(tuple(axis for axis in auto_axes("batch") if axis not in axes) or None)
     # Over all axes: if one were left to the compiler, the sum would carry a sharding, with which XLA's CPU compiler aborts for

@@ -167,12 +167,12 @@ class ChatFormat:
                 ids = self.frame.text.encode([text[:most]])[0]
             if long:
                 whole = len(ids) + (len(text) > most)
-                ids = self._shortened(prompt_input._replace(history=[]))
+                ids = self._shorten(prompt_input._replace(history=[]))
                 cut = max(1, whole - len(ids))
             prompts.append(Prompt(self.frame.head + ids + self.frame.tail, dropped, cut))
         return prompts
 
-    def _shortened(self, view: PromptInput) -> list[int]:
+    def _shorten(self, view: PromptInput) -> list[int]:
         """Shortens a message until it fits: its parts lose their middle, the observation first, the goal last. Returns ids."""
         most = self.message_limit * MAX_CHARACTERS_PER_TOKEN
         fits = list[int]()
@@ -212,9 +212,9 @@ class ChatFormat:
         return self.template.parse(text, self.fallback, self.frame.opened, lower_case=self.lower_case)
 
 
-def without_middle(whole, kept: int):
-    """Keeps `kept` characters of a text, or items of a list, from both ends, and puts a mark in place of the middle."""
-    if kept >= len(whole):
+def without_middle(whole, limit: int):
+    """Keeps `limit` characters of a text, or items of a list, from both ends, and puts a mark in place of the middle."""
+    if limit >= len(whole):
         return whole
     mark = CUT if isinstance(whole, str) else [CUT]
-    return whole[: (kept + 1) // 2] + mark + whole[len(whole) - kept // 2 :]
+    return whole[: (limit + 1) // 2] + mark + whole[len(whole) - limit // 2 :]

@@ -329,12 +329,12 @@ class Program:
         M, R = prompts.shape[0], self.response_slots
         out = Responses(tokens=jnp.zeros((M, R), jnp.int32), logp=jnp.zeros((M, R)), lengths=jnp.zeros(M, jnp.int32))
         for number, name in enumerate(names):
-            mine = (which == number) & ~states.done
+            acts = (which == number) & ~states.done
 
-            def sample(out, mine=mine, name=name):
-                return jax.tree.map(lambda new, old: jnp.where(_like(mine, new), new, old), responses(*models[name]), out)
+            def sample(out, acts=acts, name=name):
+                return jax.tree.map(lambda new, old: jnp.where(_like(acts, new), new, old), responses(*models[name]), out)
 
-            needed = max_across_devices(mine.any().astype(jnp.int32)) > 0
+            needed = max_across_devices(acts.any().astype(jnp.int32)) > 0
             out = jax.lax.cond(needed, sample, lambda out: out, out)
         return self.act_on(states, prompts, lengths, out)
 

@@ -31,7 +31,7 @@ class Play(struct.PyTreeNode):
 
     states: EpisodeState  # [B]
     turn: jax.Array  # i32[B], turn of each episode's next response
-    untold: jax.Array  # bool[B], the next prompt must still be built; also the one after a time limit, which nothing answers
+    due: jax.Array  # bool[B], the next prompt must still be built; also the one after a time limit, which nothing answers
     ended: jax.Array  # bool[B]
     waiting: jax.Array  # bool[B], the prompt waits for a slot
     prompts: jax.Array  # i32[B, P], prompts of the next or current turn
@@ -46,14 +46,14 @@ class Play(struct.PyTreeNode):
     busy: jax.Array  # f32[], the sum over these steps of the fraction of active slots
 
     @property
-    def taken(self) -> jax.Array:
+    def in_use(self) -> jax.Array:
         """Slots that hold an episode, bool[S]."""
         return self.episode < self.turn.shape[0]
 
     @property
     def over(self) -> jax.Array:
         """Slots whose response has ended, bool[S]."""
-        return self.taken & self.slots.ended
+        return self.in_use & self.slots.ended
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class SlotProgram(Program):
         play = Play(
             states=states,
             turn=jnp.zeros(B, jnp.int32),
-            untold=~states.done,
+            due=~states.done,
             ended=states.done,
             waiting=jnp.zeros(B, bool),
             prompts=prompts,
@@ -89,14 +89,14 @@ class SlotProgram(Program):
             busy=jnp.float32(0),
         )
         # The number of slots is constant: a smaller one would compile another copy of all layers and of the environment.
-        goes_on = lambda play: _any(play.untold) | _any(play.waiting) | _any(play.taken)  # noqa: E731
+        goes_on = lambda play: _any(play.due) | _any(play.waiting) | _any(play.in_use)  # noqa: E731
         return jax.lax.while_loop(goes_on, functools.partial(self._round, model, blocks, decoding), play)
 
     def _round(self, model, blocks, decoding, play: Play) -> Play:
         admit = functools.partial(self._admit, model, decoding)
         play = jax.lax.while_loop(lambda play: _any(play.over), self._act, play)
-        play = jax.lax.while_loop(lambda play: _any(play.untold), self._tell, play)
-        play = jax.lax.while_loop(lambda play: _any(play.waiting.any() & ~play.taken), admit, play)
+        play = jax.lax.while_loop(lambda play: _any(play.due), self._build_prompts, play)
+        play = jax.lax.while_loop(lambda play: _any(play.waiting.any() & ~play.in_use), admit, play)
         return self._decode(model, blocks, decoding, play)
 
     def _act(self, play: Play) -> Play:
@@ -104,8 +104,8 @@ class SlotProgram(Program):
         (S, B), T = (play.over.shape[0], play.turn.shape[0]), self.env.max_turns
         slots = jnp.argsort(~play.over, stable=True)[: max(1, S // ENDED)]
         episode = jnp.where(play.over[slots], play.episode[slots], B)
-        mine = (play.states, play.turn, play.prompts, play.lengths, play.notes)
-        before, turn, prompts, lengths, notes = jax.tree.map(lambda a: a[jnp.minimum(episode, B - 1)], mine)
+        fields = (play.states, play.turn, play.prompts, play.lengths, play.notes)
+        before, turn, prompts, lengths, notes = jax.tree.map(lambda a: a[jnp.minimum(episode, B - 1)], fields)
         out = Responses(tokens=play.tokens[slots], logp=play.logp[slots], lengths=play.slots.sampled[slots])
         after, new = self.act_on(before, prompts, lengths, out)
         new |= notes
@@ -114,50 +114,50 @@ class SlotProgram(Program):
         return play.replace(
             states=_put(play.states.replace(key=None), episode, after.replace(key=None)).replace(key=play.states.key),
             turn=_put(play.turn, episode, turn + 1),
-            untold=_put(play.untold, episode, goes_on | truncated),
+            due=_put(play.due, episode, goes_on | truncated),
             ended=_put(play.ended, episode, ~goes_on),
             record={name: values.at[episode, turn].set(new[name], mode="drop") for name, values in play.record.items()},
             episode=play.episode.at[slots].set(jnp.where(play.over[slots], B, play.episode[slots])),
         )
 
-    def _tell(self, play: Play) -> Play:
+    def _build_prompts(self, play: Play) -> Play:
         """Builds some of the next prompts."""
         B = play.turn.shape[0]
-        some = jnp.argsort(~play.untold, stable=True)[: max(1, play.over.shape[0] // ENDED)]
-        episode = jnp.where(play.untold[some], some, B)
+        some = jnp.argsort(~play.due, stable=True)[: max(1, play.over.shape[0] // ENDED)]
+        episode = jnp.where(play.due[some], some, B)
         prompts, lengths, notes = jax.vmap(self.prompt)(jax.tree.map(lambda a: a[some], play.states))
         return play.replace(
             prompts=_put(play.prompts, episode, prompts),
             lengths=_put(play.lengths, episode, lengths),
             notes=_put(play.notes, episode, notes),
-            untold=_put(play.untold, episode, False),
+            due=_put(play.due, episode, False),
             waiting=_put(play.waiting, episode, ~play.ended[some]),
         )
 
     def _admit(self, model, decoding, play: Play) -> Play:
         """Prefills queued prompts into free slots: fewest turns first, then shortest."""
-        (B, P), S, F = play.prompts.shape, play.taken.shape[0], self.fsdp
+        (B, P), S, F = play.prompts.shape, play.in_use.shape[0], self.fsdp
         m = max(1, S // READ // F) * F
         # For each row that a device prefills: one of its free slots, and whether there is one.
-        free = ~play.taken.reshape(F, S // F)
+        free = ~play.in_use.reshape(F, S // F)
         local = jnp.argsort(~free, axis=1, stable=True)[:, : m // F]
         usable = jnp.take_along_axis(free, local, 1)
         # The first rows of all devices come before the second row of any.
         number = (jnp.cumsum(usable.T.ravel()) - 1).reshape(m // F, F).T.ravel()
         order = jnp.argsort(jnp.where(play.waiting, play.turn * (P + 1) + play.lengths, jnp.iinfo(jnp.int32).max), stable=True)
-        given = usable.ravel() & (number < play.waiting.sum())
-        episode = jnp.where(given, order[jnp.clip(number, 0, B - 1)], B)
+        admits = usable.ravel() & (number < play.waiting.sum())
+        episode = jnp.where(admits, order[jnp.clip(number, 0, B - 1)], B)
         at = jnp.minimum(episode, B - 1)
         prompts = NewPrompts(
             tokens=play.prompts[at],
-            lengths=jnp.where(given, play.lengths[at], 1),
+            lengths=jnp.where(admits, play.lengths[at], 1),
             source=jnp.tile(jnp.arange(m // F), F),
-            slots=jnp.where(given, local.ravel(), S // F),
+            slots=jnp.where(admits, local.ravel(), S // F),
             limits=jnp.full(m, self.response_slots),
         )
         keys = turn_keys(play.states.key[at], play.turn[at])
         slots, token, logp = prefill_slots(model, play.slots, prompts, keys, self.widths, self.end_tokens, decoding)
-        slot = jnp.where(given, local.ravel() + jnp.repeat(jnp.arange(F) * (S // F), m // F), S)
+        slot = jnp.where(admits, local.ravel() + jnp.repeat(jnp.arange(F) * (S // F), m // F), S)
         first = lambda value: jnp.zeros((m, self.response_slots), value.dtype).at[:, 0].set(value)  # noqa: E731
         return play.replace(
             slots=slots,

@@ -59,9 +59,9 @@ class TextProgram(SlotProgram):
         return widths(self.env.format.prompt_limit)
 
     def prompt(self, state: EpisodeState):
-        made = self.env.prompt(state.env, state.goal, *state.history.of(0), state.observation)
-        notes = {"pairs_dropped": made.pairs_dropped, "exact_prompts": made.exact}
-        return made.ids, made.length, notes
+        prompt = self.env.prompt(state.env, state.goal, *state.history.of(0), state.observation)
+        notes = {"pairs_dropped": prompt.pairs_dropped, "exact_prompts": prompt.exact}
+        return prompt.ids, prompt.length, notes
 
     def read(self, response, length):
         answer = self.env.answer(response, length)
@@ -70,7 +70,7 @@ class TextProgram(SlotProgram):
     def faults(self, well_formed, inadmissible) -> dict:
         return {"inadmissible": inadmissible}  # the EpisodeBuffer decides what is invalid
 
-    def told(self, params, games, keys, decoding):
+    def play_text(self, params, games, keys, decoding):
         """Plays all turns of B episodes: (record {field: [B, T, ...]}, last observations i32[B, O], how they ended
         {field: [B, ...]}, decoding steps i32[1], and the sum over these of the fraction of active slots f32[1])."""
         states = jax.vmap(start_episode, (None, None, 0, 0))(self.env, self.history_length, games, keys)
@@ -126,7 +126,7 @@ class CompiledTextRollout:
             history_length=settings.history_length,
             decode_batch_size=settings.decode_batch_size,
         )
-        play = on_shards(TextProgram.told, program, text, mesh)
+        play = on_shards(TextProgram.play_text, program, text, mesh)
         replicated = NamedSharding(mesh, P())
         self.program = jax.jit(lambda tables, *inputs: jax.lax.with_sharding_constraint(play(tables, *inputs), replicated))
 
@@ -180,8 +180,8 @@ class CompiledTextRollout:
     def _read(self, buffer: EpisodeBuffer, episode: int, game: int, turn: dict, final, end: dict) -> None:
         """Copies one finished episode into the buffer."""
         turns, env, task, won = int(turn["mask"].sum()), self._env, int(end["task"]), bool(end["success"])
-        goal, seen = env.goal_of(game), [*turn["observations"][:turns], final]
-        buffer.add_output(episode, EnvOutput(env.decode(seen[0]), [], goal, task))
+        goal, observations = env.goal_of(game), [*turn["observations"][:turns], final]
+        buffer.add_output(episode, EnvOutput(env.decode(observations[0]), [], goal, task))
         for t in range(turns):
             ids = turn["prompts"][t, : turn["prompt_lengths"][t]].tolist()
             prompt = Prompt(ids, int(turn["pairs_dropped"][t]))
@@ -194,7 +194,7 @@ class CompiledTextRollout:
             buffer.add_output(
                 episode,
                 EnvOutput(
-                    env.decode(seen[t + 1]),
+                    env.decode(observations[t + 1]),
                     [],
                     goal,
                     task,

@@ -104,20 +104,20 @@ class DeviceText:
         self._limit = format.message_limit
         # Words of a message: the environment's words, the template's texts, numbers, and single bytes of actions.
         self._parts = {name: _parts(getattr(format.template, name)) for name in ("first", "later", "entry")}
-        said = {part for parts in self._parts.values() for part, is_slot in parts if not is_slot}
+        texts = {part for parts in self._parts.values() for part, is_slot in parts if not is_slot}
         numbers = list(map(str, range(self.max_turns + 2)))
-        own = [*env.words, *sorted(said), "\n", "'", "',\n'", *numbers]
-        if odd := next((word for word in own if not word.isascii()), ""):
+        vocabulary = [*env.words, *sorted(texts), "\n", "'", "',\n'", *numbers]
+        if odd := next((word for word in vocabulary if not word.isascii()), ""):
             raise ValueError(f"template={odd!r}: only ASCII text can be made on the device")
-        self._word = {word: number for number, word in reversed(list(enumerate(own)))}
+        self._word = {word: number for number, word in reversed(list(enumerate(vocabulary)))}
         # Not the word "0", which the environment's own words may include.
-        self._first_byte, self._first_number = len(own), len(own) - len(numbers)
-        words = [word.encode() for word in own] + [bytes([byte]) for byte in range(256)]
-        shown = [b"" if number in format.frame.text.hidden else word for number, word in enumerate(self._tokenizer.words)]
+        self._first_byte, self._first_number = len(vocabulary), len(vocabulary) - len(numbers)
+        words = [word.encode() for word in vocabulary] + [bytes([byte]) for byte in range(256)]
+        visible = [b"" if number in format.frame.text.hidden else word for number, word in enumerate(self._tokenizer.words)]
         self.tables: dict[str, Any] = {
             "env": env.tables,
             "words": spelling(words),
-            "tokens": spelling([*shown, b""]),
+            "tokens": spelling([*visible, b""]),
             "bpe": self._tokenizer.tables,
         }
         self._text_slots = min(MAX_TEXT, self._limit * MAX_CHARACTERS_PER_TOKEN)
@@ -144,7 +144,7 @@ class DeviceText:
 
     def step(self, state: TextState, action):
         """Steps with the bytes of `action`: (state, observation i32[O], reward f32[], done bool[], inadmissible bool[])."""
-        stripped, size = _stripped(action.astype(jnp.uint8), jnp.int32(0), (action != 0).sum(), MAX_COMMAND)
+        stripped, size = _strip(action.astype(jnp.uint8), jnp.int32(0), (action != 0).sum(), MAX_COMMAND)
         texts, actions, _ = self.env.choices(state.env)
         letters, sizes = jax.vmap(lambda words: spell(self.tables["words"], words, MAX_COMMAND))(texts)
         same = (letters == stripped).all(1) & (sizes == size) & (sizes > 0)
@@ -162,7 +162,7 @@ class DeviceText:
         """
         K, limit = observations.shape[0], self._limit
         had = jnp.minimum(state.turn, K)
-        commands = self._listed(state)
+        commands = self._command_words(state)
         letters = jnp.where(actions != 0, actions + self._first_byte, 0)
 
         def attempt(carry):
@@ -185,38 +185,38 @@ class DeviceText:
         slots = jax.lax.dynamic_update_slice(slots, tail, (len(head) + size,))
         return DevicePrompt(slots[:P], len(head) + size + len(tail), dropped, exact)
 
-    def _listed(self, state: TextState):
+    def _command_words(self, state: TextState):
         """Returns the words of the commands that the player sees, each in quotation marks: i32[C (W + 1) + 1]."""
-        texts, _, shown = self.env.choices(state.env)
-        before = jnp.cumsum(shown) - shown  # visible commands before each one
+        texts, _, visible = self.env.choices(state.env)
+        before = jnp.cumsum(visible) - visible  # visible commands before each one
         opens = jnp.where(before == 0, self._word["'"], self._word["',\n'"])
-        words = jnp.where(shown[:, None], jnp.concatenate([opens[:, None], texts], 1), 0).ravel()
-        return jnp.append(words, jnp.where(shown.any(), self._word["'"], 0))
+        words = jnp.where(visible[:, None], jnp.concatenate([opens[:, None], texts], 1), 0).ravel()
+        return jnp.append(words, jnp.where(visible.any(), self._word["'"], 0))
 
-    def _message(self, goal, observations, letters, observation, commands, turn, shown):
+    def _message(self, goal, observations, letters, observation, commands, turn, count):
         """Returns the words of the user message that shows this many past turns, i32[.]."""
         K = observations.shape[0]
         number = lambda n: jnp.asarray(self._first_number + n)[None]  # noqa: E731
         entries = []
         for k in range(K):
             slots = {"number": number(turn - K + k + 1), "observation": observations[k], "action": letters[k]}
-            line = jnp.where(k > K - shown, self._word["\n"], 0)[None]
-            words = jnp.concatenate([line, *self._filled("entry", slots)])
-            entries.append(jnp.where(k >= K - shown, words, 0))
+            line = jnp.where(k > K - count, self._word["\n"], 0)[None]
+            words = jnp.concatenate([line, *self._fill("entry", slots)])
+            entries.append(jnp.where(k >= K - count, words, 0))
         slots = {
             "goal": goal,
             "observation": observation,
             "commands": commands,
             "turn": number(turn),
             "now": number(turn + 1),
-            "shown": number(shown),
+            "shown": number(count),
             "history": jnp.concatenate([*entries, jnp.zeros(1, jnp.int32)]),
         }
-        first, later = (jnp.concatenate(self._filled(name, slots)) for name in ("first", "later"))
+        first, later = (jnp.concatenate(self._fill(name, slots)) for name in ("first", "later"))
         width = max(first.shape[0], later.shape[0])
-        return jnp.where(shown > 0, *(jnp.pad(words, (0, width - words.shape[0])) for words in (later, first)))
+        return jnp.where(count > 0, *(jnp.pad(words, (0, width - words.shape[0])) for words in (later, first)))
 
-    def _filled(self, name: str, slots: dict[str, jax.Array]) -> list[jax.Array]:
+    def _fill(self, name: str, slots: dict[str, jax.Array]) -> list[jax.Array]:
         return [slots[part] if is_slot else jnp.array([self._word[part]]) for part, is_slot in self._parts[name]]
 
     # -- answers --------------------------------------------------------------------------------------------------
@@ -225,13 +225,13 @@ class DeviceText:
         """Finds the action in a response i32[R] of i32[] tokens, as `ChatFormat.parse` does."""
         table = self.tables["tokens"]
         blank = table.begin.shape[0] - 2
-        known = (jnp.arange(response.shape[0]) < length) & (response >= 0) & (response < blank)
-        text, size = spell(table, jnp.where(known, response, blank), BYTES_PER_TOKEN * max(response.shape[0], 32))
+        valid = (jnp.arange(response.shape[0]) < length) & (response >= 0) & (response < blank)
+        text, size = spell(table, jnp.where(valid, response, blank), BYTES_PER_TOKEN * max(response.shape[0], 32))
         exact = size <= text.shape[0]
         lower = jnp.where((text >= 65) & (text <= 90), text + 32, text)
         if self.format.template.bare:
             exact &= _find(text, THINK_END.encode()) < 0  # which the host may leave out with what stands before it
-            return self._found(lower, jnp.int32(0), size, jnp.array(True), exact)
+            return self._action_between(lower, jnp.int32(0), size, jnp.array(True), exact)
         begin, end = (_find(lower, tag.encode()) for tag in (ACTION, ACTION_END))
         tagged = (begin >= 0) & (end >= 0)
         fallback = self.format.fallback or text.shape[0]
@@ -240,16 +240,16 @@ class DeviceText:
         tags = [tag for tag in (THINK, THINK_END) if tag not in self.format.frame.opened]
         thinks = jnp.array([_find(text, tag.encode()) >= 0 for tag in tags], bool).all()
         well_formed = tagged & thinks & ~_holds_chinese(text)
-        stripped = self._found(lower, begin, end, well_formed, exact)
+        stripped = self._action_between(lower, begin, end, well_formed, exact)
         action, length = _window(lower, begin, end - begin, MAX_ACTION)
-        whole = self._checked(action, length, well_formed, exact)
+        whole = self._check(action, length, well_formed, exact)
         return jax.tree.map(lambda a, b: jnp.where(tagged, a, b), stripped, whole)
 
-    def _found(self, text, begin, end, well_formed, exact) -> DeviceAnswer:
-        action, size = _stripped(text, begin, end, MAX_ACTION)
-        return self._checked(action, size, well_formed, exact)
+    def _action_between(self, text, begin, end, well_formed, exact) -> DeviceAnswer:
+        action, size = _strip(text, begin, end, MAX_ACTION)
+        return self._check(action, size, well_formed, exact)
 
-    def _checked(self, action, size, well_formed, exact) -> DeviceAnswer:
+    def _check(self, action, size, well_formed, exact) -> DeviceAnswer:
         exact &= (size <= MAX_ACTION) & (plain(action) | (jnp.arange(MAX_ACTION) >= size)).all()
         for marker in self._markers:
             exact &= _find(action, marker) < 0
@@ -280,7 +280,7 @@ def _window(text, begin, size, slots: int) -> tuple[jax.Array, jax.Array]:
     return jnp.where(at < size, jnp.pad(text, (0, slots))[jnp.minimum(begin + at, text.shape[0])], 0), size
 
 
-def _stripped(text, begin, end, slots: int) -> tuple[jax.Array, jax.Array]:
+def _strip(text, begin, end, slots: int) -> tuple[jax.Array, jax.Array]:
     """Like `_window`, but without blanks at both ends."""
     at = jnp.arange(text.shape[0])
     inside = (at >= begin) & (at < end) & ~jnp.isin(text, jnp.asarray(_BLANKS))

@@ -39,19 +39,19 @@ def fresh_tokenizer(config: Config):
 @functools.lru_cache(maxsize=2)  # the memory plan and the policy both call it
 def _own_tokenizer(fields: str):
     config = Config.model_validate(json.loads(fields))
-    found = environment(config.env)
-    assert found.text is not None  # an environment without a compiled version
+    entry = environment(config.env)
+    assert entry.text is not None  # an environment without a compiled version
     try:
-        make_env, _ = found.text(config)
+        make_env, _ = entry.text(config)
         count = len(env) if hasattr(env := make_env(), "__len__") else None
         template = load_template(config.env.template or TEMPLATE)
         tasks = task_numbers("warm_start", 0, range(EPISODES), count)
         texts: dict[str, None] = {}  # in order of appearance
         commands: set[str] = set()
         for episode in play(make_env, tasks, noise=0.5, history_length=config.rollout.history_length, seed=0):
-            for known, command in zip(episode.known, episode.commands, strict=True):
-                texts |= dict.fromkeys((*template.render(known).splitlines(keepends=True), command, *known.commands))
-                commands |= {command, *known.commands}
+            for turn, command in zip(episode.known, episode.commands, strict=True):
+                texts |= dict.fromkeys((*template.render(turn).splitlines(keepends=True), command, *turn.commands))
+                commands |= {command, *turn.commands}
     except (ValueError, OSError) as error:
         raise ConfigError(f"env.name={config.env.name}: {' '.join(str(error).split())}") from None
     tokenizer = text_tokenizer(texts)

@@ -105,28 +105,28 @@ def alfworld_games(config: Config) -> dict[str, np.ndarray]:
 
 def _which_games(config: Config) -> tuple:
     env = config.env
-    made = env.generated if env.split == "generated" else 0
-    return alfworld_data(config), env.split, made, env.max_turns, Path(config.cache_dir, "alfworld")
+    num_generated = env.generated if env.split == "generated" else 0
+    return alfworld_data(config), env.split, num_generated, env.max_turns, Path(config.cache_dir, "alfworld")
 
 
 @functools.lru_cache(maxsize=2)  # the policy, the memory plan and the runner all call it
 def _alfworld(
-    data: str, split: str, made: int, max_turns: int, cache: Path
+    data: str, split: str, num_generated: int, max_turns: int, cache: Path
 ) -> tuple[ShortPromptAlfworld, dict[str, np.ndarray]]:
     files = _training_files(data, split)
     held_out: list[Path] = []
     count, games = len(files), {"train": np.arange(len(files), dtype=np.int32)}
     for name in get_args(HeldOut):
         with contextlib.suppress(ConfigError):  # a folder need not have both; `alfworld_games` checks for the requested one
-            found = list_alfworld(data, name)
-            games[name] = count + len(held_out) + np.arange(len(found), dtype=np.int32)
-            held_out += found
+            paths = list_alfworld(data, name)
+            games[name] = count + len(held_out) + np.arange(len(paths), dtype=np.int32)
+            held_out += paths
     try:
         words, tables = compile_games([*files, *held_out], cache=cache)
         order = search_order(words, jax.tree.map(lambda field: field[:count], tables))
-        if made:
-            games["train"] = np.append(games["train"], len(tables.task) + np.arange(made, dtype=np.int32))
-            tables = join_games(tables, generate_games(files, held_out, made, seed=0, cache=cache).games)
+        if num_generated:
+            games["train"] = np.append(games["train"], len(tables.task) + np.arange(num_generated, dtype=np.int32))
+            tables = join_games(tables, generate_games(files, held_out, num_generated, seed=0, cache=cache).games)
     except (ValueError, OSError) as error:
         raise ConfigError(f"env.data={data}: {' '.join(str(error).split())}") from None
     env = ShortPromptAlfworld(Tables(words, tables), max_turns)
@@ -275,9 +275,9 @@ def backend(config: Config) -> Backend:
     `env.workers` or `env.compiled=false` ask for the host. With random weights it is played on the device only on demand
     (`env.compiled=true`), because the output of such a policy cannot be reproduced there.
     """
-    found = environment(config.env)
-    if found.compiled is None or found.text is None:
-        return "compiled" if found.compiled else "host"
+    entry = environment(config.env)
+    if entry.compiled is None or entry.text is None:
+        return "compiled" if entry.compiled else "host"
     if config.env.compiled is not False and not (config.policy.tokenizer or _reads_text(config.policy.source)):
         return "compiled"
     if config.env.compiled is None:
@@ -302,16 +302,16 @@ def max_turns(env: EnvConfig) -> int:
 
 def role_names(config: Config) -> tuple[str, ...]:
     """Returns the role names of the configured environment, which is made to find out. Raises the errors of making it."""
-    found = environment(config.env)
+    entry = environment(config.env)
     if backend(config) == "compiled":
-        assert found.compiled is not None
-        return roles_of(found.compiled(config))
-    return roles_of(found.text(config)[0]()) if found.text else ONE_ROLE
+        assert entry.compiled is not None
+        return roles_of(entry.compiled(config))
+    return roles_of(entry.text(config)[0]()) if entry.text else ONE_ROLE
 
 
 def made_outside(env: EnvConfig) -> tuple[Callable[[], Any], Any]:
     """Returns the factory of a user's own environment and one instance, which may lack anything. Raises ConfigError."""
-    return _made(*_outside(env))
+    return _make(*_outside(env))
 
 
 def is_compiled(env) -> bool:
@@ -330,31 +330,31 @@ def _outside(env: EnvConfig) -> tuple[str, str, str]:
 
 
 @functools.lru_cache(maxsize=8)
-def _made(given: str, name: str, options: str) -> tuple[Callable[[], Any], Any]:
+def _make(label: str, name: str, options: str) -> tuple[Callable[[], Any], Any]:
     try:
-        _, found = user_code.load(name)
+        _, target = user_code.load(name)
     except ValueError as error:
-        raise ConfigError(f"env.name={given}: {error}") from None
+        raise ConfigError(f"env.name={label}: {error}") from None
     try:
-        arguments = user_code.options(found, json.loads(options))
+        arguments = user_code.options(target, json.loads(options))
     except ValueError as error:
         raise ConfigError(f"env.options.{error}") from None
     make = functools.partial(user_code.make, name, arguments)
     try:
         return make, make()
     except Exception as error:  # any error of the user's code
-        raise ConfigError(f"env.name={given}: cannot be made: {type(error).__name__}: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"env.name={label}: cannot be made: {type(error).__name__}: {' '.join(str(error).split())}") from None
 
 
 @functools.lru_cache(maxsize=8)
-def _from_outside(given: str, name: str, options: str, time_limit: float) -> Environment:
+def _from_outside(label: str, name: str, options: str, time_limit: float) -> Environment:
     """Describes a user's own environment, which is made once to find out its kind."""
-    make, env = _made(given, name, options)
+    make, env = _make(label, name, options)
     compiled = is_compiled(env)
     try:
         check_compiled(env, RUNNER) if compiled else check_text(env, time_limit)
     except ValueError as error:
-        raise ConfigError(f"env.name={given}: {error}") from None
+        raise ConfigError(f"env.name={label}: {error}") from None
     code = [name, *user_code.code_in(json.loads(options)).values()]
     digest = " ".join(user_code.version(place)["sha256"] or "" for place in code)
     about: dict[str, Any] = {"max_turns": int(env.max_turns), "digest": digest}

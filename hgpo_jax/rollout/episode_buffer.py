@@ -98,9 +98,9 @@ class EpisodeBuffer:
         """Returns the information of the role that acts next in an episode: only its own past turns."""
         output, roles = self._latest[episode], self._episodes.agents[episode]
         past = zip(self._observations[episode], self._actions[episode], roles, strict=False)
-        own = [(observation, action) for observation, action, role in past if role == output.role]
-        history = own[max(0, len(own) - self._history_length) :]
-        return PromptInput(output.goal, history, len(own), output.observation, output.commands)
+        turns = [(observation, action) for observation, action, role in past if role == output.role]
+        history = turns[max(0, len(turns) - self._history_length) :]
+        return PromptInput(output.goal, history, len(turns), output.observation, output.commands)
 
     def add_response(self, prompt: Prompt, response: SlotResponse, parsed: ParsedResponse, ended: bool) -> tuple[str, ...]:
         """Adds a response to its episode's prompt; returns all the episode's actions including the new one (`matched`).

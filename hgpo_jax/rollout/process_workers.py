@@ -27,8 +27,8 @@ class _WorkerProcess:
 
     _starting = threading.Lock()
 
-    def __init__(self, make: Callable, asked: Callable[[tuple], str], time_limit: float, start_limit: float):
-        self._make, self._asked, self._time_limit, self._start_limit = make, asked, time_limit, start_limit
+    def __init__(self, make: Callable, describe: Callable[[tuple], str], time_limit: float, start_limit: float):
+        self._make, self._describe, self._time_limit, self._start_limit = make, describe, time_limit, start_limit
         self.stepped = False  # whether it has ever answered a step, not just a reset
         self.queue: SimpleQueue[tuple[Request, SimpleQueue] | None] = SimpleQueue()  # a request, and the queue for its answer
         self._ended = False
@@ -93,9 +93,9 @@ class _WorkerProcess:
                 answer = self.pipe.recv()
                 self.stepped |= request[-1] != ()
                 return answer
-            failure: EnvFailure = _Hung(f"no answer in {self._time_limit:g} s{self._asked(request)}")
+            failure: EnvFailure = _Hung(f"no answer in {self._time_limit:g} s{self._describe(request)}")
         except (EOFError, OSError):
-            failure = EnvFailure(f"its worker process died{self._asked(request)}")
+            failure = EnvFailure(f"its worker process died{self._describe(request)}")
         except Exception as error:  # an answer may not be a pickle: the environment can write into the pipe
             failure = EnvFailure(f"no answer: {error!r:.200}")
         self._stop()
@@ -151,7 +151,7 @@ class ProcessWorkers:
         self._workers = []
         atexit.register(self.close)  # otherwise a thread would replace the processes that the exiting interpreter ends
         for _ in range(min(workers, episodes)):
-            self._workers.append(_WorkerProcess(functools.partial(local, make_env), local.asked, time_limit, start_limit))
+            self._workers.append(_WorkerProcess(functools.partial(local, make_env), local.describe, time_limit, start_limit))
         for worker in self._workers:
             try:
                 self.spec = worker.read_spec()

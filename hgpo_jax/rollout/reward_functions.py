@@ -53,8 +53,8 @@ class LocalReward:
             self._answers.append((number, answer))
 
     @staticmethod
-    def asked(request: tuple[int, EpisodeTexts]) -> str:
-        """Describes a request as `workers.LocalWorkers.asked` does; here the reason itself says that it is about a reward."""
+    def describe(request: tuple[int, EpisodeTexts]) -> str:
+        """Describes a request as `workers.LocalWorkers.describe` does; here the reason says that it is about a reward."""
         return ""
 
     def receive(self, minimum: int) -> list[tuple[int, list[float] | EnvFailure]]:
@@ -63,15 +63,15 @@ class LocalReward:
         return answers
 
 
-def reward_function(given: str) -> Callable:
-    """Returns the function of `reward=given`. Raises ConfigError if there is none."""
+def reward_function(source: str) -> Callable:
+    """Returns the function of `reward=source`. Raises ConfigError if there is none."""
     try:
-        _, function = user_code.load(user_code.locate(given, user_code.REWARDS))
+        _, function = user_code.load(user_code.locate(source, user_code.REWARDS))
         inspect.signature(function).bind(None)
     except ValueError as error:
-        raise ConfigError(f"reward.source={given}: {error}") from None
+        raise ConfigError(f"reward.source={source}: {error}") from None
     except TypeError:
-        raise ConfigError(f"reward.source={given}: does not take one argument; write it as score(episode)") from None
+        raise ConfigError(f"reward.source={source}: does not take one argument; write it as score(episode)") from None
     return function
 
 

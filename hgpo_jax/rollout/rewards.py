@@ -47,26 +47,26 @@ def make_reward(config: Config, episodes: Episodes) -> Reward:
 
     episodes: shapes and dtypes of a rollout's episodes. Raises ConfigError if the function cannot be used.
     """
-    given = config.reward.source
-    function = reward_function(given)
-    name = f"reward/{given.rpartition(':')[2]}"
+    source = config.reward.source
+    function = reward_function(source)
+    name = f"reward/{source.rpartition(':')[2]}"
     if backend(config) == "compiled":
-        _check_compiled(given, function, episodes)
+        _check_compiled(source, function, episodes)
         return functools.partial(_add_compiled, jax.jit(functools.partial(_with_compiled, function, name)))
-    return TextReward(user_code.locate(given, user_code.REWARDS), name)
+    return TextReward(user_code.locate(source, user_code.REWARDS), name)
 
 
-def _check_compiled(given: str, function: Callable, episodes: Episodes) -> None:
+def _check_compiled(source: str, function: Callable, episodes: Episodes) -> None:
     one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), episodes)
     try:
         result = jax.eval_shape(function, one)
     except Exception as error:  # any error of the user's function
-        raise ConfigError(one_line(f"reward.source={given}: {untraceable(function, error):.500}")) from None
+        raise ConfigError(one_line(f"reward.source={source}: {untraceable(function, error):.500}")) from None
     shape = getattr(result, "shape", None)
     if shape not in ((), one.mask.shape):
-        found = f"a {type(result).__name__}" if shape is None else f"shape {shape}"
+        result_text = f"a {type(result).__name__}" if shape is None else f"shape {shape}"
         turns = one.mask.shape[0]
-        raise ConfigError(f"reward.source={given}: returns {found}; return f32[], or f32[{turns}], one for each turn")
+        raise ConfigError(f"reward.source={source}: returns {result_text}; return f32[], or f32[{turns}], one for each turn")
 
 
 def _add_compiled(program: Callable, result: RolloutResult) -> tuple[RolloutResult, dict]:
@@ -80,10 +80,10 @@ def _with_compiled(function: Callable, name: str, e: Episodes) -> tuple[Episodes
         last = jnp.arange(e.mask.shape[1]) == e.mask.sum(1, keepdims=True) - 1
         rewards = jnp.where(last, rewards[:, None], 0)
     rewards = jnp.where(e.mask, rewards, 0)
-    kept = jnp.isfinite(rewards).all(1)
-    left_out = lambda a: jnp.where(kept.reshape(-1, *[1] * (a.ndim - 1)), a, jnp.zeros_like(a))  # noqa: E731
+    finite = jnp.isfinite(rewards).all(1)
+    left_out = lambda a: jnp.where(finite.reshape(-1, *[1] * (a.ndim - 1)), a, jnp.zeros_like(a))  # noqa: E731
     rewards, episodes = left_out(rewards), jax.tree.map(left_out, e).replace(groups=e.groups)
-    sums = _sums(name, rewards, episodes.rewards, (~kept).sum())
+    sums = _sums(name, rewards, episodes.rewards, (~finite).sum())
     return episodes.replace(rewards=rewards + episodes.rewards), sums
 
 
@@ -121,9 +121,9 @@ class TextReward:
         assert report is not None  # text episodes have one
         # A timeout must not occur in one process alone.
         answers = distributed.broadcast_from_process_0(lambda: self._ask(e, report))
-        given, failures = np.zeros_like(e.rewards), dict(report.failures)
+        scores, failures = np.zeros_like(e.rewards), dict(report.failures)
         for episode, rewards, reason in answers:
-            given[episode, : len(rewards)] = rewards
+            scores[episode, : len(rewards)] = rewards
             if reason:
                 failures[episode] = f"reward: {reason}"
                 for field, values in vars(e).items():
@@ -131,8 +131,8 @@ class TextReward:
                         values[episode] = 0
         if failed := [episode for episode in failures if episode not in report.failures]:
             log.warning("%d episodes are excluded, the first one: %s", len(failed), failures[failed[0]])
-        sums = _sums(self._name, given, e.rewards, len(failed))
-        return RolloutResult(e.replace(rewards=given + e.rewards), dataclasses.replace(report, failures=failures)), sums
+        sums = _sums(self._name, scores, e.rewards, len(failed))
+        return RolloutResult(e.replace(rewards=scores + e.rewards), dataclasses.replace(report, failures=failures)), sums
 
     def _ask(self, e: Episodes, report: RolloutReport) -> list[tuple[int, list[float], str]]:
         """Returns (episode, the rewards of its turns, why there are none) for every episode that was played."""
@@ -146,10 +146,10 @@ class TextReward:
 
 def _as_text(e: Episodes, report: RolloutReport, episode: int) -> EpisodeTexts:
     turns = int(e.mask[episode].sum())
-    seen = [*e.states[episode, :turns].tolist(), int(e.next_states[episode, turns - 1])]
+    states = [*e.states[episode, :turns].tolist(), int(e.next_states[episode, turns - 1])]
     return EpisodeTexts(
         goal=report.goals[episode],
-        observations=[report.texts[state] for state in seen],
+        observations=[report.texts[state] for state in states],
         responses=report.responses[episode],
         rewards=e.rewards[episode, :turns].tolist(),
         success=bool(e.success[episode]) if e.judged[episode] else None,

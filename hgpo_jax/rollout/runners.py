@@ -114,8 +114,8 @@ class CompiledRunner:
         if len(self.roles) > 1:
             low, high = int(episodes.agents.min()), int(episodes.agents.max())
             if low < 0 or high >= len(self.roles):
-                name, found = type(self.env).__name__, low if low < 0 else high
-                raise RunError(f"{name}: role(state) is {found}, an index into its {len(self.roles)} roles is needed")
+                name, index = type(self.env).__name__, low if low < 0 else high
+                raise RunError(f"{name}: role(state) is {index}, an index into its {len(self.roles)} roles is needed")
         return RolloutResult(episodes, None)
 
     def switches(self, episodes: Episodes) -> jax.Array:
@@ -139,8 +139,8 @@ class CompiledRunner:
             return jax.vmap(one)(*recorded)
 
         e = episodes
-        found = jax.jit(states)(self._tables, tasks, e.responses, e.response_lengths, e.mask)
-        return jax.tree.map(lambda a: a.reshape(math.prod(a.shape[:2]), *a.shape[2:]), found)
+        result = jax.jit(states)(self._tables, tasks, e.responses, e.response_lengths, e.mask)
+        return jax.tree.map(lambda a: a.reshape(math.prod(a.shape[:2]), *a.shape[2:]), result)
 
     def play_on(self, params, states: EpisodeState, keys, decoding: Decoding) -> jax.Array:
         """Plays on from N states, such as those of `replay`; `keys` [N] decide the samples. Returns the rewards f32[N, T]."""
@@ -178,8 +178,10 @@ class CompiledRunner:
         else:
             goal = text(episodes.prompts[index][0][: self.env.goal_length])
         happened = episodes.mask[index]
-        seen, said = ([text(ids) for ids in part[index][happened]] for part in (episodes.observations, episodes.responses))
-        return Story(goal, told_turns(episodes, index, self.roles, seen, said), outcome)
+        observations, responses = (
+            [text(ids) for ids in part[index][happened]] for part in (episodes.observations, episodes.responses)
+        )
+        return Story(goal, told_turns(episodes, index, self.roles, observations, responses), outcome)
 
 
 class TextRunner:

@@ -57,8 +57,8 @@ def _episode(env, task: int, noise: float, history_length: int, random: np.rando
         actions.append(_random_command(output, random) if random.random() < noise and output.commands else labels[-1])
         with deadline(f"step({actions[-1]!r:.80})"):
             outputs.append(read_output(env, env.step(actions[-1]), 5))
-    known, roles = prompt_inputs(outputs, actions, history_length), [output.role for output in outputs[: len(actions)]]
-    return ScriptedEpisode(known, roles, labels, bool(outputs[-1].won))
+    inputs, roles = prompt_inputs(outputs, actions, history_length), [output.role for output in outputs[: len(actions)]]
+    return ScriptedEpisode(inputs, roles, labels, bool(outputs[-1].won))
 
 
 def prompt_inputs(outputs: list[EnvOutput], actions: list[str], history_length: int) -> list[PromptInput]:
@@ -67,13 +67,13 @@ def prompt_inputs(outputs: list[EnvOutput], actions: list[str], history_length: 
     outputs: an environment's outputs, that of the reset first.
     """
     past: dict[int, list[tuple[str, str]]] = defaultdict(list)  # by role
-    known = []
+    inputs = []
     for output, action in zip(outputs, actions, strict=False):
-        own = past[output.role]
-        history = own[max(0, len(own) - history_length) :]
-        known.append(PromptInput(output.goal, history, len(own), output.observation, output.commands))
-        own.append((output.observation, action))
-    return known
+        turns = past[output.role]
+        history = turns[max(0, len(turns) - history_length) :]
+        inputs.append(PromptInput(output.goal, history, len(turns), output.observation, output.commands))
+        turns.append((output.observation, action))
+    return inputs
 
 
 def _random_command(output: EnvOutput, random: np.random.Generator) -> str:

@@ -20,33 +20,33 @@ from hgpo_jax.rollout.result import RolloutResult
 from hgpo_jax.utils.errors import ConfigError, RunError, one_line
 
 
-def state_key_function(given: str) -> Callable:
-    """Returns the function of `env.state_key=given`. Raises ConfigError if there is none."""
+def state_key_function(name: str) -> Callable:
+    """Returns the function of `env.state_key=name`. Raises ConfigError if there is none."""
     try:
-        _, function = user_code.load(user_code.locate(given, user_code.STATE_KEYS))
+        _, function = user_code.load(user_code.locate(name, user_code.STATE_KEYS))
         inspect.signature(function).bind(None)
     except ValueError as error:
-        raise ConfigError(f"env.state_key={given}: {error}") from None
+        raise ConfigError(f"env.state_key={name}: {error}") from None
     except TypeError:
-        raise ConfigError(f"env.state_key={given}: does not take one argument; write it as key(observation)") from None
+        raise ConfigError(f"env.state_key={name}: does not take one argument; write it as key(observation)") from None
     return function
 
 
-def key_numbers(texts: list[str], given: str) -> np.ndarray:
+def key_numbers(texts: list[str], name: str) -> np.ndarray:
     """Returns i64[texts], the number of the first text with an equal key. Raises RunError if the function fails."""
-    key = state_key_function(given)
+    key = state_key_function(name)
     first: dict = {}
     numbers = []
     for number, text in enumerate(texts):
         try:
             numbers.append(first.setdefault(canonical_key(key(text)), number))
         except Exception as error:  # any error of the user's function
-            said = f"{type(error).__name__}: {error!s:.200}"
-            raise RunError(one_line(f"env.state_key={given}: fails with {said}, for the observation {text!r:.200}")) from None
+            fault = f"{type(error).__name__}: {error!s:.200}"
+            raise RunError(one_line(f"env.state_key={name}: fails with {fault}, for the observation {text!r:.200}")) from None
     return np.array(numbers, np.int64)
 
 
-def regrouped(result: RolloutResult, config: Config) -> RolloutResult:
+def regroup(result: RolloutResult, config: Config) -> RolloutResult:
     """Returns a host rollout's result with the configured states: each is the number of its first text.
 
     Raises RunError.
@@ -55,21 +55,21 @@ def regrouped(result: RolloutResult, config: Config) -> RolloutResult:
     assert report is not None  # text episodes have one
     B, T = e.mask.shape
     turns = e.mask.sum(1)
-    seen = np.zeros((B, T + 1), np.int64)  # before each turn, and after the last
-    seen[:, :-1] = e.states
-    seen[np.arange(B), turns] = e.next_states[np.arange(B), turns - 1]
+    state_ids = np.zeros((B, T + 1), np.int64)  # before each turn, and after the last
+    state_ids[:, :-1] = e.states
+    state_ids[np.arange(B), turns] = e.next_states[np.arange(B), turns - 1]
     happened = (np.arange(T + 1) <= turns[:, None]) & (turns[:, None] > 0)
     if config.env.state_key:
-        states = key_numbers(report.texts, config.env.state_key)[seen] if report.texts else seen
+        states = key_numbers(report.texts, config.env.state_key)[state_ids] if report.texts else state_ids
     else:
         assert config.advantage.similarity is not None
         texts = [
             [report.texts[number] for number in row] if any(row_happened) else []
-            for row, row_happened in zip(seen.tolist(), happened, strict=True)
+            for row, row_happened in zip(state_ids.tolist(), happened, strict=True)
         ]
         clusters = similar_states(texts, happened, np.asarray(e.groups), config.advantage.similarity)
         first: dict[int, int] = {}
-        for cluster, number in zip(clusters[happened].tolist(), seen[happened].tolist(), strict=True):
+        for cluster, number in zip(clusters[happened].tolist(), state_ids[happened].tolist(), strict=True):
             first.setdefault(cluster, number)
         states = np.array([[first.get(cluster, 0) for cluster in row] for row in clusters.tolist()])
     before, after = (np.where(e.mask, part, 0).astype(np.int32) for part in (states[:, :-1], states[:, 1:]))

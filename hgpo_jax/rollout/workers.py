@@ -90,7 +90,7 @@ class LocalWorkers:
         return answers
 
     @staticmethod
-    def asked(request: Request) -> str:
+    def describe(request: Request) -> str:
         """Describes a request, to follow the description of its failure."""
         _, task, actions = request
         return f": action {actions[-1]!r:.80} in task {task}" if actions else f": reset of task {task}"

@@ -79,17 +79,17 @@ class Chat:
         Raises ValueError if the question does not fit.
         """
         ids = self.prompt(question)
-        key, told = jax.random.fold_in(self._key, self._answers), ""
+        key, text = jax.random.fold_in(self._key, self._answers), ""
         self._answers += 1
         try:
             if self._frame.inside_thought:
-                told += self._frame.opened
-                yield told
+                text += self._frame.opened
+                yield text
             for piece in self._pieces(ids, key):
-                told += piece
+                text += piece
                 yield piece
         finally:
-            self.messages.append({"role": "assistant", "content": told})
+            self.messages.append({"role": "assistant", "content": text})
 
     def _pieces(self, ids: list[int], key) -> Iterator[str]:
         """Yields the text that each token adds."""

@@ -91,7 +91,7 @@ class SlotPrograms:
 
     def _empty(self, params, slots: int, length: int) -> SlotState:
         """Makes `slots` free slots, a multiple of the shards, whose caches hold `length` tokens."""
-        return self._placed(free_slots(nnx.merge(self._graphdef, params), slots, length))
+        return self._place(free_slots(nnx.merge(self._graphdef, params), slots, length))
 
     def _sharding(self, axes, a) -> NamedSharding:
         return NamedSharding(self._mesh, partition(axes, a.shape, self._mesh))
@@ -100,7 +100,7 @@ class SlotPrograms:
         """Returns the sharding of every array of one or more KVCaches."""
         return jax.tree.map(lambda a: self._sharding(AXES[: a.ndim], a), cache)
 
-    def _placed(self, state: SlotState) -> SlotState:
+    def _place(self, state: SlotState) -> SlotState:
         """Constrains the state to the sharding that every program takes and returns."""
         rows = lambda name: self._sharding(("batch",), getattr(state, name))  # noqa: E731
         return jax.lax.with_sharding_constraint(state, SlotState.of(rows, self._cache_shardings(state.cache)))
@@ -117,8 +117,8 @@ class SlotPrograms:
         def take(arrays, rows):
             return {name: value[rows] for name, value in arrays.items()}
 
-        taken = self._on_data(lambda *a: on_each_device(take, *a), P("data"))(state.rows(), rows)
-        return self._placed(SlotState.of(taken.get, []))
+        values = self._on_data(lambda *a: on_each_device(take, *a), P("data"))(state.rows(), rows)
+        return self._place(SlotState.of(values.get, []))
 
     def _resize(self, layer: KVCache, rows, length: int) -> KVCache:
         """Returns one layer's cache of the slots `rows`, resized to `length` tokens."""
@@ -141,7 +141,7 @@ class SlotPrograms:
         data, everywhere = P("data"), P()
         prefill = self._on_data(self._prefill_shard, (everywhere, data, data, data, _by_row(decoding)))
         state, *first = prefill(params, state, prompts, keys, decoding)
-        return self._placed(state), *jax.lax.with_sharding_constraint(first, NamedSharding(self._mesh, everywhere))
+        return self._place(state), *jax.lax.with_sharding_constraint(first, NamedSharding(self._mesh, everywhere))
 
     def _prefill_shard(self, params, state: SlotState, prompts: NewPrompts, keys, decoding):
         model, widths = nnx.merge(self._graphdef, params), (prompts.tokens.shape[1],)
@@ -156,7 +156,7 @@ class SlotPrograms:
         data, everywhere = P("data"), P()
         decode = self._on_data(self._decode_shard, (everywhere, everywhere, data, data, data, everywhere, _by_row(decoding)))
         state, sampled = decode(params, blocks, state, free, limits, most, decoding)
-        return self._placed(state), jax.lax.with_sharding_constraint(sampled, NamedSharding(self._mesh, everywhere))
+        return self._place(state), jax.lax.with_sharding_constraint(sampled, NamedSharding(self._mesh, everywhere))
 
     def _decode_shard(self, params, blocks, state: SlotState, free, limits, most, decoding):
         state = state.replace(ended=state.ended | free)
@@ -283,10 +283,10 @@ class SlotSampler:
                     requests[slot] = None
         return responses
 
-    def shrink(self, wanted: int) -> None:
-        """Drops free slots that are no longer wanted, once the rest is a quarter or less."""
+    def shrink(self, num_slots: int) -> None:
+        """Drops free slots that are no longer needed, once the rest is a quarter or less."""
         busiest = max(sum(request is not None for request in requests) for requests in self._requests)
-        needed = max(busiest, -(-wanted // len(self._requests)))
+        needed = max(busiest, -(-num_slots // len(self._requests)))
         size = next((size for size in self._sizes[-2:] if size >= needed), self._sizes[-1])
         if size >= len(self._requests[0]) or self._state is None:
             return
@@ -323,8 +323,8 @@ class SlotSampler:
 
         Prompts are shared only if that leaves half of them or fewer: its program takes as many responses as slots.
         """
-        distinct = {tuple(request.ids) for request in requests}
-        share = 2 * len(distinct) <= len(requests)
+        unique = {tuple(request.ids) for request in requests}
+        share = 2 * len(unique) <= len(requests)
         free = [[slot for slot, other in enumerate(some) if other is None] for some in self._requests]
         prompts: list[dict] = [{} for _ in free]
         home: dict[tuple, int] = {}  # the shard of each distinct prompt

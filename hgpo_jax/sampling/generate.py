@@ -56,24 +56,24 @@ class Decoding(struct.PyTreeNode):
 
 
 def published_decoding(
-    generation: Mapping[str, Any], usual: float = 1.0, *, min_new: int = 0, **given: float | None
+    generation: Mapping[str, Any], usual: float = 1.0, *, min_new: int = 0, **arguments: float | None
 ) -> Decoding:
     """Returns the decoding that a model's publisher recommends in generation_config.json, except for the arguments set here.
 
-    usual: the temperature if the file has none. given: `temperature`, `top_k` and `top_p`, None: as published. Raises
+    usual: the temperature if the file has none. arguments: `temperature`, `top_k` and `top_p`, None: as published. Raises
     ValueError for invalid numbers.
     """
     samples = generation.get("do_sample", True)
-    found = {"temperature": usual if samples else 0.0, "top_k": 0, "top_p": 1.0}
-    found |= {name: generation[name] for name in found if samples and generation.get(name) is not None}
-    found["top_k"] = 0 if found["top_k"] == -1 else found["top_k"]  # vLLM's value for all
-    chosen = {name: value for name, value in given.items() if value is not None}
+    defaults = {"temperature": usual if samples else 0.0, "top_k": 0, "top_p": 1.0}
+    defaults |= {name: generation[name] for name in defaults if samples and generation.get(name) is not None}
+    defaults["top_k"] = 0 if defaults["top_k"] == -1 else defaults["top_k"]  # vLLM's value for all
+    overrides = {name: value for name, value in arguments.items() if value is not None}
     for name, low, high in (("temperature", 0, 10), ("top_k", 0, 10**9), ("top_p", 1e-9, 1)):
-        for place, numbers in (("generation_config.json: ", found), ("", chosen)):
+        for place, numbers in (("generation_config.json: ", defaults), ("", overrides)):
             value = numbers.get(name, low)
             if not (isinstance(value, int | float) and low <= value <= high):
                 raise ValueError(f"{place}{name}={value!r:.50}: must be from {low} to {high}")
-    return Decoding(**found | chosen, min_new=min_new)
+    return Decoding(**defaults | overrides, min_new=min_new)
 
 
 def sample_token(logits, keys, decoding: Decoding):
@@ -160,8 +160,8 @@ class DecodeState(struct.PyTreeNode):
 
     def take(self, rows) -> DecodeState:
         """Selects rows i32[n] among those that a device has."""
-        taken = jax.tree.map(lambda a: a[rows], self.replace(cache=[]))
-        return taken.replace(cache=[layer.take(rows) for layer in self.cache])
+        selection = jax.tree.map(lambda a: a[rows], self.replace(cache=[]))
+        return selection.replace(cache=[layer.take(rows) for layer in self.cache])
 
 
 def row_shards() -> int:

@@ -264,8 +264,8 @@ def check_memory(config: Config, mesh: Mesh) -> ModelConfig:
 def make_policy(config: Config, model: ModelConfig, mesh: Mesh) -> Policy:
     """Loads pretrained weights, or makes random ones for an environment's or a tokenizer's words. Raises ConfigError."""
     settings = config.policy
-    found = environment(config.env)
-    words = word_tokenizer(found.compiled(config).words) if found.compiled and backend(config) == "compiled" else None
+    entry = environment(config.env)
+    words = word_tokenizer(entry.compiled(config).words) if entry.compiled and backend(config) == "compiled" else None
     if not settings.source:
         params = initialize(model, config.start_seed, mesh)
         return Policy(model, params, words or fresh_tokenizer(config))
@@ -295,12 +295,12 @@ def make_policies(config: Config, shared: Policy, mesh: Mesh) -> dict[str, Polic
     Raises ConfigError for a policy that cannot be read or has a different tokenizer.
     """
     policies: dict[str, PolicySetup] = {}
-    read: dict[str, Policy] = {}  # by its source: adapters of several roles share one copy of the weights
-    for name, own in memory.configs_by_policy(config).items():
-        initial, source = shared, own.policy.source
-        if own.policy != config.policy:
+    by_source: dict[str, Policy] = {}  # adapters of several roles share one copy of the weights
+    for name, policy_config in memory.configs_by_policy(config).items():
+        initial, source = shared, policy_config.policy.source
+        if policy_config.policy != config.policy:
             try:
-                initial = read[source] = read.get(source) or load_policy(source, mesh, cache_dir=config.cache_dir)
+                initial = by_source[source] = by_source.get(source) or load_policy(source, mesh, cache_dir=config.cache_dir)
             except ValueError as error:
                 raise ConfigError(f"roles.{name}.policy={source}: {error}") from None
             if not same_tokenizer(initial.tokenizer, shared.tokenizer):
@@ -308,7 +308,7 @@ def make_policies(config: Config, shared: Policy, mesh: Mesh) -> dict[str, Polic
                     f"roles.{name}.policy={source}: has another tokenizer than policy.source={config.policy.source}; "
                     "all roles need the same, give policy= one of their family"
                 )
-        policies[name] = PolicySetup(name, own, mesh, initial, adapted_model(own, initial))
+        policies[name] = PolicySetup(name, policy_config, mesh, initial, adapted_model(policy_config, initial))
     return policies
 
 
@@ -320,20 +320,20 @@ def same_tokenizer(a, b) -> bool:
 
 def text_makers(config: Config) -> Makers | None:
     """Returns the text-environment factories, or None if the policy plays in word tokens. Raises ConfigError."""
-    found = environment(config.env)
-    return None if backend(config) == "compiled" or found.text is None else found.text(config)
+    entry = environment(config.env)
+    return None if backend(config) == "compiled" or entry.text is None else entry.text(config)
 
 
 def make_runner(config: Config, makers: Makers | None, models: dict[str, ModelConfig], tokenizer, mesh: Mesh) -> Runner:
     """Makes the runner of the configured environment from its `text_makers`. Raises ConfigError."""
-    found = environment(config.env)
-    if found.agent:
+    entry = environment(config.env)
+    if entry.agent:
         return AgentRunner(config, models, tokenizer, mesh)
     if makers:
-        return TextRunner(config, found, *makers, models, tokenizer, mesh)
-    assert found.compiled is not None  # an environment without a text version
-    games = found.games(config) if found.games else None
-    return CompiledRunner(config, found.compiled(config), models, tokenizer, mesh, games)
+        return TextRunner(config, entry, *makers, models, tokenizer, mesh)
+    assert entry.compiled is not None  # an environment without a text version
+    games = entry.games(config) if entry.games else None
+    return CompiledRunner(config, entry.compiled(config), models, tokenizer, mesh, games)
 
 
 def build(config: Config, mesh: Mesh | None = None) -> Job:

@@ -87,19 +87,19 @@ def bytes_of_run(config: Config, mesh) -> dict[str, dict[str, int]]:
     Raises ValueError as in `workload_of`.
     """
     parts, begun = [], set()
-    for name, own in configs_by_policy(config).items():
+    for name, policy_config in configs_by_policy(config).items():
         try:
-            part = bytes_by_phase(own, mesh, workload_of(own, mesh))
+            part = bytes_by_phase(policy_config, mesh, workload_of(policy_config, mesh))
         except ValueError as error:
-            if own.policy == config.policy:
+            if policy_config.policy == config.policy:
                 raise
-            raise ValueError(f"roles.{name}.policy={own.policy.source}: {error}") from None
-        if own.lora.rank and config.warm_start != "cloning":  # adapters share one copy
-            part["always"]["reference policy"] *= own.policy.source not in begun
-            begun.add(own.policy.source)
+            raise ValueError(f"roles.{name}.policy={policy_config.policy.source}: {error}") from None
+        if policy_config.lora.rank and config.warm_start != "cloning":  # adapters share one copy
+            part["always"]["reference policy"] *= policy_config.policy.source not in begun
+            begun.add(policy_config.policy.source)
         parts.append(part)
-    kept = {"optimizer", "critic", "reference policy"}
-    together = lambda phase, name: max if name == "episodes" or (phase == "update" and name not in kept) else sum  # noqa: E731
+    resident = {"optimizer", "critic", "reference policy"}
+    together = lambda phase, name: max if name == "episodes" or (phase == "update" and name not in resident) else sum  # noqa: E731
     return {
         phase: {
             name: together(phase, name)([part[phase].get(name, 0) for part in parts])
@@ -237,9 +237,9 @@ def workload_of(config: Config, mesh) -> Workload:
     batch = settings.prompt_groups * settings.group_size
     prompt, response, vocabulary = settings.prompt_limit, settings.response_limit, None
     published = preset(policy.source)
-    found = environment(config.env)
-    if found.compiled and backend(config) == "compiled":
-        env = found.compiled(config)
+    entry = environment(config.env)
+    if entry.compiled and backend(config) == "compiled":
+        env = entry.compiled(config)
         prompt, response = prompt_length(env, settings.history_length), env.action_length + 1
         vocabulary = vocabulary_size(env.words)
     if policy.source:

@@ -26,29 +26,29 @@ def check_together(config: Config) -> None:
         name, value = next(iter(env.options.items()))
         raise ConfigError(f"env.options.{name}={value}: env.name={env.name} has fields of its own; write env.{name}={value}")
     method = method_named(config.method)
-    found, played = environment(env), backend(config)
+    entry, played = environment(env), backend(config)
     if config.reward.source:
         reward_function(config.reward.source)
     if env.state_key:
         state_key_function(env.state_key)
     if config.log.keep_best and not config.evaluation.every:
         raise ConfigError(f"log.keep_best={config.log.keep_best}: the best by validation; give evaluation.every, too")
-    _check_environment(config, found, played)
+    _check_environment(config, entry, played)
     if config.warm_start == "cloning":
-        _check_cloning(config, found, played)
-    if found.agent and not (config.policy.source or config.policy.tokenizer):
+        _check_cloning(config, entry, played)
+    if entry.agent and not (config.policy.source or config.policy.tokenizer):
         raise ConfigError(f"policy.source=: env.name={env.name} needs a language model; give policy=, too")
-    _check_method(config, method, found, played)
+    _check_method(config, method, entry, played)
     if config.roles:
         _check_roles(config, role_names(config), method.critic)
     if config.reward.overlong_cache:
         _check_overlong_cache(config, played)
-    _check_unread(env, found, played)
+    _check_unread(env, entry, played)
 
 
-def _check_environment(config: Config, found: Environment, played: Backend) -> None:
+def _check_environment(config: Config, entry: Environment, played: Backend) -> None:
     env, compiled, similarity = config.env, played == "compiled", config.advantage.similarity
-    if env.compiled and (found.compiled is None or found.text is None):
+    if env.compiled and (entry.compiled is None or entry.text is None):
         raise ConfigError(f"env.compiled=true: env.name={env.name} has no such choice; leave it out")
     if env.max_turns != EnvConfig.model_fields["max_turns"].default and env.name not in ENVIRONMENTS:
         raise ConfigError(
@@ -63,7 +63,7 @@ def _check_environment(config: Config, found: Environment, played: Backend) -> N
         )
     if env.template and compiled:
         raise ConfigError(f"env.template={env.template}: env.name={env.name}, compiled, takes no template; leave it out")
-    if "split" in found.options and env.split == "generated" and not (compiled or env.compiled):
+    if "split" in entry.options and env.split == "generated" and not (compiled or env.compiled):
         raise ConfigError("env.split=generated: has no files to play on the host; give env.compiled=true, too")
     if config.rollout.ready_fraction < 1 and not compiled and not env.workers:
         raise ConfigError(
@@ -72,9 +72,9 @@ def _check_environment(config: Config, found: Environment, played: Backend) -> N
         )
 
 
-def _check_cloning(config: Config, found: Environment, played: Backend) -> None:
+def _check_cloning(config: Config, entry: Environment, played: Backend) -> None:
     rank = config.lora.rank
-    if found.agent or (played == "compiled" and not found.expert):
+    if entry.agent or (played == "compiled" and not entry.expert):
         raise ConfigError(f"warm_start=cloning: env.name={config.env.name} has no expert to clone; give warm_start=none")
     if rank and not config.policy.source:
         raise ConfigError(f"lora.rank={rank}: LoRA needs base weights; give policy=, too")
@@ -87,7 +87,7 @@ def _check_cloning(config: Config, found: Environment, played: Backend) -> None:
         )
 
 
-def _check_method(config: Config, method: Method, found: Environment, played: Backend) -> None:
+def _check_method(config: Config, method: Method, entry: Environment, played: Backend) -> None:
     """Checks what a method needs, and options that its loss does not read."""
     learner, name = config.learner, config.method
     if learner.rollout_correction == "token" and method.loss == "gspo":
@@ -95,7 +95,7 @@ def _check_method(config: Config, method: Method, found: Environment, played: Ba
     if config.rollout.group_size == 1 and method.estimator in COMPARE_EPISODES:
         raise ConfigError(f"rollout.group_size=1: method={name} compares a task's episodes with each other; give 2 or more")
     # The environment is made only for a method that needs it: ALFWorld's would load its games.
-    if method.parts and not (played == "compiled" and hasattr(found.compiled and found.compiled(config), "answer_parts")):
+    if method.parts and not (played == "compiled" and hasattr(entry.compiled and entry.compiled(config), "answer_parts")):
         raise ConfigError(
             f"method={name}: needs answers with switch, subgoal and action parts, which env.name={config.env.name} does not "
             "have; give env.name=household_subgoals, or one of your own with answer_parts"
@@ -113,17 +113,17 @@ def _check_overlong_cache(config: Config, played: Backend) -> None:
         raise ConfigError(f"reward.overlong_cache={config.reward.overlong_cache}: {why}")
 
 
-def _check_unread(env: EnvConfig, found: Environment, played: Backend) -> None:
+def _check_unread(env: EnvConfig, entry: Environment, played: Backend) -> None:
     """Rejects fields of `env` that the environment does not read, where they are not at their defaults."""
-    read = {"name", "options", "compiled", "max_turns", *found.options}
+    fields = {"name", "options", "compiled", "max_turns", *entry.options}
     on_device = played != "host"
-    read |= set() if on_device else {"workers", "time_limit"}
-    read |= set() if found.agent else {"template"}
-    read |= set() if played == "compiled" or found.agent else {"strict"}
-    read |= set() if played == "compiled" else {"state_key"}
+    fields |= set() if on_device else {"workers", "time_limit"}
+    fields |= set() if entry.agent else {"template"}
+    fields |= set() if played == "compiled" or entry.agent else {"strict"}
+    fields |= set() if played == "compiled" else {"state_key"}
     for name, info in EnvConfig.model_fields.items():
         value, default = (",".join(v) if isinstance(v, tuple) else v for v in (getattr(env, name), info.default))
-        if name not in read and value != default:
+        if name not in fields and value != default:
             face = ", compiled," if on_device and name in ("strict", "state_key", "workers", "time_limit") else ""
             raise ConfigError(f"env.{name}={value}: env.name={env.name}{face} does not read it; leave it at {default!r}")
 
@@ -137,7 +137,7 @@ def check_given(config: Config, overrides: Sequence[str]) -> None:
     adapters = config.lora.rank or any(role.lora_rank for role in config.roles.values())
     as_text = env is None or backend(config) != "compiled"
     text = as_text, f"env.name={config.env.name}, compiled, is not told as text; leave it out"
-    read: dict[str, tuple[Any, str]] = {
+    conditions: dict[str, tuple[Any, str]] = {
         **{f"rollout.{name}": text for name in ("prompt_limit", "response_limit", "stop", "thinking")},
         "critic.": (method and method.critic, f"method={config.method} has no critic; leave it out"),
         "lora.": (adapters, "there are no adapters; give lora.rank, too"),
@@ -145,29 +145,29 @@ def check_given(config: Config, overrides: Sequence[str]) -> None:
     }
     for override in overrides:
         name = override.partition("=")[0]
-        for begin, (applies, why) in read.items():
+        for begin, (applies, why) in conditions.items():
             if name.startswith(begin) and name != "lora.rank" and not applies:
                 raise ConfigError(f"{override:.200}: {why}")
 
 
-def _check_roles(config: Config, known: tuple[str, ...], critic: bool) -> None:
-    """Raises ConfigError for settings of roles that an environment with the roles `known` does not have."""
-    policies = roles_by_policy(config, known)
+def _check_roles(config: Config, names: tuple[str, ...], critic: bool) -> None:
+    """Raises ConfigError for settings of roles that an environment with the roles `names` does not have."""
+    policies = roles_by_policy(config, names)
     for role, settings in config.roles.items():
-        if role not in known:
-            raise ConfigError(unknown_role(config.env.name, role, settings, known))
+        if role not in names:
+            raise ConfigError(unknown_role(config.env.name, role, settings, names))
         _check_role(config, role, settings, shares=role not in policies, critic=critic)
 
 
 def _check_role(config: Config, role: str, settings: RoleConfig, shares: bool, critic: bool) -> None:
     """Raises ConfigError for settings of one role. shares: its policy with other roles. critic: the method has one."""
-    own = config_of(config, role)
+    role_config = config_of(config, role)
     adapters = config.warm_start == "cloning" and settings.lora_rank
 
     def refuse(name: str, value: object, why: str) -> NoReturn:
         raise ConfigError(f"roles.{role}.{name}={value}: {why}")
 
-    if adapters and not own.policy.source:
+    if adapters and not role_config.policy.source:
         refuse("lora_rank", settings.lora_rank, "LoRA needs base weights; give policy=, too")
     if adapters and config.cloning.optimizer == "muon":
         refuse("lora_rank", settings.lora_rank, "cloning.optimizer=muon needs full-rank weights; give adamw")

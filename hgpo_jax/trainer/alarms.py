@@ -36,7 +36,7 @@ class Alarms:
         }
         self._in_a_row = 0
         self._config, self._masks = config, config.learner.unfinished == "mask"
-        self._said: set[str] = set()
+        self._active: set[str] = set()
         self._won, self._rewarded = False, 0  # whether an episode was ever a success; iterations with rewards above 0
         for row in earlier:
             self._count(row)
@@ -55,7 +55,7 @@ class Alarms:
           RunError: no episode had a turn, or `MAX_NONFINITE` iterations in a row had an update that was skipped.
         """
         self._count(row)
-        begin, found, failed = f"iteration {row['iteration'] + 1}", [], row.get("reward/failed", 0)
+        begin, warnings, failed = f"iteration {row['iteration'] + 1}", [], row.get("reward/failed", 0)
         if not row["steps"]:
             raise RunError(f"{begin}: the reward function gave no finite numbers in any of its {failed:.0f} episodes")
         blame = "lower learner.lr"
@@ -63,7 +63,7 @@ class Alarms:
             why = "had a non-finite loss or gradient and"
             if episodes is not None and (fault := estimator_fault(self._config, episodes)):
                 blame, why = f"mend method={self._config.method}", f"were given {fault}, and"
-            found.append(
+            warnings.append(
                 f"{begin}: {row['nonfinite_steps']:.0f} updates {why} "
                 f"were skipped; the batch is in episodes/nonfinite-{row['iteration']:05d}.npz"
             )
@@ -85,11 +85,11 @@ class Alarms:
         if failed:
             wrong["reward/failed"] = f"the reward function failed in {failed:.0f} episodes, which are left out"
         wrong |= self._about_the_environment(row)
-        found += [f"{begin}: {why}" for name, why in wrong.items() if name not in self._said]
-        self._said = set(wrong)
+        warnings += [f"{begin}: {why}" for name, why in wrong.items() if name not in self._active]
+        self._active = set(wrong)
         if self._in_a_row >= MAX_NONFINITE:
-            raise RunError(f"{found[0]}; the run stops after {MAX_NONFINITE} such iterations in a row; {blame}")
-        return found
+            raise RunError(f"{warnings[0]}; the run stops after {MAX_NONFINITE} such iterations in a row; {blame}")
+        return warnings
 
     def _about_the_environment(self, row: dict) -> dict[str, str]:
         """Finds the faults of an environment that `python -m hgpo_jax.check` finds as well."""

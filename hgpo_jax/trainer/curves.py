@@ -36,10 +36,10 @@ class Panel:
     unit: str
     extent: str
 
-    def names(self, known) -> list[str]:
-        """Returns the metrics in `known` that the panel shows."""
+    def names(self, metrics) -> list[str]:
+        """Returns those of `metrics` that the panel shows."""
         group = self.metric[-1] in "./_"
-        return [name for name in known if name == self.metric or (group and name.startswith(self.metric))]
+        return [name for name in metrics if name == self.metric or (group and name.startswith(self.metric))]
 
     def label(self, name: str) -> str:
         """Labels one metric among several: `level2` -> `level 2`, `level-1` -> `prompt group`."""
@@ -123,13 +123,13 @@ def read_held_out(folder: Path) -> dict[str, dict] | None:
     if not file.is_file():
         return None
     try:
-        found = json.loads(file.read_text())
+        evaluation = json.loads(file.read_text())
         result: dict[str, dict] = {mode: {} for mode in MODES}
         for mode in MODES:
-            if found["success"][mode] is not None:
-                result[mode]["success"] = float(found["success"][mode])
-                result[mode]["interval"] = tuple(float(end) for end in found["interval"][mode])
-            result[mode] |= {"turns": float(found["turns"][mode]), "valid": 1 - float(found["invalid"][mode])}
+            if evaluation["success"][mode] is not None:
+                result[mode]["success"] = float(evaluation["success"][mode])
+                result[mode]["interval"] = tuple(float(end) for end in evaluation["interval"][mode])
+            result[mode] |= {"turns": float(evaluation["turns"][mode]), "valid": 1 - float(evaluation["invalid"][mode])}
         return result
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise ConfigError(f"{file}: not an evaluation: {error!r}; run hgpo_jax.evaluate again") from None
@@ -143,18 +143,18 @@ def draw(rows: list[dict], title: str = "", held_out: dict | None = None, warm_s
       held_out: the result of `read_held_out`, drawn where training ended.
       warm_start: whether iteration 0 shows the result of a warm start, which is then marked.
     """
-    known = dict.fromkeys(name for row in rows for name in row)
+    metrics = dict.fromkeys(name for row in rows for name in row)
     by_metric = {panel.metric: panel for panel in (*LEARNING, *GROUPS, *ROLES)}
-    shown = [panel for metric in DRAWN if (panel := by_metric[metric]).names(known)]
-    columns = min(3, len(shown))
-    figure, axes = panels([min(columns, len(shown) - first) for first in range(0, len(shown), columns)], 4.3, 2.9)
+    charts = [panel for metric in DRAWN if (panel := by_metric[metric]).names(metrics)]
+    columns = min(3, len(charts))
+    figure, axes = panels([min(columns, len(charts) - first) for first in range(0, len(charts), columns)], 4.3, 2.9)
     window = smoothing_window(len(rows))
-    for place, (axis, panel) in enumerate(zip(itertools.chain(*axes), shown, strict=True)):
-        names = panel.names(known)
+    for place, (axis, panel) in enumerate(zip(itertools.chain(*axes), charts, strict=True)):
+        names = panel.names(metrics)
         _panel(axis, panel, rows, names, window)
         _held_out(axis, panel, rows, held_out)
         _range(axis, panel)
-        if place + columns >= len(shown):  # no chart below it
+        if place + columns >= len(charts):  # no chart below it
             axis.set_xlabel("iteration")
         if panel.metric == "success" and warm_start and rows[0]["iteration"] == 0 and rows[0].get("success") is not None:
             reached = rows[0]["success"]
@@ -181,9 +181,9 @@ def _panel(axis: Axes, panel: Panel, rows: list[dict], names: list[str], window:
 
 def _held_out(axis: Axes, panel: Panel, rows: list[dict], final: dict | None) -> None:
     """Draws validations on held-out tasks as dots on a line, the final evaluation as markers with the interval of success."""
-    found = [(row["iteration"], row[name]) for row in rows if row.get(name := f"validation/{panel.metric}") is not None]
-    if found:
-        axis.plot(*zip(*found, strict=True), ".-", color=HELD_OUT, linewidth=1, label="held-out, while training")
+    points = [(row["iteration"], row[name]) for row in rows if row.get(name := f"validation/{panel.metric}") is not None]
+    if points:
+        axis.plot(*zip(*points, strict=True), ".-", color=HELD_OUT, linewidth=1, label="held-out, while training")
     if not final or panel.metric not in final["sampled"]:
         return
     end = rows[-1]["iteration"] + 1

@@ -45,18 +45,18 @@ class Training:
         self.on_iteration = on_iteration
         train_step, init = make_train_step(job)
         # Shapes and shardings are enough to compile and to restore; memory holds only one state besides the weights.
-        like = described(init(job.given_params))
+        like = describe(init(job.given_params))
         compiling = ThreadPoolExecutor(1).submit(compile_ahead, job, train_step, like)
         if jax.process_count() > 1:  # all processes must start programs in the same order; two threads would not ensure that
             compiling.result()
         self.checkpoints = Checkpoints(folder / "checkpoints", self.config.log)
         params = starting_params(job, folder)
         self.reference = job.reference_copy(params)
-        self.state = self._restored(like) if done else init(params)
+        self.state = self._restore(like) if done else init(params)
         self.train_step = compiling.result()
-        kept = set(map(id, jax.tree.leaves(self.reference)))
+        reference_ids = set(map(id, jax.tree.leaves(self.reference)))
         for array in jax.tree.leaves(job.given_params):
-            if id(array) not in kept and not array.is_deleted():  # nothing reads it again, and it would occupy memory
+            if id(array) not in reference_ids and not array.is_deleted():  # nothing reads it again, and it would occupy memory
                 array.delete()
 
     def run(self) -> tuple[dict, dict]:
@@ -107,7 +107,7 @@ class Training:
                     saved = f"{self.stop.saved} of {self.config.iterations} iterations are saved"
                     say(f"{saved}; continue with --resume {remote.shown(self.folder)}")
 
-    def _restored(self, like: TrainState) -> TrainState:
+    def _restore(self, like: TrainState) -> TrainState:
         """Restores the state of the checkpoint that training continues from. like: its shapes and shardings."""
         return like.from_checkpoint(self.checkpoints.restore(self.done, like.to_checkpoint()))
 
@@ -141,7 +141,7 @@ class Training:
         self.recorder.wait()  # at most one iteration is in flight
         return episodes, sums, counts
 
-    def _update(self, iteration: int, episodes: Episodes, sums: list[dict], known: dict) -> None:
+    def _update(self, iteration: int, episodes: Episodes, sums: list[dict], counts: dict) -> None:
         """Learns from the episodes; signals wait until the iteration has been counted."""
         with self.stop.defer_signals():
             began = time.perf_counter()
@@ -151,7 +151,7 @@ class Training:
             self.state, metrics = self.train_step(self.state, self.reference, episodes, key, jnp.float32(scale), role)
             self.done = iteration + 1
             self.recorder.time_phase("update", metrics, began)
-            self.recorder.row(iteration, sums, metrics, known | {"lr": self.config.learner.lr * scale}, episodes)
+            self.recorder.row(iteration, sums, metrics, counts | {"lr": self.config.learner.lr * scale}, episodes)
 
     def _save(self, success: float | None = None) -> None:
         """Saves a checkpoint of the iterations done unless one exists; it relies on the rows and dumps before it."""
@@ -162,7 +162,7 @@ class Training:
                 self.stop.saved = self.done
 
 
-def described(tree):
+def describe(tree):
     """Returns the shapes, dtypes and shardings of a tree's arrays."""
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
 
@@ -170,11 +170,11 @@ def described(tree):
 def compile_ahead(job: Job, train_step, state):
     """Compiles rollout and update in another thread while the warm start prepares; returns the compiled update.
 
-    The rollout's first call then finds it in the compilation cache. state: from `described`.
+    The rollout's first call then finds it in the compilation cache. state: from `describe`.
     """
     with jax.set_mesh(job.mesh):  # a mesh applies only to the thread that set it
-        reference = described(job.reference_copy(job.given_params))
-        job.runner.compile(described(job.base_rollout_params(job.given_params)), job.episode_inputs(0))
+        reference = describe(job.reference_copy(job.given_params))
+        job.runner.compile(describe(job.base_rollout_params(job.given_params)), job.episode_inputs(0))
         whole = NamedSharding(job.mesh, PartitionSpec())
         abstract = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole)  # noqa: E731
         episodes = jax.tree.map(abstract, job.abstract_episodes())
@@ -231,12 +231,12 @@ def starting_params(job: Job, folder: Path) -> dict[str, dict]:
             for place, name in by_place.items():
                 job.policies[name].save(reference[name], place)
         return reference
-    read = {}
+    params = {}
     for place, name in by_place.items():
         try:
-            read[place] = load_policy(place, job.mesh).params
+            params[place] = load_policy(place, job.mesh).params
         except ValueError as error:
             raise ConfigError(f"{error}; remove {start}, and it will be recreated") from None
-        if jax.tree.map(jnp.shape, read[place]) != jax.tree.map(jnp.shape, job.policies[name].initial.params):
+        if jax.tree.map(jnp.shape, params[place]) != jax.tree.map(jnp.shape, job.policies[name].initial.params):
             raise ConfigError(f"{place}: policy.* or env.* ask for another size of policy; start in another run_dir")
-    return {name: read[place] for name, place in places.items()}
+    return {name: params[place] for name, place in places.items()}

@@ -38,7 +38,7 @@ from hgpo_jax.utils.progress import CompileWatch, say, warn
 
 
 def train(
-    given: dict,
+    fields: dict,
     resume: str = "never",
     allowed: tuple[str, ...] = (),
     multiprocess: bool = False,
@@ -48,7 +48,7 @@ def train(
     """Trains the run that the fields describe to its end, and returns its folder.
 
     Args:
-      given, resume, allowed: as in `find_run`.
+      fields, resume, allowed: as in `find_run`.
       multiprocess: whether this is one of several processes.
       on_iteration: called with every row of metrics once it is written, in another thread.
       exits: as in `Interruption`.
@@ -56,21 +56,21 @@ def train(
     Raises ConfigError, RunError, or, after saving, Interrupted if a signal ended it.
     """
     began = time.perf_counter()
-    place = resume if is_remote(resume) else given.get("run_dir", "")
+    place = resume if is_remote(resume) else fields.get("run_dir", "")
     if multiprocess and is_remote(place):
         raise ConfigError(f"{place}: several processes need a folder that all see; mount the bucket, and give its path")
 
     def look() -> tuple:
-        config, folder, *rest = find_run(given, resume, allowed)
+        config, folder, *rest = find_run(fields, resume, allowed)
         return config.model_dump(mode="json"), str(folder), *rest
 
     if multiprocess:
         open_devices(multiprocess=True)
-        found = distributed.broadcast_from_process_0(look)
+        result = distributed.broadcast_from_process_0(look)
     else:
-        found = look()
+        result = look()
         open_devices()
-    config, folder, (resuming, ended) = configuration.resolve(found[0]), Path(found[1]), found[2:]
+    config, folder, (resuming, ended) = configuration.resolve(result[0]), Path(result[1]), result[2:]
     place = remote.shown(folder)
     if ended:
         say(
@@ -84,40 +84,40 @@ def train(
         try:
             run(config, mesh, folder, resuming, stop, watch, on_iteration)
         except Interrupted as signal:
-            say(f"stopped by {signal}: {_saved(config, stop, place, resuming)}")
+            say(f"stopped by {signal}: {_describe_saved(config, stop, place, resuming)}")
             raise
         except OSError as error:
             if error.errno not in REFUSED:
                 raise
-            saved = _saved(config, stop, place, resuming)
+            saved = _describe_saved(config, stop, place, resuming)
             raise RunError(f"{error.filename or place}: {error.strerror}; {saved}") from None
     say(f"{time.perf_counter() - began:.0f} s in all; everything is in {place}")
     return folder
 
 
-def _saved(config: Config, stop: Interruption, place: str, resuming: bool) -> str:
+def _describe_saved(config: Config, stop: Interruption, place: str, resuming: bool) -> str:
     """Says how much of a run that ended early is saved, and how it continues."""
     saved = f"{stop.saved} of {config.iterations} iterations are saved" if stop.saved else "no iteration was done"
     return saved + (f"; continue with --resume {place}" if stop.saved or resuming else "")
 
 
-def dry_run(given: dict, resume: str, allowed: tuple[str, ...]) -> None:
+def dry_run(fields: dict, resume: str, allowed: tuple[str, ...]) -> None:
     """Checks everything but the weights, and plans the memory without the mesh's devices. Arguments as in `train`."""
-    config = find_run(given, resume, allowed).config
+    config = find_run(fields, resume, allowed).config
     check_together(config)
     try:
         mesh = make_mesh("auto") if config.mesh == "auto" else abstract_mesh(config.mesh)
-        found = environment(config.env)
+        entry = environment(config.env)
         if backend(config) == "compiled_text" and config.env.compiled is None:  # it would write the tables of its games
             config = config.model_copy(update={"env": config.env.model_copy(update={"compiled": False})})
-        makers = None if backend(config) == "compiled" or found.text is None else found.text(config)
-        models = {name: memory.workload_of(own, mesh).model for name, own in memory.configs_by_policy(config).items()}
+        makers = None if backend(config) == "compiled" or entry.text is None else entry.text(config)
+        models = {name: memory.workload_of(each, mesh).model for name, each in memory.configs_by_policy(config).items()}
         phases = memory.bytes_of_run(config, mesh)
-        if makers or found.agent:
+        if makers or entry.agent:
             source = config.policy.tokenizer or config.policy.source
             tokenizer = load_tokenizer(source, config.cache_dir) if source else fresh_tokenizer(config)
             runner: Runner = (
-                TextRunner(config, found, *makers, models, tokenizer, mesh)
+                TextRunner(config, entry, *makers, models, tokenizer, mesh)
                 if makers
                 else AgentRunner(config, models, tokenizer, mesh)
             )
@@ -193,7 +193,7 @@ def train_and_evaluate(
         job.by_policy(functools.partial(save_trained, folder / "policy"), params)
     del params
     result, transcripts = evaluate(job, played, folder)
-    shown = "\n\n".join(transcripts)
+    text = "\n\n".join(transcripts)
     if writes:
         plot_curves(folder)
         for name, policy in job.policies.items():
@@ -202,8 +202,8 @@ def train_and_evaluate(
                     count = sum(a.size for a in jax.tree.leaves(policy.initial.params))
                     model_card.write(saved, policy.settings, count, result)
         with atomic_write(folder / "transcripts.txt") as file:  # written last: its presence means that the run has ended
-            file.write(shown + "\n")
-    say(f"\n{shown}\n\n{describe_evaluation(result)}")
+            file.write(text + "\n")
+    say(f"\n{text}\n\n{describe_evaluation(result)}")
 
 
 def save_trained(folder: Path, policy: PolicySetup, params) -> None:

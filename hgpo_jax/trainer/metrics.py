@@ -120,13 +120,13 @@ def rollout_sums(e: Episodes, gamma, roles: tuple[str, ...]) -> dict[str, jax.Ar
         "invalid": (e.invalid & e.mask).sum(),
         "tokens": (e.prompt_lengths + e.response_lengths).sum(where=e.mask),
     }
-    for role, own in turns_by_role(e, roles).items():
+    for role, turns in turns_by_role(e, roles).items():
         sums |= {
-            f"by_role/judged/{role}": (own.any(1) & e.judged).sum(),
-            f"by_role/success/{role}": (own.any(1) & e.success).sum(),
-            f"by_role/turns/{role}": own.sum(),
-            f"by_role/invalid/{role}": (e.invalid & own).sum(),
-            f"by_role/response_length/{role}": e.response_lengths.sum(where=own),
+            f"by_role/judged/{role}": (turns.any(1) & e.judged).sum(),
+            f"by_role/success/{role}": (turns.any(1) & e.success).sum(),
+            f"by_role/turns/{role}": turns.sum(),
+            f"by_role/invalid/{role}": (e.invalid & turns).sum(),
+            f"by_role/response_length/{role}": e.response_lengths.sum(where=turns),
         }
     return sums
 
@@ -139,11 +139,11 @@ def turns_by_role(e: Episodes, roles: tuple[str, ...]) -> dict[str, jax.Array]:
 def role_advantages(e: Episodes, advantages, roles: tuple[str, ...]) -> dict[str, jax.Array]:
     """Mean and standard deviation of the advantages f32[B, T] over each role's turns, as scalars by name."""
     metrics = {}
-    for role, own in turns_by_role(e, roles).items():
-        count = jnp.maximum(own.sum(), 1)
-        mean = advantages.sum(where=own) / count
+    for role, turns in turns_by_role(e, roles).items():
+        count = jnp.maximum(turns.sum(), 1)
+        mean = advantages.sum(where=turns) / count
         metrics[f"by_role/advantage_mean/{role}"] = mean
-        metrics[f"by_role/advantage_std/{role}"] = jnp.sqrt(((advantages - mean) ** 2).sum(where=own) / count)
+        metrics[f"by_role/advantage_std/{role}"] = jnp.sqrt(((advantages - mean) ** 2).sum(where=turns) / count)
     return metrics
 
 
@@ -218,8 +218,8 @@ def _role_metrics(total: dict[str, float]) -> dict[str, float]:
 def unknown_by_role(row: dict) -> dict[str, float]:
     """Returns NaN for the metrics of roles without a turn in this iteration, except for the number of turns."""
     idle = {name.rpartition("/")[2] for name, turns in row.items() if name.startswith("by_role/turns/") and not turns}
-    said = [name for name in row if name.startswith("by_role/") and not name.startswith("by_role/turns/")]
-    return {name: math.nan for name in said if name.rpartition("/")[2] in idle}
+    names = [name for name in row if name.startswith("by_role/") and not name.startswith("by_role/turns/")]
+    return {name: math.nan for name in names if name.rpartition("/")[2] in idle}
 
 
 def flatten(row: dict) -> dict:

@@ -20,15 +20,15 @@ from hgpo_jax.utils.progress import Progress, warn
 
 def loggers(config: Config, folder: Path, first: int) -> dict:
     """Returns the constructors of the configured loggers, for a MetricsWriter."""
-    chosen: dict[str, Callable[[], Logger]] = {}
+    constructors: dict[str, Callable[[], Logger]] = {}
     if config.log.tensorboard:
         from hgpo_jax.trainer.tensorboard import TensorBoard
 
-        chosen["TensorBoard"] = functools.partial(TensorBoard, folder, first)
+        constructors["TensorBoard"] = functools.partial(TensorBoard, folder, first)
     if config.log.wandb:
         project, fields = os.environ.get("WANDB_PROJECT", "hgpo_jax"), config.model_dump(mode="json")
-        chosen["Weights & Biases"] = functools.partial(WeightsAndBiases, folder, project, fields)
-    return chosen
+        constructors["Weights & Biases"] = functools.partial(WeightsAndBiases, folder, project, fields)
+    return constructors
 
 
 class Recorder:
@@ -81,16 +81,16 @@ class Recorder:
         if report is not None:
             report.save(path.with_suffix(".json"))
 
-    def row(self, iteration: int, sums: list[dict], metrics: dict, known: dict, episodes: Episodes) -> None:
+    def row(self, iteration: int, sums: list[dict], metrics: dict, counts: dict, episodes: Episodes) -> None:
         """Begins to write an iteration's row.
 
-        sums: from its rollouts (`metrics.rollout_sums`); metrics: from the update; known: numbers that are already computed.
+        sums: from its rollouts (`metrics.rollout_sums`); metrics: from the update; counts: numbers that are already computed.
         """
-        self._row = self._rows.submit(self._write, iteration, sums, metrics, known, episodes)
+        self._row = self._rows.submit(self._write, iteration, sums, metrics, counts, episodes)
 
-    def _write(self, iteration: int, sums, metrics, known: dict, episodes: Episodes) -> None:
+    def _write(self, iteration: int, sums, metrics, counts: dict, episodes: Episodes) -> None:
         numbers = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        row = {"iteration": iteration, **rollout_metrics(sums), **known, **numbers, "seconds": self._seconds}
+        row = {"iteration": iteration, **rollout_metrics(sums), **counts, **numbers, "seconds": self._seconds}
         row |= unknown_by_role(row)
         spent, self._seconds = self._seconds, {}
         row["tokens_per_second"] = row["tokens"] / (spent["rollout"] + spent["update"])

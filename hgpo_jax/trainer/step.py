@@ -33,7 +33,7 @@ from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.result import RolloutResult
 from hgpo_jax.rollout.rewards import overlong
 from hgpo_jax.rollout.runners import CompiledRunner
-from hgpo_jax.rollout.state_keys import regrouped
+from hgpo_jax.rollout.state_keys import regroup
 from hgpo_jax.setup.job import MAX_TRIES, Job, PolicySetup
 from hgpo_jax.trainer.metrics import advantage_metrics, role_advantages, rollout_sums
 from hgpo_jax.utils.errors import RunError
@@ -56,18 +56,18 @@ def sample(job: Job, params, iteration: int) -> tuple[RolloutResult, list[dict],
         result, of_one = _rewarded_rollout(job, params, iteration)
         counts = result.report.counts if result.report else {}
         return RolloutResult(punish_overlong(job, result.episodes), result.report), [of_one], counts
-    kept, sums = None, []
+    batch, sums = None, []
     for attempt in range(MAX_TRIES):
         (episodes, _), of_one = _rewarded_rollout(job, params, iteration, attempt)
-        if kept is None:
-            kept = jax.tree.map(jnp.zeros_like, episodes).replace(groups=episodes.groups)
+        if batch is None:
+            batch = jax.tree.map(jnp.zeros_like, episodes).replace(groups=episodes.groups)
             filled = jnp.int32(0)
-        kept, filled = _keep_informative(kept, filled, episodes, settings.group_size)
+        batch, filled = _keep_informative(batch, filled, episodes, settings.group_size)
         sums.append(of_one)
         if filled >= settings.prompt_groups:
             break
-    assert kept is not None  # MAX_TRIES is above 0
-    return RolloutResult(punish_overlong(job, kept), None), sums, {"rollouts": len(sums), "kept_groups": int(filled)}
+    assert batch is not None  # MAX_TRIES is above 0
+    return RolloutResult(punish_overlong(job, batch), None), sums, {"rollouts": len(sums), "kept_groups": int(filled)}
 
 
 def _rewarded_rollout(job: Job, params, iteration: int, attempt: int = 0) -> tuple[RolloutResult, dict]:
@@ -87,7 +87,7 @@ def _rewarded_rollout(job: Job, params, iteration: int, attempt: int = 0) -> tup
     if job.config.reward.overlong_cache:
         rewards["reward/overlong"] = overlong(job.config, result.episodes).sum()
     if job.config.env.state_key or job.config.advantage.similarity is not None:
-        result = regrouped(result, job.config)
+        result = regroup(result, job.config)
     if result.report and not result.episodes.mask.any():
         failures = result.report.failures
         raise RunError(
@@ -107,13 +107,13 @@ def punish_overlong(job: Job, e: Episodes) -> Episodes:
 
 
 @functools.partial(jax.jit, static_argnums=3)
-def _keep_informative(kept: Episodes, filled, episodes: Episodes, group_size: int) -> tuple[Episodes, jax.Array]:
-    """Puts the prompt groups of `episodes` with different rewards after the first `filled` (i32[]) of `kept`, if they fit."""
+def _keep_informative(batch: Episodes, filled, episodes: Episodes, group_size: int) -> tuple[Episodes, jax.Array]:
+    """Puts the prompt groups of `episodes` with different rewards after the first `filled` (i32[]) of `batch`, if they fit."""
     useful = advantages.informative(episodes.rewards, episodes.mask, episodes.groups).reshape(-1, group_size).any(1)
     slot = jnp.where(useful, filled + jnp.cumsum(useful) - 1, len(useful))
     rows = (slot[:, None] * group_size + jnp.arange(group_size)).ravel()
-    merged = jax.tree.map(lambda old, new: old.at[rows].set(new, mode="drop"), kept, episodes)
-    return merged.replace(groups=kept.groups), jnp.minimum(filled + useful.sum(), len(useful))
+    merged = jax.tree.map(lambda old, new: old.at[rows].set(new, mode="drop"), batch, episodes)
+    return merged.replace(groups=batch.groups), jnp.minimum(filled + useful.sum(), len(useful))
 
 
 class TrainState(struct.PyTreeNode):
@@ -182,7 +182,7 @@ def make_train_step(job: Job):
         if len(job.runner.roles) > 1:
             batch = batch.replace(agents=_flat(episodes.agents))
         happened, unfinished = _flat(episodes.mask), batch.unfinished(job.runner.end_tokens)
-        order, count = _shuffled(key, happened)
+        order, count = _shuffle(key, happened)
 
         final_values = None
         if state.critic:
@@ -222,7 +222,7 @@ def _make_shared_update(updates: dict):
 
     def update(state: TrainState, reference, batch: TrainingBatch, learned, key, lr_scale, role):
         old = state.params[SHARED], state.opt_state[SHARED], reference[SHARED]
-        params, opt_state, metrics = updates[SHARED](*old, batch, *_shuffled(key, learned), lr_scale)
+        params, opt_state, metrics = updates[SHARED](*old, batch, *_shuffle(key, learned), lr_scale)
         return {SHARED: params}, {SHARED: opt_state}, metrics
 
     return update
@@ -241,9 +241,9 @@ def _make_separate_updates(updates: dict, roles: Sequence[str]):
         assert batch.agents is not None
         params, opt_state, stats, counts = {}, {}, {}, {}
         for number, (name, update_policy) in enumerate(updates.items()):
-            own = jnp.array(members(name, roles))
-            order, count = _shuffled(jax.random.fold_in(key, number), learned & own[batch.agents])
-            counts[name] = count if role is None else jnp.where(own[role], count, 0)
+            is_member = jnp.array(members(name, roles))
+            order, count = _shuffle(jax.random.fold_in(key, number), learned & is_member[batch.agents])
+            counts[name] = count if role is None else jnp.where(is_member[role], count, 0)
             old = state.params[name], state.opt_state[name]
             learn = functools.partial(update_policy, *old, reference[name], batch, order, counts[name], lr_scale)
             *_, shapes = jax.eval_shape(learn)
@@ -298,7 +298,7 @@ def _flat(a):
     return a.reshape(-1, *a.shape[2:])
 
 
-def _shuffled(key, happened):
+def _shuffle(key, happened):
     """Shuffles decisions; returns indices i32[N], those that happened (bool[N]) first, and their number i32[]."""
     return jnp.argsort(jax.random.uniform(key, happened.shape) + 2.0 * ~happened), happened.sum()
 

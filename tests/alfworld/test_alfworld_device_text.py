@@ -170,7 +170,7 @@ def test_numbers_are_told_although_an_environment_has_a_word_that_is_one():
     def told():
         state, seen = text.start(jnp.int32(0))
         past, done = jnp.stack([seen] * K), jnp.zeros((K, MAX_ACTION), jnp.int32)
-        words = text._message(text.goal(state), past, done, seen, text._listed(state), jnp.int32(3), jnp.int32(K))
+        words = text._message(text.goal(state), past, done, seen, text._command_words(state), jnp.int32(3), jnp.int32(K))
         return spell(text.tables["words"], words, 8192)
 
     letters, size = told()

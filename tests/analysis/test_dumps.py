@@ -67,7 +67,7 @@ def test_roles_are_told_where_there_are_several(dump):
     assert lines[0] == plain[0] and lines[1::2] == plain[1::2]
     for t, (alone, told) in enumerate(zip(plain[2::2], lines[2::2], strict=True)):
         assert told == alone.replace(">", f"role_{t % 2} >", 1)
-    assert f"\n    {team.said(0, 1)}\n" in analysis.step_text(team, team.estimate(), 0, 1)
+    assert f"\n    {team.response_with_role(0, 1)}\n" in analysis.step_text(team, team.estimate(), 0, 1)
     assert analysis.steps_table(team, team.estimate())["role"].tolist() == agents[team.episodes.mask].tolist()
     e = team.episodes
     figure = plots.plot_group(team, {"hgpo": team.estimate()}, int(e.groups[0]))

@@ -169,16 +169,16 @@ def test_a_policy_is_shown_the_form_that_it_was_trained_in(family, trained, give
     export(tmp_path / "again", tmp_path / "exported")
     tokenizer = load_policy(tmp_path / "exported").tokenizer
     frame = ChatFrame(tokenizer, **given)
-    assert frame.kept == {"date": day.isoformat(), "thinking": thinking}
+    assert frame.settings == {"date": day.isoformat(), "thinking": thinking}
     assert day.strftime("%d %b" if family == "llama3.2" else "%d %B") in tokenizer.decode(frame.head)
     assert frame.opened == (EMPTY if thinking is False else "")
     if given == {"usual_date": TODAY}:
-        assert ServedText(tokenizer).frame.kept == Chat(load_policy(place), Decoding(0))._frame.kept == frame.kept
+        assert ServedText(tokenizer).frame.settings == Chat(load_policy(place), Decoding(0))._frame.settings == frame.settings
     later = RolloutConfig(thinking=given.get("thinking"))
     setup = SimpleNamespace(name="", settings=SimpleNamespace(rollout=later), initial=load_policy(place))
     save_trained(place, setup, policy.params)
     if "usual_date" not in given:
-        assert ChatFrame(load_policy(place).tokenizer).kept == frame.kept
+        assert ChatFrame(load_policy(place).tokenizer).settings == frame.settings
 
 
 def test_a_switch_that_a_template_has_lost_is_forgotten(tmp_path):
@@ -186,7 +186,7 @@ def test_a_switch_that_a_template_has_lost_is_forgotten(tmp_path):
     policy_of(tokenizer).save(tmp_path / "policy", trained=ChatFrame(tokenizer, thinking=False))
     again = load_policy(tmp_path / "policy").tokenizer
     again.chat_template = family_tokenizer("qwen2.5").chat_template
-    assert ChatFrame(again).kept["thinking"] is None and ChatFrame(again).opened == ""
+    assert ChatFrame(again).settings["thinking"] is None and ChatFrame(again).opened == ""
 
 
 def test_the_day_is_the_configured_one():

@@ -146,7 +146,7 @@ def quantized(value, kind):
 def test_every_type_is_what_the_package_makes_of_it(kind, fields, tmp_path):
     config = ModelConfig(**SIZES | {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1} | fields)
     expected = write(tmp_path / "m.gguf", config, gguf.GGMLQuantizationType[kind])
-    folder = Path(gguf_folder.unpacked(tmp_path / "m.gguf", tmp_path))
+    folder = Path(gguf_folder.unpack(tmp_path / "m.gguf", tmp_path))
     assert huggingface_folder.read_config(folder) == config
     found = load_file(folder / "model.safetensors")
     assert found.keys() == expected.keys()
@@ -188,7 +188,7 @@ def factors(theta, half, factor):
 
 
 def config_of(path, cache):
-    return huggingface_folder.read_config(Path(gguf_folder.unpacked(path, cache)))
+    return huggingface_folder.read_config(Path(gguf_folder.unpack(path, cache)))
 
 
 def test_rotary_frequencies(tmp_path):
@@ -279,10 +279,10 @@ def test_the_folder_is_made_once_for_a_content(tmp_path, monkeypatch):
     write(tmp_path / "m.gguf")
     made, convert = [], gguf_folder._convert
     monkeypatch.setattr(gguf_folder, "_convert", lambda *given: made.append(given[1].name) or convert(*given))
-    first = gguf_folder.unpacked(tmp_path / "m.gguf", tmp_path / "c")
-    assert gguf_folder.unpacked(tmp_path / "m.gguf", tmp_path / "c") == first
+    first = gguf_folder.unpack(tmp_path / "m.gguf", tmp_path / "c")
+    assert gguf_folder.unpack(tmp_path / "m.gguf", tmp_path / "c") == first
     write(tmp_path / "m.gguf", metadata={"tokenizer.chat_template": "other"})
-    other = gguf_folder.unpacked(tmp_path / "m.gguf", tmp_path / "c")
+    other = gguf_folder.unpack(tmp_path / "m.gguf", tmp_path / "c")
     assert read_tokenizer(other).chat_template == "other"
     assert made == [Path(first).name, Path(other).name]
     assert len({first, other}) == 2
@@ -312,7 +312,7 @@ def test_a_job_reads_it_from_its_own_cache(tmp_path):
 
 def refusal(path, cache):
     with refused(str(path)) as caught:
-        gguf_folder.unpacked(path, cache)
+        gguf_folder.unpack(path, cache)
     return str(caught.value)
 
 
@@ -379,7 +379,7 @@ def test_no_damage_of_a_header_is_more_than_one_line(tmp_path, monkeypatch):
         file = tmp_path / f"m{number}.gguf"
         file.write_bytes(damaged)
         try:
-            gguf_folder.unpacked(file, tmp_path / "c")
+            gguf_folder.unpack(file, tmp_path / "c")
         except ValueError as error:
             refused += 1
             assert "\n" not in str(error) and str(file) in str(error)

@@ -7,7 +7,7 @@ from hgpo_jax.advantages import estimate
 from hgpo_jax.config import load
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.result import RolloutReport, RolloutResult
-from hgpo_jax.rollout.state_keys import regrouped
+from hgpo_jax.rollout.state_keys import regroup
 from hgpo_jax.setup.validate import check_together
 from hgpo_jax.utils.errors import ConfigError, RunError
 
@@ -56,7 +56,7 @@ def config_with(*fields):
 def test_steps_in_the_same_place_are_peers(here, field):
     config, before = config_with(field), played()
     check_together(config)
-    e, report = regrouped(before, config)
+    e, report = regroup(before, config)
     assert e.states.tolist() == [[0, 1, 0], [0, 0, 0], [0, 0, 0], [0, 6, 0]]
     assert e.next_states.tolist() == [[1, 0, 0], [1, 0, 0], [0, 0, 0], [6, 1, 0]]
     assert report.texts[e.observations[3, 1, 0]] == "the cellar after 106 steps"
@@ -82,4 +82,4 @@ def test_refusals(here, fields, message):
 @pytest.mark.parametrize(("name", "message"), [("fails", "fails with KeyError"), ("unhashable", "set is no key of a state")])
 def test_a_function_that_fails_ends_the_run_in_one_line(here, name, message):
     with pytest.raises(RunError, match=f"^env.state_key=keys.py:{name}: .*{message}.* for the observation 'the hall after"):
-        regrouped(played(), config_with(f"env.state_key=keys.py:{name}"))
+        regroup(played(), config_with(f"env.state_key=keys.py:{name}"))
