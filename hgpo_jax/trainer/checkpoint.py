@@ -149,12 +149,16 @@ class Checkpoints:
         except Exception as error:
             raise RunError(f"checkpoint {self._folder / str(iterations)} does not fit this run: {_one_line(error)}") from None
 
-    def close(self) -> None:
+    def wait(self) -> None:
         """Waits for pending writes. Raises RunError if one fails."""
         try:
             self._manager.wait_until_finished()
         except Exception as error:
             raise self._failed(error) from None
+
+    def close(self) -> None:
+        """Waits for pending writes, and ends the writer. Raises RunError if one fails."""
+        self.wait()
         self._manager.close()
 
     def _failed(self, error: Exception) -> RunError:

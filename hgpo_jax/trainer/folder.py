@@ -36,7 +36,7 @@ FREE_TO_CHANGE = (
 HOW_TO_REPAIR = "repair it by hand, or start again in another run_dir"
 LOCK, UNFINISHED = ".lock", "config.yaml.partial"
 # Files of a run that was killed before it wrote config.yaml.
-NO_RUN = {LOCK, UNFINISHED, remote.STATE, provenance.FILE, f"{provenance.FILE}.partial"}
+NO_RUN = {LOCK, UNFINISHED, remote.STATE, remote.LOCK, provenance.FILE, f"{provenance.FILE}.partial"}
 PROOFS = ("evaluation.json", "transcripts.txt")  # that a run has ended; the first one holds its result
 # Files that a run writes at its end; a policy is written only after the last checkpoint is complete.
 RESULTS = ("policy", "adapter", "evaluations", *PROOFS)
