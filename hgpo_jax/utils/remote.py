@@ -19,9 +19,10 @@ from hgpo_jax.utils.errors import ConfigError, RunError, one_line
 from hgpo_jax.utils.files import CACHE_DIR, atomic_write, check_scheme, is_remote
 from hgpo_jax.utils.progress import warn
 
-# STATE is the manifest that the working folder last agreed with; its writer is empty unless that was a process of this machine.
+# STATE is the manifest that the working folder last agreed with, and the bucket's URL; its writer is empty unless that was a
+# process of this machine.
 MANIFEST, STATE, LOCK = "manifest.json", ".remote.json", ".remote.lock"
-EMPTY = {"url": "", "writer": "", "files": {}}  # files: relative path -> size and modification time in the writer's folder
+EMPTY = {"writer": "", "files": {}}  # files: relative path -> size and modification time in the writer's folder
 
 
 def shown(folder: Path) -> str:
@@ -89,7 +90,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def _state(folder: Path) -> dict:
-    return json.loads((folder / STATE).read_text()) if (folder / STATE).is_file() else EMPTY
+    return json.loads((folder / STATE).read_text()) if (folder / STATE).is_file() else EMPTY | {"url": ""}
 
 
 def _open(url: str) -> tuple:
@@ -109,9 +110,8 @@ def _download(fs, root: str, folder: Path, there: dict, checkpoints: bool) -> No
     here = _files(folder)
     for name in here.keys() - there["files"].keys():
         (folder / name).unlink()
-    for path in sorted(folder.rglob("*"), reverse=True):
-        if path.is_dir() and not any(path.iterdir()):  # Orbax would take it for a checkpoint
-            path.rmdir()
+        with contextlib.suppress(OSError):  # it holds more; Orbax would take an empty folder for a checkpoint
+            os.removedirs((folder / name).parent)
     wanted = {name: about for name, about in there["files"].items() if checkpoints or not name.startswith("checkpoints/")}
     new = [name for name, about in wanted.items() if here.get(name) != about]
     fs.get([f"{root}/{name}" for name in new], [str(folder / name) for name in new])
@@ -130,9 +130,8 @@ def _upload(folder: Path, claim: str = "") -> None:
     old = (state["files"].keys() - here.keys()) & there["files"].keys()  # other commands may have added more
     fs.put([str(folder / name) for name in new], [f"{root}/{name}" for name in new])
     files = {name: about for name, about in there["files"].items() if name not in old} | here
-    manifest = {"url": state["url"], "writer": claim or there["writer"], "files": files}
-    fs.pipe_file(f"{root}/{MANIFEST}", json.dumps(manifest).encode())
-    _write_state(folder, {"url": state["url"], "writer": claim or state["writer"], "files": here})
+    fs.pipe_file(f"{root}/{MANIFEST}", json.dumps({"writer": claim or there["writer"], "files": files}).encode())
+    _write_state(folder, state | {"writer": claim or state["writer"], "files": here})
     for name in old:
         fs.rm_file(f"{root}/{name}")
 
