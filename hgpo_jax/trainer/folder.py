@@ -270,9 +270,6 @@ def resume_point(folder: Path) -> tuple[int, list[str]]:
     """
     rows = {row["iteration"] for row in read_metrics(folder)}
     every = began_with(folder)["log"]["checkpoint_every"]
-    if not isinstance(every, int):
-        damage = f"log.checkpoint_every={configuration.shown(every)}"
-        raise ConfigError(f"{folder / 'config.yaml'}: is damaged: {damage}; {HOW_TO_REPAIR}")
     done, wrong = newest_intact(folder / "checkpoints")
     # The second checkpoint is begun only after the first is complete.
     if done is None and (wrong or len(rows) > 2 * every or (rows and (folder / "policy").exists())):
