@@ -90,7 +90,10 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def _state(folder: Path) -> dict:
-    return json.loads((folder / STATE).read_text()) if (folder / STATE).is_file() else EMPTY | {"url": ""}
+    try:
+        return json.loads((folder / STATE).read_text())
+    except (OSError, ValueError):  # none, or one that a loss of power has emptied
+        return EMPTY | {"url": ""}
 
 
 def _open(url: str) -> tuple:

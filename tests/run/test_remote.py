@@ -72,6 +72,8 @@ def test_a_run_on_two_machines(url, run, tmp_path):
     assert remote.fetch(url, str(tmp_path / "first")) == run
     assert texts(run) == texts(second) == in_bucket(url)
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["2"]  # not an empty 1
+    (run / remote.STATE).write_text("")  # as a loss of power may leave it
+    assert texts(remote.fetch(url, str(tmp_path / "first"))) == texts(second)
 
 
 def test_only_what_is_new_is_transferred(url, run, tmp_path, monkeypatch):
