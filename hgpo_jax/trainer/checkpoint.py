@@ -21,7 +21,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 from hgpo_jax.config import LogConfig
-from hgpo_jax.utils.errors import RunError
+from hgpo_jax.utils.errors import RunError, one_line
 
 DIGESTS = "digests.json"
 ITEM = "state"  # the folder of the arrays inside a checkpoint
@@ -52,18 +52,11 @@ def damage(checkpoint: Path) -> str | None:
     """Describes the damage to a checkpoint; None if it is intact."""
     folder = checkpoint / ITEM
     try:
-        wanted = json.loads((folder / DIGESTS).read_text())
-        found = digests(folder)
-    except FileNotFoundError:
-        return f"{ITEM}/{DIGESTS} is missing"
-    except (OSError, ValueError, RecursionError) as error:
-        return f"{ITEM}/{DIGESTS}: {error}"
-    if not isinstance(wanted, dict) or not wanted:
-        return f"{ITEM}/{DIGESTS} is not a list of files"
-    for name, digest in wanted.items():
-        if found.get(name) != digest:
-            return f"{ITEM}/{name} {'has changed' if name in found else 'is missing'}"
-    return None
+        wanted, found = json.loads((folder / DIGESTS).read_text()), digests(folder)
+    except (OSError, ValueError) as error:
+        return f"{ITEM}/{DIGESTS} cannot be read: {one_line(error)}"
+    changed = (f"{ITEM}/{name} has changed or is missing" for name, digest in wanted.items() if found.get(name) != digest)
+    return next(changed, None)
 
 
 def _numbers(folder: Path) -> list[int]:
@@ -145,18 +138,23 @@ class Checkpoints:
         try:
             return self._manager.restore(iterations, args=args)[ITEM]
         except Exception as error:
-            raise RunError(f"checkpoint {self._folder / str(iterations)} does not fit this run: {_one_line(error)}") from None
+            reason = one_line(f"{error!s:.500}")
+            raise RunError(f"checkpoint {self._folder / str(iterations)} does not fit this run: {reason}") from None
 
-    def close(self) -> None:
+    def wait(self) -> None:
         """Waits for pending writes. Raises RunError if one fails."""
         try:
             self._manager.wait_until_finished()
         except Exception as error:
             raise self._failed(error) from None
+
+    def close(self) -> None:
+        """Waits for pending writes, and ends the writer. Raises RunError if one fails."""
+        self.wait()
         self._manager.close()
 
     def _failed(self, error: Exception) -> RunError:
-        return RunError(f"checkpoints in {self._folder} cannot be written: {_one_line(error)}")
+        return RunError(f"checkpoints in {self._folder} cannot be written: {one_line(f'{error!s:.500}')}")
 
 
 def _say_failures_once() -> None:
@@ -184,8 +182,3 @@ def _unless_abandoned(hook, unraisable) -> None:
 
 def _success(metrics: dict) -> float:
     return metrics["success"]
-
-
-def _one_line(error: Exception, limit: int = 500) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= limit else text[:limit] + " ..."

@@ -36,7 +36,7 @@ HOW_TO_REPAIR = "repair it by hand, or start again in another run_dir"
 LOCK, UNFINISHED = ".lock", "config.yaml.partial"
 COMPILING = ".compiling"  # the programs that the run's process is compiling (`CompileWatch.file`)
 # Files of a run that was killed before it wrote config.yaml.
-NO_RUN = {LOCK, UNFINISHED, remote.STATE, provenance.FILE, f"{provenance.FILE}.partial"}
+NO_RUN = {LOCK, UNFINISHED, remote.STATE, remote.LOCK, provenance.FILE, f"{provenance.FILE}.partial"}
 PROOFS = ("evaluation.json", "transcripts.txt")  # that a run has ended; the first one holds its result
 # Files that a run writes at its end; a policy is written only after the last checkpoint is complete.
 RESULTS = ("policy", "adapter", "evaluations", *PROOFS)
@@ -274,9 +274,6 @@ def resume_point(folder: Path) -> tuple[int, list[str]]:
     """
     rows = {row["iteration"] for row in read_metrics(folder)}
     every = began_with(folder)["log"]["checkpoint_every"]
-    if not isinstance(every, int):
-        damage = f"log.checkpoint_every={configuration.shown(every)}"
-        raise ConfigError(f"{folder / 'config.yaml'}: is damaged: {damage}; {HOW_TO_REPAIR}")
     done, wrong = newest_intact(folder / "checkpoints")
     # The second checkpoint is begun only after the first is complete.
     if done is None and (wrong or len(rows) > 2 * every or (rows and (folder / "policy").exists())):

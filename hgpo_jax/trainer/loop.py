@@ -26,6 +26,7 @@ from hgpo_jax.trainer.recorder import Recorder
 from hgpo_jax.trainer.step import TrainState, make_train_step, sample
 from hgpo_jax.utils import distributed, remote
 from hgpo_jax.utils.errors import ConfigError, RunError
+from hgpo_jax.utils.files import is_remote
 from hgpo_jax.utils.progress import say
 
 
@@ -160,6 +161,9 @@ class Training:
                 self.recorder.wait(dumps=True)
                 self.checkpoints.save(self.done, self.state.to_checkpoint(), success)
                 self.stop.saved = self.done
+                if is_remote(remote.shown(self.folder)):
+                    self.checkpoints.wait()
+                    remote.send(self.folder, again=True)
 
 
 def describe(tree):

@@ -157,8 +157,7 @@ def run(
         first, faults, changes = distributed.broadcast_from_process_0(take)
         stop.saved = first
         _describe_run(job, folder, resuming, first, faults, changes)
-        url = remote.url_of(folder)
-        with remote.Upload(folder, url) if url else contextlib.nullcontext():
+        with remote.writing(folder):
             train_and_evaluate(job, folder, first, stop, on_iteration)
 
 

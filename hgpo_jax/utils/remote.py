@@ -1,316 +1,166 @@
 """Runs in buckets: `gs://bucket/run`, `s3://bucket/run` and any other place that fsspec can access.
 
-A run is written and read in a working copy on this machine, `CACHE_DIR/remote/SCHEME/PLACE`, so that the lock, files that
-appear complete or not at all, and checkpoints with digests are those of a local run. `fetch` makes the copy equal to the
-bucket, `Upload` keeps the bucket equal to the copy while a run trains, and `send` does so once.
-
-A checkpoint is uploaded after the rows and dumps that it relies on, and its digests after its other files, so an interrupted
-upload leaves a run that can be resumed.
+A run is written in a working folder of this machine, which is copied to the bucket when the run begins, at checkpoints and at
+its end. A manifest lists the bucket's files, and names the process that writes the run. It is replaced after the new files are
+there and before the old ones go, so an upload that breaks off leaves the run as it was.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
-import shutil
-import signal
-import threading
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from hgpo_jax.utils.errors import ConfigError, RunError, one_line
 from hgpo_jax.utils.files import CACHE_DIR, atomic_write, check_scheme, is_remote
-from hgpo_jax.utils.progress import Progress, warn
+from hgpo_jax.utils.progress import warn
 
-STATE, WRITER = ".remote.json", "writer.json"
-LOCK = ".lock"
-DIGESTS = "/state/digests.json"  # a complete checkpoint has this file (`checkpoint.py`)
-EVERY = 30.0  # seconds between uploads
-BLOCK = 2**22  # bytes per read
-
-
-def working_copy(url: str, cache_dir: str = CACHE_DIR) -> Path:
-    """Returns the place on this machine of a run in a bucket."""
-    scheme, _, place = url.partition("://")
-    return Path(cache_dir, "remote", scheme, *(part for part in place.split("/") if part not in ("", ".", "..")))
-
-
-def url_of(folder: Path) -> str:
-    """Returns the URL of the bucket whose working copy this is; empty for any other folder."""
-    return _State.read(folder).url
+# STATE is the manifest that the working folder last agreed with, and the bucket's URL; its writer is empty unless that was a
+# process of this machine.
+MANIFEST, STATE, LOCK = "manifest.json", ".remote.json", ".remote.lock"
+EMPTY = {"writer": "", "files": {}}  # files: relative path -> size and modification time in the writer's folder
 
 
 def shown(folder: Path) -> str:
     """Returns the run's place as its user knows it."""
-    return url_of(folder) or str(folder)
+    return _state(folder)["url"] or str(folder)
 
 
 def fetch(url: str, cache_dir: str = CACHE_DIR, checkpoints: bool = True, begins: bool = False) -> Path:
-    """Makes the working copy equal to the bucket and returns it; a copy that only has more than the last upload is not changed.
+    """Makes the working folder equal to the bucket, unless this machine wrote the run last, and returns it.
 
-    checkpoints: whether to fetch them; a command that only reads does not need them.
-    begins: whether a run may begin there.
+    checkpoints: whether they are needed. begins: whether a run may begin there.
 
     Raises ConfigError: the place cannot be read, or is not a run's.
     """
-    with _refusals(url):
+    scheme, _, place = url.partition("://")
+    folder = Path(cache_dir, "remote", scheme, *(part for part in place.split("/") if part not in ("", ".", "..")))
+    with _one_line(ConfigError, url):
         check_scheme(url)
-        if not begins and not _Bucket(url).has("config.yaml"):
-            raise ConfigError(f"{url}: not the folder of a run, it holds no config.yaml")
-    folder = working_copy(url, cache_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / LOCK)
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        return folder  # a process on this machine is writing the run, so nothing is newer
-    try:
-        with _refusals(url):
-            _download(url, folder, checkpoints)
-    finally:
-        lock.release()
+        fs, root, there = _open(url)
+        if not there["writer"] and (not begins or fs.find(root)):
+            raise ConfigError(f"{url}: not the folder of a run, it holds no {MANIFEST}; give another one")
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / LOCK):
+            if not there["writer"] or there["writer"] != _state(folder)["writer"]:
+                _download(fs, root, folder, there | {"url": url, "writer": ""}, checkpoints)
     return folder
 
 
 def local(place: str) -> str:
-    """Returns a path on this machine for a run that a command reads: itself, or the working copy without checkpoints.
-
-    Raises ConfigError: it is in a bucket and cannot be read, or is not a run.
-    """
+    """Returns a path on this machine for a run that a command reads. Raises ConfigError as `fetch` does."""
     return str(fetch(place, checkpoints=False)) if is_remote(place) else place
 
 
-def send(path: Path) -> None:
-    """Uploads the changes in the working copy that holds `path`; does nothing elsewhere. Raises RunError."""
-    folder = next((folder for folder in (path, *path.parents) if (folder / STATE).is_file()), None)
-    if folder is not None:
-        state = _State.read(folder)
-        try:
-            _upload(folder, state)
-        except Exception as error:  # any error of a file system
-            raise RunError(f"{state.url}: cannot be written: {_reason(error)}; it is in {path}") from None
+def send(path: Path, again: bool = False) -> None:
+    """Uploads what is new in the working folder that holds `path`; does nothing elsewhere.
 
-
-@dataclasses.dataclass(frozen=True)
-class _State:
-    """The content of the bucket when it last equalled the working copy.
-
-    writer: the name under which this machine last wrote the run, or empty if it only read it.
-    files: relative path -> size and time of the local file, and a token of the remote one, which changes with that file.
+    Raises ConfigError if another process has written the run; RunError, or a warning if it is tried `again`, for a failure.
     """
-
-    url: str = ""
-    writer: str = ""
-    files: dict[str, tuple[int, int, str]] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def read(cls, folder: Path) -> _State:
-        try:
-            found = json.loads((folder / STATE).read_text())
-            return cls(found["url"], found["writer"], {name: tuple(known) for name, known in found["files"].items()})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return cls()  # everything is transferred again
-
-    def write(self, folder: Path) -> None:
-        with atomic_write(folder / STATE) as file:
-            json.dump(dataclasses.asdict(self), file)
-
-
-class _Bucket:
-    """A folder that fsspec can access."""
-
-    def __init__(self, url: str):
-        import fsspec
-
-        folders = {"auto_mkdir": True} if url.startswith(("file://", "local://")) else {}  # object stores have no folders
-        self.fs, root = fsspec.core.url_to_fs(url, **folders)
-        self.root = root.rstrip("/")
-
-    def place(self, name: str) -> str:
-        return f"{self.root}/{name}"
-
-    def has(self, name: str) -> bool:
-        self.fs.invalidate_cache()
-        return self.fs.exists(self.place(name))
-
-    def files(self) -> dict[str, str]:
-        """Returns relative path -> token of every file that counts."""
-        from fsspec.utils import tokenize
-
-        self.fs.invalidate_cache()
-        try:
-            found = self.fs.find(self.root, detail=True)
-        except FileNotFoundError:
-            return {}
-        files = {name.removeprefix(self.place("")): tokenize(info) for name, info in found.items()}
-        files.pop(WRITER, None)
-        return _complete(files)
-
-    def writer(self) -> str:
-        """Returns the name under which the run was last written."""
-        self.fs.invalidate_cache()
-        try:
-            return json.loads(self.fs.cat_file(self.place(WRITER)))["writer"]
-        except FileNotFoundError:
-            return ""
-
-    def claim(self, writer: str) -> None:
-        self.fs.pipe_file(self.place(WRITER), json.dumps({"writer": writer}).encode())
-
-
-def _complete(files: dict) -> dict:
-    """Leaves out checkpoints without digests, which are not complete (yet)."""
-    done = {name.removesuffix(DIGESTS) for name in files if name.endswith(DIGESTS)}
-    return {name: known for name, known in files.items() if not _checkpoint(name) or _checkpoint(name) in done}
-
-
-def _checkpoint(name: str) -> str:
-    """Returns checkpoints/N for a file of it, otherwise an empty string."""
-    parts = name.split("/")
-    return "/".join(parts[:2]) if parts[0] == "checkpoints" and len(parts) > 2 else ""
-
-
-def _local_files(folder: Path) -> dict[str, tuple[int, int]]:
-    """Returns relative path -> size and time, without unfinished files and those that belong to this machine."""
-    found = {}
-    for path in folder.rglob("*"):
-        parts = path.relative_to(folder).parts
-        if any(part.startswith(".") or ".partial" in part or ".orbax-checkpoint-tmp" in part for part in parts):
-            continue
-        with contextlib.suppress(FileNotFoundError):  # removed in the meantime
-            if path.is_file():
-                found["/".join(parts)] = _stamp(path)
-    return _complete(found)
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    about = path.stat()
-    return about.st_size, about.st_mtime_ns
-
-
-def _download(url: str, folder: Path, checkpoints: bool) -> None:
-    bucket, state = _Bucket(url), _State.read(folder)
-    if state.url != url:
-        state = _State()
-    if state.writer and state.writer == bucket.writer():
-        return  # nobody else has written since
-    there = bucket.files()
-    if there and "config.yaml" not in there:
-        raise ConfigError(f"{url}: is not empty and not a run; choose another folder, or remove this one")
-    if not checkpoints:
-        there = {name: token for name, token in there.items() if not _checkpoint(name)}
-    here, files = _local_files(folder), {}
-    for name in here.keys() - there.keys():
-        (folder / name).unlink()
-    new = [name for name, token in there.items() if state.files.get(name) != (*here.get(name, (0, 0)), token)]
-    with Progress(f"download {url}", len(new), "file") as progress:
-        for name in new:
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(path, "wb") as file, bucket.fs.open(bucket.place(name), "rb") as source:
-                shutil.copyfileobj(source, file, BLOCK)
-            progress.update(1, {})
-    files = {name: (*_stamp(folder / name), token) for name, token in there.items()}
-    _State(url, "", files).write(folder)
-
-
-def _upload(folder: Path, state: _State, shows: bool = True) -> _State:
-    """Uploads the changes and returns the new state. shows: whether to show progress."""
-    bucket, here = _Bucket(state.url), _local_files(folder)
-    new = [name for name, stamp in here.items() if state.files.get(name, (0, 0, ""))[:2] != stamp]
-    old = [name for name in state.files if name not in here]
-    if not new and not old:
-        return state
-    last = lambda name: (bool(_checkpoint(name)), name.endswith(DIGESTS), name)  # noqa: E731
-    with Progress(f"upload {state.url}", len(new), "file") if shows else contextlib.nullcontext() as progress:
-        for name in sorted(new, key=last):
-            with contextlib.suppress(FileNotFoundError):  # removed in the meantime
-                bucket.fs.put_file(str(folder / name), bucket.place(name))
-            if progress:
-                progress.update(1, {})
-    for name in sorted(old, key=last, reverse=True):  # a checkpoint without digests does not count
-        with contextlib.suppress(FileNotFoundError):
-            bucket.fs.rm_file(bucket.place(name))
-    there = bucket.files()
-    kept = {name: known for name, known in state.files.items() if name in here and name not in new}
-    state = dataclasses.replace(state, files=kept | {name: (*here[name], there[name]) for name in new if name in there})
-    state.write(folder)
-    return state
+    for folder in (path, *path.parents):
+        if url := _state(folder)["url"]:
+            try:
+                with _one_line(RunError, f"{url}: cannot be written, everything is in {folder}"):
+                    _upload(folder)
+            except RunError as error:
+                if not again:
+                    raise
+                warn(str(error))
 
 
 @contextlib.contextmanager
-def _refusals(url: str) -> Iterator[None]:
+def writing(folder: Path) -> Iterator[None]:
+    """Claims the bucket of a working folder for the run that the block writes, and sends the run at the end.
+
+    Raises ConfigError at the start if the bucket cannot be written, and as `send` at the end.
+    """
+    if url := _state(folder)["url"]:
+        with _one_line(ConfigError, f"{url}: cannot be written"):
+            _upload(folder, claim=os.urandom(16).hex())
+    try:
+        yield
+    except BaseException:
+        send(folder, again=True)  # a failure must not hide this error
+        raise
+    send(folder)
+
+
+def _state(folder: Path) -> dict:
+    try:
+        return json.loads((folder / STATE).read_text())
+    except (OSError, ValueError):  # none, or one that a loss of power has emptied
+        return EMPTY | {"url": ""}
+
+
+def _open(url: str) -> tuple:
+    """Returns the bucket's file system, the folder in it, and its manifest."""
+    import fsspec
+
+    folders = {"auto_mkdir": True} if url.startswith(("file://", "local://")) else {}  # object stores have no folders
+    fs, root = fsspec.core.url_to_fs(url, **folders)
+    fs.invalidate_cache()
+    try:
+        return fs, root, json.loads(fs.cat_file(f"{root}/{MANIFEST}"))
+    except FileNotFoundError:
+        return fs, root, EMPTY
+
+
+def _download(fs, root: str, folder: Path, there: dict, checkpoints: bool) -> None:
+    here = _files(folder)
+    for name in here.keys() - there["files"].keys():
+        (folder / name).unlink()
+        with contextlib.suppress(OSError):  # it holds more; Orbax would take an empty folder for a checkpoint
+            os.removedirs((folder / name).parent)
+    wanted = {name: about for name, about in there["files"].items() if checkpoints or not name.startswith("checkpoints/")}
+    new = [name for name, about in wanted.items() if here.get(name) != about]
+    fs.get([f"{root}/{name}" for name in new], [str(folder / name) for name in new])
+    for name in new:
+        os.utime(folder / name, ns=(wanted[name][1], wanted[name][1]))
+    _write_state(folder, there | {"files": wanted})
+
+
+def _upload(folder: Path, claim: str = "") -> None:
+    """claim: the name of a process that begins to write the run."""
+    state, here = _state(folder), _files(folder)
+    fs, root, there = _open(state["url"])
+    if not claim and state["writer"] and state["writer"] != there["writer"]:
+        raise ConfigError(f"{state['url']}: another process writes this run by now; what this one has is in {folder}")
+    new = [name for name, about in here.items() if there["files"].get(name) != about]
+    old = (state["files"].keys() - here.keys()) & there["files"].keys()  # other commands may have added more
+    fs.put([str(folder / name) for name in new], [f"{root}/{name}" for name in new])
+    files = {name: about for name, about in there["files"].items() if name not in old} | here
+    fs.pipe_file(f"{root}/{MANIFEST}", json.dumps({"writer": claim or there["writer"], "files": files}).encode())
+    _write_state(folder, state | {"writer": claim or state["writer"], "files": here})
+    for name in old:
+        fs.rm_file(f"{root}/{name}")
+
+
+def _files(folder: Path) -> dict[str, list[int]]:
+    """Lists the complete files that do not belong to this machine alone, as in a manifest."""
+    files = {}
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and not any(part in f"/{name}" for part in ("/.", ".partial", ".orbax-checkpoint-tmp")):
+            files[name] = [path.stat().st_size, path.stat().st_mtime_ns]
+    return files
+
+
+def _write_state(folder: Path, state: dict) -> None:
+    with atomic_write(folder / STATE) as file:
+        json.dump(state, file)
+
+
+@contextlib.contextmanager
+def _one_line(kind: type[Exception], about: str) -> Iterator[None]:
+    """Raises any error of a file system as one of this kind."""
     try:
         yield
     except ConfigError:
         raise
-    except Exception as error:  # any error of a file system
-        raise ConfigError(f"{url}: {_reason(error)}") from None
-
-
-def _reason(error: Exception) -> str:
-    return one_line(f"{type(error).__name__}: {error!s:.300}" if not isinstance(error, ValueError) else f"{error!s:.300}")
-
-
-class Upload:
-    """`with Upload(folder, url):` keeps a bucket equal to the working copy of a run, every `EVERY` seconds and at the end.
-
-    An upload that fails is tried again; only the last one has to succeed. If another process begins to write the run, this one
-    receives a SIGTERM, so that it saves its state and ends.
-
-    Raises:
-      ConfigError: at the start, if the bucket cannot be written.
-      RunError: at the end, for the same reason, or if another process has written the run.
-    """
-
-    def __init__(self, folder: Path, url: str):
-        before = _State.read(folder)
-        self._folder = folder
-        self._state = _State(url, uuid.uuid4().hex, before.files if before.url == url else {})
-        self._ended, self._lost = threading.Event(), False
-        self._thread = threading.Thread(target=self._repeat, name="upload", daemon=True)
-
-    def __enter__(self) -> Upload:
-        with _refusals(self._state.url):
-            _Bucket(self._state.url).claim(self._state.writer)
-        self._state.write(self._folder)
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind, *_) -> None:
-        self._ended.set()
-        self._thread.join()
-        try:
-            self._push(shows=True)
-        except Exception as error:
-            if kind is None or not issubclass(kind, Exception):
-                raise RunError(self._failed(error)) from None
-
-    def _repeat(self) -> None:
-        told = False
-        while not self._ended.wait(EVERY):
-            try:
-                self._push()
-                told = False
-            except Exception as error:
-                if self._lost:
-                    return os.kill(os.getpid(), signal.SIGTERM)
-                if not told:
-                    warn(self._failed(error))
-                told = True
-
-    def _push(self, shows: bool = False) -> None:
-        self._lost = self._lost or _Bucket(self._state.url).writer() != self._state.writer
-        if self._lost:
-            raise RunError(f"{self._state.url}: another process writes this run by now; what this one has is in {self._folder}")
-        self._state = _upload(self._folder, self._state, shows)
-
-    def _failed(self, error: Exception) -> str:
-        if isinstance(error, RunError):
-            return str(error)
-        return f"{self._state.url}: cannot be written: {_reason(error)}; everything is in {self._folder}"
+    except Exception as error:
+        name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise kind(one_line(f"{about}: {name}{error!s:.300}")) from None

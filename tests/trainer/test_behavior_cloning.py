@@ -1,11 +1,7 @@
-"""The warm start: the key under which it is cached changes with everything that it executes; its optimizer's steps."""
+"""The warm start: the key under which it is cached changes with what it depends on; its optimizer's steps."""
 
-import functools
 import importlib.metadata
-import shutil
 from dataclasses import replace
-from modulefinder import ModuleFinder
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,80 +18,24 @@ from hgpo_jax.setup.job import build
 from hgpo_jax.trainer import behavior_cloning
 from tests.helpers.tiny import mesh_of
 
-ROOT = Path(__file__).parents[2]
+
+def key(*fields):
+    return behavior_cloning.cache_key(load(None, list(fields)))
 
 
-def names(files) -> set[str]:
-    return {Path(file).absolute().relative_to(behavior_cloning.ROOT).as_posix() for file in files}
-
-
-def test_every_module_that_is_reached_is_in_the_key():
-    finder = ModuleFinder(path=[str(ROOT)])  # the standard library's own walk, over the compiled code
-    finder.import_hook("hgpo_jax.trainer.behavior_cloning")
-    reached = names(module.__file__ for module in finder.modules.values() if module.__file__)
-    assert {f"hgpo_jax/{name}.py" for name in ("learner/update", "policy/mesh", "envs/household/expert")} <= reached
-    assert reached <= names(behavior_cloning.sources())
-
-
-@pytest.fixture
-def copied(tmp_path, monkeypatch):
-    """The sources where they can be changed."""
-    shutil.copytree(ROOT / "hgpo_jax", tmp_path / "hgpo_jax", ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(behavior_cloning, "ROOT", tmp_path)
-    return tmp_path
-
-
-def test_a_byte_of_a_source_changes_the_key(copied, monkeypatch):
-    config = load()
-    before = behavior_cloning.cache_key(config)
-    (copied / "hgpo_jax" / "never_imported.py").write_text("x = 1\n")
-    assert behavior_cloning.cache_key(config) == before
-    # Which files these are is the same, and takes most of the time to find.
-    monkeypatch.setattr(behavior_cloning, "sources", functools.partial(list, behavior_cloning.sources()))
-    for name in ("learner/losses.py", "policy/placement.py", "envs/household/env.py"):
-        file = copied / "hgpo_jax" / name
-        kept = file.read_bytes()
-        file.write_bytes(kept + b"\n")
-        assert behavior_cloning.cache_key(config) != before, file
-        file.write_bytes(kept)
-
-
-IMPORTS = (
-    "import hgpo_jax.extra0", "from hgpo_jax import extra1", "from hgpo_jax.extra2 import x", "from ..extra3 import x",
-    "from .. import extra4", "def late():\n    from hgpo_jax import extra5 as other",
-)  # fmt: skip
-
-
-def test_every_way_to_import_is_followed(copied):
-    learner = copied / "hgpo_jax" / "learner" / "update.py"
-    learner.write_text("\n".join([learner.read_text(), *IMPORTS, ""]))
-    for number in range(len(IMPORTS)):
-        (copied / "hgpo_jax" / f"extra{number}").mkdir()
-        lines = f"from hgpo_jax.envs import nothing, unheard_of{number}\n"
-        (copied / "hgpo_jax" / f"extra{number}" / "__init__.py").write_text(lines)
-        (copied / "hgpo_jax" / "envs" / f"unheard_of{number}.py").write_text("")
-    extras = {f"hgpo_jax/{name}{n}{end}" for n in range(len(IMPORTS)) for name, end in
-              (("extra", "/__init__.py"), ("envs/unheard_of", ".py"))}  # fmt: skip
-    assert extras <= names(behavior_cloning.sources())
-
-
-@pytest.fixture
-def key(monkeypatch):
-    """`key(*fields)`, of the sources apart."""
-    monkeypatch.setattr(behavior_cloning, "sources", list)
-    return lambda *fields: behavior_cloning.cache_key(load(None, list(fields)))
-
-
-def test_a_release_of_what_computes_changes_the_key(monkeypatch, key):
+def test_versions_of_what_computes_change_the_key(monkeypatch):
     really, keys = importlib.metadata.version, set()
-    for package in ("none", "jax", "jaxlib", "flax", "optax"):
+    for package in ("none", "hgpo_jax", "jax", "jaxlib", "flax", "optax"):
         changed = lambda name, package=package: "0.0" if name == package else really(name)  # noqa: E731
         monkeypatch.setattr(behavior_cloning, "version", changed)
         keys.add(key())
-    assert len(keys) == 5
+    monkeypatch.setattr(behavior_cloning, "version", really)
+    monkeypatch.setattr(behavior_cloning, "CACHE_VERSION", behavior_cloning.CACHE_VERSION + 1)
+    keys.add(key())
+    assert len(keys) == 7
 
 
-def test_given_files_change_the_key(key, tmp_path):
+def test_given_files_change_the_key(tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"one")
     before = key(f"policy={tmp_path}")
@@ -112,7 +52,7 @@ def test_given_files_change_the_key(key, tmp_path):
     assert key("env.name=household_text", f"env.template={file}") != before
 
 
-def test_fields_of_the_warm_start_change_the_key_and_others_do_not(key):
+def test_fields_of_the_warm_start_change_the_key_and_others_do_not():
     for change in ("seed=1", "env.places=7", "cloning.lr=1e-3", "rollout.history_length=1", "policy.hidden_size=32"):
         assert key(change) != key(), change
     for change in ("method=gigpo", "learner.lr=1e-3", "iterations=3", "run_dir=x"):

@@ -97,8 +97,8 @@ def test_the_last_good_one_is_restored_and_the_run_goes_on_from_there(folder):
 
 def test_without_a_good_one_there_is_nothing(folder, tmp_path):
     assert newest_intact(tmp_path / "none") == (None, [])
-    for step, content in zip("123", ("[]", "{}", "[" * 100_000), strict=True):
-        (folder / step / ITEM / "digests.json").write_text(content)
+    for step in "123":
+        truncate(folder / step / ITEM / "digests.json")
     step, wrong = newest_intact(folder)
     assert step is None
     assert len(wrong) == 3

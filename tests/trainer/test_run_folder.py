@@ -295,10 +295,7 @@ def test_a_run_without_a_good_checkpoint_never_begins_again_silently(tmp_path):
         resume_point(folder)
     (folder / "policy").rmdir()
     (folder / "checkpoints" / "5").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"no intact checkpoint is left.*digests\.json is missing"):
-        resume_point(folder)
-    (folder / "config.yaml").write_text("log: {checkpoint_every: x}")
-    with pytest.raises(ConfigError, match=r"is damaged: log\.checkpoint_every='x'; repair it by hand"):
+    with pytest.raises(ConfigError, match=r"no intact checkpoint is left.*digests\.json cannot be read"):
         resume_point(folder)
 
 

@@ -48,8 +48,8 @@ def half(cache, tmp_path_factory):
     return home / "run"
 
 
-def killed(home: Path, iteration: int, *fields: str, code: str = "") -> None:
-    runs.run(home, *fields, code=code + DIES % iteration, expect=-signal.SIGKILL)
+def killed(home: Path, iteration: int, *fields: str) -> None:
+    runs.run(home, *fields, code=DIES % iteration, expect=-signal.SIGKILL)
 
 
 DIES = """
@@ -109,17 +109,11 @@ def test_halves_equal_the_whole_to_the_bit(cache, whole, tmp_path, setting):
     assert not [name for row in rows for name in unexplained(row)]
 
 
-UPLOADS_AT_ONCE = """
-from hgpo_jax.utils import remote
-remote.EVERY = 0.05
-"""
-
-
 def test_a_run_in_a_bucket_goes_on_on_another_machine(cache, whole, tmp_path):
     """Killed while it trains; a folder that is reached by its URL stands for the bucket."""
     url, bucket = f"file://{tmp_path}/bucket/run", tmp_path / "bucket/run"
     fields = (*(field for field in PLAIN if not field.startswith("run_dir")), cache)
-    killed(tmp_path, 2, *fields, f"run_dir={url}", code=UPLOADS_AT_ONCE)
+    killed(tmp_path, 2, *fields, f"run_dir={url}")
     assert {path.name for path in (bucket / "checkpoints").iterdir()} >= {"2"}
     shutil.rmtree(Path(cache.removeprefix("cache_dir="), "remote"))  # another machine has none
     said = runs.run(tmp_path, "--resume", url, cache)

@@ -1,16 +1,14 @@
-"""Runs in buckets: an in-memory file system stands for one, folders of this machine for its working copies."""
+"""Runs in buckets: an in-memory file system stands for one, folders of this machine for its working folders."""
 
 import itertools
-import json
-import signal
-import time
+import shutil
 from pathlib import Path
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from hgpo_jax.config import cli
-from hgpo_jax.trainer import checkpoint
 from hgpo_jax.trainer.folder import find_run
 from hgpo_jax.utils import remote
 from hgpo_jax.utils.errors import ConfigError, RunError
@@ -26,10 +24,11 @@ def url():
 
 @pytest.fixture
 def run(url, tmp_path) -> Path:
-    """The working copy of a run that has begun, on the first machine."""
+    """The working folder of a run that has been sent with one checkpoint, on the first machine."""
     folder = remote.fetch(url, str(tmp_path / "first"), begins=True)
-    written(folder, {"config.yaml": "name: a", "metrics.jsonl": "{}\n", "episodes/iteration-00000.npz": "dump"})
-    with_checkpoint(folder, 1)
+    written(folder, {"config.yaml": "{}", "metrics.jsonl": "{}\n", "checkpoints/1/state/arrays": "1"})
+    with remote.writing(folder):
+        pass
     return folder
 
 
@@ -39,9 +38,10 @@ def written(folder: Path, files: dict[str, str]) -> None:
         (folder / name).write_text(text)
 
 
-def with_checkpoint(folder: Path, number: int) -> None:
-    files = {f"checkpoints/{number}/state/arrays": f"arrays {number}", f"checkpoints/{number}/metrics/metrics": "0.5"}
-    written(folder, files | {f"checkpoints/{number}{remote.DIGESTS}": "{}"})
+def checkpointed(run: Path) -> None:
+    """Adds a second checkpoint and removes the first."""
+    written(run, {"metrics.jsonl": "{}\n{}\n", "checkpoints/2/state/arrays": "2"})
+    shutil.rmtree(run / "checkpoints/1")
 
 
 def texts(folder: Path) -> dict[str, str]:
@@ -54,203 +54,139 @@ def texts(folder: Path) -> dict[str, str]:
 
 def in_bucket(url: str) -> dict[str, str]:
     fs, root = fsspec.core.url_to_fs(url)
-    return {name.removeprefix(f"{root}/"): fs.cat_file(name).decode() for name in fs.find(root)}
+    files = {name.removeprefix(f"{root}/"): fs.cat_file(name).decode() for name in fs.find(root)}
+    files.pop(remote.MANIFEST)
+    return files
 
 
-def uploaded(folder: Path, url: str) -> None:
-    with remote.Upload(folder, url):
-        pass
+def failing(*_, **__):
+    raise OSError("no network")
 
 
 def test_a_run_on_two_machines(url, run, tmp_path):
-    uploaded(run, url)
-    held = in_bucket(url)
-    assert json.loads(held.pop(remote.WRITER))["writer"]
-    assert held == texts(run)
+    assert in_bucket(url) == texts(run)
     second = remote.fetch(url, str(tmp_path / "second"))
     assert second != run and texts(second) == texts(run)
-
-    (second / "checkpoints/1/state/arrays").unlink()
-    (second / f"checkpoints/1{remote.DIGESTS}").unlink()
-    with_checkpoint(second, 2)
-    written(second, {"metrics.jsonl": "{}\n{}\n"})
-    uploaded(second, url)
-    first = remote.fetch(url, str(tmp_path / "first"))
-    assert first == run
-    assert texts(first) == {name: text for name, text in texts(second).items() if not name.startswith("checkpoints/1")}
+    with remote.writing(second):
+        checkpointed(second)
+    assert remote.fetch(url, str(tmp_path / "first")) == run
+    assert texts(run) == texts(second) == in_bucket(url)
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["2"]  # not an empty 1
+    (run / remote.STATE).write_text("")  # as a loss of power may leave it
+    assert texts(remote.fetch(url, str(tmp_path / "first"))) == texts(second)
 
 
 def test_only_what_is_new_is_transferred(url, run, tmp_path, monkeypatch):
-    uploaded(run, url)
-    fs, _ = fsspec.core.url_to_fs(url)
-    put, opened = [], []
-    send, read = type(fs).put_file, type(fs).open
-    monkeypatch.setattr(type(fs), "put_file", lambda self, here, there, **_: put.append(there) or send(self, here, there))
-    written(run, {"metrics.jsonl": "{}\n{}\n"})
-    uploaded(run, url)
-    assert [name.rpartition("/")[2] for name in put] == ["metrics.jsonl"]
     second = remote.fetch(url, str(tmp_path / "second"))
-    written(run, {"transcripts.txt": "won"})
-    uploaded(run, url)
-    monkeypatch.setattr(type(fs), "open", lambda self, path, *more, **_: opened.append(path) or read(self, path, *more))
-    assert texts(remote.fetch(url, str(tmp_path / "second"))) == texts(run)
-    assert [name.rpartition("/")[2] for name in opened if "writer" not in name] == ["transcripts.txt"]
-    assert (second / "transcripts.txt").read_text() == "won"
+    moved = []
+    for method in ("put_file", "get_file"):
+        call = getattr(MemoryFileSystem, method)
+        counted = lambda self, *places, call=call, **_: moved.append(places[0]) or call(self, *places)  # noqa: E731
+        monkeypatch.setattr(MemoryFileSystem, method, counted)
+    written(run, {"config.yaml": "[]"})  # of the same size
+    remote.send(run)
+    assert texts(remote.fetch(url, str(tmp_path / "second"))) == texts(run) == texts(second)
+    assert [Path(name).name for name in moved] == ["config.yaml"] * 2
 
 
 def test_what_is_being_written_stays_here(url, run):
-    held = texts(run)
-    written(run, {"episodes/iteration-00001.npz.partial": "du", ".policy.1.partial/config.json": "{", ".lock": ""})
-    written(run, {"checkpoints/2.orbax-checkpoint-tmp-0/state/arrays": "a", "checkpoints/3/state/arrays": "no digests"})
-    uploaded(run, url)
-    assert in_bucket(url).keys() - {remote.WRITER} == held.keys()
+    before = in_bucket(url)
+    written(run, {"episodes/a.npz.partial": "", ".policy.1.partial/config.json": "", ".lock": ""})
+    written(run, {"checkpoints/2.orbax-checkpoint-tmp-0/state/arrays": ""})
+    remote.send(run)
+    assert in_bucket(url) == before
 
 
-def test_digests_come_last_and_go_first(url, run, monkeypatch):
-    uploaded(run, url)
-    fs, root = fsspec.core.url_to_fs(url)
-    done = []
-    for method in ("put_file", "rm_file"):
-        call = getattr(type(fs), method)
-        monkeypatch.setattr(
-            type(fs), method, lambda self, *given, call=call, **_: done.append(given[-1]) or call(self, *given)
-        )
-    with_checkpoint(run, 2)
-    written(run, {"metrics.jsonl": "{}\n{}\n"})
-    for path in sorted((run / "checkpoints/1").rglob("*"), reverse=True):
-        path.unlink() if path.is_file() else path.rmdir()
-    uploaded(run, url)
-    names = [name.removeprefix(f"{root}/") for name in done]
-    assert names[0] == "metrics.jsonl"
-    assert names[3:5] == [f"checkpoints/2{remote.DIGESTS}", f"checkpoints/1{remote.DIGESTS}"]
-    assert len(names) == 7
-
-
-def test_an_upload_that_breaks_off_leaves_the_checkpoint_before(url, run, tmp_path, monkeypatch):
-    uploaded(run, url)
-    with_checkpoint(run, 2)
-    fs, _ = fsspec.core.url_to_fs(url)
-    put = type(fs).put_file
-
-    def failing(self, here, there, **_):
-        if there.endswith(f"2{remote.DIGESTS}"):
-            raise OSError("no network")
-        put(self, here, there)
-
-    monkeypatch.setattr(type(fs), "put_file", failing)
-    with pytest.raises(RunError, match=r"memory://.*: cannot be written: OSError: no network; everything is in "):
-        uploaded(run, url)
+@pytest.mark.parametrize("method", ["put_file", "pipe_file", "rm_file"])
+def test_an_upload_that_breaks_off_leaves_a_whole_run(url, run, tmp_path, monkeypatch, method):
+    before = texts(run)
+    checkpointed(run)
+    monkeypatch.setattr(MemoryFileSystem, method, failing)
+    with pytest.raises(RunError, match=f"{url}: cannot be written, everything is in {run}: OSError: no network"):
+        remote.send(run)
     monkeypatch.undo()
     second = remote.fetch(url, str(tmp_path / "second"))
-    assert {name.split("/")[1] for name in texts(second) if name.startswith("checkpoints/")} == {"1"}
-    assert remote.fetch(url, str(tmp_path / "first")) == run  # this machine wrote last, and goes on with what it has
+    wanted = texts(run) if method == "rm_file" else before | {"metrics.jsonl": (second / "metrics.jsonl").read_text()}
+    assert texts(second) == wanted
+    remote.fetch(url, str(tmp_path / "first"))  # this machine wrote the run last, and goes on with what it has
     assert (run / "checkpoints/2/state/arrays").exists()
-    uploaded(run, url)
-    assert f"checkpoints/2{remote.DIGESTS}" in in_bucket(url)
+    remote.send(run)
+    assert texts(remote.fetch(url, str(tmp_path / "second"))) == texts(run)
 
 
-def test_uploads_while_it_trains_survive_a_failure(url, run, monkeypatch, capsys):
-    monkeypatch.setattr(remote, "EVERY", 0.01)
-    fs, _ = fsspec.core.url_to_fs(url)
-    put, failures, mended = type(fs).put_file, [], []
-
-    def put_or_fail(self, *given, **_):
-        if not mended:
-            failures.append(given)
-            raise OSError("no network")
-        put(self, *given)
-
-    monkeypatch.setattr(type(fs), "put_file", put_or_fail)
-    with remote.Upload(run, url):
-        waited_for(lambda: len(failures) > 2)
-        mended.append(True)
-        waited_for(lambda: "metrics.jsonl" in in_bucket(url))
-    assert in_bucket(url).keys() - {remote.WRITER} == texts(run).keys()
-    said = capsys.readouterr().err
-    assert said == f"warning: {url}: cannot be written: OSError: no network; everything is in {run}\n"
-
-
-def waited_for(condition) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+def test_failures_while_a_run_is_written(url, run, monkeypatch, capsys):
+    failed = f"{url}: cannot be written, everything is in {run}: OSError: no network"
+    with pytest.raises(RunError, match=failed), remote.writing(run):
+        monkeypatch.setattr(MemoryFileSystem, "put_file", failing)
+        checkpointed(run)
+        remote.send(run, again=True)
+        assert capsys.readouterr().err == f"warning: {failed}\n"
+    monkeypatch.undo()
+    with pytest.raises(ZeroDivisionError), remote.writing(run):  # the error of the run is not hidden
+        monkeypatch.setattr(MemoryFileSystem, "put_file", failing)
+        written(run, {"metrics.jsonl": ""})
+        raise ZeroDivisionError
+    assert capsys.readouterr().err == f"warning: {failed}\n"
+    monkeypatch.undo()
+    with pytest.raises(KeyboardInterrupt), remote.writing(run):
+        written(run, {"metrics.jsonl": "{}\n" * 3})
+        raise KeyboardInterrupt
+    assert in_bucket(url) == texts(run)
 
 
-def test_another_writer_ends_this_one(url, run, tmp_path, monkeypatch):
-    monkeypatch.setattr(remote, "EVERY", 0.01)
-    killed = []
-    monkeypatch.setattr(remote.os, "kill", lambda _, number: killed.append(number))
-    ends = pytest.raises(RunError, match=r"another process writes this run by now; what this one has is in ")
-    with ends, remote.Upload(run, url):
-        waited_for(lambda: "config.yaml" in in_bucket(url))
-        second = remote.fetch(url, str(tmp_path / "second"))
-        written(second, {"config.yaml": "name: b"})
-        uploaded(second, url)
-        waited_for(lambda: killed)
+def test_a_bucket_that_cannot_be_written_is_refused_before_the_run_begins(url, run, monkeypatch):
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", failing)
+    with pytest.raises(ConfigError, match=f"{url}: cannot be written: OSError: no network"), remote.writing(run):
+        pytest.fail("it began")
+
+
+def test_another_writer_ends_this_one(url, run, tmp_path):
+    ends = pytest.raises(ConfigError, match="another process writes this run by now; what this one has is in ")
+    with ends, remote.writing(run), remote.writing(remote.fetch(url, str(tmp_path / "second"))):
         written(run, {"config.yaml": "name: c"})
-    assert killed == [signal.SIGTERM]
-    assert in_bucket(url)["config.yaml"] == "name: b"
-
-
-def test_a_failure_of_the_run_is_not_hidden_but_one_after_a_signal_is_said(url, run, monkeypatch):
-    def failing(*_):
-        raise OSError("no network")
-
-    for ends, said in ((ZeroDivisionError, ZeroDivisionError), (KeyboardInterrupt, RunError)):
-        with pytest.raises(said), remote.Upload(run, url):
-            monkeypatch.setattr(remote, "_upload", failing)
-            raise ends
+        remote.send(run, again=True)
+    assert in_bucket(url)["config.yaml"] == "{}"
 
 
 def test_what_commands_read_and_write(url, run, tmp_path, monkeypatch):
-    uploaded(run, url)
     monkeypatch.chdir(tmp_path)
     place = Path(remote.local(url))
     assert texts(place) == {name: text for name, text in texts(run).items() if not name.startswith("checkpoints/")}
     written(place, {"evaluations/held_out.json": "{}"})
     remote.send(place / "evaluations")
-    assert {"evaluations/held_out.json", f"checkpoints/1{remote.DIGESTS}"} <= in_bucket(url).keys()
-    assert texts(remote.fetch(url)).keys() == in_bucket(url).keys() - {remote.WRITER}  # with checkpoints, to train on
+    assert in_bucket(url).keys() == {*texts(run), "evaluations/held_out.json"}
+    checkpointed(run)
+    remote.send(run)  # the run goes on and keeps the evaluation
+    assert in_bucket(url) == texts(run) | {"evaluations/held_out.json": "{}"}
+    assert texts(remote.fetch(url)) == in_bucket(url)  # with checkpoints, to train on
     assert remote.local("runs/here") == "runs/here"
-    remote.send(tmp_path)  # no working copy
+    remote.send(tmp_path)  # no working folder
     assert remote.shown(place) == url
     assert remote.shown(tmp_path) == str(tmp_path)
 
 
-def test_a_run_that_is_being_written_here_is_left_alone(url, run, tmp_path):
-    from hgpo_jax.trainer.folder import lock
-
-    uploaded(run, url)
-    held = lock(run)
-    written(run, {"metrics.jsonl": "{}\n{}\n"})
-    assert remote.fetch(url, str(tmp_path / "first")) == run
-    assert (run / "metrics.jsonl").read_text() == "{}\n{}\n"
-    held.release()
-
-
 def test_where_a_run_is_found(url, run, tmp_path):
-    (run / "config.yaml").write_text("{}")
-    uploaded(run, url)
     cache = str(tmp_path / "other")
     with pytest.raises(ConfigError, match=f"run_dir={url}: already holds a run; give --resume {url} or"):
         find_run({"run_dir": url, "cache_dir": cache}, "never")
     for resume in ("auto", url):
         found = find_run({"run_dir": url, "cache_dir": cache}, resume)
-        assert (found.folder, found.resuming) == (remote.working_copy(url, cache), True)
+        assert (remote.shown(found.folder), found.resuming) == (url, True)
     found = find_run({"run_dir": f"{url}2", "cache_dir": cache}, "never")
-    assert (found.resuming, remote.url_of(found.folder)) == (False, f"{url}2")
+    assert (remote.shown(found.folder), found.resuming) == (f"{url}2", False)
+    outside = remote.fetch("memory://../../etc/../x", str(tmp_path), begins=True)
+    assert outside == tmp_path / "remote/memory/etc/x"  # inside all the same
 
 
 def test_refusals(url, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fs, root = fsspec.core.url_to_fs(url)
-    with pytest.raises(ConfigError, match=f"{url}: not the folder of a run, it holds no config.yaml"):
+    with pytest.raises(ConfigError, match=f"{url}: not the folder of a run, it holds no manifest.json"):
         remote.local(url)
-    assert not list(tmp_path.iterdir())
     fs.pipe_file(f"{root}/photo.png", b"")
-    with pytest.raises(ConfigError, match=f"{url}: is not empty and not a run"):
+    with pytest.raises(ConfigError, match=f"{url}: not the folder of a run"):
         remote.fetch(url, str(tmp_path), begins=True)
+    assert not list(tmp_path.iterdir())
     with pytest.raises(ConfigError, match="nothing://x: nothing:// is not known; give a folder of this machine, gs://"):
         remote.fetch("nothing://x", str(tmp_path))
     with pytest.raises(cli.argparse.ArgumentTypeError, match="gs://bucket: must be a place of this machine"):
@@ -265,8 +201,3 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
     for scheme, extra in (("gs", "gcs"), ("s3", "s3")):
         with pytest.raises(ValueError, match=rf"needs a package more: pip install 'hgpo_jax\[{extra}\]'"):
             check_scheme(f"{scheme}://bucket")
-
-
-def test_names_and_places(tmp_path):
-    assert f"/{checkpoint.ITEM}/{checkpoint.DIGESTS}" == remote.DIGESTS
-    assert remote.working_copy("file:///../../etc/../x", str(tmp_path)) == tmp_path / "remote/file/etc/x"  # not outside of it
